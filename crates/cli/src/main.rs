@@ -1,0 +1,3 @@
+//! The program `tombolo`.
+
+fn main() {}

@@ -1,0 +1,1 @@
+//! The fabric of one machine: file, plan, running state, API.

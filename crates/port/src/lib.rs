@@ -1,0 +1,1 @@
+//! Attachments: each kind of port, behind the one trait of the switch.

@@ -1,0 +1,14 @@
+//! Views over memory that a peer may write at any moment, and the ring dialects spoken over it.
+//!
+//! Everything here is `no_std` and free of I/O: bytes in shared memory and indices in, decisions out. Both
+//! ends of each dialect are here (the device side for the fabric, the driver side for cells and for tests),
+//! and all memory ordering of the project lives here.
+//!
+//! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
+#![no_std]
+#![warn(unreachable_pub)]
+
+#[cfg(test)]
+extern crate std;
+
+pub mod mem;

@@ -1,0 +1,1 @@
+//! Linux below the rings: sealed memory regions, mappings, doorbells, descriptor passing.
