@@ -290,7 +290,8 @@ impl<'m> From<&'m mut [u8]> for ForeignMut<'m> {
 /// `n` bytes are readable at `from` and writable at `to`.
 #[inline]
 unsafe fn copy_bytes(from: *const u8, to: *mut u8, n: usize) {
-    // SAFETY (all arms): the offsets used are below n; each arm loads all before it stores, so overlap is fine.
+    // SAFETY: in every arm the offsets used are below n, within what the caller promised; each arm loads all of
+    // its bytes before it stores any, so overlap is fine.
     unsafe {
         if n > SMALL_COPY_BYTES {
             ptr::copy(from, to, n);
