@@ -30,7 +30,6 @@ struct Shared {
 }
 
 /// The worker's end: it waits here.
-#[derive(Debug)]
 pub struct Reactor {
     shared: Arc<Shared>,
     events: Vec<epoll::Event>,
