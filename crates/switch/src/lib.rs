@@ -4,7 +4,7 @@
 //!   the offload state that travels with each.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
-//! * [`drop`]: why a frame was lost. There is no other way to lose one.
+//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
