@@ -32,8 +32,6 @@ META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual")
 WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng")
 # Dynamic programs that come along with their libraries, when this machine has them.
 PROGRAMS = ("iperf", "ethtool")
-# Served by httpd as /bytes/N: sparse, so they cost the guest no memory.
-SPARSE_FILES = (0, 1 << 10, 1 << 16, 1 << 20, 10 << 20, 100 << 20, 100_000_000, 1 << 30)
 
 
 class Missing(Exception):
