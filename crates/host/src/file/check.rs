@@ -10,7 +10,16 @@ use super::read::Spots;
 
 pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     if fabric.networks.is_empty() {
-        out.say(&(0..0), "network", "at least one section [network.NAME]", "none", Some("add [network.lan]".into()));
+        // A misspelt [network] was told already.
+        if out.list.is_empty() {
+            out.say(
+                &(0..0),
+                "network",
+                "at least one section [network.NAME]",
+                "none",
+                Some("add [network.lan]".into()),
+            );
+        }
         return;
     }
     networks(fabric, spots, out);
@@ -27,7 +36,13 @@ fn networks(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         let mut inside = |key: &str, ip: Ipv4Addr| {
             if !n.subnet.has_host(ip) {
                 let hint = Some("the subnet's first and last address are its own".to_string());
-                out.say(&spots.of(&at, key), format!("{at}.{key}"), format!("a host address inside {}", n.subnet), ip.to_string(), hint);
+                out.say(
+                    &spots.of(&at, key),
+                    format!("{at}.{key}"),
+                    format!("a host address inside {}", n.subnet),
+                    ip.to_string(),
+                    hint,
+                );
             }
         };
         inside("gateway", n.gateway);
@@ -39,12 +54,35 @@ fn networks(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             inside("dhcp", dhcp.to);
             if dhcp.from > dhcp.to {
                 let found = format!("{} to {}", dhcp.from, dhcp.to);
-                out.say(&spots.of(&at, "dhcp"), format!("{at}.dhcp"), "a range that does not run backwards", found, None);
+                out.say(
+                    &spots.of(&at, "dhcp"),
+                    format!("{at}.dhcp"),
+                    "a range that does not run backwards",
+                    found,
+                    None,
+                );
             }
+        }
+        if !fabric.workers.iter().any(|w| w.name == n.worker) {
+            let names: Vec<_> = fabric.workers.iter().map(|w| w.name.as_str()).collect();
+            let expected = format!("the name of a worker ({})", names.join(", "));
+            out.say(
+                &spots.of(&at, "worker"),
+                format!("{at}.worker"),
+                expected,
+                format!("{:?}", n.worker),
+                near(&n.worker, names),
+            );
         }
         if n.router == Some(n.gateway) {
             let hint = Some(format!("leave `router` out, or use {}", n.subnet.nth(2)));
-            out.say(&spots.of(&at, "router"), format!("{at}.router"), "an address that the gateway does not have", n.gateway.to_string(), hint);
+            out.say(
+                &spots.of(&at, "router"),
+                format!("{at}.router"),
+                "an address that the gateway does not have",
+                n.gateway.to_string(),
+                hint,
+            );
         }
         for other in &fabric.networks[..i] {
             if other.subnet.overlaps(n.subnet) {
@@ -79,7 +117,13 @@ fn members(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         if !network.is_empty() && fabric.network(&network).is_none() {
             let names: Vec<_> = fabric.networks.iter().map(|n| n.name.as_str()).collect();
             let expected = format!("the name of a network ({})", names.join(", "));
-            out.say(&spots.of(&at, "network"), format!("{at}.network"), expected, format!("{network:?}"), near(&network, names));
+            out.say(
+                &spots.of(&at, "network"),
+                format!("{at}.network"),
+                expected,
+                format!("{network:?}"),
+                near(&network, names),
+            );
         }
     }
     let mut seen: HashMap<&str, String> = HashMap::new();
@@ -93,7 +137,13 @@ fn members(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             out.say(&spots.of(&at, ""), &at, "a name that the fabric does not use itself", found, None);
         }
         if let Some(other) = seen.insert(name, at.clone()) {
-            out.say(&spots.of(&at, ""), &at, "a name that no other member has", format!("{name:?}, as in [{other}]"), None);
+            out.say(
+                &spots.of(&at, ""),
+                &at,
+                "a name that no other member has",
+                format!("{name:?}, as in [{other}]"),
+                None,
+            );
         }
     }
     let mut devices: HashMap<(&str, Option<&str>), &str> = HashMap::new();
@@ -124,7 +174,9 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 if let Err(tried) = find_app(app) {
                     let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
                     let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
-                    let hint = Some("build the cells (cd cells && cargo build --release), set TOMBOLO_APPS, or give `image`".into());
+                    let hint = Some(
+                        "build the cells (cd cells && cargo build --release), set TOMBOLO_APPS, or give `image`".into(),
+                    );
                     out.say(&spots.of(&at, "app"), format!("{at}.app"), "the name of a built app", found, hint);
                 }
             }
@@ -140,7 +192,13 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         }
         if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
             let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
-            out.say(&spots.of(&at, "machine"), format!("{at}.machine"), "a machine type that boots from a disk", "\"microvm\"", hint);
+            out.say(
+                &spots.of(&at, "machine"),
+                format!("{at}.machine"),
+                "a machine type that boots from a disk",
+                "\"microvm\"",
+                hint,
+            );
         }
     }
 }
@@ -157,7 +215,9 @@ fn addresses(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) -> HashMa
     }
     let mut rows: Vec<(String, &str, Option<Mac>, Option<Ipv4Addr>)> = Vec::new();
     for m in &fabric.machines {
-        rows.extend(m.nics.iter().map(|n| (format!("{}.{}", m.kind.word(), m.name), n.network.as_str(), Some(n.mac), n.ip)));
+        rows.extend(
+            m.nics.iter().map(|n| (format!("{}.{}", m.kind.word(), m.name), n.network.as_str(), Some(n.mac), n.ip)),
+        );
     }
     rows.extend(fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.network.as_str(), Some(t.mac), t.ip)));
     rows.extend(fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.network.as_str(), p.mac, p.ip)));
@@ -233,7 +293,13 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                     Some(&(n, _, ip, _)) => (n.to_string(), ip),
                     None if fabric.members().any(|m| m == name) => {
                         let hint = Some(format!("give \"{name}\" an `ip`, or its network DHCP"));
-                        out.say(&spot, key, "a member with a known address", format!("{name:?}, whose address is not known"), hint);
+                        out.say(
+                            &spot,
+                            key,
+                            "a member with a known address",
+                            format!("{name:?}, whose address is not known"),
+                            hint,
+                        );
                         continue;
                     }
                     None => {
@@ -262,7 +328,13 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         if let Some(j) = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j])) {
             let found = format!("{} {}, as in forward[{j}]", forwards[i].proto.word(), forwards[i].listen);
             let at = format!("forward[{i}]");
-            out.say(&spots.of(&at, "listen"), format!("{at}.listen"), "a listener that no other forward has", found, None);
+            out.say(
+                &spots.of(&at, "listen"),
+                format!("{at}.listen"),
+                "a listener that no other forward has",
+                found,
+                None,
+            );
         }
     }
     fabric.forwards = forwards;

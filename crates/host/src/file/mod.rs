@@ -19,8 +19,8 @@ mod read;
 pub mod schema;
 
 pub use model::{
-    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Machine, MachineKind, MachineType, Nic, PortDecl, PortKind,
-    Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
+    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Machine, MachineKind, MachineType, Nic, PortDecl,
+    PortKind, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
 };
 pub use model::{Mac, Network};
 pub use parse::{add, load, parse};

@@ -153,9 +153,11 @@ pub struct Dhcp {
     pub lease_s: u32,
 }
 
-/// How a network's switch thread runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+/// A thread that runs the switches of one or more networks.
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Worker {
+    /// Its name in the file.
+    pub name: String,
     /// CPU to stay on; `None` lets the scheduler choose.
     pub cpu: Option<usize>,
     /// Frames taken from one port in a turn.
@@ -185,8 +187,8 @@ pub struct Network {
     pub mtu: u16,
     /// Upstream name servers; empty means the host's own, from /etc/resolv.conf.
     pub dns: Vec<SocketAddr>,
-    /// Its switch thread.
-    pub worker: Worker,
+    /// Name of the worker that runs its switch.
+    pub worker: String,
 }
 
 /// Which accelerator a machine is to use.
@@ -235,8 +237,6 @@ pub enum Attach {
     VhostUser,
     /// QEMU's framed stream over a Unix socket.
     Stream,
-    /// A tap device.
-    Tap,
 }
 
 impl Attach {
@@ -245,7 +245,6 @@ impl Attach {
         match self {
             Self::VhostUser => "vhost-user",
             Self::Stream => "stream",
-            Self::Tap => "tap",
         }
     }
 }
@@ -461,6 +460,8 @@ pub struct Fabric {
     pub name: String,
     /// The folder that relative paths start from.
     pub dir: PathBuf,
+    /// Workers, in the file's order; at least one.
+    pub workers: Vec<Worker>,
     /// Networks, in the file's order.
     pub networks: Vec<Network>,
     /// Cells and VMs.
@@ -527,7 +528,9 @@ mod tests {
     #[test]
     fn macs_are_read_strictly_and_derived_ones_are_stations() {
         assert_eq!(Mac::parse("52:54:00:12:34:56").unwrap().to_string(), "52:54:00:12:34:56");
-        for bad in ["52:54:00:12:34", "53:54:00:12:34:56", "00:00:00:00:00:00", "5:54:00:12:34:561", "52-54-00-12-34-56"] {
+        for bad in
+            ["52:54:00:12:34", "53:54:00:12:34:56", "00:00:00:00:00:00", "5:54:00:12:34:561", "52-54-00-12-34-56"]
+        {
             assert_eq!(Mac::parse(bad), None, "{bad}");
         }
         let m = Mac::derived(&["demo", "web", "lan"]);

@@ -24,7 +24,17 @@ pub fn load(path: &Path) -> Result<Fabric, FileError> {
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default();
     let fallback = dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into());
-    read(text, path, Fabric { name: fallback, dir, networks: vec![], machines: vec![], taps: vec![], ports: vec![], forwards: vec![] })
+    let empty = Fabric {
+        name: fallback,
+        dir,
+        workers: vec![],
+        networks: vec![],
+        machines: vec![],
+        taps: vec![],
+        ports: vec![],
+        forwards: vec![],
+    };
+    read(text, path, empty)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
@@ -39,11 +49,12 @@ fn read(text: &str, path: &Path, start: Fabric) -> Result<Fabric, FileError> {
     for error in &errors {
         let span = error.span().unwrap_or(text.len()..text.len());
         let there = text.get(span.clone()).filter(|s| !s.trim().is_empty());
-        let there = there.map_or_else(|| "the end of it".to_string(), |s| format!("{:?}", s.lines().next().unwrap_or("")));
+        let there =
+            there.map_or_else(|| "the end of it".to_string(), |s| format!("{:?}", s.lines().next().unwrap_or("")));
         out.say(&span, "", format!("valid TOML ({})", error.message()), there, None);
     }
     let mut spots = Spots::default();
-    let mut reader = Reader { out: &mut out, spots: &mut spots, fabric: start, worker: DEFAULT_WORKER };
+    let mut reader = Reader { out: &mut out, spots: &mut spots, fabric: start };
     reader.root(root.get_ref());
     let mut fabric = reader.fabric;
     if errors.is_empty() {
@@ -53,7 +64,6 @@ fn read(text: &str, path: &Path, start: Fabric) -> Result<Fabric, FileError> {
     if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems }) }
 }
 
-const DEFAULT_WORKER: Worker = Worker { cpu: None, budget: 64, busy_poll_us: 0 };
 const DEFAULT_LEASE_S: u32 = 3600;
 
 /// A name usable in files, devices and DNS: 1 to 24 of a-z, 0-9 and `-`, not at an end.
@@ -89,7 +99,6 @@ struct Reader<'c, 't> {
     out: &'c mut Complaints<'t>,
     spots: &'c mut Spots,
     fabric: Fabric,
-    worker: Worker,
 }
 
 type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
@@ -100,14 +109,20 @@ impl<'t> Reader<'_, 't> {
         if let Some(name) = head.text("name", clean_name) {
             self.fabric.name = name;
         }
-        if let Some(value) = root.get("worker") {
-            match value.get_ref() {
-                DeValue::Table(t) => {
-                    let mut s = Section::open("worker", "worker".into(), value.span(), t, self.out, self.spots, &[]);
-                    self.worker = worker(&mut s, self.worker);
-                }
-                other => self.out.say(&value.span(), "worker", "a table [worker]", found(other), None),
-            }
+        let mut workers = self.named(root, "worker");
+        workers.sort_by_key(|(_, span, _)| span.start);
+        for (name, span, table) in workers {
+            let mut s = self.open("worker", &(name.clone(), span, table));
+            let worker = Worker {
+                cpu: s.number("cpu", 0, 4095).map(|n| n as usize),
+                budget: s.number("budget", 1, 256).unwrap_or(64) as u32,
+                busy_poll_us: s.number("busy_poll_us", 0, 1_000_000).unwrap_or(0) as u32,
+                name,
+            };
+            self.fabric.workers.push(worker);
+        }
+        if self.fabric.workers.is_empty() {
+            self.fabric.workers.push(Worker { name: "main".into(), cpu: None, budget: 64, busy_poll_us: 0 });
         }
         // In the file's order, so that default subnets follow it.
         let mut networks = self.named(root, "network");
@@ -166,7 +181,7 @@ impl<'t> Reader<'_, 't> {
     fn network(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
         let index = self.fabric.networks.len() as u32;
         let domain = format!("{}.internal", self.fabric.name);
-        let inherited = self.worker;
+        let first = self.fabric.workers[0].name.clone();
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
@@ -178,7 +193,7 @@ impl<'t> Reader<'_, 't> {
         let domain = s.text("domain", domain_name).unwrap_or(domain);
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
-        let worker = s.inner("worker", "worker").map_or(inherited, |mut w| worker(&mut w, inherited));
+        let worker = s.string("worker").unwrap_or(first);
         self.fabric.networks.push(Network { name, subnet, gateway, router, dhcp, uplink, domain, mtu, dns, worker });
     }
 
@@ -244,15 +259,19 @@ impl<'t> Reader<'_, 't> {
             machine: s
                 .word("machine", &[("microvm", MachineType::Microvm), ("q35", MachineType::Q35)])
                 .unwrap_or(if cell { MachineType::Microvm } else { MachineType::Q35 }),
-            accel: s.word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)]).unwrap_or(Accel::Auto),
+            accel: s
+                .word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)])
+                .unwrap_or(Accel::Auto),
             cmdline,
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             attach: s
-                .word("attach", &[("vhost-user", Attach::VhostUser), ("stream", Attach::Stream), ("tap", Attach::Tap)])
+                .word("attach", &[("vhost-user", Attach::VhostUser), ("stream", Attach::Stream)])
                 .unwrap_or(Attach::VhostUser),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
             guard: guard(&mut s).unwrap_or(Guard::Mac),
-            restart: s.word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)]).unwrap_or(Restart::No),
+            restart: s
+                .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
+                .unwrap_or(Restart::No),
             name,
         };
         self.fabric.machines.push(machine);
@@ -325,7 +344,13 @@ impl<'t> Reader<'_, 't> {
     fn forwards(&mut self, root: &DeTable<'_>) {
         let Some(value) = root.get("forward") else { return };
         let Some(array) = value.get_ref().as_array() else {
-            self.out.say(&value.span(), "forward", "sections [[forward]]", found(value.get_ref()), Some("write [[forward]]".into()));
+            self.out.say(
+                &value.span(),
+                "forward",
+                "sections [[forward]]",
+                found(value.get_ref()),
+                Some("write [[forward]]".into()),
+            );
             return;
         };
         let base = self.fabric.forwards.len();
@@ -375,14 +400,6 @@ fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>) -> String 
     network.unwrap_or_default()
 }
 
-fn worker(s: &mut Section<'_, '_, '_, '_>, base: Worker) -> Worker {
-    Worker {
-        cpu: s.number("cpu", 0, 4095).map(|n| n as usize).or(base.cpu),
-        budget: s.number("budget", 1, 256).map_or(base.budget, |n| n as u32),
-        busy_poll_us: s.number("busy_poll_us", 0, 1_000_000).map_or(base.busy_poll_us, |n| n as u32),
-    }
-}
-
 fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
     let Some((value, span)) = s.raw("uplink") else { return Uplink::None };
     match value {
@@ -398,7 +415,12 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
             "user" => return Uplink::User,
             "kernel" => return Uplink::Kernel,
             "bridge" => {
-                s.wrong("uplink", &span, found(value), Some("name its interface: uplink = { bridge = \"eth0\" }".into()));
+                s.wrong(
+                    "uplink",
+                    &span,
+                    found(value),
+                    Some("name its interface: uplink = { bridge = \"eth0\" }".into()),
+                );
             }
             other => s.wrong("uplink", &span, found(value), near(other, ["none", "user", "kernel"])),
         },

@@ -41,7 +41,6 @@ pub(super) struct Section<'a, 'i, 'c, 't> {
     schema: &'static SectionSchema,
     table: &'a DeTable<'i>,
     out: &'c mut Complaints<'t>,
-    spots: &'c mut Spots,
     span: Range<usize>,
 }
 
@@ -65,12 +64,18 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
             let full = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
             if !known().any(|k| k == name) {
                 let names: Vec<_> = known().collect();
-                out.say(&key.span(), full, format!("one of the keys {}", names.join(", ")), "an unknown key", near(name, known()));
+                out.say(
+                    &key.span(),
+                    full,
+                    format!("one of the keys {}", names.join(", ")),
+                    "an unknown key",
+                    near(name, known()),
+                );
             } else {
                 spots.0.insert(format!("{path}.{name}"), value.span());
             }
         }
-        Self { path, schema, table, out, spots, span }
+        Self { path, schema, table, out, span }
     }
 
     fn full(&self, key: &str) -> String {
@@ -164,19 +169,6 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
             }
         }
         (out.len() == array.len()).then_some(out)
-    }
-
-    /// A table under this one, read as a section of the schema named `schema_name`.
-    pub(super) fn inner<'s>(&'s mut self, key: &str, schema_name: &str) -> Option<Section<'a, 'i, 's, 't>> {
-        let (value, span) = self.raw(key)?;
-        let path = self.full(key);
-        match value {
-            DeValue::Table(table) => Some(Section::open(schema_name, path, span, table, self.out, self.spots, &[])),
-            other => {
-                self.wrong(key, &span, found(other), None);
-                None
-            }
-        }
     }
 }
 
