@@ -57,7 +57,7 @@ static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
 pub struct GuestMapping {
     /// What was mapped: the wanted range, widened to whole blocks of the file.
     start: NonNull<u8>,
-    len: usize,
+    mapped: usize,
     /// The wanted range inside it.
     offset: usize,
     bytes: usize,
@@ -104,7 +104,7 @@ impl GuestMapping {
             return Err(system("entering a guest mapping in the table")(Errno::NOBUFS));
         };
         // In range: offset - first < block, and both fit the mapping.
-        Ok(GuestMapping { start, len, offset: (offset - first) as usize, bytes: bytes as usize, entry })
+        Ok(GuestMapping { start, mapped: len, offset: (offset - first) as usize, bytes: bytes as usize, entry })
     }
 
     /// Length in bytes.
@@ -128,7 +128,7 @@ impl GuestMapping {
 impl Backing for GuestMapping {
     #[inline]
     fn bytes(&self) -> ForeignMut<'_> {
-        // SAFETY: offset + bytes <= len of a live writable mapping (constructor, Drop), into which no reference is made.
+        // SAFETY: offset + bytes <= mapped bytes of a live writable mapping (constructor, Drop), into which no reference is made.
         unsafe { ForeignMut::new(self.start.add(self.offset), self.bytes) }
     }
 }
@@ -139,7 +139,7 @@ impl Drop for GuestMapping {
         TABLE[self.entry].start.store(0, Ordering::Release);
         // SAFETY: exactly what the constructor mapped (or the handler put in its place), and views cannot outlive self.
         // A failure would leak address space only, and there is nobody to tell.
-        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
+        let _ = unsafe { munmap(self.start.as_ptr().cast(), self.mapped) };
     }
 }
 
