@@ -1,1 +1,3 @@
 //! The fabric of one machine: file, plan, running state, API.
+
+pub mod file;
