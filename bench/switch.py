@@ -21,7 +21,6 @@ import os
 import re
 import sys
 import time
-from pathlib import Path
 
 from common import (ROOT, BenchError, OpenVSwitch, Process, Results, Testpmd, note, private_folder, ratio, terminate_cleanly,
                     tsc_khz, until)
@@ -36,30 +35,18 @@ WARM_UP_S = 0.5
 
 
 def tombolo_file(folder):
-    """The fabric that is measured: nothing but two ports and a worker on the forwarder's CPU."""
+    """The fabric that is measured: two ports, their guard on, and a worker on the forwarder's CPU."""
+    ports = "".join(f'\n[port.{name}]\nkind = "vhost-user"\nsocket = "{folder}/v{number}"\nmac = "{MACS[number]}"\n'
+                    for number, name in enumerate(("a", "b")))
     return f"""\
 name = "bench"
-state = "{folder}/state"
 
-[[worker]]
+[worker.core]
 cpu = {FORWARDER_CPU}
 
-[[network]]
-name = "n"
-uplink = "none"
-
-[[port]]
-name = "a"
-network = "n"
-kind = "vhost-user"
-socket = "{folder}/v0"
-
-[[port]]
-name = "b"
-network = "n"
-kind = "vhost-user"
-socket = "{folder}/v1"
-"""
+[network.lan]
+worker = "core"
+{ports}"""
 
 
 class Tombolo:
@@ -76,22 +63,13 @@ class Tombolo:
             file = folder / "bench.toml"
             file.write_text(tombolo_file(folder))
             argv = [ROOT / "target/release/tombolo", "up", file]
-        self.process = Process(argv, name="tombolo")
+        self.process = Process(argv, name="tombolo", env={"XDG_RUNTIME_DIR": str(folder)})
         until("tombolo's sockets", lambda: self.check() and all((folder / name).exists() for name in ("v0", "v1")), 20)
 
     def check(self):
         if not self.process.alive():
             raise BenchError(f"tombolo ended ({self.process.popen.returncode}):\n{self.process.tail()}")
         return True
-
-    def busiest_thread(self):
-        """CPU seconds of the thread that has used most: the worker. The wake-up threads and the API are not the data path."""
-        best = 0.0
-        for task in Path(f"/proc/{self.process.pid}/task").iterdir():
-            with contextlib.suppress(OSError):
-                fields = (task / "stat").read_text().rsplit(")", 1)[1].split()
-                best = max(best, (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
-        return best
 
     def cpu_seconds(self):
         return self.process.cpu_seconds()
