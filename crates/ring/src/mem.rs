@@ -20,7 +20,7 @@
 
 use core::marker::PhantomData;
 use core::ptr::{self, NonNull};
-use core::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// A readable window of foreign memory.
 #[derive(Clone, Copy, Debug)]
@@ -132,13 +132,22 @@ impl<'m> Foreign<'m> {
         Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.load(order)))
     }
 
+    /// The little-endian u64 at `offset`, read as one word; `None` where it is out of bounds or not aligned.
+    #[inline]
+    pub fn load_u64(&self, offset: usize, order: Ordering) -> Option<u64> {
+        let ptr = self.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is atomic only.
+        Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.load(order)))
+    }
+
     /// Copies `N` bytes at `offset` into a local; `None` where they are not wholly inside.
     #[inline]
     pub fn read_array<const N: usize>(&self, offset: usize) -> Option<[u8; N]> {
         let part = self.slice(offset, N)?;
-        // SAFETY: `slice` checked that N bytes are inside the window; unaligned volatile-like bulk read of
-        // bytes whose content is untrusted; a u8 array has no invalid bit pattern.
-        Some(unsafe { ptr::read_volatile(part.ptr.as_ptr().cast::<[u8; N]>()) })
+        let mut local = [0u8; N];
+        // SAFETY: `slice` checked that N bytes are inside the window; `local` holds as many.
+        unsafe { read_words(part.ptr.as_ptr(), &mut local) };
+        Some(local)
     }
 
     /// Copies the first bytes into `to`, as many as both hold; returns how many.
@@ -254,13 +263,33 @@ impl<'m> ForeignMut<'m> {
         Some(())
     }
 
+    /// Writes a little-endian u64 as one word; `None` where it is out of bounds or not aligned.
+    #[inline]
+    pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
+        let ptr = self.0.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        unsafe { AtomicU64::from_ptr(ptr) }.store(value.to_le(), order);
+        Some(())
+    }
+
     /// Writes `N` bytes at `offset`; `None` where they do not fit.
     #[inline]
     pub fn write_array<const N: usize>(&self, offset: usize, value: [u8; N]) -> Option<()> {
         let part = self.0.slice(offset, N)?;
-        // SAFETY: `slice` checked that N bytes are inside the writable window; a u8 array needs no alignment.
-        unsafe { ptr::write_volatile(part.ptr.as_ptr().cast::<[u8; N]>(), value) };
+        // SAFETY: `slice` checked that N bytes are inside the writable window; the store asks no alignment.
+        // Unlike a read, a write whose value is a local gains nothing from `volatile`: nothing can be read twice.
+        unsafe { ptr::write_unaligned(part.ptr.as_ptr().cast::<[u8; N]>(), value) };
         Some(())
+    }
+
+    /// Asks the processor to fetch the first cache line for writing, for a write that comes soon.
+    #[inline]
+    pub fn prefetch(&self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe {
+            core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_ET0 }>(self.0.ptr.as_ptr().cast())
+        };
     }
 
     /// Copies bytes of `from` into the window, as many as both hold; returns how many.
@@ -280,6 +309,33 @@ impl<'m> From<&'m mut [u8]> for ForeignMut<'m> {
         let len = bytes.len();
         ForeignMut(Foreign { ptr: NonNull::from(bytes).cast(), len, lifetime: PhantomData })
     }
+}
+
+/// Reads bytes once each into a local, in words of up to eight bytes of any alignment. A volatile read of a byte
+/// array would be compiled to as many byte loads; a plain read would allow the compiler to read again later.
+///
+/// # Safety
+/// `N` bytes are readable at `from`.
+#[inline(always)]
+unsafe fn read_words<const N: usize>(from: *const u8, local: &mut [u8; N]) {
+    #[derive(Clone, Copy)]
+    #[repr(C, packed)]
+    struct Unaligned<T>(T);
+    let mut at = 0;
+    macro_rules! words {
+        ($word:ty) => {
+            while N - at >= size_of::<$word>() {
+                // SAFETY: at + size_of(word) <= N bytes, which the caller promised; a packed struct asks no alignment.
+                let word = unsafe { from.add(at).cast::<Unaligned<$word>>().read_volatile() }.0;
+                local[at..at + size_of::<$word>()].copy_from_slice(&word.to_ne_bytes());
+                at += size_of::<$word>();
+            }
+        };
+    }
+    words!(u64);
+    words!(u32);
+    words!(u16);
+    words!(u8);
 }
 
 /// Copies `n` bytes that may overlap. Frames are often 60 to 64 bytes, for which the call of `memmove` costs
@@ -354,6 +410,20 @@ mod tests {
             assert_eq!(&to[20..20 + n], &from[..]);
             assert!(to[..20].iter().chain(&to[20 + n..]).all(|b| *b == 0xa5), "n = {n}");
         }
+    }
+
+    #[test]
+    fn arrays_of_every_shape_are_read_whole_at_every_alignment() {
+        let bytes: Vec<u8> = (0..64).collect();
+        let view = Foreign::from(&bytes[..]);
+        for at in 0..32 {
+            assert_eq!(view.read_array::<1>(at), Some([bytes[at]]));
+            assert_eq!(view.read_array::<12>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 12]));
+            assert_eq!(view.read_array::<14>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 14]));
+            assert_eq!(view.read_array::<31>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 31]));
+        }
+        assert_eq!(view.read_array::<33>(32), None);
+        assert_eq!(view.read_array::<0>(64), Some([]));
     }
 
     #[test]
