@@ -1,3 +1,4 @@
 //! The fabric of one machine: file, plan, running state, API.
 
 pub mod file;
+pub mod qemu;
