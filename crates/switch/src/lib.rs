@@ -2,6 +2,7 @@
 //!
 //! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
 //!   the offload state that travels with each.
+//! * [`nat`]: many guests behind the one address that an uplink knows.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
@@ -14,6 +15,7 @@
 pub mod counters;
 pub mod drop;
 pub mod frame;
+pub mod nat;
 pub mod port;
 pub mod vnet;
 pub mod wait;
