@@ -16,11 +16,8 @@
 pub mod counters;
 pub mod drop;
 pub mod frame;
-<<<<<<< HEAD
-pub mod nat;
-=======
 pub mod gateway;
->>>>>>> gateway
+pub mod nat;
 pub mod port;
 pub mod vnet;
 pub mod wait;
