@@ -1,6 +1,7 @@
 //! The fabric of one machine: file, plan, running state, API.
 
 pub mod file;
+pub mod kernel;
 pub mod plan;
 pub mod process;
 pub mod qemu;
