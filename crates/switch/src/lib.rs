@@ -7,6 +7,7 @@
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
+//! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
@@ -16,6 +17,7 @@ pub mod counters;
 pub mod drop;
 pub mod frame;
 pub mod nat;
+pub mod gateway;
 pub mod port;
 pub mod vnet;
 pub mod wait;
