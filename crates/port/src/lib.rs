@@ -3,6 +3,7 @@
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
+//! * [`uplink`]: a router with address translation before an uplink that knows one guest.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
     any(test, feature = "test-support"),
@@ -19,3 +20,4 @@ pub mod pair;
 pub mod reactor;
 mod sys;
 pub mod tap;
+pub mod uplink;
