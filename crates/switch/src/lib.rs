@@ -4,6 +4,8 @@
 //!   the offload state that travels with each.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
+//! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
@@ -11,12 +13,17 @@
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
 #![warn(unreachable_pub)]
 
+pub mod control;
 pub mod counters;
 pub mod drop;
 pub mod frame;
+pub mod guard;
+pub mod mac;
+pub mod network;
 pub mod port;
 pub mod vnet;
 pub mod wait;
+pub mod worker;
 
 /// An instant or a span, in nanoseconds of one monotonic clock that the caller chose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
