@@ -1,5 +1,6 @@
 //! The fabric of one machine: file, plan, running state, API.
 
+pub mod api;
 pub mod file;
 pub mod kernel;
 pub mod plan;

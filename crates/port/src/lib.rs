@@ -1,5 +1,6 @@
 //! Attachments: each kind of port, behind the one trait of the switch ([`tombolo_switch::port::Port`]).
 //!
+//! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
@@ -21,3 +22,4 @@ pub mod reactor;
 mod sys;
 pub mod tap;
 pub mod uplink;
+pub mod vhost_user;
