@@ -95,6 +95,9 @@ class Guest(Process):
             options.append("acpi=off")
         argv = [program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         argv += ["-m", str(memory_mib), "-smp", "1"]
+        if machine == "microvm":
+            # Debian's QEMU 10 takes SeaBIOS here if not told, which starts later and hands no ACPI tables on.
+            argv += ["-bios", "qboot.rom"]
         if accel == "kvm":
             argv += ["-cpu", "host"]
         if any(net.shared for net in nets):
