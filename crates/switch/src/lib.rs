@@ -19,8 +19,6 @@ pub mod control;
 pub mod counters;
 pub mod drop;
 pub mod frame;
-pub mod nat;
-pub mod gateway;
 pub mod gateway;
 pub mod guard;
 pub mod mac;
