@@ -2,6 +2,7 @@
 //!
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
+//! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
@@ -17,5 +18,6 @@ mod kernel_side;
 pub mod link;
 pub mod pair;
 pub mod reactor;
+pub mod stream;
 mod sys;
 pub mod tap;
