@@ -3,6 +3,7 @@
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
+//! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
 //! * [`uplink`]: a router with address translation before an uplink that knows one guest.
 //! * [`link`]: network namespaces, and interfaces and their changes.
@@ -19,6 +20,7 @@ mod kernel_side;
 pub mod link;
 pub mod pair;
 pub mod reactor;
+pub mod stream;
 mod sys;
 pub mod tap;
 pub mod uplink;
