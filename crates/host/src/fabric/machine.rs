@@ -3,7 +3,7 @@
 use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
@@ -45,6 +45,8 @@ pub(crate) struct RunningMachine {
     /// The user asked for its end.
     pub(crate) stopped: bool,
     pub(crate) console: PathBuf,
+    /// When it was started, or taken over.
+    pub(crate) since: Instant,
 }
 
 impl RunningMachine {
@@ -66,7 +68,9 @@ impl Drop for RunningMachine {
 
 /// Waits until a process has ended; `false` if that cannot be watched.
 pub(crate) async fn ended(process: Process) -> bool {
-    match AsyncFd::new(process.pidfd) {
+    #[expect(deprecated, reason = "unsound for a type that gives another descriptor each time; an OwnedFd does not")]
+    let fd = AsyncFd::new(process.pidfd);
+    match fd {
         Ok(fd) => fd.readable().await.is_ok(),
         Err(_) => false,
     }
@@ -161,6 +165,7 @@ impl Running {
             ended: None,
             stopped: false,
             console,
+            since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
         self.watch_machine(&plan.name, pid);
@@ -180,6 +185,7 @@ impl Running {
             ended: None,
             stopped: false,
             console,
+            since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
         self.watch_machine(&plan.name, *pid);
@@ -272,7 +278,7 @@ impl Running {
 ///
 /// # Errors
 /// If there is none of that name.
-pub async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
+pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
     let process = {
         let mut running = shared.running.lock().await;
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
@@ -283,8 +289,7 @@ pub async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError>
     if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
         running.machine_ended(name, pid);
     }
-    let added = running.dir().owner().additions.iter().any(|a| a.name == name);
-    if added {
+    if running.forget_addition(name)? {
         let ports: Vec<_> = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(name)).collect();
         let ports: Vec<String> = ports.into_iter().map(|p| p.plan.name.clone()).collect();
         for port in ports {
@@ -293,7 +298,6 @@ pub async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError>
         running.machines.remove(name);
         running.spec.machines.retain(|m| m.name != name);
         running.update_names();
-        running.dir().record(|o| o.additions.retain(|a| a.name != name))?;
     }
     Ok(())
 }

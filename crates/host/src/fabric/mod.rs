@@ -18,6 +18,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod drive;
 mod machine;
 mod network;
 mod ports;
@@ -28,7 +29,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Mutex, Notify};
+use tokio::sync::Mutex;
 use tombolo_switch::control::{ControlError, WorkerHandle};
 
 use crate::file::{self, Fabric, FileError};
@@ -38,6 +39,7 @@ use crate::process;
 use crate::qemu::probe::{self, Qemu};
 use crate::rundir::{Addition, RunDir, RunDirError};
 
+pub use drive::drive;
 pub use machine::Ended;
 use machine::RunningMachine;
 use network::Net;
@@ -121,6 +123,7 @@ pub(crate) struct WorkerThread {
     pub(crate) handle: WorkerHandle,
     pub(crate) registrar: tombolo_port::reactor::Registrar,
     thread: Option<std::thread::JoinHandle<()>>,
+    pub(crate) started: Instant,
 }
 
 /// A running fabric. Shared as [`Shared`].
@@ -138,14 +141,15 @@ pub struct Running {
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
 }
 
-/// The running fabric and the bell that ends it.
+/// The running fabric, for the task that answers for it and those that watch its processes.
 #[derive(Clone)]
 pub struct Shared {
     /// The fabric.
     pub running: Arc<Mutex<Running>>,
-    /// Rung to take the fabric down.
-    pub end: Arc<Notify>,
 }
+
+/// Why [`Facts::kvm`] has no answer.
+pub(crate) const NOT_ASKED: &str = "not asked";
 
 /// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {
@@ -180,7 +184,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
     let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg);
     let kvm = match &qemu {
         Ok(qemu) if wanted => kvm(qemu),
-        _ => Err("not asked".into()),
+        _ => Err(NOT_ASKED.into()),
     };
     Facts { qemu, kvm, runtime }
 }
@@ -215,7 +219,7 @@ impl Running {
             say,
             me: std::sync::Weak::new(),
         };
-        let shared = Shared { running: Arc::new(Mutex::new(running)), end: Arc::new(Notify::new()) };
+        let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
         running.me = Arc::downgrade(&shared.running);
         if let Err(error) = running.make().await {
@@ -327,41 +331,68 @@ impl Running {
         Ok(())
     }
 
-    /// Adds a member: the text of one section of a fabric file. Starts it.
+    /// Adds members: the text of sections of a fabric file. Starts them and returns their names.
     ///
     /// # Errors
-    /// The section's faults, or what did not work; then nothing was added.
-    pub fn add(&mut self, name: &str, text: &str) -> Result<(), FabricError> {
+    /// The sections' faults, or what did not work; then nothing was added.
+    pub fn add(&mut self, text: &str) -> Result<Vec<String>, FabricError> {
         let spec = file::add(text, Path::new("request"), &self.spec)?;
+        let same = spec.networks.len() == self.spec.networks.len()
+            && spec.forwards.len() == self.spec.forwards.len()
+            && spec.name == self.spec.name;
+        if !same {
+            let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; \
+                        for the rest change the file and start it anew";
+            return Err(FabricError::State(text.into()));
+        }
         let mut facts = self.facts.clone();
-        if facts.qemu.is_err() && !spec.machines.is_empty() {
+        if (facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into())) && !spec.machines.is_empty() {
             facts = self::facts(&spec, facts.runtime);
         }
-        let before = plan::plan(&self.spec, &facts)?;
-        let after = plan::plan(&spec, &facts)?;
-        let (old_spec, old_facts) = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
-        let addition = Addition { name: name.into(), text: text.into() };
+        let names: Vec<String> =
+            spec.members().filter(|n| !self.spec.members().any(|m| m == *n)).map(String::from).collect();
+        let plan = plan::plan(&spec, &facts)?;
+        let ports: Vec<_> = plan.ports.iter().filter(|p| !self.ports.contains_key(&p.name)).cloned().collect();
+        let machines: Vec<_> = plan.machines.iter().filter(|m| names.contains(&m.name)).cloned().collect();
+        let old = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
+        let addition = Addition { names: names.clone(), text: text.into() };
         let made = self.dir().record(|o| o.additions.push(addition)).map_err(FabricError::from).and_then(|()| {
-            for port in after.ports.iter().filter(|p| !before.ports.iter().any(|b| b.name == p.name)) {
-                self.add_port(port)?;
-            }
+            ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
-            for machine in after.machines.iter().filter(|m| !before.machines.iter().any(|b| b.name == m.name)) {
-                self.start_machine(machine)?;
-            }
-            Ok(())
+            machines.iter().try_for_each(|machine| self.start_machine(machine))
         });
         if let Err(error) = made {
-            for port in after.ports.iter().filter(|p| !before.ports.iter().any(|b| b.name == p.name)) {
+            for port in &ports {
                 self.drop_port(&port.name);
             }
-            self.machines.retain(|n, _| before.machines.iter().any(|b| b.name == *n));
-            (self.spec, self.facts) = (old_spec, old_facts);
+            for name in &names {
+                if let Some(process) = self.machines.remove(name).and_then(|mut m| m.let_go()) {
+                    // It has run for an instant only; nothing in it is worth a grace.
+                    let _ = process.signal(rustix::process::Signal::KILL);
+                }
+            }
+            (self.spec, self.facts) = old;
             self.update_names();
-            self.dir().record(|o| o.additions.retain(|a| a.name != name))?;
+            self.dir().record(|o| {
+                o.additions.pop();
+            })?;
             return Err(error);
         }
-        Ok(())
+        Ok(names)
+    }
+
+    /// Forgets that a member was added; whether it was.
+    pub(crate) fn forget_addition(&mut self, name: &str) -> Result<bool, FabricError> {
+        let known = self.dir().owner().additions.iter().any(|a| a.names.iter().any(|n| n == name));
+        if known {
+            self.dir().record(|o| {
+                for addition in &mut o.additions {
+                    addition.names.retain(|n| n != name);
+                }
+                o.additions.retain(|a| !a.names.is_empty());
+            })?;
+        }
+        Ok(known)
     }
 
     /// Removes a tap or bare port.
@@ -386,7 +417,7 @@ impl Running {
         self.spec.taps.retain(|t| t.name != name);
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
-        self.dir().record(|o| o.additions.retain(|a| a.name != name))?;
+        self.forget_addition(name)?;
         Ok(())
     }
 
@@ -455,9 +486,17 @@ fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say
     let mut out = spec;
     for addition in additions {
         match file::add(&addition.text, Path::new("added"), &out) {
-            Ok(more) => out = more,
+            Ok(mut more) => {
+                // Of several that were added at once some may have been removed since.
+                let old: Vec<String> = out.members().map(String::from).collect();
+                let keep = |name: &String| old.contains(name) || addition.names.contains(name);
+                more.machines.retain(|m| keep(&m.name));
+                more.taps.retain(|t| keep(&t.name));
+                more.ports.retain(|p| keep(&p.name));
+                out = more;
+            }
             Err(error) => {
-                say(&format!("{} was added to the fabric before and no longer fits: {error}", addition.name));
+                say(&format!("{} was added before and no longer fits: {error}", addition.names.join(", ")));
                 dir.record(|o| o.additions.retain(|a| a != addition))?;
             }
         }

@@ -1,9 +1,10 @@
 //! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases in a file.
 
+use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Notify;
@@ -30,6 +31,11 @@ pub(crate) struct Net {
 }
 
 impl Net {
+    /// The gateway's counters by name.
+    pub(crate) fn counters(&self) -> BTreeMap<String, u64> {
+        self.gateway.counters().all().into_iter().map(|(name, _, n)| (name.to_string(), n)).collect()
+    }
+
     /// Writes the leases to their file, if they changed.
     pub(crate) fn save_leases(&self, say: &Say) {
         let Some(store) = self.gateway.take_leases() else { return };
@@ -56,13 +62,11 @@ impl Running {
             source,
             hint: "check the limits on threads and open files (ulimit -a)",
         };
-        let mut reactor = Reactor::new().map_err(|e| spawn(e.into()))?;
-        let registrar = reactor.registrar();
-        let control = registrar.registration(CONTROL);
         let busy_poll = Nanos::MICRO.times(spec.busy_poll_us.into());
         let settings = WorkerSettings { budget: spec.budget as usize, busy_poll };
-        let (worker, handle) = Worker::new(settings, random(), move || control.wake());
         let (cpu, say, name) = (spec.cpu, self.say.clone(), spec.name.clone());
+        // A reactor stays on the thread that it was made on.
+        let (made, ready) = std::sync::mpsc::sync_channel(1);
         let thread = std::thread::Builder::new().name(format!("tb-{}", spec.name)).spawn(move || {
             if let Some(cpu) = cpu {
                 let mut set = rustix::thread::CpuSet::new();
@@ -73,10 +77,22 @@ impl Running {
                     say(&format!("worker {name}: CPU {cpu}: {error}; it runs where the scheduler puts it"));
                 }
             }
-            worker.run(&mut reactor);
+            // The starter waits for one of the two.
+            let mut reactor = match Reactor::new() {
+                Ok(reactor) => reactor,
+                Err(error) => return drop(made.send(Err(error))),
+            };
+            let registrar = reactor.registrar();
+            let control = registrar.registration(CONTROL);
+            let (worker, handle) = Worker::new(settings, random(), move || control.wake());
+            if made.send(Ok((handle, registrar))).is_ok() {
+                worker.run(&mut reactor);
+            }
         });
         let thread = Some(thread.map_err(spawn)?);
-        self.workers.push(WorkerThread { spec, handle, registrar, thread });
+        let made = ready.recv().map_err(|_| spawn(std::io::Error::other("its thread ended")))?;
+        let (handle, registrar) = made.map_err(|e| spawn(e.into()))?;
+        self.workers.push(WorkerThread { spec, handle, registrar, thread, started: Instant::now() });
         Ok(())
     }
 
@@ -117,20 +133,18 @@ impl Running {
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
         let settings = PortSettings { guard, mac_limit: None };
         handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
-        self.serve_gateway(spec, gateway.clone(), leases.clone());
+        self.serve_gateway(gateway.clone(), leases.clone());
         self.networks.insert(spec.name.clone(), Net { id, gateway, leases, names: vec![] });
         Ok(())
     }
 
     /// Takes what the gateway leaves for the host: changed leases into their file, queries to the name servers.
-    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, leases: PathBuf) {
+    fn serve_gateway(&self, gateway: GatewayHandle, leases: PathBuf) {
         let (news, say) = (Arc::new(Notify::new()), self.say.clone());
         let bell = news.clone();
         gateway.set_event_waker(Arc::new(move || bell.notify_one()));
-        let servers = if spec.uplink == Uplink::None { vec![] } else { crate::resolver::servers(&spec.dns) };
         let me = self.me.clone();
         tokio::spawn(async move {
-            let resolver = crate::resolver::Resolver::new(gateway.clone(), servers);
             loop {
                 news.notified().await;
                 // The fabric has gone, and the gateway with it.
@@ -140,7 +154,6 @@ impl Running {
                 if let Some(store) = gateway.take_leases() {
                     save(&leases, &store, &say);
                 }
-                resolver.take_queries();
             }
         });
     }

@@ -6,7 +6,6 @@ use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tombolo_port::link::{Interface, Netns};
-use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
@@ -33,11 +32,20 @@ pub(crate) struct RunningPort {
     passt: Option<Passt>,
 }
 
+impl RunningPort {
+    /// What is wrong with the passt behind it.
+    pub(crate) fn fault(&self) -> Option<String> {
+        self.passt.as_ref().and_then(|p| p.fault.clone())
+    }
+}
+
 /// A running passt. It ends when its stream does, so a killed daemon leaves none.
 struct Passt {
     child: Child,
     feed: StreamFeed,
     restarts: u32,
+    /// How it ended, until it is started again.
+    fault: Option<String>,
 }
 
 impl Drop for Passt {
@@ -109,7 +117,7 @@ impl Running {
                 Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
             }
             Attachment::Stream { socket, connect: false } => {
-                Box::new(StreamPort::listen(&Address::Unix(socket.clone()), mtu, registration).map_err(|e| fail(&e))?)
+                Box::new(StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(|e| fail(&e))?)
             }
             Attachment::Tap { device, adopt, netns, ip, mac } => {
                 let netns = netns.as_deref().map(Netns::open).transpose().map_err(|e| fail(&e))?;
@@ -125,7 +133,7 @@ impl Running {
                 Box::new(port)
             }
             Attachment::Packet { device } => {
-                Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(|e| fail(&e))?)
+                return Err(fail(&format!("packet port {device} pending")));
             }
             Attachment::User(user) => {
                 let (stream, feed) = StreamPort::given(mtu, registration);
@@ -146,7 +154,7 @@ impl Running {
                     forwards: forwards.collect(),
                 };
                 let port = NatPort::new(config, Box::new(stream), mtu);
-                return Ok((Box::new(port), Some(Passt { child, feed, restarts: 0 })));
+                return Ok((Box::new(port), Some(Passt { child, feed, restarts: 0, fault: None })));
             }
         };
         Ok((port, None))
@@ -195,6 +203,7 @@ impl Running {
                 let last = super::machine::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 passt.restarts += 1;
+                passt.fault = Some(format!("passt ended: {how}; {last}"));
                 std::time::Duration::from_millis((100 << passt.restarts.min(7)).min(10_000))
             };
             tokio::time::sleep(pause).await;
@@ -208,6 +217,7 @@ impl Running {
                     let pid = child.id();
                     if let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) {
                         passt.child = child;
+                        passt.fault = None;
                     }
                     running.watch_passt(port, pid);
                 }

@@ -1,23 +1,28 @@
-//! What a running fabric says of itself: the API's documents, filled from the workers' counters.
+//! What a running fabric says of itself: the API's reports, filled from the workers' counters.
 
 use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
 
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
-use tombolo_switch::port::Link;
+use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
-use crate::api::model::{self, SCHEMA};
-use crate::file::Mac;
+use crate::api::report::{
+    CounterReport, ForwardReport, LeaseReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status, WorkerReport,
+};
+use crate::file::{self, Mac, Target, Uplink};
 use crate::plan::Attachment;
-
-/// The program's version.
-pub const VERSION: &str = env!("CARGO_PKG_VERSION");
 
 fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
     let named = Reason::ALL.iter().map(|r| (r.name().to_string(), counters[*r as usize].get()));
     named.filter(|(_, n)| *n != 0).collect()
+}
+
+fn offloads(caps: &Caps) -> Vec<String> {
+    let all = [("checksum", caps.checksum), ("tso4", caps.tso4), ("tso6", caps.tso6), ("ecn", caps.ecn)];
+    all.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_string()).collect()
 }
 
 impl Running {
@@ -25,258 +30,201 @@ impl Running {
     ///
     /// # Errors
     /// If a worker has ended.
-    pub fn status(&mut self) -> Result<model::Status, FabricError> {
-        let statuses: Vec<WorkerStatus> =
-            self.workers.iter().map(|w| w.handle.status()).collect::<Result<_, _>>()?;
+    pub fn status(&self) -> Result<Status, FabricError> {
+        let statuses: Vec<WorkerStatus> = self.workers.iter().map(|w| w.handle.status()).collect::<Result<_, _>>()?;
         let mut networks = Vec::new();
-        let mut ports = Vec::new();
-        for (worker, status) in self.workers.iter().zip(&statuses) {
-            for n in &status.networks {
-                let Some(spec) = self.spec.network(&n.name) else { continue };
-                let leases = self.networks.get(&spec.name).map(|net| net.gateway.leases()).unwrap_or_default();
-                let leases = leases.leases.iter().map(|l| model::Lease {
-                    mac: Mac(l.mac).to_string(),
-                    ip: l.address.to_string(),
-                    name: l.name.clone(),
-                    expires_unix_s: l.expires_unix_secs,
-                });
-                networks.push(model::Network {
-                    name: spec.name.clone(),
-                    subnet: spec.subnet.to_string(),
-                    gateway: spec.gateway.to_string(),
-                    router: spec.router.map(|r| r.to_string()),
-                    uplink: spec.uplink.word().into(),
-                    domain: spec.domain.clone(),
-                    mtu: spec.mtu,
-                    worker: worker.spec.name.clone(),
-                    macs: n.macs,
-                    copies: n.copies,
-                    flooded_unknown: n.flooded_unknown,
-                    flooded_group: n.flooded_group,
-                    leases: leases.collect(),
-                });
-            }
-            ports.extend(status.ports.iter().map(|p| self.port(status, p)));
+        for spec in &self.spec.networks {
+            networks.extend(self.network(spec, &statuses));
         }
-        ports.sort_by(|a: &model::Port, b| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
-        let workers = self.workers.iter().zip(&statuses).map(|(w, s)| model::Worker {
+        let mut ports: Vec<_> = statuses.iter().flat_map(|s| s.ports.iter().map(|p| self.port(s, p))).collect();
+        ports.sort_by(|a: &PortReport, b| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
+        let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
             name: w.spec.name.clone(),
-            cpu: w.spec.cpu,
-            budget: s.settings.budget,
+            cpu: w.spec.cpu.and_then(|c| u32::try_from(c).ok()),
+            budget: s.settings.budget as u32,
             busy_poll_us: s.settings.busy_poll.0 / 1000,
-            rounds: s.counters.rounds.get(),
             sleeps: s.counters.sleeps.get(),
-            polls: s.counters.polls.get(),
             slept_ns: s.counters.slept_ns.get(),
+            lifetime_ns: w.started.elapsed().as_nanos() as u64,
         });
-        let workers = workers.collect();
-        let forwards = self.spec.forwards.iter().map(|f| model::Forward {
-            proto: f.proto.word().into(),
-            listen: f.listen.to_string(),
-            to: format!("{}:{}", f.ip, f.port),
-            network: f.network.clone(),
+        let forwards = self.spec.forwards.iter().map(|f| {
+            let uplink = self.ports.get(&format!("uplink-{}", f.network));
+            ForwardReport {
+                proto: f.proto.word().into(),
+                listen: f.listen,
+                to: match &f.target {
+                    Target::Name(name) => format!("{name}:{}", f.port),
+                    Target::Ip(ip) => format!("{ip}:{}", f.port),
+                },
+                address: f.ip,
+                fault: uplink.and_then(super::ports::RunningPort::fault),
+            }
         });
-        let forwards = forwards.collect();
-        Ok(model::Status {
+        let (forwards, workers) = (forwards.collect(), workers.collect());
+        let warnings = self.warnings(&ports);
+        Ok(Status {
             schema: SCHEMA,
-            fabric: self.spec.name.clone(),
-            version: VERSION.into(),
-            pid: std::process::id(),
+            version: env!("CARGO_PKG_VERSION").into(),
+            name: self.spec.name.clone(),
             file: self.file.display().to_string(),
-            runtime: self.dir().path().display().to_string(),
+            pid: std::process::id(),
             uptime_s: self.started.elapsed().as_secs_f64(),
-            workers,
             networks,
+            machines: self.machine_reports(),
             ports,
-            machines: self.machines(),
             forwards,
+            workers,
+            warnings,
+        })
+    }
+
+    fn warnings(&self, ports: &[PortReport]) -> Vec<String> {
+        let mut out = Vec::new();
+        let slow = self.machines.values().filter(|m| !m.plan.kvm).count();
+        if slow > 0
+            && let Err(why) = &self.facts.kvm
+            && why != super::NOT_ASKED
+        {
+            out.push(format!("{slow} machine(s) run under emulation: {why}"));
+        }
+        for (name, machine) in &self.machines {
+            if let (None, false, Some(end)) = (machine.pid, machine.stopped, &machine.ended)
+                && !end.well
+            {
+                out.push(format!("{name} failed: {}", end.how));
+            }
+        }
+        for port in ports {
+            if let (Some(fault), true) = (&port.last_fault, port.counters.faults > 0) {
+                out.push(format!("port {}: its peer broke the rules {} time(s), last: {fault}", port.name, port.counters.faults));
+            }
+        }
+        out
+    }
+
+    fn network(&self, spec: &file::Network, statuses: &[WorkerStatus]) -> Option<NetworkReport> {
+        let net = self.networks.get(&spec.name)?;
+        let n = statuses.iter().flat_map(|s| &s.networks).find(|n| *n.name == spec.name)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
+        let stored = net.gateway.leases();
+        let mut leases: Vec<LeaseReport> = Vec::new();
+        for (_, mac, ip, name) in &fixed {
+            let held = stored.leases.iter().find(|l| l.address == *ip);
+            leases.push(LeaseReport {
+                mac: mac.map(|m| m.to_string()).unwrap_or_default(),
+                ip: *ip,
+                name: Some(name.to_string()),
+                fixed: true,
+                expires_s: held.map(|l| l.expires_unix_secs.saturating_sub(now)),
+            });
+        }
+        for lease in stored.leases.iter().filter(|l| !fixed.iter().any(|(_, _, ip, _)| *ip == l.address)) {
+            leases.push(LeaseReport {
+                mac: Mac(lease.mac).to_string(),
+                ip: lease.address,
+                name: lease.name.clone(),
+                fixed: false,
+                expires_s: Some(lease.expires_unix_secs.saturating_sub(now)),
+            });
+        }
+        leases.sort_by_key(|l| l.ip);
+        let uplink = match &spec.uplink {
+            Uplink::Bridge { device } => format!("bridge {device}"),
+            other => other.word().into(),
+        };
+        Some(NetworkReport {
+            name: spec.name.clone(),
+            subnet: spec.subnet.to_string(),
+            gateway: spec.gateway,
+            router: spec.router,
+            uplink,
+            uplink_fault: self.ports.get(&format!("uplink-{}", spec.name)).and_then(super::ports::RunningPort::fault),
+            domain: spec.domain.clone(),
+            mtu: spec.mtu.into(),
+            worker: spec.worker.clone(),
+            macs: n.macs as u64,
+            flooded_unknown: n.flooded_unknown,
+            leases,
+            counters: net.counters(),
         })
     }
 
     /// The machines.
-    pub fn machines(&self) -> Vec<model::Machine> {
-        let one = |m: &crate::file::Machine| {
+    pub fn machine_reports(&self) -> Vec<MachineReport> {
+        let one = |m: &file::Machine| {
             let running = self.machines.get(&m.name)?;
             let state = match (running.pid, running.stopped, &running.ended) {
                 (Some(_), ..) => "running",
                 (None, true, _) => "stopped",
-                (None, false, Some(end)) if end.well => "ended",
+                (None, false, Some(end)) if end.well => "stopped",
                 (None, false, _) => "failed",
             };
-            Some(model::Machine {
+            let last_end = running.ended.as_ref().filter(|_| !running.stopped).map(|end| {
+                let lines: String = end.last_lines.iter().map(|l| format!("\n    | {l}")).collect();
+                format!("{}{lines}", end.how)
+            });
+            Some(MachineReport {
                 name: m.name.clone(),
                 kind: m.kind.word().into(),
                 state: state.into(),
                 pid: running.pid,
                 accel: if running.plan.kvm { "kvm" } else { "tcg" }.into(),
-                adopted: running.adopted,
+                machine: m.machine.word().into(),
+                addresses: m.nics.iter().filter_map(|n| Some((n.network.clone(), n.ip?))).collect(),
+                uptime_s: running.pid.map(|_| running.since.elapsed().as_secs_f64()),
+                last_end,
                 restarts: running.restarts,
-                exit: running.ended.as_ref().map(|e| model::Exit { how: e.how.clone(), last_lines: e.last_lines.clone() }),
-                nics: m
-                    .nics
-                    .iter()
-                    .map(|n| model::Nic {
-                        network: n.network.clone(),
-                        mac: n.mac.to_string(),
-                        ip: n.ip.map(|ip| ip.to_string()),
-                    })
-                    .collect(),
-                console: running.console.display().to_string(),
+                adopted: running.adopted,
             })
         };
         self.spec.machines.iter().filter_map(one).collect()
     }
 
-    fn port(&self, worker: &WorkerStatus, p: &PortStatus) -> model::Port {
+    fn port(&self, worker: &WorkerStatus, p: &PortStatus) -> PortReport {
         let known = self.ports.get(&*p.name);
         let network = worker.networks.iter().find(|n| n.id == p.network);
         let c = &p.counters;
-        let socket = known.and_then(|k| match &k.plan.attachment {
-            Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, .. } => Some(socket.display().to_string()),
-            _ => None,
+        let mut details: BTreeMap<String, String> = p.details.iter().map(|(k, v)| (k.to_string(), v.clone())).collect();
+        if let Some(Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, .. }) =
+            known.map(|k| &k.plan.attachment)
+        {
+            details.insert("socket".into(), socket.display().to_string());
+        }
+        if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
+            details.insert("machine".into(), machine);
+        }
+        let fault = p.last_fault.as_ref().map(|f| {
+            let ago = worker.now.since(f.at).0 / 1_000_000_000;
+            format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)
         });
-        model::Port {
+        PortReport {
             name: p.name.to_string(),
             network: network.map(|n| n.name.to_string()).unwrap_or_default(),
             kind: p.kind.into(),
-            link: if p.link == Link::Up { "up" } else { "down" }.into(),
-            machine: known.and_then(|k| k.plan.machine.clone()),
-            socket,
-            guard: p.guard.sources().iter().map(|a| Mac(a.mac()).to_string()).collect(),
-            macs: p.macs,
-            rx_frames: c.rx_frames.get(),
-            rx_bytes: c.rx_bytes.get(),
-            tx_frames: c.tx_frames.get(),
-            tx_bytes: c.tx_bytes.get(),
-            rx_drops: drops(&c.rx_drops),
-            tx_drops: drops(&c.tx_drops),
-            wakeups: c.wakeups.get(),
-            turns: c.turns.get(),
-            exhausted_budgets: c.exhausted_budgets.get(),
-            frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),
-            faults: c.faults.get(),
-            last_fault: p.last_fault.as_ref().map(|f| model::Fault {
-                kind: f.fault.kind.name().into(),
-                detail: f.fault.detail.clone(),
-                age_s: worker.now.since(f.at).0 as f64 / 1e9,
-            }),
-            panic: p.panic.clone(),
-            software_checksums: c.software_checksums.get(),
-            software_segments: c.software_segments.get(),
-            captured: c.captured.get(),
-            capture_lost: c.capture_lost.get(),
-            details: p.details.iter().map(|(k, v)| (k.to_string(), v.clone())).collect(),
+            up: p.link == Link::Up,
+            offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
+            guard: p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect(),
+            details,
+            macs: p.macs.into(),
+            counters: CounterReport {
+                rx_frames: c.rx_frames.get(),
+                rx_bytes: c.rx_bytes.get(),
+                tx_frames: c.tx_frames.get(),
+                tx_bytes: c.tx_bytes.get(),
+                rx_drops: drops(&c.rx_drops),
+                tx_drops: drops(&c.tx_drops),
+                wakeups: c.wakeups.get(),
+                turns: c.turns.get(),
+                exhausted_budgets: c.exhausted_budgets.get(),
+                frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),
+                faults: c.faults.get(),
+                software_checksums: c.software_checksums.get(),
+                software_segments: c.software_segments.get(),
+                captured: c.captured.get(),
+                capture_lost: c.capture_lost.get(),
+            },
+            last_fault: p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault),
         }
-    }
-}
-
-/// The status as Prometheus text (exposition format 0.0.4).
-pub fn metrics(status: &model::Status) -> String {
-    let mut out = Metrics::default();
-    let fabric = ("fabric", status.fabric.as_str());
-    out.family("tombolo_info", "gauge", "The program that runs the fabric.");
-    out.sample("tombolo_info", &[fabric, ("version", &status.version)], 1.0);
-    out.family("tombolo_uptime_seconds", "gauge", "Time since the daemon started.");
-    out.sample("tombolo_uptime_seconds", &[fabric], status.uptime_s);
-    type Get = fn(&model::Port) -> f64;
-    let per_port: [(&str, &str, &str, Get); 15] = [
-        ("link_up", "gauge", "Whether frames flow.", |p| f64::from(u8::from(p.link == "up"))),
-        ("macs", "gauge", "MAC addresses learned behind the port.", |p| p.macs.into()),
-        ("rx_frames_total", "counter", "Frames from the peer.", |p| p.rx_frames as f64),
-        ("rx_bytes_total", "counter", "Bytes from the peer.", |p| p.rx_bytes as f64),
-        ("tx_frames_total", "counter", "Frames to the peer.", |p| p.tx_frames as f64),
-        ("tx_bytes_total", "counter", "Bytes to the peer.", |p| p.tx_bytes as f64),
-        ("wakeups_total", "counter", "Times that the port was found ready after it had slept.", |p| p.wakeups as f64),
-        ("turns_total", "counter", "Turns in which the port was asked for frames.", |p| p.turns as f64),
-        ("exhausted_budgets_total", "counter", "Turns that used the whole budget.", |p| p.exhausted_budgets as f64),
-        ("faults_total", "counter", "Times that the peer broke its protocol.", |p| p.faults as f64),
-        ("software_checksums_total", "counter", "Checksums completed in software.", |p| p.software_checksums as f64),
-        ("software_segments_total", "counter", "Segments cut in software.", |p| p.software_segments as f64),
-        ("captured_frames_total", "counter", "Frames copied to captures.", |p| p.captured as f64),
-        ("capture_lost_frames_total", "counter", "Frames that captures lost.", |p| p.capture_lost as f64),
-        ("out_of_service", "gauge", "Whether a bug of ours took the port out of service.", |p| {
-            f64::from(u8::from(p.panic.is_some()))
-        }),
-    ];
-    for (name, kind, help, get) in per_port {
-        let name = format!("tombolo_port_{name}");
-        out.family(&name, kind, help);
-        for p in &status.ports {
-            out.sample(&name, &[fabric, ("network", &p.network), ("port", &p.name), ("kind", &p.kind)], get(p));
-        }
-    }
-    out.family("tombolo_port_drops_total", "counter", "Frames dropped, by direction and reason.");
-    for p in &status.ports {
-        for (direction, drops) in [("rx", &p.rx_drops), ("tx", &p.tx_drops)] {
-            for (reason, n) in drops {
-                let labels =
-                    [fabric, ("network", &p.network), ("port", &p.name), ("direction", direction), ("reason", reason)];
-                out.sample("tombolo_port_drops_total", &labels, *n as f64);
-            }
-        }
-    }
-    out.family("tombolo_port_frames_per_turn", "histogram", "Frames that a turn gave.");
-    for p in &status.ports {
-        let labels = [fabric, ("network", p.network.as_str()), ("port", p.name.as_str())];
-        let mut sum = 0;
-        for (i, n) in p.frames_per_turn.iter().enumerate() {
-            sum += n;
-            let last = i + 1 == p.frames_per_turn.len();
-            let bound = if last { "+Inf".to_string() } else { ((1_u64 << i) - 1).to_string() };
-            out.sample("tombolo_port_frames_per_turn_bucket", &[&labels[..], &[("le", &bound)]].concat(), sum as f64);
-        }
-        out.sample("tombolo_port_frames_per_turn_sum", &labels, p.rx_frames as f64);
-        out.sample("tombolo_port_frames_per_turn_count", &labels, sum as f64);
-    }
-    for w in &status.workers {
-        let labels = [fabric, ("worker", w.name.as_str())];
-        for (name, help, value) in [
-            ("rounds_total", "Rounds in which a port had a turn.", w.rounds as f64),
-            ("sleeps_total", "Times that the worker slept.", w.sleeps as f64),
-            ("polls_total", "Times that it asked for wake-ups without sleeping.", w.polls as f64),
-            ("slept_seconds_total", "Time slept.", w.slept_ns as f64 / 1e9),
-        ] {
-            let name = format!("tombolo_worker_{name}");
-            out.family(&name, "counter", help);
-            out.sample(&name, &labels, value);
-        }
-    }
-    out.family("tombolo_network_macs", "gauge", "MAC addresses known.");
-    for n in &status.networks {
-        out.sample("tombolo_network_macs", &[fabric, ("network", &n.name)], n.macs as f64);
-    }
-    out.family("tombolo_network_leases", "gauge", "Leases held.");
-    for n in &status.networks {
-        out.sample("tombolo_network_leases", &[fabric, ("network", &n.name)], n.leases.len() as f64);
-    }
-    out.family("tombolo_machine_running", "gauge", "Whether the cell or VM runs.");
-    for m in &status.machines {
-        let running = f64::from(u8::from(m.state == "running"));
-        out.sample("tombolo_machine_running", &[fabric, ("machine", &m.name), ("kind", &m.kind)], running);
-    }
-    out.family("tombolo_machine_restarts_total", "counter", "Times that it was started again after a failure.");
-    for m in &status.machines {
-        out.sample("tombolo_machine_restarts_total", &[fabric, ("machine", &m.name)], m.restarts.into());
-    }
-    out.text
-}
-
-#[derive(Default)]
-struct Metrics {
-    text: String,
-    families: std::collections::HashSet<String>,
-}
-
-impl Metrics {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        if self.families.insert(name.to_string()) {
-            self.text.push_str(&format!("# HELP {name} {help}\n# TYPE {name} {kind}\n"));
-        }
-    }
-
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: f64) {
-        let escape = |v: &str| v.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n");
-        let labels: Vec<String> = labels.iter().map(|(k, v)| format!("{k}=\"{}\"", escape(v))).collect();
-        self.text.push_str(&format!("{name}{{{}}} {value}\n", labels.join(",")));
     }
 }
