@@ -21,9 +21,7 @@ use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
-use smoltcp::wire::{
-    DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr,
-};
+use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
 
 /// DHCP option 12, the host's name (RFC 2132 §3.14).
 const DHCP_HOST_NAME: u8 = 12;
@@ -265,7 +263,8 @@ fn egress(shared: &Shared) -> bool {
     let now = shared.now();
     let mut more = true;
     for _ in 0..EGRESS_ROUNDS {
-        more = stack.interface.poll_egress(now, &mut stack.device, &mut stack.sockets) == PollResult::SocketStateChanged;
+        more =
+            stack.interface.poll_egress(now, &mut stack.device, &mut stack.sockets) == PollResult::SocketStateChanged;
         if !more {
             break;
         }
@@ -305,7 +304,8 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             }
             stack.stats.sleeps += 1;
             let now_ns = shared.now_ns();
-            let stack_at = stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
+            let stack_at =
+                stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.needs_polling().then_some(now_ns + POLLING_NS);

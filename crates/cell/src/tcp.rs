@@ -116,7 +116,8 @@ impl Stack {
             }
             // Over the limit nobody may listen.
             while idle > room {
-                let Some(at) = listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
+                let Some(at) =
+                    listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
                 else {
                     break;
                 };

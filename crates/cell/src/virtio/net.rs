@@ -162,7 +162,8 @@ impl VirtioNet {
             EthernetAddress([0x02, a, b, c, d, e])
         };
         let told = usize::from(u16::from_le_bytes([config(CONFIG_MTU), config(CONFIG_MTU + 1)]));
-        let room = if features & MRG_RXBUF != 0 { 65535 } else { WHOLE_BUFFER_BYTES - HEADER_BYTES - ETHERNET_HEADER_BYTES };
+        let room =
+            if features & MRG_RXBUF != 0 { 65535 } else { WHOLE_BUFFER_BYTES - HEADER_BYTES - ETHERNET_HEADER_BYTES };
         let mtu = if features & MTU != 0 && (MIN_MTU..=room).contains(&told) { told } else { DEFAULT_MTU };
 
         let receive = ring(&*transport, RECEIVE, features);
@@ -473,7 +474,10 @@ impl Device for VirtioNet {
         self.flush_if_much();
         self.next_frame()?;
         let has_room = self.sender.prepare();
-        Some((Received(&self.frame[..self.frame_bytes]), Leave { sender: &mut self.sender, has_room, segment_bytes: None }))
+        Some((
+            Received(&self.frame[..self.frame_bytes]),
+            Leave { sender: &mut self.sender, has_room, segment_bytes: None },
+        ))
     }
 
     fn transmit(&mut self, _now: Instant) -> Option<Leave<'_>> {
