@@ -1,1 +1,13 @@
-//! Linux below the rings: sealed memory regions, mappings, doorbells, descriptor passing.
+//! Linux below the rings: memory that is shared by descriptor, doorbells, descriptor passing.
+//!
+//! Nothing here has a name in a file system that could outlive its owner: memory is a sealed memfd, a wake-up
+//! is an eventfd, and both die with the last descriptor.
+//!
+//! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
+//! * [`guest`] – mapping a guest's memory, which its owner can take away.
+//! * [`doorbell`] – wake-ups, which are eventfds.
+#![warn(unreachable_pub)]
+
+pub mod doorbell;
+pub mod guest;
+pub mod memory;

@@ -1,1 +1,61 @@
-//! The Ethernet switch, without I/O: frame batches, the port trait, the poll loop, the gateway.
+//! The Ethernet switch, without I/O: bytes and instants in, bytes and decisions out.
+//!
+//! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
+//!   the offload state that travels with each.
+//! * [`nat`]: many guests behind the one address that an uplink knows.
+//! * [`port`]: the trait that every attachment implements, and what each method owes.
+//! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
+//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
+//! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
+//! * [`wait`]: how a worker sleeps.
+//! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
+//! * [`counters`]: what is counted per port; one writer, any number of readers.
+//!
+//! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
+#![warn(unreachable_pub)]
+
+pub mod control;
+pub mod counters;
+pub mod drop;
+pub mod frame;
+pub mod gateway;
+pub mod guard;
+pub mod mac;
+pub mod nat;
+pub mod network;
+pub mod port;
+pub mod vnet;
+pub mod wait;
+pub mod worker;
+
+/// An instant or a span, in nanoseconds of one monotonic clock that the caller chose.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Nanos(pub u64);
+
+impl Nanos {
+    /// One microsecond, millisecond, second.
+    pub const MICRO: Nanos = Nanos(1_000);
+    /// One millisecond.
+    pub const MILLI: Nanos = Nanos(1_000_000);
+    /// One second.
+    pub const SECOND: Nanos = Nanos(1_000_000_000);
+
+    /// `self + span`, at most the end of time.
+    #[must_use]
+    pub const fn after(self, span: Nanos) -> Nanos {
+        Nanos(self.0.saturating_add(span.0))
+    }
+
+    /// The span from `earlier` to `self`; zero where `earlier` is later.
+    #[must_use]
+    pub const fn since(self, earlier: Nanos) -> Nanos {
+        Nanos(self.0.saturating_sub(earlier.0))
+    }
+
+    /// `n` times this span.
+    #[must_use]
+    pub const fn times(self, n: u64) -> Nanos {
+        Nanos(self.0.saturating_mul(n))
+    }
+}

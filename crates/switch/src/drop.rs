@@ -1,0 +1,146 @@
+//! Why a frame was lost. Every loss goes through [`Drops::count`] with one of these reasons; the reason is a
+//! counter of the port, a label of the metrics, and a line of the generated table in docs/drops.md.
+
+macro_rules! reasons {
+    ($($(#[doc = $doc:literal])+ $name:ident = $text:literal,)+) => {
+        /// The reason for which a frame was dropped. The doc line of each is its explanation in docs and status.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+        #[repr(u8)]
+        pub enum Reason { $($(#[doc = $doc])+ $name,)+ }
+
+        impl Reason {
+            /// Every reason, in the order of the counters.
+            pub const ALL: &[Reason] = &[$(Reason::$name,)+];
+
+            /// The name in counters, metrics and traces.
+            pub const fn name(self) -> &'static str {
+                match self { $(Reason::$name => $text,)+ }
+            }
+
+            /// One sentence that says what happened.
+            pub const fn explanation(self) -> &'static str {
+                match self { $(Reason::$name => concat!($($doc),+).trim_ascii(),)+ }
+            }
+        }
+    };
+}
+
+reasons! {
+    /// The frame is shorter than an Ethernet header (14 bytes).
+    Runt = "runt",
+    /// The frame is longer than the destination's MTU and carries no segmentation state to cut it by.
+    TooLong = "too_long",
+    /// The frame came with offload fields that do not fit its own bytes.
+    BadOffload = "bad_offload",
+    /// The source address is not one that the port may use.
+    Guard = "guard",
+    /// The source address is a group address, zero, or pinned to another port, such as the gateway's own.
+    BadSource = "bad_source",
+    /// The destination has no buffer free: its guest or peer does not keep up.
+    NoBuffer = "no_buffer",
+    /// The destination's buffers are too small for the frame.
+    SmallBuffer = "small_buffer",
+    /// The destination is not connected, or its rings are not enabled.
+    LinkDown = "link_down",
+    /// The frame's only destination is the port that it came from.
+    Hairpin = "hairpin",
+    /// No port is there to take the frame.
+    NoDestination = "no_destination",
+    /// The destination is a group address that belongs to one link, such as that of pause frames or LLDP.
+    Reserved = "reserved",
+    /// The destination needs a checksum or segments in software, and the frame's headers do not allow it.
+    NotTransformable = "not_transformable",
+    /// The operating system refused the frame.
+    SystemRefused = "system_refused",
+    /// The port was reset while it held the frame.
+    Reset = "reset",
+    /// The gateway's own queue was full.
+    GatewayFull = "gateway_full",
+    /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from a false address.
+    GatewayRefused = "gateway_refused",
+    /// The sender disabled the ring before the frame was taken from it.
+    Disabled = "disabled",
+}
+
+impl Reason {
+    /// How many reasons there are.
+    pub const COUNT: usize = Reason::ALL.len();
+}
+
+/// Frames dropped, by reason; filled while a batch is handled, then added to the port's counters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Drops {
+    by_reason: [u64; Reason::COUNT],
+    any: bool,
+}
+
+impl Default for Drops {
+    fn default() -> Self {
+        Drops { by_reason: [0; Reason::COUNT], any: false }
+    }
+}
+
+impl Drops {
+    /// The only way to lose frames: `n` of them, for `reason`.
+    #[inline]
+    pub fn count(&mut self, reason: Reason, n: u64) {
+        self.by_reason[reason as usize] += n;
+        self.any |= n != 0;
+    }
+
+    /// Whether anything was counted since the last [`Drops::drain`].
+    #[inline]
+    pub fn any(&self) -> bool {
+        self.any
+    }
+
+    /// Frames lost for `reason`.
+    pub fn of(&self, reason: Reason) -> u64 {
+        self.by_reason[reason as usize]
+    }
+
+    /// Frames lost in all.
+    pub fn total(&self) -> u64 {
+        self.by_reason.iter().sum()
+    }
+
+    /// Hands each non-zero count to `each` and starts again at zero.
+    pub fn drain(&mut self, mut each: impl FnMut(Reason, u64)) {
+        if !self.any {
+            return;
+        }
+        for reason in Reason::ALL {
+            let n = core::mem::take(&mut self.by_reason[*reason as usize]);
+            if n != 0 {
+                each(*reason, n);
+            }
+        }
+        self.any = false;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_reason_has_its_own_name_and_an_explanation() {
+        let mut names: Vec<_> = Reason::ALL.iter().map(|r| r.name()).collect();
+        names.sort_unstable();
+        names.dedup();
+        assert_eq!(names.len(), Reason::COUNT);
+        assert!(Reason::ALL.iter().all(|r| r.explanation().ends_with('.')));
+    }
+
+    #[test]
+    fn drain_hands_out_each_count_once() {
+        let mut drops = Drops::default();
+        drops.count(Reason::Runt, 2);
+        drops.count(Reason::NoBuffer, 3);
+        let mut seen = Vec::new();
+        drops.drain(|r, n| seen.push((r, n)));
+        assert_eq!(seen, [(Reason::Runt, 2), (Reason::NoBuffer, 3)]);
+        assert!(!drops.any());
+        drops.drain(|_, _| panic!("already drained"));
+    }
+}

@@ -1,0 +1,368 @@
+//! Frames on their way through the switch.
+//!
+//! A frame's first [`HEAD_BYTES`] bytes are copied once into local memory, so that whatever the switch decides
+//! on (addresses, protocol headers) is what leaves it: a peer that rewrites its buffer meanwhile changes only
+//! payload. The rest stays in its source's memory as [`Foreign`] segments, and is copied once, straight into the
+//! destination's buffer. A small frame is wholly in the head, and its source is not touched again.
+//!
+//! A [`Batch`] is what one turn took from one port. It borrows the source's memory for its lifetime, so a port
+//! cannot change or release its buffers while the batch lives.
+
+use crate::mac::Address;
+use crate::wait::Token;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+
+/// Bytes of a frame that are copied into local memory: Ethernet 14 + two VLAN tags 8 + IPv6 40 + TCP 60 = 122.
+pub const HEAD_BYTES: usize = 128;
+
+/// Bytes of an Ethernet header: destination, source, type.
+pub const ETHERNET_HEADER_BYTES: usize = 14;
+
+/// The longest frame that anything here carries: a segmentation-offload frame of 64 KiB with its header and tags.
+pub const MAX_FRAME_BYTES: usize = 65_535 + ETHERNET_HEADER_BYTES + 8;
+
+/// A MAC address, in wire order.
+pub type Mac = [u8; 6];
+
+/// What is known of a frame's transport checksum.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Checksum {
+    /// The bytes hold a checksum that nobody vouched for.
+    #[default]
+    Unverified,
+    /// Somebody we trust for it (the host's kernel, a device) has checked it, or it never left this machine.
+    Valid,
+    /// The checksum field holds only the pseudo-header's sum: whoever sends the frame on to a wire has to sum the
+    /// bytes from `start` to the end and put the result at `start + offset`.
+    Partial {
+        /// First byte that is summed, from the start of the frame.
+        start: u16,
+        /// Where the sum goes, from `start`.
+        offset: u16,
+    },
+}
+
+/// The protocol by which a frame is to be cut into segments.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum SegmentKind {
+    /// TCP over IPv4.
+    Tcp4,
+    /// TCP over IPv6.
+    Tcp6,
+}
+
+/// A frame that stands for several segments of one stream.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Segmentation {
+    /// What kind of stream.
+    pub kind: SegmentKind,
+    /// Whether the congestion-window-reduced flag belongs to the first segment only.
+    pub ecn: bool,
+    /// Payload bytes of each segment, the last one excepted; never 0.
+    pub size: u16,
+    /// Bytes of all headers, which each segment repeats; a hint of the sender, 0 where it gave none.
+    pub header_bytes: u16,
+}
+
+/// Offload state that travels with a frame from port to port.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offload {
+    /// State of the transport checksum.
+    pub checksum: Checksum,
+    /// How the frame is to be cut, where it stands for several segments.
+    pub segmentation: Option<Segmentation>,
+}
+
+impl Offload {
+    /// A frame as it is on a wire.
+    pub const NONE: Offload = Offload { checksum: Checksum::Unverified, segmentation: None };
+}
+
+/// One frame of a [`Batch`]: the local copy of its head, and where its remaining bytes are.
+#[derive(Clone, Debug)]
+pub struct Frame {
+    head: [u8; HEAD_BYTES],
+    /// Length of the whole frame, head included.
+    len: u32,
+    first_segment: u32,
+    segments: u16,
+    head_len: u16,
+    /// Offload state, checked against the frame's length by whoever pushed it.
+    pub offload: Offload,
+}
+
+impl Frame {
+    const EMPTY: Frame =
+        Frame { head: [0; HEAD_BYTES], len: 0, first_segment: 0, segments: 0, head_len: 0, offload: Offload::NONE };
+
+    /// Length of the frame in bytes: Ethernet header and payload, without frame check sequence.
+    #[inline]
+    #[allow(clippy::len_without_is_empty)] // a frame without a byte is never pushed
+    pub fn len(&self) -> usize {
+        self.len as usize
+    }
+
+    /// The local copy of the first bytes: all of them, or [`HEAD_BYTES`].
+    #[inline]
+    pub fn head(&self) -> &[u8] {
+        &self.head[..self.head_len as usize]
+    }
+
+    /// Destination address; zero where the frame is a runt.
+    #[inline]
+    pub fn destination(&self) -> Mac {
+        let [a, b, c, d, e, f, ..] = self.head;
+        [a, b, c, d, e, f]
+    }
+
+    /// Destination and source as numbers, for look-ups; zero where the frame is a runt.
+    #[inline]
+    pub fn addresses(&self) -> (Address, Address) {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, ..] = self.head;
+        let destination = Address::from_low_bits(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
+        (destination, Address::from_low_bits(u64::from_le_bytes([g, h, i, j, k, l, m, n])))
+    }
+
+    /// Source address; zero where the frame is a runt.
+    #[inline]
+    pub fn source(&self) -> Mac {
+        let [_, _, _, _, _, _, a, b, c, d, e, f, ..] = self.head;
+        [a, b, c, d, e, f]
+    }
+}
+
+/// The frames that one turn took from one port, in order.
+#[derive(Debug, Default)]
+pub struct Batch<'m> {
+    /// Slots stay initialised and are reused, so that no turn clears 128 bytes per frame; `used` counts the live ones.
+    slots: Vec<Frame>,
+    used: usize,
+    segments: Vec<Foreign<'m>>,
+    ingress: Option<Token>,
+}
+
+impl<'m> Batch<'m> {
+    /// An empty batch with room for `frames` before it allocates.
+    pub fn with_capacity(frames: usize) -> Self {
+        Batch { slots: vec![Frame::EMPTY; frames], used: 0, segments: Vec::with_capacity(frames), ingress: None }
+    }
+
+    /// Says which port the frames came from. The worker sets it after [`crate::port::Port::receive`]; a batch that
+    /// was recycled names no port.
+    #[inline]
+    pub fn set_ingress(&mut self, port: Token) {
+        self.ingress = Some(port);
+    }
+
+    /// The port that the frames came from, where the worker said so. Inner ports keep accounts per source by it,
+    /// since a guest can write any source address into its frames.
+    #[inline]
+    pub fn ingress(&self) -> Option<Token> {
+        self.ingress
+    }
+
+    /// Number of frames.
+    #[inline]
+    pub fn len(&self) -> usize {
+        self.used
+    }
+
+    /// Whether there is no frame.
+    #[inline]
+    pub fn is_empty(&self) -> bool {
+        self.used == 0
+    }
+
+    /// The frames, in the order in which they came.
+    #[inline]
+    pub fn frames(&self) -> &[Frame] {
+        &self.slots[..self.used]
+    }
+
+    /// The frames, for a change of their offload state.
+    #[inline]
+    pub fn frames_mut(&mut self) -> &mut [Frame] {
+        &mut self.slots[..self.used]
+    }
+
+    /// Appends a frame that lies in one piece, such as a small frame of a guest. `offload` was checked against
+    /// its length.
+    #[inline]
+    pub fn push(&mut self, bytes: Foreign<'m>, offload: Offload) {
+        debug_assert!(!bytes.is_empty() && bytes.len() <= MAX_FRAME_BYTES);
+        let first_segment = self.segments.len() as u32;
+        let slot = self.slot();
+        let head_len = bytes.read_into(&mut slot.head);
+        // A runt leaves no bytes of an earlier frame where its addresses would be.
+        if head_len < ETHERNET_HEADER_BYTES {
+            slot.head[head_len..ETHERNET_HEADER_BYTES].fill(0);
+        }
+        slot.head_len = head_len as u16;
+        slot.len = bytes.len() as u32;
+        slot.first_segment = first_segment;
+        slot.offload = offload;
+        if bytes.len() > head_len {
+            slot.segments = 1;
+            self.segments.push(bytes.skip(head_len));
+        } else {
+            slot.segments = 0;
+        }
+    }
+
+    /// Appends a frame that lies in several pieces. `offload` was checked against its length. Without a byte in
+    /// any piece nothing is appended.
+    pub fn push_pieces(&mut self, pieces: impl IntoIterator<Item = Foreign<'m>>, offload: Offload) {
+        let first_segment = self.segments.len();
+        let used = self.used;
+        let slot = self.slot();
+        let (mut head_len, mut len) = (0, 0);
+        // The slot is borrowed while segments are pushed, so take its head out of the way by index.
+        slot.offload = offload;
+        slot.first_segment = first_segment as u32;
+        for piece in pieces {
+            len += piece.len();
+            let taken = piece.read_into(&mut self.slots[used].head[head_len..]);
+            head_len += taken;
+            if piece.len() > taken {
+                self.segments.push(piece.skip(taken));
+            }
+        }
+        let segments = self.segments.len() - first_segment;
+        let slot = &mut self.slots[used];
+        if head_len < ETHERNET_HEADER_BYTES {
+            slot.head[head_len..ETHERNET_HEADER_BYTES].fill(0);
+        }
+        slot.head_len = head_len as u16;
+        slot.len = len as u32;
+        slot.segments = segments as u16;
+        debug_assert!(len <= MAX_FRAME_BYTES && segments <= u16::MAX as usize);
+        if len == 0 {
+            self.used = used;
+        }
+    }
+
+    /// The pieces of `frame`, a frame of this batch, that lie behind its head, in order.
+    #[inline]
+    pub fn tail(&self, frame: &Frame) -> &[Foreign<'m>] {
+        let first = frame.first_segment as usize;
+        &self.segments[first..first + frame.segments as usize]
+    }
+
+    /// Copies `frame`, a frame of this batch, into `to`, from the frame's first byte on; returns how many bytes
+    /// fitted. For a destination whose buffer is in several pieces see [`Batch::copy_scattered`].
+    #[inline]
+    pub fn copy(&self, frame: &Frame, to: ForeignMut<'_>) -> usize {
+        let mut at = to.write_from(frame.head());
+        for piece in self.tail(frame) {
+            at += piece.copy_to(to.skip(at));
+        }
+        at
+    }
+
+    /// Copies `frame`, a frame of this batch, into the pieces of `to`, in order; returns how many bytes fitted.
+    pub fn copy_scattered<'d>(&self, frame: &Frame, to: impl IntoIterator<Item = ForeignMut<'d>>) -> usize {
+        let mut to = to.into_iter();
+        let mut room = to.next();
+        let mut done = 0;
+        let head = Foreign::from(frame.head());
+        for mut piece in std::iter::once(head).chain(self.tail(frame).iter().copied()) {
+            while !piece.is_empty() {
+                let Some(into) = room else { return done };
+                let n = piece.copy_to(into);
+                done += n;
+                piece = piece.skip(n);
+                room = if n == into.len() { to.next() } else { Some(into.skip(n)) };
+            }
+        }
+        done
+    }
+
+    /// Copies `frame`, a frame of this batch, to the end of `to`.
+    pub fn append_to(&self, frame: &Frame, to: &mut Vec<u8>) {
+        let start = to.len();
+        to.resize(start + frame.len(), 0);
+        let copied = self.copy(frame, ForeignMut::from(&mut to[start..]));
+        debug_assert_eq!(copied, frame.len());
+    }
+
+    /// Forgets the frames and gives the batch back for another source, with its allocations.
+    #[must_use]
+    pub fn recycle<'other>(mut self) -> Batch<'other> {
+        self.segments.clear();
+        // An empty vector mapped in place keeps its allocation and gets the other lifetime, without unsafe.
+        let segments = self.segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect();
+        Batch { slots: self.slots, used: 0, segments, ingress: None }
+    }
+
+    #[inline]
+    fn slot(&mut self) -> &mut Frame {
+        if self.used == self.slots.len() {
+            self.slots.push(Frame::EMPTY);
+        }
+        self.used += 1;
+        &mut self.slots[self.used - 1]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn bytes(n: usize) -> Vec<u8> {
+        (0..n).map(|i| (i * 7 + 3) as u8).collect()
+    }
+
+    #[test]
+    fn a_frame_comes_out_as_it_went_in_whatever_its_pieces() {
+        for len in [1, 13, 14, 60, 64, 65, 127, 128, 129, 1514, 65_000] {
+            let source = bytes(len);
+            for cut in [0, 1, 13, 14, 100, 127, 128, 129, 1000, len] {
+                let (a, b) = source.split_at(cut.min(len));
+                let mut batch = Batch::with_capacity(1);
+                batch.push_pieces([Foreign::from(a), Foreign::from(b)], Offload::NONE);
+                batch.push(Foreign::from(&source[..]), Offload::NONE);
+                for frame in batch.frames() {
+                    let mut out = Vec::new();
+                    batch.append_to(frame, &mut out);
+                    assert_eq!(out, source, "len {len} cut {cut}");
+                    let mut first = vec![0xa5; 10];
+                    let mut rest = vec![0xa5; len];
+                    let pieces = [ForeignMut::from(&mut first[..]), ForeignMut::from(&mut rest[..])];
+                    assert_eq!(batch.copy_scattered(frame, pieces), len);
+                    first.extend_from_slice(&rest);
+                    assert_eq!(&first[..len], &source[..]);
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_runt_shows_no_bytes_of_an_earlier_frame() {
+        let long = [0xee; 64];
+        let mut batch = Batch::with_capacity(1);
+        batch.push(Foreign::from(&long[..]), Offload::NONE);
+        let mut batch = batch.recycle();
+        batch.push(Foreign::from(&long[..3]), Offload::NONE);
+        assert_eq!(batch.frames()[0].source(), [0; 6]);
+        assert_eq!(batch.frames()[0].destination(), [0xee, 0xee, 0xee, 0, 0, 0]);
+    }
+
+    #[test]
+    fn a_copy_into_too_little_room_says_how_much_fitted() {
+        let source = bytes(300);
+        let mut batch = Batch::with_capacity(1);
+        batch.push(Foreign::from(&source[..]), Offload::NONE);
+        let frame = &batch.frames()[0];
+        let mut small = [0; 200];
+        assert_eq!(batch.copy(frame, ForeignMut::from(&mut small[..])), 200);
+        assert_eq!(batch.copy_scattered(frame, [ForeignMut::from(&mut small[..100])]), 100);
+        assert_eq!(&small[..], &source[..200]);
+    }
+
+    #[test]
+    fn pieces_without_a_byte_are_no_frame() {
+        let mut batch = Batch::with_capacity(1);
+        batch.push_pieces([Foreign::empty(), Foreign::empty()], Offload::NONE);
+        assert!(batch.is_empty());
+    }
+}

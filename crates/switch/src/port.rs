@@ -1,0 +1,184 @@
+//! The trait that every attachment implements.
+//!
+//! # Life of a turn
+//! The worker that owns a port calls, always from its one thread:
+//!
+//! ```text
+//! service(now)                      take what the control side left (new rings, new socket); run timers
+//! disarm()                          no more wake-ups: this port is polled now
+//! loop {
+//!     receive(budget, batch)        up to budget frames, views into the source's memory
+//!     … decide, dest.transmit(…) for each destination, dest.flush() once per turn …
+//!     release()                     the batch is gone: give the source its buffers back, notify it once
+//!     under budget? arm() -> work came meanwhile? go on : sleep
+//! }
+//! ```
+//!
+//! # The window that `arm` closes
+//! ```text
+//! worker: receive -> nothing        arm: wake-ups on  ->  look again -> nothing -> sleep
+//! peer:                     adds a frame ^ sees wake-ups off, does not ring
+//! ```
+//! A port that looked only before it armed would sleep on that frame. So `arm` turns wake-ups on first, then
+//! looks again, and says what it found.
+//!
+//! # Faults
+//! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls
+//! [`Port::reset`], and goes on with the other ports. No method blocks, and none panics over what a peer wrote.
+
+use crate::Nanos;
+use crate::drop::Drops;
+use crate::frame::Batch;
+
+/// What a destination takes as it is. What it does not, the switch does in software before it transmits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Caps {
+    /// Takes frames whose checksum is partial.
+    pub checksum: bool,
+    /// Takes TCP over IPv4 frames that stand for several segments.
+    pub tso4: bool,
+    /// Takes TCP over IPv6 frames that stand for several segments.
+    pub tso6: bool,
+    /// Takes segmented frames with the ECN flag.
+    pub ecn: bool,
+    /// Longest frame without segmentation state, in bytes with Ethernet header (and one VLAN tag).
+    pub max_frame_bytes: u32,
+}
+
+impl Caps {
+    /// A destination that takes frames only as they are on a wire, for an MTU in bytes.
+    pub const fn plain(mtu: u32) -> Caps {
+        Caps { checksum: false, tso4: false, tso6: false, ecn: false, max_frame_bytes: mtu + 14 + 4 }
+    }
+
+    /// A destination that takes all offloads, for an MTU in bytes.
+    pub const fn full(mtu: u32) -> Caps {
+        Caps { checksum: true, tso4: true, tso6: true, ecn: true, max_frame_bytes: mtu + 14 + 4 }
+    }
+}
+
+/// What went wrong with a port; its worker resets the port and counts it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Fault {
+    /// Whose doing it is.
+    pub kind: FaultKind,
+    /// One sentence: which ring or message, what was expected, what was found.
+    pub detail: String,
+}
+
+/// Classes of faults, each with its own counter in status and metrics.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum FaultKind {
+    /// The peer broke the rules of a ring in shared memory.
+    Ring,
+    /// The peer broke the rules of its control socket or of a framed stream.
+    Protocol,
+    /// Memory that the peer shared is gone.
+    Memory,
+    /// The operating system refused an operation on the port's file descriptors.
+    System,
+}
+
+impl FaultKind {
+    /// The name in status and metrics.
+    pub const fn name(self) -> &'static str {
+        match self {
+            FaultKind::Ring => "ring",
+            FaultKind::Protocol => "protocol",
+            FaultKind::Memory => "memory",
+            FaultKind::System => "system",
+        }
+    }
+}
+
+/// Whether a port can carry frames now.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Link {
+    /// Connected; frames flow.
+    Up,
+    /// Waiting for its peer; frames to it are dropped as `link_down`.
+    Down,
+}
+
+/// An attachment. See the head of this module for who calls what when.
+pub trait Port: Send {
+    /// The kind in status and metrics: "vhost-user", "tap", "stream", "pair", "gateway".
+    fn kind(&self) -> &'static str;
+
+    /// Whether frames flow.
+    fn link(&self) -> Link;
+
+    /// What it takes as a destination now; may change when a guest renegotiates, never within a turn.
+    fn caps(&self) -> Caps;
+
+    /// Takes what the control side left and runs timers. Called at each wake-up and at least every few
+    /// milliseconds of polling; costs one relaxed load when there is nothing. Returns when to be called again
+    /// although nothing happens, if ever.
+    ///
+    /// # Errors
+    /// A [`Fault`] of the control side.
+    fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault>;
+
+    /// Appends up to `budget` frames to `batch`, as views into the port's memory. Frames that cannot be taken
+    /// as they are (a runt, offload fields that lie) are counted in `drops` and count against the budget.
+    /// Returns how much of the budget was used: less than `budget` means that there was no more.
+    ///
+    /// # Errors
+    /// A [`Fault`]; frames already appended are still delivered.
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault>;
+
+    /// Gives the buffers of all frames received since the last call back to the peer and rings it where it
+    /// wants that. Called once per turn, after the batch is gone.
+    ///
+    /// # Errors
+    /// A [`Fault`] of the ring.
+    fn release(&mut self) -> Result<(), Fault>;
+
+    /// Copies the frames `which` (indices into `batch`, in order) into the peer's buffers; the peer sees them
+    /// at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`. Each frame is within
+    /// what [`Port::caps`] said. Returns frames and bytes taken.
+    ///
+    /// # Errors
+    /// A [`Fault`]; frames not taken are counted in `drops` by the port.
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault>;
+
+    /// Publishes what was transmitted and rings the peer where it wants that.
+    ///
+    /// # Errors
+    /// A [`Fault`] of the ring or the socket.
+    fn flush(&mut self) -> Result<(), Fault>;
+
+    /// Whether what was transmitted left frames to be received from this port: true only of ports whose peer is
+    /// this process, such as the gateway, which answers within [`Port::transmit`]. The worker then gives the port a
+    /// turn, beginning with [`Port::service`], without any wake-up.
+    fn answers(&self) -> bool {
+        false
+    }
+
+    /// Turns wake-ups on and looks once more: `true` means that work is there, wake-ups may be on or off, and
+    /// the caller polls on.
+    ///
+    /// # Errors
+    /// A [`Fault`] of the ring.
+    fn arm(&mut self) -> Result<bool, Fault>;
+
+    /// Turns wake-ups off where that saves the peer work.
+    fn disarm(&mut self);
+
+    /// Drops everything held for the peer and returns to waiting for one, after `fault`.
+    fn reset(&mut self, fault: &Fault);
+
+    /// Facts of this kind for status: names and values, such as negotiated features or ring sizes.
+    fn details(&self) -> Vec<(&'static str, String)> {
+        Vec::new()
+    }
+}
+
+/// What a [`Port::transmit`] took.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Sent {
+    /// Frames.
+    pub frames: u64,
+    /// Bytes of them.
+    pub bytes: u64,
+}
