@@ -145,7 +145,7 @@ async fn send_datagrams(
         let due_ns = (sent * len as u64 * 8).saturating_mul(1_000_000_000).checked_div(rate).unwrap_or(0);
         if start + due_ns > net.now_ns() {
             net.sleep_until(start + due_ns).await;
-        } else if sent % UDP_BURST == 0 {
+        } else if sent.is_multiple_of(UDP_BURST) {
             net.pause().await;
         }
         sent += 1;

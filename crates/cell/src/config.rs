@@ -51,10 +51,7 @@ impl fmt::Display for ConfigError {
 
 /// The value of the last word `key=value` of `line`.
 fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
-    line.split_ascii_whitespace()
-        .filter_map(|word| word.split_once('='))
-        .rfind(|(k, _)| *k == key)
-        .map(|p| p.1)
+    line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
 }
 
 /// A number of the command line, decimal or hexadecimal with `0x`; `None` where it is absent or not a number.
