@@ -58,6 +58,8 @@ pub(crate) struct Stack {
     pub(crate) sockets: SocketSet<'static>,
     pub(crate) listeners: Vec<ListenState>,
     pub(crate) closing: Vec<Closing>,
+    /// TCP streams that the app holds.
+    pub(crate) streams: usize,
     /// By time, then by a number that tells those of the same time apart.
     pub(crate) timers: BTreeMap<(u64, u64), Waker>,
     pub(crate) next_timer: u64,
@@ -144,6 +146,7 @@ impl Stack {
             sockets,
             listeners: Vec::new(),
             closing: Vec::new(),
+            streams: 0,
             timers: BTreeMap::new(),
             next_timer: 0,
             dns,
@@ -163,6 +166,11 @@ impl Stack {
         stats.device = self.device.stats();
         stats.interrupts = self.device.interrupts().unwrap_or(0);
         stats
+    }
+
+    /// Payload bytes that fit into the device's transmit buffers.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        self.device.transmit_bytes()
     }
 
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.

@@ -231,6 +231,12 @@ impl VirtioNet {
         self.features & STATUS == 0 || self.transport.config(CONFIG_STATUS) & LINK_UP != 0
     }
 
+    /// Payload bytes that fit into the transmit buffers: whole pages where the device cuts, a segment in each else.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        let page = if self.features & HOST_TSO4 != 0 { PAGE } else { self.mtu.min(PAGE) };
+        self.sender.next_page.len() * page
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.sender.stats
