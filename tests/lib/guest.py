@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import NamedTuple
 
-from .machine import BUILD, Skip
+from .machine import BUILD, ROOT, Skip
 from .process import Process
 
 _ids = itertools.count(1)
@@ -84,7 +84,7 @@ class Guest(Process):
     """
 
     def __init__(self, kernel, nets=(), machine="microvm", memory_mib=64, append="", initrd=None, extra=(), name="guest",
-                 netns=None, cpu=None, qemu=None, acpi=False):
+                 netns=None, cpu=None, nice=None, qemu=None, acpi=False):
         program = qemu or qemu_program()
         self.program = program
         accel = os.environ.get("TOMBOLO_ACCEL", "tcg")
@@ -127,7 +127,7 @@ class Guest(Process):
                     device = ",".join(word for word in device.split(",") if word and not word.startswith("vectors=")) + ",vectors=0"
             argv += ["-device", ",".join(word for word in (kind, f"netdev={ident}", f"mac={mac}", device.strip(",")) if word)]
         argv += [str(word) for word in extra]
-        super().__init__(argv, name=name, netns=netns, cpu=cpu, stdin=True)
+        super().__init__(argv, name=name, netns=netns, cpu=cpu, nice=nice, stdin=True)
 
 
 class CommandFailed(AssertionError):
@@ -205,12 +205,12 @@ class LinuxGuest(Guest):
 
 
 class CellGuest(Guest):
-    """A cell by the name of its app; its image is what `./x cells` built."""
+    """A cell by the name of its app; its image is what `./x cells` built, or lies in $TOMBOLO_APPS."""
 
-    IMAGES = Path("cells/target/x86_64-unknown-linux-gnu/release")
+    IMAGES = Path(os.environ.get("TOMBOLO_APPS") or ROOT / "cells/target/x86_64-unknown-linux-gnu/release")
 
     def __init__(self, app, net=None, nets=None, append="", machine="microvm", memory_mib=64, **others):
-        image = BUILD.parent / self.IMAGES / app
+        image = self.IMAGES / app
         if not image.exists():
             raise Skip(f"the cell {app} is not built: run ./x cells")
         extra = ["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]
