@@ -45,7 +45,7 @@ unsafe impl Send for ForeignMut<'_> {}
 unsafe impl Sync for ForeignMut<'_> {}
 
 /// Largest object that is moved by the copy with constant sizes; longer ones go to `memmove`.
-const SMALL_COPY_BYTES: usize = 64;
+const SMALL_COPY_BYTES: usize = 128;
 
 impl<'m> Foreign<'m> {
     /// A view of `len` bytes at `ptr`.
@@ -351,6 +351,11 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, n: usize) {
     unsafe {
         if n > SMALL_COPY_BYTES {
             ptr::copy(from, to, n);
+        } else if n > 64 {
+            let a = from.cast::<[u8; 64]>().read_unaligned();
+            let b = from.add(n - 64).cast::<[u8; 64]>().read_unaligned();
+            to.cast::<[u8; 64]>().write_unaligned(a);
+            to.add(n - 64).cast::<[u8; 64]>().write_unaligned(b);
         } else if n >= 32 {
             let a = from.cast::<[u8; 32]>().read_unaligned();
             let b = from.add(n - 32).cast::<[u8; 32]>().read_unaligned();

@@ -23,5 +23,6 @@ pub use model::{
     PortKind, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
 };
 pub use model::{Mac, Network};
+pub(crate) use parse::find_app;
 pub use parse::{add, load, parse};
 pub use problem::{FileError, Problem};

@@ -108,19 +108,27 @@ impl DeviceQueue {
     /// Goes on where another device stopped: at the used index in the ring, since chains are returned in order and
     /// those behind that index may not have been seen to the end. Returns the index.
     ///
-    /// It is the ring that counts and not a base that a frontend remembers, which is stale where the device before
-    /// this one died (a frame that was taken but not returned would be lost to the guest for ever).
-    pub fn resume<M: GuestMemory>(&mut self, memory: &M) -> Result<u16, RingError> {
+    /// It is the ring that counts and not the `base` that a frontend remembers, which can be ahead of it where the
+    /// device before this one died: a frame that was taken but not returned would be lost to the guest for ever.
+    /// Only where the used index cannot belong to the available one (a driver that started afresh did not clear
+    /// it) the base is taken.
+    pub fn resume<M: GuestMemory>(&mut self, memory: &M, base: u16) -> Result<u16, RingError> {
         let areas = self.areas(memory)?;
         // Relaxed: nobody else writes this word while no other device runs; it orders nothing.
-        let index = Wrapping(areas.used_index().load(Ordering::Relaxed));
-        self.next_avail = index;
-        self.seen_avail = index;
-        self.next_used = index;
-        self.published = index;
+        let used = areas.used_index().load(Ordering::Relaxed);
+        let available = notify::available(&areas.avail_index());
+        let index = if available.wrapping_sub(used) <= self.size { used } else { base };
+        self.start_at(index);
+        self.accept_avail(available)?;
+        Ok(index)
+    }
+
+    fn start_at(&mut self, index: u16) {
+        self.next_avail = Wrapping(index);
+        self.seen_avail = Wrapping(index);
+        self.next_used = Wrapping(index);
+        self.published = Wrapping(index);
         self.signalled = None;
-        self.check_avail(&areas)?;
-        Ok(index.0)
     }
 
     /// Number of descriptors.

@@ -394,12 +394,22 @@ fn another_device_resumes_where_the_ring_says() {
     device.release(&memory, 1).unwrap();
     // The device dies with two chains held; the next one takes them again.
     let mut device = DeviceQueue::new(&config(8, 0)).unwrap();
-    assert_eq!(device.resume(&memory), Ok(1));
+    assert_eq!(device.resume(&memory, 3), Ok(1));
     assert_eq!(device.receive(&memory, 8, |_, _| ()), Ok(3));
     device.release(&memory, 3).unwrap();
     for token in 0..4 {
         assert_eq!(driver.take_used(), Ok(Some(Used { token, len: 0 })));
     }
+}
+
+#[test]
+fn a_ring_that_was_not_cleared_starts_at_the_base() {
+    let memory = memory();
+    let (_driver, mut device) = pair(&memory, 8, 0);
+    let used = memory.view(LOW + Layout::new(8).used as u64, used_bytes(8)).unwrap();
+    used.store_u16(RING_INDEX, 777, Ordering::Relaxed).unwrap();
+    assert_eq!(device.resume(&memory, 0), Ok(0));
+    assert_eq!(device.resume(&memory, 9), Err(RingError::AvailableJump { next: 9, got: 0, size: 8 }));
 }
 
 #[test]
