@@ -8,6 +8,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,9 +143,22 @@ class Result(NamedTuple):
 class Commands:
     """Commands in a Linux guest over its console, by the line protocol of tools/guest/init; for a Process that holds one."""
 
+    # True where this process joined a console that may have been running before: "@control" may be long past.
+    attached = True
+
     def wait_control(self, seconds=60, since=0):
-        """Waits until commands are taken; gives the seconds since QEMU's start."""
-        return self.wait_line(lambda line: line.startswith("@control "), seconds, since)[0]
+        """Waits until commands are taken; gives the seconds since the process's start."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if self.attached and not any(line.startswith("@control ") for _, line in self.lines):
+                self.send("@ready true\n")
+            try:
+                ready = ("@control ", "@ready=")
+                return self.wait_line(lambda line: line.startswith(ready), min(1.0, left) if self.attached else left, since)[0]
+            except TimeoutError:
+                if left <= 1.0 or not self.attached:
+                    raise
 
     def wait_address(self, seconds=60, since=0):
         """Waits for eth0's address and gives it without the prefix length."""
@@ -184,6 +198,8 @@ class Commands:
 
 class LinuxGuest(Guest, Commands):
     """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
+
+    attached = False
 
     def __init__(self, net=None, nets=None, hostname="linux", serve="", address="dhcp", machine="microvm", memory_mib=192,
                  append="", **others):
