@@ -139,25 +139,8 @@ class Result(NamedTuple):
     text: str
 
 
-class LinuxGuest(Guest):
-    """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
-
-    def __init__(self, net=None, nets=None, hostname="linux", serve="", address="dhcp", machine="microvm", memory_mib=192,
-                 append="", **others):
-        folder = BUILD / "guest"
-        # microvm boots the ELF by its PVH entry, q35 the packed kernel by firmware.
-        kernel = folder / ("vmlinux" if machine == "microvm" else "vmlinuz")
-        if not kernel.exists():
-            raise Skip("build/guest is not there: run ./x guest")
-        khz = tsc_khz()
-        words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"hostname={hostname}", f"net={address}"]
-        # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
-        words += [f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
-        if serve:
-            words.append(f"serve={serve}")
-        super().__init__(kernel, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
-                         append=" ".join(words + [append]).strip(), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
-                         **others)
+class Commands:
+    """Commands in a Linux guest over its console, by the line protocol of tools/guest/init; for a Process that holds one."""
 
     def wait_control(self, seconds=60, since=0):
         """Waits until commands are taken; gives the seconds since QEMU's start."""
@@ -197,6 +180,27 @@ class LinuxGuest(Guest):
         text = self.run(f"ping -q -c {count} -s {size} -W 2 -i 0.2 {target}", seconds, check=False).text
         match = re.search(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
         return int(match[2]) / int(match[1]) if match else 0.0
+
+
+class LinuxGuest(Guest, Commands):
+    """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
+
+    def __init__(self, net=None, nets=None, hostname="linux", serve="", address="dhcp", machine="microvm", memory_mib=192,
+                 append="", **others):
+        folder = BUILD / "guest"
+        # microvm boots the ELF by its PVH entry, q35 the packed kernel by firmware.
+        kernel = folder / ("vmlinux" if machine == "microvm" else "vmlinuz")
+        if not kernel.exists():
+            raise Skip("build/guest is not there: run ./x guest")
+        khz = tsc_khz()
+        words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"hostname={hostname}", f"net={address}"]
+        # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
+        words += [f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
+        if serve:
+            words.append(f"serve={serve}")
+        super().__init__(kernel, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
+                         append=" ".join(words + [append]).strip(), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
+                         **others)
 
     def poweroff(self, seconds=15):
         """Shuts the guest down and gives QEMU's exit code."""

@@ -343,6 +343,32 @@ impl TcpStream {
         .await
     }
 
+    /// Waits until there are bytes to read or there is room to write, and does what is possible of both: `take` and `fill`
+    /// say how many bytes they have used.
+    pub async fn exchange(
+        &mut self,
+        mut take: impl FnMut(&mut [u8]) -> usize,
+        mut fill: impl FnMut(&mut [u8]) -> usize,
+    ) -> Result<(usize, usize), TcpError> {
+        poll_fn(|cx| {
+            self.with(|socket| {
+                if !socket.may_send() {
+                    return Poll::Ready(Err(TcpError::Closed));
+                }
+                let counted = |n| (n, n);
+                let taken = if socket.can_recv() { socket.recv(|b| counted(take(b))).unwrap_or(0) } else { 0 };
+                let filled = if socket.can_send() { socket.send(|b| counted(fill(b))).unwrap_or(0) } else { 0 };
+                if taken + filled > 0 {
+                    return Poll::Ready(Ok((taken, filled)));
+                }
+                socket.register_recv_waker(cx.waker());
+                socket.register_send_waker(cx.waker());
+                Poll::Pending
+            })
+        })
+        .await
+    }
+
     /// Writes all of `bytes`, waiting for room as often as is needed.
     pub async fn write_all(&mut self, mut bytes: &[u8]) -> Result<(), TcpError> {
         while !bytes.is_empty() {
