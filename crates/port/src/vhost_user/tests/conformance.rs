@@ -43,6 +43,8 @@ impl GuestFixture {
 
 impl Drop for GuestFixture {
     fn drop(&mut self) {
+        // The port may be gone already, and the frontend's last word unanswered.
+        let _ = self.attaching.take().map(JoinHandle::join);
         let _ = std::fs::remove_dir(self.path.parent().unwrap());
     }
 }
