@@ -4,6 +4,7 @@
 //! * [`pair`]: something in the same process.
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
+//! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
     any(test, feature = "test-support"),
@@ -16,6 +17,7 @@ pub mod conformance;
 #[cfg(test)]
 mod kernel_side;
 pub mod link;
+pub mod packet;
 pub mod pair;
 pub mod reactor;
 pub mod stream;
