@@ -3,7 +3,9 @@
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
+//! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
+//! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
     any(test, feature = "test-support"),
@@ -16,8 +18,10 @@ pub mod conformance;
 #[cfg(test)]
 mod kernel_side;
 pub mod link;
+pub mod packet;
 pub mod pair;
 pub mod reactor;
+pub mod stream;
 mod sys;
 pub mod tap;
 pub mod vhost_user;
