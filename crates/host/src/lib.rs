@@ -5,4 +5,5 @@ pub mod file;
 pub mod plan;
 pub mod process;
 pub mod qemu;
+pub mod resolver;
 pub mod rundir;

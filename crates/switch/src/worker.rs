@@ -342,6 +342,7 @@ impl Core {
         let taken = batch.len();
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
+            batch.set_ingress(Token(index.into()));
             self.pass_on(index, slot.network, &slot.guard, &slot.counters, &batch, &mut drops);
         }
         self.spare = batch.recycle();
