@@ -56,6 +56,8 @@ reasons! {
     Reset = "reset",
     /// The gateway's own queue was full.
     GatewayFull = "gateway_full",
+    /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from a false address.
+    GatewayRefused = "gateway_refused",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
 }

@@ -1,0 +1,548 @@
+//! The suite that every attachment passes: what [`Port`] promises, checked from both sides.
+//!
+//! A kind of attachment gives a [`Fixture`]: a connected port, and a peer that can send and collect frames,
+//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of each check:
+//!
+//! ```ignore
+//! mod conformance {
+//!     tombolo_port::conformance_suite!(super::MyFixture);
+//! }
+//! ```
+//!
+//! The [`Rig`] plays the worker: it services, receives, releases, arms and sleeps as the switch's poll loop does.
+//! Where it waits for the port it sleeps in the reactor until it is woken, so a missed wake-up is a failed test and
+//! not a slow one. Random choices come from a seed that is printed; `TOMBOLO_SEED` sets it.
+//!
+//! Skipped is not passed: a fixture that cannot run here ([`Fixture::missing`]) prints `skipped: NAME: reason`, and
+//! fails where `CI` is `true`. A check that makes no sense for a kind prints `not applicable: NAME: reason`.
+
+pub mod checks;
+
+use crate::pair::OwnedFrame;
+use crate::reactor::{Reactor, Registration};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
+use tombolo_ring::mem::Foreign;
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation};
+use tombolo_switch::port::{Fault, FaultKind, Link, Port};
+use tombolo_switch::wait::{Token, Waiter};
+
+/// How long anything may take before a check fails.
+pub const DEADLINE: Duration = Duration::from_secs(20);
+/// The budget of the rig's turns.
+const BUDGET: usize = 64;
+
+/// What a kind of attachment can do, as far as checks differ.
+#[derive(Clone, Copy, Debug)]
+pub struct Abilities {
+    /// Shortest and longest frame without segmentation that the peer can send and get.
+    pub frame_bytes: (usize, usize),
+    /// Offload state is carried: the peer can send it and sees it.
+    pub offload: bool,
+    /// The port notices that its peer does not read, and counts `no_buffer`. Otherwise what a peer does not read is
+    /// lost behind the port, such as in the kernel.
+    pub back_pressure: bool,
+    /// Frames that may be on their way in one direction without any of them being lost.
+    pub window: usize,
+}
+
+/// What the port makes of something that a peer should not do.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Misdeed {
+    /// The frame is dropped, and counted under this reason.
+    Dropped(Reason),
+    /// The port faults.
+    Faulted(FaultKind),
+    /// No peer of this kind can do that; the text says why.
+    Impossible(&'static str),
+}
+
+/// A port of one kind with a peer that a test controls. Methods panic where the test's own tools fail.
+pub trait Fixture: Sized {
+    /// The kind in the names of skipped checks.
+    const KIND: &'static str;
+
+    /// Why this kind cannot run here, if it cannot: a privilege, a device, a program.
+    fn missing() -> Option<String> {
+        None
+    }
+
+    /// A port, and its peer, which is connected or connects while the port is served.
+    fn make(registration: Registration) -> (Box<dyn Port>, Self);
+
+    /// What it can do.
+    fn abilities(&self) -> Abilities;
+
+    /// The peer sends a frame; `false` where there is no room for it now.
+    fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool;
+
+    /// The next frame that the peer got, if there is one now.
+    fn collect(&mut self) -> Option<OwnedFrame>;
+
+    /// The peer dies without a word.
+    fn disconnect(&mut self);
+
+    /// A new peer comes in its place.
+    fn connect(&mut self);
+
+    /// The peer sends a frame of 13 bytes, and says what is to become of it.
+    fn send_runt(&mut self) -> Misdeed;
+
+    /// The peer sends a frame that is longer than any may be.
+    fn send_over_long(&mut self) -> Misdeed;
+
+    /// The peer sends a frame whose offload state does not fit it.
+    fn send_bad_offload(&mut self) -> Misdeed;
+
+    /// The peer breaks the protocol as badly as it can.
+    fn break_protocol(&mut self) -> Misdeed;
+}
+
+/// Random numbers that a seed repeats (splitmix64).
+pub struct Random(u64);
+
+impl Random {
+    /// Seeded by `TOMBOLO_SEED`, or anew; the seed is printed.
+    pub fn seeded() -> Random {
+        let given = std::env::var("TOMBOLO_SEED").ok().and_then(|s| s.parse().ok());
+        let fresh = || std::time::UNIX_EPOCH.elapsed().map_or(1, |t| t.as_nanos() as u64);
+        let seed = given.unwrap_or_else(fresh);
+        println!("TOMBOLO_SEED={seed}");
+        Random(seed)
+    }
+
+    /// The next number.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number in `from..=to`.
+    pub fn within(&mut self, from: usize, to: usize) -> usize {
+        from + (self.next_u64() % (to - from + 1) as u64) as usize
+    }
+}
+
+/// A frame of `len` bytes that carries `number` in its source address, and bytes that follow from it. The type is
+/// one for local experiments, so a kernel takes no notice of it.
+pub fn frame(number: u32, len: usize) -> Vec<u8> {
+    let [a, b, c, d] = number.to_be_bytes();
+    let mut bytes = vec![0x02, 0x54, 0x4d, 0, 0, 1, 0x06, a, b, c, d, 0x42, 0x88, 0xb5];
+    let mut random = Random(number.into());
+    while bytes.len() < len {
+        bytes.extend_from_slice(&random.next_u64().to_le_bytes());
+    }
+    bytes.truncate(len);
+    bytes
+}
+
+/// A TCP frame over IPv4 or IPv6 of `len` bytes, numbered as [`frame`], whose checksum field holds the
+/// pseudo-header's sum only; `segment` bytes to a segment where it stands for several.
+pub fn tcp_frame(number: u32, len: usize, kind: SegmentKind, segment: Option<u16>) -> OwnedFrame {
+    let mut bytes = frame(number, len);
+    let (ip_bytes, ethertype) = match kind {
+        SegmentKind::Tcp4 => (20, [0x08, 0x00]),
+        SegmentKind::Tcp6 => (40, [0x86, 0xdd]),
+    };
+    bytes[12..14].copy_from_slice(&ethertype);
+    let tcp_bytes = (len - 14 - ip_bytes) as u16;
+    let ip = &mut bytes[14..14 + ip_bytes];
+    ip.fill(0);
+    match kind {
+        SegmentKind::Tcp4 => {
+            ip[0] = 0x45;
+            ip[2..4].copy_from_slice(&((ip_bytes as u16) + tcp_bytes).to_be_bytes());
+            (ip[8], ip[9]) = (64, 6);
+            ip[12..20].copy_from_slice(&[10, 77, 0, 1, 10, 77, 0, 2]);
+            let sum = fold(words(ip));
+            ip[10..12].copy_from_slice(&(!sum).to_be_bytes());
+        }
+        SegmentKind::Tcp6 => {
+            ip[0] = 0x60;
+            ip[4..6].copy_from_slice(&tcp_bytes.to_be_bytes());
+            (ip[6], ip[7]) = (6, 64);
+            (ip[8], ip[23], ip[24], ip[39]) = (0xfd, 1, 0xfd, 2);
+        }
+    }
+    let addresses = if ip_bytes == 20 { 12..20 } else { 8..40 };
+    let pseudo = fold(words(&bytes[14..][addresses]) + 6 + u32::from(tcp_bytes));
+    let tcp = &mut bytes[14 + ip_bytes..];
+    tcp[..20].fill(0);
+    tcp[..4].copy_from_slice(&[0x30, 0x39, 0x00, 0x50]);
+    (tcp[12], tcp[13]) = (0x50, 0x10);
+    tcp[16..18].copy_from_slice(&pseudo.to_be_bytes());
+    let checksum = Checksum::Partial { start: 14 + ip_bytes as u16, offset: 16 };
+    let header_bytes = 14 + ip_bytes as u16 + 20;
+    let segmentation = segment.map(|size| Segmentation { kind, ecn: false, size, header_bytes });
+    OwnedFrame { bytes, offload: Offload { checksum, segmentation } }
+}
+
+fn words(bytes: &[u8]) -> u32 {
+    bytes.chunks(2).map(|w| u32::from(w[0]) << 8 | u32::from(*w.get(1).unwrap_or(&0))).sum()
+}
+
+fn fold(sum: u32) -> u16 {
+    let sum = (sum & 0xffff) + (sum >> 16);
+    (sum + (sum >> 16)) as u16
+}
+
+/// The number of a frame that [`frame`] or [`tcp_frame`] made; `None` for a stranger's.
+pub fn number(bytes: &[u8]) -> Option<u32> {
+    match bytes {
+        [_, _, _, _, _, _, 0x06, a, b, c, d, 0x42, _, _, ..] => Some(u32::from_be_bytes([*a, *b, *c, *d])),
+        _ => None,
+    }
+}
+
+/// A worker with one port, and the port's peer.
+pub struct Rig<F> {
+    /// The port.
+    pub port: Box<dyn Port>,
+    /// Its peer.
+    pub peer: F,
+    /// Frames received from the peer, strangers' frames left out.
+    pub received: Vec<OwnedFrame>,
+    /// What was dropped on the way from the peer.
+    pub rx_drops: Drops,
+    /// What was dropped on the way to it.
+    pub tx_drops: Drops,
+    /// Faults that the port had; it was reset after each.
+    pub faults: Vec<Fault>,
+    /// Times that the reactor woke this port.
+    pub wakeups: usize,
+    reactor: Rc<RefCell<Reactor>>,
+    token: Token,
+    timer: Option<Nanos>,
+    cuts: Random,
+}
+
+impl<F: Fixture> Rig<F> {
+    /// A rig whose link is up.
+    pub fn up() -> Rig<F> {
+        let reactor = Rc::new(RefCell::new(Reactor::new().unwrap()));
+        Self::up_in(&reactor, Token(1))
+    }
+
+    /// A rig with its port in `reactor`.
+    pub fn up_in(reactor: &Rc<RefCell<Reactor>>, token: Token) -> Rig<F> {
+        let registration = reactor.borrow().registrar().registration(token);
+        let (port, peer) = F::make(registration);
+        let mut rig = Rig {
+            port,
+            peer,
+            received: Vec::new(),
+            rx_drops: Drops::default(),
+            tx_drops: Drops::default(),
+            faults: Vec::new(),
+            wakeups: 0,
+            reactor: reactor.clone(),
+            token,
+            timer: None,
+            cuts: Random(u64::from(token.0)),
+        };
+        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig
+    }
+
+    fn now(&self) -> Nanos {
+        self.reactor.borrow_mut().now()
+    }
+
+    fn note<T>(&mut self, result: Result<T, Fault>) -> Option<T> {
+        result.map_err(|fault| self.fault(fault)).ok()
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        println!("fault: {}: {}", fault.kind.name(), fault.detail);
+        assert!(!fault.detail.is_empty(), "a fault says what was expected and found");
+        self.port.reset(&fault);
+        self.faults.push(fault);
+    }
+
+    /// Calls [`Port::service`] as a worker does.
+    pub fn service(&mut self) {
+        let now = self.now();
+        let result = self.port.service(now);
+        self.timer = self.note(result).flatten();
+    }
+
+    /// Receives once with `budget` and does not release; returns how much of it was used.
+    pub fn receive(&mut self, budget: usize) -> usize {
+        let mut batch = Batch::with_capacity(budget);
+        let before = self.rx_drops.total();
+        let result = self.port.receive(budget, &mut batch, &mut self.rx_drops);
+        for frame in batch.frames() {
+            if number(frame.head()).is_some() {
+                let mut bytes = Vec::new();
+                batch.append_to(frame, &mut bytes);
+                self.received.push(OwnedFrame { bytes, offload: frame.offload });
+            }
+        }
+        let frames = batch.len();
+        drop(batch);
+        match result {
+            Ok(used) => {
+                assert!(used <= budget, "{used} of a budget of {budget}");
+                let seen = frames + (self.rx_drops.total() - before) as usize;
+                assert!(seen <= used.max(frames), "{seen} frames came or were dropped, {used} are said to");
+                assert!(frames <= budget, "{frames} frames for a budget of {budget}");
+                used
+            }
+            Err(fault) => {
+                self.fault(fault);
+                frames
+            }
+        }
+    }
+
+    /// Calls [`Port::release`].
+    pub fn release(&mut self) {
+        let result = self.port.release();
+        self.note(result);
+    }
+
+    /// Calls [`Port::arm`]; a fault counts as work.
+    pub fn arm(&mut self) -> bool {
+        let result = self.port.arm();
+        self.note(result).unwrap_or(true)
+    }
+
+    /// One turn: service, receive with `budget`, release; returns how much of it was used.
+    pub fn turn(&mut self, budget: usize) -> usize {
+        self.service();
+        self.port.disarm();
+        let used = self.receive(budget);
+        self.release();
+        used
+    }
+
+    /// Sleeps until the port is woken or `timeout` has passed; `true` where it was woken.
+    pub fn sleep(&mut self, timeout: Duration) -> bool {
+        let mut ready = Vec::new();
+        self.reactor.borrow_mut().wait(Some(Nanos(timeout.as_nanos() as u64)), &mut ready);
+        let woken = ready.contains(&self.token);
+        self.wakeups += usize::from(woken);
+        woken
+    }
+
+    /// Works as a poll loop does until `done`, sleeping at most `tick` at a time.
+    fn work(&mut self, what: &str, tick: Duration, mut done: impl FnMut(&mut Self) -> bool) {
+        let end = Instant::now() + DEADLINE;
+        loop {
+            let used = self.turn(BUDGET);
+            if done(self) {
+                return;
+            }
+            let left = end.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
+            if used < BUDGET && !self.arm() {
+                let now = self.now();
+                let timer = self.timer.map_or(left, |at| Duration::from_nanos(at.since(now).0));
+                self.sleep(left.min(timer).min(tick));
+            }
+        }
+    }
+
+    /// Works until `done`, which is asked every few milliseconds at least: for what the peer sees.
+    pub fn until(&mut self, what: &str, done: impl FnMut(&mut Self) -> bool) {
+        self.work(what, Duration::from_millis(2), done);
+    }
+
+    /// Works until `done`, asleep until the port is woken: for what the port is told.
+    pub fn until_woken(&mut self, what: &str, done: impl FnMut(&mut Self) -> bool) {
+        self.work(what, DEADLINE, done);
+    }
+
+    /// Works until everything that came so far is received and the port may sleep.
+    pub fn settle(&mut self) {
+        let end = Instant::now() + DEADLINE;
+        while self.turn(BUDGET) == BUDGET || self.arm() || self.sleep(Duration::from_millis(5)) {
+            assert!(Instant::now() < end, "{}: the port does not come to rest", F::KIND);
+        }
+    }
+
+    /// Has the peer send `frames`, no more at a time than its window, and receives them all.
+    pub fn receive_all(&mut self, frames: &[OwnedFrame]) {
+        let window = self.peer.abilities().window;
+        let mut wanted = self.received.len();
+        for part in frames.chunks(window) {
+            for frame in part {
+                let end = Instant::now() + DEADLINE;
+                while !self.peer.inject(&frame.bytes, frame.offload) {
+                    self.turn(BUDGET);
+                    assert!(Instant::now() < end, "{}: the peer gets no room to send", F::KIND);
+                }
+            }
+            wanted += part.len();
+            self.until_woken("the port receives what the peer sent", |rig| rig.received.len() >= wanted);
+        }
+        assert_eq!(self.received.len(), wanted);
+    }
+
+    /// Transmits `frames` in one turn, cut into pieces at random; returns how many the port took, and checks that
+    /// the others were counted and that nothing took long.
+    pub fn send(&mut self, frames: &[OwnedFrame]) -> usize {
+        let taken = self.transmit(frames);
+        let result = self.port.flush();
+        self.note(result);
+        taken
+    }
+
+    /// As [`Rig::send`], without the flush.
+    pub fn transmit(&mut self, frames: &[OwnedFrame]) -> usize {
+        let mut batch = Batch::with_capacity(frames.len());
+        for frame in frames {
+            let cut = self.cuts.within(0, frame.bytes.len());
+            let (a, b) = frame.bytes.split_at(cut);
+            match self.cuts.within(0, 1) {
+                0 => batch.push(Foreign::from(&frame.bytes[..]), frame.offload),
+                _ => batch.push_pieces([Foreign::from(a), Foreign::from(b)], frame.offload),
+            }
+        }
+        let which: Vec<u16> = (0..frames.len() as u16).collect();
+        let before = self.tx_drops.total();
+        let start = Instant::now();
+        let result = self.port.transmit(&batch, &which, &mut self.tx_drops);
+        assert!(start.elapsed() < Duration::from_secs(5), "transmit blocked for {:?}", start.elapsed());
+        drop(batch);
+        let dropped = (self.tx_drops.total() - before) as usize;
+        let taken = frames.len().checked_sub(dropped).expect("no more frames are dropped than were there");
+        match result {
+            Ok(sent) => assert_eq!(sent.frames as usize, taken, "what is not taken is counted as dropped"),
+            Err(fault) => self.fault(fault),
+        }
+        taken
+    }
+
+    /// Collects `count` frames from the peer while the port is served; strangers' frames are left out.
+    pub fn collect(&mut self, count: usize) -> Vec<OwnedFrame> {
+        let mut got = Vec::new();
+        self.until("the peer gets what the port took", |rig| {
+            rig.drain(&mut got);
+            got.len() >= count
+        });
+        assert_eq!(got.len(), count);
+        got
+    }
+
+    /// Takes all that the peer has got by now.
+    pub fn drain(&mut self, into: &mut Vec<OwnedFrame>) {
+        while let Some(frame) = self.peer.collect() {
+            if number(&frame.bytes).is_some() {
+                into.push(frame);
+            }
+        }
+    }
+
+    /// Transmits `frames`, no more at a time than the window, and checks that the peer gets each as it was.
+    pub fn deliver(&mut self, frames: &[OwnedFrame]) {
+        let window = self.peer.abilities().window;
+        for part in frames.chunks(window) {
+            let taken = self.send(part);
+            assert_eq!(taken, part.len(), "dropped: {:?}", self.tx_drops);
+            let got = self.collect(part.len());
+            same(part, &got);
+        }
+    }
+}
+
+/// Checks that two lists of frames are the same, and shows the first difference in a few words.
+pub fn same(wanted: &[OwnedFrame], got: &[OwnedFrame]) {
+    for (i, (w, g)) in wanted.iter().zip(got).enumerate() {
+        assert_eq!((number(&w.bytes), w.bytes.len()), (number(&g.bytes), g.bytes.len()), "frame {i}: number, length");
+        assert!(w.bytes == g.bytes, "frame {i}: its {} bytes differ", w.bytes.len());
+        assert!(alike(w.offload, g.offload), "frame {i}: offload {:?} became {:?}", w.offload, g.offload);
+    }
+    assert_eq!(wanted.len(), got.len(), "number of frames");
+}
+
+/// Whether two states say the same. Valid and unverified are the same bytes, and whether somebody vouched for them
+/// may change on the way; the length of the headers is a hint, for which a kernel tells what lies in one piece.
+fn alike(a: Offload, b: Offload) -> bool {
+    let essence = |o: Offload| {
+        let checksum = if o.checksum == Checksum::Valid { Checksum::Unverified } else { o.checksum };
+        (checksum, o.segmentation.map(|s| Segmentation { header_bytes: 0, ..s }))
+    };
+    essence(a) == essence(b)
+}
+
+/// Frames without offload state, from number `first` on, of the lengths given.
+pub fn plain(first: u32, lengths: impl IntoIterator<Item = usize>) -> Vec<OwnedFrame> {
+    let numbered = (first..).zip(lengths);
+    numbered.map(|(n, len)| OwnedFrame { bytes: frame(n, len), offload: Offload::NONE }).collect()
+}
+
+/// Runs a check, or says why not.
+pub fn run<F: Fixture>(name: &str, check: impl FnOnce(&str)) {
+    match F::missing() {
+        None => check(name),
+        Some(reason) => {
+            println!("skipped: {}: {name}: {reason}", F::KIND);
+            let strict = std::env::var("CI").is_ok_and(|ci| ci == "true");
+            assert!(!strict, "skipped: {}: {name}: {reason}; in CI nothing may be skipped", F::KIND);
+        }
+    }
+}
+
+/// Runs `body` in a process of its own that runs only the test `name`: for what is counted per process.
+pub fn isolated(name: &str, body: impl FnOnce()) {
+    const KEY: &str = "TOMBOLO_ISOLATED_TEST";
+    if std::env::var(KEY).is_ok_and(|n| n == name) {
+        return body();
+    }
+    // The harness knows a test by its path without the crate.
+    let (_, path) = name.split_once("::").expect("a test's name has a module path");
+    let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+    command.args([path, "--exact", "--nocapture", "--test-threads=1"]).env(KEY, name);
+    let output = command.output().unwrap();
+    let text = String::from_utf8_lossy(&output.stdout);
+    let passed = output.status.success() && text.contains("1 passed");
+    assert!(passed, "{path} in its own process:\n{text}\n{}", String::from_utf8_lossy(&output.stderr));
+}
+
+/// Makes a `#[test]` of each check for a [`Fixture`]; see [`checks`] for what they are.
+#[macro_export]
+macro_rules! conformance_suite {
+    ($fixture:ty) => {
+        $crate::conformance_suite! { @each $fixture:
+            frames_arrive_intact_at_every_size
+            frames_leave_intact_at_every_size
+            order_is_kept_both_ways
+            the_budget_is_obeyed
+            buffers_come_back_after_release
+            flush_publishes_without_another_call
+            a_runt_is_counted_and_the_next_frame_arrives
+            an_over_long_frame_does_no_harm
+            a_frame_beyond_the_mtu_is_not_transmitted
+            a_frame_with_lying_offload_is_counted
+            a_peer_that_does_not_read_costs_only_its_own_frames
+            a_frame_between_receive_and_arm_is_seen
+            a_frame_after_arm_wakes
+            an_idle_port_sleeps
+            a_partial_checksum_is_carried
+            segmentation_is_carried
+            the_link_follows_the_peer
+            a_dead_peer_is_replaced
+            a_broken_protocol_costs_only_that_port
+            a_reset_in_the_midst_of_traffic_recovers
+            sizes_mixed_at_random_both_ways
+            no_descriptor_leaks_over_a_hundred_peers
+            it_describes_itself
+        }
+    };
+    (@each $fixture:ty: $($check:ident)+) => {
+        $(
+            #[test]
+            fn $check() {
+                let name = concat!(module_path!(), "::", stringify!($check));
+                $crate::conformance::run::<$fixture>(name, $crate::conformance::checks::$check::<$fixture>);
+            }
+        )+
+    };
+}

@@ -1,0 +1,389 @@
+//! Interfaces of the kernel that an attachment stands on: where they are (network namespaces), how they are set
+//! up, and who tells when they change.
+//!
+//! Three things that belong together because each needs the right namespace:
+//! * [`Netns`]: a network namespace by name, path or descriptor. Work in it is done by a thread that is made for
+//!   it and ends with it, so no other thread can be left in the wrong namespace.
+//! * [`Interface`]: up and down, MTU, hardware address, addresses; a netlink socket stays in the namespace where
+//!   it was made, so it is used for every later question.
+//! * [`Monitor`]: hears that *something* about links changed in a namespace, and wakes a port. It does not read
+//!   what: messages can be lost when many come, so the port asks for the state it needs. The same way round that
+//!   a level-triggered interrupt is served.
+
+use crate::reactor::{Registration, Watch};
+use crate::sys::{self, IfReq, InterfaceRequest as Request};
+use rustix::io::Errno;
+use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use std::fs::File;
+use std::net::IpAddr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use tombolo_switch::drop::Reason;
+use tombolo_switch::frame::Mac;
+
+const IFF_UP: u16 = 1;
+const IFF_RUNNING: u16 = 0x40;
+const ARPHRD_ETHER: u16 = 1;
+
+/// Why an interface could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// The namespace cannot be opened.
+    #[error("network namespace {}: {source}; `ip netns list` shows those that have names", path.display())]
+    Namespace {
+        /// The path tried.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: std::io::Error,
+    },
+    /// A thread could not enter the namespace.
+    #[error("entering a network namespace: {source}; that needs CAP_SYS_ADMIN over it")]
+    Enter {
+        /// The kernel's answer.
+        source: Errno,
+    },
+    /// A name that no interface can have.
+    #[error("`{name}` cannot be the name of an interface: 1 to 15 bytes without `/` are expected")]
+    Name {
+        /// The name given.
+        name: String,
+    },
+    /// There is no such interface.
+    #[error("there is no interface `{name}` here")]
+    Absent {
+        /// The name given.
+        name: String,
+    },
+    /// The kernel refused an operation.
+    #[error("{what} of interface `{name}`: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// Which interface.
+        name: String,
+        /// The kernel's answer.
+        source: Errno,
+    },
+}
+
+/// A network namespace.
+#[derive(Clone, Debug)]
+pub struct Netns(Arc<OwnedFd>);
+
+impl Netns {
+    /// The namespace called `name_or_path`: a name as `ip netns` gives them, or a path such as
+    /// `/proc/1234/ns/net`.
+    ///
+    /// # Errors
+    /// [`LinkError::Namespace`] where nothing is there.
+    pub fn open(name_or_path: &str) -> Result<Netns, LinkError> {
+        let path = match name_or_path.contains('/') {
+            true => PathBuf::from(name_or_path),
+            false => Path::new("/run/netns").join(name_or_path),
+        };
+        match File::open(&path) {
+            Ok(file) => Ok(Netns(Arc::new(file.into()))),
+            Err(source) => Err(LinkError::Namespace { path, source }),
+        }
+    }
+
+    /// A new namespace without a name: it goes away with the last descriptor, process or device in it.
+    ///
+    /// # Errors
+    /// The kernel's; needs `CAP_SYS_ADMIN`.
+    pub fn anonymous() -> Result<Netns, LinkError> {
+        std::thread::scope(|scope| {
+            let made = scope.spawn(|| {
+                sys::unshare_network().map_err(|source| LinkError::Enter { source })?;
+                Netns::open("/proc/thread-self/ns/net")
+            });
+            made.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Runs `work` in this namespace, on a thread of its own; processes that it starts are in it too.
+    ///
+    /// # Errors
+    /// [`LinkError::Enter`].
+    pub fn run<T: Send>(&self, work: impl FnOnce() -> T + Send) -> Result<T, LinkError> {
+        std::thread::scope(|scope| {
+            let done = scope.spawn(|| {
+                move_into_link_name_space(self.0.as_fd(), Some(LinkNameSpaceType::Network))
+                    .map_err(|source| LinkError::Enter { source })?;
+                Ok(work())
+            });
+            done.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
+    /// Runs `work` in the namespace where there is one, else here.
+    pub(crate) fn run_in<T: Send>(netns: Option<&Netns>, work: impl FnOnce() -> T + Send) -> Result<T, LinkError> {
+        match netns {
+            Some(netns) => netns.run(work),
+            None => Ok(work()),
+        }
+    }
+}
+
+impl AsFd for Netns {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+impl From<OwnedFd> for Netns {
+    fn from(fd: OwnedFd) -> Self {
+        Netns(Arc::new(fd))
+    }
+}
+
+/// What is known of an interface at a moment.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LinkState {
+    /// Set up by whoever administers it.
+    pub up: bool,
+    /// Up, and the other side (cable, peer) is there.
+    pub running: bool,
+    /// Longest payload of a frame, in bytes.
+    pub mtu: u32,
+}
+
+/// An interface by its name, in its namespace.
+#[derive(Debug)]
+pub struct Interface {
+    socket: OwnedFd,
+    name: String,
+}
+
+impl Interface {
+    /// The interface `name` of the namespace, or of the calling thread's.
+    ///
+    /// # Errors
+    /// [`LinkError::Absent`] where there is none of that name, and the kernel's.
+    pub fn open(netns: Option<&Netns>, name: &str) -> Result<Interface, LinkError> {
+        let socket = Netns::run_in(netns, || sys::netlink_socket(0))?;
+        let socket =
+            socket.map_err(|source| LinkError::System { what: "netlink socket", name: name.into(), source })?;
+        let interface = Interface { socket, name: name.to_owned() };
+        interface.index().map(|_| interface)
+    }
+
+    /// Its name.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn ask(&self, what: &'static str, request: Request, fill: impl FnOnce(&mut IfReq)) -> Result<IfReq, LinkError> {
+        let name = || self.name.clone();
+        let mut argument = IfReq::new(&self.name).ok_or_else(|| LinkError::Name { name: name() })?;
+        fill(&mut argument);
+        match sys::interface(&self.socket, request, &mut argument) {
+            Ok(()) => Ok(argument),
+            Err(Errno::NODEV) => Err(LinkError::Absent { name: name() }),
+            Err(source) => Err(LinkError::System { what, name: name(), source }),
+        }
+    }
+
+    /// Its index.
+    ///
+    /// # Errors
+    /// [`LinkError::Absent`], or the kernel's.
+    pub fn index(&self) -> Result<u32, LinkError> {
+        self.ask("asking for the index", Request::GetIndex, |_| {}).map(|a| u32::from_ne_bytes(a.value()))
+    }
+
+    /// Whether it is up, and its MTU.
+    ///
+    /// # Errors
+    /// [`LinkError::Absent`], or the kernel's.
+    pub fn state(&self) -> Result<LinkState, LinkError> {
+        self.index()?;
+        let absent = || LinkError::Absent { name: self.name.clone() };
+        state_of(&self.socket, &self.name).ok_or_else(absent)
+    }
+
+    /// Its hardware address.
+    ///
+    /// # Errors
+    /// [`LinkError::Absent`], or the kernel's.
+    pub fn mac(&self) -> Result<Mac, LinkError> {
+        let argument = self.ask("asking for the address", Request::GetHardwareAddress, |_| {})?;
+        let [_, _, mac @ ..] = argument.value::<8>();
+        Ok(mac)
+    }
+
+    /// Sets it up or down.
+    ///
+    /// # Errors
+    /// [`LinkError::Absent`], or the kernel's: `EPERM` without `CAP_NET_ADMIN`.
+    pub fn set_up(&self, up: bool) -> Result<(), LinkError> {
+        let flags = u16::from_ne_bytes(self.ask("asking for the flags", Request::GetFlags, |_| {})?.value());
+        let flags = if up { flags | IFF_UP } else { flags & !IFF_UP };
+        self.ask("setting the flags", Request::SetFlags, |a| a.set(&flags.to_ne_bytes())).map(drop)
+    }
+
+    /// Sets its MTU in bytes.
+    ///
+    /// # Errors
+    /// As for [`Interface::set_up`]; `EINVAL` where the device cannot do it.
+    pub fn set_mtu(&self, mtu: u32) -> Result<(), LinkError> {
+        self.ask("setting the MTU", Request::SetMtu, |a| a.set(&mtu.to_ne_bytes())).map(drop)
+    }
+
+    /// Sets its hardware address.
+    ///
+    /// # Errors
+    /// As for [`Interface::set_up`].
+    pub fn set_mac(&self, mac: Mac) -> Result<(), LinkError> {
+        let mut address = [0; 8];
+        address[..2].copy_from_slice(&ARPHRD_ETHER.to_ne_bytes());
+        address[2..].copy_from_slice(&mac);
+        self.ask("setting the address", Request::SetHardwareAddress, |a| a.set(&address)).map(drop)
+    }
+
+    /// Gives it an IP address with a prefix length; one that it has already is fine.
+    ///
+    /// # Errors
+    /// As for [`Interface::set_up`].
+    pub fn add_address(&self, address: IpAddr, prefix: u8) -> Result<(), LinkError> {
+        let index = self.index()?;
+        let request = address_request(index, address, prefix);
+        let failed = |source| LinkError::System { what: "adding an address", name: self.name.clone(), source };
+        rustix::io::write(&self.socket, &request).map_err(failed)?;
+        // The kernel handles a request within the send, so its answer is there; nlmsghdr 16 bytes, then the error.
+        let mut answer = [0; 256];
+        let n = rustix::io::read(&self.socket, &mut answer).map_err(failed)?;
+        let error = answer[..n].get(16..20).and_then(|b| b.try_into().ok()).map_or(-libc::EIO, i32::from_ne_bytes);
+        match error.saturating_neg() {
+            0 | libc::EEXIST => Ok(()),
+            errno => Err(failed(Errno::from_raw_os_error(errno))),
+        }
+    }
+}
+
+/// The state of the interface `name` in the namespace of `socket`; `None` where there is none.
+fn state_of(socket: &OwnedFd, name: &str) -> Option<LinkState> {
+    let carrier = sys::carrier(socket, name);
+    let mut flags = IfReq::new(name)?;
+    let mut mtu = flags;
+    sys::interface(socket, Request::GetFlags, &mut flags).ok()?;
+    sys::interface(socket, Request::GetMtu, &mut mtu).ok()?;
+    let bits = u16::from_ne_bytes(flags.value());
+    let running = bits & IFF_RUNNING != 0 && carrier.unwrap_or(true);
+    Some(LinkState { up: bits & IFF_UP != 0, running, mtu: u32::from_ne_bytes(mtu.value()) })
+}
+
+/// The message that adds an address (rtnetlink(7)): nlmsghdr, ifaddrmsg, attributes.
+fn address_request(index: u32, address: IpAddr, prefix: u8) -> Vec<u8> {
+    const RTM_NEWADDR: u16 = 20;
+    const NLM_F_REQUEST_ACK_CREATE: u16 = 0x1 | 0x4 | 0x400;
+    const IFA_F_NODAD: u8 = 0x02;
+    const ATTRIBUTES: [u16; 2] = [1, 2]; // IFA_ADDRESS, IFA_LOCAL
+    let (family, bytes) = match address {
+        IpAddr::V4(v4) => (libc::AF_INET as u8, v4.octets().to_vec()),
+        IpAddr::V6(v6) => (libc::AF_INET6 as u8, v6.octets().to_vec()),
+    };
+    let attribute_bytes = 4 + bytes.len();
+    let total = 16 + 8 + ATTRIBUTES.len() * attribute_bytes;
+    let mut m = Vec::with_capacity(total);
+    m.extend_from_slice(&(total as u32).to_ne_bytes());
+    m.extend_from_slice(&RTM_NEWADDR.to_ne_bytes());
+    m.extend_from_slice(&NLM_F_REQUEST_ACK_CREATE.to_ne_bytes());
+    m.extend_from_slice(&[0; 8]); // sequence, port
+    m.extend_from_slice(&[family, prefix, if address.is_ipv6() { IFA_F_NODAD } else { 0 }, 0]);
+    m.extend_from_slice(&index.to_ne_bytes());
+    for attribute in ATTRIBUTES {
+        m.extend_from_slice(&(attribute_bytes as u16).to_ne_bytes());
+        m.extend_from_slice(&attribute.to_ne_bytes());
+        m.extend_from_slice(&bytes);
+    }
+    m
+}
+
+/// Why a frame is lost that the kernel refused with `errno`, on a tap or a packet socket.
+pub(crate) fn drop_reason(errno: Errno) -> Reason {
+    match errno {
+        Errno::AGAIN | Errno::NOBUFS | Errno::NOMEM => Reason::NoBuffer,
+        // A tap that is down; a packet socket's interface that is down; a device that is gone, in three voices.
+        Errno::IO | Errno::NETDOWN | Errno::NXIO | Errno::NODEV | Errno::BADFD => Reason::LinkDown,
+        Errno::MSGSIZE => Reason::TooLong,
+        _ => Reason::SystemRefused,
+    }
+}
+
+/// Hears of changes of the links of one namespace.
+#[derive(Debug)]
+pub(crate) struct Monitor {
+    socket: OwnedFd,
+    _watch: Watch,
+}
+
+impl Monitor {
+    /// Wakes `registration` whenever a link of the namespace changes.
+    pub(crate) fn open(netns: Option<&Netns>, registration: &Registration) -> Result<Monitor, LinkError> {
+        let failed = |source| LinkError::System { what: "monitoring", name: "*".into(), source };
+        let socket = Netns::run_in(netns, || sys::netlink_socket(libc::RTMGRP_LINK as u32))?.map_err(failed)?;
+        let watch = registration.watch(&socket).map_err(failed)?;
+        Ok(Monitor { socket, _watch: watch })
+    }
+
+    /// Whether anything changed since the last time.
+    pub(crate) fn changed(&self) -> bool {
+        let mut changed = false;
+        let mut message = [0; 8192];
+        loop {
+            match rustix::io::read(&self.socket, &mut message) {
+                Ok(n) if n > 0 => changed = true,
+                // Messages were lost, which is news enough.
+                Err(Errno::NOBUFS) => changed = true,
+                Err(Errno::INTR) => {}
+                _ => return changed,
+            }
+        }
+    }
+
+    /// The state of the interface `name`; `None` where there is none.
+    pub(crate) fn state(&self, name: &str) -> Option<LinkState> {
+        state_of(&self.socket, name)
+    }
+
+    /// The index of the interface `name`.
+    pub(crate) fn index(&self, name: &str) -> Option<u32> {
+        let mut argument = IfReq::new(name)?;
+        sys::interface(&self.socket, Request::GetIndex, &mut argument).ok()?;
+        Some(u32::from_ne_bytes(argument.value()))
+    }
+}
+
+impl AsFd for Monitor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_loopback_interface_is_found_and_an_absent_one_is_named() {
+        let lo = Interface::open(None, "lo").unwrap();
+        assert_eq!(lo.index().unwrap(), 1);
+        assert!(lo.state().unwrap().mtu >= 1500);
+        let error = Interface::open(None, "tmb-absent").unwrap_err().to_string();
+        assert_eq!(error, "there is no interface `tmb-absent` here");
+        assert!(matches!(Interface::open(None, "much-too-long-a-name"), Err(LinkError::Name { .. })));
+        assert!(matches!(Netns::open("tmb-no-such"), Err(LinkError::Namespace { .. })));
+    }
+
+    #[test]
+    fn an_address_request_has_the_bytes_of_rtnetlink() {
+        let m = address_request(7, "10.1.2.3".parse().unwrap(), 24);
+        let mut golden = vec![40, 0, 0, 0, 20, 0, 5, 4, 0, 0, 0, 0, 0, 0, 0, 0];
+        golden.extend([2, 24, 0, 0, 7, 0, 0, 0]);
+        golden.extend([8, 0, 1, 0, 10, 1, 2, 3, 8, 0, 2, 0, 10, 1, 2, 3]);
+        assert_eq!(m, golden);
+        assert_eq!(address_request(7, "fd00::1".parse().unwrap(), 64).len(), 64);
+    }
+}

@@ -1,0 +1,685 @@
+//! An attachment to the host's kernel: a tap, an interface whose other end is a descriptor.
+//!
+//! What is carried: frames with their checksum and segmentation state (`IFF_VNET_HDR`), both ways. The kernel
+//! gives frames of up to 64 KiB with partial checksums where its stack made them, and takes the same. A tap
+//! that was made without offload headers by somebody else is served too, as a plain destination.
+//!
+//! What it is not: fast per frame. A system call moves one frame (about a microsecond here); a tap pays by frames
+//! that stand for 45 segments. Several queues are not used: one worker owns the port.
+//!
+//! Invariants:
+//! * The arena holds what one turn received; a frame takes as much of it as it has bytes, so small frames lie
+//!   close together and the rest of the arena is never touched.
+//! * One write is one frame, never a part of one.
+//!
+//! Life: a [`Monitor`] tells of changes of the interface. Set down, the link is down and frames to it are dropped as
+//! `link_down`. Deleted by somebody, the port reports it once as a fault and waits until a tap of its name is there
+//! again; it attaches the same descriptor to it. A tap that is not persistent goes away with the port, also when the
+//! process is killed.
+//!
+//! Limits: frames of 65,557 bytes; [`ARENA_BYTES`] a turn, after which the worker is told that there is more.
+
+use crate::link::{Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
+use crate::reactor::{Registration, Watch};
+use crate::sys::{self, IfReq, InterfaceRequest, Piece, TunValue, TunWord};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{Mode, OFlags};
+use rustix::io::Errno;
+use std::os::fd::{AsFd, OwnedFd};
+use tombolo_ring::mem::Foreign;
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::vnet::VNET_HEADER_BYTES;
+
+// linux/if_tun.h
+const IFF_TAP: u16 = 0x0002;
+const IFF_NO_PI: u16 = 0x1000;
+const IFF_VNET_HDR: u16 = 0x4000;
+const IFF_TUN_EXCL: u16 = 0x8000;
+const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_ECN
+
+/// Memory for the frames of one turn: eight of the longest. More would leave the processor's second-level cache.
+pub const ARENA_BYTES: usize = 8 * READ_BYTES;
+/// Room for the longest frame with its header, in whole cache lines.
+const READ_BYTES: usize = (MAX_FRAME_BYTES + 12).next_multiple_of(64);
+/// How often a port that never sleeps looks whether its interface changed.
+const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
+/// How often an interface whose namespace we may not enter is tried again after it was down.
+const PROBE_INTERVAL: Nanos = Nanos(200_000_000);
+
+/// Whether a tap is made or found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Existing {
+    /// It must not exist yet.
+    #[default]
+    Create,
+    /// It exists.
+    Adopt,
+    /// Either.
+    CreateOrAdopt,
+}
+
+/// Which tap, and what it shall be like.
+#[derive(Clone, Debug)]
+pub struct TapConfig {
+    /// Its name; a `%d` in the name of a new one is replaced by the first free number.
+    pub name: String,
+    /// The namespace that it is in, or shall be in.
+    pub netns: Option<Netns>,
+    /// Whether it is made or found.
+    pub existing: Existing,
+    /// MTU to set, in bytes.
+    pub mtu: Option<u32>,
+    /// Hardware address to set, which is the host's address on this network.
+    pub mac: Option<Mac>,
+    /// The user who may open it later without privilege.
+    pub owner: Option<u32>,
+    /// The group that may open it later without privilege.
+    pub group: Option<u32>,
+    /// Whether it stays when the port goes.
+    pub persist: bool,
+    /// Whether it is set up at once.
+    pub up: bool,
+}
+
+impl TapConfig {
+    /// A new tap in the calling thread's namespace, up, gone with the port.
+    pub fn new(name: &str) -> TapConfig {
+        TapConfig {
+            name: name.to_owned(),
+            netns: None,
+            existing: Existing::Create,
+            mtu: None,
+            mac: None,
+            owner: None,
+            group: None,
+            persist: false,
+            up: true,
+        }
+    }
+}
+
+/// Why a tap could not be attached.
+#[derive(Debug, thiserror::Error)]
+pub enum TapError {
+    /// `/dev/net/tun` cannot be opened.
+    #[error("/dev/net/tun: {source}; the tun module has to be there, and the file readable and writable")]
+    Device {
+        /// The kernel's answer.
+        source: Errno,
+    },
+    /// The kernel does not attach to the name.
+    #[error("attaching to the tap `{name}`: {source}; {hint}")]
+    Attach {
+        /// Which tap.
+        name: String,
+        /// The kernel's answer.
+        source: Errno,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// A property that could not be set.
+    #[error("setting {what} of the tap `{name}`: {source}")]
+    Property {
+        /// Which property.
+        what: &'static str,
+        /// Which tap.
+        name: String,
+        /// The kernel's answer.
+        source: Errno,
+    },
+    /// The descriptor is no tap that can be used.
+    #[error("the descriptor is not usable as a tap: {found}; a tap with IFF_TAP and IFF_NO_PI is expected")]
+    NotATap {
+        /// What it is instead.
+        found: String,
+    },
+    /// The interface or its namespace.
+    #[error(transparent)]
+    Link(#[from] LinkError),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Condition {
+    Up,
+    Down,
+    /// The interface was deleted; one of its name may come.
+    Gone,
+}
+
+/// The port.
+pub struct TapPort {
+    fd: OwnedFd,
+    /// `None` while the interface is gone.
+    watch: Option<Watch>,
+    registration: Registration,
+    /// `None` where the interface is in a namespace that we may not enter.
+    monitor: Option<Monitor>,
+    name: String,
+    mtu: u32,
+    /// 0 without offload headers.
+    header_bytes: usize,
+    condition: Condition,
+    /// A fault that was found where none can be returned.
+    pending: Option<Fault>,
+    next_look: Nanos,
+    arena: Vec<u8>,
+    pieces: Vec<Piece<'static>>,
+    linear: Vec<u8>,
+}
+
+impl TapPort {
+    /// Makes or finds the tap.
+    ///
+    /// # Errors
+    /// [`TapError`]; a tap that was made is gone again.
+    pub fn open(config: &TapConfig, registration: Registration) -> Result<TapPort, TapError> {
+        let netns = config.netns.as_ref();
+        if config.existing == Existing::Adopt {
+            Interface::open(netns, &config.name)?;
+        }
+        // The descriptor belongs to the namespace in which it was opened.
+        let fd = Netns::run_in(netns, open_device)??;
+        let exclusive = if config.existing == Existing::Create { IFF_TUN_EXCL } else { 0 };
+        let name = attach(&fd, &config.name, exclusive)?;
+        let mut header_bytes = 12;
+        set_header(&fd, &name, &mut header_bytes)?;
+        let property = |what| {
+            let name = name.clone();
+            move |source| TapError::Property { what, name, source }
+        };
+        for (what, request, value) in
+            [("the owner", TunValue::Owner, config.owner), ("the group", TunValue::Group, config.group)]
+        {
+            if let Some(value) = value {
+                sys::tun_value(&fd, request, value).map_err(property(what))?;
+            }
+        }
+        let interface = Interface::open(netns, &name)?;
+        if let Some(mac) = config.mac {
+            interface.set_mac(mac)?;
+        }
+        if let Some(mtu) = config.mtu {
+            interface.set_mtu(mtu)?;
+        }
+        if config.up {
+            interface.set_up(true)?;
+        }
+        if config.persist {
+            sys::tun_value(&fd, TunValue::Persist, 1).map_err(property("persistence"))?;
+        }
+        Self::attached(fd, name, 12, netns, registration)
+    }
+
+    /// Takes a tap that somebody else opened, with offload headers or without.
+    ///
+    /// # Errors
+    /// [`TapError`], among them [`TapError::NotATap`].
+    pub fn adopt(fd: OwnedFd, registration: Registration) -> Result<TapPort, TapError> {
+        let mut request = IfReq([0; 40]);
+        sys::interface(&fd, InterfaceRequest::TunGetInterface, &mut request)
+            .map_err(|source| TapError::NotATap { found: format!("TUNGETIFF says {source}") })?;
+        let (name, flags) = (request.name(), u16::from_ne_bytes(request.value()));
+        if flags & IFF_TAP == 0 || flags & IFF_NO_PI == 0 {
+            return Err(TapError::NotATap { found: format!("`{name}` has the flags {flags:#06x}") });
+        }
+        let failed = |what, source| TapError::Property { what, name: name.clone(), source };
+        let status = rustix::fs::fcntl_getfl(&fd).map_err(|e| failed("the file flags", e))?;
+        rustix::fs::fcntl_setfl(&fd, status | OFlags::NONBLOCK).map_err(|e| failed("the file flags", e))?;
+        let mut header_bytes = 0;
+        if flags & IFF_VNET_HDR != 0 {
+            sys::tun_word(&fd, TunWord::GetHeaderBytes, &mut header_bytes)
+                .map_err(|e| failed("the header's size", e))?;
+            if !(VNET_HEADER_BYTES..=64).contains(&(header_bytes as usize)) {
+                return Err(TapError::NotATap { found: format!("`{name}` has headers of {header_bytes} bytes") });
+            }
+            set_header(&fd, &name, &mut header_bytes)?;
+        }
+        // Without the right to ask where it is, or to go there, it is served without a monitor.
+        let netns = sys::tun_namespace(&fd).ok().map(Netns::from).filter(|n| n.run(|| ()).is_ok());
+        let here = Interface::open(None, &name).is_ok();
+        match netns {
+            Some(netns) => Self::attached(fd, name, header_bytes as usize, Some(&netns), registration),
+            None if here => Self::attached(fd, name, header_bytes as usize, None, registration),
+            None => Self::unmonitored(fd, name, header_bytes as usize, registration),
+        }
+    }
+
+    fn attached(
+        fd: OwnedFd,
+        name: String,
+        header_bytes: usize,
+        netns: Option<&Netns>,
+        registration: Registration,
+    ) -> Result<TapPort, TapError> {
+        let monitor = Monitor::open(netns, &registration)?;
+        let mut port = Self::unmonitored(fd, name, header_bytes, registration)?;
+        let state = monitor.state(&port.name);
+        port.monitor = Some(monitor);
+        port.take_state(state);
+        Ok(port)
+    }
+
+    fn unmonitored(
+        fd: OwnedFd,
+        name: String,
+        header_bytes: usize,
+        registration: Registration,
+    ) -> Result<TapPort, TapError> {
+        let watch = registration.watch(&fd).map_err(|source| TapError::Property {
+            what: "a wake-up",
+            name: name.clone(),
+            source,
+        })?;
+        Ok(TapPort {
+            fd,
+            watch: Some(watch),
+            registration,
+            monitor: None,
+            name,
+            mtu: 1500,
+            header_bytes,
+            condition: Condition::Up,
+            pending: None,
+            next_look: Nanos(0),
+            arena: vec![0; ARENA_BYTES],
+            pieces: Vec::new(),
+            linear: Vec::new(),
+        })
+    }
+
+    /// The name of the interface now.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn fault(&self, what: &str, errno: Errno) -> Fault {
+        let detail = format!("{what} the tap `{}`: {errno}", self.name);
+        Fault { kind: FaultKind::System, detail }
+    }
+
+    fn take_state(&mut self, state: Option<LinkState>) {
+        if let Some(state) = state {
+            self.condition = if state.up && state.running { Condition::Up } else { Condition::Down };
+            self.mtu = state.mtu;
+        }
+    }
+
+    /// The interface is deleted: report it once, and wait.
+    fn lose(&mut self) {
+        if self.condition != Condition::Gone {
+            self.condition = Condition::Gone;
+            self.watch = None;
+            let detail = format!("the tap `{}` was deleted; the port waits for one of that name", self.name);
+            self.pending = Some(Fault { kind: FaultKind::System, detail });
+        }
+    }
+
+    /// Something about links changed: look what.
+    fn look(&mut self) {
+        let Some(monitor) = &self.monitor else { return };
+        if self.condition == Condition::Gone {
+            // Only one that exists is attached to: what was deleted by somebody is not made again.
+            if monitor.index(&self.name).is_none() || attach(&self.fd, &self.name, 0).is_err() {
+                return;
+            }
+            let mut header_bytes = 12;
+            if self.header_bytes != 0 && set_header(&self.fd, &self.name, &mut header_bytes).is_err() {
+                return;
+            }
+            self.header_bytes = if self.header_bytes == 0 { 0 } else { 12 };
+            // The name may be that of a tap without a free queue; then the next change is another chance.
+            let Ok(watch) = self.registration.watch(&self.fd) else { return };
+            self.watch = Some(watch);
+            self.condition = Condition::Down;
+        }
+        // The interface may have been renamed, so the descriptor says which it is.
+        let mut request = IfReq([0; 40]);
+        match sys::interface(&self.fd, InterfaceRequest::TunGetInterface, &mut request) {
+            Ok(()) => {
+                self.name = request.name();
+                let state = self.monitor.as_ref().and_then(|m| m.state(&self.name));
+                self.take_state(state);
+            }
+            Err(_) => self.lose(),
+        }
+    }
+
+    /// Writes one frame; what the kernel says decides what becomes of it.
+    fn write(&mut self, batch: &Batch<'_>, frame: &Frame) -> Result<(), Errno> {
+        let mut header = [0; 64];
+        header[..VNET_HEADER_BYTES].copy_from_slice(&frame.offload.to_vnet());
+        let tail = batch.tail(frame);
+        let mut pieces = sys::recycle(std::mem::take(&mut self.pieces));
+        if self.header_bytes != 0 {
+            pieces.push(Piece::from(&header[..self.header_bytes]));
+        }
+        let result = if tail.len() + 2 <= sys::MAX_PIECES {
+            pieces.push(Piece::from(frame.head()));
+            pieces.extend(tail.iter().map(|piece| Piece::from(*piece)));
+            write(&self.fd, &pieces)
+        } else {
+            self.linear.clear();
+            batch.append_to(frame, &mut self.linear);
+            pieces.push(Piece::from(&self.linear[..]));
+            write(&self.fd, &pieces)
+        };
+        self.pieces = sys::recycle(pieces);
+        result
+    }
+}
+
+fn write(fd: &OwnedFd, pieces: &[Piece<'_>]) -> Result<(), Errno> {
+    loop {
+        match sys::write_pieces(fd, pieces) {
+            Err(Errno::INTR) => {}
+            done => return done.map(drop),
+        }
+    }
+}
+
+fn open_device() -> Result<OwnedFd, TapError> {
+    let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NONBLOCK;
+    rustix::fs::open("/dev/net/tun", flags, Mode::empty()).map_err(|source| TapError::Device { source })
+}
+
+/// Attaches the descriptor to the tap `name`, which is made where there is none; returns its name.
+fn attach(fd: &OwnedFd, name: &str, exclusive: u16) -> Result<String, TapError> {
+    let mut request = IfReq::new(name).ok_or_else(|| LinkError::Name { name: name.into() })?;
+    request.set(&(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR | exclusive).to_ne_bytes());
+    match sys::interface(fd, InterfaceRequest::TunSetInterface, &mut request) {
+        Ok(()) => Ok(request.name()),
+        Err(source) => {
+            let hint = match source {
+                Errno::PERM => "making one needs CAP_NET_ADMIN, using one needs to be its owner",
+                Errno::BUSY if exclusive != 0 => "one of that name exists; adopt it, or choose another name",
+                Errno::BUSY => "another process uses it; stop that one first",
+                Errno::INVAL => "an interface of that name exists and is no single-queue tap",
+                _ => "see ip-tuntap(8)",
+            };
+            Err(TapError::Attach { name: name.into(), source, hint })
+        }
+    }
+}
+
+/// Has the kernel put `bytes` of offload header before each frame, in little endian, and send what we take.
+fn set_header(fd: &OwnedFd, name: &str, bytes: &mut i32) -> Result<(), TapError> {
+    let failed = |what| move |source| TapError::Property { what, name: name.into(), source };
+    sys::tun_word(fd, TunWord::SetHeaderBytes, bytes).map_err(failed("the header's size"))?;
+    // Kernels without this option (CONFIG_TUN_VNET_CROSS_LE) refuse it where it would change something only.
+    let little_endian = sys::tun_word(fd, TunWord::SetLittleEndian, &mut 1);
+    if cfg!(target_endian = "big") {
+        little_endian.map_err(failed("the header's byte order"))?;
+    }
+    sys::tun_value(fd, TunValue::Offload, TUN_F_ALL_TSO).map_err(failed("the offloads"))
+}
+
+impl Port for TapPort {
+    fn kind(&self) -> &'static str {
+        "tap"
+    }
+
+    fn link(&self) -> Link {
+        if self.condition == Condition::Up { Link::Up } else { Link::Down }
+    }
+
+    fn caps(&self) -> Caps {
+        if self.header_bytes == 0 { Caps::plain(self.mtu) } else { Caps::full(self.mtu) }
+    }
+
+    fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
+        if let Some(fault) = self.pending.take() {
+            return Err(fault);
+        }
+        if now >= self.next_look {
+            self.next_look = now.after(LOOK_INTERVAL);
+            match &self.monitor {
+                Some(monitor) if monitor.changed() => self.look(),
+                Some(_) => {}
+                // Nobody tells when it comes up: the next frame finds out.
+                None if self.condition == Condition::Down => {
+                    self.next_look = now.after(PROBE_INTERVAL);
+                    self.condition = Condition::Up;
+                }
+                None => {}
+            }
+        }
+        match self.pending.take() {
+            Some(fault) => Err(fault),
+            None if self.monitor.is_none() && self.condition == Condition::Down => Ok(Some(self.next_look)),
+            None => Ok(None),
+        }
+    }
+
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        if self.condition == Condition::Gone {
+            return Ok(0);
+        }
+        let mut lost = None;
+        let mut used = 0;
+        let mut free = &mut self.arena[..];
+        while used < budget {
+            if free.len() < READ_BYTES {
+                // There is no room to see whether there is more, so say that there is.
+                used = budget;
+                break;
+            }
+            let n = match rustix::io::read(&self.fd, &mut free[..READ_BYTES]) {
+                Ok(n) => n,
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => break,
+                Err(errno) => {
+                    lost = Some(errno);
+                    break;
+                }
+            };
+            used += 1;
+            let (bytes, rest) = std::mem::take(&mut free).split_at_mut(n.next_multiple_of(64));
+            free = rest;
+            let Some((header, frame)) = bytes[..n].split_at_checked(self.header_bytes) else {
+                drops.count(Reason::Runt, 1);
+                continue;
+            };
+            if frame.len() < ETHERNET_HEADER_BYTES {
+                drops.count(Reason::Runt, 1);
+                continue;
+            }
+            let offload = match header.first_chunk() {
+                Some(header) => Offload::from_vnet(header, frame.len()),
+                None => Ok(Offload::NONE),
+            };
+            match offload {
+                Ok(offload) => batch.push(Foreign::from(&frame[..]), offload),
+                Err(reason) => drops.count(reason, 1),
+            }
+        }
+        match lost {
+            None => Ok(used),
+            Some(Errno::BADFD | Errno::NODEV) => {
+                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `arm`.
+                self.next_look = Nanos(0);
+                Ok(used)
+            }
+            Some(errno) => {
+                let detail = format!("reading from the tap `{}`: {errno}", self.name);
+                Err(Fault { kind: FaultKind::System, detail })
+            }
+        }
+    }
+
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        let max_bytes = self.caps().max_frame_bytes as usize;
+        for (done, &i) in which.iter().enumerate() {
+            if self.condition != Condition::Up {
+                drops.count(Reason::LinkDown, (which.len() - done) as u64);
+                break;
+            }
+            let frame = &batch.frames()[i as usize];
+            if frame.len() > max_bytes && frame.offload.segmentation.is_none() {
+                drops.count(Reason::TooLong, 1);
+                continue;
+            }
+            match self.write(batch, frame) {
+                Ok(()) => {
+                    sent.frames += 1;
+                    sent.bytes += frame.len() as u64;
+                }
+                Err(errno) => {
+                    drops.count(drop_reason(errno), 1);
+                    match errno {
+                        Errno::IO => {
+                            self.condition = Condition::Down;
+                            // It may have come up again since: the monitor told of the last change only.
+                            self.look();
+                        }
+                        Errno::BADFD | Errno::NODEV => self.lose(),
+                        _ => {}
+                    }
+                }
+            }
+        }
+        Ok(sent)
+    }
+
+    fn flush(&mut self) -> Result<(), Fault> {
+        match self.pending.take() {
+            Some(fault) => Err(fault),
+            None => Ok(()),
+        }
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        // Wake-ups are always on; this is the second look, at the frames and at the interface in one call.
+        let mut fds = Vec::with_capacity(2);
+        let gone = self.condition == Condition::Gone;
+        let (tap, links) = (self.fd.as_fd(), self.monitor.as_ref().map(AsFd::as_fd));
+        fds.extend((!gone).then(|| PollFd::from_borrowed_fd(tap, PollFlags::IN)));
+        fds.extend(links.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        if let Err(errno) = poll(&mut fds, Some(&Timespec::default())) {
+            return if errno == Errno::INTR { Ok(true) } else { Err(self.fault("polling", errno)) };
+        }
+        let frames = !gone && fds[0].revents().contains(PollFlags::IN);
+        let failed = !gone && fds[0].revents().contains(PollFlags::ERR);
+        let changed = links.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
+        if changed || failed {
+            if let Some(monitor) = &self.monitor {
+                monitor.changed();
+            }
+            self.look();
+            if failed && self.monitor.is_none() {
+                self.lose();
+            }
+        }
+        match self.pending.take() {
+            Some(fault) => Err(fault),
+            // What the interface had queued before it went down may still be read.
+            None => Ok(frames && self.condition != Condition::Gone),
+        }
+    }
+
+    fn disarm(&mut self) {}
+
+    fn reset(&mut self, _fault: &Fault) {
+        // Nothing is held for the kernel; what state the interface is in decides how it goes on.
+        self.pending = None;
+        self.look();
+        self.pending = None;
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        let state = match self.condition {
+            Condition::Up => "up",
+            Condition::Down => "down",
+            Condition::Gone => "deleted; waiting for one of that name",
+        };
+        vec![
+            ("interface", self.name.clone()),
+            ("state", state.into()),
+            ("mtu", self.mtu.to_string()),
+            ("vnet_header_bytes", self.header_bytes.to_string()),
+            ("monitored", self.monitor.is_some().to_string()),
+        ]
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::conformance::{Abilities, Fixture, Misdeed};
+    use crate::kernel_side::{self, KernelSide};
+    use crate::pair::OwnedFrame;
+
+    struct TapFixture {
+        netns: Netns,
+        side: KernelSide,
+    }
+
+    impl Fixture for TapFixture {
+        const KIND: &str = "tap";
+
+        fn missing() -> Option<String> {
+            kernel_side::missing().or_else(|| open_device().err().map(|error| error.to_string()))
+        }
+
+        fn make(registration: Registration) -> (Box<dyn Port>, Self) {
+            let netns = kernel_side::quiet_namespace();
+            let config = TapConfig { netns: Some(netns.clone()), mtu: Some(1500), ..TapConfig::new("tap0") };
+            let port = TapPort::open(&config, registration).unwrap();
+            let side = KernelSide::open(&netns, "tap0");
+            (Box::new(port), TapFixture { netns, side })
+        }
+
+        fn abilities(&self) -> Abilities {
+            Abilities { frame_bytes: (14, 1514), offload: true, back_pressure: false, window: 32 }
+        }
+
+        fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
+            self.side.inject(bytes, offload)
+        }
+
+        fn collect(&mut self) -> Option<OwnedFrame> {
+            self.side.collect()
+        }
+
+        fn disconnect(&mut self) {
+            kernel_side::run(&self.netns, "ip link del tap0");
+        }
+
+        fn connect(&mut self) {
+            kernel_side::run(&self.netns, "ip tuntap add dev tap0 mode tap");
+            kernel_side::run(&self.netns, "ip link set tap0 up");
+            self.side = KernelSide::open(&self.netns, "tap0");
+        }
+
+        fn send_runt(&mut self) -> Misdeed {
+            assert!(self.side.inject_raw(&[0; 13], &[0; 10]).is_err());
+            Misdeed::Impossible("the kernel sends no frame without an Ethernet header")
+        }
+
+        fn send_over_long(&mut self) -> Misdeed {
+            assert!(self.side.inject_raw(&[0; 1600], &[0; 10]).is_err());
+            Misdeed::Impossible("the kernel sends no frame beyond the MTU")
+        }
+
+        fn send_bad_offload(&mut self) -> Misdeed {
+            let past_the_end = [1, 0, 0, 0, 0, 0, 0, 1, 0, 1];
+            assert!(self.side.inject_raw(&[0; 60], &past_the_end).is_err());
+            Misdeed::Impossible("the kernel checks offload fields itself")
+        }
+
+        fn break_protocol(&mut self) -> Misdeed {
+            Misdeed::Impossible("the peer is the kernel")
+        }
+    }
+
+    mod conformance {
+        crate::conformance_suite!(super::TapFixture);
+    }
+}
