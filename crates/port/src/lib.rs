@@ -6,6 +6,7 @@
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
+//! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
     any(test, feature = "test-support"),
@@ -25,3 +26,4 @@ pub mod stream;
 mod sys;
 pub mod tap;
 pub mod vhost_user;
+pub mod worker;
