@@ -15,7 +15,9 @@ use alloc::string::String;
 use alloc::vec::Vec;
 use core::cell::Cell;
 use tombolo_cell::{Net, TcpError, TcpOptions, TcpStream};
-use tombolo_cells::http::{MAX_HEAD_BYTES, PATTERN, Parsed, Refusal, Request, Status, Target, parse, pattern, response_head};
+use tombolo_cells::http::{
+    MAX_HEAD_BYTES, PATTERN, Parsed, Refusal, Request, Status, Target, parse, pattern, response_head,
+};
 
 tombolo_cell::app!(httpd);
 
@@ -122,7 +124,8 @@ impl Server {
         match request.target {
             Target::Page => {
                 let page = self.page();
-                let mut whole = response_head(Status::Ok, "text/html; charset=utf-8", page.len() as u64, request.keep_alive);
+                let mut whole =
+                    response_head(Status::Ok, "text/html; charset=utf-8", page.len() as u64, request.keep_alive);
                 if !request.head_only {
                     whole.push_str(&page);
                     self.body_bytes.set(self.body_bytes.get() + page.len() as u64);

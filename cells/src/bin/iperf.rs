@@ -23,8 +23,8 @@ use alloc::string::ToString;
 use alloc::vec::Vec;
 use tombolo_cell::{ExitCode, IpEndpoint, Net, TcpError, TcpOptions, TcpStream, UdpSocket, exit, println};
 use tombolo_cells::iperf::{
-    Amount, CLIENT_HEADER_BYTES, ClientHeader, DATAGRAM_BYTES, Datagram, EXTENDED_HEADER_BYTES, Mode, PORT, REPORT_BYTES,
-    Receiver, Report, UDP_HEADER_BYTES, line, quantity, udp_line,
+    Amount, CLIENT_HEADER_BYTES, ClientHeader, DATAGRAM_BYTES, Datagram, EXTENDED_HEADER_BYTES, Mode, PORT,
+    REPORT_BYTES, Receiver, Report, UDP_HEADER_BYTES, line, quantity, udp_line,
 };
 
 tombolo_cell::app!(iperf);
@@ -65,7 +65,9 @@ async fn client(net: &Net, port: u16) -> Result<(), alloc::string::String> {
     let host = config.get("host").ok_or("iperf=client needs host=NAME on the command line")?;
     let size = |key| match config.get(key) {
         None => Ok(None),
-        Some(text) => quantity(text).map(Some).ok_or(format!("{key}={text}: expected a number, with k, m, g, K, M or G")),
+        Some(text) => {
+            quantity(text).map(Some).ok_or(format!("{key}={text}: expected a number, with k, m, g, K, M or G"))
+        }
     };
     let amount = match size("num")? {
         Some(bytes) => Amount::Bytes(bytes),
@@ -143,7 +145,7 @@ async fn send_datagrams(
         let due_ns = (sent * len as u64 * 8).saturating_mul(1_000_000_000).checked_div(rate).unwrap_or(0);
         if start + due_ns > net.now_ns() {
             net.sleep_until(start + due_ns).await;
-        } else if sent % UDP_BURST == 0 {
+        } else if sent.is_multiple_of(UDP_BURST) {
             net.pause().await;
         }
         sent += 1;

@@ -16,4 +16,5 @@ pub mod kernel;
 pub mod plan;
 pub mod process;
 pub mod qemu;
+pub mod resolver;
 pub mod rundir;

@@ -138,6 +138,15 @@ fn guarded<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, Trouble> {
     }
 }
 
+/// [`guarded`], for calls that cannot fail otherwise.
+#[inline]
+fn guarded_call(call: impl FnOnce()) -> Result<(), Trouble> {
+    guarded(|| {
+        call();
+        Ok(())
+    })
+}
+
 #[cold]
 fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
@@ -273,7 +282,7 @@ impl Core {
         }
         slot.active = true;
         self.active.push(index);
-        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded(|| Ok(port.disarm()))) {
+        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded_call(|| port.disarm())) {
             slot.suffer(trouble, self.now);
         }
     }
@@ -337,11 +346,13 @@ impl Core {
         let Some(port) = &mut slot.port else { return Ok(false) };
         let mut batch = std::mem::take(&mut self.spare);
         let mut drops = Drops::default();
+        batch.set_ingress(slot.token.token());
         let received = receive(port.as_mut(), budget, &mut batch, &mut drops);
         let refused = if drops.any() { drops.total() } else { 0 };
         let taken = batch.len();
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
+            batch.set_ingress(Token(index.into()));
             self.pass_on(index, slot.network, &slot.guard, &slot.counters, &batch, &mut drops);
         }
         self.spare = batch.recycle();
@@ -507,7 +518,7 @@ impl Slot {
             Trouble::Fault(fault) => {
                 self.quiet_until = now.after(FAULT_PAUSE);
                 self.deadline = self.quiet_until;
-                let reset = self.port.as_mut().map(|port| guarded(|| Ok(port.reset(&fault))));
+                let reset = self.port.as_mut().map(|port| guarded_call(|| port.reset(&fault)));
                 self.last_fault = Some(FaultRecord { fault, at: now });
                 match reset {
                     Some(Err(Trouble::Panic(text))) => text,

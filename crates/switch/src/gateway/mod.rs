@@ -729,6 +729,11 @@ impl Gateway {
         if self.streams.deadline(now).is_some_and(|at| at <= now) {
             self.serve_streams(now);
         }
+        self.deadline(now)
+    }
+
+    /// When [`Gateway::poll`] is due, if ever.
+    pub fn deadline(&mut self, now: Nanos) -> Option<Nanos> {
         let leases = self.leases.as_ref().and_then(Leases::next_expiry);
         [leases, self.forwarder.deadline(), self.streams.deadline(now)].into_iter().flatten().min()
     }
