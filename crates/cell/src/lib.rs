@@ -74,7 +74,7 @@ mod virtio;
 pub use config::Config;
 pub use machine::console;
 pub use machine::exit::{ExitCode, exit};
-pub use net::{Net, ResolveError};
+pub use net::{Net, ResolveError, Sleep};
 pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};

@@ -491,7 +491,7 @@ impl Port for TapPort {
                 None => Ok(Offload::NONE),
             };
             match offload {
-                Ok(offload) => batch.push(Foreign::from(&frame[..]), offload),
+                Ok(offload) => batch.push(Foreign::from(frame), offload),
                 Err(reason) => drops.count(reason, 1),
             }
         }

@@ -8,6 +8,7 @@
 //! A [`Batch`] is what one turn took from one port. It borrows the source's memory for its lifetime, so a port
 //! cannot change or release its buffers while the batch lives.
 
+use crate::mac::Address;
 use crate::wait::Token;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
@@ -112,6 +113,14 @@ impl Frame {
     pub fn destination(&self) -> Mac {
         let [a, b, c, d, e, f, ..] = self.head;
         [a, b, c, d, e, f]
+    }
+
+    /// Destination and source as numbers, for look-ups; zero where the frame is a runt.
+    #[inline]
+    pub fn addresses(&self) -> (Address, Address) {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, ..] = self.head;
+        let destination = Address::from_low_bits(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
+        (destination, Address::from_low_bits(u64::from_le_bytes([g, h, i, j, k, l, m, n])))
     }
 
     /// Source address; zero where the frame is a runt.

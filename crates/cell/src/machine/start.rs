@@ -2,7 +2,7 @@
 #![allow(unsafe_code)]
 
 use super::exit::{ExitCode, exit};
-use super::startup::{Machine, MAX_COMMAND_LINE_BYTES, Physical, Region, StartInfo, command_line_text, free_memory};
+use super::startup::{MAX_COMMAND_LINE_BYTES, Machine, Physical, Region, StartInfo, command_line_text, free_memory};
 use super::{Platform, apic, clock, console, cpu, heap, paging, traps};
 use crate::acpi::find_ecam;
 use crate::println;
@@ -57,8 +57,7 @@ extern "C" fn cell_start(start_info: u32) -> ! {
         // the first megabyte; what was needed of its tables elsewhere has been copied or (ACPI) is marked reserved.
         unsafe { heap::add(region) };
     }
-    let machine =
-        Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
+    let machine = Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
     let map = |address, len| super::map_device(&machine.ram, address, len);
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
     apic::mask_legacy_controllers();
