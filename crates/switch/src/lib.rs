@@ -6,6 +6,7 @@
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
@@ -15,6 +16,7 @@
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
 #![warn(unreachable_pub)]
 
+pub mod checksum;
 pub mod control;
 pub mod counters;
 pub mod drop;
@@ -24,6 +26,7 @@ pub mod guard;
 pub mod mac;
 pub mod nat;
 pub mod network;
+pub mod offload;
 pub mod port;
 pub mod vnet;
 pub mod wait;
