@@ -113,7 +113,8 @@ fn head(bytes: &[u8]) -> Result<Request, Refusal> {
     let text = core::str::from_utf8(bytes).map_err(|_| fatal(Status::BadRequest))?;
     let mut lines = text.split("\r\n");
     let mut words = lines.next().unwrap_or_default().split(' ');
-    let (Some(method), Some(path), Some(version), None) = (words.next(), words.next(), words.next(), words.next()) else {
+    let (Some(method), Some(path), Some(version), None) = (words.next(), words.next(), words.next(), words.next())
+    else {
         return Err(fatal(Status::BadRequest));
     };
     let mut keep_alive = match version {
@@ -128,7 +129,10 @@ fn head(bytes: &[u8]) -> Result<Request, Refusal> {
     for line in lines {
         let Some((name, value)) = line.split_once(':') else { return Err(fatal(Status::BadRequest)) };
         // RFC 9112 §5.1, §5.2: no space before the colon, no folded lines.
-        if name.is_empty() || name.bytes().any(|b| b.is_ascii_whitespace()) || value.bytes().any(|b| b == 0 || b == b'\n') {
+        if name.is_empty()
+            || name.bytes().any(|b| b.is_ascii_whitespace())
+            || value.bytes().any(|b| b == 0 || b == b'\n')
+        {
             return Err(fatal(Status::BadRequest));
         }
         let value = value.trim();

@@ -414,6 +414,9 @@ mod tests {
     fn lines_and_quantities() {
         assert_eq!(line("TCP", 1_250_000, 1_000_000), "iperf: TCP: 1250000 bytes in 1.00 s, 10.00 Mbit/s");
         assert_eq!(line("TCP", 5, 0), "iperf: TCP: 5 bytes in 0.00 s, 0.00 Mbit/s");
-        assert_eq!((quantity("10m"), quantity("2K"), quantity("7"), quantity("x"), quantity("1q")), (Some(10_000_000), Some(2048), Some(7), None, None));
+        assert_eq!(
+            (quantity("10m"), quantity("2K"), quantity("7"), quantity("x"), quantity("1q")),
+            (Some(10_000_000), Some(2048), Some(7), None, None)
+        );
     }
 }

@@ -3,6 +3,7 @@
 #[cfg(not(test))]
 use crate::acpi::Ecam;
 use crate::config::Config;
+use crate::icmp::Pinger;
 use crate::stack::{NetStats, Shared, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
@@ -129,6 +130,11 @@ impl Net {
         UdpSocket::new(self.clone(), port, bytes)
     }
 
+    /// Sends ICMP echo requests.
+    pub fn pinger(&self) -> Pinger {
+        Pinger::new(self.clone())
+    }
+
     /// The address of a name: itself if it is one, its A record, or its AAAA record.
     pub async fn resolve(&self, name: &str) -> Result<IpAddress, ResolveError> {
         if let Ok(address) = name.parse() {
@@ -222,7 +228,12 @@ mod start {
     use core::cell::RefCell;
 
     /// The first network device: by MMIO if the command line names one, by PCI, by MMIO in microvm's places.
-    fn find_device(platform: &Platform, line: &str, ecam: Option<Ecam>, window: Option<u64>) -> Option<Box<dyn Transport>> {
+    fn find_device(
+        platform: &Platform,
+        line: &str,
+        ecam: Option<Ecam>,
+        window: Option<u64>,
+    ) -> Option<Box<dyn Transport>> {
         if let Some(transport) = MmioTransport::find(platform, line, false, DEVICE_NET) {
             return Some(Box::new(transport));
         }
@@ -245,7 +256,12 @@ mod start {
         };
         if config.verbose {
             let clock = &platform.clock;
-            println!("tombolo-cell: clock {} kHz from {:?}, heap {} KiB", clock.khz(), clock.source, crate::machine::heap::bytes() >> 10);
+            println!(
+                "tombolo-cell: clock {} kHz from {:?}, heap {} KiB",
+                clock.khz(),
+                clock.source,
+                crate::machine::heap::bytes() >> 10
+            );
         }
         selftest::run(&config);
         let window = config.number("pcimem");
@@ -260,7 +276,13 @@ mod start {
             exit(ExitCode::Failure)
         };
         if config.verbose {
-            println!("tombolo-cell: {}: {}, features {:#x}, MTU {}", device.name(), device.mac(), device.features(), device.mtu());
+            println!(
+                "tombolo-cell: {}: {}, features {:#x}, MTU {}",
+                device.name(),
+                device.mac(),
+                device.features(),
+                device.mtu()
+            );
         }
         if !device.link_is_up() {
             println!("tombolo-cell: the network device says that its link is down");

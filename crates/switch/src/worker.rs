@@ -41,6 +41,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::guard::Guard;
 use crate::network::{Network, Plan, Summary};
+use crate::offload::{Transformer, Work};
 use crate::port::{Caps, Fault, FaultKind, Link, Port};
 use crate::wait::{CONTROL, Token, Waiter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -83,6 +84,7 @@ pub(crate) struct Core {
     /// Frames that the last round moved.
     moved: usize,
     plan: Plan,
+    transformer: Transformer,
     spare: Batch<'static>,
 }
 
@@ -138,6 +140,15 @@ fn guarded<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, Trouble> {
     }
 }
 
+/// [`guarded`], for calls that cannot fail otherwise.
+#[inline]
+fn guarded_call(call: impl FnOnce()) -> Result<(), Trouble> {
+    guarded(|| {
+        call();
+        Ok(())
+    })
+}
+
 #[cold]
 fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
     let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
@@ -165,6 +176,7 @@ impl Worker {
             polled_at: Nanos(0),
             moved: 0,
             plan: Plan::default(),
+            transformer: Transformer::default(),
             spare: Batch::with_capacity(settings.budget),
         };
         (Worker { core, commands }, handle)
@@ -224,6 +236,8 @@ impl Core {
         debug_assert!(self.slots[index].is_none());
         self.plan.add_port(index as u16, self.settings.budget);
         slot.last_frame_at = self.now;
+        // A port that is connected already gets floods from now on, not only after its first turn.
+        self.refresh_link(index as u16, &mut slot);
         self.slots[index] = Some(slot);
         self.activate(index as u16);
     }
@@ -273,7 +287,7 @@ impl Core {
         }
         slot.active = true;
         self.active.push(index);
-        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded(|| Ok(port.disarm()))) {
+        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded_call(|| port.disarm())) {
             slot.suffer(trouble, self.now);
         }
     }
@@ -337,6 +351,7 @@ impl Core {
         let Some(port) = &mut slot.port else { return Ok(false) };
         let mut batch = std::mem::take(&mut self.spare);
         let mut drops = Drops::default();
+        batch.set_ingress(slot.token.token());
         let received = receive(port.as_mut(), budget, &mut batch, &mut drops);
         let refused = if drops.any() { drops.total() } else { 0 };
         let taken = batch.len();
@@ -406,17 +421,25 @@ impl Core {
             slot.counters.add_tx_drops(&mut drops);
             return;
         };
+        let (mut work, transformer) = (Work::default(), &mut self.transformer);
         let result = guarded(|| {
             let caps = port.caps();
-            if !fits(summary, caps) {
-                drops.count(Reason::NotTransformable, which.len() as u64);
-                return Ok((Default::default(), false));
-            }
-            let sent = port.transmit(batch, which, &mut drops)?;
+            let sent = if fits(summary, caps) {
+                port.transmit(batch, which, &mut drops)?
+            } else {
+                transformer.transmit(batch, which, caps, &mut drops, &mut work, |batch, which, drops| {
+                    port.transmit(batch, which, drops)
+                })?
+            };
             port.flush()?;
             Ok((sent, port.answers()))
         });
-        let total = which.len() as u64;
+        let total = which.len() as u64 + work.segments - work.segmented;
+        if work != Work::default() {
+            slot.counters.software_checksums.add(work.checksums);
+            slot.counters.software_segmented.add(work.segmented);
+            slot.counters.software_segments.add(work.segments);
+        }
         match result {
             Ok((sent, answers)) => {
                 debug_assert_eq!(sent.frames + drops.total(), total, "{} lost frames silently", slot.kind);
@@ -508,7 +531,7 @@ impl Slot {
             Trouble::Fault(fault) => {
                 self.quiet_until = now.after(FAULT_PAUSE);
                 self.deadline = self.quiet_until;
-                let reset = self.port.as_mut().map(|port| guarded(|| Ok(port.reset(&fault))));
+                let reset = self.port.as_mut().map(|port| guarded_call(|| port.reset(&fault)));
                 self.last_fault = Some(FaultRecord { fault, at: now });
                 match reset {
                     Some(Err(Trouble::Panic(text))) => text,

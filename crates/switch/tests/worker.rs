@@ -24,8 +24,7 @@ fn frames_are_flooded_until_their_destination_is_known() {
     let first = frame(mac(2), mac(1), 64, 1);
     a.send(first.clone());
     bench.settle();
-    assert_eq!(b.take_bytes(), [first.clone()]);
-    assert_eq!(c.take_bytes(), [first]);
+    assert_eq!((b.take_bytes(), c.take_bytes()), (vec![first.clone()], vec![first]));
     let reply = frame(mac(1), mac(2), 1514, 2);
     b.send(reply.clone());
     bench.settle();

@@ -32,7 +32,8 @@
 //! | from | by | to |
 //! | --- | --- | --- |
 //! | stopped | size, address, base, then the kick descriptor | running |
-//! | running | SET_VRING_ENABLE 0 or 1 | running; disabled rings lose frames as `disabled` or `link_down` |
+//! | running | SET_VRING_ENABLE 1 | running and open; before that nothing is taken from it |
+//! | open | SET_VRING_ENABLE 0 | shut: frames are lost as `disabled` or `link_down` |
 //! | running | GET_VRING_BASE | stopped, when the worker has let go of it |
 //! | running | new memory | stopped, then running at the same index |
 //! | any | connection closed, fault | stopped; memory unmapped |
@@ -53,6 +54,8 @@ mod control;
 mod mailbox;
 mod memory;
 mod ring;
+#[cfg(test)]
+mod tests;
 
 use std::io;
 use std::os::unix::net::UnixStream;
@@ -72,7 +75,7 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use crate::reactor::Registration;
 use mailbox::{Answer, Command, Mailbox, StartRing};
 use memory::GuestTable;
-use ring::{Framing, Ring, Segments, recycle};
+use ring::{Framing, Gate, Ring, Segments, recycle};
 
 /// Most queue pairs of a port.
 pub const MAX_QUEUE_PAIRS: u16 = 128;
@@ -138,7 +141,7 @@ impl Pair {
     /// The ring to the guest, if frames may go there.
     #[inline]
     fn open_to_guest(&mut self) -> Option<&mut Ring> {
-        self.to_guest.as_mut().filter(|ring| ring.enabled)
+        self.to_guest.as_mut().filter(|ring| ring.gate == Gate::Open)
     }
 }
 
@@ -160,7 +163,6 @@ pub struct VhostUserPort {
     /// Reused allocations.
     received: Segments<Foreign<'static>>,
     buffers: Segments<ForeignMut<'static>>,
-    lens: Vec<u32>,
 }
 
 impl VhostUserPort {
@@ -187,18 +189,21 @@ impl VhostUserPort {
         };
         Ok(VhostUserPort {
             pairs: (0..config.queue_pairs).map(|_| Pair::default()).collect(),
-            config,
             mailbox,
             stop,
             thread: Some(thread),
             connection: None,
             memory: Arc::new(GuestTable::empty()),
             features: 0,
-            framing: Framing { header_bytes: HEADER_BYTES, mergeable: false },
+            framing: Framing {
+                header_bytes: HEADER_BYTES,
+                mergeable: false,
+                max_frame_bytes: Caps::plain(config.mtu).max_frame_bytes as usize,
+            },
             first_pair: 0,
             received: Vec::new(),
             buffers: Vec::new(),
-            lens: Vec::new(),
+            config,
         })
     }
 
@@ -220,7 +225,7 @@ impl VhostUserPort {
                 let modern = features & ring_features::VERSION_1 != 0;
                 let mergeable = features & net_features::MRG_RXBUF != 0;
                 let header_bytes = if modern || mergeable { HEADER_BYTES } else { SHORT_HEADER_BYTES };
-                self.framing = Framing { header_bytes, mergeable };
+                self.framing = Framing { header_bytes, mergeable, ..self.framing };
                 Answer::Done
             }
             Command::Memory(table) => Answer::Old(std::mem::replace(&mut self.memory, table)),
@@ -241,7 +246,11 @@ impl VhostUserPort {
             }
             Command::Enable { index, enabled } => {
                 if let Some(ring) = self.ring_mut(index) {
-                    ring.enabled = enabled;
+                    ring.gate = match (enabled, ring.gate) {
+                        (true, _) => Gate::Open,
+                        (false, Gate::Waiting) => Gate::Waiting,
+                        (false, _) => Gate::Shut,
+                    };
                 }
                 Answer::Done
             }
@@ -269,7 +278,13 @@ impl VhostUserPort {
         };
         let queue = run(&self.memory).map_err(|error| (index, error))?;
         if let Some(pair) = self.pairs.get_mut(index / 2) {
-            *pair.ring_mut(index) = Some(Ring { queue, call, _kick: kick, enabled });
+            *pair.ring_mut(index) = Some(Ring {
+                queue,
+                call,
+                _kick: kick,
+                lens: Vec::new(),
+                gate: if enabled { Gate::Open } else { Gate::Waiting },
+            });
         }
         Ok(())
     }
@@ -301,13 +316,15 @@ fn memory_fault(memory: &GuestTable) -> Option<Fault> {
     })
 }
 
-/// Spreads flows over queue pairs: a hash of the bytes where IPv4 and IPv6 have addresses and ports, or of the MAC
-/// addresses in runts.
-fn flow_hash(frame: &Frame) -> u32 {
+/// Spreads flows over `open` queue pairs: by a hash of the bytes where IPv4 and IPv6 have addresses and ports, or of what
+/// there is in shorter frames.
+fn pair_of(frame: &Frame, open: usize) -> usize {
     let bytes = frame.head();
     let bytes = bytes.get(26..).filter(|rest| rest.len() >= 12).map_or(bytes, |rest| &rest[..rest.len().min(32)]);
-    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance.
-    bytes.iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193))
+    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
+    // of this hash know only the low ones of its input.
+    let hash = bytes.iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    ((u64::from(hash) * open as u64) >> 32) as usize
 }
 
 impl Port for VhostUserPort {
@@ -316,7 +333,7 @@ impl Port for VhostUserPort {
     }
 
     fn link(&self) -> Link {
-        let open = |ring: &Option<Ring>| ring.as_ref().is_some_and(|ring| ring.enabled);
+        let open = |ring: &Option<Ring>| ring.as_ref().is_some_and(|ring| ring.gate == Gate::Open);
         if self.pairs.iter().any(|pair| open(&pair.to_guest) && open(&pair.from_guest)) { Link::Up } else { Link::Down }
     }
 
@@ -381,7 +398,7 @@ impl Port for VhostUserPort {
 
     #[inline]
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
-        let VhostUserPort { memory, pairs, framing, lens, buffers, .. } = self;
+        let VhostUserPort { memory, pairs, framing, buffers, .. } = self;
         let memory = &**memory;
         let mut segments: Segments<ForeignMut<'_>> = std::mem::take(buffers);
         let mut sent = Sent::default();
@@ -392,12 +409,12 @@ impl Port for VhostUserPort {
         for (turn, (pair, ring)) in rings.enumerate() {
             let result = if open == 1 {
                 handled = which.len();
-                ring.transmit(memory, *framing, batch, which.iter().copied(), drops, &mut segments, lens)
+                ring.transmit(memory, *framing, batch, which.iter().copied(), drops, &mut segments)
             } else {
-                let here = |index: &u16| flow_hash(&batch.frames()[usize::from(*index)]) as usize % open == turn;
+                let here = |index: &u16| pair_of(&batch.frames()[usize::from(*index)], open) == turn;
                 let which: Vec<u16> = which.iter().copied().filter(here).collect();
                 handled += which.len();
-                ring.transmit(memory, *framing, batch, which.into_iter(), drops, &mut segments, lens)
+                ring.transmit(memory, *framing, batch, which.into_iter(), drops, &mut segments)
             };
             match result {
                 Ok(Sent { frames, bytes }) => {
@@ -436,7 +453,7 @@ impl Port for VhostUserPort {
         let mut more = false;
         for (pair, rings) in self.pairs.iter_mut().enumerate() {
             if let Some(ring) = &mut rings.from_guest {
-                more |= ring.queue.arm(memory).map_err(|error| ring_fault(memory, 2 * pair + 1, error))?;
+                more |= ring.arm(memory).map_err(|error| ring_fault(memory, 2 * pair + 1, error))?;
             }
         }
         Ok(more)

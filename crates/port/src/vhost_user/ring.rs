@@ -23,6 +23,8 @@ pub(super) struct Framing {
     pub(super) header_bytes: usize,
     /// Whether a frame to the guest may be spread over several chains.
     pub(super) mergeable: bool,
+    /// Longest frame to the guest that is not to be cut into segments.
+    pub(super) max_frame_bytes: usize,
 }
 
 /// Segments of chains, with whether each is its chain's last. Kept empty between calls for the allocation.
@@ -35,13 +37,28 @@ pub(super) fn recycle<V, W>(mut segments: Segments<V>) -> Segments<W> {
     segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect()
 }
 
+/// Whether a ring that runs carries frames.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gate {
+    /// Not enabled since it started. The specification has such a ring discard what the guest sends; that would lose
+    /// what the guest sent while the backend was restarted, between two messages of a frontend that is about to
+    /// enable it. It is left alone instead.
+    Waiting,
+    /// Frames flow.
+    Open,
+    /// Disabled: what the guest sends is discarded, and it gets nothing.
+    Shut,
+}
+
 #[derive(Debug)]
 pub(super) struct Ring {
     pub(super) queue: DeviceQueue,
     pub(super) call: Option<Arc<Doorbell>>,
     /// Held for its effect.
     pub(super) _kick: Option<Watch>,
-    pub(super) enabled: bool,
+    pub(super) gate: Gate,
+    /// Reused: bytes written into each chain of a batch to the guest.
+    pub(super) lens: Vec<u32>,
 }
 
 impl Ring {
@@ -57,7 +74,7 @@ impl Ring {
         segments: &mut Segments<Foreign<'m>>,
     ) -> Result<usize, RingError> {
         let mut taken = 0;
-        while taken < max {
+        while taken < max && self.gate != Gate::Waiting {
             segments.clear();
             let want = CHUNK.min(max - taken);
             let got = self.queue.receive(memory, want, |view, last| {
@@ -67,7 +84,7 @@ impl Ring {
                 segments.push((view, last));
             })?;
             taken += got;
-            if self.enabled {
+            if self.gate == Gate::Open {
                 parse(segments, framing, batch, drops);
             } else {
                 drops.count(Reason::Disabled, got as u64);
@@ -77,6 +94,12 @@ impl Ring {
             }
         }
         Ok(taken)
+    }
+
+    /// Asks the guest to kick for its next frame, and looks again.
+    pub(super) fn arm(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
+        // The worker is woken when the gate opens.
+        if self.gate == Gate::Waiting { Ok(false) } else { self.queue.arm(memory) }
     }
 
     /// Gives all chains of received frames back, and interrupts the guest where it wants that.
@@ -119,10 +142,9 @@ impl Ring {
         which: impl ExactSizeIterator<Item = u16>,
         drops: &mut Drops,
         segments: &mut Segments<ForeignMut<'m>>,
-        lens: &mut Vec<u32>,
     ) -> Result<Sent, RingError> {
         let mut sent = Sent::default();
-        let mut fill = Fill { queue: &mut self.queue, memory, segments, lens, at: 0, taken: 0 };
+        let mut fill = Fill { queue: &mut self.queue, memory, segments, lens: &mut self.lens, at: 0, taken: 0 };
         fill.segments.clear();
         fill.lens.clear();
         let mut left = which.len();
@@ -134,6 +156,9 @@ impl Ring {
             }
             left -= 1;
             let written = match fill.segments.get(fill.at) {
+                _ if frame.len() > framing.max_frame_bytes && frame.offload.segmentation.is_none() => {
+                    Err(Reason::TooLong)
+                }
                 Some((view, true)) if view.len() >= need => {
                     write_header(frame, framing, *view);
                     batch.copy(frame, view.skip(framing.header_bytes));
