@@ -579,8 +579,9 @@ impl Port for TapPort {
         }
         match self.pending.take() {
             Some(fault) => Err(fault),
-            // What the interface had queued before it went down may still be read.
-            None => Ok(frames && self.condition != Condition::Gone),
+            // After a change the worker takes another turn, so that whoever watches the port learns of it. What
+            // the interface had queued before it went down may still be read.
+            None => Ok(changed || frames && self.condition != Condition::Gone),
         }
     }
 

@@ -7,6 +7,7 @@
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`wait`]: how a worker sleeps.
 //! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
@@ -15,6 +16,7 @@
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
 #![warn(unreachable_pub)]
 
+pub mod checksum;
 pub mod control;
 pub mod counters;
 pub mod drop;
@@ -24,6 +26,7 @@ pub mod guard;
 pub mod mac;
 pub mod nat;
 pub mod network;
+pub mod offload;
 pub mod port;
 pub mod vnet;
 pub mod wait;

@@ -41,6 +41,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::guard::Guard;
 use crate::network::{Network, Plan, Summary};
+use crate::offload::{Transformer, Work};
 use crate::port::{Caps, Fault, FaultKind, Link, Port};
 use crate::wait::{CONTROL, Token, Waiter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -83,6 +84,7 @@ pub(crate) struct Core {
     /// Frames that the last round moved.
     moved: usize,
     plan: Plan,
+    transformer: Transformer,
     spare: Batch<'static>,
 }
 
@@ -174,6 +176,7 @@ impl Worker {
             polled_at: Nanos(0),
             moved: 0,
             plan: Plan::default(),
+            transformer: Transformer::default(),
             spare: Batch::with_capacity(settings.budget),
         };
         (Worker { core, commands }, handle)
@@ -233,6 +236,8 @@ impl Core {
         debug_assert!(self.slots[index].is_none());
         self.plan.add_port(index as u16, self.settings.budget);
         slot.last_frame_at = self.now;
+        // A port that is connected already gets floods from now on, not only after its first turn.
+        self.refresh_link(index as u16, &mut slot);
         self.slots[index] = Some(slot);
         self.activate(index as u16);
     }
@@ -416,17 +421,25 @@ impl Core {
             slot.counters.add_tx_drops(&mut drops);
             return;
         };
+        let (mut work, transformer) = (Work::default(), &mut self.transformer);
         let result = guarded(|| {
             let caps = port.caps();
-            if !fits(summary, caps) {
-                drops.count(Reason::NotTransformable, which.len() as u64);
-                return Ok((Default::default(), false));
-            }
-            let sent = port.transmit(batch, which, &mut drops)?;
+            let sent = if fits(summary, caps) {
+                port.transmit(batch, which, &mut drops)?
+            } else {
+                transformer.transmit(batch, which, caps, &mut drops, &mut work, |batch, which, drops| {
+                    port.transmit(batch, which, drops)
+                })?
+            };
             port.flush()?;
             Ok((sent, port.answers()))
         });
-        let total = which.len() as u64;
+        let total = which.len() as u64 + work.segments - work.segmented;
+        if work != Work::default() {
+            slot.counters.software_checksums.add(work.checksums);
+            slot.counters.software_segmented.add(work.segmented);
+            slot.counters.software_segments.add(work.segments);
+        }
         match result {
             Ok((sent, answers)) => {
                 debug_assert_eq!(sent.frames + drops.total(), total, "{} lost frames silently", slot.kind);
