@@ -23,8 +23,10 @@ tombolo_cell::app!(httpd);
 
 const PORT: u16 = 80;
 const RECEIVE_BYTES: usize = 8 << 10;
-const SEND_BYTES: usize = 128 << 10;
-const MAX_CONNECTIONS: usize = 128;
+/// What a connection may have written and not yet acknowledged: less where there is little memory.
+const SEND_BYTES: core::ops::RangeInclusive<usize> = 8 << 10..=128 << 10;
+/// Half of the memory is for connections: so many at least, as long as each gets the smallest buffers, and so many at most.
+const CONNECTIONS: core::ops::RangeInclusive<usize> = 64..=128;
 const PATIENCE_NS: u64 = 30_000_000_000;
 
 /// What all connections share.
@@ -38,17 +40,19 @@ struct Server {
 }
 
 async fn httpd(net: Net) {
+    let memory = net.memory_bytes() / 2;
+    let fair = (memory / CONNECTIONS.start()).saturating_sub(RECEIVE_BYTES);
+    let send_bytes = fair.clamp(*SEND_BYTES.start(), *SEND_BYTES.end());
+    let limit = (memory / (RECEIVE_BYTES + send_bytes)).clamp(4, *CONNECTIONS.end());
+    let options = TcpOptions { receive_bytes: RECEIVE_BYTES, send_bytes, limit };
     let server = Rc::new(Server {
         net: net.clone(),
-        pattern: pattern(SEND_BYTES),
+        pattern: pattern(send_bytes),
         requests: Cell::new(0),
         refused: Cell::new(0),
         body_bytes: Cell::new(0),
         open: Cell::new(0),
     });
-    // Half of the memory for connections.
-    let limit = (net.memory_bytes() / 2 / (RECEIVE_BYTES + SEND_BYTES)).clamp(4, MAX_CONNECTIONS);
-    let options = TcpOptions { receive_bytes: RECEIVE_BYTES, send_bytes: SEND_BYTES, limit };
     let mut listener = net.listen(PORT, options);
     loop {
         let mut stream = listener.accept().await;
@@ -144,7 +148,8 @@ impl Server {
         let mut sent = 0u64;
         while sent < n {
             let write = stream.write_with(|room| {
-                let len = usize::try_from(n - sent).unwrap_or(usize::MAX).min(room.len()).min(SEND_BYTES);
+                let len =
+                    usize::try_from(n - sent).unwrap_or(usize::MAX).min(room.len()).min(self.pattern.len() - PATTERN);
                 let at = (sent % PATTERN as u64) as usize;
                 room[..len].copy_from_slice(&self.pattern[at..at + len]);
                 (len, len as u64)

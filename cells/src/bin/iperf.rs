@@ -29,7 +29,8 @@ use tombolo_cells::iperf::{
 
 tombolo_cell::app!(iperf);
 
-const STREAM: TcpOptions = TcpOptions { receive_bytes: 256 << 10, send_bytes: 256 << 10, limit: 32 };
+const STREAM_BYTES: core::ops::RangeInclusive<usize> = 16 << 10..=256 << 10;
+const STREAMS: usize = 32;
 const UDP_BYTES: usize = 1 << 20;
 const DEFAULT_UDP_RATE: u64 = 1_000_000;
 const DEFAULT_TIME_NS: u64 = 10_000_000_000;
@@ -58,6 +59,18 @@ async fn iperf(net: Net) {
     }
 }
 
+/// A connection's buffers, smaller where there is little memory, of which half is for them.
+fn stream_options(net: &Net) -> TcpOptions {
+    let bytes = (net.memory_bytes() / 2 / STREAMS / 2).clamp(*STREAM_BYTES.start(), *STREAM_BYTES.end());
+    let limit = (net.memory_bytes() / 2 / (2 * bytes)).clamp(4, STREAMS);
+    TcpOptions { receive_bytes: bytes, send_bytes: bytes, limit }
+}
+
+/// The same for a socket of datagrams.
+fn udp_bytes(net: &Net) -> usize {
+    UDP_BYTES.min(net.memory_bytes() / 16)
+}
+
 // --- the client ---
 
 async fn client(net: &Net, port: u16) -> Result<(), alloc::string::String> {
@@ -78,10 +91,10 @@ async fn client(net: &Net, port: u16) -> Result<(), alloc::string::String> {
     if config.has("udp") {
         let rate = size("rate")?.unwrap_or(DEFAULT_UDP_RATE);
         let len = config.number("len").map_or(DATAGRAM_BYTES, |n| n as usize);
-        let mut socket = net.udp_with(0, UDP_BYTES).map_err(|error| error.to_string())?;
+        let mut socket = net.udp_with(0, udp_bytes(net)).map_err(|error| error.to_string())?;
         return send_datagrams(net, &mut socket, to, amount, rate, len).await;
     }
-    let mut stream = net.connect(to, STREAM).await.map_err(|error| format!("{to}: {error}"))?;
+    let mut stream = net.connect(to, stream_options(net)).await.map_err(|error| format!("{to}: {error}"))?;
     stream.write_all(&[0; CLIENT_HEADER_BYTES]).await.map_err(|error| format!("{to}: {error}"))?;
     send_stream(net, &mut stream, amount, 0).await.map_err(|error| format!("{to}: {error}"))
 }
@@ -173,8 +186,7 @@ async fn send_datagrams(
 // --- the server ---
 
 async fn serve_tcp(net: Net, port: u16) {
-    let limit = (net.memory_bytes() / 2 / (STREAM.receive_bytes + STREAM.send_bytes)).clamp(4, STREAM.limit);
-    let mut listener = net.listen(port, TcpOptions { limit, ..STREAM });
+    let mut listener = net.listen(port, stream_options(&net));
     loop {
         let mut stream = listener.accept().await;
         let net2 = net.clone();
@@ -224,7 +236,7 @@ async fn serve_stream(net: &Net, stream: &mut TcpStream) -> Result<(), TcpError>
 
 /// Connects to the port that a client has named, and sends.
 async fn stream_back(net: Net, back: IpEndpoint, header: ClientHeader) {
-    let mut stream = match net.connect(back, STREAM).await {
+    let mut stream = match net.connect(back, stream_options(&net)).await {
         Ok(stream) => stream,
         Err(error) => return println!("iperf: {back}: {error}"),
     };
@@ -275,7 +287,7 @@ struct Session {
 }
 
 async fn serve_udp(net: Net, port: u16) {
-    let mut socket = match net.udp_with(port, UDP_BYTES.min(net.memory_bytes() / 8)) {
+    let mut socket = match net.udp_with(port, udp_bytes(&net)) {
         Ok(socket) => socket,
         Err(error) => {
             println!("iperf: UDP port {port}: {error}");
@@ -343,7 +355,7 @@ fn datagrams_back(net: &Net, to: IpEndpoint, header: ClientHeader) {
     let net2 = net.clone();
     net.spawn(async move {
         let rate = if header.rate == 0 { DEFAULT_UDP_RATE } else { header.rate };
-        let done = match net2.udp_with(0, UDP_BYTES.min(net2.memory_bytes() / 8)) {
+        let done = match net2.udp_with(0, udp_bytes(&net2)) {
             Ok(mut socket) => send_datagrams(&net2, &mut socket, to, header.amount, rate, DATAGRAM_BYTES).await,
             Err(error) => Err(error.to_string()),
         };

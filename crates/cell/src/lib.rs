@@ -61,6 +61,7 @@ extern crate std;
 mod acpi;
 mod config;
 mod executor;
+mod icmp;
 mod machine;
 mod net;
 mod pci;
@@ -72,6 +73,7 @@ mod udp;
 mod virtio;
 
 pub use config::Config;
+pub use icmp::Pinger;
 pub use machine::console;
 pub use machine::exit::{ExitCode, exit};
 pub use net::{Net, ResolveError, Sleep};

@@ -3,6 +3,7 @@
 #[cfg(not(test))]
 use crate::acpi::Ecam;
 use crate::config::Config;
+use crate::icmp::Pinger;
 use crate::stack::{NetStats, Shared, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
@@ -127,6 +128,11 @@ impl Net {
     /// A UDP socket that holds `bytes` each way.
     pub fn udp_with(&self, port: u16, bytes: usize) -> Result<UdpSocket, UdpError> {
         UdpSocket::new(self.clone(), port, bytes)
+    }
+
+    /// Sends ICMP echo requests.
+    pub fn pinger(&self) -> Pinger {
+        Pinger::new(self.clone())
     }
 
     /// The address of a name: itself if it is one, its A record, or its AAAA record.

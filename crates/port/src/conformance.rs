@@ -250,6 +250,11 @@ impl<F: Fixture> Rig<F> {
         rig
     }
 
+    /// The registration of the rig's port, for another port in its place.
+    pub fn port_registration(&self) -> Registration {
+        self.reactor.borrow().registrar().registration(self.token)
+    }
+
     fn now(&self) -> Nanos {
         self.reactor.borrow_mut().now()
     }
@@ -336,11 +341,12 @@ impl<F: Fixture> Rig<F> {
         let end = Instant::now() + DEADLINE;
         loop {
             let used = self.turn(BUDGET);
+            // First the time, then the question: what is found only because the sleep ended was not woken for.
+            let left = end.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
             if done(self) {
                 return;
             }
-            let left = end.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
             if used < BUDGET && !self.arm() {
                 let now = self.now();
                 let timer = self.timer.map_or(left, |at| Duration::from_nanos(at.since(now).0));

@@ -32,6 +32,16 @@ pub(crate) fn run(netns: &Netns, line: &str) {
     assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Waits until the interface has a carrier that the kernel has caught up with; before, it drops what is sent.
+pub(crate) fn await_carrier(netns: &Netns, name: &str) {
+    let interface = Interface::open(Some(netns), name).unwrap();
+    let end = Instant::now() + DEADLINE;
+    while !interface.state().unwrap().running {
+        assert!(Instant::now() < end, "{name} gets no carrier");
+        std::thread::yield_now();
+    }
+}
+
 /// The peer: sends and collects on an interface, with offload state.
 pub(crate) struct KernelSide {
     socket: OwnedFd,
@@ -44,12 +54,6 @@ pub(crate) struct KernelSide {
 impl KernelSide {
     pub(crate) fn open(netns: &Netns, name: &str) -> KernelSide {
         let interface = Interface::open(Some(netns), name).unwrap();
-        let end = Instant::now() + DEADLINE;
-        // Without a carrier that the kernel has caught up with, it would drop what is sent.
-        while !interface.state().unwrap().running {
-            assert!(Instant::now() < end, "{name} gets no carrier");
-            std::thread::yield_now();
-        }
         let index = interface.index().unwrap();
         let socket = netns.run(|| sys::packet_socket(true, false)).unwrap().unwrap();
         sys::set_buffers(&socket, 32 << 20).unwrap();

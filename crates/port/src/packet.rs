@@ -447,6 +447,8 @@ impl Port for PacketPort {
             self.monitor.changed();
             self.look();
             self.pending()?;
+            // The worker takes another turn, so that whoever watches the port learns of the change.
+            return Ok(true);
         }
         Ok(socket.contains(PollFlags::IN))
     }
@@ -493,6 +495,7 @@ mod tests {
         kernel_side::run(netns, "ip link add va type veth peer name vb");
         kernel_side::run(netns, "ip link set vb up");
         kernel_side::run(netns, "ip link set va up");
+        kernel_side::await_carrier(netns, "vb");
     }
 
     impl Fixture for PacketFixture {

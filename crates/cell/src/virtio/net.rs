@@ -169,10 +169,10 @@ impl VirtioNet {
         let receive = ring(&*transport, RECEIVE, features);
         let transmit = ring(&*transport, TRANSMIT, features);
         let buffer_bytes = if features & MRG_RXBUF != 0 { MERGED_BUFFER_BYTES } else { WHOLE_BUFFER_BYTES };
-        let pool = dma::alloc(buffer_bytes * usize::from(receive.size()));
+        let pool = dma::alloc_buffers(buffer_bytes * usize::from(receive.size()));
         let pages = transmit.size();
         let sender = Sender {
-            pool: dma::alloc(PAGE * usize::from(pages)),
+            pool: dma::alloc_buffers(PAGE * usize::from(pages)),
             free_pages: (0..pages).rev().collect(),
             next_page: alloc::vec![NO_PAGE; usize::from(pages)],
             queue: transmit,
