@@ -108,7 +108,11 @@ impl Capture {
             bytes += piece.len() as u64;
             blocks.feed(piece, self.count, &mut out)
         })?;
-        let what = format!("{}, {}", counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"), scaled(bytes as f64, "B"));
+        let what = format!(
+            "{}, {}",
+            counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"),
+            scaled(bytes as f64, "B")
+        );
         if path.is_some() {
             eprintln!("{what}");
         }
