@@ -5,10 +5,11 @@
 //! and all memory ordering of the project lives here.
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
+//! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
 #![no_std]
-#![warn(unreachable_pub)]
 
-#[cfg(test)]
+#[cfg(any(test, loom))]
 extern crate std;
 
 pub mod mem;
+pub mod virtio;

@@ -20,7 +20,7 @@
 
 use core::marker::PhantomData;
 use core::ptr::{self, NonNull};
-use core::sync::atomic::{AtomicU16, AtomicU32, Ordering};
+use core::sync::atomic::{AtomicU16, AtomicU32, AtomicU64, Ordering};
 
 /// A readable window of foreign memory.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +45,7 @@ unsafe impl Send for ForeignMut<'_> {}
 unsafe impl Sync for ForeignMut<'_> {}
 
 /// Largest object that is moved by the copy with constant sizes; longer ones go to `memmove`.
-const SMALL_COPY_BYTES: usize = 64;
+const SMALL_COPY_BYTES: usize = 128;
 
 impl<'m> Foreign<'m> {
     /// A view of `len` bytes at `ptr`.
@@ -132,13 +132,22 @@ impl<'m> Foreign<'m> {
         Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.load(order)))
     }
 
+    /// The little-endian u64 at `offset`, read as one word; `None` where it is out of bounds or not aligned.
+    #[inline]
+    pub fn load_u64(&self, offset: usize, order: Ordering) -> Option<u64> {
+        let ptr = self.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is mapped for 'm; access is atomic only.
+        Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.load(order)))
+    }
+
     /// Copies `N` bytes at `offset` into a local; `None` where they are not wholly inside.
     #[inline]
     pub fn read_array<const N: usize>(&self, offset: usize) -> Option<[u8; N]> {
         let part = self.slice(offset, N)?;
-        // SAFETY: `slice` checked that N bytes are inside the window; unaligned volatile-like bulk read of
-        // bytes whose content is untrusted; a u8 array has no invalid bit pattern.
-        Some(unsafe { ptr::read_volatile(part.ptr.as_ptr().cast::<[u8; N]>()) })
+        let mut local = [0u8; N];
+        // SAFETY: `slice` checked that N bytes are inside the window; `local` holds as many.
+        unsafe { read_words(part.ptr.as_ptr(), &mut local) };
+        Some(local)
     }
 
     /// Copies the first bytes into `to`, as many as both hold; returns how many.
@@ -254,13 +263,33 @@ impl<'m> ForeignMut<'m> {
         Some(())
     }
 
+    /// Writes a little-endian u64 as one word; `None` where it is out of bounds or not aligned.
+    #[inline]
+    pub fn store_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<()> {
+        let ptr = self.0.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        unsafe { AtomicU64::from_ptr(ptr) }.store(value.to_le(), order);
+        Some(())
+    }
+
     /// Writes `N` bytes at `offset`; `None` where they do not fit.
     #[inline]
     pub fn write_array<const N: usize>(&self, offset: usize, value: [u8; N]) -> Option<()> {
         let part = self.0.slice(offset, N)?;
-        // SAFETY: `slice` checked that N bytes are inside the writable window; a u8 array needs no alignment.
-        unsafe { ptr::write_volatile(part.ptr.as_ptr().cast::<[u8; N]>(), value) };
+        // SAFETY: `slice` checked that N bytes are inside the writable window; the store asks no alignment.
+        // Unlike a read, a write whose value is a local gains nothing from `volatile`: nothing can be read twice.
+        unsafe { ptr::write_unaligned(part.ptr.as_ptr().cast::<[u8; N]>(), value) };
         Some(())
+    }
+
+    /// Asks the processor to fetch the first cache line for writing, for a write that comes soon.
+    #[inline]
+    pub fn prefetch(&self) {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: a prefetch never faults, whatever the address.
+        unsafe {
+            core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_ET0 }>(self.0.ptr.as_ptr().cast())
+        };
     }
 
     /// Copies bytes of `from` into the window, as many as both hold; returns how many.
@@ -282,6 +311,33 @@ impl<'m> From<&'m mut [u8]> for ForeignMut<'m> {
     }
 }
 
+/// Reads bytes once each into a local, in words of up to eight bytes of any alignment. A volatile read of a byte
+/// array would be compiled to as many byte loads; a plain read would allow the compiler to read again later.
+///
+/// # Safety
+/// `N` bytes are readable at `from`.
+#[inline(always)]
+unsafe fn read_words<const N: usize>(from: *const u8, local: &mut [u8; N]) {
+    #[derive(Clone, Copy)]
+    #[repr(C, packed)]
+    struct Unaligned<T>(T);
+    let mut at = 0;
+    macro_rules! words {
+        ($word:ty) => {
+            while N - at >= size_of::<$word>() {
+                // SAFETY: at + size_of(word) <= N bytes, which the caller promised; a packed struct asks no alignment.
+                let word = unsafe { from.add(at).cast::<Unaligned<$word>>().read_volatile() }.0;
+                local[at..at + size_of::<$word>()].copy_from_slice(&word.to_ne_bytes());
+                at += size_of::<$word>();
+            }
+        };
+    }
+    words!(u64);
+    words!(u32);
+    words!(u16);
+    words!(u8);
+}
+
 /// Copies `n` bytes that may overlap. Frames are often 60 to 64 bytes, for which the call of `memmove` costs
 /// more than the copy: up to [`SMALL_COPY_BYTES`] go by constant-size moves that the compiler makes loads and
 /// stores of.
@@ -295,6 +351,11 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, n: usize) {
     unsafe {
         if n > SMALL_COPY_BYTES {
             ptr::copy(from, to, n);
+        } else if n > 64 {
+            let a = from.cast::<[u8; 64]>().read_unaligned();
+            let b = from.add(n - 64).cast::<[u8; 64]>().read_unaligned();
+            to.cast::<[u8; 64]>().write_unaligned(a);
+            to.add(n - 64).cast::<[u8; 64]>().write_unaligned(b);
         } else if n >= 32 {
             let a = from.cast::<[u8; 32]>().read_unaligned();
             let b = from.add(n - 32).cast::<[u8; 32]>().read_unaligned();
@@ -354,6 +415,20 @@ mod tests {
             assert_eq!(&to[20..20 + n], &from[..]);
             assert!(to[..20].iter().chain(&to[20 + n..]).all(|b| *b == 0xa5), "n = {n}");
         }
+    }
+
+    #[test]
+    fn arrays_of_every_shape_are_read_whole_at_every_alignment() {
+        let bytes: Vec<u8> = (0..64).collect();
+        let view = Foreign::from(&bytes[..]);
+        for at in 0..32 {
+            assert_eq!(view.read_array::<1>(at), Some([bytes[at]]));
+            assert_eq!(view.read_array::<12>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 12]));
+            assert_eq!(view.read_array::<14>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 14]));
+            assert_eq!(view.read_array::<31>(at).as_ref().map(|b| &b[..]), Some(&bytes[at..at + 31]));
+        }
+        assert_eq!(view.read_array::<33>(32), None);
+        assert_eq!(view.read_array::<0>(64), Some([]));
     }
 
     #[test]

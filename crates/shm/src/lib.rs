@@ -4,8 +4,10 @@
 //! is an eventfd, and both die with the last descriptor.
 //!
 //! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
+//! * [`guest`] – mapping a guest's memory, which its owner can take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
 #![warn(unreachable_pub)]
 
 pub mod doorbell;
+pub mod guest;
 pub mod memory;

@@ -53,6 +53,8 @@ pub struct PortCounters {
     pub faults: Counter,
     /// Checksums completed in software for this destination.
     pub software_checksums: Counter,
+    /// Frames that were cut in software for this destination.
+    pub software_segmented: Counter,
     /// Segments cut in software for this destination.
     pub software_segments: Counter,
     /// Frames copied to a capture of this port.

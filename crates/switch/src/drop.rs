@@ -34,7 +34,7 @@ reasons! {
     BadOffload = "bad_offload",
     /// The source address is not one that the port may use.
     Guard = "guard",
-    /// The source address is a group address, zero, or the gateway's own.
+    /// The source address is a group address, zero, or pinned to another port, such as the gateway's own.
     BadSource = "bad_source",
     /// The destination has no buffer free: its guest or peer does not keep up.
     NoBuffer = "no_buffer",
@@ -46,6 +46,8 @@ reasons! {
     Hairpin = "hairpin",
     /// No port is there to take the frame.
     NoDestination = "no_destination",
+    /// The destination is a group address that belongs to one link, such as that of pause frames or LLDP.
+    Reserved = "reserved",
     /// The destination needs a checksum or segments in software, and the frame's headers do not allow it.
     NotTransformable = "not_transformable",
     /// The operating system refused the frame.
@@ -54,6 +56,8 @@ reasons! {
     Reset = "reset",
     /// The gateway's own queue was full.
     GatewayFull = "gateway_full",
+    /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from a false address.
+    GatewayRefused = "gateway_refused",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
 }

@@ -8,6 +8,8 @@
 //! A [`Batch`] is what one turn took from one port. It borrows the source's memory for its lifetime, so a port
 //! cannot change or release its buffers while the batch lives.
 
+use crate::mac::Address;
+use crate::wait::Token;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
 /// Bytes of a frame that are copied into local memory: Ethernet 14 + two VLAN tags 8 + IPv6 40 + TCP 60 = 122.
@@ -113,6 +115,14 @@ impl Frame {
         [a, b, c, d, e, f]
     }
 
+    /// Destination and source as numbers, for look-ups; zero where the frame is a runt.
+    #[inline]
+    pub fn addresses(&self) -> (Address, Address) {
+        let [a, b, c, d, e, f, g, h, i, j, k, l, m, n, ..] = self.head;
+        let destination = Address::from_low_bits(u64::from_le_bytes([a, b, c, d, e, f, g, h]));
+        (destination, Address::from_low_bits(u64::from_le_bytes([g, h, i, j, k, l, m, n])))
+    }
+
     /// Source address; zero where the frame is a runt.
     #[inline]
     pub fn source(&self) -> Mac {
@@ -128,12 +138,27 @@ pub struct Batch<'m> {
     slots: Vec<Frame>,
     used: usize,
     segments: Vec<Foreign<'m>>,
+    ingress: Option<Token>,
 }
 
 impl<'m> Batch<'m> {
     /// An empty batch with room for `frames` before it allocates.
     pub fn with_capacity(frames: usize) -> Self {
-        Batch { slots: vec![Frame::EMPTY; frames], used: 0, segments: Vec::with_capacity(frames) }
+        Batch { slots: vec![Frame::EMPTY; frames], used: 0, segments: Vec::with_capacity(frames), ingress: None }
+    }
+
+    /// Says which port the frames came from. The worker sets it after [`crate::port::Port::receive`]; a batch that
+    /// was recycled names no port.
+    #[inline]
+    pub fn set_ingress(&mut self, port: Token) {
+        self.ingress = Some(port);
+    }
+
+    /// The port that the frames came from, where the worker said so. Inner ports keep accounts per source by it,
+    /// since a guest can write any source address into its frames.
+    #[inline]
+    pub fn ingress(&self) -> Option<Token> {
+        self.ingress
     }
 
     /// Number of frames.
@@ -266,7 +291,7 @@ impl<'m> Batch<'m> {
         self.segments.clear();
         // An empty vector mapped in place keeps its allocation and gets the other lifetime, without unsafe.
         let segments = self.segments.into_iter().map(|_| unreachable!("the vector was cleared")).collect();
-        Batch { slots: self.slots, used: 0, segments }
+        Batch { slots: self.slots, used: 0, segments, ingress: None }
     }
 
     #[inline]

@@ -2,21 +2,39 @@
 //!
 //! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
 //!   the offload state that travels with each.
+//! * [`nat`]: many guests behind the one address that an uplink knows.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
+//! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
+//! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
+//! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
+//! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
+//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
+//! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
 //!
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
 #![warn(unreachable_pub)]
 
+pub mod capture;
+pub mod checksum;
+pub mod control;
 pub mod counters;
 pub mod drop;
 pub mod frame;
+pub mod gateway;
+pub mod guard;
+pub mod mac;
+pub mod nat;
+pub mod network;
+pub mod offload;
+pub mod pcapng;
 pub mod port;
 pub mod vnet;
 pub mod wait;
+pub mod worker;
 
 /// An instant or a span, in nanoseconds of one monotonic clock that the caller chose.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, PartialOrd, Ord, Hash)]

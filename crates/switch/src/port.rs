@@ -148,6 +148,13 @@ pub trait Port: Send {
     /// A [`Fault`] of the ring or the socket.
     fn flush(&mut self) -> Result<(), Fault>;
 
+    /// Whether what was transmitted left frames to be received from this port: true only of ports whose peer is
+    /// this process, such as the gateway, which answers within [`Port::transmit`]. The worker then gives the port a
+    /// turn, beginning with [`Port::service`], without any wake-up.
+    fn answers(&self) -> bool {
+        false
+    }
+
     /// Turns wake-ups on and looks once more: `true` means that work is there, wake-ups may be on or off, and
     /// the caller polls on.
     ///

@@ -1,0 +1,233 @@
+//! The command line: `key=value` words, separated by spaces. Pure.
+
+use alloc::string::{String, ToString};
+use alloc::vec::Vec;
+use core::fmt;
+use core::str::FromStr;
+use smoltcp::wire::{IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
+
+/// Frames taken from the network in one turn, unless `budget=` says otherwise.
+const DEFAULT_BUDGET: usize = 64;
+/// The largest and the smallest budget.
+const BUDGET: core::ops::RangeInclusive<usize> = 1..=4096;
+/// A name of a host: RFC 1123 §2.1, one label.
+const MAX_HOSTNAME_BYTES: usize = 63;
+
+/// How the cell gets its IPv4 address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ipv4Config {
+    Dhcp,
+    Static(Ipv4Cidr),
+    None,
+}
+
+/// What the command line says; the table in the crate's documentation lists the keys.
+#[derive(Clone, Debug)]
+pub struct Config {
+    line: String,
+    pub(crate) ipv4: Ipv4Config,
+    pub(crate) gateway: Option<Ipv4Address>,
+    pub(crate) ipv6: Option<Ipv6Cidr>,
+    pub(crate) gateway6: Option<Ipv6Address>,
+    pub(crate) dns: Vec<IpAddress>,
+    pub(crate) hostname: String,
+    pub(crate) budget: usize,
+    pub(crate) verbose: bool,
+}
+
+/// A word of the command line has a key that is known and a value that is not possible.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ConfigError {
+    key: &'static str,
+    value: String,
+    expected: &'static str,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "command line: {}={}: expected {}", self.key, self.value, self.expected)
+    }
+}
+
+/// The value of the last word `key=value` of `line`.
+fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
+    line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
+}
+
+/// A number of the command line, decimal or hexadecimal with `0x`; `None` where it is absent or not a number.
+pub(crate) fn number(line: &str, key: &str) -> Option<u64> {
+    parse_number(value(line, key)?)
+}
+
+fn parse_number(text: &str) -> Option<u64> {
+    match text.strip_prefix("0x") {
+        Some(digits) => u64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
+    }
+}
+
+fn typed<T: FromStr>(line: &str, key: &'static str, expected: &'static str) -> Result<Option<T>, ConfigError> {
+    let Some(text) = value(line, key) else { return Ok(None) };
+    text.parse().map(Some).map_err(|_| ConfigError { key, value: text.to_string(), expected })
+}
+
+impl Config {
+    /// Parses the command line.
+    pub fn parse(line: &str) -> Result<Config, ConfigError> {
+        let ipv4 = match value(line, "ip") {
+            None | Some("dhcp") => Ipv4Config::Dhcp,
+            Some("none") => Ipv4Config::None,
+            Some(_) => match typed(line, "ip", "dhcp, none, or ADDRESS/PREFIX, for example 10.0.0.5/24")? {
+                Some(IpCidr::Ipv4(cidr)) => Ipv4Config::Static(cidr),
+                _ => {
+                    let value = value(line, "ip").unwrap_or_default().to_string();
+                    return Err(ConfigError { key: "ip", value, expected: "an IPv4 address; IPv6 goes to ip6=" });
+                }
+            },
+        };
+        let dns = match value(line, "dns") {
+            None => Vec::new(),
+            Some(list) => list
+                .split(',')
+                .map(|one| {
+                    let value = one.to_string();
+                    one.parse().map_err(|_| ConfigError {
+                        key: "dns",
+                        value,
+                        expected: "addresses, separated by commas",
+                    })
+                })
+                .collect::<Result<_, _>>()?,
+        };
+        let hostname = value(line, "hostname").unwrap_or("cell").to_string();
+        let label = |b: u8| b.is_ascii_alphanumeric() || b == b'-';
+        if hostname.is_empty() || hostname.len() > MAX_HOSTNAME_BYTES || !hostname.bytes().all(label) {
+            return Err(ConfigError {
+                key: "hostname",
+                value: hostname,
+                expected: "1 to 63 letters, digits and dashes",
+            });
+        }
+        let budget = match value(line, "budget") {
+            None => DEFAULT_BUDGET,
+            Some(text) => text.parse().ok().filter(|n| BUDGET.contains(n)).ok_or_else(|| ConfigError {
+                key: "budget",
+                value: text.to_string(),
+                expected: "a number of frames from 1 to 4096",
+            })?,
+        };
+        Ok(Config {
+            ipv4,
+            gateway: typed(line, "gw", "an IPv4 address")?,
+            ipv6: typed(line, "ip6", "an IPv6 ADDRESS/PREFIX, for example fd00::5/64")?,
+            gateway6: typed(line, "gw6", "an IPv6 address")?,
+            dns,
+            hostname,
+            budget,
+            verbose: line.split_ascii_whitespace().any(|word| word == "verbose"),
+            line: line.to_string(),
+        })
+    }
+
+    /// The value of a key of the app's own; the last one counts.
+    pub fn get(&self, key: &str) -> Option<&str> {
+        value(&self.line, key)
+    }
+
+    /// Whether the command line has `word`, alone or with a value.
+    pub fn has(&self, word: &str) -> bool {
+        self.line.split_ascii_whitespace().any(|w| w == word || w.split_once('=').is_some_and(|(key, _)| key == word))
+    }
+
+    /// A number under a key of the app's own: decimal, or hexadecimal with `0x`. `None` where it is absent or no number.
+    pub fn number(&self, key: &str) -> Option<u64> {
+        number(&self.line, key)
+    }
+}
+
+/// A virtio-mmio device of the command line, as QEMU's microvm and Firecracker write it:
+/// `virtio_mmio.device=512@0xfeb00e00:12` (size, address, interrupt).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct MmioDevice {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
+    pub(crate) gsi: u32,
+}
+
+/// All virtio-mmio devices of the command line; words that make no sense are left out.
+pub(crate) fn mmio_devices(line: &str) -> Vec<MmioDevice> {
+    line.split_ascii_whitespace()
+        .filter_map(|word| word.strip_prefix("virtio_mmio.device="))
+        .filter_map(|text| {
+            let (size, rest) = text.split_once('@')?;
+            let mut parts = rest.split(':');
+            let address = parse_number(parts.next()?)?;
+            let gsi = parts.next()?.parse().ok()?;
+            let digits = size.trim_end_matches(['K', 'k', 'M']);
+            let unit = match &size[digits.len()..] {
+                "" => 1,
+                "K" | "k" => 1 << 10,
+                "M" => 1 << 20,
+                _ => return None,
+            };
+            let bytes = parse_number(digits)?.checked_mul(unit)?;
+            Some(MmioDevice { address, bytes, gsi })
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::format;
+
+    #[test]
+    fn an_empty_line_means_dhcp_and_defaults() {
+        let config = Config::parse("").unwrap();
+        assert_eq!(config.ipv4, Ipv4Config::Dhcp);
+        assert_eq!((config.hostname.as_str(), config.budget, config.verbose), ("cell", 64, false));
+    }
+
+    #[test]
+    fn addresses_names_and_numbers_are_taken() {
+        let line =
+            "ip=10.0.0.5/24 gw=10.0.0.1 dns=10.0.0.1,fd00::1 ip6=fd00::5/64 hostname=web-1 budget=16 verbose app=x";
+        let config = Config::parse(line).unwrap();
+        assert_eq!(config.ipv4, Ipv4Config::Static(Ipv4Cidr::new(Ipv4Address::new(10, 0, 0, 5), 24)));
+        assert_eq!(config.gateway, Some(Ipv4Address::new(10, 0, 0, 1)));
+        assert_eq!(config.dns.len(), 2);
+        assert_eq!(config.ipv6.unwrap().prefix_len(), 64);
+        assert_eq!((config.hostname.as_str(), config.budget, config.verbose), ("web-1", 16, true));
+        assert_eq!(config.get("app"), Some("x"));
+        assert!(config.has("verbose") && config.has("app") && !config.has("ap"));
+    }
+
+    #[test]
+    fn an_impossible_value_names_key_value_and_what_was_expected() {
+        for (line, key) in [
+            ("ip=10.0.0.5", "ip"),
+            ("ip=fd00::1/64", "ip"),
+            ("gw=10.0.0", "gw"),
+            ("ip6=10.0.0.1/8 x", "ip6"),
+            ("dns=1.1.1.1,", "dns"),
+            ("hostname=a_b", "hostname"),
+            ("hostname=", "hostname"),
+            ("budget=0", "budget"),
+        ] {
+            let error = Config::parse(line).expect_err(line);
+            assert!(format!("{error}").starts_with(&format!("command line: {key}=")), "{error}");
+        }
+    }
+
+    #[test]
+    fn mmio_devices_of_qemu_and_firecracker() {
+        let line = "a virtio_mmio.device=512@0xfeb00e00:12 virtio_mmio.device=4K@0xd0000000:5 virtio_mmio.device=x@1:2";
+        assert_eq!(
+            mmio_devices(line),
+            [
+                MmioDevice { address: 0xfeb0_0e00, bytes: 512, gsi: 12 },
+                MmioDevice { address: 0xd000_0000, bytes: 4096, gsi: 5 }
+            ]
+        );
+    }
+}

@@ -1,0 +1,102 @@
+//! A unikernel library: an app and this crate make an image that a virtual machine monitor boots by PVH, with a network
+//! over virtio and nothing else of an operating system.
+//!
+//! An app is an async function that is given a [`Net`]:
+//!
+//! ```ignore
+//! #![no_std]
+//! #![no_main]
+//! use tombolo_cell::{Net, TcpOptions};
+//!
+//! tombolo_cell::app!(hello);
+//!
+//! async fn hello(net: Net) {
+//!     let mut listener = net.listen(80, TcpOptions::default());
+//!     loop {
+//!         let mut stream = listener.accept().await;
+//!         net.spawn(async move {
+//!             let _ = stream.write_all(b"hello\n").await;
+//!         });
+//!     }
+//! }
+//! ```
+//!
+//! It is built in the workspace `cells/`, whose `.cargo/config.toml` holds the flags that make an image.
+//!
+//! # The command line
+//!
+//! | word | meaning | default |
+//! | --- | --- | --- |
+//! | `ip=dhcp`, `ip=none`, `ip=ADDR/PREFIX` | IPv4 address | `dhcp` |
+//! | `gw=ADDR` | IPv4 router | by DHCP |
+//! | `ip6=ADDR/PREFIX` | a further IPv6 address; link-local and, if a router announces a prefix, SLAAC are always there | |
+//! | `gw6=ADDR` | IPv6 router | by router advertisement |
+//! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
+//! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
+//! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
+//! | `tsc_khz=N` | rate of the time-stamp counter, if nothing tells it | found |
+//! | `pcimem=ADDR` | where PCI base addresses go that the firmware left out | `0xc0000000` |
+//! | `virtio_mmio.device=SIZE@ADDR:IRQ` | a virtio-mmio device; QEMU's microvm (`acpi=off`) and Firecracker add it by themselves | microvm's places are searched |
+//! | `verbose` | says at start what was found | |
+//! | `selftest=panic`, `stack`, `write`, `execute`, `null` | breaks that rule on purpose, for the tests of this crate | |
+//!
+//! Further words are the app's own: [`Net::config`].
+//!
+//! # The end
+//!
+//! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`].
+//!
+//! # What it is not
+//!
+//! One processor, one network device, no disk, no threads, no user mode: isolation is the hypervisor's.
+#![cfg_attr(not(test), no_std)]
+#![warn(unreachable_pub)]
+// On the host only the pure parts are tested; what runs on the machine alone has no caller there.
+#![cfg_attr(test, allow(dead_code))]
+
+extern crate alloc;
+#[cfg(test)]
+extern crate std;
+
+mod acpi;
+mod config;
+mod executor;
+mod icmp;
+mod machine;
+mod net;
+mod pci;
+#[cfg(not(test))]
+mod selftest;
+mod stack;
+mod tcp;
+mod udp;
+mod virtio;
+
+pub use config::Config;
+pub use icmp::Pinger;
+pub use machine::console;
+pub use machine::exit::{ExitCode, exit};
+pub use net::{Net, ResolveError, Sleep};
+pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
+pub use stack::NetStats;
+pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+pub use udp::{UdpError, UdpSocket};
+pub use virtio::net::DeviceStats;
+
+#[cfg(not(test))]
+pub(crate) use net::run;
+
+/// Names the app: an async function that takes a [`Net`]. When it returns the cell goes on with the tasks that it has
+/// spawned; [`exit`] ends the cell.
+#[macro_export]
+macro_rules! app {
+    ($app:path) => {
+        /// The app, as the cell library calls it.
+        #[allow(unsafe_code)] // `no_mangle`: the name is this library's own.
+        #[unsafe(no_mangle)]
+        extern "Rust" fn tombolo_cell_app(net: $crate::Net) {
+            let app = $app(net.clone());
+            net.spawn(app);
+        }
+    };
+}

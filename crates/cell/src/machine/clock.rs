@@ -1,0 +1,181 @@
+//! The clock: nanoseconds since the start, from the processor's time-stamp counter.
+//!
+//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, KVM's pvclock, CPUID leaf
+//! 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
+#![allow(unsafe_code)]
+
+use super::cpu::{self, cpuid, in8, out8, tsc};
+
+const KVM_CLOCK_MSR: u32 = 0x4b56_4d01;
+const KVM_FEATURE_CLOCK: u32 = 1 << 3;
+const KVM_LEAF: u32 = 0x4000_0000;
+const HYPERVISOR_TIMING_LEAF: u32 = 0x4000_0010;
+const HYPERVISOR_PRESENT: u32 = 1 << 31;
+
+/// Ticks of the interval timer a second.
+const PIT_HZ: u64 = 1_193_182;
+
+/// Where the rate came from; printed at start with `verbose`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Source {
+    CommandLine,
+    KvmClock,
+    Cpuid15,
+    HypervisorLeaf,
+    IntervalTimer,
+}
+
+/// Counter values become nanoseconds by `(tsc - start) * multiplier >> 32`.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Clock {
+    start: u64,
+    multiplier: u64,
+    pub(crate) source: Source,
+}
+
+impl Clock {
+    /// Finds the rate. `start` is the counter at the cell's first instruction in Rust.
+    ///
+    /// # Panics
+    /// Where nothing tells the rate.
+    pub(super) fn new(start: u64, command_line_khz: Option<u64>) -> Clock {
+        let by_rate =
+            |hz: u64, source| Clock { start, multiplier: ((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source };
+        if let Some(khz) = command_line_khz.filter(|khz| *khz > 0) {
+            return by_rate(khz * 1000, Source::CommandLine);
+        }
+        if let Some(multiplier) = kvm_clock_multiplier() {
+            return Clock { start, multiplier, source: Source::KvmClock };
+        }
+        if let Some(hz) = cpuid_15_hz() {
+            return by_rate(hz, Source::Cpuid15);
+        }
+        if let Some(hz) = hypervisor_leaf_hz() {
+            return by_rate(hz, Source::HypervisorLeaf);
+        }
+        match interval_timer_hz() {
+            Some(hz) => by_rate(hz, Source::IntervalTimer),
+            None => panic!("no clock: no pvclock, no CPUID leaf, no interval timer; give tsc_khz= on the command line"),
+        }
+    }
+
+    /// Nanoseconds since the start.
+    pub(crate) fn now_ns(&self) -> u64 {
+        let ticks = tsc().saturating_sub(self.start);
+        ((u128::from(ticks) * u128::from(self.multiplier)) >> 32) as u64
+    }
+
+    /// The counter's value at `ns`.
+    pub(super) fn tsc_at(&self, ns: u64) -> u64 {
+        self.start + ((u128::from(ns) << 32) / u128::from(self.multiplier)) as u64
+    }
+
+    /// The counter's rate.
+    pub(crate) fn khz(&self) -> u64 {
+        ((1_000_000u128 << 32) / u128::from(self.multiplier)) as u64
+    }
+}
+
+fn hypervisor_leaves() -> Option<u32> {
+    (cpuid(1).ecx & HYPERVISOR_PRESENT != 0).then(|| cpuid(KVM_LEAF).eax)
+}
+
+/// The page that KVM fills (Documentation/virt/kvm/x86/msr.rst): version u32, pad u32, tsc u64, system time u64,
+/// multiplier u32, shift i8, flags u8.
+#[repr(C, align(64))]
+struct PvClock([u8; 64]);
+
+static mut PV_CLOCK: PvClock = PvClock([0; 64]);
+
+fn kvm_clock_multiplier() -> Option<u64> {
+    hypervisor_leaves()?;
+    let name = cpuid(KVM_LEAF);
+    if [name.ebx, name.ecx, name.edx].map(u32::to_le_bytes).concat() != b"KVMKVMKVM\0\0\0" {
+        return None;
+    }
+    if cpuid(KVM_LEAF + 1).eax & KVM_FEATURE_CLOCK == 0 {
+        return None;
+    }
+    let page = &raw mut PV_CLOCK;
+    // SAFETY: the page is a static of ours that nothing else uses; KVM writes it before the MSR write returns, and
+    // is told to stop right after the read.
+    let (multiplier, shift) = unsafe {
+        cpu::write_msr(KVM_CLOCK_MSR, page.addr() as u64 | 1);
+        let bytes = page.cast::<u8>();
+        let multiplier = bytes.add(24).cast::<u32>().read_volatile();
+        let shift = bytes.add(28).cast::<i8>().read_volatile();
+        cpu::write_msr(KVM_CLOCK_MSR, 0);
+        (u64::from(multiplier), shift)
+    };
+    let multiplier = if shift >= 0 { multiplier.checked_shl(shift as u32)? } else { multiplier >> -shift };
+    (multiplier != 0).then_some(multiplier)
+}
+
+fn cpuid_15_hz() -> Option<u64> {
+    if cpuid(0).eax < 0x15 {
+        return None;
+    }
+    let leaf = cpuid(0x15);
+    let (denominator, numerator, crystal) = (u64::from(leaf.eax), u64::from(leaf.ebx), u64::from(leaf.ecx));
+    (denominator != 0 && numerator != 0 && crystal != 0).then(|| crystal * numerator / denominator)
+}
+
+fn hypervisor_leaf_hz() -> Option<u64> {
+    if hypervisor_leaves()? < HYPERVISOR_TIMING_LEAF {
+        return None;
+    }
+    let khz = u64::from(cpuid(HYPERVISOR_TIMING_LEAF).eax);
+    (khz != 0).then_some(khz * 1000)
+}
+
+/// One reading of the interval timer's counter, with the counter before and after it.
+fn read_interval_timer() -> (u64, u16, u64) {
+    let before = tsc();
+    out8(0x43, 0);
+    let low = in8(0x40);
+    let after = tsc();
+    let high = in8(0x40);
+    (before, u16::from_le_bytes([low, high]), after)
+}
+
+/// Runs of 1 ms; the tightest counts, since a busy host may take the processor away between two reads. Stops as
+/// soon as two runs agree within 1 in 2000.
+fn interval_timer_hz() -> Option<u64> {
+    const RUN_TICKS: u16 = (PIT_HZ / 1000) as u16;
+    const TRIES: u32 = 100_000;
+    out8(0x43, 0x34);
+    out8(0x40, 0);
+    out8(0x40, 0);
+    let (mut best_hz, mut best_slack) = (None, u64::MAX);
+    for _ in 0..5 {
+        let (before_start, start, after_start) = read_interval_timer();
+        let mut end = (0, start, 0);
+        for _ in 0..TRIES {
+            end = read_interval_timer();
+            // It counts down, and around.
+            if start.wrapping_sub(end.1) >= RUN_TICKS {
+                break;
+            }
+        }
+        let ticks = u64::from(start.wrapping_sub(end.1));
+        if ticks < u64::from(RUN_TICKS) {
+            return None;
+        }
+        let slack = (after_start - before_start) + (end.2 - end.0);
+        let passed = (end.0 + end.2 - before_start - after_start) / 2;
+        let hz = passed * PIT_HZ / ticks;
+        let agrees = best_hz.is_some_and(|best: u64| best.abs_diff(hz) < hz / 2000);
+        if slack < best_slack {
+            best_slack = slack;
+            best_hz = Some(hz);
+        }
+        if agrees {
+            break;
+        }
+    }
+    // One-shot: it shall not go on ticking for nobody.
+    out8(0x43, 0x30);
+    out8(0x40, 1);
+    out8(0x40, 0);
+    best_hz
+}

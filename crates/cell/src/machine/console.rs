@@ -1,0 +1,55 @@
+//! The console: the first serial port, written and waited for.
+
+use super::cpu::{in8, out8};
+use core::fmt::{self, Write};
+use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
+
+const COM1: u16 = 0x3f8;
+const LINE_STATUS: u16 = COM1 + 5;
+const TRANSMITTER_EMPTY: u8 = 1 << 5;
+/// How often the status is read before a byte is written all the same: a port that never gets ready must not
+/// stop the cell.
+const READY_TRIES: u32 = 100_000;
+
+/// False where a read of the status gives what an empty bus gives: there is no port, and nobody to wait for.
+static PRESENT: AtomicBool = AtomicBool::new(true);
+
+/// Sets the port to 115200 8N1 with its FIFO on.
+pub(super) fn init() {
+    for (register, value) in [(1, 0), (3, 0x80), (0, 1), (1, 0), (3, 3), (2, 7), (4, 3)] {
+        out8(COM1 + register, value);
+    }
+    PRESENT.store(in8(LINE_STATUS) != 0xff, Relaxed);
+}
+
+struct Console;
+
+impl Write for Console {
+    fn write_str(&mut self, text: &str) -> fmt::Result {
+        if PRESENT.load(Relaxed) {
+            for byte in text.bytes() {
+                for _ in 0..READY_TRIES {
+                    if in8(LINE_STATUS) & TRANSMITTER_EMPTY != 0 {
+                        break;
+                    }
+                }
+                out8(COM1, byte);
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Writes to the console; used through [`println!`](crate::println).
+pub fn print(text: fmt::Arguments<'_>) {
+    // Console's write_str never fails; an error could come from a Display only, which then prints less.
+    let _ = Console.write_fmt(text);
+}
+
+/// Writes a line to the console.
+#[macro_export]
+macro_rules! println {
+    ($($text:tt)*) => {
+        $crate::console::print(::core::format_args!("{}\n", ::core::format_args!($($text)*)))
+    };
+}

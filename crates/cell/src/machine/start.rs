@@ -1,0 +1,97 @@
+//! The order of things from the first instruction in Rust to the app.
+#![allow(unsafe_code)]
+
+use super::exit::{ExitCode, exit};
+use super::startup::{MAX_COMMAND_LINE_BYTES, Machine, Physical, Region, StartInfo, command_line_text, free_memory};
+use super::{Platform, apic, clock, console, cpu, dma, heap, paging, traps};
+use crate::acpi::find_ecam;
+use crate::println;
+use core::arch::global_asm;
+use core::cell::RefCell;
+
+global_asm!(include_str!("boot.s"), options(att_syntax));
+global_asm!(include_str!("traps.s"), options(att_syntax));
+global_asm!(include_str!("mem.s"), options(att_syntax));
+
+/// Below lie the tables of firmware and loader; the heap begins here.
+const HEAP_FLOOR: u64 = 1 << 20;
+/// Above lies what is mapped uncached, or not at all.
+const HEAP_CEILING: u64 = 3 << 30;
+/// boot.s maps this much.
+const MAPPED: u64 = 4 << 30;
+
+/// Memory as the loader left it: mapped at its own addresses.
+pub(crate) struct Identity;
+
+impl Physical for Identity {
+    fn read<const N: usize>(&self, address: u64) -> Option<[u8; N]> {
+        if address == 0 || address.checked_add(N as u64)? > MAPPED {
+            return None;
+        }
+        let pointer = core::ptr::with_exposed_provenance::<[u8; N]>(address as usize);
+        // SAFETY: mapped by boot.s and readable; bytes have no invalid value; whoever uses them checks them. What
+        // is read this way (start information, ACPI tables) is not written by Rust.
+        Some(unsafe { pointer.read_unaligned() })
+    }
+}
+
+/// Entered by boot.s, once, with interrupts off.
+#[unsafe(no_mangle)]
+extern "C" fn cell_start(start_info: u32) -> ! {
+    let start = cpu::tsc();
+    console::init();
+    traps::init();
+    let Some(info) = StartInfo::read(&Identity, u64::from(start_info)) else {
+        println!("tombolo-cell: the PVH start information at {start_info:#x} has no valid magic or memory map");
+        exit(ExitCode::BadStart)
+    };
+    let mut line = [0; MAX_COMMAND_LINE_BYTES];
+    let line_bytes = info.copy_command_line(&Identity, &mut line);
+    let ecam = find_ecam(&Identity, info.rsdp);
+    // All that lies in page 0 has been read; from here on it is not mapped.
+    paging::protect();
+    let (image_start, image_end) = paging::image();
+    let image = Region { start: image_start as u64, end: image_end as u64 };
+    let free = || free_memory(info.ram(), image, HEAP_FLOOR, HEAP_CEILING);
+    let largest = free().max_by_key(|r| r.end - r.start).unwrap_or_default();
+    for mut region in free() {
+        // SAFETY, both: RAM by the loader's map, mapped by boot.s, outside of the image, above what the loader placed in
+        // the first megabyte; what was needed of its tables elsewhere has been copied or (ACPI) is marked reserved.
+        if region == largest {
+            let apart = dma::share(region.end - region.start);
+            let end = region.start + apart;
+            // SAFETY: see above.
+            unsafe { dma::set_apart(Region { start: region.start, end }) };
+            region.start = end;
+        }
+        // SAFETY: see above; without what was set apart.
+        unsafe { heap::add(region) };
+    }
+    let machine = Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
+    let map = |address, len| super::map_device(&machine.ram, address, len);
+    let khz = crate::config::number(&machine.command_line, "tsc_khz");
+    apic::mask_legacy_controllers();
+    let mut local_apic = apic::Local::new(map);
+    let clock = clock::Clock::new(start, khz);
+    local_apic.calibrate(&clock);
+    let io_apics = apic::IoApic::find(map);
+    let ram = machine.ram.clone();
+    let platform = Platform { clock, local_apic, io_apics, ram, next_interrupt: RefCell::new(1) };
+    crate::run(platform, machine)
+}
+
+#[panic_handler]
+fn panic(info: &core::panic::PanicInfo<'_>) -> ! {
+    println!("tombolo-cell: {info}");
+    exit(ExitCode::Panic)
+}
+
+/// Named by the prebuilt `core`; never called, since nothing unwinds.
+#[unsafe(no_mangle)]
+extern "C" fn rust_eh_personality() {}
+
+/// Named by the prebuilt `core` in builds without link-time optimisation; never called.
+#[unsafe(no_mangle)]
+extern "C" fn _Unwind_Resume() -> ! {
+    exit(ExitCode::Panic)
+}

@@ -1,0 +1,299 @@
+//! What an app is given: the network, tasks, time, the command line.
+
+#[cfg(not(test))]
+use crate::acpi::Ecam;
+use crate::config::Config;
+use crate::icmp::Pinger;
+use crate::stack::{NetStats, Shared, Stack};
+use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
+use alloc::rc::Rc;
+use alloc::vec::Vec;
+use core::fmt;
+use core::future::{Future, poll_fn};
+use core::pin::{Pin, pin};
+use core::task::{Context, Poll};
+use smoltcp::socket::dns;
+use smoltcp::wire::{DnsQueryType, IpAddress, IpCidr, IpEndpoint};
+
+/// The cell as its app sees it. A clone refers to the same one.
+#[derive(Clone)]
+pub struct Net(Rc<Shared>);
+
+/// A name has no address.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ResolveError {
+    /// It is not a name.
+    InvalidName,
+    /// No server is known, or none answered, or the name has no address.
+    NotFound,
+}
+
+impl fmt::Display for ResolveError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            ResolveError::InvalidName => "this is not a host name",
+            ResolveError::NotFound => "no DNS server knows this name",
+        })
+    }
+}
+
+impl Net {
+    pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Stack) -> R) -> R {
+        f(&mut self.0.stack.borrow_mut())
+    }
+
+    /// Adds a task: it runs until its future is done.
+    pub fn spawn(&self, task: impl Future<Output = ()> + 'static) {
+        self.0.executor.spawn(task);
+    }
+
+    /// The command line.
+    pub fn config(&self) -> &Config {
+        &self.0.config
+    }
+
+    /// Nanoseconds since the start.
+    pub fn now_ns(&self) -> u64 {
+        self.0.now_ns()
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> NetStats {
+        self.with(|stack| stack.stats())
+    }
+
+    /// The addresses of the cell, with their prefix lengths.
+    pub fn addresses(&self) -> Vec<IpCidr> {
+        self.with(|stack| stack.interface.ip_addrs().to_vec())
+    }
+
+    /// Waits until the cell has its IPv4 address, or at once where it is to have none.
+    pub async fn up(&self) {
+        poll_fn(|cx| self.with(|stack| if stack.poll_up(cx.waker()) { Poll::Ready(()) } else { Poll::Pending })).await
+    }
+
+    /// Sleeps until `at_ns` by [`Net::now_ns`].
+    pub fn sleep_until(&self, at_ns: u64) -> Sleep {
+        Sleep { net: self.clone(), at_ns, timer: None }
+    }
+
+    /// What `future` gives, or `None` where it is not done within `ns`.
+    pub async fn within<T>(&self, ns: u64, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = pin!(future);
+        let mut sleep = self.sleep_until(self.now_ns().saturating_add(ns));
+        poll_fn(|cx| match future.as_mut().poll(cx) {
+            Poll::Ready(value) => Poll::Ready(Some(value)),
+            Poll::Pending => Pin::new(&mut sleep).poll(cx).map(|()| None),
+        })
+        .await
+    }
+
+    /// The memory that the machine gave to the cell, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        crate::machine::heap::bytes()
+    }
+
+    /// Lets the network and the other tasks have their turn.
+    pub async fn pause(&self) {
+        let mut again = false;
+        poll_fn(|cx| {
+            if core::mem::replace(&mut again, true) {
+                return Poll::Ready(());
+            }
+            cx.waker().wake_by_ref();
+            Poll::Pending
+        })
+        .await
+    }
+
+    /// Listens for TCP connections on `port`.
+    ///
+    /// # Panics
+    /// Port 0, or a port that another listener has.
+    pub fn listen(&self, port: u16, options: TcpOptions) -> TcpListener {
+        TcpListener::new(self.clone(), port, options)
+    }
+
+    /// Opens a TCP connection.
+    pub async fn connect(&self, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
+        TcpStream::connect(self.clone(), to, options).await
+    }
+
+    /// A UDP socket on `port`, or on one of the stack's choice if that is 0.
+    pub fn udp(&self, port: u16) -> Result<UdpSocket, UdpError> {
+        UdpSocket::new(self.clone(), port, DEFAULT_BYTES)
+    }
+
+    /// A UDP socket that holds `bytes` each way.
+    pub fn udp_with(&self, port: u16, bytes: usize) -> Result<UdpSocket, UdpError> {
+        UdpSocket::new(self.clone(), port, bytes)
+    }
+
+    /// Sends ICMP echo requests.
+    pub fn pinger(&self) -> Pinger {
+        Pinger::new(self.clone())
+    }
+
+    /// The address of a name: itself if it is one, its A record, or its AAAA record.
+    pub async fn resolve(&self, name: &str) -> Result<IpAddress, ResolveError> {
+        if let Ok(address) = name.parse() {
+            return Ok(address);
+        }
+        let mut error = ResolveError::NotFound;
+        for kind in [DnsQueryType::A, DnsQueryType::Aaaa] {
+            match self.query(name, kind).await {
+                Ok(address) => return Ok(address),
+                Err(e) => error = e,
+            }
+        }
+        Err(error)
+    }
+
+    async fn query(&self, name: &str, kind: DnsQueryType) -> Result<IpAddress, ResolveError> {
+        let handle = self.with(|stack| {
+            let socket = stack.sockets.get_mut::<dns::Socket<'_>>(stack.dns);
+            socket.start_query(stack.interface.context(), name, kind).map_err(|error| match error {
+                dns::StartQueryError::NoFreeSlot => ResolveError::NotFound,
+                _ => ResolveError::InvalidName,
+            })
+        })?;
+        poll_fn(|cx| {
+            self.with(|stack| {
+                let socket = stack.sockets.get_mut::<dns::Socket<'_>>(stack.dns);
+                match socket.get_query_result(handle) {
+                    Ok(addresses) => Poll::Ready(addresses.first().copied().ok_or(ResolveError::NotFound)),
+                    Err(dns::GetQueryResultError::Failed) => Poll::Ready(Err(ResolveError::NotFound)),
+                    Err(dns::GetQueryResultError::Pending) => {
+                        socket.register_query_waker(handle, cx.waker());
+                        Poll::Pending
+                    }
+                }
+            })
+        })
+        .await
+    }
+}
+
+/// Waits for a point in time; see [`Net::sleep_until`].
+pub struct Sleep {
+    net: Net,
+    at_ns: u64,
+    /// The key of the timer that is set.
+    timer: Option<(u64, u64)>,
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if self.net.now_ns() >= self.at_ns {
+            return Poll::Ready(());
+        }
+        if self.timer.is_none() {
+            let at_ns = self.at_ns;
+            let key = self.net.with(|stack| {
+                stack.next_timer += 1;
+                let key = (at_ns, stack.next_timer);
+                stack.timers.insert(key, cx.waker().clone());
+                key
+            });
+            self.timer = Some(key);
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        if let Some(key) = self.timer {
+            self.net.with(|stack| stack.timers.remove(&key));
+        }
+    }
+}
+
+#[cfg(not(test))]
+mod start {
+    use super::*;
+    use crate::executor::Executor;
+    use crate::machine::startup::Machine;
+    use crate::machine::{Platform, cpu};
+    use crate::pci::Pci;
+    use crate::virtio::mmio::MmioTransport;
+    use crate::virtio::net::VirtioNet;
+    use crate::virtio::pci::PciTransport;
+    use crate::virtio::{DEVICE_NET, Transport};
+    use crate::{ExitCode, exit, println, selftest, stack};
+    use alloc::boxed::Box;
+    use core::cell::RefCell;
+
+    /// The first network device: by MMIO if the command line names one, by PCI, by MMIO in microvm's places.
+    fn find_device(
+        platform: &Platform,
+        line: &str,
+        ecam: Option<Ecam>,
+        window: Option<u64>,
+    ) -> Option<Box<dyn Transport>> {
+        if let Some(transport) = MmioTransport::find(platform, line, false, DEVICE_NET) {
+            return Some(Box::new(transport));
+        }
+        if let Some(mut pci) = Pci::find(platform, ecam, window)
+            && let Some(transport) = PciTransport::find(platform, &mut pci, DEVICE_NET)
+        {
+            return Some(Box::new(transport));
+        }
+        Some(Box::new(MmioTransport::find(platform, line, true, DEVICE_NET)?))
+    }
+
+    /// From a machine that is set up to the app; never returns.
+    pub(crate) fn run(platform: Platform, machine: Machine) -> ! {
+        let config = match Config::parse(&machine.command_line) {
+            Ok(config) => config,
+            Err(error) => {
+                println!("tombolo-cell: {error}");
+                exit(ExitCode::Failure)
+            }
+        };
+        if config.verbose {
+            let clock = &platform.clock;
+            println!(
+                "tombolo-cell: clock {} kHz from {:?}, heap {} KiB",
+                clock.khz(),
+                clock.source,
+                crate::machine::heap::bytes() >> 10
+            );
+        }
+        selftest::run(&config);
+        let window = config.number("pcimem");
+        let Some(transport) = find_device(&platform, &machine.command_line, machine.ecam, window) else {
+            println!("tombolo-cell: no virtio network device on PCI or MMIO; add one to the machine");
+            exit(ExitCode::Failure)
+        };
+        // A generator of the processor's if there is one; else what differs from start to start.
+        let seed = cpu::hardware_random().unwrap_or_else(|| cpu::tsc().wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let Some(device) = VirtioNet::new(transport, seed) else {
+            println!("tombolo-cell: the network device refused the features");
+            exit(ExitCode::Failure)
+        };
+        if config.verbose {
+            println!(
+                "tombolo-cell: {}: {}, features {:#x}, MTU {}",
+                device.name(),
+                device.mac(),
+                device.features(),
+                device.mtu()
+            );
+        }
+        if !device.link_is_up() {
+            println!("tombolo-cell: the network device says that its link is down");
+        }
+        let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
+        let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
+        let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
+        selftest::call_app(Net(shared.clone()));
+        stack::drive(&shared)
+    }
+}
+
+#[cfg(not(test))]
+pub(crate) use start::run;

@@ -1,0 +1,324 @@
+//! The network stack and the main loop that drives it.
+//!
+//! ```text
+//!   take up to `budget` frames -> let woken tasks run -> send what is to be sent -> under budget? arm, look again, sleep
+//! ```
+//!
+//! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
+
+use crate::config::{Config, Ipv4Config};
+use crate::executor::Executor;
+use crate::machine::Platform;
+use crate::println;
+use crate::tcp::{Closing, ListenState};
+use crate::virtio::net::{DeviceStats, VirtioNet};
+use alloc::boxed::Box;
+use alloc::collections::BTreeMap;
+use alloc::rc::Rc;
+use alloc::vec::Vec;
+use core::cell::RefCell;
+use core::task::Waker;
+use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
+use smoltcp::socket::{dhcpv4, dns};
+use smoltcp::time::Instant;
+use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
+
+/// DHCP option 12, the host's name (RFC 2132 §3.14).
+const DHCP_HOST_NAME: u8 = 12;
+/// Rounds of sending in one turn; a socket sends one segment in each.
+const EGRESS_ROUNDS: usize = 16;
+/// How often a device without interrupts is looked at.
+const POLLING_NS: u64 = 1_000_000;
+const LINK_LOCAL_PREFIX: u8 = 64;
+/// DNS questions that can be open at a time.
+const DNS_QUERIES: usize = 8;
+
+/// Counters of the main loop and the device, all monotonic.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct NetStats {
+    /// The device's counters.
+    pub device: DeviceStats,
+    /// Turns of the main loop.
+    pub turns: u64,
+    /// Turns that ended with the budget used up.
+    pub exhausted_budgets: u64,
+    /// How often the cell slept.
+    pub sleeps: u64,
+    /// Interrupts of the device.
+    pub interrupts: u64,
+    /// TCP connections that were accepted.
+    pub accepted: u64,
+    /// Connections that were refused, since the listener had its limit.
+    pub refused: u64,
+}
+
+/// Everything that the tasks share.
+pub(crate) struct Stack {
+    pub(crate) interface: Interface,
+    pub(crate) sockets: SocketSet<'static>,
+    pub(crate) listeners: Vec<ListenState>,
+    pub(crate) closing: Vec<Closing>,
+    /// TCP streams that the app holds.
+    pub(crate) streams: usize,
+    /// By time, then by a number that tells those of the same time apart.
+    pub(crate) timers: BTreeMap<(u64, u64), Waker>,
+    pub(crate) next_timer: u64,
+    pub(crate) dns: SocketHandle,
+    pub(crate) stats: NetStats,
+    pub(crate) next_port: u16,
+    device: VirtioNet,
+    dhcp: Option<SocketHandle>,
+    is_up: bool,
+    waiting_for_up: Vec<Waker>,
+}
+
+/// What a [`Net`](crate::Net) refers to.
+pub(crate) struct Shared {
+    pub(crate) stack: RefCell<Stack>,
+    pub(crate) executor: Executor,
+    pub(crate) platform: Platform,
+    pub(crate) config: Config,
+}
+
+impl Shared {
+    /// Nanoseconds since the start.
+    pub(crate) fn now_ns(&self) -> u64 {
+        self.platform.clock.now_ns()
+    }
+
+    fn now(&self) -> Instant {
+        instant(self.now_ns())
+    }
+}
+
+/// The stack's clock counts microseconds.
+pub(crate) fn instant(ns: u64) -> Instant {
+    Instant::from_micros((ns / 1000) as i64)
+}
+
+fn link_local(mac: EthernetAddress) -> Ipv6Address {
+    let [a, b, c, d, e, f] = mac.0;
+    // RFC 4291 appendix A: the modified EUI-64 identifier.
+    let word = |high: u8, low: u8| u16::from_be_bytes([high, low]);
+    Ipv6Address::new(0xfe80, 0, 0, 0, word(a ^ 2, b), word(c, 0xff), word(0xfe, d), word(e, f))
+}
+
+impl Stack {
+    /// Brings the interface up with what the command line says; DHCP begins at once.
+    pub(crate) fn new(mut device: VirtioNet, config: &Config, now_ns: u64, seed: u64) -> Stack {
+        let mac = device.mac();
+        let mut interface_config = smoltcp::iface::Config::new(mac.into());
+        interface_config.random_seed = seed;
+        interface_config.slaac = true;
+        let mut interface = Interface::new(interface_config, &mut device, instant(now_ns));
+        let mut sockets = SocketSet::new(Vec::new());
+        interface.update_ip_addrs(|addresses| {
+            let link_local = IpCidr::Ipv6(Ipv6Cidr::new(link_local(mac), LINK_LOCAL_PREFIX));
+            // Three addresses at most, of the eight that there is room for.
+            let _ = addresses.push(link_local);
+            if let Ipv4Config::Static(cidr) = config.ipv4 {
+                let _ = addresses.push(IpCidr::Ipv4(cidr));
+            }
+            if let Some(cidr) = config.ipv6 {
+                let _ = addresses.push(IpCidr::Ipv6(cidr));
+            }
+        });
+        if let Some(gateway) = config.gateway {
+            // Cannot fail: the table is empty.
+            let _ = interface.routes_mut().add_default_ipv4_route(gateway);
+        }
+        if let Some(gateway) = config.gateway6 {
+            let _ = interface.routes_mut().add_default_ipv6_route(gateway);
+        }
+        let queries: Vec<Option<dns::DnsQuery>> = (0..DNS_QUERIES).map(|_| None).collect();
+        let dns = sockets.add(dns::Socket::new(&config.dns[..config.dns.len().min(1)], queries));
+        let dhcp = (config.ipv4 == Ipv4Config::Dhcp).then(|| {
+            let mut socket = dhcpv4::Socket::new();
+            // For as long as the cell lives.
+            let name: &'static [u8] = Box::leak(config.hostname.clone().into_boxed_str()).as_bytes();
+            let options: &'static [DhcpOption<'static>] =
+                Box::leak(Box::new([DhcpOption { kind: DHCP_HOST_NAME, data: name }]));
+            socket.set_outgoing_options(options);
+            sockets.add(socket)
+        });
+        Stack {
+            interface,
+            sockets,
+            listeners: Vec::new(),
+            closing: Vec::new(),
+            streams: 0,
+            timers: BTreeMap::new(),
+            next_timer: 0,
+            dns,
+            stats: NetStats::default(),
+            // Of the dynamic ports (RFC 6335 §6), begun at a random place.
+            next_port: 0xc000 | (seed >> 17) as u16 & 0x3fff,
+            device,
+            dhcp,
+            is_up: false,
+            waiting_for_up: Vec::new(),
+        }
+    }
+
+    /// The counters.
+    pub(crate) fn stats(&self) -> NetStats {
+        let mut stats = self.stats;
+        stats.device = self.device.stats();
+        stats.interrupts = self.device.interrupts().unwrap_or(0);
+        stats
+    }
+
+    /// Payload bytes that fit into the device's transmit buffers.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        self.device.transmit_bytes()
+    }
+
+    /// Whether the cell has an address; if not, `waker` is woken when it gets one.
+    pub(crate) fn poll_up(&mut self, waker: &Waker) -> bool {
+        if !self.is_up {
+            self.waiting_for_up.push(waker.clone());
+        }
+        self.is_up
+    }
+
+    /// A local port for a connection or a socket that does not care.
+    pub(crate) fn ephemeral_port(&mut self) -> u16 {
+        self.next_port = if self.next_port == u16::MAX { 0xc000 } else { self.next_port + 1 };
+        self.next_port
+    }
+
+    fn come_up(&mut self, now_ns: u64, how: &str) {
+        if !self.is_up {
+            self.is_up = true;
+            let (ms, tenths) = (now_ns / 1_000_000, now_ns / 100_000 % 10);
+            match self.interface.ip_addrs().iter().find(|a| matches!(a, IpCidr::Ipv4(_))) {
+                Some(address) => println!("tombolo-cell: net up {address} in {ms}.{tenths} ms{how}"),
+                None => println!("tombolo-cell: net up {} in {ms}.{tenths} ms", self.interface.ip_addrs()[0]),
+            }
+        }
+        for waker in self.waiting_for_up.drain(..) {
+            waker.wake();
+        }
+    }
+
+    fn poll_dhcp(&mut self, config: &Config, now_ns: u64) {
+        let Some(handle) = self.dhcp else { return };
+        let (address, router, servers): (Option<Ipv4Cidr>, Option<Ipv4Address>, Vec<IpAddress>) =
+            match self.sockets.get_mut::<dhcpv4::Socket<'_>>(handle).poll() {
+                None => return,
+                Some(dhcpv4::Event::Deconfigured) => (None, None, Vec::new()),
+                Some(dhcpv4::Event::Configured(lease)) => {
+                    (Some(lease.address), lease.router, lease.dns_servers.iter().map(|s| IpAddress::Ipv4(*s)).collect())
+                }
+            };
+        self.interface.update_ip_addrs(|addresses| {
+            addresses.retain(|a| !matches!(a, IpCidr::Ipv4(_)));
+            if let Some(address) = address {
+                let _ = addresses.push(IpCidr::Ipv4(address));
+            }
+        });
+        match config.gateway.or(router) {
+            Some(router) => {
+                let _ = self.interface.routes_mut().add_default_ipv4_route(router);
+            }
+            None => {
+                self.interface.routes_mut().remove_default_ipv4_route();
+            }
+        }
+        if config.dns.is_empty() {
+            // As many as the socket has room for.
+            self.sockets.get_mut::<dns::Socket<'_>>(self.dns).update_servers(&servers[..servers.len().min(1)]);
+        }
+        match address {
+            Some(_) => self.come_up(now_ns, " (DHCP)"),
+            None if self.is_up => {
+                self.is_up = false;
+                println!("tombolo-cell: the DHCP lease is gone");
+            }
+            None => {}
+        }
+    }
+
+    fn fire_timers(&mut self, now_ns: u64) {
+        while let Some(timer) = self.timers.first_entry()
+            && timer.key().0 <= now_ns
+        {
+            timer.remove().wake();
+        }
+    }
+}
+
+/// Takes up to `budget` frames; returns how many there were.
+fn ingress(shared: &Shared, budget: usize) -> usize {
+    let stack = &mut *shared.stack.borrow_mut();
+    let now = shared.now();
+    let mut taken = 0;
+    while taken < budget {
+        match stack.interface.poll_ingress_single(now, &mut stack.device, &mut stack.sockets) {
+            PollIngressSingleResult::None => break,
+            PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
+        }
+        if stack.device.take_syn() {
+            stack.refill_listeners();
+        }
+    }
+    taken
+}
+
+/// Sends; returns whether there may be more to send.
+fn egress(shared: &Shared) -> bool {
+    let stack = &mut *shared.stack.borrow_mut();
+    let now = shared.now();
+    let mut more = true;
+    for _ in 0..EGRESS_ROUNDS {
+        more =
+            stack.interface.poll_egress(now, &mut stack.device, &mut stack.sockets) == PollResult::SocketStateChanged;
+        if !more {
+            break;
+        }
+    }
+    stack.device.flush();
+    more
+}
+
+/// The main loop.
+pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
+    let budget = shared.config.budget;
+    if shared.config.ipv4 != Ipv4Config::Dhcp {
+        shared.stack.borrow_mut().come_up(shared.now_ns(), "");
+    }
+    loop {
+        shared.stack.borrow_mut().device.begin_turn();
+        let taken = ingress(shared, budget);
+        {
+            let stack = &mut *shared.stack.borrow_mut();
+            let now_ns = shared.now_ns();
+            stack.stats.turns += 1;
+            stack.stats.exhausted_budgets += u64::from(taken == budget);
+            stack.interface.poll_maintenance(instant(now_ns));
+            stack.poll_dhcp(&shared.config, now_ns);
+            stack.promote_connections();
+            stack.reap_connections(now_ns);
+            stack.fire_timers(now_ns);
+        }
+        shared.executor.run_round();
+        if egress(shared) || taken == budget || shared.executor.is_ready() {
+            continue;
+        }
+        let until_ns = {
+            let stack = &mut *shared.stack.borrow_mut();
+            if stack.device.arm() {
+                continue;
+            }
+            stack.stats.sleeps += 1;
+            let now_ns = shared.now_ns();
+            let stack_at =
+                stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
+            let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
+            let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
+            let poll_at = stack.device.needs_polling().then_some(now_ns + POLLING_NS);
+            [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
+        };
+        shared.platform.sleep(until_ns);
+    }
+}

@@ -1,0 +1,462 @@
+//! TCP: listeners and streams.
+//!
+//! The stack below has no backlog: one socket takes one connection. So a listener keeps a few sockets listening, one more
+//! is added as soon as one is taken (after each frame that asks for a connection, so a burst finds enough), up to
+//! the limit of connections. Closed connections give their socket, with its buffers, to the next.
+//!
+//! The stack sends in the order of its sockets and stops when the transmit ring is full, so early sockets could starve late
+//! ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold: each may have
+//! written and not yet acknowledged an equal share of that, at least [`MIN_SHARE_BYTES`].
+
+use crate::Net;
+use crate::stack::Stack;
+use alloc::collections::VecDeque;
+use alloc::vec::Vec;
+use core::fmt;
+use core::future::poll_fn;
+use core::task::{Poll, Waker};
+use smoltcp::iface::SocketHandle;
+use smoltcp::socket::tcp::{self, State};
+use smoltcp::time::Duration;
+use smoltcp::wire::IpEndpoint;
+
+/// Sockets that listen at least, while the limit allows it, and at most.
+const BACKLOG: core::ops::RangeInclusive<usize> = 4..=16;
+/// A peer that answers nothing for so long is given up.
+const PEER_TIMEOUT: Duration = Duration::from_secs(20);
+const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long a peer may take to answer the first time.
+const CONNECT_NS: u64 = 10_000_000_000;
+/// How long a stream that was dropped may take to deliver what it has and to say goodbye.
+const LINGER_NS: u64 = 30_000_000_000;
+
+/// What a stream may always have on the way.
+const MIN_SHARE_BYTES: usize = 4096;
+
+/// What a listener gives each of its connections, and how many there may be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TcpOptions {
+    /// Bytes received and not yet read: the window that the peer sees.
+    pub receive_bytes: usize,
+    /// Bytes written and not yet acknowledged.
+    pub send_bytes: usize,
+    /// Connections at a time; further ones are refused.
+    pub limit: usize,
+}
+
+impl Default for TcpOptions {
+    fn default() -> Self {
+        TcpOptions { receive_bytes: 16 << 10, send_bytes: 64 << 10, limit: 128 }
+    }
+}
+
+/// Why a TCP call failed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TcpError {
+    /// The peer has closed, or reset, or answered nothing for too long.
+    Closed,
+    /// The peer cannot be reached: no route, no address of our own, or no answer within 10 s.
+    Unreachable,
+    /// The peer refused the connection.
+    Refused,
+}
+
+impl fmt::Display for TcpError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            TcpError::Closed => "the connection is closed",
+            TcpError::Unreachable => "the peer cannot be reached",
+            TcpError::Refused => "the peer refused the connection",
+        })
+    }
+}
+
+/// A listener's part of the stack's state.
+pub(crate) struct ListenState {
+    port: u16,
+    options: TcpOptions,
+    /// Sockets that listen, or whose handshake is under way.
+    backlog: Vec<SocketHandle>,
+    /// Connections that wait to be accepted.
+    ready: VecDeque<SocketHandle>,
+    waker: Option<Waker>,
+    /// Connections that were accepted and still hold their socket.
+    accepted: usize,
+}
+
+/// A connection whose stream was dropped.
+pub(crate) struct Closing {
+    handle: SocketHandle,
+    listener: Option<usize>,
+    pub(crate) deadline_ns: u64,
+}
+
+fn new_socket(options: TcpOptions) -> tcp::Socket<'static> {
+    let buffer = |bytes: usize| tcp::SocketBuffer::new(alloc::vec![0; bytes]);
+    let mut socket = tcp::Socket::new(buffer(options.receive_bytes), buffer(options.send_bytes));
+    socket.set_nagle_enabled(false);
+    socket.set_ack_delay(None);
+    socket.set_timeout(Some(PEER_TIMEOUT));
+    socket.set_keep_alive(Some(KEEP_ALIVE));
+    socket
+}
+
+impl Stack {
+    /// How many bytes each stream may have on the way.
+    fn share_bytes(&self) -> usize {
+        (self.transmit_bytes() / 2 / self.streams.max(1)).max(MIN_SHARE_BYTES)
+    }
+
+    fn socket(&mut self, handle: SocketHandle) -> &mut tcp::Socket<'static> {
+        self.sockets.get_mut(handle)
+    }
+
+    /// Sees that each listener has enough sockets that listen.
+    pub(crate) fn refill_listeners(&mut self) {
+        for listener in &mut self.listeners {
+            let listening = |handle: &&SocketHandle| self.sockets.get::<tcp::Socket<'_>>(**handle).is_listening();
+            let mut idle = listener.backlog.iter().filter(listening).count();
+            let busy = listener.backlog.len() - idle + listener.ready.len() + listener.accepted;
+            let room = listener.options.limit.saturating_sub(busy);
+            while idle < *BACKLOG.start() && idle < room {
+                let mut socket = new_socket(listener.options);
+                // Cannot fail: the socket is new and the port is not 0.
+                let _ = socket.listen(listener.port);
+                listener.backlog.push(self.sockets.add(socket));
+                idle += 1;
+            }
+            if room == 0 {
+                self.stats.refused += 1;
+            }
+            // Over the limit nobody may listen.
+            while idle > room {
+                let Some(at) =
+                    listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
+                else {
+                    break;
+                };
+                self.sockets.remove(listener.backlog.swap_remove(at));
+                idle -= 1;
+            }
+        }
+    }
+
+    /// Hands finished handshakes to whoever accepts.
+    pub(crate) fn promote_connections(&mut self) {
+        let mut changed = false;
+        for listener in &mut self.listeners {
+            let mut at = 0;
+            while at < listener.backlog.len() {
+                let handle = listener.backlog[at];
+                let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
+                match socket.state() {
+                    State::Listen | State::SynReceived => at += 1,
+                    State::Closed => {
+                        // A handshake that came to nothing.
+                        let _ = socket.listen(listener.port);
+                        at += 1;
+                    }
+                    _ => {
+                        listener.backlog.swap_remove(at);
+                        listener.ready.push_back(handle);
+                        self.stats.accepted += 1;
+                        changed = true;
+                        if let Some(waker) = listener.waker.take() {
+                            waker.wake();
+                        }
+                    }
+                }
+            }
+        }
+        if changed {
+            self.refill_listeners();
+        }
+    }
+
+    /// Takes back the sockets of connections that have ended.
+    pub(crate) fn reap_connections(&mut self, now_ns: u64) {
+        if self.closing.is_empty() {
+            return;
+        }
+        let mut at = 0;
+        while at < self.closing.len() {
+            let Closing { handle, listener, deadline_ns } = self.closing[at];
+            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
+            // TIME-WAIT is left at once: the peer has said its last word and was answered in the turn before; one that
+            // says it again gets a reset.
+            let ended = matches!(socket.state(), State::Closed | State::TimeWait);
+            if !ended && now_ns < deadline_ns {
+                at += 1;
+                continue;
+            }
+            if !ended {
+                socket.abort();
+                self.closing[at].deadline_ns = u64::MAX;
+                // The reset goes out in this turn; the socket is taken back in the next.
+                at += 1;
+                continue;
+            }
+            self.closing.swap_remove(at);
+            let reused = listener.is_some_and(|index| {
+                let listener = &mut self.listeners[index];
+                listener.accepted -= 1;
+                let keep = listener.backlog.len() < *BACKLOG.end() && socket.listen(listener.port).is_ok();
+                if keep {
+                    listener.backlog.push(handle);
+                }
+                keep
+            });
+            if !reused {
+                self.sockets.remove(handle);
+            }
+        }
+    }
+}
+
+/// Accepts connections on a port.
+pub struct TcpListener {
+    net: Net,
+    index: usize,
+}
+
+impl TcpListener {
+    /// # Panics
+    /// Port 0, and a port that another listener has: mistakes of the app.
+    pub(crate) fn new(net: Net, port: u16, options: TcpOptions) -> TcpListener {
+        assert!(port != 0, "a listener needs a port");
+        let index = net.with(|stack| {
+            assert!(stack.listeners.iter().all(|l| l.port != port), "two listeners on port {port}");
+            stack.listeners.push(ListenState {
+                port,
+                options,
+                backlog: Vec::new(),
+                ready: VecDeque::new(),
+                waker: None,
+                accepted: 0,
+            });
+            stack.refill_listeners();
+            stack.listeners.len() - 1
+        });
+        TcpListener { net, index }
+    }
+
+    /// The next connection.
+    pub async fn accept(&mut self) -> TcpStream {
+        let handle = poll_fn(|cx| {
+            self.net.with(|stack| {
+                let listener = &mut stack.listeners[self.index];
+                match listener.ready.pop_front() {
+                    Some(handle) => {
+                        listener.accepted += 1;
+                        Poll::Ready(handle)
+                    }
+                    None => {
+                        listener.waker = Some(cx.waker().clone());
+                        Poll::Pending
+                    }
+                }
+            })
+        })
+        .await;
+        TcpStream::new(self.net.clone(), handle, Some(self.index))
+    }
+}
+
+/// A TCP connection. Dropped, it delivers what was written, closes, and gives its socket back.
+pub struct TcpStream {
+    net: Net,
+    handle: SocketHandle,
+    listener: Option<usize>,
+}
+
+impl TcpStream {
+    fn new(net: Net, handle: SocketHandle, listener: Option<usize>) -> TcpStream {
+        net.with(|stack| stack.streams += 1);
+        TcpStream { net, handle, listener }
+    }
+
+    /// Connects to `to`.
+    pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
+        let handle = net.with(|stack| {
+            let port = stack.ephemeral_port();
+            let mut socket = new_socket(options);
+            socket.connect(stack.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
+            Ok(stack.sockets.add(socket))
+        })?;
+        let stream = TcpStream::new(net, handle, None);
+        let answer = poll_fn(|cx| {
+            stream.with(|socket| match socket.state() {
+                State::SynSent | State::SynReceived => {
+                    socket.register_send_waker(cx.waker());
+                    Poll::Pending
+                }
+                State::Closed => Poll::Ready(Err(TcpError::Refused)),
+                _ => Poll::Ready(Ok(())),
+            })
+        });
+        let done = stream.net.within(CONNECT_NS, answer).await;
+        done.unwrap_or(Err(TcpError::Unreachable)).map(|()| stream)
+    }
+
+    fn with<R>(&self, f: impl FnOnce(&mut tcp::Socket<'static>) -> R) -> R {
+        self.net.with(|stack| f(stack.socket(self.handle)))
+    }
+
+    /// The peer's address and port.
+    pub fn peer(&self) -> Option<IpEndpoint> {
+        self.with(|socket| socket.remote_endpoint())
+    }
+
+    /// The own address and port.
+    pub fn local(&self) -> Option<IpEndpoint> {
+        self.with(|socket| socket.local_endpoint())
+    }
+
+    /// Waits for bytes and hands `take` what is there, without a copy; it says how many it has used up. `Ok(None)`: the
+    /// peer has sent its last byte.
+    pub async fn read_with<R>(&mut self, mut take: impl FnMut(&mut [u8]) -> (usize, R)) -> Result<Option<R>, TcpError> {
+        poll_fn(|cx| {
+            self.with(|socket| {
+                if socket.can_recv() {
+                    return Poll::Ready(socket.recv(&mut take).map(Some).map_err(|_| TcpError::Closed));
+                }
+                match socket.state() {
+                    // It has said that it sends nothing more.
+                    State::CloseWait | State::LastAck | State::Closing | State::TimeWait => Poll::Ready(Ok(None)),
+                    _ if !socket.may_recv() => Poll::Ready(Err(TcpError::Closed)),
+                    _ => {
+                        socket.register_recv_waker(cx.waker());
+                        Poll::Pending
+                    }
+                }
+            })
+        })
+        .await
+    }
+
+    /// Waits for bytes and copies them; 0: the peer has sent its last byte.
+    pub async fn read(&mut self, to: &mut [u8]) -> Result<usize, TcpError> {
+        let copied = self
+            .read_with(|bytes| {
+                let n = bytes.len().min(to.len());
+                to[..n].copy_from_slice(&bytes[..n]);
+                (n, n)
+            })
+            .await?;
+        Ok(copied.unwrap_or(0))
+    }
+
+    /// The socket, and how many bytes may be written now.
+    fn with_room<R>(&self, f: impl FnOnce(&mut tcp::Socket<'static>, usize) -> R) -> R {
+        self.net.with(|stack| {
+            let share = stack.share_bytes();
+            let socket = stack.socket(self.handle);
+            let room = share.saturating_sub(socket.send_queue());
+            f(socket, if socket.can_send() { room } else { 0 })
+        })
+    }
+
+    /// Waits for room and lets `fill` write into it, without a copy; it says how many bytes it has written.
+    pub async fn write_with<R>(&mut self, mut fill: impl FnMut(&mut [u8]) -> (usize, R)) -> Result<R, TcpError> {
+        poll_fn(|cx| {
+            self.with_room(|socket, room| {
+                if !socket.may_send() {
+                    return Poll::Ready(Err(TcpError::Closed));
+                }
+                if room > 0 {
+                    let written = socket.send(|to| {
+                        let n = to.len().min(room);
+                        fill(&mut to[..n])
+                    });
+                    return Poll::Ready(written.map_err(|_| TcpError::Closed));
+                }
+                // Woken by each acknowledgement; where the share is used up there is one to come.
+                socket.register_send_waker(cx.waker());
+                Poll::Pending
+            })
+        })
+        .await
+    }
+
+    /// Waits until there are bytes to read or there is room to write, and does what is possible of both: `take` and `fill`
+    /// say how many bytes they have used.
+    pub async fn exchange(
+        &mut self,
+        mut take: impl FnMut(&mut [u8]) -> usize,
+        mut fill: impl FnMut(&mut [u8]) -> usize,
+    ) -> Result<(usize, usize), TcpError> {
+        poll_fn(|cx| {
+            self.with_room(|socket, room| {
+                if !socket.may_send() {
+                    return Poll::Ready(Err(TcpError::Closed));
+                }
+                let counted = |n| (n, n);
+                let taken = if socket.can_recv() { socket.recv(|b| counted(take(b))).unwrap_or(0) } else { 0 };
+                let mut fill_room = |to: &mut [u8]| {
+                    let n = to.len().min(room);
+                    counted(fill(&mut to[..n]))
+                };
+                let filled = if room > 0 { socket.send(&mut fill_room).unwrap_or(0) } else { 0 };
+                if taken + filled > 0 {
+                    return Poll::Ready(Ok((taken, filled)));
+                }
+                socket.register_recv_waker(cx.waker());
+                socket.register_send_waker(cx.waker());
+                Poll::Pending
+            })
+        })
+        .await
+    }
+
+    /// Writes all of `bytes`, waiting for room as often as is needed.
+    pub async fn write_all(&mut self, mut bytes: &[u8]) -> Result<(), TcpError> {
+        while !bytes.is_empty() {
+            let written = self
+                .write_with(|room| {
+                    let n = room.len().min(bytes.len());
+                    room[..n].copy_from_slice(&bytes[..n]);
+                    (n, n)
+                })
+                .await?;
+            bytes = &bytes[written..];
+        }
+        Ok(())
+    }
+
+    /// Sends all that was written, then the end; waits until the peer has acknowledged, or is gone.
+    pub async fn finish(&mut self) {
+        self.with(|socket| socket.close());
+        poll_fn(|cx| {
+            self.with(|socket| match socket.state() {
+                State::FinWait1 | State::Closing | State::LastAck => {
+                    socket.register_send_waker(cx.waker());
+                    Poll::Pending
+                }
+                _ => Poll::Ready(()),
+            })
+        })
+        .await
+    }
+
+    /// Ends the connection at once, with a reset.
+    pub fn abort(&mut self) {
+        self.with(|socket| socket.abort());
+    }
+
+    /// Bytes that were written and not yet acknowledged.
+    pub fn unacknowledged(&self) -> usize {
+        self.with(|socket| socket.send_queue())
+    }
+}
+
+impl Drop for TcpStream {
+    fn drop(&mut self) {
+        let deadline_ns = self.net.now_ns() + LINGER_NS;
+        let (handle, listener) = (self.handle, self.listener);
+        self.net.with(|stack| {
+            stack.streams -= 1;
+            stack.socket(handle).close();
+            stack.closing.push(Closing { handle, listener, deadline_ns });
+        });
+    }
+}

@@ -1,0 +1,97 @@
+//! What the running fabric can be asked, and how it answers.
+//!
+//! The fabric is one task that owns its state; everybody else sends it a [`Request`] and waits for the reply. The HTTP
+//! server on the Unix socket is such a somebody, and so are tests. The reports are the JSON of the API and of every
+//! `--json`: one schema, described in docs/api.md and by the OpenAPI document.
+
+pub mod report;
+
+use report::{MachineReport, PortReport, Status};
+use std::path::PathBuf;
+use tokio::sync::{mpsc, oneshot};
+
+/// Where the answer to a request goes. An answer that nobody waits for any more is dropped.
+pub type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
+
+/// The sending end of the fabric's requests.
+pub type Requests = mpsc::Sender<Request>;
+
+/// Why a request was not carried out.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum Refusal {
+    /// The thing named does not exist; HTTP 404, exit code 1.
+    #[error("{0}")]
+    NotFound(String),
+    /// The request is wrong in itself; HTTP 400, exit code 2.
+    #[error("{0}")]
+    Invalid(String),
+    /// It conflicts with what runs, such as a name in use; HTTP 409, exit code 1.
+    #[error("{0}")]
+    Conflict(String),
+    /// It was tried and failed; HTTP 500, exit code 1.
+    #[error("{0}")]
+    Failed(String),
+}
+
+/// One thing asked of the fabric.
+#[derive(Debug)]
+pub enum Request {
+    /// Everything about it at this instant.
+    Status(Reply<Status>),
+    /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of it or nothing.
+    AddPorts {
+        /// TOML text.
+        sections: String,
+        /// The new ports.
+        reply: Reply<Vec<PortReport>>,
+    },
+    /// Removes a port that was added, or a tap or bare port of the file. A machine's port goes with its machine.
+    RemovePort {
+        /// The port's name.
+        name: String,
+        /// Done.
+        reply: Reply<()>,
+    },
+    /// Starts the machines that the sections of this piece of a fabric file name (`[cell.x]`, `[vm.x]`), or one that the
+    /// fabric knows and that has ended.
+    RunMachine {
+        /// TOML text, or only the name of a known machine.
+        sections: String,
+        /// The machines started.
+        reply: Reply<Vec<MachineReport>>,
+    },
+    /// Stops a machine and waits for its end.
+    StopMachine {
+        /// Its name.
+        name: String,
+        /// Done; the machine's last state.
+        reply: Reply<MachineReport>,
+    },
+    /// Where a machine's console is.
+    Console {
+        /// The machine's name.
+        name: String,
+        /// Its files.
+        reply: Reply<Console>,
+    },
+    /// Starts a capture of a port.
+    Capture {
+        /// The port's name.
+        port: String,
+        /// Bytes kept of each frame; the whole frame with `None`.
+        snaplen: Option<u32>,
+        /// Pieces of a pcapng file, in order, until the receiver is dropped or the port goes.
+        reply: Reply<mpsc::Receiver<Vec<u8>>>,
+    },
+    /// Stops everything and removes all that the fabric made; the daemon ends after the reply.
+    Down(Reply<()>),
+}
+
+/// A machine's console.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Console {
+    /// All that it printed; grows while it runs.
+    pub log: PathBuf,
+    /// A Unix socket that takes what is typed, where there is one.
+    pub input: Option<PathBuf>,
+}

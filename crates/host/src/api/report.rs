@@ -1,0 +1,207 @@
+//! The reports: one documented JSON schema for the API and for every `--json`. Fields are only ever added.
+//!
+//! Counters only grow while the fabric runs. "rx" is what came from the peer of a port, "tx" what went to it. Bytes are
+//! of Ethernet frames without frame check sequence. Times are seconds or nanoseconds as the name says.
+
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::net::{Ipv4Addr, SocketAddr};
+
+/// The version of this schema.
+pub const SCHEMA: u32 = 1;
+
+/// A running fabric.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Status {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// Version of the program.
+    pub version: String,
+    /// The fabric's name.
+    pub name: String,
+    /// The file it was started from.
+    pub file: String,
+    /// Process id of the daemon.
+    pub pid: u32,
+    /// Seconds since it stands.
+    pub uptime_s: f64,
+    /// Networks, in the order of the file.
+    pub networks: Vec<NetworkReport>,
+    /// Cells and VMs.
+    pub machines: Vec<MachineReport>,
+    /// Ports of all networks.
+    pub ports: Vec<PortReport>,
+    /// Port forwards.
+    pub forwards: Vec<ForwardReport>,
+    /// Worker threads.
+    pub workers: Vec<WorkerReport>,
+    /// What does not work as the file asks, in sentences; empty when all is well.
+    pub warnings: Vec<String>,
+}
+
+/// A network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct NetworkReport {
+    /// Its name.
+    pub name: String,
+    /// Its addresses, such as "10.87.0.0/24".
+    pub subnet: String,
+    /// The gateway's address: DHCP, DNS, ICMP echo.
+    pub gateway: Ipv4Addr,
+    /// The address that guests route through, where there is an uplink.
+    pub router: Option<Ipv4Addr>,
+    /// "none", "user", "kernel" or "bridge INTERFACE".
+    pub uplink: String,
+    /// Whether the uplink works; a sentence where it does not.
+    pub uplink_fault: Option<String>,
+    /// Domain of the members' names.
+    pub domain: String,
+    /// MTU in bytes.
+    pub mtu: u32,
+    /// The worker that runs it.
+    pub worker: String,
+    /// MAC addresses known to its switch.
+    pub macs: u64,
+    /// Frames flooded because nobody was known to have the address.
+    pub flooded_unknown: u64,
+    /// DHCP leases in force, static ones included.
+    pub leases: Vec<LeaseReport>,
+    /// Counters of the gateway and of the user uplink by name.
+    pub counters: BTreeMap<String, u64>,
+}
+
+/// A DHCP lease.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LeaseReport {
+    /// MAC address.
+    pub mac: String,
+    /// IPv4 address.
+    pub ip: Ipv4Addr,
+    /// Host name, where the client gave one or the file names it.
+    pub name: Option<String>,
+    /// Whether the file reserves the address for the MAC.
+    pub fixed: bool,
+    /// Seconds until it ends; `None` for one that has not been asked for yet or does not end.
+    pub expires_s: Option<u64>,
+}
+
+/// A cell or VM.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct MachineReport {
+    /// Its name.
+    pub name: String,
+    /// "cell" or "vm".
+    pub kind: String,
+    /// "starting", "running", "stopped", "failed".
+    pub state: String,
+    /// Process id of its QEMU while it runs.
+    pub pid: Option<u32>,
+    /// "kvm" or "tcg".
+    pub accel: String,
+    /// QEMU's machine type.
+    pub machine: String,
+    /// Addresses by network.
+    pub addresses: BTreeMap<String, Ipv4Addr>,
+    /// Seconds since its start, while it runs.
+    pub uptime_s: Option<f64>,
+    /// How it ended, with QEMU's words and the last lines of its console, where it ended by itself.
+    pub last_end: Option<String>,
+    /// How often it was started again after it had failed.
+    pub restarts: u32,
+    /// Whether it was found running from before this daemon's start.
+    pub adopted: bool,
+}
+
+/// A port.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct PortReport {
+    /// Its name.
+    pub name: String,
+    /// Its network.
+    pub network: String,
+    /// "vhost-user", "tap", "stream", "packet", "gateway", …
+    pub kind: String,
+    /// Whether frames flow.
+    pub up: bool,
+    /// What it takes as a destination: "checksum", "tso4", "tso6", "ecn".
+    pub offloads: Vec<String>,
+    /// Source addresses that it may use; empty where any may.
+    pub guard: Vec<String>,
+    /// Facts of its kind.
+    pub details: BTreeMap<String, String>,
+    /// MAC addresses learned behind it.
+    pub macs: u64,
+    /// Counters.
+    pub counters: CounterReport,
+    /// What its peer last did against the rules, in a sentence.
+    pub last_fault: Option<String>,
+}
+
+/// Counters of a port.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CounterReport {
+    /// Frames from the peer.
+    pub rx_frames: u64,
+    /// Their bytes.
+    pub rx_bytes: u64,
+    /// Frames to the peer.
+    pub tx_frames: u64,
+    /// Their bytes.
+    pub tx_bytes: u64,
+    /// Frames from the peer that were dropped, by reason (docs/drops.md); reasons without a drop are left out.
+    pub rx_drops: BTreeMap<String, u64>,
+    /// Frames for the peer that were dropped, by reason.
+    pub tx_drops: BTreeMap<String, u64>,
+    /// Times it was found ready after it had slept.
+    pub wakeups: u64,
+    /// Turns in which it was asked for frames.
+    pub turns: u64,
+    /// Turns that used up the budget.
+    pub exhausted_budgets: u64,
+    /// Turns by frames given: 0, 1, 2–3, 4–7, …
+    pub frames_per_turn: Vec<u64>,
+    /// Times that its peer broke the rules and the port was reset.
+    pub faults: u64,
+    /// Checksums completed in software for it.
+    pub software_checksums: u64,
+    /// Segments cut in software for it.
+    pub software_segments: u64,
+    /// Frames copied to captures.
+    pub captured: u64,
+    /// Frames that captures could not keep up with.
+    pub capture_lost: u64,
+}
+
+/// A port forward.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct ForwardReport {
+    /// "tcp" or "udp".
+    pub proto: String,
+    /// Where the host listens.
+    pub listen: SocketAddr,
+    /// The member and port it goes to, such as "web:80".
+    pub to: String,
+    /// The address it goes to.
+    pub address: Ipv4Addr,
+    /// Whether it works; a sentence where it does not.
+    pub fault: Option<String>,
+}
+
+/// A worker thread.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct WorkerReport {
+    /// Its name.
+    pub name: String,
+    /// CPU that it stays on.
+    pub cpu: Option<u32>,
+    /// Frames per turn and port.
+    pub budget: u32,
+    /// Microseconds of polling before it sleeps.
+    pub busy_poll_us: u64,
+    /// Times it slept.
+    pub sleeps: u64,
+    /// Nanoseconds slept.
+    pub slept_ns: u64,
+    /// Nanoseconds since its start.
+    pub lifetime_ns: u64,
+}

@@ -1,0 +1,28 @@
+//! The fabric file: what `tombolo.toml` says, read with positions, checked as a whole, before anything is started.
+//!
+//! Purpose: text → [`Fabric`], or every complaint at once. A complaint names the file, line and column, the key, what was
+//! expected, what was found, and a near name if one fits.
+//! It is not the plan: no path is opened for writing, no address is bound; [`crate::plan`] turns a `Fabric` into ports,
+//! processes and rules.
+//!
+//! - `schema`: the one table of sections and keys. Unknown keys are judged against it, and docs/fabric-file.md is tested
+//!   against it.
+//! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
+//! - `parse`: the sections, one function each.
+//! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
+
+mod check;
+mod model;
+mod parse;
+mod problem;
+mod read;
+pub mod schema;
+
+pub use model::{
+    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Machine, MachineKind, MachineType, Nic, PortDecl,
+    PortKind, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
+};
+pub use model::{Mac, Network};
+pub(crate) use parse::find_app;
+pub use parse::{add, load, parse};
+pub use problem::{FileError, Problem};

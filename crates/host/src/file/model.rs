@@ -1,0 +1,540 @@
+//! What a fabric file means, as owned values. Every default has been filled in.
+
+use std::fmt;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::path::PathBuf;
+
+/// An Ethernet address.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Mac(pub [u8; 6]);
+
+impl Mac {
+    /// A locally administered unicast address that depends only on the words given, so that a guest keeps its address
+    /// from one start to the next. FNV-1a of 64 bits, folded to 32.
+    pub fn derived(words: &[&str]) -> Self {
+        let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
+        for word in words {
+            for byte in word.bytes().chain([0]) {
+                hash = (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3);
+            }
+        }
+        let [a, b, c, d] = ((hash ^ (hash >> 32)) as u32).to_be_bytes();
+        Self([0x02, 0x54, a, b, c, d])
+    }
+
+    /// Parses `aa:bb:cc:dd:ee:ff`; refuses group addresses and the null address, which no station may own.
+    pub fn parse(text: &str) -> Option<Self> {
+        let mut bytes = [0; 6];
+        let mut parts = text.split(':');
+        for byte in &mut bytes {
+            let part = parts.next().filter(|p| p.len() == 2)?;
+            *byte = u8::from_str_radix(part, 16).ok()?;
+        }
+        (parts.next().is_none() && bytes[0] & 1 == 0 && bytes != [0; 6]).then_some(Self(bytes))
+    }
+}
+
+impl fmt::Display for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, e, g] = self.0;
+        write!(f, "{a:02x}:{b:02x}:{c:02x}:{d:02x}:{e:02x}:{g:02x}")
+    }
+}
+
+impl fmt::Debug for Mac {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{self}")
+    }
+}
+
+/// An IPv4 network: base address and prefix length, 8 to 29.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Subnet {
+    /// The base address, host bits zero.
+    pub base: Ipv4Addr,
+    /// Prefix length in bits.
+    pub prefix: u8,
+}
+
+impl Subnet {
+    /// Parses `10.87.0.0/24`. Host bits must be zero and the prefix 8 to 29.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (base, prefix) = text.split_once('/')?;
+        let base: Ipv4Addr = base.parse().ok()?;
+        let prefix: u8 = prefix.parse().ok().filter(|p| (8..=29).contains(p))?;
+        let subnet = Self { base, prefix };
+        (u32::from(base) & !subnet.mask() == 0).then_some(subnet)
+    }
+
+    fn mask(self) -> u32 {
+        u32::MAX << (32 - self.prefix)
+    }
+
+    /// The netmask as an address.
+    pub fn netmask(self) -> Ipv4Addr {
+        Ipv4Addr::from(self.mask())
+    }
+
+    /// The broadcast address.
+    pub fn broadcast(self) -> Ipv4Addr {
+        Ipv4Addr::from(u32::from(self.base) | !self.mask())
+    }
+
+    /// True for addresses a station may own: inside, neither base nor broadcast.
+    pub fn has_host(self, ip: Ipv4Addr) -> bool {
+        let v = u32::from(ip);
+        v & self.mask() == u32::from(self.base) && ip != self.base && ip != self.broadcast()
+    }
+
+    /// The `n`-th address after the base.
+    pub fn nth(self, n: u32) -> Ipv4Addr {
+        Ipv4Addr::from(u32::from(self.base) + n)
+    }
+
+    /// How many addresses stations may own.
+    pub fn hosts(self) -> u32 {
+        !self.mask() - 1
+    }
+
+    /// True if the two share an address.
+    pub fn overlaps(self, other: Self) -> bool {
+        let mask = self.mask() & other.mask();
+        u32::from(self.base) & mask == u32::from(other.base) & mask
+    }
+}
+
+impl fmt::Display for Subnet {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}/{}", self.base, self.prefix)
+    }
+}
+
+/// The way out of a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Uplink {
+    /// Guests and each other only.
+    None,
+    /// Rootless, through passt.
+    User,
+    /// A tap in the host's namespace, nftables masquerade. Needs CAP_NET_ADMIN.
+    Kernel,
+    /// A real or veth interface joins the network. Needs CAP_NET_RAW.
+    Bridge {
+        /// The interface's name.
+        device: String,
+    },
+}
+
+impl Uplink {
+    /// The word that the file uses for it.
+    pub fn word(&self) -> &'static str {
+        match self {
+            Self::None => "none",
+            Self::User => "user",
+            Self::Kernel => "kernel",
+            Self::Bridge { .. } => "bridge",
+        }
+    }
+
+    /// True if forwards can be made on it.
+    pub fn forwards(&self) -> bool {
+        matches!(self, Self::User | Self::Kernel)
+    }
+}
+
+/// The DHCP server of a network.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Dhcp {
+    /// First address handed out.
+    pub from: Ipv4Addr,
+    /// Last address handed out.
+    pub to: Ipv4Addr,
+    /// Lease time in seconds.
+    pub lease_s: u32,
+}
+
+/// A thread that runs the switches of one or more networks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Worker {
+    /// Its name in the file.
+    pub name: String,
+    /// CPU to stay on; `None` lets the scheduler choose.
+    pub cpu: Option<usize>,
+    /// Frames taken from one port in a turn.
+    pub budget: u32,
+    /// How long to poll with nothing to do before sleeping, in microseconds.
+    pub busy_poll_us: u32,
+}
+
+/// One Ethernet network: a switch, a gateway, an uplink.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Network {
+    /// Its name in the file.
+    pub name: String,
+    /// Its IPv4 addresses.
+    pub subnet: Subnet,
+    /// The gateway port's address: DHCP, DNS, ICMP.
+    pub gateway: Ipv4Addr,
+    /// The address that guests route through: the NAT port (`user`) or the host's tap (`kernel`).
+    pub router: Option<Ipv4Addr>,
+    /// The DHCP server, if it runs.
+    pub dhcp: Option<Dhcp>,
+    /// The way out.
+    pub uplink: Uplink,
+    /// Domain under which members' names are served.
+    pub domain: String,
+    /// MTU in bytes.
+    pub mtu: u16,
+    /// Upstream name servers; empty means the host's own, from /etc/resolv.conf.
+    pub dns: Vec<SocketAddr>,
+    /// Name of the worker that runs its switch.
+    pub worker: String,
+}
+
+/// Which accelerator a machine is to use.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Accel {
+    /// KVM where it really runs a guest, else emulation.
+    Auto,
+    /// KVM or nothing.
+    Kvm,
+    /// Emulation.
+    Tcg,
+}
+
+/// QEMU's machine type.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MachineType {
+    /// The small one: virtio-mmio, no PCI.
+    Microvm,
+    /// A PC with PCI Express.
+    Q35,
+}
+
+impl MachineType {
+    /// QEMU's and the file's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Microvm => "microvm",
+            Self::Q35 => "q35",
+        }
+    }
+}
+
+/// What a port lets through by source address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Guard {
+    /// Only the port's own MAC.
+    Mac,
+    /// Anything.
+    Off,
+}
+
+/// How a machine's network device reaches the fabric.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Attach {
+    /// Shared memory; survives a restart of either side.
+    VhostUser,
+    /// QEMU's framed stream over a Unix socket.
+    Stream,
+}
+
+impl Attach {
+    /// The file's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::VhostUser => "vhost-user",
+            Self::Stream => "stream",
+        }
+    }
+}
+
+/// When an ended machine is started again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Restart {
+    /// Never.
+    No,
+    /// When it ended with anything but success, at most once a second.
+    OnFailure,
+}
+
+/// A unikernel of this project, or any other guest.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MachineKind {
+    /// `[cell.NAME]`
+    Cell,
+    /// `[vm.NAME]`
+    Vm,
+}
+
+impl MachineKind {
+    /// The file's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Cell => "cell",
+            Self::Vm => "vm",
+        }
+    }
+}
+
+/// Where a cell's image is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Image {
+    /// One of the project's apps, found by name.
+    App(String),
+    /// A file.
+    Path(PathBuf),
+}
+
+/// What a machine boots.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Boot {
+    /// A cell's image.
+    Cell(Image),
+    /// Any guest: kernel and initrd, or a disk, or both.
+    Vm {
+        /// Kernel image.
+        kernel: Option<PathBuf>,
+        /// Initial file system.
+        initrd: Option<PathBuf>,
+        /// Disk image, with QEMU's format word.
+        disk: Option<(PathBuf, String)>,
+    },
+}
+
+/// One network device of a machine.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Nic {
+    /// Name of the network.
+    pub network: String,
+    /// Its MAC address.
+    pub mac: Mac,
+    /// The address leased to it. Filled for every device of a network with DHCP.
+    pub ip: Option<Ipv4Addr>,
+}
+
+/// A cell or VM that the fabric starts.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Machine {
+    /// Its name: port, host name, DNS name.
+    pub name: String,
+    /// Cell or VM.
+    pub kind: MachineKind,
+    /// What it boots.
+    pub boot: Boot,
+    /// Its network devices, in order.
+    pub nics: Vec<Nic>,
+    /// Memory in MiB.
+    pub memory_mib: u32,
+    /// Virtual CPUs.
+    pub cpus: u16,
+    /// Machine type.
+    pub machine: MachineType,
+    /// Accelerator.
+    pub accel: Accel,
+    /// Kernel command line (a cell's own words are put before it).
+    pub cmdline: String,
+    /// More arguments for QEMU, as they are.
+    pub qemu: Vec<String>,
+    /// How the devices attach.
+    pub attach: Attach,
+    /// Queue pairs of each device.
+    pub queues: u16,
+    /// Source-address guard of its ports.
+    pub guard: Guard,
+    /// Restart policy.
+    pub restart: Restart,
+}
+
+/// A tap device on a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Tap {
+    /// Port name.
+    pub name: String,
+    /// Network.
+    pub network: String,
+    /// Device name.
+    pub device: String,
+    /// True: the device is there already and stays; false: it is made and goes with the fabric.
+    pub adopt: bool,
+    /// Name or path of the network namespace that holds the device.
+    pub netns: Option<String>,
+    /// Address set on the device.
+    pub ip: Option<Ipv4Addr>,
+    /// MAC of the device's own (host) side, and of its name's lease.
+    pub mac: Mac,
+    /// Source-address guard.
+    pub guard: Guard,
+}
+
+/// What a bare port speaks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum PortKind {
+    /// A vhost-user backend on a socket.
+    VhostUser {
+        /// The socket; in the runtime directory if the file says nothing.
+        socket: Option<PathBuf>,
+        /// Queue pairs.
+        queues: u16,
+    },
+    /// QEMU's framed stream on a socket.
+    Stream {
+        /// The socket; in the runtime directory if the file says nothing.
+        socket: Option<PathBuf>,
+        /// True: the peer listens and the fabric connects.
+        connect: bool,
+    },
+    /// A raw packet socket on an interface.
+    Packet {
+        /// The interface.
+        device: String,
+    },
+}
+
+/// A bare attachment for anyone's own VMM or process.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PortDecl {
+    /// Port name.
+    pub name: String,
+    /// Network.
+    pub network: String,
+    /// What it speaks.
+    pub kind: PortKind,
+    /// The peer's MAC, if known: for the guard and the lease.
+    pub mac: Option<Mac>,
+    /// The address leased to that MAC.
+    pub ip: Option<Ipv4Addr>,
+    /// Source-address guard.
+    pub guard: Guard,
+}
+
+/// Transport of a forward.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Proto {
+    /// TCP.
+    Tcp,
+    /// UDP.
+    Udp,
+}
+
+impl Proto {
+    /// The file's and nftables' word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Tcp => "tcp",
+            Self::Udp => "udp",
+        }
+    }
+}
+
+/// Where a forward goes, as written.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Target {
+    /// A member's name.
+    Name(String),
+    /// An address.
+    Ip(Ipv4Addr),
+}
+
+/// One port forward, host → guest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Forward {
+    /// Transport.
+    pub proto: Proto,
+    /// Address and port on the host.
+    pub listen: SocketAddr,
+    /// The member.
+    pub target: Target,
+    /// The member's port.
+    pub port: u16,
+    /// Filled by the check: the network it goes through.
+    pub network: String,
+    /// Filled by the check: the member's address.
+    pub ip: Ipv4Addr,
+}
+
+/// A whole fabric.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fabric {
+    /// Its name: of the runtime directory, rules, devices.
+    pub name: String,
+    /// The folder that relative paths start from.
+    pub dir: PathBuf,
+    /// Workers, in the file's order; at least one.
+    pub workers: Vec<Worker>,
+    /// Networks, in the file's order.
+    pub networks: Vec<Network>,
+    /// Cells and VMs.
+    pub machines: Vec<Machine>,
+    /// Taps.
+    pub taps: Vec<Tap>,
+    /// Bare ports.
+    pub ports: Vec<PortDecl>,
+    /// Forwards.
+    pub forwards: Vec<Forward>,
+}
+
+impl Fabric {
+    /// The network of that name.
+    pub fn network(&self, name: &str) -> Option<&Network> {
+        self.networks.iter().find(|n| n.name == name)
+    }
+
+    /// Names of all members, in the order machines, taps, ports.
+    pub fn members(&self) -> impl Iterator<Item = &str> {
+        let machines = self.machines.iter().map(|m| m.name.as_str());
+        let taps = self.taps.iter().map(|t| t.name.as_str());
+        machines.chain(taps).chain(self.ports.iter().map(|p| p.name.as_str()))
+    }
+
+    /// Every (network, MAC, address, name) that is fixed by the file: the gateway's static leases and names.
+    pub fn addresses(&self) -> Vec<(&str, Option<Mac>, Ipv4Addr, &str)> {
+        let mut out = Vec::new();
+        for m in &self.machines {
+            out.extend(m.nics.iter().filter_map(|n| Some((n.network.as_str(), Some(n.mac), n.ip?, m.name.as_str()))));
+        }
+        out.extend(self.taps.iter().filter_map(|t| Some((t.network.as_str(), Some(t.mac), t.ip?, t.name.as_str()))));
+        out.extend(self.ports.iter().filter_map(|p| Some((p.network.as_str(), p.mac, p.ip?, p.name.as_str()))));
+        out
+    }
+
+    /// True if a forward listens where this one would: same transport and port, and one of the addresses is the
+    /// other or a wildcard.
+    pub fn same_listener(a: &Forward, b: &Forward) -> bool {
+        let any = |ip: IpAddr| ip.is_unspecified();
+        a.proto == b.proto
+            && a.listen.port() == b.listen.port()
+            && (a.listen.ip() == b.listen.ip() || any(a.listen.ip()) || any(b.listen.ip()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn subnets_are_read_strictly() {
+        let s = Subnet::parse("10.87.0.0/24").unwrap();
+        assert_eq!((s.netmask(), s.broadcast()), ("255.255.255.0".parse().unwrap(), "10.87.0.255".parse().unwrap()));
+        assert!(s.has_host(s.nth(1)) && !s.has_host(s.base) && !s.has_host(s.broadcast()));
+        assert_eq!(s.hosts(), 254);
+        for bad in ["10.87.0.1/24", "10.87.0.0/31", "10.0.0.0/7", "10.87.0.0", "x/24", "10.87.0.0/240"] {
+            assert_eq!(Subnet::parse(bad), None, "{bad}");
+        }
+        assert!(s.overlaps(Subnet::parse("10.87.0.128/25").unwrap()));
+        assert!(!s.overlaps(Subnet::parse("10.87.1.0/24").unwrap()));
+    }
+
+    #[test]
+    fn macs_are_read_strictly_and_derived_ones_are_stations() {
+        assert_eq!(Mac::parse("52:54:00:12:34:56").unwrap().to_string(), "52:54:00:12:34:56");
+        for bad in
+            ["52:54:00:12:34", "53:54:00:12:34:56", "00:00:00:00:00:00", "5:54:00:12:34:561", "52-54-00-12-34-56"]
+        {
+            assert_eq!(Mac::parse(bad), None, "{bad}");
+        }
+        let m = Mac::derived(&["demo", "web", "lan"]);
+        assert_eq!(m.0[0] & 3, 2);
+        assert_ne!(m, Mac::derived(&["demo", "we", "blan"]), "words do not run into each other");
+    }
+}

@@ -1,0 +1,485 @@
+//! The sections of a fabric file, one function each.
+
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use toml::de::{DeTable, DeValue};
+
+use super::model::*;
+use super::problem::{Complaints, FileError, near};
+use super::read::{Section, Spots, found, integer};
+use super::{check, schema};
+
+/// Words of the head that open sections.
+const OPENERS: [&str; 7] = ["worker", "network", "cell", "vm", "tap", "port", "forward"];
+
+/// Reads and checks the file at `path`.
+pub fn load(path: &Path) -> Result<Fabric, FileError> {
+    let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    parse(&text, path)
+}
+
+/// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
+pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
+    let dir = std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default();
+    let fallback = dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into());
+    let empty = Fabric {
+        name: fallback,
+        dir,
+        workers: vec![],
+        networks: vec![],
+        machines: vec![],
+        taps: vec![],
+        ports: vec![],
+        forwards: vec![],
+    };
+    read(text, path, empty)
+}
+
+/// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
+/// checked again. `path` is what complaints show, as in [`parse`].
+pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
+    read(text, path, to.clone())
+}
+
+fn read(text: &str, path: &Path, start: Fabric) -> Result<Fabric, FileError> {
+    let (root, errors) = DeTable::parse_recoverable(text);
+    let mut out = Complaints::new(text);
+    for error in &errors {
+        let span = error.span().unwrap_or(text.len()..text.len());
+        let there = text.get(span.clone()).filter(|s| !s.trim().is_empty());
+        let there =
+            there.map_or_else(|| "the end of it".to_string(), |s| format!("{:?}", s.lines().next().unwrap_or("")));
+        out.say(&span, "", format!("valid TOML ({})", error.message()), there, None);
+    }
+    let mut spots = Spots::default();
+    let mut reader = Reader { out: &mut out, spots: &mut spots, fabric: start };
+    reader.root(root.get_ref());
+    let mut fabric = reader.fabric;
+    if errors.is_empty() {
+        check::check(&mut fabric, &spots, &mut out);
+    }
+    let problems = out.finish();
+    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems }) }
+}
+
+const DEFAULT_LEASE_S: u32 = 3600;
+
+/// A name usable in files, devices and DNS: 1 to 24 of a-z, 0-9 and `-`, not at an end.
+fn clean_name(name: &str) -> Option<String> {
+    let ok = (1..=24).contains(&name.len())
+        && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
+        && !name.starts_with('-')
+        && !name.ends_with('-');
+    ok.then(|| name.to_string())
+}
+
+fn interface_name(name: &str) -> Option<String> {
+    let ok = (1..=15).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic() && b != b'/' && b != b':');
+    (ok && name != "." && name != "..").then(|| name.to_string())
+}
+
+fn size_mib(text: &str) -> Option<u32> {
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
+    let factor = match unit {
+        "M" | "MiB" => 1,
+        "G" | "GiB" => 1024,
+        _ => return None,
+    };
+    digits.parse::<u32>().ok()?.checked_mul(factor).filter(|m| (1..=1 << 20).contains(m))
+}
+
+fn server(text: &str) -> Option<SocketAddr> {
+    let address = text.parse::<IpAddr>().map(|ip| SocketAddr::new(ip, 53));
+    address.or_else(|_| text.parse::<SocketAddr>()).ok()
+}
+
+struct Reader<'c, 't> {
+    out: &'c mut Complaints<'t>,
+    spots: &'c mut Spots,
+    fabric: Fabric,
+}
+
+type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
+
+impl<'t> Reader<'_, 't> {
+    fn root(&mut self, root: &DeTable<'_>) {
+        let mut head = Section::open("", String::new(), 0..0, root, self.out, self.spots, &OPENERS);
+        if let Some(name) = head.text("name", clean_name) {
+            self.fabric.name = name;
+        }
+        let mut workers = self.named(root, "worker");
+        workers.sort_by_key(|(_, span, _)| span.start);
+        for (name, span, table) in workers {
+            let mut s = self.open("worker", &(name.clone(), span, table));
+            let worker = Worker {
+                cpu: s.number("cpu", 0, 4095).map(|n| n as usize),
+                budget: s.number("budget", 1, 256).unwrap_or(64) as u32,
+                busy_poll_us: s.number("busy_poll_us", 0, 1_000_000).unwrap_or(0) as u32,
+                name,
+            };
+            self.fabric.workers.push(worker);
+        }
+        if self.fabric.workers.is_empty() {
+            self.fabric.workers.push(Worker { name: "main".into(), cpu: None, budget: 64, busy_poll_us: 0 });
+        }
+        // In the file's order, so that default subnets follow it.
+        let mut networks = self.named(root, "network");
+        networks.sort_by_key(|(_, span, _)| span.start);
+        for (name, span, table) in networks {
+            self.network(name, span, table);
+        }
+        for (name, span, table) in self.named(root, "cell") {
+            self.machine(MachineKind::Cell, name, span, table);
+        }
+        for (name, span, table) in self.named(root, "vm") {
+            self.machine(MachineKind::Vm, name, span, table);
+        }
+        for (name, span, table) in self.named(root, "tap") {
+            self.tap(name, span, table);
+        }
+        for (name, span, table) in self.named(root, "port") {
+            self.port(name, span, table);
+        }
+        self.forwards(root);
+    }
+
+    /// The tables `[WORD.NAME]`, with names checked.
+    fn named<'a, 'i>(&mut self, root: &'a DeTable<'i>, word: &str) -> Vec<Named<'a, 'i>> {
+        let Some(value) = root.get(word) else { return vec![] };
+        let form = schema::section(word).form;
+        let Some(tables) = value.get_ref().as_table() else {
+            self.out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), None);
+            return vec![];
+        };
+        let mut out = Vec::new();
+        for (key, value) in tables {
+            let path = format!("{word}.{}", key.get_ref());
+            let Some(name) = clean_name(key.get_ref()) else {
+                let there = format!("the name {:?}", key.get_ref());
+                self.out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, None);
+                continue;
+            };
+            match value.get_ref() {
+                // The span of a table's own header is empty for dotted keys; its key always stands somewhere.
+                DeValue::Table(table) => out.push((name, key.span(), table)),
+                other => {
+                    let keys: Vec<_> = schema::section(word).keys.iter().map(|k| k.name).collect();
+                    let hint = keys.contains(&name.as_str()).then(|| format!("give the {word} a name: {form}"));
+                    self.out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
+                }
+            }
+        }
+        out
+    }
+
+    fn open<'s, 'a, 'i>(&'s mut self, word: &str, (name, span, table): &Named<'a, 'i>) -> Section<'a, 'i, 's, 't> {
+        Section::open(word, format!("{word}.{name}"), span.clone(), table, self.out, self.spots, &[])
+    }
+
+    fn network(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let index = self.fabric.networks.len() as u32;
+        let domain = format!("{}.internal", self.fabric.name);
+        let first = self.fabric.workers[0].name.clone();
+        let mut s = self.open("network", &(name.clone(), span, table));
+        let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
+        let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
+        let gateway = s.text("gateway", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(1));
+        let uplink = uplink(&mut s);
+        let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
+        let router = uplink.forwards().then_some(router);
+        let dhcp = dhcp(&mut s, subnet);
+        let domain = s.text("domain", domain_name).unwrap_or(domain);
+        let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
+        let dns = s.list("dns", false, server).unwrap_or_default();
+        let worker = s.string("worker").unwrap_or(first);
+        self.fabric.networks.push(Network { name, subnet, gateway, router, dhcp, uplink, domain, mtu, dns, worker });
+    }
+
+    fn machine(&mut self, kind: MachineKind, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let fabric = self.fabric.name.clone();
+        let only = self.only_network();
+        let dir = self.fabric.dir.clone();
+        let file = |text: &str| (!text.is_empty()).then(|| dir.join(text));
+        let mut s = self.open(kind.word(), &(name.clone(), span, table));
+        let cell = kind == MachineKind::Cell;
+        let (boot, cmdline) = if cell {
+            let app = s.string("app");
+            let image = match s.text("image", file) {
+                Some(path) => {
+                    if app.is_some() {
+                        let spot = s.raw("app").map(|(_, span)| span).unwrap_or(0..0);
+                        s.wrong("app", &spot, "both app and image", Some("keep one of them".into()));
+                    }
+                    Image::Path(path)
+                }
+                None => Image::App(app.unwrap_or_else(|| name.clone())),
+            };
+            (Boot::Cell(image), s.text("args", |t| Some(t.to_string())).unwrap_or_default())
+        } else {
+            let kernel = s.text("kernel", file);
+            let initrd = s.text("initrd", file);
+            let format = s.word("disk_format", &[("raw", "raw"), ("qcow2", "qcow2")]).unwrap_or("raw");
+            let disk = s.text("disk", file).map(|path| (path, format.to_string()));
+            if s.raw("kernel").is_none() && s.raw("disk").is_none() {
+                s.missing("kernel");
+            }
+            let cmdline = s.text("cmdline", |t| Some(t.to_string())).unwrap_or_else(|| "console=ttyS0".into());
+            (Boot::Vm { kernel, initrd, disk }, cmdline)
+        };
+        let networks = s.list("network", true, |t| Some(t.to_string())).or(only.map(|n| vec![n])).unwrap_or_default();
+        if networks.is_empty() && s.raw("network").is_none() {
+            s.missing("network");
+        }
+        let count = networks.len();
+        let macs = s.list("mac", true, Mac::parse).unwrap_or_default();
+        let ips: Vec<Ipv4Addr> = s.list("ip", true, |t| t.parse().ok()).unwrap_or_default();
+        for (key, len) in [("mac", macs.len()), ("ip", ips.len())] {
+            if len > count {
+                let spot = s.raw(key).map(|(_, span)| span).unwrap_or(0..0);
+                s.wrong(key, &spot, format!("{len} of them for {count} network(s)"), None);
+            }
+        }
+        let nics = networks
+            .into_iter()
+            .enumerate()
+            .map(|(i, network)| Nic {
+                mac: macs.get(i).copied().unwrap_or_else(|| Mac::derived(&[&fabric, &name, &network, &i.to_string()])),
+                ip: ips.get(i).copied(),
+                network,
+            })
+            .collect();
+        let machine = Machine {
+            kind,
+            boot,
+            nics,
+            memory_mib: s.text("memory", size_mib).unwrap_or(if cell { 32 } else { 256 }),
+            cpus: s.number("cpus", 1, 64).unwrap_or(1) as u16,
+            machine: s
+                .word("machine", &[("microvm", MachineType::Microvm), ("q35", MachineType::Q35)])
+                .unwrap_or(if cell { MachineType::Microvm } else { MachineType::Q35 }),
+            accel: s
+                .word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)])
+                .unwrap_or(Accel::Auto),
+            cmdline,
+            qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
+            attach: s
+                .word("attach", &[("vhost-user", Attach::VhostUser), ("stream", Attach::Stream)])
+                .unwrap_or(Attach::VhostUser),
+            queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
+            guard: guard(&mut s).unwrap_or(Guard::Mac),
+            restart: s
+                .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
+                .unwrap_or(Restart::No),
+            name,
+        };
+        self.fabric.machines.push(machine);
+    }
+
+    fn only_network(&self) -> Option<String> {
+        match &self.fabric.networks[..] {
+            [only] => Some(only.name.clone()),
+            _ => None,
+        }
+    }
+
+    fn tap(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let (fabric, only) = (self.fabric.name.clone(), self.only_network());
+        let mut s = self.open("tap", &(name.clone(), span, table));
+        let network = one_network(&mut s, only);
+        let device = s.text("device", interface_name).unwrap_or_else(|| name.clone());
+        if s.raw("device").is_none() && interface_name(&device).is_none() {
+            s.missing("device");
+        }
+        let tap = Tap {
+            device,
+            adopt: s.flag("adopt").unwrap_or(false),
+            netns: s.string("netns"),
+            ip: s.text("ip", |t| t.parse().ok()),
+            mac: s.text("mac", Mac::parse).unwrap_or_else(|| Mac::derived(&[&fabric, &name, &network])),
+            guard: guard(&mut s).unwrap_or(Guard::Off),
+            network,
+            name,
+        };
+        self.fabric.taps.push(tap);
+    }
+
+    fn port(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let only = self.only_network();
+        let dir = self.fabric.dir.clone();
+        let mut s = self.open("port", &(name.clone(), span, table));
+        let network = one_network(&mut s, only);
+        let socket = s.text("socket", |t| (!t.is_empty()).then(|| dir.join(t)));
+        let connect = s.flag("connect").unwrap_or(false);
+        let device = s.text("device", interface_name);
+        let queues = s.number("queues", 1, 8).unwrap_or(1) as u16;
+        if s.raw("kind").is_none() {
+            s.missing("kind");
+        }
+        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2)]) {
+            Some(0) => PortKind::VhostUser { socket, queues },
+            Some(2) => {
+                if s.raw("device").is_none() {
+                    s.missing("device");
+                }
+                PortKind::Packet { device: device.unwrap_or_default() }
+            }
+            _ => {
+                if connect && socket.is_none() {
+                    s.missing("socket");
+                }
+                PortKind::Stream { socket, connect }
+            }
+        };
+        let mac = s.text("mac", Mac::parse);
+        let ip = s.text("ip", |t| t.parse().ok());
+        let guard = guard(&mut s).unwrap_or(if mac.is_some() { Guard::Mac } else { Guard::Off });
+        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard == Guard::Mac) {
+            s.missing("mac");
+        }
+        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard });
+    }
+
+    fn forwards(&mut self, root: &DeTable<'_>) {
+        let Some(value) = root.get("forward") else { return };
+        let Some(array) = value.get_ref().as_array() else {
+            self.out.say(
+                &value.span(),
+                "forward",
+                "sections [[forward]]",
+                found(value.get_ref()),
+                Some("write [[forward]]".into()),
+            );
+            return;
+        };
+        let base = self.fabric.forwards.len();
+        for (i, item) in array.iter().enumerate() {
+            let path = format!("forward[{}]", base + i);
+            let Some(table) = item.get_ref().as_table() else {
+                self.out.say(&item.span(), path, "a section [[forward]]", found(item.get_ref()), None);
+                continue;
+            };
+            let mut s = Section::open("forward", path, item.span(), table, self.out, self.spots, &[]);
+            let proto = s.word("proto", &[("tcp", Proto::Tcp), ("udp", Proto::Udp)]).unwrap_or(Proto::Tcp);
+            let listen = s.text("listen", |t| t.parse::<SocketAddr>().ok().filter(|a| a.port() != 0));
+            let to = s.text("to", |t| {
+                let (who, port) = t.rsplit_once(':')?;
+                let port = port.parse().ok().filter(|&p: &u16| p != 0)?;
+                let target = who.parse().map(Target::Ip).or_else(|_| clean_name(who).map(Target::Name).ok_or(()));
+                Some((target.ok()?, port))
+            });
+            let network = s.string("network").unwrap_or_default();
+            for key in ["listen", "to"] {
+                if s.raw(key).is_none() {
+                    s.missing(key);
+                }
+            }
+            if let (Some(listen), Some((target, port))) = (listen, to) {
+                let ip = Ipv4Addr::UNSPECIFIED;
+                self.fabric.forwards.push(Forward { proto, listen, target, port, network, ip });
+            }
+        }
+    }
+}
+
+fn domain_name(text: &str) -> Option<String> {
+    let label = |l: &str| (1..=63).contains(&l.len()) && l.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'-');
+    (text.len() <= 200 && text.split('.').all(label)).then(|| text.to_ascii_lowercase())
+}
+
+fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
+    s.word("guard", &[("mac", Guard::Mac), ("off", Guard::Off)])
+}
+
+fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>) -> String {
+    let network = s.string("network").or(only);
+    if network.is_none() && s.raw("network").is_none() {
+        s.missing("network");
+    }
+    network.unwrap_or_default()
+}
+
+fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
+    let Some((value, span)) = s.raw("uplink") else { return Uplink::None };
+    match value {
+        DeValue::Table(table) => {
+            let device = table.get("bridge").and_then(|v| v.get_ref().as_str()).and_then(interface_name);
+            match device {
+                Some(device) if table.len() == 1 => return Uplink::Bridge { device },
+                _ => s.wrong("uplink", &span, "a table of another form", None),
+            }
+        }
+        DeValue::String(text) => match text.as_ref() {
+            "none" => {}
+            "user" => return Uplink::User,
+            "kernel" => return Uplink::Kernel,
+            "bridge" => {
+                s.wrong(
+                    "uplink",
+                    &span,
+                    found(value),
+                    Some("name its interface: uplink = { bridge = \"eth0\" }".into()),
+                );
+            }
+            other => s.wrong("uplink", &span, found(value), near(other, ["none", "user", "kernel"])),
+        },
+        other => s.wrong("uplink", &span, found(other), None),
+    }
+    Uplink::None
+}
+
+/// The default range leaves the low sixteenth for the gateway, the router and fixed addresses.
+fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet) -> Option<Dhcp> {
+    let low = (subnet.hosts() / 16).clamp(3, 256);
+    let mut range = Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S };
+    let Some((value, span)) = s.raw("dhcp") else { return Some(range) };
+    match value {
+        DeValue::Boolean(on) => return on.then_some(range),
+        DeValue::Table(table) => {
+            for (key, value) in table {
+                let address = || value.get_ref().as_str().and_then(|t| t.parse().ok());
+                let name: &str = key.get_ref();
+                let ok = match name {
+                    "from" => address().map(|a| range.from = a).is_some(),
+                    "to" => address().map(|a| range.to = a).is_some(),
+                    "lease_s" => {
+                        let seconds = integer(value.get_ref()).and_then(|n| u32::try_from(n).ok()).filter(|&n| n >= 30);
+                        seconds.map(|n| range.lease_s = n).is_some()
+                    }
+                    _ => {
+                        s.wrong("dhcp", &key.span(), format!("the key {name}"), near(name, ["from", "to", "lease_s"]));
+                        true
+                    }
+                };
+                if !ok {
+                    s.wrong("dhcp", &value.span(), format!("{} for {name}", found(value.get_ref())), None);
+                }
+            }
+        }
+        other => s.wrong("dhcp", &span, found(other), None),
+    }
+    Some(range)
+}
+
+/// The path of a cell app's image: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
+pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
+    let mut tried = Vec::new();
+    let mut folders: Vec<PathBuf> = std::env::var_os("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
+    if let Ok(exe) = std::env::current_exe() {
+        for up in exe.ancestors().skip(1).take(4) {
+            folders.push(up.join("apps"));
+            folders.push(up.join("cells/target/x86_64-unknown-linux-gnu/release"));
+        }
+        folders.retain(|f| f.is_dir());
+    }
+    folders.push("/usr/lib/tombolo/apps".into());
+    for folder in folders {
+        let path = folder.join(app);
+        if path.is_file() {
+            return Ok(path);
+        }
+        tried.push(path);
+    }
+    Err(tried)
+}

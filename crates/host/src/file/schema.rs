@@ -1,0 +1,239 @@
+//! The sections and keys of a fabric file. One row per key: the parser refuses what is not here, and docs/fabric-file.md
+//! is tested to describe exactly these.
+
+/// One key of a section.
+#[derive(Debug, Clone, Copy)]
+pub struct Key {
+    /// Its name.
+    pub name: &'static str,
+    /// What a value looks like, in the words of a complaint.
+    pub expects: &'static str,
+    /// What it is if left out; empty for a key that must be given.
+    pub default: &'static str,
+    /// What it does.
+    pub doc: &'static str,
+}
+
+/// One section.
+#[derive(Debug, Clone, Copy)]
+pub struct SectionSchema {
+    /// `""` for the head of the file, else the word of `[WORD]`, `[WORD.NAME]` or `[[WORD]]`.
+    pub name: &'static str,
+    /// How it is written.
+    pub form: &'static str,
+    /// Its keys.
+    pub keys: &'static [Key],
+}
+
+const fn key(name: &'static str, expects: &'static str, default: &'static str, doc: &'static str) -> Key {
+    Key { name, expects, default, doc }
+}
+
+const NETWORK: Key = key(
+    "network",
+    "the name of a network, or a list of them (one device each)",
+    "the only network of the file",
+    "where it attaches",
+);
+const ONE_NETWORK: Key = key("network", "the name of a network", "the only network of the file", "where it attaches");
+const MAC: Key =
+    key("mac", "a MAC address like \"52:54:00:12:34:56\"", "derived from the names", "its Ethernet address");
+const IP: Key =
+    key("ip", "an IPv4 address inside the network", "chosen from the DHCP range", "the address leased to it");
+const GUARD: Key = key(
+    "guard",
+    "\"mac\" or \"off\"",
+    "\"mac\" where the MAC is known, else \"off\"",
+    "\"mac\" lets only frames with its own source address through",
+);
+const MEMORY: Key =
+    key("memory", "a size like \"64M\" or \"1G\"", "\"32M\" for a cell, \"256M\" for a VM", "its memory");
+const CPUS: Key = key("cpus", "a number from 1 to 64", "1", "virtual CPUs");
+const MACHINE: Key =
+    key("machine", "\"microvm\" or \"q35\"", "\"microvm\" for a cell, \"q35\" for a VM", "QEMU's machine type");
+const ACCEL: Key = key(
+    "accel",
+    "\"auto\", \"kvm\" or \"tcg\"",
+    "\"auto\"",
+    "\"auto\" is KVM where it really runs a guest, else emulation",
+);
+const QEMU: Key = key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are");
+const ATTACH: Key = key(
+    "attach",
+    "\"vhost-user\" or \"stream\"",
+    "\"vhost-user\"",
+    "how its devices reach the fabric; only vhost-user survives a restart of the fabric",
+);
+const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user)");
+const RESTART: Key =
+    key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again");
+
+/// Every section of the file.
+pub const SECTIONS: &[SectionSchema] = &[
+    SectionSchema {
+        name: "",
+        form: "at the head of the file",
+        keys: &[key(
+            "name",
+            "1 to 24 of a-z, 0-9 and -",
+            "the name of the file's folder",
+            "the fabric's name: of its runtime directory, rules and devices",
+        )],
+    },
+    SectionSchema {
+        name: "worker",
+        form: "[worker.NAME]",
+        keys: &[
+            key("cpu", "a CPU number", "the scheduler's choice", "CPU that the thread stays on"),
+            key("budget", "a number from 1 to 256", "64", "frames taken from one port in a turn"),
+            key("busy_poll_us", "microseconds, 0 to 1000000", "0", "polling with nothing to do before sleeping"),
+        ],
+    },
+    SectionSchema {
+        name: "network",
+        form: "[network.NAME]",
+        keys: &[
+            key(
+                "subnet",
+                "an IPv4 network like \"10.87.0.0/24\", /8 to /29",
+                "\"10.87.N.0/24\", N counting from 0",
+                "its addresses",
+            ),
+            key(
+                "gateway",
+                "an IPv4 address inside the subnet",
+                "the first of the subnet",
+                "address of the gateway: DHCP, DNS, ICMP",
+            ),
+            key(
+                "router",
+                "an IPv4 address inside the subnet",
+                "the second of the subnet",
+                "address that guests route through (uplink user and kernel)",
+            ),
+            key(
+                "dhcp",
+                "true, false, or { from = \"…\", to = \"…\", lease_s = … }",
+                "true",
+                "the DHCP server and its range",
+            ),
+            key("uplink", "\"none\", \"user\", \"kernel\" or { bridge = \"INTERFACE\" }", "\"none\"", "the way out"),
+            key("domain", "a domain name", "the fabric's name + \".internal\"", "domain of the members' names"),
+            key("mtu", "a number from 576 to 9216", "1500", "MTU in bytes"),
+            key(
+                "dns",
+                "a list of addresses like \"9.9.9.9\" or \"9.9.9.9:53\"",
+                "the host's, from /etc/resolv.conf",
+                "upstream name servers",
+            ),
+            key(
+                "worker",
+                "the name of a worker",
+                "the first of the file, or one of its own making",
+                "the thread that runs its switch",
+            ),
+        ],
+    },
+    SectionSchema {
+        name: "cell",
+        form: "[cell.NAME]",
+        keys: &[
+            key("app", "the name of an app, like \"httpd\"", "the cell's name", "which of the project's apps it runs"),
+            key("image", "the path of a file", "the app's image", "an image of your own instead of `app`"),
+            key("args", "a string of words", "\"\"", "words for the cell's command line, like \"budget=32\""),
+            NETWORK,
+            MAC,
+            IP,
+            MEMORY,
+            CPUS,
+            MACHINE,
+            ACCEL,
+            QEMU,
+            ATTACH,
+            QUEUES,
+            GUARD,
+            RESTART,
+        ],
+    },
+    SectionSchema {
+        name: "vm",
+        form: "[vm.NAME]",
+        keys: &[
+            key("kernel", "the path of a file", "none; then `disk` is needed", "kernel image"),
+            key("initrd", "the path of a file", "none", "initial file system"),
+            key("cmdline", "a string", "\"console=ttyS0\"", "kernel command line"),
+            key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
+            key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
+            NETWORK,
+            MAC,
+            IP,
+            MEMORY,
+            CPUS,
+            MACHINE,
+            ACCEL,
+            QEMU,
+            ATTACH,
+            QUEUES,
+            GUARD,
+            RESTART,
+        ],
+    },
+    SectionSchema {
+        name: "tap",
+        form: "[tap.NAME]",
+        keys: &[
+            key("device", "an interface name, 1 to 15 characters", "the tap's name", "name of the device"),
+            key("adopt", "true or false", "false", "true: the device is there already and stays when the fabric goes"),
+            key(
+                "netns",
+                "the name or path of a network namespace",
+                "the fabric's own",
+                "namespace that holds the device",
+            ),
+            ONE_NETWORK,
+            MAC,
+            key("ip", "an IPv4 address inside the network", "none", "address set on the device"),
+            GUARD,
+        ],
+    },
+    SectionSchema {
+        name: "port",
+        form: "[port.NAME]",
+        keys: &[
+            key("kind", "\"vhost-user\", \"stream\" or \"packet\"", "", "what it speaks"),
+            key("socket", "a path", "NAME.sock in the runtime directory", "socket of a vhost-user or stream port"),
+            key("connect", "true or false", "false", "stream: connect to the socket instead of listening on it"),
+            key("device", "an interface name", "", "packet: the interface that joins the network"),
+            QUEUES,
+            ONE_NETWORK,
+            key(
+                "mac",
+                "a MAC address like \"52:54:00:12:34:56\"",
+                "unknown",
+                "the peer's Ethernet address: for guard and lease",
+            ),
+            key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
+            GUARD,
+        ],
+    },
+    SectionSchema {
+        name: "forward",
+        form: "[[forward]]",
+        keys: &[
+            key("proto", "\"tcp\" or \"udp\"", "\"tcp\"", "transport"),
+            key("listen", "an address and port like \"127.0.0.1:8080\"", "", "where the host listens"),
+            key(
+                "to",
+                "a member and port like \"web:80\"",
+                "",
+                "the member it goes to: a name or an IPv4 address, and a port",
+            ),
+            key("network", "the name of a network", "the member's network", "which, for a member of several"),
+        ],
+    },
+];
+
+/// The section of that name, which must exist.
+pub(super) fn section(name: &str) -> &'static SectionSchema {
+    SECTIONS.iter().find(|s| s.name == name).expect("callers name sections of the table above")
+}

@@ -1,0 +1,462 @@
+//! What a fabric file comes to on this machine: ports, processes and rules, with nothing done yet. Pure: the facts about
+//! the machine come in as [`Facts`].
+
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::{Path, PathBuf};
+
+use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
+use crate::qemu::argv::{self, Device, Surroundings};
+use crate::qemu::probe::Qemu;
+
+/// What was found out about the machine.
+#[derive(Debug, Clone)]
+pub struct Facts {
+    /// The QEMU to use; an error's text if there is none.
+    pub qemu: Result<Qemu, String>,
+    /// Whether KVM runs a guest; why not, if it does not.
+    pub kvm: Result<(), String>,
+    /// The fabric's runtime directory.
+    pub runtime: PathBuf,
+}
+
+/// Why a file that is right cannot be carried out here.
+#[derive(Debug, thiserror::Error)]
+pub enum PlanError {
+    /// A machine without QEMU.
+    #[error("{machine} needs QEMU: {why}")]
+    NoQemu {
+        /// The first machine that needs it.
+        machine: String,
+        /// What the probe said.
+        why: String,
+    },
+    /// accel = "kvm" where it does not run.
+    #[error(
+        "{machine} asks for accel = \"kvm\", which does not run guests here: {why}; leave accel out to fall back to emulation"
+    )]
+    NoKvm {
+        /// The machine.
+        machine: String,
+        /// What the probe said.
+        why: String,
+    },
+    /// A cell's image that is gone since the file was checked.
+    #[error("no image of the app \"{app}\": looked at {tried}; build the cells or set $TOMBOLO_APPS")]
+    NoImage {
+        /// The app.
+        app: String,
+        /// Where it was looked for.
+        tried: String,
+    },
+    /// A Unix socket's path has at most 107 bytes.
+    #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
+    LongPath {
+        /// The path.
+        path: PathBuf,
+    },
+}
+
+/// How a port is made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Attachment {
+    /// A vhost-user backend that listens.
+    VhostUser {
+        /// Its socket.
+        socket: PathBuf,
+        /// Queue pairs.
+        queues: u16,
+        /// MAC told to the guest.
+        mac: Option<Mac>,
+    },
+    /// QEMU's framed stream.
+    Stream {
+        /// Its socket.
+        socket: PathBuf,
+        /// Connect instead of listening.
+        connect: bool,
+    },
+    /// A tap device.
+    Tap {
+        /// Device name.
+        device: String,
+        /// Found instead of made.
+        adopt: bool,
+        /// Namespace.
+        netns: Option<String>,
+        /// Address and prefix length set on it.
+        ip: Option<(Ipv4Addr, u8)>,
+        /// MAC of its host side; an adopted one keeps its own.
+        mac: Option<Mac>,
+    },
+    /// A packet socket on an interface.
+    Packet {
+        /// The interface.
+        device: String,
+    },
+    /// The NAT before a passt of our own.
+    User(UserUplink),
+}
+
+/// The user uplink of a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct UserUplink {
+    /// The router's MAC.
+    pub mac: Mac,
+    /// The router's address.
+    pub router: Ipv4Addr,
+    /// Forwards: transport, listener, port at passt's one address, guest.
+    pub forwards: Vec<(Proto, SocketAddr, u16, (Ipv4Addr, u16))>,
+}
+
+/// One port.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PortPlan {
+    /// Its name.
+    pub name: String,
+    /// Its network.
+    pub network: String,
+    /// How it is made.
+    pub attachment: Attachment,
+    /// The only source address that may pass.
+    pub guard: Option<Mac>,
+    /// MTU of its network.
+    pub mtu: u16,
+    /// The machine that it belongs to.
+    pub machine: Option<String>,
+}
+
+/// One process to start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MachinePlan {
+    /// The machine's name.
+    pub name: String,
+    /// Its arguments, the program first.
+    pub argv: Vec<String>,
+    /// Whether KVM runs it.
+    pub kvm: bool,
+    /// Whether it finds its way back by itself when the daemon was restarted.
+    pub survives: bool,
+}
+
+/// The kernel uplink of a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct KernelUplink {
+    /// The network.
+    pub network: file::Network,
+    /// The tap's name.
+    pub device: String,
+    /// Its forwards.
+    pub forwards: Vec<file::Forward>,
+}
+
+/// Everything.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Plan {
+    /// Ports, those of machines first.
+    pub ports: Vec<PortPlan>,
+    /// Processes.
+    pub machines: Vec<MachinePlan>,
+    /// Networks with a kernel uplink.
+    pub kernel: Vec<KernelUplink>,
+}
+
+/// The name of a machine's `i`-th port.
+pub fn port_name(machine: &str, i: usize) -> String {
+    if i == 0 { machine.to_string() } else { format!("{machine}.{i}") }
+}
+
+/// The host's tap of a kernel uplink: `tb-FABRIC-NETWORK` where that fits the 15 bytes of an interface name, else a
+/// name that starts alike and ends in a hash of both.
+pub fn kernel_device(fabric: &str, network: &str) -> String {
+    let full = format!("tb-{fabric}-{network}");
+    if full.len() <= 15 {
+        return full;
+    }
+    let [.., a, b, c] = Mac::derived(&[fabric, network]).0;
+    let head: String = full.chars().take(8).collect();
+    format!("{head}-{a:02x}{b:02x}{c:02x}")
+}
+
+fn socket(facts: &Facts, port: &str) -> Result<PathBuf, PlanError> {
+    short(facts.runtime.join(format!("{port}.sock")))
+}
+
+fn short(path: PathBuf) -> Result<PathBuf, PlanError> {
+    if path.as_os_str().len() > 107 { Err(PlanError::LongPath { path }) } else { Ok(path) }
+}
+
+/// The plan of a machine and its ports.
+pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePlan, Vec<PortPlan>), PlanError> {
+    let at = format!("{}.{}", m.kind.word(), m.name);
+    let qemu = facts.qemu.as_ref().map_err(|why| PlanError::NoQemu { machine: at.clone(), why: why.clone() })?;
+    let kvm = match (m.accel, &facts.kvm) {
+        (Accel::Tcg, _) | (Accel::Auto, Err(_)) => false,
+        (Accel::Auto | Accel::Kvm, Ok(())) => true,
+        (Accel::Kvm, Err(why)) => return Err(PlanError::NoKvm { machine: at, why: why.clone() }),
+    };
+    let image = match &m.boot {
+        Boot::Cell(Image::Path(path)) => Some(path.clone()),
+        Boot::Cell(Image::App(app)) => Some(file::find_app(app).map_err(|tried| PlanError::NoImage {
+            app: app.clone(),
+            tried: tried.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", "),
+        })?),
+        Boot::Vm { .. } => None,
+    };
+    let (mut devices, mut ports) = (Vec::new(), Vec::new());
+    for (i, nic) in m.nics.iter().enumerate() {
+        let name = port_name(&m.name, i);
+        let socket = socket(facts, &name)?;
+        let mtu = fabric.network(&nic.network).map_or(1500, |n| n.mtu);
+        devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
+        let attachment = match m.attach {
+            Attach::VhostUser => Attachment::VhostUser { socket, queues: m.queues, mac: Some(nic.mac) },
+            Attach::Stream => Attachment::Stream { socket, connect: false },
+        };
+        let guard = (m.guard == file::Guard::Mac).then_some(nic.mac);
+        ports.push(PortPlan {
+            name,
+            network: nic.network.clone(),
+            attachment,
+            guard,
+            mtu,
+            machine: Some(m.name.clone()),
+        });
+    }
+    short(argv::monitor_path(&facts.runtime, &m.name))?;
+    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image: image.as_deref() };
+    let plan = MachinePlan {
+        name: m.name.clone(),
+        argv: argv::build(m, &devices, &with),
+        kvm,
+        survives: m.attach == Attach::VhostUser || qemu.stream_reconnects(),
+    };
+    Ok((plan, ports))
+}
+
+/// The plan of a tap.
+pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
+    let network = fabric.network(&t.network);
+    PortPlan {
+        name: t.name.clone(),
+        network: t.network.clone(),
+        attachment: Attachment::Tap {
+            device: t.device.clone(),
+            adopt: t.adopt,
+            netns: t.netns.clone(),
+            ip: t.ip.zip(network.map(|n| n.subnet.prefix)),
+            mac: (!t.adopt).then_some(t.mac),
+        },
+        guard: (t.guard == file::Guard::Mac).then_some(t.mac),
+        mtu: network.map_or(1500, |n| n.mtu),
+        machine: None,
+    }
+}
+
+/// The plan of a bare port.
+pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPlan, PlanError> {
+    let path = |given: &Option<PathBuf>| match given {
+        Some(path) => short(path.clone()),
+        None => socket(facts, &p.name),
+    };
+    let attachment = match &p.kind {
+        PortKind::VhostUser { socket, queues } => {
+            Attachment::VhostUser { socket: path(socket)?, queues: *queues, mac: p.mac }
+        }
+        PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
+        PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
+    };
+    Ok(PortPlan {
+        name: p.name.clone(),
+        network: p.network.clone(),
+        attachment,
+        guard: p.mac.filter(|_| p.guard == file::Guard::Mac),
+        mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
+        machine: None,
+    })
+}
+
+/// The port of a network's uplink, and the kernel's part of it.
+pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<KernelUplink>) {
+    let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
+    let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
+    let port = |attachment| PortPlan {
+        name: format!("uplink-{}", n.name),
+        network: n.name.clone(),
+        attachment,
+        guard: None,
+        mtu: n.mtu,
+        machine: None,
+    };
+    match (&n.uplink, n.router) {
+        (Uplink::User, Some(router)) => {
+            // Ports below 1024 of passt's address stand for forwards; see switch::nat.
+            let numbered = forwards.iter().zip(1..);
+            let forwards = numbered.map(|(f, i)| (f.proto, f.listen, i, (f.ip, f.port))).collect();
+            (Some(port(Attachment::User(UserUplink { mac, router, forwards }))), None)
+        }
+        (Uplink::Kernel, Some(router)) => {
+            let device = kernel_device(&fabric.name, &n.name);
+            let ip = Some((router, n.subnet.prefix));
+            let tap = Attachment::Tap { device: device.clone(), adopt: false, netns: None, ip, mac: Some(mac) };
+            (Some(port(tap)), Some(KernelUplink { network: n.clone(), device, forwards }))
+        }
+        (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),
+        _ => (None, None),
+    }
+}
+
+/// The plan of the whole fabric.
+pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
+    let mut plan = Plan { ports: vec![], machines: vec![], kernel: vec![] };
+    for m in &fabric.machines {
+        let (process, ports) = machine(fabric, m, facts)?;
+        plan.machines.push(process);
+        plan.ports.extend(ports);
+    }
+    plan.ports.extend(fabric.taps.iter().map(|t| tap(fabric, t)));
+    for p in &fabric.ports {
+        plan.ports.push(port(fabric, p, facts)?);
+    }
+    for n in &fabric.networks {
+        let (port, kernel) = uplink(fabric, n);
+        plan.ports.extend(port);
+        plan.kernel.extend(kernel);
+    }
+    Ok(plan)
+}
+
+/// The arguments of the passt that serves a user uplink, the program first; it takes its end of the stream as
+/// descriptor `fd`. It leads the host's side: leases, names and router advertisements are the gateway's, and the
+/// host's own loopback is not shown to guests.
+pub fn passt_argv(program: &Path, uplink: &UserUplink, mtu: u16, fd: i32) -> Vec<String> {
+    let mut out: Vec<String> = vec![program.display().to_string()];
+    let mac = Mac::derived(&[&uplink.mac.to_string(), "passt"]).to_string();
+    let fixed =
+        ["-f", "-q", "-4", "-a", OUTSIDE, "-n", "29", "-g", PEER, "--no-dhcp", "--no-dhcp-dns", "--no-dhcp-search"];
+    out.extend(fixed.map(String::from));
+    out.extend(["--no-ndp", "--no-dhcpv6", "--no-ra", "--no-map-gw", "-e"].map(String::from));
+    out.extend(["-F".into(), fd.to_string(), "-M".into(), mac, "-m".into(), mtu.to_string()]);
+    for (proto, listen, port, _) in &uplink.forwards {
+        let flag = if *proto == Proto::Tcp { "-t" } else { "-u" };
+        let address = if listen.ip().is_unspecified() { String::new() } else { format!("{}/", listen.ip()) };
+        out.extend([flag.into(), format!("{address}{}:{port}", listen.port())]);
+    }
+    out
+}
+
+/// The address that passt knows, and its own: of 192.0.0.0/29, which RFC 7335 sets aside for translation on one host.
+pub const OUTSIDE: &str = "192.0.0.2";
+/// passt's own address on that link.
+pub const PEER: &str = "192.0.0.1";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn facts(kvm: bool) -> Facts {
+        Facts {
+            qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
+            kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
+            runtime: "/run/t/demo".into(),
+        }
+    }
+
+    fn fabric(text: &str) -> Fabric {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        file::parse(&format!("name = \"demo\"\n{text}"), &path).unwrap()
+    }
+
+    const FILE: &str = r#"
+[network.lan]
+uplink = "user"
+[network.ops]
+uplink = "kernel"
+[network.out]
+uplink = { bridge = "eth9" }
+[cell.web]
+image = "Cargo.toml"
+network = ["lan", "ops"]
+[vm.old]
+kernel = "Cargo.toml"
+network = "lan"
+attach = "stream"
+guard = "off"
+[tap.host]
+network = "lan"
+ip = "10.87.0.3"
+[port.guest]
+kind = "vhost-user"
+network = "out"
+mac = "02:00:00:00:00:07"
+[[forward]]
+listen = "127.0.0.1:8080"
+to = "web:80"
+[[forward]]
+proto = "udp"
+listen = "0.0.0.0:5353"
+to = "host:53"
+[[forward]]
+listen = "127.0.0.1:8081"
+to = "web:80"
+network = "ops"
+"#;
+
+    #[test]
+    fn a_file_comes_to_its_ports_processes_and_rules() {
+        let fabric = fabric(FILE);
+        let plan = plan(&fabric, &facts(false)).unwrap();
+        let names: Vec<_> = plan.ports.iter().map(|p| (p.name.as_str(), p.network.as_str())).collect();
+        let expected = [
+            ("web", "lan"),
+            ("web.1", "ops"),
+            ("old", "lan"),
+            ("host", "lan"),
+            ("guest", "out"),
+            ("uplink-lan", "lan"),
+            ("uplink-ops", "ops"),
+            ("uplink-out", "out"),
+        ];
+        assert_eq!(names, expected);
+        let web = &fabric.machines[0];
+        assert_eq!(plan.ports[0].guard, Some(web.nics[0].mac));
+        assert_eq!(plan.ports[2].guard, None);
+        assert_eq!(plan.ports[4].guard, Mac::parse("02:00:00:00:00:07"));
+        assert!(plan.machines[0].survives && !plan.machines[1].survives && !plan.machines[0].kvm);
+        let Attachment::User(user) = &plan.ports[5].attachment else { panic!() };
+        assert_eq!(user.router, Ipv4Addr::new(10, 87, 0, 2));
+        let ip = web.nics[0].ip.unwrap();
+        assert_eq!(user.forwards[0], (Proto::Tcp, "127.0.0.1:8080".parse().unwrap(), 1, (ip, 80)));
+        assert_eq!(user.forwards[1].3, (Ipv4Addr::new(10, 87, 0, 3), 53));
+        let argv = passt_argv(Path::new("passt"), user, 1500, 7);
+        assert!(argv.windows(2).any(|w| w == ["-t", "127.0.0.1/8080:1"]), "{argv:?}");
+        assert!(argv.windows(2).any(|w| w == ["-u", "5353:2"]), "{argv:?}");
+        assert_eq!(plan.kernel.len(), 1);
+        assert_eq!(plan.kernel[0].device, "tb-demo-ops");
+        assert_eq!(plan.kernel[0].forwards[0].ip, web.nics[1].ip.unwrap());
+    }
+
+    #[test]
+    fn acceleration_is_what_was_asked_and_found() {
+        let text = |accel: &str| format!("[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\naccel = \"{accel}\"\n");
+        let kvm = |accel: &str, found| plan(&fabric(&text(accel)), &facts(found)).map(|p| p.machines[0].kvm);
+        assert!(kvm("auto", true).unwrap() && !kvm("auto", false).unwrap() && !kvm("tcg", true).unwrap());
+        assert!(kvm("kvm", true).unwrap());
+        let said = kvm("kvm", false).unwrap_err().to_string();
+        assert!(said.contains("vm.v") && said.contains("stalls") && said.contains("leave accel out"), "{said}");
+    }
+
+    #[test]
+    fn device_names_fit_and_differ() {
+        assert_eq!(kernel_device("demo", "lan"), "tb-demo-lan");
+        let (a, b) = (kernel_device("a-long-name", "lan"), kernel_device("a-long-name", "lon"));
+        assert!(a.len() <= 15 && b.len() <= 15 && a != b, "{a} {b}");
+    }
+
+    #[test]
+    fn a_socket_path_that_is_too_long_is_told() {
+        let mut facts = facts(false);
+        facts.runtime = format!("/run/{}", "x".repeat(100)).into();
+        let error = plan(&fabric("[network.lan]\n[port.p]\nkind = \"stream\"\n"), &facts).unwrap_err();
+        assert!(error.to_string().contains("the system allows 107"), "{error}");
+    }
+}

@@ -1,0 +1,206 @@
+//! A machine of the file, what the probe found, and the runtime directory → QEMU's arguments. Pure.
+
+use std::path::{Path, PathBuf};
+
+use super::probe::Qemu;
+use crate::file::{Attach, Boot, Machine, MachineKind, MachineType};
+
+/// One network device: the socket that its port listens on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Device {
+    /// Name of the port.
+    pub port: String,
+    /// Path of its socket.
+    pub socket: PathBuf,
+    /// MAC, in text.
+    pub mac: String,
+    /// MTU in bytes, offered to the guest over vhost-user.
+    pub mtu: u16,
+}
+
+/// What the arguments depend on besides the machine.
+#[derive(Debug, Clone)]
+pub struct Surroundings<'a> {
+    /// The QEMU to run.
+    pub qemu: &'a Qemu,
+    /// Whether to use KVM.
+    pub kvm: bool,
+    /// Name of the fabric.
+    pub fabric: &'a str,
+    /// Where console and monitor socket go.
+    pub runtime: &'a Path,
+    /// The image of a cell.
+    pub image: Option<&'a Path>,
+}
+
+/// The file that holds a machine's console.
+pub fn console_path(runtime: &Path, machine: &str) -> PathBuf {
+    runtime.join(format!("{machine}.console"))
+}
+
+/// The socket of a machine's monitor (QMP).
+pub fn monitor_path(runtime: &Path, machine: &str) -> PathBuf {
+    runtime.join(format!("{machine}.qmp"))
+}
+
+/// What QEMU is called with after `-name`: how a running one is recognised as this fabric's.
+pub fn cookie(fabric: &str, machine: &str) -> String {
+    format!("tombolo/{fabric}/{machine}")
+}
+
+/// QEMU escapes a comma in an option's value by doubling it.
+fn escape(path: &Path) -> String {
+    path.display().to_string().replace(',', ",,")
+}
+
+/// The whole argument list, the program first.
+pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> Vec<String> {
+    let mut out: Vec<String> = vec![with.qemu.path.display().to_string()];
+    let mut add = |words: &[&str]| out.extend(words.iter().map(|w| w.to_string()));
+    let accel = if with.kvm { "kvm" } else { "tcg" };
+    let microvm = machine.machine == MachineType::Microvm;
+    add(&["-name", &cookie(with.fabric, &machine.name)]);
+    add(&["-nodefaults", "-no-user-config", "-display", "none"]);
+    // What a guest that breaks out of QEMU finds: no new programs, no new privileges.
+    add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
+    // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where small guests find them.
+    let chipset = if microvm { "microvm,acpi=off,pit=on,rtc=on" } else { "q35" };
+    add(&["-M", &format!("{chipset},accel={accel},memory-backend=mem")]);
+    if with.kvm {
+        add(&["-cpu", "host"]);
+    }
+    let memory = format!("{}M", machine.memory_mib);
+    add(&["-m", &memory, "-smp", &machine.cpus.to_string()]);
+    // Shared and named by nothing: the fabric maps it through the vhost-user socket.
+    add(&["-object", &format!("memory-backend-memfd,id=mem,size={memory},share=on")]);
+    let console = escape(&console_path(with.runtime, &machine.name));
+    add(&["-chardev", &format!("file,id=console,path={console},append=on"), "-serial", "chardev:console"]);
+    let monitor = escape(&monitor_path(with.runtime, &machine.name));
+    add(&["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
+    match &machine.boot {
+        Boot::Cell(_) => {
+            let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
+            let words = format!("hostname={} {}", machine.name, machine.cmdline);
+            add(&["-kernel", &image, "-append", words.trim_end()]);
+            // A cell that ends itself says with which code.
+            add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04", "-no-reboot"]);
+        }
+        Boot::Vm { kernel, initrd, disk } => {
+            if let Some(kernel) = kernel {
+                add(&["-kernel", &kernel.display().to_string(), "-append", &machine.cmdline]);
+            }
+            if let Some(initrd) = initrd {
+                add(&["-initrd", &initrd.display().to_string()]);
+            }
+            if let Some((path, format)) = disk {
+                add(&["-drive", &format!("if=none,id=disk,format={format},file={}", escape(path))]);
+                add(&["-device", if microvm { "virtio-blk-device,drive=disk" } else { "virtio-blk-pci,drive=disk" }]);
+            }
+        }
+    }
+    for (i, device) in devices.iter().enumerate() {
+        let path = escape(&device.socket);
+        let queues = machine.queues;
+        let shared = machine.attach == Attach::VhostUser;
+        if shared {
+            add(&["-chardev", &format!("socket,id=net{i}c,path={path},reconnect=1")]);
+            add(&["-netdev", &format!("vhost-user,id=net{i},chardev=net{i}c,queues={queues}")]);
+        } else {
+            let again = if with.qemu.stream_reconnects() { ",reconnect-ms=1000" } else { "" };
+            add(&["-netdev", &format!("stream,id=net{i},server=off,addr.type=unix,addr.path={path}{again}")]);
+        }
+        let mut nic = if microvm { "virtio-net-device".to_string() } else { "virtio-net-pci,romfile=".to_string() };
+        nic.push_str(&format!(",netdev=net{i},mac={}", device.mac));
+        if shared {
+            nic.push_str(&format!(",host_mtu={}", device.mtu));
+        }
+        if queues > 1 {
+            nic.push_str(",mq=on");
+        }
+        if !microvm {
+            if shared && !with.kvm && with.qemu.msix_trap() {
+                // This QEMU crashes when a guest's driver starts MSI-X over vhost-user under emulation; INTx works.
+                nic.push_str(",vectors=0");
+            } else if queues > 1 {
+                nic.push_str(&format!(",vectors={}", 2 * queues + 2));
+            }
+        }
+        add(&["-device", &nic]);
+    }
+    if microvm && machine.kind == MachineKind::Cell {
+        add(&["-global", "virtio-mmio.force-legacy=false"]);
+    }
+    out.extend(machine.qemu.iter().cloned());
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file;
+
+    fn machine(text: &str) -> (file::Fabric, Machine) {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let fabric = file::parse(&format!("name = \"f\"\n[network.lan]\n{text}"), &path).unwrap();
+        let machine = fabric.machines[0].clone();
+        (fabric, machine)
+    }
+
+    fn argv(text: &str, version: (u32, u32, u32), kvm: bool) -> Vec<String> {
+        let (_, m) = machine(text);
+        let qemu = Qemu { path: "/usr/bin/qemu".into(), version };
+        let devices: Vec<_> = m
+            .nics
+            .iter()
+            .map(|n| Device { port: m.name.clone(), socket: "/run/a,b.sock".into(), mac: n.mac.to_string(), mtu: 1500 })
+            .collect();
+        let with =
+            Surroundings { qemu: &qemu, kvm, fabric: "f", runtime: Path::new("/run/t"), image: Some(Path::new("/i")) };
+        build(&m, &devices, &with)
+    }
+
+    fn after<'a>(argv: &'a [String], flag: &str, n: usize) -> &'a str {
+        let at = argv
+            .iter()
+            .enumerate()
+            .filter(|(_, w)| *w == flag)
+            .nth(n)
+            .unwrap_or_else(|| panic!("{flag} in {argv:?}"))
+            .0;
+        &argv[at + 1]
+    }
+
+    #[test]
+    fn a_cell_gets_a_microvm_with_shared_memory_and_its_name() {
+        let argv = argv("[cell.web]\nimage = \"Cargo.toml\"\nargs = \"budget=32\"\n", (7, 2, 22), false);
+        assert_eq!(after(&argv, "-name", 0), "tombolo/f/web");
+        assert_eq!(after(&argv, "-append", 0), "hostname=web budget=32");
+        assert!(after(&argv, "-M", 0).starts_with("microvm,acpi=off,") && after(&argv, "-M", 0).contains("accel=tcg"));
+        assert_eq!(after(&argv, "-object", 0), "memory-backend-memfd,id=mem,size=32M,share=on");
+        assert_eq!(after(&argv, "-chardev", 1), "socket,id=net0c,path=/run/a,,b.sock,reconnect=1");
+        assert!(!argv.iter().any(|w| w.contains("vectors")), "virtio-mmio has no MSI-X");
+    }
+
+    #[test]
+    fn msix_is_avoided_exactly_where_it_crashes_qemu() {
+        let text = "[vm.v]\nkernel = \"Cargo.toml\"\n";
+        let nic = |version, kvm| argv(text, version, kvm).iter().any(|w| w.contains("vectors=0"));
+        assert!(nic((7, 2, 22), false));
+        assert!(!nic((7, 2, 22), true) && !nic((10, 0, 2), false));
+        let stream = argv(&format!("{text}attach = \"stream\"\n"), (7, 2, 22), false);
+        assert!(!stream.iter().any(|w| w.contains("vectors=0")));
+    }
+
+    #[test]
+    fn a_vm_gets_its_own_words_last() {
+        let argv = argv(
+            "[vm.v]\nkernel = \"Cargo.toml\"\ncmdline = \"quiet\"\nqueues = 2\nqemu = [\"-snapshot\"]\n",
+            (10, 0, 2),
+            true,
+        );
+        assert_eq!(argv.last().unwrap(), "-snapshot");
+        assert_eq!(after(&argv, "-append", 0), "quiet");
+        assert!(after(&argv, "-device", 0).contains("mq=on,vectors=6"));
+        assert_eq!(after(&argv, "-cpu", 0), "host");
+    }
+}

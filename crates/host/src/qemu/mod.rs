@@ -1,0 +1,7 @@
+//! QEMU: found, probed, and turned into argument lists.
+//!
+//! - `probe`: which QEMU there is, and whether KVM really runs a guest (it may open and still not).
+//! - `argv`: the pure part: a machine of the file and what the probe found → arguments.
+
+pub mod argv;
+pub mod probe;

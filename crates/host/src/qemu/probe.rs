@@ -1,0 +1,186 @@
+//! Which QEMU there is and what it can do, found out by running it.
+
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// The ROM of `kvm_probe.S`.
+const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
+/// Bytes of the image given to QEMU; microvm and q35 both map the last 64 KiB below 4 GiB.
+const ROM_BYTES: usize = 65536;
+/// What QEMU exits with when the ROM wrote 0x21 to isa-debug-exit.
+const ROM_DONE: i32 = (0x21 << 1) | 1;
+/// How long the ROM may take: it needs about 70 ms under emulation.
+const ROM_LIMIT: Duration = Duration::from_secs(2);
+
+/// A QEMU binary.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Qemu {
+    /// Where it is.
+    pub path: PathBuf,
+    /// Major, minor, micro.
+    pub version: (u32, u32, u32),
+}
+
+impl Qemu {
+    /// Whether virtio-net-pci with MSI-X over vhost-user crashes it under emulation: seen on 7.2, not on 10.0; the versions
+    /// between were not to be had, so they are taken for broken.
+    pub fn msix_trap(&self) -> bool {
+        self.version < (10, 0, 0)
+    }
+
+    /// Whether its stream netdev connects again by itself (`reconnect-ms`, since 9.2).
+    pub fn stream_reconnects(&self) -> bool {
+        self.version >= (9, 2, 0)
+    }
+}
+
+/// Why there is no QEMU to work with.
+#[derive(Debug, thiserror::Error)]
+pub enum ProbeError {
+    /// No binary.
+    #[error("no QEMU: looked for {tried} in PATH and $TOMBOLO_QEMU; install it (Debian: apt install qemu-system-x86)")]
+    NoQemu {
+        /// The name looked for.
+        tried: &'static str,
+    },
+    /// It does not say its version.
+    #[error("{} --version: expected a line with \"version N.N.N\", found {found:?}; give another with $TOMBOLO_QEMU", path.display())]
+    Version {
+        /// The binary.
+        path: PathBuf,
+        /// Its first line, or the error.
+        found: String,
+    },
+}
+
+const BINARY: &str = "qemu-system-x86_64";
+
+/// The full path of a program in PATH.
+pub fn which(name: &str) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let sbin = ["/usr/sbin", "/sbin"].map(PathBuf::from);
+    std::env::split_paths(&path).chain(sbin).map(|dir| dir.join(name)).find(|p| p.is_file())
+}
+
+/// Finds QEMU: `$TOMBOLO_QEMU`, else the PATH; runs it for its version.
+pub fn find() -> Result<Qemu, ProbeError> {
+    let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
+    let path = path.ok_or(ProbeError::NoQemu { tried: BINARY })?;
+    let output = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
+    let text = match output {
+        Ok(out) => String::from_utf8_lossy(&out.stdout).into_owned(),
+        Err(error) => error.to_string(),
+    };
+    match version(&text) {
+        Some(version) => Ok(Qemu { path, version }),
+        None => Err(ProbeError::Version { path, found: text.lines().next().unwrap_or("").to_string() }),
+    }
+}
+
+fn version(text: &str) -> Option<(u32, u32, u32)> {
+    let word = text.split("version ").nth(1)?.split([' ', '\n', '(']).next()?;
+    let mut parts = word.split('.').map(|p| p.parse().ok());
+    Some((parts.next()??, parts.next()??, parts.next().flatten().unwrap_or(0)))
+}
+
+/// Runs the probe's ROM under an accelerator. `Ok` says how long it took, `Err` what happened instead.
+pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
+    let mut image = vec![0xf4; ROM_BYTES];
+    image[ROM_BYTES - ROM.len()..].copy_from_slice(ROM);
+    let memory =
+        rustix::fs::memfd_create("tombolo-probe", rustix::fs::MemfdFlags::empty()).map_err(|e| e.to_string())?;
+    let mut file = std::fs::File::from(memory);
+    file.write_all(&image).map_err(|e| e.to_string())?;
+    let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
+    let start = Instant::now();
+    let mut child = Command::new(qemu)
+        .args([
+            "-M",
+            &format!("microvm,accel={accel}"),
+            "-m",
+            "2",
+            "-nodefaults",
+            "-no-user-config",
+            "-display",
+            "none",
+        ])
+        .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios", &format!("/proc/self/fd/{fd}")])
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| format!("starting {}: {e}", qemu.display()))?;
+    let pid = rustix::process::Pid::from_child(&child);
+    let ended = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map(|pidfd| {
+        let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
+        let limit = rustix::time::Timespec { tv_sec: ROM_LIMIT.as_secs() as i64, tv_nsec: 0 };
+        rustix::event::poll(&mut fds, Some(&limit)).unwrap_or(0) > 0
+    });
+    if ended != Ok(true) {
+        let _ = child.kill();
+    }
+    let output = child.wait_with_output().map_err(|e| e.to_string())?;
+    match (output.status.code(), ended) {
+        (Some(ROM_DONE), _) => Ok(start.elapsed()),
+        (_, Ok(false)) => {
+            Err(format!("it opens, but a guest of a few instructions did not end within {} s", ROM_LIMIT.as_secs()))
+        }
+        (code, _) => {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let last = text.lines().last().unwrap_or("no word").to_string();
+            Err(format!("QEMU ended with {} ({last})", code.map_or("a signal".into(), |c| c.to_string())))
+        }
+    }
+}
+
+/// Whether KVM runs a guest here; `Err` says why not.
+pub fn kvm(qemu: &Path) -> Result<Duration, String> {
+    match std::fs::OpenOptions::new().read(true).write(true).open("/dev/kvm") {
+        Ok(_) => runs_guest(qemu, "kvm"),
+        Err(error) => Err(format!("/dev/kvm: {error}")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_are_read() {
+        assert_eq!(version("QEMU emulator version 7.2.22 (Debian 1:7.2)\nCopy"), Some((7, 2, 22)));
+        assert_eq!(version("QEMU emulator version 10.0.2\n"), Some((10, 0, 2)));
+        assert_eq!(version("nonsense"), None);
+        let old = Qemu { path: "q".into(), version: (7, 2, 22) };
+        let new = Qemu { path: "q".into(), version: (10, 0, 0) };
+        assert!(old.msix_trap() && !new.msix_trap() && !old.stream_reconnects() && new.stream_reconnects());
+    }
+
+    #[test]
+    fn emulation_runs_the_probe() {
+        match find() {
+            Ok(qemu) => {
+                runs_guest(&qemu.path, "tcg").unwrap();
+                let nonsense = runs_guest(&qemu.path, "no-such-accelerator").unwrap_err();
+                assert!(nonsense.contains("ended with 1"), "{nonsense}");
+            }
+            Err(error) => eprintln!("SKIPPED emulation_runs_the_probe: {error}"),
+        }
+    }
+
+    #[test]
+    fn the_rom_is_what_its_source_says() {
+        let (Some(clang), Some(objcopy)) = (which("clang"), which("objcopy")) else {
+            eprintln!("SKIPPED the_rom_is_what_its_source_says: needs clang and objcopy");
+            return;
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let (object, binary) = (dir.path().join("p.o"), dir.path().join("p.bin"));
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/qemu/kvm_probe.S");
+        let run = |c: &mut Command| assert!(c.status().unwrap().success());
+        run(Command::new(clang).args(["-c", "-target", "x86_64-linux-gnu"]).arg(source).arg("-o").arg(&object));
+        run(Command::new(objcopy).args(["-O", "binary", "-j", ".text"]).args([&object, &binary]));
+        assert_eq!(std::fs::read(binary).unwrap(), ROM);
+    }
+}

@@ -1,0 +1,255 @@
+//! Where a running fabric keeps what must have a name: its lock, its owner record, sockets and consoles.
+//!
+//! `$TOMBOLO_RUNTIME/NAME/`, else `/run/tombolo/NAME/` for root and `$XDG_RUNTIME_DIR/tombolo/NAME/` for others. Leases
+//! outlive `down`: `$TOMBOLO_STATE/NAME/`, else `/var/lib/tombolo/NAME/` or `$XDG_STATE_HOME/tombolo/NAME/`.
+//!
+//! # Invariants
+//! - Whoever holds the exclusive lock of `lock` owns the fabric; the kernel releases it however the owner ends.
+//! - `owner.json` is written (whole, then renamed) before a thing outside this process is made, so a killed owner's
+//!   leftovers are in it. Processes are found by their command lines instead (see [`crate::process`]): there is no
+//!   instant at which one runs and is not findable.
+//! - The directory is 0700 and its owner's.
+
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FlockOperation, flock};
+use serde::{Deserialize, Serialize};
+
+/// Why a runtime directory cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum RunDirError {
+    /// Neither variable nor default fits.
+    #[error(
+        "no place for runtime files: expected $XDG_RUNTIME_DIR or $TOMBOLO_RUNTIME to be set (not running as root); set one"
+    )]
+    NoPlace,
+    /// The system refused.
+    #[error("{what} {}: {source}", path.display())]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// Somebody else's directory.
+    #[error("{} belongs to user {owner}, expected {expected}; remove it or set $TOMBOLO_RUNTIME", path.display())]
+    Foreign {
+        /// The directory.
+        path: PathBuf,
+        /// Whose it is.
+        owner: u32,
+        /// Who we are.
+        expected: u32,
+    },
+    /// Another daemon runs this fabric.
+    #[error("the fabric \"{name}\" is running already (process {pid}); `tombolo down --fabric {name}` ends it")]
+    Running {
+        /// The fabric.
+        name: String,
+        /// Its daemon, 0 if it has not said yet.
+        pid: u32,
+    },
+    /// A Unix socket's path has at most 107 bytes.
+    #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
+    LongPath {
+        /// The path.
+        path: PathBuf,
+    },
+}
+
+fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
+    move |source| RunDirError::System { what, path: path.into(), source }
+}
+
+/// A sysctl that was changed, to be put back.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Sysctl {
+    /// Path below /proc/sys.
+    pub key: String,
+    /// What it was.
+    pub before: String,
+}
+
+/// Sections that were added while the fabric ran.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Addition {
+    /// The members that are left of it.
+    pub names: Vec<String>,
+    /// The sections, as text of a fabric file.
+    pub text: String,
+}
+
+/// What a fabric has made outside its own process that the kernel does not reclaim by itself.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owner {
+    /// The daemon.
+    pub pid: u32,
+    /// Its start, in clock ticks after boot, so that a reused pid is not taken for it.
+    pub started_ticks: u64,
+    /// The fabric file.
+    pub file: PathBuf,
+    /// The nftables table, if the kernel uplink made one.
+    pub nft_table: Option<String>,
+    /// Sysctls to put back.
+    pub sysctls: Vec<Sysctl>,
+    /// Members added while running; a daemon that follows a crash adds them again.
+    pub additions: Vec<Addition>,
+}
+
+/// The folder that holds the runtime directories of all fabrics of this user.
+pub fn runtime_root() -> Result<PathBuf, RunDirError> {
+    if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
+        return Ok(path.into());
+    }
+    if rustix::process::geteuid().is_root() {
+        return Ok("/run/tombolo".into());
+    }
+    std::env::var_os("XDG_RUNTIME_DIR").map(|d| Path::new(&d).join("tombolo")).ok_or(RunDirError::NoPlace)
+}
+
+fn state_root() -> PathBuf {
+    if let Some(path) = std::env::var_os("TOMBOLO_STATE") {
+        return path.into();
+    }
+    if rustix::process::geteuid().is_root() {
+        return "/var/lib/tombolo".into();
+    }
+    let home = std::env::var_os("HOME").map(|h| Path::new(&h).join(".local/state"));
+    let base = std::env::var_os("XDG_STATE_HOME").map(PathBuf::from).or(home);
+    base.unwrap_or_else(|| "/tmp".into()).join("tombolo")
+}
+
+/// The API socket of a fabric.
+pub fn api_socket(root: &Path, fabric: &str) -> PathBuf {
+    root.join(fabric).join("api.sock")
+}
+
+/// Names of the fabrics that have a runtime directory with a held lock, sorted.
+pub fn running(root: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(root) else { return vec![] };
+    let mut out: Vec<String> = entries
+        .flatten()
+        .filter(|e| {
+            let Ok(lock) = File::open(e.path().join("lock")) else { return false };
+            flock(&lock, FlockOperation::NonBlockingLockShared).is_err()
+        })
+        .filter_map(|e| e.file_name().into_string().ok())
+        .collect();
+    out.sort();
+    out
+}
+
+/// The owned runtime directory of one fabric. Dropping it releases the lock.
+#[derive(Debug)]
+pub struct RunDir {
+    path: PathBuf,
+    state: PathBuf,
+    _lock: File,
+    /// The record as it was last written.
+    owner: Owner,
+    /// What the daemon before left behind, if it did not end by itself.
+    pub leftover: Option<Owner>,
+}
+
+fn make_dir(path: &Path) -> Result<(), RunDirError> {
+    fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(system("making the folder", path))?;
+    let owner = fs::metadata(path).map_err(system("looking at", path))?.uid();
+    let expected = rustix::process::geteuid().as_raw();
+    if owner != expected {
+        return Err(RunDirError::Foreign { path: path.into(), owner, expected });
+    }
+    Ok(())
+}
+
+impl RunDir {
+    /// Makes the directory, takes its lock and reads what a killed owner left.
+    pub fn claim(fabric: &str, file: &Path) -> Result<RunDir, RunDirError> {
+        let root = runtime_root()?;
+        let path = root.join(fabric);
+        make_dir(&path)?;
+        let lock_path = path.join("lock");
+        let mut open = fs::OpenOptions::new();
+        let lock = open.read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
+        let lock = lock.map_err(system("opening", &lock_path))?;
+        let leftover: Option<Owner> =
+            fs::read(path.join("owner.json")).ok().and_then(|t| serde_json::from_slice(&t).ok());
+        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
+            let pid = leftover.map_or(0, |o| o.pid);
+            return Err(RunDirError::Running { name: fabric.into(), pid });
+        }
+        let pid = std::process::id();
+        let owner = Owner {
+            pid,
+            started_ticks: crate::process::start_ticks(pid).unwrap_or(0),
+            file: file.into(),
+            // Until they are taken back they are ours to take back.
+            nft_table: leftover.as_ref().and_then(|o| o.nft_table.clone()),
+            sysctls: leftover.as_ref().map(|o| o.sysctls.clone()).unwrap_or_default(),
+            additions: leftover.as_ref().map(|o| o.additions.clone()).unwrap_or_default(),
+        };
+        let mut dir = RunDir { path, state: state_root().join(fabric), _lock: lock, owner, leftover };
+        dir.record(|_| ())?;
+        Ok(dir)
+    }
+
+    /// The directory.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The owner record as it was last written.
+    pub fn owner(&self) -> &Owner {
+        &self.owner
+    }
+
+    /// A file for what outlives `down`; its folder is made.
+    pub fn state_file(&self, name: &str) -> Result<PathBuf, RunDirError> {
+        make_dir(&self.state)?;
+        Ok(self.state.join(name))
+    }
+
+    /// A socket's path, whose length is checked.
+    pub fn socket(&self, name: &str) -> Result<PathBuf, RunDirError> {
+        let path = self.path.join(name);
+        if path.as_os_str().len() > 107 {
+            return Err(RunDirError::LongPath { path });
+        }
+        Ok(path)
+    }
+
+    /// Changes the owner record and writes it, before what it names is made or after it is gone.
+    pub fn record(&mut self, change: impl FnOnce(&mut Owner)) -> Result<(), RunDirError> {
+        change(&mut self.owner);
+        let text = serde_json::to_vec_pretty(&self.owner).expect("the record has no map with keys that are no strings");
+        write_whole(&self.path.join("owner.json"), &text)
+    }
+
+    /// Removes everything; the fabric has ended by itself.
+    pub fn remove(self) -> Result<(), RunDirError> {
+        let Ok(entries) = fs::read_dir(&self.path) else { return Ok(()) };
+        for entry in entries.flatten() {
+            // The lock goes last: a daemon that starts meanwhile must not find a half-removed directory unlocked.
+            if entry.file_name() != "lock" {
+                fs::remove_file(entry.path()).map_err(system("removing", &entry.path()))?;
+            }
+        }
+        fs::remove_file(self.path.join("lock")).map_err(system("removing", &self.path))?;
+        fs::remove_dir(&self.path).map_err(system("removing", &self.path))
+    }
+}
+
+/// Writes a file so that a reader sees the old content or the new, never a part, whenever the writer is killed.
+pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
+    let next = path.with_extension("next");
+    let write = || -> io::Result<()> {
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&next)?;
+        file.write_all(bytes)?;
+        fs::rename(&next, path)
+    };
+    write().map_err(system("writing", path))
+}

@@ -1,0 +1,101 @@
+//! Fabric files, good and bad, against what is said about them.
+//!
+//! `files/errors/NAME.toml` holds one fault each, named by the file; `files/errors.golden` holds what is said.
+//! `TOMBOLO_BLESS=1 cargo test -p tombolo-host --test files` writes the golden file anew; read the difference before committing it.
+
+use std::path::{Path, PathBuf};
+
+use tombolo_host::file;
+
+fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/files")
+}
+
+#[test]
+fn every_bad_file_gets_its_complaint() {
+    let mut names: Vec<_> = std::fs::read_dir(folder().join("errors"))
+        .unwrap()
+        .map(|e| e.unwrap().file_name().into_string().unwrap())
+        .collect();
+    names.sort();
+    assert!(names.len() > 40);
+    let mut said = String::new();
+    for name in names {
+        let path = folder().join("errors").join(&name);
+        let error = file::load(&path).expect_err(&name);
+        let text = error.to_string().replace(&folder().display().to_string(), "…");
+        // Where apps are looked for depends on the machine.
+        let text = match (text.find("(looked at "), text.find("); build the cells")) {
+            (Some(from), Some(to)) => format!("{}(looked at …{}", &text[..from], &text[to..]),
+            _ => text,
+        };
+        said.push_str(&format!("== {name}\n{text}\n"));
+    }
+    let golden = folder().join("errors.golden");
+    if std::env::var_os("TOMBOLO_BLESS").is_some() {
+        std::fs::write(&golden, &said).unwrap();
+    }
+    let expected = std::fs::read_to_string(golden).unwrap();
+    for (a, b) in said.lines().zip(expected.lines()) {
+        assert_eq!(a, b);
+    }
+    assert_eq!(said, expected);
+}
+
+#[test]
+fn all_faults_of_a_file_are_told_at_once() {
+    let text = "[network.lan]\nmtu = 1\nuplink = \"usr\"\n[tap.t]\nnetwork = \"lam\"\nadop = true\n";
+    let error = file::parse(text, Path::new("x.toml")).unwrap_err();
+    let file::FileError::Faulty { problems, .. } = error else { panic!("{error}") };
+    let lines: Vec<_> = problems.iter().map(|p| (p.line, p.key.as_str())).collect();
+    assert_eq!(lines, [(2, "network.lan.mtu"), (3, "network.lan.uplink"), (5, "tap.t.network"), (6, "tap.t.adop")]);
+}
+
+#[test]
+fn additions_are_checked_with_the_whole() {
+    let base = file::parse("[network.lan]\n[tap.a]\nip = \"10.87.0.9\"\n", Path::new("x.toml")).unwrap();
+    let more = file::add("[tap.b]\nip = \"10.87.0.10\"\n", Path::new("request"), &base).unwrap();
+    assert_eq!(more.taps.len(), 2);
+    let error = file::add("[tap.c]\nip = \"10.87.0.9\"\n", Path::new("request"), &base).unwrap_err();
+    assert!(error.to_string().contains("request:2:6: tap.c.ip: expected an address that nobody else has"), "{error}");
+}
+
+#[test]
+fn a_machine_keeps_its_address_when_others_come() {
+    let one = "[network.lan]\n[vm.b]\nkernel=\"Cargo.toml\"\n";
+    let two = format!("{one}[vm.a]\nkernel=\"Cargo.toml\"\n");
+    let read = |text: &str| file::parse(text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).unwrap();
+    let address = |f: &file::Fabric| f.machines.iter().find(|m| m.name == "b").unwrap().nics[0].clone();
+    let (a, b) = (address(&read(one)), address(&read(&two)));
+    assert_eq!(a, b);
+    assert!(a.ip.is_some());
+}
+
+#[test]
+fn the_reference_describes_exactly_the_keys_of_the_schema() {
+    let text =
+        std::fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/fabric-file.md")).unwrap();
+    let mut rows = Vec::new();
+    let mut section = None;
+    for line in text.lines() {
+        if let Some(title) = line.strip_prefix("### ") {
+            section = file::schema::SECTIONS.iter().find(|s| title.contains(s.form)).map(|s| s.name);
+        }
+        if let (Some(section), Some(rest)) = (section, line.strip_prefix("| `")) {
+            let cells: Vec<_> = rest.split(" | ").map(str::trim).collect();
+            rows.push((section, cells[0].trim_end_matches('`').to_string(), rest.to_string()));
+        }
+    }
+    for section in file::schema::SECTIONS {
+        for key in section.keys {
+            let row = rows.iter().find(|(s, k, _)| *s == section.name && k == key.name);
+            let (_, _, row) =
+                row.unwrap_or_else(|| panic!("docs/fabric-file.md lacks `{}` of {}", key.name, section.form));
+            for part in [key.expects, key.doc, key.default] {
+                assert!(row.contains(part), "`{}` of {}: {part:?} is not in {row:?}", key.name, section.form);
+            }
+        }
+    }
+    let known: usize = file::schema::SECTIONS.iter().map(|s| s.keys.len()).sum();
+    assert_eq!(rows.len(), known, "docs/fabric-file.md describes keys that the parser does not know");
+}

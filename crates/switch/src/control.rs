@@ -1,0 +1,470 @@
+//! The control side of a worker: what other threads may ask of it.
+//!
+//! A [`WorkerHandle`] sends commands through a queue and wakes the worker, which does them between two rounds; the
+//! call returns when it is done. So nothing in a frame's path takes a lock, and a command sees a worker at rest.
+//! Calls are for control threads: a port must never call its own worker's handle, which would wait for itself.
+
+use crate::Nanos;
+use crate::capture::{self, Capture, CaptureSettings};
+use crate::counters::{Counter, PortCounters};
+use crate::guard::Guard;
+use crate::mac::{MacEntry, MacSettings, MacStats};
+use crate::network::Network;
+use crate::port::{Caps, Link, Port};
+use crate::wait::Token;
+use crate::worker::{Core, FaultRecord, NetworkSlot, Slot};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::mpsc::{self, Receiver, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+
+pub(crate) type Command = Box<dyn FnOnce(&mut Core) + Send>;
+
+/// Settings of a worker; all can be changed while it runs.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WorkerSettings {
+    /// Frames that a port may give in one turn, at most 65,535.
+    pub budget: usize,
+    /// How long a port is polled on after its last frame before it sleeps.
+    pub busy_poll: Nanos,
+}
+
+impl Default for WorkerSettings {
+    fn default() -> Self {
+        WorkerSettings { budget: 64, busy_poll: Nanos(0) }
+    }
+}
+
+/// Names a network of a worker.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct NetworkId(pub u16);
+
+/// Settings of a port.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct PortSettings {
+    /// What it may claim to be.
+    pub guard: Guard,
+    /// MAC addresses that may be learned behind it; `None` for the network's limit.
+    pub mac_limit: Option<u32>,
+}
+
+/// Why a worker did not do what it was asked.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum ControlError {
+    /// The worker's thread has ended.
+    #[error("the switch worker has ended, so nothing can be asked of it; restart the fabric")]
+    Gone,
+    /// No such network.
+    #[error("the worker has no network number {}; it was removed, or belongs to another worker", .0.0)]
+    NoSuchNetwork(NetworkId),
+    /// No such port.
+    #[error("the worker has no port number {}; it was removed, or belongs to another worker", .0.0)]
+    NoSuchPort(Token),
+    /// The network still has ports.
+    #[error("network {name} still has {ports} ports; remove them first")]
+    NetworkInUse {
+        /// Its name.
+        name: String,
+        /// How many.
+        ports: usize,
+    },
+    /// Every token is in use.
+    #[error("a worker holds at most 65535 ports, and all are in use; start another worker")]
+    TooManyPorts,
+    /// Every network number is in use.
+    #[error("a worker holds at most 65535 networks, and all are in use; start another worker")]
+    TooManyNetworks,
+    /// A token that another worker gave.
+    #[error("port {0} was given a token that another worker reserved; reserve it at the worker that gets the port")]
+    ForeignToken(String),
+    /// A budget of 0 or beyond 65,535.
+    #[error("a budget of {0} frames per turn was asked for; expected 1 to 65535")]
+    BadBudget(usize),
+    /// Some addresses of a guard belong to others.
+    #[error("{0} source addresses of the guard are pinned to other ports; the others are in force")]
+    PinnedElsewhere(usize),
+}
+
+/// What the loop of a worker counts. One writer, any number of readers.
+#[derive(Debug, Default)]
+pub struct LoopCounters {
+    /// Rounds in which at least one port had a turn.
+    pub rounds: Counter,
+    /// Times that the worker slept until it was woken or a timer ran out.
+    pub sleeps: Counter,
+    /// Times that it asked for wake-ups without sleeping.
+    pub polls: Counter,
+    /// Nanoseconds slept; the rest of its time was work.
+    pub slept_ns: Counter,
+}
+
+/// A port as the worker sees it.
+#[derive(Clone, Debug)]
+pub struct PortStatus {
+    /// Its token.
+    pub token: Token,
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its network.
+    pub network: NetworkId,
+    /// Its kind.
+    pub kind: &'static str,
+    /// Whether frames flow.
+    pub link: Link,
+    /// What it takes; `None` where its code panicked.
+    pub caps: Option<Caps>,
+    /// Facts of its kind.
+    pub details: Vec<(&'static str, String)>,
+    /// Its guard.
+    pub guard: Guard,
+    /// MAC addresses learned behind it.
+    pub macs: u32,
+    /// Whether it is being polled.
+    pub active: bool,
+    /// Its counters, which go on counting.
+    pub counters: Arc<PortCounters>,
+    /// The last fault; `counters.faults` says how many.
+    pub last_fault: Option<FaultRecord>,
+    /// The text of a panic in its code, which took it out of service.
+    pub panic: Option<String>,
+}
+
+/// A network as the worker sees it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NetworkStatus {
+    /// Its number.
+    pub id: NetworkId,
+    /// Its name.
+    pub name: Arc<str>,
+    /// Its ports.
+    pub ports: Vec<Token>,
+    /// MAC addresses known.
+    pub macs: usize,
+    /// What became of addresses.
+    pub mac_stats: MacStats,
+    /// Limits of the table.
+    pub mac_settings: MacSettings,
+    /// Copies of frames on their way to a destination.
+    pub copies: u64,
+    /// Frames flooded because nobody was known to have the address.
+    pub flooded_unknown: u64,
+    /// Frames flooded because of a group address.
+    pub flooded_group: u64,
+}
+
+/// A worker at one instant.
+#[derive(Clone, Debug)]
+pub struct WorkerStatus {
+    /// The instant, by the worker's clock.
+    pub now: Nanos,
+    /// Its settings.
+    pub settings: WorkerSettings,
+    /// What its loop counts.
+    pub counters: Arc<LoopCounters>,
+    /// Its networks.
+    pub networks: Vec<NetworkStatus>,
+    /// Its ports, by token.
+    pub ports: Vec<PortStatus>,
+}
+
+#[derive(Debug, Default)]
+struct Tokens {
+    free: Vec<u16>,
+    next: u16,
+}
+
+/// A token that is nobody else's until this is dropped. The port's wake-ups are registered under it before the
+/// port is made; then both go to [`WorkerHandle::add_port`].
+#[derive(Debug)]
+pub struct Reserved {
+    token: Token,
+    tokens: Arc<Mutex<Tokens>>,
+}
+
+impl Reserved {
+    /// The token.
+    pub fn token(&self) -> Token {
+        self.token
+    }
+}
+
+impl Drop for Reserved {
+    fn drop(&mut self) {
+        self.tokens.lock().unwrap_or_else(PoisonError::into_inner).free.push(self.token.0 as u16);
+    }
+}
+
+struct Shared {
+    commands: Sender<Command>,
+    wake: Box<dyn Fn() + Send + Sync>,
+    tokens: Arc<Mutex<Tokens>>,
+    counters: Arc<LoopCounters>,
+}
+
+impl Drop for Shared {
+    /// Nobody can ask the worker for anything any more, so it ends.
+    fn drop(&mut self) {
+        let _ = self.commands.send(Box::new(|core| core.stopped = true));
+        (self.wake)();
+    }
+}
+
+/// The control side of a worker; clones share it. When the last one is dropped, the worker ends.
+#[derive(Clone)]
+pub struct WorkerHandle(Arc<Shared>);
+
+impl WorkerHandle {
+    pub(crate) fn new(
+        wake: impl Fn() + Send + Sync + 'static,
+        counters: Arc<LoopCounters>,
+    ) -> (WorkerHandle, Receiver<Command>) {
+        let (commands, receiver) = mpsc::channel();
+        let tokens = Arc::new(Mutex::new(Tokens::default()));
+        (WorkerHandle(Arc::new(Shared { commands, wake: Box::new(wake), tokens, counters })), receiver)
+    }
+
+    /// Has the worker do `command` and waits for what it returns.
+    fn call<T: Send + 'static>(
+        &self,
+        command: impl FnOnce(&mut Core) -> T + Send + 'static,
+    ) -> Result<T, ControlError> {
+        let (reply, result) = mpsc::sync_channel(1);
+        let command = Box::new(move |core: &mut Core| {
+            // The caller waits, so this cannot fail unless its thread died.
+            let _ = reply.send(command(core));
+        });
+        self.0.commands.send(command).map_err(|_| ControlError::Gone)?;
+        (self.0.wake)();
+        result.recv().map_err(|_| ControlError::Gone)
+    }
+
+    /// A token for a port that is about to be made.
+    ///
+    /// # Errors
+    /// [`ControlError::TooManyPorts`].
+    pub fn reserve(&self) -> Result<Reserved, ControlError> {
+        let mut tokens = self.0.tokens.lock().unwrap_or_else(PoisonError::into_inner);
+        let index = match tokens.free.pop() {
+            Some(index) => index,
+            None => {
+                let index = tokens.next;
+                tokens.next = index.checked_add(1).ok_or(ControlError::TooManyPorts)?;
+                index
+            }
+        };
+        Ok(Reserved { token: Token(index.into()), tokens: self.0.tokens.clone() })
+    }
+
+    /// Adds a network without ports.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::TooManyNetworks`].
+    pub fn add_network(&self, name: &str, macs: MacSettings) -> Result<NetworkId, ControlError> {
+        let name: Arc<str> = name.into();
+        self.call(move |core| {
+            let free = core.networks.iter().position(Option::is_none).unwrap_or(core.networks.len());
+            let id = u16::try_from(free).map_err(|_| ControlError::TooManyNetworks)?;
+            let network = Network::new(macs, core.seed.wrapping_add(id.into()));
+            let slot = Some(NetworkSlot { name, network });
+            match core.networks.get_mut(free) {
+                Some(place) => *place = slot,
+                None => core.networks.push(slot),
+            }
+            Ok(NetworkId(id))
+        })?
+    }
+
+    /// Removes a network that has no ports.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`], [`ControlError::NetworkInUse`].
+    pub fn remove_network(&self, id: NetworkId) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            let ports = slot.network.members().len();
+            if ports != 0 {
+                return Err(ControlError::NetworkInUse { name: slot.name.to_string(), ports });
+            }
+            core.networks[id.0 as usize] = None;
+            Ok(())
+        })?
+    }
+
+    /// Adds a port to a network, under the token that it was made with. Its first turn follows at once. Returns
+    /// its counters.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`], [`ControlError::ForeignToken`], and
+    /// [`ControlError::PinnedElsewhere`] where its guard asks for addresses that others have; in each case the port
+    /// was not added and is dropped.
+    pub fn add_port(
+        &self,
+        reserved: Reserved,
+        network: NetworkId,
+        name: &str,
+        port: Box<dyn Port>,
+        settings: PortSettings,
+    ) -> Result<Arc<PortCounters>, ControlError> {
+        if !Arc::ptr_eq(&reserved.tokens, &self.0.tokens) {
+            return Err(ControlError::ForeignToken(name.into()));
+        }
+        let slot = Slot::new(reserved, network, name, port, settings.guard);
+        // What could not be added comes back, to be dropped by the caller's thread.
+        let refused = self.call(move |core| {
+            let number = slot.token.token().0 as u16;
+            let Some(NetworkSlot { network, .. }) = core.network(network) else {
+                return Err((ControlError::NoSuchNetwork(network), slot));
+            };
+            network.join(number, settings.mac_limit);
+            let elsewhere = network.set_pins(number, &slot.guard);
+            if elsewhere != 0 {
+                network.leave(number);
+                return Err((ControlError::PinnedElsewhere(elsewhere), slot));
+            }
+            let counters = slot.counters.clone();
+            core.insert(slot);
+            Ok(counters)
+        })?;
+        refused.map_err(|(error, _slot)| error)
+    }
+
+    /// Removes a port and forgets the addresses behind it; the port is dropped on the caller's thread.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn remove_port(&self, token: Token) -> Result<(), ControlError> {
+        self.call(move |core| core.remove(token))?.map(drop).ok_or(ControlError::NoSuchPort(token))
+    }
+
+    /// Gives a port another guard, from its next turn on.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`]; [`ControlError::PinnedElsewhere`] where the guard is in
+    /// force but some addresses could not be pinned.
+    pub fn set_guard(&self, token: Token, guard: Guard) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            slot.guard = guard.clone();
+            let id = slot.network;
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            match network.network.set_pins(token.0 as u16, &guard) {
+                0 => Ok(()),
+                n => Err(ControlError::PinnedElsewhere(n)),
+            }
+        })?
+    }
+
+    /// Captures a port's frames from now on, until the capture or the port is dropped.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn capture(&self, token: Token, settings: CaptureSettings) -> Result<Capture, ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            let (tap, capture) = capture::start(slot.name.clone(), settings);
+            slot.taps.push(tap);
+            Ok(capture)
+        })?
+    }
+
+    /// Changes the settings, from the next turn on.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::BadBudget`].
+    pub fn set(&self, settings: WorkerSettings) -> Result<(), ControlError> {
+        if !(1..=u16::MAX as usize).contains(&settings.budget) {
+            return Err(ControlError::BadBudget(settings.budget));
+        }
+        self.call(move |core| core.set(settings))
+    }
+
+    /// The loop's counters, without asking the worker.
+    pub fn counters(&self) -> &Arc<LoopCounters> {
+        &self.0.counters
+    }
+
+    /// Everything about the worker, its networks and ports, at one instant.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`].
+    pub fn status(&self) -> Result<WorkerStatus, ControlError> {
+        self.call(|core| core.status())
+    }
+
+    /// The MAC addresses of a network with the ports behind which they were seen, and their ages.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn macs(&self, id: NetworkId) -> Result<Vec<MacEntry>, ControlError> {
+        self.call(move |core| {
+            let now = core.now;
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            let age = network.network.macs.settings().age;
+            // An idle worker forgets lazily; a listing does not show what is too old.
+            Ok(network.network.macs.entries(now).filter(|e| e.age.is_none_or(|a| a <= age)).collect())
+        })?
+    }
+
+    /// Ends the worker and waits until it has taken note; its ports are dropped on its thread.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`] where it had ended already.
+    pub fn stop(&self) -> Result<(), ControlError> {
+        self.call(|core| core.stopped = true)
+    }
+}
+
+impl Core {
+    fn status(&mut self) -> WorkerStatus {
+        let networks = self.networks.iter().enumerate().filter_map(|(id, slot)| {
+            let NetworkSlot { name, network } = slot.as_ref()?;
+            Some(NetworkStatus {
+                id: NetworkId(id as u16),
+                name: name.clone(),
+                ports: network.members().iter().map(|p| Token((*p).into())).collect(),
+                macs: network.macs.len(),
+                mac_stats: network.macs.stats(),
+                mac_settings: network.macs.settings(),
+                copies: network.counters.copies.get(),
+                flooded_unknown: network.counters.flooded_unknown.get(),
+                flooded_group: network.counters.flooded_group.get(),
+            })
+        });
+        let ports = self.slots.iter().flatten().map(|slot| {
+            let number = slot.token.token().0 as u16;
+            let network = self.networks.get(slot.network.0 as usize).and_then(Option::as_ref);
+            // A panic while a port describes itself must not end the worker either.
+            let told = slot
+                .port
+                .as_ref()
+                .and_then(|port| catch_unwind(AssertUnwindSafe(|| (port.link(), port.caps(), port.details()))).ok());
+            let (link, caps, details) = match told {
+                Some((link, caps, details)) => (link, Some(caps), details),
+                None => (Link::Down, None, Vec::new()),
+            };
+            PortStatus {
+                token: slot.token.token(),
+                name: slot.name.clone(),
+                network: slot.network,
+                kind: slot.kind,
+                link,
+                caps,
+                details,
+                guard: slot.guard.clone(),
+                macs: network.map_or(0, |n| n.network.macs.behind(number)),
+                active: slot.active,
+                counters: slot.counters.clone(),
+                last_fault: slot.last_fault.clone(),
+                panic: slot.panic.clone(),
+            }
+        });
+        WorkerStatus {
+            now: self.now,
+            settings: self.settings,
+            counters: self.counters.clone(),
+            networks: networks.collect(),
+            ports: ports.collect(),
+        }
+    }
+}

@@ -1,0 +1,77 @@
+//! What a gateway counts. One writer, the worker that owns its port; any thread reads.
+
+use crate::counters::Counter;
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])+ $name:ident,)+) => {
+        /// Counters of a gateway; they only grow.
+        #[derive(Debug, Default)]
+        pub struct GatewayCounters { $($(#[doc = $doc])+ pub $name: Counter,)+ }
+
+        impl GatewayCounters {
+            /// Every counter: its name, what it counts, its value.
+            pub fn all(&self) -> Vec<(&'static str, &'static str, u64)> {
+                vec![$((stringify!($name), concat!($($doc),+).trim_ascii(), self.$name.get()),)+]
+            }
+        }
+    };
+}
+
+counters! {
+    /// Frames that are none of the gateway's business: other stations', IPv6, multicast.
+    ignored_frames,
+    /// ARP requests for the gateway's address that were answered.
+    arp_replies,
+    /// ARP messages in which a guest claimed the gateway's own address.
+    address_conflicts,
+    /// ICMP echo requests answered.
+    echo_replies,
+    /// Packets sent to the gateway to be routed, which it does not do; answered with an ICMP error within a rate.
+    not_routed_packets,
+    /// ICMP errors sent.
+    icmp_errors,
+    /// DHCP messages that were cut short, relayed, or not of the station that sent them.
+    dhcp_refused_messages,
+    /// DHCP DISCOVER messages.
+    dhcp_discovers,
+    /// DHCP OFFER messages sent.
+    dhcp_offers,
+    /// DHCP REQUEST messages.
+    dhcp_requests,
+    /// DHCP ACK messages sent.
+    dhcp_acks,
+    /// DHCP NAK messages sent.
+    dhcp_naks,
+    /// DHCP RELEASE messages that ended a lease.
+    dhcp_releases,
+    /// DHCP DECLINE messages that put an address aside.
+    dhcp_declines,
+    /// Clients that got no address because none was free.
+    dhcp_exhausted,
+    /// Clients that got no address because their port holds its quota.
+    dhcp_over_quota,
+    /// Leases whose client asked for a name that is somebody else's.
+    dhcp_name_conflicts,
+    /// DNS messages that could not be read; those that are queries were answered with an error.
+    dns_malformed,
+    /// DNS queries answered from the network's own names.
+    dns_local_answers,
+    /// DNS queries about names or addresses of the network that nobody has.
+    dns_unknown_names,
+    /// DNS queries refused: names of elsewhere without an uplink, classes and types that are not served.
+    dns_refused,
+    /// DNS queries handed to the host's name servers.
+    dns_forwarded,
+    /// Answers of the host's name servers that were delivered.
+    dns_upstream_answers,
+    /// Answers of name servers that fit no query: late, or not to the question that was asked.
+    dns_upstream_strays,
+    /// Forwarded queries answered with a failure: no name server answered in time, or too many were outstanding.
+    dns_failures,
+    /// TCP packets to the gateway that belong to no connection.
+    tcp_strays,
+    /// TCP connections not let in because there were too many.
+    tcp_refused,
+    /// Frames that the gateway wanted to send while its queue was full.
+    lost_answers,
+}

@@ -1,0 +1,179 @@
+//! The DHCP messages (RFC 2131, options RFC 2132) that the gateway reads and writes.
+//!
+//! Reading takes what a server needs of a message and refuses what no direct client sends: relayed messages
+//! (`giaddr`), other hardware than Ethernet, a wrong magic number. Unknown and malformed options are skipped,
+//! option 82 (relay agent information) among them.
+
+use crate::frame::Mac;
+use crate::gateway::names;
+use smoltcp::wire::{DhcpMessageType, DhcpOpCode, DhcpOption, DhcpPacket, DhcpRepr, EthernetAddress};
+use std::net::Ipv4Addr;
+
+/// Port of servers (RFC 2131 §4.1).
+pub(super) const SERVER_PORT: u16 = 67;
+/// Port of clients.
+pub(super) const CLIENT_PORT: u16 = 68;
+/// Messages are padded to this; some clients take nothing shorter (BOOTP's 300 bytes, RFC 1542 §2.1).
+const MIN_MESSAGE_BYTES: usize = 300;
+/// Bytes of the fixed part, with the magic number.
+const FIXED_BYTES: usize = 240;
+const MAGIC: u32 = 0x6382_5363;
+const HARDWARE_ETHERNET: u16 = 1;
+
+// Option codes of RFC 2132.
+const OPTION_HOST_NAME: u8 = 12;
+const OPTION_DOMAIN: u8 = 15;
+const OPTION_MTU: u8 = 26;
+const OPTION_BROADCAST: u8 = 28;
+const OPTION_REQUESTED: u8 = 50;
+const OPTION_MESSAGE_TYPE: u8 = 53;
+const OPTION_SERVER: u8 = 54;
+const OPTION_MESSAGE: u8 = 56;
+const OPTION_RENEWAL: u8 = 58;
+const OPTION_REBINDING: u8 = 59;
+
+/// What a client sent.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) struct Message {
+    pub(super) kind: DhcpMessageType,
+    pub(super) transaction: u32,
+    pub(super) broadcast: bool,
+    /// The address that it says it has; zero where it has none.
+    pub(super) client: Ipv4Addr,
+    pub(super) mac: Mac,
+    pub(super) requested: Option<Ipv4Addr>,
+    pub(super) server: Option<Ipv4Addr>,
+    /// The first label of its host name, in small letters, where that is a valid one.
+    pub(super) name: Option<String>,
+}
+
+/// Reads a client's message; `None` where it is none.
+pub(super) fn read(bytes: &[u8]) -> Option<Message> {
+    let packet = DhcpPacket::new_checked(bytes).ok()?;
+    let direct = packet.opcode() == DhcpOpCode::Request && packet.relay_agent_ip().is_unspecified();
+    let ethernet = u16::from(packet.hardware_type()) == HARDWARE_ETHERNET && packet.hardware_len() == 6;
+    if !direct || !ethernet || packet.magic_number() != MAGIC {
+        return None;
+    }
+    let (mut kind, mut requested, mut server, mut name) = (None, None, None, None);
+    let address = |data: &[u8]| <[u8; 4]>::try_from(data).ok().map(Ipv4Addr::from);
+    for DhcpOption { kind: code, data } in packet.options() {
+        match code {
+            OPTION_MESSAGE_TYPE if data.len() == 1 => kind = Some(DhcpMessageType::from(data[0])),
+            OPTION_REQUESTED => requested = address(data),
+            OPTION_SERVER => server = address(data),
+            OPTION_HOST_NAME => {
+                let text = std::str::from_utf8(data).ok().map(|t| t.trim_end_matches('\0'));
+                name = text.and_then(|t| names::label(t.split('.').next().unwrap_or(t)));
+            }
+            _ => {}
+        }
+    }
+    Some(Message {
+        kind: kind?,
+        transaction: packet.transaction_id(),
+        broadcast: bytes[10] & 0x80 != 0,
+        client: packet.client_ip(),
+        mac: packet.client_hardware_address().0,
+        requested,
+        server,
+        name,
+    })
+}
+
+/// What a network tells each of its clients.
+#[derive(Clone, Debug)]
+pub(super) struct Facts<'a> {
+    pub(super) server: Ipv4Addr,
+    pub(super) mask: Ipv4Addr,
+    pub(super) broadcast: Ipv4Addr,
+    pub(super) router: Option<Ipv4Addr>,
+    pub(super) dns: &'a [Ipv4Addr],
+    pub(super) domain: &'a str,
+    pub(super) mtu: u16,
+}
+
+/// What an answer grants.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Grant<'a> {
+    /// The address; `None` in the answer to INFORM, which leases nothing.
+    pub(super) lease: Option<(Ipv4Addr, u32)>,
+    /// The name by which the client goes.
+    pub(super) name: Option<&'a str>,
+}
+
+/// An OFFER or ACK (`kind`) for `to`.
+pub(super) fn grant(to: &Message, kind: DhcpMessageType, facts: &Facts<'_>, grant: &Grant<'_>) -> Vec<u8> {
+    let seconds = grant.lease.map_or(0, |(_, seconds)| seconds);
+    // The defaults of RFC 2131 §4.4.5: half of the time and seven eighths of it.
+    let (renewal, rebinding) = ((seconds / 2).to_be_bytes(), (seconds - seconds / 8).to_be_bytes());
+    let (mtu, broadcast) = (facts.mtu.to_be_bytes(), facts.broadcast.octets());
+    let mut more = Vec::with_capacity(6);
+    if grant.lease.is_some() {
+        more.push(DhcpOption { kind: OPTION_RENEWAL, data: &renewal });
+        more.push(DhcpOption { kind: OPTION_REBINDING, data: &rebinding });
+    }
+    more.push(DhcpOption { kind: OPTION_MTU, data: &mtu });
+    more.push(DhcpOption { kind: OPTION_BROADCAST, data: &broadcast });
+    if !facts.domain.is_empty() {
+        more.push(DhcpOption { kind: OPTION_DOMAIN, data: facts.domain.as_bytes() });
+    }
+    if let Some(name) = grant.name {
+        more.push(DhcpOption { kind: OPTION_HOST_NAME, data: name.as_bytes() });
+    }
+    let repr = DhcpRepr {
+        your_ip: grant.lease.map_or(Ipv4Addr::UNSPECIFIED, |(address, _)| address),
+        router: facts.router,
+        subnet_mask: Some(facts.mask),
+        dns_servers: (!facts.dns.is_empty()).then(|| facts.dns.iter().copied().take(3).collect()),
+        lease_duration: grant.lease.map(|(_, seconds)| seconds),
+        additional_options: &more,
+        ..blank(to, kind, facts.server)
+    };
+    write(&repr)
+}
+
+/// A refusal of what `to` asked for.
+pub(super) fn nak(to: &Message, server: Ipv4Addr, why: &str) -> Vec<u8> {
+    let more = [DhcpOption { kind: OPTION_MESSAGE, data: why.as_bytes() }];
+    let repr = DhcpRepr {
+        client_ip: Ipv4Addr::UNSPECIFIED,
+        additional_options: &more,
+        ..blank(to, DhcpMessageType::Nak, server)
+    };
+    write(&repr)
+}
+
+fn blank(to: &Message, kind: DhcpMessageType, server: Ipv4Addr) -> DhcpRepr<'static> {
+    DhcpRepr {
+        message_type: kind,
+        transaction_id: to.transaction,
+        secs: 0,
+        client_hardware_address: EthernetAddress(to.mac),
+        client_ip: to.client,
+        your_ip: Ipv4Addr::UNSPECIFIED,
+        server_ip: Ipv4Addr::UNSPECIFIED,
+        router: None,
+        subnet_mask: None,
+        relay_agent_ip: Ipv4Addr::UNSPECIFIED,
+        broadcast: to.broadcast,
+        requested_ip: None,
+        client_identifier: None,
+        server_identifier: Some(server),
+        parameter_request_list: None,
+        dns_servers: None,
+        max_size: None,
+        lease_duration: None,
+        renew_duration: None,
+        rebind_duration: None,
+        additional_options: &[],
+    }
+}
+
+fn write(repr: &DhcpRepr<'_>) -> Vec<u8> {
+    debug_assert!(repr.buffer_len() >= FIXED_BYTES);
+    let mut bytes = vec![0; repr.buffer_len().max(MIN_MESSAGE_BYTES)];
+    let written = repr.emit(&mut DhcpPacket::new_unchecked(&mut bytes[..]));
+    debug_assert!(written.is_ok(), "the buffer has the length that the message asked for");
+    bytes
+}

@@ -1,0 +1,792 @@
+//! The gateway: the inner port of a network that answers for its one address. ARP, ICMP echo, a DHCP server, and a DNS
+//! server for the names of the network's members.
+//!
+//! It is not a router: it forwards no packet. Which router clients are told is a setting; with a user uplink that is
+//! the NAT's port, with a kernel uplink the host's tap. It serves IPv4 only; IPv6 frames pass the switch untouched.
+//!
+//! # Parts
+//! [`Gateway`] is the pure core: frames and instants in; frames, queries for the host's name servers, and a lease table to be
+//! kept out. [`GatewayPort`] puts it behind the switch's port trait; [`GatewayHandle`] is the host's end, for any
+//! thread: members, leases, queries, answers.
+//!
+//! ```text
+//! guest -> switch -> GatewayPort::transmit -> Gateway::input -+-> answer -> queue -> GatewayPort::receive -> switch
+//!                                                             +-> UpstreamQuery -> GatewayHandle -> host's resolver
+//!                                                             +-> leases changed -> GatewayHandle -> host's file
+//! ```
+//!
+//! # Invariants
+//! * An answer goes to the MAC address that the question came from, and a question's source must be of the subnet:
+//!   nothing is reflected or amplified to a third party, and there is no neighbour cache.
+//! * A MAC address holds at most one lease; the client's hardware address must be the frame's source address.
+//! * What the configuration says (members, the gateway's and the router's address) wins over what clients say.
+//! * Neither a panic nor unbounded memory, whatever a guest sends; every table has a limit, and a share per source.
+//!
+//! # Limits
+//! | what | limit |
+//! | --- | --- |
+//! | answers waiting to be sent | 1024 frames, then `gateway_full` |
+//! | dynamic leases | the range, at most 65,536; half of it per source port unless set otherwise |
+//! | an offer | stands 10 s; a declined address rests 600 s |
+//! | members | 16,384 |
+//! | forwarded queries | 256 outstanding, 64 of one source, 4.5 s each, then SERVFAIL |
+//! | DNS over UDP | 512 bytes, or what EDNS names up to the MTU; then truncated |
+//! | DNS over TCP | 16 connections, 4 of one source, 10 s of silence, queries of 4096 bytes |
+//! | ICMP errors | 50 a second |
+//!
+//! # Failure
+//! What cannot be read is dropped as `gateway_refused` or answered with an error, and counted. If the host does not take
+//! the queries, they run out and their clients get SERVFAIL. Times of stored leases are wall-clock seconds: setting
+//! the host's clock while the fabric is down moves the ends of leases by as much.
+
+mod config;
+mod counters;
+mod dhcp;
+mod dns;
+mod forward;
+mod lease;
+mod names;
+mod packet;
+mod port;
+mod tcp;
+#[cfg(test)]
+mod tests;
+
+pub use config::{ConfigError, DhcpConfig, GatewayConfig, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
+pub use counters::GatewayCounters;
+pub use forward::UpstreamQuery;
+pub use lease::{LeaseRecord, LeaseStore, MAX_POOL};
+pub use names::{MAX_MEMBERS, Member};
+pub use port::{GatewayHandle, GatewayPort, Wake};
+
+use crate::Nanos;
+use crate::drop::Reason;
+use crate::frame::{Checksum, Mac};
+use crate::wait::Token;
+use forward::{Client, Delivery, Forwarder, NotForwarded};
+use lease::{Claim, Leases, Refusal, State};
+use names::Members;
+use packet::{Inbound, Route};
+use smoltcp::wire::{DhcpMessageType, Icmpv4DstUnreachable, IpProtocol, TcpPacket};
+use std::collections::VecDeque;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::net::Ipv4Addr;
+use std::sync::Arc;
+
+/// Answers that may wait to be sent.
+pub const QUEUE_FRAMES: usize = 1024;
+/// ICMP errors per second.
+const ICMP_ERRORS_PER_SECOND: u32 = 50;
+/// The router's name in DNS, where no member has it.
+const ROUTER_NAME: &str = "router";
+
+/// What limits are kept per: a port of the switch, or a MAC address where the port is not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Source {
+    Port(Token),
+    Mac(Mac),
+}
+
+/// The clock and the randomness that a gateway starts with.
+#[derive(Clone, Copy, Debug)]
+pub struct Start {
+    /// The worker's clock now.
+    pub now: Nanos,
+    /// Seconds since 1970 at the same moment.
+    pub unix_secs: u64,
+    /// Bytes that no guest can guess.
+    pub entropy: [u8; 16],
+}
+
+/// Numbers that cannot be guessed: a keyed hash (SipHash) of a counter.
+#[derive(Debug)]
+struct Entropy {
+    key: [u8; 16],
+    counter: u64,
+}
+
+impl Entropy {
+    fn next(&mut self) -> u64 {
+        self.counter += 1;
+        let mut hasher = DefaultHasher::new();
+        (self.key, self.counter, self.key).hash(&mut hasher);
+        hasher.finish()
+    }
+}
+
+/// The pure core of a gateway.
+pub struct Gateway {
+    config: GatewayConfig,
+    domain: Vec<String>,
+    dns_servers: Vec<Ipv4Addr>,
+    members: Members,
+    leases: Option<Leases>,
+    forwarder: Forwarder,
+    streams: tcp::Server,
+    entropy: Entropy,
+    start: Start,
+    counters: Arc<GatewayCounters>,
+    queue: VecDeque<Vec<u8>>,
+    queries: Vec<UpstreamQuery>,
+    /// ICMP errors left in the second that began at the instant.
+    errors_left: (Nanos, u32),
+}
+
+impl Gateway {
+    /// A gateway with the leases of an earlier one. Stored leases that ran out or no longer fit are left out.
+    ///
+    /// # Errors
+    /// What is wrong with `config`.
+    pub fn new(mut config: GatewayConfig, stored: &LeaseStore, start: Start) -> Result<Gateway, ConfigError> {
+        config.check()?;
+        config.name.make_ascii_lowercase();
+        let domain = config.domain_labels()?;
+        config.domain = domain.join(".");
+        let mut entropy = Entropy { key: start.entropy, counter: 0 };
+        let leases = config.dhcp.as_ref().map(|dhcp| {
+            let (first, last) = dhcp.range;
+            let size = last.to_bits() - first.to_bits() + 1;
+            // The place where the search for an address starts outlives a restart, so it hangs on the network only.
+            let mut hasher = DefaultHasher::new();
+            (config.mac, config.network()).hash(&mut hasher);
+            Leases::new(dhcp.range, dhcp.leases_per_port.unwrap_or((size / 2).max(1)), hasher.finish())
+        });
+        let dns_servers = if config.dns.is_empty() { vec![config.address] } else { config.dns.clone() };
+        let streams =
+            tcp::Server::new(config.mac, config.address, config.prefix, config.mtu, entropy.next(), start.now);
+        let mut gateway = Gateway {
+            domain,
+            dns_servers,
+            members: Members::default(),
+            leases,
+            forwarder: Forwarder::default(),
+            streams,
+            entropy,
+            start,
+            counters: Arc::default(),
+            queue: VecDeque::new(),
+            queries: Vec::new(),
+            errors_left: (start.now, ICMP_ERRORS_PER_SECOND),
+            config,
+        };
+        gateway.restore(stored);
+        Ok(gateway)
+    }
+
+    fn restore(&mut self, stored: &LeaseStore) {
+        let Start { now, unix_secs, .. } = self.start;
+        let Some(mut leases) = self.leases.take() else { return };
+        for record in &stored.leases {
+            let left = record.expires_unix_secs.saturating_sub(unix_secs);
+            // An end further away than a lease lasts is a clock that was set, not a lease.
+            let span = Nanos::SECOND.times(left.min(self.lease_secs().into()));
+            let fits = self.config.has_host(record.address) && !packet::is_group(record.mac);
+            if left == 0 || !fits || leases.of_mac(record.mac).is_some() {
+                continue;
+            }
+            // Members are not known yet; an address that is none of the range can only have been one of theirs.
+            let own = [Some(self.config.address), self.config.router];
+            let claim = Claim { mac: record.mac, port: None, fixed: Some(record.address) };
+            if own.contains(&Some(record.address)) {
+                continue;
+            }
+            let name = record.name.as_deref().and_then(names::label);
+            // Refused where another record has the address; the first one stands.
+            let _ = leases.bind(&claim, record.address, name, &|_| false, now, now.after(span));
+        }
+        leases.changed = false;
+        self.leases = Some(leases);
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &GatewayConfig {
+        &self.config
+    }
+
+    /// Its counters.
+    pub fn counters(&self) -> &Arc<GatewayCounters> {
+        &self.counters
+    }
+
+    /// Adds a member, or replaces the one of its name. A lease of somebody else for the member's address ends, and a
+    /// client that went by its name loses the name.
+    ///
+    /// # Errors
+    /// A name that is none, an address outside the network, or a MAC address or address that another member has.
+    pub fn set_member(&mut self, member: Member) -> Result<(), ConfigError> {
+        check_member(&self.config, &member)?;
+        let (mac, address) = (member.mac, member.address);
+        let name = member.name.to_ascii_lowercase();
+        self.members.set(member)?;
+        if let Some(leases) = &mut self.leases {
+            let holder = leases.named(&name);
+            let is_own = holder.is_some_and(|a| {
+                Some(a) == address || mac.is_some_and(|m| leases.of_mac(m).is_some_and(|(b, _)| b == a))
+            });
+            if holder.is_some() && !is_own {
+                leases.strip_name(&name);
+            }
+            if let (Some(address), Some(_)) = (address, mac) {
+                leases.revoke(address, mac);
+            }
+        }
+        Ok(())
+    }
+
+    /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it ends.
+    pub fn remove_member(&mut self, name: &str) -> bool {
+        self.members.remove(name).is_some()
+    }
+
+    /// Whether names of elsewhere are handed out to be asked for.
+    pub fn set_forward(&mut self, forward: bool) {
+        self.config.forward = forward;
+    }
+
+    /// Handles a frame that reached the gateway's port.
+    ///
+    /// # Errors
+    /// Why the frame is lost; it is counted by the caller.
+    pub fn input(
+        &mut self,
+        now: Nanos,
+        frame: &[u8],
+        checksum: Checksum,
+        ingress: Option<Token>,
+    ) -> Result<(), Reason> {
+        match packet::read(frame, self.config.mac)? {
+            Inbound::Other => self.counters.ignored_frames.add(1),
+            Inbound::Arp { asker_mac, asker, target, is_request } => {
+                if asker == self.config.address {
+                    self.counters.address_conflicts.add(1);
+                }
+                if !is_request || target != self.config.address {
+                    self.counters.ignored_frames.add(1);
+                    return Ok(());
+                }
+                self.send(packet::arp_reply(self.config.mac, self.config.address, asker_mac, asker))?;
+                self.counters.arp_replies.add(1);
+            }
+            Inbound::Ipv4 { route, protocol, packet, payload } => {
+                let source = ingress.map_or(Source::Mac(route.source_mac), Source::Port);
+                return self.ipv4(now, &route, protocol, packet, payload, checksum, source);
+            }
+        }
+        Ok(())
+    }
+
+    #[allow(clippy::too_many_arguments)] // the parts of one packet, from one caller
+    fn ipv4(
+        &mut self,
+        now: Nanos,
+        route: &Route,
+        protocol: IpProtocol,
+        packet: &[u8],
+        payload: &[u8],
+        checksum: Checksum,
+        source: Source,
+    ) -> Result<(), Reason> {
+        let to_all = route.destination.is_broadcast() || route.destination == self.config.broadcast();
+        let to_us = route.destination == self.config.address && route.destination_mac == self.config.mac;
+        if protocol == IpProtocol::Udp && (to_all || to_us) {
+            let (from, to, data) = packet::read_udp(payload, route, checksum)?;
+            if to == dhcp::SERVER_PORT && self.leases.is_some() {
+                return self.dhcp(now, route, data, source);
+            }
+            if to_all {
+                self.counters.ignored_frames.add(1);
+                return Ok(());
+            }
+            self.check_source(route)?;
+            if to == dns::PORT && from != 0 {
+                let client = Client::Udp { mac: route.source_mac, address: route.source, port: from };
+                if let Some(answer) = self.dns(now, client, source, data) {
+                    return self.deliver(now, Delivery { client, bytes: answer });
+                }
+                return Ok(());
+            }
+            return self.icmp_error(now, route, packet, Icmpv4DstUnreachable::PortUnreachable);
+        }
+        if route.destination_mac != self.config.mac || to_all {
+            self.counters.ignored_frames.add(1);
+            return Ok(());
+        }
+        self.check_source(route)?;
+        if !to_us {
+            self.counters.not_routed_packets.add(1);
+            // No error about a group's address, nor about an error (RFC 1122 §3.2.2).
+            if route.destination.is_multicast() || protocol == IpProtocol::Icmp {
+                return Ok(());
+            }
+            return self.icmp_error(now, route, packet, Icmpv4DstUnreachable::NetUnreachable);
+        }
+        match protocol {
+            IpProtocol::Icmp => {
+                if let Some(reply) = packet::echo_reply(route, payload, checksum)? {
+                    self.send(reply)?;
+                    self.counters.echo_replies.add(1);
+                }
+                Ok(())
+            }
+            IpProtocol::Tcp => self.tcp(now, route, packet, payload, checksum, source),
+            _ => self.icmp_error(now, route, packet, Icmpv4DstUnreachable::ProtoUnreachable),
+        }
+    }
+
+    /// A question's source must be a host of the network other than the gateway.
+    fn check_source(&self, route: &Route) -> Result<(), Reason> {
+        let good = self.config.has_host(route.source) && route.source != self.config.address;
+        if good { Ok(()) } else { Err(Reason::GatewayRefused) }
+    }
+
+    fn icmp_error(
+        &mut self,
+        now: Nanos,
+        route: &Route,
+        packet: &[u8],
+        reason: Icmpv4DstUnreachable,
+    ) -> Result<(), Reason> {
+        if now.since(self.errors_left.0) >= Nanos::SECOND {
+            self.errors_left = (now, ICMP_ERRORS_PER_SECOND);
+        }
+        if self.errors_left.1 == 0 {
+            return Ok(());
+        }
+        self.errors_left.1 -= 1;
+        self.counters.icmp_errors.add(1);
+        self.send(packet::unreachable(route, self.config.address, packet, reason))
+    }
+
+    fn send(&mut self, frame: Vec<u8>) -> Result<(), Reason> {
+        if self.queue.len() >= QUEUE_FRAMES {
+            self.counters.lost_answers.add(1);
+            return Err(Reason::GatewayFull);
+        }
+        self.queue.push_back(frame);
+        Ok(())
+    }
+
+    // DHCP
+
+    fn lease_secs(&self) -> u32 {
+        self.config.dhcp.as_ref().map_or(0, |dhcp| dhcp.lease_secs)
+    }
+
+    fn dhcp(&mut self, now: Nanos, route: &Route, data: &[u8], source: Source) -> Result<(), Reason> {
+        let message = dhcp::read(data).filter(|m| m.mac == route.source_mac);
+        let Some(message) = message else {
+            self.counters.dhcp_refused_messages.add(1);
+            return Err(Reason::GatewayRefused);
+        };
+        let Some(mut leases) = self.leases.take() else { return Ok(()) };
+        let answer = self.dhcp_message(now, &mut leases, &message, source);
+        self.leases = Some(leases);
+        let Some((bytes, to)) = answer else { return Ok(()) };
+        // To all where the client asked for that or has no address to be reached at (RFC 2131 §4.1).
+        let (destination_mac, destination) = match to {
+            Some(address) => (route.source_mac, address),
+            None => ([0xff; 6], Ipv4Addr::BROADCAST),
+        };
+        let to = Route { source_mac: self.config.mac, destination_mac, source: self.config.address, destination };
+        self.send(packet::udp(&to, dhcp::SERVER_PORT, dhcp::CLIENT_PORT, &bytes))
+    }
+
+    /// The address that the configuration gives to a client with this MAC address and host name.
+    fn fixed(&self, leases: &Leases, mac: Mac, name: Option<&str>) -> Option<Ipv4Addr> {
+        if let Some(member) = self.members.of_mac(mac) {
+            return member.address;
+        }
+        let member = self.members.named(name?).filter(|m| m.mac.is_none())?;
+        let free = |address: &Ipv4Addr| leases.at(*address).is_none_or(|lease| lease.mac == mac);
+        member.address.filter(free)
+    }
+
+    /// The name that a client is to go by, and whether it asked for one that is not its to have.
+    fn name_for(&self, mac: Mac, asked: Option<&str>, fixed: Option<Ipv4Addr>) -> (Option<String>, bool) {
+        if let Some(member) = self.members.of_mac(mac) {
+            return (Some(member.name.clone()), false);
+        }
+        let Some(asked) = asked else { return (None, false) };
+        let by_name = self.members.named(asked).is_some_and(|m| m.address.is_some() && m.address == fixed);
+        let taken = self.members.named(asked).is_some() || asked == self.config.name || asked == ROUTER_NAME;
+        if taken && !by_name { (None, true) } else { (Some(asked.to_owned()), false) }
+    }
+
+    /// The answer to a DHCP message and where it goes: an address, or everybody.
+    fn dhcp_message(
+        &mut self,
+        now: Nanos,
+        leases: &mut Leases,
+        message: &dhcp::Message,
+        source: Source,
+    ) -> Option<(Vec<u8>, Option<Ipv4Addr>)> {
+        let Self { config, members, .. } = &*self;
+        let reserved = |address: Ipv4Addr| {
+            address == config.address || Some(address) == config.router || members.of_address(address).is_some()
+        };
+        let port = match source {
+            Source::Port(port) => Some(port),
+            Source::Mac(_) => None,
+        };
+        let fixed = self.fixed(leases, message.mac, message.name.as_deref());
+        let claim = Claim { mac: message.mac, port, fixed };
+        let counters = &self.counters;
+        match message.kind {
+            DhcpMessageType::Discover => {
+                counters.dhcp_discovers.add(1);
+                match leases.offer(&claim, message.requested, &reserved, now) {
+                    Ok(address) => {
+                        counters.dhcp_offers.add(1);
+                        let (name, _) = self.name_for(message.mac, message.name.as_deref(), fixed);
+                        let name = name.filter(|name| leases.name_is_free(name, message.mac));
+                        Some(self.grant(message, DhcpMessageType::Offer, Some(address), name.as_deref()))
+                    }
+                    Err(refusal) => {
+                        self.count_refusal(refusal);
+                        None
+                    }
+                }
+            }
+            DhcpMessageType::Request => {
+                counters.dhcp_requests.add(1);
+                if message.server.is_some_and(|server| server != config.address) {
+                    // It took another server's offer; ours is free again.
+                    if let Some((address, lease)) = leases.of_mac(message.mac)
+                        && lease.state == State::Offered
+                    {
+                        leases.release(message.mac, address);
+                    }
+                    return None;
+                }
+                // Selecting and init-reboot name the address in an option, renewing and rebinding in the header.
+                let held = Some(message.client).filter(|address| !address.is_unspecified());
+                let Some(wanted) = message.requested.or(held) else {
+                    counters.dhcp_refused_messages.add(1);
+                    return None;
+                };
+                let expires = now.after(Nanos::SECOND.times(self.lease_secs().into()));
+                let (name, conflict) = self.name_for(message.mac, message.name.as_deref(), fixed);
+                let asked = name.is_some();
+                // A client that the configuration has moved meanwhile is sent back to ask again.
+                let moved =
+                    fixed.is_some_and(|fixed| fixed != wanted && leases.at(fixed).is_none_or(|l| l.mac == message.mac));
+                let bound = if moved {
+                    Err(Refusal::NotFree)
+                } else {
+                    leases.bind(&claim, wanted, name, &reserved, now, expires)
+                };
+                match bound {
+                    Ok(()) => {
+                        counters.dhcp_acks.add(1);
+                        let name = leases.at(wanted).and_then(|lease| lease.name.clone());
+                        if conflict || asked && name.is_none() {
+                            counters.dhcp_name_conflicts.add(1);
+                        }
+                        Some(self.grant(message, DhcpMessageType::Ack, Some(wanted), name.as_deref()))
+                    }
+                    Err(refusal) => {
+                        self.count_refusal(refusal);
+                        counters.dhcp_naks.add(1);
+                        Some((dhcp::nak(message, config.address, "that address is not yours to have"), None))
+                    }
+                }
+            }
+            DhcpMessageType::Release => {
+                if leases.release(message.mac, message.client) {
+                    counters.dhcp_releases.add(1);
+                }
+                None
+            }
+            DhcpMessageType::Decline => {
+                if message.requested.is_some_and(|address| leases.decline(message.mac, address, now)) {
+                    counters.dhcp_declines.add(1);
+                }
+                None
+            }
+            DhcpMessageType::Inform if config.has_host(message.client) => {
+                counters.dhcp_acks.add(1);
+                Some(self.grant(message, DhcpMessageType::Ack, None, None))
+            }
+            _ => {
+                counters.dhcp_refused_messages.add(1);
+                None
+            }
+        }
+    }
+
+    fn count_refusal(&self, refusal: Refusal) {
+        match refusal {
+            Refusal::Exhausted => self.counters.dhcp_exhausted.add(1),
+            Refusal::Quota => self.counters.dhcp_over_quota.add(1),
+            Refusal::NotFree => {}
+        }
+    }
+
+    fn grant(
+        &self,
+        message: &dhcp::Message,
+        kind: DhcpMessageType,
+        address: Option<Ipv4Addr>,
+        name: Option<&str>,
+    ) -> (Vec<u8>, Option<Ipv4Addr>) {
+        let facts = dhcp::Facts {
+            server: self.config.address,
+            mask: self.config.mask(),
+            broadcast: self.config.broadcast(),
+            router: self.config.router,
+            dns: &self.dns_servers,
+            domain: &self.config.domain,
+            mtu: self.config.mtu,
+        };
+        let lease = address.map(|address| (address, self.lease_secs()));
+        let bytes = dhcp::grant(message, kind, &facts, &dhcp::Grant { lease, name });
+        let held = Some(message.client).filter(|client| self.config.has_host(*client));
+        let to = held.or(if message.broadcast { None } else { address });
+        (bytes, to)
+    }
+
+    // DNS
+
+    /// The answer to a query, unless it has to wait for the host's name servers or is none.
+    fn dns(&mut self, now: Nanos, client: Client, source: Source, bytes: &[u8]) -> Option<Vec<u8>> {
+        let recursion = self.config.forward;
+        let counters = self.counters.clone();
+        let query = match dns::read(bytes) {
+            Ok(query) => query,
+            Err(dns::Unread::Silence) => {
+                counters.dns_malformed.add(1);
+                return None;
+            }
+            Err(dns::Unread::Answer { id, flags, code }) => {
+                counters.dns_malformed.add(1);
+                return Some(dns::bare(id, flags, code, recursion));
+            }
+        };
+        let local = |record| {
+            counters.dns_local_answers.add(1);
+            Some(query.answer(dns::Code::NoError, record, &self.domain, recursion))
+        };
+        let unknown = |zone: &[String]| {
+            counters.dns_unknown_names.add(1);
+            Some(query.answer(dns::Code::NameError, None, zone, recursion))
+        };
+        match query.subject(&self.domain) {
+            dns::Subject::Domain => local(None),
+            dns::Subject::Nobody => unknown(&self.domain),
+            dns::Subject::Member(name) => match self.resolve(&name) {
+                Some(address) => local(address.filter(|_| query.wants_address()).map(dns::Record::Address)),
+                None => unknown(&self.domain),
+            },
+            dns::Subject::Address(address) if self.config.has_host(address) => match self.name_of(address) {
+                Some(name) => local(query.wants_name().then_some(dns::Record::Name(name, &self.domain))),
+                None => unknown(&[]),
+            },
+            dns::Subject::Address(_) | dns::Subject::Elsewhere if self.config.forward => {
+                let room = match client {
+                    Client::Udp { .. } => query.udp_room(self.config.mtu),
+                    Client::Tcp(_) => usize::from(u16::MAX),
+                };
+                let id = self.entropy.next() as u16;
+                match self.forwarder.ask(client, source, &query, bytes, room, id, now) {
+                    Ok(upstream) => {
+                        counters.dns_forwarded.add(1);
+                        self.queries.push(upstream);
+                        None
+                    }
+                    Err(NotForwarded::Repeated) => None,
+                    Err(NotForwarded::Full) => {
+                        counters.dns_failures.add(1);
+                        Some(query.answer(dns::Code::ServerFailure, None, &[], recursion))
+                    }
+                }
+            }
+            dns::Subject::Address(_) | dns::Subject::Elsewhere | dns::Subject::Barred => {
+                counters.dns_refused.add(1);
+                Some(query.answer(dns::Code::Refused, None, &[], recursion))
+            }
+        }
+    }
+
+    /// What a name stands for: `None` where nobody has it, `Some(None)` where its owner has no address now.
+    fn resolve(&self, name: &str) -> Option<Option<Ipv4Addr>> {
+        if let Some(member) = self.members.named(name) {
+            let leased = || Some(self.leases.as_ref()?.of_mac(member.mac?)?.0);
+            return Some(member.address.or_else(leased));
+        }
+        if name == self.config.name {
+            return Some(Some(self.config.address));
+        }
+        if name == ROUTER_NAME && self.config.router.is_some() {
+            return Some(self.config.router);
+        }
+        self.leases.as_ref()?.named(name).map(Some)
+    }
+
+    fn name_of(&self, address: Ipv4Addr) -> Option<&str> {
+        if let Some(member) = self.members.of_address(address) {
+            return Some(&member.name);
+        }
+        if address == self.config.address {
+            return Some(&self.config.name);
+        }
+        if Some(address) == self.config.router {
+            return Some(ROUTER_NAME);
+        }
+        let lease = self.leases.as_ref()?.at(address)?;
+        let member = self.members.of_mac(lease.mac).map(|m| m.name.as_str());
+        member.or(lease.name.as_deref()).filter(|_| lease.state == State::Bound)
+    }
+
+    fn tcp(
+        &mut self,
+        now: Nanos,
+        route: &Route,
+        packet: &[u8],
+        payload: &[u8],
+        checksum: Checksum,
+        source: Source,
+    ) -> Result<(), Reason> {
+        let segment = TcpPacket::new_checked(payload).map_err(|_| Reason::GatewayRefused)?;
+        let sum_is_right = segment.verify_checksum(&route.source.into(), &route.destination.into());
+        if packet::must_verify(checksum) && !sum_is_right {
+            return Err(Reason::GatewayRefused);
+        }
+        match self.streams.input(now, packet, route.source_mac, source, dns::PORT) {
+            tcp::Taken::Yes => {}
+            tcp::Taken::Stray => self.counters.tcp_strays.add(1),
+            tcp::Taken::Full => self.counters.tcp_refused.add(1),
+        }
+        self.serve_streams(now);
+        Ok(())
+    }
+
+    /// Answers what TCP clients asked, and sends what the stack has to say.
+    fn serve_streams(&mut self, now: Nanos) {
+        // Each round answers one query per connection at most, and a connection can hold a handful in its buffers.
+        loop {
+            let queries = self.streams.serve(now);
+            if queries.is_empty() {
+                break;
+            }
+            for (stream, source, bytes) in queries {
+                match self.dns(now, Client::Tcp(stream), source, &bytes) {
+                    Some(answer) => self.streams.answer(stream, &answer),
+                    // Not a query, or one repeated while it is asked: the connection may ask on.
+                    None if dns::read(&bytes).is_err() => self.streams.give_up(stream),
+                    None => {}
+                }
+            }
+        }
+        for frame in self.streams.output() {
+            // A lost segment is sent again by the stack.
+            let _ = self.send(frame);
+        }
+    }
+
+    fn deliver(&mut self, now: Nanos, delivery: Delivery) -> Result<(), Reason> {
+        match delivery.client {
+            Client::Udp { mac, address, port } => {
+                let to = Route {
+                    source_mac: self.config.mac,
+                    destination_mac: mac,
+                    source: self.config.address,
+                    destination: address,
+                };
+                self.send(packet::udp(&to, dns::PORT, port, &delivery.bytes))
+            }
+            Client::Tcp(stream) => {
+                self.streams.answer(stream, &delivery.bytes);
+                self.serve_streams(now);
+                Ok(())
+            }
+        }
+    }
+
+    /// The host's answer to a query of [`Gateway::take_queries`]; empty where no name server answered.
+    pub fn answer(&mut self, now: Nanos, id: u64, bytes: Vec<u8>) {
+        let failed = bytes.is_empty();
+        let Some(delivery) = self.forwarder.answer(id, bytes) else {
+            self.counters.dns_upstream_strays.add(1);
+            return;
+        };
+        let counter = if failed { &self.counters.dns_failures } else { &self.counters.dns_upstream_answers };
+        counter.add(1);
+        // A full queue was counted; the client asks again.
+        let _ = self.deliver(now, delivery);
+    }
+
+    // What comes out
+
+    /// Runs timers. Returns when to be called again although nothing happens.
+    pub fn poll(&mut self, now: Nanos) -> Option<Nanos> {
+        if let Some(leases) = &mut self.leases {
+            leases.expire(now);
+        }
+        while let Some(delivery) = self.forwarder.expired(now) {
+            self.counters.dns_failures.add(1);
+            let _ = self.deliver(now, delivery);
+        }
+        if self.streams.deadline(now).is_some_and(|at| at <= now) {
+            self.serve_streams(now);
+        }
+        self.deadline(now)
+    }
+
+    /// When [`Gateway::poll`] is due, if ever.
+    pub fn deadline(&mut self, now: Nanos) -> Option<Nanos> {
+        let leases = self.leases.as_ref().and_then(Leases::next_expiry);
+        [leases, self.forwarder.deadline(), self.streams.deadline(now)].into_iter().flatten().min()
+    }
+
+    /// The next frame to send.
+    pub fn output(&mut self) -> Option<Vec<u8>> {
+        self.queue.pop_front()
+    }
+
+    /// How many frames wait to be sent.
+    pub fn queued(&self) -> usize {
+        self.queue.len()
+    }
+
+    /// Queries for the host's name servers since the last call.
+    pub fn take_queries(&mut self) -> Vec<UpstreamQuery> {
+        std::mem::take(&mut self.queries)
+    }
+
+    /// The lease table to be kept, if it changed since the last call.
+    pub fn take_leases(&mut self) -> Option<LeaseStore> {
+        let leases = self.leases.as_mut()?;
+        std::mem::take(&mut leases.changed).then(|| self.leases())
+    }
+
+    /// The bound leases now.
+    pub fn leases(&self) -> LeaseStore {
+        let Start { now, unix_secs, .. } = self.start;
+        let to_unix = |at: Nanos| unix_secs + at.since(now).0.div_ceil(Nanos::SECOND.0);
+        self.leases.as_ref().map(|leases| leases.store(to_unix)).unwrap_or_default()
+    }
+
+    /// Facts for status.
+    pub fn details(&self) -> Vec<(&'static str, String)> {
+        let (used, size) = self.leases.as_ref().map_or((0, 0), Leases::usage);
+        vec![
+            ("address", format!("{}/{}", self.config.address, self.config.prefix)),
+            ("dynamic_leases", format!("{used} of {size}")),
+            ("queries_outstanding", self.forwarder.outstanding().to_string()),
+        ]
+    }
+}
+
+/// Whether `member` can be one of a network with `config`.
+fn check_member(config: &GatewayConfig, member: &Member) -> Result<(), ConfigError> {
+    let Some(address) = member.address else { return Ok(()) };
+    config.inside("member's address", address)?;
+    let other = if address == config.address {
+        &config.name
+    } else if Some(address) == config.router && !member.name.eq_ignore_ascii_case(ROUTER_NAME) {
+        ROUTER_NAME
+    } else {
+        return Ok(());
+    };
+    Err(ConfigError::Taken { what: "address", name: member.name.clone(), other: other.to_owned() })
+}

@@ -1,0 +1,151 @@
+//! The members of a network that its file (or the API) names, and what a valid name is.
+//!
+//! A member ties a name to an address, to a MAC address, or to both:
+//!
+//! | mac | address | what it gives |
+//! | --- | --- | --- |
+//! | yes | yes | a static lease, and the name |
+//! | no | yes | the name; the first client that asks for a lease by that host name gets the address |
+//! | yes | no | the name, for whatever address that MAC leases |
+//! | no | no | nothing is served, but no client may take the name |
+//!
+//! What is written here wins over what clients say: a client cannot take a member's name or address.
+
+use crate::frame::Mac;
+use crate::gateway::ConfigError;
+use std::collections::HashMap;
+use std::net::Ipv4Addr;
+
+/// Longest label of a name (RFC 1035 §2.3.4).
+pub(crate) const MAX_LABEL_BYTES: usize = 63;
+/// Most members of one network.
+pub const MAX_MEMBERS: usize = 16_384;
+
+/// A named party of the network. See the table at the head of the module.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Member {
+    /// One label, without the domain.
+    pub name: String,
+    /// Its MAC address, where that is fixed.
+    pub mac: Option<Mac>,
+    /// Its address, where that is fixed; may lie inside the range of dynamic leases, which then leaves it out.
+    pub address: Option<Ipv4Addr>,
+}
+
+/// The label in small letters, if it is one that a host may have: letters, digits and inner hyphens
+/// (RFC 1123 §2.1).
+pub(crate) fn label(text: &str) -> Option<String> {
+    let bytes = text.as_bytes();
+    let fits = !bytes.is_empty()
+        && bytes.len() <= MAX_LABEL_BYTES
+        && bytes.iter().all(|b| b.is_ascii_alphanumeric() || *b == b'-')
+        && bytes[0] != b'-'
+        && bytes[bytes.len() - 1] != b'-';
+    fits.then(|| text.to_ascii_lowercase())
+}
+
+/// The members, found by name, MAC and address.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Members {
+    by_name: HashMap<String, Member>,
+    name_of_mac: HashMap<Mac, String>,
+    name_of_address: HashMap<Ipv4Addr, String>,
+}
+
+impl Members {
+    /// Adds `member`, or puts it in the place of the one that has its name.
+    pub(crate) fn set(&mut self, mut member: Member) -> Result<(), ConfigError> {
+        member.name = label(&member.name).ok_or_else(|| ConfigError::Name(member.name.clone()))?;
+        let taken = |owner: Option<&String>| owner.filter(|name| **name != member.name).cloned();
+        if let Some(other) = member.mac.and_then(|mac| taken(self.name_of_mac.get(&mac))) {
+            return Err(ConfigError::Taken { what: "MAC address", name: member.name, other });
+        }
+        if let Some(other) = member.address.and_then(|address| taken(self.name_of_address.get(&address))) {
+            return Err(ConfigError::Taken { what: "address", name: member.name, other });
+        }
+        self.remove(&member.name);
+        if self.by_name.len() >= MAX_MEMBERS {
+            return Err(ConfigError::TooManyMembers);
+        }
+        if let Some(mac) = member.mac {
+            self.name_of_mac.insert(mac, member.name.clone());
+        }
+        if let Some(address) = member.address {
+            self.name_of_address.insert(address, member.name.clone());
+        }
+        self.by_name.insert(member.name.clone(), member);
+        Ok(())
+    }
+
+    /// Forgets the member of that name; `None` where there is none.
+    pub(crate) fn remove(&mut self, name: &str) -> Option<Member> {
+        let member = self.by_name.remove(&label(name)?)?;
+        if let Some(mac) = member.mac {
+            self.name_of_mac.remove(&mac);
+        }
+        if let Some(address) = member.address {
+            self.name_of_address.remove(&address);
+        }
+        Some(member)
+    }
+
+    /// The member of that name, which is in small letters.
+    pub(crate) fn named(&self, name: &str) -> Option<&Member> {
+        self.by_name.get(name)
+    }
+
+    pub(crate) fn of_mac(&self, mac: Mac) -> Option<&Member> {
+        self.by_name.get(self.name_of_mac.get(&mac)?)
+    }
+
+    pub(crate) fn of_address(&self, address: Ipv4Addr) -> Option<&Member> {
+        self.by_name.get(self.name_of_address.get(&address)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn member(name: &str, mac: Option<u8>, address: Option<u8>) -> Member {
+        Member {
+            name: name.into(),
+            mac: mac.map(|m| [2, 0, 0, 0, 0, m]),
+            address: address.map(|a| Ipv4Addr::new(10, 0, 0, a)),
+        }
+    }
+
+    #[test]
+    fn labels_are_those_of_hosts() {
+        for good in ["a", "web-1", "3com", "A-Z", &"x".repeat(63)] {
+            assert_eq!(label(good), Some(good.to_ascii_lowercase()));
+        }
+        for bad in ["", "-a", "a-", "a.b", "a_b", "ä", "a b", "a\0", &"x".repeat(64)] {
+            assert_eq!(label(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn a_member_is_found_by_each_key_and_gone_by_each_key() {
+        let mut members = Members::default();
+        members.set(member("Web", Some(1), Some(20))).unwrap();
+        assert_eq!(members.of_mac([2, 0, 0, 0, 0, 1]).unwrap().name, "web");
+        assert_eq!(members.of_address(Ipv4Addr::new(10, 0, 0, 20)).unwrap().name, "web");
+        // In its place, other keys: the old ones lead nowhere.
+        members.set(member("web", Some(2), None)).unwrap();
+        assert!(members.of_mac([2, 0, 0, 0, 0, 1]).is_none());
+        assert!(members.of_address(Ipv4Addr::new(10, 0, 0, 20)).is_none());
+        assert!(members.remove("WEB").is_some());
+        assert!(members.of_mac([2, 0, 0, 0, 0, 2]).is_none() && members.named("web").is_none());
+    }
+
+    #[test]
+    fn two_members_share_no_key() {
+        let mut members = Members::default();
+        members.set(member("a", Some(1), Some(20))).unwrap();
+        assert!(matches!(members.set(member("b", Some(1), None)), Err(ConfigError::Taken { .. })));
+        assert!(matches!(members.set(member("b", None, Some(20))), Err(ConfigError::Taken { .. })));
+        assert!(matches!(members.set(member("b c", None, None)), Err(ConfigError::Name(_))));
+        assert!(members.named("b").is_none());
+    }
+}

@@ -1,0 +1,323 @@
+//! The gateway behind the switch's port trait, and the host's handle on it.
+//!
+//! ```text
+//! host's threads                                    worker
+//! GatewayHandle: push command, set flag, wake  -->  service: flag set? take the commands, run them
+//! GatewayHandle: take queries, leases          <--  service, flush: leave them, notify
+//! ```
+//!
+//! The port is never asleep in the sense of a ring: its frames come from its own `transmit`, after which it says so
+//! ([`Port::answers`]), and its handle wakes it whenever it leaves something.
+//!
+//! Both boxes are behind a mutex that is held for a move of a vector or an `Arc`, never for work.
+
+use super::{
+    ConfigError, Gateway, GatewayConfig, GatewayCounters, LeaseStore, Member, UpstreamQuery, check_member, packet,
+};
+use crate::Nanos;
+use crate::drop::{Drops, Reason};
+use crate::frame::{Batch, HEAD_BYTES, Offload};
+use crate::gateway::names::Members;
+use crate::port::{Caps, Fault, Link, Port, Sent};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+/// Called to wake somebody, from any thread; must not block.
+pub type Wake = Arc<dyn Fn() + Send + Sync>;
+
+enum Command {
+    SetMember(Member),
+    RemoveMember(String),
+    Answer(u64, Vec<u8>),
+    SetForward(bool),
+}
+
+#[derive(Default)]
+struct Outbox {
+    queries: Vec<UpstreamQuery>,
+    leases: Arc<LeaseStore>,
+    leases_changed: bool,
+}
+
+struct Shared {
+    commands: Mutex<Vec<Command>>,
+    /// Set after a command was pushed; Release, with the Acquire swap of `service`.
+    mail: AtomicBool,
+    outbox: Mutex<Outbox>,
+    wake_port: Mutex<Option<Wake>>,
+    wake_host: Mutex<Option<Wake>>,
+    /// The control side's copy, by which a change is checked before it is sent.
+    members: Mutex<Members>,
+    config: GatewayConfig,
+    counters: Arc<GatewayCounters>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Nothing panics while it holds one of these locks.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn call(wake: &Mutex<Option<Wake>>) {
+    let wake = lock(wake).clone();
+    if let Some(wake) = wake {
+        wake();
+    }
+}
+
+/// The host's end of a gateway, for any thread.
+#[derive(Clone)]
+pub struct GatewayHandle(Arc<Shared>);
+
+impl GatewayHandle {
+    /// Sets what wakes the gateway's port (its registration with the worker).
+    pub fn set_port_waker(&self, wake: Wake) {
+        *lock(&self.0.wake_port) = Some(wake);
+        // What was left before there was a waker is seen now.
+        call(&self.0.wake_port);
+    }
+
+    /// Sets what is called when there are queries or changed leases to take. It is called from the worker.
+    pub fn set_event_waker(&self, wake: Wake) {
+        *lock(&self.0.wake_host) = Some(wake);
+        call(&self.0.wake_host);
+    }
+
+    fn send(&self, command: Command) {
+        lock(&self.0.commands).push(command);
+        self.0.mail.store(true, Ordering::Release);
+        call(&self.0.wake_port);
+    }
+
+    /// As [`Gateway::set_member`]; takes effect within the worker's next turn.
+    ///
+    /// # Errors
+    /// As for [`Gateway::set_member`].
+    pub fn set_member(&self, member: Member) -> Result<(), ConfigError> {
+        check_member(&self.0.config, &member)?;
+        lock(&self.0.members).set(member.clone())?;
+        self.send(Command::SetMember(member));
+        Ok(())
+    }
+
+    /// As [`Gateway::remove_member`].
+    pub fn remove_member(&self, name: &str) -> bool {
+        let found = lock(&self.0.members).remove(name).is_some();
+        if found {
+            self.send(Command::RemoveMember(name.to_owned()));
+        }
+        found
+    }
+
+    /// As [`Gateway::set_forward`].
+    pub fn set_forward(&self, forward: bool) {
+        self.send(Command::SetForward(forward));
+    }
+
+    /// As [`Gateway::answer`].
+    pub fn answer(&self, id: u64, bytes: Vec<u8>) {
+        self.send(Command::Answer(id, bytes));
+    }
+
+    /// Queries for the host's name servers since the last call.
+    pub fn take_queries(&self) -> Vec<UpstreamQuery> {
+        std::mem::take(&mut lock(&self.0.outbox).queries)
+    }
+
+    /// The lease table to be kept, if it changed since the last call.
+    pub fn take_leases(&self) -> Option<Arc<LeaseStore>> {
+        let mut outbox = lock(&self.0.outbox);
+        std::mem::take(&mut outbox.leases_changed).then(|| outbox.leases.clone())
+    }
+
+    /// The bound leases as of the worker's last turn.
+    pub fn leases(&self) -> Arc<LeaseStore> {
+        lock(&self.0.outbox).leases.clone()
+    }
+
+    /// The gateway's counters.
+    pub fn counters(&self) -> &GatewayCounters {
+        &self.0.counters
+    }
+
+    /// The gateway's settings, as it started.
+    pub fn config(&self) -> &GatewayConfig {
+        &self.0.config
+    }
+}
+
+/// A gateway as a port of the switch.
+pub struct GatewayPort {
+    gateway: Gateway,
+    shared: Arc<Shared>,
+    now: Nanos,
+    /// Frames that the current turn's batch looks into.
+    sending: Vec<Vec<u8>>,
+    scratch: Vec<u8>,
+    /// When the worker was told to come back.
+    promised: Option<Nanos>,
+    /// Something was transmitted since the last flush.
+    touched: bool,
+    /// A timer was set that is due before `promised`.
+    early: bool,
+}
+
+impl GatewayPort {
+    /// The port for `gateway`, which has no member yet, and the handle on it.
+    pub fn new(gateway: Gateway) -> (GatewayPort, GatewayHandle) {
+        let shared = Arc::new(Shared {
+            commands: Mutex::default(),
+            mail: AtomicBool::new(false),
+            outbox: Mutex::new(Outbox { leases: Arc::new(gateway.leases()), ..Outbox::default() }),
+            wake_port: Mutex::default(),
+            wake_host: Mutex::default(),
+            members: Mutex::new(gateway.members.clone()),
+            config: gateway.config().clone(),
+            counters: gateway.counters().clone(),
+        });
+        let handle = GatewayHandle(shared.clone());
+        let now = gateway.start.now;
+        let port = GatewayPort {
+            gateway,
+            shared,
+            now,
+            sending: Vec::new(),
+            scratch: Vec::new(),
+            promised: None,
+            touched: false,
+            early: false,
+        };
+        (port, handle)
+    }
+
+    fn run_commands(&mut self) {
+        for command in std::mem::take(&mut *lock(&self.shared.commands)) {
+            match command {
+                // The handle has checked it against the same members.
+                Command::SetMember(member) => drop(self.gateway.set_member(member)),
+                Command::RemoveMember(name) => drop(self.gateway.remove_member(&name)),
+                Command::Answer(id, bytes) => self.gateway.answer(self.now, id, bytes),
+                Command::SetForward(forward) => self.gateway.set_forward(forward),
+            }
+        }
+    }
+
+    /// Leaves what came up for the host.
+    fn publish(&mut self) {
+        let (mut queries, leases) = (self.gateway.take_queries(), self.gateway.take_leases().map(Arc::new));
+        if queries.is_empty() && leases.is_none() {
+            return;
+        }
+        {
+            let mut outbox = lock(&self.shared.outbox);
+            outbox.queries.append(&mut queries);
+            if let Some(leases) = leases {
+                outbox.leases = leases;
+                outbox.leases_changed = true;
+            }
+        }
+        call(&self.shared.wake_host);
+    }
+}
+
+impl Port for GatewayPort {
+    fn kind(&self) -> &'static str {
+        "gateway"
+    }
+
+    fn link(&self) -> Link {
+        Link::Up
+    }
+
+    /// Partial sums are taken: the frame never left this machine. Segmented frames are not, there is no bulk here.
+    fn caps(&self) -> Caps {
+        Caps { checksum: true, ..Caps::plain(self.gateway.config().mtu.into()) }
+    }
+
+    fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
+        self.now = now;
+        if self.shared.mail.swap(false, Ordering::Acquire) {
+            self.run_commands();
+        }
+        self.promised = self.gateway.poll(now);
+        self.early = false;
+        self.publish();
+        Ok(self.promised)
+    }
+
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+        self.sending.clear();
+        self.sending.extend(std::iter::from_fn(|| self.gateway.output()).take(budget));
+        for frame in &self.sending {
+            // The sums are ours and nothing has carried the frame yet.
+            let offload = Offload { checksum: crate::frame::Checksum::Valid, segmentation: None };
+            batch.push(frame[..].into(), offload);
+        }
+        Ok(self.sending.len())
+    }
+
+    fn release(&mut self) -> Result<(), Fault> {
+        self.sending.clear();
+        Ok(())
+    }
+
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        for index in which {
+            let frame = &batch.frames()[usize::from(*index)];
+            let destination = frame.destination();
+            if destination != self.gateway.config().mac && packet::is_group(destination) && destination != [0xff; 6] {
+                // Multicast, the bulk of what is flooded: not worth a copy.
+                self.gateway.counters().ignored_frames.add(1);
+            } else if frame.len() > self.caps().max_frame_bytes as usize {
+                drops.count(Reason::TooLong, 1);
+                continue;
+            } else {
+                let checksum = frame.offload.checksum;
+                let done = if frame.len() <= HEAD_BYTES {
+                    self.gateway.input(self.now, frame.head(), checksum, batch.ingress())
+                } else {
+                    self.scratch.clear();
+                    batch.append_to(frame, &mut self.scratch);
+                    self.gateway.input(self.now, &self.scratch, checksum, batch.ingress())
+                };
+                self.touched = true;
+                if let Err(reason) = done {
+                    drops.count(reason, 1);
+                    continue;
+                }
+            }
+            sent.frames += 1;
+            sent.bytes += frame.len() as u64;
+        }
+        Ok(sent)
+    }
+
+    fn flush(&mut self) -> Result<(), Fault> {
+        if std::mem::take(&mut self.touched) {
+            self.publish();
+            let due = self.gateway.deadline(self.now);
+            self.early |= due.is_some_and(|due| self.promised.is_none_or(|promised| due < promised));
+        }
+        Ok(())
+    }
+
+    fn answers(&self) -> bool {
+        self.early || self.gateway.queued() > 0
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        Ok(self.answers() || self.shared.mail.load(Ordering::Acquire))
+    }
+
+    fn disarm(&mut self) {}
+
+    /// There is no peer to wait for; what waits to be sent is let go.
+    fn reset(&mut self, _: &Fault) {
+        self.sending.clear();
+        while self.gateway.output().is_some() {}
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        self.gateway.details()
+    }
+}

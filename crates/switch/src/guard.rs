@@ -1,0 +1,176 @@
+//! What a port may claim to be: the check of source addresses.
+//!
+//! A guard without lists lets everything pass. With a list of MAC addresses only these may be a frame's source.
+//! With a list of IPv4 addresses the sender fields of ARP and the source field of IPv4 have to be on it, behind
+//! up to two VLAN tags; behind more tags, or where the header is cut short, nothing passes, since nothing could
+//! be checked. A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass.
+//! IPv6 and other protocols pass an IPv4 list; they are not looked at.
+
+use crate::frame::{ETHERNET_HEADER_BYTES, Mac};
+use crate::mac::Address;
+use std::net::Ipv4Addr;
+
+/// The guard of one port.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Guard {
+    sources: Vec<Address>,
+    ipv4: Vec<[u8; 4]>,
+    pinned: bool,
+}
+
+const ETHERTYPE_IPV4: u16 = 0x0800;
+const ETHERTYPE_ARP: u16 = 0x0806;
+const ETHERTYPE_VLAN: u16 = 0x8100;
+const ETHERTYPE_QINQ: u16 = 0x88a8;
+
+impl Guard {
+    /// A guard that lets only `sources` pass, or any source where the list is empty, and only `ipv4` as sender
+    /// addresses, or any where that list is empty.
+    pub fn new(sources: &[Mac], ipv4: &[Ipv4Addr]) -> Guard {
+        let mut sources: Vec<_> = sources.iter().copied().map(Address::from).collect();
+        sources.sort_unstable();
+        sources.dedup();
+        let mut ipv4: Vec<_> = ipv4.iter().map(Ipv4Addr::octets).collect();
+        ipv4.sort_unstable();
+        ipv4.dedup();
+        Guard { sources, ipv4, pinned: false }
+    }
+
+    /// The same guard, with its source addresses locked to the port: no other port of the network can take
+    /// them over, frames from elsewhere that claim them are dropped.
+    #[must_use]
+    pub fn pinned(mut self) -> Guard {
+        self.pinned = true;
+        self
+    }
+
+    /// Whether the source addresses are locked to the port.
+    pub fn is_pinned(&self) -> bool {
+        self.pinned
+    }
+
+    /// The source addresses that may pass; empty where any may.
+    pub fn sources(&self) -> &[Address] {
+        &self.sources
+    }
+
+    /// The IPv4 addresses that may pass; empty where any may.
+    pub fn ipv4(&self) -> impl Iterator<Item = Ipv4Addr> {
+        self.ipv4.iter().copied().map(Ipv4Addr::from)
+    }
+
+    /// Whether frames have to be looked into.
+    #[inline]
+    pub(crate) fn checks_ipv4(&self) -> bool {
+        !self.ipv4.is_empty()
+    }
+
+    #[inline]
+    pub(crate) fn lets_source_pass(&self, source: Address) -> bool {
+        self.sources.is_empty() || self.sources.binary_search(&source).is_ok()
+    }
+
+    /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the IPv4 list.
+    pub(crate) fn lets_ipv4_pass(&self, head: &[u8]) -> bool {
+        let word = |at: usize| head.get(at..at + 2).map(|b| u16::from_be_bytes([b[0], b[1]]));
+        let mut at = ETHERNET_HEADER_BYTES - 2;
+        for _ in 0..3 {
+            match word(at) {
+                Some(ETHERTYPE_VLAN | ETHERTYPE_QINQ) => at += 4,
+                Some(ETHERTYPE_IPV4) => return self.lets_packet_pass(&head[at + 2..]),
+                Some(ETHERTYPE_ARP) => return self.lets_arp_pass(&head[at + 2..], &head[6..12]),
+                Some(_) => return true,
+                None => return false,
+            }
+        }
+        false
+    }
+
+    fn lets_packet_pass(&self, packet: &[u8]) -> bool {
+        let Some(Ok(source)) = packet.get(12..16).map(<[u8; 4]>::try_from) else { return false };
+        if source == [0; 4] {
+            // Only a DHCP client's request (RFC 2131 §4.1): UDP from 68 to 67, header without options.
+            return packet[0] == 0x45 && packet[9] == 17 && packet.get(20..24) == Some(&[0, 68, 0, 67]);
+        }
+        packet[0] >> 4 == 4 && self.ipv4.binary_search(&source).is_ok()
+    }
+
+    fn lets_arp_pass(&self, arp: &[u8], ethernet_source: &[u8]) -> bool {
+        // RFC 826: hardware and protocol type and lengths, operation, sender's hardware and protocol address.
+        let Some(fields) = arp.get(..28) else { return false };
+        if fields[..6] != [0, 1, 8, 0, 6, 4] || &fields[8..14] != ethernet_source {
+            return false;
+        }
+        let sender = [fields[14], fields[15], fields[16], fields[17]];
+        sender == [0; 4] || self.ipv4.binary_search(&sender).is_ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const MAC: Mac = [2, 0, 0, 0, 0, 7];
+
+    fn frame(tags: usize, ethertype: u16, payload: &[u8]) -> Vec<u8> {
+        let mut f = vec![0xff; 6];
+        f.extend_from_slice(&MAC);
+        for _ in 0..tags {
+            f.extend_from_slice(&[0x81, 0, 0, 5]);
+        }
+        f.extend_from_slice(&ethertype.to_be_bytes());
+        f.extend_from_slice(payload);
+        f
+    }
+
+    fn arp(hardware: Mac, ip: [u8; 4]) -> Vec<u8> {
+        [&[0, 1, 8, 0, 6, 4, 0, 1][..], &hardware, &ip, &[0; 6], &[10, 0, 0, 1]].concat()
+    }
+
+    fn packet(source: [u8; 4], protocol: u8, ports: [u8; 4]) -> Vec<u8> {
+        let mut p = vec![0; 28];
+        p[0] = 0x45;
+        p[9] = protocol;
+        p[12..16].copy_from_slice(&source);
+        p[20..24].copy_from_slice(&ports);
+        p
+    }
+
+    #[test]
+    fn only_listed_senders_pass_whatever_their_tags() {
+        let guard = Guard::new(&[MAC], &[Ipv4Addr::new(10, 0, 0, 2)]);
+        let mine = [10, 0, 0, 2];
+        let other = [10, 0, 0, 3];
+        let dhcp = [0, 68, 0, 67];
+        for tags in 0..=2 {
+            let cases = [
+                (0x0800, packet(mine, 6, [0; 4]), true),
+                (0x0800, packet(other, 6, [0; 4]), false),
+                (0x0800, packet([0; 4], 17, dhcp), true),
+                (0x0800, packet([0; 4], 6, dhcp), false),
+                (0x0800, packet([0; 4], 17, [0, 68, 0, 53]), false),
+                (0x0800, packet(mine, 6, [0; 4])[..15].to_vec(), false),
+                (0x0806, arp(MAC, mine), true),
+                (0x0806, arp(MAC, [0; 4]), true),
+                (0x0806, arp(MAC, other), false),
+                (0x0806, arp([2, 0, 0, 0, 0, 8], mine), false),
+                (0x0806, arp(MAC, mine)[..27].to_vec(), false),
+                (0x86dd, vec![0x60; 40], true),
+            ];
+            for (ethertype, payload, passes) in cases {
+                let f = frame(tags, ethertype, &payload);
+                assert_eq!(guard.lets_ipv4_pass(&f), passes, "tags {tags} type {ethertype:#x} {payload:?}");
+            }
+        }
+        assert!(!guard.lets_ipv4_pass(&frame(3, 0x0800, &packet(mine, 6, [0; 4]))), "three tags hide the header");
+        assert!(!guard.lets_ipv4_pass(&frame(1, 0x0800, &[])[..15]), "cut inside the tag");
+    }
+
+    #[test]
+    fn sources_are_checked_only_where_there_is_a_list() {
+        let other = Address::from([2, 0, 0, 0, 0, 8]);
+        assert!(Guard::default().lets_source_pass(other));
+        assert!(!Guard::new(&[MAC], &[]).lets_source_pass(other));
+        assert!(Guard::new(&[MAC], &[]).lets_source_pass(MAC.into()));
+    }
+}

@@ -1,0 +1,317 @@
+//! Where the frames of a batch go: one network's decision, without moving a byte.
+//!
+//! [`Network::decide`] passes over a batch once and writes a [`Plan`]: for each destination port the indices of
+//! its frames, in order. Frames of one batch tend to be of few flows, so the verdict on the last source and the
+//! way to the last destination are kept while they repeat; a repeated pair costs two comparisons.
+//!
+//! # What becomes of a frame
+//! | frame | becomes |
+//! | --- | --- |
+//! | shorter than a header | dropped, `runt` |
+//! | source is a group, zero, or pinned to another port | dropped, `bad_source` |
+//! | source or sender that the port's guard does not let pass | dropped, `guard` |
+//! | destination known, behind another port | one copy there |
+//! | destination known, behind the port it came from | dropped, `hairpin` |
+//! | destination unknown, multicast or broadcast | a copy to every other port whose link is up |
+//! | destination a reserved group address (IEEE 802.1Q table 8-1, all but spanning tree's own) | dropped, `reserved` |
+//! | flooded, and no other port is up | dropped, `no_destination` |
+//!
+//! # Accounting
+//! A frame that came in is counted once: as one of the port's `rx_frames`, and then either as one of its
+//! `rx_drops` or as `copies` ≥ 1 of this network. Each copy ends as one of the destination's `tx_frames` or
+//! `tx_drops`; where a destination needs segments, each segment counts instead of the copy that was cut.
+
+use crate::Nanos;
+use crate::counters::Counter;
+use crate::drop::{Drops, Reason};
+use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame};
+use crate::guard::Guard;
+use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
+
+/// What one network counts; one writer, any number of readers.
+#[derive(Debug, Default)]
+pub struct NetworkCounters {
+    /// Copies of frames on their way to a destination; 1 for a frame to a known port, n for one that is flooded.
+    pub copies: Counter,
+    /// Frames that went to all ports because no port was known to have the address.
+    pub flooded_unknown: Counter,
+    /// Frames that went to all ports because of a multicast or broadcast address.
+    pub flooded_group: Counter,
+}
+
+/// The state of one network.
+#[derive(Debug)]
+pub struct Network {
+    /// Addresses and their ports.
+    pub macs: MacTable,
+    /// Counters.
+    pub counters: NetworkCounters,
+    members: Vec<PortNumber>,
+    /// Members whose link is up: where floods go.
+    up: Vec<PortNumber>,
+}
+
+/// Facts of a batch that tell whether its frames fit a destination as they are.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Summary {
+    /// Bytes of all frames.
+    pub bytes: u64,
+    /// Length of the longest frame.
+    pub longest: usize,
+    /// Whether any frame has a partial checksum or stands for several segments.
+    pub offloads: bool,
+}
+
+/// Which frames of a batch go to which port. Reused from turn to turn.
+#[derive(Debug, Default)]
+pub struct Plan {
+    lists: Vec<Vec<u16>>,
+    destinations: Vec<PortNumber>,
+    dropped: Vec<(u16, Reason)>,
+    notes_drops: bool,
+}
+
+impl Plan {
+    /// Makes room for `port`; `budget` frames per turn fit without allocation.
+    pub fn add_port(&mut self, port: PortNumber, budget: usize) {
+        if self.lists.len() <= port as usize {
+            self.lists.resize_with(port as usize + 1, Vec::new);
+        }
+        let list = &mut self.lists[port as usize];
+        list.reserve(budget.saturating_sub(list.len()));
+        self.destinations.reserve(self.lists.len());
+    }
+
+    /// The ports that get frames, in the order of their first frame.
+    #[inline]
+    pub fn destinations(&self) -> &[PortNumber] {
+        &self.destinations
+    }
+
+    /// Indices of the frames that go to `port`, in order.
+    #[inline]
+    pub fn frames_to(&self, port: PortNumber) -> &[u16] {
+        &self.lists[port as usize]
+    }
+
+    /// Frames that go nowhere and why, where that was asked for.
+    pub fn dropped(&self) -> &[(u16, Reason)] {
+        &self.dropped
+    }
+
+    /// Asks for the list of frames that go nowhere, or no longer.
+    pub fn note_drops(&mut self, on: bool) {
+        self.notes_drops = on;
+    }
+
+    /// Empties the plan for the next batch.
+    #[inline]
+    pub fn clear(&mut self) {
+        for port in self.destinations.drain(..) {
+            self.lists[port as usize].clear();
+        }
+        self.dropped.clear();
+    }
+
+    #[inline]
+    fn push(&mut self, port: PortNumber, frame: u16) {
+        let list = &mut self.lists[port as usize];
+        if list.is_empty() {
+            self.destinations.push(port);
+        }
+        list.push(frame);
+    }
+
+    #[inline]
+    fn lose(&mut self, frame: usize, reason: Reason, drops: &mut Drops) {
+        drops.count(reason, 1);
+        if self.notes_drops {
+            self.dropped.push((frame as u16, reason));
+        }
+    }
+}
+
+/// Where frames to one address go.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Port(PortNumber),
+    Unknown,
+    Group,
+    Nowhere(Reason),
+}
+
+impl Network {
+    /// A network without ports.
+    pub fn new(settings: MacSettings, seed: u64) -> Network {
+        Network {
+            macs: MacTable::new(settings, seed),
+            counters: NetworkCounters::default(),
+            members: Vec::new(),
+            up: Vec::new(),
+        }
+    }
+
+    /// Joins `port`, its link down; `mac_limit` as in [`MacTable::add_port`].
+    pub fn join(&mut self, port: PortNumber, mac_limit: Option<u32>) {
+        self.macs.add_port(port, mac_limit);
+        self.members.push(port);
+    }
+
+    /// Removes `port` and every address behind it.
+    pub fn leave(&mut self, port: PortNumber) {
+        self.macs.remove_port(port);
+        self.members.retain(|p| *p != port);
+        self.up.retain(|p| *p != port);
+    }
+
+    /// The ports, in the order in which they joined.
+    pub fn members(&self) -> &[PortNumber] {
+        &self.members
+    }
+
+    /// Says whether floods are to reach `port`, a member.
+    pub fn set_link(&mut self, port: PortNumber, up: bool) {
+        match (self.up.iter().position(|p| *p == port), up) {
+            (None, true) => self.up.push(port),
+            (Some(at), false) => {
+                self.up.remove(at);
+            }
+            _ => {}
+        }
+    }
+
+    /// Locks the guard's addresses to `port` where the guard asks for it, and ends what an earlier guard had
+    /// locked. Returns how many are pinned to another port already and so could not be had.
+    pub fn set_pins(&mut self, port: PortNumber, guard: &Guard) -> usize {
+        self.macs.unpin_port(port);
+        if !guard.is_pinned() {
+            return 0;
+        }
+        guard.sources().iter().filter(|source| !self.macs.pin(**source, port)).count()
+    }
+
+    /// Decides on `batch`, which came from `from` at `now`: fills `plan`, which is empty, and counts in `drops`
+    /// the frames that go nowhere.
+    pub fn decide(
+        &mut self,
+        now: Nanos,
+        from: PortNumber,
+        guard: &Guard,
+        batch: &Batch<'_>,
+        plan: &mut Plan,
+        drops: &mut Drops,
+    ) -> Summary {
+        let now = Tick::of(now);
+        self.macs.expire(now);
+        let mut summary = Summary::default();
+        // The address zero is no station's, so it can stand for "none yet": it never has a verdict kept.
+        let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
+        let (mut last_destination, mut way) = (Address::ZERO, None);
+        let (mut copies, mut unknown, mut group) = (0u64, 0u64, 0u64);
+        for (index, frame) in batch.frames().iter().enumerate() {
+            let len = frame.len();
+            summary.bytes += len as u64;
+            summary.longest = summary.longest.max(len);
+            summary.offloads |= needs_capability(frame);
+            let (destination, source) = frame.addresses();
+            if source != last_source || len < ETHERNET_HEADER_BYTES {
+                if len < ETHERNET_HEADER_BYTES {
+                    plan.lose(index, Reason::Runt, drops);
+                    continue;
+                }
+                let (reason, changed) = self.verdict(now, source, from, guard);
+                (last_source, source_reason) = (source, reason);
+                if changed {
+                    way = None;
+                }
+            }
+            if let Some(reason) = source_reason {
+                plan.lose(index, reason, drops);
+                continue;
+            }
+            if guard.checks_ipv4() && !guard.lets_ipv4_pass(frame.head()) {
+                plan.lose(index, Reason::Guard, drops);
+                continue;
+            }
+            let to = match way {
+                Some(way) if destination == last_destination => way,
+                _ => {
+                    let found = self.way(destination, from);
+                    (last_destination, way) = (destination, Some(found));
+                    found
+                }
+            };
+            match to {
+                Way::Port(port) => {
+                    copies += 1;
+                    plan.push(port, index as u16);
+                }
+                Way::Nowhere(reason) => plan.lose(index, reason, drops),
+                Way::Unknown | Way::Group => {
+                    let mut reached = 0;
+                    for port in self.up.iter().filter(|port| **port != from) {
+                        plan.push(*port, index as u16);
+                        reached += 1;
+                    }
+                    if reached == 0 {
+                        plan.lose(index, Reason::NoDestination, drops);
+                    } else {
+                        copies += reached;
+                        *(if to == Way::Group { &mut group } else { &mut unknown }) += 1;
+                    }
+                }
+            }
+        }
+        self.counters.copies.add(copies);
+        if unknown + group != 0 {
+            self.counters.flooded_unknown.add(unknown);
+            self.counters.flooded_group.add(group);
+        }
+        summary
+    }
+
+    /// Why frames from `source` are dropped, if they are, and whether the table changed.
+    #[inline]
+    fn verdict(&mut self, now: Tick, source: Address, from: PortNumber, guard: &Guard) -> (Option<Reason>, bool) {
+        if !source.is_station() {
+            return (Some(Reason::BadSource), false);
+        }
+        if !guard.lets_source_pass(source) {
+            return (Some(Reason::Guard), false);
+        }
+        match self.macs.learn(now, source, from) {
+            Learned::Known | Learned::Refused => (None, false),
+            Learned::Changed => (None, true),
+            Learned::Pinned => (Some(Reason::BadSource), false),
+        }
+    }
+
+    #[inline]
+    fn way(&self, destination: Address, from: PortNumber) -> Way {
+        if destination.is_group() {
+            return if is_reserved(destination) { Way::Nowhere(Reason::Reserved) } else { Way::Group };
+        }
+        match self.macs.find(destination) {
+            Some(port) if port == from => Way::Nowhere(Reason::Hairpin),
+            Some(port) => Way::Port(port),
+            None => Way::Unknown,
+        }
+    }
+}
+
+#[inline]
+fn needs_capability(frame: &Frame) -> bool {
+    matches!(frame.offload.checksum, Checksum::Partial { .. }) || frame.offload.segmentation.is_some()
+}
+
+/// Group addresses that no bridge passes on: 01-80-C2-00-00-01 to -0F (pause frames, slow protocols, LLDP and
+/// the like belong to one link). Spanning tree's own, -00, passes, as through any bridge that does not take part
+/// in it, so that bridges around the fabric can find a loop through it.
+fn is_reserved(destination: Address) -> bool {
+    let [a, b, c, d, e, last] = destination.bytes();
+    [a, b, c, d, e] == [0x01, 0x80, 0xc2, 0, 0] && (0x01..=0x0f).contains(&last)
+}
+
+#[cfg(test)]
+#[path = "network_tests.rs"]
+mod tests;

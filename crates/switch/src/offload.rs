@@ -1,0 +1,372 @@
+//! Offloads done in software, for a destination that cannot do them.
+//!
+//! A frame that the destination takes as it is goes there as it is, straight from its source. One that it does not
+//! take is first copied into memory of the worker's own, so that its source cannot change it any more, then cut or
+//! summed there, and the results go out as a batch of their own. The order of frames is kept.
+//!
+//! | frame | destination | becomes |
+//! | --- | --- | --- |
+//! | no state, not longer than the destination's longest | any | as it is |
+//! | no segmentation, longer | any | dropped, `too_long` |
+//! | partial checksum | takes these | as it is |
+//! | partial checksum | does not | summed from `start` to the end (VirtIO 1.3 §5.1.6.2) |
+//! | segmentation, headers are not what it says | any | dropped, `bad_offload` |
+//! | segmentation, a segment would be longer than the destination's longest | any | dropped, `too_long` |
+//! | segmentation | takes it | as it is |
+//! | segmentation | does not | cut, each segment summed |
+//! | … with an IP fragment, a routing header still under way, unknown extension headers, more than 2048 segments | does not | dropped, `not_transformable` |
+//!
+//! Segments follow Linux's `tcp_gso_segment`: the IPv4 identification counts up, sequence numbers advance, PSH and
+//! FIN stay on the last segment only, CWR on the first only, all other header bytes are repeated.
+//!
+//! Limits: two VLAN tags, IPv4 options, IPv6 hop-by-hop, destination and completed routing headers.
+
+use crate::checksum;
+use crate::drop::{Drops, Reason};
+use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, Offload, SegmentKind, Segmentation};
+use crate::port::{Caps, Fault, Sent};
+
+const ETHERTYPE_VLAN: u16 = 0x8100;
+const ETHERTYPE_QINQ: u16 = 0x88a8;
+const ETHERTYPE_IPV4: u16 = 0x0800;
+const ETHERTYPE_IPV6: u16 = 0x86dd;
+const PROTOCOL_TCP: u8 = 6;
+const TCP_FIN: u8 = 0x01;
+const TCP_PSH: u8 = 0x08;
+const TCP_CWR: u8 = 0x80;
+
+/// Made frames are handed on when they exceed this many bytes, which bounds the scratch memory to this and one
+/// frame's segments.
+const HAND_ON_BYTES: usize = 128 << 10;
+/// And when they are this many.
+const HAND_ON_FRAMES: usize = 512;
+/// Segments that one frame may become: 64 KiB by 48 bytes, the least that Linux's TCP uses, are 1,366. Without a
+/// bound a guest could have 65,000 frames made of one.
+const MAX_SEGMENTS: usize = 2048;
+/// Extension headers that are looked through.
+const MAX_EXTENSIONS: usize = 8;
+
+/// What was done in software.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Work {
+    /// Frames whose checksum was completed.
+    pub checksums: u64,
+    /// Frames that were cut.
+    pub segmented: u64,
+    /// Segments that they became.
+    pub segments: u64,
+}
+
+/// Scratch memory, reused from turn to turn.
+#[derive(Debug, Default)]
+pub struct Transformer {
+    /// Frames of the source's batch that go as they are, not handed on yet.
+    direct: Vec<u16>,
+    /// A frame that is to be cut.
+    whole: Vec<u8>,
+    /// Made frames, one behind the other, not handed on yet; never at the same time as `direct`.
+    made: Vec<u8>,
+    /// Where each made frame ends.
+    ends: Vec<usize>,
+    /// 0, 1, 2, …
+    all: Vec<u16>,
+    batch: Batch<'static>,
+}
+
+/// Where the headers of a TCP packet are.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Headers {
+    /// First byte of the IP header.
+    ip: usize,
+    /// First byte of the TCP header.
+    tcp: usize,
+    /// First byte behind the TCP header.
+    payload: usize,
+    /// First byte behind the packet; padding may follow.
+    end: usize,
+}
+
+impl Transformer {
+    /// Hands the frames `which` of `batch` to `send` in such a form that a destination with `caps` takes them.
+    /// Those that it cannot take are counted in `drops`.
+    ///
+    /// # Errors
+    /// What `send` returns.
+    pub fn transmit(
+        &mut self,
+        batch: &Batch<'_>,
+        which: &[u16],
+        caps: Caps,
+        drops: &mut Drops,
+        work: &mut Work,
+        mut send: impl FnMut(&Batch<'_>, &[u16], &mut Drops) -> Result<Sent, Fault>,
+    ) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        // A fault or a panic may have left something.
+        self.direct.clear();
+        self.made.clear();
+        self.ends.clear();
+        for index in which {
+            let frame = &batch.frames()[*index as usize];
+            let made_before = self.ends.len();
+            match self.transform(batch, frame, caps, work) {
+                Err(reason) => drops.count(reason, 1),
+                Ok(false) => {
+                    sent.add(self.hand_on_made(batch, drops, &mut send)?);
+                    self.direct.push(*index);
+                }
+                Ok(true) => {
+                    if made_before == 0 && !self.direct.is_empty() {
+                        sent.add(send(batch, &self.direct, drops)?);
+                        self.direct.clear();
+                    }
+                    if self.made.len() > HAND_ON_BYTES || self.ends.len() > HAND_ON_FRAMES {
+                        sent.add(self.hand_on_made(batch, drops, &mut send)?);
+                    }
+                }
+            }
+        }
+        sent.add(self.hand_on_made(batch, drops, &mut send)?);
+        if !self.direct.is_empty() {
+            sent.add(send(batch, &self.direct, drops)?);
+            self.direct.clear();
+        }
+        Ok(sent)
+    }
+
+    /// Appends to the made frames what `frame` becomes; `false` where it can go as it is.
+    fn transform(&mut self, batch: &Batch<'_>, frame: &Frame, caps: Caps, work: &mut Work) -> Result<bool, Reason> {
+        let longest = caps.max_frame_bytes as usize;
+        let Some(cut) = frame.offload.segmentation else {
+            if frame.len() > longest {
+                return Err(Reason::TooLong);
+            }
+            return match frame.offload.checksum {
+                Checksum::Partial { start, offset } if !caps.checksum => {
+                    let first = self.made.len();
+                    batch.append_to(frame, &mut self.made);
+                    if let Err(reason) = complete(&mut self.made[first..], start, offset) {
+                        self.made.truncate(first);
+                        return Err(reason);
+                    }
+                    self.ends.push(self.made.len());
+                    work.checksums += 1;
+                    Ok(true)
+                }
+                _ => Ok(false),
+            };
+        };
+        let headers = parse(frame.head(), frame.len(), cut.kind)?;
+        if headers.payload + cut.size as usize > longest && frame.len() > longest {
+            return Err(Reason::TooLong);
+        }
+        let takes_kind = match cut.kind {
+            SegmentKind::Tcp4 => caps.tso4,
+            SegmentKind::Tcp6 => caps.tso6,
+        };
+        if caps.checksum && takes_kind && (caps.ecn || !cut.ecn) {
+            return Ok(false);
+        }
+        if headers.end - headers.payload > MAX_SEGMENTS * cut.size as usize {
+            return Err(Reason::NotTransformable);
+        }
+        self.whole.clear();
+        batch.append_to(frame, &mut self.whole);
+        let segments = cut_into(&self.whole, headers, cut, &mut self.made, &mut self.ends);
+        work.segmented += 1;
+        work.segments += segments;
+        work.checksums += segments;
+        Ok(true)
+    }
+
+    fn hand_on_made(
+        &mut self,
+        source: &Batch<'_>,
+        drops: &mut Drops,
+        send: &mut impl FnMut(&Batch<'_>, &[u16], &mut Drops) -> Result<Sent, Fault>,
+    ) -> Result<Sent, Fault> {
+        if self.ends.is_empty() {
+            return Ok(Sent::default());
+        }
+        let mut batch: Batch<'_> = std::mem::take(&mut self.batch);
+        if let Some(port) = source.ingress() {
+            batch.set_ingress(port);
+        }
+        let mut start = 0;
+        for end in &self.ends {
+            batch.push(self.made[start..*end].into(), Offload::NONE);
+            start = *end;
+        }
+        let known = self.all.len();
+        self.all.extend(known as u16..(self.ends.len().max(known)) as u16);
+        let sent = send(&batch, &self.all[..self.ends.len()], drops);
+        self.batch = batch.recycle();
+        self.made.clear();
+        self.ends.clear();
+        sent
+    }
+}
+
+impl Sent {
+    /// Adds what another call took.
+    pub fn add(&mut self, other: Sent) {
+        self.frames += other.frames;
+        self.bytes += other.bytes;
+    }
+}
+
+/// Completes a partial checksum in place.
+fn complete(bytes: &mut [u8], start: u16, offset: u16) -> Result<(), Reason> {
+    let (start, field) = (start as usize, start as usize + offset as usize);
+    // Whoever pushed the frame has checked that; a mistake there must not become a panic here.
+    if start < ETHERNET_HEADER_BYTES || field + 2 > bytes.len() {
+        return Err(Reason::BadOffload);
+    }
+    let sum = !checksum::sum(&bytes[start..]);
+    // Zero means "no checksum" in UDP, and its other form is as good in every protocol that sums this way.
+    let sum = if sum == 0 { 0xffff } else { sum };
+    bytes[field..field + 2].copy_from_slice(&sum.to_be_bytes());
+    Ok(())
+}
+
+fn word(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
+}
+
+/// Finds the headers of a packet that claims to be TCP of `kind`; `head` is the start of a frame of `len` bytes.
+///
+/// # Errors
+/// [`Reason::BadOffload`] where it is something else, [`Reason::NotTransformable`] where it is TCP that cannot be
+/// cut, or whose headers are longer than `head`.
+fn parse(head: &[u8], len: usize, kind: SegmentKind) -> Result<Headers, Reason> {
+    // A header that ends beyond the head is a lie of a short frame, and beyond us in a long one.
+    let short = if head.len() == len { Reason::BadOffload } else { Reason::NotTransformable };
+    let mut ip = ETHERNET_HEADER_BYTES;
+    let mut ethertype = word(head, ip - 2).ok_or(short)?;
+    for _ in 0..2 {
+        if matches!(ethertype, ETHERTYPE_VLAN | ETHERTYPE_QINQ) {
+            ip += 4;
+            ethertype = word(head, ip - 2).ok_or(short)?;
+        }
+    }
+    let (tcp, ip_bytes) = match (kind, ethertype) {
+        (_, ETHERTYPE_VLAN | ETHERTYPE_QINQ) => return Err(Reason::NotTransformable),
+        (SegmentKind::Tcp4, ETHERTYPE_IPV4) => parse_ipv4(head.get(ip..).ok_or(short)?, short)?,
+        (SegmentKind::Tcp6, ETHERTYPE_IPV6) => parse_ipv6(head.get(ip..).ok_or(short)?, short)?,
+        _ => return Err(Reason::BadOffload),
+    };
+    let tcp = ip + tcp;
+    let header_words = *head.get(tcp + 12).ok_or(short)? >> 4;
+    let payload = tcp + header_words as usize * 4;
+    // A length of 0 is what a stack writes that leaves the length to the device.
+    let end = if ip_bytes == 0 { len } else { ip + ip_bytes };
+    if header_words < 5 || payload > end || end > len || end - ip > u16::MAX as usize {
+        return Err(Reason::BadOffload);
+    }
+    if payload > head.len() {
+        return Err(short);
+    }
+    Ok(Headers { ip, tcp, payload, end })
+}
+
+/// Bytes of the header, and of the packet.
+fn parse_ipv4(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
+    let fixed: &[u8; 20] = packet.first_chunk().ok_or(short)?;
+    let header = (fixed[0] & 15) as usize * 4;
+    if fixed[0] >> 4 != 4 || header < 20 || fixed[9] != PROTOCOL_TCP {
+        return Err(Reason::BadOffload);
+    }
+    // More-fragments or an offset: only whole packets can be cut.
+    if (fixed[6] & 0x3f) | fixed[7] != 0 {
+        return Err(Reason::NotTransformable);
+    }
+    Ok((header, u16::from_be_bytes([fixed[2], fixed[3]]) as usize))
+}
+
+/// Bytes of the headers before TCP, and of the packet.
+fn parse_ipv6(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
+    const HOP_BY_HOP: u8 = 0;
+    const ROUTING: u8 = 43;
+    const DESTINATION: u8 = 60;
+    let fixed: &[u8; 40] = packet.first_chunk().ok_or(short)?;
+    if fixed[0] >> 4 != 6 {
+        return Err(Reason::BadOffload);
+    }
+    let packet_bytes = match u16::from_be_bytes([fixed[4], fixed[5]]) as usize {
+        0 => 0,
+        payload => 40 + payload,
+    };
+    let (mut next, mut at) = (fixed[6], 40);
+    for _ in 0..MAX_EXTENSIONS {
+        match next {
+            PROTOCOL_TCP => return Ok((at, packet_bytes)),
+            HOP_BY_HOP | ROUTING | DESTINATION => {
+                let extension: &[u8; 4] = packet.get(at..).and_then(<[u8]>::first_chunk).ok_or(short)?;
+                if next == ROUTING && extension[3] != 0 {
+                    // The checksum is over the last destination, which is not in the header yet.
+                    return Err(Reason::NotTransformable);
+                }
+                next = extension[0];
+                at += 8 + extension[1] as usize * 8;
+            }
+            _ => return Err(Reason::NotTransformable),
+        }
+    }
+    Err(Reason::NotTransformable)
+}
+
+/// Appends the segments of `frame` to `made`, and their ends to `ends`; returns how many.
+fn cut_into(frame: &[u8], headers: Headers, cut: Segmentation, made: &mut Vec<u8>, ends: &mut Vec<usize>) -> u64 {
+    let Headers { ip, tcp, payload, end } = headers;
+    let data = &frame[payload..end];
+    let identification = u16::from_be_bytes([frame[ip + 4], frame[ip + 5]]);
+    let sequence = u32::from_be_bytes([frame[tcp + 4], frame[tcp + 5], frame[tcp + 6], frame[tcp + 7]]);
+    // A packet without payload is one segment.
+    let count = data.len().div_ceil(cut.size as usize).max(1);
+    let mut chunks = data.chunks(cut.size as usize);
+    for n in 0..count {
+        let chunk = chunks.next().unwrap_or(&[]);
+        let first = made.len();
+        made.extend_from_slice(&frame[..payload]);
+        made.extend_from_slice(chunk);
+        let segment = &mut made[first..];
+        let tcp_bytes = (segment.len() - tcp) as u16;
+        let pseudo = match cut.kind {
+            SegmentKind::Tcp4 => {
+                let header = &mut segment[ip..tcp];
+                let total = tcp_bytes + header.len() as u16;
+                header[2..4].copy_from_slice(&total.to_be_bytes());
+                header[4..6].copy_from_slice(&identification.wrapping_add(n as u16).to_be_bytes());
+                header[10..12].fill(0);
+                let sum = !checksum::sum(header);
+                header[10..12].copy_from_slice(&sum.to_be_bytes());
+                checksum::sum(&header[12..20])
+            }
+            SegmentKind::Tcp6 => {
+                let header = &mut segment[ip..tcp];
+                let payload_bytes = tcp_bytes + (header.len() - 40) as u16;
+                header[4..6].copy_from_slice(&payload_bytes.to_be_bytes());
+                checksum::sum(&header[8..40])
+            }
+        };
+        let pseudo = checksum::add(checksum::add(pseudo, PROTOCOL_TCP.into()), tcp_bytes);
+        let header = &mut segment[tcp..];
+        let sequence = sequence.wrapping_add(n as u32 * cut.size as u32);
+        header[4..8].copy_from_slice(&sequence.to_be_bytes());
+        if n != 0 {
+            header[13] &= !TCP_CWR;
+        }
+        if n + 1 != count {
+            header[13] &= !(TCP_FIN | TCP_PSH);
+        }
+        header[16..18].fill(0);
+        let sum = !checksum::add(pseudo, checksum::sum(header));
+        header[16..18].copy_from_slice(&sum.to_be_bytes());
+        ends.push(made.len());
+    }
+    count as u64
+}
+
+#[cfg(test)]
+#[path = "offload_tests.rs"]
+mod tests;

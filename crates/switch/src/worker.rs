@@ -1,0 +1,565 @@
+//! The poll loop: one thread, its ports, and the networks that they belong to.
+//!
+//! # What a worker does
+//! It holds the ports that are *active*: those that were woken and have not yet been found empty with their
+//! wake-ups on. Each gets one turn per round: up to *budget* frames are taken, decided on, and copied straight
+//! to their destinations. A port under budget is polled on for the busy-poll time, then armed, looked at once
+//! more (the window is drawn in [`crate::port`]), and sleeps. With nobody active the worker sleeps in its
+//! [`Waiter`]; with somebody active it asks the waiter without sleeping, after each round that moved nothing and
+//! at least every [`POLL_INTERVAL`], so that ports that wake up meanwhile get their turns.
+//!
+//! ```text
+//!            woken, timer, or an answer left by a transmit
+//!   asleep ------------------------------------------------> active --- budget used up: next round --+
+//!     ^                                                        ^  |                                   |
+//!     |   under budget, busy-poll time over, arm() == false    |  +-----------------------------------+
+//!     +--------------------------------------------------------+
+//! ```
+//!
+//! # Invariants
+//! * All ports of a network belong to one worker, so the path of a frame takes no lock
+//!   (docs/decisions records why).
+//! * While a port's batch lives its slot is out of the table; a frame never goes back to its own port, so the
+//!   destinations are all in the table.
+//! * A token is the index of a slot. It is reserved before the port is made and free again after it is removed.
+//! * Every frame is accounted for; see [`crate::network`].
+//!
+//! # Failure
+//! A [`Fault`] is recorded, the port is reset, and it is left alone for [`FAULT_PAUSE`], so that a peer that breaks
+//! its protocol over and over costs others nothing. A panic inside a port's code is a bug of ours, and others must
+//! not pay for it: it is caught at the call, the port's object is dropped and its slot reports the panic's
+//! text until the control side removes it. A panic in the loop itself ends the worker, and every
+//! [`WorkerHandle`] call then says so.
+//!
+//! # Limits
+//! 65,535 ports per worker; a batch of at most 65,535 frames, ordinary budgets are 32 to 256.
+
+use crate::Nanos;
+use crate::capture::Tap;
+use crate::control::{Command, LoopCounters, NetworkId, Reserved, WorkerHandle, WorkerSettings};
+use crate::counters::PortCounters;
+use crate::drop::{Drops, Reason};
+use crate::frame::Batch;
+use crate::guard::Guard;
+use crate::network::{Network, Plan, Summary};
+use crate::offload::{Transformer, Work};
+use crate::port::{Caps, Fault, FaultKind, Link, Port};
+use crate::wait::{CONTROL, Token, Waiter};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::mpsc::Receiver;
+
+/// With ports active, the waiter is asked at least this often. A question is a system call of about 250 ns, so
+/// this is about 1 % of a core.
+pub const POLL_INTERVAL: Nanos = Nanos(25_000);
+/// A port that is polled without pause gets its control side looked after at least this often.
+pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
+/// How long a port is left alone after a fault.
+pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
+
+/// The end of time: no deadline.
+const NEVER: Nanos = Nanos(u64::MAX);
+
+/// A worker; made with its [`WorkerHandle`], run on a thread of its own.
+pub struct Worker {
+    core: Core,
+    commands: Receiver<Command>,
+}
+
+/// The state of a worker that commands work on.
+pub(crate) struct Core {
+    pub(crate) settings: WorkerSettings,
+    pub(crate) seed: u64,
+    pub(crate) slots: Vec<Option<Box<Slot>>>,
+    pub(crate) networks: Vec<Option<NetworkSlot>>,
+    pub(crate) counters: Arc<LoopCounters>,
+    pub(crate) now: Nanos,
+    pub(crate) stopped: bool,
+    active: Vec<u16>,
+    /// Empty between rounds; keeps its memory for the next.
+    next_active: Vec<u16>,
+    ready: Vec<Token>,
+    /// No deadline of any slot is earlier than this.
+    earliest: Nanos,
+    polled_at: Nanos,
+    /// Frames that the last round moved.
+    moved: usize,
+    plan: Plan,
+    transformer: Transformer,
+    spare: Batch<'static>,
+}
+
+/// A network and its name.
+pub(crate) struct NetworkSlot {
+    pub(crate) name: Arc<str>,
+    pub(crate) network: Network,
+}
+
+/// The last fault of a port.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct FaultRecord {
+    /// What it was.
+    pub fault: Fault,
+    /// When, by the worker's clock.
+    pub at: Nanos,
+}
+
+/// One port and what the worker keeps about it.
+pub(crate) struct Slot {
+    pub(crate) token: Reserved,
+    pub(crate) name: Arc<str>,
+    pub(crate) network: NetworkId,
+    pub(crate) kind: &'static str,
+    /// `None` after a panic in its code.
+    pub(crate) port: Option<Box<dyn Port>>,
+    pub(crate) guard: Guard,
+    pub(crate) counters: Arc<PortCounters>,
+    pub(crate) last_fault: Option<FaultRecord>,
+    pub(crate) panic: Option<String>,
+    pub(crate) taps: Vec<Tap>,
+    pub(crate) active: bool,
+    pub(crate) up: bool,
+    wants_service: bool,
+    last_frame_at: Nanos,
+    serviced_at: Nanos,
+    deadline: Nanos,
+    quiet_until: Nanos,
+}
+
+/// What the decision needs of the port that a batch came from.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    index: u16,
+    network: NetworkId,
+    guard: &'a Guard,
+    counters: &'a PortCounters,
+}
+
+/// Why a call into a port failed.
+enum Trouble {
+    Fault(Fault),
+    Panic(String),
+}
+
+/// Calls into a port; a panic becomes a [`Trouble`] instead of the worker's end. The port is not used again after
+/// a panic, so that it may be left in any state.
+#[inline]
+fn guarded<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, Trouble> {
+    match catch_unwind(AssertUnwindSafe(call)) {
+        Ok(result) => result.map_err(Trouble::Fault),
+        Err(payload) => Err(Trouble::Panic(panic_text(payload.as_ref()))),
+    }
+}
+
+/// [`guarded`], for calls that cannot fail otherwise.
+#[inline]
+fn guarded_call(call: impl FnOnce()) -> Result<(), Trouble> {
+    guarded(|| {
+        call();
+        Ok(())
+    })
+}
+
+#[cold]
+fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(|s| s.to_string());
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without text".into())
+}
+
+impl Worker {
+    /// A worker without networks. `seed` keys its hash tables and is best random; `wake` makes its waiter return
+    /// [`CONTROL`], from any thread.
+    pub fn new(settings: WorkerSettings, seed: u64, wake: impl Fn() + Send + Sync + 'static) -> (Worker, WorkerHandle) {
+        let counters = Arc::new(LoopCounters::default());
+        let (handle, commands) = WorkerHandle::new(wake, counters.clone());
+        let core = Core {
+            settings,
+            seed,
+            slots: Vec::new(),
+            networks: Vec::new(),
+            counters,
+            now: Nanos(0),
+            stopped: false,
+            active: Vec::new(),
+            next_active: Vec::new(),
+            ready: Vec::new(),
+            earliest: NEVER,
+            polled_at: Nanos(0),
+            moved: 0,
+            plan: Plan::default(),
+            transformer: Transformer::default(),
+            spare: Batch::with_capacity(settings.budget),
+        };
+        (Worker { core, commands }, handle)
+    }
+
+    /// Runs until [`WorkerHandle::stop`], or until every handle is gone.
+    pub fn run(mut self, waiter: &mut impl Waiter) {
+        while self.step(waiter) {}
+    }
+
+    /// One round: waits if nobody is active, does what was asked, then gives each active port one turn. Returns
+    /// `false` when the worker was stopped.
+    pub fn step(&mut self, waiter: &mut impl Waiter) -> bool {
+        let core = &mut self.core;
+        core.now = waiter.now();
+        if core.active.is_empty() {
+            let before = core.now;
+            let timeout = (core.earliest != NEVER).then(|| core.earliest.since(before));
+            waiter.wait(timeout, &mut core.ready);
+            core.now = waiter.now();
+            core.polled_at = core.now;
+            core.counters.sleeps.add(1);
+            core.counters.slept_ns.add(core.now.since(before).0);
+        } else if core.moved == 0 || core.now.since(core.polled_at) >= POLL_INTERVAL {
+            waiter.wait(Some(Nanos(0)), &mut core.ready);
+            core.polled_at = core.now;
+            core.counters.polls.add(1);
+        }
+        if !core.ready.is_empty() {
+            let mut ready = std::mem::take(&mut core.ready);
+            for token in ready.drain(..) {
+                if token == CONTROL {
+                    while let Ok(command) = self.commands.try_recv() {
+                        command(core);
+                    }
+                } else {
+                    core.wake(token);
+                }
+            }
+            core.ready = ready;
+        }
+        if core.now >= core.earliest {
+            core.run_timers();
+        }
+        core.round();
+        !core.stopped
+    }
+}
+
+impl Core {
+    /// Puts a port into its reserved slot and gives it its first turn soon.
+    pub(crate) fn insert(&mut self, mut slot: Box<Slot>) {
+        let index = slot.token.token().0 as usize;
+        if self.slots.len() <= index {
+            self.slots.resize_with(index + 1, || None);
+        }
+        debug_assert!(self.slots[index].is_none());
+        self.plan.add_port(index as u16, self.settings.budget);
+        slot.last_frame_at = self.now;
+        // A port that is connected already gets floods from now on, not only after its first turn.
+        self.refresh_link(index as u16, &mut slot);
+        self.slots[index] = Some(slot);
+        self.activate(index as u16);
+    }
+
+    /// Takes a port out, with everything that was known about it.
+    pub(crate) fn remove(&mut self, token: Token) -> Option<Box<Slot>> {
+        let slot = self.slots.get_mut(token.0 as usize)?.take()?;
+        self.active.retain(|index| *index != token.0 as u16);
+        if let Some(network) = self.network(slot.network) {
+            network.network.leave(token.0 as u16);
+        }
+        Some(slot)
+    }
+
+    pub(crate) fn network(&mut self, id: NetworkId) -> Option<&mut NetworkSlot> {
+        self.networks.get_mut(id.0 as usize)?.as_mut()
+    }
+
+    /// A new budget takes effect with the next turn.
+    pub(crate) fn set(&mut self, settings: WorkerSettings) {
+        self.settings = settings;
+        for index in 0..self.slots.len() {
+            self.plan.add_port(index as u16, settings.budget);
+        }
+    }
+
+    fn wake(&mut self, token: Token) {
+        if let Some(Some(slot)) = self.slots.get(token.0 as usize) {
+            if !slot.active {
+                slot.counters.wakeups.add(1);
+            }
+            self.activate(token.0 as u16);
+        }
+    }
+
+    /// Sees to it that a port gets a turn in this round, with its control side looked after.
+    fn activate(&mut self, index: u16) {
+        let Some(slot) = &mut self.slots[index as usize] else { return };
+        slot.wants_service = true;
+        if slot.active || slot.port.is_none() {
+            return;
+        }
+        if self.now < slot.quiet_until {
+            slot.deadline = slot.deadline.min(slot.quiet_until);
+            self.earliest = self.earliest.min(slot.deadline);
+            return;
+        }
+        slot.active = true;
+        self.active.push(index);
+        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded_call(|| port.disarm())) {
+            slot.suffer(trouble, self.now);
+        }
+    }
+
+    fn run_timers(&mut self) {
+        self.earliest = NEVER;
+        for index in 0..self.slots.len() {
+            let Some(slot) = &mut self.slots[index] else { continue };
+            if slot.deadline <= self.now {
+                slot.deadline = NEVER;
+                self.activate(index as u16);
+            } else {
+                self.earliest = self.earliest.min(slot.deadline);
+            }
+        }
+    }
+
+    /// One turn for each port that was active when the round began.
+    fn round(&mut self) {
+        self.moved = 0;
+        if self.active.is_empty() {
+            return;
+        }
+        self.counters.rounds.add(1);
+        // Who becomes active meanwhile has its turn in the next round, so nobody can be overtaken for ever.
+        let next = std::mem::take(&mut self.next_active);
+        let mut current = std::mem::replace(&mut self.active, next);
+        for index in current.drain(..) {
+            if self.turn(index) {
+                self.active.push(index);
+            }
+        }
+        self.next_active = current;
+    }
+
+    /// A turn of one port; returns whether it stays active.
+    fn turn(&mut self, index: u16) -> bool {
+        let Some(mut slot) = self.slots[index as usize].take() else { return false };
+        let result =
+            if slot.port.is_none() || self.now < slot.quiet_until { Ok(false) } else { self.turn_of(index, &mut slot) };
+        let stays = result.unwrap_or_else(|trouble| {
+            slot.suffer(trouble, self.now);
+            self.refresh_link(index, &mut slot);
+            false
+        });
+        slot.active = stays;
+        self.earliest = self.earliest.min(slot.deadline);
+        self.slots[index as usize] = Some(slot);
+        stays
+    }
+
+    fn turn_of(&mut self, index: u16, slot: &mut Slot) -> Result<bool, Trouble> {
+        let (now, budget) = (self.now, self.settings.budget);
+        if slot.wants_service || now.since(slot.serviced_at) >= SERVICE_INTERVAL {
+            slot.wants_service = false;
+            slot.serviced_at = now;
+            let Some(port) = &mut slot.port else { return Ok(false) };
+            slot.deadline = guarded(|| port.service(now))?.unwrap_or(NEVER);
+            self.refresh_link(index, slot);
+        }
+        let Some(port) = &mut slot.port else { return Ok(false) };
+        let mut batch = std::mem::take(&mut self.spare);
+        let mut drops = Drops::default();
+        batch.set_ingress(slot.token.token());
+        let received = receive(port.as_mut(), budget, &mut batch, &mut drops);
+        let refused = if drops.any() { drops.total() } else { 0 };
+        let taken = batch.len();
+        slot.counters.rx_frames.add(taken as u64 + refused);
+        if taken != 0 {
+            let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
+            self.pass_on(from, &mut slot.taps, &batch, &mut drops);
+        }
+        self.spare = batch.recycle();
+        slot.counters.add_rx_drops(&mut drops);
+        let used = received?;
+        self.moved += used;
+        slot.counters.turn(used, budget);
+        let Some(port) = &mut slot.port else { return Ok(false) };
+        if used != 0 {
+            slot.last_frame_at = now;
+            guarded(|| port.release())?;
+        }
+        if used >= budget || now.since(slot.last_frame_at) < self.settings.busy_poll {
+            return Ok(true);
+        }
+        guarded(|| {
+            let found = port.arm()?;
+            if found {
+                port.disarm();
+            }
+            Ok(found)
+        })
+    }
+
+    /// Decides on a batch of `index` and hands its frames to their destinations.
+    #[inline]
+    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) {
+        let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
+            // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
+            drops.count(Reason::NoDestination, batch.len() as u64);
+            return;
+        };
+        self.plan.note_drops(!taps.is_empty());
+        let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
+        from.counters.rx_bytes.add(summary.bytes);
+        if !taps.is_empty() {
+            taps.retain(|tap| tap.received(self.now, batch, self.plan.dropped(), from.counters));
+        }
+        for at in 0..self.plan.destinations().len() {
+            let to = self.plan.destinations()[at];
+            self.deliver(to, batch, summary);
+        }
+        self.plan.clear();
+    }
+
+    /// Hands the frames that are planned for `to` to it.
+    #[inline]
+    fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) {
+        let which = self.plan.frames_to(to);
+        let Some(slot) = &mut self.slots[to as usize] else {
+            debug_assert!(false, "a destination is a member of the network and not the source");
+            return;
+        };
+        let mut drops = Drops::default();
+        let Some(port) = &mut slot.port else {
+            drops.count(Reason::LinkDown, which.len() as u64);
+            slot.counters.add_tx_drops(&mut drops);
+            return;
+        };
+        let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
+        let (mut work, transformer) = (Work::default(), &mut self.transformer);
+        let result = guarded(|| {
+            let caps = port.caps();
+            let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
+                let sent = port.transmit(batch, which, drops)?;
+                if !taps.is_empty() {
+                    let refused = (which.len() as u64).saturating_sub(sent.frames);
+                    taps.retain(|tap| tap.transmitted(now, batch, which, refused, counters));
+                }
+                Ok(sent)
+            };
+            let sent = if fits(summary, caps) {
+                hand_over(batch, which, &mut drops)?
+            } else {
+                transformer.transmit(batch, which, caps, &mut drops, &mut work, hand_over)?
+            };
+            port.flush()?;
+            Ok((sent, port.answers()))
+        });
+        let total = which.len() as u64 + work.segments - work.segmented;
+        if work != Work::default() {
+            slot.counters.software_checksums.add(work.checksums);
+            slot.counters.software_segmented.add(work.segmented);
+            slot.counters.software_segments.add(work.segments);
+        }
+        match result {
+            Ok((sent, answers)) => {
+                debug_assert_eq!(sent.frames + drops.total(), total, "{} lost frames silently", slot.kind);
+                slot.counters.tx_frames.add(sent.frames);
+                slot.counters.tx_bytes.add(sent.bytes);
+                slot.counters.add_tx_drops(&mut drops);
+                if answers && !slot.active {
+                    self.activate(to);
+                }
+            }
+            Err(trouble) => {
+                // Whatever was not counted yet went down with the port's rings.
+                drops.count(Reason::Reset, total.saturating_sub(drops.total()));
+                slot.counters.add_tx_drops(&mut drops);
+                self.fault_of_destination(to, trouble);
+            }
+        }
+    }
+
+    #[cold]
+    fn fault_of_destination(&mut self, to: u16, trouble: Trouble) {
+        let Some(mut slot) = self.slots[to as usize].take() else { return };
+        slot.suffer(trouble, self.now);
+        self.refresh_link(to, &mut slot);
+        self.earliest = self.earliest.min(slot.deadline);
+        self.slots[to as usize] = Some(slot);
+    }
+
+    /// Tells the network whether floods should reach the port.
+    fn refresh_link(&mut self, index: u16, slot: &mut Slot) {
+        let up = match &mut slot.port {
+            Some(port) => guarded(|| Ok(port.link() == Link::Up)).unwrap_or(false),
+            None => false,
+        };
+        if up != slot.up {
+            slot.up = up;
+            if let Some(network) = self.network(slot.network) {
+                network.network.set_link(index, up);
+            }
+        }
+    }
+}
+
+/// [`Port::receive`] with a panic caught; a function of its own for the sake of the batch's lifetime.
+#[inline]
+fn receive<'m>(
+    port: &'m mut dyn Port,
+    budget: usize,
+    batch: &mut Batch<'m>,
+    drops: &mut Drops,
+) -> Result<usize, Trouble> {
+    guarded(move || port.receive(budget, batch, drops))
+}
+
+/// Whether all frames of a batch can go to a destination as they are.
+#[inline]
+fn fits(summary: Summary, caps: Caps) -> bool {
+    !summary.offloads && summary.longest <= caps.max_frame_bytes as usize
+}
+
+impl Slot {
+    pub(crate) fn new(token: Reserved, network: NetworkId, name: &str, port: Box<dyn Port>, guard: Guard) -> Box<Slot> {
+        Box::new(Slot {
+            token,
+            name: name.into(),
+            network,
+            kind: port.kind(),
+            port: Some(port),
+            guard,
+            counters: Arc::default(),
+            last_fault: None,
+            panic: None,
+            taps: Vec::new(),
+            active: false,
+            up: false,
+            wants_service: true,
+            last_frame_at: Nanos(0),
+            serviced_at: Nanos(0),
+            deadline: NEVER,
+            quiet_until: Nanos(0),
+        })
+    }
+
+    /// Records what happened, and resets the port or drops it.
+    #[cold]
+    fn suffer(&mut self, trouble: Trouble, now: Nanos) {
+        self.counters.faults.add(1);
+        let text = match trouble {
+            Trouble::Panic(text) => text,
+            Trouble::Fault(fault) => {
+                self.quiet_until = now.after(FAULT_PAUSE);
+                self.deadline = self.quiet_until;
+                let reset = self.port.as_mut().map(|port| guarded_call(|| port.reset(&fault)));
+                self.last_fault = Some(FaultRecord { fault, at: now });
+                match reset {
+                    Some(Err(Trouble::Panic(text))) => text,
+                    _ => return,
+                }
+            }
+        };
+        let detail = format!("the port's code panicked, so the port was taken out of service: {text}");
+        self.last_fault = Some(FaultRecord { fault: Fault { kind: FaultKind::System, detail }, at: now });
+        self.panic = Some(text);
+        self.deadline = NEVER;
+        let port = self.port.take();
+        // What panicked once may panic again when it is dropped.
+        let _ = catch_unwind(AssertUnwindSafe(|| drop(port)));
+    }
+}

@@ -1,0 +1,404 @@
+//! A worker under a virtual clock, and ports whose peers are the test. Time moves only when the worker sleeps or
+//! the test says so, and nothing here waits for real.
+#![allow(dead_code, missing_docs, unreachable_pub)] // each test file uses its own part
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard};
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{NetworkId, PortSettings, WorkerHandle, WorkerSettings};
+use tombolo_switch::counters::PortCounters;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, Mac, Offload};
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::wait::{CONTROL, Token, Waiter};
+use tombolo_switch::worker::Worker;
+
+/// A small seeded generator (SplitMix64), so that a failure repeats.
+pub struct Random(pub u64);
+
+impl Random {
+    pub fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        b ^ (b >> 31)
+    }
+
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next() % n
+    }
+
+    pub fn chance(&mut self, one_in: u64) -> bool {
+        self.below(one_in) == 0
+    }
+}
+
+#[derive(Default)]
+pub struct Clock {
+    pub now: Nanos,
+    ready: Vec<Token>,
+    /// Sleeps that would have lasted for ever.
+    pub endless_sleeps: u64,
+    /// Sleeps with a timeout that ran out.
+    pub timeouts: u64,
+    /// Questions without sleeping.
+    pub polls: u64,
+}
+
+#[derive(Clone, Default)]
+pub struct TestWaiter(pub Arc<Mutex<Clock>>);
+
+impl TestWaiter {
+    pub fn lock(&self) -> MutexGuard<'_, Clock> {
+        self.0.lock().unwrap()
+    }
+
+    pub fn wake(&self, token: Token) {
+        self.lock().ready.push(token);
+    }
+
+    /// Timeouts and polls so far.
+    pub fn quiet(&self) -> (u64, u64) {
+        let clock = self.lock();
+        (clock.timeouts, clock.polls)
+    }
+
+    pub fn advance(&self, by: Nanos) {
+        let mut clock = self.lock();
+        clock.now = clock.now.after(by);
+    }
+}
+
+impl Waiter for TestWaiter {
+    fn wait(&mut self, timeout: Option<Nanos>, ready: &mut Vec<Token>) {
+        let mut clock = self.lock();
+        if !clock.ready.is_empty() {
+            ready.append(&mut clock.ready);
+            return;
+        }
+        match timeout {
+            None => clock.endless_sleeps += 1,
+            Some(Nanos(0)) => clock.polls += 1,
+            Some(span) => {
+                clock.now = clock.now.after(span);
+                clock.timeouts += 1;
+            }
+        }
+    }
+
+    fn now(&mut self) -> Nanos {
+        self.lock().now
+    }
+}
+
+/// Where a port misbehaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum At {
+    Service,
+    Receive,
+    Release,
+    Transmit,
+    Flush,
+    Arm,
+    Disarm,
+    Reset,
+    Details,
+}
+
+#[derive(Clone, Debug)]
+pub struct Delivered {
+    pub bytes: Vec<u8>,
+    pub offload: Offload,
+}
+
+pub struct PeerState {
+    pub to_switch: VecDeque<(Vec<u8>, Offload)>,
+    pub from_switch: Vec<Delivered>,
+    /// Room for frames from the switch; more are dropped for want of a buffer.
+    pub room: usize,
+    pub armed: bool,
+    pub link: Link,
+    pub caps: Caps,
+    pub fault: Option<At>,
+    pub panic: Option<At>,
+    /// Comes in after the last look and before wake-ups are on: the window that `arm` closes.
+    pub in_the_window: Option<Vec<u8>>,
+    /// The next deadline that `service` returns.
+    pub deadline: Option<Nanos>,
+    /// Answers each frame that it gets within `transmit`, as the gateway does.
+    pub echoes: bool,
+    pub services: u64,
+    pub resets: u64,
+    pub flushes: u64,
+    pub unflushed: usize,
+}
+
+/// The test's end of a port.
+#[derive(Clone)]
+pub struct Peer {
+    pub state: Arc<Mutex<PeerState>>,
+    waiter: TestWaiter,
+    pub token: Token,
+    pub counters: Arc<PortCounters>,
+}
+
+impl Peer {
+    pub fn lock(&self) -> MutexGuard<'_, PeerState> {
+        self.state.lock().unwrap()
+    }
+
+    pub fn send(&self, bytes: Vec<u8>) {
+        self.send_with(bytes, Offload::NONE);
+    }
+
+    pub fn send_with(&self, bytes: Vec<u8>, offload: Offload) {
+        let mut state = self.lock();
+        state.to_switch.push_back((bytes, offload));
+        if std::mem::take(&mut state.armed) {
+            self.waiter.wake(self.token);
+        }
+    }
+
+    pub fn wake(&self) {
+        self.waiter.wake(self.token);
+    }
+
+    pub fn take(&self) -> Vec<Delivered> {
+        std::mem::take(&mut self.lock().from_switch)
+    }
+
+    pub fn take_bytes(&self) -> Vec<Vec<u8>> {
+        self.take().into_iter().map(|d| d.bytes).collect()
+    }
+
+    pub fn tx_drops(&self, reason: Reason) -> u64 {
+        self.counters.tx_drops[reason as usize].get()
+    }
+
+    pub fn rx_drops(&self, reason: Reason) -> u64 {
+        self.counters.rx_drops[reason as usize].get()
+    }
+}
+
+/// The switch's end.
+pub struct TestPort {
+    state: Arc<Mutex<PeerState>>,
+    held: Vec<(Vec<u8>, Offload)>,
+}
+
+impl TestPort {
+    fn step(&self, at: At) -> Result<MutexGuard<'_, PeerState>, Fault> {
+        let mut state = self.state.lock().unwrap();
+        if state.panic == Some(at) {
+            drop(state);
+            panic!("planted in {at:?}");
+        }
+        if state.fault == Some(at) {
+            state.fault = None;
+            return Err(Fault { kind: FaultKind::Ring, detail: format!("planted in {at:?}") });
+        }
+        Ok(state)
+    }
+}
+
+impl Port for TestPort {
+    fn kind(&self) -> &'static str {
+        "test"
+    }
+
+    fn link(&self) -> Link {
+        self.state.lock().unwrap().link
+    }
+
+    fn caps(&self) -> Caps {
+        self.state.lock().unwrap().caps
+    }
+
+    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+        let mut state = self.step(At::Service)?;
+        state.services += 1;
+        Ok(state.deadline)
+    }
+
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        let mut state = self.step(At::Receive)?;
+        let n = budget.min(state.to_switch.len());
+        let taken: Vec<_> = state.to_switch.drain(..n).collect();
+        drop(state);
+        self.held = taken;
+        for (bytes, offload) in &self.held {
+            if bytes.is_empty() {
+                drops.count(Reason::Runt, 1);
+            } else {
+                batch.push(Foreign::from(&bytes[..]), *offload);
+            }
+        }
+        Ok(n)
+    }
+
+    fn release(&mut self) -> Result<(), Fault> {
+        self.held.clear();
+        self.step(At::Release).map(drop)
+    }
+
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut state = self.step(At::Transmit)?;
+        let mut sent = Sent::default();
+        for index in which {
+            let frame = &batch.frames()[*index as usize];
+            if state.link == Link::Down {
+                drops.count(Reason::LinkDown, 1);
+                continue;
+            }
+            if state.from_switch.len() >= state.room {
+                drops.count(Reason::NoBuffer, 1);
+                continue;
+            }
+            let mut bytes = vec![0; frame.len()];
+            assert_eq!(batch.copy(frame, ForeignMut::from(&mut bytes[..])), frame.len());
+            sent.frames += 1;
+            sent.bytes += bytes.len() as u64;
+            if state.echoes {
+                let mut answer = bytes.clone();
+                answer[..6].copy_from_slice(&bytes[6..12]);
+                answer[6..12].copy_from_slice(&[2, 0xee, 0, 0, 0, 0xee]);
+                state.to_switch.push_back((answer, Offload::NONE));
+            }
+            state.from_switch.push(Delivered { bytes, offload: frame.offload });
+            state.unflushed += 1;
+        }
+        Ok(sent)
+    }
+
+    fn flush(&mut self) -> Result<(), Fault> {
+        let mut state = self.step(At::Flush)?;
+        state.flushes += 1;
+        state.unflushed = 0;
+        Ok(())
+    }
+
+    fn answers(&self) -> bool {
+        let state = self.state.lock().unwrap();
+        state.echoes && !state.to_switch.is_empty()
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        let mut state = self.step(At::Arm)?;
+        if let Some(bytes) = state.in_the_window.take() {
+            // Wake-ups are off, so nobody is woken for it.
+            state.to_switch.push_back((bytes, Offload::NONE));
+        }
+        state.armed = true;
+        Ok(!state.to_switch.is_empty())
+    }
+
+    fn disarm(&mut self) {
+        if let Ok(mut state) = self.step(At::Disarm) {
+            state.armed = false;
+        }
+    }
+
+    fn reset(&mut self, _: &Fault) {
+        if let Ok(mut state) = self.step(At::Reset) {
+            state.resets += 1;
+        }
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        let state = self.step(At::Details).unwrap();
+        vec![("room", state.room.to_string())]
+    }
+}
+
+pub struct Bench {
+    pub worker: Worker,
+    pub handle: WorkerHandle,
+    pub waiter: TestWaiter,
+}
+
+impl Bench {
+    pub fn new(settings: WorkerSettings) -> Bench {
+        let waiter = TestWaiter::default();
+        let waker = waiter.clone();
+        let (worker, handle) = Worker::new(settings, 1, move || waker.wake(CONTROL));
+        Bench { worker, handle, waiter }
+    }
+
+    /// Has another thread ask the worker while this one lets it run.
+    pub fn ask<T: Send>(&mut self, question: impl FnOnce(&WorkerHandle) -> T + Send) -> T {
+        let handle = self.handle.clone();
+        std::thread::scope(|scope| {
+            let asking = scope.spawn(move || question(&handle));
+            while !asking.is_finished() {
+                self.worker.step(&mut self.waiter);
+                std::thread::yield_now();
+            }
+            asking.join().unwrap()
+        })
+    }
+
+    pub fn network(&mut self, macs: MacSettings) -> NetworkId {
+        self.ask(|handle| handle.add_network("net", macs)).unwrap()
+    }
+
+    pub fn port(&mut self, network: NetworkId, settings: PortSettings) -> Peer {
+        let state = PeerState {
+            to_switch: VecDeque::new(),
+            from_switch: Vec::new(),
+            room: usize::MAX,
+            armed: false,
+            link: Link::Up,
+            caps: Caps::full(1500),
+            fault: None,
+            panic: None,
+            in_the_window: None,
+            deadline: None,
+            echoes: false,
+            services: 0,
+            resets: 0,
+            flushes: 0,
+            unflushed: 0,
+        };
+        let state = Arc::new(Mutex::new(state));
+        let reserved = self.handle.reserve().unwrap();
+        let token = reserved.token();
+        let port = Box::new(TestPort { state: state.clone(), held: Vec::new() });
+        let counters =
+            self.ask(|handle| handle.add_port(reserved, network, &format!("port{}", token.0), port, settings)).unwrap();
+        let peer = Peer { state, waiter: self.waiter.clone(), token, counters };
+        self.settle();
+        peer
+    }
+
+    pub fn ports<const N: usize>(&mut self, network: NetworkId) -> [Peer; N] {
+        std::array::from_fn(|_| self.port(network, PortSettings::default()))
+    }
+
+    /// Runs until the worker would sleep for ever. Panics where it never does.
+    pub fn settle(&mut self) {
+        let before = self.waiter.lock().endless_sleeps;
+        for _ in 0..100_000 {
+            self.worker.step(&mut self.waiter);
+            if self.waiter.lock().endless_sleeps > before {
+                return;
+            }
+        }
+        panic!("the worker never came to rest");
+    }
+}
+
+pub fn mac(n: u64) -> Mac {
+    let [a, b, c, d, ..] = n.to_le_bytes();
+    [2, 0, d, c, b, a]
+}
+
+pub const BROADCAST: Mac = [0xff; 6];
+
+/// A frame of `len` bytes whose payload tells it from others.
+pub fn frame(to: Mac, from: Mac, len: usize, tag: u32) -> Vec<u8> {
+    let mut bytes = [&to[..], &from, &[0x88, 0xb5], &tag.to_be_bytes()].concat();
+    bytes.resize(len.max(bytes.len()), tag as u8);
+    bytes
+}

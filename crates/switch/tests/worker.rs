@@ -1,0 +1,292 @@
+//! The worker's loop under a virtual clock: forwarding, sleep, fairness, faults.
+#![allow(missing_docs)]
+
+mod support;
+
+use support::*;
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{ControlError, PortSettings, WorkerSettings};
+use tombolo_switch::drop::Reason;
+use tombolo_switch::guard::Guard;
+use tombolo_switch::mac::{Address, MacSettings};
+use tombolo_switch::port::Link;
+use tombolo_switch::worker::FAULT_PAUSE;
+
+fn bench() -> Bench {
+    Bench::new(WorkerSettings::default())
+}
+
+#[test]
+fn frames_are_flooded_until_their_destination_is_known() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b, c] = bench.ports(net);
+    let first = frame(mac(2), mac(1), 64, 1);
+    a.send(first.clone());
+    bench.settle();
+    assert_eq!((b.take_bytes(), c.take_bytes()), (vec![first.clone()], vec![first]));
+    let reply = frame(mac(1), mac(2), 1514, 2);
+    b.send(reply.clone());
+    bench.settle();
+    assert_eq!(a.take_bytes(), [reply]);
+    assert!(c.take().is_empty());
+    let third = frame(mac(2), mac(1), 60, 3);
+    a.send(third.clone());
+    bench.settle();
+    assert_eq!(b.take_bytes(), [third]);
+    assert!(c.take().is_empty() && a.take().is_empty());
+    assert_eq!((a.counters.rx_frames.get(), a.counters.rx_bytes.get()), (2, 124));
+    assert_eq!((b.counters.tx_frames.get(), b.counters.tx_bytes.get()), (2, 124));
+    let macs = bench.ask(|h| h.macs(net)).unwrap();
+    let mut known: Vec<_> = macs.iter().map(|m| (m.address, m.port as u32)).collect();
+    known.sort_unstable();
+    assert_eq!(known, [(Address::from(mac(1)), a.token.0), (Address::from(mac(2)), b.token.0)]);
+}
+
+#[test]
+fn networks_of_one_worker_do_not_hear_each_other() {
+    let mut bench = bench();
+    let (one, two) = (bench.network(MacSettings::default()), bench.network(MacSettings::default()));
+    let [a, b] = bench.ports(one);
+    let [c, d] = bench.ports(two);
+    a.send(frame(BROADCAST, mac(1), 64, 1));
+    c.send(frame(BROADCAST, mac(1), 64, 2));
+    bench.settle();
+    assert_eq!((b.take().len(), d.take().len(), a.take().len(), c.take().len()), (1, 1, 0, 0));
+    assert!(matches!(bench.ask(|h| h.remove_network(one)), Err(ControlError::NetworkInUse { ports: 2, .. })));
+}
+
+#[test]
+fn a_frame_that_comes_between_the_last_look_and_arm_is_not_slept_on() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    a.lock().in_the_window = Some(frame(BROADCAST, mac(1), 64, 2));
+    a.send(frame(BROADCAST, mac(1), 64, 1));
+    bench.settle();
+    assert_eq!(b.take().len(), 2);
+    assert!(a.lock().armed, "a sleeping port is armed");
+}
+
+#[test]
+fn nothing_happens_while_nothing_happens() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let ports: Vec<_> = (0..64).map(|_| bench.port(net, PortSettings::default())).collect();
+    for (n, port) in ports.iter().enumerate() {
+        port.send(frame(BROADCAST, mac(n as u64), 64, 0));
+    }
+    bench.settle();
+    let turns: u64 = ports.iter().map(|p| p.counters.turns.get()).sum();
+    let sleeps = bench.handle.counters().sleeps.get();
+    let (before_timeouts, before_polls) = bench.waiter.quiet();
+    // Addresses age meanwhile; that is nothing to wake up for.
+    bench.waiter.advance(Nanos::SECOND.times(3600));
+    bench.settle();
+    assert_eq!(bench.handle.counters().sleeps.get(), sleeps + 1, "one endless sleep");
+    assert_eq!(ports.iter().map(|p| p.counters.turns.get()).sum::<u64>(), turns);
+    assert_eq!(bench.waiter.quiet(), (before_timeouts, before_polls));
+}
+
+#[test]
+fn a_flooding_port_does_not_starve_others() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [flood, modest, sink] = bench.ports(net);
+    sink.send(frame(mac(9), mac(3), 64, 0));
+    bench.settle();
+    sink.take();
+    for n in 0..100_000 {
+        flood.send(frame(mac(3), mac(1), 64, n));
+    }
+    bench.worker.step(&mut bench.waiter);
+    modest.send(frame(mac(3), mac(2), 64, 7));
+    // The waiter is asked at the latest when the poll interval is over.
+    bench.waiter.advance(tombolo_switch::worker::POLL_INTERVAL);
+    for _ in 0..2 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    let got = sink.take_bytes();
+    assert!(got.contains(&frame(mac(3), mac(2), 64, 7)), "served within two rounds");
+    assert!(got.len() <= 3 * 64 + 1);
+    bench.settle();
+    assert_eq!(sink.take().len() + got.len(), 100_001);
+    assert!(flood.counters.exhausted_budgets.get() >= 100_000 / 64);
+    assert_eq!(modest.counters.exhausted_budgets.get(), 0);
+}
+
+#[test]
+fn a_port_is_polled_on_for_the_busy_poll_time() {
+    let mut bench = Bench::new(WorkerSettings { budget: 64, busy_poll: Nanos::MICRO.times(50) });
+    let net = bench.network(MacSettings::default());
+    // Time stands still while the port is polled, so the bench cannot settle by itself.
+    let handle = bench.handle.clone();
+    bench.ask(|_| handle.set(WorkerSettings::default())).unwrap();
+    let [a, b] = bench.ports(net);
+    bench.ask(|h| h.set(WorkerSettings { budget: 64, busy_poll: Nanos::MICRO.times(50) })).unwrap();
+    a.send(frame(BROADCAST, mac(1), 64, 0));
+    bench.worker.step(&mut bench.waiter);
+    for _ in 0..49 {
+        bench.waiter.advance(Nanos::MICRO);
+        bench.worker.step(&mut bench.waiter);
+        assert!(!a.lock().armed);
+    }
+    assert_eq!(b.take().len(), 1);
+    a.lock().to_switch.push_back((frame(BROADCAST, mac(1), 64, 1), Default::default()));
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!(b.take().len(), 1, "found without any wake-up");
+    bench.waiter.advance(Nanos::MICRO.times(50));
+    bench.worker.step(&mut bench.waiter);
+    assert!(a.lock().armed);
+}
+
+#[test]
+fn a_deadline_of_a_port_is_kept_while_all_sleep() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a] = bench.ports(net);
+    let start = bench.waiter.lock().now;
+    a.lock().deadline = Some(start.after(Nanos::SECOND));
+    a.wake();
+    bench.worker.step(&mut bench.waiter);
+    let services = a.lock().services;
+    a.lock().deadline = None;
+    bench.settle();
+    assert_eq!(a.lock().services, services + 1);
+    let clock = bench.waiter.lock();
+    assert_eq!((clock.now, clock.timeouts), (start.after(Nanos::SECOND), 1));
+}
+
+#[test]
+fn an_inner_port_that_answers_needs_no_wake_up() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, gateway] = bench.ports(net);
+    gateway.lock().echoes = true;
+    a.send(frame(mac(5), mac(1), 64, 9));
+    bench.settle();
+    assert_eq!(a.take_bytes(), [frame(mac(1), [2, 0xee, 0, 0, 0, 0xee], 64, 9)]);
+    assert_eq!(gateway.counters.wakeups.get(), 0);
+}
+
+#[test]
+fn guards_hold_and_pinned_addresses_cannot_be_taken() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let guard = Guard::new(&[mac(1)], &[]).pinned();
+    let a = bench.port(net, PortSettings { guard: guard.clone(), mac_limit: None });
+    let [b] = bench.ports(net);
+    a.send(frame(BROADCAST, mac(2), 64, 0));
+    b.send(frame(BROADCAST, mac(1), 64, 0));
+    b.send(frame(BROADCAST, [3, 0, 0, 0, 0, 1], 64, 0));
+    b.send(frame(BROADCAST, [0; 6], 64, 0));
+    b.send(frame(mac(1), mac(2), 64, 5));
+    bench.settle();
+    assert_eq!(a.rx_drops(Reason::Guard), 1);
+    assert_eq!(b.rx_drops(Reason::BadSource), 3);
+    assert_eq!(a.take_bytes(), [frame(mac(1), mac(2), 64, 5)]);
+    let refused = bench.ask(|h| h.set_guard(b.token, guard));
+    assert_eq!(refused, Err(ControlError::PinnedElsewhere(1)));
+    bench.ask(|h| h.set_guard(a.token, Guard::default())).unwrap();
+    a.send(frame(BROADCAST, mac(7), 64, 0));
+    bench.settle();
+    assert_eq!(b.take().len(), 1);
+}
+
+#[test]
+fn a_fault_anywhere_costs_only_its_own_port() {
+    for at in [At::Service, At::Receive, At::Release, At::Transmit, At::Flush, At::Arm] {
+        let mut bench = bench();
+        let net = bench.network(MacSettings::default());
+        let [bad, a, b] = bench.ports(net);
+        bad.lock().fault = Some(at);
+        bad.send(frame(BROADCAST, mac(9), 64, 0));
+        a.send(frame(BROADCAST, mac(1), 64, 1));
+        bench.settle();
+        let got = b.take_bytes();
+        assert!(got.contains(&frame(BROADCAST, mac(1), 64, 1)), "{at:?}");
+        assert_eq!(bad.counters.faults.get(), 1, "{at:?}");
+        assert_eq!(bad.lock().resets, 1, "{at:?}");
+        let status = bench.ask(|h| h.status()).unwrap();
+        let record = status.ports[bad.token.0 as usize].last_fault.clone().unwrap();
+        assert_eq!(record.fault.detail, format!("planted in {at:?}"));
+        // After the pause it works again, with what it had not given yet.
+        bad.take();
+        bad.send(frame(BROADCAST, mac(9), 64, 3));
+        b.send(frame(BROADCAST, mac(2), 64, 2));
+        bench.waiter.advance(FAULT_PAUSE);
+        bench.settle();
+        assert!(b.take_bytes().contains(&frame(BROADCAST, mac(9), 64, 3)), "{at:?}");
+        assert!(bad.take_bytes().contains(&frame(BROADCAST, mac(2), 64, 2)), "{at:?}");
+        assert_eq!(bad.counters.faults.get(), 1, "{at:?}");
+    }
+}
+
+#[test]
+fn a_panic_in_a_port_takes_only_that_port_out() {
+    for at in
+        [At::Service, At::Receive, At::Release, At::Transmit, At::Flush, At::Arm, At::Disarm, At::Reset, At::Details]
+    {
+        let mut bench = bench();
+        let net = bench.network(MacSettings::default());
+        let [bad, a, b] = bench.ports(net);
+        bad.lock().panic = Some(at);
+        if at == At::Reset {
+            bad.lock().fault = Some(At::Receive);
+        }
+        bad.send(frame(BROADCAST, mac(9), 64, 0));
+        bench.settle();
+        a.send(frame(BROADCAST, mac(1), 64, 1));
+        bench.settle();
+        assert!(b.take_bytes().contains(&frame(BROADCAST, mac(1), 64, 1)), "{at:?}");
+        let status = bench.ask(|h| h.status()).unwrap();
+        let port = &status.ports[bad.token.0 as usize];
+        if at != At::Details {
+            assert!(port.panic.as_ref().is_some_and(|text| text.contains("planted")), "{at:?}: {port:?}");
+            assert_eq!(port.link, Link::Down);
+        }
+        bench.ask(|h| h.remove_port(bad.token)).unwrap();
+        b.send(frame(BROADCAST, mac(2), 64, 2));
+        bench.settle();
+        assert_eq!(a.take_bytes().last(), Some(&frame(BROADCAST, mac(2), 64, 2)), "{at:?}");
+    }
+}
+
+#[test]
+fn tokens_are_used_again_and_commands_fail_when_the_worker_is_gone() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    a.send(frame(BROADCAST, mac(1), 64, 0));
+    bench.settle();
+    bench.ask(|h| h.remove_port(a.token)).unwrap();
+    assert_eq!(bench.ask(|h| h.remove_port(a.token)), Err(ControlError::NoSuchPort(a.token)));
+    assert!(bench.ask(|h| h.macs(net)).unwrap().is_empty(), "its addresses went with it");
+    let [again] = bench.ports(net);
+    assert_eq!(again.token, a.token);
+    b.take();
+    again.send(frame(BROADCAST, mac(1), 64, 0));
+    bench.settle();
+    assert_eq!(b.take().len(), 1);
+    let handle = bench.handle.clone();
+    bench.ask(|h| h.stop()).unwrap();
+    drop(bench);
+    assert_eq!(handle.status().err(), Some(ControlError::Gone));
+}
+
+#[test]
+fn a_link_that_is_down_gets_no_floods_and_counts_what_is_sent_to_it() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    b.send(frame(BROADCAST, mac(2), 64, 0));
+    bench.settle();
+    b.lock().link = Link::Down;
+    b.wake();
+    bench.settle();
+    a.send(frame(BROADCAST, mac(1), 64, 0));
+    a.send(frame(mac(2), mac(1), 64, 0));
+    bench.settle();
+    assert_eq!(a.rx_drops(Reason::NoDestination), 1);
+    assert_eq!(b.tx_drops(Reason::LinkDown), 1);
+}

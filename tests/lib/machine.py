@@ -1,0 +1,38 @@
+"""Where things are, and what a test may ask of the machine it runs on."""
+
+import os
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+BUILD = ROOT / "build"
+# Daemons and network tools live here, which a user's PATH often lacks.
+os.environ["PATH"] = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
+
+
+class Skip(Exception):
+    """Raised by a test that cannot run here; its text is the reason and is printed."""
+
+
+def need_program(name):
+    """The path of a program, or a skip that names it."""
+    path = shutil.which(name)
+    if not path:
+        raise Skip(f"{name} is not installed")
+    return path
+
+
+def need_root():
+    """Skips where namespaces and devices cannot be made."""
+    if os.geteuid() != 0:
+        raise Skip("needs root: it makes network namespaces and taps")
+
+
+def timeout(seconds):
+    """Bounds one test; without it the runner's default of 120 s holds."""
+
+    def mark(test):
+        test.timeout_s = seconds
+        return test
+
+    return mark

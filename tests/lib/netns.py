@@ -1,0 +1,54 @@
+"""Network namespaces and the taps within them, gone when the `with` ends."""
+
+import itertools
+import os
+import subprocess
+
+from .machine import need_root
+
+_numbers = itertools.count()
+
+
+def ip(*words, netns=None):
+    """Runs iproute2; CalledProcessError carries its message."""
+    command = ["ip"] + (["-n", netns] if netns else []) + [str(word) for word in words]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"`{' '.join(command)}`: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Namespace:
+    """A network namespace of this process's own, with loopback up. Processes enter it by `Process(…, netns=space)`."""
+
+    def __init__(self, name=None):
+        need_root()
+        self.name = name or f"tmb{os.getpid()}-{next(_numbers)}"
+
+    def __str__(self):
+        return self.name
+
+    def __enter__(self):
+        ip("netns", "add", self.name)
+        ip("link", "set", "lo", "up", netns=self.name)
+        return self
+
+    def __exit__(self, *_):
+        subprocess.run(["ip", "netns", "del", self.name], capture_output=True)
+
+    def tap(self, name="tap0", address=None, vnet_hdr=True):
+        """A persistent tap, up, with an address ("10.77.0.1/24") if given; QEMU adopts it by its name."""
+        words = ["tuntap", "add", "dev", name, "mode", "tap"] + (["vnet_hdr"] if vnet_hdr else [])
+        ip(*words, netns=self.name)
+        if address:
+            ip("address", "add", address, "dev", name, netns=self.name)
+        ip("link", "set", name, "up", netns=self.name)
+        return name
+
+    def ip(self, *words):
+        return ip(*words, netns=self.name)
+
+    def run(self, *argv, seconds=30, check=True):
+        """Runs a program inside and gives its CompletedProcess."""
+        command = ["ip", "netns", "exec", self.name] + [str(word) for word in argv]
+        return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=check)

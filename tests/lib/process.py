@@ -1,0 +1,175 @@
+"""Child processes that cannot outlive the test, and waits that cannot outlive their deadline."""
+
+import ctypes
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with_parent(parent):
+    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(127)
+
+
+def until(what, condition, seconds=10, every=0.02):
+    """Calls `condition` until it returns something true, which is returned; raises TimeoutError naming `what`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        result = condition()
+        if result:
+            return result
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{what}: not within {seconds} s")
+        time.sleep(every)
+
+
+class scratch:
+    """A folder of the test's own, gone after the `with` (short, since socket paths end at 107 bytes)."""
+
+    def __enter__(self):
+        self.path = Path(tempfile.mkdtemp(prefix="tmb-", dir="/tmp"))
+        return self.path
+
+    def __exit__(self, *_):
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class Process:
+    """One child, its output gathered line by line (standard error with it), dead when the `with` ends.
+
+    Start it from the test's main thread: the kernel ties the child's life to the thread that started it.
+    """
+
+    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None):
+        self.name = name or Path(str(argv[0])).name
+        self.lines = []
+        self._changed = threading.Condition()
+        self._eof = False
+        command = [str(word) for word in argv]
+        if cpu is not None:
+            command = ["taskset", "-c", str(cpu)] + command
+        if nice is not None:
+            command = ["nice", "-n", str(nice)] + command
+        if netns is not None:
+            command = ["ip", "netns", "exec", str(netns)] + command
+        self.argv = command
+        parent = os.getpid()
+        self.started = time.monotonic()
+        self.popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            cwd=cwd,
+            env=dict(os.environ, **env) if env else None,
+            preexec_fn=lambda: _die_with_parent(parent),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.kill()
+
+    @property
+    def pid(self):
+        return self.popen.pid
+
+    def _read(self):
+        for raw in self.popen.stdout:
+            line = raw.decode(errors="replace").rstrip("\r\n")
+            at = time.monotonic() - self.started
+            with self._changed:
+                self.lines.append((at, line))
+                self._changed.notify_all()
+        with self._changed:
+            self._eof = True
+            self._changed.notify_all()
+
+    def send(self, text):
+        """Writes text to its standard input (`stdin=True`)."""
+        self.popen.stdin.write(text.encode())
+        self.popen.stdin.flush()
+
+    def wait_line(self, matches, seconds=10, since=0):
+        """The first line from number `since` on for which `matches(line)` is true, as (seconds after start, line, number)."""
+        deadline = time.monotonic() + seconds
+        number = since
+        with self._changed:
+            while True:
+                while number < len(self.lines):
+                    at, line = self.lines[number]
+                    if matches(line):
+                        return at, line, number
+                    number += 1
+                if self._eof:
+                    raise EOFError(f"{self.name} ended ({self.popen.poll()}) before the line came; its last lines:\n{self.tail()}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"{self.name} did not print it within {seconds} s; its last lines:\n{self.tail()}")
+                self._changed.wait(left)
+
+    def tail(self, count=30):
+        """The last lines it printed, with their times."""
+        return "\n".join(f"  {at:8.3f} {line}" for at, line in self.lines[-count:])
+
+    @property
+    def text(self):
+        return "\n".join(line for _, line in self.lines)
+
+    def alive(self):
+        return self.popen.poll() is None
+
+    def wait(self, seconds=10):
+        """Its exit code; TimeoutError with its last lines when it does not end."""
+        try:
+            code = self.popen.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{self.name} did not end within {seconds} s; its last lines:\n{self.tail()}") from None
+        self._reader.join(2)
+        return code
+
+    def signal(self, number):
+        self.popen.send_signal(number)
+
+    def stop(self, seconds=10):
+        """SIGTERM and its exit code."""
+        if self.alive():
+            self.signal(signal.SIGTERM)
+        return self.wait(seconds)
+
+    def kill(self):
+        """SIGKILL, and reaped."""
+        if self.alive():
+            self.popen.kill()
+        self.popen.wait()
+        self._reader.join(2)
+        for pipe in (self.popen.stdin,):
+            if pipe:
+                try:
+                    pipe.close()
+                except OSError:
+                    pass
+
+    def cpu_seconds(self):
+        """User and system time of the process and its threads so far."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    def rss_bytes(self):
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        return 0

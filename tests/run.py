@@ -1,0 +1,157 @@
+#!/usr/bin/env python3
+"""Runs the tests of one group: every `test_*` function of tests/GROUP_*.py, each in a process of its own.
+
+usage: tests/run.py GROUP [PART-OF-A-NAME...]
+
+One line per test; the last line is 'N passed, N failed, N skipped'. A test that ends leaves nothing running: what it
+started is found and killed, and counted against it. With CI=true a skip fails unless tests/expected-skips names it.
+"""
+
+import ctypes
+import importlib
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+from lib.machine import Skip  # noqa: E402
+
+DEFAULT_TIMEOUT_S = 120
+PR_SET_CHILD_SUBREAPER = 36
+SKIPPED = 77
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def expected_skips():
+    path = HERE / "expected-skips"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {line.split(":")[0].strip() for line in lines if line.strip() and not line.startswith("#")}
+
+
+def children():
+    """Process ids whose parent is this process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
+                    found.append(int(entry.name))
+            except (OSError, ValueError):
+                pass
+    return found
+
+
+def reap_left():
+    """Kills what the test left behind (orphans come to us, the subreaper); gives their names."""
+    names = []
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        left = children()
+        if not left:
+            break
+        for pid in left:
+            try:
+                state = Path(f"/proc/{pid}/stat").read_text()
+                if state.rsplit(")", 1)[1].split()[0] != "Z":
+                    names.append(state.split("(", 1)[1].rsplit(")", 1)[0])
+                    os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except (OSError, ChildProcessError):
+                pass
+    return sorted(set(names))
+
+
+def in_child(test, log):
+    """The test's own process: its output goes to the log, its verdict is its exit code."""
+    os.setsid()
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    os.dup2(log.fileno(), 1)
+    os.dup2(log.fileno(), 2)
+    code = 0
+    try:
+        test()
+    except Skip as reason:
+        print(f"SKIP: {reason}")
+        code = SKIPPED
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(name, test):
+    """Runs one test; gives its verdict ("ok", "FAIL", "skip") and a text."""
+    seconds = getattr(test, "timeout_s", DEFAULT_TIMEOUT_S)
+    with tempfile.TemporaryFile("w+") as log:
+        pid = os.fork()
+        if pid == 0:
+            in_child(test, log)
+        deadline = time.monotonic() + seconds
+        status = None
+        while status is None and time.monotonic() < deadline:
+            done, value = os.waitpid(pid, os.WNOHANG)
+            if done:
+                status = value
+            else:
+                time.sleep(0.01)
+        late = status is None
+        if late:
+            # SIGTERM first, as Python then runs no cleanup of ours; children die with their parent by PDEATHSIG.
+            os.kill(pid, signal.SIGKILL)
+            _, status = os.waitpid(pid, 0)
+        left = reap_left()
+        log.seek(0)
+        text = log.read()
+    if late:
+        return "FAIL", f"{text}\nstill running after {seconds} s"
+    code = os.waitstatus_to_exitcode(status)
+    if code == SKIPPED:
+        return "skip", text.split("SKIP: ")[-1].strip()
+    if code:
+        return "FAIL", text
+    return ("FAIL", f"{text}\nleft running: {', '.join(left)}") if left else ("ok", text)
+
+
+def main():
+    if len(sys.argv) < 2:
+        sys.exit(__doc__)
+    group, parts = sys.argv[1], sys.argv[2:]
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    tests = []
+    for path in sorted(HERE.glob(f"{group}_*.py")):
+        module = importlib.import_module(path.stem)
+        for name, value in vars(module).items():
+            if name.startswith("test_") and callable(value):
+                full = f"{path.stem}.{name}"
+                if not parts or any(part in full for part in parts):
+                    tests.append((full, value))
+    if not tests:
+        sys.exit(f"no test of group {group} matches {' '.join(parts) or 'anything'}")
+    counts = {"ok": 0, "FAIL": 0, "skip": 0}
+    allowed = expected_skips()
+    unexpected = []
+    for name, test in tests:
+        start = time.monotonic()
+        verdict, text = run(name, test)
+        counts[verdict] += 1
+        took = time.monotonic() - start
+        print(f"{verdict:4} {name}  {took:.1f} s" + (f": {text}" if verdict == "skip" else ""), flush=True)
+        if verdict == "FAIL":
+            print("\n".join(f"     {line}" for line in text.strip().splitlines()[-60:]), flush=True)
+        if verdict == "skip" and name not in allowed:
+            unexpected.append(name)
+    if unexpected and os.environ.get("CI") == "true":
+        print(f"skipped although CI must not skip: {', '.join(unexpected)} (tests/expected-skips lists what may be)")
+    print(f"{counts['ok']} passed, {counts['FAIL']} failed, {counts['skip']} skipped")
+    sys.exit(1 if counts["FAIL"] or (unexpected and os.environ.get("CI") == "true") else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+#!/usr/bin/env python3
+"""Checks that every dependency of both workspaces is under a licence that Apache-2.0 code may be shipped with.
+
+Reads `cargo metadata`; a licence it does not know, or none at all, fails. An expression passes when its "OR" branches
+hold one all of whose "AND" parts are allowed. Prints the licences with the number of packages under each.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWED = {
+    "0BSD",
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "BSL-1.0",
+    "CC0-1.0",
+    "ISC",
+    "MIT",
+    "MIT-0",
+    "Unicode-3.0",
+    "Unicode-DFS-2016",
+    "Unlicense",
+    "Zlib",
+}
+
+
+def allowed(expression):
+    """Whether an SPDX expression can be met by allowed licences; old manifests write "/" for OR."""
+    tokens = re.findall(r"\(|\)|[^\s()]+", expression.replace("/", " OR "))
+    position = 0
+
+    def peek():
+        return tokens[position].upper() if position < len(tokens) else None
+
+    def take():
+        nonlocal position
+        position += 1
+        return tokens[position - 1]
+
+    def either():
+        value = both()
+        while peek() == "OR":
+            take()
+            value = both() or value
+        return value
+
+    def both():
+        value = one()
+        while peek() == "AND":
+            take()
+            value = one() and value
+        return value
+
+    def one():
+        if peek() is None:
+            raise ValueError(expression)
+        token = take()
+        if token == "(":
+            value = either()
+            if peek() != ")":
+                raise ValueError(expression)
+            take()
+            return value
+        if peek() == "WITH":
+            take()
+            token = f"{token} WITH {take()}"
+        return token in ALLOWED
+
+    value = either()
+    if position != len(tokens):
+        raise ValueError(expression)
+    return value
+
+
+def self_check():
+    """The parser's own cases: a check that cannot fail is none."""
+    yes = ("MIT", "MIT/Apache-2.0", "(MIT OR GPL-3.0) AND Unicode-3.0", "Apache-2.0 WITH LLVM-exception OR Apache-2.0 OR MIT")
+    no = ("GPL-2.0-only", "MIT AND GPL-3.0", "LGPL-2.1 OR GPL-2.0", "Apache-2.0 WITH Other-exception", "MPL-2.0")
+    for text in yes:
+        assert allowed(text), text
+    for text in no:
+        assert not allowed(text), text
+
+
+def main():
+    self_check()
+    counts, bad = Counter(), []
+    for folder in (".", "cells"):
+        if not (ROOT / folder / "Cargo.toml").exists():
+            continue
+        command = ["cargo", "metadata", "--format-version", "1", "--locked", "--filter-platform", "x86_64-unknown-linux-gnu"]
+        metadata = json.loads(subprocess.run(command, cwd=ROOT / folder, check=True, stdout=subprocess.PIPE).stdout)
+        for package in metadata["packages"]:
+            name, licence = f"{package['name']} {package['version']}", package["license"]
+            counts[licence or "none"] += 1
+            try:
+                fine = bool(licence) and allowed(licence)
+            except ValueError:
+                fine = False
+            if not fine:
+                bad.append(f"{name}: {licence or 'no licence given'}")
+    for licence, count in counts.most_common():
+        print(f"{count:4} {licence}")
+    if bad:
+        sys.exit("licences that are not on the list of tools/licences.py:\n" + "\n".join(sorted(set(bad))))
+    print(f"licences: {sum(counts.values())} packages, all allowed")
+
+
+if __name__ == "__main__":
+    main()
