@@ -90,8 +90,7 @@ async fn serve(shared: &Shared, request: Request) {
             answer(reply, result);
         }
         Request::Capture { port, snaplen, reply } => {
-            let _ = snaplen;
-            answer(reply, Err(shared.running.lock().await.unknown("port", &port)));
+            answer(reply, shared.running.lock().await.capture(&port, snaplen));
         }
         Request::Down(reply) => answer(reply, Ok(())),
     }

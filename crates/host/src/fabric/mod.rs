@@ -18,6 +18,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod capture;
 mod drive;
 mod machine;
 mod network;

@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::net::SocketAddr;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
@@ -108,15 +107,12 @@ impl Running {
         let settings = PortSettings { guard, mac_limit: None };
         handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
         self.serve_gateway(spec, gateway.clone(), leases.clone());
-        self.serve_gateway(gateway.clone(), leases.clone(), spec.dns.clone());
         self.networks.insert(spec.name.clone(), Net { id, gateway, leases, names: vec![] });
         Ok(())
     }
 
     /// Takes what the gateway leaves for the host: changed leases into their file, queries to the name servers.
     fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, leases: PathBuf) {
-    fn serve_gateway(&self, gateway: GatewayHandle, leases: PathBuf, dns: Vec<SocketAddr>) {
-        let mut resolver = Resolver::new(Servers::or_host(dns), Timing::default());
         let (news, say) = (Arc::new(Notify::new()), self.say.clone());
         let bell = news.clone();
         gateway.set_event_waker(Arc::new(move || bell.notify_one()));
@@ -129,7 +125,6 @@ impl Running {
                 if me.strong_count() == 0 {
                     return;
                 }
-                resolver.serve(&gateway);
                 if let Some(store) = gateway.take_leases() {
                     save(&leases, &store, &say);
                 }

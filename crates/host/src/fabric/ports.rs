@@ -1,7 +1,6 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
 use std::net::{SocketAddr, TcpListener, UdpSocket};
-use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
@@ -173,7 +172,7 @@ impl Running {
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
         let child = Command::new(&argv[0])
             .args(&argv[1..])
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(Stdio::from(log))
             .spawn()
