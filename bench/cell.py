@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 
-from common import ROOT, BenchError, Process, Results, note, private_folder, ratio, terminate_cleanly, until
+from common import FIRST, ROOT, BenchError, Process, Results, note, private_folder, ratio, terminate_cleanly, until
 from lib import CellGuest, LinuxGuest, Namespace, Net, Skip, http_get
 from lib.http import socket_in
 
@@ -65,7 +65,7 @@ def host_side(kind, folder, space):
         return
     file = folder / "bench.toml"
     file.write_text(fabric_file(folder, space))
-    with Process([ROOT / "target/release/tombolo", "up", file], name="tombolo", env={"XDG_RUNTIME_DIR": str(folder)}) as fabric:
+    with Process([ROOT / "target/release/tombolo", "up", file], name="tombolo", nice=FIRST, env={"XDG_RUNTIME_DIR": str(folder)}) as fabric:
         def ready():
             if not fabric.alive():
                 raise BenchError(f"tombolo ended:\n{fabric.tail()}")
@@ -81,8 +81,8 @@ def host_side(kind, folder, space):
 def start(name, net, space):
     address = GUESTS[name][0]
     if name == "cell":
-        return CellGuest("httpd", net=net, append=f"ip={address}/24 hostname=cell", netns=space)
-    return LinuxGuest(net=net, address=f"{address}/24", serve="http", netns=space)
+        return CellGuest("httpd", net=net, append=f"ip={address}/24 hostname=cell", netns=space, nice=FIRST)
+    return LinuxGuest(net=net, address=f"{address}/24", serve="http", netns=space, nice=FIRST)
 
 
 def first_reply(guest, address, space, seconds):

@@ -23,7 +23,7 @@ import re
 import sys
 import time
 
-from common import (ROOT, BenchError, OpenVSwitch, Process, Results, Testpmd, note, private_folder, ratio, terminate_cleanly,
+from common import (FIRST, ROOT, BenchError, OpenVSwitch, Process, Results, Testpmd, note, private_folder, ratio, terminate_cleanly,
                     tsc_khz, until)
 
 FORWARDER_CPU = 1
@@ -67,7 +67,7 @@ class Tombolo:
             file = folder / "bench.toml"
             file.write_text(tombolo_file(folder))
             argv = [ROOT / "target/release/tombolo", "up", file]
-        self.process = Process(argv, name="tombolo", env={"XDG_RUNTIME_DIR": str(folder)})
+        self.process = Process(argv, name="tombolo", nice=FIRST, env={"XDG_RUNTIME_DIR": str(folder)})
         until("tombolo's sockets", lambda: self.check() and all((folder / name).exists() for name in ("v0", "v1")), 20)
 
     def check(self):

@@ -13,7 +13,8 @@ A test is a function `test_*` in a file `tests/GROUP_*.py`; `./x guests` and `./
 Every process started here dies with the test, whatever ends it; every wait has a deadline and says what it waited for.
 """
 
-from .guest import CellGuest, CommandFailed, Guest, LinuxGuest, Net, qemu_program, qemu_version, tsc_khz
+from .fabric import Fabric
+from .guest import CellGuest, CommandFailed, Commands, Guest, LinuxGuest, Net, qemu_program, qemu_version, tsc_khz
 from .http import HttpReply, http_get
 from .machine import BUILD, ROOT, Skip, need_program, need_root, timeout
 from .netns import Namespace
@@ -24,6 +25,8 @@ __all__ = [
     "ROOT",
     "CellGuest",
     "CommandFailed",
+    "Commands",
+    "Fabric",
     "Guest",
     "HttpReply",
     "LinuxGuest",

@@ -8,10 +8,11 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from pathlib import Path
 from typing import NamedTuple
 
-from .machine import BUILD, Skip
+from .machine import BUILD, ROOT, Skip
 from .process import Process
 
 _ids = itertools.count(1)
@@ -84,7 +85,7 @@ class Guest(Process):
     """
 
     def __init__(self, kernel, nets=(), machine="microvm", memory_mib=64, append="", initrd=None, extra=(), name="guest",
-                 netns=None, cpu=None, qemu=None, acpi=False):
+                 netns=None, cpu=None, nice=None, qemu=None, acpi=False):
         program = qemu or qemu_program()
         self.program = program
         accel = os.environ.get("TOMBOLO_ACCEL", "tcg")
@@ -127,7 +128,7 @@ class Guest(Process):
                     device = ",".join(word for word in device.split(",") if word and not word.startswith("vectors=")) + ",vectors=0"
             argv += ["-device", ",".join(word for word in (kind, f"netdev={ident}", f"mac={mac}", device.strip(",")) if word)]
         argv += [str(word) for word in extra]
-        super().__init__(argv, name=name, netns=netns, cpu=cpu, stdin=True)
+        super().__init__(argv, name=name, netns=netns, cpu=cpu, nice=nice, stdin=True)
 
 
 class CommandFailed(AssertionError):
@@ -139,29 +140,25 @@ class Result(NamedTuple):
     text: str
 
 
-class LinuxGuest(Guest):
-    """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
+class Commands:
+    """Commands in a Linux guest over its console, by the line protocol of tools/guest/init; for a Process that holds one."""
 
-    def __init__(self, net=None, nets=None, hostname="linux", serve="", address="dhcp", machine="microvm", memory_mib=192,
-                 append="", **others):
-        folder = BUILD / "guest"
-        # microvm boots the ELF by its PVH entry, q35 the packed kernel by firmware.
-        kernel = folder / ("vmlinux" if machine == "microvm" else "vmlinuz")
-        if not kernel.exists():
-            raise Skip("build/guest is not there: run ./x guest")
-        khz = tsc_khz()
-        words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"hostname={hostname}", f"net={address}"]
-        # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
-        words += [f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
-        if serve:
-            words.append(f"serve={serve}")
-        super().__init__(kernel, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
-                         append=" ".join(words + [append]).strip(), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
-                         **others)
+    # True where this process joined a console that may have been running before: "@control" may be long past.
+    attached = True
 
     def wait_control(self, seconds=60, since=0):
-        """Waits until commands are taken; gives the seconds since QEMU's start."""
-        return self.wait_line(lambda line: line.startswith("@control "), seconds, since)[0]
+        """Waits until commands are taken; gives the seconds since the process's start."""
+        deadline = time.monotonic() + seconds
+        while True:
+            left = deadline - time.monotonic()
+            if self.attached and not any(line.startswith("@control ") for _, line in self.lines):
+                self.send("@ready true\n")
+            try:
+                ready = ("@control ", "@ready=")
+                return self.wait_line(lambda line: line.startswith(ready), min(1.0, left) if self.attached else left, since)[0]
+            except TimeoutError:
+                if left <= 1.0 or not self.attached:
+                    raise
 
     def wait_address(self, seconds=60, since=0):
         """Waits for eth0's address and gives it without the prefix length."""
@@ -198,6 +195,29 @@ class LinuxGuest(Guest):
         match = re.search(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
         return int(match[2]) / int(match[1]) if match else 0.0
 
+
+class LinuxGuest(Guest, Commands):
+    """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
+
+    attached = False
+
+    def __init__(self, net=None, nets=None, hostname="linux", serve="", address="dhcp", machine="microvm", memory_mib=192,
+                 append="", **others):
+        folder = BUILD / "guest"
+        # microvm boots the ELF by its PVH entry, q35 the packed kernel by firmware.
+        kernel = folder / ("vmlinux" if machine == "microvm" else "vmlinuz")
+        if not kernel.exists():
+            raise Skip("build/guest is not there: run ./x guest")
+        khz = tsc_khz()
+        words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"hostname={hostname}", f"net={address}"]
+        # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
+        words += [f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
+        if serve:
+            words.append(f"serve={serve}")
+        super().__init__(kernel, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
+                         append=" ".join(words + [append]).strip(), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
+                         **others)
+
     def poweroff(self, seconds=15):
         """Shuts the guest down and gives QEMU's exit code."""
         self.send("@0 poweroff -f\n")
@@ -205,12 +225,12 @@ class LinuxGuest(Guest):
 
 
 class CellGuest(Guest):
-    """A cell by the name of its app; its image is what `./x cells` built."""
+    """A cell by the name of its app; its image is what `./x cells` built, or lies in $TOMBOLO_APPS."""
 
-    IMAGES = Path("cells/target/x86_64-unknown-linux-gnu/release")
+    IMAGES = Path(os.environ.get("TOMBOLO_APPS") or ROOT / "cells/target/x86_64-unknown-linux-gnu/release")
 
     def __init__(self, app, net=None, nets=None, append="", machine="microvm", memory_mib=64, **others):
-        image = BUILD.parent / self.IMAGES / app
+        image = self.IMAGES / app
         if not image.exists():
             raise Skip(f"the cell {app} is not built: run ./x cells")
         extra = ["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]

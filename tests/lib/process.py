@@ -50,7 +50,7 @@ class Process:
     Start it from the test's main thread: the kernel ties the child's life to the thread that started it.
     """
 
-    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False):
+    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None):
         self.name = name or Path(str(argv[0])).name
         self.lines = []
         self._changed = threading.Condition()
@@ -58,6 +58,8 @@ class Process:
         command = [str(word) for word in argv]
         if cpu is not None:
             command = ["taskset", "-c", str(cpu)] + command
+        if nice is not None:
+            command = ["nice", "-n", str(nice)] + command
         if netns is not None:
             command = ["ip", "netns", "exec", str(netns)] + command
         self.argv = command

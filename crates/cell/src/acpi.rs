@@ -27,11 +27,8 @@ pub(crate) struct Ecam {
 
 /// Finds the window through the tables at `rsdp`, or where a BIOS leaves them if that is 0.
 pub(crate) fn find_ecam(memory: &impl Physical, rsdp: u64) -> Option<Ecam> {
-    let rsdp = if rsdp != 0 {
-        rsdp
-    } else {
-        BIOS_AREA.step_by(16).find(|at| memory.read(*at) == Some(RSDP_SIGNATURE))?
-    };
+    let rsdp =
+        if rsdp != 0 { rsdp } else { BIOS_AREA.step_by(16).find(|at| memory.read(*at) == Some(RSDP_SIGNATURE))? };
     if memory.read(rsdp)? != RSDP_SIGNATURE {
         return None;
     }

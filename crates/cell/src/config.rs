@@ -51,7 +51,7 @@ impl fmt::Display for ConfigError {
 
 /// The value of the last word `key=value` of `line`.
 fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
-    line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).filter(|(k, _)| *k == key).next_back().map(|p| p.1)
+    line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
 }
 
 /// A number of the command line, decimal or hexadecimal with `0x`; `None` where it is absent or not a number.
@@ -91,14 +91,22 @@ impl Config {
                 .split(',')
                 .map(|one| {
                     let value = one.to_string();
-                    one.parse().map_err(|_| ConfigError { key: "dns", value, expected: "addresses, separated by commas" })
+                    one.parse().map_err(|_| ConfigError {
+                        key: "dns",
+                        value,
+                        expected: "addresses, separated by commas",
+                    })
                 })
                 .collect::<Result<_, _>>()?,
         };
         let hostname = value(line, "hostname").unwrap_or("cell").to_string();
         let label = |b: u8| b.is_ascii_alphanumeric() || b == b'-';
         if hostname.is_empty() || hostname.len() > MAX_HOSTNAME_BYTES || !hostname.bytes().all(label) {
-            return Err(ConfigError { key: "hostname", value: hostname, expected: "1 to 63 letters, digits and dashes" });
+            return Err(ConfigError {
+                key: "hostname",
+                value: hostname,
+                expected: "1 to 63 letters, digits and dashes",
+            });
         }
         let budget = match value(line, "budget") {
             None => DEFAULT_BUDGET,
@@ -182,7 +190,8 @@ mod tests {
 
     #[test]
     fn addresses_names_and_numbers_are_taken() {
-        let line = "ip=10.0.0.5/24 gw=10.0.0.1 dns=10.0.0.1,fd00::1 ip6=fd00::5/64 hostname=web-1 budget=16 verbose app=x";
+        let line =
+            "ip=10.0.0.5/24 gw=10.0.0.1 dns=10.0.0.1,fd00::1 ip6=fd00::5/64 hostname=web-1 budget=16 verbose app=x";
         let config = Config::parse(line).unwrap();
         assert_eq!(config.ipv4, Ipv4Config::Static(Ipv4Cidr::new(Ipv4Address::new(10, 0, 0, 5), 24)));
         assert_eq!(config.gateway, Some(Ipv4Address::new(10, 0, 0, 1)));

@@ -3,6 +3,7 @@
 #[cfg(not(test))]
 use crate::acpi::Ecam;
 use crate::config::Config;
+use crate::icmp::Pinger;
 use crate::stack::{NetStats, Shared, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
@@ -10,7 +11,8 @@ use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::fmt;
 use core::future::{Future, poll_fn};
-use core::task::Poll;
+use core::pin::{Pin, pin};
+use core::task::{Context, Poll};
 use smoltcp::socket::dns;
 use smoltcp::wire::{DnsQueryType, IpAddress, IpCidr, IpEndpoint};
 
@@ -72,15 +74,24 @@ impl Net {
     }
 
     /// Sleeps until `at_ns` by [`Net::now_ns`].
-    pub async fn sleep_until(&self, at_ns: u64) {
-        poll_fn(|cx| {
-            if self.now_ns() >= at_ns {
-                return Poll::Ready(());
-            }
-            self.with(|stack| stack.timers.push((at_ns, cx.waker().clone())));
-            Poll::Pending
+    pub fn sleep_until(&self, at_ns: u64) -> Sleep {
+        Sleep { net: self.clone(), at_ns, timer: None }
+    }
+
+    /// What `future` gives, or `None` where it is not done within `ns`.
+    pub async fn within<T>(&self, ns: u64, future: impl Future<Output = T>) -> Option<T> {
+        let mut future = pin!(future);
+        let mut sleep = self.sleep_until(self.now_ns().saturating_add(ns));
+        poll_fn(|cx| match future.as_mut().poll(cx) {
+            Poll::Ready(value) => Poll::Ready(Some(value)),
+            Poll::Pending => Pin::new(&mut sleep).poll(cx).map(|()| None),
         })
         .await
+    }
+
+    /// The memory that the machine gave to the cell, in bytes.
+    pub fn memory_bytes(&self) -> usize {
+        crate::machine::heap::bytes()
     }
 
     /// Lets the network and the other tasks have their turn.
@@ -117,6 +128,11 @@ impl Net {
     /// A UDP socket that holds `bytes` each way.
     pub fn udp_with(&self, port: u16, bytes: usize) -> Result<UdpSocket, UdpError> {
         UdpSocket::new(self.clone(), port, bytes)
+    }
+
+    /// Sends ICMP echo requests.
+    pub fn pinger(&self) -> Pinger {
+        Pinger::new(self.clone())
     }
 
     /// The address of a name: itself if it is one, its A record, or its AAAA record.
@@ -159,6 +175,43 @@ impl Net {
     }
 }
 
+/// Waits for a point in time; see [`Net::sleep_until`].
+pub struct Sleep {
+    net: Net,
+    at_ns: u64,
+    /// The key of the timer that is set.
+    timer: Option<(u64, u64)>,
+}
+
+impl Future for Sleep {
+    type Output = ();
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        if self.net.now_ns() >= self.at_ns {
+            return Poll::Ready(());
+        }
+        if self.timer.is_none() {
+            let at_ns = self.at_ns;
+            let key = self.net.with(|stack| {
+                stack.next_timer += 1;
+                let key = (at_ns, stack.next_timer);
+                stack.timers.insert(key, cx.waker().clone());
+                key
+            });
+            self.timer = Some(key);
+        }
+        Poll::Pending
+    }
+}
+
+impl Drop for Sleep {
+    fn drop(&mut self) {
+        if let Some(key) = self.timer {
+            self.net.with(|stack| stack.timers.remove(&key));
+        }
+    }
+}
+
 #[cfg(not(test))]
 mod start {
     use super::*;
@@ -175,7 +228,12 @@ mod start {
     use core::cell::RefCell;
 
     /// The first network device: by MMIO if the command line names one, by PCI, by MMIO in microvm's places.
-    fn find_device(platform: &Platform, line: &str, ecam: Option<Ecam>, window: Option<u64>) -> Option<Box<dyn Transport>> {
+    fn find_device(
+        platform: &Platform,
+        line: &str,
+        ecam: Option<Ecam>,
+        window: Option<u64>,
+    ) -> Option<Box<dyn Transport>> {
         if let Some(transport) = MmioTransport::find(platform, line, false, DEVICE_NET) {
             return Some(Box::new(transport));
         }
@@ -198,9 +256,13 @@ mod start {
         };
         if config.verbose {
             let clock = &platform.clock;
-            println!("tombolo-cell: clock {} kHz from {:?}, heap {} KiB", clock.khz(), clock.source, crate::machine::heap::bytes() >> 10);
+            println!(
+                "tombolo-cell: clock {} kHz from {:?}, heap {} KiB",
+                clock.khz(),
+                clock.source,
+                crate::machine::heap::bytes() >> 10
+            );
         }
-        println!("ecam {:?} at {}", machine.ecam, platform.clock.now_ns()/1000);
         selftest::run(&config);
         let window = config.number("pcimem");
         let Some(transport) = find_device(&platform, &machine.command_line, machine.ecam, window) else {
@@ -214,7 +276,13 @@ mod start {
             exit(ExitCode::Failure)
         };
         if config.verbose {
-            println!("tombolo-cell: {}: {}, features {:#x}, MTU {}", device.name(), device.mac(), device.features(), device.mtu());
+            println!(
+                "tombolo-cell: {}: {}, features {:#x}, MTU {}",
+                device.name(),
+                device.mac(),
+                device.features(),
+                device.mtu()
+            );
         }
         if !device.link_is_up() {
             println!("tombolo-cell: the network device says that its link is down");
@@ -223,7 +291,6 @@ mod start {
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
         let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
         selftest::call_app(Net(shared.clone()));
-        println!("drive {}", shared.now_ns()/1000);
         stack::drive(&shared)
     }
 }

@@ -30,6 +30,10 @@ const MSIX_MASK_ALL: u32 = 1 << 30;
 /// (qboot) does so. `pcimem=` of the command line names another place.
 const DEFAULT_WINDOW: u64 = 0xc000_0000;
 
+/// QEMU's microvm says where its configuration space is in AML only: here, behind this host bridge (1b36:0008).
+const MICROVM_ECAM: Ecam = Ecam { base: 0xe000_0000, first_bus: 0, last_bus: 255 };
+const MICROVM_HOST_BRIDGE: u32 = 0x0008_1b36;
+
 enum Access {
     Ports,
     Memory(Ecam),
@@ -67,10 +71,12 @@ impl<'p> Pci<'p> {
             Some(ecam) => Access::Memory(ecam),
             None => {
                 cpu::out32(CONFIG_ADDRESS, CONFIG_ENABLE);
-                if cpu::in32(CONFIG_ADDRESS) != CONFIG_ENABLE {
-                    return None;
+                if cpu::in32(CONFIG_ADDRESS) == CONFIG_ENABLE {
+                    Access::Ports
+                } else {
+                    let bridge = platform.map_device(MICROVM_ECAM.base, BUS_BYTES)?;
+                    (bridge.read32(0) == MICROVM_HOST_BRIDGE).then_some(Access::Memory(MICROVM_ECAM))?
                 }
-                Access::Ports
             }
         };
         Some(Pci { platform, access, buses: Vec::new(), window: window.unwrap_or(DEFAULT_WINDOW) })

@@ -13,6 +13,7 @@ use crate::println;
 use crate::tcp::{Closing, ListenState};
 use crate::virtio::net::{DeviceStats, VirtioNet};
 use alloc::boxed::Box;
+use alloc::collections::BTreeMap;
 use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::cell::RefCell;
@@ -20,9 +21,7 @@ use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
-use smoltcp::wire::{
-    DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr,
-};
+use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
 
 /// DHCP option 12, the host's name (RFC 2132 §3.14).
 const DHCP_HOST_NAME: u8 = 12;
@@ -59,7 +58,11 @@ pub(crate) struct Stack {
     pub(crate) sockets: SocketSet<'static>,
     pub(crate) listeners: Vec<ListenState>,
     pub(crate) closing: Vec<Closing>,
-    pub(crate) timers: Vec<(u64, Waker)>,
+    /// TCP streams that the app holds.
+    pub(crate) streams: usize,
+    /// By time, then by a number that tells those of the same time apart.
+    pub(crate) timers: BTreeMap<(u64, u64), Waker>,
+    pub(crate) next_timer: u64,
     pub(crate) dns: SocketHandle,
     pub(crate) stats: NetStats,
     pub(crate) next_port: u16,
@@ -143,7 +146,9 @@ impl Stack {
             sockets,
             listeners: Vec::new(),
             closing: Vec::new(),
-            timers: Vec::new(),
+            streams: 0,
+            timers: BTreeMap::new(),
+            next_timer: 0,
             dns,
             stats: NetStats::default(),
             // Of the dynamic ports (RFC 6335 §6), begun at a random place.
@@ -161,6 +166,11 @@ impl Stack {
         stats.device = self.device.stats();
         stats.interrupts = self.device.interrupts().unwrap_or(0);
         stats
+    }
+
+    /// Payload bytes that fit into the device's transmit buffers.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        self.device.transmit_bytes()
     }
 
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.
@@ -230,13 +240,11 @@ impl Stack {
     }
 
     fn fire_timers(&mut self, now_ns: u64) {
-        self.timers.retain(|(at, waker)| {
-            let waits = *at > now_ns;
-            if !waits {
-                waker.wake_by_ref();
-            }
-            waits
-        });
+        while let Some(timer) = self.timers.first_entry()
+            && timer.key().0 <= now_ns
+        {
+            timer.remove().wake();
+        }
     }
 }
 
@@ -263,7 +271,8 @@ fn egress(shared: &Shared) -> bool {
     let now = shared.now();
     let mut more = true;
     for _ in 0..EGRESS_ROUNDS {
-        more = stack.interface.poll_egress(now, &mut stack.device, &mut stack.sockets) == PollResult::SocketStateChanged;
+        more =
+            stack.interface.poll_egress(now, &mut stack.device, &mut stack.sockets) == PollResult::SocketStateChanged;
         if !more {
             break;
         }
@@ -303,8 +312,9 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             }
             stack.stats.sleeps += 1;
             let now_ns = shared.now_ns();
-            let stack_at = stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
-            let timer_at = stack.timers.iter().map(|(at, _)| *at).min();
+            let stack_at =
+                stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
+            let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.needs_polling().then_some(now_ns + POLLING_NS);
             [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()

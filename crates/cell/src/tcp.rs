@@ -3,6 +3,10 @@
 //! The stack below has no backlog: one socket takes one connection. So a listener keeps a few sockets listening, one more
 //! is added as soon as one is taken (after each frame that asks for a connection, so a burst finds enough), up to
 //! the limit of connections. Closed connections give their socket, with its buffers, to the next.
+//!
+//! The stack sends in the order of its sockets and stops when the transmit ring is full, so early sockets could starve late
+//! ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold: each may have
+//! written and not yet acknowledged an equal share of that, at least [`MIN_SHARE_BYTES`].
 
 use crate::Net;
 use crate::stack::Stack;
@@ -23,6 +27,9 @@ const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
 /// How long a stream that was dropped may take to deliver what it has and to say goodbye.
 const LINGER_NS: u64 = 30_000_000_000;
+
+/// What a stream may always have on the way.
+const MIN_SHARE_BYTES: usize = 4096;
 
 /// What a listener gives each of its connections, and how many there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -93,6 +100,11 @@ fn new_socket(options: TcpOptions) -> tcp::Socket<'static> {
 }
 
 impl Stack {
+    /// How many bytes each stream may have on the way.
+    fn share_bytes(&self) -> usize {
+        (self.transmit_bytes() / 2 / self.streams.max(1)).max(MIN_SHARE_BYTES)
+    }
+
     fn socket(&mut self, handle: SocketHandle) -> &mut tcp::Socket<'static> {
         self.sockets.get_mut(handle)
     }
@@ -116,7 +128,8 @@ impl Stack {
             }
             // Over the limit nobody may listen.
             while idle > room {
-                let Some(at) = listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
+                let Some(at) =
+                    listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
                 else {
                     break;
                 };
@@ -243,7 +256,7 @@ impl TcpListener {
             })
         })
         .await;
-        TcpStream { net: self.net.clone(), handle, listener: Some(self.index) }
+        TcpStream::new(self.net.clone(), handle, Some(self.index))
     }
 }
 
@@ -255,6 +268,11 @@ pub struct TcpStream {
 }
 
 impl TcpStream {
+    fn new(net: Net, handle: SocketHandle, listener: Option<usize>) -> TcpStream {
+        net.with(|stack| stack.streams += 1);
+        TcpStream { net, handle, listener }
+    }
+
     /// Connects to `to`.
     pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
         let handle = net.with(|stack| {
@@ -263,7 +281,7 @@ impl TcpStream {
             socket.connect(stack.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
             Ok(stack.sockets.add(socket))
         })?;
-        let stream = TcpStream { net, handle, listener: None };
+        let stream = TcpStream::new(net, handle, None);
         poll_fn(|cx| {
             stream.with(|socket| match socket.state() {
                 State::SynSent | State::SynReceived => {
@@ -326,16 +344,61 @@ impl TcpStream {
         Ok(copied.unwrap_or(0))
     }
 
+    /// The socket, and how many bytes may be written now.
+    fn with_room<R>(&self, f: impl FnOnce(&mut tcp::Socket<'static>, usize) -> R) -> R {
+        self.net.with(|stack| {
+            let share = stack.share_bytes();
+            let socket = stack.socket(self.handle);
+            let room = share.saturating_sub(socket.send_queue());
+            f(socket, if socket.can_send() { room } else { 0 })
+        })
+    }
+
     /// Waits for room and lets `fill` write into it, without a copy; it says how many bytes it has written.
     pub async fn write_with<R>(&mut self, mut fill: impl FnMut(&mut [u8]) -> (usize, R)) -> Result<R, TcpError> {
         poll_fn(|cx| {
-            self.with(|socket| {
+            self.with_room(|socket, room| {
                 if !socket.may_send() {
                     return Poll::Ready(Err(TcpError::Closed));
                 }
-                if socket.can_send() {
-                    return Poll::Ready(socket.send(&mut fill).map_err(|_| TcpError::Closed));
+                if room > 0 {
+                    let written = socket.send(|to| {
+                        let n = to.len().min(room);
+                        fill(&mut to[..n])
+                    });
+                    return Poll::Ready(written.map_err(|_| TcpError::Closed));
                 }
+                // Woken by each acknowledgement; where the share is used up there is one to come.
+                socket.register_send_waker(cx.waker());
+                Poll::Pending
+            })
+        })
+        .await
+    }
+
+    /// Waits until there are bytes to read or there is room to write, and does what is possible of both: `take` and `fill`
+    /// say how many bytes they have used.
+    pub async fn exchange(
+        &mut self,
+        mut take: impl FnMut(&mut [u8]) -> usize,
+        mut fill: impl FnMut(&mut [u8]) -> usize,
+    ) -> Result<(usize, usize), TcpError> {
+        poll_fn(|cx| {
+            self.with_room(|socket, room| {
+                if !socket.may_send() {
+                    return Poll::Ready(Err(TcpError::Closed));
+                }
+                let counted = |n| (n, n);
+                let taken = if socket.can_recv() { socket.recv(|b| counted(take(b))).unwrap_or(0) } else { 0 };
+                let mut fill_room = |to: &mut [u8]| {
+                    let n = to.len().min(room);
+                    counted(fill(&mut to[..n]))
+                };
+                let filled = if room > 0 { socket.send(&mut fill_room).unwrap_or(0) } else { 0 };
+                if taken + filled > 0 {
+                    return Poll::Ready(Ok((taken, filled)));
+                }
+                socket.register_recv_waker(cx.waker());
                 socket.register_send_waker(cx.waker());
                 Poll::Pending
             })
@@ -389,6 +452,7 @@ impl Drop for TcpStream {
         let deadline_ns = self.net.now_ns() + LINGER_NS;
         let (handle, listener) = (self.handle, self.listener);
         self.net.with(|stack| {
+            stack.streams -= 1;
             stack.socket(handle).close();
             stack.closing.push(Closing { handle, listener, deadline_ns });
         });

@@ -8,8 +8,8 @@ use smoltcp::iface::SocketHandle;
 use smoltcp::socket::udp::{self, PacketMetadata};
 use smoltcp::wire::IpEndpoint;
 
-/// Datagrams that a socket holds each way.
-const DATAGRAMS: usize = 256;
+/// A socket holds as many datagrams each way as its bytes hold of this size, and at least 256.
+const SMALL_DATAGRAM_BYTES: usize = 512;
 /// Bytes that a socket holds each way, unless the app says otherwise.
 pub(crate) const DEFAULT_BYTES: usize = 128 << 10;
 
@@ -48,7 +48,12 @@ impl UdpSocket {
             if stack.sockets.iter().any(|(_, socket)| taken(socket)) {
                 return Err(UdpError::PortInUse);
             }
-            let buffer = || udp::PacketBuffer::new(alloc::vec![PacketMetadata::EMPTY; DATAGRAMS], alloc::vec![0; bytes]);
+            let buffer = || {
+                udp::PacketBuffer::new(
+                    alloc::vec![PacketMetadata::EMPTY; (bytes / SMALL_DATAGRAM_BYTES).max(256)],
+                    alloc::vec![0; bytes],
+                )
+            };
             let mut socket = udp::Socket::new(buffer(), buffer());
             socket.bind(port).map_err(|_| UdpError::PortInUse)?;
             Ok(stack.sockets.add(socket))
@@ -90,7 +95,12 @@ impl UdpSocket {
     }
 
     /// Waits for room and sends a datagram of `len` bytes, which `fill` writes.
-    pub async fn send_with(&mut self, len: usize, to: IpEndpoint, mut fill: impl FnMut(&mut [u8])) -> Result<(), UdpError> {
+    pub async fn send_with(
+        &mut self,
+        len: usize,
+        to: IpEndpoint,
+        mut fill: impl FnMut(&mut [u8]),
+    ) -> Result<(), UdpError> {
         poll_fn(|cx| {
             self.with(|socket| match socket.send(len, to) {
                 Ok(room) => {

@@ -1,8 +1,20 @@
 //! The fabric of one machine: file, plan, running state, API.
+//!
+//! * [`file`](mod@file): what `tombolo.toml` says, with every fault placed and told at once.
+//! * [`plan`](mod@plan): what that comes to on this machine; pure.
+//! * [`fabric`]: the plan carried out, kept, changed, taken down.
+//! * [`api`]: HTTP and JSON on a Unix socket, and its client.
+//! * [`qemu`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
+//! * [`doctor`]: what this machine can do, probed for real.
+#![warn(unreachable_pub)]
 
 pub mod api;
+pub mod doctor;
+pub mod fabric;
 pub mod file;
+pub mod kernel;
 pub mod plan;
 pub mod process;
 pub mod qemu;
+pub mod resolver;
 pub mod rundir;

@@ -75,12 +75,12 @@ pub struct Sysctl {
     pub before: String,
 }
 
-/// A section that was added while the fabric ran.
+/// Sections that were added while the fabric ran.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Addition {
-    /// The member's name.
-    pub name: String,
-    /// The section, as text of a fabric file.
+    /// The members that are left of it.
+    pub names: Vec<String>,
+    /// The sections, as text of a fabric file.
     pub text: String,
 }
 

@@ -336,11 +336,12 @@ impl<F: Fixture> Rig<F> {
         let end = Instant::now() + DEADLINE;
         loop {
             let used = self.turn(BUDGET);
+            // First the time, then the question: what is found only because the sleep ended was not woken for.
+            let left = end.saturating_duration_since(Instant::now());
+            assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
             if done(self) {
                 return;
             }
-            let left = end.saturating_duration_since(Instant::now());
-            assert!(!left.is_zero(), "{}: not within {DEADLINE:?}: {what}; {:?}", F::KIND, self.port.details());
             if used < BUDGET && !self.arm() {
                 let now = self.now();
                 let timer = self.timer.map_or(left, |at| Duration::from_nanos(at.since(now).0));

@@ -1,12 +1,13 @@
 //! For tests: a network namespace with an interface in it, and a packet socket that plays the peer there.
 
-use crate::conformance::number;
+use crate::conformance::{DEADLINE, number};
 use crate::link::{Interface, Netns};
 use crate::pair::OwnedFrame;
 use crate::sys::{self, Headers, Piece, Received, Slots};
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::process::Command;
+use std::time::Instant;
 use tombolo_switch::frame::{MAX_FRAME_BYTES, Offload};
 
 /// Why a test that makes interfaces cannot run here.
@@ -31,6 +32,16 @@ pub(crate) fn run(netns: &Netns, line: &str) {
     assert!(output.status.success(), "{line}: {}", String::from_utf8_lossy(&output.stderr));
 }
 
+/// Waits until the interface has a carrier that the kernel has caught up with; before, it drops what is sent.
+pub(crate) fn await_carrier(netns: &Netns, name: &str) {
+    let interface = Interface::open(Some(netns), name).unwrap();
+    let end = Instant::now() + DEADLINE;
+    while !interface.state().unwrap().running {
+        assert!(Instant::now() < end, "{name} gets no carrier");
+        std::thread::yield_now();
+    }
+}
+
 /// The peer: sends and collects on an interface, with offload state.
 pub(crate) struct KernelSide {
     socket: OwnedFd,
@@ -42,7 +53,8 @@ pub(crate) struct KernelSide {
 
 impl KernelSide {
     pub(crate) fn open(netns: &Netns, name: &str) -> KernelSide {
-        let index = Interface::open(Some(netns), name).unwrap().index().unwrap();
+        let interface = Interface::open(Some(netns), name).unwrap();
+        let index = interface.index().unwrap();
         let socket = netns.run(|| sys::packet_socket(true, false)).unwrap().unwrap();
         sys::set_buffers(&socket, 32 << 20).unwrap();
         sys::bind_packet(&socket, index).unwrap();

@@ -1,8 +1,12 @@
 //! Attachments: each kind of port, behind the one trait of the switch ([`tombolo_switch::port::Port`]).
 //!
+//! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
+//! * [`stream`]: QEMU's stream sockets, which passt speaks too.
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
+//! * [`uplink`]: a router with address translation before an uplink that knows one guest.
+//! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 #![cfg_attr(
@@ -16,8 +20,12 @@ pub mod conformance;
 #[cfg(test)]
 mod kernel_side;
 pub mod link;
+pub mod packet;
 pub mod pair;
 pub mod reactor;
+pub mod stream;
 mod sys;
 pub mod tap;
+pub mod uplink;
+pub mod vhost_user;
 pub mod worker;

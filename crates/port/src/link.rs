@@ -354,6 +354,14 @@ impl Monitor {
         sys::interface(&self.socket, Request::GetIndex, &mut argument).ok()?;
         Some(u32::from_ne_bytes(argument.value()))
     }
+
+    /// The name that the interface `index` has now.
+    pub(crate) fn name(&self, index: u32) -> Option<String> {
+        let mut argument = IfReq([0; 40]);
+        argument.set(&index.to_ne_bytes());
+        sys::interface(&self.socket, Request::GetName, &mut argument).ok()?;
+        Some(argument.name())
+    }
 }
 
 impl AsFd for Monitor {

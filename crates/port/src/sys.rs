@@ -4,7 +4,7 @@
 //! Everything here returns what the kernel said and decides nothing. This module is on the list of modules that
 //! may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as a bare address in an
 //! iovec; no reference to it is made.
-#![allow(unsafe_code, dead_code)]
+#![allow(unsafe_code)]
 #![allow(clippy::unnecessary_cast)] // the type of an ioctl's number differs between C libraries
 
 use rustix::io::Errno;
@@ -35,13 +35,6 @@ pub(crate) struct Piece<'m> {
 
 // SAFETY: a piece is an address with a length, as Foreign is, which is Send; only the kernel dereferences it.
 unsafe impl Send for Piece<'_> {}
-
-impl Piece<'_> {
-    /// Bytes of the piece.
-    pub(crate) fn len(&self) -> usize {
-        self.iovec.iov_len
-    }
-}
 
 impl<'m> From<Foreign<'m>> for Piece<'m> {
     #[inline]
@@ -121,6 +114,7 @@ pub(crate) fn send_many(
 
 // Packet sockets (linux/if_packet.h).
 const PACKET_ADD_MEMBERSHIP: c_int = 1;
+const PACKET_STATISTICS: c_int = 6;
 const PACKET_AUXDATA: c_int = 8;
 const PACKET_VNET_HDR: c_int = 15;
 const PACKET_QDISC_BYPASS: c_int = 20;
@@ -304,6 +298,18 @@ pub(crate) fn join_promiscuous(socket: impl AsFd, index: u32) -> Result<(), Errn
     }
     let membership = Membership { index: index as c_int, kind: PACKET_MR_PROMISC, address_len: 0, address: [0; 8] };
     set_option(socket, libc::SOL_PACKET, PACKET_ADD_MEMBERSHIP, &membership)
+}
+
+/// Frames that the kernel dropped since the last time because the socket's buffer was full.
+pub(crate) fn packet_drops(socket: impl AsFd) -> Result<u32, Errno> {
+    // struct tpacket_stats: all frames, dropped frames.
+    let mut stats = [0u32; 2];
+    let mut bytes = size_of_val(&stats) as u32;
+    let fd = socket.as_fd().as_raw_fd();
+    // SAFETY: `bytes` says how much room `stats` has; both are ours and live through the call.
+    let result =
+        unsafe { libc::getsockopt(fd, libc::SOL_PACKET, PACKET_STATISTICS, stats.as_mut_ptr().cast(), &raw mut bytes) };
+    check(result as isize).map(|_| stats[1])
 }
 
 /// Sets the size of a socket's buffers; beyond the system's limit where we may.

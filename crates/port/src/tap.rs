@@ -491,7 +491,7 @@ impl Port for TapPort {
                 None => Ok(Offload::NONE),
             };
             match offload {
-                Ok(offload) => batch.push(Foreign::from(&frame[..]), offload),
+                Ok(offload) => batch.push(Foreign::from(frame), offload),
                 Err(reason) => drops.count(reason, 1),
             }
         }
@@ -579,8 +579,9 @@ impl Port for TapPort {
         }
         match self.pending.take() {
             Some(fault) => Err(fault),
-            // What the interface had queued before it went down may still be read.
-            None => Ok(frames && self.condition != Condition::Gone),
+            // After a change the worker takes another turn, so that whoever watches the port learns of it. What
+            // the interface had queued before it went down may still be read.
+            None => Ok(changed || frames && self.condition != Condition::Gone),
         }
     }
 

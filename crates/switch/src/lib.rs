@@ -5,6 +5,7 @@
 //! * [`nat`]: many guests behind the one address that an uplink knows.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
+//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
 //! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.

@@ -9,7 +9,7 @@
 //!
 //! # Invariants
 //! * A slot is 0 or `port << 48 | address`; an address is never 0 and never a group address.
-//! * From an address's home slot to its slot no slot is empty, and the distance is below [`MAX_PROBE`].
+//! * From an address's home slot to its slot no slot is empty, and the distance is below `MAX_PROBE`.
 //! * An address that is not pinned is on the list of its port exactly once, lists are sorted by `seen`.
 //!
 //! # What a hostile port can do

@@ -65,7 +65,9 @@ impl Local {
             Some(map(base & 0xf_ffff_f000, 0x1000).expect("the local APIC's registers are not RAM"))
         };
         let eoi = match &registers {
-            Some(_) => core::ptr::with_exposed_provenance_mut::<u32>((base & 0xf_ffff_f000) as usize + REGISTER_EOI as usize),
+            Some(_) => {
+                core::ptr::with_exposed_provenance_mut::<u32>((base & 0xf_ffff_f000) as usize + REGISTER_EOI as usize)
+            }
             None => core::ptr::null_mut(),
         };
         // SAFETY: interrupts are off; traps.s only reads it, from the first interrupt on.

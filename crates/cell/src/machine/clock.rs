@@ -39,7 +39,8 @@ impl Clock {
     /// # Panics
     /// Where nothing tells the rate.
     pub(super) fn new(start: u64, command_line_khz: Option<u64>) -> Clock {
-        let by_rate = |hz: u64, source| Clock { start, multiplier: ((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source };
+        let by_rate =
+            |hz: u64, source| Clock { start, multiplier: ((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source };
         if let Some(khz) = command_line_khz.filter(|khz| *khz > 0) {
             return by_rate(khz * 1000, Source::CommandLine);
         }
@@ -61,7 +62,7 @@ impl Clock {
     /// Nanoseconds since the start.
     pub(crate) fn now_ns(&self) -> u64 {
         let ticks = tsc().saturating_sub(self.start);
-        (u128::from(ticks) * u128::from(self.multiplier) >> 32) as u64
+        ((u128::from(ticks) * u128::from(self.multiplier)) >> 32) as u64
     }
 
     /// The counter's value at `ns`.

@@ -2,8 +2,8 @@
 #![allow(unsafe_code)]
 
 use super::exit::{ExitCode, exit};
-use super::startup::{Machine, MAX_COMMAND_LINE_BYTES, Physical, Region, StartInfo, command_line_text, free_memory};
-use super::{Platform, apic, clock, console, cpu, heap, paging, traps};
+use super::startup::{MAX_COMMAND_LINE_BYTES, Machine, Physical, Region, StartInfo, command_line_text, free_memory};
+use super::{Platform, apic, clock, console, cpu, dma, heap, paging, traps};
 use crate::acpi::find_ecam;
 use crate::println;
 use core::arch::global_asm;
@@ -52,13 +52,22 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     paging::protect();
     let (image_start, image_end) = paging::image();
     let image = Region { start: image_start as u64, end: image_end as u64 };
-    for region in free_memory(info.ram(), image, HEAP_FLOOR, HEAP_CEILING) {
-        // SAFETY: RAM by the loader's map, mapped by boot.s, outside of the image, above what the loader placed in
+    let free = || free_memory(info.ram(), image, HEAP_FLOOR, HEAP_CEILING);
+    let largest = free().max_by_key(|r| r.end - r.start).unwrap_or_default();
+    for mut region in free() {
+        // SAFETY, both: RAM by the loader's map, mapped by boot.s, outside of the image, above what the loader placed in
         // the first megabyte; what was needed of its tables elsewhere has been copied or (ACPI) is marked reserved.
+        if region == largest {
+            let apart = dma::share(region.end - region.start);
+            let end = region.start + apart;
+            // SAFETY: see above.
+            unsafe { dma::set_apart(Region { start: region.start, end }) };
+            region.start = end;
+        }
+        // SAFETY: see above; without what was set apart.
         unsafe { heap::add(region) };
     }
-    let machine =
-        Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
+    let machine = Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
     let map = |address, len| super::map_device(&machine.ram, address, len);
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
     apic::mask_legacy_controllers();

@@ -76,15 +76,8 @@ struct TaskState {
 const _: () = assert!(size_of::<TaskState>() == 104 && size_of::<Gate>() == 16);
 
 static mut IDT: [Gate; 256] = [Gate::none(); 256];
-static mut TASK: TaskState = TaskState {
-    reserved: 0,
-    stacks: [0; 3],
-    reserved_1: 0,
-    ist: [0; 7],
-    reserved_2: 0,
-    reserved_3: 0,
-    io_map: 104,
-};
+static mut TASK: TaskState =
+    TaskState { reserved: 0, stacks: [0; 3], reserved_1: 0, ist: [0; 7], reserved_2: 0, reserved_3: 0, io_map: 104 };
 
 const IST_INTERRUPT: u8 = 1;
 const IST_FAULT: u8 = 2;
@@ -95,11 +88,11 @@ pub(super) fn init() {
     // traps.s, stack addresses from boot.s.
     unsafe {
         let idt = (&raw mut IDT).cast::<Gate>();
-        for vector in 0..32 {
-            idt.add(vector).write(Gate::new(cell_exception_table[vector], IST_FAULT));
+        for (vector, entry) in cell_exception_table.into_iter().enumerate() {
+            idt.add(vector).write(Gate::new(entry, IST_FAULT));
         }
-        for index in 0..INTERRUPTS {
-            idt.add(FIRST_INTERRUPT + index).write(Gate::new(cell_interrupt_table[index], IST_INTERRUPT));
+        for (index, entry) in cell_interrupt_table.into_iter().enumerate() {
+            idt.add(FIRST_INTERRUPT + index).write(Gate::new(entry, IST_INTERRUPT));
         }
         let spurious = cell_spurious as *const () as u64;
         idt.add(usize::from(SPURIOUS_VECTOR)).write(Gate::new(spurious, IST_INTERRUPT));
@@ -126,8 +119,7 @@ pub(crate) const fn vector(index: usize) -> u8 {
 /// How often device interrupt `index` came.
 pub(crate) fn interrupt_count(index: usize) -> u64 {
     // SAFETY: written by traps.s with locked increments, read here as atomics.
-    let counts = unsafe { &*(&raw const cell_interrupts) };
-    counts[index].load(Relaxed)
+    unsafe { cell_interrupts[index].load(Relaxed) }
 }
 
 /// What traps.s has pushed.
@@ -203,6 +195,9 @@ unsafe extern "C" fn cell_exception(frame: *const Frame) -> ! {
     let [r15, r14, r13, r12, r11, r10, r9, r8, rbp, rdi, rsi, rdx, rcx, rbx, rax] = frame.registers;
     println!("  rax {rax:016x} rbx {rbx:016x} rcx {rcx:016x} rdx {rdx:016x} rsi {rsi:016x} rdi {rdi:016x}");
     println!("  rbp {rbp:016x} r8  {r8:016x} r9  {r9:016x} r10 {r10:016x} r11 {r11:016x} r12 {r12:016x}");
-    println!("  r13 {r13:016x} r14 {r14:016x} r15 {r15:016x} flags {:x} cs {:x} ss {:x}", frame.flags, frame.cs, frame.ss);
+    println!(
+        "  r13 {r13:016x} r14 {r14:016x} r15 {r15:016x} flags {:x} cs {:x} ss {:x}",
+        frame.flags, frame.cs, frame.ss
+    );
     exit(exit_code)
 }

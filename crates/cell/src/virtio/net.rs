@@ -162,16 +162,17 @@ impl VirtioNet {
             EthernetAddress([0x02, a, b, c, d, e])
         };
         let told = usize::from(u16::from_le_bytes([config(CONFIG_MTU), config(CONFIG_MTU + 1)]));
-        let room = if features & MRG_RXBUF != 0 { 65535 } else { WHOLE_BUFFER_BYTES - HEADER_BYTES - ETHERNET_HEADER_BYTES };
+        let room =
+            if features & MRG_RXBUF != 0 { 65535 } else { WHOLE_BUFFER_BYTES - HEADER_BYTES - ETHERNET_HEADER_BYTES };
         let mtu = if features & MTU != 0 && (MIN_MTU..=room).contains(&told) { told } else { DEFAULT_MTU };
 
         let receive = ring(&*transport, RECEIVE, features);
         let transmit = ring(&*transport, TRANSMIT, features);
         let buffer_bytes = if features & MRG_RXBUF != 0 { MERGED_BUFFER_BYTES } else { WHOLE_BUFFER_BYTES };
-        let pool = dma::alloc(buffer_bytes * usize::from(receive.size()));
+        let pool = dma::alloc_buffers(buffer_bytes * usize::from(receive.size()));
         let pages = transmit.size();
         let sender = Sender {
-            pool: dma::alloc(PAGE * usize::from(pages)),
+            pool: dma::alloc_buffers(PAGE * usize::from(pages)),
             free_pages: (0..pages).rev().collect(),
             next_page: alloc::vec![NO_PAGE; usize::from(pages)],
             queue: transmit,
@@ -228,6 +229,12 @@ impl VirtioNet {
     /// Whether the device says that it is connected.
     pub(crate) fn link_is_up(&self) -> bool {
         self.features & STATUS == 0 || self.transport.config(CONFIG_STATUS) & LINK_UP != 0
+    }
+
+    /// Payload bytes that fit into the transmit buffers: whole pages where the device cuts, a segment in each else.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        let page = if self.features & HOST_TSO4 != 0 { PAGE } else { self.mtu.min(PAGE) };
+        self.sender.next_page.len() * page
     }
 
     /// The counters.
@@ -473,7 +480,10 @@ impl Device for VirtioNet {
         self.flush_if_much();
         self.next_frame()?;
         let has_room = self.sender.prepare();
-        Some((Received(&self.frame[..self.frame_bytes]), Leave { sender: &mut self.sender, has_room, segment_bytes: None }))
+        Some((
+            Received(&self.frame[..self.frame_bytes]),
+            Leave { sender: &mut self.sender, has_room, segment_bytes: None },
+        ))
     }
 
     fn transmit(&mut self, _now: Instant) -> Option<Leave<'_>> {

@@ -279,7 +279,16 @@ mod tests {
             let mut got = want.clone();
             let header = finish(&mut got, true, NonZeroU16::new(1000));
             assert_eq!(header.flags, NEEDS_CSUM);
-            assert_eq!(header.gso_type, if !tcp { 0 } else if v4 { GSO_TCPV4 } else { GSO_TCPV6 });
+            assert_eq!(
+                header.gso_type,
+                if !tcp {
+                    0
+                } else if v4 {
+                    GSO_TCPV4
+                } else {
+                    GSO_TCPV6
+                }
+            );
             // What a device does (VirtIO 1.3 §5.1.6.2).
             let start = usize::from(header.csum_start);
             let at = start + usize::from(header.csum_offset);

@@ -78,7 +78,14 @@ impl PciTransport {
         let device = window(CONFIG_DEVICE).map(|(_, w)| w);
         let notify_multiplier = pci.read(f, notify_capability.at + 16);
         let interrupt = platform.interrupt().filter(|interrupt| pci.enable_msix(f, *interrupt));
-        Some(PciTransport { common, notify, notify_multiplier, notify_offsets: Cell::new([0; QUEUES]), device, interrupt })
+        Some(PciTransport {
+            common,
+            notify,
+            notify_multiplier,
+            notify_offsets: Cell::new([0; QUEUES]),
+            device,
+            interrupt,
+        })
     }
 
     fn write64(&self, at: usize, value: u64) {

@@ -348,7 +348,7 @@ mod tests {
         assert_eq!((query.edns_bytes, query.udp_room(1500), query.udp_room(600)), (Some(4096), 1472, 572));
         let answer = query.answer(Code::NameError, None, &domain(), false);
         assert_eq!(answer[..12], *b"\x00\x07\x85\x03\x00\x01\x00\x00\x00\x01\x00\x01");
-        let soa = b"\x03lab\x08internal\x00\x00\x06\x00\x01\x00\x00\x00\x0a\x00\x4a\x07gateway\x03lab\x08internal\x00";
+        let soa = b"\x03lab\x08internal\x00\x00\x06\x00\x01\x00\x00\x00\x0a\x00\x43\x07gateway\x03lab\x08internal\x00";
         assert!(answer.windows(soa.len()).any(|w| w == soa));
         assert!(answer.ends_with(b"\x00\x00\x29\x04\xd0\x00\x00\x00\x00\x00\x00"));
     }

@@ -28,6 +28,14 @@ pub struct UpstreamQuery {
     pub bytes: Vec<u8>,
 }
 
+impl UpstreamQuery {
+    /// Whether `answer` is one to this query: its identification, its question, and that it is an answer at all.
+    pub fn is_answered_by(&self, answer: &[u8]) -> bool {
+        let read = dns::read(&self.bytes);
+        read.is_ok_and(|query| dns::answers(answer, query.id, query.question))
+    }
+}
+
 /// Where the answer goes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Client {

@@ -313,7 +313,8 @@ impl Leases {
             .find(|address| self.check(claim, *address, reserved).is_ok())
     }
 
-    /// Binds `address` to `claim` until `expires`. The name is taken where no other lease has it.
+    /// Binds `address` to `claim` until `expires`. The name is taken where no other lease has it; without one the
+    /// client keeps the name that it has.
     pub(crate) fn bind(
         &mut self,
         claim: &Claim,
@@ -326,7 +327,8 @@ impl Leases {
         self.expire(now);
         self.check(claim, address.to_bits(), reserved)?;
         self.check_quota(claim, address.to_bits())?;
-        let name = name.filter(|name| self.name_is_free(name, claim.mac));
+        let kept = || self.of_mac(claim.mac).and_then(|(_, lease)| lease.name.clone());
+        let name = name.filter(|name| self.name_is_free(name, claim.mac)).or_else(kept);
         self.record(claim, address.to_bits(), State::Bound, name, expires);
         Ok(())
     }

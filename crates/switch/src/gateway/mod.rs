@@ -374,10 +374,11 @@ impl Gateway {
 
     fn dhcp(&mut self, now: Nanos, route: &Route, data: &[u8], source: Source) -> Result<(), Reason> {
         let message = dhcp::read(data).filter(|m| m.mac == route.source_mac);
-        let (Some(message), Some(mut leases)) = (message, self.leases.take()) else {
+        let Some(message) = message else {
             self.counters.dhcp_refused_messages.add(1);
             return Err(Reason::GatewayRefused);
         };
+        let Some(mut leases) = self.leases.take() else { return Ok(()) };
         let answer = self.dhcp_message(now, &mut leases, &message, source);
         self.leases = Some(leases);
         let Some((bytes, to)) = answer else { return Ok(()) };
@@ -728,6 +729,11 @@ impl Gateway {
         if self.streams.deadline(now).is_some_and(|at| at <= now) {
             self.serve_streams(now);
         }
+        self.deadline(now)
+    }
+
+    /// When [`Gateway::poll`] is due, if ever.
+    pub fn deadline(&mut self, now: Nanos) -> Option<Nanos> {
         let leases = self.leases.as_ref().and_then(Leases::next_expiry);
         [leases, self.forwarder.deadline(), self.streams.deadline(now)].into_iter().flatten().min()
     }

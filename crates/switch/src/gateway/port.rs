@@ -6,6 +6,9 @@
 //! GatewayHandle: take queries, leases          <--  service, flush: leave them, notify
 //! ```
 //!
+//! The port is never asleep in the sense of a ring: its frames come from its own `transmit`, after which it says so
+//! ([`Port::answers`]), and its handle wakes it whenever it leaves something.
+//!
 //! Both boxes are behind a mutex that is held for a move of a vector or an `Arc`, never for work.
 
 use super::{
@@ -150,6 +153,12 @@ pub struct GatewayPort {
     /// Frames that the current turn's batch looks into.
     sending: Vec<Vec<u8>>,
     scratch: Vec<u8>,
+    /// When the worker was told to come back.
+    promised: Option<Nanos>,
+    /// Something was transmitted since the last flush.
+    touched: bool,
+    /// A timer was set that is due before `promised`.
+    early: bool,
 }
 
 impl GatewayPort {
@@ -167,7 +176,17 @@ impl GatewayPort {
         });
         let handle = GatewayHandle(shared.clone());
         let now = gateway.start.now;
-        (GatewayPort { gateway, shared, now, sending: Vec::new(), scratch: Vec::new() }, handle)
+        let port = GatewayPort {
+            gateway,
+            shared,
+            now,
+            sending: Vec::new(),
+            scratch: Vec::new(),
+            promised: None,
+            touched: false,
+            early: false,
+        };
+        (port, handle)
     }
 
     fn run_commands(&mut self) {
@@ -219,9 +238,10 @@ impl Port for GatewayPort {
         if self.shared.mail.swap(false, Ordering::Acquire) {
             self.run_commands();
         }
-        let next = self.gateway.poll(now);
+        self.promised = self.gateway.poll(now);
+        self.early = false;
         self.publish();
-        Ok(next)
+        Ok(self.promised)
     }
 
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
@@ -260,6 +280,7 @@ impl Port for GatewayPort {
                     batch.append_to(frame, &mut self.scratch);
                     self.gateway.input(self.now, &self.scratch, checksum, batch.ingress())
                 };
+                self.touched = true;
                 if let Err(reason) = done {
                     drops.count(reason, 1);
                     continue;
@@ -272,16 +293,20 @@ impl Port for GatewayPort {
     }
 
     fn flush(&mut self) -> Result<(), Fault> {
-        self.publish();
+        if std::mem::take(&mut self.touched) {
+            self.publish();
+            let due = self.gateway.deadline(self.now);
+            self.early |= due.is_some_and(|due| self.promised.is_none_or(|promised| due < promised));
+        }
         Ok(())
     }
 
     fn answers(&self) -> bool {
-        self.gateway.queued() > 0
+        self.early || self.gateway.queued() > 0
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        Ok(self.gateway.queued() > 0 || self.shared.mail.load(Ordering::Acquire))
+        Ok(self.answers() || self.shared.mail.load(Ordering::Acquire))
     }
 
     fn disarm(&mut self) {}

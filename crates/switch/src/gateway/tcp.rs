@@ -76,6 +76,7 @@ pub(super) struct Server {
     connections: Vec<Connection>,
     generation: u64,
     mac: Mac,
+    frames: Vec<Vec<u8>>,
 }
 
 fn instant(now: Nanos) -> Instant {
@@ -109,7 +110,7 @@ impl Server {
             }
         });
         let connections = connections.collect();
-        Server { interface, wire, sockets, connections, generation: 0, mac }
+        Server { interface, wire, sockets, connections, generation: 0, mac, frames: Vec::new() }
     }
 
     /// Gives an IPv4 packet with TCP, whose checksum is known to be right, to the stack; `port` is the one that is served.
@@ -192,7 +193,8 @@ impl Server {
                     queries.push((stream, peer.source, query));
                 }
             }
-            if !socket.may_recv() && !connection.busy && connection.outbox.is_empty() {
+            // The client has said its last word, and it has been answered.
+            if socket.state() == tcp::State::CloseWait && !connection.busy && connection.outbox.is_empty() {
                 socket.close();
             }
             if now.since(connection.last) >= IDLE_SPAN {
@@ -201,6 +203,7 @@ impl Server {
         }
         // What was closed, reset or answered above goes out now.
         self.poll(now);
+        self.address_output();
         for connection in &mut self.connections {
             let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.socket);
             // A reset during the handshake puts smoltcp's socket back to listening.
@@ -234,18 +237,22 @@ impl Server {
         }
     }
 
+    /// Puts frames around the packets of the stack, while the connections that they belong to are known.
+    fn address_output(&mut self) {
+        for packet in std::mem::take(&mut self.wire.output) {
+            let Ok(view) = Ipv4Packet::new_checked(&packet[..]) else { continue };
+            let Ok(segment) = TcpPacket::new_checked(&packet[usize::from(view.header_len())..]) else { continue };
+            let to = (view.dst_addr(), segment.dst_port());
+            let mut peers = self.connections.iter().filter_map(|c| c.peer);
+            if let Some(peer) = peers.find(|p| (p.address, p.port) == to) {
+                self.frames.push(super::packet::around(self.mac, peer.mac, &packet));
+            }
+        }
+    }
+
     /// Frames to send.
     pub(super) fn output(&mut self) -> Vec<Vec<u8>> {
-        let packets = std::mem::take(&mut self.wire.output);
-        let frames = packets.into_iter().filter_map(|packet| {
-            let view = Ipv4Packet::new_checked(&packet[..]).ok()?;
-            let port = TcpPacket::new_checked(&packet[usize::from(view.header_len())..]).ok()?.dst_port();
-            let to = (view.dst_addr(), port);
-            // The peer of a connection that ended just now may be gone: then its last word stays unsaid.
-            let peer = self.connections.iter().filter_map(|c| c.peer).find(|p| (p.address, p.port) == to)?;
-            Some(super::packet::around(self.mac, peer.mac, &packet))
-        });
-        frames.collect()
+        std::mem::take(&mut self.frames)
     }
 
     /// When [`Server::poll`] and [`Server::serve`] are to be called although nothing came.

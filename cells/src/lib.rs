@@ -1,0 +1,7 @@
+//! What the apps speak, apart from the network: pure, and tested on the host.
+#![cfg_attr(not(test), no_std)]
+
+extern crate alloc;
+
+pub mod http;
+pub mod iperf;

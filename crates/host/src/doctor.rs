@@ -1,0 +1,344 @@
+//! What this machine can do, found out by doing it, and what to do about the rest.
+//!
+//! A probe never trusts a file's presence: KVM runs a guest, a tap is made, rules are checked by nft in a namespace of
+//! its own, passt is run. Each says what depends on it, so that a missing part is judged by who needs it.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+
+use serde::{Deserialize, Serialize};
+
+use crate::qemu::probe::{self, which};
+
+/// How a probe came out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// It works.
+    Works,
+    /// It does not, and there is a way without it.
+    Degraded,
+    /// It does not, and what needs it will not work.
+    Missing,
+}
+
+/// One thing that was tried.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Finding {
+    /// What was tried.
+    pub what: String,
+    /// How it came out.
+    pub outcome: Outcome,
+    /// What was seen.
+    pub seen: String,
+    /// What needs it.
+    pub needed_for: String,
+    /// What to do; empty if it works.
+    pub advice: String,
+}
+
+/// Everything that was tried.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Report {
+    /// Version of this document.
+    pub schema: u32,
+    /// In the order of trying.
+    pub findings: Vec<Finding>,
+}
+
+impl Report {
+    /// True if nothing that every fabric needs is missing.
+    pub fn is_usable(&self) -> bool {
+        self.findings.iter().all(|f| f.outcome != Outcome::Missing || f.needed_for != EVERY_FABRIC)
+    }
+}
+
+const EVERY_FABRIC: &str = "every fabric";
+
+fn finding(what: &str, needed_for: &str, result: Result<String, (Outcome, String, &str)>) -> Finding {
+    let (outcome, seen, advice) = match result {
+        Ok(seen) => (Outcome::Works, seen, ""),
+        Err((outcome, seen, advice)) => (outcome, seen, advice),
+    };
+    Finding { what: what.into(), outcome, seen, needed_for: needed_for.into(), advice: advice.into() }
+}
+
+/// The first line that a program says, or why it does not run.
+fn first_line(program: &Path, args: &[&str]) -> Result<String, String> {
+    let out = Command::new(program).args(args).stdin(Stdio::null()).output().map_err(|e| e.to_string())?;
+    let text = if out.stdout.is_empty() { out.stderr } else { out.stdout };
+    Ok(String::from_utf8_lossy(&text).lines().next().unwrap_or("").to_string())
+}
+
+/// Runs a program in a user and network namespace of its own.
+fn in_namespace(args: &[&str], input: &str) -> Result<(), String> {
+    use std::io::Write;
+    let unshare = which("unshare").ok_or("no unshare (util-linux)")?;
+    let own: &[&str] = if rustix::process::geteuid().is_root() { &["-n"] } else { &["-rn"] };
+    let mut child = Command::new(unshare)
+        .args(own)
+        .args(args)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| e.to_string())?;
+    if let Some(mut stdin) = child.stdin.take() {
+        // A program that has ended already says why on its standard error.
+        let _ = stdin.write_all(input.as_bytes());
+    }
+    let out = child.wait_with_output().map_err(|e| e.to_string())?;
+    let said = String::from_utf8_lossy(&out.stderr).lines().next().unwrap_or("").to_string();
+    if out.status.success() { Ok(()) } else { Err(said) }
+}
+
+fn runtime() -> Finding {
+    let check = || -> Result<String, String> {
+        let root = crate::rundir::runtime_root().map_err(|e| e.to_string())?;
+        std::fs::create_dir_all(&root).map_err(|e| format!("{}: {e}", root.display()))?;
+        let probe = root.join(format!("probe-{}", std::process::id()));
+        std::fs::write(&probe, "").map_err(|e| format!("{}: {e}", probe.display()))?;
+        std::fs::remove_file(&probe).map_err(|e| format!("{}: {e}", probe.display()))?;
+        Ok(root.display().to_string())
+    };
+    let advice = "set $TOMBOLO_RUNTIME to a folder that you may write to, on a short path";
+    finding("runtime folder", EVERY_FABRIC, check().map_err(|e| (Outcome::Missing, e, advice)))
+}
+
+fn sealed_memory() -> Finding {
+    use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
+    let check = || -> Result<String, rustix::io::Errno> {
+        let fd = memfd_create("tombolo-probe", MemfdFlags::ALLOW_SEALING | MemfdFlags::CLOEXEC)?;
+        ftruncate(&fd, 4096)?;
+        fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW)?;
+        Ok(match ftruncate(&fd, 0) {
+            Err(_) => "a sealed region cannot be shrunk".into(),
+            Ok(()) => "seals are taken and not kept".into(),
+        })
+    };
+    let advice = "use a kernel of 4.14 or later";
+    finding("sealed shared memory", EVERY_FABRIC, check().map_err(|e| (Outcome::Missing, e.to_string(), advice)))
+}
+
+fn pidfd() -> Finding {
+    let check = rustix::process::pidfd_open(rustix::process::getpid(), rustix::process::PidfdFlags::empty());
+    let advice = "use a kernel of 5.3 or later";
+    let result = check.map(|_| "opened".into()).map_err(|e| (Outcome::Missing, e.to_string(), advice));
+    finding("pidfd", EVERY_FABRIC, result)
+}
+
+fn qemu() -> Vec<Finding> {
+    let machines = "cells and VMs";
+    let advice = "install QEMU (Debian: apt install qemu-system-x86) or name one with $TOMBOLO_QEMU";
+    let qemu = match probe::find() {
+        Ok(qemu) => qemu,
+        Err(e) => return vec![finding("QEMU", machines, Err((Outcome::Missing, e.to_string(), advice)))],
+    };
+    let (a, b, c) = qemu.version;
+    let mut out = vec![finding("QEMU", machines, Ok(format!("{a}.{b}.{c} at {}", qemu.path.display())))];
+    let emulation = probe::runs_guest(&qemu.path, "tcg");
+    let text = |d: std::time::Duration| format!("a guest of a few instructions ran in {} ms", d.as_millis());
+    let advice = "this QEMU is broken or lacks emulation: install another or name one with $TOMBOLO_QEMU";
+    out.push(finding("emulation", machines, emulation.map(text).map_err(|e| (Outcome::Missing, e, advice))));
+    let kvm = probe::kvm(&qemu.path);
+    let works = kvm.is_ok();
+    let advice = "machines run under emulation, ten times slower; for KVM load kvm_intel or kvm_amd, join the group kvm, \
+                  and enable nested virtualisation if this is a VM";
+    let seen = kvm.map(text).map_err(|e| (Outcome::Degraded, e, advice));
+    out.push(finding("KVM", "speed of cells and VMs", seen));
+    let trap = if !works && qemu.msix_trap() {
+        let seen = format!("QEMU {a}.{b} crashes on MSI-X over vhost-user under emulation");
+        Err((Outcome::Degraded, seen, "q35 machines get vectors=0 (INTx) by themselves; QEMU 10 needs no such detour"))
+    } else {
+        Ok("not affected".into())
+    };
+    out.push(finding("MSI-X over vhost-user", "speed of q35 machines", trap));
+    let stream = if qemu.stream_reconnects() {
+        Ok("they connect again by themselves".into())
+    } else {
+        let seen = format!("QEMU {a}.{b} does not connect a stream again");
+        Err((
+            Outcome::Degraded,
+            seen,
+            "keep attach = \"vhost-user\", or such machines start anew with the daemon; QEMU 9.2 connects again",
+        ))
+    };
+    out.push(finding("streams after a restart", "machines with attach = \"stream\"", stream));
+    out
+}
+
+fn passt() -> Finding {
+    let needed = "uplink = \"user\"";
+    let advice = "install passt (Debian: apt install passt)";
+    let Some(program) = which("passt") else {
+        return finding("passt", needed, Err((Outcome::Missing, "not in PATH".into(), advice)));
+    };
+    // With its stream at an end at once, it sets itself up and leaves.
+    let check = || -> Result<String, String> {
+        let uplink = crate::plan::UserUplink {
+            mac: crate::file::Mac::derived(&["doctor"]),
+            router: std::net::Ipv4Addr::new(10, 87, 0, 2),
+            forwards: vec![],
+        };
+        let (ours, theirs) = std::os::unix::net::UnixStream::pair().map_err(|e| e.to_string())?;
+        drop(ours);
+        let argv = crate::plan::passt_argv(&program, &uplink, 1500, 0);
+        let mut child = Command::new(&argv[0])
+            .args(&argv[1..])
+            .stdin(Stdio::from(std::os::fd::OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .map_err(|e| e.to_string())?;
+        let ended = crate::process::Process::open(child.id()).is_none_or(|p| p.wait(std::time::Duration::from_secs(3)));
+        if !ended {
+            let _ = child.kill();
+        }
+        let out = child.wait_with_output().map_err(|e| e.to_string())?;
+        let said = String::from_utf8_lossy(&out.stderr).lines().last().unwrap_or("").to_string();
+        match (ended, out.status.success()) {
+            (true, true) => Ok(format!("set itself up and left ({})", program.display())),
+            (true, false) => Err(format!("{}: {said}", out.status)),
+            (false, _) => Err("it did not end with its stream".into()),
+        }
+    };
+    let advice = "passt takes its template from the interface with the default route: this machine needs one";
+    finding("passt", needed, check().map_err(|e| (Outcome::Missing, e, advice)))
+}
+
+fn tun() -> Finding {
+    let needed = "taps, uplink = \"kernel\"";
+    let root = rustix::process::geteuid().is_root();
+    if let Err(error) = std::fs::OpenOptions::new().read(true).write(true).open("/dev/net/tun") {
+        let advice = "load the module tun, and make /dev/net/tun readable and writable";
+        return finding("tap devices", needed, Err((Outcome::Missing, format!("/dev/net/tun: {error}"), advice)));
+    }
+    let Some(ip) = which("ip") else {
+        let advice = "install iproute2, with which this probe makes a tap; the fabric itself does not need it";
+        return finding("tap devices", needed, Err((Outcome::Degraded, "not tried: no `ip`".into(), advice)));
+    };
+    let made = in_namespace(&[&ip.display().to_string(), "tuntap", "add", "dev", "tb-probe", "mode", "tap"], "");
+    let result = match made {
+        Ok(()) if root => Ok("one was made in a namespace of its own".into()),
+        Ok(()) => {
+            let advice = "run as root, or have root make taps for you and set adopt = true";
+            Err((Outcome::Degraded, "made in a namespace of its own, not in the host's: not root".into(), advice))
+        }
+        Err(e) => Err((Outcome::Missing, e, "run as root, or allow user namespaces")),
+    };
+    finding("tap devices", needed, result)
+}
+
+fn nft() -> Finding {
+    let needed = "uplink = \"kernel\"";
+    let Some(program) = which("nft") else {
+        let advice = "install nftables (Debian: apt install nftables)";
+        return finding("nftables", needed, Err((Outcome::Missing, "no nft in PATH".into(), advice)));
+    };
+    let rules = crate::kernel::rules("doctor", &[]);
+    let result = match in_namespace(&[&program.display().to_string(), "-f", "-"], &rules) {
+        Ok(()) if rustix::process::geteuid().is_root() => {
+            Ok("a table with the fabric's chains was made in a namespace".into())
+        }
+        Ok(()) => Err((
+            Outcome::Degraded,
+            "it works in a namespace of its own; not root here".into(),
+            "run as root, or use uplink = \"user\"",
+        )),
+        Err(e) => Err((Outcome::Missing, e, "load nf_tables and nft_chain_nat, or use uplink = \"user\"")),
+    };
+    finding("nftables", needed, result)
+}
+
+fn packet_socket() -> Finding {
+    let needed = "uplink = { bridge = … }, ports of kind \"packet\"";
+    // AF_PACKET is 17, which rustix has no name for.
+    let family = rustix::net::AddressFamily::from_raw(17);
+    let opened = rustix::net::socket(family, rustix::net::SocketType::RAW, None);
+    let result = opened.map(|_| "opened".into());
+    finding(
+        "packet sockets",
+        needed,
+        result.map_err(|e| (Outcome::Missing, e.to_string(), "run as root (CAP_NET_RAW)")),
+    )
+}
+
+fn cpus() -> Finding {
+    let count = std::thread::available_parallelism().map_or(1, usize::from);
+    let result = if count > 1 {
+        Ok(format!("{count} CPUs"))
+    } else {
+        let advice = "leave busy_poll_us at 0: polling takes the only CPU from the guests";
+        Err((Outcome::Degraded, "1 CPU".into(), advice))
+    };
+    finding("CPUs", "busy polling", result)
+}
+
+fn hugepages() -> Finding {
+    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
+    let free = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).and_then(|v| v.trim().parse::<u64>().ok());
+    let result = match free {
+        Some(n) if n > 0 => Ok(format!("{n} free")),
+        _ => Err((
+            Outcome::Degraded,
+            "none free".into(),
+            "not needed; the bench's DPDK peers want some (sysctl vm.nr_hugepages)",
+        )),
+    };
+    finding("huge pages", "DPDK peers", result)
+}
+
+fn files() -> Finding {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    let current = limit.current.unwrap_or(u64::MAX);
+    let result = if current >= 4096 {
+        Ok(format!("{current} open files"))
+    } else {
+        let advice = "a vhost-user port takes about ten: raise it with ulimit -n for more than a hundred ports";
+        Err((Outcome::Degraded, format!("{current} open files"), advice))
+    };
+    finding("limit on open files", "many ports", result)
+}
+
+fn resolv() -> Finding {
+    let text = std::fs::read_to_string("/etc/resolv.conf").unwrap_or_default();
+    let first = text.lines().find_map(|l| l.strip_prefix("nameserver")).map(|s| s.trim().to_string());
+    let advice = "give `dns` in the network's section; members' names are served without it";
+    let result = first.ok_or((Outcome::Degraded, "no nameserver in /etc/resolv.conf".into(), advice));
+    finding("name servers", "names of elsewhere", result)
+}
+
+/// Tries everything. `before` is told what is tried next.
+pub fn examine(mut before: impl FnMut(&str)) -> Report {
+    let mut findings = Vec::new();
+    let mut step = |name: &str, probe: &dyn Fn() -> Vec<Finding>| {
+        before(name);
+        findings.extend(probe());
+    };
+    step("the kernel", &|| vec![runtime(), sealed_memory(), pidfd(), cpus(), files(), hugepages()]);
+    step("QEMU and KVM", &qemu);
+    step("uplinks", &|| vec![passt(), tun(), nft(), packet_socket(), resolv()]);
+    let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
+    findings.insert(0, finding("system", EVERY_FABRIC, Ok(format!("Linux {kernel}"))));
+    Report { schema: crate::api::report::SCHEMA, findings }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_probe_says_what_it_saw_and_what_to_do_about_a_failure() {
+        let mut steps = Vec::new();
+        let report = examine(|name| steps.push(name.to_string()));
+        assert_eq!(steps.len(), 3);
+        assert!(report.findings.len() >= 14);
+        for f in &report.findings {
+            assert!(!f.seen.is_empty(), "{f:?}");
+            assert_eq!(f.outcome == Outcome::Works, f.advice.is_empty(), "{f:?}");
+        }
+        assert!(report.is_usable());
+        let text = serde_json::to_string(&report).unwrap();
+        assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
+    }
+}

@@ -1,0 +1,107 @@
+//! The task that answers for a running fabric, until it is taken down.
+
+use tokio::sync::{mpsc, oneshot};
+
+use super::{FabricError, Shared, machine};
+use crate::api::report::{MachineReport, PortReport};
+use crate::api::{Console, Refusal, Reply, Request, Requests};
+use crate::qemu::argv::console_path;
+
+/// Requests that may wait.
+const QUEUE: usize = 64;
+
+impl From<FabricError> for Refusal {
+    fn from(error: FabricError) -> Self {
+        let text = error.to_string();
+        match error {
+            FabricError::Unknown { .. } => Refusal::NotFound(text),
+            FabricError::File(_) | FabricError::Plan(_) => Refusal::Invalid(text),
+            FabricError::State(_) => Refusal::Conflict(text),
+            _ => Refusal::Failed(text),
+        }
+    }
+}
+
+/// Answers. Nobody may be waiting any more, which is no matter of ours.
+fn answer<T>(reply: Reply<T>, result: Result<T, FabricError>) {
+    let _ = reply.send(result.map_err(Refusal::from));
+}
+
+/// Starts answering. The receiver is told once the fabric is down; a sender of requests that closed before changes nothing.
+pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
+    let (sender, mut receiver) = mpsc::channel(QUEUE);
+    let (ended, end) = oneshot::channel();
+    let keep = sender.clone();
+    tokio::spawn(async move {
+        while let Some(request) = receiver.recv().await {
+            if let Request::Down(reply) = request {
+                shared.running.lock().await.take_down(false).await;
+                answer(reply, Ok(()));
+                break;
+            }
+            serve(&shared, request).await;
+        }
+        drop(keep);
+        // Whoever started us may have gone.
+        let _ = ended.send(());
+    });
+    (sender, end)
+}
+
+async fn serve(shared: &Shared, request: Request) {
+    match request {
+        Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
+        Request::AddPorts { sections, reply } => {
+            let mut running = shared.running.lock().await;
+            let result = running.add(&sections).and_then(|names| Ok((running.status()?, names)));
+            let ports = result.map(|(status, names)| pick_ports(status.ports, &names));
+            answer(reply, ports);
+        }
+        Request::RemovePort { name, reply } => answer(reply, shared.running.lock().await.remove(&name)),
+        Request::RunMachine { sections, reply } => {
+            let mut running = shared.running.lock().await;
+            let result = if running.machines.contains_key(sections.trim()) {
+                let name = sections.trim().to_string();
+                running.run(&name).map(|()| vec![name])
+            } else if sections.contains('[') {
+                running.add(&sections)
+            } else {
+                Err(running.unknown("machine", sections.trim()))
+            };
+            answer(reply, result.map(|names| pick_machines(running.machine_reports(), &names)));
+        }
+        Request::StopMachine { name, reply } => {
+            let before = shared.running.lock().await.machine_reports().into_iter().find(|m| m.name == name);
+            // Waiting for an end takes up to seconds; others are served meanwhile.
+            let shared = shared.clone();
+            tokio::spawn(async move {
+                let result = machine::stop(&shared, &name).await;
+                let after = shared.running.lock().await.machine_reports().into_iter().find(|m| m.name == name);
+                let last = after.or(before.map(|m| MachineReport { state: "stopped".into(), pid: None, ..m }));
+                let result = result.and_then(|()| last.ok_or_else(|| FabricError::State(format!("{name} is gone"))));
+                answer(reply, result);
+            });
+        }
+        Request::Console { name, reply } => {
+            let running = shared.running.lock().await;
+            let result = match running.machines.contains_key(&name) {
+                true => Ok(Console { log: console_path(&running.facts.runtime, &name), input: None }),
+                false => Err(running.unknown("machine", &name)),
+            };
+            answer(reply, result);
+        }
+        Request::Capture { port, snaplen, reply } => {
+            let _ = snaplen;
+            answer(reply, Err(shared.running.lock().await.unknown("port", &port)));
+        }
+        Request::Down(reply) => answer(reply, Ok(())),
+    }
+}
+
+fn pick_ports(all: Vec<PortReport>, names: &[String]) -> Vec<PortReport> {
+    all.into_iter().filter(|p| names.contains(&p.name)).collect()
+}
+
+fn pick_machines(all: Vec<MachineReport>, names: &[String]) -> Vec<MachineReport> {
+    all.into_iter().filter(|m| names.contains(&m.name)).collect()
+}

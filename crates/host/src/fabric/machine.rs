@@ -1,0 +1,343 @@
+//! Cells and VMs: started, adopted, watched, ended, and started again where the file asks for that.
+
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, ExitStatus, Stdio};
+use std::time::{Duration, Instant};
+
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use tokio::io::unix::AsyncFd;
+
+use super::{FabricError, Running, end_all};
+use crate::file::{self, MachineKind, Restart};
+use crate::plan::MachinePlan;
+use crate::process::Process;
+use crate::qemu::argv::console_path;
+
+/// Console bytes that are kept: beyond this the older half is cut off.
+const CONSOLE_BYTES: u64 = 1 << 20;
+/// How often a console's size is looked at.
+const TRIM: Duration = Duration::from_secs(5);
+/// Lines of a console that a report of a death shows.
+const LAST_LINES: usize = 12;
+/// Pause before a failed machine is started again.
+const RESTART_PAUSE: Duration = Duration::from_secs(1);
+
+/// How a machine ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Ended {
+    /// In words.
+    pub how: String,
+    /// Whether it ended well.
+    pub well: bool,
+    /// The last lines of its console, and of QEMU's own complaints.
+    pub last_lines: Vec<String>,
+}
+
+/// A machine of the fabric, running or not.
+pub(crate) struct RunningMachine {
+    pub(crate) plan: MachinePlan,
+    pub(crate) pid: Option<u32>,
+    child: Option<Child>,
+    pub(crate) adopted: bool,
+    pub(crate) restarts: u32,
+    pub(crate) ended: Option<Ended>,
+    /// The user asked for its end.
+    pub(crate) stopped: bool,
+    pub(crate) console: PathBuf,
+    /// When it was started, or taken over.
+    pub(crate) since: Instant,
+}
+
+impl RunningMachine {
+    /// Gives the process up, to be ended by the caller; its end is not reported.
+    pub(crate) fn let_go(&mut self) -> Option<Process> {
+        self.stopped = true;
+        self.pid.and_then(Process::open)
+    }
+}
+
+impl Drop for RunningMachine {
+    fn drop(&mut self) {
+        // Reaps a child that has been ended; one that runs on is adopted by the next daemon.
+        if let Some(child) = &mut self.child {
+            let _ = child.try_wait();
+        }
+    }
+}
+
+/// Waits until a process has ended; `false` if that cannot be watched.
+pub(crate) async fn ended(process: Process) -> bool {
+    #[expect(deprecated, reason = "unsound for a type that gives another descriptor each time; an OwnedFd does not")]
+    let fd = AsyncFd::new(process.pidfd);
+    match fd {
+        Ok(fd) => fd.readable().await.is_ok(),
+        Err(_) => false,
+    }
+}
+
+/// The last lines of a file, without control characters.
+pub(crate) fn tail(path: &Path, lines: usize) -> Vec<String> {
+    let read = || -> std::io::Result<Vec<u8>> {
+        let mut file = std::fs::File::open(path)?;
+        let len = file.metadata()?.len();
+        file.seek(SeekFrom::Start(len.saturating_sub(64 << 10)))?;
+        let mut out = Vec::new();
+        file.take(64 << 10).read_to_end(&mut out)?;
+        Ok(out)
+    };
+    let bytes = read().unwrap_or_default();
+    let text = String::from_utf8_lossy(&bytes);
+    // What a guest prints is not for the terminal of whoever reads about its death.
+    let clean = |l: &str| l.chars().filter(|c| !c.is_control() || *c == '\t').collect::<String>();
+    let all: Vec<String> = text.lines().map(clean).filter(|l| !l.trim().is_empty()).collect();
+    all[all.len().saturating_sub(lines)..].to_vec()
+}
+
+/// Cuts the older half off a console that has grown too long. QEMU appends, so it goes on at the new end.
+fn trim(path: &Path) -> std::io::Result<()> {
+    let mut file = std::fs::OpenOptions::new().read(true).write(true).open(path)?;
+    let len = file.metadata()?.len();
+    if len <= CONSOLE_BYTES {
+        return Ok(());
+    }
+    file.seek(SeekFrom::Start(len - CONSOLE_BYTES / 2))?;
+    let mut keep = Vec::new();
+    file.by_ref().take(CONSOLE_BYTES / 2).read_to_end(&mut keep)?;
+    file.set_len(0)?;
+    file.seek(SeekFrom::Start(0))?;
+    std::io::Write::write_all(&mut file, &keep)
+}
+
+/// What an exit status means. A cell leaves through isa-debug-exit: code 0 is QEMU's 1.
+fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
+    match (status.code(), status.signal()) {
+        (Some(0), _) => ("it ended".into(), true),
+        (Some(1), _) if kind == MachineKind::Cell => ("it ended (cell code 0)".into(), true),
+        (Some(code), _) if kind == MachineKind::Cell && code % 2 == 1 => {
+            let meaning = match code >> 1 {
+                1 => " (it says that it failed)",
+                0x10 => " (panic)",
+                0x11 => " (processor exception)",
+                0x12 => " (stack overflow)",
+                _ => "",
+            };
+            (format!("cell code {}{meaning}", code >> 1), false)
+        }
+        (Some(code), _) => (format!("QEMU's exit code {code}"), false),
+        (None, Some(signal)) => (format!("signal {signal}"), false),
+        (None, None) => ("an unknown end".into(), false),
+    }
+}
+
+impl Running {
+    pub(crate) fn machine_spec(&self, name: &str) -> Option<&file::Machine> {
+        self.spec.machines.iter().find(|m| m.name == name)
+    }
+
+    /// Starts a planned machine.
+    pub(crate) fn start_machine(&mut self, plan: &MachinePlan) -> Result<(), FabricError> {
+        let spawn = |source| FabricError::Spawn {
+            what: format!("{} for {}", plan.argv[0], plan.name),
+            source,
+            hint: "`tombolo doctor` says what is missing",
+        };
+        let console = console_path(&self.facts.runtime, &plan.name);
+        std::fs::write(&console, "").map_err(spawn)?;
+        let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
+        let child = Command::new(&plan.argv[0])
+            .args(&plan.argv[1..])
+            .stdin(Stdio::null())
+            .stdout(Stdio::from(log.try_clone().map_err(spawn)?))
+            .stderr(Stdio::from(log))
+            // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
+            .process_group(0)
+            .spawn()
+            .map_err(spawn)?;
+        let pid = child.id();
+        let restarts = self.machines.get(&plan.name).map_or(0, |m| m.restarts);
+        let machine = RunningMachine {
+            plan: plan.clone(),
+            pid: Some(pid),
+            child: Some(child),
+            adopted: false,
+            restarts,
+            ended: None,
+            stopped: false,
+            console,
+            since: Instant::now(),
+        };
+        self.machines.insert(plan.name.clone(), machine);
+        self.watch_machine(&plan.name, pid);
+        (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
+        Ok(())
+    }
+
+    /// Takes over a machine that an earlier daemon started.
+    pub(crate) fn adopt(&mut self, plan: &MachinePlan, pid: &u32) -> Result<(), FabricError> {
+        let console = console_path(&self.facts.runtime, &plan.name);
+        let machine = RunningMachine {
+            plan: plan.clone(),
+            pid: Some(*pid),
+            child: None,
+            adopted: true,
+            restarts: 0,
+            ended: None,
+            stopped: false,
+            console,
+            since: Instant::now(),
+        };
+        self.machines.insert(plan.name.clone(), machine);
+        self.watch_machine(&plan.name, *pid);
+        (self.say)(&format!("{}: runs on as process {pid}; its devices connect again by themselves", plan.name));
+        Ok(())
+    }
+
+    fn watch_machine(&self, name: &str, pid: u32) {
+        let (me, name) = (self.me.clone(), name.to_string());
+        let process = Process::open(pid);
+        tokio::spawn(async move {
+            if let Some(process) = process {
+                let mut gone = std::pin::pin!(ended(process));
+                let console = {
+                    let Some(running) = me.upgrade() else { return };
+                    let path = running.lock().await.machines.get(&name).map(|m| m.console.clone());
+                    path.unwrap_or_default()
+                };
+                while tokio::time::timeout(TRIM, &mut gone).await.is_err() {
+                    // A console that cannot be trimmed is looked at again in five seconds.
+                    let _ = trim(&console);
+                    if me.strong_count() == 0 {
+                        return;
+                    }
+                }
+            }
+            let Some(running) = me.upgrade() else { return };
+            let again = running.lock().await.machine_ended(&name, pid);
+            if !again {
+                return;
+            }
+            tokio::time::sleep(RESTART_PAUSE).await;
+            let mut running = running.lock().await;
+            let plan = running.machines.get(&name).filter(|m| m.pid.is_none() && !m.stopped).map(|m| m.plan.clone());
+            if let Some(plan) = plan
+                && let Err(error) = running.start_machine(&plan)
+            {
+                (running.say)(&format!("{name}: {error}"));
+            }
+        });
+    }
+
+    /// Takes note of a machine's end; whether it is to be started again.
+    fn machine_ended(&mut self, name: &str, pid: u32) -> bool {
+        let log = self.log_path(name);
+        let spec = self.machine_spec(name).map(|m| (m.kind, m.restart));
+        let Some(machine) = self.machines.get_mut(name).filter(|m| m.pid == Some(pid)) else { return false };
+        let (kind, restart) = spec.unwrap_or((MachineKind::Vm, Restart::No));
+        machine.pid = None;
+        let (how, well) = match machine.child.take().map(|mut c| c.wait()) {
+            Some(Ok(status)) => judge(status, kind),
+            Some(Err(error)) => (error.to_string(), false),
+            // Only a parent is told how.
+            None => ("it ended, how is not known since an earlier daemon had started it".into(), false),
+        };
+        let mut last_lines = tail(&machine.console, LAST_LINES);
+        last_lines.extend(tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
+        machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
+        if machine.stopped {
+            return false;
+        }
+        let again = !well && restart == Restart::OnFailure;
+        if again {
+            machine.restarts += 1;
+        }
+        let mut text = format!("{name}: {how}{}", if again { "; starting it again" } else { "" });
+        for line in &last_lines {
+            text.push_str(&format!("\n    | {line}"));
+        }
+        (self.say)(&text);
+        again
+    }
+
+    /// Starts a machine that is not running.
+    ///
+    /// # Errors
+    /// If there is none of that name, it runs, or it does not start.
+    pub fn run(&mut self, name: &str) -> Result<(), FabricError> {
+        let Some(machine) = self.machines.get(name) else { return Err(self.unknown("machine", name)) };
+        if let Some(pid) = machine.pid {
+            return Err(FabricError::State(format!("machine \"{name}\" runs already, as process {pid}")));
+        }
+        let plan = machine.plan.clone();
+        self.start_machine(&plan)
+    }
+}
+
+/// Ends a machine: SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
+/// as stopped.
+///
+/// # Errors
+/// If there is none of that name.
+pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
+    let process = {
+        let mut running = shared.running.lock().await;
+        let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
+        machine.let_go()
+    };
+    end_all(process.into_iter().collect()).await;
+    let mut running = shared.running.lock().await;
+    if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
+        running.machine_ended(name, pid);
+    }
+    if running.forget_addition(name)? {
+        let ports: Vec<_> = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(name)).collect();
+        let ports: Vec<String> = ports.into_iter().map(|p| p.plan.name.clone()).collect();
+        for port in ports {
+            running.drop_port(&port);
+        }
+        running.machines.remove(name);
+        running.spec.machines.retain(|m| m.name != name);
+        running.update_names();
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tail_is_the_last_lines_without_escapes() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        std::fs::write(&path, "one\ntwo\r\n\n\u{1b}[31mthree\n").unwrap();
+        assert_eq!(tail(&path, 2), ["two", "[31mthree"]);
+        assert!(tail(&dir.path().join("absent"), 2).is_empty());
+    }
+
+    #[test]
+    fn a_console_is_trimmed_from_its_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("c");
+        let mut text = "x".repeat(CONSOLE_BYTES as usize);
+        trim(&path).unwrap_err();
+        std::fs::write(&path, &text).unwrap();
+        trim(&path).unwrap();
+        assert_eq!(std::fs::metadata(&path).unwrap().len(), CONSOLE_BYTES);
+        text.push_str("the end");
+        std::fs::write(&path, &text).unwrap();
+        trim(&path).unwrap();
+        let left = std::fs::read_to_string(&path).unwrap();
+        assert_eq!(left.len() as u64, CONSOLE_BYTES / 2);
+        assert!(left.ends_with("the end"));
+    }
+
+    #[test]
+    fn ends_are_judged_by_what_the_kind_means_with_them() {
+        let status = |raw| ExitStatus::from_raw(raw);
+        assert_eq!(judge(status(0), MachineKind::Vm), ("it ended".into(), true));
+        assert!(judge(status(1 << 8), MachineKind::Cell).1 && !judge(status(1 << 8), MachineKind::Vm).1);
+        assert_eq!(judge(status(33 << 8), MachineKind::Cell).0, "cell code 16 (panic)");
+        assert_eq!(judge(status(9), MachineKind::Cell), ("signal 9".into(), false));
+    }
+}

@@ -1,0 +1,583 @@
+//! A running fabric: the plan carried out, kept, changed and taken down again.
+//!
+//! # Purpose
+//! [`Running::start`] makes everything that a fabric file says; [`Running::add`], [`Running::remove`], [`Running::run`]
+//! and [`Running::stop`] change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
+//! path: worker threads run that, and this module speaks to them through their handles.
+//!
+//! # Invariants
+//! - The runtime directory's lock is held from before the first thing is made until after the last is gone.
+//! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
+//!   by the owner record, which is written first. Taps, passt and sockets' listeners end with the process: a tap's
+//!   descriptor, passt's end of its stream and the listeners are this process's alone.
+//! - A machine that runs with exactly the arguments that the plan has for it, and that can connect again, is adopted;
+//!   any other process of the fabric is ended before anything is made.
+//! - Either everything of the file stands after `start`, or nothing.
+//!
+//! # Threads
+//! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
+//! outside the mutex.
+
+mod drive;
+mod machine;
+mod network;
+mod ports;
+mod report;
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use tokio::sync::Mutex;
+use tombolo_switch::control::{ControlError, WorkerHandle};
+
+use crate::file::{self, Fabric, FileError};
+use crate::kernel::{self, KernelError};
+use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
+use crate::process;
+use crate::qemu::probe::{self, Qemu};
+use crate::rundir::{Addition, RunDir, RunDirError};
+
+pub use drive::drive;
+pub use machine::Ended;
+use machine::RunningMachine;
+use network::Net;
+use ports::RunningPort;
+
+/// Why a fabric, or a change of it, did not come about.
+#[derive(Debug, thiserror::Error)]
+pub enum FabricError {
+    /// The file.
+    #[error(transparent)]
+    File(#[from] FileError),
+    /// The runtime directory.
+    #[error(transparent)]
+    RunDir(#[from] RunDirError),
+    /// The plan.
+    #[error(transparent)]
+    Plan(#[from] PlanError),
+    /// A worker.
+    #[error("the switch: {0}")]
+    Control(#[from] ControlError),
+    /// The kernel uplink.
+    #[error(transparent)]
+    Kernel(#[from] KernelError),
+    /// A port.
+    #[error("port {port}: {why}")]
+    Port {
+        /// Its name.
+        port: String,
+        /// What its kind said.
+        why: String,
+    },
+    /// The gateway of a network.
+    #[error("network {network}: {why}")]
+    Network {
+        /// Its name.
+        network: String,
+        /// What was wrong.
+        why: String,
+    },
+    /// A process.
+    #[error("starting {what}: {source}; {hint}")]
+    Spawn {
+        /// Which program, for whom.
+        what: String,
+        /// The system's answer.
+        source: std::io::Error,
+        /// What to do.
+        hint: &'static str,
+    },
+    /// A forward's listener is taken.
+    #[error("forward {proto} {listen}: {source}; another program listens there: end it or choose another port")]
+    Listener {
+        /// Transport.
+        proto: &'static str,
+        /// Where.
+        listen: std::net::SocketAddr,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+    /// No such member.
+    #[error("there is no {what} \"{name}\" in the fabric{hint}")]
+    Unknown {
+        /// "port", "machine".
+        what: &'static str,
+        /// The name asked for.
+        name: String,
+        /// A near name, or the names there are.
+        hint: String,
+    },
+    /// A change that does not fit the state.
+    #[error("{0}")]
+    State(String),
+}
+
+/// Tells the user what happens while the fabric runs; called with one line.
+pub type Say = Arc<dyn Fn(&str) + Send + Sync>;
+
+/// A worker and its thread.
+pub(crate) struct WorkerThread {
+    pub(crate) spec: file::Worker,
+    pub(crate) handle: WorkerHandle,
+    pub(crate) registrar: tombolo_port::reactor::Registrar,
+    thread: Option<std::thread::JoinHandle<()>>,
+    pub(crate) started: Instant,
+}
+
+/// A running fabric. Shared as [`Shared`].
+pub struct Running {
+    pub(crate) spec: Fabric,
+    pub(crate) file: PathBuf,
+    pub(crate) dir: Option<RunDir>,
+    pub(crate) facts: Facts,
+    pub(crate) started: Instant,
+    pub(crate) workers: Vec<WorkerThread>,
+    pub(crate) networks: BTreeMap<String, Net>,
+    pub(crate) ports: BTreeMap<String, RunningPort>,
+    pub(crate) machines: BTreeMap<String, RunningMachine>,
+    pub(crate) say: Say,
+    pub(crate) me: std::sync::Weak<Mutex<Running>>,
+}
+
+/// The running fabric, for the task that answers for it and those that watch its processes.
+#[derive(Clone)]
+pub struct Shared {
+    /// The fabric.
+    pub running: Arc<Mutex<Running>>,
+}
+
+/// Why [`Facts::kvm`] has no answer.
+pub(crate) const NOT_ASKED: &str = "not asked";
+
+/// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
+fn kvm(qemu: &Qemu) -> Result<(), String> {
+    #[derive(serde::Serialize, serde::Deserialize)]
+    struct Known {
+        boot: String,
+        qemu: PathBuf,
+        version: (u32, u32, u32),
+        answer: Result<(), String>,
+    }
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let place = crate::rundir::runtime_root().ok().map(|root| root.join("kvm.json"));
+    let known =
+        place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
+    if let Some(known) = known
+        && (known.boot.as_str(), &known.qemu, known.version) == (boot.as_str(), &qemu.path, qemu.version)
+    {
+        return known.answer;
+    }
+    let answer = probe::kvm(&qemu.path).map(|_| ());
+    let known = Known { boot, qemu: qemu.path.clone(), version: qemu.version, answer: answer.clone() };
+    if let (Some(place), Ok(text)) = (place, serde_json::to_vec(&known)) {
+        // Without a place to remember it the question is asked again next time.
+        let _ = place.parent().map(std::fs::create_dir_all);
+        let _ = crate::rundir::write_whole(&place, &text);
+    }
+    answer
+}
+
+/// Finds out what the plan needs to know. KVM is asked only if a machine may use it.
+pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
+    let qemu = if fabric.machines.is_empty() {
+        Err("not looked for".into())
+    } else {
+        probe::find().map_err(|e| e.to_string())
+    };
+    let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg);
+    let kvm = match &qemu {
+        Ok(qemu) if wanted => kvm(qemu),
+        _ => Err(NOT_ASKED.into()),
+    };
+    Facts { qemu, kvm, runtime }
+}
+
+impl Running {
+    /// Carries out a fabric file. On an error nothing is left.
+    ///
+    /// # Errors
+    /// The first thing that did not work.
+    pub async fn start(spec: Fabric, path: &Path, say: Say) -> Result<Shared, FabricError> {
+        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let mut dir = RunDir::claim(&spec.name, &absolute)?;
+        let spec = match dir.leftover.clone() {
+            Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
+            Some(_) => {
+                dir.record(|o| o.additions.clear())?;
+                spec
+            }
+            None => spec,
+        };
+        let facts = facts(&spec, dir.path().into());
+        let running = Running {
+            spec,
+            file: absolute,
+            facts,
+            dir: Some(dir),
+            started: Instant::now(),
+            workers: vec![],
+            networks: BTreeMap::new(),
+            ports: BTreeMap::new(),
+            machines: BTreeMap::new(),
+            say,
+            me: std::sync::Weak::new(),
+        };
+        let shared = Shared { running: Arc::new(Mutex::new(running)) };
+        let mut running = shared.running.lock().await;
+        running.me = Arc::downgrade(&shared.running);
+        if let Err(error) = running.make().await {
+            running.take_down(true).await;
+            return Err(error);
+        }
+        drop(running);
+        Ok(shared)
+    }
+
+    pub(crate) fn dir(&mut self) -> &mut RunDir {
+        self.dir.as_mut().expect("the directory is there until take_down, which is the last call")
+    }
+
+    async fn make(&mut self) -> Result<(), FabricError> {
+        let plan = plan::plan(&self.spec, &self.facts)?;
+        self.check_listeners(&plan)?;
+        let adopted = self.reclaim(&plan).await?;
+        for worker in self.spec.workers.clone() {
+            self.start_worker(worker)?;
+        }
+        for network in self.spec.networks.clone() {
+            self.start_network(&network)?;
+        }
+        // Kernel rules before the ports: a guest is not let out a moment before its masquerade stands.
+        self.kernel_rules(&plan)?;
+        for port in &plan.ports {
+            self.add_port(port)?;
+        }
+        self.kernel_taps(&plan)?;
+        self.update_names();
+        for machine in &plan.machines {
+            match adopted.iter().position(|(name, _)| *name == machine.name) {
+                Some(at) => self.adopt(machine, &adopted[at].1)?,
+                None => self.start_machine(machine)?,
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends or keeps what a killed daemon left. Returns the machines that are kept.
+    async fn reclaim(&mut self, plan: &Plan) -> Result<Vec<(String, u32)>, FabricError> {
+        let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
+        let (mut keep, mut end) = (Vec::new(), Vec::new());
+        for (machine, process, argv) in process::machines(&name, &runtime) {
+            let planned = plan.machines.iter().find(|m| m.name == machine);
+            if planned.is_some_and(|p| p.survives && p.argv == argv) && !keep.iter().any(|(n, _)| *n == machine) {
+                keep.push((machine, process.pid));
+            } else {
+                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left", process.pid));
+                end.push(process);
+            }
+        }
+        end_all(end).await;
+        if let Some(table) = self.dir().owner().nft_table.clone()
+            && plan.kernel.is_empty()
+        {
+            self.undo_kernel(&table)?;
+        }
+        Ok(keep)
+    }
+
+    fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
+        kernel::remove(table)?;
+        for sysctl in self.dir().owner().sysctls.clone() {
+            // Another fabric may need forwarding still.
+            let root = crate::rundir::runtime_root()?;
+            let others = crate::rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
+            let needed = others.into_iter().any(|n| {
+                let text = std::fs::read(root.join(n).join("owner.json")).unwrap_or_default();
+                serde_json::from_slice::<crate::rundir::Owner>(&text).is_ok_and(|o| o.nft_table.is_some())
+            });
+            if !needed {
+                kernel::set(&sysctl.key, &sysctl.before)?;
+            }
+        }
+        self.dir().record(|o| {
+            o.nft_table = None;
+            o.sysctls.clear();
+        })?;
+        Ok(())
+    }
+
+    fn kernel_rules(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        if plan.kernel.is_empty() {
+            return Ok(());
+        }
+        let name = self.spec.name.clone();
+        let forwarding = kernel::get("net/ipv4/ip_forward")?;
+        self.dir().record(|o| {
+            o.nft_table = Some(kernel::table(&name));
+            // A value recorded by a killed daemon is the one from before the fabric.
+            if !o.sysctls.iter().any(|s| s.key == forwarding.key) {
+                o.sysctls.push(forwarding.clone());
+            }
+        })?;
+        kernel::apply(&name, &plan.kernel)?;
+        if forwarding.before != "1" {
+            kernel::set(&forwarding.key, "1")?;
+        }
+        Ok(())
+    }
+
+    fn kernel_taps(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        for uplink in &plan.kernel {
+            kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
+            kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
+        }
+        Ok(())
+    }
+
+    /// Adds members: the text of sections of a fabric file. Starts them and returns their names.
+    ///
+    /// # Errors
+    /// The sections' faults, or what did not work; then nothing was added.
+    pub fn add(&mut self, text: &str) -> Result<Vec<String>, FabricError> {
+        let spec = file::add(text, Path::new("request"), &self.spec)?;
+        let same = spec.networks.len() == self.spec.networks.len()
+            && spec.forwards.len() == self.spec.forwards.len()
+            && spec.name == self.spec.name;
+        if !same {
+            let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; \
+                        for the rest change the file and start it anew";
+            return Err(FabricError::State(text.into()));
+        }
+        let mut facts = self.facts.clone();
+        if (facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into())) && !spec.machines.is_empty() {
+            facts = self::facts(&spec, facts.runtime);
+        }
+        let names: Vec<String> =
+            spec.members().filter(|n| !self.spec.members().any(|m| m == *n)).map(String::from).collect();
+        let plan = plan::plan(&spec, &facts)?;
+        let ports: Vec<_> = plan.ports.iter().filter(|p| !self.ports.contains_key(&p.name)).cloned().collect();
+        let machines: Vec<_> = plan.machines.iter().filter(|m| names.contains(&m.name)).cloned().collect();
+        let old = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
+        let addition = Addition { names: names.clone(), text: text.into() };
+        let made = self.dir().record(|o| o.additions.push(addition)).map_err(FabricError::from).and_then(|()| {
+            ports.iter().try_for_each(|port| self.add_port(port))?;
+            self.update_names();
+            machines.iter().try_for_each(|machine| self.start_machine(machine))
+        });
+        if let Err(error) = made {
+            for port in &ports {
+                self.drop_port(&port.name);
+            }
+            for name in &names {
+                if let Some(process) = self.machines.remove(name).and_then(|mut m| m.let_go()) {
+                    // It has run for an instant only; nothing in it is worth a grace.
+                    let _ = process.signal(rustix::process::Signal::KILL);
+                }
+            }
+            (self.spec, self.facts) = old;
+            self.update_names();
+            self.dir().record(|o| {
+                o.additions.pop();
+            })?;
+            return Err(error);
+        }
+        Ok(names)
+    }
+
+    /// Forgets that a member was added; whether it was.
+    pub(crate) fn forget_addition(&mut self, name: &str) -> Result<bool, FabricError> {
+        let known = self.dir().owner().additions.iter().any(|a| a.names.iter().any(|n| n == name));
+        if known {
+            self.dir().record(|o| {
+                for addition in &mut o.additions {
+                    addition.names.retain(|n| n != name);
+                }
+                o.additions.retain(|a| !a.names.is_empty());
+            })?;
+        }
+        Ok(known)
+    }
+
+    /// Removes a tap or bare port.
+    ///
+    /// # Errors
+    /// If there is none of that name, or it belongs to a machine or the fabric itself.
+    pub fn remove(&mut self, name: &str) -> Result<(), FabricError> {
+        let Some(port) = self.ports.get(name) else { return Err(self.unknown("port", name)) };
+        if let Some(machine) = &port.plan.machine {
+            let text = format!(
+                "port \"{name}\" belongs to the machine \"{machine}\"; `tombolo cell stop {machine}` ends that"
+            );
+            return Err(FabricError::State(text));
+        }
+        let own = self.spec.taps.iter().any(|t| t.name == name) || self.spec.ports.iter().any(|p| p.name == name);
+        if !own {
+            return Err(FabricError::State(format!(
+                "port \"{name}\" is the uplink of its network, which only `down` ends"
+            )));
+        }
+        if let Some(forward) = self.spec.forwards.iter().find(|f| f.target == file::Target::Name(name.into())) {
+            let text = format!(
+                "port \"{name}\" is the target of the forward from {}; it cannot go before that",
+                forward.listen
+            );
+            return Err(FabricError::State(text));
+        }
+        self.drop_port(name);
+        self.spec.taps.retain(|t| t.name != name);
+        self.spec.ports.retain(|p| p.name != name);
+        self.update_names();
+        self.forget_addition(name)?;
+        Ok(())
+    }
+
+    pub(crate) fn unknown(&self, what: &'static str, name: &str) -> FabricError {
+        let names: Vec<&str> = match what {
+            "port" => self.ports.keys().map(String::as_str).collect(),
+            _ => self.machines.keys().map(String::as_str).collect(),
+        };
+        let hint = match names.len() {
+            0 => format!("; it has no {what}"),
+            _ => format!("; there are {}", names.join(", ")),
+        };
+        FabricError::Unknown { what, name: name.into(), hint }
+    }
+
+    /// Takes everything down. With `quietly`, nothing is said of what could not be removed.
+    pub async fn take_down(&mut self, quietly: bool) {
+        let say = self.say.clone();
+        let trouble = |what: &str, error: &dyn std::fmt::Display| {
+            if !quietly {
+                say(&format!("down: {what}: {error}"));
+            }
+        };
+        let mut processes = Vec::new();
+        for machine in self.machines.values_mut() {
+            processes.extend(machine.let_go());
+        }
+        end_all(processes).await;
+        self.machines.clear();
+        // What a start that failed half-way, or an adoption that did not come about, has left.
+        if let Some(dir) = &self.dir {
+            let left = process::machines(&self.spec.name, dir.path());
+            end_all(left.into_iter().map(|(_, process, _)| process).collect()).await;
+        }
+        let names: Vec<String> = self.ports.keys().cloned().collect();
+        for name in names {
+            self.drop_port(&name);
+        }
+        for net in self.networks.values() {
+            net.save_leases(&say);
+        }
+        self.networks.clear();
+        for mut worker in std::mem::take(&mut self.workers) {
+            if let Err(error) = worker.handle.stop() {
+                trouble(&format!("worker {}", worker.spec.name), &error);
+            }
+            if worker.thread.take().is_some_and(|t| t.join().is_err()) {
+                trouble(&format!("worker {}", worker.spec.name), &"its thread panicked");
+            }
+        }
+        if let Some(table) = self.dir.as_ref().and_then(|d| d.owner().nft_table.clone())
+            && let Err(error) = self.undo_kernel(&table)
+        {
+            trouble("the kernel uplink", &error);
+        }
+        if let Some(dir) = self.dir.take()
+            && let Err(error) = dir.remove()
+        {
+            trouble("the runtime directory", &error);
+        }
+    }
+}
+
+/// Applies what was added to the fabric while an earlier daemon ran. What no longer fits is said and left out.
+fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say: &Say) -> Result<Fabric, FabricError> {
+    let mut out = spec;
+    for addition in additions {
+        match file::add(&addition.text, Path::new("added"), &out) {
+            Ok(mut more) => {
+                // Of several that were added at once some may have been removed since.
+                let old: Vec<String> = out.members().map(String::from).collect();
+                let keep = |name: &String| old.contains(name) || addition.names.contains(name);
+                more.machines.retain(|m| keep(&m.name));
+                more.taps.retain(|t| keep(&t.name));
+                more.ports.retain(|p| keep(&p.name));
+                out = more;
+            }
+            Err(error) => {
+                say(&format!("{} was added before and no longer fits: {error}", addition.names.join(", ")));
+                dir.record(|o| o.additions.retain(|a| a != addition))?;
+            }
+        }
+    }
+    Ok(out)
+}
+
+/// Ends processes side by side: SIGTERM to all, then SIGKILL to those that do not end within two seconds.
+pub(crate) async fn end_all(processes: Vec<process::Process>) {
+    if processes.is_empty() {
+        return;
+    }
+    let work = move || {
+        for process in &processes {
+            let _ = process.signal(rustix::process::Signal::TERM);
+        }
+        let deadline = Instant::now() + Duration::from_secs(2);
+        for process in &processes {
+            // A process that cannot be signalled is somebody else's by now.
+            let _ = process.end(deadline.saturating_duration_since(Instant::now()));
+        }
+    };
+    // The task does not panic; a runtime that is going down ends them with the next `up`.
+    let _ = tokio::task::spawn_blocking(work).await;
+}
+
+/// Ends what a killed daemon of this fabric left, without starting anything. Returns whether there was something.
+///
+/// # Errors
+/// If a daemon runs, or the system refuses.
+pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
+    let dir = RunDir::claim(fabric, Path::new(""))?;
+    let left = process::machines(fabric, dir.path());
+    let found = dir.leftover.is_some() || !left.is_empty();
+    let spec = Fabric {
+        name: fabric.into(),
+        dir: PathBuf::new(),
+        workers: vec![],
+        networks: vec![],
+        machines: vec![],
+        taps: vec![],
+        ports: vec![],
+        forwards: vec![],
+    };
+    let facts = facts(&spec, dir.path().into());
+    let mut running = Running {
+        spec,
+        file: PathBuf::new(),
+        dir: Some(dir),
+        facts,
+        started: Instant::now(),
+        workers: vec![],
+        networks: BTreeMap::new(),
+        ports: BTreeMap::new(),
+        machines: BTreeMap::new(),
+        say: Arc::new(|_| ()),
+        me: std::sync::Weak::new(),
+    };
+    running.take_down(false).await;
+    Ok(found)
+}
+
+/// The plan of a port that is added while the fabric runs, for messages.
+pub(crate) fn describe(port: &PortPlan) -> String {
+    match &port.attachment {
+        plan::Attachment::VhostUser { socket, .. } => format!("vhost-user at {}", socket.display()),
+        plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
+        plan::Attachment::Tap { device, .. } => format!("tap {device}"),
+        plan::Attachment::Packet { device } => format!("interface {device}"),
+        plan::Attachment::User(user) => format!("passt, router {}", user.router),
+    }
+}

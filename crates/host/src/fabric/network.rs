@@ -1,0 +1,184 @@
+//! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases in a file.
+
+use std::collections::BTreeMap;
+use std::hash::{BuildHasher, Hasher, RandomState};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
+
+use rustix::time::{ClockId, clock_gettime};
+use tokio::sync::Notify;
+use tombolo_port::reactor::Reactor;
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
+use tombolo_switch::gateway::{
+    DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
+};
+use tombolo_switch::guard::Guard;
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::wait::CONTROL;
+use tombolo_switch::worker::Worker;
+
+use super::{FabricError, Running, Say, WorkerThread};
+use crate::file::{self, Mac, Uplink};
+use crate::rundir::write_whole;
+
+/// A network that runs.
+pub(crate) struct Net {
+    pub(crate) id: NetworkId,
+    pub(crate) gateway: GatewayHandle,
+    leases: PathBuf,
+    /// Names that the gateway has from us.
+    names: Vec<String>,
+}
+
+impl Net {
+    /// The gateway's counters by name.
+    pub(crate) fn counters(&self) -> BTreeMap<String, u64> {
+        self.gateway.counters().all().into_iter().map(|(name, _, n)| (name.to_string(), n)).collect()
+    }
+
+    /// Writes the leases to their file, if they changed.
+    pub(crate) fn save_leases(&self, say: &Say) {
+        let Some(store) = self.gateway.take_leases() else { return };
+        save(&self.leases, &store, say);
+    }
+}
+
+fn save(path: &std::path::Path, store: &LeaseStore, say: &Say) {
+    let text = serde_json::to_vec_pretty(store).expect("a lease table has no map with keys that are no strings");
+    if let Err(error) = write_whole(path, &text) {
+        say(&format!("leases are not kept: {error}"));
+    }
+}
+
+fn random() -> u64 {
+    // The standard library seeds each RandomState from the system's randomness.
+    RandomState::new().build_hasher().finish()
+}
+
+impl Running {
+    pub(crate) fn start_worker(&mut self, spec: file::Worker) -> Result<(), FabricError> {
+        let spawn = |source| FabricError::Spawn {
+            what: format!("the worker \"{}\"", spec.name),
+            source,
+            hint: "check the limits on threads and open files (ulimit -a)",
+        };
+        let busy_poll = Nanos::MICRO.times(spec.busy_poll_us.into());
+        let settings = WorkerSettings { budget: spec.budget as usize, busy_poll };
+        let (cpu, say, name) = (spec.cpu, self.say.clone(), spec.name.clone());
+        // A reactor stays on the thread that it was made on.
+        let (made, ready) = std::sync::mpsc::sync_channel(1);
+        let thread = std::thread::Builder::new().name(format!("tb-{}", spec.name)).spawn(move || {
+            if let Some(cpu) = cpu {
+                let mut set = rustix::thread::CpuSet::new();
+                if cpu < rustix::thread::CpuSet::MAX_CPU {
+                    set.set(cpu);
+                }
+                if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+                    say(&format!("worker {name}: CPU {cpu}: {error}; it runs where the scheduler puts it"));
+                }
+            }
+            // The starter waits for one of the two.
+            let mut reactor = match Reactor::new() {
+                Ok(reactor) => reactor,
+                Err(error) => return drop(made.send(Err(error))),
+            };
+            let registrar = reactor.registrar();
+            let control = registrar.registration(CONTROL);
+            let (worker, handle) = Worker::new(settings, random(), move || control.wake());
+            if made.send(Ok((handle, registrar))).is_ok() {
+                worker.run(&mut reactor);
+            }
+        });
+        let thread = Some(thread.map_err(spawn)?);
+        let made = ready.recv().map_err(|_| spawn(std::io::Error::other("its thread ended")))?;
+        let (handle, registrar) = made.map_err(|e| spawn(e.into()))?;
+        self.workers.push(WorkerThread { spec, handle, registrar, thread, started: Instant::now() });
+        Ok(())
+    }
+
+    pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
+        let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
+        let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
+        let (handle, registrar) = (worker.handle.clone(), worker.registrar.clone());
+        let id = handle.add_network(&spec.name, MacSettings::default())?;
+        let config = GatewayConfig {
+            mac: Mac::derived(&[&self.spec.name, &spec.name, "gateway"]).0,
+            address: spec.gateway,
+            prefix: spec.subnet.prefix,
+            mtu: spec.mtu,
+            router: spec.router,
+            dns: vec![],
+            domain: spec.domain.clone(),
+            name: "gateway".into(),
+            forward: spec.uplink != Uplink::None,
+            dhcp: spec.dhcp.map(|d| DhcpConfig { range: (d.from, d.to), lease_secs: d.lease_s, leases_per_port: None }),
+        };
+        let leases = self.dir().state_file(&format!("{}.leases.json", spec.name))?;
+        // A file that cannot be read is a fabric's first start; what is in it no client depends on for long.
+        let stored = std::fs::read(&leases).ok().and_then(|t| serde_json::from_slice(&t).ok()).unwrap_or_default();
+        let now = clock_gettime(ClockId::Monotonic);
+        let mut entropy = [0; 16];
+        entropy[..8].copy_from_slice(&random().to_le_bytes());
+        entropy[8..].copy_from_slice(&random().to_le_bytes());
+        let start = Start {
+            now: Nanos(now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64),
+            unix_secs: SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs()),
+            entropy,
+        };
+        let gateway = Gateway::new(config, &stored, start).map_err(|e| fail(e.to_string()))?;
+        let (port, gateway) = GatewayPort::new(gateway);
+        let reserved = handle.reserve()?;
+        let registration = registrar.registration(reserved.token());
+        gateway.set_port_waker(Arc::new(move || registration.wake()));
+        let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
+        let settings = PortSettings { guard, mac_limit: None };
+        handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
+        self.serve_gateway(gateway.clone(), leases.clone());
+        self.networks.insert(spec.name.clone(), Net { id, gateway, leases, names: vec![] });
+        Ok(())
+    }
+
+    /// Takes what the gateway leaves for the host: changed leases into their file, queries to the name servers.
+    fn serve_gateway(&self, gateway: GatewayHandle, leases: PathBuf) {
+        let (news, say) = (Arc::new(Notify::new()), self.say.clone());
+        let bell = news.clone();
+        gateway.set_event_waker(Arc::new(move || bell.notify_one()));
+        let me = self.me.clone();
+        tokio::spawn(async move {
+            loop {
+                news.notified().await;
+                // The fabric has gone, and the gateway with it.
+                if me.strong_count() == 0 {
+                    return;
+                }
+                if let Some(store) = gateway.take_leases() {
+                    save(&leases, &store, &say);
+                }
+            }
+        });
+    }
+
+    /// Tells each gateway the members that the file names.
+    pub(crate) fn update_names(&mut self) {
+        let mut members: Vec<(String, Member)> = Vec::new();
+        for (network, mac, ip, name) in self.spec.addresses() {
+            let member = Member { name: name.into(), mac: mac.map(|m| m.0), address: Some(ip) };
+            members.push((network.into(), member));
+        }
+        for (network, net) in &mut self.networks {
+            for name in std::mem::take(&mut net.names) {
+                if !members.iter().any(|(n, m)| n == network && m.name == name) {
+                    net.gateway.remove_member(&name);
+                }
+            }
+            for (_, member) in members.iter().filter(|(n, _)| n == network) {
+                match net.gateway.set_member(member.clone()) {
+                    Ok(()) => net.names.push(member.name.clone()),
+                    Err(error) => (self.say)(&format!("{}: {error}", member.name)),
+                }
+            }
+        }
+    }
+}

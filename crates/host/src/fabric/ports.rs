@@ -1,0 +1,249 @@
+//! Ports: opened as planned, handed to their worker, and taken out again.
+
+use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::os::fd::OwnedFd;
+use std::process::{Child, Command, Stdio};
+
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use tombolo_port::link::{Interface, Netns};
+use tombolo_port::reactor::Registration;
+use tombolo_port::stream::{Address, StreamFeed, StreamPort};
+use tombolo_port::tap::{Existing, TapConfig, TapPort};
+use tombolo_port::uplink::NatPort;
+use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
+use tombolo_switch::control::PortSettings;
+use tombolo_switch::guard::Guard;
+use tombolo_switch::nat;
+use tombolo_switch::port::Port;
+use tombolo_switch::wait::Token;
+
+use super::{FabricError, Running, WorkerThread, describe};
+use crate::file::Proto;
+use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
+use crate::process::Process;
+use crate::qemu::probe::which;
+
+/// A port that a worker runs.
+pub(crate) struct RunningPort {
+    pub(crate) plan: PortPlan,
+    pub(crate) worker: usize,
+    pub(crate) token: Token,
+    /// The passt behind a user uplink.
+    passt: Option<Passt>,
+}
+
+impl RunningPort {
+    /// What is wrong with the passt behind it.
+    pub(crate) fn fault(&self) -> Option<String> {
+        self.passt.as_ref().and_then(|p| p.fault.clone())
+    }
+}
+
+/// A running passt. It ends when its stream does, so a killed daemon leaves none.
+struct Passt {
+    child: Child,
+    feed: StreamFeed,
+    restarts: u32,
+    /// How it ended, until it is started again.
+    fault: Option<String>,
+}
+
+impl Drop for Passt {
+    fn drop(&mut self) {
+        // Reaped here; it may have ended by itself.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
+
+fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
+    let name = port.name.clone();
+    move |why| FabricError::Port { port: name.clone(), why: why.to_string() }
+}
+
+impl Running {
+    pub(crate) fn worker_of(&self, network: &str) -> Option<(usize, &WorkerThread)> {
+        let name = &self.spec.network(network)?.worker;
+        self.workers.iter().enumerate().find(|(_, w)| w.spec.name == *name)
+    }
+
+    /// Opens a planned port and hands it to its network's worker.
+    pub(crate) fn add_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
+        let fail = error(plan);
+        let (index, worker) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
+        let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
+        let reserved = worker.handle.reserve()?;
+        let token = reserved.token();
+        let registration = worker.registrar.registration(token);
+        let (port, passt) = self.open(plan, registration)?;
+        let guard = match plan.guard {
+            Some(mac) => Guard::new(&[mac.0], &[]).pinned(),
+            None => Guard::default(),
+        };
+        let settings = PortSettings { guard, mac_limit: None };
+        worker.handle.add_port(reserved, net.id, &plan.name, port, settings)?;
+        let watched = passt.as_ref().map(|p| p.child.id());
+        self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
+        if let Some(pid) = watched {
+            self.watch_passt(plan.name.clone(), pid);
+        }
+        (self.say)(&format!("port {} on {}: {}", plan.name, plan.network, describe(plan)));
+        Ok(())
+    }
+
+    /// Takes a port out of its worker, if it is there.
+    pub(crate) fn drop_port(&mut self, name: &str) {
+        let Some(port) = self.ports.remove(name) else { return };
+        if let Some(worker) = self.workers.get(port.worker) {
+            // A worker that has ended has dropped the port already.
+            let _ = worker.handle.remove_port(port.token);
+        }
+        if let Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } =
+            &port.plan.attachment
+        {
+            let _ = std::fs::remove_file(socket);
+        }
+    }
+
+    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<(Box<dyn Port>, Option<Passt>), FabricError> {
+        let fail = error(plan);
+        let mtu = u32::from(plan.mtu);
+        let port: Box<dyn Port> = match &plan.attachment {
+            Attachment::VhostUser { socket, queues, .. } => {
+                let config = VhostUserConfig { socket: Socket::Listen(socket.clone()), queue_pairs: *queues, mtu };
+                Box::new(VhostUserPort::open(config, registration).map_err(|e| fail(&e))?)
+            }
+            Attachment::Stream { socket, connect: true } => {
+                Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
+            }
+            Attachment::Stream { socket, connect: false } => Box::new(
+                StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(|e| fail(&e))?,
+            ),
+            Attachment::Tap { device, adopt, netns, ip, mac } => {
+                let netns = netns.as_deref().map(Netns::open).transpose().map_err(|e| fail(&e))?;
+                let existing = if *adopt { Existing::Adopt } else { Existing::Create };
+                let mac = mac.map(|m| m.0);
+                let config =
+                    TapConfig { netns: netns.clone(), existing, mtu: Some(mtu), mac, ..TapConfig::new(device) };
+                let port = TapPort::open(&config, registration).map_err(|e| fail(&e))?;
+                if let Some((ip, prefix)) = ip {
+                    let link = Interface::open(netns.as_ref(), device).map_err(|e| fail(&e))?;
+                    link.add_address((*ip).into(), *prefix).map_err(|e| fail(&e))?;
+                }
+                Box::new(port)
+            }
+            Attachment::Packet { device } => {
+                return Err(fail(&format!("packet port {device} pending")));
+            }
+            Attachment::User(user) => {
+                let (stream, feed) = StreamPort::given(mtu, registration);
+                let child = self.start_passt(plan, user, &feed)?;
+                let network = self.spec.network(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
+                let forwards = user.forwards.iter().map(|(proto, _, port, to)| nat::Forward {
+                    protocol: if *proto == Proto::Tcp { nat::Protocol::Tcp } else { nat::Protocol::Udp },
+                    port: *port,
+                    to: *to,
+                });
+                let config = nat::Config {
+                    mac: user.mac.0,
+                    router: user.router,
+                    subnet: network.subnet.base,
+                    prefix: network.subnet.prefix,
+                    outside: plan::OUTSIDE.parse().expect("a literal address"),
+                    peer: plan::PEER.parse().expect("a literal address"),
+                    forwards: forwards.collect(),
+                };
+                let port = NatPort::new(config, Box::new(stream), mtu);
+                return Ok((Box::new(port), Some(Passt { child, feed, restarts: 0, fault: None })));
+            }
+        };
+        Ok((port, None))
+    }
+
+    fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
+        let spawn = |source| FabricError::Spawn { what: format!("passt for {}", plan.name), source, hint: PASST_HINT };
+        let program = which("passt").ok_or_else(|| spawn(std::io::ErrorKind::NotFound.into()))?;
+        let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
+            .map_err(|e| spawn(e.into()))?;
+        let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
+        // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
+        let argv = plan::passt_argv(&program, user, plan.mtu, 0);
+        let child = Command::new(&argv[0])
+            .args(&argv[1..])
+            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdout(Stdio::null())
+            .stderr(Stdio::from(log))
+            .spawn()
+            .map_err(spawn)?;
+        feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
+        Ok(child)
+    }
+
+    pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {
+        self.facts.runtime.join(format!("{name}.log"))
+    }
+
+    /// Starts passt again when it ends, after a pause that grows to ten seconds.
+    fn watch_passt(&self, port: String, pid: u32) {
+        let (me, say) = (self.me.clone(), self.say.clone());
+        let Some(process) = Process::open(pid) else { return };
+        tokio::spawn(async move {
+            if !super::machine::ended(process).await {
+                return;
+            }
+            let pause = {
+                let Some(running) = me.upgrade() else { return };
+                let mut running = running.lock().await;
+                let log = running.log_path(&port);
+                let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) else { return };
+                if passt.child.id() != pid {
+                    return;
+                }
+                let how = passt.child.wait().map_or_else(|e| e.to_string(), |s| s.to_string());
+                let last = super::machine::tail(&log, 3).join(" / ");
+                say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
+                passt.restarts += 1;
+                passt.fault = Some(format!("passt ended: {how}; {last}"));
+                std::time::Duration::from_millis((100 << passt.restarts.min(7)).min(10_000))
+            };
+            tokio::time::sleep(pause).await;
+            let Some(running) = me.upgrade() else { return };
+            let mut running = running.lock().await;
+            let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
+            let (plan, feed) = (plan.clone(), old.feed.clone());
+            let Attachment::User(user) = &plan.attachment else { return };
+            match running.start_passt(&plan, user, &feed) {
+                Ok(child) => {
+                    let pid = child.id();
+                    if let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) {
+                        passt.child = child;
+                        passt.fault = None;
+                    }
+                    running.watch_passt(port, pid);
+                }
+                Err(error) => say(&format!("{port}: {error}")),
+            }
+        });
+    }
+
+    /// Refuses a file whose forwards cannot listen, before anything is made: passt says so only in its log.
+    pub(crate) fn check_listeners(&self, plan: &Plan) -> Result<(), FabricError> {
+        for port in &plan.ports {
+            let Attachment::User(user) = &port.attachment else { continue };
+            for (proto, listen, ..) in &user.forwards {
+                free(*proto, *listen)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
+    let bound = match proto {
+        Proto::Tcp => TcpListener::bind(listen).map(drop),
+        Proto::Udp => UdpSocket::bind(listen).map(drop),
+    };
+    bound.map_err(|source| FabricError::Listener { proto: proto.word(), listen, source })
+}

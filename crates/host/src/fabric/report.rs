@@ -1,0 +1,233 @@
+//! What a running fabric says of itself: the API's reports, filled from the workers' counters.
+
+use std::collections::BTreeMap;
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use tombolo_switch::control::{PortStatus, WorkerStatus};
+use tombolo_switch::counters::Counter;
+use tombolo_switch::drop::Reason;
+use tombolo_switch::port::{Caps, Link};
+
+use super::{FabricError, Running};
+use crate::api::report::{
+    CounterReport, ForwardReport, LeaseReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status, WorkerReport,
+};
+use crate::file::{self, Mac, Target, Uplink};
+use crate::plan::Attachment;
+
+fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
+    let named = Reason::ALL.iter().map(|r| (r.name().to_string(), counters[*r as usize].get()));
+    named.filter(|(_, n)| *n != 0).collect()
+}
+
+fn offloads(caps: &Caps) -> Vec<String> {
+    let all = [("checksum", caps.checksum), ("tso4", caps.tso4), ("tso6", caps.tso6), ("ecn", caps.ecn)];
+    all.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_string()).collect()
+}
+
+impl Running {
+    /// Everything at one instant.
+    ///
+    /// # Errors
+    /// If a worker has ended.
+    pub fn status(&self) -> Result<Status, FabricError> {
+        let statuses: Vec<WorkerStatus> = self.workers.iter().map(|w| w.handle.status()).collect::<Result<_, _>>()?;
+        let mut networks = Vec::new();
+        for spec in &self.spec.networks {
+            networks.extend(self.network(spec, &statuses));
+        }
+        let mut ports: Vec<_> = statuses.iter().flat_map(|s| s.ports.iter().map(|p| self.port(s, p))).collect();
+        ports.sort_by(|a: &PortReport, b| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
+        let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
+            name: w.spec.name.clone(),
+            cpu: w.spec.cpu.and_then(|c| u32::try_from(c).ok()),
+            budget: s.settings.budget as u32,
+            busy_poll_us: s.settings.busy_poll.0 / 1000,
+            sleeps: s.counters.sleeps.get(),
+            slept_ns: s.counters.slept_ns.get(),
+            lifetime_ns: w.started.elapsed().as_nanos() as u64,
+        });
+        let forwards = self.spec.forwards.iter().map(|f| {
+            let uplink = self.ports.get(&format!("uplink-{}", f.network));
+            ForwardReport {
+                proto: f.proto.word().into(),
+                listen: f.listen,
+                to: match &f.target {
+                    Target::Name(name) => format!("{name}:{}", f.port),
+                    Target::Ip(ip) => format!("{ip}:{}", f.port),
+                },
+                address: f.ip,
+                fault: uplink.and_then(super::ports::RunningPort::fault),
+            }
+        });
+        let (forwards, workers) = (forwards.collect(), workers.collect());
+        let warnings = self.warnings(&ports);
+        Ok(Status {
+            schema: SCHEMA,
+            version: env!("CARGO_PKG_VERSION").into(),
+            name: self.spec.name.clone(),
+            file: self.file.display().to_string(),
+            pid: std::process::id(),
+            uptime_s: self.started.elapsed().as_secs_f64(),
+            networks,
+            machines: self.machine_reports(),
+            ports,
+            forwards,
+            workers,
+            warnings,
+        })
+    }
+
+    fn warnings(&self, ports: &[PortReport]) -> Vec<String> {
+        let mut out = Vec::new();
+        let slow = self.machines.values().filter(|m| !m.plan.kvm).count();
+        if slow > 0
+            && let Err(why) = &self.facts.kvm
+            && why != super::NOT_ASKED
+        {
+            out.push(format!("{slow} machine(s) run under emulation: {why}"));
+        }
+        for (name, machine) in &self.machines {
+            if let (None, false, Some(end)) = (machine.pid, machine.stopped, &machine.ended)
+                && !end.well
+            {
+                out.push(format!("{name} failed: {}", end.how));
+            }
+        }
+        for port in ports {
+            if let (Some(fault), true) = (&port.last_fault, port.counters.faults > 0) {
+                out.push(format!(
+                    "port {}: its peer broke the rules {} time(s), last: {fault}",
+                    port.name, port.counters.faults
+                ));
+            }
+        }
+        out
+    }
+
+    fn network(&self, spec: &file::Network, statuses: &[WorkerStatus]) -> Option<NetworkReport> {
+        let net = self.networks.get(&spec.name)?;
+        let n = statuses.iter().flat_map(|s| &s.networks).find(|n| *n.name == spec.name)?;
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
+        let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
+        let stored = net.gateway.leases();
+        let mut leases: Vec<LeaseReport> = Vec::new();
+        for (_, mac, ip, name) in &fixed {
+            let held = stored.leases.iter().find(|l| l.address == *ip);
+            leases.push(LeaseReport {
+                mac: mac.map(|m| m.to_string()).unwrap_or_default(),
+                ip: *ip,
+                name: Some(name.to_string()),
+                fixed: true,
+                expires_s: held.map(|l| l.expires_unix_secs.saturating_sub(now)),
+            });
+        }
+        for lease in stored.leases.iter().filter(|l| !fixed.iter().any(|(_, _, ip, _)| *ip == l.address)) {
+            leases.push(LeaseReport {
+                mac: Mac(lease.mac).to_string(),
+                ip: lease.address,
+                name: lease.name.clone(),
+                fixed: false,
+                expires_s: Some(lease.expires_unix_secs.saturating_sub(now)),
+            });
+        }
+        leases.sort_by_key(|l| l.ip);
+        let uplink = match &spec.uplink {
+            Uplink::Bridge { device } => format!("bridge {device}"),
+            other => other.word().into(),
+        };
+        Some(NetworkReport {
+            name: spec.name.clone(),
+            subnet: spec.subnet.to_string(),
+            gateway: spec.gateway,
+            router: spec.router,
+            uplink,
+            uplink_fault: self.ports.get(&format!("uplink-{}", spec.name)).and_then(super::ports::RunningPort::fault),
+            domain: spec.domain.clone(),
+            mtu: spec.mtu.into(),
+            worker: spec.worker.clone(),
+            macs: n.macs as u64,
+            flooded_unknown: n.flooded_unknown,
+            leases,
+            counters: net.counters(),
+        })
+    }
+
+    /// The machines.
+    pub fn machine_reports(&self) -> Vec<MachineReport> {
+        let one = |m: &file::Machine| {
+            let running = self.machines.get(&m.name)?;
+            let state = match (running.pid, running.stopped, &running.ended) {
+                (Some(_), ..) => "running",
+                (None, true, _) => "stopped",
+                (None, false, Some(end)) if end.well => "stopped",
+                (None, false, _) => "failed",
+            };
+            let last_end = running.ended.as_ref().filter(|_| !running.stopped).map(|end| {
+                let lines: String = end.last_lines.iter().map(|l| format!("\n    | {l}")).collect();
+                format!("{}{lines}", end.how)
+            });
+            Some(MachineReport {
+                name: m.name.clone(),
+                kind: m.kind.word().into(),
+                state: state.into(),
+                pid: running.pid,
+                accel: if running.plan.kvm { "kvm" } else { "tcg" }.into(),
+                machine: m.machine.word().into(),
+                addresses: m.nics.iter().filter_map(|n| Some((n.network.clone(), n.ip?))).collect(),
+                uptime_s: running.pid.map(|_| running.since.elapsed().as_secs_f64()),
+                last_end,
+                restarts: running.restarts,
+                adopted: running.adopted,
+            })
+        };
+        self.spec.machines.iter().filter_map(one).collect()
+    }
+
+    fn port(&self, worker: &WorkerStatus, p: &PortStatus) -> PortReport {
+        let known = self.ports.get(&*p.name);
+        let network = worker.networks.iter().find(|n| n.id == p.network);
+        let c = &p.counters;
+        let mut details: BTreeMap<String, String> = p.details.iter().map(|(k, v)| (k.to_string(), v.clone())).collect();
+        if let Some(Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, .. }) =
+            known.map(|k| &k.plan.attachment)
+        {
+            details.insert("socket".into(), socket.display().to_string());
+        }
+        if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
+            details.insert("machine".into(), machine);
+        }
+        let fault = p.last_fault.as_ref().map(|f| {
+            let ago = worker.now.since(f.at).0 / 1_000_000_000;
+            format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)
+        });
+        PortReport {
+            name: p.name.to_string(),
+            network: network.map(|n| n.name.to_string()).unwrap_or_default(),
+            kind: p.kind.into(),
+            up: p.link == Link::Up,
+            offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
+            guard: p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect(),
+            details,
+            macs: p.macs.into(),
+            counters: CounterReport {
+                rx_frames: c.rx_frames.get(),
+                rx_bytes: c.rx_bytes.get(),
+                tx_frames: c.tx_frames.get(),
+                tx_bytes: c.tx_bytes.get(),
+                rx_drops: drops(&c.rx_drops),
+                tx_drops: drops(&c.tx_drops),
+                wakeups: c.wakeups.get(),
+                turns: c.turns.get(),
+                exhausted_budgets: c.exhausted_budgets.get(),
+                frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),
+                faults: c.faults.get(),
+                software_checksums: c.software_checksums.get(),
+                software_segments: c.software_segments.get(),
+                captured: c.captured.get(),
+                capture_lost: c.capture_lost.get(),
+            },
+            last_fault: p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault),
+        }
+    }
+}

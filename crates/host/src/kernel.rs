@@ -1,0 +1,184 @@
+//! The kernel uplink's part in the host: one nftables table named by the fabric, and IPv4 forwarding.
+//!
+//! The tap itself is a port and goes with the process. The table and the sysctl stay when the process is killed;
+//! they are in the owner record, and the next `up` or `down` takes them back.
+//!
+//! # Theory of operation
+//! Guests route through the tap's address. Outwards they are masqueraded. A forward is a DNAT at `prerouting` for
+//! connections from elsewhere and at `output` for those of the host itself. A connection from 127.0.0.1 can leave through
+//! the tap only with `route_localnet` on it, and its source must become the tap's address. `route_localnet` would also let
+//! a guest reach the host's loopback services (CVE-2020-8558 elsewhere): the table drops what comes from a tap for 127/8
+//! before anything else looks at it.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+
+use crate::plan::KernelUplink;
+use crate::qemu::probe::which;
+use crate::rundir::Sysctl;
+
+/// Why the host's part could not be set up.
+#[derive(Debug, thiserror::Error)]
+pub enum KernelError {
+    /// No `nft`.
+    #[error(
+        "the kernel uplink needs nft, which is not in PATH; install it (Debian: apt install nftables), or use uplink = \"user\""
+    )]
+    NoNft,
+    /// `nft` refused the rules.
+    #[error(
+        "nft {what}: {said}; the kernel uplink needs CAP_NET_ADMIN (run as root) and nf_tables in the kernel, or use uplink = \"user\""
+    )]
+    Nft {
+        /// What was tried.
+        what: &'static str,
+        /// Its first line.
+        said: String,
+    },
+    /// A sysctl could not be read or written.
+    #[error("sysctl {key}: {source}; run as root, or use uplink = \"user\"")]
+    Sysctl {
+        /// Which.
+        key: String,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+}
+
+/// The name of a fabric's table. Fabric names have no underscore, so two of them never meet.
+pub fn table(fabric: &str) -> String {
+    format!("tombolo_{}", fabric.replace('-', "_"))
+}
+
+/// The rules of all kernel uplinks of a fabric, as input for `nft -f -`: the table is made anew, in one transaction.
+pub fn rules(fabric: &str, uplinks: &[KernelUplink]) -> String {
+    let table = table(fabric);
+    let mut early = String::new();
+    let mut dnat = String::new();
+    let mut source = String::new();
+    for uplink in uplinks {
+        let (device, subnet) = (&uplink.device, uplink.network.subnet);
+        let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
+        let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
+        let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
+        for f in &uplink.forwards {
+            let (ip, port) = (f.listen.ip(), f.listen.port());
+            let host = if ip.is_unspecified() { "fib daddr type local".into() } else { format!("ip daddr {ip}") };
+            let _ = writeln!(dnat, "    {host} {} dport {port} counter dnat ip to {}:{}", f.proto.word(), f.ip, f.port);
+        }
+    }
+    format!(
+        "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n  \
+         chain early {{\n    type filter hook prerouting priority raw; policy accept;\n{early}  }}\n  \
+         chain forwards {{\n    type nat hook prerouting priority dstnat; policy accept;\n{dnat}  }}\n  \
+         chain own {{\n    type nat hook output priority -100; policy accept;\n{dnat}  }}\n  \
+         chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n}}\n"
+    )
+}
+
+fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
+    let program = which("nft").ok_or(KernelError::NoNft)?;
+    let failed = |said: String| KernelError::Nft { what, said };
+    let mut child = Command::new(program)
+        .args(["-f", "-"])
+        .stdin(Stdio::piped())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped())
+        .spawn()
+        .map_err(|e| failed(e.to_string()))?;
+    if let Some(mut input) = child.stdin.take() {
+        // A reader that has gone says why on its standard error.
+        let _ = input.write_all(text.as_bytes());
+    }
+    let output = child.wait_with_output().map_err(|e| failed(e.to_string()))?;
+    if output.status.success() {
+        return Ok(());
+    }
+    Err(failed(String::from_utf8_lossy(&output.stderr).lines().next().unwrap_or("no word").to_string()))
+}
+
+/// Puts the rules in force.
+pub fn apply(fabric: &str, uplinks: &[KernelUplink]) -> Result<(), KernelError> {
+    nft("-f - (making the table)", &rules(fabric, uplinks))
+}
+
+/// Removes a table; one that is not there is no error.
+pub fn remove(table: &str) -> Result<(), KernelError> {
+    nft("-f - (removing the table)", &format!("table inet {table} {{}}\ndelete table inet {table}\n"))
+}
+
+fn sysctl_path(key: &str) -> PathBuf {
+    PathBuf::from("/proc/sys").join(key)
+}
+
+/// The value of a sysctl, which is to be recorded before [`set`] changes it.
+pub fn get(key: &str) -> Result<Sysctl, KernelError> {
+    let read = std::fs::read_to_string(sysctl_path(key));
+    let before = read.map_err(|source| KernelError::Sysctl { key: key.into(), source })?.trim().to_string();
+    Ok(Sysctl { key: key.into(), before })
+}
+
+/// Sets a sysctl.
+pub fn set(key: &str, value: &str) -> Result<(), KernelError> {
+    std::fs::write(sysctl_path(key), value).map_err(|source| KernelError::Sysctl { key: key.into(), source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file;
+    use std::path::Path;
+
+    fn uplinks() -> Vec<KernelUplink> {
+        let text = "name = \"a-b\"\n[network.lan]\nuplink = \"kernel\"\n\
+            [[forward]]\nlisten = \"127.0.0.1:8080\"\nto = \"10.87.0.9:80\"\n\
+            [[forward]]\nproto = \"udp\"\nlisten = \"0.0.0.0:53\"\nto = \"10.87.0.9:5353\"\n";
+        let fabric = file::parse(text, Path::new("t.toml")).unwrap();
+        fabric.networks.iter().filter_map(|n| crate::plan::uplink(&fabric, n).1).collect()
+    }
+
+    #[test]
+    fn the_table_says_what_the_file_says() {
+        let text = rules("a-b", &uplinks());
+        assert!(text.starts_with("table inet tombolo_a_b {}\ndelete table inet tombolo_a_b\n"));
+        for line in [
+            "iifname \"tb-a-b-lan\" ip daddr 127.0.0.0/8 counter drop",
+            "ip daddr 127.0.0.1 tcp dport 8080 counter dnat ip to 10.87.0.9:80",
+            "fib daddr type local udp dport 53 counter dnat ip to 10.87.0.9:5353",
+            "ip saddr 10.87.0.0/24 oifname != \"tb-a-b-lan\" counter masquerade",
+        ] {
+            assert!(text.contains(line), "{line} is not in\n{text}");
+        }
+    }
+
+    #[test]
+    fn nft_takes_the_rules() {
+        let Some(nft) = which("nft") else {
+            eprintln!("SKIPPED nft_takes_the_rules: no nft");
+            return;
+        };
+        // In a namespace of its own, checked without being put in force.
+        let mut child = match Command::new("unshare")
+            .args(["-rn", &nft.display().to_string(), "-c", "-f", "-"])
+            .stdin(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+        {
+            Ok(child) => child,
+            Err(error) => {
+                eprintln!("SKIPPED nft_takes_the_rules: unshare: {error}");
+                return;
+            }
+        };
+        child.stdin.take().unwrap().write_all(rules("a-b", &uplinks()).as_bytes()).unwrap();
+        let out = child.wait_with_output().unwrap();
+        let said = String::from_utf8_lossy(&out.stderr).into_owned();
+        if said.contains("unshare failed") || said.contains("Operation not permitted") {
+            eprintln!("SKIPPED nft_takes_the_rules: {said}");
+            return;
+        }
+        assert!(out.status.success(), "{said}");
+    }
+}

@@ -1,0 +1,571 @@
+//! The control side of a port: the socket, the protocol's messages, and the life of connections. A thread of its own.
+//!
+//! The frontend is as hostile as its guest. What it says is checked here, and what concerns rings and memory is handed
+//! to the worker through the mailbox. A message that breaks the protocol ends the connection with a counted fault; the
+//! thread then waits for the next frontend, which is how a restarted VMM comes back.
+
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{RecvFlags, recv};
+use rustix::time::Timespec;
+use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_switch::port::{Fault, FaultKind};
+use vhost::vhost_user::message::{
+    VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
+    VhostUserMemoryRegion, VhostUserProtocolFeatures, VhostUserShMemConfig, VhostUserSharedMsg,
+    VhostUserSingleMemoryRegion, VhostUserVirtioFeatures, VhostUserVringAddrFlags, VhostUserVringState,
+};
+use vhost::vhost_user::{BackendReqHandler, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
+
+use super::mailbox::{Answer, Command, Gone, Mailbox, StartRing};
+use super::memory::{GuestRegion, GuestTable, MAX_REGIONS};
+use super::{Socket, VhostUserConfig, is_from_guest};
+
+/// Longest chain that is taken: a frame with the largest header, and room for a driver's padding. Frames longer than the
+/// switch carries are dropped one by one; only what is beyond all reason breaks the ring.
+const MAX_CHAIN_BYTES: u32 = 1 << 20;
+/// Time between two attempts to reach a frontend that listens.
+const RECONNECT: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+
+/// Feature bits that are offered. Not among them: MAC, STATUS and link announcements, which VMMs answer themselves;
+/// UFO and USO, which nothing here can cut.
+pub(super) fn offered_features(config: &VhostUserConfig) -> u64 {
+    use net_features as net;
+    let base = ring_features::VERSION_1
+        | ring_features::EVENT_IDX
+        | ring_features::INDIRECT_DESC
+        | ring_features::IN_ORDER
+        | net::MRG_RXBUF
+        | net::MTU
+        | net::CSUM
+        | net::GUEST_CSUM
+        | net::HOST_TSO4
+        | net::HOST_TSO6
+        | net::HOST_ECN
+        | net::GUEST_TSO4
+        | net::GUEST_TSO6
+        | net::GUEST_ECN
+        // The control queue is the frontend's own business, which it may offer only if the backend does not object.
+        | net::CTRL_VQ
+        | VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits();
+    if config.queue_pairs > 1 { base | net::MQ } else { base }
+}
+
+/// Protocol features that are offered. Not among them:
+/// * INFLIGHT_SHMFD: rings are answered in order, so the used index alone tells what is not done;
+/// * LOG_SHMFD and what else belongs to migration.
+fn offered_protocol_features() -> VhostUserProtocolFeatures {
+    VhostUserProtocolFeatures::MQ
+        | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::MTU
+        | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
+}
+
+/// What the frontend said of a ring.
+#[derive(Debug, Default)]
+struct ControlRing {
+    size: u32,
+    /// Descriptor table, available ring, used ring; in the frontend's address space.
+    addresses: Option<[u64; 3]>,
+    base: u16,
+    kick: Option<OwnedFd>,
+    call: Option<Arc<Doorbell>>,
+    /// What the frontend said last; a ring of which it said nothing is enabled unless protocol features were agreed on.
+    enabled: Option<bool>,
+    /// The worker runs it.
+    running: bool,
+}
+
+/// The state of one connection.
+struct Connection {
+    mailbox: Arc<Mailbox>,
+    offered: u64,
+    features: Option<u64>,
+    protocol_features: u64,
+    queue_pairs: u32,
+    mtu: u32,
+    memory: Arc<GuestTable>,
+    rings: Vec<ControlRing>,
+}
+
+/// Why a request was refused, in words.
+fn refused(text: impl Into<String>) -> Error {
+    Error::ReqHandlerError(io::Error::other(text.into()))
+}
+
+fn unsupported<T>(what: &'static str) -> Result<T> {
+    Err(Error::InvalidOperation(what))
+}
+
+impl Connection {
+    fn post(&self, command: Command) -> Result<Answer> {
+        match self.mailbox.post(command) {
+            Ok(Answer::Refused(why)) => Err(refused(why)),
+            Ok(answer) => Ok(answer),
+            Err(Gone) => Err(refused("the port is gone")),
+        }
+    }
+
+    fn ring(&mut self, index: u32) -> Result<&mut ControlRing> {
+        let rings = self.rings.len();
+        let ring = self.rings.get_mut(index as usize);
+        ring.ok_or_else(|| refused(format!("ring {index} of {rings}")))
+    }
+
+    /// As [`Connection::ring`], for what must not change while the ring runs.
+    fn stopped_ring(&mut self, index: u32, what: &str) -> Result<&mut ControlRing> {
+        let ring = self.ring(index)?;
+        if ring.running {
+            return Err(refused(format!("{what} of ring {index} was changed while it runs")));
+        }
+        Ok(ring)
+    }
+
+    /// Starts a ring of which all is known: its kick descriptor comes last.
+    ///
+    /// The protocol has a ring start with the first kick. It is started with the descriptor here, as DPDK's backend does:
+    /// a driver that polls need never kick, and looking at a ring that is set up does no harm.
+    fn start(&mut self, index: usize) -> Result<()> {
+        let features = self.features.unwrap_or(0);
+        let ring = &self.rings[index];
+        let (Some(addresses), Some(kick), false) = (ring.addresses, &ring.kick, ring.running) else { return Ok(()) };
+        let translate = |address| {
+            let found = self.memory.guest_address(address);
+            found.ok_or_else(|| refused(format!("ring {index} at {address:#x} is in no memory region")))
+        };
+        let queue = QueueConfig {
+            size: ring.size,
+            descriptors: translate(addresses[0])?,
+            available: translate(addresses[1])?,
+            used: translate(addresses[2])?,
+            features,
+            max_chain_bytes: MAX_CHAIN_BYTES,
+        };
+        let kick = if is_from_guest(index) {
+            let watch = self.mailbox.registration().watch(kick);
+            Some(watch.map_err(|error| refused(format!("the kick descriptor of ring {index}: {error}")))?)
+        } else {
+            None
+        };
+        let enabled = ring.enabled.unwrap_or(features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0);
+        let start = StartRing { index, queue, base: ring.base, call: ring.call.clone(), kick, enabled };
+        self.post(Command::Start(Box::new(start)))?;
+        self.rings[index].running = true;
+        Ok(())
+    }
+
+    /// Stops a ring; its index is remembered as its base.
+    fn stop(&mut self, index: usize) -> Result<u16> {
+        if self.rings[index].running {
+            if let Answer::Base(base) = self.post(Command::Stop { index })? {
+                self.rings[index].base = base;
+            }
+            self.rings[index].running = false;
+        }
+        Ok(self.rings[index].base)
+    }
+
+    /// Replaces the guest's memory; rings that run are stopped for it and go on where they were.
+    fn replace_memory(&mut self, regions: Vec<GuestRegion>) -> Result<()> {
+        let table = Arc::new(GuestTable::new(regions).map_err(|error| refused(error.to_string()))?);
+        let running: Vec<usize> = (0..self.rings.len()).filter(|index| self.rings[*index].running).collect();
+        for index in &running {
+            self.stop(*index)?;
+        }
+        self.memory = table.clone();
+        if let Answer::Old(unmapped_here) = self.post(Command::Memory(table))? {
+            drop(unmapped_here);
+        }
+        running.into_iter().try_for_each(|index| self.start(index))
+    }
+
+    fn map(region: &VhostUserMemoryRegion, file: File) -> Result<GuestRegion> {
+        let VhostUserMemoryRegion { guest_phys_addr, memory_size, user_addr, mmap_offset } = *region;
+        GuestRegion::map(file, guest_phys_addr, user_addr, memory_size, mmap_offset)
+            .map_err(|error| refused(format!("memory region at {guest_phys_addr:#x}: {error}")))
+    }
+
+    fn set_call(&mut self, index: u32, file: Option<File>) -> Result<()> {
+        let call = file.map(|file| Doorbell::adopt(file.into())).transpose();
+        let call = call.map_err(|error| refused(format!("the call descriptor of ring {index}: {error}")))?;
+        let call = call.map(Arc::new);
+        let ring = self.ring(index)?;
+        ring.call = call.clone();
+        if ring.running {
+            self.post(Command::Call { index: index as usize, call })?;
+        }
+        Ok(())
+    }
+}
+
+impl VhostUserBackendReqHandlerMut for Connection {
+    fn set_owner(&mut self) -> Result<()> {
+        Ok(())
+    }
+
+    /// Deprecated; the specification has rings disabled, some frontends mean "stop everything".
+    fn reset_owner(&mut self) -> Result<()> {
+        (0..self.rings.len()).try_for_each(|index| self.stop(index).map(|_| ()))
+    }
+
+    fn reset_device(&mut self) -> Result<()> {
+        unsupported("RESET_DEVICE was not offered")
+    }
+
+    fn get_features(&mut self) -> Result<u64> {
+        Ok(self.offered)
+    }
+
+    fn set_features(&mut self, features: u64) -> Result<()> {
+        let surplus = features & !self.offered;
+        if surplus != 0 {
+            return Err(refused(format!("features {surplus:#x} were not offered")));
+        }
+        if self.features != Some(features) {
+            if self.rings.iter().any(|ring| ring.running) {
+                return Err(refused("features were changed while a ring runs"));
+            }
+            self.features = Some(features);
+            self.post(Command::Features(features))?;
+        }
+        Ok(())
+    }
+
+    fn set_mem_table(
+        &mut self,
+        regions: &[VhostUserMemoryRegion],
+        files: Vec<File>,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<Vec<vhost::VhostUserMemoryRegionBase>>> {
+        let mapped: Result<Vec<_>> = regions.iter().zip(files).map(|(region, file)| Self::map(region, file)).collect();
+        self.replace_memory(mapped?)?;
+        Ok(None)
+    }
+
+    fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
+        self.stopped_ring(index, "the size")?.size = num;
+        Ok(())
+    }
+
+    fn set_vring_addr(
+        &mut self,
+        index: u32,
+        flags: VhostUserVringAddrFlags,
+        descriptor: u64,
+        used: u64,
+        available: u64,
+        _log: u64,
+    ) -> Result<()> {
+        if !flags.is_empty() {
+            return Err(refused(format!("ring {index}: logging of dirty pages was not offered")));
+        }
+        let addresses = Some([descriptor, available, used]);
+        // Frontends repeat themselves.
+        if self.ring(index)?.addresses != addresses {
+            self.stopped_ring(index, "the address")?.addresses = addresses;
+        }
+        Ok(())
+    }
+
+    fn set_vring_base(&mut self, index: u32, base: u32) -> Result<()> {
+        let ring = self.stopped_ring(index, "the base")?;
+        ring.base = u16::try_from(base).map_err(|_| refused(format!("ring {index}: base {base} is beyond 65535")))?;
+        Ok(())
+    }
+
+    fn get_vring_base(&mut self, index: u32) -> Result<VhostUserVringState> {
+        self.ring(index)?;
+        let base = self.stop(index as usize)?;
+        let ring = self.ring(index)?;
+        ring.kick = None;
+        ring.call = None;
+        Ok(VhostUserVringState::new(index, u32::from(base)))
+    }
+
+    fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        let ring = self.stopped_ring(u32::from(index), "the kick descriptor")?;
+        let Some(fd) = fd else {
+            // "Poll the ring instead" would keep a core busy for ever at a guest's wish.
+            return Err(refused(format!("ring {index} without a kick descriptor")));
+        };
+        ring.kick = Some(fd.into());
+        self.start(usize::from(index))
+    }
+
+    fn set_vring_call(&mut self, index: u8, fd: Option<File>) -> Result<()> {
+        self.set_call(u32::from(index), fd)
+    }
+
+    /// Faults end the connection, which tells more than the descriptor could.
+    fn set_vring_err(&mut self, index: u8, _fd: Option<File>) -> Result<()> {
+        self.ring(u32::from(index)).map(|_| ())
+    }
+
+    fn get_protocol_features(&mut self) -> Result<VhostUserProtocolFeatures> {
+        Ok(offered_protocol_features())
+    }
+
+    fn set_protocol_features(&mut self, features: u64) -> Result<()> {
+        let surplus = features & !offered_protocol_features().bits();
+        if surplus != 0 {
+            return Err(refused(format!("protocol features {surplus:#x} were not offered")));
+        }
+        self.protocol_features = features;
+        Ok(())
+    }
+
+    fn get_queue_num(&mut self) -> Result<u64> {
+        Ok(u64::from(self.queue_pairs))
+    }
+
+    fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
+        let ring = self.ring(index)?;
+        ring.enabled = Some(enable);
+        if ring.running {
+            self.post(Command::Enable { index: index as usize, enabled: enable })?;
+        }
+        Ok(())
+    }
+
+    fn get_config(&mut self, _offset: u32, _size: u32, _flags: VhostUserConfigFlags) -> Result<Vec<u8>> {
+        unsupported("CONFIG was not offered")
+    }
+
+    fn set_config(&mut self, _offset: u32, _buf: &[u8], _flags: VhostUserConfigFlags) -> Result<()> {
+        unsupported("CONFIG was not offered")
+    }
+
+    fn set_gpu_socket(&mut self, _gpu: GpuBackend) -> Result<()> {
+        unsupported("a GPU socket for a network device")
+    }
+
+    fn get_shared_object(&mut self, _uuid: VhostUserSharedMsg) -> Result<File> {
+        unsupported("SHARED_OBJECT was not offered")
+    }
+
+    fn get_inflight_fd(&mut self, _inflight: &VhostUserInflight) -> Result<(VhostUserInflight, File)> {
+        unsupported("INFLIGHT_SHMFD was not offered")
+    }
+
+    fn set_inflight_fd(&mut self, _inflight: &VhostUserInflight, _file: File) -> Result<()> {
+        unsupported("INFLIGHT_SHMFD was not offered")
+    }
+
+    fn get_max_mem_slots(&mut self) -> Result<u64> {
+        Ok(MAX_REGIONS as u64)
+    }
+
+    fn add_mem_region(
+        &mut self,
+        region: &VhostUserSingleMemoryRegion,
+        fd: File,
+        _postcopy: Option<bool>,
+    ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
+        let mut regions = self.memory.regions().to_vec();
+        regions.push(Self::map(region, fd)?);
+        self.replace_memory(regions)?;
+        Ok(None)
+    }
+
+    fn remove_mem_region(&mut self, region: &VhostUserSingleMemoryRegion) -> Result<()> {
+        let (guest, frontend, bytes) = (region.guest_phys_addr, region.user_addr, region.memory_size);
+        let mut regions = self.memory.regions().to_vec();
+        let before = regions.len();
+        regions.retain(|r| (r.guest_address, r.frontend_address, r.bytes) != (guest, frontend, bytes));
+        if regions.len() == before {
+            return Err(refused(format!("no memory region of {bytes} bytes at {guest:#x} to be removed")));
+        }
+        self.replace_memory(regions)
+    }
+
+    fn set_device_state_fd(
+        &mut self,
+        _direction: VhostTransferStateDirection,
+        _phase: VhostTransferStatePhase,
+        _fd: File,
+    ) -> Result<Option<File>> {
+        unsupported("DEVICE_STATE was not offered")
+    }
+
+    fn check_device_state(&mut self) -> Result<()> {
+        unsupported("DEVICE_STATE was not offered")
+    }
+
+    fn get_shmem_config(&mut self) -> Result<VhostUserShMemConfig> {
+        unsupported("SHMEM was not offered")
+    }
+
+    fn set_log_base(&mut self, _log: &VhostUserLog, _file: File) -> Result<()> {
+        unsupported("LOG_SHMFD was not offered")
+    }
+}
+
+/// Where frontends come from.
+pub(super) enum Source {
+    Listener(UnixListener),
+    Connect(PathBuf),
+}
+
+impl Source {
+    /// Opens the socket. A path that a dead daemon left behind is taken over; one on which somebody listens is not.
+    pub(super) fn open(socket: &Socket) -> io::Result<Source> {
+        match socket {
+            Socket::Connect(path) => Ok(Source::Connect(path.clone())),
+            Socket::Listen(path) => {
+                let listener = match UnixListener::bind(path) {
+                    Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
+                        std::fs::remove_file(path)?;
+                        UnixListener::bind(path)?
+                    }
+                    other => other?,
+                };
+                listener.set_nonblocking(true)?;
+                Ok(Source::Listener(listener))
+            }
+        }
+    }
+
+    /// The next frontend; `None` when the port is going.
+    fn next(&self, stop: &Doorbell) -> Option<UnixStream> {
+        loop {
+            let timeout = match self {
+                Source::Listener(listener) => {
+                    if let Ok((stream, _)) = listener.accept() {
+                        // Accepted sockets do not inherit it on Linux, but say so: messages are read blocking.
+                        if stream.set_nonblocking(false).is_ok() {
+                            return Some(stream);
+                        }
+                    }
+                    None
+                }
+                Source::Connect(path) => {
+                    if let Ok(stream) = UnixStream::connect(path) {
+                        return Some(stream);
+                    }
+                    Some(RECONNECT)
+                }
+            };
+            let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
+            if let Source::Listener(listener) = self {
+                fds.push(PollFd::new(listener, PollFlags::IN));
+            }
+            // Interrupted or failed: looked at again.
+            let _ = poll(&mut fds, timeout.as_ref());
+            if fds[0].revents().contains(PollFlags::IN) {
+                return None;
+            }
+        }
+    }
+}
+
+/// Whether the socket at `path` has no listener any more.
+fn is_stale(path: &Path) -> bool {
+    UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
+}
+
+/// The control thread: one frontend after the other, until the port is gone.
+pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailbox>, stop: &Doorbell) {
+    while let Some(stream) = source.next(stop) {
+        let Ok(other_end) = stream.try_clone() else { continue };
+        if mailbox.post(Command::Connected(other_end)).is_err() {
+            return;
+        }
+        let connection = Connection {
+            mailbox: mailbox.clone(),
+            offered: offered_features(config),
+            features: None,
+            protocol_features: 0,
+            queue_pairs: config.queue_pairs.into(),
+            mtu: config.mtu,
+            memory: Arc::new(GuestTable::empty()),
+            rings: (0..2 * config.queue_pairs).map(|_| ControlRing::default()).collect(),
+        };
+        let Ok(own) = stream.try_clone() else { continue };
+        let connection = Arc::new(Mutex::new(connection));
+        let mut handler = BackendReqHandler::from_stream(stream, connection.clone());
+        let error = loop {
+            let handled = match own_message(&own, &connection) {
+                Ok(true) => Ok(()),
+                Ok(false) => handler.handle_request(),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = handled {
+                break error;
+            }
+        };
+        match mailbox.post(Command::Closed(fault(error))) {
+            Ok(Answer::Old(unmapped_here)) => drop(unmapped_here),
+            Ok(_) => {}
+            Err(Gone) => return,
+        }
+    }
+}
+
+// Messages that the crate `vhost` does not take as QEMU sends them; VHOST_USER_* of the specification.
+const NET_SET_MTU: u32 = 20;
+const SET_VRING_ENABLE: u32 = 18;
+const HEADER_BYTES: usize = 12;
+const VERSION: u32 = 1;
+const FLAG_REPLY: u32 = 4;
+const FLAG_NEED_REPLY: u32 = 8;
+
+/// Handles the next message if it is one that the crate `vhost` would refuse: QEMU's network device enables rings before
+/// it acknowledges features (and 7.2 never acknowledges the bit that the crate asks for then), and the crate does not know
+/// the network's message about the MTU. Says whether it did; other messages are left in the socket.
+fn own_message(stream: &UnixStream, connection: &Mutex<Connection>) -> Result<bool> {
+    let mut header = [0; HEADER_BYTES];
+    let peek = RecvFlags::PEEK | RecvFlags::WAITALL;
+    match recv(stream, &mut header, peek) {
+        Ok((_, HEADER_BYTES)) => {}
+        // The end of the stream, or an error: found again, and named, by the crate.
+        _ => return Ok(false),
+    }
+    let word = |bytes: &[u8], at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let (request, flags, bytes) = (word(&header, 0), word(&header, 4), word(&header, 8));
+    if !matches!(request, SET_VRING_ENABLE | NET_SET_MTU) {
+        return Ok(false);
+    }
+    if flags & !FLAG_NEED_REPLY != VERSION || bytes != 8 {
+        return Err(refused(format!("request {request} with flags {flags:#x} and {bytes} bytes, expected 8 bytes")));
+    }
+    // Descriptors that came along are closed by the kernel, since nothing is there to take them.
+    let mut message = [0; HEADER_BYTES + 8];
+    (&*stream).read_exact(&mut message).map_err(|_| Error::PartialMessage)?;
+    let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+    let (first, second) = (word(&message, HEADER_BYTES), word(&message, HEADER_BYTES + 4));
+    // A frontend may be told no here, and go on.
+    let mut no = false;
+    match (request, second) {
+        (SET_VRING_ENABLE, 0 | 1) => connection.set_vring_enable(first, second == 1)?,
+        (SET_VRING_ENABLE, _) => return Err(refused(format!("ring {first} enabled with {second}, expected 0 or 1"))),
+        _ => no = second != 0 || first > connection.mtu,
+    }
+    let acknowledged = connection.protocol_features & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0;
+    if flags & FLAG_NEED_REPLY != 0 && acknowledged {
+        let words = [request, VERSION | FLAG_REPLY, 8, u32::from(no), 0];
+        let reply: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        (&*stream).write_all(&reply).map_err(Error::SocketError)?;
+    }
+    Ok(true)
+}
+
+/// What the end of a connection means: a frontend may go at any time, and says nothing then.
+fn fault(error: Error) -> Option<Fault> {
+    let kind = match &error {
+        Error::Disconnected | Error::SocketBroken(_) => return None,
+        Error::SocketError(_) | Error::SocketRetry(_) => FaultKind::System,
+        _ => FaultKind::Protocol,
+    };
+    let detail = match error {
+        Error::ReqHandlerError(why) => format!("vhost-user: {why}"),
+        other => format!("vhost-user message: {other}"),
+    };
+    Some(Fault { kind, detail })
+}

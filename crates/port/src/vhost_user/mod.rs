@@ -1,0 +1,507 @@
+//! A network device of a virtual machine, whose VMM is a vhost-user frontend: QEMU, Cloud Hypervisor, crosvm, or
+//! DPDK's virtio-user. We are the backend.
+//!
+//! # Theory of operation
+//!
+//! The frontend connects over a Unix socket (or listens there, and we connect), hands over the guest's memory as file
+//! descriptors, says where in it the virtqueues are, and gives an eventfd for each direction of wake-ups. From then on
+//! frames go between guest and worker through the rings, and the frontend is not involved.
+//!
+//! ```text
+//!   control thread (control.rs)             worker (this file, ring.rs)
+//!   ---------------------------             ---------------------------
+//!   reads messages, blocking                polls rings
+//!   checks, maps memory
+//!   posts a command, waits         ──────►  service(): carries it out, answers
+//!   answers the frontend           ◄──────
+//!                                           fault: shuts the socket down
+//!   reads the end of the stream    ◄──────
+//!   waits for the next frontend
+//! ```
+//!
+//! So a slow or hostile frontend blocks its own control thread and nothing else, and the worker's cost is one relaxed
+//! load per turn.
+//!
+//! # Rings
+//!
+//! Ring 2k carries frames *to* the guest (its receive queue), ring 2k+1 frames *from* it, for queue pair k. Frames to
+//! a guest with several enabled pairs are spread by a hash of addresses and ports, so that a flow stays in order.
+//!
+//! # Life of a ring
+//!
+//! | from | by | to |
+//! | --- | --- | --- |
+//! | stopped | size, address, base, then the kick descriptor | running |
+//! | running | SET_VRING_ENABLE 1 | running and open; before that nothing is taken from it |
+//! | open | SET_VRING_ENABLE 0 | shut: frames are lost as `disabled` or `link_down` |
+//! | running | GET_VRING_BASE | stopped, when the worker has let go of it |
+//! | running | new memory | stopped, then running at the same index |
+//! | any | connection closed, fault | stopped; memory unmapped |
+//!
+//! Refused, since the worker would be using what changes: size, address, base or kick descriptor of a running ring;
+//! features while any ring runs.
+//!
+//! A frontend that comes back (a restarted VMM, or the same guest after *we* were restarted) goes through the same
+//! steps. A ring that has been in use continues at its used index, whatever base the frontend remembers: frames are
+//! answered in order, so behind that index nothing is done, and nothing is lost to the guest's driver.
+//! That is why no in-flight log is kept.
+//!
+//! # Limits
+//!
+//! 64 memory regions of 1 TiB in all; 128 queue pairs; chains of 1 MiB. Not offered: packed rings, migration, RSS.
+
+mod control;
+mod mailbox;
+mod memory;
+mod ring;
+#[cfg(test)]
+mod tests;
+
+use std::io;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
+use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, Frame};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+
+use crate::reactor::Registration;
+use mailbox::{Answer, Command, Mailbox, StartRing};
+use memory::GuestTable;
+use ring::{Framing, Gate, Ring, Segments, recycle};
+
+/// Most queue pairs of a port.
+pub const MAX_QUEUE_PAIRS: u16 = 128;
+
+/// Where the frontend is met.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Socket {
+    /// We listen at this path, and frontends connect (QEMU's `chardev socket,…,reconnect=1`).
+    Listen(PathBuf),
+    /// The frontend listens at this path (QEMU's `server=on`), and we connect, again and again.
+    Connect(PathBuf),
+}
+
+/// How a port is to be.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct VhostUserConfig {
+    /// Where the frontend is met.
+    pub socket: Socket,
+    /// Queue pairs that are offered, 1 to [`MAX_QUEUE_PAIRS`].
+    pub queue_pairs: u16,
+    /// The network's MTU in bytes.
+    pub mtu: u32,
+}
+
+/// Why a port could not be opened.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// The socket.
+    #[error("vhost-user socket {path}: {source}")]
+    Socket {
+        /// Its path.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+    /// An impossible number of queue pairs.
+    #[error("{got} queue pairs, expected 1 to {MAX_QUEUE_PAIRS}")]
+    QueuePairs {
+        /// The number asked for.
+        got: u16,
+    },
+    /// The control thread.
+    #[error("starting the control thread of a vhost-user port: {0}")]
+    Thread(io::Error),
+}
+
+/// Whether ring `index` carries frames from the guest.
+const fn is_from_guest(index: usize) -> bool {
+    index % 2 == 1
+}
+
+#[derive(Debug, Default)]
+struct Pair {
+    to_guest: Option<Ring>,
+    from_guest: Option<Ring>,
+}
+
+impl Pair {
+    fn ring_mut(&mut self, index: usize) -> &mut Option<Ring> {
+        if is_from_guest(index) { &mut self.from_guest } else { &mut self.to_guest }
+    }
+
+    /// The ring to the guest, if frames may go there.
+    #[inline]
+    fn open_to_guest(&mut self) -> Option<&mut Ring> {
+        self.to_guest.as_mut().filter(|ring| ring.gate == Gate::Open)
+    }
+}
+
+/// A port whose peer is a vhost-user frontend with its guest. See the module's head.
+#[derive(Debug)]
+pub struct VhostUserPort {
+    config: VhostUserConfig,
+    mailbox: Arc<Mailbox>,
+    stop: Arc<Doorbell>,
+    thread: Option<JoinHandle<()>>,
+    /// The frontend's socket, to end the connection from here.
+    connection: Option<UnixStream>,
+    memory: Arc<GuestTable>,
+    features: u64,
+    framing: Framing,
+    pairs: Vec<Pair>,
+    /// The pair that is asked first for frames, next time.
+    first_pair: usize,
+    /// Reused allocations.
+    received: Segments<Foreign<'static>>,
+    buffers: Segments<ForeignMut<'static>>,
+}
+
+impl VhostUserPort {
+    /// Opens the port's socket and waits for a frontend, in a thread of its own. `registration` is the port's in its
+    /// worker's reactor.
+    ///
+    /// # Errors
+    /// [`OpenError`]; a listening socket whose path somebody listens on already is refused, a stale one is taken over.
+    pub fn open(config: VhostUserConfig, registration: Registration) -> Result<VhostUserPort, OpenError> {
+        if !(1..=MAX_QUEUE_PAIRS).contains(&config.queue_pairs) {
+            return Err(OpenError::QueuePairs { got: config.queue_pairs });
+        }
+        let path = match &config.socket {
+            Socket::Listen(path) | Socket::Connect(path) => path.clone(),
+        };
+        let socket = |source| OpenError::Socket { path: path.clone(), source };
+        let source = control::Source::open(&config.socket).map_err(socket)?;
+        let stop = Arc::new(Doorbell::new().map_err(|error| socket(error.into()))?);
+        let mailbox = Arc::new(Mailbox::new(registration));
+        let thread = {
+            let (config, mailbox, stop) = (config.clone(), mailbox.clone(), stop.clone());
+            let run = move || control::run(&config, &source, &mailbox, &stop);
+            std::thread::Builder::new().name("vhost-user".into()).spawn(run).map_err(OpenError::Thread)?
+        };
+        Ok(VhostUserPort {
+            pairs: (0..config.queue_pairs).map(|_| Pair::default()).collect(),
+            mailbox,
+            stop,
+            thread: Some(thread),
+            connection: None,
+            memory: Arc::new(GuestTable::empty()),
+            features: 0,
+            framing: Framing {
+                header_bytes: HEADER_BYTES,
+                mergeable: false,
+                max_frame_bytes: Caps::plain(config.mtu).max_frame_bytes as usize,
+            },
+            first_pair: 0,
+            received: Vec::new(),
+            buffers: Vec::new(),
+            config,
+        })
+    }
+
+    fn carry_out(&mut self, command: Command, fault: &mut Option<Fault>) -> Answer {
+        match command {
+            Command::Connected(stream) => {
+                self.connection = Some(stream);
+                Answer::Done
+            }
+            Command::Closed(reason) => {
+                *fault = reason;
+                self.connection = None;
+                Answer::Old(self.let_go())
+            }
+            // After a fault the connection still runs down; nothing of it is taken up again.
+            _ if self.connection.is_none() => Answer::Refused("the port was reset".into()),
+            Command::Features(features) => {
+                self.features = features;
+                let modern = features & ring_features::VERSION_1 != 0;
+                let mergeable = features & net_features::MRG_RXBUF != 0;
+                let header_bytes = if modern || mergeable { HEADER_BYTES } else { SHORT_HEADER_BYTES };
+                self.framing = Framing { header_bytes, mergeable, ..self.framing };
+                Answer::Done
+            }
+            Command::Memory(table) => Answer::Old(std::mem::replace(&mut self.memory, table)),
+            Command::Start(start) => match self.start(*start) {
+                Ok(()) => Answer::Done,
+                Err((index, error)) => Answer::Refused(format!("ring {index}: {error}")),
+            },
+            Command::Stop { index } => {
+                let ring = self.pairs.get_mut(index / 2).and_then(|pair| pair.ring_mut(index).take());
+                match ring {
+                    // Nothing is held: a turn ends with `release` and `flush`. If it were, it counts as not taken.
+                    Some(mut ring) => {
+                        ring.queue.forget_held();
+                        Answer::Base(ring.queue.next_avail())
+                    }
+                    None => Answer::Done,
+                }
+            }
+            Command::Enable { index, enabled } => {
+                if let Some(ring) = self.ring_mut(index) {
+                    ring.gate = match (enabled, ring.gate) {
+                        (true, _) => Gate::Open,
+                        (false, Gate::Waiting) => Gate::Waiting,
+                        (false, _) => Gate::Shut,
+                    };
+                }
+                Answer::Done
+            }
+            Command::Call { index, call } => {
+                if let Some(ring) = self.ring_mut(index) {
+                    ring.call = call;
+                }
+                Answer::Done
+            }
+        }
+    }
+
+    fn ring_mut(&mut self, index: usize) -> Option<&mut Ring> {
+        self.pairs.get_mut(index / 2)?.ring_mut(index).as_mut()
+    }
+
+    fn start(&mut self, start: StartRing) -> Result<(), (usize, RingError)> {
+        let StartRing { index, queue, base, call, kick, enabled } = start;
+        let run = |memory: &GuestTable| {
+            let mut queue = DeviceQueue::new(&queue)?;
+            queue.resume(memory, base)?;
+            // Rings from the guest are armed when the worker stops polling; those to the guest never need a kick.
+            queue.disarm(memory)?;
+            Ok(queue)
+        };
+        let queue = run(&self.memory).map_err(|error| (index, error))?;
+        if let Some(pair) = self.pairs.get_mut(index / 2) {
+            *pair.ring_mut(index) = Some(Ring {
+                queue,
+                call,
+                _kick: kick,
+                lens: Vec::new(),
+                gate: if enabled { Gate::Open } else { Gate::Waiting },
+            });
+        }
+        Ok(())
+    }
+
+    /// Drops all rings and returns the memory, which the control thread unmaps.
+    fn let_go(&mut self) -> Arc<GuestTable> {
+        for pair in &mut self.pairs {
+            *pair = Pair::default();
+        }
+        self.features = 0;
+        std::mem::replace(&mut self.memory, Arc::new(GuestTable::empty()))
+    }
+}
+
+/// A fault of ring `index`, or of the memory below it: what is read from lost memory is no word of the guest's.
+#[cold]
+fn ring_fault(memory: &GuestTable, index: usize, error: RingError) -> Fault {
+    match memory_fault(memory) {
+        Some(fault) => fault,
+        None => Fault { kind: FaultKind::Ring, detail: format!("ring {index}: {error}") },
+    }
+}
+
+#[cold]
+fn memory_fault(memory: &GuestTable) -> Option<Fault> {
+    memory.is_lost().then(|| Fault {
+        kind: FaultKind::Memory,
+        detail: "pages of the guest's memory are gone: its file was truncated, or has no space".into(),
+    })
+}
+
+/// Spreads flows over `open` queue pairs: by a hash of the bytes where IPv4 and IPv6 have addresses and ports, or of what
+/// there is in shorter frames.
+fn pair_of(frame: &Frame, open: usize) -> usize {
+    let bytes = frame.head();
+    let bytes = bytes.get(26..).filter(|rest| rest.len() >= 12).map_or(bytes, |rest| &rest[..rest.len().min(32)]);
+    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
+    // of this hash know only the low ones of its input.
+    let hash = bytes.iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    ((u64::from(hash) * open as u64) >> 32) as usize
+}
+
+impl Port for VhostUserPort {
+    fn kind(&self) -> &'static str {
+        "vhost-user"
+    }
+
+    fn link(&self) -> Link {
+        let open = |ring: &Option<Ring>| ring.as_ref().is_some_and(|ring| ring.gate == Gate::Open);
+        if self.pairs.iter().any(|pair| open(&pair.to_guest) && open(&pair.from_guest)) { Link::Up } else { Link::Down }
+    }
+
+    fn caps(&self) -> Caps {
+        let has = |bit| self.features & bit != 0;
+        let checksum = has(net_features::GUEST_CSUM);
+        Caps {
+            checksum,
+            tso4: checksum && has(net_features::GUEST_TSO4),
+            tso6: checksum && has(net_features::GUEST_TSO6),
+            ecn: checksum && has(net_features::GUEST_ECN),
+            ..Caps::plain(self.config.mtu)
+        }
+    }
+
+    fn service(&mut self, _now: Nanos) -> Result<Option<Nanos>, Fault> {
+        let mut fault = None;
+        let mailbox = self.mailbox.clone();
+        mailbox.serve(|command| self.carry_out(command, &mut fault));
+        match fault {
+            Some(fault) => Err(fault),
+            None => Ok(None),
+        }
+    }
+
+    #[inline]
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        let memory: &'m GuestTable = &self.memory;
+        let mut segments: Segments<Foreign<'m>> = std::mem::take(&mut self.received);
+        let pairs = self.pairs.len();
+        let mut taken = 0;
+        let mut fault = None;
+        for turn in 0..pairs {
+            let pair = (self.first_pair + turn) % pairs;
+            let Some(ring) = &mut self.pairs[pair].from_guest else { continue };
+            match ring.receive(memory, self.framing, budget - taken, batch, drops, &mut segments) {
+                Ok(got) => taken += got,
+                Err(error) => {
+                    fault = Some(ring_fault(memory, 2 * pair + 1, error));
+                    break;
+                }
+            }
+        }
+        self.first_pair = (self.first_pair + 1) % pairs;
+        self.received = recycle(segments);
+        match fault.or_else(|| memory_fault(memory)) {
+            Some(fault) => Err(fault),
+            None => Ok(taken),
+        }
+    }
+
+    #[inline]
+    fn release(&mut self) -> Result<(), Fault> {
+        let memory = &*self.memory;
+        for (pair, rings) in self.pairs.iter_mut().enumerate() {
+            if let Some(ring) = &mut rings.from_guest {
+                ring.release(memory).map_err(|error| ring_fault(memory, 2 * pair + 1, error))?;
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let VhostUserPort { memory, pairs, framing, buffers, .. } = self;
+        let memory = &**memory;
+        let mut segments: Segments<ForeignMut<'_>> = std::mem::take(buffers);
+        let mut sent = Sent::default();
+        let mut handled = 0;
+        let open = pairs.iter_mut().filter_map(Pair::open_to_guest).count();
+        let mut fault = None;
+        let rings = pairs.iter_mut().enumerate().filter_map(|(pair, rings)| Some((pair, rings.open_to_guest()?)));
+        for (turn, (pair, ring)) in rings.enumerate() {
+            let result = if open == 1 {
+                handled = which.len();
+                ring.transmit(memory, *framing, batch, which.iter().copied(), drops, &mut segments)
+            } else {
+                let here = |index: &u16| pair_of(&batch.frames()[usize::from(*index)], open) == turn;
+                let which: Vec<u16> = which.iter().copied().filter(here).collect();
+                handled += which.len();
+                ring.transmit(memory, *framing, batch, which.into_iter(), drops, &mut segments)
+            };
+            match result {
+                Ok(Sent { frames, bytes }) => {
+                    sent.frames += frames;
+                    sent.bytes += bytes;
+                }
+                Err(error) => {
+                    fault = Some(ring_fault(memory, 2 * pair, error));
+                    break;
+                }
+            }
+        }
+        *buffers = recycle(segments);
+        if let Some(fault) = fault.or_else(|| memory_fault(memory)) {
+            // Nobody will see what was written.
+            drops.count(Reason::Reset, which.len() as u64);
+            return Err(fault);
+        }
+        drops.count(Reason::LinkDown, (which.len() - handled) as u64);
+        Ok(sent)
+    }
+
+    #[inline]
+    fn flush(&mut self) -> Result<(), Fault> {
+        let memory = &*self.memory;
+        for (pair, rings) in self.pairs.iter_mut().enumerate() {
+            if let Some(ring) = &mut rings.to_guest {
+                ring.flush(memory).map_err(|error| ring_fault(memory, 2 * pair, error))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        let memory = &*self.memory;
+        let mut more = false;
+        for (pair, rings) in self.pairs.iter_mut().enumerate() {
+            if let Some(ring) = &mut rings.from_guest {
+                more |= ring.arm(memory).map_err(|error| ring_fault(memory, 2 * pair + 1, error))?;
+            }
+        }
+        Ok(more)
+    }
+
+    fn disarm(&mut self) {
+        for ring in self.pairs.iter_mut().filter_map(|pair| pair.from_guest.as_mut()) {
+            // A ring whose memory is gone says so at the next receive.
+            let _ = ring.queue.disarm(&*self.memory);
+        }
+    }
+
+    fn reset(&mut self, _fault: &Fault) {
+        if let Some(connection) = self.connection.take() {
+            // The control thread reads the end of the stream, and says that the connection is closed.
+            let _ = connection.shutdown(std::net::Shutdown::Both);
+        }
+        let memory = self.let_go();
+        self.mailbox.discard(memory);
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        let rings = self.pairs.iter().flat_map(|pair| [&pair.to_guest, &pair.from_guest]).flatten();
+        let sizes: Vec<String> = rings.map(|ring| ring.queue.size().to_string()).collect();
+        let memory: u64 = self.memory.regions().iter().map(|region| region.bytes).sum();
+        vec![
+            ("frontend", if self.connection.is_some() { "connected" } else { "none" }.into()),
+            ("features", format!("{:#x}", self.features)),
+            ("ring_sizes", sizes.join(" ")),
+            ("memory_bytes", memory.to_string()),
+            ("memory_regions", self.memory.regions().len().to_string()),
+        ]
+    }
+}
+
+impl Drop for VhostUserPort {
+    fn drop(&mut self) {
+        self.mailbox.close();
+        self.stop.ring();
+        if let Some(connection) = self.connection.take() {
+            let _ = connection.shutdown(std::net::Shutdown::Both);
+        }
+        if let Some(thread) = self.thread.take() {
+            // It waits for the stop bell, for the stream that was shut down, or for the mailbox that was closed.
+            let _ = thread.join();
+        }
+        if let Socket::Listen(path) = &self.config.socket {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}

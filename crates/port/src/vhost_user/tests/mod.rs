@@ -1,0 +1,630 @@
+//! The vhost-user port against a frontend that is told what to say: what works, what is refused, and that whatever one
+//! frontend does, its own port is all that it loses.
+
+mod conformance;
+mod frontend;
+
+use super::{Socket, VhostUserConfig, VhostUserPort};
+use crate::reactor::{Reactor, Registration};
+use frontend::*;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixListener;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+use tombolo_ring::virtio::net::features as net;
+use tombolo_ring::virtio::{Descriptor, features as ring};
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::Batch;
+use tombolo_switch::port::{Fault, FaultKind, Link, Port};
+use tombolo_switch::wait::{Token, Waiter};
+
+const MODERN: u64 = ring::VERSION_1 | ring::INDIRECT_DESC;
+const FULL: u64 = MODERN
+    | ring::EVENT_IDX
+    | net::MRG_RXBUF
+    | net::CSUM
+    | net::GUEST_CSUM
+    | net::HOST_TSO4
+    | net::GUEST_TSO4
+    | net::HOST_TSO6
+    | net::GUEST_TSO6;
+
+/// What a worker has seen.
+#[derive(Default)]
+struct Seen {
+    faults: [Vec<Fault>; 2],
+    drops: Drops,
+    links: Vec<Link>,
+    sleeps: u64,
+}
+
+/// A thread that forwards between two ports as a switch's worker would: drain, arm, look again, sleep.
+struct Worker {
+    seen: Shared<Seen>,
+    stop: Arc<AtomicBool>,
+    registration: Registration,
+    thread: Option<JoinHandle<()>>,
+    folder: PathBuf,
+}
+
+impl Worker {
+    fn new(name: &str, pairs: u16) -> Worker {
+        let folder = std::env::temp_dir().join(format!("tombolo-vu-{}-{name}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        Self::with_sockets([Socket::Listen(folder.join("0")), Socket::Listen(folder.join("1"))], pairs, folder)
+    }
+
+    fn with_sockets(sockets: [Socket; 2], pairs: u16, folder: PathBuf) -> Worker {
+        let seen = Shared::<Seen>::default();
+        let stop = Arc::new(AtomicBool::new(false));
+        let (give, registrar) = std::sync::mpsc::channel();
+        let (give_ports, take_ports) = std::sync::mpsc::channel::<[VhostUserPort; 2]>();
+        let thread = std::thread::spawn({
+            let (seen, stop) = (seen.clone(), stop.clone());
+            move || {
+                // A reactor stays in its thread.
+                let mut reactor = Reactor::new().unwrap();
+                give.send(reactor.registrar()).unwrap();
+                let mut ports = take_ports.recv().unwrap();
+                let mut woken = Vec::new();
+                while !stop.load(Ordering::SeqCst) {
+                    let busy = Self::turn(&mut ports, &seen);
+                    if !busy && !Self::each(&mut ports, &seen, |port| port.arm()).contains(&Some(true)) {
+                        seen.lock().unwrap().sleeps += 1;
+                        woken.clear();
+                        reactor.wait(Some(Nanos::SECOND.times(10)), &mut woken);
+                    }
+                    ports.iter_mut().for_each(|port| port.disarm());
+                }
+            }
+        });
+        let registrar = registrar.recv().unwrap();
+        let mut token = 0;
+        let ports = sockets.map(|socket| {
+            let registration = registrar.registration(Token(token));
+            token += 1;
+            VhostUserPort::open(VhostUserConfig { socket, queue_pairs: pairs, mtu: 1500 }, registration).unwrap()
+        });
+        give_ports.send(ports).unwrap();
+        let registration = registrar.registration(Token(9));
+        Worker { seen, stop, registration, thread: Some(thread), folder }
+    }
+
+    fn each<T>(
+        ports: &mut [VhostUserPort; 2],
+        seen: &Shared<Seen>,
+        mut call: impl FnMut(&mut VhostUserPort) -> Result<T, Fault>,
+    ) -> [Option<T>; 2] {
+        let mut index = 0;
+        ports.each_mut().map(|port| {
+            let result = call(port).map_err(|fault| {
+                port.reset(&fault);
+                seen.lock().unwrap().faults[index].push(fault);
+            });
+            index += 1;
+            result.ok()
+        })
+    }
+
+    fn turn(ports: &mut [VhostUserPort; 2], seen: &Shared<Seen>) -> bool {
+        Self::each(ports, seen, |port| port.service(Nanos(0)));
+        let mut busy = false;
+        let mut drops = Drops::default();
+        for from in 0..2 {
+            let [a, b] = ports;
+            let (source, destination) = if from == 0 { (a, b) } else { (b, a) };
+            let mut batch = Batch::with_capacity(64);
+            let received = source.receive(64, &mut batch, &mut drops);
+            let which: Vec<u16> = (0..batch.len() as u16).collect();
+            let sent = destination.transmit(&batch, &which, &mut drops).and_then(|_| destination.flush());
+            drop(batch);
+            let released = received.and_then(|taken| source.release().map(|()| taken));
+            busy |= released.as_ref().is_ok_and(|taken| *taken != 0);
+            for (index, result) in [(1 - from, sent), (from, released.map(|_| ()))] {
+                if let Err(fault) = result {
+                    ports[index].reset(&fault);
+                    seen.lock().unwrap().faults[index].push(fault);
+                }
+            }
+        }
+        let mut seen = seen.lock().unwrap();
+        drops.drain(|reason, n| seen.drops.count(reason, n));
+        seen.links = ports.iter().map(|port| port.link()).collect();
+        busy
+    }
+
+    fn path(&self, port: usize) -> PathBuf {
+        self.folder.join(port.to_string())
+    }
+
+    fn connect(&self, port: usize) -> Frontend {
+        Frontend::connect(&self.path(port))
+    }
+
+    /// A guest that is attached and has frames flowing.
+    fn guest(&self, port: usize, features: u64, buffer_bytes: u32) -> (Guest, Frontend) {
+        let guest = Guest::new(features, buffer_bytes);
+        let mut frontend = self.connect(port);
+        guest.attach(&mut frontend, 0);
+        (guest, frontend)
+    }
+
+    fn until<T>(&self, what: &str, mut condition: impl FnMut(&Seen) -> Option<T>) -> T {
+        let end = Instant::now() + PATIENCE;
+        loop {
+            if let Some(value) = condition(&self.seen.lock().unwrap()) {
+                return value;
+            }
+            assert!(Instant::now() < end, "{what} did not happen");
+            std::thread::yield_now();
+        }
+    }
+
+    /// The `number`th fault of a port.
+    fn fault(&self, port: usize, number: usize) -> Fault {
+        self.until("the fault", |seen| seen.faults[port].get(number).cloned())
+    }
+
+    fn dropped(&self, reason: Reason, n: u64) {
+        self.until(reason.name(), |seen| (seen.drops.of(reason) >= n).then_some(()));
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        self.registration.wake();
+        let ended = self.thread.take().unwrap().join();
+        let left: Vec<_> = std::fs::read_dir(&self.folder).unwrap().flatten().map(|entry| entry.path()).collect();
+        let _ = std::fs::remove_dir_all(&self.folder);
+        if !std::thread::panicking() {
+            ended.unwrap();
+            assert!(left.is_empty(), "sockets left behind: {left:?}");
+        }
+    }
+}
+
+/// Frames of some sizes in both directions.
+fn talk(a: &mut Guest, b: &mut Guest) {
+    for (seed, len) in [60, 64, 115, 116, 117, 1000, 1514].into_iter().enumerate() {
+        let there = frame(len, seed as u8);
+        a.send(&PLAIN, &there, &[]);
+        assert_eq!(b.receive().1, there, "{len} bytes there");
+        let back = frame(len, 100 + seed as u8);
+        b.send(&PLAIN, &back, &[12]);
+        assert_eq!(a.receive().1, back, "{len} bytes back");
+    }
+}
+
+#[test]
+fn frames_go_both_ways_with_every_set_of_features() {
+    for (number, features) in
+        [MODERN, FULL, MODERN | ring::EVENT_IDX, MODERN | ring::IN_ORDER, FULL | ring::IN_ORDER].into_iter().enumerate()
+    {
+        let worker = Worker::new(&format!("ways{number}"), 1);
+        let (mut a, _fa) = worker.guest(0, features, 2048);
+        let (mut b, _fb) = worker.guest(1, MODERN, 2048);
+        for _ in 0..40 {
+            talk(&mut a, &mut b);
+        }
+        let seen = worker.seen.lock().unwrap();
+        assert_eq!(seen.links, [Link::Up; 2]);
+        assert!(seen.sleeps > 0, "the worker slept in between, and was woken");
+        assert_eq!(seen.drops.total(), 0);
+        assert!(seen.faults.iter().all(Vec::is_empty));
+    }
+}
+
+#[test]
+fn a_frame_in_any_pieces_arrives_whole() {
+    let worker = Worker::new("pieces", 1);
+    let (mut a, _fa) = worker.guest(0, FULL, 2048);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let sent = frame(900, 3);
+    for cuts in [&[][..], &[12], &[1, 11], &[5, 20, 1, 1], &[12, 14], &[12, 128, 1], &[300, 300, 300], &[11, 2, 126]] {
+        a.send(&PLAIN, &sent, cuts);
+        assert_eq!(b.receive().1, sent, "{cuts:?}");
+    }
+}
+
+#[test]
+fn segmented_frames_keep_their_state_over_many_buffers() {
+    let worker = Worker::new("tso", 1);
+    let (mut a, _fa) = worker.guest(0, FULL, 2048);
+    let (mut b, _fb) = worker.guest(1, FULL, 1526);
+    let header = [1, 1, 66, 0, 0xa8, 5, 34, 0, 16, 0, 0, 0];
+    for len in [3000, 20_000, 65_000] {
+        let sent = frame(len, 9);
+        a.send(&header, &sent, &[12, 66]);
+        let (got_header, got) = b.receive();
+        assert_eq!(got, sent, "{len}");
+        assert_eq!(got_header[..10], header[..10]);
+        let buffers = u16::from_le_bytes([got_header[10], got_header[11]]);
+        assert_eq!(usize::from(buffers), (len + 12).div_ceil(1526));
+    }
+}
+
+#[test]
+fn frames_that_cannot_be_taken_are_dropped_for_their_reason() {
+    let worker = Worker::new("drops", 1);
+    let (mut a, _fa) = worker.guest(0, FULL, 2048);
+    // Nobody there; then a guest with small buffers that may not be merged.
+    a.send(&PLAIN, &frame(64, 1), &[]);
+    worker.dropped(Reason::LinkDown, 1);
+    let (mut b, fb) = worker.guest(1, MODERN, 200);
+    a.send(&PLAIN, &frame(300, 1), &[]);
+    worker.dropped(Reason::SmallBuffer, 1);
+    a.send(&PLAIN, &frame(13, 1), &[]);
+    a.send(&[0; 5], &[], &[]);
+    a.send(&PLAIN, &[], &[]);
+    worker.dropped(Reason::Runt, 3);
+    a.send(&[1, 0, 0, 0, 0, 0, 90, 0, 16, 0, 0, 0], &frame(64, 1), &[]);
+    worker.dropped(Reason::BadOffload, 1);
+    a.send(&PLAIN, &vec![1; 70_000], &[]);
+    worker.dropped(Reason::TooLong, 1);
+    // Still in order, and the buffer that was too small is not lost.
+    let sent = frame(100, 5);
+    a.send(&PLAIN, &sent, &[]);
+    assert_eq!(b.receive().1, sent);
+    // A ring that is disabled: its frames go nowhere.
+    assert!(fb.tell(SET_VRING_ENABLE, &state(1, 0), &[]));
+    b.send(&PLAIN, &sent, &[]);
+    worker.dropped(Reason::Disabled, 1);
+    assert!(fb.tell(SET_VRING_ENABLE, &state(0, 0), &[]));
+    a.send(&PLAIN, &sent, &[]);
+    worker.dropped(Reason::LinkDown, 2);
+    assert!(fb.tell(SET_VRING_ENABLE, &state(0, 1), &[]));
+    assert!(fb.tell(SET_VRING_ENABLE, &state(1, 1), &[]));
+    b.send(&PLAIN, &sent, &[]);
+    assert_eq!(a.receive().1, sent);
+    // A guest without buffers.
+    b.buffer_bytes = 0;
+    for number in 0..u32::from(RING_SIZE) + 6 {
+        a.send(&PLAIN, &frame(64, number as u8), &[]);
+        worker.until("the frame", |seen| {
+            (seen.drops.of(Reason::NoBuffer) > 0 || a.rings[1].take_used().unwrap().is_some()).then_some(())
+        });
+    }
+    worker.dropped(Reason::NoBuffer, 1);
+}
+
+#[test]
+fn a_guest_reboots_on_the_same_connection() {
+    let worker = Worker::new("reboot", 1);
+    let (mut a, fa) = worker.guest(0, FULL, 2048);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    for _ in 0..3 {
+        talk(&mut a, &mut b);
+        for index in [0, 1] {
+            let base = fa.ask(GET_VRING_BASE, &state(index, 0)).unwrap();
+            let base = u32::from_le_bytes(base[4..].try_into().unwrap());
+            assert!(base > 0, "ring {index} stopped at {base}");
+        }
+        assert_eq!(worker.until("the link", |seen| seen.links.first().copied()), Link::Down);
+        a.reboot();
+        a.start_rings(&fa, 0);
+    }
+    talk(&mut a, &mut b);
+    assert!(worker.seen.lock().unwrap().faults.iter().all(Vec::is_empty));
+}
+
+#[test]
+fn a_frontend_dies_and_another_takes_its_place() {
+    let worker = Worker::new("death", 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    for _ in 0..5 {
+        let (mut a, fa) = worker.guest(0, FULL, 2048);
+        talk(&mut a, &mut b);
+        drop(fa);
+    }
+    assert!(worker.seen.lock().unwrap().faults.iter().all(Vec::is_empty), "to go is no fault");
+}
+
+#[test]
+fn the_backend_restarts_under_a_live_guest() {
+    // Neither a frontend that remembers the right base, nor one that is ahead or behind, loses the guest's frames.
+    for (number, base) in [0u32, 7, 1000].into_iter().enumerate() {
+        let name = format!("restart{number}");
+        let worker = Worker::new(&name, 1);
+        let (mut a, mut fa) = worker.guest(0, FULL, 2048);
+        let (mut b, mut fb) = worker.guest(1, FULL, 2048);
+        talk(&mut a, &mut b);
+        drop(worker);
+        assert!(fa.is_closed() && fb.is_closed());
+        // Sent while nobody is there.
+        let sent = frame(333, 1);
+        a.send(&PLAIN, &sent, &[]);
+        let worker = Worker::new(&name, 1);
+        (fa, fb) = (worker.connect(0), worker.connect(1));
+        b.attach(&mut fb, base);
+        a.attach(&mut fa, base);
+        assert_eq!(b.receive().1, sent);
+        talk(&mut a, &mut b);
+        assert!(worker.seen.lock().unwrap().faults.iter().all(Vec::is_empty));
+    }
+}
+
+#[test]
+fn we_connect_where_the_frontend_listens() {
+    let folder = std::env::temp_dir().join(format!("tombolo-vu-{}-client", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let listen = |port: &str| UnixListener::bind(folder.join(port)).unwrap();
+    // The second one listens only after the port was opened.
+    let first = listen("0");
+    let sockets = ["0", "1"].map(|port| Socket::Connect(folder.join(port)));
+    let worker = Worker::with_sockets(sockets, 1, folder.clone());
+    let second = listen("1");
+    let (mut a, mut b) = (Guest::new(FULL, 2048), Guest::new(FULL, 2048));
+    for base in [0, 14] {
+        let mut frontends = [&first, &second].map(|listener| Frontend::new(listener.accept().unwrap().0));
+        a.attach(&mut frontends[0], base);
+        b.attach(&mut frontends[1], base);
+        talk(&mut a, &mut b);
+    }
+    for port in ["0", "1"] {
+        std::fs::remove_file(folder.join(port)).unwrap();
+    }
+    drop(worker);
+}
+
+#[test]
+fn memory_comes_and_goes_in_slots_while_rings_run() {
+    let worker = Worker::new("slots", 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let mut a = Guest::new(FULL, 2048);
+    let mut fa = worker.connect(0);
+    fa.negotiate(FULL);
+    assert!(fa.ask_u64(GET_MAX_MEM_SLOTS).unwrap() >= 8);
+    assert_eq!(fa.ask_u64(GET_QUEUE_NUM), Some(1));
+    let slot = |region: &[u8]| [words(&[0]), region.to_vec()].concat();
+    assert!(fa.tell(ADD_MEM_REG, &slot(&a.region()), &[a.file.as_fd()]));
+    a.start_rings(&fa, 0);
+    talk(&mut a, &mut b);
+    let other = words(&[0, 4096, 0x1000, 0]);
+    assert!(fa.tell(ADD_MEM_REG, &slot(&other), &[a.file.as_fd()]));
+    talk(&mut a, &mut b);
+    assert!(fa.tell(REM_MEM_REG, &slot(&other), &[]));
+    talk(&mut a, &mut b);
+    assert!(!fa.tell(REM_MEM_REG, &slot(&other), &[]), "removed twice");
+    assert_eq!(worker.fault(0, 0).kind, FaultKind::Protocol);
+}
+
+/// QEMU 7.2's network device enables rings first, and acknowledges no protocol features in SET_FEATURES.
+#[test]
+fn the_order_of_qemu_is_taken() {
+    let worker = Worker::new("qemu", 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let mut a = Guest::new(FULL, 2048);
+    let fa = worker.connect(0);
+    fa.ask_u64(GET_FEATURES).unwrap();
+    assert!(fa.tell(SET_PROTOCOL_FEATURES, &words(&[1 | 1 << 4]), &[]));
+    assert!(fa.tell(NET_SET_MTU, &words(&[1500]), &[]));
+    assert!(fa.tell(SET_OWNER, &[], &[]));
+    for index in [0, 1] {
+        assert!(fa.tell(SET_VRING_ENABLE, &state(index, 1), &[]));
+    }
+    assert!(fa.tell(SET_FEATURES, &words(&[FULL]), &[]));
+    assert!(fa.tell(SET_MEM_TABLE, &a.mem_table(), &[a.file.as_fd()]));
+    a.start_rings(&fa, 0);
+    worker.until("the link", |seen| (seen.links == [Link::Up; 2]).then_some(()));
+    talk(&mut a, &mut b);
+}
+
+#[test]
+fn an_mtu_beyond_the_networks_is_refused_and_no_fault() {
+    let worker = Worker::new("mtu", 1);
+    let (_a, fa) = worker.guest(0, FULL, 2048);
+    assert!(fa.tell(NET_SET_MTU, &words(&[1500]), &[]));
+    assert!(!fa.tell(NET_SET_MTU, &words(&[1501]), &[]));
+    assert!(!fa.tell(NET_SET_MTU, &words(&[u64::MAX]), &[]));
+    assert!(fa.tell(NET_SET_MTU, &words(&[68]), &[]));
+}
+
+#[test]
+fn several_queue_pairs_are_served() {
+    let worker = Worker::new("pairs", 4);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let mut fa = worker.connect(0);
+    let mut a = Guest::new(FULL | net::MQ | net::CTRL_VQ, 2048);
+    fa.negotiate(a.features);
+    assert_eq!(fa.ask_u64(GET_QUEUE_NUM), Some(4));
+    assert!(fa.tell(SET_MEM_TABLE, &a.mem_table(), &[a.file.as_fd()]));
+    a.start_rings(&fa, 0);
+    talk(&mut a, &mut b);
+    // A second pair with rings that have nothing in them, enabled for the guest's receive side: half of the flows go
+    // there, find no buffer, and are counted.
+    let extra = Guest::vring_addr(4);
+    for index in [4u32, 5] {
+        assert!(fa.tell(SET_VRING_NUM, &state(index, 8), &[]));
+        let mut address = extra.clone();
+        address[0] = index as u8;
+        assert!(fa.tell(SET_VRING_ADDR, &address, &[]));
+        assert!(fa.tell(SET_VRING_KICK, &words(&[u64::from(index)]), &[a.kicks[0].as_fd()]));
+        assert!(fa.tell(SET_VRING_ENABLE, &state(index, 1), &[]));
+    }
+    let mut got = 0;
+    for flow in 0..32 {
+        b.send(&PLAIN, &frame(64, flow), &[]);
+        // Either it arrives or it is counted.
+        worker.until("the frame's fate", |_| b.rings[1].take_used().unwrap().map(|_| ()));
+    }
+    while a.receive_within(Duration::from_millis(50)).is_some() {
+        got += 1;
+    }
+    let lost = worker.seen.lock().unwrap().drops.of(Reason::NoBuffer);
+    assert_eq!(got + lost, 32);
+    assert!(got > 0 && lost > 0, "{got} to the first pair, {lost} to the second");
+}
+
+/// After whatever `attack` does on port 0 (it gets port 1's guest, port 0's guest and its frontend), port 0's connection ends, the fault is of `kind` and says `word`, port 1's guest
+/// and port 0's next one talk on.
+fn survive(name: &str, kind: FaultKind, word: &str, attack: impl FnOnce(&mut Guest, &mut Guest, &mut Frontend)) {
+    let worker = Worker::new(name, 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let (mut a, mut fa) = worker.guest(0, FULL, 2048);
+    talk(&mut a, &mut b);
+    attack(&mut b, &mut a, &mut fa);
+    let fault = worker.fault(0, 0);
+    assert!(fault.kind == kind && fault.detail.contains(word), "{name}: {fault:?}");
+    assert!(fa.is_closed(), "{name}: the connection is closed");
+    let (mut c, _fc) = worker.guest(0, FULL, 2048);
+    talk(&mut c, &mut b);
+    let seen = worker.seen.lock().unwrap();
+    assert_eq!(seen.faults[0].len(), 1, "{name}: {:?}", seen.faults[0]);
+    assert!(seen.faults[1].is_empty(), "{name}: the neighbour noticed");
+}
+
+#[test]
+fn bad_messages_cost_the_connection_and_nothing_else() {
+    let protocol = FaultKind::Protocol;
+    survive("garbage", protocol, "message", |_, _, f| f.raw(&[0xff; 64], &[]).unwrap());
+    survive("zeros", protocol, "message", |_, _, f| f.raw(&[0; 12], &[]).unwrap());
+    survive("huge-size", protocol, "message", |_, _, f| {
+        let mut bytes = Frontend::message(SET_OWNER, 1, &[]);
+        bytes[8..12].copy_from_slice(&u32::MAX.to_le_bytes());
+        f.raw(&bytes, &[]).unwrap();
+    });
+    survive("half-header", protocol, "message", |_, _, f| {
+        f.raw(&[1, 0, 0], &[]).unwrap();
+        f.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    });
+    survive("half-message", protocol, "message", |_, _, f| {
+        let bytes = Frontend::message(SET_VRING_NUM, 1, &state(0, 64));
+        f.raw(&bytes[..16], &[]).unwrap();
+        f.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    });
+    survive("no-such-ring", protocol, "ring 77", |_, _, f| assert!(!f.tell(SET_VRING_NUM, &state(77, 64), &[])));
+    survive("no-such-request", protocol, "message", |_, _, f| {
+        f.raw(&Frontend::message(9999, 1, &[]), &[]).unwrap();
+    });
+    survive("not-offered", protocol, "not offered", |_, _, f| assert!(!f.tell(SET_FEATURES, &words(&[1 << 34]), &[])));
+    survive("enable-2", protocol, "expected 0 or 1", |_, _, f| assert!(!f.tell(SET_VRING_ENABLE, &state(0, 2), &[])));
+    survive("enable-77", protocol, "ring 77", |_, _, f| assert!(!f.tell(SET_VRING_ENABLE, &state(77, 1), &[])));
+    survive("enable-long", protocol, "expected 8 bytes", |_, _, f| {
+        assert!(!f.tell(SET_VRING_ENABLE, &[0; 64], &[]));
+    });
+    survive("enable-half", protocol, "message", |_, _, f| {
+        f.raw(&Frontend::message(SET_VRING_ENABLE, 1, &state(0, 1))[..15], &[]).unwrap();
+        f.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    });
+    survive("no-kick", protocol, "runs", |_, _, f| assert!(!f.tell(SET_VRING_KICK, &words(&[0x101]), &[])));
+    survive("too-few-fds", protocol, "message", |_, g, f| {
+        let table = [words(&[2]), g.region(), words(&[0, 4096, 0x1000, 0])].concat();
+        assert!(!f.tell(SET_MEM_TABLE, &table, &[g.file.as_fd()]));
+    });
+    survive("no-fd", protocol, "message", |_, g, f| assert!(!f.tell(SET_MEM_TABLE, &g.mem_table(), &[])));
+    survive("fds-where-none-belong", protocol, "message", |_, g, f| {
+        assert!(!f.tell(SET_VRING_NUM, &state(0, 64), &[g.file.as_fd(); 3]));
+    });
+}
+
+#[test]
+fn impossible_memory_costs_the_connection_and_nothing_else() {
+    let protocol = FaultKind::Protocol;
+    let table = |regions: &[[u64; 4]]| {
+        regions.iter().fold(words(&[regions.len() as u64]), |table, region| [table, words(region)].concat())
+    };
+    let attack = |name: &str, word: &str, regions: &[[u64; 4]]| {
+        survive(name, protocol, word, |_, g, f| {
+            assert!(!f.tell(SET_MEM_TABLE, &table(regions), &vec![g.file.as_fd(); regions.len()]));
+        });
+    };
+    attack("beyond-file", "were to be mapped", &[[0, MEMORY_BYTES + 4096, 0, 0]]);
+    attack("offset-beyond", "were to be mapped", &[[0, 4096, 0, MEMORY_BYTES]]);
+    attack("huge", "bytes", &[[0, 1 << 50, 0, 0]]);
+    attack("overlap-guest", "overlaps", &[[0, 8192, 0, 0], [4096, 4096, 1 << 40, 0]]);
+    attack("overlap-frontend", "overlaps", &[[0, 8192, 0, 0], [1 << 40, 4096, 4096, 0]]);
+    attack("wraps", "", &[[u64::MAX - 4095, 8192, 0, 0]]);
+    attack("empty", "", &[[0, 0, 0, 0]]);
+    // Rings that are in no region any more: they cannot go on.
+    attack("rings-gone", "no memory region", &[[GUEST_BASE, MEMORY_BYTES, 0x1000, 0]]);
+    survive("not-a-file", protocol, "memory region", |_, g, f| {
+        let region = words(&[1, GUEST_BASE, 4096, FRONTEND_BASE, 0]);
+        assert!(!f.tell(SET_MEM_TABLE, &region, &[g.kicks[0].as_fd()]));
+    });
+}
+
+#[test]
+fn rings_do_not_change_while_they_run() {
+    let protocol = FaultKind::Protocol;
+    survive("resize", protocol, "the size of ring 0", |_, _, f| assert!(!f.tell(SET_VRING_NUM, &state(0, 32), &[])));
+    survive("move", protocol, "the address of ring 1", |_, _, f| {
+        let mut address = Guest::vring_addr(0);
+        address[0] = 1;
+        assert!(!f.tell(SET_VRING_ADDR, &address, &[]));
+    });
+    survive("rebase", protocol, "the base of ring 1", |_, _, f| assert!(!f.tell(SET_VRING_BASE, &state(1, 3), &[])));
+    survive("features", protocol, "features were changed", |_, _, f| {
+        assert!(!f.tell(SET_FEATURES, &words(&[MODERN | 1 << 30]), &[]));
+    });
+    // Started again with a size that cannot be.
+    survive("size-3", protocol, "queue size 3", |_, g, f| {
+        f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
+        assert!(f.tell(SET_VRING_NUM, &state(0, 3), &[]));
+        assert!(!f.tell(SET_VRING_KICK, &words(&[0]), &[g.kicks[0].as_fd()]));
+    });
+    survive("base-65536", protocol, "beyond 65535", |_, _, f| {
+        f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
+        assert!(!f.tell(SET_VRING_BASE, &state(0, 65536), &[]));
+    });
+}
+
+#[test]
+fn a_guest_that_breaks_its_ring_loses_its_port_and_nothing_else() {
+    let ring = FaultKind::Ring;
+    // All descriptors of the ring are made the same, and one chain more is published.
+    let poison = |guest: &Guest, descriptor: Descriptor, ahead: u16| {
+        let table = guest.view(1 << 16, 4096);
+        for index in 0..RING_SIZE {
+            descriptor.write(table, index).unwrap();
+        }
+        let avail = guest.view((1 << 16) + 4096, 518);
+        let index = avail.as_foreign().load_u16(2, Ordering::Relaxed).unwrap();
+        avail.store_u16(2, index.wrapping_add(ahead), Ordering::Release).unwrap();
+        guest.kicks[1].ring();
+    };
+    let good = Descriptor { address: GUEST_BASE, len: 100, flags: 0, next: 0 };
+    survive("loop", ring, "ring 1: chain", |_, g, _| poison(g, Descriptor { flags: 1, ..good }, 1));
+    survive("jump", ring, "available index jumped", |_, g, _| poison(g, good, 1000));
+    survive("outside", ring, "not inside one", |_, g, _| poison(g, Descriptor { address: 0x1234, ..good }, 1));
+    survive("wraps", ring, "not inside one", |_, g, _| poison(g, Descriptor { address: u64::MAX - 9, ..good }, 1));
+    survive("write-only", ring, "write-only", |_, g, _| poison(g, Descriptor { flags: 2, ..good }, 1));
+    survive("no-bytes", ring, "has no bytes", |_, g, _| poison(g, Descriptor { len: 0, ..good }, 1));
+    survive("table", ring, "indirect table", |_, g, _| poison(g, Descriptor { flags: 4, ..good }, 1));
+    survive("read-only", ring, "ring 0: chain", |neighbour, guest, _| {
+        let table = guest.view(0, 4096);
+        for index in 0..RING_SIZE {
+            good.write(table, index).unwrap();
+        }
+        // The neighbour's next frame finds them.
+        neighbour.send(&PLAIN, &frame(64, 1), &[]);
+    });
+}
+
+#[test]
+fn memory_that_is_taken_away_costs_its_port_and_nothing_else() {
+    survive("truncated", FaultKind::Memory, "gone", |_, guest, _| {
+        rustix::fs::ftruncate(&guest.file, 0).unwrap();
+        guest.kicks[1].ring();
+    });
+}
+
+#[test]
+fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
+    let worker = Worker::new("stale", 1);
+    let reactor = Reactor::new().unwrap();
+    let open = |path: PathBuf| {
+        let config = VhostUserConfig { socket: Socket::Listen(path), queue_pairs: 1, mtu: 1500 };
+        VhostUserPort::open(config, reactor.registrar().registration(Token(0)))
+    };
+    assert!(open(worker.path(0)).is_err());
+    let path = worker.folder.join("stale");
+    drop(UnixListener::bind(&path).unwrap());
+    assert!(path.exists());
+    drop(open(path.clone()).unwrap());
+    assert!(!path.exists());
+}
