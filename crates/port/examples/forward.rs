@@ -4,9 +4,10 @@
 //! cargo run --release -p tombolo-port --example forward -- SOCKET0 SOCKET1 [CPU [SECONDS]]
 //! ```
 //!
-//! It listens at both sockets, pins itself to the CPU if one is given, polls, and prints once a second, while frames
-//! flow, the rate and the cycles a frame: time of turns that moved frames, over the frames, times the rate of the time
-//! stamp counter. No address is looked at; this is to testpmd's io mode what `tombolo up` is to a learning switch.
+//! It listens at both sockets (or connects to one written `connect:PATH`). With a CPU it pins itself there, polls, and
+//! prints once a second, while frames flow, the rate and the cycles a frame: time of turns that moved frames, over the
+//! frames, times the rate of the time stamp counter. Without one it sleeps when there is nothing to do. No address is
+//! looked at; this is to testpmd's io mode what `tombolo up` is to a learning switch.
 
 use std::error::Error;
 use std::time::{Duration, Instant};
@@ -17,7 +18,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
 use tombolo_switch::port::{Fault, Port};
-use tombolo_switch::wait::Token;
+use tombolo_switch::wait::{Token, Waiter};
 
 /// Frames per turn, as testpmd's burst.
 const BUDGET: usize = 32;
@@ -35,20 +36,26 @@ fn main() -> Result<(), Box<dyn Error>> {
         rustix::thread::sched_setaffinity(None, &set)?;
     }
     let seconds: u64 = rest.get(1).map_or(Ok(3600), |s| s.parse())?;
-    let reactor = Reactor::new()?;
+    let mut reactor = Reactor::new()?;
+    let polls = !rest.is_empty();
     let open = |token, path: &String| {
-        let config = VhostUserConfig { socket: Socket::Listen(path.into()), queue_pairs: 1, mtu: 1500 };
+        let socket = match path.strip_prefix("connect:") {
+            Some(path) => Socket::Connect(path.into()),
+            None => Socket::Listen(path.into()),
+        };
+        let config = VhostUserConfig { socket, queue_pairs: 1, mtu: 1500 };
         VhostUserPort::open(config, reactor.registrar().registration(Token(token)))
     };
     let (mut a, mut b) = (open(0, first)?, open(1, second)?);
-    let mut meter = Meter::new()?;
+    let mut meter = Meter::new(polls)?;
     let end = Instant::now() + Duration::from_secs(seconds);
     let mut batch = Batch::with_capacity(BUDGET);
     let mut turn = 0u32;
     let mut running = true;
+    let mut woken = Vec::new();
     while running {
         turn = turn.wrapping_add(1);
-        if turn.is_multiple_of(SERVICE_TURNS) {
+        if turn.is_multiple_of(SERVICE_TURNS) || !polls {
             for port in [&mut a, &mut b] {
                 if let Err(fault) = port.service(Nanos(0)) {
                     reset(port, &fault);
@@ -61,6 +68,21 @@ fn main() -> Result<(), Box<dyn Error>> {
         let back;
         (back, batch) = forward(&mut b, &mut a, batch, &mut meter);
         meter.turn(moved + back);
+        if moved + back == 0 && !polls {
+            let mut more = false;
+            for port in [&mut a, &mut b] {
+                more |= port.arm().unwrap_or_else(|fault| {
+                    reset(port, &fault);
+                    true
+                });
+            }
+            if !more {
+                woken.clear();
+                reactor.wait(Some(Nanos::SECOND), &mut woken);
+            }
+            a.disarm();
+            b.disarm();
+        }
     }
     Ok(())
 }
@@ -111,6 +133,7 @@ fn forward(
 }
 
 struct Meter {
+    reports: bool,
     frames: u64,
     dropped: u64,
     busy: Duration,
@@ -121,12 +144,13 @@ struct Meter {
 }
 
 impl Meter {
-    fn new() -> Result<Meter, Box<dyn Error>> {
+    fn new(reports: bool) -> Result<Meter, Box<dyn Error>> {
         // The kernel's measure of the time stamp counter is in no file everywhere; "cpu MHz" is close where it is fixed.
         let info = std::fs::read_to_string("/proc/cpuinfo")?;
         let mhz = info.lines().find_map(|line| line.strip_prefix("cpu MHz")?.split(':').nth(1)?.trim().parse().ok());
         let now = Instant::now();
         Ok(Meter {
+            reports,
             frames: 0,
             dropped: 0,
             busy: Duration::ZERO,
@@ -145,7 +169,7 @@ impl Meter {
         }
         self.last = now;
         if now - self.reported >= Duration::from_secs(1) {
-            if self.frames + self.dropped != 0 {
+            if self.reports && self.frames + self.dropped != 0 {
                 let per_frame = self.busy.as_nanos() as f64 * self.cycles_per_ns / self.frames.max(1) as f64;
                 eprintln!(
                     "{:.2} Mframes/s, {per_frame:.0} cycles a frame, {:.1} frames a turn, {} dropped, {:.0} % busy",

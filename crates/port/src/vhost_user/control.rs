@@ -5,13 +5,14 @@
 //! thread then waits for the next frontend, which is how a restarted VMM comes back.
 
 use std::fs::File;
-use std::io;
+use std::io::{self, Read, Write};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::net::{RecvFlags, recv};
 use rustix::time::Timespec;
 use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
 use tombolo_shm::doorbell::Doorbell;
@@ -59,12 +60,11 @@ pub(super) fn offered_features(config: &VhostUserConfig) -> u64 {
 
 /// Protocol features that are offered. Not among them:
 /// * INFLIGHT_SHMFD: rings are answered in order, so the used index alone tells what is not done;
-/// * MTU: it only lets the frontend *tell* an MTU, which here is the network's; the guest hears it by the virtio
-///   feature of that name;
 /// * LOG_SHMFD and what else belongs to migration.
 fn offered_protocol_features() -> VhostUserProtocolFeatures {
     VhostUserProtocolFeatures::MQ
         | VhostUserProtocolFeatures::REPLY_ACK
+        | VhostUserProtocolFeatures::MTU
         | VhostUserProtocolFeatures::CONFIGURE_MEM_SLOTS
 }
 
@@ -77,7 +77,8 @@ struct ControlRing {
     base: u16,
     kick: Option<OwnedFd>,
     call: Option<Arc<Doorbell>>,
-    enabled: bool,
+    /// What the frontend said last; a ring of which it said nothing is enabled unless protocol features were agreed on.
+    enabled: Option<bool>,
     /// The worker runs it.
     running: bool,
 }
@@ -89,6 +90,7 @@ struct Connection {
     features: Option<u64>,
     protocol_features: u64,
     queue_pairs: u32,
+    mtu: u32,
     memory: Arc<GuestTable>,
     rings: Vec<ControlRing>,
 }
@@ -152,7 +154,8 @@ impl Connection {
         } else {
             None
         };
-        let start = StartRing { index, queue, base: ring.base, call: ring.call.clone(), kick, enabled: ring.enabled };
+        let enabled = ring.enabled.unwrap_or(features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0);
+        let start = StartRing { index, queue, base: ring.base, call: ring.call.clone(), kick, enabled };
         self.post(Command::Start(Box::new(start)))?;
         self.rings[index].running = true;
         Ok(())
@@ -231,10 +234,6 @@ impl VhostUserBackendReqHandlerMut for Connection {
             }
             self.features = Some(features);
             self.post(Command::Features(features))?;
-        }
-        if features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0 {
-            // Without protocol features there is no message that enables rings: they are from the start.
-            self.rings.iter_mut().for_each(|ring| ring.enabled = true);
         }
         Ok(())
     }
@@ -328,7 +327,7 @@ impl VhostUserBackendReqHandlerMut for Connection {
 
     fn set_vring_enable(&mut self, index: u32, enable: bool) -> Result<()> {
         let ring = self.ring(index)?;
-        ring.enabled = enable;
+        ring.enabled = Some(enable);
         if ring.running {
             self.post(Command::Enable { index: index as usize, enabled: enable })?;
         }
@@ -484,12 +483,20 @@ pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailb
             features: None,
             protocol_features: 0,
             queue_pairs: config.queue_pairs.into(),
+            mtu: config.mtu,
             memory: Arc::new(GuestTable::empty()),
             rings: (0..2 * config.queue_pairs).map(|_| ControlRing::default()).collect(),
         };
-        let mut handler = BackendReqHandler::from_stream(stream, Arc::new(Mutex::new(connection)));
+        let Ok(own) = stream.try_clone() else { continue };
+        let connection = Arc::new(Mutex::new(connection));
+        let mut handler = BackendReqHandler::from_stream(stream, connection.clone());
         let error = loop {
-            if let Err(error) = handler.handle_request() {
+            let handled = match own_message(&own, &connection) {
+                Ok(true) => Ok(()),
+                Ok(false) => handler.handle_request(),
+                Err(error) => Err(error),
+            };
+            if let Err(error) = handled {
                 break error;
             }
         };
@@ -499,6 +506,54 @@ pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailb
             Err(Gone) => return,
         }
     }
+}
+
+// Messages that the crate `vhost` does not take as QEMU sends them; VHOST_USER_* of the specification.
+const NET_SET_MTU: u32 = 20;
+const SET_VRING_ENABLE: u32 = 18;
+const HEADER_BYTES: usize = 12;
+const VERSION: u32 = 1;
+const FLAG_REPLY: u32 = 4;
+const FLAG_NEED_REPLY: u32 = 8;
+
+/// Handles the next message if it is one that the crate `vhost` would refuse: QEMU's network device enables rings before
+/// it acknowledges features (and 7.2 never acknowledges the bit that the crate asks for then), and the crate does not know
+/// the network's message about the MTU. Says whether it did; other messages are left in the socket.
+fn own_message(stream: &UnixStream, connection: &Mutex<Connection>) -> Result<bool> {
+    let mut header = [0; HEADER_BYTES];
+    let peek = RecvFlags::PEEK | RecvFlags::WAITALL;
+    match recv(stream, &mut header, peek) {
+        Ok((_, HEADER_BYTES)) => {}
+        // The end of the stream, or an error: found again, and named, by the crate.
+        _ => return Ok(false),
+    }
+    let word = |bytes: &[u8], at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
+    let (request, flags, bytes) = (word(&header, 0), word(&header, 4), word(&header, 8));
+    if !matches!(request, SET_VRING_ENABLE | NET_SET_MTU) {
+        return Ok(false);
+    }
+    if flags & !FLAG_NEED_REPLY != VERSION || bytes != 8 {
+        return Err(refused(format!("request {request} with flags {flags:#x} and {bytes} bytes, expected 8 bytes")));
+    }
+    // Descriptors that came along are closed by the kernel, since nothing is there to take them.
+    let mut message = [0; HEADER_BYTES + 8];
+    (&*stream).read_exact(&mut message).map_err(|_| Error::PartialMessage)?;
+    let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+    let (first, second) = (word(&message, HEADER_BYTES), word(&message, HEADER_BYTES + 4));
+    // A frontend may be told no here, and go on.
+    let mut no = false;
+    match (request, second) {
+        (SET_VRING_ENABLE, 0 | 1) => connection.set_vring_enable(first, second == 1)?,
+        (SET_VRING_ENABLE, _) => return Err(refused(format!("ring {first} enabled with {second}, expected 0 or 1"))),
+        _ => no = second != 0 || first > connection.mtu,
+    }
+    let acknowledged = connection.protocol_features & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0;
+    if flags & FLAG_NEED_REPLY != 0 && acknowledged {
+        let words = [request, VERSION | FLAG_REPLY, 8, u32::from(no), 0];
+        let reply: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        (&*stream).write_all(&reply).map_err(Error::SocketError)?;
+    }
+    Ok(true)
 }
 
 /// What the end of a connection means: a frontend may go at any time, and says nothing then.

@@ -393,6 +393,37 @@ fn memory_comes_and_goes_in_slots_while_rings_run() {
     assert_eq!(worker.fault(0, 0).kind, FaultKind::Protocol);
 }
 
+/// QEMU 7.2's network device enables rings first, and acknowledges no protocol features in SET_FEATURES.
+#[test]
+fn the_order_of_qemu_is_taken() {
+    let worker = Worker::new("qemu", 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let mut a = Guest::new(FULL, 2048);
+    let fa = worker.connect(0);
+    fa.ask_u64(GET_FEATURES).unwrap();
+    assert!(fa.tell(SET_PROTOCOL_FEATURES, &words(&[1 | 1 << 4]), &[]));
+    assert!(fa.tell(NET_SET_MTU, &words(&[1500]), &[]));
+    assert!(fa.tell(SET_OWNER, &[], &[]));
+    for index in [0, 1] {
+        assert!(fa.tell(SET_VRING_ENABLE, &state(index, 1), &[]));
+    }
+    assert!(fa.tell(SET_FEATURES, &words(&[FULL]), &[]));
+    assert!(fa.tell(SET_MEM_TABLE, &a.mem_table(), &[a.file.as_fd()]));
+    a.start_rings(&fa, 0);
+    worker.until("the link", |seen| (seen.links == [Link::Up; 2]).then_some(()));
+    talk(&mut a, &mut b);
+}
+
+#[test]
+fn an_mtu_beyond_the_networks_is_refused_and_no_fault() {
+    let worker = Worker::new("mtu", 1);
+    let (_a, fa) = worker.guest(0, FULL, 2048);
+    assert!(fa.tell(NET_SET_MTU, &words(&[1500]), &[]));
+    assert!(!fa.tell(NET_SET_MTU, &words(&[1501]), &[]));
+    assert!(!fa.tell(NET_SET_MTU, &words(&[u64::MAX]), &[]));
+    assert!(fa.tell(NET_SET_MTU, &words(&[68]), &[]));
+}
+
 #[test]
 fn several_queue_pairs_are_served() {
     let worker = Worker::new("pairs", 4);
@@ -471,6 +502,15 @@ fn bad_messages_cost_the_connection_and_nothing_else() {
         f.raw(&Frontend::message(9999, 1, &[]), &[]).unwrap();
     });
     survive("not-offered", protocol, "not offered", |_, _, f| assert!(!f.tell(SET_FEATURES, &words(&[1 << 34]), &[])));
+    survive("enable-2", protocol, "expected 0 or 1", |_, _, f| assert!(!f.tell(SET_VRING_ENABLE, &state(0, 2), &[])));
+    survive("enable-77", protocol, "ring 77", |_, _, f| assert!(!f.tell(SET_VRING_ENABLE, &state(77, 1), &[])));
+    survive("enable-long", protocol, "expected 8 bytes", |_, _, f| {
+        assert!(!f.tell(SET_VRING_ENABLE, &[0; 64], &[]));
+    });
+    survive("enable-half", protocol, "message", |_, _, f| {
+        f.raw(&Frontend::message(SET_VRING_ENABLE, 1, &state(0, 1))[..15], &[]).unwrap();
+        f.stream.shutdown(std::net::Shutdown::Write).unwrap();
+    });
     survive("no-kick", protocol, "runs", |_, _, f| assert!(!f.tell(SET_VRING_KICK, &words(&[0x101]), &[])));
     survive("too-few-fds", protocol, "message", |_, g, f| {
         let table = [words(&[2]), g.region(), words(&[0, 4096, 0x1000, 0])].concat();
