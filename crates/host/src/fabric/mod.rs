@@ -162,7 +162,8 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let place = crate::rundir::runtime_root().ok().map(|root| root.join("kvm.json"));
-    let known = place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
+    let known =
+        place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
     if let Some(known) = known
         && (known.boot.as_str(), &known.qemu, known.version) == (boot.as_str(), &qemu.path, qemu.version)
     {
@@ -180,7 +181,11 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
 
 /// Finds out what the plan needs to know. KVM is asked only if a machine may use it.
 pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
-    let qemu = if fabric.machines.is_empty() { Err("not looked for".into()) } else { probe::find().map_err(|e| e.to_string()) };
+    let qemu = if fabric.machines.is_empty() {
+        Err("not looked for".into())
+    } else {
+        probe::find().map_err(|e| e.to_string())
+    };
     let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg);
     let kvm = match &qemu {
         Ok(qemu) if wanted => kvm(qemu),
@@ -402,15 +407,22 @@ impl Running {
     pub fn remove(&mut self, name: &str) -> Result<(), FabricError> {
         let Some(port) = self.ports.get(name) else { return Err(self.unknown("port", name)) };
         if let Some(machine) = &port.plan.machine {
-            let text = format!("port \"{name}\" belongs to the machine \"{machine}\"; `tombolo cell stop {machine}` ends that");
+            let text = format!(
+                "port \"{name}\" belongs to the machine \"{machine}\"; `tombolo cell stop {machine}` ends that"
+            );
             return Err(FabricError::State(text));
         }
         let own = self.spec.taps.iter().any(|t| t.name == name) || self.spec.ports.iter().any(|p| p.name == name);
         if !own {
-            return Err(FabricError::State(format!("port \"{name}\" is the uplink of its network, which only `down` ends")));
+            return Err(FabricError::State(format!(
+                "port \"{name}\" is the uplink of its network, which only `down` ends"
+            )));
         }
         if let Some(forward) = self.spec.forwards.iter().find(|f| f.target == file::Target::Name(name.into())) {
-            let text = format!("port \"{name}\" is the target of the forward from {}; it cannot go before that", forward.listen);
+            let text = format!(
+                "port \"{name}\" is the target of the forward from {}; it cannot go before that",
+                forward.listen
+            );
             return Err(FabricError::State(text));
         }
         self.drop_port(name);

@@ -11,7 +11,9 @@ use tokio::sync::Notify;
 use tombolo_port::reactor::Reactor;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
-use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start};
+use tombolo_switch::gateway::{
+    DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
+};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::wait::CONTROL;

@@ -100,7 +100,9 @@ impl Running {
             // A worker that has ended has dropped the port already.
             let _ = worker.handle.remove_port(port.token);
         }
-        if let Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } = &port.plan.attachment {
+        if let Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } =
+            &port.plan.attachment
+        {
             let _ = std::fs::remove_file(socket);
         }
     }
@@ -116,9 +118,9 @@ impl Running {
             Attachment::Stream { socket, connect: true } => {
                 Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
             }
-            Attachment::Stream { socket, connect: false } => {
-                Box::new(StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(|e| fail(&e))?)
-            }
+            Attachment::Stream { socket, connect: false } => Box::new(
+                StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(|e| fail(&e))?,
+            ),
             Attachment::Tap { device, adopt, netns, ip, mac } => {
                 let netns = netns.as_deref().map(Netns::open).transpose().map_err(|e| fail(&e))?;
                 let existing = if *adopt { Existing::Adopt } else { Existing::Create };

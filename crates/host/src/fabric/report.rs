@@ -96,7 +96,10 @@ impl Running {
         }
         for port in ports {
             if let (Some(fault), true) = (&port.last_fault, port.counters.faults > 0) {
-                out.push(format!("port {}: its peer broke the rules {} time(s), last: {fault}", port.name, port.counters.faults));
+                out.push(format!(
+                    "port {}: its peer broke the rules {} time(s), last: {fault}",
+                    port.name, port.counters.faults
+                ));
             }
         }
         out
