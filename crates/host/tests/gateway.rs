@@ -2,12 +2,13 @@
 //! behind a tap, with a worker, its reactor and the resolver as they run in the fabric.
 #![allow(missing_docs)]
 
+use rustix::process::{Pid, Signal, kill_process};
 use rustix::time::{ClockId, clock_gettime};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Notify;
@@ -16,7 +17,8 @@ use tombolo_port::link::Netns;
 use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
-use tombolo_switch::control::PortSettings;
+use tombolo_switch::control::{PortSettings, PortStatus};
+use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::{
     DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
 };
@@ -25,7 +27,7 @@ use tombolo_switch::mac::MacSettings;
 const TAP: &str = "tmbgw0";
 const TAP_MAC: [u8; 6] = [2, 0x7b, 0, 0, 0, 1];
 /// Every command ends by itself within this.
-const PATIENCE_SECS: u64 = 20;
+const PATIENCE_SECS: u64 = 10;
 
 /// Why the test cannot run here.
 fn missing() -> Option<String> {
@@ -125,6 +127,17 @@ fn script_text(told: &Path) -> String {
         busybox ip route add default via $router;;\nesac\n",
         told = told.display()
     )
+}
+
+/// A process that ends with the test, however that ends.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
 /// A name server for `example.test`: an answer over UDP that is cut, over TCP one of 3000 bytes.
@@ -250,15 +263,34 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let fabric = Fabric::start(&stored);
     let told = fabric.udhcpc("");
     assert!(told.contains(&format!("ip='{address}'")), "{told}");
-    // Asked to, it gives the address back as it leaves. It takes the address off the interface right after, so the
-    // kernel has to know the gateway's hardware address beforehand.
-    fabric.run("busybox ping -c 1 10.213.7.1");
-    fabric.udhcpc("-R");
+    // Asked to, it gives the address back. It takes the address off the interface right after, so the kernel has to
+    // know the gateway's hardware address beforehand.
+    let told = fabric.folder.path().join("told");
+    std::fs::remove_file(&told).unwrap();
+    let script = fabric.folder.path().join("script");
+    let mut command = Command::new("busybox");
+    command.args(["udhcpc", "-f", "-n", "-i", TAP, "-s"]).arg(script);
+    let client = Running(fabric.netns.run(move || command.spawn()).unwrap().unwrap());
     let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
-    while !fabric.gateway.leases().leases.is_empty() {
-        assert!(Instant::now() < end, "the released lease is still there");
+    while !told.exists() && Instant::now() < end {
         std::thread::yield_now();
     }
+    fabric.run("busybox ping -c 1 10.213.7.1");
+    kill_process(Pid::from_child(&client.0), Signal::USR2).unwrap();
+    let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
+    while !fabric.gateway.leases().leases.is_empty() {
+        if Instant::now() >= end {
+            let counters = fabric.gateway.counters().all();
+            let counted: Vec<_> = counters.iter().filter(|(_, _, n)| *n != 0).map(|(name, _, n)| (name, n)).collect();
+            let ports = fabric.worker.handle().status().unwrap().ports;
+            let drops =
+                |p: &PortStatus| Reason::ALL.iter().map(|r| p.counters.tx_drops[*r as usize].get()).sum::<u64>();
+            let drops: Vec<_> = ports.iter().map(drops).collect();
+            panic!("the released lease is still there: {counted:?}, drops {drops:?}");
+        }
+        std::thread::yield_now();
+    }
+    drop(client);
     for port in fabric.worker.handle().status().unwrap().ports {
         assert_eq!((&port.last_fault, &port.panic), (&None, &None), "{}", port.name);
     }
