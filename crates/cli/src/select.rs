@@ -14,7 +14,14 @@ pub(crate) const DEFAULT_FILE: &str = "tombolo.toml";
 #[derive(Args, Debug, Default)]
 pub(crate) struct Select {
     /// Name of the fabric
-    #[arg(long, global = true, value_name = "NAME", env = "TOMBOLO_FABRIC", conflicts_with = "file")]
+    #[arg(
+        long,
+        global = true,
+        value_name = "NAME",
+        env = "TOMBOLO_FABRIC",
+        hide_env_values = true,
+        conflicts_with = "file"
+    )]
     pub(crate) fabric: Option<String>,
     /// Fabric file whose fabric is meant
     #[arg(short, long, global = true, value_name = "FILE")]

@@ -37,7 +37,8 @@ impl Screen {
 
     /// Shows `text` in place of what was shown, cut to the terminal's size.
     pub(crate) fn show(&self, text: &str) -> io::Result<()> {
-        let size = rustix::termios::tcgetwinsize(io::stdout()).ok();
+        // A terminal that does not know its size says 0.
+        let size = rustix::termios::tcgetwinsize(io::stdout()).ok().filter(|s| s.ws_row > 0 && s.ws_col > 0);
         let (rows, columns) = size.map_or((24, 80), |s| (usize::from(s.ws_row.max(2)), usize::from(s.ws_col.max(20))));
         let mut page = String::from("\x1b[H");
         for line in text.lines().take(rows - 1) {

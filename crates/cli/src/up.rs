@@ -10,6 +10,7 @@ use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
@@ -192,8 +193,16 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
             out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
         );
     }
-    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| eprintln!("tombolo: {line}"));
+    // Progress is for a terminal; what happens once it stands is for everybody.
+    let stands = Arc::new(AtomicBool::new(false));
+    let aloud = stands.clone();
+    let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
+        if tty || aloud.load(Ordering::Relaxed) {
+            eprintln!("tombolo: {line}");
+        }
+    });
     daemon::run(spec, path, say, |status, took| {
+        stands.store(true, Ordering::Relaxed);
         for warning in &status.warnings {
             eprintln!("tombolo: {warning}");
         }

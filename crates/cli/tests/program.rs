@@ -241,6 +241,9 @@ fn the_foreground_ends_well_with_either_signal() {
         up.stdout.take().unwrap().read_to_string(&mut said).unwrap();
         assert_eq!(said.lines().count(), 1, "{said}");
         assert!(said.starts_with("t stands after"), "{said}");
+        let mut noise = String::new();
+        up.stderr.take().unwrap().read_to_string(&mut noise).unwrap();
+        assert_eq!(noise, "tombolo: a signal came: taking the fabric down\n", "no progress in a pipe");
         assert!(!home.path("run/t").exists());
     }
     let mut up = home.command("up").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
