@@ -180,10 +180,12 @@ pub(crate) mod check {
         first && text.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
     }
 
+    type Labels = Vec<(String, String)>;
+
     /// Reads `{a="b",…}` at the start of `text`; gives the labels and what is behind them.
-    fn labels(text: &str) -> Result<(Vec<(String, String)>, &str), String> {
+    fn labels(text: &str) -> Result<(Labels, &str), String> {
         let Some(mut rest) = text.strip_prefix('{') else { return Ok((vec![], text)) };
-        let mut out: Vec<(String, String)> = Vec::new();
+        let mut out = Labels::new();
         loop {
             let (label, after) = rest.split_once("=\"").ok_or("a label without =\"")?;
             if !name(label) || out.iter().any(|(l, _)| l == label) {
