@@ -149,7 +149,7 @@ fn name_server() -> SocketAddr {
         let end = 12 + query[12..].iter().position(|b| *b == 0).unwrap() + 5;
         let mut bytes = query[..end].to_vec();
         let big = query[13..].starts_with(b"big");
-        (bytes[2], bytes[3]) = (0x81 | u8::from(cut && big) * 2, 0x80);
+        (bytes[2], bytes[3]) = (0x81 | (u8::from(cut && big) * 2), 0x80);
         bytes[6..12].copy_from_slice(&[0, 1, 0, 0, 0, 0]);
         bytes.extend_from_slice(b"\xc0\x0c\x00\x01\x00\x01\x00\x00\x00\x05\x00\x04\xc0\x00\x02\x07");
         if big && !cut {
