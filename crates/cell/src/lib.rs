@@ -6,18 +6,14 @@
 //! ```ignore
 //! #![no_std]
 //! #![no_main]
-//! use tombolo_cell::{Net, TcpOptions};
+//! use tombolo_cell::{Net, TcpOptions, TcpStream};
 //!
 //! tombolo_cell::app!(hello);
 //!
 //! async fn hello(net: Net) {
-//!     let mut listener = net.listen(80, TcpOptions::default());
-//!     loop {
-//!         let mut stream = listener.accept().await;
-//!         net.spawn(async move {
-//!             let _ = stream.write_all(b"hello\n").await;
-//!         });
-//!     }
+//!     net.serve(80, TcpOptions::default(), |mut stream: TcpStream| async move {
+//!         let _ = stream.write_all(b"hello\n").await;
+//!     });
 //! }
 //! ```
 //!

@@ -115,6 +115,24 @@ impl Net {
         TcpListener::new(self.clone(), port, options)
     }
 
+    /// Listens on `port` and lets each connection have a task of its own.
+    ///
+    /// # Panics
+    /// As [`Net::listen`].
+    pub fn serve<H, F>(&self, port: u16, options: TcpOptions, handle: H)
+    where
+        H: Fn(TcpStream) -> F + 'static,
+        F: Future<Output = ()> + 'static,
+    {
+        let mut listener = self.listen(port, options);
+        let net = self.clone();
+        self.spawn(async move {
+            loop {
+                net.spawn(handle(listener.accept().await));
+            }
+        });
+    }
+
     /// Opens a TCP connection.
     pub async fn connect(&self, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
         TcpStream::connect(self.clone(), to, options).await

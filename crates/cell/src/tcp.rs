@@ -25,6 +25,8 @@ const BACKLOG: core::ops::RangeInclusive<usize> = 4..=16;
 /// A peer that answers nothing for so long is given up.
 const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);
+/// How long a peer may take to answer the first time.
+const CONNECT_NS: u64 = 10_000_000_000;
 /// How long a stream that was dropped may take to deliver what it has and to say goodbye.
 const LINGER_NS: u64 = 30_000_000_000;
 
@@ -53,7 +55,7 @@ impl Default for TcpOptions {
 pub enum TcpError {
     /// The peer has closed, or reset, or answered nothing for too long.
     Closed,
-    /// The peer cannot be reached: no route, no address of our own, or the port is in use.
+    /// The peer cannot be reached: no route, no address of our own, or no answer within 10 s.
     Unreachable,
     /// The peer refused the connection.
     Refused,
@@ -282,7 +284,7 @@ impl TcpStream {
             Ok(stack.sockets.add(socket))
         })?;
         let stream = TcpStream::new(net, handle, None);
-        poll_fn(|cx| {
+        let answer = poll_fn(|cx| {
             stream.with(|socket| match socket.state() {
                 State::SynSent | State::SynReceived => {
                     socket.register_send_waker(cx.waker());
@@ -291,9 +293,9 @@ impl TcpStream {
                 State::Closed => Poll::Ready(Err(TcpError::Refused)),
                 _ => Poll::Ready(Ok(())),
             })
-        })
-        .await?;
-        Ok(stream)
+        });
+        let done = stream.net.within(CONNECT_NS, answer).await;
+        done.unwrap_or(Err(TcpError::Unreachable)).map(|()| stream)
     }
 
     fn with<R>(&self, f: impl FnOnce(&mut tcp::Socket<'static>) -> R) -> R {

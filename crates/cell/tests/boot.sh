@@ -152,7 +152,8 @@ if start microvm-legacy httpd 80 32; then
     spent=$(($(ticks "$emulator") - before))
     hz=$(getconf CLK_TCK)
     percent_tenths=$((spent * 1000 / (3 * hz)))
-    [ "$percent_tenths" -le 30 ] && idle=idle || idle=busy
+    # A running emulator has used some time; none at all would mean that another process was looked at.
+    [ "${before:-0}" -gt 0 ] && [ "$percent_tenths" -le 30 ] && idle=idle || idle=busy
     check "idle: the emulator used $((percent_tenths / 10)).$((percent_tenths % 10)) % of a core in 3 s" "$idle" idle
 fi
 stop

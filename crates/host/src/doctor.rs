@@ -157,7 +157,11 @@ fn qemu() -> Vec<Finding> {
         Ok("they connect again by themselves".into())
     } else {
         let seen = format!("QEMU {a}.{b} does not connect a stream again");
-        Err((Outcome::Degraded, seen, "keep attach = \"vhost-user\", or such machines start anew with the daemon; QEMU 9.2 connects again"))
+        Err((
+            Outcome::Degraded,
+            seen,
+            "keep attach = \"vhost-user\", or such machines start anew with the daemon; QEMU 9.2 connects again",
+        ))
     };
     out.push(finding("streams after a restart", "machines with attach = \"stream\"", stream));
     out
@@ -233,8 +237,14 @@ fn nft() -> Finding {
     };
     let rules = crate::kernel::rules("doctor", &[]);
     let result = match in_namespace(&[&program.display().to_string(), "-f", "-"], &rules) {
-        Ok(()) if rustix::process::geteuid().is_root() => Ok("a table with the fabric's chains was made in a namespace".into()),
-        Ok(()) => Err((Outcome::Degraded, "it works in a namespace of its own; not root here".into(), "run as root, or use uplink = \"user\"")),
+        Ok(()) if rustix::process::geteuid().is_root() => {
+            Ok("a table with the fabric's chains was made in a namespace".into())
+        }
+        Ok(()) => Err((
+            Outcome::Degraded,
+            "it works in a namespace of its own; not root here".into(),
+            "run as root, or use uplink = \"user\"",
+        )),
         Err(e) => Err((Outcome::Missing, e, "load nf_tables and nft_chain_nat, or use uplink = \"user\"")),
     };
     finding("nftables", needed, result)
@@ -246,7 +256,11 @@ fn packet_socket() -> Finding {
     let family = rustix::net::AddressFamily::from_raw(17);
     let opened = rustix::net::socket(family, rustix::net::SocketType::RAW, None);
     let result = opened.map(|_| "opened".into());
-    finding("packet sockets", needed, result.map_err(|e| (Outcome::Missing, e.to_string(), "run as root (CAP_NET_RAW)")))
+    finding(
+        "packet sockets",
+        needed,
+        result.map_err(|e| (Outcome::Missing, e.to_string(), "run as root (CAP_NET_RAW)")),
+    )
 }
 
 fn cpus() -> Finding {
@@ -265,7 +279,11 @@ fn hugepages() -> Finding {
     let free = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).and_then(|v| v.trim().parse::<u64>().ok());
     let result = match free {
         Some(n) if n > 0 => Ok(format!("{n} free")),
-        _ => Err((Outcome::Degraded, "none free".into(), "not needed; the bench's DPDK peers want some (sysctl vm.nr_hugepages)")),
+        _ => Err((
+            Outcome::Degraded,
+            "none free".into(),
+            "not needed; the bench's DPDK peers want some (sysctl vm.nr_hugepages)",
+        )),
     };
     finding("huge pages", "DPDK peers", result)
 }

@@ -250,6 +250,11 @@ impl<F: Fixture> Rig<F> {
         rig
     }
 
+    /// The registration of the rig's port, for another port in its place.
+    pub fn port_registration(&self) -> Registration {
+        self.reactor.borrow().registrar().registration(self.token)
+    }
+
     fn now(&self) -> Nanos {
         self.reactor.borrow_mut().now()
     }

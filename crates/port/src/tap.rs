@@ -165,6 +165,8 @@ pub struct TapPort {
     /// A fault that was found where none can be returned.
     pending: Option<Fault>,
     next_look: Nanos,
+    /// Look at once, whatever the time.
+    look_due: bool,
     arena: Vec<u8>,
     pieces: Vec<Piece<'static>>,
     linear: Vec<u8>,
@@ -284,6 +286,7 @@ impl TapPort {
             condition: Condition::Up,
             pending: None,
             next_look: Nanos(0),
+            look_due: false,
             arena: vec![0; ARENA_BYTES],
             pieces: Vec::new(),
             linear: Vec::new(),
@@ -314,7 +317,14 @@ impl TapPort {
             self.watch = None;
             let detail = format!("the tap `{}` was deleted; the port waits for one of that name", self.name);
             self.pending = Some(Fault { kind: FaultKind::System, detail });
+            self.registration.wake();
         }
+    }
+
+    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and nowhere else.
+    fn ask_for_service(&mut self) {
+        self.look_due = true;
+        self.registration.wake();
     }
 
     /// Something about links changed: look what.
@@ -433,10 +443,11 @@ impl Port for TapPort {
         if let Some(fault) = self.pending.take() {
             return Err(fault);
         }
-        if now >= self.next_look {
+        if now >= self.next_look || self.look_due {
             self.next_look = now.after(LOOK_INTERVAL);
+            let due = std::mem::take(&mut self.look_due);
             match &self.monitor {
-                Some(monitor) if monitor.changed() => self.look(),
+                Some(monitor) if monitor.changed() || due => self.look(),
                 Some(_) => {}
                 // Nobody tells when it comes up: the next frame finds out.
                 None if self.condition == Condition::Down => {
@@ -498,8 +509,9 @@ impl Port for TapPort {
         match lost {
             None => Ok(used),
             Some(Errno::BADFD | Errno::NODEV) => {
-                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `arm`.
-                self.next_look = Nanos(0);
+                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `service`.
+                self.look_due = true;
+                self.registration.wake();
                 Ok(used)
             }
             Some(errno) => {
@@ -535,9 +547,9 @@ impl Port for TapPort {
                     drops.count(drop_reason(errno), 1);
                     match errno {
                         Errno::IO => {
+                            // It may be up again already, which the next look finds.
                             self.condition = Condition::Down;
-                            // It may have come up again since: the monitor told of the last change only.
-                            self.look();
+                            self.ask_for_service();
                         }
                         Errno::BADFD | Errno::NODEV => self.lose(),
                         _ => {}
@@ -568,20 +580,16 @@ impl Port for TapPort {
         let frames = !gone && fds[0].revents().contains(PollFlags::IN);
         let failed = !gone && fds[0].revents().contains(PollFlags::ERR);
         let changed = links.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
-        if changed || failed {
-            if let Some(monitor) = &self.monitor {
-                monitor.changed();
-            }
-            self.look();
-            if failed && self.monitor.is_none() {
-                self.lose();
-            }
+        if failed && self.monitor.is_none() {
+            self.lose();
+        } else if changed || failed {
+            self.ask_for_service();
+            return Ok(true);
         }
         match self.pending.take() {
             Some(fault) => Err(fault),
-            // After a change the worker takes another turn, so that whoever watches the port learns of it. What
-            // the interface had queued before it went down may still be read.
-            None => Ok(changed || frames && self.condition != Condition::Gone),
+            // What the interface had queued before it went down may still be read.
+            None => Ok(frames && self.condition != Condition::Gone),
         }
     }
 
@@ -613,9 +621,10 @@ impl Port for TapPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Abilities, Fixture, Misdeed};
+    use crate::conformance::{Abilities, Fixture, Misdeed, Rig, plain, same, tcp_frame};
     use crate::kernel_side::{self, KernelSide};
     use crate::pair::OwnedFrame;
+    use tombolo_switch::frame::SegmentKind;
 
     struct TapFixture {
         netns: Netns,
@@ -682,5 +691,120 @@ mod tests {
 
     mod conformance {
         crate::conformance_suite!(super::TapFixture);
+    }
+
+    fn registration(reactor: &crate::reactor::Reactor) -> Registration {
+        reactor.registrar().registration(tombolo_switch::wait::Token(1))
+    }
+
+    /// A rig whose port took over a descriptor that was opened with `flags`.
+    fn adopted(flags: u16, header_bytes: i32) -> Rig<TapFixture> {
+        let mut rig = Rig::<TapFixture>::up();
+        let netns = rig.peer.netns.clone();
+        let fd = netns.run(open_device).unwrap().unwrap();
+        let mut request = IfReq::new("other").unwrap();
+        request.set(&flags.to_ne_bytes());
+        sys::interface(&fd, InterfaceRequest::TunSetInterface, &mut request).unwrap();
+        if flags & IFF_VNET_HDR != 0 {
+            sys::tun_word(&fd, TunWord::SetHeaderBytes, &mut { header_bytes }).unwrap();
+        }
+        kernel_side::run(&netns, "ip link set other up");
+        let registration = rig.port_registration();
+        rig.port = Box::new(TapPort::adopt(fd, registration).unwrap());
+        rig.peer.side = KernelSide::open(&netns, "other");
+        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig
+    }
+
+    #[test]
+    fn a_tap_without_offload_headers_is_a_plain_destination() {
+        crate::conformance::run::<TapFixture>("a_tap_without_offload_headers", |_| {
+            let mut rig = adopted(IFF_TAP | IFF_NO_PI, 0);
+            assert_eq!(rig.port.caps(), Caps::plain(1500));
+            let frames = plain(0, [14, 60, 200, 1514]);
+            rig.receive_all(&frames);
+            same(&frames, &rig.received);
+            rig.deliver(&frames);
+        });
+    }
+
+    #[test]
+    fn a_tap_that_somebody_else_opened_keeps_its_header_size() {
+        crate::conformance::run::<TapFixture>("a_tap_that_somebody_else_opened", |_| {
+            for bytes in [10, 12] {
+                let mut rig = adopted(IFF_TAP | IFF_NO_PI | IFF_VNET_HDR, bytes);
+                assert!(rig.port.details().contains(&("vnet_header_bytes", bytes.to_string())));
+                let frames = [tcp_frame(0, 30_000, SegmentKind::Tcp4, Some(1448)), plain(1, [60]).remove(0)];
+                rig.receive_all(&frames);
+                same(&frames, &rig.received);
+                rig.deliver(&frames);
+            }
+        });
+    }
+
+    #[test]
+    fn the_link_follows_the_interface_and_the_mtu_and_the_name_are_taken_over() {
+        crate::conformance::run::<TapFixture>("the_link_follows_the_interface", |_| {
+            let mut rig = Rig::<TapFixture>::up();
+            for (line, link) in [("ip link set tap0 down", Link::Down), ("ip link set tap0 up", Link::Up)] {
+                kernel_side::run(&rig.peer.netns, line);
+                // A frame that goes out before the port has heard of it is counted all the same.
+                rig.send(&plain(0, [60]));
+                rig.until_woken(line, |rig| rig.port.link() == link);
+            }
+            assert!(rig.tx_drops.of(Reason::LinkDown) >= 1, "{:?}", rig.tx_drops);
+            assert_eq!(rig.tx_drops.of(Reason::LinkDown), rig.tx_drops.total(), "{:?}", rig.tx_drops);
+            kernel_side::run(&rig.peer.netns, "ip link set tap0 down");
+            kernel_side::run(&rig.peer.netns, "ip link set tap0 name tap9 mtu 9000 up");
+            rig.until_woken("MTU and name", |rig| {
+                rig.port.caps() == Caps::full(9000) && rig.port.details().contains(&("interface", "tap9".into()))
+            });
+            assert!(rig.faults.is_empty(), "{:?}", rig.faults);
+            let frames = plain(10, [9014]);
+            rig.receive_all(&frames);
+            rig.deliver(&frames);
+        });
+    }
+
+    #[test]
+    fn a_tap_stays_only_where_it_was_asked_to() {
+        crate::conformance::run::<TapFixture>("a_tap_stays_only_where_it_was_asked_to", |_| {
+            let netns = kernel_side::quiet_namespace();
+            let reactor = crate::reactor::Reactor::new().unwrap();
+            let exists = |name: &str| Interface::open(Some(&netns), name).is_ok();
+            for (name, persist) in [("stays", true), ("goes", false)] {
+                let mac = Some([2, 0, 0, 0, 0, 7]);
+                let netns = Some(netns.clone());
+                let config = TapConfig { netns, persist, mac, owner: Some(0), ..TapConfig::new(name) };
+                let port = TapPort::open(&config, registration(&reactor)).unwrap();
+                let interface = Interface::open(config.netns.as_ref(), name).unwrap();
+                assert_eq!(interface.mac().unwrap(), [2, 0, 0, 0, 0, 7]);
+                interface.add_address("10.9.0.1".parse().unwrap(), 24).unwrap();
+                interface.add_address("10.9.0.1".parse().unwrap(), 24).unwrap();
+                assert!(exists(name));
+                drop(port);
+                assert_eq!(exists(name), persist);
+            }
+            // It is found again, also by its owner; and a second one of its name is not made.
+            let mut config = TapConfig { netns: Some(netns.clone()), ..TapConfig::new("stays") };
+            let refused = TapPort::open(&config, registration(&reactor)).map(drop).unwrap_err();
+            assert!(refused.to_string().contains("one of that name exists"), "{refused}");
+            config.existing = Existing::Adopt;
+            let port = TapPort::open(&config, registration(&reactor)).unwrap();
+            let refused = TapPort::open(&config, registration(&reactor)).map(drop).unwrap_err();
+            assert!(refused.to_string().contains("another process uses it"), "{refused}");
+            drop(port);
+            config.name = "absent".into();
+            let refused = TapPort::open(&config, registration(&reactor)).map(drop).unwrap_err();
+            assert!(matches!(refused, TapError::Link(LinkError::Absent { .. })), "{refused}");
+        });
+    }
+
+    #[test]
+    fn what_is_no_tap_is_not_taken() {
+        let reactor = crate::reactor::Reactor::new().unwrap();
+        let null = std::fs::File::open("/dev/null").unwrap();
+        let refused = TapPort::adopt(null.into(), registration(&reactor)).map(drop);
+        assert!(matches!(refused, Err(TapError::NotATap { .. })), "{refused:?}");
     }
 }

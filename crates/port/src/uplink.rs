@@ -35,12 +35,22 @@ pub struct NatPort {
     queue: VecDeque<Vec<u8>>,
     /// What the current turn's batch looks into.
     sending: Vec<Vec<u8>>,
+    /// Frames that waited too long for their guest, until the next turn counts them.
+    lost: u64,
 }
 
 impl NatPort {
     /// A router with `config` before `uplink`; `mtu` of the network, in bytes.
     pub fn new(config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
-        NatPort { nat: Nat::new(config), uplink, mtu, now: Nanos(0), queue: VecDeque::new(), sending: Vec::new() }
+        NatPort {
+            nat: Nat::new(config),
+            uplink,
+            mtu,
+            now: Nanos(0),
+            queue: VecDeque::new(),
+            sending: Vec::new(),
+            lost: 0,
+        }
     }
 
     fn answer(&mut self, frame: Vec<u8>, drops: &mut Drops) {
@@ -103,12 +113,21 @@ impl Port for NatPort {
         if was == Link::Down && self.uplink.link() == Link::Up {
             self.nat.uplink_restarted();
         }
+        let (lost, again) = self.nat.poll(now);
+        self.lost += lost;
+        while let Some(frame) = self.nat.next_for_network() {
+            self.answer(frame, &mut Drops::default());
+        }
         // Questions that are lost are asked again with the next frame that needs the answer.
         self.ask_out(&mut Drops::default())?;
-        Ok(next)
+        Ok(match (next, again) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        })
     }
 
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        drops.count(Reason::NoDestination, std::mem::take(&mut self.lost));
         self.sending.clear();
         let own = self.queue.len().min(budget);
         self.sending.extend(self.queue.drain(..own));

@@ -5,6 +5,7 @@
 //! Calls are for control threads: a port must never call its own worker's handle, which would wait for itself.
 
 use crate::Nanos;
+use crate::capture::{self, Capture, CaptureSettings};
 use crate::counters::{Counter, PortCounters};
 use crate::guard::Guard;
 use crate::mac::{MacEntry, MacSettings, MacStats};
@@ -350,6 +351,20 @@ impl WorkerHandle {
                 0 => Ok(()),
                 n => Err(ControlError::PinnedElsewhere(n)),
             }
+        })?
+    }
+
+    /// Captures a port's frames from now on, until the capture or the port is dropped.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn capture(&self, token: Token, settings: CaptureSettings) -> Result<Capture, ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            let (tap, capture) = capture::start(slot.name.clone(), settings);
+            slot.taps.push(tap);
+            Ok(capture)
         })?
     }
 

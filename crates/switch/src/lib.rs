@@ -9,6 +9,8 @@
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
 //! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
+//! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
+//! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
 //! * [`gateway`]: the inner port that serves a network: ARP, ICMP echo, DHCP and DNS.
 //! * [`counters`]: what is counted per port; one writer, any number of readers.
@@ -16,6 +18,7 @@
 //! Files, threads, epoll and time are the business of the rooms above; time comes in as [`Nanos`].
 #![warn(unreachable_pub)]
 
+pub mod capture;
 pub mod checksum;
 pub mod control;
 pub mod counters;
@@ -27,6 +30,7 @@ pub mod mac;
 pub mod nat;
 pub mod network;
 pub mod offload;
+pub mod pcapng;
 pub mod port;
 pub mod vnet;
 pub mod wait;

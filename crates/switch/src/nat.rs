@@ -38,6 +38,10 @@ pub const FLOWS_PER_STATION: usize = 4096;
 pub const NEIGHBOURS: usize = 1024;
 /// Frames that wait for an ARP answer.
 pub const WAITING: usize = 64;
+/// How often a guest that does not answer is asked again, and for how long: passt gives a connection up after 10 s and
+/// never repeats its first segment, so that segment must not be lost while a guest boots.
+const ASK_NS: Nanos = Nanos(500_000_000);
+const ASK_FOR_NS: Nanos = Nanos(10 * 1_000_000_000);
 /// First uplink port of guests' mappings; lower ones are for forwards.
 pub const FIRST_PORT: u16 = 1024;
 
@@ -138,6 +142,14 @@ struct Flow {
     idle: Nanos,
 }
 
+/// A frame for a guest whose MAC is asked for.
+#[derive(Debug)]
+struct Waiting {
+    guest: Ipv4Addr,
+    since: Nanos,
+    frame: Vec<u8>,
+}
+
 /// The translation table and the router's two faces.
 #[derive(Debug)]
 pub struct Nat {
@@ -152,7 +164,8 @@ pub struct Nat {
     neighbours: HashMap<Ipv4Addr, Mac>,
     /// Order in which neighbours came, for forgetting the oldest.
     neighbour_order: VecDeque<Ipv4Addr>,
-    waiting: VecDeque<(Ipv4Addr, Vec<u8>)>,
+    waiting: VecDeque<Waiting>,
+    next_ask: Nanos,
     /// Frames of the router's own for the network: ARP questions, and what waited for their answers.
     to_network: VecDeque<Vec<u8>>,
     /// Frames of the router's own for the uplink: ARP questions.
@@ -174,6 +187,7 @@ impl Nat {
             neighbours: HashMap::new(),
             neighbour_order: VecDeque::new(),
             waiting: VecDeque::new(),
+            next_ask: Nanos(0),
             to_network: VecDeque::new(),
             to_uplink: VecDeque::new(),
             peer_mac: None,
@@ -237,13 +251,13 @@ impl Nat {
                 self.neighbours.remove(&oldest);
             }
         }
-        if self.waiting.iter().any(|(waits, _)| *waits == ip) {
-            for (waits, mut frame) in std::mem::take(&mut self.waiting) {
-                if waits == ip {
-                    frame[0..6].copy_from_slice(&mac);
-                    self.to_network.push_back(frame);
+        if self.waiting.iter().any(|w| w.guest == ip) {
+            for mut waiting in std::mem::take(&mut self.waiting) {
+                if waiting.guest == ip {
+                    waiting.frame[0..6].copy_from_slice(&mac);
+                    self.to_network.push_back(waiting.frame);
                 } else {
-                    self.waiting.push_back((waits, frame));
+                    self.waiting.push_back(waiting);
                 }
             }
         }
@@ -407,12 +421,36 @@ impl Nat {
                 if self.waiting.len() >= WAITING {
                     return Err(Reason::GatewayFull);
                 }
-                let question = arp(1, self.config.mac, self.config.router, [0; 6], guest, BROADCAST);
-                self.to_network.push_back(question);
-                self.waiting.push_back((guest, std::mem::take(frame)));
+                self.ask(guest);
+                self.next_ask = now.after(ASK_NS);
+                self.waiting.push_back(Waiting { guest, since: now, frame: std::mem::take(frame) });
                 Ok(Verdict::Taken)
             }
         }
+    }
+
+    fn ask(&mut self, guest: Ipv4Addr) {
+        let question = arp(1, self.config.mac, self.config.router, [0; 6], guest, BROADCAST);
+        self.to_network.push_back(question);
+    }
+
+    /// Asks guests that have not answered again; gives the frames that waited too long, of which there are so many, up.
+    /// Returns how many that were, and when to be called again, if ever.
+    pub fn poll(&mut self, now: Nanos) -> (u64, Option<Nanos>) {
+        let before = self.waiting.len();
+        self.waiting.retain(|w| now.since(w.since) < ASK_FOR_NS);
+        let lost = (before - self.waiting.len()) as u64;
+        if self.waiting.is_empty() {
+            return (lost, None);
+        }
+        if now >= self.next_ask {
+            self.next_ask = now.after(ASK_NS);
+            let mut guests: Vec<_> = self.waiting.iter().map(|w| w.guest).collect();
+            guests.sort_unstable();
+            guests.dedup();
+            guests.into_iter().for_each(|guest| self.ask(guest));
+        }
+        (lost, Some(self.next_ask))
     }
 
     fn sweep(&mut self, now: Nanos) {
@@ -435,8 +473,6 @@ impl Nat {
             keep
         });
         self.forwarded.retain(|_, (_, last, idle)| now.since(*last) < *idle);
-        // What waited through a whole sweep has nobody to answer for it.
-        self.waiting.clear();
     }
 }
 
@@ -804,6 +840,23 @@ mod tests {
         // Nobody starts a connection to the host through that address.
         let mut other = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 81), ("192.0.0.1", 22), 2);
         assert_eq!(nat.outbound(Nanos(0), &mut other), Verdict::Drop(Reason::NoDestination));
+    }
+
+    #[test]
+    fn a_guest_that_boots_is_asked_until_the_uplink_would_give_up() {
+        let mut nat = nat();
+        let mut syn = packet(ROUTER, PEER, Protocol::Tcp, ("192.0.0.1", 40000), ("192.0.0.2", 1), 2);
+        assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Taken);
+        let (mut now, mut asked) = (Nanos(0), 0);
+        let lost = loop {
+            asked += u64::from(nat.next_for_network().is_some());
+            match nat.poll(now) {
+                (lost, None) => break lost,
+                (0, Some(next)) => now = next,
+                (lost, Some(_)) => panic!("{lost} lost early"),
+            }
+        };
+        assert_eq!((asked, lost, now), (20, 1, ASK_FOR_NS));
     }
 
     #[test]

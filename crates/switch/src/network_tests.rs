@@ -11,6 +11,9 @@ fn frame(to: Mac, from: Mac) -> Vec<u8> {
     bytes
 }
 
+/// Each destination and the frames that it gets.
+type Lists = Vec<(PortNumber, Vec<u16>)>;
+
 struct Bench {
     network: Network,
     plan: Plan,
@@ -30,7 +33,7 @@ impl Bench {
     }
 
     /// Destinations with their frames, and the frames that go nowhere.
-    fn decide(&mut self, from: PortNumber, frames: &[Vec<u8>]) -> (Vec<(PortNumber, Vec<u16>)>, Vec<(u16, Reason)>) {
+    fn decide(&mut self, from: PortNumber, frames: &[Vec<u8>]) -> (Lists, Vec<(u16, Reason)>) {
         let mut batch = Batch::with_capacity(frames.len());
         for bytes in frames {
             batch.push(bytes[..].into(), Offload::NONE);

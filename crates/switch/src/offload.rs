@@ -103,7 +103,9 @@ impl Transformer {
     ) -> Result<Sent, Fault> {
         let mut sent = Sent::default();
         // A fault or a panic may have left something.
-        (self.direct.clear(), self.made.clear(), self.ends.clear());
+        self.direct.clear();
+        self.made.clear();
+        self.ends.clear();
         for index in which {
             let frame = &batch.frames()[*index as usize];
             let made_before = self.ends.len();

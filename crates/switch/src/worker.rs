@@ -35,6 +35,7 @@
 //! 65,535 ports per worker; a batch of at most 65,535 frames, ordinary budgets are 32 to 256.
 
 use crate::Nanos;
+use crate::capture::Tap;
 use crate::control::{Command, LoopCounters, NetworkId, Reserved, WorkerHandle, WorkerSettings};
 use crate::counters::PortCounters;
 use crate::drop::{Drops, Reason};
@@ -115,6 +116,7 @@ pub(crate) struct Slot {
     pub(crate) counters: Arc<PortCounters>,
     pub(crate) last_fault: Option<FaultRecord>,
     pub(crate) panic: Option<String>,
+    pub(crate) taps: Vec<Tap>,
     pub(crate) active: bool,
     pub(crate) up: bool,
     wants_service: bool,
@@ -122,6 +124,15 @@ pub(crate) struct Slot {
     serviced_at: Nanos,
     deadline: Nanos,
     quiet_until: Nanos,
+}
+
+/// What the decision needs of the port that a batch came from.
+#[derive(Clone, Copy)]
+struct Source<'a> {
+    index: u16,
+    network: NetworkId,
+    guard: &'a Guard,
+    counters: &'a PortCounters,
 }
 
 /// Why a call into a port failed.
@@ -357,8 +368,8 @@ impl Core {
         let taken = batch.len();
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
-            batch.set_ingress(Token(index.into()));
-            self.pass_on(index, slot.network, &slot.guard, &slot.counters, &batch, &mut drops);
+            let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
+            self.pass_on(from, &mut slot.taps, &batch, &mut drops);
         }
         self.spare = batch.recycle();
         slot.counters.add_rx_drops(&mut drops);
@@ -384,22 +395,18 @@ impl Core {
 
     /// Decides on a batch of `index` and hands its frames to their destinations.
     #[inline]
-    fn pass_on(
-        &mut self,
-        index: u16,
-        network: NetworkId,
-        guard: &Guard,
-        counters: &PortCounters,
-        batch: &Batch<'_>,
-        drops: &mut Drops,
-    ) {
-        let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(network.0 as usize) else {
+    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) {
+        let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
             // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
             drops.count(Reason::NoDestination, batch.len() as u64);
             return;
         };
-        let summary = network.decide(self.now, index, guard, batch, &mut self.plan, drops);
-        counters.rx_bytes.add(summary.bytes);
+        self.plan.note_drops(!taps.is_empty());
+        let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
+        from.counters.rx_bytes.add(summary.bytes);
+        if !taps.is_empty() {
+            taps.retain(|tap| tap.received(self.now, batch, self.plan.dropped(), from.counters));
+        }
         for at in 0..self.plan.destinations().len() {
             let to = self.plan.destinations()[at];
             self.deliver(to, batch, summary);
@@ -421,15 +428,22 @@ impl Core {
             slot.counters.add_tx_drops(&mut drops);
             return;
         };
+        let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
         let (mut work, transformer) = (Work::default(), &mut self.transformer);
         let result = guarded(|| {
             let caps = port.caps();
+            let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
+                let sent = port.transmit(batch, which, drops)?;
+                if !taps.is_empty() {
+                    let refused = (which.len() as u64).saturating_sub(sent.frames);
+                    taps.retain(|tap| tap.transmitted(now, batch, which, refused, counters));
+                }
+                Ok(sent)
+            };
             let sent = if fits(summary, caps) {
-                port.transmit(batch, which, &mut drops)?
+                hand_over(batch, which, &mut drops)?
             } else {
-                transformer.transmit(batch, which, caps, &mut drops, &mut work, |batch, which, drops| {
-                    port.transmit(batch, which, drops)
-                })?
+                transformer.transmit(batch, which, caps, &mut drops, &mut work, hand_over)?
             };
             port.flush()?;
             Ok((sent, port.answers()))
@@ -512,6 +526,7 @@ impl Slot {
             counters: Arc::default(),
             last_fault: None,
             panic: None,
+            taps: Vec::new(),
             active: false,
             up: false,
             wants_service: true,

@@ -4,7 +4,14 @@
 //! server on the Unix socket is such a somebody, and so are tests. The reports are the JSON of the API and of every
 //! `--json`: one schema, described in docs/api.md and by the OpenAPI document.
 
+pub mod client;
+pub mod metrics;
 pub mod report;
+#[cfg(test)]
+pub(crate) mod samples;
+pub mod server;
+#[cfg(test)]
+mod tests;
 
 use report::{MachineReport, PortReport, Status};
 use std::path::PathBuf;

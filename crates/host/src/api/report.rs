@@ -205,3 +205,30 @@ pub struct WorkerReport {
     /// Nanoseconds since its start.
     pub lifetime_ns: u64,
 }
+
+/// Ports alone.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Ports {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// The ports asked for, or those added.
+    pub ports: Vec<PortReport>,
+}
+
+/// Machines alone.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Machines {
+    /// [`SCHEMA`].
+    pub schema: u32,
+    /// The machines asked for, or those started.
+    pub machines: Vec<MachineReport>,
+}
+
+/// The body of every answer that is not what was asked for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Fault {
+    /// What was tried, expected and found.
+    pub error: String,
+    /// What to do.
+    pub hint: Option<String>,
+}

@@ -18,6 +18,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod capture;
 mod drive;
 mod machine;
 mod network;
@@ -30,7 +31,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
-use tombolo_switch::control::{ControlError, WorkerHandle};
+use tombolo_port::worker::{WorkerError, WorkerThread};
+use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
@@ -60,6 +62,9 @@ pub enum FabricError {
     /// A worker.
     #[error("the switch: {0}")]
     Control(#[from] ControlError),
+    /// A worker's thread.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
     /// The kernel uplink.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -118,11 +123,9 @@ pub enum FabricError {
 pub type Say = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A worker and its thread.
-pub(crate) struct WorkerThread {
+pub(crate) struct RunningWorker {
     pub(crate) spec: file::Worker,
-    pub(crate) handle: WorkerHandle,
-    pub(crate) registrar: tombolo_port::reactor::Registrar,
-    thread: Option<std::thread::JoinHandle<()>>,
+    pub(crate) thread: WorkerThread,
     pub(crate) started: Instant,
 }
 
@@ -133,7 +136,7 @@ pub struct Running {
     pub(crate) dir: Option<RunDir>,
     pub(crate) facts: Facts,
     pub(crate) started: Instant,
-    pub(crate) workers: Vec<WorkerThread>,
+    pub(crate) workers: Vec<RunningWorker>,
     pub(crate) networks: BTreeMap<String, Net>,
     pub(crate) ports: BTreeMap<String, RunningPort>,
     pub(crate) machines: BTreeMap<String, RunningMachine>,
@@ -149,7 +152,7 @@ pub struct Shared {
 }
 
 /// Why [`Facts::kvm`] has no answer.
-pub(crate) const NOT_ASKED: &str = "not asked";
+const NOT_ASKED: &str = "not asked";
 
 /// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {
@@ -162,7 +165,8 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
     }
     let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
     let place = crate::rundir::runtime_root().ok().map(|root| root.join("kvm.json"));
-    let known = place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
+    let known =
+        place.as_ref().and_then(|p| std::fs::read(p).ok()).and_then(|t| serde_json::from_slice::<Known>(&t).ok());
     if let Some(known) = known
         && (known.boot.as_str(), &known.qemu, known.version) == (boot.as_str(), &qemu.path, qemu.version)
     {
@@ -180,7 +184,11 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
 
 /// Finds out what the plan needs to know. KVM is asked only if a machine may use it.
 pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
-    let qemu = if fabric.machines.is_empty() { Err("not looked for".into()) } else { probe::find().map_err(|e| e.to_string()) };
+    let qemu = if fabric.machines.is_empty() {
+        Err("not looked for".into())
+    } else {
+        probe::find().map_err(|e| e.to_string())
+    };
     let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg);
     let kvm = match &qemu {
         Ok(qemu) if wanted => kvm(qemu),
@@ -402,15 +410,22 @@ impl Running {
     pub fn remove(&mut self, name: &str) -> Result<(), FabricError> {
         let Some(port) = self.ports.get(name) else { return Err(self.unknown("port", name)) };
         if let Some(machine) = &port.plan.machine {
-            let text = format!("port \"{name}\" belongs to the machine \"{machine}\"; `tombolo cell stop {machine}` ends that");
+            let text = format!(
+                "port \"{name}\" belongs to the machine \"{machine}\"; `tombolo cell stop {machine}` ends that"
+            );
             return Err(FabricError::State(text));
         }
         let own = self.spec.taps.iter().any(|t| t.name == name) || self.spec.ports.iter().any(|p| p.name == name);
         if !own {
-            return Err(FabricError::State(format!("port \"{name}\" is the uplink of its network, which only `down` ends")));
+            return Err(FabricError::State(format!(
+                "port \"{name}\" is the uplink of its network, which only `down` ends"
+            )));
         }
         if let Some(forward) = self.spec.forwards.iter().find(|f| f.target == file::Target::Name(name.into())) {
-            let text = format!("port \"{name}\" is the target of the forward from {}; it cannot go before that", forward.listen);
+            let text = format!(
+                "port \"{name}\" is the target of the forward from {}; it cannot go before that",
+                forward.listen
+            );
             return Err(FabricError::State(text));
         }
         self.drop_port(name);
@@ -460,12 +475,9 @@ impl Running {
             net.save_leases(&say);
         }
         self.networks.clear();
-        for mut worker in std::mem::take(&mut self.workers) {
-            if let Err(error) = worker.handle.stop() {
-                trouble(&format!("worker {}", worker.spec.name), &error);
-            }
-            if worker.thread.take().is_some_and(|t| t.join().is_err()) {
-                trouble(&format!("worker {}", worker.spec.name), &"its thread panicked");
+        for worker in std::mem::take(&mut self.workers) {
+            if let Err(error) = worker.thread.stop() {
+                trouble("a worker", &error);
             }
         }
         if let Some(table) = self.dir.as_ref().and_then(|d| d.owner().nft_table.clone())

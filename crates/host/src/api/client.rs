@@ -1,0 +1,472 @@
+//! The API's client, for programs that block: one call, one answer.
+//!
+//! Each request has a connection of its own. Endless answers (a capture, a followed console) are given piece by piece to a
+//! closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
+
+use std::cell::RefCell;
+use std::io::{self, Read};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
+use hyper::body::{Body, Bytes, Frame, Incoming};
+use hyper::{Method, Request, Response, StatusCode, header};
+use hyper_util::rt::TokioIo;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use tokio::runtime::Runtime;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::mpsc;
+use tokio::task::JoinSet;
+
+use super::report::{Fault, MachineReport, Machines, PortReport, Ports, Status};
+
+/// How long a question may take; what starts or stops machines takes as long as it takes.
+const ANSWER_LIMIT: Duration = Duration::from_secs(10);
+
+/// Why a request has no answer, or not the one asked for.
+#[derive(Debug, thiserror::Error)]
+pub enum ClientError {
+    /// No socket.
+    #[error("no fabric named \"{fabric}\" runs: no socket at {}; start it with `tombolo up`", socket.display())]
+    NotRunning {
+        /// The fabric.
+        fabric: String,
+        /// Where its socket was expected.
+        socket: PathBuf,
+    },
+    /// A socket that nobody listens on.
+    #[error(
+        "the fabric \"{fabric}\" does not run any more: nobody answers at {}; its daemon was killed. `tombolo up` clears up after it",
+        socket.display()
+    )]
+    Stale {
+        /// The fabric.
+        fabric: String,
+        /// Its socket.
+        socket: PathBuf,
+    },
+    /// The socket may not be opened.
+    #[error("no permission for {}: the fabric \"{fabric}\" belongs to another user; run this as its owner, or with sudo", socket.display())]
+    Denied {
+        /// The fabric.
+        fabric: String,
+        /// Its socket.
+        socket: PathBuf,
+    },
+    /// The fabric said no.
+    #[error("{}", with_hint(.fault))]
+    Refused {
+        /// The HTTP status.
+        status: u16,
+        /// Its words.
+        fault: Fault,
+    },
+    /// Silence.
+    #[error("the fabric \"{fabric}\" took the request and did not answer within {} s; its log in its runtime directory may say why", limit.as_secs())]
+    Timeout {
+        /// The fabric.
+        fabric: String,
+        /// How long was waited.
+        limit: Duration,
+    },
+    /// The connection broke, or the answer is not one of this API.
+    #[error("talking to the fabric \"{fabric}\" at {}: {what}", socket.display())]
+    Broken {
+        /// The fabric.
+        fabric: String,
+        /// Its socket.
+        socket: PathBuf,
+        /// What went wrong.
+        what: String,
+    },
+    /// The receiving side on this end failed, such as a full disk or a closed pipe.
+    #[error(transparent)]
+    Sink(io::Error),
+    /// The system refused what every program needs.
+    #[error("setting up the client: {0}")]
+    System(io::Error),
+}
+
+fn with_hint(fault: &Fault) -> String {
+    match &fault.hint {
+        Some(hint) => format!("{}; {hint}", fault.error),
+        None => fault.error.clone(),
+    }
+}
+
+impl ClientError {
+    /// Whether the request was wrong in itself (exit code 2), as opposed to having failed.
+    pub fn is_misuse(&self) -> bool {
+        matches!(self, ClientError::Refused { status: 400, .. })
+    }
+
+    /// Whether there is no such fabric any more, or not yet.
+    pub fn is_absent(&self) -> bool {
+        matches!(self, ClientError::NotRunning { .. } | ClientError::Stale { .. })
+    }
+}
+
+/// How an endless answer came to its end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Ending {
+    /// The fabric ended it: the port or the machine is gone.
+    Fabric,
+    /// The closure had enough.
+    Enough,
+    /// The deadline came.
+    Deadline,
+    /// SIGINT or SIGTERM came.
+    Interrupted,
+}
+
+/// A client of one fabric.
+#[derive(Debug)]
+pub struct Client {
+    fabric: String,
+    socket: PathBuf,
+    runtime: Runtime,
+    /// The connections of the call under way.
+    links: RefCell<JoinSet<Result<(), hyper::Error>>>,
+    stop: Option<Stop>,
+}
+
+/// SIGINT and SIGTERM, from the moment that an endless answer was first asked for.
+#[derive(Debug)]
+struct Stop {
+    interrupt: Signal,
+    terminate: Signal,
+}
+
+impl Stop {
+    fn new() -> io::Result<Stop> {
+        Ok(Stop { interrupt: signal(SignalKind::interrupt())?, terminate: signal(SignalKind::terminate())? })
+    }
+
+    async fn came(&mut self) {
+        tokio::select! {
+            _ = self.interrupt.recv() => {}
+            _ = self.terminate.recv() => {}
+        }
+    }
+}
+
+type Outgoing = UnsyncBoxBody<Bytes, std::convert::Infallible>;
+
+impl Client {
+    /// A client for the fabric of that name, whose socket is at `socket`. Nothing is connected yet.
+    pub fn new(fabric: &str, socket: &Path) -> Result<Client, ClientError> {
+        let runtime =
+            tokio::runtime::Builder::new_current_thread().enable_all().build().map_err(ClientError::System)?;
+        Ok(Client { fabric: fabric.into(), socket: socket.into(), runtime, links: RefCell::default(), stop: None })
+    }
+
+    /// The fabric's name.
+    pub fn fabric(&self) -> &str {
+        &self.fabric
+    }
+
+    /// Everything about the fabric at this instant.
+    pub fn status(&self) -> Result<Status, ClientError> {
+        self.get("/v1/status")
+    }
+
+    /// One port.
+    pub fn port(&self, name: &str) -> Result<PortReport, ClientError> {
+        self.get(&format!("/v1/ports/{}", quoted(name)))
+    }
+
+    /// Adds ports from sections of a fabric file.
+    pub fn add_ports(&self, sections: &str) -> Result<Ports, ClientError> {
+        self.json(Method::POST, "/v1/ports", sections, None)
+    }
+
+    /// Removes a port.
+    pub fn remove_port(&self, name: &str) -> Result<(), ClientError> {
+        self.nothing(Method::DELETE, &format!("/v1/ports/{}", quoted(name)))
+    }
+
+    /// Starts machines from sections of a fabric file, or a known machine by its name.
+    pub fn run_machine(&self, sections: &str) -> Result<Machines, ClientError> {
+        self.json(Method::POST, "/v1/machines", sections, None)
+    }
+
+    /// Stops a machine.
+    pub fn stop_machine(&self, name: &str) -> Result<MachineReport, ClientError> {
+        self.json(Method::DELETE, &format!("/v1/machines/{}", quoted(name)), "", None)
+    }
+
+    /// Ends the fabric.
+    pub fn down(&self) -> Result<(), ClientError> {
+        self.nothing(Method::POST, "/v1/down")
+    }
+
+    /// The text of a page such as `/metrics`.
+    pub fn text(&self, path: &str) -> Result<String, ClientError> {
+        self.call(self.limited(async {
+            let response = self.send(Method::GET, path, full("")).await?;
+            let bytes = self.collect(response).await?;
+            String::from_utf8(bytes.into()).map_err(|e| self.broken(e))
+        }))
+    }
+
+    /// Captures a port; `sink` gets the pieces of a pcapng file.
+    pub fn capture(
+        &mut self,
+        port: &str,
+        snaplen: Option<u32>,
+        deadline: Option<Instant>,
+        sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        let query = snaplen.map_or_else(String::new, |n| format!("?snaplen={n}"));
+        self.stream(&format!("/v1/ports/{}/capture{query}", quoted(port)), deadline, sink)
+    }
+
+    /// Reads a machine's console: all that it printed, and with `follow` what it prints until it ends.
+    pub fn console(
+        &mut self,
+        machine: &str,
+        follow: bool,
+        sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        let path = format!("/v1/machines/{}/console?follow={}", quoted(machine), u8::from(follow));
+        self.stream(&path, None, sink)
+    }
+
+    /// Joins a machine's console: follows what it prints, and types what `source` gives, until the source ends. The
+    /// source is read on a thread of its own, which may outlive this call if it is blocked then.
+    pub fn attach(
+        &mut self,
+        machine: &str,
+        source: impl Read + Send + 'static,
+        mut sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        self.watch_signals()?;
+        let mut stop = self.stop.take().expect("set the line before");
+        let path = format!("/v1/machines/{}/console", quoted(machine));
+        let result = self.call(async {
+            let response = self.send(Method::GET, &format!("{path}?follow=1"), full("")).await?;
+            let output = self.check(response).await?;
+            let typing = self.send(Method::POST, &path, typed(source));
+            let typing = async {
+                let response = typing.await?;
+                self.check(response).await
+            };
+            let mut typing = std::pin::pin!(typing);
+            let mut reading = std::pin::pin!(self.pieces(output, None, &mut stop, &mut sink));
+            tokio::select! {
+                end = &mut reading => end,
+                done = &mut typing => done.map(|_| Ending::Enough),
+            }
+        });
+        self.stop = Some(stop);
+        result
+    }
+
+    /// Sleeps, but not past SIGINT or SIGTERM; `true` if one of them came.
+    pub fn sleep(&mut self, duration: Duration) -> Result<bool, ClientError> {
+        self.watch_signals()?;
+        let mut stop = self.stop.take().expect("set the line before");
+        let came = self.call(async {
+            tokio::select! {
+                () = stop.came() => true,
+                () = tokio::time::sleep(duration) => false,
+            }
+        });
+        self.stop = Some(stop);
+        Ok(came)
+    }
+
+    /// From now on SIGINT and SIGTERM end endless answers and sleeps, and not the process.
+    pub fn watch_signals(&mut self) -> Result<(), ClientError> {
+        if self.stop.is_none() {
+            let _inside = self.runtime.enter();
+            self.stop = Some(Stop::new().map_err(ClientError::System)?);
+        }
+        Ok(())
+    }
+
+    /// Runs one call to its end, and hangs up: what the fabric does for it is not to outlive it.
+    fn call<T>(&self, talk: impl Future<Output = T>) -> T {
+        self.runtime.block_on(async {
+            let out = talk.await;
+            let mut links = self.links.take();
+            links.shutdown().await;
+            out
+        })
+    }
+
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        self.json(Method::GET, path, "", Some(ANSWER_LIMIT))
+    }
+
+    fn json<T: DeserializeOwned>(
+        &self,
+        method: Method,
+        path: &str,
+        body: &str,
+        limit: Option<Duration>,
+    ) -> Result<T, ClientError> {
+        let talk = async {
+            let response = self.send(method, path, full(body)).await?;
+            let bytes = self.collect(response).await?;
+            serde_json::from_slice(&bytes).map_err(|e| self.broken(format!("an answer of another schema ({e})")))
+        };
+        self.call(async { if limit.is_some() { self.limited(talk).await } else { talk.await } })
+    }
+
+    fn nothing(&self, method: Method, path: &str) -> Result<(), ClientError> {
+        self.call(async {
+            let response = self.send(method, path, full("")).await?;
+            self.check(response).await.map(|_| ())
+        })
+    }
+
+    async fn limited<T>(&self, talk: impl Future<Output = Result<T, ClientError>>) -> Result<T, ClientError> {
+        let late = |_| ClientError::Timeout { fabric: self.fabric.clone(), limit: ANSWER_LIMIT };
+        tokio::time::timeout(ANSWER_LIMIT, talk).await.map_err(late)?
+    }
+
+    fn stream(
+        &mut self,
+        path: &str,
+        deadline: Option<Instant>,
+        mut sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        self.watch_signals()?;
+        let mut stop = self.stop.take().expect("set the line before");
+        let result = self.call(async {
+            let response = self.send(Method::GET, path, full("")).await?;
+            let body = self.check(response).await?;
+            self.pieces(body, deadline, &mut stop, &mut sink).await
+        });
+        self.stop = Some(stop);
+        result
+    }
+
+    async fn pieces(
+        &self,
+        mut body: Incoming,
+        deadline: Option<Instant>,
+        stop: &mut Stop,
+        sink: &mut impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        let until = async {
+            match deadline {
+                Some(at) => tokio::time::sleep_until(at.into()).await,
+                None => std::future::pending().await,
+            }
+        };
+        let mut until = std::pin::pin!(until);
+        loop {
+            let frame = tokio::select! {
+                biased;
+                () = stop.came() => return Ok(Ending::Interrupted),
+                frame = body.frame() => frame,
+                () = &mut until => return Ok(Ending::Deadline),
+            };
+            let Some(frame) = frame else { return Ok(Ending::Fabric) };
+            if let Ok(data) = frame.map_err(|e| self.broken(e))?.into_data()
+                && sink(&data).map_err(ClientError::Sink)?.is_break()
+            {
+                return Ok(Ending::Enough);
+            }
+        }
+    }
+
+    fn broken(&self, what: impl std::fmt::Display) -> ClientError {
+        ClientError::Broken { fabric: self.fabric.clone(), socket: self.socket.clone(), what: what.to_string() }
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Outgoing) -> Result<Response<Incoming>, ClientError> {
+        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+            let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
+            match error.kind() {
+                io::ErrorKind::NotFound => ClientError::NotRunning { fabric, socket },
+                io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
+                io::ErrorKind::PermissionDenied => ClientError::Denied { fabric, socket },
+                _ => self.broken(error),
+            }
+        })?;
+        let (mut sender, connection) =
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.broken(e))?;
+        self.links.borrow_mut().spawn(connection);
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "tombolo")
+            .header(header::CONTENT_TYPE, "application/toml")
+            .body(body)
+            .map_err(|e| self.broken(e))?;
+        sender.send_request(request).await.map_err(|e| self.broken(e))
+    }
+
+    async fn check(&self, response: Response<Incoming>) -> Result<Incoming, ClientError> {
+        let status = response.status();
+        if status.is_success() {
+            return Ok(response.into_body());
+        }
+        let bytes = response.into_body().collect().await.map_err(|e| self.broken(e))?.to_bytes();
+        let unknown = |_| Fault { error: format!("HTTP {status}: {}", String::from_utf8_lossy(&bytes)), hint: None };
+        let fault = serde_json::from_slice(&bytes).unwrap_or_else(unknown);
+        if status == StatusCode::FORBIDDEN {
+            let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
+            return Err(ClientError::Denied { fabric, socket });
+        }
+        Err(ClientError::Refused { status: status.as_u16(), fault })
+    }
+
+    async fn collect(&self, response: Response<Incoming>) -> Result<Bytes, ClientError> {
+        let body = self.check(response).await?;
+        Ok(body.collect().await.map_err(|e| self.broken(e))?.to_bytes())
+    }
+}
+
+fn full(body: &str) -> Outgoing {
+    Full::new(Bytes::copy_from_slice(body.as_bytes())).boxed_unsync()
+}
+
+struct Typed(mpsc::Receiver<Bytes>);
+
+impl Body for Typed {
+    type Data = Bytes;
+    type Error = std::convert::Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Self::Error>>> {
+        self.0.poll_recv(cx).map(|piece| piece.map(|p| Ok(Frame::data(p))))
+    }
+}
+
+/// A body that is read from `source` on a thread of its own.
+fn typed(mut source: impl Read + Send + 'static) -> Outgoing {
+    let (sender, receiver) = mpsc::channel(4);
+    std::thread::spawn(move || {
+        let mut buffer = [0; 1024];
+        while let Ok(n @ 1..) = source.read(&mut buffer) {
+            if sender.blocking_send(Bytes::copy_from_slice(&buffer[..n])).is_err() {
+                break;
+            }
+        }
+    });
+    Typed(receiver).boxed_unsync()
+}
+
+/// A name as a piece of a path: everything but letters, digits, `-`, `.` and `_` as %XX.
+fn quoted(name: &str) -> String {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'-' | b'.' | b'_');
+    name.bytes().map(|b| if plain(b) { char::from(b).to_string() } else { format!("%{b:02X}") }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_cannot_leave_its_place_in_the_path() {
+        assert_eq!(quoted("uplink-lan"), "uplink-lan");
+        assert_eq!(quoted("../down?x=1 ü"), "..%2Fdown%3Fx%3D1%20%C3%BC");
+    }
+}

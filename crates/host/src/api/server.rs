@@ -1,0 +1,569 @@
+//! The API: HTTP/1.1 with JSON on a Unix socket, for the fabric's [`Request`]s.
+//!
+//! Purpose: whoever may open the socket asks the fabric and gets [`super::report`]'s schema. It is not the fabric: it holds
+//! no state but its connections, and every answer comes from the fabric's task.
+//!
+//! # Invariants
+//! - The peer's credentials, taken from the kernel when it connects, decide: root and the daemon's own user may do
+//!   everything, others get 403 whatever they ask. The socket's mode (0600) and its folder's (0700) say the same.
+//! - A client is never waited for: at most [`MAX_CONNECTIONS`] connections (further ones are closed unread) and
+//!   [`MAX_STREAMS`] endless answers (503), so that a `status` or `down` gets through beside forgotten captures.
+//! - A client that hangs up ends what was started for it: its capture's receiver is dropped with the answer's body.
+//!
+//! # Limits
+//! A body of sections may have [`MAX_BODY_BYTES`]; typed console input is copied as it comes and has no limit.
+
+use std::convert::Infallible;
+use std::io;
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::Json;
+use axum::Router;
+use axum::body::{Body, Bytes};
+use axum::extract::connect_info::{ConnectInfo, Connected};
+use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Request as HttpRequest, State};
+use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{MethodRouter, delete, get, post};
+use axum::serve::{IncomingStream, Listener};
+use http_body_util::BodyExt;
+use hyper::body::Frame;
+use serde::Deserialize;
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+
+use super::report::{Fault, Machines, Ports, SCHEMA};
+use super::{Refusal, Reply, Request, Requests, metrics};
+
+/// Connections at one time.
+pub const MAX_CONNECTIONS: usize = 128;
+/// Captures and followed consoles at one time, all clients together.
+pub const MAX_STREAMS: usize = 64;
+/// Bytes of a request's body of sections.
+pub const MAX_BODY_BYTES: usize = 1 << 20;
+/// How often a followed console's file is looked at.
+const CONSOLE_LOOK: Duration = Duration::from_millis(50);
+/// Looks at a silent console between two questions whether its machine still runs.
+const LOOKS_PER_QUESTION: u32 = 10;
+/// How long a machine's console socket may take to swallow what was typed.
+const CONSOLE_SWALLOW: Duration = Duration::from_secs(5);
+/// Bytes read from a console at once.
+const CONSOLE_CHUNK: usize = 16 << 10;
+/// How long answers under way may take to reach their clients once the fabric has ended.
+const LAST_WORDS: Duration = Duration::from_secs(2);
+
+/// The document that describes the API, served at `/v1/openapi.json`.
+pub const OPENAPI: &str = include_str!("openapi.json");
+
+/// Why the API cannot be served.
+#[derive(Debug, thiserror::Error)]
+pub enum ServerError {
+    /// The socket was refused.
+    #[error("{what} the API socket {}: {source}; expected a folder of our own with room for it", path.display())]
+    Socket {
+        /// What was tried.
+        what: &'static str,
+        /// The socket.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+/// A bound API socket. It is there from now on, so that a client that comes early waits instead of failing.
+#[derive(Debug)]
+pub struct Server {
+    listener: std::os::unix::net::UnixListener,
+}
+
+impl Server {
+    /// Binds the socket, mode 0600. The caller holds the fabric's lock, so a socket that is there already is what a
+    /// killed daemon left, and is replaced.
+    pub fn bind(path: &Path) -> Result<Server, ServerError> {
+        let fail = |what| move |source| ServerError::Socket { what, path: path.into(), source };
+        match std::fs::remove_file(path) {
+            Err(error) if error.kind() != io::ErrorKind::NotFound => {
+                return Err(fail("removing what a killed daemon left as")(error));
+            }
+            _ => {}
+        }
+        let listener = std::os::unix::net::UnixListener::bind(path).map_err(fail("binding"))?;
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(fail("closing to others"))?;
+        listener.set_nonblocking(true).map_err(fail("setting up"))?;
+        Ok(Server { listener })
+    }
+
+    /// Answers until `ended` is done, then lets answers under way reach their clients for two seconds.
+    ///
+    /// # Errors
+    /// If called outside a tokio runtime with input and output.
+    pub async fn serve(self, requests: Requests, ended: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
+        let doors = Doors {
+            listener: UnixListener::from_std(self.listener)?,
+            connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
+        };
+        let owner = rustix::process::geteuid().as_raw();
+        let streams = Arc::new(Semaphore::new(MAX_STREAMS));
+        let service = router(App { requests, owner, streams }).into_make_service_with_connect_info::<Peer>();
+        let (stopping, stopped) = oneshot::channel::<()>();
+        let ended = async move {
+            ended.await;
+            drop(stopping);
+        };
+        let limit = async move {
+            let _ = stopped.await;
+            tokio::time::sleep(LAST_WORDS).await;
+        };
+        tokio::select! {
+            result = axum::serve(doors, service).with_graceful_shutdown(ended) => result,
+            () = limit => Ok(()),
+        }
+    }
+}
+
+#[derive(Clone)]
+struct App {
+    requests: Requests,
+    owner: u32,
+    streams: Arc<Semaphore>,
+}
+
+/// Who is at the other end, as the kernel says.
+#[derive(Clone, Copy, Debug)]
+struct Peer {
+    uid: u32,
+}
+
+impl Connected<IncomingStream<'_, Doors>> for Peer {
+    fn connect_info(stream: IncomingStream<'_, Doors>) -> Self {
+        *stream.remote_addr()
+    }
+}
+
+struct Doors {
+    listener: UnixListener,
+    connections: Arc<Semaphore>,
+}
+
+impl Listener for Doors {
+    type Io = Connection;
+    type Addr = Peer;
+
+    async fn accept(&mut self) -> (Connection, Peer) {
+        loop {
+            let Ok((stream, _)) = self.listener.accept().await else {
+                // Out of descriptors, for one: what is open has to end first.
+                tokio::time::sleep(Duration::from_millis(100)).await;
+                continue;
+            };
+            let Ok(permit) = self.connections.clone().try_acquire_owned() else { continue };
+            // A peer whose user is not told is nobody.
+            let uid = stream.peer_cred().map_or(u32::MAX, |c| c.uid());
+            return (Connection { stream, _permit: permit }, Peer { uid });
+        }
+    }
+
+    fn local_addr(&self) -> io::Result<Peer> {
+        Ok(Peer { uid: rustix::process::geteuid().as_raw() })
+    }
+}
+
+struct Connection {
+    stream: UnixStream,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl AsyncRead for Connection {
+    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_read(cx, buf)
+    }
+}
+
+impl AsyncWrite for Connection {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// Every way through the API: method, path, handler. The OpenAPI document is tested to name exactly these.
+fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
+    vec![
+        ("get", "/v1/status", get(status)),
+        ("get", "/v1/ports", get(ports)),
+        ("post", "/v1/ports", post(add_ports)),
+        ("get", "/v1/ports/{name}", get(port)),
+        ("delete", "/v1/ports/{name}", delete(remove_port)),
+        ("get", "/v1/ports/{name}/capture", get(capture)),
+        ("get", "/v1/machines", get(machines)),
+        ("post", "/v1/machines", post(run_machine)),
+        ("delete", "/v1/machines/{name}", delete(stop_machine)),
+        ("get", "/v1/machines/{name}/console", get(console)),
+        ("post", "/v1/machines/{name}/console", post(type_to_console)),
+        ("post", "/v1/down", post(down)),
+        ("get", "/v1/openapi.json", get(openapi)),
+        ("get", "/metrics", get(metrics_text)),
+    ]
+}
+
+fn router(app: App) -> Router {
+    let mut router = Router::new();
+    for (_, path, handler) in routes() {
+        router = router.route(path, handler);
+    }
+    router
+        .fallback(async |request: HttpRequest| {
+            let error = format!("nothing is at {}", request.uri().path());
+            Answer::new(StatusCode::NOT_FOUND, error).hint("GET /v1/openapi.json lists what there is")
+        })
+        .method_not_allowed_fallback(async |request: HttpRequest| {
+            let error = format!("{} is not for {}", request.uri().path(), request.method());
+            Answer::new(StatusCode::METHOD_NOT_ALLOWED, error).hint("GET /v1/openapi.json lists what there is")
+        })
+        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(from_fn_with_state(app.clone(), check_peer))
+        .with_state(app)
+}
+
+/// An answer that is not what was asked for.
+#[derive(Debug)]
+struct Answer {
+    status: StatusCode,
+    body: Fault,
+}
+
+impl Answer {
+    fn new(status: StatusCode, error: impl Into<String>) -> Self {
+        Answer { status, body: Fault { error: error.into(), hint: None } }
+    }
+
+    fn hint(mut self, hint: impl Into<String>) -> Self {
+        self.body.hint = Some(hint.into());
+        self
+    }
+}
+
+impl IntoResponse for Answer {
+    fn into_response(self) -> Response {
+        (self.status, Json(self.body)).into_response()
+    }
+}
+
+impl From<Refusal> for Answer {
+    fn from(refusal: Refusal) -> Self {
+        let status = match refusal {
+            Refusal::NotFound(_) => StatusCode::NOT_FOUND,
+            Refusal::Invalid(_) => StatusCode::BAD_REQUEST,
+            Refusal::Conflict(_) => StatusCode::CONFLICT,
+            Refusal::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+        };
+        Answer::new(status, refusal.to_string())
+    }
+}
+
+async fn check_peer(
+    State(app): State<App>,
+    ConnectInfo(peer): ConnectInfo<Peer>,
+    request: HttpRequest,
+    next: Next,
+) -> Response {
+    if peer.uid == 0 || peer.uid == app.owner {
+        return next.run(request).await;
+    }
+    let error = format!("user {} may not use this fabric: expected root or its owner, user {}", peer.uid, app.owner);
+    let mut response =
+        Answer::new(StatusCode::FORBIDDEN, error).hint("run it as the owner, or with sudo").into_response();
+    response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    response
+}
+
+async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
+    let ending = || Answer::new(StatusCode::SERVICE_UNAVAILABLE, "the fabric is ending and takes no more requests");
+    let (reply, answer) = oneshot::channel();
+    requests.send(request(reply)).await.map_err(|_| ending())?;
+    Ok(answer.await.map_err(|_| ending())??)
+}
+
+async fn status(State(app): State<App>) -> Result<Response, Answer> {
+    Ok(Json(ask(&app.requests, Request::Status).await?).into_response())
+}
+
+async fn ports(State(app): State<App>) -> Result<Json<Ports>, Answer> {
+    Ok(Json(Ports { schema: SCHEMA, ports: ask(&app.requests, Request::Status).await?.ports }))
+}
+
+async fn machines(State(app): State<App>) -> Result<Json<Machines>, Answer> {
+    Ok(Json(Machines { schema: SCHEMA, machines: ask(&app.requests, Request::Status).await?.machines }))
+}
+
+async fn port(State(app): State<App>, InPath(name): InPath<String>) -> Result<Response, Answer> {
+    let status = ask(&app.requests, Request::Status).await?;
+    match status.ports.iter().find(|p| p.name == name) {
+        Some(port) => Ok(Json(port).into_response()),
+        None => {
+            let known: Vec<_> = status.ports.iter().map(|p| p.name.as_str()).collect();
+            Err(Refusal::NotFound(format!("no port \"{name}\"; there are: {}", known.join(", "))).into())
+        }
+    }
+}
+
+async fn add_ports(State(app): State<App>, Sections(sections): Sections) -> Result<Response, Answer> {
+    let ports = ask(&app.requests, |reply| Request::AddPorts { sections, reply }).await?;
+    Ok((StatusCode::CREATED, Json(Ports { schema: SCHEMA, ports })).into_response())
+}
+
+async fn remove_port(State(app): State<App>, InPath(name): InPath<String>) -> Result<StatusCode, Answer> {
+    ask(&app.requests, |reply| Request::RemovePort { name, reply }).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn run_machine(State(app): State<App>, Sections(sections): Sections) -> Result<Response, Answer> {
+    let machines = ask(&app.requests, |reply| Request::RunMachine { sections, reply }).await?;
+    Ok((StatusCode::CREATED, Json(Machines { schema: SCHEMA, machines })).into_response())
+}
+
+async fn stop_machine(State(app): State<App>, InPath(name): InPath<String>) -> Result<Response, Answer> {
+    Ok(Json(ask(&app.requests, |reply| Request::StopMachine { name, reply }).await?).into_response())
+}
+
+async fn down(State(app): State<App>) -> Result<StatusCode, Answer> {
+    ask(&app.requests, Request::Down).await?;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+async fn openapi() -> Response {
+    ([(header::CONTENT_TYPE, "application/json")], OPENAPI).into_response()
+}
+
+async fn metrics_text(State(app): State<App>) -> Result<Response, Answer> {
+    let status = ask(&app.requests, Request::Status).await?;
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], metrics::render(&status)).into_response())
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct CaptureQuery {
+    snaplen: Option<u32>,
+}
+
+async fn capture(
+    State(app): State<App>,
+    InPath(port): InPath<String>,
+    query: Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<Response, Answer> {
+    let Query(CaptureQuery { snaplen }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
+    let permit = stream_permit(&app)?;
+    let pieces = ask(&app.requests, |reply| Request::Capture { port, snaplen, reply }).await?;
+    Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Pieces { pieces, _permit: permit }))
+        .into_response())
+}
+
+fn stream_permit(app: &App) -> Result<OwnedSemaphorePermit, Answer> {
+    app.streams.clone().try_acquire_owned().map_err(|_| {
+        let error = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
+        Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them")
+    })
+}
+
+/// A body that goes on until its sender is dropped, and whose sender learns when the client has gone.
+struct Pieces {
+    pieces: mpsc::Receiver<Vec<u8>>,
+    _permit: OwnedSemaphorePermit,
+}
+
+impl hyper::body::Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        self.pieces.poll_recv(cx).map(|piece| piece.map(|p| Ok(Frame::data(p.into()))))
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(deny_unknown_fields)]
+struct ConsoleQuery {
+    follow: Option<u8>,
+}
+
+async fn console(
+    State(app): State<App>,
+    InPath(name): InPath<String>,
+    query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
+) -> Result<Response, Answer> {
+    let Query(ConsoleQuery { follow }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
+    let console = {
+        let name = name.clone();
+        ask(&app.requests, |reply| Request::Console { name, reply }).await?
+    };
+    let permit = stream_permit(&app)?;
+    let (sender, pieces) = mpsc::channel(4);
+    let follow = follow.unwrap_or(0) != 0;
+    tokio::spawn(tail(console.log, follow.then_some((app.requests, name)), sender));
+    let body = Body::new(Pieces { pieces, _permit: permit });
+    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
+}
+
+/// Sends a console's file, and what is added to it for as long as the machine to follow runs and the client stays.
+async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Sender<Vec<u8>>) {
+    use std::os::unix::fs::FileExt;
+    let mut offset = 0;
+    let mut silent = 0;
+    let mut ended = follow.is_none();
+    loop {
+        let mut buffer = vec![0; CONSOLE_CHUNK];
+        // Opened again each time: a machine that is started anew may have a new file, from the start.
+        let read = std::fs::File::open(&log).and_then(|file| {
+            if file.metadata()?.len() < offset {
+                offset = 0;
+            }
+            file.read_at(&mut buffer, offset)
+        });
+        match read {
+            Ok(n) if n > 0 => {
+                buffer.truncate(n);
+                offset += n as u64;
+                silent = 0;
+                if sender.send(buffer).await.is_err() {
+                    return;
+                }
+                continue;
+            }
+            // Nothing more, and there will be nothing more.
+            _ if ended => return,
+            _ => {}
+        }
+        silent += 1;
+        if let Some((requests, name)) = &follow
+            && silent % LOOKS_PER_QUESTION == 0
+        {
+            let runs = |s: &super::report::Status| {
+                s.machines.iter().any(|m| m.name == *name && matches!(m.state.as_str(), "running" | "starting"))
+            };
+            // What it printed before it ended is read in one more turn.
+            ended = !ask(requests, Request::Status).await.is_ok_and(|s| runs(&s));
+            continue;
+        }
+        tokio::select! {
+            () = sender.closed() => return,
+            () = tokio::time::sleep(CONSOLE_LOOK) => {}
+        }
+    }
+}
+
+/// Copies the body to the machine's console as it comes; answers when it has been swallowed.
+async fn type_to_console(
+    State(app): State<App>,
+    InPath(name): InPath<String>,
+    request: HttpRequest,
+) -> Result<StatusCode, Answer> {
+    let known = name.clone();
+    let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
+    let Some(input) = console.input else {
+        return Err(
+            Refusal::Conflict(format!("the console of \"{name}\" takes no input: it is kept, not attached")).into()
+        );
+    };
+    let failed = |what: &'static str| {
+        let input = input.display().to_string();
+        move |e: io::Error| {
+            Answer::from(Refusal::Failed(format!("{what} the console socket {input}: {e}; does it run?")))
+        }
+    };
+    let mut socket = UnixStream::connect(&input).await.map_err(failed("connecting to"))?;
+    let mut body = request.into_body();
+    let mut output = [0; 4096];
+    let mut open = true;
+    loop {
+        // What the machine prints meanwhile comes here as well as into the log; it is read so that it never blocks.
+        tokio::select! {
+            read = socket.read(&mut output), if open => match read {
+                Ok(0) | Err(_) => open = false,
+                Ok(_) => {}
+            },
+            frame = body.frame() => match frame {
+                Some(Ok(frame)) => if let Ok(data) = frame.into_data() {
+                    socket.write_all(&data).await.map_err(failed("typing into"))?;
+                },
+                // A client that hung up has typed what came until then.
+                Some(Err(_)) | None => break,
+            },
+        }
+    }
+    // Half a close, and then until the other half comes: a whole one makes QEMU drop what it has not read yet.
+    socket.shutdown().await.map_err(failed("typing into"))?;
+    let swallowed = async { while open && matches!(socket.read(&mut output).await, Ok(n) if n > 0) {} };
+    let _ = tokio::time::timeout(CONSOLE_SWALLOW, swallowed).await;
+    Ok(StatusCode::NO_CONTENT)
+}
+
+/// A piece of a fabric file: the body as it is, or `{"toml": …}` of JSON.
+struct Sections(String);
+
+impl<S: Send + Sync> FromRequest<S> for Sections {
+    type Rejection = Answer;
+
+    async fn from_request(request: HttpRequest, state: &S) -> Result<Self, Answer> {
+        #[derive(Deserialize)]
+        #[serde(deny_unknown_fields)]
+        struct Wrapped {
+            toml: String,
+        }
+        let json = is_json(request.headers());
+        let bytes = Bytes::from_request(request, state).await.map_err(|e| Answer::new(e.status(), e.body_text()))?;
+        let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error);
+        if json {
+            let form = |e| wrong(format!("expected {{\"toml\": \"…\"}}, found other JSON: {e}"));
+            return serde_json::from_slice(&bytes).map(|w: Wrapped| Sections(w.toml)).map_err(form);
+        }
+        let text = |e| wrong(format!("expected sections of a fabric file as UTF-8 text: {e}"));
+        String::from_utf8(bytes.into()).map(Sections).map_err(text)
+    }
+}
+
+fn is_json(headers: &HeaderMap) -> bool {
+    let kind = headers.get(header::CONTENT_TYPE).and_then(|v| v.to_str().ok()).unwrap_or("");
+    kind.split(';').next().is_some_and(|k| k.trim().eq_ignore_ascii_case("application/json"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_document_names_exactly_the_ways_through() {
+        let document: serde_json::Value = serde_json::from_str(OPENAPI).unwrap();
+        let mut said = Vec::new();
+        for (path, methods) in document["paths"].as_object().unwrap() {
+            for (method, operation) in methods.as_object().unwrap() {
+                if method == "parameters" {
+                    continue;
+                }
+                said.push(format!("{method} {path}"));
+                let named = path.matches('{').count();
+                let parameters = methods["parameters"].as_array().map_or(0, Vec::len);
+                assert_eq!(named, parameters, "{path}: parameters of the path");
+                assert!(operation["summary"].as_str().is_some_and(|s| !s.is_empty()), "{method} {path}");
+                assert!(operation["responses"]["403"].is_object(), "{method} {path}");
+            }
+        }
+        said.sort();
+        let mut are: Vec<_> = routes().iter().map(|(method, path, _)| format!("{method} {path}")).collect();
+        are.sort();
+        assert_eq!(said, are);
+    }
+}

@@ -1,0 +1,453 @@
+//! Server and client over a real socket, before a task that answers as the fabric's task does.
+
+use super::client::{Client, ClientError, Ending};
+use super::report::{MachineReport, Status};
+use super::server::{MAX_STREAMS, OPENAPI, Server};
+use super::{Console, Refusal, Request, samples};
+use serde_json::Value;
+use std::io::{Read, Write};
+use std::ops::ControlFlow;
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::process::{Command, Stdio};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+use tokio::sync::{mpsc, oneshot};
+
+/// A task that keeps a status and answers, on a thread with its server.
+struct Stand {
+    socket: PathBuf,
+    captures: Arc<AtomicUsize>,
+    status: Arc<Mutex<Status>>,
+    console: PathBuf,
+    typed: Arc<Mutex<Vec<u8>>>,
+    thread: Option<std::thread::JoinHandle<()>>,
+    end: Option<oneshot::Sender<()>>,
+    dir: tempfile::TempDir,
+}
+
+const DEADLINE: Duration = Duration::from_secs(20);
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let end = Instant::now() + DEADLINE;
+    while !done() {
+        assert!(Instant::now() < end, "waited in vain for: {what}");
+        std::thread::park_timeout(Duration::from_millis(2));
+    }
+}
+
+async fn answer(
+    mut inbox: mpsc::Receiver<Request>,
+    status: Arc<Mutex<Status>>,
+    captures: Arc<AtomicUsize>,
+    console: Console,
+) {
+    while let Some(request) = inbox.recv().await {
+        let mut status = status.lock().unwrap();
+        match request {
+            Request::Status(reply) => drop(reply.send(Ok(status.clone()))),
+            Request::AddPorts { sections, reply } => {
+                let refused = || Refusal::Invalid(format!("request:1:1: expected a section, found {sections:?}"));
+                let name = sections.strip_prefix("[port.").and_then(|s| s.split(']').next()).map(str::to_string);
+                drop(reply.send(name.ok_or_else(refused).and_then(|name| {
+                    if status.ports.iter().any(|p| p.name == name) {
+                        return Err(Refusal::Conflict(format!("the name \"{name}\" is in use")));
+                    }
+                    let port = super::report::PortReport { name, ..status.ports[0].clone() };
+                    status.ports.push(port.clone());
+                    Ok(vec![port])
+                })));
+            }
+            Request::RemovePort { name, reply } => {
+                let before = status.ports.len();
+                status.ports.retain(|p| p.name != name);
+                let gone = status.ports.len() < before;
+                let missing = || Refusal::NotFound(format!("no port \"{name}\""));
+                drop(reply.send(gone.then_some(()).ok_or_else(missing)));
+            }
+            Request::RunMachine { sections, reply } => {
+                let known = status.machines.iter_mut().find(|m| m.name == sections.trim());
+                let machine = known.map(|m| {
+                    m.state = "running".into();
+                    vec![m.clone()]
+                });
+                drop(reply.send(machine.ok_or(Refusal::Failed("QEMU ended: no such image".into()))));
+            }
+            Request::StopMachine { name, reply } => {
+                let machine: Option<&mut MachineReport> = status.machines.iter_mut().find(|m| m.name == name);
+                let machine = machine.map(|m| {
+                    m.state = "stopped".into();
+                    m.clone()
+                });
+                drop(reply.send(machine.ok_or(Refusal::NotFound(format!("no machine \"{name}\"")))));
+            }
+            Request::Console { name, reply } => {
+                let known = status.machines.iter().any(|m| m.name == name);
+                let missing = || Refusal::NotFound(format!("no machine \"{name}\""));
+                drop(reply.send(known.then(|| console.clone()).ok_or_else(missing)));
+            }
+            Request::Capture { port, snaplen, reply } => {
+                if port != "web" {
+                    drop(reply.send(Err(Refusal::NotFound(format!("no port \"{port}\"")))));
+                    continue;
+                }
+                let (sender, pieces) = mpsc::channel(4);
+                captures.fetch_add(1, Ordering::SeqCst);
+                let captures = captures.clone();
+                tokio::spawn(async move {
+                    let _ = sender.send(format!("snaplen {snaplen:?};").into_bytes()).await;
+                    // A quiet port: nothing more ever comes, and only the client's end is to be noticed.
+                    sender.closed().await;
+                    captures.fetch_sub(1, Ordering::SeqCst);
+                });
+                drop(reply.send(Ok(pieces)));
+            }
+            Request::Down(reply) => {
+                drop(reply.send(Ok(())));
+                return;
+            }
+        }
+    }
+}
+
+impl Stand {
+    fn new() -> Stand {
+        let dir = tempfile::tempdir().unwrap();
+        let socket = dir.path().join("api.sock");
+        // What a killed daemon leaves.
+        drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
+        let console = dir.path().join("web.console");
+        std::fs::write(&console, "boot\n").unwrap();
+        let input = dir.path().join("web.tty");
+        let tty = std::os::unix::net::UnixListener::bind(&input).unwrap();
+        let typed = Arc::new(Mutex::new(Vec::new()));
+        let swallowed = typed.clone();
+        std::thread::spawn(move || {
+            for mut line in tty.incoming().flatten() {
+                let mut text = Vec::new();
+                let _ = line.read_to_end(&mut text);
+                swallowed.lock().unwrap().extend(text);
+            }
+        });
+        let server = Server::bind(&socket).unwrap();
+        let captures = Arc::new(AtomicUsize::new(0));
+        let status = Arc::new(Mutex::new(samples::status()));
+        let (end, ended) = oneshot::channel();
+        let files = Console { log: console.clone(), input: Some(input) };
+        let (task_status, task_captures) = (status.clone(), captures.clone());
+        let thread = std::thread::spawn(move || {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+            runtime.block_on(async move {
+                let (requests, inbox) = mpsc::channel(16);
+                let task = tokio::spawn(answer(inbox, task_status, task_captures, files));
+                let over = async move {
+                    tokio::select! {
+                        _ = ended => {}
+                        _ = task => {}
+                    }
+                };
+                server.serve(requests, over).await.unwrap();
+            });
+        });
+        Stand { socket, captures, status, console, typed, thread: Some(thread), end: Some(end), dir }
+    }
+
+    fn client(&self) -> Client {
+        Client::new("demo", &self.socket).unwrap()
+    }
+
+    /// One request as it is, the connection closed afterwards; the answer's head and body.
+    fn raw(&self, text: &str) -> String {
+        let mut stream = UnixStream::connect(&self.socket).unwrap();
+        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.write_all(text.as_bytes()).unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        answer
+    }
+}
+
+impl Drop for Stand {
+    fn drop(&mut self) {
+        drop(self.end.take());
+        let ended = self.thread.take().unwrap().join();
+        if !std::thread::panicking() {
+            ended.unwrap();
+        }
+    }
+}
+
+#[test]
+fn a_client_reads_and_changes_what_the_fabric_has() {
+    let stand = Stand::new();
+    let client = stand.client();
+    assert_eq!(client.status().unwrap(), samples::status());
+    assert_eq!(client.port("web").unwrap(), samples::status().ports[0]);
+    let added = client.add_ports("[port.p1]\nkind = \"vhost-user\"\n").unwrap();
+    assert_eq!(added.ports[0].name, "p1");
+    assert_eq!(client.status().unwrap().ports.len(), 2);
+    let again = client.add_ports("[port.p1]\n").unwrap_err();
+    assert!(matches!(&again, ClientError::Refused { status: 409, .. }) && !again.is_misuse(), "{again}");
+    let wrong = client.add_ports("[pork.p1]\n").unwrap_err();
+    assert!(wrong.is_misuse() && wrong.to_string().contains("expected a section"), "{wrong}");
+    client.remove_port("p1").unwrap();
+    let missing = client.remove_port("p1").unwrap_err();
+    assert!(matches!(missing, ClientError::Refused { status: 404, .. }));
+    assert!(client.port("p1").unwrap_err().to_string().contains("there are: web"));
+    assert_eq!(client.stop_machine("web").unwrap().state, "stopped");
+    assert_eq!(client.run_machine("web").unwrap().machines[0].state, "running");
+    let failed = client.run_machine("[cell.x]").unwrap_err();
+    assert!(matches!(failed, ClientError::Refused { status: 500, .. }) && failed.to_string().contains("no such image"));
+    let page = client.text("/metrics").unwrap();
+    assert!(super::metrics::check::read(&page).unwrap().len() > 30);
+    assert_eq!(client.text("/v1/openapi.json").unwrap(), OPENAPI);
+}
+
+#[test]
+fn sections_come_as_text_or_in_json() {
+    let stand = Stand::new();
+    let post = |kind: &str, body: &str| {
+        let head = "POST /v1/ports HTTP/1.1\r\nHost: t\r\nConnection: close\r\n";
+        stand.raw(&format!("{head}Content-Type: {kind}\r\nContent-Length: {}\r\n\r\n{body}", body.len()))
+    };
+    assert!(post("application/toml", "[port.a]\n").starts_with("HTTP/1.1 201"));
+    assert!(post("application/json; charset=utf-8", "{\"toml\":\"[port.b]\\n\"}").starts_with("HTTP/1.1 201"));
+    let other = post("application/json", "{\"tolm\":\"\"}");
+    assert!(other.starts_with("HTTP/1.1 400") && other.contains("tolm"), "{other}");
+    let large = post("application/toml", &"#".repeat(super::server::MAX_BODY_BYTES + 1));
+    assert!(large.starts_with("HTTP/1.1 413"), "{large}");
+    assert_eq!(stand.client().status().unwrap().ports.len(), 3);
+}
+
+#[test]
+fn what_does_not_exist_is_said_in_json() {
+    let stand = Stand::new();
+    for (line, status) in [
+        ("GET /v2/status", "404"),
+        ("PUT /v1/status", "405"),
+        ("GET /v1/ports/web/capture?snap=1", "400"),
+        ("GET /v1/ports/nobody/capture", "404"),
+        ("GET /v1/machines/nobody/console", "404"),
+    ] {
+        let answer = stand.raw(&format!("{line} HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n"));
+        assert!(answer.starts_with(&format!("HTTP/1.1 {status}")), "{line}: {answer}");
+        let body = answer.split("\r\n\r\n").nth(1).unwrap();
+        let fault: super::report::Fault = serde_json::from_str(body).unwrap();
+        assert!(!fault.error.is_empty());
+    }
+}
+
+#[test]
+fn two_clients_and_a_silent_third_do_not_wait_for_each_other() {
+    let stand = Stand::new();
+    let silent = UnixStream::connect(&stand.socket).unwrap();
+    let mut half = UnixStream::connect(&stand.socket).unwrap();
+    half.write_all(b"POST /v1/ports HTTP/1.1\r\nContent-Le").unwrap();
+    std::thread::scope(|scope| {
+        for n in 0..2 {
+            let client = stand.client();
+            scope.spawn(move || {
+                for i in 0..20 {
+                    let name = format!("c{n}-{i}");
+                    client.add_ports(&format!("[port.{name}]\n")).unwrap();
+                    client.remove_port(&name).unwrap();
+                }
+            });
+        }
+    });
+    assert_eq!(stand.client().status().unwrap(), samples::status());
+    drop((silent, half));
+}
+
+#[test]
+fn a_capture_ends_with_its_client() {
+    let stand = Stand::new();
+    let mut client = stand.client();
+    let mut got = Vec::new();
+    let end = client.capture("web", Some(96), None, |piece| {
+        got.extend_from_slice(piece);
+        Ok(ControlFlow::Break(()))
+    });
+    assert_eq!((end.unwrap(), got.as_slice()), (Ending::Enough, b"snaplen Some(96);".as_slice()));
+    until("the end of the capture", || stand.captures.load(Ordering::SeqCst) == 0);
+    // A client that only hangs up, while nothing is sent to it.
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.write_all(b"GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+    until("the start of a capture", || stand.captures.load(Ordering::SeqCst) == 1);
+    drop(stream);
+    until("the end of the silent capture", || stand.captures.load(Ordering::SeqCst) == 0);
+    let at = Instant::now() + Duration::from_millis(50);
+    assert_eq!(client.capture("web", None, Some(at), |_| Ok(ControlFlow::Continue(()))).unwrap(), Ending::Deadline);
+    let full = || Err(std::io::Error::other("disk full"));
+    assert!(matches!(client.capture("web", None, None, |_| full()), Err(ClientError::Sink(_))));
+}
+
+#[test]
+fn forgotten_captures_do_not_lock_others_out() {
+    let stand = Stand::new();
+    let forgotten: Vec<_> = (0..MAX_STREAMS)
+        .map(|_| {
+            let mut stream = UnixStream::connect(&stand.socket).unwrap();
+            stream.write_all(b"GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+            stream
+        })
+        .collect();
+    until("all captures", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS);
+    let mut client = stand.client();
+    let refused = client.capture("web", None, None, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
+    assert_eq!(client.status().unwrap().name, "demo");
+    drop(forgotten);
+    until("the end of all captures", || stand.captures.load(Ordering::SeqCst) == 0);
+}
+
+#[test]
+fn a_console_is_read_followed_and_typed_into() {
+    let stand = Stand::new();
+    let mut client = stand.client();
+    let mut got = Vec::new();
+    let end = client.console("web", false, |piece| {
+        got.extend_from_slice(piece);
+        Ok(ControlFlow::Continue(()))
+    });
+    assert_eq!((end.unwrap(), got.as_slice()), (Ending::Fabric, b"boot\n".as_slice()));
+    got.clear();
+    let end = client.console("web", true, |piece| {
+        got.extend_from_slice(piece);
+        if got.ends_with(b"boot\n") {
+            let mut log = std::fs::OpenOptions::new().append(true).open(&stand.console).unwrap();
+            log.write_all(b"bye\n").unwrap();
+            stand.status.lock().unwrap().machines[0].state = "failed".into();
+        }
+        Ok(ControlFlow::Continue(()))
+    });
+    assert_eq!((end.unwrap(), got.as_slice()), (Ending::Fabric, b"boot\nbye\n".as_slice()));
+    stand.status.lock().unwrap().machines[0].state = "running".into();
+    let end = client.attach("web", &b"echo $((1+2))\n"[..], |_| Ok(ControlFlow::Continue(()))).unwrap();
+    assert_eq!(end, Ending::Enough);
+    until("what was typed", || *stand.typed.lock().unwrap() == b"echo $((1+2))\n");
+}
+
+#[test]
+fn down_is_answered_and_then_nobody_listens() {
+    let mut stand = Stand::new();
+    let mut client = stand.client();
+    client.down().unwrap();
+    stand.thread.take().unwrap().join().unwrap();
+    let gone = client.status().unwrap_err();
+    assert!(matches!(gone, ClientError::Stale { .. }) && gone.is_absent(), "{gone}");
+    std::fs::remove_file(&stand.socket).unwrap();
+    let gone = client.capture("web", None, None, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
+    assert!(matches!(gone, ClientError::NotRunning { .. }));
+    assert!(gone.to_string().contains("no fabric named \"demo\" runs") && gone.to_string().contains("tombolo up"));
+    stand.thread = Some(std::thread::spawn(|| ()));
+}
+
+#[test]
+fn the_fabrics_end_ends_a_capture_that_nobody_ends() {
+    let stand = Stand::new();
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.write_all(b"GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+    until("the start of a capture", || stand.captures.load(Ordering::SeqCst) == 1);
+    let begun = Instant::now();
+    drop(stand);
+    assert!(begun.elapsed() < Duration::from_secs(10));
+}
+
+#[test]
+fn another_user_is_refused() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED another_user_is_refused: it takes root to become another user");
+        return;
+    }
+    let stand = Stand::new();
+    let ask = || {
+        let path = stand.socket.display().to_string();
+        let curl = ["--clear-groups", "--reuid=65534", "--regid=65534", "curl", "-s", "-i", "--max-time", "10"];
+        let mut out = Command::new("setpriv");
+        out.args(curl).args(["--unix-socket", &path, "http://t/v1/down", "-X", "POST"]);
+        out.stdin(Stdio::null()).output().unwrap()
+    };
+    assert_eq!(std::fs::metadata(&stand.socket).unwrap().permissions().mode() & 0o777, 0o600);
+    assert_eq!(ask().status.code(), Some(7), "the socket's mode keeps others from connecting");
+    // And if somebody opens the door: the peer's credentials still decide.
+    for path in [stand.dir.path(), &stand.socket] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
+    }
+    let answer = String::from_utf8(ask().stdout).unwrap();
+    assert!(answer.starts_with("HTTP/1.1 403"), "{answer}");
+    let fault: super::report::Fault = serde_json::from_str(answer.split("\r\n\r\n").nth(1).unwrap()).unwrap();
+    assert!(fault.error.contains("user 65534") && fault.hint.is_some(), "{answer}");
+    assert_eq!(stand.client().status().unwrap().name, "demo", "and it still stands");
+}
+
+/// Compares an example with a schema of the document: the same keys, and types that fit.
+fn fits(value: &Value, schema: &Value, document: &Value, at: &str) {
+    if let Some(name) = schema["$ref"].as_str() {
+        let schema = document.pointer(&name[1..]).unwrap_or_else(|| panic!("{at}: {name}"));
+        return fits(value, schema, document, at);
+    }
+    for key in ["allOf", "anyOf"] {
+        if let Some(first) = schema[key].get(0) {
+            return fits(value, first, document, at);
+        }
+    }
+    let kind = schema["type"].as_str().or(schema["type"][0].as_str()).unwrap_or_else(|| panic!("{at}: no type"));
+    match value {
+        Value::Object(map) => {
+            assert_eq!(kind, "object", "{at}");
+            if let Some(each) = schema.get("additionalProperties") {
+                return map.iter().for_each(|(k, v)| fits(v, each, document, &format!("{at}.{k}")));
+            }
+            let said = schema["properties"].as_object().unwrap();
+            let mut required: Vec<_> = schema["required"].as_array().unwrap().iter().flat_map(Value::as_str).collect();
+            required.sort_unstable();
+            let keys: Vec<_> = map.keys().map(String::as_str).collect();
+            let mut sorted = keys.clone();
+            sorted.sort_unstable();
+            assert_eq!(sorted, required, "{at}: required");
+            let mut properties: Vec<_> = said.keys().map(String::as_str).collect();
+            properties.sort_unstable();
+            assert_eq!(sorted, properties, "{at}: properties");
+            for (k, v) in map {
+                assert!(said[k]["description"].as_str().is_some_and(|d| d.len() > 3), "{at}.{k}: description");
+                fits(v, &said[k], document, &format!("{at}.{k}"));
+            }
+        }
+        Value::Array(items) => {
+            assert_eq!(kind, "array", "{at}");
+            assert!(!items.is_empty(), "{at}: the sample is to have one of each");
+            items.iter().for_each(|v| fits(v, &schema["items"], document, at));
+        }
+        Value::String(_) => assert_eq!(kind, "string", "{at}"),
+        Value::Bool(_) => assert_eq!(kind, "boolean", "{at}"),
+        Value::Number(n) => {
+            assert!(kind == "number" || (kind == "integer" && n.is_u64()), "{at}: {kind}, {n}")
+        }
+        Value::Null => panic!("{at}: the sample is to have every field set"),
+    }
+}
+
+#[test]
+fn the_document_describes_every_field_of_the_reports() {
+    let document: Value = serde_json::from_str(OPENAPI).unwrap();
+    let status = samples::status();
+    let (ports, machines) = (status.ports.clone(), status.machines.clone());
+    let fault = super::report::Fault { error: "e".into(), hint: Some("h".into()) };
+    let check = |name: &str, value: Value| {
+        let schema = serde_json::json!({ "$ref": format!("#/components/schemas/{name}") });
+        fits(&value, &schema, &document, name);
+    };
+    check("Status", serde_json::to_value(status).unwrap());
+    check("Ports", serde_json::to_value(super::report::Ports { schema: 1, ports }).unwrap());
+    check("Machines", serde_json::to_value(super::report::Machines { schema: 1, machines }).unwrap());
+    check("Fault", serde_json::to_value(fault).unwrap());
+    // Every reference of the document leads somewhere.
+    let text = document.to_string();
+    for piece in text.split("\"$ref\":\"#").skip(1) {
+        let path = piece.split('"').next().unwrap();
+        assert!(document.pointer(path).is_some(), "{path}");
+    }
+}

@@ -1,0 +1,115 @@
+//! Captures of a working port, read back by tshark.
+#![allow(missing_docs)]
+
+mod support;
+
+use std::process::Command;
+use std::time::Duration;
+use support::*;
+use tombolo_switch::Nanos;
+use tombolo_switch::capture::{CaptureRead, CaptureSettings};
+use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::frame::{Checksum, Offload};
+use tombolo_switch::guard::Guard;
+use tombolo_switch::mac::MacSettings;
+
+/// The fields of each frame of a pcapng file, one line per frame.
+fn tshark(file: &[u8], fields: &[&str]) -> Vec<Vec<String>> {
+    let path = std::env::temp_dir().join(format!("tombolo-capture-{}-{:x}.pcapng", std::process::id(), file.len()));
+    std::fs::write(&path, file).unwrap();
+    let mut command = Command::new("tshark");
+    command.arg("-r").arg(&path).args(["-T", "fields", "-E", "separator=|"]);
+    for field in fields {
+        command.args(["-e", field]);
+    }
+    let output = command.output().expect("tshark, which this test reads the capture with: apt install tshark");
+    std::fs::remove_file(&path).unwrap();
+    assert!(output.status.success(), "tshark: {}", String::from_utf8_lossy(&output.stderr));
+    let text = String::from_utf8(output.stdout).unwrap();
+    text.lines().map(|line| line.split('|').map(String::from).collect()).collect()
+}
+
+#[test]
+fn tshark_reads_what_a_port_received_transmitted_and_dropped() {
+    let mut bench = Bench::new(WorkerSettings::default());
+    let net = bench.network(MacSettings::default());
+    let a = bench.port(net, PortSettings { guard: Guard::new(&[mac(1)], &[]), mac_limit: None });
+    let [b] = bench.ports(net);
+    let clock_start = Nanos(1_700_000_000_123_456_789);
+    let settings = CaptureSettings { clock_start, snap_bytes: 100, ..CaptureSettings::default() };
+    let mut capture = bench.ask(|h| h.capture(a.token, settings)).unwrap();
+    let partial = Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: None };
+    a.send_with(frame(BROADCAST, mac(1), 60, 1), partial);
+    a.send(frame(BROADCAST, mac(2), 61, 2));
+    bench.settle();
+    b.send(frame(mac(1), mac(2), 1514, 3));
+    bench.waiter.advance(Nanos(1_000_000_001));
+    bench.settle();
+    a.lock().room = 0;
+    b.send(frame(mac(1), mac(2), 70, 4));
+    bench.settle();
+    let mut file = Vec::new();
+    assert_eq!(capture.read(&mut file, Duration::ZERO), CaptureRead::Data);
+    assert_eq!(capture.read(&mut file, Duration::ZERO), CaptureRead::Quiet);
+    bench.ask(|h| h.remove_port(a.token)).unwrap();
+    assert_eq!(capture.read(&mut file, Duration::ZERO), CaptureRead::Ended);
+    let fields = [
+        "frame.interface_name",
+        "frame.time_epoch",
+        "frame.len",
+        "frame.cap_len",
+        "frame.packet_flags_direction",
+        "frame.comment",
+        "eth.src",
+    ];
+    let lines = tshark(&file, &fields);
+    let name = format!("port{}", a.token.0);
+    let (one, two) = ("02:00:00:00:00:01", "02:00:00:00:00:02");
+    let want = [
+        [&name, "1700000000.123456789", "60", "60", "0x00000001", "partial checksum, from 34, at +16", one],
+        [&name, "1700000000.123456789", "61", "61", "0x00000001", "dropped: guard", two],
+        [&name, "1700000001.123456790", "1514", "100", "0x00000002", "", two],
+        [
+            &name,
+            "1700000001.123456790",
+            "70",
+            "70",
+            "0x00000002",
+            "the port did not take 1 of the 1 frames of this turn",
+            two,
+        ],
+    ];
+    assert_eq!(lines, want.map(|line| line.map(String::from).to_vec()));
+    assert_eq!((a.counters.captured.get(), a.counters.capture_lost.get()), (4, 0));
+}
+
+#[test]
+fn a_capture_that_is_not_read_loses_frames_and_never_holds_the_worker_up() {
+    let mut bench = Bench::new(WorkerSettings::default());
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    let settings = CaptureSettings { queue_bytes: 60 * 100 + 30, ..CaptureSettings::default() };
+    let capture = bench.ask(|h| h.capture(a.token, settings)).unwrap();
+    for n in 0..1000 {
+        a.send(frame(BROADCAST, mac(1), 60, n));
+    }
+    bench.settle();
+    assert_eq!(b.take().len(), 1000);
+    assert_eq!((a.counters.captured.get(), a.counters.capture_lost.get()), (100, 900));
+    assert_eq!(capture.lost(), 900);
+    let mut file = Vec::new();
+    capture.finish(&mut file);
+    assert_eq!(tshark(&file, &["frame.len"]).len(), 100);
+    // The statistics block is the last: how many there were, how many are missing.
+    let numbers = &file[file.len() - 32..];
+    assert_eq!(numbers[..4], [4, 0, 8, 0]);
+    assert_eq!(numbers[4..12], 1000u64.to_le_bytes());
+    assert_eq!(numbers[16..24], 900u64.to_le_bytes());
+    // Nobody reads any more: the next frame ends the copying.
+    let before = a.counters.captured.get();
+    for n in 0..3 {
+        a.send(frame(BROADCAST, mac(1), 60, n));
+        bench.settle();
+    }
+    assert!(a.counters.captured.get() <= before + 1);
+}
