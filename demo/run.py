@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,9 @@ LISTEN = ("127.0.0.1", 18080)
 BYTES = 100_000_000
 IPERF_SECONDS = 3
 AS_ROOT = os.geteuid() == 0
+# Leases of an earlier run would look like addresses before any guest has asked for one.
+STATE = BUILD / "demo/state"
+os.environ["TOMBOLO_STATE"] = str(STATE)
 
 FILE = """\
 # Two cells, a stock Linux guest and this host on one network, with DHCP, names, a forward and a rootless way out.
@@ -125,6 +129,7 @@ def write_file():
     cmdline = f"console=ttyS0 quiet panic=-1 mitigations=off reboot=t tsc_early_khz={khz} lpj={khz * 4} hostname=linux serve=http,iperf"
     folder = BUILD / "demo"
     folder.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(STATE, ignore_errors=True)
     path = folder / "tombolo.toml"
     path.write_text(FILE.format(cmdline=cmdline, host=LISTEN[0], port=LISTEN[1]) + (HOST_TAP if AS_ROOT else ""))
     return path
@@ -208,11 +213,20 @@ def forward():
     return f"{len(reply.body)} bytes from the cell, first after {reply.first_s * 1000:.1f} ms"
 
 
+# Debian 12's busybox wget crashes when it writes to its standard output, so HTTP is spoken by hand.
+SKIP_HEAD = r"while read -r line && [ ${#line} -gt 1 ]; do :; done"
+
+
+def fetch(host, port, path):
+    """A command of the guest's shell that prints the reply to a GET, head and body."""
+    return rf"printf 'GET {path} HTTP/1.0\r\nHost: {host}\r\n\r\n' | nc -w 20 {host} {port}"
+
+
 def transfer(linux):
     block = bytes(i % 251 for i in range(251 * 4096))
     want = hashlib.sha256((block * (BYTES // len(block) + 1))[:BYTES]).hexdigest()
     began = time.monotonic()
-    text = linux.run(f"wget -q -O /dev/stdout http://web.demo.internal/bytes/{BYTES} | sha256sum", 60).text
+    text = linux.run(f"{fetch('web.demo.internal', 80, f'/bytes/{BYTES}')} | {{ {SKIP_HEAD}; sha256sum; }}", 60).text
     took = time.monotonic() - began
     if want not in text:
         raise Failed(f"checksum {text.split()[:1]} instead of {want}")
@@ -268,7 +282,7 @@ def outside(linux):
     with http.server.ThreadingHTTPServer((address, 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            text = linux.run(f"wget -q -T 8 -O /dev/stdout http://{address}:{server.server_port}/", 15, check=False).text
+            text = linux.run(f"{fetch(address, server.server_port, '/')} | {{ {SKIP_HEAD}; cat; }}", 15, check=False).text
         finally:
             server.shutdown()
     if text.strip() != "outside":
