@@ -11,7 +11,7 @@
 //! Limits: [`SLOTS`] frames per call, of 65,557 bytes; what the kernel drops because the socket's buffer is full
 //! is counted as `system_refused`.
 //!
-//! Life: a [`Monitor`] tells of changes. Down, or without its carrier, the link is down. Deleted, the port reports it
+//! Life: a `Monitor` tells of changes. Down, or without its carrier, the link is down. Deleted, the port reports it
 //! once as a fault and waits until an interface of its name is there again.
 //!
 //! Sending goes through the interface's queueing discipline, which queues where the device is busy. `qdisc_bypass`
