@@ -1,7 +1,8 @@
 //! The suite that every attachment passes: what [`Port`] promises, checked from both sides.
 //!
 //! A kind of attachment gives a [`Fixture`]: a connected port, and a peer that can send and collect frames,
-//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of each check:
+//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of
+//! each check:
 //!
 //! ```ignore
 //! mod conformance {

@@ -12,7 +12,7 @@
 //!   close together and the rest of the arena is never touched.
 //! * One write is one frame, never a part of one.
 //!
-//! Life: a [`Monitor`] tells of changes of the interface. Set down, the link is down and frames to it are dropped as
+//! Life: a `Monitor` tells of changes of the interface. Set down, the link is down and frames to it are dropped as
 //! `link_down`. Deleted by somebody, the port reports it once as a fault and waits until a tap of its name is there
 //! again; it attaches the same descriptor to it. A tap that is not persistent goes away with the port, also when the
 //! process is killed.
