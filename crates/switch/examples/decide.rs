@@ -1,0 +1,215 @@
+//! What the switch's own work costs per frame, on this machine: the decision alone, and a whole turn of the worker
+//! between two ports that cost next to nothing (their frames lie in memory, what they are given is copied into a
+//! buffer that stays hot).
+//!
+//! `cargo run --release -p tombolo-switch --example decide [PART OF A CASE'S NAME]` prints one line per case:
+//! nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a tool for the eye, and the bench of
+//! the repo measures the real thing.
+
+use std::hint::black_box;
+use std::time::Instant;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::drop::Drops;
+use tombolo_switch::frame::{Batch, Offload};
+use tombolo_switch::guard::Guard;
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::network::{Network, Plan};
+use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::wait::{CONTROL, Token, Waiter};
+use tombolo_switch::worker::Worker;
+
+/// Rounds are short, so that on a busy machine some of them have a core to themselves.
+const ROUNDS: usize = 300;
+const BATCH: usize = 64;
+
+fn main() {
+    println!("{:<44} {:>8} {:>8}", "case", "ns best", "ns med.");
+    // With an argument, only the cases whose name has it.
+    let wanted = std::env::args().nth(1).unwrap_or_default();
+    for (name, flows) in [("one flow", 1), ("64 flows", 64), ("10,000 flows", 10_000)] {
+        let name = format!("decision, {name}");
+        if name.contains(&wanted) {
+            decision(&name, flows);
+        }
+    }
+    for bytes in [64, 1500] {
+        let name = format!("turn between two ports, {bytes} bytes");
+        if name.contains(&wanted) {
+            turn(&name, bytes);
+        }
+    }
+}
+
+fn frame(to: usize, from: usize, bytes: usize) -> Vec<u8> {
+    let address = |n: usize| [2, 0, (n >> 24) as u8, (n >> 16) as u8, (n >> 8) as u8, n as u8];
+    let mut frame = [&address(to)[..], &address(from), &[8, 0]].concat();
+    frame.resize(bytes, 0);
+    frame
+}
+
+/// Runs `work`, which handles `frames` frames, several times and prints what a frame costs.
+fn measure(name: &str, frames: usize, mut work: impl FnMut()) {
+    let mut results = Vec::new();
+    for _ in 0..ROUNDS {
+        let start = Instant::now();
+        work();
+        results.push(start.elapsed().as_nanos() as f64 / frames as f64);
+    }
+    results.sort_by(f64::total_cmp);
+    println!("{name:<44} {:>8.2} {:>8.2}", results[0], results[ROUNDS / 2]);
+}
+
+fn decision(name: &str, flows: usize) {
+    let mut network = Network::new(MacSettings::default(), 42);
+    let mut plan = Plan::default();
+    for port in 0..2 {
+        network.join(port, None);
+        network.set_link(port, true);
+        plan.add_port(port, BATCH);
+    }
+    let guard = Guard::default();
+    let mut drops = Drops::default();
+    let frames: Vec<_> = (0..flows.max(BATCH)).map(|n| frame(100_000 + n % flows, n % flows, 64)).collect();
+    // The answers, from which the destinations are known.
+    for back in &frames {
+        let mut batch = Batch::with_capacity(1);
+        let mut reply = back.clone();
+        reply[..6].copy_from_slice(&back[6..12]);
+        reply[6..12].copy_from_slice(&back[..6]);
+        batch.push(Foreign::from(&reply[..]), Offload::NONE);
+        network.decide(Nanos(0), 1, &guard, &batch, &mut plan, &mut drops);
+        plan.clear();
+    }
+    let batches: Vec<_> = frames
+        .chunks(BATCH)
+        .map(|frames| {
+            let mut batch = Batch::with_capacity(BATCH);
+            for frame in frames {
+                batch.push(Foreign::from(&frame[..]), Offload::NONE);
+            }
+            batch
+        })
+        .collect();
+    let passes = 20_000usize.div_ceil(frames.len());
+    measure(name, passes * frames.len(), || {
+        for _ in 0..passes {
+            for batch in &batches {
+                black_box(network.decide(Nanos(0), 0, &guard, batch, &mut plan, &mut drops));
+                plan.clear();
+            }
+        }
+    });
+}
+
+/// Gives the same frames in every turn until `left` is zero, and takes frames into one buffer.
+struct Memory {
+    frame: Vec<u8>,
+    left: usize,
+    buffer: Vec<u8>,
+}
+
+impl Port for Memory {
+    fn kind(&self) -> &'static str {
+        "memory"
+    }
+
+    fn link(&self) -> Link {
+        Link::Up
+    }
+
+    fn caps(&self) -> Caps {
+        Caps::full(1500)
+    }
+
+    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+        Ok(None)
+    }
+
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+        let n = budget.min(self.left);
+        self.left -= n;
+        for _ in 0..n {
+            batch.push(Foreign::from(&self.frame[..]), Offload::NONE);
+        }
+        Ok(n)
+    }
+
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        for index in which {
+            let frame = &batch.frames()[*index as usize];
+            sent.bytes += batch.copy(frame, ForeignMut::from(&mut self.buffer[..])) as u64;
+            sent.frames += 1;
+        }
+        Ok(sent)
+    }
+
+    fn flush(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        // Work for one step of the worker is what one service brings.
+        Ok(false)
+    }
+
+    fn disarm(&mut self) {
+        self.left = TURN_FRAMES / 2;
+    }
+
+    fn reset(&mut self, _: &Fault) {}
+}
+
+/// Frames of both ports per wake-up.
+const TURN_FRAMES: usize = 1 << 14;
+
+/// Wakes both ports whenever the worker would sleep, and keeps real time.
+struct Restless {
+    start: Instant,
+    sleeps: u32,
+}
+
+impl Waiter for Restless {
+    fn wait(&mut self, timeout: Option<Nanos>, ready: &mut Vec<Token>) {
+        if timeout.is_none() {
+            self.sleeps += 1;
+            ready.extend([Token(0), Token(1), CONTROL]);
+        }
+    }
+
+    fn now(&mut self) -> Nanos {
+        Nanos(self.start.elapsed().as_nanos() as u64)
+    }
+}
+
+fn turn(name: &str, bytes: usize) {
+    let mut waiter = Restless { start: Instant::now(), sleeps: 0 };
+    let (mut worker, handle) = Worker::new(WorkerSettings::default(), 7, || {});
+    let asked = std::thread::spawn(move || {
+        let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
+        for (from, to) in [(1, 2), (2, 1)] {
+            let port = Memory { frame: frame(to, from, bytes), left: 0, buffer: vec![0; 2048] };
+            let reserved = handle.reserve().expect("a free token");
+            handle
+                .add_port(reserved, network, "memory", Box::new(port), PortSettings::default())
+                .expect("a port that is added");
+        }
+        handle
+    });
+    while !asked.is_finished() {
+        worker.step(&mut waiter);
+    }
+    let _handle = asked.join().expect("the asking thread");
+    measure(name, TURN_FRAMES, || {
+        let before = waiter.sleeps;
+        while waiter.sleeps <= before + 1 {
+            worker.step(&mut waiter);
+        }
+    });
+}

@@ -1,0 +1,156 @@
+//! A worker that forwards frames takes no memory once it is warm: measured by an allocator that counts.
+//!
+//! A global allocator cannot be written without `unsafe`, so this file is on the list of ARCHITECTURE.md.
+#![allow(missing_docs, unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::cell::Cell;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::drop::Drops;
+use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation};
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::wait::{CONTROL, Token, Waiter};
+use tombolo_switch::worker::Worker;
+
+thread_local! {
+    static TAKEN: Cell<u64> = const { Cell::new(0) };
+}
+
+struct Counting;
+
+// SAFETY: everything is passed on to the system's allocator as it came; counting takes no memory.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        TAKEN.with(|taken| taken.set(taken.get() + 1));
+        // SAFETY: the caller keeps GlobalAlloc's rules, which are the system allocator's.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: as in `alloc`; the pointer came from there.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Each turn brings 40 frames to many places, one of them to be cut for a destination that cannot do it.
+struct Source {
+    frames: Vec<(Vec<u8>, Offload)>,
+    left: usize,
+    caps: Caps,
+    buffer: Vec<u8>,
+}
+
+impl Port for Source {
+    fn kind(&self) -> &'static str {
+        "source"
+    }
+    fn link(&self) -> Link {
+        Link::Up
+    }
+    fn caps(&self) -> Caps {
+        self.caps
+    }
+    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+        self.left = self.frames.len();
+        Ok(None)
+    }
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+        let n = budget.min(self.left);
+        self.left -= n;
+        for (bytes, offload) in &self.frames[self.left..self.left + n] {
+            batch.push(Foreign::from(&bytes[..]), *offload);
+        }
+        Ok(n)
+    }
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        for index in which {
+            let frame = &batch.frames()[*index as usize];
+            sent.bytes += batch.copy(frame, ForeignMut::from(&mut self.buffer[..])) as u64;
+            sent.frames += 1;
+        }
+        Ok(sent)
+    }
+    fn flush(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn arm(&mut self) -> Result<bool, Fault> {
+        Ok(false)
+    }
+    fn disarm(&mut self) {}
+    fn reset(&mut self, _: &Fault) {}
+}
+
+struct AllAwake(u32, Nanos);
+
+impl Waiter for AllAwake {
+    fn wait(&mut self, timeout: Option<Nanos>, ready: &mut Vec<Token>) {
+        if timeout.is_none() {
+            ready.extend((0..self.0).map(Token).chain([CONTROL]));
+        }
+    }
+    fn now(&mut self) -> Nanos {
+        // Fast enough that addresses age and are learned again meanwhile.
+        self.1 = self.1.after(Nanos::MILLI.times(5));
+        self.1
+    }
+}
+
+#[test]
+fn a_warm_worker_takes_no_memory() {
+    const PORTS: u32 = 16;
+    let (mut worker, handle) = Worker::new(WorkerSettings { budget: 16, busy_poll: Nanos(0) }, 7, || {});
+    let address = |n: u32| [2, 0, 0, 0, (n >> 8) as u8, n as u8];
+    let asking = std::thread::spawn(move || {
+        let macs = MacSettings { age: Nanos::SECOND.times(2), ..MacSettings::default() };
+        let network = handle.add_network("net", macs).unwrap();
+        let mut counters = Vec::new();
+        for n in 0..PORTS {
+            let mut frames: Vec<_> = (0..40)
+                .map(|k| {
+                    let to = if k == 0 { [0xff; 6] } else { address(k % PORTS) };
+                    let mut bytes = [&to[..], &address(n + PORTS * (k % 3)), &[8, 0]].concat();
+                    bytes.resize(60 + k as usize * 30, 0);
+                    (bytes, Offload::NONE)
+                })
+                .collect();
+            let mut large =
+                [&address((n + 1) % PORTS)[..], &address(n), &[8, 0, 0x45, 0, 0, 0, 0, 1, 0, 0, 64, 6]].concat();
+            large.resize(54 + 20_000, 0);
+            large[46] = 0x50;
+            let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size: 1448, header_bytes: 54 };
+            let checksum = Checksum::Partial { start: 34, offset: 16 };
+            frames.push((large, Offload { checksum, segmentation: Some(cut) }));
+            let caps = if n % 2 == 0 { Caps::plain(1500) } else { Caps::full(1500) };
+            let port = Source { frames, left: 0, caps, buffer: vec![0; 70_000] };
+            let reserved = handle.reserve().unwrap();
+            counters.push(handle.add_port(reserved, network, "p", Box::new(port), PortSettings::default()).unwrap());
+        }
+        (handle, counters)
+    });
+    let mut waiter = AllAwake(PORTS, Nanos(0));
+    while !asking.is_finished() {
+        worker.step(&mut waiter);
+    }
+    let (_handle, counters) = asking.join().unwrap();
+    for _ in 0..2000 {
+        worker.step(&mut waiter);
+    }
+    let sent = || counters.iter().map(|c| c.tx_frames.get()).sum::<u64>();
+    let cut = || counters.iter().map(|c| c.software_segmented.get()).sum::<u64>();
+    let (taken, frames, large) = (TAKEN.get(), sent(), cut());
+    for _ in 0..2000 {
+        worker.step(&mut waiter);
+    }
+    assert!(sent() - frames > 100_000 && cut() - large > 1000, "{} {}", sent() - frames, cut() - large);
+    assert_eq!(TAKEN.get() - taken, 0, "allocations in 2000 rounds");
+}
