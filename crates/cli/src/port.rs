@@ -158,8 +158,10 @@ impl Port {
                     out::json(&added)?;
                 } else {
                     out::print(&status::done("port", "added", added.ports.iter().map(|p| p.name.as_str())))?;
-                    for (port, socket) in added.ports.iter().filter_map(|p| p.details.get("socket").map(|s| (p, s))) {
-                        out::print(&format!("{} listens at {socket}\n", port.name))?;
+                    for port in added.ports.iter().filter(|p| p.details.get("role").is_none_or(|r| r == "listen")) {
+                        if let Some(socket) = port.details.get("socket") {
+                            out::print(&format!("{} listens at {socket}\n", port.name))?;
+                        }
                     }
                 }
             }

@@ -121,7 +121,8 @@ impl Up {
                 if missing.is_empty() {
                     break;
                 }
-                let hopeless = missing.iter().any(|(_, state)| matches!(state.as_str(), "failed" | "stopped"));
+                let hopeless =
+                    missing.iter().any(|(_, state)| state.starts_with("failed") || state.starts_with("stopped"));
                 if hopeless || Instant::now() >= end {
                     for (name, state) in missing {
                         eprintln!("tombolo: {name} is not on the network: {state}");
@@ -160,7 +161,12 @@ fn missing(status: &Status) -> Vec<(String, String)> {
         m.state != "running" || !status.ports.iter().filter(own).all(|p| p.up)
     };
     let machines = status.machines.iter().filter(late);
-    machines.map(|m| (m.name.clone(), m.last_end.clone().unwrap_or_else(|| m.state.clone()))).collect()
+    let how = |m: &tombolo_host::api::report::MachineReport| match (&m.last_end, m.state.as_str()) {
+        (_, "running") => "it runs, but its driver has not started every port".to_string(),
+        (Some(end), state) => format!("{state}: {end}"),
+        (None, state) => state.to_string(),
+    };
+    machines.map(|m| (m.name.clone(), how(m))).collect()
 }
 
 fn summary(status: &Status, took: Duration) -> String {
@@ -304,7 +310,10 @@ mod tests {
         };
         let mut status: Status = serde_json::from_str(text).unwrap();
         status.ports = vec![port("a", true), port("a.1", false), port("ab", false)];
-        assert_eq!(missing(&status), [("a".to_string(), "running".to_string())]);
+        assert_eq!(
+            missing(&status),
+            [("a".to_string(), "it runs, but its driver has not started every port".to_string())]
+        );
         status.ports[1].up = true;
         assert!(missing(&status).is_empty());
         status.machines[0].state = "starting".into();
