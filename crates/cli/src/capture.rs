@@ -56,8 +56,8 @@ impl Blocks {
         let mut at = 0;
         let mut flow = ControlFlow::Continue(());
         while let Some(head) = self.pending[at..].first_chunk::<BLOCK_HEAD>() {
-            // The fabric writes in this machine's order of bytes.
-            let word = |i: usize| u32::from_ne_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
+            // The fabric writes little-endian sections.
+            let word = |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
             let (kind, length) = (word(0), word(4) as usize);
             if length < BLOCK_HEAD + 4 || length % 4 != 0 {
                 return Err(io::Error::other(format!("the capture is no pcapng: a block of {length} bytes")));
@@ -89,7 +89,7 @@ impl Capture {
             return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
         }
         // Before the file is made: one of a port that is not there is of no use.
-        client.port(&self.port)?;
+        let lost_before = client.port(&self.port)?.counters.capture_lost;
         let mut out: Box<dyn Write> = match path {
             Some(path) => {
                 let file = File::create(path);
@@ -108,9 +108,18 @@ impl Capture {
             bytes += piece.len() as u64;
             blocks.feed(piece, self.count, &mut out)
         })?;
-        let what = format!("{}, {}", counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"), scaled(bytes as f64, "B"));
+        let what = format!(
+            "{}, {}",
+            counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"),
+            scaled(bytes as f64, "B")
+        );
         if path.is_some() {
             eprintln!("{what}");
+        }
+        // A port that went away, or came anew, has nothing more to say.
+        let lost = client.port(&self.port).map_or(0, |p| p.counters.capture_lost.saturating_sub(lost_before));
+        if lost > 0 {
+            eprintln!("tombolo: {lost} more frames passed faster than they could be written, and are not in it");
         }
         if end == Ending::Fabric && (self.count.is_some() || deadline.is_some()) {
             eprintln!("tombolo: the port {} went away before that", self.port);
@@ -149,7 +158,7 @@ mod tests {
 
     fn block(kind: u32, body: &[u8]) -> Vec<u8> {
         let length = (12 + body.len()) as u32;
-        [&kind.to_ne_bytes(), &length.to_ne_bytes(), body, &length.to_ne_bytes()].concat()
+        [&kind.to_le_bytes(), &length.to_le_bytes(), body, &length.to_le_bytes()].concat()
     }
 
     #[test]

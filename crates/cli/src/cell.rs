@@ -124,7 +124,9 @@ impl Run {
         let path = Path::new(what);
         let is_path = what.contains('/') || path.is_file();
         if is_path && path.extension().is_some_and(|e| e == "toml") {
-            return Err(Failure::misused(format!("{what} is no image; sections of a file are run with --sections {what}")));
+            return Err(Failure::misused(format!(
+                "{what} is no image; sections of a file are run with --sections {what}"
+            )));
         }
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or(what).to_lowercase();
         let name = self.name.clone().unwrap_or(if is_path { stem } else { what.into() });
@@ -184,21 +186,25 @@ impl Cell {
     }
 }
 
+/// Prints what comes, but for the first `skip` bytes, and counts it.
+fn printer(skip: usize, seen: &std::cell::Cell<usize>) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
+    let mut skip = skip;
+    move |piece| {
+        let known = piece.len().min(skip);
+        skip -= known;
+        seen.set(seen.get() + piece.len());
+        let mut out = io::stdout().lock();
+        out.write_all(&piece[known..])?;
+        out.flush()?;
+        Ok(ControlFlow::Continue(()))
+    }
+}
+
 impl Console {
     fn run(&self, client: &mut Client) -> Result<Exit, Failure> {
-        let mut seen = 0;
-        let mut skip = 0;
-        let mut show = |piece: &[u8]| {
-            let piece = &piece[piece.len().min(skip)..];
-            skip -= skip.min(piece.len() + skip);
-            seen += piece.len();
-            let mut out = io::stdout().lock();
-            out.write_all(piece)?;
-            out.flush()?;
-            Ok(ControlFlow::Continue(()))
-        };
+        let seen = std::cell::Cell::new(0);
         if self.log || self.follow {
-            client.console(&self.name, self.follow, show)?;
+            client.console(&self.name, self.follow, printer(0, &seen))?;
             return Ok(Exit::Done);
         }
         let terminal = io::stdin().is_terminal();
@@ -213,21 +219,13 @@ impl Console {
         } else {
             None
         };
-        let end = client.attach(&self.name, Typing::new(io::stdin(), terminal), &mut show);
+        let end = client.attach(&self.name, Typing::new(io::stdin(), terminal), printer(0, &seen));
         drop(raw);
         let end = match end {
             Err(ClientError::Refused { status: 409, fault }) => {
                 eprintln!("tombolo: {}; reading only", fault.error);
-                let before = seen;
-                let mut skip = before;
-                client.console(&self.name, true, |piece| {
-                    let rest = &piece[piece.len().min(skip)..];
-                    skip -= piece.len().min(skip);
-                    let mut out = io::stdout().lock();
-                    out.write_all(rest)?;
-                    out.flush()?;
-                    Ok(ControlFlow::Continue(()))
-                })?
+                // It has been told from the start until then.
+                client.console(&self.name, true, printer(seen.get(), &seen))?
             }
             end => end?,
         };

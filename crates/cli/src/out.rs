@@ -160,7 +160,8 @@ mod tests {
 
     #[test]
     fn spans_are_told_in_two_units() {
-        let cases = [(0.0421, "42 ms"), (59.9, "59 s"), (200.0, "3 min 20 s"), (7500.0, "2 h 5 min"), (349_300.0, "4 d 1 h")];
+        let cases =
+            [(0.0421, "42 ms"), (59.9, "59 s"), (200.0, "3 min 20 s"), (7500.0, "2 h 5 min"), (349_300.0, "4 d 1 h")];
         for (value, text) in cases {
             assert_eq!(span(value), text);
         }

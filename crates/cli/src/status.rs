@@ -61,7 +61,8 @@ fn render(status: &Status, colour: bool) -> String {
 }
 
 fn networks(status: &Status) -> Table {
-    let mut table = Table::new(&["NETWORK", "SUBNET", "GATEWAY", "ROUTER", "UPLINK", "DOMAIN", ">MTU", ">MACS", ">FLOODED"]);
+    let mut table =
+        Table::new(&["NETWORK", "SUBNET", "GATEWAY", "ROUTER", "UPLINK", "DOMAIN", ">MTU", ">MACS", ">FLOODED"]);
     for n in &status.networks {
         let router = n.router.map(|r| r.to_string()).unwrap_or_default();
         let notes = table.row(&[
@@ -279,7 +280,14 @@ mod tests {
     fn a_port_is_told_in_full() {
         let status: Status = serde_json::from_str(REPORT).unwrap();
         let text = port(&status.ports[0]);
-        for part in ["rx frames             12345", "socket", "rx drops, guard", "turns with 2 to 3 frames  4", "guard", "ring: bad index"] {
+        for part in [
+            "rx frames             12345",
+            "socket",
+            "rx drops, guard",
+            "turns with 2 to 3 frames  4",
+            "guard",
+            "ring: bad index",
+        ] {
             let squeezed: String = text.split_whitespace().collect::<Vec<_>>().join(" ");
             let wanted: String = part.split_whitespace().collect::<Vec<_>>().join(" ");
             assert!(squeezed.contains(&wanted), "{part} in\n{text}");

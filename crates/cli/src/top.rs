@@ -85,7 +85,15 @@ fn render(before: &Status, now: &Status, colour: bool) -> String {
     let seconds = (now.uptime_s - before.uptime_s).max(1e-3);
     let zero = CounterReport::default();
     let mut ports = Table::new(&[
-        "PORT", "LINK", ">RX FRAMES/s", ">RX", ">TX FRAMES/s", ">TX", ">DROPS/s", ">FRAMES/TURN", ">BUSY TURNS",
+        "PORT",
+        "LINK",
+        ">RX FRAMES/s",
+        ">RX",
+        ">TX FRAMES/s",
+        ">TX",
+        ">DROPS/s",
+        ">FRAMES/TURN",
+        ">BUSY TURNS",
     ]);
     for p in &now.ports {
         let c = &p.counters;
@@ -116,7 +124,8 @@ fn render(before: &Status, now: &Status, colour: bool) -> String {
         workers.row(&[&w.name, &format!("{load:.1} %"), &scaled(rate(sleeps, w.sleeps, seconds).round(), "")]);
     }
     let head = format!("{}  up {}", toned(&now.name, Tone::Bold, colour), span(now.uptime_s));
-    let warnings: String = now.warnings.iter().map(|w| format!("{}\n", toned(&format!("! {w}"), Tone::Bad, colour))).collect();
+    let warnings: String =
+        now.warnings.iter().map(|w| format!("{}\n", toned(&format!("! {w}"), Tone::Bad, colour))).collect();
     format!("{head}\n{warnings}\n{}\n{}", ports.render(colour), workers.render(colour))
 }
 

@@ -50,7 +50,8 @@ enum Word {
 
 impl Up {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        if select.fabric.is_some() && self.path.is_none() && select.file.is_none() && !Path::new(DEFAULT_FILE).exists() {
+        if select.fabric.is_some() && self.path.is_none() && select.file.is_none() && !Path::new(DEFAULT_FILE).exists()
+        {
             return Err(Failure::misused("up takes a fabric file, not a fabric's name: tombolo up FILE"));
         }
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
@@ -59,7 +60,8 @@ impl Up {
         }
         let spec = file::load(&path)?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
-            let found = format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
+            let found =
+                format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
             return Err(Failure::misused(found));
         }
         if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path) }
@@ -68,7 +70,8 @@ impl Up {
     fn start_daemon(&self, name: &str, path: &Path) -> Result<Exit, Failure> {
         let folder = rundir::runtime_root()?.join(name);
         let log_path = folder.join("log");
-        let at = |what: &str| move |e: io::Error| Failure::failed(format!("{what} {}: {e}", log_path_text(name)));
+        let at =
+            |what: &'static str| move |e: io::Error| Failure::failed(format!("{what} {}: {e}", log_path_text(name)));
         std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("making the folder of"))?;
         let mut open = std::fs::OpenOptions::new();
         let log = open.append(true).create(true).mode(0o600).open(&log_path).map_err(at("opening the log"))?;

@@ -598,7 +598,7 @@ mod tests {
                 ("ip link set vb up", Link::Up),
             ] {
                 kernel_side::run(&rig.peer.netns, line);
-                rig.until_woken(line, |rig| rig.port.link() == link);
+                rig.until_woken(line, |rig| rig.seen == Some(link));
             }
             rig.receive_all(&plain(0, [60, 1514]));
             kernel_side::run(&rig.peer.netns, "ip link set va name vc mtu 9000");
