@@ -53,17 +53,15 @@ async fn httpd(net: Net) {
         body_bytes: Cell::new(0),
         open: Cell::new(0),
     });
-    let mut listener = net.listen(PORT, options);
-    loop {
-        let mut stream = listener.accept().await;
+    net.serve(PORT, options, move |mut stream: TcpStream| {
         let server = server.clone();
-        net.spawn(async move {
+        async move {
             server.open.set(server.open.get() + 1);
             // An error means that the client has gone; there is nobody to tell.
             let _ = server.serve(&mut stream).await;
             server.open.set(server.open.get() - 1);
-        });
-    }
+        }
+    });
 }
 
 impl Server {

@@ -45,7 +45,7 @@ const MAX_SESSIONS: usize = 64;
 
 async fn iperf(net: Net) {
     let port = net.config().number("port").and_then(|n| u16::try_from(n).ok()).unwrap_or(PORT);
-    net.spawn(serve_tcp(net.clone(), port));
+    serve_tcp(&net, port);
     net.spawn(serve_udp(net.clone(), port));
     if net.config().get("iperf") == Some("client") {
         net.up().await;
@@ -185,16 +185,15 @@ async fn send_datagrams(
 
 // --- the server ---
 
-async fn serve_tcp(net: Net, port: u16) {
-    let mut listener = net.listen(port, stream_options(&net));
-    loop {
-        let mut stream = listener.accept().await;
-        let net2 = net.clone();
-        net.spawn(async move {
+fn serve_tcp(net: &Net, port: u16) {
+    let net2 = net.clone();
+    net.serve(port, stream_options(net), move |mut stream: TcpStream| {
+        let net = net2.clone();
+        async move {
             // An error means that the client has gone; what came before was reported.
-            let _ = serve_stream(&net2, &mut stream).await;
-        });
-    }
+            let _ = serve_stream(&net, &mut stream).await;
+        }
+    });
 }
 
 async fn serve_stream(net: &Net, stream: &mut TcpStream) -> Result<(), TcpError> {

@@ -115,6 +115,24 @@ impl Net {
         TcpListener::new(self.clone(), port, options)
     }
 
+    /// Listens on `port` and lets each connection have a task of its own.
+    ///
+    /// # Panics
+    /// As [`Net::listen`].
+    pub fn serve<H, F>(&self, port: u16, options: TcpOptions, handle: H)
+    where
+        H: Fn(TcpStream) -> F + 'static,
+        F: Future<Output = ()> + 'static,
+    {
+        let mut listener = self.listen(port, options);
+        let net = self.clone();
+        self.spawn(async move {
+            loop {
+                net.spawn(handle(listener.accept().await));
+            }
+        });
+    }
+
     /// Opens a TCP connection.
     pub async fn connect(&self, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
         TcpStream::connect(self.clone(), to, options).await
@@ -223,7 +241,7 @@ mod start {
     use crate::virtio::net::VirtioNet;
     use crate::virtio::pci::PciTransport;
     use crate::virtio::{DEVICE_NET, Transport};
-    use crate::{ExitCode, exit, println, selftest, stack};
+    use crate::{ExitCode, app, exit, println, selftest, stack};
     use alloc::boxed::Box;
     use core::cell::RefCell;
 
@@ -290,7 +308,7 @@ mod start {
         let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
         let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
-        selftest::call_app(Net(shared.clone()));
+        app::start(Net(shared.clone()));
         stack::drive(&shared)
     }
 }

@@ -1,3 +1,122 @@
 //! The program `tombolo`.
+//!
+//! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
+//! commands has a file, with its flags, what they do, and their tests.
 
-fn main() {}
+mod capture;
+mod cell;
+mod doctor;
+mod down;
+mod exit;
+mod manual;
+mod out;
+mod port;
+mod section;
+mod select;
+mod status;
+mod terminal;
+mod top;
+mod up;
+
+use clap::{Parser, Subcommand};
+use exit::{Exit, Failure};
+
+const AFTER: &str = "\
+Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part.
+
+Which fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo.toml, else the only one running.
+
+Files: runtime files are in $TOMBOLO_RUNTIME, else /run/tombolo (root) or $XDG_RUNTIME_DIR/tombolo; leases in
+$TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.";
+
+/// Ties VMs, unikernels, taps and processes of one machine together in one Ethernet network, through shared memory.
+#[derive(Debug, Parser)]
+#[command(name = "tombolo", version, after_help = AFTER, max_term_width = 100, propagate_version = false)]
+struct Cli {
+    #[command(flatten)]
+    select: select::Select,
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Start a fabric from its file
+    Up(up::Up),
+    /// End a fabric and remove all that it made
+    Down(down::Down),
+    /// Show networks, machines, ports, forwards, leases, drops and faults
+    Status(status::StatusArgs),
+    /// Show rates per port and worker, again and again
+    Top(top::Top),
+    /// Add, remove, list and inspect ports of a running fabric
+    #[command(subcommand)]
+    Port(port::Port),
+    /// Record the frames of a port as pcapng
+    Capture(capture::Capture),
+    /// Run, list, stop and talk to cells and VMs of a running fabric
+    #[command(subcommand)]
+    Cell(cell::Cell),
+    /// Find out what this machine can do, and what to do about the rest
+    Doctor(doctor::Doctor),
+    /// Print the version
+    Version(manual::Version),
+    /// Print a completion script for a shell
+    Completions(manual::Completions),
+    /// Print the manual page, or write the pages of all commands into a folder
+    Man(manual::Man),
+}
+
+fn run(cli: Cli) -> Result<Exit, Failure> {
+    let select = &cli.select;
+    match cli.command {
+        Command::Up(up) => up.run(select),
+        Command::Down(down) => down.run(select),
+        Command::Status(status) => status.run(select),
+        Command::Top(top) => top.run(select),
+        Command::Port(port) => port.run(select),
+        Command::Capture(capture) => capture.run(select),
+        Command::Cell(cell) => cell.run(select),
+        Command::Doctor(doctor) => doctor.run(),
+        Command::Version(version) => version.run(),
+        Command::Completions(completions) => completions.run(),
+        Command::Man(man) => man.run(),
+    }
+}
+
+fn main() -> std::process::ExitCode {
+    match run(Cli::parse()) {
+        Ok(exit) => exit.into(),
+        Err(failure) => failure.report().into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn every_flag_has_a_help_text_and_no_name_is_used_twice() {
+        fn look(command: &clap::Command) {
+            for argument in command.get_arguments().filter(|a| !a.is_hide_set()) {
+                let help = argument.get_help().map(|h| h.to_string()).unwrap_or_default();
+                assert!(help.len() > 5, "{} {}: no help", command.get_name(), argument.get_id());
+            }
+            assert!(command.get_about().is_some(), "{}", command.get_name());
+            command.get_subcommands().for_each(look);
+        }
+        let command = Cli::command();
+        command.clone().debug_assert();
+        look(&command);
+    }
+
+    #[test]
+    fn the_fabric_may_be_named_before_or_after_the_command() {
+        for line in ["tombolo --fabric demo status", "tombolo status --fabric demo"] {
+            let cli = Cli::try_parse_from(line.split(' ')).unwrap();
+            assert_eq!(cli.select.fabric.as_deref(), Some("demo"));
+        }
+        assert_eq!(Cli::try_parse_from(["tombolo", "frobnicate"]).unwrap_err().exit_code(), 2);
+    }
+}

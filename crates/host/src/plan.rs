@@ -326,15 +326,16 @@ pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
 }
 
 /// The arguments of the passt that serves a user uplink, the program first; it takes its end of the stream as
-/// descriptor `fd`. It leads the host's side: leases, names and router advertisements are the gateway's, and the
-/// host's own loopback is not shown to guests.
+/// descriptor `fd`. It leads the host's side: leases, names and router advertisements are the gateway's. It maps its own
+/// address to the host's loopback, without which it loses the answers of UDP forwards; the NAT before it lets nothing
+/// but such answers go there (`switch::nat`), so guests do not reach the host's loopback.
 pub fn passt_argv(program: &Path, uplink: &UserUplink, mtu: u16, fd: i32) -> Vec<String> {
     let mut out: Vec<String> = vec![program.display().to_string()];
     let mac = Mac::derived(&[&uplink.mac.to_string(), "passt"]).to_string();
     let fixed =
         ["-f", "-q", "-4", "-a", OUTSIDE, "-n", "29", "-g", PEER, "--no-dhcp", "--no-dhcp-dns", "--no-dhcp-search"];
     out.extend(fixed.map(String::from));
-    out.extend(["--no-ndp", "--no-dhcpv6", "--no-ra", "--no-map-gw", "-e"].map(String::from));
+    out.extend(["--no-ndp", "--no-dhcpv6", "--no-ra", "-e"].map(String::from));
     out.extend(["-F".into(), fd.to_string(), "-M".into(), mac, "-m".into(), mtu.to_string()]);
     for (proto, listen, port, _) in &uplink.forwards {
         let flag = if *proto == Proto::Tcp { "-t" } else { "-u" };

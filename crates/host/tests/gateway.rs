@@ -2,30 +2,32 @@
 //! behind a tap, with a worker, its reactor and the resolver as they run in the fabric.
 #![allow(missing_docs)]
 
+use rustix::process::{Pid, Signal, kill_process};
+use rustix::time::{ClockId, clock_gettime};
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, SocketAddr, TcpStream, UdpSocket};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output};
 use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use tokio::sync::Notify;
 use tombolo_host::resolver::{Resolver, Servers, Timing};
 use tombolo_port::link::Netns;
-use tombolo_port::reactor::Reactor;
 use tombolo_port::tap::{TapConfig, TapPort};
-use tombolo_switch::control::{PortSettings, WorkerHandle, WorkerSettings};
+use tombolo_port::worker::{WorkerConfig, WorkerThread};
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{PortSettings, PortStatus};
+use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::{
     DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
 };
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::wait::{CONTROL, Waiter};
-use tombolo_switch::worker::Worker;
 
 const TAP: &str = "tmbgw0";
 const TAP_MAC: [u8; 6] = [2, 0x7b, 0, 0, 0, 1];
 /// Every command ends by itself within this.
-const PATIENCE_SECS: u64 = 20;
+const PATIENCE_SECS: u64 = 10;
 
 /// Why the test cannot run here.
 fn missing() -> Option<String> {
@@ -43,8 +45,7 @@ fn ip(last: u8) -> Ipv4Addr {
 struct Fabric {
     netns: Netns,
     gateway: GatewayHandle,
-    worker: WorkerHandle,
-    thread: std::thread::JoinHandle<()>,
+    worker: WorkerThread,
     folder: tempfile::TempDir,
 }
 
@@ -52,12 +53,11 @@ impl Fabric {
     /// A network of a gateway and a tap, whose other side is in a namespace of its own.
     fn start(stored: &LeaseStore) -> Fabric {
         let netns = Netns::anonymous().unwrap();
-        let mut reactor = Reactor::new().unwrap();
-        let registrar = reactor.registrar();
-        let control = registrar.registration(CONTROL);
-        let (worker, handle) = Worker::new(WorkerSettings::default(), 7, move || control.wake());
-        let now = reactor.now();
-        let thread = std::thread::spawn(move || worker.run(&mut reactor));
+        let config = WorkerConfig { name: "gwtest".into(), ..WorkerConfig::default() };
+        let thread = WorkerThread::start(&config).unwrap();
+        let handle = thread.handle();
+        let now = clock_gettime(ClockId::Monotonic);
+        let now = Nanos(now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64);
         let network = handle.add_network("gwtest", MacSettings::default()).unwrap();
 
         let config = GatewayConfig {
@@ -76,23 +76,22 @@ impl Fabric {
         let start = Start { now, unix_secs, entropy: [3; 16] };
         let (port, gateway) = GatewayPort::new(Gateway::new(config, stored, start).unwrap());
         let reserved = handle.reserve().unwrap();
-        let registration = registrar.registration(reserved.token());
+        let registration = thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         handle.add_port(reserved, network, "gateway", Box::new(port), PortSettings::default()).unwrap();
         gateway.set_member(Member { name: "db".into(), mac: None, address: Some(ip(100)) }).unwrap();
 
         let reserved = handle.reserve().unwrap();
-        let registration = registrar.registration(reserved.token());
+        let registration = thread.registration(&reserved);
         let tap = TapConfig { netns: Some(netns.clone()), mac: Some(TAP_MAC), ..TapConfig::new(TAP) };
         let tap = TapPort::open(&tap, registration).unwrap();
         handle.add_port(reserved, network, "tap", Box::new(tap), PortSettings::default()).unwrap();
         let folder = tempfile::tempdir().unwrap();
-        Fabric { netns, gateway, worker: handle, thread, folder }
+        Fabric { netns, gateway, worker: thread, folder }
     }
 
     fn stop(self) {
         self.worker.stop().unwrap();
-        self.thread.join().unwrap();
     }
 
     /// Runs a command in the namespace, for at most [`PATIENCE_SECS`].
@@ -130,6 +129,17 @@ fn script_text(told: &Path) -> String {
     )
 }
 
+/// A process that ends with the test, however that ends.
+struct Running(Child);
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        // It may have ended by itself.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
 /// A name server for `example.test`: an answer over UDP that is cut, over TCP one of 3000 bytes.
 fn name_server() -> SocketAddr {
     let udp = UdpSocket::bind("127.0.0.1:0").unwrap();
@@ -139,7 +149,7 @@ fn name_server() -> SocketAddr {
         let end = 12 + query[12..].iter().position(|b| *b == 0).unwrap() + 5;
         let mut bytes = query[..end].to_vec();
         let big = query[13..].starts_with(b"big");
-        (bytes[2], bytes[3]) = (0x81 | u8::from(cut && big) * 2, 0x80);
+        (bytes[2], bytes[3]) = (0x81 | (u8::from(cut && big) * 2), 0x80);
         bytes[6..12].copy_from_slice(&[0, 1, 0, 0, 0, 0]);
         bytes.extend_from_slice(b"\xc0\x0c\x00\x01\x00\x01\x00\x00\x00\x05\x00\x04\xc0\x00\x02\x07");
         if big && !cut {
@@ -253,15 +263,36 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let fabric = Fabric::start(&stored);
     let told = fabric.udhcpc("");
     assert!(told.contains(&format!("ip='{address}'")), "{told}");
-    // Asked to, it gives the address back as it leaves.
-    fabric.udhcpc("-R");
+    // Asked to, it gives the address back. It takes the address off the interface right after, so the kernel has to
+    // know the gateway's hardware address beforehand.
+    let told = fabric.folder.path().join("told");
+    std::fs::remove_file(&told).unwrap();
+    let script = fabric.folder.path().join("script");
+    let mut command = Command::new("busybox");
+    command.args(["udhcpc", "-f", "-n", "-i", TAP, "-s"]).arg(script);
+    let client = Running(fabric.netns.run(move || command.spawn()).unwrap().unwrap());
     let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
-    while !fabric.gateway.leases().leases.is_empty() {
-        assert!(Instant::now() < end, "the released lease is still there");
+    while !told.exists() && Instant::now() < end {
         std::thread::yield_now();
     }
-    for status in fabric.worker.status().unwrap().ports {
-        println!("{}: {:?}", status.name, status.last_fault);
+    fabric.run("busybox ping -c 1 10.213.7.1");
+    kill_process(Pid::from_child(&client.0), Signal::USR2).unwrap();
+    let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
+    while !fabric.gateway.leases().leases.is_empty() {
+        if Instant::now() >= end {
+            let counters = fabric.gateway.counters().all();
+            let counted: Vec<_> = counters.iter().filter(|(_, _, n)| *n != 0).map(|(name, _, n)| (name, n)).collect();
+            let ports = fabric.worker.handle().status().unwrap().ports;
+            let drops =
+                |p: &PortStatus| Reason::ALL.iter().map(|r| p.counters.tx_drops[*r as usize].get()).sum::<u64>();
+            let drops: Vec<_> = ports.iter().map(drops).collect();
+            panic!("the released lease is still there: {counted:?}, drops {drops:?}");
+        }
+        std::thread::yield_now();
+    }
+    drop(client);
+    for port in fabric.worker.handle().status().unwrap().ports {
+        assert_eq!((&port.last_fault, &port.panic), (&None, &None), "{}", port.name);
     }
     fabric.stop();
 }

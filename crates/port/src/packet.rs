@@ -103,6 +103,7 @@ enum Condition {
 pub struct PacketPort {
     socket: OwnedFd,
     _watch: Watch,
+    registration: Registration,
     monitor: Monitor,
     name: String,
     index: u32,
@@ -112,6 +113,8 @@ pub struct PacketPort {
     mtu: u32,
     pending: Option<Fault>,
     next_look: Nanos,
+    /// Look at once, whatever the time.
+    look_due: bool,
     /// Frames that the kernel dropped and that are not counted yet.
     uncounted: u64,
     slots: Slots,
@@ -140,6 +143,7 @@ impl PacketPort {
         let mut port = PacketPort {
             socket,
             _watch: watch,
+            registration,
             monitor,
             name: config.interface.clone(),
             index,
@@ -149,6 +153,7 @@ impl PacketPort {
             mtu: 1500,
             pending: None,
             next_look: Nanos(0),
+            look_due: false,
             uncounted: 0,
             slots: Slots::new(SLOTS, STRIDE_BYTES),
             got: Vec::with_capacity(SLOTS),
@@ -180,6 +185,12 @@ impl PacketPort {
             self.condition = if state.up && state.running { Condition::Up } else { Condition::Down };
             self.mtu = state.mtu;
         }
+    }
+
+    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and nowhere else.
+    fn ask_for_service(&mut self) {
+        self.look_due = true;
+        self.registration.wake();
     }
 
     /// Something about links changed: look what.
@@ -271,8 +282,9 @@ impl PacketPort {
         }
         self.pieces = sys::recycle(pieces);
         if trouble {
+            // It may be up again already, which the next look finds.
             self.condition = Condition::Down;
-            self.look();
+            self.ask_for_service();
         }
         room
     }
@@ -324,10 +336,11 @@ impl Port for PacketPort {
     }
 
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
-        if now >= self.next_look {
+        if now >= self.next_look || self.look_due {
             self.next_look = now.after(LOOK_INTERVAL);
+            let due = std::mem::take(&mut self.look_due);
             self.uncounted += u64::from(sys::packet_drops(&self.socket).unwrap_or(0));
-            if self.monitor.changed() {
+            if self.monitor.changed() || due {
                 self.look();
             }
         }
@@ -354,9 +367,9 @@ impl Port for PacketPort {
                 drops.count(Reason::SystemRefused, 1);
                 return Ok(budget);
             }
-            // The interface went down or away; `arm` finds out which.
+            // The interface went down or away; the look finds out which.
             Err(Errno::NETDOWN | Errno::NXIO | Errno::NODEV) => {
-                self.next_look = Nanos(0);
+                self.ask_for_service();
                 return Ok(used);
             }
             Err(errno) => return Err(self.fault("receiving on", errno)),
@@ -444,10 +457,7 @@ impl Port for PacketPort {
         if !links.is_empty() || socket.contains(PollFlags::ERR) {
             // The error is only that the interface went down, which the look tells better.
             let _ = sockopt::socket_error(&self.socket);
-            self.monitor.changed();
-            self.look();
-            self.pending()?;
-            // The worker takes another turn, so that whoever watches the port learns of the change.
+            self.ask_for_service();
             return Ok(true);
         }
         Ok(socket.contains(PollFlags::IN))
@@ -588,7 +598,7 @@ mod tests {
                 ("ip link set vb up", Link::Up),
             ] {
                 kernel_side::run(&rig.peer.netns, line);
-                rig.until_woken(line, |rig| rig.port.link() == link);
+                rig.until_woken(line, |rig| rig.seen == Some(link));
             }
             rig.receive_all(&plain(0, [60, 1514]));
             kernel_side::run(&rig.peer.netns, "ip link set va name vc mtu 9000");

@@ -165,6 +165,8 @@ pub struct TapPort {
     /// A fault that was found where none can be returned.
     pending: Option<Fault>,
     next_look: Nanos,
+    /// Look at once, whatever the time.
+    look_due: bool,
     arena: Vec<u8>,
     pieces: Vec<Piece<'static>>,
     linear: Vec<u8>,
@@ -284,6 +286,7 @@ impl TapPort {
             condition: Condition::Up,
             pending: None,
             next_look: Nanos(0),
+            look_due: false,
             arena: vec![0; ARENA_BYTES],
             pieces: Vec::new(),
             linear: Vec::new(),
@@ -314,7 +317,14 @@ impl TapPort {
             self.watch = None;
             let detail = format!("the tap `{}` was deleted; the port waits for one of that name", self.name);
             self.pending = Some(Fault { kind: FaultKind::System, detail });
+            self.registration.wake();
         }
+    }
+
+    /// Has the worker call [`Port::service`] before it sleeps: it looks at the link there and nowhere else.
+    fn ask_for_service(&mut self) {
+        self.look_due = true;
+        self.registration.wake();
     }
 
     /// Something about links changed: look what.
@@ -433,10 +443,11 @@ impl Port for TapPort {
         if let Some(fault) = self.pending.take() {
             return Err(fault);
         }
-        if now >= self.next_look {
+        if now >= self.next_look || self.look_due {
             self.next_look = now.after(LOOK_INTERVAL);
+            let due = std::mem::take(&mut self.look_due);
             match &self.monitor {
-                Some(monitor) if monitor.changed() => self.look(),
+                Some(monitor) if monitor.changed() || due => self.look(),
                 Some(_) => {}
                 // Nobody tells when it comes up: the next frame finds out.
                 None if self.condition == Condition::Down => {
@@ -498,8 +509,9 @@ impl Port for TapPort {
         match lost {
             None => Ok(used),
             Some(Errno::BADFD | Errno::NODEV) => {
-                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `arm`.
-                self.next_look = Nanos(0);
+                // The arena is borrowed by the batch, so the rest of the bookkeeping waits for `service`.
+                self.look_due = true;
+                self.registration.wake();
                 Ok(used)
             }
             Some(errno) => {
@@ -535,9 +547,9 @@ impl Port for TapPort {
                     drops.count(drop_reason(errno), 1);
                     match errno {
                         Errno::IO => {
+                            // It may be up again already, which the next look finds.
                             self.condition = Condition::Down;
-                            // It may have come up again since: the monitor told of the last change only.
-                            self.look();
+                            self.ask_for_service();
                         }
                         Errno::BADFD | Errno::NODEV => self.lose(),
                         _ => {}
@@ -568,20 +580,16 @@ impl Port for TapPort {
         let frames = !gone && fds[0].revents().contains(PollFlags::IN);
         let failed = !gone && fds[0].revents().contains(PollFlags::ERR);
         let changed = links.is_some() && fds.last().is_some_and(|fd| !fd.revents().is_empty());
-        if changed || failed {
-            if let Some(monitor) = &self.monitor {
-                monitor.changed();
-            }
-            self.look();
-            if failed && self.monitor.is_none() {
-                self.lose();
-            }
+        if failed && self.monitor.is_none() {
+            self.lose();
+        } else if changed || failed {
+            self.ask_for_service();
+            return Ok(true);
         }
         match self.pending.take() {
             Some(fault) => Err(fault),
-            // After a change the worker takes another turn, so that whoever watches the port learns of it. What
-            // the interface had queued before it went down may still be read.
-            None => Ok(changed || frames && self.condition != Condition::Gone),
+            // What the interface had queued before it went down may still be read.
+            None => Ok(frames && self.condition != Condition::Gone),
         }
     }
 
@@ -704,7 +712,7 @@ mod tests {
         let registration = rig.port_registration();
         rig.port = Box::new(TapPort::adopt(fd, registration).unwrap());
         rig.peer.side = KernelSide::open(&netns, "other");
-        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
         rig
     }
 
@@ -742,7 +750,7 @@ mod tests {
                 kernel_side::run(&rig.peer.netns, line);
                 // A frame that goes out before the port has heard of it is counted all the same.
                 rig.send(&plain(0, [60]));
-                rig.until_woken(line, |rig| rig.port.link() == link);
+                rig.until_woken(line, |rig| rig.seen == Some(link));
             }
             assert!(rig.tx_drops.of(Reason::LinkDown) >= 1, "{:?}", rig.tx_drops);
             assert_eq!(rig.tx_drops.of(Reason::LinkDown), rig.tx_drops.total(), "{:?}", rig.tx_drops);

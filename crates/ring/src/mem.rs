@@ -366,6 +366,11 @@ unsafe fn copy_bytes(from: *const u8, to: *mut u8, n: usize) {
             let b = from.add(n - 16).cast::<[u8; 16]>().read_unaligned();
             to.cast::<[u8; 16]>().write_unaligned(a);
             to.add(n - 16).cast::<[u8; 16]>().write_unaligned(b);
+        } else if n >= 8 {
+            let a = from.cast::<u64>().read_unaligned();
+            let b = from.add(n - 8).cast::<u64>().read_unaligned();
+            to.cast::<u64>().write_unaligned(a);
+            to.add(n - 8).cast::<u64>().write_unaligned(b);
         } else {
             ptr::copy(from, to, n);
         }

@@ -59,3 +59,16 @@ pub(crate) fn alloc(len: usize) -> ForeignMut<'static> {
     }
     memory
 }
+
+/// Memory by its addresses, for a device that a test plays.
+#[cfg(test)]
+pub(crate) struct HostMemory;
+
+#[cfg(test)]
+impl tombolo_ring::virtio::GuestMemory for HostMemory {
+    fn view(&self, address: u64, len: u32) -> Option<ForeignMut<'_>> {
+        let pointer = NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))?;
+        // SAFETY: the driver under test names only memory that it got from `alloc_buffers`, which is never freed.
+        Some(unsafe { ForeignMut::new(pointer, len as usize) })
+    }
+}

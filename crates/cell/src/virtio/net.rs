@@ -121,7 +121,11 @@ fn broken(what: &str, error: tombolo_ring::virtio::RingError) -> ! {
 fn ring(transport: &dyn Transport, queue: u16, features: u64) -> Box<DriverQueue<'static, { MAX_QUEUE as usize }>> {
     let limit = if heap::bytes() < SMALL_HEAP_BYTES { SMALL_QUEUE } else { MAX_QUEUE };
     let offered = transport.queue_max(queue);
-    assert!(offered.is_power_of_two(), "the network device offers queue {queue} with {offered} descriptors");
+    assert!(
+        offered.is_power_of_two(),
+        "queue {queue} of the network device has {offered} descriptors, no power of two"
+    );
+    assert!(usize::from(offered) > MAX_SEGMENTS, "the network device offers queue {queue} with {offered} descriptors");
     let size = offered.min(limit);
     let memory = dma::alloc(Layout::new(size).bytes);
     let driver = match DriverQueue::new(memory, size, features) {
@@ -503,3 +507,6 @@ impl Device for VirtioNet {
         caps
     }
 }
+
+#[cfg(test)]
+mod tests;

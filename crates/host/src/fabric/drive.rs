@@ -4,8 +4,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{FabricError, Shared, machine};
 use crate::api::report::{MachineReport, PortReport};
-use crate::api::{Console, Refusal, Reply, Request, Requests};
-use crate::qemu::argv::console_path;
+use crate::api::{Refusal, Reply, Request, Requests};
 
 /// Requests that may wait.
 const QUEUE: usize = 64;
@@ -85,14 +84,13 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Console { name, reply } => {
             let running = shared.running.lock().await;
             let result = match running.machines.contains_key(&name) {
-                true => Ok(Console { log: console_path(&running.facts.runtime, &name), input: None }),
+                true => Ok(running.console(&name)),
                 false => Err(running.unknown("machine", &name)),
             };
             answer(reply, result);
         }
         Request::Capture { port, snaplen, reply } => {
-            let _ = snaplen;
-            answer(reply, Err(shared.running.lock().await.unknown("port", &port)));
+            answer(reply, shared.running.lock().await.capture(&port, snaplen));
         }
         Request::Down(reply) => answer(reply, Ok(())),
     }

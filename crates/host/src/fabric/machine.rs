@@ -9,10 +9,11 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
 
 use super::{FabricError, Running, end_all};
+use crate::api::Console;
 use crate::file::{self, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::Process;
-use crate::qemu::argv::console_path;
+use crate::qemu::argv::{console_path, tty_path};
 
 /// Console bytes that are kept: beyond this the older half is cut off.
 const CONSOLE_BYTES: u64 = 1 << 20;
@@ -133,6 +134,12 @@ fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
 impl Running {
     pub(crate) fn machine_spec(&self, name: &str) -> Option<&file::Machine> {
         self.spec.machines.iter().find(|m| m.name == name)
+    }
+
+    /// Where a machine's console is.
+    pub(crate) fn console(&self, name: &str) -> Console {
+        let runtime = &self.facts.runtime;
+        Console { log: console_path(runtime, name), input: Some(tty_path(runtime, name)) }
     }
 
     /// Starts a planned machine.

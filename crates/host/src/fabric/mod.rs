@@ -18,6 +18,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod capture;
 mod drive;
 mod machine;
 mod network;
@@ -30,7 +31,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
-use tombolo_switch::control::{ControlError, WorkerHandle};
+use tombolo_port::worker::{WorkerError, WorkerThread};
+use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
@@ -60,6 +62,9 @@ pub enum FabricError {
     /// A worker.
     #[error("the switch: {0}")]
     Control(#[from] ControlError),
+    /// A worker's thread.
+    #[error(transparent)]
+    Worker(#[from] WorkerError),
     /// The kernel uplink.
     #[error(transparent)]
     Kernel(#[from] KernelError),
@@ -118,11 +123,9 @@ pub enum FabricError {
 pub type Say = Arc<dyn Fn(&str) + Send + Sync>;
 
 /// A worker and its thread.
-pub(crate) struct WorkerThread {
+pub(crate) struct RunningWorker {
     pub(crate) spec: file::Worker,
-    pub(crate) handle: WorkerHandle,
-    pub(crate) registrar: tombolo_port::reactor::Registrar,
-    thread: Option<std::thread::JoinHandle<()>>,
+    pub(crate) thread: WorkerThread,
     pub(crate) started: Instant,
 }
 
@@ -133,7 +136,7 @@ pub struct Running {
     pub(crate) dir: Option<RunDir>,
     pub(crate) facts: Facts,
     pub(crate) started: Instant,
-    pub(crate) workers: Vec<WorkerThread>,
+    pub(crate) workers: Vec<RunningWorker>,
     pub(crate) networks: BTreeMap<String, Net>,
     pub(crate) ports: BTreeMap<String, RunningPort>,
     pub(crate) machines: BTreeMap<String, RunningMachine>,
@@ -149,7 +152,7 @@ pub struct Shared {
 }
 
 /// Why [`Facts::kvm`] has no answer.
-pub(crate) const NOT_ASKED: &str = "not asked";
+const NOT_ASKED: &str = "not asked";
 
 /// Whether KVM runs a guest here: found out once per boot and QEMU, since where it does not the question takes seconds.
 fn kvm(qemu: &Qemu) -> Result<(), String> {
@@ -472,12 +475,9 @@ impl Running {
             net.save_leases(&say);
         }
         self.networks.clear();
-        for mut worker in std::mem::take(&mut self.workers) {
-            if let Err(error) = worker.handle.stop() {
-                trouble(&format!("worker {}", worker.spec.name), &error);
-            }
-            if worker.thread.take().is_some_and(|t| t.join().is_err()) {
-                trouble(&format!("worker {}", worker.spec.name), &"its thread panicked");
+        for worker in std::mem::take(&mut self.workers) {
+            if let Err(error) = worker.thread.stop() {
+                trouble("a worker", &error);
             }
         }
         if let Some(table) = self.dir.as_ref().and_then(|d| d.owner().nft_table.clone())

@@ -8,7 +8,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Notify;
-use tombolo_port::reactor::Reactor;
+use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
 use tombolo_switch::gateway::{
@@ -16,11 +16,10 @@ use tombolo_switch::gateway::{
 };
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::wait::CONTROL;
-use tombolo_switch::worker::Worker;
 
-use super::{FabricError, Running, Say, WorkerThread};
+use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
+use crate::resolver::{Resolver, Servers, Timing};
 use crate::rundir::write_whole;
 
 /// A network that runs.
@@ -59,49 +58,22 @@ fn random() -> u64 {
 
 impl Running {
     pub(crate) fn start_worker(&mut self, spec: file::Worker) -> Result<(), FabricError> {
-        let spawn = |source| FabricError::Spawn {
-            what: format!("the worker \"{}\"", spec.name),
-            source,
-            hint: "check the limits on threads and open files (ulimit -a)",
-        };
         let busy_poll = Nanos::MICRO.times(spec.busy_poll_us.into());
-        let settings = WorkerSettings { budget: spec.budget as usize, busy_poll };
-        let (cpu, say, name) = (spec.cpu, self.say.clone(), spec.name.clone());
-        // A reactor stays on the thread that it was made on.
-        let (made, ready) = std::sync::mpsc::sync_channel(1);
-        let thread = std::thread::Builder::new().name(format!("tb-{}", spec.name)).spawn(move || {
-            if let Some(cpu) = cpu {
-                let mut set = rustix::thread::CpuSet::new();
-                if cpu < rustix::thread::CpuSet::MAX_CPU {
-                    set.set(cpu);
-                }
-                if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-                    say(&format!("worker {name}: CPU {cpu}: {error}; it runs where the scheduler puts it"));
-                }
-            }
-            // The starter waits for one of the two.
-            let mut reactor = match Reactor::new() {
-                Ok(reactor) => reactor,
-                Err(error) => return drop(made.send(Err(error))),
-            };
-            let registrar = reactor.registrar();
-            let control = registrar.registration(CONTROL);
-            let (worker, handle) = Worker::new(settings, random(), move || control.wake());
-            if made.send(Ok((handle, registrar))).is_ok() {
-                worker.run(&mut reactor);
-            }
-        });
-        let thread = Some(thread.map_err(spawn)?);
-        let made = ready.recv().map_err(|_| spawn(std::io::Error::other("its thread ended")))?;
-        let (handle, registrar) = made.map_err(|e| spawn(e.into()))?;
-        self.workers.push(WorkerThread { spec, handle, registrar, thread, started: Instant::now() });
+        let config = WorkerConfig {
+            name: format!("tb-{}", spec.name),
+            cpus: spec.cpu.into_iter().collect(),
+            settings: WorkerSettings { budget: spec.budget as usize, busy_poll },
+        };
+        let thread = WorkerThread::start(&config)?;
+        self.workers.push(RunningWorker { spec, thread, started: Instant::now() });
         Ok(())
     }
 
     pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
+        let leases = self.dir().state_file(&format!("{}.leases.json", spec.name))?;
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
-        let (handle, registrar) = (worker.handle.clone(), worker.registrar.clone());
+        let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
         let config = GatewayConfig {
             mac: Mac::derived(&[&self.spec.name, &spec.name, "gateway"]).0,
@@ -115,7 +87,6 @@ impl Running {
             forward: spec.uplink != Uplink::None,
             dhcp: spec.dhcp.map(|d| DhcpConfig { range: (d.from, d.to), lease_secs: d.lease_s, leases_per_port: None }),
         };
-        let leases = self.dir().state_file(&format!("{}.leases.json", spec.name))?;
         // A file that cannot be read is a fabric's first start; what is in it no client depends on for long.
         let stored = std::fs::read(&leases).ok().and_then(|t| serde_json::from_slice(&t).ok()).unwrap_or_default();
         let now = clock_gettime(ClockId::Monotonic);
@@ -130,22 +101,23 @@ impl Running {
         let gateway = Gateway::new(config, &stored, start).map_err(|e| fail(e.to_string()))?;
         let (port, gateway) = GatewayPort::new(gateway);
         let reserved = handle.reserve()?;
-        let registration = registrar.registration(reserved.token());
+        let registration = worker.thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
         let settings = PortSettings { guard, mac_limit: None };
         handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
-        self.serve_gateway(gateway.clone(), leases.clone());
+        self.serve_gateway(spec, gateway.clone(), leases.clone());
         self.networks.insert(spec.name.clone(), Net { id, gateway, leases, names: vec![] });
         Ok(())
     }
 
     /// Takes what the gateway leaves for the host: changed leases into their file, queries to the name servers.
-    fn serve_gateway(&self, gateway: GatewayHandle, leases: PathBuf) {
+    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, leases: PathBuf) {
         let (news, say) = (Arc::new(Notify::new()), self.say.clone());
         let bell = news.clone();
         gateway.set_event_waker(Arc::new(move || bell.notify_one()));
         let me = self.me.clone();
+        let mut resolver = Resolver::new(Servers::or_host(spec.dns.clone()), Timing::default());
         tokio::spawn(async move {
             loop {
                 news.notified().await;
@@ -156,6 +128,7 @@ impl Running {
                 if let Some(store) = gateway.take_leases() {
                     save(&leases, &store, &say);
                 }
+                resolver.serve(&gateway);
             }
         });
     }

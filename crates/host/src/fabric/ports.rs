@@ -1,11 +1,11 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
 use std::net::{SocketAddr, TcpListener, UdpSocket};
-use std::os::fd::OwnedFd;
 use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tombolo_port::link::{Interface, Netns};
+use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
@@ -17,7 +17,7 @@ use tombolo_switch::nat;
 use tombolo_switch::port::Port;
 use tombolo_switch::wait::Token;
 
-use super::{FabricError, Running, WorkerThread, describe};
+use super::{FabricError, Running, RunningWorker, describe};
 use crate::file::Proto;
 use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
 use crate::process::Process;
@@ -64,7 +64,7 @@ fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
 }
 
 impl Running {
-    pub(crate) fn worker_of(&self, network: &str) -> Option<(usize, &WorkerThread)> {
+    pub(crate) fn worker_of(&self, network: &str) -> Option<(usize, &RunningWorker)> {
         let name = &self.spec.network(network)?.worker;
         self.workers.iter().enumerate().find(|(_, w)| w.spec.name == *name)
     }
@@ -74,16 +74,16 @@ impl Running {
         let fail = error(plan);
         let (index, worker) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
         let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
-        let reserved = worker.handle.reserve()?;
+        let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
-        let registration = worker.registrar.registration(token);
+        let registration = worker.thread.registration(&reserved);
         let (port, passt) = self.open(plan, registration)?;
         let guard = match plan.guard {
             Some(mac) => Guard::new(&[mac.0], &[]).pinned(),
             None => Guard::default(),
         };
         let settings = PortSettings { guard, mac_limit: None };
-        worker.handle.add_port(reserved, net.id, &plan.name, port, settings)?;
+        worker.thread.handle().add_port(reserved, net.id, &plan.name, port, settings)?;
         let watched = passt.as_ref().map(|p| p.child.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
@@ -98,7 +98,7 @@ impl Running {
         let Some(port) = self.ports.remove(name) else { return };
         if let Some(worker) = self.workers.get(port.worker) {
             // A worker that has ended has dropped the port already.
-            let _ = worker.handle.remove_port(port.token);
+            let _ = worker.thread.handle().remove_port(port.token);
         }
         if let Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } =
             &port.plan.attachment
@@ -135,7 +135,7 @@ impl Running {
                 Box::new(port)
             }
             Attachment::Packet { device } => {
-                return Err(fail(&format!("packet port {device} pending")));
+                Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(|e| fail(&e))?)
             }
             Attachment::User(user) => {
                 let (stream, feed) = StreamPort::given(mtu, registration);
@@ -172,7 +172,7 @@ impl Running {
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
         let child = Command::new(&argv[0])
             .args(&argv[1..])
-            .stdin(Stdio::from(OwnedFd::from(theirs)))
+            .stdin(Stdio::from(theirs))
             .stdout(Stdio::null())
             .stderr(Stdio::from(log))
             .spawn()

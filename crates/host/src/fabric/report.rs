@@ -31,7 +31,8 @@ impl Running {
     /// # Errors
     /// If a worker has ended.
     pub fn status(&self) -> Result<Status, FabricError> {
-        let statuses: Vec<WorkerStatus> = self.workers.iter().map(|w| w.handle.status()).collect::<Result<_, _>>()?;
+        let statuses: Vec<WorkerStatus> =
+            self.workers.iter().map(|w| w.thread.handle().status()).collect::<Result<_, _>>()?;
         let mut networks = Vec::new();
         for spec in &self.spec.networks {
             networks.extend(self.network(spec, &statuses));
@@ -80,13 +81,6 @@ impl Running {
 
     fn warnings(&self, ports: &[PortReport]) -> Vec<String> {
         let mut out = Vec::new();
-        let slow = self.machines.values().filter(|m| !m.plan.kvm).count();
-        if slow > 0
-            && let Err(why) = &self.facts.kvm
-            && why != super::NOT_ASKED
-        {
-            out.push(format!("{slow} machine(s) run under emulation: {why}"));
-        }
         for (name, machine) in &self.machines {
             if let (None, false, Some(end)) = (machine.pid, machine.stopped, &machine.ended)
                 && !end.well

@@ -24,5 +24,5 @@ pub use model::{
 };
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;
-pub use parse::{add, load, parse};
+pub use parse::{add, load, name_of, parse};
 pub use problem::{FileError, Problem};

@@ -20,10 +20,29 @@ pub fn load(path: &Path) -> Result<Fabric, FileError> {
     parse(&text, path)
 }
 
+/// The name of the fabric of the file at `path`, whatever else is wrong with the file.
+///
+/// # Errors
+/// If the file cannot be read.
+pub fn name_of(path: &Path) -> Result<String, FileError> {
+    let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
+    let (root, _) = DeTable::parse_recoverable(&text);
+    let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(clean_name);
+    Ok(named.unwrap_or_else(|| folder_name(&folder_of(path))))
+}
+
+fn folder_of(path: &Path) -> std::path::PathBuf {
+    std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default()
+}
+
+fn folder_name(dir: &Path) -> String {
+    dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into())
+}
+
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
-    let dir = std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default();
-    let fallback = dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into());
+    let dir = folder_of(path);
+    let fallback = folder_name(&dir);
     let empty = Fabric {
         name: fallback,
         dir,

@@ -38,6 +38,11 @@ pub fn console_path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.console"))
 }
 
+/// The socket that takes what is typed at a machine's console, and gives what it prints from then on.
+pub fn tty_path(runtime: &Path, machine: &str) -> PathBuf {
+    runtime.join(format!("{machine}.tty"))
+}
+
 /// The socket of a machine's monitor (QMP).
 pub fn monitor_path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.qmp"))
@@ -63,8 +68,16 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     add(&["-nodefaults", "-no-user-config", "-display", "none"]);
     // What a guest that breaks out of QEMU finds: no new programs, no new privileges.
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
-    // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where small guests find them.
-    let chipset = if microvm { "microvm,acpi=off,pit=on,rtc=on" } else { "q35" };
+    // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where a cell looks for them. Debian's
+    // kernels look in the ACPI tables only, which the small firmware hands on (QEMU 10 takes another if not told).
+    let chipset = match (microvm, machine.kind) {
+        (true, MachineKind::Cell) => "microvm,acpi=off,pit=on,rtc=on",
+        (true, MachineKind::Vm) => "microvm,acpi=on,pit=on,rtc=on",
+        (false, _) => "q35",
+    };
+    if microvm {
+        add(&["-bios", "qboot.rom"]);
+    }
     add(&["-M", &format!("{chipset},accel={accel},memory-backend=mem")]);
     if with.kvm {
         add(&["-cpu", "host"]);
@@ -74,7 +87,10 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     // Shared and named by nothing: the fabric maps it through the vhost-user socket.
     add(&["-object", &format!("memory-backend-memfd,id=mem,size={memory},share=on")]);
     let console = escape(&console_path(with.runtime, &machine.name));
-    add(&["-chardev", &format!("file,id=console,path={console},append=on"), "-serial", "chardev:console"]);
+    // The log is kept whoever is connected to the socket; QEMU appends to it, so that it can be trimmed.
+    let tty = escape(&tty_path(with.runtime, &machine.name));
+    let chardev = format!("socket,id=console,path={tty},server=on,wait=off,logfile={console},logappend=on");
+    add(&["-chardev", &chardev, "-serial", "chardev:console"]);
     let monitor = escape(&monitor_path(with.runtime, &machine.name));
     add(&["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
     match &machine.boot {

@@ -237,6 +237,8 @@ impl StreamPort {
         self.inbox.clear();
         (self.stale, self.proved) = (false, false);
         self.connections += 1;
+        // A worker looks at the link when it has serviced the port, and this may be its second look before a sleep.
+        self.registration.wake();
         self.connection = Some(Connection {
             socket,
             _watch: watch,

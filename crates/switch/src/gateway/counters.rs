@@ -68,7 +68,7 @@ counters! {
     dns_upstream_strays,
     /// Forwarded queries answered with a failure: no name server answered in time, or too many were outstanding.
     dns_failures,
-    /// TCP packets to the gateway that belong to no connection.
+    /// TCP packets to the gateway that belong to no connection; answered with a reset within a rate.
     tcp_strays,
     /// TCP connections not let in because there were too many.
     tcp_refused,

@@ -32,7 +32,7 @@
 //! | forwarded queries | 256 outstanding, 64 of one source, 4.5 s each, then SERVFAIL |
 //! | DNS over UDP | 512 bytes, or what EDNS names up to the MTU; then truncated |
 //! | DNS over TCP | 16 connections, 4 of one source, 10 s of silence, queries of 4096 bytes |
-//! | ICMP errors | 50 a second |
+//! | ICMP errors and TCP resets | 50 a second |
 //!
 //! # Failure
 //! What cannot be read is dropped as `gateway_refused` or answered with an error, and counted. If the host does not take
@@ -75,8 +75,8 @@ use std::sync::Arc;
 
 /// Answers that may wait to be sent.
 pub const QUEUE_FRAMES: usize = 1024;
-/// ICMP errors per second.
-const ICMP_ERRORS_PER_SECOND: u32 = 50;
+/// ICMP errors and TCP resets per second.
+const ERRORS_PER_SECOND: u32 = 50;
 /// The router's name in DNS, where no member has it.
 const ROUTER_NAME: &str = "router";
 
@@ -128,7 +128,7 @@ pub struct Gateway {
     counters: Arc<GatewayCounters>,
     queue: VecDeque<Vec<u8>>,
     queries: Vec<UpstreamQuery>,
-    /// ICMP errors left in the second that began at the instant.
+    /// Errors left in the second that began at the instant.
     errors_left: (Nanos, u32),
 }
 
@@ -166,7 +166,7 @@ impl Gateway {
             counters: Arc::default(),
             queue: VecDeque::new(),
             queries: Vec::new(),
-            errors_left: (start.now, ICMP_ERRORS_PER_SECOND),
+            errors_left: (start.now, ERRORS_PER_SECOND),
             config,
         };
         gateway.restore(stored);
@@ -339,6 +339,16 @@ impl Gateway {
         if good { Ok(()) } else { Err(Reason::GatewayRefused) }
     }
 
+    /// Whether an error or a reset may be sent within the rate.
+    fn may_complain(&mut self, now: Nanos) -> bool {
+        if now.since(self.errors_left.0) >= Nanos::SECOND {
+            self.errors_left = (now, ERRORS_PER_SECOND);
+        }
+        let may = self.errors_left.1 > 0;
+        self.errors_left.1 -= u32::from(may);
+        may
+    }
+
     fn icmp_error(
         &mut self,
         now: Nanos,
@@ -346,13 +356,9 @@ impl Gateway {
         packet: &[u8],
         reason: Icmpv4DstUnreachable,
     ) -> Result<(), Reason> {
-        if now.since(self.errors_left.0) >= Nanos::SECOND {
-            self.errors_left = (now, ICMP_ERRORS_PER_SECOND);
-        }
-        if self.errors_left.1 == 0 {
+        if !self.may_complain(now) {
             return Ok(());
         }
-        self.errors_left.1 -= 1;
         self.counters.icmp_errors.add(1);
         self.send(packet::unreachable(route, self.config.address, packet, reason))
     }
@@ -653,7 +659,14 @@ impl Gateway {
         }
         match self.streams.input(now, packet, route.source_mac, source, dns::PORT) {
             tcp::Taken::Yes => {}
-            tcp::Taken::Stray => self.counters.tcp_strays.add(1),
+            tcp::Taken::Stray => {
+                self.counters.tcp_strays.add(1);
+                if self.may_complain(now)
+                    && let Some(reset) = packet::tcp_reset(route, &segment)
+                {
+                    self.send(reset)?;
+                }
+            }
             tcp::Taken::Full => self.counters.tcp_refused.add(1),
         }
         self.serve_streams(now);

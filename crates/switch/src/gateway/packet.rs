@@ -8,7 +8,8 @@ use crate::frame::{Checksum, Mac};
 use smoltcp::phy::ChecksumCapabilities;
 use smoltcp::wire::{
     ArpHardware, ArpOperation, ArpPacket, ArpRepr, EthernetAddress, EthernetFrame, EthernetProtocol, EthernetRepr,
-    Icmpv4DstUnreachable, Icmpv4Packet, Icmpv4Repr, IpProtocol, Ipv4Packet, Ipv4Repr, UdpPacket, UdpRepr,
+    Icmpv4DstUnreachable, Icmpv4Packet, Icmpv4Repr, IpProtocol, Ipv4Packet, Ipv4Repr, TcpControl, TcpPacket, TcpRepr,
+    TcpSeqNumber, UdpPacket, UdpRepr,
 };
 use std::net::Ipv4Addr;
 
@@ -211,6 +212,35 @@ pub(super) fn unreachable(route: &Route, own: Ipv4Addr, packet: &[u8], reason: I
     let quoted = &packet[header_len..packet.len().min(header_len + QUOTED_BYTES)];
     let to = Route { source: own, ..back(route) };
     icmp(&to, &Icmpv4Repr::DstUnreachable { reason, header, data: quoted })
+}
+
+/// The reset that answers `segment`, which belongs to no connection (RFC 9293 §3.10.7.1); `None` for a reset.
+pub(super) fn tcp_reset(route: &Route, segment: &TcpPacket<&[u8]>) -> Option<Vec<u8>> {
+    if segment.rst() {
+        return None;
+    }
+    let end = segment.seq_number() + segment.segment_len();
+    let (seq_number, ack_number) =
+        if segment.ack() { (segment.ack_number(), None) } else { (TcpSeqNumber(0), Some(end)) };
+    let repr = TcpRepr {
+        src_port: segment.dst_port(),
+        dst_port: segment.src_port(),
+        control: TcpControl::Rst,
+        seq_number,
+        ack_number,
+        window_len: 0,
+        window_scale: None,
+        max_seg_size: None,
+        sack_permitted: false,
+        sack_ranges: [None; 3],
+        timestamp: None,
+        payload: &[],
+    };
+    let to = back(route);
+    let (mut frame, at) = ipv4(&to, IpProtocol::Tcp, repr.buffer_len());
+    let mut packet = TcpPacket::new_unchecked(&mut frame[at..]);
+    repr.emit(&mut packet, &to.source.into(), &to.destination.into(), &ChecksumCapabilities::default());
+    Some(frame)
 }
 
 /// The way back.

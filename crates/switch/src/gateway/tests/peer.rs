@@ -347,6 +347,23 @@ fn one_source_has_its_share_of_streams_and_silence_ends_them() {
 }
 
 #[test]
+fn a_closed_port_refuses_at_once() {
+    let mut net = Net::new(config());
+    let mut client = Client::new(1, net.now);
+    client.set_address(Ipv4Cidr::new(ip(50), 24));
+    let began = net.now;
+    let handle = net.connect(&mut client, 5000);
+    let socket = client.sockets.get_mut::<tcp::Socket<'_>>(handle);
+    socket.abort();
+    socket.connect(client.interface.context(), (GATEWAY, 80), 5001).unwrap();
+    net.until(&mut client, "the refusal", |client| {
+        (client.sockets.get::<tcp::Socket<'_>>(handle).state() == tcp::State::Closed).then_some(())
+    });
+    assert!(net.now.since(began) < Nanos::MILLI.times(100));
+    assert_eq!(net.handle.counters().tcp_strays.get(), 1);
+}
+
+#[test]
 fn the_port_says_when_it_has_to_be_looked_at() {
     use std::sync::atomic::{AtomicUsize, Ordering};
     let mut net = Net::new(config());

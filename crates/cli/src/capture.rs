@@ -1,0 +1,183 @@
+//! `tombolo capture`: a port's frames as a pcapng file.
+
+use std::fs::File;
+use std::io::{self, IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use clap::Args;
+use tombolo_host::api::client::Ending;
+
+use crate::exit::{Exit, Failure};
+use crate::out::{counted, scaled};
+use crate::select::Select;
+
+#[derive(Args, Debug)]
+pub(crate) struct Capture {
+    /// Name of the port
+    port: String,
+    /// File to write; - is standard output, and the default in a pipe
+    #[arg(short, long, value_name = "FILE")]
+    write: Option<PathBuf>,
+    /// End after this many frames
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    count: Option<u64>,
+    /// End after this time
+    #[arg(long, value_name = "S", value_parser = seconds)]
+    seconds: Option<Duration>,
+    /// Bytes kept of each frame [default: all]
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
+    snaplen: Option<u32>,
+}
+
+/// A span of time in seconds, such as "5" or "0.5".
+pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds = text.strip_suffix('s').unwrap_or(text).parse::<f64>().ok().filter(|s| *s > 0.0 && *s <= 1e9);
+    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected seconds, such as 5 or 0.5".into())
+}
+
+/// The blocks of a pcapng file (draft-ietf-opsawg-pcapng §3.1), so that what is written ends with a whole one.
+#[derive(Debug, Default)]
+struct Blocks {
+    pending: Vec<u8>,
+    frames: u64,
+}
+
+/// Enhanced packet block.
+const FRAME_BLOCK: u32 = 6;
+/// The first bytes of each block: type and total length.
+const BLOCK_HEAD: usize = 8;
+
+impl Blocks {
+    /// Writes the blocks that `piece` completes; ends with frame number `limit`.
+    fn feed(&mut self, piece: &[u8], limit: Option<u64>, out: &mut impl Write) -> io::Result<ControlFlow<()>> {
+        self.pending.extend_from_slice(piece);
+        let mut at = 0;
+        let mut flow = ControlFlow::Continue(());
+        while let Some(head) = self.pending[at..].first_chunk::<BLOCK_HEAD>() {
+            // The fabric writes little-endian sections.
+            let word = |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
+            let (kind, length) = (word(0), word(4) as usize);
+            if length < BLOCK_HEAD + 4 || length % 4 != 0 {
+                return Err(io::Error::other(format!("the capture is no pcapng: a block of {length} bytes")));
+            }
+            if self.pending.len() - at < length {
+                break;
+            }
+            at += length;
+            if kind == FRAME_BLOCK {
+                self.frames += 1;
+                if limit.is_some_and(|n| self.frames >= n) {
+                    flow = ControlFlow::Break(());
+                    break;
+                }
+            }
+        }
+        out.write_all(&self.pending[..at])?;
+        out.flush()?;
+        self.pending.drain(..at);
+        Ok(flow)
+    }
+}
+
+impl Capture {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let mut client = select.client()?;
+        let path = self.write.as_deref().filter(|p| *p != Path::new("-"));
+        if path.is_none() && io::stdout().is_terminal() {
+            return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
+        }
+        // Before the file is made: one of a port that is not there is of no use.
+        let lost_before = client.port(&self.port)?.counters.capture_lost;
+        let mut out: Box<dyn Write> = match path {
+            Some(path) => {
+                let file = File::create(path);
+                Box::new(file.map_err(|e| Failure::failed(format!("writing {}: {e}", path.display())))?)
+            }
+            None => Box::new(io::stdout()),
+        };
+        let deadline = self.seconds.map(|s| Instant::now() + s);
+        let tty = path.is_some() && io::stderr().is_terminal();
+        if tty && deadline.is_none() && self.count.is_none() {
+            eprintln!("capturing {}; Ctrl-C ends it", self.port);
+        }
+        let mut blocks = Blocks::default();
+        let mut bytes = 0u64;
+        let end = client.capture(&self.port, self.snaplen, deadline, |piece| {
+            bytes += piece.len() as u64;
+            blocks.feed(piece, self.count, &mut out)
+        })?;
+        let what = format!(
+            "{}, {}",
+            counted(usize::try_from(blocks.frames).unwrap_or(usize::MAX), "frame"),
+            scaled(bytes as f64, "B")
+        );
+        if path.is_some() {
+            eprintln!("{what}");
+        }
+        // A port that went away, or came anew, has nothing more to say.
+        let lost = client.port(&self.port).map_or(0, |p| p.counters.capture_lost.saturating_sub(lost_before));
+        if lost > 0 {
+            eprintln!("tombolo: {lost} more frames passed faster than they could be written, and are not in it");
+        }
+        if end == Ending::Fabric && (self.count.is_some() || deadline.is_some()) {
+            eprintln!("tombolo: the port {} went away before that", self.port);
+            return Ok(Exit::Partly);
+        }
+        Ok(Exit::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        capture: Capture,
+    }
+
+    fn parse(line: &str) -> Result<Capture, clap::Error> {
+        Line::try_parse_from(["capture"].into_iter().chain(line.split(' '))).map(|l| l.capture)
+    }
+
+    #[test]
+    fn flags_have_units_and_bounds() {
+        let capture = parse("web -w x.pcapng --count 3 --seconds 0.5 --snaplen 96").unwrap();
+        assert_eq!((capture.port.as_str(), capture.count, capture.snaplen), ("web", Some(3), Some(96)));
+        assert_eq!(capture.seconds, Some(Duration::from_millis(500)));
+        assert_eq!(capture.write.as_deref(), Some(Path::new("x.pcapng")));
+        assert_eq!(parse("web --write -").unwrap().write.as_deref(), Some(Path::new("-")));
+        for wrong in ["web --count 0", "web --seconds -1", "web --seconds x", "web --snaplen 0", "-w x"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
+    }
+
+    fn block(kind: u32, body: &[u8]) -> Vec<u8> {
+        let length = (12 + body.len()) as u32;
+        [&kind.to_le_bytes(), &length.to_le_bytes(), body, &length.to_le_bytes()].concat()
+    }
+
+    #[test]
+    fn a_file_ends_with_a_whole_block_wherever_it_is_cut() {
+        let head = block(0x0a0d_0d0a, &[1; 16]);
+        let stream = [head.clone(), block(6, &[2; 24]), block(6, &[3; 8]), block(6, &[4; 8])].concat();
+        let two = head.len() + 36 + 20;
+        for size in 1..=stream.len() {
+            let (mut out, mut blocks) = (Vec::new(), Blocks::default());
+            for piece in stream.chunks(size) {
+                if blocks.feed(piece, Some(2), &mut out).unwrap().is_break() {
+                    break;
+                }
+            }
+            assert_eq!((out.len(), blocks.frames), (two, 2), "pieces of {size}");
+            let (mut out, mut blocks) = (Vec::new(), Blocks::default());
+            assert!(blocks.feed(&stream[..size], None, &mut out).unwrap().is_continue());
+            assert!([0, head.len(), head.len() + 36, two, stream.len()].contains(&out.len()), "cut at {size}");
+        }
+        assert!(Blocks::default().feed(&[0; 16], None, &mut Vec::new()).is_err());
+    }
+}

@@ -1,0 +1,307 @@
+//! `tombolo cell`: cells and VMs of a running fabric.
+
+use std::io::{self, IsTerminal, Write};
+use std::ops::ControlFlow;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand};
+use tombolo_host::api::client::{Client, ClientError, Ending};
+use tombolo_host::api::report::{Machines, SCHEMA};
+
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::port::{read_sections, whole};
+use crate::section::Section;
+use crate::select::Select;
+use crate::status;
+use crate::terminal::{Raw, Typing};
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum Cell {
+    /// Run a cell, or what the sections of a file name, or a machine that has ended
+    Run(Box<Run>),
+    /// List cells and VMs
+    Ls(Ls),
+    /// Join a machine's console: its output, and input from the terminal (Ctrl-] leaves) or a pipe
+    Console(Console),
+    /// Stop a machine
+    Stop(Stop),
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Run {
+    /// A machine of the fabric that has ended, an app such as `httpd`, or the path of an image
+    #[arg(required_unless_present = "sections", conflicts_with = "sections", value_name = "APP|IMAGE|MACHINE")]
+    what: Option<String>,
+    /// Name of the new cell [default: that of the app or image]
+    #[arg(long, conflicts_with = "sections")]
+    name: Option<String>,
+    /// Words for the cell's command line, such as "budget=32"
+    #[arg(long, value_name = "WORDS", allow_hyphen_values = true, conflicts_with = "sections")]
+    args: Option<String>,
+    /// Network where it attaches; given again for another device [default: the only one]
+    #[arg(long, conflicts_with = "sections")]
+    network: Vec<String>,
+    /// Memory, such as 64M
+    #[arg(long, value_name = "SIZE", conflicts_with = "sections")]
+    memory: Option<String>,
+    /// Virtual CPUs
+    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    cpus: Option<u32>,
+    /// Ethernet address
+    #[arg(long, conflicts_with = "sections")]
+    mac: Option<String>,
+    /// IPv4 address that is leased to it
+    #[arg(long, conflicts_with = "sections")]
+    ip: Option<String>,
+    /// QEMU's machine type: microvm or q35
+    #[arg(long, value_name = "TYPE", conflicts_with = "sections")]
+    machine: Option<String>,
+    /// auto, kvm or tcg
+    #[arg(long, conflicts_with = "sections")]
+    accel: Option<String>,
+    /// vhost-user or stream
+    #[arg(long, conflicts_with = "sections")]
+    attach: Option<String>,
+    /// Queue pairs of each device
+    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    queues: Option<u32>,
+    /// mac or off
+    #[arg(long, conflicts_with = "sections")]
+    guard: Option<String>,
+    /// no or on-failure
+    #[arg(long, conflicts_with = "sections")]
+    restart: Option<String>,
+    /// One more argument for QEMU; given again for another
+    #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true, conflicts_with = "sections")]
+    qemu: Vec<String>,
+    /// Run what the sections [cell.NAME] and [vm.NAME] of this file name, all or nothing; - is standard input
+    #[arg(long, value_name = "FILE")]
+    sections: Option<PathBuf>,
+    /// Print the new machines as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Ls {
+    /// Print the machines as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Console {
+    /// Name of the machine
+    name: String,
+    /// Print what it has printed until now, and end
+    #[arg(long)]
+    log: bool,
+    /// Only read, until the machine ends
+    #[arg(long, conflicts_with = "log")]
+    follow: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Stop {
+    /// Name of the machine
+    name: String,
+    /// Print its last state as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl Run {
+    /// What is sent, given the names of the machines that there are.
+    fn text(&self, known: &[&str]) -> Result<String, Failure> {
+        if let Some(path) = &self.sections {
+            return read_sections(path);
+        }
+        let what = self.what.as_deref().unwrap_or_default();
+        if self.name.is_none() && known.contains(&what) {
+            return Ok(what.into());
+        }
+        let path = Path::new(what);
+        let is_path = what.contains('/') || path.is_file();
+        if is_path && path.extension().is_some_and(|e| e == "toml") {
+            return Err(Failure::misused(format!(
+                "{what} is no image; sections of a file are run with --sections {what}"
+            )));
+        }
+        let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or(what).to_lowercase();
+        let name = self.name.clone().unwrap_or(if is_path { stem } else { what.into() });
+        let image = is_path.then(|| whole(path)).transpose()?;
+        Ok(Section::new("cell", &name)
+            .text("app", (!is_path).then_some(what))
+            .text("image", image.as_deref())
+            .text("args", self.args.as_deref())
+            .list("network", &self.network)
+            .text("memory", self.memory.as_deref())
+            .number("cpus", self.cpus)
+            .text("mac", self.mac.as_deref())
+            .text("ip", self.ip.as_deref())
+            .text("machine", self.machine.as_deref())
+            .text("accel", self.accel.as_deref())
+            .text("attach", self.attach.as_deref())
+            .number("queues", self.queues)
+            .text("guard", self.guard.as_deref())
+            .text("restart", self.restart.as_deref())
+            .list("qemu", &self.qemu)
+            .finish())
+    }
+}
+
+impl Cell {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let mut client = select.client()?;
+        match self {
+            Cell::Run(run) => {
+                let status = client.status()?;
+                let known: Vec<_> = status.machines.iter().map(|m| m.name.as_str()).collect();
+                let started = client.run_machine(&run.text(&known)?)?;
+                if run.json {
+                    out::json(&started)?;
+                } else {
+                    let line = status::done("machine", "started", started.machines.iter().map(|m| m.name.as_str()));
+                    out::print(&line)?;
+                }
+            }
+            Cell::Ls(ls) => {
+                let machines = client.status()?.machines;
+                if ls.json {
+                    out::json(&Machines { schema: SCHEMA, machines })?;
+                } else {
+                    out::print(&status::machines(&machines).render(out::colour()))?;
+                }
+            }
+            Cell::Console(console) => return console.run(&mut client),
+            Cell::Stop(stop) => {
+                let machine = client.stop_machine(&stop.name)?;
+                if stop.json {
+                    out::json(&machine)?;
+                }
+            }
+        }
+        Ok(Exit::Done)
+    }
+}
+
+/// Prints what comes, but for the first `skip` bytes, and counts it.
+fn printer(skip: usize, seen: &std::cell::Cell<usize>) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
+    let mut skip = skip;
+    move |piece| {
+        let known = piece.len().min(skip);
+        skip -= known;
+        seen.set(seen.get() + piece.len());
+        let mut out = io::stdout().lock();
+        out.write_all(&piece[known..])?;
+        out.flush()?;
+        Ok(ControlFlow::Continue(()))
+    }
+}
+
+impl Console {
+    fn run(&self, client: &mut Client) -> Result<Exit, Failure> {
+        let seen = std::cell::Cell::new(0);
+        if self.log || self.follow {
+            client.console(&self.name, self.follow, printer(0, &seen))?;
+            return Ok(Exit::Done);
+        }
+        let terminal = io::stdin().is_terminal();
+        // Asked for before the terminal is changed, so that its error is read as it should be.
+        let known = client.status()?;
+        if !known.machines.iter().any(|m| m.name == self.name) {
+            client.console(&self.name, false, |_| Ok(ControlFlow::Break(())))?;
+        }
+        let raw = if terminal {
+            eprintln!("the console of {}; Ctrl-] leaves it", self.name);
+            Some(Raw::new()?)
+        } else {
+            None
+        };
+        let end = client.attach(&self.name, Typing::new(io::stdin(), terminal), printer(0, &seen));
+        drop(raw);
+        let end = match end {
+            Err(ClientError::Refused { status: 409, fault }) => {
+                eprintln!("tombolo: {}; reading only", fault.error);
+                // It has been told from the start until then.
+                client.console(&self.name, true, printer(seen.get(), &seen))?
+            }
+            end => end?,
+        };
+        if end == Ending::Fabric {
+            eprintln!("tombolo: {} has ended; `tombolo cell ls` says how", self.name);
+        } else if terminal {
+            eprintln!();
+        }
+        Ok(Exit::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(subcommand)]
+        cell: Cell,
+    }
+
+    fn parse(line: &[&str]) -> Result<Cell, clap::Error> {
+        Line::try_parse_from([&["cell"], line].concat()).map(|l| l.cell)
+    }
+
+    fn text(line: &[&str]) -> String {
+        let Cell::Run(run) = parse(&[&["run"], line].concat()).unwrap() else { panic!() };
+        run.text(&["old"]).unwrap()
+    }
+
+    #[test]
+    fn every_flag_of_run_becomes_its_key() {
+        assert_eq!(text(&["httpd"]), "[cell.\"httpd\"]\napp = \"httpd\"\n");
+        assert!(text(&["httpd", "--name", "web"]).starts_with("[cell.\"web\"]\napp = \"httpd\"\n"));
+        for (flag, value, key) in [
+            ("--args", "host=a count=3", "args = \"host=a count=3\""),
+            ("--network", "lan", "network = [\"lan\"]"),
+            ("--memory", "64M", "memory = \"64M\""),
+            ("--cpus", "2", "cpus = 2"),
+            ("--mac", "02:00:00:00:00:01", "mac = \"02:00:00:00:00:01\""),
+            ("--ip", "10.87.0.9", "ip = \"10.87.0.9\""),
+            ("--machine", "q35", "machine = \"q35\""),
+            ("--accel", "tcg", "accel = \"tcg\""),
+            ("--attach", "stream", "attach = \"stream\""),
+            ("--queues", "2", "queues = 2"),
+            ("--guard", "off", "guard = \"off\""),
+            ("--restart", "on-failure", "restart = \"on-failure\""),
+            ("--qemu", "-snapshot", "qemu = [\"-snapshot\"]"),
+        ] {
+            assert!(text(&["x", flag, value]).lines().any(|l| l == key), "{flag}");
+        }
+        let two = text(&["x", "--network", "a", "--network", "b"]);
+        assert!(two.contains("network = [\"a\", \"b\"]"), "{two}");
+    }
+
+    #[test]
+    fn an_image_is_told_by_its_path_and_a_machine_by_its_name() {
+        let image = text(&["./build/My.elf"]);
+        assert!(image.starts_with("[cell.\"my\"]\nimage = \"/") && !image.contains("app ="), "{image}");
+        assert_eq!(text(&["old"]), "old");
+        assert!(text(&["old", "--name", "new"]).starts_with("[cell.\"new\"]\napp = \"old\""));
+        let Cell::Run(run) = parse(&["run", "./x.toml"]).unwrap() else { panic!() };
+        assert!(run.text(&[]).is_err());
+        assert!(parse(&["run"]).is_err() && parse(&["run", "x", "--sections", "y"]).is_err());
+        assert!(parse(&["run", "--sections", "y"]).is_ok());
+    }
+
+    #[test]
+    fn the_other_commands_flags() {
+        assert!(matches!(parse(&["ls", "--json"]), Ok(Cell::Ls(Ls { json: true }))));
+        assert!(matches!(parse(&["stop", "web", "--json"]), Ok(Cell::Stop(Stop { json: true, .. }))));
+        assert!(matches!(parse(&["run", "x", "--json"]), Ok(Cell::Run(run)) if run.json));
+        assert!(matches!(parse(&["console", "web", "--log"]), Ok(Cell::Console(Console { log: true, .. }))));
+        assert!(matches!(parse(&["console", "web", "--follow"]), Ok(Cell::Console(Console { follow: true, .. }))));
+        assert!(parse(&["console", "web", "--follow", "--log"]).is_err() && parse(&["console"]).is_err());
+    }
+}

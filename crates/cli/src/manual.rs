@@ -1,0 +1,170 @@
+//! `tombolo version`, `completions` and `man`: what the one definition of the flags also gives.
+
+use std::path::{Path, PathBuf};
+
+use clap::{Args, CommandFactory};
+use clap_complete::Shell;
+use serde::Serialize;
+use tombolo_host::api::report::SCHEMA;
+
+use crate::Cli;
+use crate::exit::{Exit, Failure};
+use crate::out;
+
+#[derive(Args, Debug)]
+pub(crate) struct Version {
+    /// Print the version as JSON, with the version of the reports' schema
+    #[arg(long)]
+    json: bool,
+}
+
+impl Version {
+    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+        #[derive(Serialize)]
+        struct Report {
+            schema: u32,
+            version: &'static str,
+        }
+        let version = env!("CARGO_PKG_VERSION");
+        if self.json {
+            out::json(&Report { schema: SCHEMA, version })?;
+        } else {
+            out::print(&format!("tombolo {version}\n"))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Completions {
+    /// Shell to complete for
+    #[arg(value_enum)]
+    shell: Shell,
+}
+
+impl Completions {
+    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+        let mut text = Vec::new();
+        clap_complete::generate(self.shell, &mut Cli::command(), "tombolo", &mut text);
+        out::print(&String::from_utf8_lossy(&text))?;
+        Ok(Exit::Done)
+    }
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Man {
+    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …); made if it is not there
+    #[arg(long, value_name = "DIR")]
+    out: Option<PathBuf>,
+}
+
+impl Man {
+    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+        let mut command = Cli::command();
+        command.build();
+        match &self.out {
+            None => out::print(&String::from_utf8_lossy(&page(&command, "tombolo")?))?,
+            Some(folder) => {
+                let at = |e| Failure::failed(format!("writing manual pages into {}: {e}", folder.display()));
+                std::fs::create_dir_all(folder).map_err(at)?;
+                write_pages(&command, "tombolo", folder).map_err(at)?;
+            }
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn page(command: &clap::Command, name: &str) -> std::io::Result<Vec<u8>> {
+    let mut text = Vec::new();
+    let version = env!("CARGO_PKG_VERSION");
+    clap_mangen::Man::new(command.clone().display_name(name.to_string()))
+        .title(name)
+        .source(format!("tombolo {version}"))
+        .manual("Tombolo")
+        .render(&mut text)?;
+    Ok(text)
+}
+
+fn write_pages(command: &clap::Command, name: &str, folder: &Path) -> std::io::Result<()> {
+    std::fs::write(folder.join(format!("{name}.1")), page(command, name)?)?;
+    for sub in command.get_subcommands().filter(|s| s.get_name() != "help") {
+        write_pages(sub, &format!("{name}-{}", sub.get_name()), folder)?;
+    }
+    Ok(())
+}
+
+/// docs/cli.md: the help of every command.
+#[cfg(test)]
+pub(crate) fn reference() -> String {
+    fn add(command: &mut clap::Command, out: &mut String) {
+        let name = command.get_bin_name().unwrap_or("tombolo").to_string();
+        let help = command.clone().term_width(100).render_long_help().to_string();
+        let lines: Vec<_> = help.lines().map(str::trim_end).collect();
+        out.push_str(&format!("\n## `{name}`\n\n```text\n{}\n```\n", lines.join("\n").trim_end()));
+        for sub in command.get_subcommands_mut().filter(|s| s.get_name() != "help") {
+            add(sub, out);
+        }
+    }
+    let mut out = String::from(HEAD);
+    let mut command = Cli::command();
+    command.build();
+    add(&mut command, &mut out);
+    out
+}
+
+#[cfg(test)]
+const HEAD: &str = "\
+# The program `tombolo`
+
+Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-cli reference` writes it anew).
+
+- **Exit codes**: 0 done, 1 failed, 2 used wrongly (a faulty fabric file counts), 3 done in part. A closed pipe is no failure.
+- **JSON**: all that reports takes `--json` and prints the schema of [the API](api.md).
+- **Output**: tables are for people and may change; `--json` only grows. No colour in a pipe or with `NO_COLOR`; progress
+  is shown on a terminal only.
+- **Completion**: `source <(tombolo completions bash)`; also zsh, fish, elvish, powershell.
+- **Manual pages**: `tombolo man | man -l -`, or all of them by `tombolo man --out DIR`.
+- **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
+  slow to end. The daemon's log is `log` in the runtime directory; it goes with the fabric.
+- **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
+  output is followed until the machine ends.
+";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[test]
+    fn flags() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' '));
+        assert!(parse("tombolo version --json").is_ok() && parse("tombolo man --out x").is_ok());
+        assert!(parse("tombolo completions bash").is_ok() && parse("tombolo completions cobol").is_err());
+    }
+
+    #[test]
+    fn completions_and_pages_know_every_command() {
+        let mut text = Vec::new();
+        clap_complete::generate(Shell::Bash, &mut Cli::command(), "tombolo", &mut text);
+        let text = String::from_utf8(text).unwrap();
+        assert!(text.contains("--snaplen") && text.contains("console"));
+        let dir = tempfile::tempdir().unwrap();
+        Man { out: Some(dir.path().into()) }.run().unwrap();
+        for page in ["tombolo.1", "tombolo-up.1", "tombolo-cell-run.1"] {
+            let text = std::fs::read_to_string(dir.path().join(page)).unwrap();
+            assert!(text.contains(".SH NAME"), "{page}");
+        }
+        let main = std::fs::read_to_string(dir.path().join("tombolo.1")).unwrap();
+        assert!(main.contains("Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part"));
+    }
+
+    #[test]
+    fn the_reference_is_what_the_program_says() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/cli.md");
+        if std::env::var_os("UPDATE").is_some() {
+            std::fs::write(&path, reference()).unwrap();
+        }
+        let written = std::fs::read_to_string(&path).unwrap();
+        assert!(written == reference(), "docs/cli.md is old: UPDATE=1 cargo test -p tombolo-cli reference");
+    }
+}

@@ -1,0 +1,249 @@
+//! `tombolo port`: ports of a running fabric.
+
+use std::io::Read;
+use std::path::{Path, PathBuf};
+
+use clap::{Args, Subcommand, ValueEnum};
+use tombolo_host::api::report::{Ports, SCHEMA};
+
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::section::Section;
+use crate::select::Select;
+use crate::status;
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum Port {
+    /// Add a port or tap, from flags or from sections of a fabric file
+    Add(Box<Add>),
+    /// Remove a port or tap; a machine's port goes with its machine
+    Del(Del),
+    /// List the ports
+    Ls(Ls),
+    /// Print all counters of a port
+    Stats(Stats),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Kind {
+    /// A socket for a VMM's vhost-user network device
+    VhostUser,
+    /// A socket for QEMU's `-netdev stream`
+    Stream,
+    /// An interface of the host that joins the network
+    Packet,
+    /// A tap device
+    Tap,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Add {
+    /// Name of the new port
+    #[arg(required_unless_present = "sections", conflicts_with = "sections")]
+    name: Option<String>,
+    /// What it speaks
+    #[arg(long, value_enum, default_value = "vhost-user", conflicts_with = "sections")]
+    kind: Kind,
+    /// Network where it attaches [default: the only one]
+    #[arg(long, conflicts_with = "sections")]
+    network: Option<String>,
+    /// Path of its socket [default: NAME.sock in the runtime directory]
+    #[arg(long, value_name = "PATH", conflicts_with = "sections")]
+    socket: Option<PathBuf>,
+    /// Connect to the socket instead of listening on it (stream)
+    #[arg(long, conflicts_with = "sections")]
+    connect: bool,
+    /// Queue pairs (vhost-user)
+    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    queues: Option<u32>,
+    /// Name of the interface (packet) or of the device (tap)
+    #[arg(long, value_name = "INTERFACE", conflicts_with = "sections")]
+    device: Option<String>,
+    /// The device is there already and stays when the port goes (tap)
+    #[arg(long, conflicts_with = "sections")]
+    adopt: bool,
+    /// Network namespace that holds the device, by name or path (tap)
+    #[arg(long, value_name = "NAMESPACE", conflicts_with = "sections")]
+    netns: Option<String>,
+    /// Ethernet address of the peer
+    #[arg(long, conflicts_with = "sections")]
+    mac: Option<String>,
+    /// IPv4 address: leased to the peer, or set on the tap
+    #[arg(long, conflicts_with = "sections")]
+    ip: Option<String>,
+    /// `mac` lets only frames with the port's own source address through, `off` lets all
+    #[arg(long, conflicts_with = "sections")]
+    guard: Option<String>,
+    /// Add what the sections [port.NAME] and [tap.NAME] of this file name, all or nothing; - is standard input
+    #[arg(long, value_name = "FILE")]
+    sections: Option<PathBuf>,
+    /// Print the new ports as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Del {
+    /// Name of the port
+    name: String,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Ls {
+    /// Print the ports as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Stats {
+    /// Name of the port
+    name: String,
+    /// Print the port as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// The text of a file of sections, or of standard input for `-`.
+pub(crate) fn read_sections(path: &Path) -> Result<String, Failure> {
+    let text = if path == Path::new("-") {
+        let mut text = String::new();
+        std::io::stdin().read_to_string(&mut text).map(|_| text)
+    } else {
+        std::fs::read_to_string(path)
+    };
+    text.map_err(|e| Failure::misused(format!("reading sections from {}: {e}", path.display())))
+}
+
+/// A path as the daemon, which runs elsewhere, has to see it.
+pub(crate) fn whole(path: &Path) -> Result<String, Failure> {
+    Ok(std::path::absolute(path)?.display().to_string())
+}
+
+impl Add {
+    fn text(&self) -> Result<String, Failure> {
+        if let Some(path) = &self.sections {
+            return read_sections(path);
+        }
+        let name = self.name.as_deref().unwrap_or_default();
+        let socket = self.socket.as_deref().map(whole).transpose()?;
+        let kind = self.kind.to_possible_value().map(|v| v.get_name().to_string());
+        let section = match self.kind {
+            Kind::Tap => Section::new("tap", name),
+            _ => Section::new("port", name).text("kind", kind.as_deref()),
+        };
+        // A flag that is not for the kind is told by the fabric, as the same key in the file would be.
+        Ok(section
+            .text("network", self.network.as_deref())
+            .text("socket", socket.as_deref())
+            .flag("connect", self.connect)
+            .number("queues", self.queues)
+            .text("device", self.device.as_deref())
+            .flag("adopt", self.adopt)
+            .text("netns", self.netns.as_deref())
+            .text("mac", self.mac.as_deref())
+            .text("ip", self.ip.as_deref())
+            .text("guard", self.guard.as_deref())
+            .finish())
+    }
+}
+
+impl Port {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let client = select.client()?;
+        match self {
+            Port::Add(add) => {
+                let added = client.add_ports(&add.text()?)?;
+                if add.json {
+                    out::json(&added)?;
+                } else {
+                    out::print(&status::done("port", "added", added.ports.iter().map(|p| p.name.as_str())))?;
+                    for (port, socket) in added.ports.iter().filter_map(|p| p.details.get("socket").map(|s| (p, s))) {
+                        out::print(&format!("{} listens at {socket}\n", port.name))?;
+                    }
+                }
+            }
+            Port::Del(del) => client.remove_port(&del.name)?,
+            Port::Ls(ls) => {
+                let ports = client.status()?.ports;
+                if ls.json {
+                    out::json(&Ports { schema: SCHEMA, ports })?;
+                } else {
+                    out::print(&status::ports(&ports).render(out::colour()))?;
+                }
+            }
+            Port::Stats(stats) => {
+                let port = client.port(&stats.name)?;
+                if stats.json {
+                    out::json(&port)?;
+                } else {
+                    out::print(&status::port(&port))?;
+                }
+            }
+        }
+        Ok(Exit::Done)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(subcommand)]
+        port: Port,
+    }
+
+    fn parse(line: &str) -> Result<Port, clap::Error> {
+        Line::try_parse_from(["port"].into_iter().chain(line.split(' '))).map(|l| l.port)
+    }
+
+    fn text(line: &str) -> String {
+        let Port::Add(add) = parse(line).unwrap() else { panic!() };
+        add.text().unwrap()
+    }
+
+    #[test]
+    fn every_flag_of_add_becomes_its_key() {
+        assert_eq!(text("add p"), "[port.\"p\"]\nkind = \"vhost-user\"\n");
+        for (flag, key) in [
+            ("--kind stream", "kind = \"stream\""),
+            ("--kind packet --device eth9", "device = \"eth9\""),
+            ("--network lan", "network = \"lan\""),
+            ("--socket /run/x.sock", "socket = \"/run/x.sock\""),
+            ("--connect", "connect = true"),
+            ("--queues 2", "queues = 2"),
+            ("--adopt", "adopt = true"),
+            ("--netns red", "netns = \"red\""),
+            ("--mac 02:00:00:00:00:01", "mac = \"02:00:00:00:00:01\""),
+            ("--ip 10.87.0.9", "ip = \"10.87.0.9\""),
+            ("--guard off", "guard = \"off\""),
+        ] {
+            assert!(text(&format!("add p {flag}")).lines().any(|l| l == key), "{flag}");
+        }
+        assert_eq!(text("add host --kind tap --ip 10.87.0.9"), "[tap.\"host\"]\nip = \"10.87.0.9\"\n");
+        let relative = text("add p --socket x.sock");
+        assert!(relative.contains("socket = \"/"), "the daemon runs elsewhere: {relative}");
+    }
+
+    #[test]
+    fn sections_stand_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s.toml");
+        std::fs::write(&path, "[port.a]\n").unwrap();
+        assert_eq!(text(&format!("add --sections {}", path.display())), "[port.a]\n");
+        assert!(parse("add").is_err() && parse("add p --sections x").is_err());
+        assert!(parse("add --sections x --network lan").is_err());
+    }
+
+    #[test]
+    fn all_that_reports_does_so_in_json() {
+        assert!(matches!(parse("ls --json"), Ok(Port::Ls(Ls { json: true }))));
+        assert!(matches!(parse("stats p --json"), Ok(Port::Stats(Stats { json: true, .. }))));
+        assert!(matches!(parse("add p --json"), Ok(Port::Add(add)) if add.json));
+        assert!(matches!(parse("del p"), Ok(Port::Del(Del { name })) if name == "p"));
+        assert!(parse("del").is_err() && parse("stats").is_err());
+    }
+}

@@ -1,0 +1,91 @@
+//! Which fabric is meant.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use tombolo_host::api::client::Client;
+use tombolo_host::{file, rundir};
+
+use crate::exit::Failure;
+
+/// The file that is meant where none is named.
+pub(crate) const DEFAULT_FILE: &str = "tombolo.toml";
+
+#[derive(Args, Debug, Default)]
+pub(crate) struct Select {
+    /// Name of the fabric
+    #[arg(long, global = true, value_name = "NAME", env = "TOMBOLO_FABRIC", conflicts_with = "file")]
+    pub(crate) fabric: Option<String>,
+    /// Fabric file whose fabric is meant
+    #[arg(short, long, global = true, value_name = "FILE")]
+    pub(crate) file: Option<PathBuf>,
+}
+
+impl Select {
+    /// The fabric's name.
+    pub(crate) fn name(&self, root: &Path) -> Result<String, Failure> {
+        if let Some(name) = &self.fabric {
+            // It becomes a piece of a path.
+            if name.is_empty() || !name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-') {
+                return Err(Failure::misused(format!(
+                    "--fabric: expected the name of a fabric (a-z, 0-9 and -), found {name:?}; a file is given with --file"
+                )));
+            }
+            return Ok(name.clone());
+        }
+        if let Some(file) = &self.file {
+            return Ok(file::name_of(file)?);
+        }
+        if Path::new(DEFAULT_FILE).exists() {
+            return Ok(file::name_of(Path::new(DEFAULT_FILE))?);
+        }
+        let running = rundir::running(root);
+        match running.as_slice() {
+            [one] => Ok(one.clone()),
+            [] => Err(Failure::failed(format!(
+                "no fabric runs (looked in {}), and there is no ./{DEFAULT_FILE}; `tombolo up FILE` starts one",
+                root.display()
+            ))),
+            several => Err(Failure::misused(format!(
+                "which fabric? These run: {}; name one with --fabric",
+                several.join(", ")
+            ))),
+        }
+    }
+
+    /// A client of the fabric.
+    pub(crate) fn client(&self) -> Result<Client, Failure> {
+        let root = rundir::runtime_root()?;
+        let name = self.name(&root)?;
+        Ok(Client::new(&name, &rundir::api_socket(&root, &name))?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn by_name(name: &str) -> Select {
+        Select { fabric: Some(name.into()), file: None }
+    }
+
+    #[test]
+    fn a_name_is_taken_as_it_is_and_a_path_is_not_a_name() {
+        let root = Path::new("/nowhere");
+        assert_eq!(by_name("demo").name(root).unwrap(), "demo");
+        for wrong in ["", "../x", "tombolo.toml", "Demo"] {
+            assert!(by_name(wrong).name(root).is_err(), "{wrong}");
+        }
+    }
+
+    #[test]
+    fn a_file_gives_its_name_even_if_it_is_faulty() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("x.toml");
+        std::fs::write(&path, "name = \"demo\"\n[netwrok.lan]\n[cell.x]\n").unwrap();
+        let select = Select { fabric: None, file: Some(path.clone()) };
+        assert_eq!(select.name(dir.path()).unwrap(), "demo");
+        std::fs::remove_file(path).unwrap();
+        assert!(select.name(dir.path()).is_err());
+    }
+}

@@ -1,0 +1,296 @@
+//! `tombolo status`.
+
+use clap::Args;
+use std::collections::BTreeMap;
+use tombolo_host::api::report::{MachineReport, PortReport, Status};
+
+use crate::exit::{Exit, Failure};
+use crate::out::{self, Table, Tone, counted, scaled, span, toned};
+use crate::select::Select;
+
+#[derive(Args, Debug)]
+pub(crate) struct StatusArgs {
+    /// Print the report as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+impl StatusArgs {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let status = select.client()?.status()?;
+        if self.json {
+            out::json(&status)?;
+        } else {
+            out::print(&render(&status, out::colour()))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn dash(text: impl ToString) -> String {
+    let text = text.to_string();
+    if text.is_empty() { "-".into() } else { text }
+}
+
+/// The report for people.
+fn render(status: &Status, colour: bool) -> String {
+    let mut out = format!(
+        "{}  up {}, process {}, tombolo {}, {}\n",
+        toned(&status.name, Tone::Bold, colour),
+        span(status.uptime_s),
+        status.pid,
+        status.version,
+        status.file
+    );
+    for warning in &status.warnings {
+        out.push_str(&format!("{}\n", toned(&format!("! {warning}"), Tone::Bad, colour)));
+    }
+    let mut section = |text: String| {
+        if text.lines().count() > 1 {
+            out.push('\n');
+            out.push_str(&text);
+        }
+    };
+    section(networks(status).render(colour));
+    section(machines(&status.machines).render(colour));
+    section(ports(&status.ports).render(colour));
+    section(forwards(status).render(colour));
+    section(leases(status).render(colour));
+    section(workers(status).render(colour));
+    out
+}
+
+fn networks(status: &Status) -> Table {
+    let mut table =
+        Table::new(&["NETWORK", "SUBNET", "GATEWAY", "ROUTER", "UPLINK", "DOMAIN", ">MTU", ">MACS", ">FLOODED"]);
+    for n in &status.networks {
+        let router = n.router.map(|r| r.to_string()).unwrap_or_default();
+        let notes = table.row(&[
+            &n.name,
+            &n.subnet,
+            &n.gateway.to_string(),
+            &dash(router),
+            &n.uplink,
+            &n.domain,
+            &n.mtu.to_string(),
+            &n.macs.to_string(),
+            &scaled(n.flooded_unknown as f64, ""),
+        ]);
+        notes.extend(n.uplink_fault.iter().map(|f| format!("the uplink does not work: {f}")));
+    }
+    table
+}
+
+/// Cells and VMs, as `status` and `cell ls` show them.
+pub(crate) fn machines(machines: &[MachineReport]) -> Table {
+    let mut table = Table::new(&["MACHINE", "KIND", "STATE", "UP", "ADDRESS", "RUNS ON", ">PROCESS", ">RESTARTS"]);
+    for m in machines {
+        let addresses: Vec<_> = m.addresses.values().map(ToString::to_string).collect();
+        let notes = table.row(&[
+            &m.name,
+            &m.kind,
+            &m.state,
+            &dash(m.uptime_s.map(span).unwrap_or_default()),
+            &dash(addresses.join(" ")),
+            &format!("{} {}", m.machine, m.accel),
+            &dash(m.pid.map(|p| p.to_string()).unwrap_or_default()),
+            &m.restarts.to_string(),
+        ]);
+        // Of a machine that runs again, the end before that is history.
+        if m.state != "running" {
+            notes.extend(m.last_end.iter().flat_map(|end| end.lines()).map(String::from));
+        }
+    }
+    table
+}
+
+fn reasons(drops: &BTreeMap<String, u64>) -> String {
+    let each: Vec<_> = drops.iter().filter(|(_, n)| **n > 0).map(|(r, n)| format!("{n} {r}")).collect();
+    each.join(", ")
+}
+
+/// Ports, as `status` and `port ls` show them.
+pub(crate) fn ports(ports: &[PortReport]) -> Table {
+    let heads =
+        ["PORT", "NETWORK", "KIND", "LINK", ">RX FRAMES", ">RX BYTES", ">TX FRAMES", ">TX BYTES", ">DROPS", ">FAULTS"];
+    let mut table = Table::new(&heads);
+    for p in ports {
+        let c = &p.counters;
+        let drops: u64 = c.rx_drops.values().chain(c.tx_drops.values()).sum();
+        let notes = table.row(&[
+            &p.name,
+            &p.network,
+            &p.kind,
+            if p.up { "up" } else { "down" },
+            &scaled(c.rx_frames as f64, ""),
+            &scaled(c.rx_bytes as f64, "B"),
+            &scaled(c.tx_frames as f64, ""),
+            &scaled(c.tx_bytes as f64, "B"),
+            &scaled(drops as f64, ""),
+            &c.faults.to_string(),
+        ]);
+        for (drops, whence) in [(&c.rx_drops, "dropped, from it"), (&c.tx_drops, "dropped, to it")] {
+            let reasons = reasons(drops);
+            if !reasons.is_empty() {
+                notes.push(format!("{whence}: {reasons}"));
+            }
+        }
+        notes.extend(p.last_fault.iter().map(|f| format!("last fault: {f}")));
+    }
+    table
+}
+
+fn forwards(status: &Status) -> Table {
+    let mut table = Table::new(&["FORWARD", "LISTEN", "TO", "ADDRESS"]);
+    for f in &status.forwards {
+        let notes = table.row(&[&f.proto, &f.listen.to_string(), &f.to, &f.address.to_string()]);
+        notes.extend(f.fault.iter().map(|f| format!("does not work: {f}")));
+    }
+    table
+}
+
+fn leases(status: &Status) -> Table {
+    let mut table = Table::new(&["LEASE", "MAC", "NAME", "NETWORK", "ENDS"]);
+    for (n, l) in status.networks.iter().flat_map(|n| n.leases.iter().map(move |l| (n, l))) {
+        let ends = match (l.expires_s, l.fixed) {
+            (Some(s), _) => format!("in {}", span(s as f64)),
+            (None, true) => "not asked for yet".into(),
+            (None, false) => "never".into(),
+        };
+        table.row(&[&l.ip.to_string(), &l.mac, &dash(l.name.clone().unwrap_or_default()), &n.name, &ends]);
+    }
+    table
+}
+
+fn workers(status: &Status) -> Table {
+    let mut table = Table::new(&["WORKER", "CPU", ">BUDGET", ">POLL", ">SLEEPS", ">ASLEEP"]);
+    for w in &status.workers {
+        let asleep = 100.0 * w.slept_ns as f64 / (w.lifetime_ns.max(1)) as f64;
+        table.row(&[
+            &w.name,
+            &w.cpu.map_or_else(|| "any".into(), |c| c.to_string()),
+            &w.budget.to_string(),
+            &format!("{} µs", w.busy_poll_us),
+            &scaled(w.sleeps as f64, ""),
+            &format!("{:.1} %", asleep.min(100.0)),
+        ]);
+    }
+    table
+}
+
+/// All that is known of one port, a line each.
+pub(crate) fn port(p: &PortReport) -> String {
+    let c = &p.counters;
+    let mut lines: Vec<(String, String)> = vec![
+        ("port".into(), p.name.clone()),
+        ("network".into(), p.network.clone()),
+        ("kind".into(), p.kind.clone()),
+        ("link".into(), if p.up { "up" } else { "down" }.into()),
+        ("offloads".into(), dash(p.offloads.join(" "))),
+        ("guard".into(), if p.guard.is_empty() { "off".into() } else { p.guard.join(" ") }),
+        ("macs".into(), p.macs.to_string()),
+    ];
+    lines.extend(p.details.iter().map(|(k, v)| (k.clone(), v.clone())));
+    let plain = [
+        ("rx frames", c.rx_frames),
+        ("rx bytes", c.rx_bytes),
+        ("tx frames", c.tx_frames),
+        ("tx bytes", c.tx_bytes),
+        ("wake-ups", c.wakeups),
+        ("turns", c.turns),
+        ("exhausted budgets", c.exhausted_budgets),
+        ("software checksums", c.software_checksums),
+        ("software segments", c.software_segments),
+        ("captured", c.captured),
+        ("lost by captures", c.capture_lost),
+        ("faults", c.faults),
+    ];
+    lines.extend(plain.map(|(k, v)| (k.into(), v.to_string())));
+    lines.extend(c.rx_drops.iter().map(|(r, n)| (format!("rx drops, {r}"), n.to_string())));
+    lines.extend(c.tx_drops.iter().map(|(r, n)| (format!("tx drops, {r}"), n.to_string())));
+    lines.extend(c.frames_per_turn.iter().enumerate().filter(|(_, n)| **n > 0).map(|(i, n)| {
+        let turns = match i {
+            0 => "turns with no frame".into(),
+            1 => "turns with 1 frame".into(),
+            _ => format!("turns with {} to {} frames", 1u64 << (i - 1), (1u64 << i) - 1),
+        };
+        (turns, n.to_string())
+    }));
+    lines.extend(p.last_fault.iter().map(|f| ("last fault".into(), f.clone())));
+    let width = lines.iter().map(|(k, _)| k.chars().count()).max().unwrap_or(0);
+    lines.iter().map(|(k, v)| format!("{k}{}  {v}\n", " ".repeat(width - k.chars().count()))).collect()
+}
+
+/// `2 ports added: a, b`.
+pub(crate) fn done<'n>(what: &str, verb: &str, names: impl Iterator<Item = &'n str>) -> String {
+    let names: Vec<_> = names.collect();
+    format!("{} {verb}: {}\n", counted(names.len(), what), names.join(", "))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: StatusArgs,
+    }
+
+    #[test]
+    fn json_is_asked_for() {
+        assert!(Line::try_parse_from(["status", "--json"]).unwrap().args.json);
+        assert!(!Line::try_parse_from(["status"]).unwrap().args.json);
+    }
+
+    const REPORT: &str = r#"{"schema":1,"version":"0.1.0","name":"demo","file":"/t.toml","pid":7,"uptime_s":75.0,
+        "networks":[{"name":"lan","subnet":"10.87.0.0/24","gateway":"10.87.0.1","router":null,"uplink":"user","uplink_fault":"no passt","domain":"d","mtu":1500,
+            "worker":"main","macs":2,"flooded_unknown":1500,"counters":{},
+            "leases":[{"mac":"02:00:00:00:00:01","ip":"10.87.0.10","name":"web","fixed":true,"expires_s":null}]}],
+        "machines":[{"name":"web","kind":"cell","state":"failed","pid":null,"accel":"tcg","machine":"microvm","addresses":{"lan":"10.87.0.10"},
+            "uptime_s":null,"last_end":"exit code 3\npanicked at x","restarts":2,"adopted":false}],
+        "ports":[{"name":"web","network":"lan","kind":"vhost-user","up":false,"offloads":["checksum"],"guard":[],"details":{"socket":"/s"},"macs":1,
+            "last_fault":"ring: bad index","counters":{"rx_frames":12345,"rx_bytes":1000000,"tx_frames":0,"tx_bytes":0,"rx_drops":{"guard":3},"tx_drops":{},
+            "wakeups":1,"turns":2,"exhausted_budgets":0,"frames_per_turn":[1,0,4],"faults":1,"software_checksums":0,"software_segments":0,"captured":0,"capture_lost":0}}],
+        "forwards":[],"workers":[{"name":"main","cpu":null,"budget":64,"busy_poll_us":0,"sleeps":9,"slept_ns":500,"lifetime_ns":1000}],"warnings":["mind"]}"#;
+
+    #[test]
+    fn the_report_tells_what_is_wrong_beside_what_it_is_about() {
+        let status: Status = serde_json::from_str(REPORT).unwrap();
+        let text = render(&status, false);
+        for part in [
+            "demo  up 1 min 15 s",
+            "! mind\n",
+            "    the uplink does not work: no passt\n",
+            "    exit code 3\n    panicked at x\n",
+            "    dropped, from it: 3 guard\n    last fault: ring: bad index\n",
+            "12.3 k",
+            "1.00 MB",
+            "not asked for yet",
+            "50.0 %",
+        ] {
+            assert!(text.contains(part), "{part:?} in\n{text}");
+        }
+        assert!(!text.contains('\x1b') && !text.contains("FORWARD"), "{text}");
+        assert!(render(&status, true).contains("\x1b[31m! mind"));
+    }
+
+    #[test]
+    fn a_port_is_told_in_full() {
+        let status: Status = serde_json::from_str(REPORT).unwrap();
+        let text = port(&status.ports[0]);
+        for part in [
+            "rx frames             12345",
+            "socket",
+            "rx drops, guard",
+            "turns with 2 to 3 frames  4",
+            "guard",
+            "ring: bad index",
+        ] {
+            let squeezed: String = text.split_whitespace().collect::<Vec<_>>().join(" ");
+            let wanted: String = part.split_whitespace().collect::<Vec<_>>().join(" ");
+            assert!(squeezed.contains(&wanted), "{part} in\n{text}");
+        }
+    }
+}

@@ -1,0 +1,321 @@
+//! `tombolo up`: the fabric in the foreground, or as a daemon.
+//!
+//! # The daemon
+//! The program starts itself again in a session of its own, with its log as standard error and a pipe as standard output.
+//! Over the pipe it says once how it went: the report when the fabric stands, or why it does not. Only then does the
+//! first process end, with 0 only if the fabric stands. A daemon that dies before it says anything has closed its pipe.
+
+use std::io::{self, BufRead, BufReader, IsTerminal, Write};
+use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant, SystemTime};
+
+use clap::Args;
+use serde::{Deserialize, Serialize};
+use tombolo_host::api::client::Client;
+use tombolo_host::api::report::Status;
+use tombolo_host::{daemon, file, rundir};
+
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::select::{DEFAULT_FILE, Select};
+
+#[derive(Args, Debug)]
+pub(crate) struct Up {
+    /// Fabric file [default: tombolo.toml]
+    #[arg(value_name = "FILE", conflicts_with = "file")]
+    path: Option<PathBuf>,
+    /// Run as a daemon: return once the fabric stands
+    #[arg(short, long)]
+    daemon: bool,
+    /// With --daemon: return once every machine's ports are up, or exit with 3 after SECONDS
+    #[arg(long, value_name = "SECONDS", requires = "daemon", num_args = 0..=1, default_missing_value = "60", require_equals = true)]
+    wait: Option<u32>,
+    /// With --daemon: print the report of `status` as JSON
+    #[arg(long, requires = "daemon")]
+    json: bool,
+    /// The daemon itself
+    #[arg(long, hide = true, conflicts_with = "daemon")]
+    answer_on_stdout: bool,
+}
+
+/// What the daemon says over the pipe.
+#[derive(Debug, Serialize, Deserialize)]
+enum Word {
+    Stands { status: Box<Status>, seconds: f64 },
+    Failed { code: u8, error: String },
+}
+
+impl Up {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        if select.fabric.is_some() && self.path.is_none() && select.file.is_none() && !Path::new(DEFAULT_FILE).exists()
+        {
+            return Err(Failure::misused("up takes a fabric file, not a fabric's name: tombolo up FILE"));
+        }
+        let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
+        if self.answer_on_stdout {
+            return serve_as_daemon(&path);
+        }
+        let spec = file::load(&path)?;
+        if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
+            let found =
+                format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
+            return Err(Failure::misused(found));
+        }
+        if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path) }
+    }
+
+    fn start_daemon(&self, name: &str, path: &Path) -> Result<Exit, Failure> {
+        let folder = rundir::runtime_root()?.join(name);
+        let log_path = folder.join("log");
+        let at =
+            |what: &'static str| move |e: io::Error| Failure::failed(format!("{what} {}: {e}", log_path_text(name)));
+        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("making the folder of"))?;
+        let mut open = std::fs::OpenOptions::new();
+        let log = open.append(true).create(true).mode(0o600).open(&log_path).map_err(at("opening the log"))?;
+        let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
+        let mut child = Command::new(&program)
+            .arg("up")
+            .arg(std::path::absolute(path)?)
+            .arg("--answer-on-stdout")
+            .env_remove("TOMBOLO_FABRIC")
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .stderr(log)
+            .spawn()
+            .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
+        let mut line = String::new();
+        let pipe = child.stdout.take().expect("asked for above");
+        BufReader::new(pipe).read_line(&mut line)?;
+        match serde_json::from_str(&line) {
+            Ok(Word::Stands { status, seconds }) => self.stands(*status, seconds),
+            Ok(Word::Failed { code, error }) => {
+                let _ = child.wait();
+                Err(Failure::Said(if code == Exit::Misused as u8 { Exit::Misused } else { Exit::Failed }, error))
+            }
+            Err(_) => {
+                let how = child.wait()?;
+                let log = std::fs::read_to_string(&log_path).unwrap_or_default();
+                let last: Vec<_> = log.lines().rev().take(5).collect();
+                let last: Vec<_> = last.into_iter().rev().collect();
+                Err(Failure::failed(format!(
+                    "the daemon ended ({how}) before the fabric stood; the end of its log {}:\n{}",
+                    log_path.display(),
+                    last.join("\n")
+                )))
+            }
+        }
+    }
+
+    fn stands(&self, status: Status, seconds: f64) -> Result<Exit, Failure> {
+        let (mut status, mut exit) = (status, Exit::Done);
+        if let Some(limit) = self.wait {
+            let root = rundir::runtime_root()?;
+            let mut client = Client::new(&status.name, &rundir::api_socket(&root, &status.name))?;
+            let end = Instant::now() + Duration::from_secs(limit.into());
+            loop {
+                status = client.status()?;
+                let missing = missing(&status);
+                if missing.is_empty() {
+                    break;
+                }
+                let hopeless = missing.iter().any(|(_, state)| matches!(state.as_str(), "failed" | "stopped"));
+                if hopeless || Instant::now() >= end {
+                    for (name, state) in missing {
+                        eprintln!("tombolo: {name} is not on the network: {state}");
+                    }
+                    exit = Exit::Partly;
+                    break;
+                }
+                if client.sleep(Duration::from_millis(50))? {
+                    exit = Exit::Partly;
+                    break;
+                }
+            }
+        }
+        for warning in &status.warnings {
+            eprintln!("tombolo: {warning}");
+        }
+        if self.json {
+            out::json(&status)?;
+        } else {
+            out::print(&format!("{}\n", summary(&status, Duration::from_secs_f64(seconds))))?;
+        }
+        Ok(exit)
+    }
+}
+
+fn log_path_text(name: &str) -> String {
+    format!("the daemon of \"{name}\"")
+}
+
+/// Machines that are not running with all of their ports up, and how they are.
+fn missing(status: &Status) -> Vec<(String, String)> {
+    let late = |m: &&tombolo_host::api::report::MachineReport| {
+        let own = |p: &&tombolo_host::api::report::PortReport| {
+            p.name == m.name || p.name.strip_prefix(&m.name).is_some_and(|rest| rest.starts_with('.'))
+        };
+        m.state != "running" || !status.ports.iter().filter(own).all(|p| p.up)
+    };
+    let machines = status.machines.iter().filter(late);
+    machines.map(|m| (m.name.clone(), m.last_end.clone().unwrap_or_else(|| m.state.clone()))).collect()
+}
+
+fn summary(status: &Status, took: Duration) -> String {
+    format!(
+        "{} stands after {}: {}, {}, {}, {}",
+        status.name,
+        out::span(took.as_secs_f64()),
+        out::counted(status.networks.len(), "network"),
+        out::counted(status.machines.len(), "machine"),
+        out::counted(status.ports.len(), "port"),
+        out::counted(status.forwards.len(), "forward"),
+    )
+}
+
+fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
+    let tty = io::stderr().is_terminal();
+    let name = spec.name.clone();
+    if tty {
+        eprintln!(
+            "starting {name}: {}, {}, {} …",
+            out::counted(spec.networks.len(), "network"),
+            out::counted(spec.machines.len(), "machine"),
+            out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
+        );
+    }
+    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| eprintln!("tombolo: {line}"));
+    daemon::run(spec, path, say, |status, took| {
+        for warning in &status.warnings {
+            eprintln!("tombolo: {warning}");
+        }
+        let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
+        // Whoever reads our output may have gone; the fabric stands all the same.
+        let _ = writeln!(io::stdout(), "{}{rest}", summary(status, took));
+    })?;
+    if tty {
+        eprintln!("{name} is down");
+    }
+    Ok(Exit::Done)
+}
+
+fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
+    // Fails only for the leader of a process group, which a child that was just started is not.
+    let _ = rustix::process::setsid();
+    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| eprintln!("{} {line}", timestamp(SystemTime::now())));
+    say(&format!("tombolo {} starts on {}", env!("CARGO_PKG_VERSION"), path.display()));
+    let tell = |word: &Word| {
+        if let Ok(text) = serde_json::to_string(word) {
+            let mut pipe = io::stdout().lock();
+            // Whoever started us may have been killed; the fabric stands all the same.
+            let _ = writeln!(pipe, "{text}").and_then(|()| pipe.flush());
+        }
+        // The pipe ends here for its reader.
+        if let Ok(null) = std::fs::OpenOptions::new().write(true).open("/dev/null") {
+            let _ = rustix::stdio::dup2_stdout(null);
+        }
+    };
+    let ready_say = say.clone();
+    let live = || -> Result<(), Failure> {
+        let spec = file::load(path)?;
+        daemon::run(spec, path, say.clone(), |status, took| {
+            ready_say(&summary(status, took));
+            tell(&Word::Stands { status: Box::new(status.clone()), seconds: took.as_secs_f64() });
+        })?;
+        Ok(())
+    };
+    match live() {
+        Ok(()) => Ok(Exit::Done),
+        Err(Failure::Said(exit, error)) => {
+            say(&error);
+            tell(&Word::Failed { code: exit as u8, error });
+            Ok(exit)
+        }
+        Err(Failure::Unread) => Ok(Exit::Failed),
+    }
+}
+
+/// `2026-11-21T21:43:05Z`, by the civil calendar of days since 1970 (Hinnant's algorithm, in whole numbers).
+fn timestamp(now: SystemTime) -> String {
+    let s = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().as_secs();
+    let (days, s) = (s / 86400, s % 86400);
+    let shifted = days + 719_468;
+    let (era, day) = (shifted / 146_097, shifted % 146_097);
+    let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
+    let of_year = day - (365 * year + year / 4 - year / 100);
+    let march = (5 * of_year + 2) / 153;
+    let (d, m) = (of_year - (153 * march + 2) / 5 + 1, if march < 10 { march + 3 } else { march - 9 });
+    let y = year + era * 400 + u64::from(m <= 2);
+    format!("{y:04}-{m:02}-{d:02}T{:02}:{:02}:{:02}Z", s / 3600, s / 60 % 60, s % 60)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        select: Select,
+        #[command(flatten)]
+        up: Up,
+    }
+
+    fn parse(words: &[&str]) -> Result<Line, clap::Error> {
+        Line::try_parse_from([&["up"], words].concat())
+    }
+
+    #[test]
+    fn the_file_is_named_in_one_way_only() {
+        assert_eq!(parse(&["a.toml"]).unwrap().up.path.as_deref(), Some(Path::new("a.toml")));
+        assert_eq!(parse(&["-f", "a.toml"]).unwrap().select.file.as_deref(), Some(Path::new("a.toml")));
+        assert!(parse(&["a.toml", "-f", "b.toml"]).is_err());
+    }
+
+    #[test]
+    fn waiting_takes_a_daemon_and_has_a_limit() {
+        assert!(parse(&["--wait"]).is_err());
+        assert_eq!(parse(&["-d", "--wait"]).unwrap().up.wait, Some(60));
+        assert_eq!(parse(&["--daemon", "--wait=5", "x.toml"]).unwrap().up.wait, Some(5));
+        assert!(parse(&["-d", "--wait", "x.toml"]).unwrap().up.path.is_some());
+    }
+
+    #[test]
+    fn json_is_the_daemons_report() {
+        assert!(parse(&["-d", "--json"]).unwrap().up.json);
+        assert!(parse(&["--json"]).is_err());
+    }
+
+    #[test]
+    fn a_machine_is_missing_until_all_of_its_ports_are_up() {
+        let text = r#"{"schema":1,"version":"","name":"t","file":"","pid":1,"uptime_s":0,"networks":[],"forwards":[],"workers":[],"warnings":[],
+            "machines":[{"name":"a","kind":"cell","state":"running","pid":1,"accel":"tcg","machine":"microvm","addresses":{},"uptime_s":1,"last_end":null,"restarts":0,"adopted":false}],
+            "ports":[]}"#;
+        let port = |name: &str, up| {
+            let text = r#"{"name":"","network":"","kind":"","up":false,"offloads":[],"guard":[],"details":{},"macs":0,"last_fault":null,
+                "counters":{"rx_frames":0,"rx_bytes":0,"tx_frames":0,"tx_bytes":0,"rx_drops":{},"tx_drops":{},"wakeups":0,"turns":0,"exhausted_budgets":0,
+                "frames_per_turn":[],"faults":0,"software_checksums":0,"software_segments":0,"captured":0,"capture_lost":0}}"#;
+            let mut port: tombolo_host::api::report::PortReport = serde_json::from_str(text).unwrap();
+            (port.name, port.up) = (name.into(), up);
+            port
+        };
+        let mut status: Status = serde_json::from_str(text).unwrap();
+        status.ports = vec![port("a", true), port("a.1", false), port("ab", false)];
+        assert_eq!(missing(&status), [("a".to_string(), "running".to_string())]);
+        status.ports[1].up = true;
+        assert!(missing(&status).is_empty());
+        status.machines[0].state = "starting".into();
+        assert_eq!(missing(&status).len(), 1);
+    }
+
+    #[test]
+    fn times_of_the_log_are_civil() {
+        let at = |s| timestamp(SystemTime::UNIX_EPOCH + Duration::from_secs(s));
+        assert_eq!(at(0), "1970-01-01T00:00:00Z");
+        assert_eq!(at(951_782_400 + 86_399), "2000-02-29T23:59:59Z");
+        assert_eq!(at(1_798_761_599), "2026-12-31T23:59:59Z");
+    }
+}

@@ -1,0 +1,148 @@
+//! The daemon: one fabric with its API, from its start to its end, on the calling thread.
+//!
+//! It ends after a `down` request, or when SIGINT, SIGTERM or SIGHUP comes. A signal that comes while the fabric is being
+//! taken down is the user's hurry: machines that were given two seconds to end are killed at once. A signal that comes
+//! before the fabric stands takes back what has been made.
+
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use rustix::process::Signal as Number;
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::api::report::Status;
+use crate::api::server::{Server, ServerError};
+use crate::api::{Request, Requests};
+use crate::fabric::{self, FabricError, Running, Say};
+use crate::{file, process, rundir};
+
+/// Why a daemon did not stand, or ended badly.
+#[derive(Debug, thiserror::Error)]
+pub enum DaemonError {
+    /// The fabric did not come about, or could not be cleared up.
+    #[error(transparent)]
+    Fabric(#[from] FabricError),
+    /// There is no place for its socket.
+    #[error(transparent)]
+    RunDir(#[from] rundir::RunDirError),
+    /// The API could not be served.
+    #[error(transparent)]
+    Server(#[from] ServerError),
+    /// A signal came before it stood.
+    #[error("interrupted before the fabric stood; what had been made was taken back")]
+    Interrupted,
+    /// The system refused what every program needs.
+    #[error("setting up the daemon: {0}")]
+    System(#[from] std::io::Error),
+    /// The fabric's task is gone without having been asked to end.
+    #[error("the fabric's task ended by itself; `tombolo down` clears up after it")]
+    Lost,
+}
+
+struct Signals([Signal; 3]);
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
+        let [a, b, c] = kinds.map(signal);
+        Ok(Signals([a?, b?, c?]))
+    }
+
+    async fn came(&mut self) {
+        let [a, b, c] = &mut self.0;
+        tokio::select! {
+            _ = a.recv() => {}
+            _ = b.recv() => {}
+            _ = c.recv() => {}
+        }
+    }
+}
+
+/// Runs a fabric to its end. `ready` is called once it stands and answers, with its report and the time that took.
+///
+/// # Errors
+/// Why it did not stand; then nothing is left.
+pub fn run(
+    spec: file::Fabric,
+    path: &Path,
+    say: Say,
+    ready: impl FnOnce(&Status, Duration),
+) -> Result<(), DaemonError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    let done = runtime.block_on(live(spec, path, say, ready));
+    // A thread that waits for a process of no interest any more does not hold up the end.
+    runtime.shutdown_timeout(Duration::from_millis(100));
+    done
+}
+
+async fn live(
+    spec: file::Fabric,
+    path: &Path,
+    say: Say,
+    ready: impl FnOnce(&Status, Duration),
+) -> Result<(), DaemonError> {
+    let begun = Instant::now();
+    let name = spec.name.clone();
+    let folder = rundir::runtime_root()?.join(&name);
+    let mut signals = Signals::new()?;
+    let started = tokio::select! {
+        started = Running::start(spec, path, say.clone()) => Some(started?),
+        () = signals.came() => None,
+    };
+    let Some(shared) = started else {
+        fabric::clean_up(&name).await?;
+        return Err(DaemonError::Interrupted);
+    };
+    let server = match Server::bind(&folder.join("api.sock")) {
+        Ok(server) => server,
+        Err(error) => {
+            shared.running.lock().await.take_down(true).await;
+            return Err(error.into());
+        }
+    };
+    let (requests, mut end) = fabric::drive(shared);
+    let (ended, server_end) = oneshot::channel::<()>();
+    let serving = tokio::spawn(server.serve(requests.clone(), async {
+        let _ = server_end.await;
+    }));
+    let status = ask_status(&requests).await.ok_or(DaemonError::Lost)?;
+    ready(&status, begun.elapsed());
+    tokio::select! {
+        _ = &mut end => {}
+        () = signals.came() => {
+            say("a signal came: taking the fabric down");
+            let (reply, _answer) = oneshot::channel();
+            // An error means that it is going down already.
+            let _ = requests.send(Request::Down(reply)).await;
+            tokio::select! {
+                _ = &mut end => {}
+                () = signals.came() => {
+                    say("another signal came: killing the machines that have not ended yet");
+                    for (_, machine, _) in process::machines(&name, &folder) {
+                        let _ = machine.signal(Number::KILL);
+                    }
+                    let _ = end.await;
+                }
+            }
+        }
+    }
+    drop((ended, requests));
+    serving.await.map_err(|_| DaemonError::Lost)??;
+    Ok(())
+}
+
+async fn ask_status(requests: &Requests) -> Option<Status> {
+    let (reply, answer) = oneshot::channel();
+    requests.send(Request::Status(reply)).await.ok()?;
+    answer.await.ok()?.ok()
+}
+
+/// Clears up what a killed daemon of this fabric left. Returns whether there was something.
+///
+/// # Errors
+/// If its daemon runs, or the system refuses.
+pub fn clean_up(fabric: &str) -> Result<bool, DaemonError> {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
+    Ok(runtime.block_on(fabric::clean_up(fabric))?)
+}
