@@ -297,18 +297,19 @@ fn sixty_four_ports_and_ten_thousand_addresses_behind_one() {
     let net = bench.network(MacSettings::default());
     let ports: Vec<_> = (0..64).map(|_| bench.port(net, PortSettings::default())).collect();
     let (bridge, others) = ports.split_first().unwrap();
+    let station = |n: u64| mac((1 << 24) + n);
     for (n, port) in others.iter().enumerate() {
-        port.send(frame(BROADCAST, mac(1 << 24 | n as u64), 64, 0));
+        port.send(frame(BROADCAST, station(n as u64), 64, 0));
     }
     for n in 0..10_000u64 {
-        bridge.send(frame(mac(1 << 24 | n % 63), mac(n), 64, n as u32));
+        bridge.send(frame(station(n % 63), mac(n), 64, n as u32));
     }
     bench.settle();
     for port in &ports {
         port.take();
     }
     for n in 0..10_000u64 {
-        others[n as usize % 63].send(frame(mac(n), mac(1 << 24 | n % 63), 64, n as u32));
+        others[n as usize % 63].send(frame(mac(n), station(n % 63), 64, n as u32));
     }
     bench.settle();
     let got = bridge.take_bytes();
