@@ -23,7 +23,7 @@ class Fabric:
         self.folder, self.netns = folder, netns
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
-        self.env = {"XDG_RUNTIME_DIR": str(folder), "XDG_STATE_HOME": str(folder / "state")}
+        self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
         self.process = None
         self.start()
 

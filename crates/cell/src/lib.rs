@@ -44,7 +44,7 @@
 //!
 //! # What it is not
 //!
-//! One processor, one network device, no disk, no threads, no user mode: isolation is the hypervisor's.
+//! At most 3 GiB of memory, whatever the machine has. One processor, one network device, no disk, no threads, no user mode: isolation is the hypervisor's.
 #![cfg_attr(not(test), no_std)]
 #![warn(unreachable_pub)]
 // On the host only the pure parts are tested; what runs on the machine alone has no caller there.
@@ -55,6 +55,7 @@ extern crate alloc;
 extern crate std;
 
 mod acpi;
+mod app;
 mod config;
 mod executor;
 mod icmp;
@@ -81,18 +82,3 @@ pub use virtio::net::DeviceStats;
 
 #[cfg(not(test))]
 pub(crate) use net::run;
-
-/// Names the app: an async function that takes a [`Net`]. When it returns the cell goes on with the tasks that it has
-/// spawned; [`exit`] ends the cell.
-#[macro_export]
-macro_rules! app {
-    ($app:path) => {
-        /// The app, as the cell library calls it.
-        #[allow(unsafe_code)] // `no_mangle`: the name is this library's own.
-        #[unsafe(no_mangle)]
-        extern "Rust" fn tombolo_cell_app(net: $crate::Net) {
-            let app = $app(net.clone());
-            net.spawn(app);
-        }
-    };
-}

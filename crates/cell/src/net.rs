@@ -241,7 +241,7 @@ mod start {
     use crate::virtio::net::VirtioNet;
     use crate::virtio::pci::PciTransport;
     use crate::virtio::{DEVICE_NET, Transport};
-    use crate::{ExitCode, exit, println, selftest, stack};
+    use crate::{ExitCode, app, exit, println, selftest, stack};
     use alloc::boxed::Box;
     use core::cell::RefCell;
 
@@ -308,7 +308,7 @@ mod start {
         let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
         let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
-        selftest::call_app(Net(shared.clone()));
+        app::start(Net(shared.clone()));
         stack::drive(&shared)
     }
 }

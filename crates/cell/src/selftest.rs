@@ -1,18 +1,8 @@
-//! The calls that need trust: into the app, and, when the command line asks for it, into what must not work.
+//! What must not work, tried when the command line asks for it.
 #![allow(unsafe_code)]
 
-use crate::{Config, Net};
+use crate::Config;
 use core::hint::black_box;
-
-unsafe extern "Rust" {
-    fn tombolo_cell_app(net: Net);
-}
-
-/// Calls the app.
-pub(crate) fn call_app(net: Net) {
-    // SAFETY: `app!` defines the function with this signature; without it the image does not link.
-    unsafe { tombolo_cell_app(net) }
-}
 
 /// Uses all of the stack.
 #[inline(never)]

@@ -21,7 +21,7 @@ use smoltcp::time::Duration;
 use smoltcp::wire::IpEndpoint;
 
 /// Sockets that listen at least, while the limit allows it, and at most.
-const BACKLOG: core::ops::RangeInclusive<usize> = 4..=16;
+const BACKLOG: core::ops::RangeInclusive<usize> = 2..=16;
 /// A peer that answers nothing for so long is given up.
 const PEER_TIMEOUT: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: Duration = Duration::from_secs(10);

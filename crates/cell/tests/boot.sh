@@ -57,6 +57,9 @@ machine() { # sets `arguments` for a machine's name
     microvm-acpi) arguments=(-M microvm,accel=tcg -device virtio-net-device,netdev=n0) ;;
     microvm-pcie) arguments=(-M microvm,accel=tcg,pcie=on -device virtio-net-pci,netdev=n0,romfile=) ;;
     q35-msix) arguments=(-M q35,accel=tcg -device virtio-net-pci,netdev=n0,romfile=) ;;
+    q35-qboot) arguments=(-M q35,accel=tcg -bios qboot.rom -device virtio-net-pci,netdev=n0,romfile=) ;;
+    q35-port) arguments=(-M q35,accel=tcg -device pcie-root-port,id=rp,chassis=1
+        -device virtio-net-pci,netdev=n0,romfile=,bus=rp) ;;
     q35-polled) arguments=(-M q35,accel=tcg -device virtio-net-pci,netdev=n0,romfile=,vectors=0) ;;
     esac
     arguments+=(-display none -nodefaults -no-reboot -device isa-debug-exit,iobase=0xf4,iosize=4)
@@ -98,7 +101,7 @@ pattern_sum() { # the checksum of the first $1 bytes of the pattern
 size=3000001
 want_sum=$(pattern_sum $size)
 
-for name in microvm-legacy microvm-modern microvm-acpi microvm-pcie q35-msix q35-polled; do
+for name in microvm-legacy microvm-modern microvm-acpi microvm-pcie q35-msix q35-qboot q35-port q35-polled; do
     start $name httpd 80 32 || { stop; continue; }
     code=$(get -o /dev/null -w '%{http_code}' "http://127.0.0.1:$port/")
     first_ms=$(($(now_ms) - started_ms))

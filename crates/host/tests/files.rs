@@ -99,3 +99,29 @@ fn the_reference_describes_exactly_the_keys_of_the_schema() {
     let known: usize = file::schema::SECTIONS.iter().map(|s| s.keys.len()).sum();
     assert_eq!(rows.len(), known, "docs/fabric-file.md describes keys that the parser does not know");
 }
+
+#[test]
+fn the_examples_are_right() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../examples");
+    let mut count = 0;
+    for entry in std::fs::read_dir(folder).unwrap() {
+        let path = entry.unwrap().path();
+        if path.extension().is_none_or(|e| e != "toml") {
+            continue;
+        }
+        count += 1;
+        match file::load(&path) {
+            Ok(_) => {}
+            // Where the cells are not built, that and nothing else is wrong.
+            Err(file::FileError::Faulty { problems, .. }) => {
+                assert!(
+                    problems.iter().all(|p| p.expected == "the name of a built app"),
+                    "{}: {problems:?}",
+                    path.display()
+                );
+            }
+            Err(error) => panic!("{error}"),
+        }
+    }
+    assert!(count >= 3);
+}

@@ -1,7 +1,8 @@
 //! The suite that every attachment passes: what [`Port`] promises, checked from both sides.
 //!
 //! A kind of attachment gives a [`Fixture`]: a connected port, and a peer that can send and collect frames,
-//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of each check:
+//! break the protocol, go and come back. [`conformance_suite!`](crate::conformance_suite) then makes one `#[test]` of
+//! each check:
 //!
 //! ```ignore
 //! mod conformance {
@@ -29,6 +30,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::port::{Fault, FaultKind, Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
+use tombolo_switch::worker::SERVICE_INTERVAL;
 
 /// How long anything may take before a check fails.
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -214,11 +216,15 @@ pub struct Rig<F> {
     pub tx_drops: Drops,
     /// Faults that the port had; it was reset after each.
     pub faults: Vec<Fault>,
+    /// The link as a worker knows it: as it was after the last service.
+    pub seen: Option<Link>,
     /// Times that the reactor woke this port.
     pub wakeups: usize,
     reactor: Rc<RefCell<Reactor>>,
     token: Token,
     timer: Option<Nanos>,
+    woken: bool,
+    serviced_at: Nanos,
     cuts: Random,
 }
 
@@ -240,13 +246,16 @@ impl<F: Fixture> Rig<F> {
             rx_drops: Drops::default(),
             tx_drops: Drops::default(),
             faults: Vec::new(),
+            seen: None,
             wakeups: 0,
             reactor: reactor.clone(),
             token,
             timer: None,
+            woken: true,
+            serviced_at: Nanos(0),
             cuts: Random(u64::from(token.0)),
         };
-        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
         rig
     }
 
@@ -267,14 +276,17 @@ impl<F: Fixture> Rig<F> {
         println!("fault: {}: {}", fault.kind.name(), fault.detail);
         assert!(!fault.detail.is_empty(), "a fault says what was expected and found");
         self.port.reset(&fault);
+        self.seen = Some(self.port.link());
         self.faults.push(fault);
     }
 
     /// Calls [`Port::service`] as a worker does.
     pub fn service(&mut self) {
         let now = self.now();
+        self.serviced_at = now;
         let result = self.port.service(now);
         self.timer = self.note(result).flatten();
+        self.seen = Some(self.port.link());
     }
 
     /// Receives once with `budget` and does not release; returns how much of it was used.
@@ -318,9 +330,15 @@ impl<F: Fixture> Rig<F> {
         self.note(result).unwrap_or(true)
     }
 
-    /// One turn: service, receive with `budget`, release; returns how much of it was used.
+    /// One turn: receive with `budget`, release; returns how much of it was used. As a worker does, it services the
+    /// port before that only where it was woken, its timer is due, or it was not serviced for a while.
     pub fn turn(&mut self, budget: usize) -> usize {
-        self.service();
+        self.sleep(Duration::ZERO);
+        let now = self.now();
+        let overdue = now.since(self.serviced_at) >= SERVICE_INTERVAL || self.timer.is_some_and(|at| at <= now);
+        if std::mem::take(&mut self.woken) || overdue {
+            self.service();
+        }
         self.port.disarm();
         let used = self.receive(budget);
         self.release();
@@ -332,6 +350,7 @@ impl<F: Fixture> Rig<F> {
         let mut ready = Vec::new();
         self.reactor.borrow_mut().wait(Some(Nanos(timeout.as_nanos() as u64)), &mut ready);
         let woken = ready.contains(&self.token);
+        self.woken |= woken;
         self.wakeups += usize::from(woken);
         woken
     }

@@ -6,7 +6,7 @@
 //!   it and ends with it, so no other thread can be left in the wrong namespace.
 //! * [`Interface`]: up and down, MTU, hardware address, addresses; a netlink socket stays in the namespace where
 //!   it was made, so it is used for every later question.
-//! * [`Monitor`]: hears that *something* about links changed in a namespace, and wakes a port. It does not read
+//! * `Monitor`: hears that *something* about links changed in a namespace, and wakes a port. It does not read
 //!   what: messages can be lost when many come, so the port asks for the state it needs. The same way round that
 //!   a level-triggered interrupt is served.
 

@@ -2,8 +2,8 @@
 //!
 //! The network and what is behind the interface are one: every frame that the interface receives comes in,
 //! whatever its address, and frames for it go out with the addresses that guests gave them. What it is not: a way
-//! between guests and the host's own stack; what the host itself sends on the interface stays unseen, and what goes out here does not
-//! come up in the host (as with macvlan). For that there is the tap.
+//! between guests and the host's own stack; what the host itself sends on the interface stays unseen, and what goes
+//! out here does not come up in the host (as with macvlan). For that there is the tap.
 //!
 //! What is carried: checksum and segmentation state (`PACKET_VNET_HDR`) both ways. A VLAN tag that the kernel took out
 //! of a frame is put back where it was.
@@ -11,7 +11,7 @@
 //! Limits: [`SLOTS`] frames per call, of 65,557 bytes; what the kernel drops because the socket's buffer is full
 //! is counted as `system_refused`.
 //!
-//! Life: a [`Monitor`] tells of changes. Down, or without its carrier, the link is down. Deleted, the port reports it
+//! Life: a `Monitor` tells of changes. Down, or without its carrier, the link is down. Deleted, the port reports it
 //! once as a fault and waits until an interface of its name is there again.
 //!
 //! Sending goes through the interface's queueing discipline, which queues where the device is busy. `qdisc_bypass`
@@ -38,8 +38,8 @@ const FRAME_AT: usize = 16;
 const VLAN_TAG_BYTES: usize = 4;
 /// Bytes of the two addresses, behind which a VLAN tag goes.
 const ADDRESSES_BYTES: usize = 12;
-/// From slot to slot. 37 cache lines more than a multiple of 4096, so that the first lines of all slots do not share one set
-/// of the first-level cache.
+/// From slot to slot. 37 cache lines more than a multiple of 4096, so that the first lines of all slots do not share
+/// one set of the first-level cache.
 const STRIDE_BYTES: usize = (FRAME_AT + MAX_FRAME_BYTES).next_multiple_of(4096) - 4096 + 37 * 64;
 const _: () = assert!(STRIDE_BYTES >= FRAME_AT + MAX_FRAME_BYTES && STRIDE_BYTES % 4096 == 37 * 64);
 /// The socket's buffer each way: some 1,500 frames of 1500 bytes as the kernel counts them.
@@ -598,7 +598,7 @@ mod tests {
                 ("ip link set vb up", Link::Up),
             ] {
                 kernel_side::run(&rig.peer.netns, line);
-                rig.until_woken(line, |rig| rig.port.link() == link);
+                rig.until_woken(line, |rig| rig.seen == Some(link));
             }
             rig.receive_all(&plain(0, [60, 1514]));
             kernel_side::run(&rig.peer.netns, "ip link set va name vc mtu 9000");

@@ -12,7 +12,7 @@
 //!   close together and the rest of the arena is never touched.
 //! * One write is one frame, never a part of one.
 //!
-//! Life: a [`Monitor`] tells of changes of the interface. Set down, the link is down and frames to it are dropped as
+//! Life: a `Monitor` tells of changes of the interface. Set down, the link is down and frames to it are dropped as
 //! `link_down`. Deleted by somebody, the port reports it once as a fault and waits until a tap of its name is there
 //! again; it attaches the same descriptor to it. A tap that is not persistent goes away with the port, also when the
 //! process is killed.
@@ -712,7 +712,7 @@ mod tests {
         let registration = rig.port_registration();
         rig.port = Box::new(TapPort::adopt(fd, registration).unwrap());
         rig.peer.side = KernelSide::open(&netns, "other");
-        rig.until("the link comes up", |rig| rig.port.link() == Link::Up);
+        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
         rig
     }
 
@@ -750,7 +750,7 @@ mod tests {
                 kernel_side::run(&rig.peer.netns, line);
                 // A frame that goes out before the port has heard of it is counted all the same.
                 rig.send(&plain(0, [60]));
-                rig.until_woken(line, |rig| rig.port.link() == link);
+                rig.until_woken(line, |rig| rig.seen == Some(link));
             }
             assert!(rig.tx_drops.of(Reason::LinkDown) >= 1, "{:?}", rig.tx_drops);
             assert_eq!(rig.tx_drops.of(Reason::LinkDown), rig.tx_drops.total(), "{:?}", rig.tx_drops);

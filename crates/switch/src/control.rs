@@ -12,7 +12,7 @@ use crate::mac::{MacEntry, MacSettings, MacStats};
 use crate::network::Network;
 use crate::port::{Caps, Link, Port};
 use crate::wait::Token;
-use crate::worker::{Core, FaultRecord, NetworkSlot, Slot};
+use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -156,6 +156,8 @@ pub struct NetworkStatus {
 pub struct WorkerStatus {
     /// The instant, by the worker's clock.
     pub now: Nanos,
+    /// When it began; what of the time since then was not slept was work.
+    pub started: Nanos,
     /// Its settings.
     pub settings: WorkerSettings,
     /// What its loop counts.
@@ -373,7 +375,7 @@ impl WorkerHandle {
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::BadBudget`].
     pub fn set(&self, settings: WorkerSettings) -> Result<(), ControlError> {
-        if !(1..=u16::MAX as usize).contains(&settings.budget) {
+        if !(1..=MAX_BUDGET).contains(&settings.budget) {
             return Err(ControlError::BadBudget(settings.budget));
         }
         self.call(move |core| core.set(settings))
@@ -461,6 +463,7 @@ impl Core {
         });
         WorkerStatus {
             now: self.now,
+            started: self.started.unwrap_or(self.now),
             settings: self.settings,
             counters: self.counters.clone(),
             networks: networks.collect(),

@@ -878,7 +878,8 @@ mod tests {
     fn what_cannot_or_must_not_be_translated_is_dropped_with_a_reason() {
         let mut nat = nat();
         let good = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 5), ("198.51.100.7", 53), 0);
-        let cases: [(&dyn Fn(&mut Vec<u8>), Reason); 7] = [
+        type Change = dyn Fn(&mut Vec<u8>);
+        let cases: [(&Change, Reason); 7] = [
             (&|f| f.truncate(13), Reason::Runt),
             (&|f| f.truncate(40), Reason::NotTransformable),
             (&|f| f[14] = 0x4f, Reason::NotTransformable),

@@ -18,7 +18,7 @@
 //!
 //! # Invariants
 //! * All ports of a network belong to one worker, so the path of a frame takes no lock
-//!   (docs/decisions records why).
+//!   (docs/decisions/0001-one-worker-per-network.md).
 //! * While a port's batch lives its slot is out of the table; a frame never goes back to its own port, so the
 //!   destinations are all in the table.
 //! * A token is the index of a slot. It is reserved before the port is made and free again after it is removed.
@@ -57,6 +57,8 @@ pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
 /// How long a port is left alone after a fault.
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
 
+/// Frames of a batch are numbered by 16 bits.
+pub(crate) const MAX_BUDGET: usize = u16::MAX as usize;
 /// The end of time: no deadline.
 const NEVER: Nanos = Nanos(u64::MAX);
 
@@ -74,6 +76,8 @@ pub(crate) struct Core {
     pub(crate) networks: Vec<Option<NetworkSlot>>,
     pub(crate) counters: Arc<LoopCounters>,
     pub(crate) now: Nanos,
+    /// When the first round began.
+    pub(crate) started: Option<Nanos>,
     pub(crate) stopped: bool,
     active: Vec<u16>,
     /// Empty between rounds; keeps its memory for the next.
@@ -167,9 +171,10 @@ fn panic_text(payload: &(dyn std::any::Any + Send)) -> String {
 }
 
 impl Worker {
-    /// A worker without networks. `seed` keys its hash tables and is best random; `wake` makes its waiter return
+    /// A worker without networks; a budget out of bounds is brought into them. `seed` keys its hash tables and is best random; `wake` makes its waiter return
     /// [`CONTROL`], from any thread.
     pub fn new(settings: WorkerSettings, seed: u64, wake: impl Fn() + Send + Sync + 'static) -> (Worker, WorkerHandle) {
+        let settings = WorkerSettings { budget: settings.budget.clamp(1, MAX_BUDGET), ..settings };
         let counters = Arc::new(LoopCounters::default());
         let (handle, commands) = WorkerHandle::new(wake, counters.clone());
         let core = Core {
@@ -179,6 +184,7 @@ impl Worker {
             networks: Vec::new(),
             counters,
             now: Nanos(0),
+            started: None,
             stopped: false,
             active: Vec::new(),
             next_active: Vec::new(),
@@ -203,6 +209,7 @@ impl Worker {
     pub fn step(&mut self, waiter: &mut impl Waiter) -> bool {
         let core = &mut self.core;
         core.now = waiter.now();
+        core.started.get_or_insert(core.now);
         if core.active.is_empty() {
             let before = core.now;
             let timeout = (core.earliest != NEVER).then(|| core.earliest.since(before));

@@ -290,3 +290,70 @@ fn a_link_that_is_down_gets_no_floods_and_counts_what_is_sent_to_it() {
     assert_eq!(a.rx_drops(Reason::NoDestination), 1);
     assert_eq!(b.tx_drops(Reason::LinkDown), 1);
 }
+
+#[test]
+fn sixty_four_ports_and_ten_thousand_addresses_behind_one() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let ports: Vec<_> = (0..64).map(|_| bench.port(net, PortSettings::default())).collect();
+    let (bridge, others) = ports.split_first().unwrap();
+    let station = |n: u64| mac((1 << 24) + n);
+    for (n, port) in others.iter().enumerate() {
+        port.send(frame(BROADCAST, station(n as u64), 64, 0));
+    }
+    for n in 0..10_000u64 {
+        bridge.send(frame(station(n % 63), mac(n), 64, n as u32));
+    }
+    bench.settle();
+    for port in &ports {
+        port.take();
+    }
+    for n in 0..10_000u64 {
+        others[n as usize % 63].send(frame(mac(n), station(n % 63), 64, n as u32));
+    }
+    bench.settle();
+    let got = bridge.take_bytes();
+    assert_eq!(got.len(), 10_000);
+    assert!(others.iter().all(|port| port.take().is_empty()), "nothing was flooded");
+    let status = bench.ask(|h| h.status()).unwrap();
+    assert_eq!((status.ports[0].macs, status.networks[0].macs), (10_000, 10_063));
+    assert!((1..64).all(|n| status.ports[n].macs == 1));
+}
+
+#[test]
+fn an_address_that_was_not_seen_for_its_age_is_flooded_again() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings { age: Nanos::SECOND.times(10), ..MacSettings::default() });
+    let [a, b, c] = bench.ports(net);
+    b.send(frame(BROADCAST, mac(2), 64, 0));
+    bench.settle();
+    c.take();
+    bench.waiter.advance(Nanos::SECOND.times(9));
+    a.send(frame(mac(2), mac(1), 64, 1));
+    bench.settle();
+    assert_eq!((b.take().len(), c.take().len()), (1, 0));
+    bench.waiter.advance(Nanos::SECOND.times(2));
+    assert_eq!(bench.ask(|h| h.macs(net)).unwrap().len(), 1, "a listing shows what is too old no more");
+    a.send(frame(mac(2), mac(1), 64, 1));
+    bench.settle();
+    assert_eq!((b.take().len(), c.take().len()), (1, 1));
+}
+
+#[test]
+fn settings_are_checked_and_take_effect_while_it_runs() {
+    let mut bench = Bench::new(WorkerSettings { budget: 0, busy_poll: Nanos(0) });
+    let net = bench.network(MacSettings::default());
+    let [a, _b] = bench.ports(net);
+    let with = |budget| WorkerSettings { budget, busy_poll: Nanos(0) };
+    assert_eq!(bench.ask(|h| h.set(with(0))), Err(ControlError::BadBudget(0)));
+    assert_eq!(bench.ask(|h| h.set(with(65_536))), Err(ControlError::BadBudget(65_536)));
+    for (budget, turns) in [(1, 101), (10, 11), (1000, 1)] {
+        bench.ask(|h| h.set(with(budget))).unwrap();
+        let before = a.counters.turns.get();
+        for n in 0..100 {
+            a.send(frame(BROADCAST, mac(1), 64, n));
+        }
+        bench.settle();
+        assert_eq!(a.counters.turns.get() - before, turns, "budget {budget}");
+    }
+}

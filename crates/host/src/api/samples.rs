@@ -31,7 +31,7 @@ pub(crate) fn status() -> Status {
         schema: SCHEMA,
         version: "0.1.0".into(),
         name: "demo".into(),
-        file: "/home/a \"b\"\\c/tombolo.toml".into(),
+        file: "/srv/a \"b\"\\c/tombolo.toml".into(),
         pid: 4711,
         uptime_s: 3723.5,
         networks: vec![NetworkReport {

@@ -20,7 +20,7 @@ use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use axum::Json;
 use axum::Router;
@@ -52,6 +52,8 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
 const LOOKS_PER_QUESTION: u32 = 10;
+/// How long a machine that has just been started may take to make its console socket.
+const CONSOLE_APPEARS: Duration = Duration::from_secs(5);
 /// How long a machine's console socket may take to swallow what was typed.
 const CONSOLE_SWALLOW: Duration = Duration::from_secs(5);
 /// Bytes read from a console at once.
@@ -484,7 +486,16 @@ async fn type_to_console(
             Answer::from(Refusal::Failed(format!("{what} the console socket {input}: {e}; does it run?")))
         }
     };
-    let mut socket = UnixStream::connect(&input).await.map_err(failed("connecting to"))?;
+    // A machine that was started a moment ago has not made its socket yet.
+    let deadline = Instant::now() + CONSOLE_APPEARS;
+    let mut socket = loop {
+        match UnixStream::connect(&input).await {
+            Err(e) if e.kind() == io::ErrorKind::NotFound && Instant::now() < deadline => {
+                tokio::time::sleep(CONSOLE_LOOK).await;
+            }
+            result => break result.map_err(failed("connecting to"))?,
+        }
+    };
     let mut body = request.into_body();
     let mut output = [0; 4096];
     let mut open = true;

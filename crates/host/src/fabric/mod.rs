@@ -230,7 +230,19 @@ impl Running {
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
         running.me = Arc::downgrade(&shared.running);
-        if let Err(error) = running.make().await {
+        let plan = match running.prepare().await {
+            Ok(plan) => plan,
+            Err(error) => {
+                // Nothing was made. What a killed daemon left, guests that run among it, waits for a better file.
+                if let Some(dir) = running.dir.take()
+                    && dir.leftover.is_none()
+                {
+                    dir.remove()?;
+                }
+                return Err(error);
+            }
+        };
+        if let Err(error) = running.make(&plan).await {
             running.take_down(true).await;
             return Err(error);
         }
@@ -242,10 +254,24 @@ impl Running {
         self.dir.as_mut().expect("the directory is there until take_down, which is the last call")
     }
 
-    async fn make(&mut self) -> Result<(), FabricError> {
+    /// What can be refused before anything is made.
+    async fn prepare(&mut self) -> Result<Plan, FabricError> {
         let plan = plan::plan(&self.spec, &self.facts)?;
-        self.check_listeners(&plan)?;
-        let adopted = self.reclaim(&plan).await?;
+        let patience = Instant::now() + Duration::from_secs(3);
+        loop {
+            match self.check_listeners(&plan) {
+                Ok(()) => return Ok(plan),
+                // The passt of a daemon that was killed an instant ago is on its way out.
+                Err(_) if self.dir().leftover.is_some() && Instant::now() < patience => {
+                    tokio::time::sleep(Duration::from_millis(50)).await;
+                }
+                Err(error) => return Err(error),
+            }
+        }
+    }
+
+    async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        let adopted = self.reclaim(plan).await?;
         for worker in self.spec.workers.clone() {
             self.start_worker(worker)?;
         }
@@ -253,11 +279,11 @@ impl Running {
             self.start_network(&network)?;
         }
         // Kernel rules before the ports: a guest is not let out a moment before its masquerade stands.
-        self.kernel_rules(&plan)?;
+        self.kernel_rules(plan)?;
         for port in &plan.ports {
             self.add_port(port)?;
         }
-        self.kernel_taps(&plan)?;
+        self.kernel_taps(plan)?;
         self.update_names();
         for machine in &plan.machines {
             match adopted.iter().position(|(name, _)| *name == machine.name) {

@@ -17,11 +17,13 @@
 //! # Who connects
 //! ```text
 //! listen   one peer at a time; the next one waits in the backlog until that one is gone
-//! connect  again and again: 10 ms after a peer that sent a frame or stayed a second, twice as long after each failure, at most 1 s
+//! connect  again and again: 10 ms after a peer that sent a frame or stayed a second, twice as long after each
+//!          failure, at most 1 s
 //! given    a descriptor, such as one end of a socketpair; another may be given when its peer is gone
 //! ```
 //! A peer that goes is no fault: the link is down and the port waits for the next one. A length that no frame has is
-//! one: the stream has lost its place, so the connection is closed. A frame that a peer left unfinished counts as `reset`.
+//! one: the stream has lost its place, so the connection is closed. A frame that a peer left unfinished counts as
+//! `reset`.
 //!
 //! Threads: the port belongs to its worker; a [`StreamFeed`] may be used from any.
 

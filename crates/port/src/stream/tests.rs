@@ -286,20 +286,24 @@ impl Way for Given {
     }
 }
 
-mod listening_unix {
-    crate::conformance_suite!(super::Streamed<super::ListenUnix>);
-}
-mod listening_tcp {
-    crate::conformance_suite!(super::Streamed<super::ListenTcp>);
-}
-mod connecting_unix {
-    crate::conformance_suite!(super::Streamed<super::ConnectUnix>);
-}
-mod connecting_tcp {
-    crate::conformance_suite!(super::Streamed<super::ConnectTcp>);
-}
-mod given {
-    crate::conformance_suite!(super::Streamed<super::Given>);
+mod conformance {
+    use super::*;
+
+    mod listening_unix {
+        crate::conformance_suite!(super::Streamed<super::ListenUnix>);
+    }
+    mod listening_tcp {
+        crate::conformance_suite!(super::Streamed<super::ListenTcp>);
+    }
+    mod connecting_unix {
+        crate::conformance_suite!(super::Streamed<super::ConnectUnix>);
+    }
+    mod connecting_tcp {
+        crate::conformance_suite!(super::Streamed<super::ConnectTcp>);
+    }
+    mod given {
+        crate::conformance_suite!(super::Streamed<super::Given>);
+    }
 }
 
 type Socketpair = Streamed<Given>;

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{RecvFlags, recv};
+use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::time::Timespec;
 use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
 use tombolo_shm::doorbell::Doorbell;
@@ -446,7 +446,7 @@ impl Source {
                     None
                 }
                 Source::Connect(path) => {
-                    if let Ok(stream) = UnixStream::connect(path) {
+                    if let Ok(stream) = connect_now(path) {
                         return Some(stream);
                     }
                     Some(RECONNECT)
@@ -463,6 +463,16 @@ impl Source {
             }
         }
     }
+}
+
+/// Connects without waiting for a listener whose backlog is full, which would keep the thread from ending.
+fn connect_now(path: &Path) -> io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    connect(&socket, &SocketAddrUnix::new(path)?)?;
+    let stream = UnixStream::from(socket);
+    stream.set_nonblocking(false)?;
+    Ok(stream)
 }
 
 /// Whether the socket at `path` has no listener any more.

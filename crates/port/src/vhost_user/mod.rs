@@ -409,12 +409,12 @@ impl Port for VhostUserPort {
         for (turn, (pair, ring)) in rings.enumerate() {
             let result = if open == 1 {
                 handled = which.len();
-                ring.transmit(memory, *framing, batch, which.iter().copied(), drops, &mut segments)
+                ring.transmit(memory, *framing, batch, which, drops, &mut segments)
             } else {
                 let here = |index: &u16| pair_of(&batch.frames()[usize::from(*index)], open) == turn;
                 let which: Vec<u16> = which.iter().copied().filter(here).collect();
                 handled += which.len();
-                ring.transmit(memory, *framing, batch, which.into_iter(), drops, &mut segments)
+                ring.transmit(memory, *framing, batch, &which, drops, &mut segments)
             };
             match result {
                 Ok(Sent { frames, bytes }) => {

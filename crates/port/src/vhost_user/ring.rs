@@ -139,7 +139,7 @@ impl Ring {
         memory: &'m GuestTable,
         framing: Framing,
         batch: &Batch<'_>,
-        which: impl ExactSizeIterator<Item = u16>,
+        which: &[u16],
         drops: &mut Drops,
         segments: &mut Segments<ForeignMut<'m>>,
     ) -> Result<Sent, RingError> {
@@ -147,28 +147,42 @@ impl Ring {
         let mut fill = Fill { queue: &mut self.queue, memory, segments, lens: &mut self.lens, at: 0, taken: 0 };
         fill.segments.clear();
         fill.lens.clear();
-        let mut left = which.len();
-        for index in which {
-            let frame = &batch.frames()[usize::from(index)];
-            let need = framing.header_bytes + frame.len();
+        fill.lens.reserve(which.len());
+        let frames = batch.frames();
+        let mut left = which;
+        while !left.is_empty() {
             if fill.at == fill.segments.len() {
-                fill.take(left.min(CHUNK))?;
+                fill.take(left.len().min(CHUNK))?;
             }
-            left -= 1;
-            let written = match fill.segments.get(fill.at) {
-                _ if frame.len() > framing.max_frame_bytes && frame.offload.segmentation.is_none() => {
-                    Err(Reason::TooLong)
+            // The usual case, in a loop of its own: each frame fits the next buffer.
+            let mut plain = 0;
+            for (index, (view, last)) in left.iter().zip(&fill.segments[fill.at..]) {
+                let frame = &frames[usize::from(*index)];
+                let need = framing.header_bytes + frame.len();
+                if !last || view.len() < need || frame.len() > framing.max_frame_bytes {
+                    break;
                 }
-                Some((view, true)) if view.len() >= need => {
-                    write_header(frame, framing, *view);
-                    batch.copy(frame, view.skip(framing.header_bytes));
-                    // No overflow: a frame has at most MAX_FRAME_BYTES.
-                    fill.lens.push(need as u32);
-                    fill.at += 1;
-                    Ok(())
-                }
-                Some(_) => fill.scatter(batch, frame, framing)?,
-                None => Err(Reason::NoBuffer),
+                write_header(frame, framing, *view);
+                batch.copy(frame, view.skip(framing.header_bytes));
+                // No overflow: a frame has at most MAX_FRAME_BYTES.
+                fill.lens.push(need as u32);
+                sent.bytes += frame.len() as u64;
+                plain += 1;
+            }
+            sent.frames += plain as u64;
+            fill.at += plain;
+            left = &left[plain..];
+            let Some(index) = left.first() else { break };
+            if plain != 0 && fill.at == fill.segments.len() {
+                continue;
+            }
+            let frame = &frames[usize::from(*index)];
+            let written = if frame.len() > framing.max_frame_bytes && frame.offload.segmentation.is_none() {
+                Err(Reason::TooLong)
+            } else if fill.at == fill.segments.len() {
+                Err(Reason::NoBuffer)
+            } else {
+                fill.scatter(batch, frame, framing)?
             };
             match written {
                 Ok(()) => {
@@ -177,11 +191,12 @@ impl Ring {
                 }
                 Err(Reason::NoBuffer) => {
                     // Nor will there be one for the frames behind it before the guest has run.
-                    drops.count(Reason::NoBuffer, left as u64 + 1);
+                    drops.count(Reason::NoBuffer, left.len() as u64);
                     break;
                 }
                 Err(reason) => drops.count(reason, 1),
             }
+            left = &left[1..];
         }
         fill.finish()?;
         Ok(sent)

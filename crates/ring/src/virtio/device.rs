@@ -226,8 +226,10 @@ impl DeviceQueue {
     ) -> Result<usize, RingError> {
         let areas = self.areas(memory)?;
         let count = self.look(&areas, max)?;
+        // Kept in a register: through `self` each turn would load what the one before has just stored.
+        let mut next = self.next_avail.0;
         for _ in 0..count {
-            let head = areas.avail_entry(self.next_avail.0 & (self.size - 1));
+            let head = areas.avail_entry(next & (self.size - 1));
             let descriptor = self.descriptor(areas.descriptors, head, head, self.size)?;
             let plain = descriptor.flags & (DESC_NEXT | DESC_INDIRECT | DESC_WRITE) == WRITE;
             if plain && descriptor.len != 0 && descriptor.len <= self.max_chain_bytes {
@@ -235,9 +237,10 @@ impl DeviceQueue {
             } else {
                 self.walk::<M, WRITE>(memory, &areas, head, descriptor, sink)?;
             }
-            self.held[usize::from(self.next_avail.0) % MAX_HELD] = head;
-            self.next_avail += 1;
+            self.held[usize::from(next) % MAX_HELD] = head;
+            next = next.wrapping_add(1);
         }
+        self.next_avail = Wrapping(next);
         Ok(count)
     }
 
@@ -378,14 +381,15 @@ impl DeviceQueue {
         lens: impl IntoIterator<Item = u32>,
     ) -> Result<usize, RingError> {
         let areas = self.areas(memory)?;
-        let mut count = 0;
+        let first = self.next_used.0;
+        let mut next = first;
         for len in lens.into_iter().take(self.held()) {
-            let head = self.held[usize::from(self.next_used.0) % MAX_HELD];
-            areas.set_used_entry(self.next_used.0 & (self.size - 1), head, len);
-            self.next_used += 1;
-            count += 1;
+            let head = self.held[usize::from(next) % MAX_HELD];
+            areas.set_used_entry(next & (self.size - 1), head, len);
+            next = next.wrapping_add(1);
         }
-        Ok(count)
+        self.next_used = Wrapping(next);
+        Ok(usize::from(next.wrapping_sub(first)))
     }
 
     /// Shows the driver what was completed. Returns whether there was anything new.
@@ -416,11 +420,13 @@ impl DeviceQueue {
             areas.set_used_entry(self.next_used.0 & (self.size - 1), head, 0);
             self.next_used = last + Wrapping(1);
         } else {
+            let mut next = self.next_used.0;
             for _ in 0..count {
-                let head = self.held[usize::from(self.next_used.0) % MAX_HELD];
-                areas.set_used_entry(self.next_used.0 & (self.size - 1), head, 0);
-                self.next_used += 1;
+                let head = self.held[usize::from(next) % MAX_HELD];
+                areas.set_used_entry(next & (self.size - 1), head, 0);
+                next = next.wrapping_add(1);
             }
+            self.next_used = Wrapping(next);
         }
         notify::publish(&areas.used_index(), self.next_used.0);
         self.published = self.next_used;

@@ -1,0 +1,141 @@
+"""Each party of a fabric killed in turn: passt, a cell's QEMU, the daemon at rest and while it starts. Whatever is killed, the page
+behind the forward comes back by itself or with the next `up`, and `down` leaves nothing."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+
+from lib import Fabric, Namespace, http_get, need_program, need_root, scratch, timeout, until
+
+FILE = """
+name = "{name}"
+[network.lan]
+subnet = "10.232.0.0/24"
+uplink = "{uplink}"
+[cell.web]
+app = "httpd"
+restart = "on-failure"
+[tap.{tap}]
+ip = "10.232.0.9"
+[[forward]]
+listen = "127.0.0.1:{port}"
+to = "web:80"
+"""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def page(port, netns=None, seconds=30):
+    """The cell's page through the forward, within the time."""
+    def look():
+        try:
+            return http_get("127.0.0.1", port=port, seconds=3, netns=netns).status == 200
+        except (OSError, ValueError):
+            return False
+    until("the page through the forward", look, seconds, every=0.2)
+
+
+def machines(name):
+    """Processes that run machines of this fabric, by their command lines."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                words = file.read().split(b"\0")
+        except OSError:
+            continue
+        if any(word.startswith(f"tombolo/{name}/".encode()) for word in words):
+            found.append(int(pid))
+    return found
+
+
+def children(pid, name):
+    """Children of a process that have that name."""
+    found = []
+    for child in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            with open(f"/proc/{child}/stat", encoding="utf-8", errors="replace") as file:
+                head, _, rest = file.read().rpartition(")")
+        except OSError:
+            continue
+        if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
+            found.append(int(child))
+    return found
+
+
+def nothing_left(name, tap, fabric):
+    assert not machines(name), "machines run on"
+    assert not os.path.exists(f"/sys/class/net/{tap}"), "the tap is there"
+    assert not (fabric.folder / "run" / name).exists(), list((fabric.folder / "run" / name).iterdir())
+
+
+@timeout(180)
+def test_each_party_killed_in_turn():
+    need_root()
+    need_program("passt")
+    name, tap, port = f"kill{os.getpid()}", f"tbk{os.getpid()}", free_port()
+    with scratch() as folder, Fabric(folder, FILE.format(name=name, tap=tap, port=port, uplink="user")) as fabric:
+        page(port)
+        [passt] = children(fabric.process.popen.pid, "passt")
+        os.kill(passt, signal.SIGKILL)
+        until("another passt", lambda: passt not in children(fabric.process.popen.pid, "passt"), 10)
+        page(port)
+
+        [machine] = machines(name)
+        os.kill(machine, signal.SIGKILL)
+        until("another machine", lambda: machines(name) not in ([], [machine]), 20)
+        page(port)
+        [web] = [m for m in fabric.status()["machines"] if m["name"] == "web"]
+        assert web["restarts"] == 1 and "signal 9" in web["last_end"], web
+
+        [machine] = machines(name)
+        fabric.kill()
+        until("the tap to go with the daemon", lambda: not os.path.exists(f"/sys/class/net/{tap}"), 10)
+        assert machines(name) == [machine], "the guest outlives the daemon"
+        fabric.start()
+        page(port)
+        assert machines(name) == [machine]
+        [web] = [m for m in fabric.status()["machines"] if m["name"] == "web"]
+        assert web["adopted"] and web["pid"] == machine, web
+
+        # The daemon dies while it starts, at several points.
+        fabric.kill()
+        for pause in (0.005, 0.02, 0.05, 0.1, 0.2):
+            with subprocess.Popen([*map(str, fabric.process.popen.args[:1]), "up", fabric.file], env=dict(os.environ, **fabric.env),
+                                  stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as daemon:
+                time.sleep(pause)  # the point in the start at which it dies, not a wait for anything
+                daemon.kill()
+        fabric.start()
+        page(port)
+        assert machines(name) == [machine]
+        fabric.cli("down", "--fabric", name)
+        nothing_left(name, tap, fabric)
+
+
+@timeout(180)
+def test_rules_of_a_killed_daemon_go_with_down():
+    """The kernel uplink, in a namespace: the table and ip_forward outlive a SIGKILL, and neither the next `up` nor `down` trips over them."""
+    need_root()
+    need_program("nft")
+    name, tap = f"rules{os.getpid()}", f"tbr{os.getpid()}"
+    with Namespace() as space, scratch() as folder:
+        space.run("ip", "link", "set", "lo", "up")
+        before = space.run("cat", "/proc/sys/net/ipv4/ip_forward").stdout
+        with Fabric(folder, FILE.format(name=name, tap=tap, port=8080, uplink="kernel"), netns=space) as fabric:
+            page(8080, space)
+            fabric.kill()
+            assert f"tombolo_{name}" in space.run("nft", "list", "tables").stdout
+            fabric.start()
+            page(8080, space)
+            fabric.kill()
+            fabric.cli("down", "--fabric", name)
+            assert space.run("nft", "list", "tables").stdout.strip() == ""
+            assert space.run("cat", "/proc/sys/net/ipv4/ip_forward").stdout == before
+            assert not machines(name)
+            assert not (folder / "run" / name).exists()
