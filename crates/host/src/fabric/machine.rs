@@ -162,14 +162,15 @@ impl Running {
             .spawn()
             .map_err(spawn)?;
         let pid = child.id();
-        let restarts = self.machines.get(&plan.name).map_or(0, |m| m.restarts);
+        // Of one that is started again it stays known how it ended.
+        let (restarts, ended) = self.machines.get(&plan.name).map_or((0, None), |m| (m.restarts, m.ended.clone()));
         let machine = RunningMachine {
             plan: plan.clone(),
             pid: Some(pid),
             child: Some(child),
             adopted: false,
             restarts,
-            ended: None,
+            ended,
             stopped: false,
             console,
             since: Instant::now(),
