@@ -292,13 +292,18 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
             // Ports below 1024 of passt's address stand for forwards; see switch::nat.
             let numbered = forwards.iter().zip(1..);
             let forwards = numbered.map(|(f, i)| (f.proto, f.listen, i, (f.ip, f.port))).collect();
-            (Some(port(Attachment::User(UserUplink { mac, router, forwards }))), None)
+            let user = Attachment::User(UserUplink { mac, router, forwards });
+            // The router's MAC is nobody else's, whatever a port without a guard sends.
+            (Some(PortPlan { guard: Some(mac), ..port(user) }), None)
         }
         (Uplink::Kernel, Some(router)) => {
             let device = kernel_device(&fabric.name, &n.name);
             let ip = Some((router, n.subnet.prefix));
             let tap = Attachment::Tap { device: device.clone(), adopt: false, netns: None, ip, mac: Some(mac) };
-            (Some(port(tap)), Some(KernelUplink { network: n.clone(), device, forwards }))
+            (
+                Some(PortPlan { guard: Some(mac), ..port(tap) }),
+                Some(KernelUplink { network: n.clone(), device, forwards }),
+            )
         }
         (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),
         _ => (None, None),
@@ -425,6 +430,8 @@ network = "ops"
         assert!(plan.machines[0].survives && !plan.machines[1].survives && !plan.machines[0].kvm);
         let Attachment::User(user) = &plan.ports[5].attachment else { panic!() };
         assert_eq!(user.router, Ipv4Addr::new(10, 87, 0, 2));
+        assert_eq!(plan.ports[5].guard, Some(user.mac), "the router's MAC is its own");
+        assert!(plan.ports[6].guard.is_some() && plan.ports[7].guard.is_none());
         let ip = web.nics[0].ip.unwrap();
         assert_eq!(user.forwards[0], (Proto::Tcp, "127.0.0.1:8080".parse().unwrap(), 1, (ip, 80)));
         assert_eq!(user.forwards[1].3, (Ipv4Addr::new(10, 87, 0, 3), 53));

@@ -252,9 +252,11 @@ impl Leases {
 
     /// Whether the port of `claim` has a dynamic address left in its quota, once what its MAC holds is given back.
     fn check_quota(&self, claim: &Claim, address: u32) -> Result<(), Refusal> {
-        let Some(port) = claim.port.filter(|_| claim.fixed != Some(Ipv4Addr::from_bits(address))) else {
-            return Ok(());
-        };
+        if claim.fixed == Some(Ipv4Addr::from_bits(address)) { Ok(()) } else { self.check_dynamic_quota(claim) }
+    }
+
+    fn check_dynamic_quota(&self, claim: &Claim) -> Result<(), Refusal> {
+        let Some(port) = claim.port else { return Ok(()) };
         let own = self.of_mac(claim.mac).is_some_and(|(_, lease)| lease.charged == Some(port));
         let held = self.charged.get(&port).copied().unwrap_or(0) - u32::from(own);
         if held < self.quota { Ok(()) } else { Err(Refusal::Quota) }
@@ -288,7 +290,11 @@ impl Leases {
                 let free = |a: &Ipv4Addr| self.check(claim, a.to_bits(), reserved).is_ok();
                 match held.filter(free).or(wants.filter(free)) {
                     Some(address) => address.to_bits(),
-                    None => self.search(claim, reserved).ok_or(Refusal::Exhausted)?,
+                    None => {
+                        // First, so that a client over its quota costs no search.
+                        self.check_dynamic_quota(claim)?;
+                        self.search(claim, reserved).ok_or(Refusal::Exhausted)?
+                    }
                 }
             }
         };

@@ -77,6 +77,8 @@ use std::sync::Arc;
 pub const QUEUE_FRAMES: usize = 1024;
 /// ICMP errors and TCP resets per second.
 const ERRORS_PER_SECOND: u32 = 50;
+/// Queries of one connection that are answered in one go.
+const STREAM_ROUNDS: usize = 8;
 /// The router's name in DNS, where no member has it.
 const ROUTER_NAME: &str = "router";
 
@@ -675,10 +677,13 @@ impl Gateway {
 
     /// Answers what TCP clients asked, and sends what the stack has to say.
     fn serve_streams(&mut self, now: Nanos) {
-        // Each round answers one query per connection at most, and a connection can hold a handful in its buffers.
-        loop {
+        // Each round answers one query per connection at most, and costs a poll of the stack. What is left after some
+        // rounds has its turn with the next frame or `poll`, so that one frame full of queries costs others little.
+        self.streams.unserved = true;
+        for _ in 0..STREAM_ROUNDS {
             let queries = self.streams.serve(now);
             if queries.is_empty() {
+                self.streams.unserved = false;
                 break;
             }
             for (stream, source, bytes) in queries {

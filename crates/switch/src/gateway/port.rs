@@ -17,6 +17,7 @@ use super::{
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, HEAD_BYTES, Offload};
+use crate::gateway::forward::MAX_OUTSTANDING;
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -210,6 +211,9 @@ impl GatewayPort {
         {
             let mut outbox = lock(&self.shared.outbox);
             outbox.queries.append(&mut queries);
+            // Nobody takes them: the oldest have run out long ago.
+            let excess = outbox.queries.len().saturating_sub(MAX_OUTSTANDING);
+            outbox.queries.drain(..excess);
             if let Some(leases) = leases {
                 outbox.leases = leases;
                 outbox.leases_changed = true;

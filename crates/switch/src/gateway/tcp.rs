@@ -26,6 +26,8 @@ pub(super) const STREAMS_PER_SOURCE: usize = 4;
 pub(super) const IDLE_SPAN: Nanos = Nanos::SECOND.times(10);
 /// Longest query that is read.
 pub(super) const MAX_QUERY_BYTES: usize = 4096;
+/// Bytes of a DNS header (RFC 1035 §4.1.1): what is shorter is no query, and who sends it no client.
+const MIN_QUERY_BYTES: usize = 12;
 const RECEIVE_BYTES: usize = 2048;
 const SEND_BYTES: usize = 8192;
 /// Packets that one poll of the stack may put out.
@@ -77,6 +79,8 @@ pub(super) struct Server {
     generation: u64,
     mac: Mac,
     frames: Vec<Vec<u8>>,
+    /// A caller stopped serving although there may be more queries.
+    pub(super) unserved: bool,
 }
 
 fn instant(now: Nanos) -> Instant {
@@ -110,7 +114,7 @@ impl Server {
             }
         });
         let connections = connections.collect();
-        Server { interface, wire, sockets, connections, generation: 0, mac, frames: Vec::new() }
+        Server { interface, wire, sockets, connections, generation: 0, mac, frames: Vec::new(), unserved: false }
     }
 
     /// Gives an IPv4 packet with TCP, whose checksum is known to be right, to the stack; `port` is the one that is served.
@@ -183,7 +187,7 @@ impl Server {
                 && let [high, low, ..] = connection.inbox[..]
             {
                 let length = usize::from(u16::from_be_bytes([high, low]));
-                if length > MAX_QUERY_BYTES {
+                if !(MIN_QUERY_BYTES..=MAX_QUERY_BYTES).contains(&length) {
                     socket.abort();
                 } else if connection.inbox.len() >= 2 + length {
                     let query = connection.inbox[2..2 + length].to_vec();
@@ -259,6 +263,9 @@ impl Server {
     pub(super) fn deadline(&mut self, now: Nanos) -> Option<Nanos> {
         let live = self.connections.iter().filter(|c| c.peer.is_some());
         let idle = live.map(|c| c.last.after(IDLE_SPAN)).min()?;
+        if self.unserved {
+            return Some(now);
+        }
         let stack = self.interface.poll_at(instant(now), &self.sockets);
         let stack = stack.map(|at| Nanos(at.total_micros().max(0) as u64 * 1000));
         Some(stack.map_or(idle, |at| at.min(idle)))

@@ -283,6 +283,11 @@ fn one_port_cannot_take_all_addresses() {
     }
     assert_eq!(world.count("dhcp_declines"), 4);
     assert!(world.discover(60, None).is_none());
+    // Not even looked for: the quota speaks before the search does.
+    let claim = Claim { mac: mac(60), port: Some(Token(1)), fixed: None };
+    let never = |_: Ipv4Addr| -> bool { panic!("an address was looked at") };
+    let now = world.now;
+    assert_eq!(world.gateway.leases.as_mut().unwrap().offer(&claim, None, &never, now), Err(Refusal::Quota));
     world.port = Some(Token(2));
     let moved = world.lease(70, None);
     // A client that comes back by another port counts against that one.

@@ -403,3 +403,65 @@ fn the_port_says_when_it_has_to_be_looked_at() {
     net.port.service(net.now).unwrap();
     assert!(!net.port.arm().unwrap());
 }
+
+#[test]
+fn a_stream_of_what_is_no_query_is_reset() {
+    let mut net = Net::new(config());
+    let mut client = Client::new(1, net.now);
+    client.set_address(Ipv4Cidr::new(ip(50), 24));
+    for (port, length) in [(5100, 0u16), (5101, 11), (5102, 4097)] {
+        let stream = net.connect(&mut client, port);
+        net.connected(&mut client, stream);
+        let bytes = [&length.to_be_bytes()[..], &[0; 1400]].concat();
+        client.sockets.get_mut::<tcp::Socket<'_>>(stream).send_slice(&bytes).unwrap();
+        net.until(&mut client, "a reset", |c| (!c.sockets.get::<tcp::Socket<'_>>(stream).is_open()).then_some(()));
+    }
+    assert_eq!(net.handle.counters().dns_malformed.get(), 0, "none was read as a query");
+}
+
+#[test]
+fn a_segment_full_of_queries_is_answered_over_some_turns() {
+    let mut net = Net::new(config());
+    let mut client = Client::new(1, net.now);
+    client.set_address(Ipv4Cidr::new(ip(50), 24));
+    let stream = net.connect(&mut client, 5200);
+    net.connected(&mut client, stream);
+    let many = framed(QUERY_GATEWAY).repeat(40);
+    client.sockets.get_mut::<tcp::Socket<'_>>(stream).send_slice(&many).unwrap();
+    let answered = |net: &Net| net.handle.counters().dns_local_answers.get();
+    let mut most = 0;
+    while answered(&net) < 40 {
+        let before = answered(&net);
+        // One frame in, one poll: twice the rounds of one go.
+        net.turn(&mut client);
+        most = most.max(answered(&net) - before);
+        net.now = net.now.after(Nanos::MILLI);
+        assert!(net.now < Nanos::SECOND.times(1005), "{} answered", answered(&net));
+    }
+    assert!((1..=2 * STREAM_ROUNDS as u64).contains(&most), "{most} in one turn");
+}
+
+#[test]
+fn queries_that_nobody_takes_do_not_pile_up() {
+    let mut net = Net::new(config());
+    let mut frames = 0;
+    for n in 0..2000u16 {
+        // Each runs out before the next, so the forwarder has room all the time.
+        net.now = net.now.after(Nanos::SECOND.times(5));
+        net.port.service(net.now).unwrap();
+        let mut query = QUERY_OUTSIDE.to_vec();
+        query[..2].copy_from_slice(&n.to_be_bytes());
+        let frame = packet::udp(&route(1, ip(50)), 6000, 53, &query);
+        let mut batch = Batch::default();
+        batch.push(frame[..].into(), Offload::NONE);
+        net.port.transmit(&batch, &[0], &mut net.drops).unwrap();
+        net.port.flush().unwrap();
+        frames += 1;
+        drop(batch);
+        let mut batch = Batch::default();
+        net.port.receive(64, &mut batch, &mut net.drops).unwrap();
+        drop(batch);
+        net.port.release().unwrap();
+    }
+    assert_eq!((frames, net.handle.take_queries().len()), (2000, 256));
+}
