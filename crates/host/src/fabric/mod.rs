@@ -2,7 +2,7 @@
 //!
 //! # Purpose
 //! [`Running::start`] makes everything that a fabric file says; [`Running::add`], [`Running::remove`], [`Running::run`]
-//! and [`Running::stop`] change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
+//! and stopping a machine change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
 //! path: worker threads run that, and this module speaks to them through their handles.
 //!
 //! # Invariants
