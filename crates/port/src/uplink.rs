@@ -35,8 +35,11 @@ pub struct NatPort {
     queue: VecDeque<Vec<u8>>,
     /// What the current turn's batch looks into.
     sending: Vec<Vec<u8>>,
-    /// Frames that waited too long for their guest, until the next turn counts them.
-    lost: u64,
+    /// Losses of frames of the router's own and of frames that waited too long, until the next turn counts them:
+    /// none of them is a frame that the switch handed over.
+    lost: Drops,
+    /// When the worker was told to come back.
+    promised: Option<Nanos>,
 }
 
 impl NatPort {
@@ -49,20 +52,32 @@ impl NatPort {
             now: Nanos(0),
             queue: VecDeque::new(),
             sending: Vec::new(),
-            lost: 0,
+            lost: Drops::default(),
+            promised: None,
         }
     }
 
-    fn answer(&mut self, frame: Vec<u8>, drops: &mut Drops) {
-        if self.queue.len() < QUEUE_FRAMES {
+    /// Leaves a frame for the switch; whether there was room.
+    fn answer(&mut self, frame: Vec<u8>) -> bool {
+        let room = self.queue.len() < QUEUE_FRAMES;
+        if room {
             self.queue.push_back(frame);
-        } else {
-            drops.count(Reason::GatewayFull, 1);
+        }
+        room
+    }
+
+    /// Leaves what the router has for the network by itself.
+    fn answer_own(&mut self) {
+        while let Some(frame) = self.nat.next_for_network() {
+            if !self.answer(frame) {
+                self.lost.count(Reason::GatewayFull, 1);
+            }
         }
     }
 
-    /// Gives frames to the uplink's port.
-    fn send_out(&mut self, frames: &[Vec<u8>], drops: &mut Drops) -> Result<(), Fault> {
+    /// Gives frames to the uplink's port; what it does not send is in `drops`.
+    fn send_out(&mut self, frames: &[Vec<u8>], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
         for chunk in frames.chunks(CHUNK) {
             if self.uplink.link() == Link::Down {
                 drops.count(Reason::LinkDown, chunk.len() as u64);
@@ -73,22 +88,62 @@ impl NatPort {
                 batch.push(Foreign::from(&frame[..]), Offload::NONE);
             }
             let all: Vec<u16> = (0..chunk.len() as u16).collect();
-            self.uplink.transmit(&batch, &all, drops)?;
+            let done = self.uplink.transmit(&batch, &all, drops)?;
+            sent.frames += done.frames;
+            sent.bytes += done.bytes;
         }
-        Ok(())
+        Ok(sent)
     }
 
-    /// The router's own questions for the uplink.
-    fn ask_out(&mut self, drops: &mut Drops) -> Result<(), Fault> {
+    /// The router's own questions for the uplink. One that is lost is asked again with a frame that needs the answer.
+    fn ask_out(&mut self) -> Result<(), Fault> {
         if self.uplink.link() == Link::Down {
             return Ok(());
         }
         let own: Vec<_> = std::iter::from_fn(|| self.nat.next_for_uplink()).collect();
         if !own.is_empty() {
-            self.send_out(&own, drops)?;
+            let mut lost = Drops::default();
+            let sent = self.send_out(&own, &mut lost);
+            lost.drain(|reason, n| self.lost.count(reason, n));
+            sent?;
             self.uplink.flush()?;
         }
         Ok(())
+    }
+
+    /// Translates what the uplink has, up to `budget` frames, into `sending`; returns how many it took.
+    fn take_in(&mut self, budget: usize, drops: &mut Drops) -> Result<usize, Fault> {
+        let mut inner = Batch::with_capacity(budget);
+        let result = self.uplink.receive(budget, &mut inner, drops);
+        let copy = |frame| {
+            let mut bytes = Vec::new();
+            inner.append_to(frame, &mut bytes);
+            bytes
+        };
+        let taken: Vec<_> = inner.frames().iter().map(copy).collect();
+        drop(inner);
+        let released = self.uplink.release();
+        let mut back = Vec::new();
+        for mut frame in taken {
+            match self.nat.inbound(self.now, &mut frame) {
+                Verdict::Pass => self.sending.push(frame),
+                Verdict::Reply => back.push(frame),
+                Verdict::Taken => {}
+                Verdict::Drop(reason) => drops.count(reason, 1),
+            }
+        }
+        let used = result?;
+        released?;
+        if !back.is_empty() {
+            self.send_out(&back, drops)?;
+            self.uplink.flush()?;
+        }
+        Ok(used)
+    }
+
+    /// Whether the router has to be looked after before the worker was told to come back.
+    fn is_early(&self) -> bool {
+        self.nat.deadline().is_some_and(|due| self.promised.is_none_or(|promised| due < promised))
     }
 }
 
@@ -114,58 +169,28 @@ impl Port for NatPort {
             self.nat.uplink_restarted();
         }
         let (lost, again) = self.nat.poll(now);
-        self.lost += lost;
-        while let Some(frame) = self.nat.next_for_network() {
-            self.answer(frame, &mut Drops::default());
-        }
-        // Questions that are lost are asked again with the next frame that needs the answer.
-        self.ask_out(&mut Drops::default())?;
-        Ok(match (next, again) {
+        self.lost.count(Reason::NoDestination, lost);
+        self.answer_own();
+        self.ask_out()?;
+        self.promised = match (next, again) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
-        })
+        };
+        Ok(self.promised)
     }
 
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        drops.count(Reason::NoDestination, std::mem::take(&mut self.lost));
+        self.lost.drain(|reason, n| drops.count(reason, n));
         self.sending.clear();
         let own = self.queue.len().min(budget);
         self.sending.extend(self.queue.drain(..own));
-        let mut taken = Vec::new();
-        let mut result = Ok(0);
-        if own < budget {
-            let mut inner = Batch::with_capacity(budget - own);
-            result = self.uplink.receive(budget - own, &mut inner, drops);
-            taken.extend(inner.frames().iter().map(|frame| {
-                let mut bytes = Vec::with_capacity(frame.len());
-                inner.append_to(frame, &mut bytes);
-                bytes
-            }));
-            drop(inner);
-            self.uplink.release()?;
-        }
-        let mut back = Vec::new();
-        for mut frame in taken {
-            match self.nat.inbound(self.now, &mut frame) {
-                Verdict::Pass => self.sending.push(frame),
-                Verdict::Reply => back.push(frame),
-                Verdict::Taken => {}
-                Verdict::Drop(reason) => drops.count(reason, 1),
-            }
-        }
-        self.send_out(&back, drops)?;
-        if !back.is_empty() {
-            self.uplink.flush()?;
-        }
-        while let Some(frame) = self.nat.next_for_network() {
-            self.answer(frame, drops);
-        }
-        // A fault of the uplink shows with the next call; what came before it is delivered.
-        let used = own + result?;
+        let result = if own < budget { self.take_in(budget - own, drops) } else { Ok(0) };
+        self.answer_own();
+        // What came before a fault of the uplink is delivered.
         for frame in &self.sending {
             batch.push(Foreign::from(&frame[..]), Offload::NONE);
         }
-        Ok(used)
+        Ok(own + result?)
     }
 
     fn release(&mut self) -> Result<(), Fault> {
@@ -181,10 +206,16 @@ impl Port for NatPort {
             let mut bytes = Vec::with_capacity(frame.len());
             batch.append_to(frame, &mut bytes);
             let len = bytes.len() as u64;
-            match self.nat.outbound(self.now, &mut bytes) {
-                Verdict::Pass => out.push(bytes),
-                Verdict::Reply => self.answer(bytes, drops),
-                Verdict::Taken => {}
+            match self.nat.outbound(self.now, batch.ingress(), &mut bytes) {
+                Verdict::Pass => {
+                    out.push(bytes);
+                    continue;
+                }
+                Verdict::Reply if !self.answer(bytes) => {
+                    drops.count(Reason::GatewayFull, 1);
+                    continue;
+                }
+                Verdict::Reply | Verdict::Taken => {}
                 Verdict::Drop(reason) => {
                     drops.count(reason, 1);
                     continue;
@@ -193,15 +224,12 @@ impl Port for NatPort {
             sent.frames += 1;
             sent.bytes += len;
         }
-        while let Some(frame) = self.nat.next_for_network() {
-            self.answer(frame, drops);
-        }
-        // Frames that the uplink's port loses were not taken.
-        let mut lost = Drops::default();
-        self.send_out(&out, &mut lost)?;
-        sent.frames = sent.frames.saturating_sub(lost.total());
-        lost.drain(|reason, n| drops.count(reason, n));
-        self.ask_out(drops)?;
+        self.answer_own();
+        // What the uplink's port loses was not sent.
+        let done = self.send_out(&out, drops)?;
+        sent.frames += done.frames;
+        sent.bytes += done.bytes;
+        self.ask_out()?;
         Ok(sent)
     }
 
@@ -210,11 +238,11 @@ impl Port for NatPort {
     }
 
     fn answers(&self) -> bool {
-        !self.queue.is_empty()
+        !self.queue.is_empty() || self.is_early()
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        Ok(self.uplink.arm()? || !self.queue.is_empty())
+        Ok(self.uplink.arm()? || self.answers())
     }
 
     fn disarm(&mut self) {
@@ -232,5 +260,187 @@ impl Port for NatPort {
         let mut out = vec![("flows", self.nat.flows().to_string()), ("over", self.uplink.kind().to_string())];
         out.extend(self.uplink.details());
         out
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::pair::{PairConfig, PairPeer, pair};
+    use crate::reactor::Reactor;
+    use std::net::Ipv4Addr;
+    use tombolo_switch::nat::{Forward, Protocol};
+    use tombolo_switch::wait::Token;
+
+    const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
+    const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
+    const PASST: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
+
+    /// A router whose uplink is a pair, and the pair's other end; `Reactor` outlives both.
+    fn world(capacity: usize) -> (Reactor, NatPort, PairPeer) {
+        let reactor = Reactor::new().unwrap();
+        let caps = Caps::plain(1500);
+        let (inner, passt) = pair(PairConfig { capacity, caps }, reactor.registration(Token(1))).unwrap();
+        let config = Config {
+            mac: ROUTER,
+            router: Ipv4Addr::new(10, 9, 0, 2),
+            subnet: Ipv4Addr::new(10, 9, 0, 0),
+            prefix: 24,
+            outside: Ipv4Addr::new(192, 0, 0, 2),
+            peer: Ipv4Addr::new(192, 0, 0, 1),
+            forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (Ipv4Addr::new(10, 9, 0, 9), 80) }],
+        };
+        (reactor, NatPort::new(config, Box::new(inner), 1500), passt)
+    }
+
+    fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
+        let head: &[u8] = &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2];
+        [&ROUTER[..], &from, head, &from, &ip, &ROUTER, &[10, 9, 0, 2]].concat()
+    }
+
+    /// An IPv4 frame; the NAT looks at no sum.
+    fn ipv4(from_mac: [u8; 6], protocol: u8, from: [u8; 4], to: [u8; 4], body: &[u8]) -> Vec<u8> {
+        let total = 20 + body.len() as u8;
+        let header: &[u8] = &[0x45, 0, 0, total, 0, 1, 0, 0, 64, protocol, 0, 0];
+        [&ROUTER[..], &from_mac, &[8, 0], header, &from, &to, body].concat()
+    }
+
+    fn datagram(port: u8) -> Vec<u8> {
+        ipv4(GUEST, 17, [10, 9, 0, 9], [198, 51, 100, 7], &[40, port, 0, 53, 0, 8, 0, 0])
+    }
+
+    fn syn() -> Vec<u8> {
+        let body = [0x9c, 0x40, 0, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0x50, 2, 0, 0, 0, 0, 0, 0];
+        ipv4(PASST, 6, [192, 0, 0, 1], [192, 0, 0, 2], &body)
+    }
+
+    fn give(port: &mut NatPort, frames: &[Vec<u8>]) -> (Sent, Drops) {
+        let mut batch = Batch::with_capacity(frames.len());
+        batch.set_ingress(Token(7));
+        for frame in frames {
+            batch.push(Foreign::from(&frame[..]), Offload::NONE);
+        }
+        let all: Vec<u16> = (0..frames.len() as u16).collect();
+        let mut drops = Drops::default();
+        let sent = port.transmit(&batch, &all, &mut drops).unwrap();
+        port.flush().unwrap();
+        (sent, drops)
+    }
+
+    fn take(port: &mut NatPort, budget: usize) -> (Vec<Vec<u8>>, Drops) {
+        let (mut batch, mut drops) = (Batch::with_capacity(budget), Drops::default());
+        port.receive(budget, &mut batch, &mut drops).unwrap();
+        let copy = |frame| {
+            let mut bytes = Vec::new();
+            batch.append_to(frame, &mut bytes);
+            bytes
+        };
+        let frames = batch.frames().iter().map(copy).collect();
+        drop(batch);
+        port.release().unwrap();
+        (frames, drops)
+    }
+
+    /// The uplink has said where it is.
+    fn introduced(capacity: usize) -> (Reactor, NatPort, PairPeer) {
+        let (reactor, mut port, passt) = world(capacity);
+        port.service(Nanos::SECOND).unwrap();
+        let question = passt.receive().expect("it asks for the uplink");
+        assert_eq!(question.bytes[12..14], [8, 6]);
+        passt.send(&arp_answer(PASST, [192, 0, 0, 1]), Offload::NONE).unwrap();
+        assert!(take(&mut port, 8).0.is_empty());
+        (reactor, port, passt)
+    }
+
+    #[test]
+    fn every_frame_is_sent_or_dropped_though_queues_are_full() {
+        let (_reactor, mut port, passt) = introduced(16);
+        let mut echo = ipv4(GUEST, 1, [10, 9, 0, 9], [10, 9, 0, 2], &[8, 0, 0, 0, 0, 1, 0, 1]);
+        echo[24..26].fill(0);
+        // More pings at the router than its queue holds, with nobody who takes the answers.
+        for _ in 0..(QUEUE_FRAMES / 64 + 3) {
+            let (sent, drops) = give(&mut port, &vec![echo.clone(); 64]);
+            assert_eq!(sent.frames + drops.total(), 64);
+        }
+        assert_eq!(port.queue.len(), QUEUE_FRAMES);
+        // A frame of the router's own that finds no room is no loss of a frame that was handed over.
+        passt.send(&syn(), Offload::NONE).unwrap();
+        while !take(&mut port, 64).0.is_empty() {}
+        // More than the uplink takes.
+        let frames: Vec<_> = (0..40).map(datagram).collect();
+        let (sent, drops) = give(&mut port, &frames);
+        assert_eq!((sent.frames, sent.bytes), (16, 16 * 42));
+        assert_eq!(drops.total(), 24);
+        assert_eq!(std::iter::from_fn(|| passt.receive()).count(), 16);
+    }
+
+    #[test]
+    fn own_frames_that_find_no_room_are_counted_apart() {
+        let (_reactor, mut port, _passt) = introduced(16);
+        for n in 0..QUEUE_FRAMES {
+            assert!(port.answer(vec![n as u8; 60]));
+        }
+        // Its address is claimed by two, so the holder is asked: a frame of the router's own.
+        let claims = [arp_answer(GUEST, [10, 9, 0, 9]), arp_answer(PASST, [10, 9, 0, 9])];
+        let (sent, drops) = give(&mut port, &claims);
+        assert_eq!((sent.frames, drops.total()), (2, 0));
+        let (frames, drops) = take(&mut port, 8);
+        assert_eq!((frames.len(), drops.of(Reason::GatewayFull)), (8, 1));
+    }
+
+    #[test]
+    fn a_guest_that_boots_late_gets_the_first_segment_though_nothing_else_happens() {
+        let (_reactor, mut port, passt) = introduced(16);
+        assert_eq!(port.service(Nanos::SECOND).unwrap(), None);
+        passt.send(&syn(), Offload::NONE).unwrap();
+        let (frames, drops) = take(&mut port, 8);
+        assert_eq!((frames.len(), drops.total()), (0, 0));
+        // The worker was promised that nothing is due; the port does not let it sleep on that.
+        while !port.queue.is_empty() {
+            take(&mut port, 8);
+        }
+        assert!(port.arm().unwrap());
+        let mut now = Nanos::SECOND;
+        let delivered = loop {
+            // What the worker does: service when it is due, and nothing in between.
+            let next = port.service(now).unwrap();
+            let (frames, _) = take(&mut port, 8);
+            if let Some(frame) = frames.iter().find(|f| f[12..14] == [8, 0]) {
+                break frame.clone();
+            }
+            assert!(!port.arm().unwrap(), "it sleeps in between");
+            if now >= Nanos::SECOND.times(4) {
+                give(&mut port, &[arp_answer(GUEST, [10, 9, 0, 9])]);
+                continue;
+            }
+            now = next.expect("a time to ask again");
+        };
+        assert_eq!(
+            (&delivered[0..6], &delivered[30..34], &delivered[36..38]),
+            (&GUEST[..], &[10, 9, 0, 9][..], &[0, 80][..])
+        );
+    }
+
+    #[test]
+    fn a_fault_of_the_uplink_takes_no_frame_along_that_came_before_it() {
+        let (_reactor, mut port, passt) = introduced(16);
+        port.answer(vec![1; 60]);
+        drop(passt);
+        let (mut batch, mut drops) = (Batch::with_capacity(8), Drops::default());
+        // Whether this call or the next shows the fault, the frame is in the batch.
+        let _ = port.receive(8, &mut batch, &mut drops);
+        assert_eq!((batch.len(), drops.total()), (1, 0));
+    }
+
+    #[test]
+    fn without_an_uplink_nothing_piles_up() {
+        let (_reactor, mut port, passt) = world(16);
+        drop(passt);
+        port.service(Nanos::SECOND).unwrap();
+        for _ in 0..100 {
+            let (sent, drops) = give(&mut port, &vec![datagram(1); 64]);
+            assert_eq!((sent.frames, drops.of(Reason::LinkDown)), (0, 64));
+        }
+        assert!(std::iter::from_fn(|| port.nat.next_for_uplink()).count() <= 1);
     }
 }

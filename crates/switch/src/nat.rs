@@ -14,14 +14,20 @@
 //! answers ARP and echo for it, and forwards what is sent to its MAC.
 //! - A guest's (protocol, address, port) gets one port of the uplink's address, for all its peers (RFC 4787:
 //!   endpoint-independent mapping). Ports are taken from 1024 on; lower ones belong to forwards.
+//! - A mapping belongs to the MAC that made it: two guests that claim one address do not meet, and answers go to the
+//!   MAC that asked, whatever ARP says meanwhile.
 //! - A forward is a rule (protocol, low port → guest address, port). A connection that comes through one is remembered
-//!   with its peer, so that the answers leave with the forward's port.
+//!   with its peer, so that the answers leave with the forward's port. Only the guests that forwards name are looked
+//!   for by ARP; who says that such an address has moved is believed once its holder does not answer for it.
+//! - The uplink sends the first segment of a connection once and never again (passt of 2023), so it is kept and
+//!   repeated until the guest answers: one that boots answers ARP before anything listens to it.
 //! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
 //!
 //! # Limits
-//! [`FLOWS_PER_STATION`] mappings a guest (by MAC, which the port's guard vouches for: a guest cannot spend its
-//! neighbours' share by inventing IP addresses), [`NEIGHBOURS`] remembered guests, [`WAITING`] frames that wait for
-//! an ARP answer. Beyond them frames are dropped with a reason; an idle mapping goes after its protocol's time.
+//! [`FLOWS_PER_SOURCE`] mappings a port of the switch (a guest cannot spend its neighbours' share by inventing
+//! addresses); at that limit its own oldest half-open or closing connection, or silent datagram flow, goes first.
+//! [`HELD`] frames of at most [`HELD_BYTES`] wait for a guest, [`HELD_DATAGRAMS`] datagrams among them for each.
+//! Beyond them frames are dropped with a reason; an idle mapping goes after its time.
 //!
 //! Time comes in as [`Nanos`]; one thread calls.
 
@@ -31,32 +37,50 @@ use std::net::Ipv4Addr;
 use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
+use crate::wait::Token;
 
-/// Mappings that one guest may hold.
-pub const FLOWS_PER_STATION: usize = 4096;
-/// Guests whose MAC is remembered.
-pub const NEIGHBOURS: usize = 1024;
-/// Frames that wait for an ARP answer.
-pub const WAITING: usize = 64;
-/// How often a guest that does not answer is asked again, and for how long: passt gives a connection up after 10 s and
-/// never repeats its first segment, so that segment must not be lost while a guest boots.
-const ASK_NS: Nanos = Nanos(500_000_000);
-const ASK_FOR_NS: Nanos = Nanos(10 * 1_000_000_000);
+/// Mappings that one port of the switch may hold.
+pub const FLOWS_PER_SOURCE: usize = 4096;
+/// Frames that are kept for guests.
+pub const HELD: usize = 64;
+/// Longest frame that is kept.
+pub const HELD_BYTES: usize = 2048;
+/// Datagrams that are kept for one guest.
+pub const HELD_DATAGRAMS: usize = 16;
+/// How often a guest is asked for, and a first segment repeated; and for how long.
+const REPEAT_NS: Nanos = Nanos(500_000_000);
+const HOLD_NS: Nanos = Nanos(20 * 1_000_000_000);
+/// How long the holder of an address has to answer for it when somebody else claims it; it is asked three times.
+const RIVAL_NS: Nanos = Nanos(1_500_000_000);
+/// The uplink's own address is asked for at most this often.
+const ASK_PEER_NS: Nanos = Nanos(1_000_000_000);
 /// First uplink port of guests' mappings; lower ones are for forwards.
 pub const FIRST_PORT: u16 = 1024;
 
-// Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min otherwise), RFC 4787 REQ-5 for UDP, RFC 5508
-// REQ-2 for echo.
+// Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min half-open and half-closed), RFC 4787 REQ-5 for
+// UDP, RFC 5508 REQ-2 for echo. Both ends have said that they are done: twice Linux' segment lifetime (60 s). A reset
+// ends a connection at once; its port rests a little.
 const TCP_NS: Nanos = Nanos(7_440 * 1_000_000_000);
-const TCP_CLOSING_NS: Nanos = Nanos(240 * 1_000_000_000);
+const TCP_HALF_NS: Nanos = Nanos(240 * 1_000_000_000);
+const TCP_CLOSED_NS: Nanos = Nanos(60 * 1_000_000_000);
+const TCP_RESET_NS: Nanos = Nanos(10 * 1_000_000_000);
 const UDP_NS: Nanos = Nanos(300 * 1_000_000_000);
 const ECHO_NS: Nanos = Nanos(60 * 1_000_000_000);
+/// A datagram flow that was silent for so long may give way to a new one of its source.
+const SILENT_NS: Nanos = Nanos(30 * 1_000_000_000);
+/// Candidates that are looked at for that, per new flow.
+const TRIES: usize = 16;
 /// How often idle mappings are looked for.
 const SWEEP_NS: Nanos = Nanos(10 * 1_000_000_000);
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_ARP: u16 = 0x0806;
 const BROADCAST: Mac = [0xff; 6];
+// TCP flags: RFC 9293 §3.1.
+const FIN: u8 = 0x01;
+const SYN: u8 = 0x02;
+const RST: u8 = 0x04;
+const ACK: u8 = 0x10;
 
 /// A transport that is translated.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -76,14 +100,6 @@ impl Protocol {
             6 => Some(Protocol::Tcp),
             17 => Some(Protocol::Udp),
             _ => None,
-        }
-    }
-
-    fn idle(self) -> Nanos {
-        match self {
-            Protocol::Tcp => TCP_NS,
-            Protocol::Udp => UDP_NS,
-            Protocol::Echo => ECHO_NS,
         }
     }
 }
@@ -134,19 +150,150 @@ pub enum Verdict {
 /// A guest's end of a mapping.
 type Inside = (Protocol, Ipv4Addr, u16);
 
+/// Who a mapping is charged to: a port of the switch, or a MAC address where the port is not known.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+enum Source {
+    Port(Token),
+    Mac(Mac),
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Way {
+    Out,
+    In,
+}
+
+/// How far a connection has come, as its segments say, and how long it may be idle.
+#[derive(Clone, Copy, Debug)]
+struct State {
+    protocol: Protocol,
+    last: Nanos,
+    /// Something came the other way than the first frame.
+    answered: bool,
+    first: Way,
+    /// FIN seen: out, in.
+    done: [bool; 2],
+    reset: bool,
+}
+
+impl State {
+    fn new(now: Nanos, first: Way, t: &Transport, frame: &[u8]) -> State {
+        let mut state =
+            State { protocol: t.protocol, last: now, answered: false, first, done: [false; 2], reset: false };
+        state.note(now, first, t, frame);
+        state
+    }
+
+    fn note(&mut self, now: Nanos, way: Way, t: &Transport, frame: &[u8]) {
+        self.last = now;
+        if self.protocol != Protocol::Tcp {
+            self.answered |= way != self.first;
+            return;
+        }
+        let (flags, data) = t.flags(frame);
+        let over = self.reset || self.done == [true; 2];
+        if flags & RST != 0 {
+            self.reset = true;
+        } else if flags & (SYN | ACK) == SYN {
+            *self = State { answered: false, first: way, done: [false; 2], reset: false, ..*self };
+        } else if over && data {
+            // A guest's port serves all its peers: another connection of it is alive.
+            (self.done, self.reset, self.answered) = ([false; 2], false, true);
+        } else {
+            self.answered |= way != self.first;
+            self.done[way as usize] |= flags & FIN != 0;
+        }
+    }
+
+    fn idle(&self) -> Nanos {
+        match self.protocol {
+            Protocol::Udp => UDP_NS,
+            Protocol::Echo => ECHO_NS,
+            Protocol::Tcp if self.reset => TCP_RESET_NS,
+            Protocol::Tcp if self.done == [true; 2] => TCP_CLOSED_NS,
+            Protocol::Tcp if !self.answered || self.done != [false; 2] => TCP_HALF_NS,
+            Protocol::Tcp => TCP_NS,
+        }
+    }
+
+    fn is_over(&self, now: Nanos) -> bool {
+        now.since(self.last) >= self.idle()
+    }
+
+    /// Whether it may have to give way to a new flow of its source; for datagrams, at some time.
+    fn may_yield(&self) -> bool {
+        self.protocol != Protocol::Tcp || self.idle().0 < TCP_NS.0
+    }
+}
+
 #[derive(Debug)]
 struct Flow {
     inside: Inside,
     station: Mac,
-    last: Nanos,
-    idle: Nanos,
+    source: Source,
+    state: State,
+    /// It stands in its source's queue.
+    queued: bool,
+    id: u64,
 }
 
-/// A frame for a guest whose MAC is asked for.
+/// What one source holds.
+#[derive(Debug, Default)]
+struct Share {
+    held: usize,
+    /// Mappings that may have to give way, oldest first, with the mapping's number; each at most once, dead ones
+    /// among them.
+    yielding: VecDeque<(Protocol, u16, u64)>,
+}
+
+/// Which uplink ports are taken.
 #[derive(Debug)]
-struct Waiting {
-    guest: Ipv4Addr,
+struct Taken(Vec<u64>);
+
+impl Taken {
+    fn new() -> Taken {
+        let mut words = vec![0; 1024];
+        // The forwards' ports are never given.
+        words[..usize::from(FIRST_PORT) / 64].fill(u64::MAX);
+        Taken(words)
+    }
+
+    fn set(&mut self, port: u16, taken: bool) {
+        let (word, bit) = (&mut self.0[usize::from(port) / 64], 1 << (port % 64));
+        *word = if taken { *word | bit } else { *word & !bit };
+    }
+
+    /// The first free port from `start` on, the lowest ones after the highest.
+    fn free_from(&self, start: u16) -> Option<u16> {
+        let first = usize::from(start) / 64;
+        let below = (1u64 << (start % 64)) - 1;
+        let words = (first..1024).chain(0..=first);
+        words.enumerate().find_map(|(i, word)| {
+            let taken = if i == 0 { self.0[word] | below } else { self.0[word] };
+            (taken != u64::MAX).then(|| (word * 64) as u16 + taken.trailing_ones() as u16)
+        })
+    }
+}
+
+/// A guest that a forward names.
+#[derive(Debug)]
+struct Neighbour {
+    mac: Mac,
+    /// Who else claims its address, since when.
+    rival: Option<(Mac, Nanos)>,
+}
+
+/// A connection through a forward: the guest's end, and the peer's.
+type Forwarded = (Inside, Ipv4Addr, u16);
+
+/// A frame for a guest that has not been heard of, or a first segment that it has not answered.
+#[derive(Debug)]
+struct Held {
+    key: Forwarded,
     since: Nanos,
+    /// It is kept until it is answered, not only until it can be sent.
+    is_first: bool,
+    sent: bool,
     frame: Vec<u8>,
 }
 
@@ -156,21 +303,25 @@ pub struct Nat {
     config: Config,
     /// Uplink port → mapping.
     flows: HashMap<(Protocol, u16), Flow>,
-    /// Guest's end → uplink port.
-    ports: HashMap<Inside, u16>,
-    /// Connections that came through a forward: guest's end and peer → (forward's port, last use, idle time).
-    forwarded: HashMap<(Inside, Ipv4Addr, u16), (u16, Nanos, Nanos)>,
-    per_station: HashMap<Mac, usize>,
-    neighbours: HashMap<Ipv4Addr, Mac>,
-    /// Order in which neighbours came, for forgetting the oldest.
-    neighbour_order: VecDeque<Ipv4Addr>,
-    waiting: VecDeque<Waiting>,
-    next_ask: Nanos,
+    /// Guest's end and MAC → uplink port.
+    ports: HashMap<(Inside, Mac), u16>,
+    /// Ports of TCP, UDP, echo that are taken.
+    taken: [Taken; 3],
+    shares: HashMap<Source, Share>,
+    next_id: u64,
+    /// Connections that came through a forward → forward's port.
+    forwarded: HashMap<Forwarded, (u16, State)>,
+    neighbours: HashMap<Ipv4Addr, Neighbour>,
+    held: VecDeque<Held>,
+    /// Held frames that were given up since the last poll.
+    lost: u64,
+    next_repeat: Nanos,
     /// Frames of the router's own for the network: ARP questions, and what waited for their answers.
     to_network: VecDeque<Vec<u8>>,
     /// Frames of the router's own for the uplink: ARP questions.
     to_uplink: VecDeque<Vec<u8>>,
     peer_mac: Option<Mac>,
+    peer_asked: Option<Nanos>,
     next_port: u16,
     next_sweep: Nanos,
 }
@@ -182,19 +333,22 @@ impl Nat {
             config,
             flows: HashMap::new(),
             ports: HashMap::new(),
+            taken: std::array::from_fn(|_| Taken::new()),
+            shares: HashMap::new(),
+            next_id: 0,
             forwarded: HashMap::new(),
-            per_station: HashMap::new(),
             neighbours: HashMap::new(),
-            neighbour_order: VecDeque::new(),
-            waiting: VecDeque::new(),
-            next_ask: Nanos(0),
+            held: VecDeque::new(),
+            lost: 0,
+            next_repeat: Nanos(0),
             to_network: VecDeque::new(),
             to_uplink: VecDeque::new(),
             peer_mac: None,
+            peer_asked: None,
             next_port: FIRST_PORT,
             next_sweep: Nanos(0),
         };
-        nat.ask_peer();
+        nat.ask_peer(None);
         nat
     }
 
@@ -222,14 +376,22 @@ impl Nat {
     pub fn uplink_restarted(&mut self) {
         self.flows.clear();
         self.ports.clear();
+        self.taken = std::array::from_fn(|_| Taken::new());
+        self.shares.clear();
         self.forwarded.clear();
-        self.per_station.clear();
+        self.lost += self.held.drain(..).filter(|held| !held.sent).count() as u64;
         self.peer_mac = None;
         self.to_uplink.clear();
-        self.ask_peer();
+        self.ask_peer(None);
     }
 
-    fn ask_peer(&mut self) {
+    /// Asks for the uplink's MAC; with an instant only if that was not done just before.
+    fn ask_peer(&mut self, now: Option<Nanos>) {
+        let recent = now.zip(self.peer_asked).is_some_and(|(now, asked)| now.since(asked) < ASK_PEER_NS);
+        if recent || !self.to_uplink.is_empty() {
+            return;
+        }
+        self.peer_asked = now;
         let question = arp(1, self.config.mac, self.config.outside, [0; 6], self.config.peer, BROADCAST);
         self.to_uplink.push_back(question);
     }
@@ -239,48 +401,77 @@ impl Nat {
         u32::from(ip) & mask == u32::from(self.config.subnet) & mask
     }
 
-    fn learn(&mut self, ip: Ipv4Addr, mac: Mac) {
-        if !self.in_subnet(ip) || ip == self.config.router || mac[0] & 1 == 1 {
+    /// `mac` sent something as `ip`, which counts only where a forward leads there.
+    fn learn(&mut self, now: Nanos, ip: Ipv4Addr, mac: Mac) {
+        if mac[0] & 1 == 1 || !self.config.forwards.iter().any(|f| f.to.0 == ip) {
             return;
         }
-        if self.neighbours.insert(ip, mac).is_none() {
-            self.neighbour_order.push_back(ip);
-            if self.neighbour_order.len() > NEIGHBOURS
-                && let Some(oldest) = self.neighbour_order.pop_front()
-            {
-                self.neighbours.remove(&oldest);
+        match self.neighbours.get_mut(&ip) {
+            None => {
+                self.neighbours.insert(ip, Neighbour { mac, rival: None });
+                self.send_held(now, ip);
             }
-        }
-        if self.waiting.iter().any(|w| w.guest == ip) {
-            for mut waiting in std::mem::take(&mut self.waiting) {
-                if waiting.guest == ip {
-                    waiting.frame[0..6].copy_from_slice(&mac);
-                    self.to_network.push_back(waiting.frame);
-                } else {
-                    self.waiting.push_back(waiting);
-                }
+            // Its holder is there; who else claimed it did so wrongly.
+            Some(known) if known.mac == mac => known.rival = None,
+            // A rival that repeats itself gains no time, and a second one has to wait for the first one's end.
+            Some(known) if known.rival.is_some() => {}
+            Some(known) => {
+                let holder = known.mac;
+                self.repeat_at(now.after(REPEAT_NS));
+                self.neighbours.insert(ip, Neighbour { mac: holder, rival: Some((mac, now)) });
+                self.ask(ip, holder);
             }
         }
     }
 
-    /// A frame from the network.
-    pub fn outbound(&mut self, now: Nanos, frame: &mut [u8]) -> Verdict {
+    fn repeat_at(&mut self, at: Nanos) {
+        // Called before what it is for is written down.
+        self.next_repeat = self.deadline().map_or(at, |due| due.min(at));
+    }
+
+    /// Sends what is held for `guest`, whose MAC is known; keeps first segments.
+    fn send_held(&mut self, now: Nanos, guest: Ipv4Addr) {
+        let Some(mac) = self.neighbours.get(&guest).map(|n| n.mac) else { return };
+        for mut held in std::mem::take(&mut self.held) {
+            if held.key.0.1 != guest {
+                self.held.push_back(held);
+                continue;
+            }
+            held.frame[0..6].copy_from_slice(&mac);
+            if held.is_first && now.since(held.since) < HOLD_NS {
+                self.to_network.push_back(held.frame.clone());
+                held.sent = true;
+                self.held.push_back(held);
+            } else {
+                self.to_network.push_back(held.frame);
+            }
+        }
+    }
+
+    /// A frame from the network, that came in by the port `ingress` of the switch.
+    pub fn outbound(&mut self, now: Nanos, ingress: Option<Token>, frame: &mut [u8]) -> Verdict {
         self.sweep(now);
         let Some(ethernet) = Ethernet::of(frame) else { return Verdict::Drop(Reason::Runt) };
         match ethernet.kind {
-            ETHERTYPE_ARP => self.arp_from_network(frame),
-            ETHERTYPE_IPV4 if ethernet.to == self.config.mac => match self.route_out(now, ethernet.from, frame) {
-                Ok(verdict) => verdict,
-                Err(reason) => Verdict::Drop(reason),
-            },
+            ETHERTYPE_ARP => self.arp_from_network(now, ethernet.from, frame),
+            ETHERTYPE_IPV4 if ethernet.to == self.config.mac => {
+                match self.route_out(now, ethernet.from, ingress, frame) {
+                    Ok(verdict) => verdict,
+                    Err(reason) => Verdict::Drop(reason),
+                }
+            }
             // Flooded frames of others, IPv6, broadcasts: not the router's business.
             _ => Verdict::Taken,
         }
     }
 
-    fn arp_from_network(&mut self, frame: &mut [u8]) -> Verdict {
+    fn arp_from_network(&mut self, now: Nanos, from: Mac, frame: &mut [u8]) -> Verdict {
         let Some(message) = Arp::of(frame) else { return Verdict::Taken };
-        self.learn(message.sender_ip, message.sender);
+        // Who answers for somebody else, or under another name than its own, is not believed.
+        if message.sender != from {
+            return Verdict::Drop(Reason::BadSource);
+        }
+        self.learn(now, message.sender_ip, message.sender);
         if message.operation != 1 || message.target_ip != self.config.router {
             return Verdict::Taken;
         }
@@ -289,12 +480,18 @@ impl Nat {
         Verdict::Reply
     }
 
-    fn route_out(&mut self, now: Nanos, from: Mac, frame: &mut [u8]) -> Result<Verdict, Reason> {
+    fn route_out(
+        &mut self,
+        now: Nanos,
+        from: Mac,
+        ingress: Option<Token>,
+        frame: &mut [u8],
+    ) -> Result<Verdict, Reason> {
         let ip = Ipv4::of(frame)?;
         if !self.in_subnet(ip.from) || ip.from == self.config.router {
             return Err(Reason::BadSource);
         }
-        self.learn(ip.from, from);
+        self.learn(now, ip.from, from);
         if ip.to == self.config.router {
             return Ok(echo_reply(&ip, frame));
         }
@@ -305,17 +502,21 @@ impl Nat {
         }
         let inside = (transport.protocol, ip.from, transport.source(frame));
         let peer_port = transport.destination(frame);
-        let port = match self.forwarded.get_mut(&(inside, ip.to, peer_port)) {
-            Some((port, last, idle)) => {
-                (*last, *idle) = (now, transport.idle(frame, *idle));
-                *port
+        let key = (inside, ip.to, peer_port);
+        let port = match self.forwarded.get_mut(&key) {
+            Some((port, state)) => {
+                state.note(now, Way::Out, &transport, frame);
+                let port = *port;
+                // It is answered.
+                self.held.retain(|held| held.key != key);
+                port
             }
             // The uplink's own address stands for the host there; only answers go to it.
             None if ip.to == self.config.peer || ip.to == self.config.outside => return Err(Reason::NoDestination),
-            None => self.map(now, from, inside, &transport, frame)?,
+            None => self.map(now, from, ingress.map_or(Source::Mac(from), Source::Port), inside, &transport, frame)?,
         };
         let Some(peer_mac) = self.peer_mac else {
-            self.ask_peer();
+            self.ask_peer(Some(now));
             return Err(Reason::LinkDown);
         };
         ip.live(frame)?;
@@ -326,35 +527,98 @@ impl Nat {
         Ok(Verdict::Pass)
     }
 
-    fn map(&mut self, now: Nanos, station: Mac, inside: Inside, t: &Transport, frame: &[u8]) -> Result<u16, Reason> {
+    fn map(
+        &mut self,
+        now: Nanos,
+        station: Mac,
+        source: Source,
+        inside: Inside,
+        t: &Transport,
+        frame: &[u8],
+    ) -> Result<u16, Reason> {
         let protocol = inside.0;
-        if let Some(&port) = self.ports.get(&inside) {
+        if let Some(&port) = self.ports.get(&(inside, station)) {
             let flow = self.flows.get_mut(&(protocol, port)).expect("ports and flows name each other");
-            flow.last = now;
-            flow.idle = t.idle(frame, flow.idle);
+            flow.state.note(now, Way::Out, t, frame);
+            self.enqueue(protocol, port);
             return Ok(port);
         }
         if protocol == Protocol::Echo && !t.is_echo_request(frame) {
             return Err(Reason::NoDestination);
         }
-        let held = self.per_station.entry(station).or_default();
-        if *held >= FLOWS_PER_STATION {
+        let held = self.shares.get(&source).map_or(0, |share| share.held);
+        if held >= FLOWS_PER_SOURCE && !self.make_room(now, source) {
             return Err(Reason::GatewayFull);
         }
-        let span = u32::from(u16::MAX - FIRST_PORT) + 1;
         // The guest's own port if it is free, else the next free one: few guests collide.
         let wish = inside.2.max(FIRST_PORT);
         let start = if self.flows.contains_key(&(protocol, wish)) { self.next_port } else { wish };
-        let port = (0..span)
-            .map(|i| FIRST_PORT + ((u32::from(start - FIRST_PORT) + i) % span) as u16)
-            .find(|p| !self.flows.contains_key(&(protocol, *p)))
-            .ok_or(Reason::GatewayFull)?;
-        *held += 1;
+        let mut free = self.taken[protocol as usize].free_from(start);
+        if free.is_none() && self.make_room(now, source) {
+            free = self.taken[protocol as usize].free_from(start);
+        }
+        let port = free.ok_or(Reason::GatewayFull)?;
         self.next_port = if port == u16::MAX { FIRST_PORT } else { port + 1 };
-        let idle = t.idle(frame, protocol.idle());
-        self.flows.insert((protocol, port), Flow { inside, station, last: now, idle });
-        self.ports.insert(inside, port);
+        self.next_id += 1;
+        let state = State::new(now, Way::Out, t, frame);
+        let flow = Flow { inside, station, source, state, queued: false, id: self.next_id };
+        self.flows.insert((protocol, port), flow);
+        self.ports.insert((inside, station), port);
+        self.taken[protocol as usize].set(port, true);
+        self.shares.entry(source).or_default().held += 1;
+        self.enqueue(protocol, port);
         Ok(port)
+    }
+
+    /// Puts a mapping that may have to give way into its source's queue.
+    fn enqueue(&mut self, protocol: Protocol, port: u16) {
+        let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
+        if flow.queued || !flow.state.may_yield() {
+            return;
+        }
+        let (source, id) = (flow.source, flow.id);
+        flow.queued = true;
+        let Some(share) = self.shares.get_mut(&source) else { return };
+        share.yielding.push_back((protocol, port, id));
+        // Dead entries are at most as many as live ones, so this costs little for each.
+        if share.yielding.len() > 2 * FLOWS_PER_SOURCE {
+            let flows = &self.flows;
+            share.yielding.retain(|(protocol, port, id)| flows.get(&(*protocol, *port)).is_some_and(|f| f.id == *id));
+        }
+    }
+
+    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first of its queue.
+    fn make_room(&mut self, now: Nanos, source: Source) -> bool {
+        let mut tries = 0;
+        while tries < TRIES {
+            let Some(share) = self.shares.get_mut(&source) else { return false };
+            let Some((protocol, port, id)) = share.yielding.pop_front() else { return false };
+            let Some(flow) = self.flows.get_mut(&(protocol, port)).filter(|flow| flow.id == id) else { continue };
+            tries += 1;
+            flow.queued = false;
+            if !flow.state.may_yield() {
+                continue;
+            }
+            if protocol != Protocol::Tcp && now.since(flow.state.last) < SILENT_NS {
+                self.enqueue(protocol, port);
+                continue;
+            }
+            self.end_flow(protocol, port);
+            return true;
+        }
+        false
+    }
+
+    fn end_flow(&mut self, protocol: Protocol, port: u16) {
+        let Some(flow) = self.flows.remove(&(protocol, port)) else { return };
+        self.ports.remove(&(flow.inside, flow.station));
+        self.taken[protocol as usize].set(port, false);
+        if let Some(share) = self.shares.get_mut(&flow.source) {
+            share.held -= 1;
+            if share.held == 0 {
+                self.shares.remove(&flow.source);
+            }
+        }
     }
 
     /// A frame from the uplink.
@@ -364,7 +628,7 @@ impl Nat {
         match ethernet.kind {
             ETHERTYPE_ARP => {
                 let Some(message) = Arp::of(frame) else { return Verdict::Taken };
-                if message.sender_ip == self.config.peer {
+                if message.sender_ip == self.config.peer && message.sender == ethernet.from {
                     self.peer_mac = Some(message.sender);
                 }
                 if message.operation == 1 && message.target_ip == self.config.outside {
@@ -391,66 +655,149 @@ impl Nat {
         let transport = ip.transport(frame)?;
         let port =
             if transport.protocol == Protocol::Echo { transport.source(frame) } else { transport.destination(frame) };
-        let (_, guest, guest_port) = if let Some(flow) = self.flows.get_mut(&(transport.protocol, port)) {
-            flow.last = now;
-            flow.idle = transport.idle(frame, flow.idle);
-            flow.inside
+        let protocol = transport.protocol;
+        let (inside, station, first) = if let Some(flow) = self.flows.get_mut(&(protocol, port)) {
+            flow.state.note(now, Way::In, &transport, frame);
+            let (inside, station) = (flow.inside, flow.station);
+            self.enqueue(protocol, port);
+            (inside, Some(station), None)
         } else {
-            let rule = self.config.forwards.iter().find(|f| f.protocol == transport.protocol && f.port == port);
+            let rule = self.config.forwards.iter().find(|f| f.protocol == protocol && f.port == port);
             let (to, to_port) = rule.ok_or(Reason::NoDestination)?.to;
-            let inside = (transport.protocol, to, to_port);
-            let key = (inside, ip.from, transport.source(frame));
-            let before = self.forwarded.get(&key).map_or(transport.protocol.idle(), |(_, _, idle)| *idle);
-            if self.forwarded.len() >= usize::from(u16::MAX) && !self.forwarded.contains_key(&key) {
-                return Err(Reason::GatewayFull);
-            }
-            self.forwarded.insert(key, (port, now, transport.idle(frame, before)));
-            inside
+            let key = ((protocol, to, to_port), ip.from, transport.source(frame));
+            self.note_forwarded(now, key, port, &transport, frame)?;
+            (key.0, self.neighbours.get(&to).map(|n| n.mac), Some(key))
         };
+        let (_, guest, guest_port) = inside;
+        let is_syn = protocol == Protocol::Tcp && transport.flags(frame).0 & (SYN | ACK) == SYN;
         ip.live(frame)?;
         ip.rewrite_destination(frame, guest);
         let at = if transport.protocol == Protocol::Echo { transport.source_at() } else { transport.at + 2 };
         transport.rewrite(frame, at, guest_port, Some((self.config.outside, guest)));
         frame[6..12].copy_from_slice(&self.config.mac);
-        match self.neighbours.get(&guest) {
-            Some(mac) => {
-                frame[0..6].copy_from_slice(mac);
+        if let Some(mac) = station {
+            frame[0..6].copy_from_slice(&mac);
+        }
+        match (station, first) {
+            (Some(_), Some(key)) if is_syn => {
+                self.hold(now, key, is_syn, true, frame);
                 Ok(Verdict::Pass)
             }
-            None => {
-                if self.waiting.len() >= WAITING {
+            (Some(_), _) => Ok(Verdict::Pass),
+            (None, Some(key)) => {
+                if !self.hold(now, key, is_syn, false, frame) {
+                    if self.forwarded.get(&key).is_some_and(|(_, state)| !state.answered) {
+                        self.forwarded.remove(&key);
+                    }
                     return Err(Reason::GatewayFull);
                 }
-                self.ask(guest);
-                self.next_ask = now.after(ASK_NS);
-                self.waiting.push_back(Waiting { guest, since: now, frame: std::mem::take(frame) });
+                self.ask(guest, BROADCAST);
                 Ok(Verdict::Taken)
             }
+            (None, None) => Err(Reason::NoDestination),
         }
     }
 
-    fn ask(&mut self, guest: Ipv4Addr) {
-        let question = arp(1, self.config.mac, self.config.router, [0; 6], guest, BROADCAST);
+    /// Notes a frame of a connection through a forward.
+    fn note_forwarded(
+        &mut self,
+        now: Nanos,
+        key: Forwarded,
+        port: u16,
+        t: &Transport,
+        frame: &[u8],
+    ) -> Result<(), Reason> {
+        let is_reset = t.protocol == Protocol::Tcp && t.flags(frame).0 & RST != 0;
+        if is_reset {
+            // The uplink has given it up: what is held of it is of no use any more.
+            let before = self.held.len();
+            let mut unsent = 0;
+            self.held.retain(|held| {
+                unsent += u64::from(held.key == key && !held.sent);
+                held.key != key
+            });
+            if before != self.held.len() && unsent > 0 {
+                self.lost += unsent;
+                self.forwarded.remove(&key);
+                return Err(Reason::NoDestination);
+            }
+        }
+        if let Some((_, state)) = self.forwarded.get_mut(&key) {
+            state.note(now, Way::In, t, frame);
+        } else if self.forwarded.len() >= usize::from(u16::MAX) {
+            return Err(Reason::GatewayFull);
+        } else {
+            self.forwarded.insert(key, (port, State::new(now, Way::In, t, frame)));
+        }
+        Ok(())
+    }
+
+    /// Keeps a frame for a guest, if there is room; with `sent` it is on its way already, and a copy is kept.
+    fn hold(&mut self, now: Nanos, key: Forwarded, is_first: bool, sent: bool, frame: &mut Vec<u8>) -> bool {
+        if let Some(held) = self.held.iter_mut().find(|held| is_first && held.is_first && held.key == key) {
+            // The uplink repeats it after all.
+            held.frame.clone_from(frame);
+            return true;
+        }
+        let guest = key.0.1;
+        let datagrams = self.held.iter().filter(|held| !held.is_first && held.key.0.1 == guest).count();
+        if self.held.len() >= HELD || frame.len() > HELD_BYTES || (!is_first && datagrams >= HELD_DATAGRAMS) {
+            return false;
+        }
+        self.repeat_at(now.after(REPEAT_NS));
+        let frame = if sent { frame.clone() } else { std::mem::take(frame) };
+        self.held.push_back(Held { key, since: now, is_first, sent, frame });
+        true
+    }
+
+    fn ask(&mut self, guest: Ipv4Addr, to: Mac) {
+        let question = arp(1, self.config.mac, self.config.router, [0; 6], guest, to);
         self.to_network.push_back(question);
     }
 
-    /// Asks guests that have not answered again; gives the frames that waited too long, of which there are so many, up.
-    /// Returns how many that were, and when to be called again, if ever.
+    /// When [`Nat::poll`] is due, if ever.
+    pub fn deadline(&self) -> Option<Nanos> {
+        let rivals = self.neighbours.values().any(|n| n.rival.is_some());
+        (rivals || !self.held.is_empty()).then_some(self.next_repeat)
+    }
+
+    /// Asks guests that have not answered again, and repeats what they have not answered; gives up what waited too
+    /// long. Returns how many frames were lost that no guest has seen, and when to be called again, if ever.
     pub fn poll(&mut self, now: Nanos) -> (u64, Option<Nanos>) {
-        let before = self.waiting.len();
-        self.waiting.retain(|w| now.since(w.since) < ASK_FOR_NS);
-        let lost = (before - self.waiting.len()) as u64;
-        if self.waiting.is_empty() {
-            return (lost, None);
-        }
-        if now >= self.next_ask {
-            self.next_ask = now.after(ASK_NS);
-            let mut guests: Vec<_> = self.waiting.iter().map(|w| w.guest).collect();
+        let (lost, forwarded) = (&mut self.lost, &mut self.forwarded);
+        self.held.retain(|held| {
+            let keep = now.since(held.since) < HOLD_NS;
+            if !keep {
+                *lost += u64::from(!held.sent);
+                forwarded.remove(&held.key);
+            }
+            keep
+        });
+        if self.deadline().is_some_and(|due| now >= due) {
+            self.next_repeat = now.after(REPEAT_NS);
+            self.settle_rivals(now);
+            let mut guests: Vec<_> = self.held.iter().map(|held| held.key.0.1).collect();
             guests.sort_unstable();
             guests.dedup();
-            guests.into_iter().for_each(|guest| self.ask(guest));
+            for guest in guests {
+                // Asked even if it is known: it may have come back with another MAC.
+                self.ask(guest, BROADCAST);
+                self.send_held(now, guest);
+            }
         }
-        (lost, Some(self.next_ask))
+        (std::mem::take(&mut self.lost), self.deadline())
+    }
+
+    /// Asks the holders of claimed addresses again; those that have not answered lose them.
+    fn settle_rivals(&mut self, now: Nanos) {
+        let claimed: Vec<_> = self.neighbours.iter().filter_map(|(ip, n)| Some((*ip, n.mac, n.rival?))).collect();
+        for (ip, holder, (rival, since)) in claimed {
+            if now.since(since) < RIVAL_NS {
+                self.ask(ip, holder);
+            } else {
+                self.neighbours.insert(ip, Neighbour { mac: rival, rival: None });
+            }
+        }
     }
 
     fn sweep(&mut self, now: Nanos) {
@@ -458,21 +805,11 @@ impl Nat {
             return;
         }
         self.next_sweep = now.after(SWEEP_NS);
-        let (ports, per_station) = (&mut self.ports, &mut self.per_station);
-        self.flows.retain(|_, flow| {
-            let keep = now.since(flow.last) < flow.idle;
-            if !keep {
-                ports.remove(&flow.inside);
-                if let Some(held) = per_station.get_mut(&flow.station) {
-                    *held -= 1;
-                    if *held == 0 {
-                        per_station.remove(&flow.station);
-                    }
-                }
-            }
-            keep
-        });
-        self.forwarded.retain(|_, (_, last, idle)| now.since(*last) < *idle);
+        let over: Vec<_> = self.flows.iter().filter(|(_, f)| f.state.is_over(now)).map(|(key, _)| *key).collect();
+        for (protocol, port) in over {
+            self.end_flow(protocol, port);
+        }
+        self.forwarded.retain(|_, (_, state)| !state.is_over(now));
     }
 }
 
@@ -574,7 +911,7 @@ impl Ipv4 {
         if protocol == Protocol::Echo && !matches!(frame[at], 0 | 8) {
             return Err(Reason::NotTransformable);
         }
-        Ok(Transport { protocol, at })
+        Ok(Transport { protocol, at, end: self.end })
     }
 
     /// One hop less to live.
@@ -603,6 +940,8 @@ impl Ipv4 {
 struct Transport {
     protocol: Protocol,
     at: usize,
+    /// End of the packet in the frame.
+    end: usize,
 }
 
 impl Transport {
@@ -622,15 +961,10 @@ impl Transport {
         frame[self.at] == 8
     }
 
-    /// The idle time after this frame: a TCP connection that is being closed or reset goes soon.
-    fn idle(&self, frame: &[u8], before: Nanos) -> Nanos {
-        const FIN_OR_RST: u8 = 0x05;
-        const SYN: u8 = 0x02;
-        match self.protocol {
-            Protocol::Tcp if frame[self.at + 13] & FIN_OR_RST != 0 => TCP_CLOSING_NS,
-            Protocol::Tcp if frame[self.at + 13] & SYN != 0 => TCP_NS,
-            _ => before,
-        }
+    /// The flags of a TCP segment, and whether it carries data.
+    fn flags(&self, frame: &[u8]) -> (u8, bool) {
+        let data_at = self.at + usize::from(frame[self.at + 12] >> 4) * 4;
+        (frame[self.at + 13], data_at < self.end)
     }
 
     /// Writes a port (or echo identifier) at `at`; `address` is the change of an address in the pseudo-header.
@@ -796,7 +1130,7 @@ mod tests {
             let mut seen = Vec::new();
             for (mac, guest) in [(GUEST, "10.87.0.9"), (OTHER, "10.87.0.10")] {
                 let mut frame = packet(ROUTER, mac, protocol, (guest, 5001), ("198.51.100.7", 53), 2);
-                assert_eq!(nat.outbound(Nanos(0), &mut frame), Verdict::Pass, "{protocol:?}");
+                assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Pass, "{protocol:?}");
                 sums_are_right(&frame);
                 let ((src, port), (dst, _)) = ends(&frame);
                 assert_eq!((src, dst), (ip("192.0.0.2"), ip("198.51.100.7")));
@@ -828,18 +1162,18 @@ mod tests {
             (BROADCAST.to_vec(), ip("10.87.0.9"))
         );
         let mut answer = arp(2, GUEST, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
-        assert_eq!(nat.outbound(Nanos(0), &mut answer), Verdict::Taken);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut answer), Verdict::Taken);
         let delivered = nat.next_for_network().unwrap();
         sums_are_right(&delivered);
         assert_eq!(ends(&delivered), ((ip("192.0.0.1"), 40000), (ip("10.87.0.9"), 80)));
         assert_eq!(delivered[0..6], GUEST);
         let mut reply = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 80), ("192.0.0.1", 40000), 0x12);
-        assert_eq!(nat.outbound(Nanos(0), &mut reply), Verdict::Pass);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut reply), Verdict::Pass);
         sums_are_right(&reply);
         assert_eq!(ends(&reply), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
         // Nobody starts a connection to the host through that address.
         let mut other = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 81), ("192.0.0.1", 22), 2);
-        assert_eq!(nat.outbound(Nanos(0), &mut other), Verdict::Drop(Reason::NoDestination));
+        assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Drop(Reason::NoDestination));
     }
 
     #[test]
@@ -856,20 +1190,20 @@ mod tests {
                 (lost, Some(_)) => panic!("{lost} lost early"),
             }
         };
-        assert_eq!((asked, lost, now), (20, 1, ASK_FOR_NS));
+        assert_eq!((asked, lost, now), (40, 1, HOLD_NS));
     }
 
     #[test]
     fn the_router_answers_arp_and_echo_for_itself_only() {
         let mut nat = nat();
         let mut question = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.2"), BROADCAST);
-        assert_eq!(nat.outbound(Nanos(0), &mut question), Verdict::Reply);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut question), Verdict::Reply);
         let answer = Arp::of(&question).unwrap();
         assert_eq!((answer.operation, answer.sender, answer.sender_ip), (2, ROUTER, ip("10.87.0.2")));
         let mut other = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.7"), BROADCAST);
-        assert_eq!(nat.outbound(Nanos(0), &mut other), Verdict::Taken);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Taken);
         let mut ping = packet(ROUTER, GUEST, Protocol::Echo, ("10.87.0.9", 7), ("10.87.0.2", 0), 0);
-        assert_eq!(nat.outbound(Nanos(0), &mut ping), Verdict::Reply);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut ping), Verdict::Reply);
         sums_are_right(&ping);
         assert_eq!(ping[0..12], [GUEST, ROUTER].concat()[..]);
     }
@@ -891,11 +1225,11 @@ mod tests {
         for (i, (spoil, reason)) in cases.iter().enumerate() {
             let mut frame = good.clone();
             spoil(&mut frame);
-            assert_eq!(nat.outbound(Nanos(0), &mut frame), Verdict::Drop(*reason), "case {i}");
+            assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Drop(*reason), "case {i}");
         }
         for to in ["127.0.0.1", "10.87.0.50", "224.0.0.1", "255.255.255.255", "0.0.0.0"] {
             let mut frame = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 5), (to, 53), 0);
-            assert_eq!(nat.outbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination), "{to}");
+            assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Drop(Reason::NoDestination), "{to}");
         }
         let mut frame = packet(ROUTER, PEER, Protocol::Udp, ("198.51.100.7", 53), ("192.0.0.2", 3000), 0);
         assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
@@ -907,7 +1241,7 @@ mod tests {
         for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Echo] {
             let frame = packet(ROUTER, GUEST, protocol, ("10.87.0.9", 5), ("198.51.100.7", 53), 0);
             for n in 0..=frame.len() {
-                nat.outbound(Nanos(0), &mut frame[..n].to_vec());
+                nat.outbound(Nanos(0), None, &mut frame[..n].to_vec());
                 nat.inbound(Nanos(0), &mut frame[..n].to_vec());
             }
         }
@@ -917,30 +1251,254 @@ mod tests {
     fn a_guest_that_opens_flows_without_end_spends_only_its_own_share_until_they_are_idle() {
         let mut nat = nat();
         let mut refused = 0;
-        for n in 0..(FLOWS_PER_STATION + 100) {
+        for n in 0..(FLOWS_PER_SOURCE + 100) {
             let from = format!("10.87.0.{}", 20 + n % 200);
             let mut frame =
                 packet(ROUTER, GUEST, Protocol::Udp, (&from, (n / 200 + 2000) as u16), ("198.51.100.7", 53), 0);
-            refused += usize::from(nat.outbound(Nanos(0), &mut frame) == Verdict::Drop(Reason::GatewayFull));
+            refused += usize::from(nat.outbound(Nanos(0), None, &mut frame) == Verdict::Drop(Reason::GatewayFull));
         }
         assert_eq!(refused, 100);
         let mut other = packet(ROUTER, OTHER, Protocol::Udp, ("10.87.0.10", 5), ("198.51.100.7", 53), 0);
-        assert_eq!(nat.outbound(Nanos(0), &mut other), Verdict::Pass);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Pass);
         let later = UDP_NS.after(Nanos::SECOND);
         let mut frame = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 9), ("198.51.100.7", 53), 0);
-        assert_eq!(nat.outbound(later, &mut frame), Verdict::Pass);
+        assert_eq!(nat.outbound(later, None, &mut frame), Verdict::Pass);
         assert_eq!(nat.flows(), 1, "idle mappings are gone");
     }
 
+    fn secs(n: u64) -> Nanos {
+        Nanos::SECOND.times(n)
+    }
+
+    fn tcp(from: (&str, u16), to: (&str, u16), flags: u8) -> Vec<u8> {
+        let sender = if from.0.starts_with("10.87.") { GUEST } else { PEER };
+        packet(ROUTER, sender, Protocol::Tcp, from, to, flags)
+    }
+
+    /// What the router sends into the network by itself: questions by whom they ask for, and other frames.
+    fn sent(nat: &mut Nat) -> (Vec<(Mac, Ipv4Addr)>, Vec<Vec<u8>>) {
+        let all = std::iter::from_fn(|| nat.next_for_network());
+        let (questions, frames): (Vec<_>, Vec<_>) = all.partition(|f| f[12..14] == [8, 6]);
+        let asked = |f: Vec<u8>| (f[0..6].try_into().unwrap(), Arp::of(&f).unwrap().target_ip);
+        (questions.into_iter().map(asked).collect(), frames)
+    }
+
+    fn says(nat: &mut Nat, now: Nanos, mac: Mac) {
+        let mut answer = arp(2, mac, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+        assert_eq!(nat.outbound(now, None, &mut answer), Verdict::Taken);
+    }
+
     #[test]
-    fn a_closed_connection_goes_before_an_open_one() {
+    fn a_first_segment_is_repeated_until_the_guest_answers() {
         let mut nat = nat();
-        for (port, flags) in [(1, 2), (2, 2), (2, 0x11)] {
-            let mut frame = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", port), ("198.51.100.7", 80), flags);
-            assert_eq!(nat.outbound(Nanos(0), &mut frame), Verdict::Pass);
+        let mut syn = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), SYN);
+        assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Taken);
+        // ARP is answered after 3 s, but the guest's TCP does not run for another 2 s.
+        let (mut now, mut segments) = (Nanos(0), Vec::new());
+        while let (0, Some(next)) = nat.poll(now) {
+            let (asked, frames) = sent(&mut nat);
+            assert!(asked.contains(&(BROADCAST, ip("10.87.0.9"))), "asked at {now:?}");
+            for frame in frames {
+                sums_are_right(&frame);
+                assert_eq!((&frame[0..6], ends(&frame).1), (&GUEST[..], (ip("10.87.0.9"), 80)));
+                segments.push(now);
+            }
+            if now == secs(3) {
+                says(&mut nat, now, GUEST);
+            }
+            if now == secs(5) {
+                let mut answer = tcp(("10.87.0.9", 80), ("192.0.0.1", 40000), SYN | ACK);
+                assert_eq!(nat.outbound(now, None, &mut answer), Verdict::Pass);
+            }
+            now = next;
         }
-        assert_eq!(nat.flows(), 2);
-        nat.sweep(TCP_CLOSING_NS.after(Nanos::SECOND));
-        assert_eq!(nat.flows(), 1);
+        assert_eq!(nat.poll(now), (0, None), "nothing is repeated after the answer");
+        assert!((4..=6).contains(&segments.len()), "{segments:?}");
+        assert!(now <= secs(6));
+    }
+
+    #[test]
+    fn a_guest_that_was_known_and_boots_again_gets_the_first_segment_again() {
+        let mut nat = nat();
+        says(&mut nat, Nanos(0), OTHER);
+        let mut syn = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), SYN);
+        assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Pass);
+        assert_eq!(syn[0..6], OTHER);
+        // It comes back with another MAC; the old one answers nobody.
+        let mut now = Nanos(0);
+        let delivered = loop {
+            let (lost, next) = nat.poll(now);
+            assert_eq!(lost, 0);
+            let (_, frames) = sent(&mut nat);
+            if let Some(frame) = frames.into_iter().find(|f| f[0..6] == GUEST) {
+                break frame;
+            }
+            if now >= secs(1) {
+                says(&mut nat, now, GUEST);
+            }
+            now = next.expect("it is still held");
+        };
+        sums_are_right(&delivered);
+        assert!(now <= secs(4), "{now:?}");
+        // The uplink gives the connection up: nothing is repeated any more.
+        let mut reset = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), RST);
+        assert_eq!(nat.inbound(now, &mut reset), Verdict::Pass);
+        assert_eq!(nat.poll(now), (0, None));
+    }
+
+    #[test]
+    fn what_is_held_has_limits_and_every_loss_is_counted() {
+        let mut nat = nat();
+        let mut lost = 0;
+        for n in 0..(HELD as u16 + 10) {
+            let mut syn = tcp(("192.0.0.1", 40000 + n), ("192.0.0.2", 1), SYN);
+            lost += u64::from(nat.inbound(Nanos(0), &mut syn) == Verdict::Drop(Reason::GatewayFull));
+        }
+        assert_eq!(lost, 10);
+        assert_eq!(nat.poll(HOLD_NS), (HELD as u64, None));
+        assert_eq!(nat.flows(), 0, "nothing is left of connections that nobody answered");
+    }
+
+    #[test]
+    fn the_uplink_is_not_asked_for_its_address_by_every_frame() {
+        let mut nat = nat();
+        nat.uplink_restarted();
+        for n in 0..10_000 {
+            let mut frame = tcp(("10.87.0.9", 2000 + n % 50), ("198.51.100.7", 80), SYN);
+            assert_eq!(nat.outbound(secs(1), None, &mut frame), Verdict::Drop(Reason::LinkDown));
+        }
+        assert_eq!(std::iter::from_fn(|| nat.next_for_uplink()).count(), 1);
+        let mut asked = 0;
+        for n in 0..100 {
+            let mut frame = tcp(("10.87.0.9", 2000), ("198.51.100.7", 80), SYN);
+            nat.outbound(secs(2).after(Nanos::MILLI.times(100 * n)), None, &mut frame);
+            asked += std::iter::from_fn(|| nat.next_for_uplink()).count();
+        }
+        assert_eq!(asked, 10, "once a second");
+    }
+
+    #[test]
+    fn nobody_takes_over_the_address_of_a_guest_that_answers() {
+        let mut nat = nat();
+        says(&mut nat, Nanos(0), GUEST);
+        let to = |nat: &mut Nat, now| {
+            let mut frame = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), ACK);
+            assert_eq!(nat.inbound(now, &mut frame), Verdict::Pass);
+            Mac::try_from(&frame[0..6]).unwrap()
+        };
+        // A message whose sender is not its frame's.
+        let mut lie = arp(2, OTHER, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+        lie[6..12].copy_from_slice(&GUEST);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut lie), Verdict::Drop(Reason::BadSource));
+        for round in 0..10 {
+            let now = secs(10 * round);
+            says(&mut nat, now, OTHER);
+            assert_eq!(sent(&mut nat).0, [(GUEST, ip("10.87.0.9"))], "its holder is asked");
+            says(&mut nat, now, GUEST);
+            nat.poll(now.after(secs(3)));
+            assert_eq!(to(&mut nat, now.after(secs(3))), GUEST);
+        }
+        // One that has gone does not keep it.
+        says(&mut nat, secs(200), OTHER);
+        let mut now = secs(200);
+        while let (_, Some(next)) = nat.poll(now) {
+            now = next;
+        }
+        assert_eq!(to(&mut nat, now), OTHER);
+        assert!(now <= secs(203));
+    }
+
+    #[test]
+    fn answers_go_to_the_station_that_asked_though_another_claims_its_address() {
+        let mut nat = nat();
+        let mut ports = Vec::new();
+        for mac in [GUEST, OTHER] {
+            let mut frame = packet(ROUTER, mac, Protocol::Udp, ("10.87.0.9", 5000), ("198.51.100.7", 53), 0);
+            assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Pass);
+            ports.push((mac, ends(&frame).0.1));
+        }
+        assert_ne!(ports[0].1, ports[1].1);
+        for (mac, port) in ports {
+            let mut back = packet(ROUTER, PEER, Protocol::Udp, ("198.51.100.7", 53), ("192.0.0.2", port), 0);
+            assert_eq!(nat.inbound(Nanos(0), &mut back), Verdict::Pass);
+            assert_eq!((&back[0..6], ends(&back).1), (&mac[..], (ip("10.87.0.9"), 5000)));
+        }
+    }
+
+    #[test]
+    fn a_connection_lasts_as_long_as_its_state_says() {
+        let (out, back) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
+        // What is sent out and comes in, and how long its port is kept then.
+        let cases: [(&[u8], &[u8], Nanos); 6] = [
+            (&[SYN], &[], TCP_HALF_NS),
+            (&[SYN], &[SYN | ACK], TCP_NS),
+            (&[SYN, RST], &[], TCP_RESET_NS),
+            (&[SYN], &[SYN | ACK, RST], TCP_RESET_NS),
+            (&[SYN, FIN | ACK], &[SYN | ACK], TCP_HALF_NS),
+            (&[SYN, FIN | ACK], &[FIN | ACK], TCP_CLOSED_NS),
+        ];
+        for (i, (outs, ins, idle)) in cases.into_iter().enumerate() {
+            let mut nat = nat();
+            for flags in outs {
+                assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)), Verdict::Pass);
+            }
+            for flags in ins {
+                let mut frame = tcp(back, ("192.0.0.2", 4000), *flags);
+                assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Pass);
+            }
+            nat.sweep(Nanos(idle.0 - 1));
+            assert_eq!(nat.flows(), 1, "case {i}: too early");
+            nat.sweep(idle.after(SWEEP_NS));
+            assert_eq!((nat.flows(), nat.shares.len(), nat.ports.len()), (0, 0, 0), "case {i}");
+        }
+    }
+
+    #[test]
+    fn short_connections_give_way_to_new_ones_and_a_long_one_stays() {
+        let mut nat = nat();
+        let mut long = tcp(("10.87.0.9", 22), ("198.51.100.7", 22), SYN);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut long), Verdict::Pass);
+        let port = ends(&long).0.1;
+        assert_eq!(
+            nat.inbound(Nanos(0), &mut tcp(("198.51.100.7", 22), ("192.0.0.2", port), SYN | ACK)),
+            Verdict::Pass
+        );
+        // A thousand connections a second, and nobody waits for one.
+        for n in 0..40_000u64 {
+            let now = Nanos::MILLI.times(n);
+            let from = format!("10.87.0.{}", 20 + n / 20_000);
+            let mut frame = tcp((&from, (2000 + n % 20_000) as u16), ("198.51.100.7", 80), SYN);
+            assert_eq!(nat.outbound(now, Some(Token(1)), &mut frame), Verdict::Pass, "{n}");
+        }
+        assert!(nat.flows() <= FLOWS_PER_SOURCE + 1);
+        assert!(nat.shares[&Source::Port(Token(1))].yielding.len() <= 2 * FLOWS_PER_SOURCE);
+        let mut back = tcp(("198.51.100.7", 22), ("192.0.0.2", port), ACK);
+        assert_eq!(nat.inbound(secs(41), &mut back), Verdict::Pass);
+    }
+
+    #[test]
+    fn a_guest_that_makes_up_addresses_spends_one_share_and_leaves_nothing_behind() {
+        let mut nat = nat();
+        let mut passed = 0;
+        for n in 0..20_000u32 {
+            let [_, a, b, c] = n.to_be_bytes();
+            let station = [2, 9, 9, a, b, c];
+            let mut frame = packet(ROUTER, station, Protocol::Udp, ("10.87.0.77", 7000), ("198.51.100.7", 53), 0);
+            passed += usize::from(nat.outbound(Nanos(0), Some(Token(4)), &mut frame) == Verdict::Pass);
+        }
+        assert_eq!((passed, nat.shares.len(), nat.neighbours.len()), (FLOWS_PER_SOURCE, 1, 0));
+    }
+
+    #[test]
+    fn every_port_is_given_once_and_the_search_says_when_there_is_none() {
+        let mut taken = Taken::new();
+        let mut seen = std::collections::HashSet::new();
+        while let Some(port) = taken.free_from(40_001) {
+            assert!(port >= FIRST_PORT && seen.insert(port));
+            taken.set(port, true);
+        }
+        assert_eq!(seen.len(), usize::from(u16::MAX - FIRST_PORT) + 1);
+        taken.set(40_000, false);
+        assert_eq!(taken.free_from(40_001), Some(40_000));
     }
 }

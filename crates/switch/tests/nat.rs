@@ -176,7 +176,7 @@ proptest! {
             let inside = (address, port);
             let outer = (Ipv4Addr::new(198, 51, 100, peer), if kind == Protocol::Echo { 0 } else { 443 });
             let mut out = frame((mac, ROUTER_MAC), kind, inside, outer, &data, false);
-            prop_assert_eq!(nat.outbound(now, &mut out), Verdict::Pass);
+            prop_assert_eq!(nat.outbound(now, None, &mut out), Verdict::Pass);
             let (from_mac, to_mac, from, to, carried) = read(&out, kind, false);
             prop_assert_eq!((from_mac, to_mac, from.0, to, &carried), (ROUTER_MAC, PEER_MAC, OUTSIDE, outer, &data));
             prop_assert_eq!(out[14 + 8], 63, "one hop less");
@@ -209,8 +209,8 @@ proptest! {
         let sums = match step.kind { Protocol::Tcp => 50..54, Protocol::Udp => 38..42, Protocol::Echo => 34..42 };
         prop_assume!(at >= 42 && !sums.contains(&at) && !(step.kind == Protocol::Tcp && (46..48).contains(&at)));
         bad[at] ^= 1 << bit;
-        prop_assert_eq!(nat.outbound(Nanos(0), &mut good), Verdict::Pass);
-        prop_assert_eq!(nat.outbound(Nanos(0), &mut bad), Verdict::Pass);
+        prop_assert_eq!(nat.outbound(Nanos(0), None, &mut good), Verdict::Pass);
+        prop_assert_eq!(nat.outbound(Nanos(0), None, &mut bad), Verdict::Pass);
         good[at] ^= 1 << bit;
         prop_assert_eq!(good, bad, "the same sum, now wrong");
     }
@@ -236,7 +236,7 @@ proptest! {
                     }
                 }
             }
-            if outward { nat.outbound(now, &mut bytes) } else { nat.inbound(now, &mut bytes) };
+            if outward { nat.outbound(now, None, &mut bytes) } else { nat.inbound(now, &mut bytes) };
             now = now.after(Nanos::SECOND);
             nat.poll(now);
             while nat.next_for_network().is_some() || nat.next_for_uplink().is_some() {}
