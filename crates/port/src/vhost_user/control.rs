@@ -139,7 +139,9 @@ impl Connection {
         let (Some(addresses), Some(kick), false) = (ring.addresses, &ring.kick, ring.running) else { return Ok(()) };
         let translate = |address| {
             let found = self.memory.guest_address(address);
-            found.ok_or_else(|| refused(format!("ring {index} at {address:#x} is in no memory region")))
+            found.ok_or_else(|| refused(format!(
+                    "ring {index} at {address:#x} is in no memory region; is the guest's memory shared (QEMU: memory-backend-memfd,share=on)?"
+                )))
         };
         let queue = QueueConfig {
             size: ring.size,
