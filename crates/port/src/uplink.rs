@@ -280,7 +280,7 @@ mod tests {
     fn world(capacity: usize) -> (Reactor, NatPort, PairPeer) {
         let reactor = Reactor::new().unwrap();
         let caps = Caps::plain(1500);
-        let (inner, passt) = pair(PairConfig { capacity, caps }, reactor.registration(Token(1))).unwrap();
+        let (inner, passt) = pair(PairConfig { capacity, caps }, reactor.registrar().registration(Token(1))).unwrap();
         let config = Config {
             mac: ROUTER,
             router: Ipv4Addr::new(10, 9, 0, 2),
