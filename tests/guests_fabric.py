@@ -53,7 +53,7 @@ def standing(more="", machine="microvm"):
     cmdline = f"console=ttyS0 quiet panic=-1 mitigations=off reboot=t tsc_early_khz={khz} lpj={khz * 4} hostname=linux serve=http"
     text = HEAD.format(name=f"g{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio", machine=machine, cmdline=cmdline)
     with scratch() as folder, Fabric(folder, text + more) as fabric, Console(fabric) as linux:
-        linux.wait_address(90)
+        linux.wait_address(120)
         linux.wait_control(30)
         until("a ping by name", lambda: linux.ping("web", count=1) == 1.0, PATIENCE_S)
         yield fabric, linux
@@ -83,11 +83,11 @@ def talk(linux, size=2_000_000):
     fetch(linux, size)
 
 
-@timeout(110)
+@timeout(240)
 def test_names_bytes_and_reboots():
     with standing() as (fabric, linux):
         assert linux.ping(f"web.{fabric.name}.internal") == 1.0
-        fetch(linux, 20_000_000)
+        fetch(linux, 10_000_000)
         before = fabric.machine("linux")
         print("named and fetched", flush=True)
         for how in ("by the guest", "by QEMU's monitor"):
@@ -96,7 +96,7 @@ def test_names_bytes_and_reboots():
                 linux.send("@0 reboot -f\n")
             else:
                 reset(fabric.folder / "run" / fabric.name / "linux.qmp")
-            linux.wait_address(40, since=seen)
+            linux.wait_address(120, since=seen)
             linux.wait_control(30, since=seen)
             print(f"{how}: up again", flush=True)
             talk(linux)
@@ -121,7 +121,7 @@ def reset(path):
                     assert "error" not in answer, answer
 
 
-@timeout(110)
+@timeout(240)
 def test_qemu_10_with_interrupt_vectors():
     program = BUILD / "qemu10/run"
     if not program.exists():
@@ -130,11 +130,11 @@ def test_qemu_10_with_interrupt_vectors():
     with standing(machine="q35") as (fabric, linux):
         interrupts = linux.run("grep virtio /proc/interrupts").text
         assert "MSI" in interrupts, interrupts
-        talk(linux, 20_000_000)
+        talk(linux, 10_000_000)
         assert fabric.port("linux")["counters"]["faults"] == 0
 
 
-@timeout(110)
+@timeout(240)
 def test_two_networks_are_two():
     more = f"""
 [network.other]
@@ -169,7 +169,7 @@ network = "other"
             assert linux.run("nslookup far", check=False).code, "a name of another network"
 
 
-@timeout(110)
+@timeout(240)
 def test_a_spoofed_source_is_dropped_and_counted():
     more = '[port.ear]\nkind = "stream"\n'
     with standing(more) as (fabric, linux), StreamPeer(fabric.folder / "run" / fabric.name / "ear.sock") as ear:
@@ -206,7 +206,7 @@ def blocks(data):
         at += length
 
 
-@timeout(110)
+@timeout(240)
 def test_capture_while_traffic_flows():
     count = 200
     with standing() as (fabric, linux):
@@ -237,7 +237,7 @@ def test_capture_while_traffic_flows():
             assert done.returncode == 0 and len(done.stdout.split()) == count, done.stderr
 
 
-@timeout(110)
+@timeout(240)
 def test_ports_come_and_go_under_traffic():
     with standing() as (fabric, linux):
         load = linux.start("ping -q -c 1000 -i 0.05 -W 1 web & pid=$!; while [ ! -e /tmp/stop ]; do sleep 0.1; done; kill -INT $pid; wait $pid")
@@ -279,7 +279,7 @@ def attacks(dice):
     yield "half a header", b"\x01\x00\x00", False
 
 
-@timeout(110)
+@timeout(240)
 def test_a_hostile_frontend_harms_itself_alone():
     dice = random.Random(20261121)
     more = '[port.foe]\nkind = "vhost-user"\nmac = "02:00:00:00:cc:01"\nip = "10.234.0.66"\n'
