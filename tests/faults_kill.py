@@ -109,7 +109,7 @@ def nothing_left(fabric):
     assert not fabric.leftovers(), "\n".join(fabric.leftovers())
 
 
-@timeout(110)
+@timeout(240)
 def test_a_cell_killed():
     need_program("passt")
     with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
@@ -141,7 +141,7 @@ def test_a_cell_killed():
         nothing_left(fabric)
 
 
-@timeout(110)
+@timeout(240)
 def test_passt_killed():
     need_program("passt")
     with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
@@ -162,7 +162,7 @@ def test_passt_killed():
         nothing_left(fabric)
 
 
-@timeout(110)
+@timeout(240)
 def test_the_daemon_killed_under_load():
     need_program("passt")
     with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
@@ -189,7 +189,7 @@ def test_the_daemon_killed_under_load():
         nothing_left(fabric)
 
 
-@timeout(150)
+@timeout(240)
 def test_the_daemon_killed_while_it_starts():
     need_program("passt")
     dice = random.Random(SEED)
@@ -222,7 +222,7 @@ def test_the_daemon_killed_while_it_starts():
                     nothing_left(fabric)
 
 
-@timeout(110)
+@timeout(240)
 def test_the_kernel_uplinks_rules():
     """Masquerade, forwards and ip_forward: they work, survive nothing but a SIGKILL, and are gone after every `down`."""
     need_program("nft")
