@@ -28,6 +28,8 @@ STAGES = {
     "loom": 20,
     "build": 20,
     "cells": 15,
+    "cell-unit": 10,
+    "cell-boot": 10,
     "guests": 30,
     "faults": 30,
 }

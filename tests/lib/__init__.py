@@ -14,6 +14,7 @@ Every process started here dies with the test, whatever ends it; every wait has 
 """
 
 from .fabric import Fabric
+from .frames import StreamPeer
 from .guest import CellGuest, CommandFailed, Commands, Guest, LinuxGuest, Net, qemu_program, qemu_version, tsc_khz
 from .http import HttpReply, http_get
 from .machine import BUILD, ROOT, Skip, need_program, need_root, timeout
@@ -34,6 +35,7 @@ __all__ = [
     "Net",
     "Process",
     "Skip",
+    "StreamPeer",
     "http_get",
     "need_program",
     "need_root",

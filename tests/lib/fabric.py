@@ -4,6 +4,8 @@ import json
 import os
 import signal
 import subprocess
+import tomllib
+from pathlib import Path
 
 from .machine import ROOT, Skip
 from .process import Process, until
@@ -24,6 +26,11 @@ class Fabric:
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
         self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
+        self.name = tomllib.loads(text)["name"]
+        self.devices_before = []
+        if netns is not None:
+            links = subprocess.run(["ip", "-n", str(netns), "-j", "link"], capture_output=True, text=True, check=True).stdout
+            self.devices_before = [link["ifname"] for link in json.loads(links)]
         self.process = None
         self.start()
 
@@ -58,6 +65,37 @@ class Fabric:
     def port(self, name):
         """One port's part of the status."""
         return next(port for port in self.status()["ports"] if port["name"] == name)
+
+    def machine(self, name):
+        """One machine's part of the status."""
+        return next(machine for machine in self.status()["machines"] if machine["name"] == name)
+
+    def leftovers(self):
+        """What there is of this fabric, in words: processes, bound sockets, devices it made, rules, runtime files.
+
+        Devices and rules are those of its namespace; without one only processes, sockets and files are looked at.
+        """
+        found = []
+        mark = str(self.folder)
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                try:
+                    words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                except OSError:
+                    continue
+                if mark in words:
+                    found.append(f"process {entry.name}: {words[:80]}")
+        inside = ["ip", "netns", "exec", str(self.netns)] if self.netns is not None else []
+        look = lambda *argv: subprocess.run([*inside, *argv], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        found += [f"socket {line.split()[-1]}" for line in look("cat", "/proc/net/unix").splitlines() if mark in line]
+        if self.netns is not None:
+            links = [link["ifname"] for link in json.loads(look("ip", "-j", "link"))]
+            found += [f"device {link}" for link in links if link not in self.devices_before]
+            found += [line for line in look("nft", "list", "tables").splitlines() if "tombolo" in line]
+        folder = self.folder / "run" / self.name
+        if folder.exists():
+            found += [f"file {path}" for path in [folder, *folder.iterdir()]]
+        return found
 
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""

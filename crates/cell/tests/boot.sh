@@ -124,7 +124,7 @@ if start microvm-legacy httpd 80 32; then
     exec 3>&-
     # All open before the first byte is asked for; one after the other, since user networking queues one at a time.
     many=()
-    for n in $(seq 64); do
+    for _ in $(seq 64); do
         exec {fd}<>"/dev/tcp/127.0.0.1/$port" && many+=("$fd")
     done
     for fd in "${many[@]}"; do

@@ -154,7 +154,7 @@ fn leases(status: &Status) -> Table {
     for (n, l) in status.networks.iter().flat_map(|n| n.leases.iter().map(move |l| (n, l))) {
         let ends = match (l.expires_s, l.fixed) {
             (Some(s), _) => format!("in {}", span(s as f64)),
-            (None, true) => "not asked for yet".into(),
+            (None, true) => "fixed".into(),
             (None, false) => "never".into(),
         };
         table.row(&[&l.ip.to_string(), &l.mac, &dash(l.name.clone().unwrap_or_default()), &n.name, &ends]);
@@ -267,7 +267,7 @@ mod tests {
             "    dropped, from it: 3 guard\n    last fault: ring: bad index\n",
             "12.3 k",
             "1.00 MB",
-            "not asked for yet",
+            "fixed",
             "50.0 %",
         ] {
             assert!(text.contains(part), "{part:?} in\n{text}");

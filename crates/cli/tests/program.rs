@@ -136,7 +136,8 @@ fn ports_come_and_go_while_it_runs() {
     let listed: Ports = serde_json::from_str(&home.ok("port ls --json")).unwrap();
     assert!(listed.ports.iter().any(|p| p.name == "extra"));
     assert!(home.ok("port ls").contains("extra") && home.ok("port stats extra").contains("rx frames"));
-    assert!(home.refused("port add extra --kind vhost-user", 2).contains("extra"));
+    let twice = home.refused("port add extra --kind vhost-user", 2);
+    assert!(twice.contains("extra") && twice.ends_with("\n1 fault in the addition; nothing was added\n"), "{twice}");
     assert!(home.refused("port add p --queues 99", 2).contains("expected a number from 1 to 8"));
     std::fs::write(home.path("more.toml"), "[port.a]\nkind = \"stream\"\n[port.b]\nkind = \"vhost-user\"\n").unwrap();
     assert_eq!(home.ok("port add --sections more.toml").lines().next(), Some("2 ports added: a, b"));
@@ -151,6 +152,28 @@ fn ports_come_and_go_while_it_runs() {
 }
 
 /// An ARP request of 10.87.0.7 for the gateway, 10.87.0.1 (RFC 826), padded to 60 bytes.
+#[test]
+fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {
+    let home = Home::new(FILE);
+    home.ok("up -d");
+    let mut peer = UnixStream::connect(home.path("run/t/vm.sock")).unwrap();
+    peer.write_all(&[0xa5; 64]).unwrap();
+    peer.set_read_timeout(Some(DEADLINE)).unwrap();
+    // It is hung up on: by an end, or by a reset where it had more to say than was read.
+    assert!(!matches!(peer.read(&mut [0; 64]), Ok(1..)), "nothing is answered");
+    let faulty = until("the fault", || home.status().ports.into_iter().find(|p| p.counters.faults > 0));
+    assert_eq!((faulty.name.as_str(), faulty.counters.faults), ("vm", 1));
+    for command in ["status", "port ls", "port stats vm"] {
+        let said = home.ok(command);
+        let squeezed = said.split_whitespace().collect::<Vec<_>>().join(" ");
+        assert!(squeezed.contains("protocol: vhost-user message: "), "{said}");
+    }
+    let warned = home.ok("status");
+    assert!(warned.contains("! port vm: its peer broke the rules 1 time(s), last: protocol: "), "{warned}");
+    UnixStream::connect(home.path("run/t/vm.sock")).expect("the port takes the next peer");
+    home.ok("down");
+}
+
 fn arp_request() -> Vec<u8> {
     let mac = [2, 0, 0, 0, 0, 7];
     let mut frame = [[0xff; 6], mac].concat();

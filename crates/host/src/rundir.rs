@@ -14,9 +14,15 @@ use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
+
+use crate::process::Process;
+
+/// How long a lock is waited for whose recorded owner has gone.
+const LOCK_PATIENCE: Duration = Duration::from_secs(3);
 
 /// Why a runtime directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -101,6 +107,14 @@ pub struct Owner {
     pub additions: Vec<Addition>,
 }
 
+impl Owner {
+    /// Whether that daemon is still there. One that is dead and not reaped is not.
+    fn runs(&self) -> bool {
+        crate::process::start_ticks(self.pid) == Some(self.started_ticks)
+            && Process::open(self.pid).is_some_and(|p| p.is_running())
+    }
+}
+
 /// The folder that holds the runtime directories of all fabrics of this user.
 pub fn runtime_root() -> Result<PathBuf, RunDirError> {
     if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
@@ -166,22 +180,42 @@ fn make_dir(path: &Path) -> Result<(), RunDirError> {
     Ok(())
 }
 
+/// Makes the directory and takes its lock; gives the record of the owner before.
+///
+/// A child that a killed owner had forked and that has not reached its program yet holds the lock still. It is waited for: once the
+/// lock is free, every child there is can be found by its command line.
+fn take_lock(fabric: &str, path: &Path) -> Result<(File, Option<Owner>), RunDirError> {
+    let lock_path = path.join("lock");
+    let patience = Instant::now() + LOCK_PATIENCE;
+    loop {
+        make_dir(path)?;
+        let mut open = fs::OpenOptions::new();
+        let lock = open.read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
+        let lock = lock.map_err(system("opening", &lock_path))?;
+        let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
+        let record: Option<Owner> =
+            fs::read(path.join("owner.json")).ok().and_then(|t| serde_json::from_slice(&t).ok());
+        if !locked {
+            if record.as_ref().is_some_and(Owner::runs) || Instant::now() >= patience {
+                return Err(RunDirError::Running { name: fabric.into(), pid: record.map_or(0, |o| o.pid) });
+            }
+            std::thread::sleep(Duration::from_millis(5));
+            continue;
+        }
+        // An owner that ended by itself meanwhile has removed the file that it had locked.
+        let held = lock.metadata().map_err(system("looking at", &lock_path))?;
+        if fs::metadata(&lock_path).is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
+            return Ok((lock, record));
+        }
+    }
+}
+
 impl RunDir {
     /// Makes the directory, takes its lock and reads what a killed owner left.
     pub fn claim(fabric: &str, file: &Path) -> Result<RunDir, RunDirError> {
         let root = runtime_root()?;
         let path = root.join(fabric);
-        make_dir(&path)?;
-        let lock_path = path.join("lock");
-        let mut open = fs::OpenOptions::new();
-        let lock = open.read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
-        let lock = lock.map_err(system("opening", &lock_path))?;
-        let leftover: Option<Owner> =
-            fs::read(path.join("owner.json")).ok().and_then(|t| serde_json::from_slice(&t).ok());
-        if flock(&lock, FlockOperation::NonBlockingLockExclusive).is_err() {
-            let pid = leftover.map_or(0, |o| o.pid);
-            return Err(RunDirError::Running { name: fabric.into(), pid });
-        }
+        let (lock, leftover) = take_lock(fabric, &path)?;
         let pid = std::process::id();
         let owner = Owner {
             pid,
@@ -252,4 +286,46 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> 
         fs::rename(&next, path)
     };
     write().map_err(system("writing", path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(path: &Path, pid: u32, started_ticks: u64) {
+        let owner =
+            Owner { pid, started_ticks, file: PathBuf::new(), nft_table: None, sysctls: vec![], additions: vec![] };
+        write_whole(&path.join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_a_dead_owners_child_holds_is_waited_for_and_a_living_owners_is_not() {
+        let dir = tempfile::tempdir().unwrap();
+        let (held, _) = take_lock("f", dir.path()).unwrap();
+        let me = std::process::id();
+        record(dir.path(), me, crate::process::start_ticks(me).unwrap());
+        let begun = Instant::now();
+        assert!(matches!(take_lock("f", dir.path()), Err(RunDirError::Running { pid, .. }) if pid == me));
+        assert!(begun.elapsed() < LOCK_PATIENCE);
+        // The same number with another start is another process.
+        record(dir.path(), me, 0);
+        let waiter = std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| take_lock("f", dir.path()).map(|(_, owner)| owner.map(|o| o.pid)));
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!waiter.is_finished());
+            drop(held);
+            waiter.join().unwrap()
+        });
+        assert_eq!(waiter.unwrap(), Some(me));
+    }
+
+    #[test]
+    fn a_lock_on_a_file_that_was_removed_is_none() {
+        let dir = tempfile::tempdir().unwrap();
+        let (old, _) = take_lock("f", dir.path()).unwrap();
+        fs::remove_file(dir.path().join("lock")).unwrap();
+        let (new, _) = take_lock("f", dir.path()).unwrap();
+        assert_ne!(old.metadata().unwrap().ino(), new.metadata().unwrap().ino());
+        assert!(matches!(take_lock("f", dir.path()), Err(RunDirError::Running { .. })));
+    }
 }

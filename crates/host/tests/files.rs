@@ -58,6 +58,21 @@ fn additions_are_checked_with_the_whole() {
     assert_eq!(more.taps.len(), 2);
     let error = file::add("[tap.c]\nip = \"10.87.0.9\"\n", Path::new("request"), &base).unwrap_err();
     assert!(error.to_string().contains("request:2:6: tap.c.ip: expected an address that nobody else has"), "{error}");
+    assert!(error.to_string().ends_with("\n1 fault in the addition; nothing was added"), "{error}");
+}
+
+#[test]
+fn beside_a_kernel_uplink_a_tap_has_an_address_in_another_namespace_only() {
+    let text = |more: &str| {
+        format!(
+            "[network.lan]\nuplink = \"kernel\"\n[network.other]\nsubnet = \"10.88.0.0/24\"\n[tap.t]\nnetwork = \"lan\"\n{more}"
+        )
+    };
+    for good in ["", "ip = \"10.87.0.9\"\nnetns = \"ns\"\n", "[tap.u]\nnetwork = \"other\"\nip = \"10.88.0.9\"\n"] {
+        file::parse(&text(good), Path::new("x.toml")).unwrap();
+    }
+    let error = file::parse(&text("ip = \"10.87.0.9\"\n"), Path::new("x.toml")).unwrap_err();
+    assert!(error.to_string().contains("tap.t.ip: expected no address for a device of the host"), "{error}");
 }
 
 #[test]

@@ -22,7 +22,7 @@
 #![allow(unsafe_code)]
 
 use crate::memory::MemoryError;
-use rustix::fs::fstat;
+use rustix::fs::{fstat, fstatfs};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::os::fd::AsFd;
@@ -36,6 +36,10 @@ use tombolo_ring::virtio::Backing;
 pub const MAX_MAPPINGS: usize = 4096;
 /// Longest mapping: an address space of 128 TiB has room for the guests of 64 ports of this size.
 pub const MAX_BYTES: u64 = 1 << 40;
+
+/// File system types of include/uapi/linux/magic.h. A memfd is on one of the two.
+const TMPFS_MAGIC: u64 = 0x0102_1994;
+const HUGETLBFS_MAGIC: u64 = 0x9584_58f6;
 
 struct Entry {
     /// Address of the first byte; 0 in a free entry. Written last on entering, and first on removing.
@@ -79,6 +83,11 @@ impl GuestMapping {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         let shape = MemoryError::Shape { offset, bytes };
         let stat = fstat(&fd).map_err(system("fstat"))?;
+        // On a file system of the peer's own making (FUSE) the first touch of a page could wait for the peer for ever.
+        let magic = fstatfs(&fd).map_err(system("fstatfs"))?.f_type as u64 & 0xffff_ffff;
+        if magic != TMPFS_MAGIC && magic != HUGETLBFS_MAGIC {
+            return Err(MemoryError::FileSystem { magic });
+        }
         let file_bytes = u64::try_from(stat.st_size).unwrap_or(0);
         // The block of a file of huge pages is the page, of which offset and length of a mapping have to be multiples.
         let block = u64::try_from(stat.st_blksize).ok().filter(|b| b.is_power_of_two()).unwrap_or(4096).max(4096);
@@ -193,8 +202,10 @@ extern "C" fn on_sigbus(signal: libc::c_int, info: *mut libc::siginfo_t, context
     for entry in &TABLE {
         // Acquire: partner is the release in `enter`.
         let start = entry.start.load(Ordering::Acquire);
-        let end = entry.end.load(Ordering::Relaxed);
-        if start != 0 && start <= address && address < end {
+        let end = entry.end.load(Ordering::Acquire);
+        // An entry that was reused between the two loads has another start now.
+        let same = entry.start.load(Ordering::Acquire) == start;
+        if same && start != 0 && start <= address && address < end {
             let protection = ProtFlags::READ | ProtFlags::WRITE;
             let flags = MapFlags::PRIVATE | MapFlags::FIXED | MapFlags::NORESERVE;
             // SAFETY: replaces exactly one mapping of guest memory, whose owner is inside an access to it and so keeps
@@ -248,6 +259,12 @@ mod tests {
         for bytes in [0, MAX_BYTES + 1, u64::MAX] {
             assert!(matches!(GuestMapping::new(&fd, 0, bytes), Err(MemoryError::Shape { .. })));
         }
+    }
+
+    #[test]
+    fn files_of_other_file_systems_are_refused() {
+        let proc = std::fs::File::open("/proc/self/maps").unwrap();
+        assert!(matches!(GuestMapping::new(&proc, 0, 4096), Err(MemoryError::FileSystem { magic: 0x9fa0 })));
     }
 
     #[test]

@@ -11,3 +11,4 @@
 pub mod doorbell;
 pub mod guest;
 pub mod memory;
+mod signal;

@@ -34,6 +34,12 @@ pub enum MemoryError {
         /// Size of the file.
         file_bytes: u64,
     },
+    /// The file is on a file system whose pages somebody else may hold back.
+    #[error("the peer's memory is a file of file system type {magic:#x}, expected tmpfs (a memfd) or hugetlbfs")]
+    FileSystem {
+        /// The type, as fstatfs(2) has it.
+        magic: u64,
+    },
     /// A range that cannot be mapped on any machine.
     #[error("a mapping of {bytes} bytes at file offset {offset} is empty, not page-aligned, or too large")]
     Shape {

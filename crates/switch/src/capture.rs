@@ -38,7 +38,8 @@ pub struct CaptureSettings {
     pub transmitted: bool,
     /// Of the received frames, also those that go nowhere.
     pub dropped: bool,
-    /// Bytes of frames that may wait to be read; beyond that frames are left out.
+    /// Bytes of frames that may wait to be read, with [`FRAME_OVERHEAD_BYTES`] for each; beyond that frames are left
+    /// out.
     pub queue_bytes: usize,
     /// Time since 1970 at which the worker's clock was zero.
     pub clock_start: Nanos,
@@ -85,12 +86,22 @@ struct Parcel {
     refused: (u64, u64),
 }
 
+/// What a frame that waits to be read takes beside the bytes that are kept of it.
+pub const FRAME_OVERHEAD_BYTES: usize = size_of::<Record>();
+
 #[derive(Debug)]
 struct Record {
     captured: u32,
     original: u32,
     offload: Offload,
     dropped: Option<Reason>,
+}
+
+impl Parcel {
+    /// Bytes that it holds while it waits.
+    fn waiting_bytes(&self) -> usize {
+        self.bytes.len() + self.records.len() * FRAME_OVERHEAD_BYTES
+    }
 }
 
 /// What [`Capture::read`] found.
@@ -180,7 +191,7 @@ impl Tap {
             let frame = &batch.frames()[index as usize];
             let captured = frame.len().min(self.settings.snap_bytes as usize);
             let start = parcel.bytes.len();
-            if start + captured > room {
+            if parcel.waiting_bytes() + FRAME_OVERHEAD_BYTES + captured > room {
                 lost += 1;
                 continue;
             }
@@ -197,7 +208,7 @@ impl Tap {
         if taken == 0 {
             return true;
         }
-        self.shared.waiting_bytes.fetch_add(parcel.bytes.len(), Ordering::Relaxed);
+        self.shared.waiting_bytes.fetch_add(parcel.waiting_bytes(), Ordering::Relaxed);
         self.parcels.send(parcel).is_ok()
     }
 }
@@ -252,7 +263,7 @@ impl Capture {
     }
 
     fn append(&mut self, out: &mut Vec<u8>, parcel: Parcel) {
-        self.shared.waiting_bytes.fetch_sub(parcel.bytes.len(), Ordering::Relaxed);
+        self.shared.waiting_bytes.fetch_sub(parcel.waiting_bytes(), Ordering::Relaxed);
         self.last_time_ns = parcel.time_ns;
         let mut bytes = &parcel.bytes[..];
         let mut comment = String::new();

@@ -2,7 +2,7 @@
 //!
 //! # Why
 //! The user uplink (passt) serves one guest: one address, one MAC; two guests that use the same port there get each
-//! other's resets (docs/decisions/0010-user-uplink.md). This module puts one address in front of many guests.
+//! other's resets (docs/decisions/0008-user-uplink.md). This module puts one address in front of many guests.
 //!
 //! # What it is not
 //! No router between networks, no firewall, no IPv6, no application helpers. Fragments are not translated (only the

@@ -10,6 +10,8 @@
 //! | shorter than a header | dropped, `runt` |
 //! | source is a group, zero, or pinned to another port | dropped, `bad_source` |
 //! | source or sender that the port's guard does not let pass | dropped, `guard` |
+//! | partial checksum of anything but the TCP or UDP header behind the IP headers | dropped, `bad_offload` |
+//! | stands for several segments, and would be flooded | dropped, `not_transformable` |
 //! | destination known, behind another port | one copy there |
 //! | destination known, behind the port it came from | dropped, `hairpin` |
 //! | destination unknown, multicast or broadcast | a copy to every other port whose link is up |
@@ -27,6 +29,7 @@ use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame};
 use crate::guard::Guard;
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
+use crate::offload;
 
 /// What one network counts; one writer, any number of readers.
 #[derive(Debug, Default)]
@@ -212,7 +215,8 @@ impl Network {
             let len = frame.len();
             summary.bytes += len as u64;
             summary.longest = summary.longest.max(len);
-            summary.offloads |= needs_capability(frame);
+            let offloads = needs_capability(frame);
+            summary.offloads |= offloads;
             let (destination, source) = frame.addresses();
             if source != last_source || len < ETHERNET_HEADER_BYTES {
                 if len < ETHERNET_HEADER_BYTES {
@@ -233,6 +237,10 @@ impl Network {
                 plan.lose(index, Reason::Guard, drops);
                 continue;
             }
+            if offloads && !is_honest(frame) {
+                plan.lose(index, Reason::BadOffload, drops);
+                continue;
+            }
             let to = match way {
                 Some(way) if destination == last_destination => way,
                 _ => {
@@ -247,6 +255,11 @@ impl Network {
                     plan.push(port, index as u16);
                 }
                 Way::Nowhere(reason) => plan.lose(index, reason, drops),
+                // TCP knows no groups, and whoever sends bulk has just heard from its peer. Flooded, one frame of a few
+                // bytes per segment would cost a thousand copies at each port that has it cut.
+                Way::Unknown | Way::Group if frame.offload.segmentation.is_some() => {
+                    plan.lose(index, Reason::NotTransformable, drops);
+                }
                 Way::Unknown | Way::Group => {
                     let mut reached = 0;
                     for port in self.up.iter().filter(|port| **port != from) {
@@ -302,6 +315,14 @@ impl Network {
 #[inline]
 fn needs_capability(frame: &Frame) -> bool {
     matches!(frame.offload.checksum, Checksum::Partial { .. }) || frame.offload.segmentation.is_some()
+}
+
+/// Whether the frame's checksum, where it is partial, is one that can be completed without a change to its headers.
+fn is_honest(frame: &Frame) -> bool {
+    match frame.offload.checksum {
+        Checksum::Partial { start, offset } => offload::is_of_transport(frame.head(), start, offset),
+        _ => true,
+    }
 }
 
 /// Group addresses that no bridge passes on: 01-80-C2-00-00-01 to -0F (pause frames, slow protocols, LLDP and

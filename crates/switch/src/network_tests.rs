@@ -1,5 +1,5 @@
 use super::*;
-use crate::frame::{Mac, Offload};
+use crate::frame::{Checksum, Mac, Offload};
 
 const A: Mac = [2, 0, 0, 0, 0, 1];
 const B: Mac = [2, 0, 0, 0, 0, 2];
@@ -98,4 +98,83 @@ fn links_that_are_down_and_ports_that_left_get_no_floods() {
     assert_eq!(bench.decide(0, &[frame(B, A)]).1, [(0, Reason::NoDestination)]);
     bench.network.set_link(1, true);
     assert_eq!(bench.decide(0, &[frame(B, A)]).0, [(1, vec![0])]);
+}
+
+/// A UDP or TCP packet of 40 payload bytes behind `tags` VLAN tags, from 10.9.0.20.
+fn packet(tags: usize, protocol: u8, header_words: u8) -> Vec<u8> {
+    let mut bytes = [&B[..], &A].concat();
+    for _ in 0..tags {
+        bytes.extend_from_slice(&[0x81, 0, 0, 5]);
+    }
+    bytes.extend_from_slice(&[8, 0, 0x40 | header_words, 0, 0, 80, 0, 1, 0, 0, 64, protocol, 0, 0, 10, 9, 0, 20]);
+    bytes.extend_from_slice(&[10, 9, 0, 9]);
+    bytes.resize(bytes.len() + header_words as usize * 4 - 20 + 60, 0);
+    bytes
+}
+
+/// The same over IPv6 with `extensions` headers of 8 bytes.
+fn packet6(extensions: &[u8], protocol: u8) -> Vec<u8> {
+    let chain = [extensions, &[protocol]].concat();
+    let mut bytes = [&B[..], &A, &[0x86, 0xdd, 0x60, 0, 0, 0, 0, 80, chain[0], 64], &[7; 32]].concat();
+    for next in &chain[1..] {
+        bytes.extend_from_slice(&[*next, 0, 0, 0, 0, 0, 0, 0]);
+    }
+    bytes.resize(bytes.len() + 60, 0);
+    bytes
+}
+
+#[test]
+fn a_partial_checksum_is_that_of_the_transport_header_and_of_nothing_else() {
+    let guard = Guard::new(&[A], &["10.9.0.20".parse().unwrap()]);
+    let mut arp = [&B[..], &A, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 1], &A, &[10, 9, 0, 20]].concat();
+    arp.resize(80, 0);
+    let mut no_ip = packet(0, 6, 5);
+    no_ip[14] = 0x44; // a header of 16 bytes
+    let fine: &[(Vec<u8>, u16, u16)] = &[
+        (packet(0, 6, 5), 34, 16),
+        (packet(0, 17, 5), 34, 6),
+        (packet(0, 6, 15), 74, 16),
+        (packet(1, 17, 5), 38, 6),
+        (packet(2, 6, 6), 46, 16),
+        (packet6(&[], 6), 54, 16),
+        (packet6(&[0, 60], 17), 70, 6),
+        (packet6(&[43], 6), 62, 16),
+    ];
+    let lies: &[(Vec<u8>, u16, u16)] = &[
+        (packet(0, 17, 5), 26, 2),  // into the destination address
+        (packet(0, 17, 5), 14, 12), // the source address
+        (packet(0, 17, 5), 26, 6),  // starts in the IP header
+        (packet(0, 17, 5), 34, 16), // TCP's place in a UDP packet
+        (packet(0, 6, 5), 34, 0),   // the ports
+        (packet(0, 6, 5), 35, 16),
+        (packet(0, 6, 6), 34, 16), // starts in the IP options
+        (packet(1, 17, 5), 34, 6), // starts in front of where the tag moved it
+        (packet(0, 1, 5), 34, 2),  // ICMP, which no driver leaves to a device
+        (packet(3, 6, 5), 46, 16), // more tags than are looked behind
+        (packet6(&[], 6), 38, 16),
+        (packet6(&[0], 6), 54, 16),
+        (packet6(&[44], 6), 62, 16), // fragments are not offloaded
+        (packet6(&[0; 9], 6), 126, 2),
+        (arp, 28, 0), // the sender's address
+        (no_ip, 30, 16),
+    ];
+    for (frames, expected) in [(fine, 1), (lies, 0)] {
+        for (bytes, start, offset) in frames {
+            // Each needs no guard that looks at addresses to be refused.
+            for guard in [&Guard::default(), &guard] {
+                let mut bench = Bench::new(2);
+                let offload =
+                    Offload { checksum: Checksum::Partial { start: *start, offset: *offset }, segmentation: None };
+                let mut batch = Batch::with_capacity(1);
+                batch.push(bytes[..].into(), offload);
+                let mut drops = Drops::default();
+                bench.network.decide(Nanos(0), 0, guard, &batch, &mut bench.plan, &mut drops);
+                let case = format!("{bytes:02x?} {start} {offset}");
+                assert_eq!(bench.plan.frames_to(1).len(), expected, "{case}");
+                // Behind three tags the guard says so first.
+                let refused = drops.of(Reason::BadOffload) + drops.of(Reason::Guard);
+                assert_eq!(refused, 1 - expected as u64, "{case}");
+            }
+        }
+    }
 }

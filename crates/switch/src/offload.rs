@@ -31,6 +31,10 @@ const ETHERTYPE_QINQ: u16 = 0x88a8;
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_IPV6: u16 = 0x86dd;
 const PROTOCOL_TCP: u8 = 6;
+const PROTOCOL_UDP: u8 = 17;
+const HOP_BY_HOP: u8 = 0;
+const ROUTING: u8 = 43;
+const DESTINATION: u8 = 60;
 const TCP_FIN: u8 = 0x01;
 const TCP_PSH: u8 = 0x08;
 const TCP_CWR: u8 = 0x80;
@@ -229,6 +233,46 @@ fn complete(bytes: &mut [u8], start: u16, offset: u16) -> Result<(), Reason> {
     Ok(())
 }
 
+/// Whether a partial checksum is that of the TCP or UDP header behind the IP headers of the frame that starts with
+/// `head`. Completing any other would write a sum of the sender's choosing over what was looked at already, such as
+/// the source address that a guard let pass, whoever completes it: we, a kernel, or the guest that gets it.
+pub(crate) fn is_of_transport(head: &[u8], start: u16, offset: u16) -> bool {
+    transport(head) == Some((start as usize, offset))
+}
+
+/// Where the TCP or UDP header of a packet starts, and where in it the checksum is.
+fn transport(head: &[u8]) -> Option<(usize, u16)> {
+    let mut ip = ETHERNET_HEADER_BYTES;
+    let mut ethertype = word(head, ip - 2)?;
+    for _ in 0..2 {
+        if matches!(ethertype, ETHERTYPE_VLAN | ETHERTYPE_QINQ) {
+            ip += 4;
+            ethertype = word(head, ip - 2)?;
+        }
+    }
+    let first = *head.get(ip)?;
+    let (next, end) = match (ethertype, first >> 4) {
+        (ETHERTYPE_IPV4, 4) if first & 15 >= 5 => (*head.get(ip + 9)?, ip + (first & 15) as usize * 4),
+        (ETHERTYPE_IPV6, 6) => {
+            let (mut next, mut at) = (*head.get(ip + 6)?, ip + 40);
+            for _ in 0..MAX_EXTENSIONS {
+                if !matches!(next, HOP_BY_HOP | ROUTING | DESTINATION) {
+                    break;
+                }
+                next = *head.get(at)?;
+                at += 8 + *head.get(at + 1)? as usize * 8;
+            }
+            (next, at)
+        }
+        _ => return None,
+    };
+    match next {
+        PROTOCOL_TCP => Some((end, 16)),
+        PROTOCOL_UDP => Some((end, 6)),
+        _ => None,
+    }
+}
+
 fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes([*bytes.get(at)?, *bytes.get(at + 1)?]))
 }
@@ -285,9 +329,6 @@ fn parse_ipv4(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
 
 /// Bytes of the headers before TCP, and of the packet.
 fn parse_ipv6(packet: &[u8], short: Reason) -> Result<(usize, usize), Reason> {
-    const HOP_BY_HOP: u8 = 0;
-    const ROUTING: u8 = 43;
-    const DESTINATION: u8 = 60;
     let fixed: &[u8; 40] = packet.first_chunk().ok_or(short)?;
     if fixed[0] >> 4 != 6 {
         return Err(Reason::BadOffload);

@@ -17,6 +17,10 @@
 //! ```
 //!
 //! # Invariants
+//! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of the port that the
+//!   frames came from. It pays a budget's worth per round in place of a turn, so that one that floods, or has others'
+//!   ports cut its frames, gets no more of the worker's time than the rest.
+//! * A port's clock is never further behind than [`SERVICE_INTERVAL`] when it gets frames, even while it sleeps.
 //! * All ports of a network belong to one worker, so the path of a frame takes no lock
 //!   (docs/decisions/0001-one-worker-per-network.md).
 //! * While a port's batch lives its slot is out of the table; a frame never goes back to its own port, so the
@@ -124,6 +128,8 @@ pub(crate) struct Slot {
     pub(crate) active: bool,
     pub(crate) up: bool,
     wants_service: bool,
+    /// Copies and segments of earlier turns that are not paid for yet.
+    debt: u64,
     last_frame_at: Nanos,
     serviced_at: Nanos,
     deadline: Nanos,
@@ -366,6 +372,10 @@ impl Core {
             slot.deadline = guarded(|| port.service(now))?.unwrap_or(NEVER);
             self.refresh_link(index, slot);
         }
+        if slot.debt != 0 {
+            slot.debt = slot.debt.saturating_sub(budget as u64);
+            return Ok(true);
+        }
         let Some(port) = &mut slot.port else { return Ok(false) };
         let mut batch = std::mem::take(&mut self.spare);
         let mut drops = Drops::default();
@@ -376,7 +386,8 @@ impl Core {
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
             let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
-            self.pass_on(from, &mut slot.taps, &batch, &mut drops);
+            let cost = self.pass_on(from, &mut slot.taps, &batch, &mut drops);
+            slot.debt = cost.saturating_sub(budget as u64);
         }
         self.spare = batch.recycle();
         slot.counters.add_rx_drops(&mut drops);
@@ -400,13 +411,14 @@ impl Core {
         })
     }
 
-    /// Decides on a batch of `index` and hands its frames to their destinations.
+    /// Decides on a batch of `index` and hands its frames to their destinations; returns how many copies and segments
+    /// that took.
     #[inline]
-    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) {
+    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) -> u64 {
         let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
             // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
             drops.count(Reason::NoDestination, batch.len() as u64);
-            return;
+            return 0;
         };
         self.plan.note_drops(!taps.is_empty());
         let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
@@ -414,26 +426,56 @@ impl Core {
         if !taps.is_empty() {
             taps.retain(|tap| tap.received(self.now, batch, self.plan.dropped(), from.counters));
         }
+        let mut cost = 0;
         for at in 0..self.plan.destinations().len() {
             let to = self.plan.destinations()[at];
-            self.deliver(to, batch, summary);
+            self.catch_up(to);
+            cost += self.deliver(to, batch, summary);
         }
         self.plan.clear();
+        cost
     }
 
-    /// Hands the frames that are planned for `to` to it.
+    /// Has a destination that slept look at the time, and at what its control side left. Inner ports act on frames
+    /// within `transmit`, and what they time (leases, queries, mappings) would be timed from the past.
     #[inline]
-    fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) {
+    fn catch_up(&mut self, to: u16) {
+        let now = self.now;
+        if let Some(slot) = &self.slots[to as usize]
+            && now.since(slot.serviced_at) >= SERVICE_INTERVAL
+            && now >= slot.quiet_until
+        {
+            self.service_destination(to);
+        }
+    }
+
+    fn service_destination(&mut self, to: u16) {
+        let now = self.now;
+        let Some(mut slot) = self.slots[to as usize].take() else { return };
+        slot.serviced_at = now;
+        match slot.port.as_mut().map(|port| guarded(|| port.service(now))) {
+            Some(Ok(next)) => slot.deadline = next.unwrap_or(NEVER),
+            Some(Err(trouble)) => slot.suffer(trouble, now),
+            None => {}
+        }
+        self.refresh_link(to, &mut slot);
+        self.earliest = self.earliest.min(slot.deadline);
+        self.slots[to as usize] = Some(slot);
+    }
+
+    /// Hands the frames that are planned for `to` to it; returns how many copies and segments they became.
+    #[inline]
+    fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> u64 {
         let which = self.plan.frames_to(to);
         let Some(slot) = &mut self.slots[to as usize] else {
             debug_assert!(false, "a destination is a member of the network and not the source");
-            return;
+            return 0;
         };
         let mut drops = Drops::default();
         let Some(port) = &mut slot.port else {
             drops.count(Reason::LinkDown, which.len() as u64);
             slot.counters.add_tx_drops(&mut drops);
-            return;
+            return 0;
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
         let (mut work, transformer) = (Work::default(), &mut self.transformer);
@@ -478,6 +520,7 @@ impl Core {
                 self.fault_of_destination(to, trouble);
             }
         }
+        total
     }
 
     #[cold]
@@ -537,6 +580,7 @@ impl Slot {
             active: false,
             up: false,
             wants_service: true,
+            debt: 0,
             last_frame_at: Nanos(0),
             serviced_at: Nanos(0),
             deadline: NEVER,

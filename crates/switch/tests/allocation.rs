@@ -94,8 +94,10 @@ struct AllAwake(u32, Nanos);
 
 impl Waiter for AllAwake {
     fn wait(&mut self, timeout: Option<Nanos>, ready: &mut Vec<Token>) {
+        // The ports keep each other busy, so commands may not wait for a sleep.
+        ready.push(CONTROL);
         if timeout.is_none() {
-            ready.extend((0..self.0).map(Token).chain([CONTROL]));
+            ready.extend((0..self.0).map(Token));
         }
     }
     fn now(&mut self) -> Nanos {

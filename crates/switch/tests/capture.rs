@@ -7,7 +7,7 @@ use std::process::Command;
 use std::time::Duration;
 use support::*;
 use tombolo_switch::Nanos;
-use tombolo_switch::capture::{CaptureRead, CaptureSettings};
+use tombolo_switch::capture::{CaptureRead, CaptureSettings, FRAME_OVERHEAD_BYTES};
 use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::frame::{Checksum, Offload};
 use tombolo_switch::guard::Guard;
@@ -39,7 +39,9 @@ fn tshark_reads_what_a_port_received_transmitted_and_dropped() {
     let settings = CaptureSettings { clock_start, snap_bytes: 100, ..CaptureSettings::default() };
     let mut capture = bench.ask(|h| h.capture(a.token, settings)).unwrap();
     let partial = Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: None };
-    a.send_with(frame(BROADCAST, mac(1), 60, 1), partial);
+    let mut tcp = frame(BROADCAST, mac(1), 60, 1);
+    tcp[12..24].copy_from_slice(&[8, 0, 0x45, 0, 0, 46, 0, 1, 0x40, 0, 64, 6]);
+    a.send_with(tcp, partial);
     a.send(frame(BROADCAST, mac(2), 61, 2));
     bench.settle();
     b.send(frame(mac(1), mac(2), 1514, 3));
@@ -88,7 +90,8 @@ fn a_capture_that_is_not_read_loses_frames_and_never_holds_the_worker_up() {
     let mut bench = Bench::new(WorkerSettings::default());
     let net = bench.network(MacSettings::default());
     let [a, b] = bench.ports(net);
-    let settings = CaptureSettings { queue_bytes: 60 * 100 + 30, ..CaptureSettings::default() };
+    let settings =
+        CaptureSettings { queue_bytes: (60 + FRAME_OVERHEAD_BYTES) * 100 + 30, ..CaptureSettings::default() };
     let capture = bench.ask(|h| h.capture(a.token, settings)).unwrap();
     for n in 0..1000 {
         a.send(frame(BROADCAST, mac(1), 60, n));
@@ -112,4 +115,22 @@ fn a_capture_that_is_not_read_loses_frames_and_never_holds_the_worker_up() {
         bench.settle();
     }
     assert!(a.counters.captured.get() <= before + 1);
+}
+
+#[test]
+fn a_capture_of_no_bytes_is_bounded_too() {
+    let mut bench = Bench::new(WorkerSettings::default());
+    let net = bench.network(MacSettings::default());
+    let [a, _b] = bench.ports(net);
+    let settings = CaptureSettings { snap_bytes: 0, queue_bytes: FRAME_OVERHEAD_BYTES * 10, ..Default::default() };
+    let mut capture = bench.ask(|h| h.capture(a.token, settings)).unwrap();
+    for round in 1..=2 {
+        for n in 0..100 {
+            a.send(frame(BROADCAST, mac(1), 60, n));
+            bench.settle();
+        }
+        assert_eq!((a.counters.captured.get(), capture.lost()), (10 * round, 90 * round));
+        // What was read makes room again.
+        assert_eq!(capture.read(&mut Vec::new(), Duration::ZERO), CaptureRead::Data);
+    }
 }

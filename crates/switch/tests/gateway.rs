@@ -129,3 +129,28 @@ fn a_query_that_nobody_answers_fails_by_the_workers_own_timer() {
     assert_eq!(a.take().len(), 1);
     assert_eq!(handle.counters().dns_upstream_answers.get(), 1);
 }
+
+#[test]
+fn the_first_query_after_an_idle_minute_is_timed_from_now() {
+    let (mut bench, handle, [a, _b]) = bench();
+    bench.settle();
+    // Nobody wakes the gateway meanwhile.
+    bench.waiter.advance(Nanos::SECOND.times(60));
+    let client = (Ipv4Addr::new(10, 9, 0, 50), 4000);
+    let query = b"\x43\x21\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x03big\x03org\x00\x00\x01\x00\x01";
+    let before = bench.waiter.lock().now;
+    a.send(udp(mac(1), GATEWAY_MAC, client, (GATEWAY, 53), query));
+    for _ in 0..8 {
+        bench.worker.step(&mut bench.waiter);
+        if let Some(asked) = handle.take_queries().pop() {
+            let mut answer = asked.bytes;
+            answer[2] |= 0x80;
+            handle.answer(asked.id, answer);
+        }
+    }
+    let answers = a.take_bytes();
+    assert_eq!(answers.len(), 1);
+    assert_eq!(answers[0][45] & 15, 0, "the host's answer, and no failure that was due in the past");
+    assert!(bench.waiter.lock().now.since(before) < Nanos::SECOND);
+    assert_eq!(handle.counters().dns_upstream_answers.get(), 1);
+}

@@ -7,9 +7,10 @@ use support::*;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
+use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::{Address, MacSettings};
-use tombolo_switch::port::Link;
+use tombolo_switch::port::{Caps, Link};
 use tombolo_switch::worker::FAULT_PAUSE;
 
 fn bench() -> Bench {
@@ -113,6 +114,76 @@ fn a_flooding_port_does_not_starve_others() {
     assert_eq!(sink.take().len() + got.len(), 100_001);
     assert!(flood.counters.exhausted_budgets.get() >= 100_000 / 64);
     assert_eq!(modest.counters.exhausted_budgets.get(), 0);
+}
+
+#[test]
+fn a_port_pays_for_its_copies_with_turns() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [flood, modest, sink] = bench.ports(net);
+    let others: Vec<_> = (0..17).map(|_| bench.port(net, PortSettings::default())).collect();
+    sink.send(frame(mac(9), mac(3), 64, 0));
+    bench.settle();
+    for n in 0..7000 {
+        flood.send(frame(BROADCAST, mac(1), 64, n));
+        modest.send(frame(mac(3), mac(2), 64, n));
+    }
+    let before = flood.counters.rx_frames.get();
+    for _ in 0..100 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    assert_eq!(modest.counters.rx_frames.get(), 6400, "a turn per round");
+    // Each frame of it makes 19 copies, so it gets a turn in 19 rounds.
+    let taken = flood.counters.rx_frames.get() - before;
+    assert!((5 * 64..=6 * 64).contains(&taken), "{taken}");
+    // Nothing of it is lost for that.
+    bench.settle();
+    assert_eq!(flood.counters.rx_frames.get(), 7000);
+    assert!(others.iter().all(|port| port.take().len() >= 7000));
+}
+
+/// A TCP packet of `payload` bytes that is to be cut into segments of `size`.
+fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
+    let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
+    f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());
+    f.extend_from_slice(&[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+    f.extend_from_slice(&[0, 7, 0, 9, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x18, 1, 0, 0, 0, 0, 0]);
+    f.resize(54 + payload, 7);
+    let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
+    (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
+}
+
+#[test]
+fn a_port_pays_for_segments_made_in_software_and_none_are_flooded() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [bulk, modest, sink] = bench.ports(net);
+    sink.lock().caps = Caps::plain(1500);
+    sink.send(frame(mac(9), mac(3), 64, 0));
+    bench.settle();
+    for n in 0..128 {
+        let (bytes, offload) = large(mac(3), mac(1), 640, 10);
+        bulk.send_with(bytes, offload);
+        modest.send(frame(mac(3), mac(2), 64, n));
+    }
+    bench.worker.step(&mut bench.waiter);
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!((bulk.counters.rx_frames.get(), modest.counters.rx_frames.get()), (64, 128));
+    // 64 frames of 64 segments take 64 rounds in all.
+    for _ in 2..64 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    assert_eq!(bulk.counters.rx_frames.get(), 64);
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!(bulk.counters.rx_frames.get(), 128);
+    assert_eq!(sink.counters.software_segments.get(), 128 * 64);
+    for to in [BROADCAST, mac(77)] {
+        let (bytes, offload) = large(to, mac(1), 640, 10);
+        bulk.send_with(bytes, offload);
+    }
+    bench.settle();
+    assert_eq!(bulk.rx_drops(Reason::NotTransformable), 2);
+    assert_eq!(sink.counters.software_segments.get(), 128 * 64);
 }
 
 #[test]

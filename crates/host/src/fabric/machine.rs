@@ -8,12 +8,12 @@ use std::time::{Duration, Instant};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
 
-use super::{FabricError, Running, end_all};
+use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
-use crate::file::{self, MachineKind, Restart};
+use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::Process;
-use crate::qemu::argv::{console_path, tty_path};
+use crate::qemu::argv::{console_path, monitor_path, tty_path};
 
 /// Console bytes that are kept: beyond this the older half is cut off.
 const CONSOLE_BYTES: u64 = 1 << 20;
@@ -65,6 +65,12 @@ impl Drop for RunningMachine {
             let _ = child.try_wait();
         }
     }
+}
+
+/// The monitor of a machine that is asked to shut down before it is ended: one that has a disk to leave in order. A guest
+/// without one has nothing to save, and a cell does not know the button.
+pub(super) fn button(spec: &file::Machine, runtime: &Path) -> Option<PathBuf> {
+    matches!(spec.boot, Boot::Vm { disk: Some(_), .. }).then(|| monitor_path(runtime, &spec.name))
 }
 
 /// Waits until a process has ended; `false` if that cannot be watched.
@@ -281,18 +287,19 @@ impl Running {
     }
 }
 
-/// Ends a machine: SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
+/// Ends a machine: by its power button if it has a disk, then SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
 /// as stopped.
 ///
 /// # Errors
 /// If there is none of that name.
 pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
-    let process = {
+    let ending = {
         let mut running = shared.running.lock().await;
+        let button = running.machine_spec(name).and_then(|m| button(m, &running.facts.runtime));
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
-        machine.let_go()
+        machine.let_go().map(|process| Ending { process, button })
     };
-    end_all(process.into_iter().collect()).await;
+    end_all(ending.into_iter().collect()).await;
     let mut running = shared.running.lock().await;
     if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
         running.machine_ended(name, pid);

@@ -2,7 +2,7 @@
 //!
 //! # Purpose
 //! [`Running::start`] makes everything that a fabric file says; [`Running::add`], [`Running::remove`], [`Running::run`]
-//! and [`Running::stop`] change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
+//! and stopping a machine change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
 //! path: worker threads run that, and this module speaks to them through their handles.
 //!
 //! # Invariants
@@ -38,6 +38,7 @@ use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
+use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
 use crate::rundir::{Addition, RunDir, RunDirError};
 
@@ -304,7 +305,7 @@ impl Running {
                 keep.push((machine, process.pid));
             } else {
                 (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left", process.pid));
-                end.push(process);
+                end.push(process.into());
             }
         }
         end_all(end).await;
@@ -483,15 +484,17 @@ impl Running {
             }
         };
         let mut processes = Vec::new();
-        for machine in self.machines.values_mut() {
-            processes.extend(machine.let_go());
+        for (name, machine) in &mut self.machines {
+            let spec = self.spec.machines.iter().find(|m| m.name == *name);
+            let button = spec.and_then(|m| machine::button(m, &self.facts.runtime));
+            processes.extend(machine.let_go().map(|process| Ending { process, button }));
         }
         end_all(processes).await;
         self.machines.clear();
         // What a start that failed half-way, or an adoption that did not come about, has left.
         if let Some(dir) = &self.dir {
             let left = process::machines(&self.spec.name, dir.path());
-            end_all(left.into_iter().map(|(_, process, _)| process).collect()).await;
+            end_all(left.into_iter().map(|(_, process, _)| process.into()).collect()).await;
         }
         let names: Vec<String> = self.ports.keys().cloned().collect();
         for name in names {
@@ -542,19 +545,45 @@ fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say
     Ok(out)
 }
 
-/// Ends processes side by side: SIGTERM to all, then SIGKILL to those that do not end within two seconds.
-pub(crate) async fn end_all(processes: Vec<process::Process>) {
-    if processes.is_empty() {
+/// A process that is to end.
+pub(crate) struct Ending {
+    process: process::Process,
+    /// The monitor through which its guest is asked to shut down first.
+    button: Option<PathBuf>,
+}
+
+impl From<process::Process> for Ending {
+    fn from(process: process::Process) -> Self {
+        Ending { process, button: None }
+    }
+}
+
+/// Time that a guest has to shut down after its power button was pressed.
+const SHUTDOWN: Duration = Duration::from_secs(15);
+
+/// Ends processes side by side: those with a button by that, if they are off in time; then SIGTERM to all, then SIGKILL
+/// to those that do not end within two seconds.
+pub(crate) async fn end_all(endings: Vec<Ending>) {
+    if endings.is_empty() {
         return;
     }
     let work = move || {
-        for process in &processes {
-            let _ = process.signal(rustix::process::Signal::TERM);
+        // A monitor that does not answer is no reason to wait.
+        let pressed = |e: &Ending| e.button.as_ref().is_some_and(|socket| monitor::power_button(socket).is_ok());
+        let (pressed, rest): (Vec<_>, Vec<_>) = endings.iter().partition(|e| pressed(e));
+        let deadline = Instant::now() + SHUTDOWN;
+        for ending in rest {
+            let _ = ending.process.signal(rustix::process::Signal::TERM);
+        }
+        for ending in pressed {
+            if !ending.process.wait(deadline.saturating_duration_since(Instant::now())) {
+                let _ = ending.process.signal(rustix::process::Signal::TERM);
+            }
         }
         let deadline = Instant::now() + Duration::from_secs(2);
-        for process in &processes {
+        for ending in &endings {
             // A process that cannot be signalled is somebody else's by now.
-            let _ = process.end(deadline.saturating_duration_since(Instant::now()));
+            let _ = ending.process.end(deadline.saturating_duration_since(Instant::now()));
         }
     };
     // The task does not panic; a runtime that is going down ends them with the next `up`.

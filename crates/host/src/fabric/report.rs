@@ -25,6 +25,25 @@ fn offloads(caps: &Caps) -> Vec<String> {
     all.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_string()).collect()
 }
 
+/// What is to be said of a port whose last fault was this.
+fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
+    if p.panic.is_some() {
+        // A gateway or uplink cannot come back alone: what the network knows by it would be of two minds.
+        return Some(format!("port {}: {fault}; `tombolo down` and `tombolo up` bring it back", p.name));
+    }
+    let faults = p.counters.faults.get();
+    (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
+}
+
+/// A port's last fault in words.
+fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
+    let fault = p.last_fault.as_ref().map(|f| {
+        let ago = worker.now.since(f.at).0 / 1_000_000_000;
+        format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)
+    });
+    p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault)
+}
+
 impl Running {
     /// Everything at one instant.
     ///
@@ -37,8 +56,12 @@ impl Running {
         for spec in &self.spec.networks {
             networks.extend(self.network(spec, &statuses));
         }
-        let mut ports: Vec<_> = statuses.iter().flat_map(|s| s.ports.iter().map(|p| self.port(s, p))).collect();
-        ports.sort_by(|a: &PortReport, b| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
+        let mut ports: Vec<_> =
+            statuses.iter().flat_map(|s| s.ports.iter().map(move |p| (self.port(s, p), p))).collect();
+        ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
+        let mut warnings = self.machine_warnings();
+        warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
+        let ports = ports.into_iter().map(|(report, _)| report).collect();
         let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
             name: w.spec.name.clone(),
             cpu: w.spec.cpu.and_then(|c| u32::try_from(c).ok()),
@@ -62,7 +85,6 @@ impl Running {
             }
         });
         let (forwards, workers) = (forwards.collect(), workers.collect());
-        let warnings = self.warnings(&ports);
         Ok(Status {
             schema: SCHEMA,
             version: env!("CARGO_PKG_VERSION").into(),
@@ -79,21 +101,13 @@ impl Running {
         })
     }
 
-    fn warnings(&self, ports: &[PortReport]) -> Vec<String> {
+    fn machine_warnings(&self) -> Vec<String> {
         let mut out = Vec::new();
         for (name, machine) in &self.machines {
             if let (None, false, Some(end)) = (machine.pid, machine.stopped, &machine.ended)
                 && !end.well
             {
                 out.push(format!("{name} failed: {}", end.how));
-            }
-        }
-        for port in ports {
-            if let (Some(fault), true) = (&port.last_fault, port.counters.faults > 0) {
-                out.push(format!(
-                    "port {}: its peer broke the rules {} time(s), last: {fault}",
-                    port.name, port.counters.faults
-                ));
             }
         }
         out
@@ -191,10 +205,6 @@ impl Running {
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);
         }
-        let fault = p.last_fault.as_ref().map(|f| {
-            let ago = worker.now.since(f.at).0 / 1_000_000_000;
-            format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)
-        });
         PortReport {
             name: p.name.to_string(),
             network: network.map(|n| n.name.to_string()).unwrap_or_default(),
@@ -221,7 +231,91 @@ impl Running {
                 captured: c.captured.get(),
                 capture_lost: c.capture_lost.get(),
             },
-            last_fault: p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault),
+            last_fault: last_fault(worker, p),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::time::{Duration, Instant};
+    use tombolo_port::worker::{WorkerConfig, WorkerThread};
+    use tombolo_switch::Nanos;
+    use tombolo_switch::control::PortSettings;
+    use tombolo_switch::drop::Drops;
+    use tombolo_switch::frame::Batch;
+    use tombolo_switch::mac::MacSettings;
+    use tombolo_switch::port::{Fault, FaultKind, Port, Sent};
+
+    /// A port with a bug, or with a peer that breaks the rules.
+    struct Bad {
+        bug: bool,
+    }
+
+    impl Port for Bad {
+        fn kind(&self) -> &'static str {
+            "gateway"
+        }
+        fn link(&self) -> Link {
+            Link::Up
+        }
+        fn caps(&self) -> Caps {
+            Caps::plain(1500)
+        }
+        fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+            assert!(!self.bug, "table is empty");
+            Err(Fault { kind: FaultKind::Protocol, detail: "no such word".into() })
+        }
+        fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+            Ok(0)
+        }
+        fn release(&mut self) -> Result<(), Fault> {
+            Ok(())
+        }
+        fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+            Ok(Sent::default())
+        }
+        fn flush(&mut self) -> Result<(), Fault> {
+            Ok(())
+        }
+        fn arm(&mut self) -> Result<bool, Fault> {
+            Ok(false)
+        }
+        fn disarm(&mut self) {}
+        fn reset(&mut self, _: &Fault) {}
+    }
+
+    #[test]
+    fn a_bug_of_ours_is_told_apart_from_a_peer_that_broke_the_rules() {
+        let thread = WorkerThread::start(&WorkerConfig { name: "warn".into(), ..WorkerConfig::default() }).unwrap();
+        let handle = thread.handle();
+        let network = handle.add_network("lan", MacSettings::default()).unwrap();
+        for (name, bug) in [("gateway-lan", true), ("peer", false)] {
+            let reserved = handle.reserve().unwrap();
+            let registration = thread.registration(&reserved);
+            handle.add_port(reserved, network, name, Box::new(Bad { bug }), PortSettings::default()).unwrap();
+            registration.wake();
+        }
+        let deadline = Instant::now() + Duration::from_secs(10);
+        let status = loop {
+            let status = handle.status().unwrap();
+            if status.ports.iter().all(|p| p.counters.faults.get() > 0) {
+                break status;
+            }
+            assert!(Instant::now() < deadline, "{status:?}");
+            std::thread::yield_now();
+        };
+        let say = |name: &str| {
+            let port = status.ports.iter().find(|p| *p.name == *name).unwrap();
+            port_warning(port, &last_fault(&status, port).unwrap()).unwrap()
+        };
+        let bug = "port gateway-lan: out of service after a bug of ours: table is empty; \
+                   `tombolo down` and `tombolo up` bring it back";
+        assert_eq!(say("gateway-lan"), bug);
+        let peer = say("peer");
+        assert!(peer.starts_with("port peer: its peer broke the rules "), "{peer}");
+        assert!(peer.contains("last: protocol: no such word ("), "{peer}");
+        thread.stop().unwrap();
     }
 }

@@ -148,6 +148,21 @@ fn members(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     }
     let mut devices: HashMap<(&str, Option<&str>), &str> = HashMap::new();
     for tap in &fabric.taps {
+        if let (Some(ip), None, Some(Uplink::Kernel)) =
+            (tap.ip, &tap.netns, fabric.network(&tap.network).map(|n| &n.uplink))
+        {
+            // The host would have two routes to the subnet, and answers to a forward's masqueraded clients take the wrong.
+            let at = format!("tap.{}", tap.name);
+            let found = format!("{ip}, a second address of the host in network \"{}\"", tap.network);
+            let hint = "uplink = \"kernel\" has given the host one: leave `ip` out, or put the device into a `netns`";
+            out.say(
+                &spots.of(&at, "ip"),
+                format!("{at}.ip"),
+                "no address for a device of the host beside a kernel uplink",
+                found,
+                Some(hint.into()),
+            );
+        }
         if let Some(other) = devices.insert((&tap.device, tap.netns.as_deref()), &tap.name) {
             let at = format!("tap.{}", tap.name);
             let found = format!("{:?}, as in [tap.{other}]", tap.device);

@@ -53,16 +53,16 @@ pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
         ports: vec![],
         forwards: vec![],
     };
-    read(text, path, empty)
+    read(text, path, empty, false)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
 /// checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
-    read(text, path, to.clone())
+    read(text, path, to.clone(), true)
 }
 
-fn read(text: &str, path: &Path, start: Fabric) -> Result<Fabric, FileError> {
+fn read(text: &str, path: &Path, start: Fabric, addition: bool) -> Result<Fabric, FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut out = Complaints::new(text);
     for error in &errors {
@@ -80,7 +80,7 @@ fn read(text: &str, path: &Path, start: Fabric) -> Result<Fabric, FileError> {
         check::check(&mut fabric, &spots, &mut out);
     }
     let problems = out.finish();
-    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems }) }
+    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, addition }) }
 }
 
 const DEFAULT_LEASE_S: u32 = 3600;

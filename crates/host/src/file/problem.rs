@@ -35,7 +35,7 @@ impl fmt::Display for Problem {
     }
 }
 
-/// Why a fabric file was refused. Nothing has been started when one of these is returned.
+/// Why a fabric file, or an addition to one, was refused. Nothing has been started when one of these is returned.
 #[derive(Debug, thiserror::Error)]
 pub enum FileError {
     /// The file could not be read.
@@ -46,23 +46,27 @@ pub enum FileError {
         /// What the system said.
         source: std::io::Error,
     },
-    /// The file was read and has faults; all of them are listed, one a line.
-    #[error("{}", list(path, problems))]
+    /// The file, or what was to be added to a running fabric, was read and has faults; all are listed, one a line.
+    #[error("{}", list(path, problems, *addition))]
     Faulty {
         /// The file's path, as shown before each line.
         path: PathBuf,
         /// In order of their place in the file; never empty.
         problems: Vec<Problem>,
+        /// Whether this was an addition to a fabric that stands.
+        addition: bool,
     },
 }
 
-fn list(path: &std::path::Path, problems: &[Problem]) -> String {
+fn list(path: &std::path::Path, problems: &[Problem], addition: bool) -> String {
     let mut out = String::new();
     for problem in problems {
         out.push_str(&format!("{}:{problem}\n", path.display()));
     }
     let s = if problems.len() == 1 { "" } else { "s" };
-    out.push_str(&format!("{} fault{s} in the fabric file; nothing was started", problems.len()));
+    let outcome =
+        if addition { "in the addition; nothing was added" } else { "in the fabric file; nothing was started" };
+    out.push_str(&format!("{} fault{s} {outcome}", problems.len()));
     out
 }
 

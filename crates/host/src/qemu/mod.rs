@@ -2,6 +2,8 @@
 //!
 //! - `probe`: which QEMU there is, and whether KVM really runs a guest (it may open and still not).
 //! - `argv`: the pure part: a machine of the file and what the probe found → arguments.
+//! - `monitor`: a running machine's power button.
 
 pub mod argv;
+pub mod monitor;
 pub mod probe;

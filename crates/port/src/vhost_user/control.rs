@@ -6,7 +6,6 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
-use std::os::fd::OwnedFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -31,6 +30,8 @@ use super::{Socket, VhostUserConfig, is_from_guest};
 /// Longest chain that is taken: a frame with the largest header, and room for a driver's padding. Frames longer than the
 /// switch carries are dropped one by one; only what is beyond all reason breaks the ring.
 const MAX_CHAIN_BYTES: u32 = 1 << 20;
+/// Most segments of a chain that is taken: Linux has up to 47, a frame of 64 KiB in pages and its headers.
+const MAX_CHAIN_SEGMENTS: u16 = 128;
 /// Time between two attempts to reach a frontend that listens.
 const RECONNECT: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
@@ -75,7 +76,7 @@ struct ControlRing {
     /// Descriptor table, available ring, used ring; in the frontend's address space.
     addresses: Option<[u64; 3]>,
     base: u16,
-    kick: Option<OwnedFd>,
+    kick: Option<Doorbell>,
     call: Option<Arc<Doorbell>>,
     /// What the frontend said last; a ring of which it said nothing is enabled unless protocol features were agreed on.
     enabled: Option<bool>,
@@ -138,7 +139,9 @@ impl Connection {
         let (Some(addresses), Some(kick), false) = (ring.addresses, &ring.kick, ring.running) else { return Ok(()) };
         let translate = |address| {
             let found = self.memory.guest_address(address);
-            found.ok_or_else(|| refused(format!("ring {index} at {address:#x} is in no memory region")))
+            found.ok_or_else(|| refused(format!(
+                    "ring {index} at {address:#x} is in no memory region; is the guest's memory shared (QEMU: memory-backend-memfd,share=on)?"
+                )))
         };
         let queue = QueueConfig {
             size: ring.size,
@@ -147,6 +150,7 @@ impl Connection {
             used: translate(addresses[2])?,
             features,
             max_chain_bytes: MAX_CHAIN_BYTES,
+            max_chain_segments: MAX_CHAIN_SEGMENTS,
         };
         let kick = if is_from_guest(index) {
             let watch = self.mailbox.registration().watch(kick);
@@ -295,7 +299,9 @@ impl VhostUserBackendReqHandlerMut for Connection {
             // "Poll the ring instead" would keep a core busy for ever at a guest's wish.
             return Err(refused(format!("ring {index} without a kick descriptor")));
         };
-        ring.kick = Some(fd.into());
+        // Only an eventfd may keep a worker's epoll busy.
+        let kick = Doorbell::adopt(fd.into());
+        ring.kick = Some(kick.map_err(|error| refused(format!("the kick descriptor of ring {index}: {error}")))?);
         self.start(usize::from(index))
     }
 

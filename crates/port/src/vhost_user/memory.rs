@@ -10,8 +10,9 @@ use tombolo_ring::virtio::{Backing, GuestMemory, Region, RegionTable, RingError}
 use tombolo_shm::guest::{GuestMapping, MAX_BYTES};
 use tombolo_shm::memory::MemoryError;
 
-/// Most regions of a guest. QEMU names some five; memory that was plugged in later adds one each.
-pub(super) const MAX_REGIONS: usize = 64;
+/// Most regions of a guest. QEMU names some five; memory that was plugged in later adds one each. Twice
+/// as many are mapped while a table is replaced; 64 ports of that are what the process has room for.
+pub(super) const MAX_REGIONS: usize = 32;
 
 /// A region as the frontend described it, mapped.
 #[derive(Clone, Debug)]

@@ -48,7 +48,8 @@
 //!
 //! # Limits
 //!
-//! 64 memory regions of 1 TiB in all; 128 queue pairs; chains of 1 MiB. Not offered: packed rings, migration, RSS.
+//! 32 memory regions of 1 TiB in all, in memfds, tmpfs or hugetlbfs; 128 queue pairs; chains of 1 MiB and 128 segments;
+//! eventfds for kick and call, which cannot be made to block us. Not offered: packed rings, migration, RSS.
 
 mod control;
 mod mailbox;
@@ -198,6 +199,7 @@ impl VhostUserPort {
             framing: Framing {
                 header_bytes: HEADER_BYTES,
                 mergeable: false,
+                checksums: false,
                 max_frame_bytes: Caps::plain(config.mtu).max_frame_bytes as usize,
             },
             first_pair: 0,
@@ -225,7 +227,8 @@ impl VhostUserPort {
                 let modern = features & ring_features::VERSION_1 != 0;
                 let mergeable = features & net_features::MRG_RXBUF != 0;
                 let header_bytes = if modern || mergeable { HEADER_BYTES } else { SHORT_HEADER_BYTES };
-                self.framing = Framing { header_bytes, mergeable, ..self.framing };
+                let checksums = features & net_features::GUEST_CSUM != 0;
+                self.framing = Framing { header_bytes, mergeable, checksums, ..self.framing };
                 Answer::Done
             }
             Command::Memory(table) => Answer::Old(std::mem::replace(&mut self.memory, table)),
@@ -256,6 +259,12 @@ impl VhostUserPort {
             }
             Command::Call { index, call } => {
                 if let Some(ring) = self.ring_mut(index) {
+                    // What was signalled the old way while the frontend changed over may have gone nowhere, and with
+                    // event indices would not be signalled again.
+                    ring.queue.forget_signals();
+                    if let Some(call) = &call {
+                        call.ring();
+                    }
                     ring.call = call;
                 }
                 Answer::Done
@@ -316,15 +325,43 @@ fn memory_fault(memory: &GuestTable) -> Option<Fault> {
     })
 }
 
-/// Spreads flows over `open` queue pairs: by a hash of the bytes where IPv4 and IPv6 have addresses and ports, or of what
-/// there is in shorter frames.
+/// Spreads flows over `open` queue pairs, so that each flow stays on one: by IP addresses, and by the ports of TCP and UDP
+/// where every packet of a flow has them; other frames by MAC addresses and type.
 fn pair_of(frame: &Frame, open: usize) -> usize {
-    let bytes = frame.head();
-    let bytes = bytes.get(26..).filter(|rest| rest.len() >= 12).map_or(bytes, |rest| &rest[..rest.len().min(32)]);
     // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
     // of this hash know only the low ones of its input.
-    let hash = bytes.iter().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
+    let hash = flow_bytes(frame.head())
+        .into_iter()
+        .flatten()
+        .fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
     ((u64::from(hash) * open as u64) >> 32) as usize
+}
+
+/// The bytes of a frame's head that all frames of its flow have in common, in two parts.
+fn flow_bytes(head: &[u8]) -> [&[u8]; 2] {
+    const TCP: u8 = 6;
+    const UDP: u8 = 17;
+    let mut at = 12;
+    let ethertype = |at: usize| head.get(at..at + 2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
+    while matches!(ethertype(at), Some(0x8100 | 0x88a8)) {
+        at += 4;
+    }
+    let ip = head.get(at + 2..).unwrap_or(&[]);
+    let part = |from: usize, bytes: usize| ip.get(from..from + bytes);
+    match ethertype(at) {
+        Some(0x0800) if ip.len() >= 20 => {
+            // Only the first of several fragments has ports, so no fragment is spread by them.
+            let fragment = u16::from_be_bytes([ip[6], ip[7]]) & 0x3fff != 0;
+            let has_ports = matches!(ip[9], TCP | UDP) && !fragment;
+            let ports = part(usize::from(ip[0] & 15) * 4, 4).filter(|_| has_ports);
+            [&ip[12..20], ports.unwrap_or(&[])]
+        }
+        Some(0x86dd) if ip.len() >= 40 => {
+            let ports = part(40, 4).filter(|_| matches!(ip[6], TCP | UDP));
+            [&ip[8..40], ports.unwrap_or(&[])]
+        }
+        _ => [&head[..head.len().min(14)], &[]],
+    }
 }
 
 impl Port for VhostUserPort {

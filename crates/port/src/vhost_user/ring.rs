@@ -6,7 +6,7 @@ use tombolo_ring::virtio::net::{HEADER_BYTES, NUM_BUFFERS_OFFSET};
 use tombolo_ring::virtio::{DeviceQueue, MAX_HELD, RingError};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::drop::{Drops, Reason};
-use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
+use tombolo_switch::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::Sent;
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
@@ -23,6 +23,8 @@ pub(super) struct Framing {
     pub(super) header_bytes: usize,
     /// Whether a frame to the guest may be spread over several chains.
     pub(super) mergeable: bool,
+    /// Whether the guest takes word about checksums.
+    pub(super) checksums: bool,
     /// Longest frame to the guest that is not to be cut into segments.
     pub(super) max_frame_bytes: usize,
 }
@@ -83,7 +85,8 @@ impl Ring {
                 view.skip(64).prefetch();
                 segments.push((view, last));
             })?;
-            taken += got;
+            // A frame in many pieces counts as several: each costs its copies at every destination.
+            taken += got + segments.len().saturating_sub(2 * got) / 4;
             if self.gate == Gate::Open {
                 parse(segments, framing, batch, drops);
             } else {
@@ -93,7 +96,7 @@ impl Ring {
                 break;
             }
         }
-        Ok(taken)
+        Ok(taken.min(max))
     }
 
     /// Asks the guest to kick for its next frame, and looks again.
@@ -230,7 +233,12 @@ fn parse<'m>(segments: &[(Foreign<'m>, bool)], framing: Framing, batch: &mut Bat
 fn check(header: Option<[u8; VNET_HEADER_BYTES]>, frame_bytes: usize) -> Result<Offload, Reason> {
     match header {
         Some(header) if (ETHERNET_HEADER_BYTES..=MAX_FRAME_BYTES).contains(&frame_bytes) => {
-            Offload::from_vnet(&header, frame_bytes)
+            let mut offload = Offload::from_vnet(&header, frame_bytes)?;
+            // A guest's word that a checksum is right is worth nothing to others.
+            if offload.checksum == Checksum::Valid {
+                offload.checksum = Checksum::Unverified;
+            }
+            Ok(offload)
         }
         Some(_) if frame_bytes > MAX_FRAME_BYTES => Err(Reason::TooLong),
         _ => Err(Reason::Runt),
@@ -266,25 +274,26 @@ fn parse_scattered<'m>(chain: &[(Foreign<'m>, bool)], framing: Framing, batch: &
 fn write_header(frame: &Frame, framing: Framing, to: ForeignMut<'_>) {
     if framing.header_bytes == HEADER_BYTES {
         // Two stores, and no call of `memcpy` for what is nearly always the same twelve bytes.
-        let [a, b, c, d, e, f, g, h, rest @ ..] = header(frame, 1);
+        let [a, b, c, d, e, f, g, h, rest @ ..] = header(frame, framing, 1);
         let _ = to.write_array(0, [a, b, c, d, e, f, g, h]);
         let _ = to.write_array(8, rest);
     } else {
-        write_short_header(frame, to);
+        write_short_header(frame, framing, to);
     }
 }
 
 /// For a driver older than VirtIO 1.0.
 #[cold]
 #[inline(never)]
-fn write_short_header(frame: &Frame, to: ForeignMut<'_>) {
-    to.write_from(&header(frame, 1)[..VNET_HEADER_BYTES]);
+fn write_short_header(frame: &Frame, framing: Framing, to: ForeignMut<'_>) {
+    to.write_from(&header(frame, framing, 1)[..VNET_HEADER_BYTES]);
 }
 
 #[inline]
-fn header(frame: &Frame, buffers: u16) -> [u8; HEADER_BYTES] {
+fn header(frame: &Frame, framing: Framing, buffers: u16) -> [u8; HEADER_BYTES] {
     let mut header = [0; HEADER_BYTES];
-    if frame.offload != Offload::NONE {
+    // Frames with partial checksums do not come here where the guest did not agree to them; see `Port::caps`.
+    if frame.offload != Offload::NONE && framing.checksums {
         header[..VNET_HEADER_BYTES].copy_from_slice(&frame.offload.to_vnet());
     }
     header[NUM_BUFFERS_OFFSET..].copy_from_slice(&buffers.to_le_bytes());
@@ -363,7 +372,7 @@ impl Fill<'_, '_> {
             }
         }
         // The header is not cut in the usual case; it may be, and then it goes piece by piece.
-        let header = header(frame, chains as u16);
+        let header = header(frame, framing, chains as u16);
         let header = &header[..framing.header_bytes];
         let mut done = 0;
         for (view, _) in &self.segments[first..end] {

@@ -49,6 +49,8 @@ pub struct QueueConfig {
     pub features: u64,
     /// Longest chain that is taken, in bytes.
     pub max_chain_bytes: u32,
+    /// Longest chain that is taken, in segments. It bounds the work that one available entry causes.
+    pub max_chain_segments: u16,
 }
 
 /// The device side of a queue. See the module's head.
@@ -60,6 +62,7 @@ pub struct DeviceQueue {
     indirect: bool,
     in_order: bool,
     max_chain_bytes: u32,
+    max_chain_segments: u16,
     /// Index of the next available entry to take.
     next_avail: Wrapping<u16>,
     /// The available index as last read: entries before it may be read without another acquire.
@@ -96,6 +99,7 @@ impl DeviceQueue {
             indirect: config.features & features::INDIRECT_DESC != 0,
             in_order: config.features & features::IN_ORDER != 0,
             max_chain_bytes: config.max_chain_bytes,
+            max_chain_segments: config.max_chain_segments,
             next_avail: Wrapping(0),
             seen_avail: Wrapping(0),
             next_used: Wrapping(0),
@@ -267,7 +271,7 @@ impl DeviceQueue {
         let mut table = areas.descriptors;
         let mut entries = self.size;
         let mut in_table = false;
-        let mut budget = self.size;
+        let mut budget = self.size.min(self.max_chain_segments);
         let mut index = head;
         let mut descriptor = first;
         let mut bytes = 0u64;
@@ -284,19 +288,21 @@ impl DeviceQueue {
                     return self.walk_unaligned::<M, WRITE>(memory, table, head, entries, bytes, sink);
                 }
                 in_table = true;
-                budget = entries;
+                // Descriptors before the table have a limit of their own: at most twice as many in all.
+                budget = entries.min(self.max_chain_segments);
                 index = 0;
                 descriptor = self.descriptor(table, head, 0, entries)?;
                 continue;
             }
-            budget -= 1;
+            let limit = entries.min(self.max_chain_segments);
+            budget = budget.checked_sub(1).ok_or(RingError::ChainLength { head, limit })?;
             let last = descriptor.flags & DESC_NEXT == 0;
             sink(self.segment::<M, WRITE>(memory, head, index, &descriptor, &mut bytes)?, last);
             if last {
                 return Ok(());
             }
             if budget == 0 {
-                return Err(RingError::ChainLength { head, limit: entries });
+                return Err(RingError::ChainLength { head, limit });
             }
             index = descriptor.next;
             descriptor = self.descriptor(table, head, index, entries)?;
@@ -315,7 +321,8 @@ impl DeviceQueue {
         sink: &mut impl FnMut(ForeignMut<'m>, bool),
     ) -> Result<(), RingError> {
         let mut index = 0;
-        for _ in 0..entries {
+        let limit = entries.min(self.max_chain_segments);
+        for _ in 0..limit {
             let refused = RingError::DescriptorIndex { head, got: index, size: entries };
             let at = DESCRIPTOR_BYTES * usize::from(index);
             let raw = if index < entries { table.as_foreign().read_array::<DESCRIPTOR_BYTES>(at) } else { None };
@@ -336,7 +343,7 @@ impl DeviceQueue {
             }
             index = descriptor.next;
         }
-        Err(RingError::ChainLength { head, limit: entries })
+        Err(RingError::ChainLength { head, limit })
     }
 
     #[inline]
@@ -450,6 +457,12 @@ impl DeviceQueue {
         } else {
             Ok(notify::wish(&areas.avail_flags()) & split::AVAIL_NO_INTERRUPT == 0)
         }
+    }
+
+    /// Has the next [`DeviceQueue::needs_signal`] after something was published say yes: for a new way of signalling,
+    /// when what was sent the old way may not have arrived.
+    pub const fn forget_signals(&mut self) {
+        self.signalled = None;
     }
 
     /// Asks the driver to notify of the next chain, and looks again. If this returns true there are chains to take

@@ -42,6 +42,7 @@ fn config(size: u16, features: u64) -> QueueConfig {
         used: LOW + layout.used as u64,
         features,
         max_chain_bytes: 1 << 16,
+        max_chain_segments: 128,
     }
 }
 
@@ -319,6 +320,36 @@ fn hostile_indirect_tables_are_refused_aligned_and_not() {
         assert_eq!(run(&[desc(9, 1, 0, 0)]), Err(E::BufferUnmapped { head: 0, address: 9, bytes: 1 }));
         let huge = desc(LOW_BUFFERS, 1 << 16, DESC_NEXT, 1);
         assert_eq!(run(&[huge, ok]), Err(E::ChainBytes { head: 0, got: (1 << 16) + 10, limit: 1 << 16 }));
+    }
+}
+
+#[test]
+fn segments_of_a_chain_are_bounded_in_the_table_and_outside() {
+    for (entries, fits) in [(128u16, true), (129, false)] {
+        let memory = memory();
+        let mut driver = DriverQueue::<256>::new(*memory.regions()[0].backing(), 256, 0).unwrap();
+        let mut device = DeviceQueue::new(&config(256, 0)).unwrap();
+        let segments: Vec<Segment> = (0..entries).map(|i| readable(HIGH + u64::from(i), 1)).collect();
+        assert!(driver.add(&segments, 0));
+        driver.publish();
+        assert_eq!(device.receive(&memory, 1, |_, _| ()).is_ok(), fits);
+
+        for skew in [0u64, 1] {
+            let (_driver, mut device) = pair(&memory, 8, features::INDIRECT_DESC);
+            let table = LOW_BUFFERS + 0x1000 + skew;
+            for index in 0..entries {
+                let at = memory.view(table + 16 * u64::from(index), 16).unwrap();
+                let next =
+                    if index + 1 < entries { u64::from(DESC_NEXT) << 32 | u64::from(index + 1) << 48 } else { 0 };
+                at.write_array(0, HIGH.to_le_bytes()).unwrap();
+                at.write_array(8, (1 | next).to_le_bytes()).unwrap();
+            }
+            raw(&memory, 8, 0, desc(table, 16 * u32::from(entries), DESC_INDIRECT, 0));
+            publish_head(&memory, 8, 0);
+            let taken = device.receive(&memory, 1, |_, _| ());
+            let want = if fits { Ok(1) } else { Err(RingError::ChainLength { head: 0, limit: 128 }) };
+            assert_eq!(taken, want, "{skew}");
+        }
     }
 }
 

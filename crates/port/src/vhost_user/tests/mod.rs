@@ -414,6 +414,72 @@ fn the_order_of_qemu_is_taken() {
     talk(&mut a, &mut b);
 }
 
+/// A frontend that changes the call descriptor late, as QEMU does, hears at once: what came in between went to the old one.
+#[test]
+fn a_new_call_descriptor_is_rung() {
+    let worker = Worker::new("call", 1);
+    let (mut b, fb) = worker.guest(1, FULL, 2048);
+    let (mut a, _fa) = worker.guest(0, FULL, 2048);
+    talk(&mut a, &mut b);
+    assert!(!b.rings[0].arm().unwrap());
+    // The signal for this frame goes to a descriptor at which nobody looks any more.
+    let sent = frame(80, 1);
+    let old = std::mem::replace(&mut b.calls[0], tombolo_shm::doorbell::Doorbell::new().unwrap());
+    a.send(&PLAIN, &sent, &[]);
+    let end = Instant::now() + PATIENCE;
+    while !old.take() {
+        assert!(Instant::now() < end, "the frame is not signalled");
+        std::thread::yield_now();
+    }
+    assert!(fb.tell(SET_VRING_CALL, &words(&[0]), &[b.calls[0].as_fd()]));
+    assert!(b.calls[0].take(), "the new descriptor is rung");
+    assert_eq!(b.receive().1, sent);
+    talk(&mut a, &mut b);
+}
+
+#[test]
+fn a_flow_stays_on_its_pair() {
+    use tombolo_ring::mem::Foreign;
+    use tombolo_switch::frame::Offload;
+    let pair = |bytes: &[u8]| {
+        let mut batch = Batch::with_capacity(1);
+        batch.push(Foreign::from(bytes), Offload::NONE);
+        super::pair_of(&batch.frames()[0], 64)
+    };
+    let ip4 = |protocol: u8, port: u8, rest: u8, fragment: u8| {
+        let mut bytes = frame(80, rest);
+        bytes[14..34]
+            .copy_from_slice(&[0x45, 0, 0, 66, rest, rest, fragment, 0, 64, protocol, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+        bytes[34..38].copy_from_slice(&[1, port, 2, port]);
+        bytes
+    };
+    let ip6 = |port: u8, rest: u8| {
+        let mut bytes = frame(100, rest);
+        bytes[12..14].copy_from_slice(&[0x86, 0xdd]);
+        bytes[14..54].fill(0);
+        (bytes[14], bytes[19], bytes[20], bytes[37], bytes[53]) = (0x60, rest, 6, 1, 2);
+        bytes[54..58].copy_from_slice(&[1, port, 2, port]);
+        bytes
+    };
+    let tagged = |mut bytes: Vec<u8>| {
+        bytes.splice(12..12, [0x81, 0, 0, 5]);
+        bytes
+    };
+    let mut pairs = std::collections::BTreeSet::new();
+    for port in 0..32 {
+        for rest in 0..20 {
+            // Sequence numbers, flags and checksums say nothing of the flow.
+            assert_eq!(pair(&ip4(6, port, rest, 0)), pair(&ip4(6, port, 0, 0)));
+            assert_eq!(pair(&ip6(port, rest)), pair(&ip6(port, 0)));
+            assert_eq!(pair(&tagged(ip4(17, port, rest, 0))), pair(&ip4(17, port, 0, 0)));
+            // Fragments have no ports but in the first one.
+            assert_eq!(pair(&ip4(17, port, rest, 0x20)), pair(&ip4(17, 0, 0, 0x20)));
+        }
+        pairs.insert(pair(&ip4(6, port, 0, 0)));
+    }
+    assert!(pairs.len() > 8, "32 flows fell on {} of 64 pairs", pairs.len());
+}
+
 #[test]
 fn an_mtu_beyond_the_networks_is_refused_and_no_fault() {
     let worker = Worker::new("mtu", 1);
@@ -448,7 +514,9 @@ fn several_queue_pairs_are_served() {
     }
     let mut got = 0;
     for flow in 0..32 {
-        b.send(&PLAIN, &frame(64, flow), &[]);
+        let mut bytes = frame(64, flow);
+        bytes[5] = flow;
+        b.send(&PLAIN, &bytes, &[]);
         // Either it arrives or it is counted.
         worker.until("the frame's fate", |_| b.rings[1].take_used().unwrap().map(|_| ()));
     }
@@ -542,6 +610,18 @@ fn impossible_memory_costs_the_connection_and_nothing_else() {
     attack("empty", "", &[[0, 0, 0, 0]]);
     // Rings that are in no region any more: they cannot go on.
     attack("rings-gone", "no memory region", &[[GUEST_BASE, MEMORY_BYTES, 0x1000, 0]]);
+    survive("a-file-of-procfs", protocol, "file system", |_, _, f| {
+        let region = words(&[1, GUEST_BASE, 4096, FRONTEND_BASE, 0]);
+        let file = std::fs::File::open("/proc/self/maps").unwrap();
+        assert!(!f.tell(SET_MEM_TABLE, &region, &[file.as_fd()]));
+    });
+    survive("a-file-as-call", protocol, "call descriptor", |_, g, f| {
+        assert!(!f.tell(SET_VRING_CALL, &words(&[0]), &[g.file.as_fd()]));
+    });
+    survive("a-file-as-kick", protocol, "kick descriptor", |_, g, f| {
+        f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
+        assert!(!f.tell(SET_VRING_KICK, &words(&[0]), &[g.file.as_fd()]));
+    });
     survive("not-a-file", protocol, "memory region", |_, g, f| {
         let region = words(&[1, GUEST_BASE, 4096, FRONTEND_BASE, 0]);
         assert!(!f.tell(SET_MEM_TABLE, &region, &[g.kicks[0].as_fd()]));

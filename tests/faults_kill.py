@@ -1,0 +1,256 @@
+"""Each party killed by SIGKILL, beside others that must not notice: a cell's QEMU, passt, the daemon at rest and at seeded moments
+of its start. Every fabric is in a network namespace of its own, so that what it leaves there is told from anything else."""
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
+from lib.fabric import PROGRAM
+
+FILE = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+uplink = "{uplink}"
+[cell.web]
+app = "httpd"
+ip = "10.233.0.20"
+accel = "tcg"
+[cell.meter]
+app = "iperf"
+ip = "10.233.0.21"
+accel = "tcg"
+[[forward]]
+listen = "127.0.0.1:8080"
+to = "web:80"
+"""
+# With the kernel uplink the host is on the network by the uplink's own tap.
+TAP = """
+[tap.host]
+ip = "10.233.0.9"
+"""
+WEB, METER = "10.233.0.20", "10.233.0.21"
+PATIENCE_S = 40
+SEED = 20261121
+
+
+@contextlib.contextmanager
+def place():
+    """A folder and a namespace that has a way out for passt to copy: a pair of interfaces with the default route."""
+    need_root()
+    with Namespace() as space, scratch() as folder:
+        space.ip("link", "add", "out0", "type", "veth", "peer", "name", "out1")
+        space.ip("link", "set", "out1", "up")
+        space.ip("address", "add", "198.51.100.2/24", "dev", "out0")
+        space.ip("link", "set", "out0", "up")
+        space.ip("route", "add", "default", "via", "198.51.100.1")
+        yield space, folder
+
+
+def text(uplink="user"):
+    return FILE.format(name=f"k{os.getpid()}", uplink=uplink) + (TAP if uplink == "user" else "")
+
+
+def pings(space, address):
+    return space.run("ping", "-q", "-n", "-c", "1", "-W", "1", address, check=False).returncode == 0
+
+
+def page(space, host, port=80):
+    try:
+        reply = http_get(host, port=port, seconds=3, netns=space)
+        return reply.status == 200 and b"tombolo cell" in reply.body
+    except (OSError, ValueError):
+        return False
+
+
+def all_well(space):
+    """Both cells answer through the tap, and the page comes through the forward too."""
+    until("a ping through the tap to web", lambda: pings(space, WEB), PATIENCE_S)
+    until("a ping through the tap to meter", lambda: pings(space, METER), PATIENCE_S)
+    until("the page through the tap", lambda: page(space, WEB), PATIENCE_S)
+    until("the page through the forward", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
+
+
+def passts(fabric):
+    """Process ids of the daemon's passt."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                head, rest = (entry / "stat").read_text().rsplit(")", 1)
+            except OSError:
+                continue
+            if head.split("(", 1)[1].startswith("passt") and int(rest.split()[1]) == fabric.process.pid:
+                found.append(int(entry.name))
+    return found
+
+
+def exists(pid):
+    """Whether a process runs; one that nobody has reaped yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids(fabric):
+    return {machine["name"]: machine["pid"] for machine in fabric.status()["machines"]}
+
+
+def nothing_left(fabric):
+    """What goes with a process may go an instant after `down` has answered."""
+    with contextlib.suppress(TimeoutError):
+        until("nothing left", lambda: not fabric.leftovers(), 5)
+    assert not fabric.leftovers(), "\n".join(fabric.leftovers())
+
+
+@timeout(240)
+def test_a_cell_killed():
+    need_program("passt")
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before = pids(fabric)
+        # A download is on its way out of the other cell all the while.
+        size = 20_000_000
+        with Process(["curl", "-sS", "-o", "/dev/null", "-w", "%{size_download}\n", f"http://{WEB}/bytes/{size}"], netns=space) as load:
+            os.kill(before["meter"], signal.SIGKILL)
+            until("the report of meter's end", lambda: fabric.machine("meter")["state"] == "failed", PATIENCE_S)
+            assert load.wait(PATIENCE_S) == 0 and load.text == str(size), load.text
+        meter = fabric.machine("meter")
+        first, *lines = meter["last_end"].splitlines()
+        assert "signal 9" in first, meter
+        assert any("|" in line and METER in line for line in lines), f"no console lines of it: {meter['last_end']}"
+        assert any("meter" in warning for warning in fabric.status()["warnings"])
+        until("meter's port to go down", lambda: not fabric.port("meter")["up"], PATIENCE_S)
+        fabric.process.wait_line(lambda line: "meter: signal 9" in line, 5)
+        web = fabric.port("web")
+        assert web["up"] and web["counters"]["faults"] == 0 and pids(fabric)["web"] == before["web"], web
+        assert page(space, WEB) and page(space, "127.0.0.1", 8080)
+
+        fabric.cli("cell", "run", "meter", "--fabric", fabric.name)
+        all_well(space)
+        meter = fabric.machine("meter")
+        assert meter["state"] == "running" and meter["pid"] != before["meter"], meter
+        assert fabric.port("meter")["up"] and fabric.status()["warnings"] == []
+        fabric.cli("down", "--fabric", fabric.name)
+        nothing_left(fabric)
+
+
+@timeout(240)
+def test_passt_killed():
+    need_program("passt")
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before = pids(fabric)
+        for round_ in range(2):
+            [passt] = passts(fabric)
+            os.kill(passt, signal.SIGKILL)
+            # Who does not use the uplink does not notice.
+            assert page(space, WEB) and pings(space, METER), round_
+            until("another passt", lambda: passts(fabric) not in ([], [passt]), PATIENCE_S)
+            until("the page through the forward", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
+            fabric.process.wait_line(lambda line: "passt ended" in line, 5)
+            state = fabric.status()
+            assert state["networks"][0]["uplink_fault"] is None and state["forwards"][0]["fault"] is None, state
+        assert pids(fabric) == before
+        fabric.cli("down", "--fabric", fabric.name)
+        nothing_left(fabric)
+
+
+@timeout(240)
+def test_the_daemon_killed_under_load():
+    need_program("passt")
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before = pids(fabric)
+        leases = {lease["mac"]: lease["ip"] for lease in fabric.status()["networks"][0]["leases"]}
+        for _ in range(2):
+            # Frames are on their way through the rings when it dies.
+            with Process(["curl", "-sS", "-o", "/dev/null", f"http://{WEB}/bytes/1000000000"], netns=space):
+                seen = fabric.port("web")["counters"]["rx_bytes"]
+                until("traffic", lambda: fabric.port("web")["counters"]["rx_bytes"] > seen + 2_000_000, PATIENCE_S)
+                [passt] = passts(fabric)
+                fabric.kill()
+            until("passt's end", lambda: not exists(passt), 10)
+            until("the tap's end", lambda: "host" not in space.run("ls", "/sys/class/net").stdout.split(), 10)
+            assert all(exists(pid) for pid in before.values()), "the guests outlive the daemon"
+            fabric.start()
+            all_well(space)
+            assert pids(fabric) == before
+            assert all(machine["adopted"] for machine in fabric.status()["machines"])
+            assert leases == {lease["mac"]: lease["ip"] for lease in fabric.status()["networks"][0]["leases"]}
+            assert [port["counters"]["faults"] for port in fabric.status()["ports"]] == [0] * len(fabric.status()["ports"])
+        fabric.cli("down", "--fabric", fabric.name)
+        nothing_left(fabric)
+
+
+@timeout(240)
+def test_the_daemon_killed_while_it_starts():
+    need_program("passt")
+    dice = random.Random(SEED)
+    print(f"seed {SEED}")
+    with place() as (space, folder):
+        began = time.monotonic()
+        with Fabric(folder, text(), netns=space) as fabric:
+            whole = time.monotonic() - began
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.process.wait(20)
+            nothing_left(fabric)
+            for round_ in range(10):
+                moment = dice.uniform(0.0, 1.1) * whole
+                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        # The moment at which it dies, not a wait for anything.
+                        daemon.popen.wait(moment)
+                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
+                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
+                if round_ % 5 == 4:
+                    fabric.start()
+                    all_well(space)
+                    fabric.cli("down", "--fabric", fabric.name)
+                    fabric.process.wait(20)
+                    nothing_left(fabric)
+                elif round_ % 2:
+                    # `down` alone, which says so where there is nothing to do.
+                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
+                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
+                    nothing_left(fabric)
+
+
+@timeout(240)
+def test_the_kernel_uplinks_rules():
+    """Masquerade, forwards and ip_forward: they work, survive nothing but a SIGKILL, and are gone after every `down`."""
+    need_program("nft")
+    with place() as (space, folder):
+        def forwarding():
+            return space.run("cat", "/proc/sys/net/ipv4/ip_forward").stdout
+
+        before = forwarding()
+        with Fabric(folder, text("kernel"), netns=space) as fabric:
+            all_well(space)
+            rules = space.run("nft", "list", "ruleset").stdout
+            assert "masquerade" in rules and "dport 8080" in rules and forwarding() == "1\n", rules
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.process.wait(20)
+            nothing_left(fabric)
+            assert forwarding() == before
+
+            fabric.start()
+            machines = pids(fabric)
+            all_well(space)
+            fabric.kill()
+            assert f"tombolo_{fabric.name}" in space.run("nft", "list", "tables").stdout
+            fabric.start()
+            all_well(space)
+            assert pids(fabric) == machines
+            assert space.run("nft", "list", "ruleset").stdout.count("dport 8080") == rules.count("dport 8080"), "rules twice"
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.process.wait(20)
+            nothing_left(fabric)
+            assert forwarding() == before
+            assert not any(exists(pid) for pid in machines.values())
