@@ -6,9 +6,10 @@
 //!   it and ends with it, so no other thread can be left in the wrong namespace.
 //! * [`Interface`]: up and down, MTU, hardware address, addresses; a netlink socket stays in the namespace where
 //!   it was made, so it is used for every later question.
-//! * `Monitor`: hears that *something* about links changed in a namespace, and wakes a port. It does not read
-//!   what: messages can be lost when many come, so the port asks for the state it needs. The same way round that
-//!   a level-triggered interrupt is served.
+//! * `Monitor`: hears that something about links changed in a namespace, and wakes a port. It reads of which interface,
+//!   since asking for a state takes a lock of the whole namespace, which is busy while others make and remove links.
+//!   It does not read what: messages can be lost when many come, so the port asks for the state it needs. The same
+//!   way round that a level-triggered interrupt is served.
 
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
@@ -312,6 +313,33 @@ pub(crate) fn drop_reason(errno: Errno) -> Reason {
     }
 }
 
+/// Whether one of the messages of rtnetlink(7) in `bytes` is about the interface `index`, or one called `name`; of what
+/// cannot be read, that is assumed.
+fn concerns(mut bytes: &[u8], index: u32, name: &str) -> bool {
+    const IFLA_IFNAME: u16 = 3;
+    let word = |bytes: &[u8], at: usize| bytes.get(at..at + 4)?.try_into().ok().map(u32::from_ne_bytes);
+    let short = |bytes: &[u8], at: usize| bytes.get(at..at + 2)?.try_into().ok().map(u16::from_ne_bytes);
+    while !bytes.is_empty() {
+        let length = word(bytes, 0).map_or(0, |n| n as usize);
+        // nlmsghdr 16 bytes, ifinfomsg 16 bytes, attributes.
+        let (Some(message), Some(about)) = (bytes.get(..length), word(bytes, 20)) else { return true };
+        let Some(mut attributes) = message.get(32..) else { return true };
+        if about == index {
+            return true;
+        }
+        while let (Some(length), Some(kind)) = (short(attributes, 0), short(attributes, 2)) {
+            let length = usize::from(length);
+            let Some(value) = attributes.get(4..length) else { return true };
+            if kind == IFLA_IFNAME && value.strip_suffix(&[0]).unwrap_or(value) == name.as_bytes() {
+                return true;
+            }
+            attributes = attributes.get(length.next_multiple_of(4)..).unwrap_or(&[]);
+        }
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or(&[]);
+    }
+    false
+}
+
 /// Hears of changes of the links of one namespace.
 #[derive(Debug)]
 pub(crate) struct Monitor {
@@ -328,13 +356,13 @@ impl Monitor {
         Ok(Monitor { socket, _watch: watch })
     }
 
-    /// Whether anything changed since the last time.
-    pub(crate) fn changed(&self) -> bool {
+    /// Whether anything changed since the last time about the interface `index`, or about one that is called `name`.
+    pub(crate) fn changed(&self, index: u32, name: &str) -> bool {
         let mut changed = false;
         let mut message = [0; 8192];
         loop {
             match rustix::io::read(&self.socket, &mut message) {
-                Ok(n) if n > 0 => changed = true,
+                Ok(n) if n > 0 => changed |= concerns(&message[..n], index, name),
                 // Messages were lost, which is news enough.
                 Err(Errno::NOBUFS) => changed = true,
                 Err(Errno::INTR) => {}
@@ -383,6 +411,33 @@ mod tests {
         assert_eq!(error, "there is no interface `tmb-absent` here");
         assert!(matches!(Interface::open(None, "much-too-long-a-name"), Err(LinkError::Name { .. })));
         assert!(matches!(Netns::open("tmb-no-such"), Err(LinkError::Namespace { .. })));
+    }
+
+    #[test]
+    fn a_change_of_another_interface_is_none_of_ours() {
+        let message = |index: u32, name: &[u8]| {
+            let mut m = [&[0; 4][..], &16u16.to_ne_bytes(), &[0; 10], &[0; 4], &index.to_ne_bytes(), &[0; 8]].concat();
+            m.extend_from_slice(&8u16.to_ne_bytes());
+            m.extend_from_slice(&[4u16.to_ne_bytes(), [0; 2], [5, 0]].concat()); // an MTU
+            m.extend_from_slice(&(4 + name.len() as u16).to_ne_bytes());
+            m.extend_from_slice(&3u16.to_ne_bytes());
+            m.extend_from_slice(name);
+            let length = m.len() as u32;
+            m[..4].copy_from_slice(&length.to_ne_bytes());
+            m.resize(m.len().next_multiple_of(4), 0);
+            m
+        };
+        let other = message(8, b"veth12\0");
+        assert!(!concerns(&other, 7, "va"));
+        assert!(!concerns(&[&other[..], &other].concat(), 7, "veth1"));
+        assert!(concerns(&other, 8, "va"), "the index");
+        assert!(concerns(&other, 7, "veth12"), "the name, where one that was deleted comes again");
+        assert!(concerns(&[&other[..], &message(7, b"va\0")].concat(), 7, "va"), "the second of two");
+        // What cannot be read may be ours.
+        for cut in 1..other.len() - 1 {
+            assert!(concerns(&other[..cut], 7, "va"), "{cut}");
+        }
+        assert!(concerns(&[0; 64], 7, "va"));
     }
 
     #[test]

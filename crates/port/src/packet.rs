@@ -340,7 +340,7 @@ impl Port for PacketPort {
             self.next_look = now.after(LOOK_INTERVAL);
             let due = std::mem::take(&mut self.look_due);
             self.uncounted += u64::from(sys::packet_drops(&self.socket).unwrap_or(0));
-            if self.monitor.changed() || due {
+            if self.monitor.changed(self.index, &self.name) || due {
                 self.look();
             }
         }

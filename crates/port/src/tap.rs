@@ -158,6 +158,8 @@ pub struct TapPort {
     /// `None` where the interface is in a namespace that we may not enter.
     monitor: Option<Monitor>,
     name: String,
+    /// 0 while it is not known.
+    index: u32,
     mtu: u32,
     /// 0 without offload headers.
     header_bytes: usize,
@@ -259,6 +261,7 @@ impl TapPort {
         let monitor = Monitor::open(netns, &registration)?;
         let mut port = Self::unmonitored(fd, name, header_bytes, registration)?;
         let state = monitor.state(&port.name);
+        port.index = monitor.index(&port.name).unwrap_or(0);
         port.monitor = Some(monitor);
         port.take_state(state);
         Ok(port)
@@ -281,6 +284,7 @@ impl TapPort {
             registration,
             monitor: None,
             name,
+            index: 0,
             mtu: 1500,
             header_bytes,
             condition: Condition::Up,
@@ -350,6 +354,7 @@ impl TapPort {
         match sys::interface(&self.fd, InterfaceRequest::TunGetInterface, &mut request) {
             Ok(()) => {
                 self.name = request.name();
+                self.index = self.monitor.as_ref().and_then(|m| m.index(&self.name)).unwrap_or(0);
                 let state = self.monitor.as_ref().and_then(|m| m.state(&self.name));
                 self.take_state(state);
             }
@@ -447,7 +452,7 @@ impl Port for TapPort {
             self.next_look = now.after(LOOK_INTERVAL);
             let due = std::mem::take(&mut self.look_due);
             match &self.monitor {
-                Some(monitor) if monitor.changed() || due => self.look(),
+                Some(monitor) if monitor.changed(self.index, &self.name) || due => self.look(),
                 Some(_) => {}
                 // Nobody tells when it comes up: the next frame finds out.
                 None if self.condition == Condition::Down => {

@@ -320,15 +320,20 @@ impl StreamPort {
         }
         match sys::send_pieces(&connection.socket, &[Piece::from(&connection.pending[..])]) {
             Ok(n) => drop(connection.pending.drain(..n)),
-            Err(Errno::AGAIN | Errno::INTR) => {}
-            Err(_) => connection.give_up(&self.registration),
+            Err(errno) if ends(errno) => connection.give_up(&self.registration),
+            // No room, or no memory in the kernel: later.
+            Err(_) => {}
         }
     }
 
     /// Sends `group`, whose pieces are few enough for one call, behind what is pending. Returns how many frames of it
-    /// the socket took, the last one perhaps in part; `None` where the peer is gone.
-    fn send_group(&mut self, batch: &Batch<'_>, group: &[&Frame]) -> Option<usize> {
-        let connection = self.connection.as_mut().filter(|connection| !connection.broken)?;
+    /// the socket took, the last one perhaps in part.
+    ///
+    /// # Errors
+    /// Why it took none and never will.
+    fn send_group(&mut self, batch: &Batch<'_>, group: &[&Frame]) -> Result<usize, Reason> {
+        let connection = self.connection.as_mut().filter(|connection| !connection.broken);
+        let connection = connection.ok_or(Reason::LinkDown)?;
         self.lengths.clear();
         self.lengths.extend(group.iter().map(|frame| (frame.len() as u32).to_be_bytes()));
         let mut pieces = sys::recycle(std::mem::take(&mut self.pieces));
@@ -354,10 +359,13 @@ impl StreamPort {
         let mut written = match result {
             Ok(n) => n,
             Err(Errno::AGAIN | Errno::INTR | Errno::NOBUFS | Errno::NOMEM) => 0,
-            Err(_) => {
+            Err(errno) if ends(errno) => {
                 connection.give_up(&self.registration);
-                return None;
+                return Err(Reason::LinkDown);
             }
+            // Such as EFAULT, where the frames' own sender took its memory away: no fault of this peer's. Nothing was
+            // sent, so the stream has not lost its place.
+            Err(_) => return Err(Reason::SystemRefused),
         };
         let first = written.min(connection.pending.len());
         connection.pending.drain(..first);
@@ -369,16 +377,21 @@ impl StreamPort {
                 continue;
             }
             if written == 0 {
-                return Some(taken);
+                return Ok(taken);
             }
             let pending = &mut connection.pending;
             pending.extend_from_slice(&self.lengths[taken]);
             batch.append_to(frame, pending);
             pending.drain(..written);
-            return Some(taken + 1);
+            return Ok(taken + 1);
         }
-        Some(group.len())
+        Ok(group.len())
     }
+}
+
+/// Whether a failed send says that the peer is gone, and not only that these bytes could not be sent.
+fn ends(errno: Errno) -> bool {
+    matches!(errno, Errno::PIPE | Errno::CONNRESET | Errno::NOTCONN | Errno::TIMEDOUT)
 }
 
 impl Port for StreamPort {
@@ -493,8 +506,8 @@ impl Port for StreamPort {
                 }
             }
             match self.send_group(batch, &group) {
-                None => drops.count(Reason::LinkDown, group.len() as u64),
-                Some(taken) => {
+                Err(reason) => drops.count(reason, group.len() as u64),
+                Ok(taken) => {
                     sent.frames += taken as u64;
                     sent.bytes += group[..taken].iter().map(|frame| frame.len() as u64).sum::<u64>();
                     drops.count(Reason::NoBuffer, (group.len() - taken) as u64);

@@ -377,3 +377,27 @@ fn what_is_no_stream_socket_is_not_taken() {
     let (pipe, _other) = rustix::pipe::pipe().unwrap();
     assert!(matches!(feed.give(pipe), Err(StreamError::NotAStream { source: Errno::NOTSOCK })));
 }
+
+#[test]
+fn memory_that_a_sender_took_away_costs_its_frames_and_not_the_peer() {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    let mut rig = Rig::<Socketpair>::up();
+    let file = memfd_create("sender", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&file, 4096).unwrap();
+    let memory = tombolo_shm::memory::Mapping::new(&file, 0, 4096, true).unwrap();
+    let mut batch = Batch::with_capacity(1);
+    batch.push(memory.view().take(1000), Offload::NONE);
+    // Its head was copied; the rest is gone when it is sent.
+    ftruncate(&file, 0).unwrap();
+    let mut drops = Drops::default();
+    let sent = rig.port.transmit(&batch, &[0], &mut drops).unwrap();
+    assert_eq!((sent.frames, drops.of(Reason::SystemRefused), drops.total()), (0, 1, 1));
+    assert_eq!(rig.port.link(), Link::Up);
+    // Another sender's frame comes through, and the peer finds its beginning.
+    let fine = frame(9, 700);
+    let mut batch = Batch::with_capacity(1);
+    batch.push(Foreign::from(&fine[..]), Offload::NONE);
+    let sent = rig.port.transmit(&batch, &[0], &mut drops).unwrap();
+    assert_eq!((sent.frames, drops.total()), (1, 1));
+    assert_eq!(rig.peer.collect().unwrap().bytes, fine);
+}
