@@ -8,8 +8,8 @@ use super::cpu;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitCode {
-    /// The app is done and all is well: status 1.
-    Success = 0,
+    /// The app is done and all is well: status 5. Not code 0, whose status 1 is also QEMU's own for a bad argument.
+    Success = 2,
     /// The app says that it failed: status 3.
     Failure = 1,
     /// A panic: status 33.

@@ -116,12 +116,12 @@ fn trim(path: &Path) -> std::io::Result<()> {
     std::io::Write::write_all(&mut file, &keep)
 }
 
-/// What an exit status means. A cell leaves through isa-debug-exit: code 0 is QEMU's 1.
+/// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
         (Some(0), _) => ("it ended".into(), true),
-        (Some(1), _) if kind == MachineKind::Cell => ("it ended (cell code 0)".into(), true),
-        (Some(code), _) if kind == MachineKind::Cell && code % 2 == 1 => {
+        (Some(5), _) if kind == MachineKind::Cell => ("it ended".into(), true),
+        (Some(code), _) if kind == MachineKind::Cell && code % 2 == 1 && code != 1 => {
             let meaning = match code >> 1 {
                 1 => " (it says that it failed)",
                 0x10 => " (panic)",
@@ -351,7 +351,9 @@ mod tests {
     fn ends_are_judged_by_what_the_kind_means_with_them() {
         let status = |raw| ExitStatus::from_raw(raw);
         assert_eq!(judge(status(0), MachineKind::Vm), ("it ended".into(), true));
-        assert!(judge(status(1 << 8), MachineKind::Cell).1 && !judge(status(1 << 8), MachineKind::Vm).1);
+        assert_eq!(judge(status(5 << 8), MachineKind::Cell), ("it ended".into(), true));
+        assert_eq!(judge(status(1 << 8), MachineKind::Cell), ("QEMU's exit code 1".into(), false));
+        assert!(!judge(status(5 << 8), MachineKind::Vm).1);
         assert_eq!(judge(status(33 << 8), MachineKind::Cell).0, "cell code 16 (panic)");
         assert_eq!(judge(status(9), MachineKind::Cell), ("signal 9".into(), false));
     }

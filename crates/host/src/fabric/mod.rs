@@ -321,13 +321,7 @@ impl Running {
         kernel::remove(table)?;
         for sysctl in self.dir().owner().sysctls.clone() {
             // Another fabric may need forwarding still.
-            let root = crate::rundir::runtime_root()?;
-            let others = crate::rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
-            let needed = others.into_iter().any(|n| {
-                let text = std::fs::read(root.join(n).join("owner.json")).unwrap_or_default();
-                serde_json::from_slice::<crate::rundir::Owner>(&text).is_ok_and(|o| o.nft_table.is_some())
-            });
-            if !needed {
+            if !self.other_owners()?.iter().any(|o| o.nft_table.is_some()) {
                 kernel::set(&sysctl.key, &sysctl.before)?;
             }
         }
@@ -338,12 +332,27 @@ impl Running {
         Ok(())
     }
 
+    /// The owner records of the other fabrics that run.
+    fn other_owners(&self) -> Result<Vec<crate::rundir::Owner>, FabricError> {
+        let root = crate::rundir::runtime_root()?;
+        let others = crate::rundir::running(&root).into_iter().filter(|n| *n != self.spec.name);
+        let read = |n: String| std::fs::read(root.join(n).join("owner.json")).ok();
+        Ok(others.filter_map(read).filter_map(|text| serde_json::from_slice(&text).ok()).collect())
+    }
+
     fn kernel_rules(&mut self, plan: &Plan) -> Result<(), FabricError> {
         if plan.kernel.is_empty() {
             return Ok(());
         }
         let name = self.spec.name.clone();
-        let forwarding = kernel::get("net/ipv4/ip_forward")?;
+        let mut forwarding = kernel::get("net/ipv4/ip_forward")?;
+        let set = forwarding.before == "1";
+        // Where another fabric has set it, the value from before is the one that it found: the last one down restores that.
+        for theirs in self.other_owners()?.into_iter().flat_map(|o| o.sysctls).filter(|s| s.key == forwarding.key) {
+            if theirs.before != "1" {
+                forwarding.before = theirs.before;
+            }
+        }
         self.dir().record(|o| {
             o.nft_table = Some(kernel::table(&name));
             // A value recorded by a killed daemon is the one from before the fabric.
@@ -352,7 +361,7 @@ impl Running {
             }
         })?;
         kernel::apply(&name, &plan.kernel)?;
-        if forwarding.before != "1" {
+        if !set {
             kernel::set(&forwarding.key, "1")?;
         }
         Ok(())

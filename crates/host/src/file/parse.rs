@@ -208,7 +208,8 @@ impl<'t> Reader<'_, 't> {
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
         let router = uplink.forwards().then_some(router);
-        let dhcp = dhcp(&mut s, subnet);
+        // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
+        let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
         let domain = s.text("domain", domain_name).unwrap_or(domain);
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
@@ -449,10 +450,10 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
 }
 
 /// The default range leaves the low sixteenth for the gateway, the router and fixed addresses.
-fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet) -> Option<Dhcp> {
+fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool) -> Option<Dhcp> {
     let low = (subnet.hosts() / 16).clamp(3, 256);
     let mut range = Dhcp { from: subnet.nth(low), to: subnet.nth(subnet.hosts()), lease_s: DEFAULT_LEASE_S };
-    let Some((value, span)) = s.raw("dhcp") else { return Some(range) };
+    let Some((value, span)) = s.raw("dhcp") else { return by_default.then_some(range) };
     match value {
         DeValue::Boolean(on) => return on.then_some(range),
         DeValue::Table(table) => {

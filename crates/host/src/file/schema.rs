@@ -114,7 +114,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key(
                 "dhcp",
                 "true, false, or { from = \"…\", to = \"…\", lease_s = … }",
-                "true",
+                "true; false with a bridge",
                 "the DHCP server and its range",
             ),
             key("uplink", "\"none\", \"user\", \"kernel\" or { bridge = \"INTERFACE\" }", "\"none\"", "the way out"),
