@@ -1,6 +1,6 @@
 //! The one thing that is asked of a machine's monitor (QMP): to press the guest's power button.
 //!
-//! The socket has one client at a time; a second one waits for its greeting, here not longer than [`ANSWER`].
+//! The socket has one client at a time; a second one waits for its greeting, here not longer than `ANSWER`.
 //! Whoever broke out of a guest may answer anything: what is read is bounded, and its meaning is yes or no.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
