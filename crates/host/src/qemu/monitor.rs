@@ -86,10 +86,11 @@ mod tests {
         };
         let dir = tempfile::tempdir().unwrap();
         let (disk, console, socket) = (dir.path().join("disk"), dir.path().join("c"), dir.path().join("vm.qmp"));
-        let mut sector = [0; 512];
-        sector[..GUEST.len()].copy_from_slice(GUEST);
-        sector[510..].copy_from_slice(&[0x55, 0xaa]);
-        std::fs::write(&disk, sector).unwrap();
+        // SeaBIOS boots no disk of a single sector.
+        let mut sectors = vec![0; 1 << 20];
+        sectors[..GUEST.len()].copy_from_slice(GUEST);
+        sectors[510..512].copy_from_slice(&[0x55, 0xaa]);
+        std::fs::write(&disk, sectors).unwrap();
         let mut child = Command::new(&qemu.path)
             .args(["-nodefaults", "-no-user-config", "-display", "none", "-M", "q35,accel=tcg", "-m", "16M"])
             .args(["-drive", &format!("if=none,id=disk,format=raw,file={}", disk.display())])
