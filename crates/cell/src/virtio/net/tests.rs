@@ -103,6 +103,7 @@ fn pair(offered: u64, legacy: bool) -> (VirtioNet, Peer) {
             used: at(layout.used),
             features: registers.agreed.get(),
             max_chain_bytes: 1 << 17,
+            max_chain_segments: 64,
         })
         .expect("the rings are laid out rightly")
     };
