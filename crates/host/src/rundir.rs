@@ -105,6 +105,10 @@ pub struct Owner {
     pub sysctls: Vec<Sysctl>,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
+    /// Machines and their processes whose drivers have been seen on the network: only those can be adopted. A QEMU that
+    /// loses its backend while its guest agrees on features agrees on other ones with the next backend.
+    #[serde(default)]
+    pub settled: Vec<(String, u32)>,
 }
 
 impl Owner {
@@ -225,6 +229,7 @@ impl RunDir {
             nft_table: leftover.as_ref().and_then(|o| o.nft_table.clone()),
             sysctls: leftover.as_ref().map(|o| o.sysctls.clone()).unwrap_or_default(),
             additions: leftover.as_ref().map(|o| o.additions.clone()).unwrap_or_default(),
+            settled: leftover.as_ref().map(|o| o.settled.clone()).unwrap_or_default(),
         };
         let mut dir = RunDir { path, state: state_root().join(fabric), _lock: lock, owner, leftover };
         dir.record(|_| ())?;
@@ -293,8 +298,15 @@ mod tests {
     use super::*;
 
     fn record(path: &Path, pid: u32, started_ticks: u64) {
-        let owner =
-            Owner { pid, started_ticks, file: PathBuf::new(), nft_table: None, sysctls: vec![], additions: vec![] };
+        let owner = Owner {
+            pid,
+            started_ticks,
+            file: PathBuf::new(),
+            nft_table: None,
+            sysctls: vec![],
+            additions: vec![],
+            settled: vec![],
+        };
         write_whole(&path.join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
     }
 

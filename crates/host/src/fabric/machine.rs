@@ -116,6 +116,9 @@ fn trim(path: &Path) -> std::io::Result<()> {
     std::io::Write::write_all(&mut file, &keep)
 }
 
+/// Between two looks whether a new machine's ports are up.
+const SETTLE_LOOK: Duration = Duration::from_millis(250);
+
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
@@ -183,6 +186,7 @@ impl Running {
         };
         self.machines.insert(plan.name.clone(), machine);
         self.watch_machine(&plan.name, pid);
+        self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
         Ok(())
     }
@@ -205,6 +209,30 @@ impl Running {
         self.watch_machine(&plan.name, *pid);
         (self.say)(&format!("{}: runs on as process {pid}; its devices connect again by themselves", plan.name));
         Ok(())
+    }
+
+    /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
+    fn settle(&self, name: &str, pid: u32) {
+        let (me, name) = (self.me.clone(), name.to_string());
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(SETTLE_LOOK).await;
+                let Some(running) = me.upgrade() else { return };
+                let mut running = running.lock().await;
+                if running.dir.is_none() || running.machines.get(&name).is_none_or(|m| m.pid != Some(pid)) {
+                    return;
+                }
+                let Ok(status) = running.status() else { return };
+                if status.ports.iter().filter(|p| p.details.get("machine") == Some(&name)).all(|p| p.up) {
+                    // Where the record cannot be written, the next daemon starts the machine anew.
+                    let _ = running.dir().record(|o| {
+                        o.settled.retain(|(machine, _)| *machine != name);
+                        o.settled.push((name.clone(), pid));
+                    });
+                    return;
+                }
+            }
+        });
     }
 
     fn watch_machine(&self, name: &str, pid: u32) {

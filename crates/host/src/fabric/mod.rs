@@ -10,8 +10,8 @@
 //! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
 //!   by the owner record, which is written first. Taps, passt and sockets' listeners end with the process: a tap's
 //!   descriptor, passt's end of its stream and the listeners are this process's alone.
-//! - A machine that runs with exactly the arguments that the plan has for it, and that can connect again, is adopted;
-//!   any other process of the fabric is ended before anything is made.
+//! - A machine that runs with exactly the arguments that the plan has for it, that can connect again, and whose driver
+//!   had been on the network, is adopted; any other process of the fabric is ended before anything is made.
 //! - Either everything of the file stands after `start`, or nothing.
 //!
 //! # Threads
@@ -301,7 +301,11 @@ impl Running {
         let (mut keep, mut end) = (Vec::new(), Vec::new());
         for (machine, process, argv) in process::machines(&name, &runtime) {
             let planned = plan.machines.iter().find(|m| m.name == machine);
-            if planned.is_some_and(|p| p.survives && p.argv == argv) && !keep.iter().any(|(n, _)| *n == machine) {
+            let settled = self.dir().owner().settled.contains(&(machine.clone(), process.pid));
+            if settled
+                && planned.is_some_and(|p| p.survives && p.argv == argv)
+                && !keep.iter().any(|(n, _)| *n == machine)
+            {
                 keep.push((machine, process.pid));
             } else {
                 (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left", process.pid));
