@@ -116,8 +116,8 @@ fn trim(path: &Path) -> std::io::Result<()> {
     std::io::Write::write_all(&mut file, &keep)
 }
 
-/// Between two looks whether a new machine's ports are up.
-const SETTLE_LOOK: Duration = Duration::from_millis(250);
+/// Between two looks whether a new machine's ports are up: a tenth of the time that it has had, within these bounds.
+const SETTLE_LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
@@ -214,9 +214,10 @@ impl Running {
     /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
     fn settle(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
+        let since = Instant::now();
         tokio::spawn(async move {
             loop {
-                tokio::time::sleep(SETTLE_LOOK).await;
+                tokio::time::sleep((since.elapsed() / 10).clamp(SETTLE_LOOK.0, SETTLE_LOOK.1)).await;
                 let Some(running) = me.upgrade() else { return };
                 let mut running = running.lock().await;
                 if running.dir.is_none() || running.machines.get(&name).is_none_or(|m| m.pid != Some(pid)) {
