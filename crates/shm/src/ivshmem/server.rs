@@ -184,13 +184,14 @@ pub struct Server {
     shape: Shape,
     peers: BTreeMap<u32, Peer>,
     changed: BTreeSet<u32>,
+    patience_ns: u64,
 }
 
 impl Server {
     /// A server of a link on which nobody is.
     pub fn new(shape: Shape) -> Server {
         debug_assert!((1..=MAX_PEERS).contains(&shape.max_peers) && shape.vectors <= MAX_VECTORS);
-        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new() }
+        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: PATIENCE_NS }
     }
 
     /// A server that takes up the peers of an earlier one: those whose sockets live (`remote`), and the others. Peers that
@@ -387,15 +388,21 @@ impl Server {
         self.peers.get(&id).map(|p| Record { id, settled: p.settled, told: p.told })
     }
 
+    /// Another patience than [`PATIENCE_NS`].
+    #[cfg(test)]
+    pub(super) fn set_patience_ns(&mut self, patience_ns: u64) {
+        self.patience_ns = patience_ns;
+    }
+
     /// Clients that have taken nothing for too long.
     pub fn overdue(&self, now_ns: u64) -> Vec<u32> {
-        let late = |p: &Peer| !p.queue.is_empty() && now_ns.saturating_sub(p.moved_ns) >= PATIENCE_NS;
+        let late = |p: &Peer| !p.queue.is_empty() && now_ns.saturating_sub(p.moved_ns) >= self.patience_ns;
         self.peers.iter().filter(|(_, p)| late(p)).map(|(id, _)| *id).collect()
     }
 
     /// When the next client is overdue, if nothing happens.
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.peers.values().filter(|p| !p.queue.is_empty()).map(|p| p.moved_ns + PATIENCE_NS).min()
+        self.peers.values().filter(|p| !p.queue.is_empty()).map(|p| p.moved_ns + self.patience_ns).min()
     }
 }
 
