@@ -188,10 +188,12 @@ pub(super) fn sign(fd: impl AsFd) -> PollFlags {
 ///
 /// # Errors
 /// The kernel's, where it cannot even wait.
-pub fn serve(listener: &Listener) -> Result<(), Errno> {
+pub fn serve(listener: Listener) -> Result<(), Errno> {
     let me = rustix::process::geteuid();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
+    // Gone before the connections are: whoever sees them end starts another keeper in its place.
+    let listener = listener;
     loop {
         while let Ok(Some(connection)) = listener.accept() {
             if sockopt::socket_peercred(&connection).is_ok_and(|c| c.uid == me) {
@@ -201,7 +203,7 @@ pub fn serve(listener: &Listener) -> Result<(), Errno> {
         if connections.is_empty() && !records.values().any(|k| k.alive.contains(&true)) {
             return Ok(());
         }
-        let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&listener, PollFlags::IN)];
         fds.extend(connections.iter().map(|c| PollFd::new(c, PollFlags::IN)));
         let mut signs = Vec::new();
         for (name, kept) in &records {
@@ -300,7 +302,7 @@ mod tests {
         fn start(&self) -> (Keeper, std::thread::JoinHandle<Result<(), Errno>>) {
             let listener = Listener::bind(&self.path, SocketType::SEQPACKET).unwrap();
             let keeper = Keeper::connect(&self.path).unwrap();
-            (keeper, std::thread::spawn(move || serve(&listener)))
+            (keeper, std::thread::spawn(move || serve(listener)))
         }
     }
 

@@ -91,7 +91,8 @@ pub enum LinkError {
 pub struct Door {
     /// Where it listens.
     pub path: PathBuf,
-    /// Where whoever comes in by it sits.
+    /// Where whoever comes in by it sits. Behind a door to a fixed seat of a version 1 link stands stock QEMU, which hears of
+    /// all seats at once; others hear of comings and goings (see [`Hears`]).
     pub seat: Seat,
 }
 
@@ -229,7 +230,6 @@ struct Member {
     /// The connection, or a pidfd.
     life: Option<OwnedFd>,
     token: u64,
-    bells: Vec<Doorbell>,
 }
 
 impl Member {
@@ -249,6 +249,8 @@ struct Link {
     mapping: Mapping,
     server: Server,
     members: BTreeMap<u32, Member>,
+    /// The doorbells of each seat, by vector. They stay with it, whoever comes and goes.
+    bells: Vec<Vec<Doorbell>>,
     doors: Vec<(Listener, u64, Seat)>,
     watcher: Option<Watcher>,
     joins: u64,
@@ -321,7 +323,7 @@ impl Links {
         let inner = lock(&self.inner);
         let Some(left) = inner.keeping.as_ref().map(|k| &k.left) else { return false };
         let link = left.get(&config.name).is_some_and(|r| r.bytes == config.fingerprint() && r.fds.len() == 1);
-        let peer = left.get(&config.peer_record(id)).and_then(|r| member(config, r));
+        let peer = left.get(&config.peer_record(id)).and_then(|r| seat(config, r)).and_then(|seat| seat.member);
         link && peer.is_some_and(|(record, m)| record.settled && m.life.is_some_and(|life| !has_ended(life)))
     }
 
@@ -429,23 +431,46 @@ fn duplicate(link: &str, fd: impl AsFd) -> Result<OwnedFd, LinkError> {
     })
 }
 
-/// A peer's record and the peer, from what the keeper had.
-fn member(config: &Config, kept: &keeper::Record) -> Option<(Record, Member)> {
+/// A seat as the keeper had it: its doorbells, and who sat on it.
+struct KeptSeat {
+    bells: Vec<Doorbell>,
+    member: Option<(Record, Member)>,
+}
+
+/// The words of a seat's record behind that of its peer: what sits on it, and its process.
+fn seat_words(member: Option<&Member>) -> [u8; 5] {
+    let kind = match member.map(|m| &m.kind) {
+        None => 0,
+        Some(Kind::Host) => 1,
+        Some(Kind::Client) => 2,
+        Some(Kind::Occupant) => 3,
+    };
+    let [a, b, c, d] = member.map_or(0, |m| m.pid).to_le_bytes();
+    [kind, a, b, c, d]
+}
+
+fn seat(config: &Config, kept: &keeper::Record) -> Option<KeptSeat> {
     let (record, rest) = kept.bytes.split_at_checked(super::server::RECORD_BYTES)?;
-    let record = Record::decode(record)?;
     let [kind, pid @ ..] = rest else { return None };
     let pid = u32::from_le_bytes(pid.try_into().ok()?);
     let kind = match kind {
-        0 => Kind::Host,
-        1 => Kind::Client,
-        2 => Kind::Occupant,
+        0 => None,
+        1 => Some(Kind::Host),
+        2 => Some(Kind::Client),
+        3 => Some(Kind::Occupant),
         _ => return None,
     };
     let mut fds = kept.fds.iter().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 3));
-    let life = if kind == Kind::Host { None } else { Some(fds.next()?.ok()?) };
+    let life = match kind {
+        None | Some(Kind::Host) => None,
+        _ => Some(fds.next()?.ok()?),
+    };
     let bells: Vec<Doorbell> = fds.map(|fd| Doorbell::adopt(fd.ok()?).ok()).collect::<Option<_>>()?;
-    let expected = if kind == Kind::Occupant { 0 } else { config.shape.vectors as usize };
-    (bells.len() == expected).then_some((record, Member { kind, pid, life, token: OWN, bells }))
+    let member = match kind {
+        Some(kind) => Some((Record::decode(record)?, Member { kind, pid, life, token: OWN })),
+        None => None,
+    };
+    (bells.len() == config.shape.vectors as usize).then_some(KeptSeat { bells, member })
 }
 
 impl Link {

@@ -1,10 +1,10 @@
 //! The state behind [`Links`](super::Links) and the thread that serves it: sockets in, messages of the core out.
 
 use super::super::keeper::{self, Keeper};
-use super::super::server::{Passed, Record, Seat, Server};
+use super::super::server::{Dialect, Hears, Passed, Record, Seat, Server};
 use super::{
-    Config, Event, Kind, Launch, Link, LinkError, Member, Opened, Trouble, Watcher, duplicate, has_ended, lock, member,
-    now_ns,
+    Config, Event, Kind, Launch, Link, LinkError, Member, Opened, Trouble, Watcher, duplicate, has_ended, lock, now_ns,
+    seat, seat_words,
 };
 use crate::doorbell::Doorbell;
 use crate::listener::Listener;
@@ -14,7 +14,7 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 use rustix::net::{SocketType, sockopt};
 use rustix::time::Timespec;
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Mutex;
 use tombolo_ring::ivshmem::region::PAGE_BYTES;
@@ -81,6 +81,14 @@ pub(super) fn run(inner: &Mutex<Inner>, bell: &Doorbell, poll: &OwnedFd) {
         }
         inner.tick();
     }
+}
+
+/// What a link consists of.
+struct Kept {
+    region: OwnedFd,
+    members: BTreeMap<u32, Member>,
+    bells: Vec<Vec<Doorbell>>,
+    server: Server,
 }
 
 impl Keeping {
@@ -181,8 +189,7 @@ impl Inner {
                 let names: Vec<String> = self.links.keys().cloned().collect();
                 for name in names {
                     self.keep_link(&name);
-                    let ids: Vec<u32> = self.links[&name].members.keys().copied().collect();
-                    ids.into_iter().for_each(|id| self.keep_member(&name, id));
+                    (0..self.links[&name].config.shape.max_peers).for_each(|id| self.keep_seat(&name, id));
                 }
             }
             Err(error) => {
@@ -208,26 +215,17 @@ impl Inner {
         self.tell_keeper(|keeper| keeper.put(name, &bytes, &[region.as_fd()], 0));
     }
 
-    fn keep_member(&mut self, name: &str, id: u32) {
+    fn keep_seat(&mut self, name: &str, id: u32) {
         let Some(keeper) = self.keeping.as_ref().and_then(|k| k.keeper.as_ref()) else { return };
         let Some(link) = self.links.get(name) else { return };
-        let label = link.config.peer_record(id);
-        let done = match (link.server.record(id), link.members.get(&id)) {
-            (Some(record), Some(member)) => {
-                let kind = match member.kind {
-                    Kind::Host => 0,
-                    Kind::Client => 1,
-                    Kind::Occupant => 2,
-                };
-                let mut bytes = record.encode().to_vec();
-                bytes.push(kind);
-                bytes.extend(member.pid.to_le_bytes());
-                let mut fds: Vec<BorrowedFd<'_>> = member.life.iter().map(AsFd::as_fd).collect();
-                fds.extend(member.bells.iter().map(AsFd::as_fd));
-                keeper.put(&label, &bytes, &fds, u8::from(member.life.is_some()))
-            }
-            _ => keeper.forget(&label),
-        };
+        let member = link.members.get(&id);
+        let nobody = Record { id, hears: Hears::Nothing, settled: false, told: 0 };
+        let mut bytes = link.server.record(id).unwrap_or(nobody).encode().to_vec();
+        bytes.extend(seat_words(member));
+        let life = member.and_then(|m| m.life.as_ref());
+        let mut fds: Vec<BorrowedFd<'_>> = life.iter().map(|fd| fd.as_fd()).collect();
+        fds.extend(link.bells.get(id as usize).into_iter().flatten().map(AsFd::as_fd));
+        let done = keeper.put(&link.config.peer_record(id), &bytes, &fds, u8::from(life.is_some()));
         if let Err(error) = done {
             self.lose_keeper(&error.to_string());
         }
@@ -236,7 +234,7 @@ impl Inner {
     /// Has the keeper know what it must before more is sent.
     fn settle_accounts(&mut self, name: &str) {
         let changed = self.links.get_mut(name).map(|l| l.server.changed()).unwrap_or_default();
-        changed.into_iter().for_each(|id| self.keep_member(name, id));
+        changed.into_iter().for_each(|id| self.keep_seat(name, id));
     }
 
     // --- links ---
@@ -252,7 +250,7 @@ impl Inner {
         self.find_keeper();
         let (kept, out) = self.take_kept(&config);
         let restored = kept.is_some();
-        let (region, members, server) = match kept {
+        let Kept { region, members, bells, server } = match kept {
             Some(kept) => kept,
             None => {
                 let region = sealed_region(&format!("tombolo-{name}"), config.region_bytes).map_err(memory)?;
@@ -260,13 +258,13 @@ impl Inner {
                 let mut server = Server::new(config.shape);
                 if let Some(host) = config.host {
                     let refused = |source| LinkError::Refused { link: name.clone(), source };
-                    server.join(Seat::Fixed(host), false, now_ns()).map_err(refused)?;
-                    let bells = (0..config.shape.vectors).map(|_| Doorbell::shared());
-                    let bells = bells.collect::<Result<_, _>>().map_err(system("making a doorbell"))?;
+                    server.join(Seat::Fixed(host), Hears::Nothing, now_ns()).map_err(refused)?;
                     let pid = std::process::id();
-                    members.insert(host, Member { kind: Kind::Host, pid, life: None, token: OWN, bells });
+                    members.insert(host, Member { kind: Kind::Host, pid, life: None, token: OWN });
                 }
-                (region, members, server)
+                let seat = |_| (0..config.shape.vectors).map(|_| Doorbell::shared()).collect();
+                let bells = (0..config.shape.max_peers).map(seat).collect::<Result<_, _>>();
+                Kept { region, members, bells: bells.map_err(system("making a doorbell"))?, server }
             }
         };
         let head =
@@ -278,8 +276,8 @@ impl Inner {
             let _ = header.encode(&mut page);
             mapping.view_mut().map(|view| view.write_from(&page));
         }
-        let host = config.host.and_then(|host| members.get(&host));
-        let own = host.map(|m| m.bells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
+        let host = config.host.and_then(|host| bells.get(host as usize));
+        let own = host.map(|bells: &Vec<Doorbell>| bells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
         let own = own.transpose().map_err(system("duplicating a doorbell"))?.unwrap_or_default();
         let opened = Opened {
             region: duplicate(&name, &region)?,
@@ -292,6 +290,7 @@ impl Inner {
             mapping,
             server,
             members,
+            bells,
             doors: Vec::new(),
             watcher: None,
             joins: 0,
@@ -302,59 +301,59 @@ impl Inner {
         };
         // Those who were not taken up are gone from the state table too.
         out.iter().for_each(|id| link.clear_state(*id));
-        let ids: Vec<u32> = link.members.keys().copied().collect();
+        let seats = link.config.shape.max_peers;
         self.links.insert(name.clone(), link);
         self.keep_link(&name);
-        for id in ids.into_iter().chain(out).collect::<BTreeSet<u32>>() {
-            self.keep_member(&name, id);
-        }
+        (0..seats).for_each(|id| self.keep_seat(&name, id));
         self.settle_accounts(&name);
         Ok(opened)
     }
 
     /// A link that the keeper of an earlier daemon had just so, on which somebody lives still; and the ids of those of its
     /// peers that are not taken up.
-    #[expect(clippy::type_complexity, reason = "taken apart at once, by one caller")]
-    fn take_kept(&mut self, config: &Config) -> (Option<(OwnedFd, BTreeMap<u32, Member>, Server)>, Vec<u32>) {
+    fn take_kept(&mut self, config: &Config) -> (Option<Kept>, Vec<u32>) {
         let Some(keeping) = &mut self.keeping else { return (None, vec![]) };
         let link = keeping.left.remove(&config.name);
-        let peers: Vec<_> =
-            (0..config.shape.max_peers).filter_map(|id| keeping.left.remove(&config.peer_record(id))).collect();
-        let mut out: Vec<u32> = Vec::new();
+        let ids = 0..config.shape.max_peers;
+        let seats: Vec<_> = ids.map(|id| seat(config, &keeping.left.remove(&config.peer_record(id))?)).collect();
         let region = link.filter(|l| l.bytes == config.fingerprint()).and_then(|l| l.fds.into_iter().next());
         let same = |fd: &OwnedFd| rustix::fs::fstat(fd).map(|s| s.st_size as u64) == Ok(config.region_bytes);
-        let Some(region) = region.filter(|fd| cannot_shrink(fd) && same(fd)) else {
-            peers.iter().filter_map(|p| member(config, p)).for_each(|(_, m)| m.hang_up());
-            return (None, (0..config.shape.max_peers).collect());
-        };
-        let (mut records, mut members) = (Vec::new(), BTreeMap::new());
-        for peer in &peers {
-            let Some((record, mut member)) = member(config, peer) else { continue };
-            let host = member.kind == Kind::Host && config.host == Some(record.id);
+        let region = region.filter(|fd| cannot_shrink(fd) && same(fd));
+        let (mut records, mut members, mut bells, mut out) = (vec![], BTreeMap::new(), vec![], vec![]);
+        // Without one seat's doorbells the others would ring nobody.
+        let mut whole = region.is_some() && seats.iter().all(Option::is_some);
+        for (id, seat) in seats.into_iter().enumerate().filter_map(|(id, seat)| Some((id as u32, seat?))) {
+            bells.push(seat.bells);
+            let Some((record, mut member)) = seat.member else { continue };
+            let host = member.kind == Kind::Host && config.host == Some(id);
             let lives = host || member.life.as_ref().is_some_and(|life| !has_ended(life));
-            if !lives {
-                out.push(record.id);
-                records.push((Record { settled: false, ..record }, true));
+            if record.id != id || !lives {
+                // The others are to be told, if they have heard of it for sure.
+                records.extend((!record.settled).then_some(Record { id, ..record }));
+                member.hang_up();
+                out.push(id);
                 continue;
             }
             if host {
                 member.pid = std::process::id();
             }
-            records.push((Record { settled: record.settled || host, ..record }, member.kind == Kind::Client));
-            members.insert(record.id, member);
+            records.push(Record { settled: record.settled || host, ..record });
+            members.insert(id, member);
         }
         let (server, unsettled) = Server::restore(config.shape, &records, now_ns());
         for id in unsettled {
             members.remove(&id).iter().for_each(Member::hang_up);
             out.push(id);
         }
-        let host = config.host.is_none_or(|host| members.contains_key(&host));
-        let somebody = members.values().any(|m| m.kind != Kind::Host);
-        if !host || !somebody {
-            out.extend(members.keys());
-            return (None, out);
+        whole &= config.host.is_none_or(|host| members.contains_key(&host));
+        whole &= members.values().any(|m| m.kind != Kind::Host);
+        match region.filter(|_| whole) {
+            Some(region) => (Some(Kept { region, members, bells, server }), out),
+            None => {
+                members.values().for_each(Member::hang_up);
+                (None, out)
+            }
         }
-        (Some((region, members, server)), out)
     }
 
     pub(super) fn serve(&mut self, name: &str, watcher: Option<Watcher>) -> Result<(), LinkError> {
@@ -396,7 +395,8 @@ impl Inner {
         let Some(link) = self.links.get_mut(name) else { return };
         let (Some(watcher), Some(member)) = (&mut link.watcher, link.members.get(&id)) else { return };
         if member.kind != Kind::Host {
-            let bells = member.bells.iter().filter_map(|b| b.duplicate().ok()).collect();
+            let bells = link.bells.get(id as usize).into_iter().flatten();
+            let bells = bells.filter_map(|b| b.duplicate().ok()).collect();
             watcher(Event::Joined { id, bells });
         }
     }
@@ -431,10 +431,12 @@ impl Inner {
     fn welcome(&mut self, name: &str, seat: Seat, connection: OwnedFd) -> Option<()> {
         let pid = sockopt::socket_peercred(&connection).map_or(0, |c| c.pid.as_raw_nonzero().get() as u32);
         let link = self.links.get_mut(name)?;
-        let bells = (0..link.config.shape.vectors).map(|_| Doorbell::shared()).collect::<Result<_, _>>().ok()?;
-        let id = link.server.join(seat, true, now_ns()).ok()?;
-        let member = Member { kind: Kind::Client, pid, life: Some(connection), token: OWN, bells };
-        self.seated(name, id, member);
+        let hears = match (seat, link.config.shape.dialect) {
+            (Seat::Fixed(_), Dialect::V1) => Hears::Seats,
+            _ => Hears::Comings,
+        };
+        let id = link.server.join(seat, hears, now_ns()).ok()?;
+        self.seated(name, id, Member { kind: Kind::Client, pid, life: Some(connection), token: OWN });
         Some(())
     }
 
@@ -443,8 +445,8 @@ impl Inner {
         let pidfd = duplicate(name, pidfd)?;
         let link = self.links.get_mut(name).ok_or_else(|| LinkError::Unknown { link: name.into() })?;
         let refused = |source| LinkError::Refused { link: name.into(), source };
-        link.server.join(Seat::Fixed(id), false, now_ns()).map_err(refused)?;
-        let member = Member { kind: Kind::Occupant, pid, life: Some(pidfd), token: OWN, bells: vec![] };
+        link.server.join(Seat::Fixed(id), Hears::Nothing, now_ns()).map_err(refused)?;
+        let member = Member { kind: Kind::Occupant, pid, life: Some(pidfd), token: OWN };
         self.seated(name, id, member);
         self.look(name, id);
         Ok(())
@@ -489,8 +491,8 @@ impl Inner {
         link.leaves += 1;
         link.server.leave(id, now_ns());
         link.clear_state(id);
-        for other in link.members.values() {
-            other.bells.iter().take(1).for_each(Doorbell::ring);
+        for other in link.members.keys() {
+            link.bells.get(*other as usize).and_then(|bells| bells.first()).into_iter().for_each(Doorbell::ring);
         }
         if let Some(watcher) = &mut link.watcher {
             watcher(Event::Left { id });
@@ -519,7 +521,7 @@ impl Inner {
                 None => None,
                 Some(Passed::Region) => Some(link.region.as_fd()),
                 Some(Passed::Bell { peer, vector }) => {
-                    link.members.get(&peer).and_then(|m| m.bells.get(vector as usize)).map(AsFd::as_fd)
+                    link.bells.get(peer as usize).and_then(|bells| bells.get(vector as usize)).map(AsFd::as_fd)
                 }
             };
             match passing::send(connection, message.bytes(), passed.as_slice(), false) {
