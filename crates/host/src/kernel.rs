@@ -15,6 +15,8 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use tombolo_port::child::die_with_parent;
+
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::rundir::Sysctl;
@@ -81,7 +83,7 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink]) -> String {
 fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
     let program = which("nft").ok_or(KernelError::NoNft)?;
     let failed = |said: String| KernelError::Nft { what, said };
-    let mut child = Command::new(program)
+    let mut child = die_with_parent(&mut Command::new(program))
         .args(["-f", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
