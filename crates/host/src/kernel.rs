@@ -111,6 +111,12 @@ pub fn remove(table: &str) -> Result<(), KernelError> {
     nft("-f - (removing the table)", &format!("table inet {table} {{}}\ndelete table inet {table}\n"))
 }
 
+/// How the host looks for guests on its tap (arp(7)): a connection to one that is gone is refused within about a second if it
+/// was silent before, and within four if it was just spoken to; with the kernel's defaults that takes up to a minute. The
+/// neighbours of a guest on the same machine answer within milliseconds. The settings go with the tap.
+pub const NEIGHBOURS: [(&str, &str); 3] =
+    [("base_reachable_time_ms", "1000"), ("delay_first_probe_time", "1"), ("retrans_time_ms", "250")];
+
 fn sysctl_path(key: &str) -> PathBuf {
     PathBuf::from("/proc/sys").join(key)
 }
