@@ -9,7 +9,7 @@ use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
-use tombolo_port::uplink::NatPort;
+use tombolo_port::uplink::{Away, NatPort};
 use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::guard::Guard;
@@ -18,7 +18,7 @@ use tombolo_switch::port::Port;
 use tombolo_switch::wait::Token;
 
 use super::{FabricError, Running, RunningWorker, describe};
-use crate::file::Proto;
+use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
 use crate::process::Process;
 use crate::qemu::probe::which;
@@ -43,6 +43,8 @@ impl RunningPort {
 struct Passt {
     child: Child,
     feed: StreamFeed,
+    /// Which guests its router need not wait for.
+    away: Away,
     restarts: u32,
     /// How it ended, until it is started again.
     fault: Option<String>,
@@ -156,7 +158,8 @@ impl Running {
                     forwards: forwards.collect(),
                 };
                 let port = NatPort::new(config, Box::new(stream), mtu);
-                return Ok((Box::new(port), Some(Passt { child, feed, restarts: 0, fault: None })));
+                let away = port.away();
+                return Ok((Box::new(port), Some(Passt { child, feed, away, restarts: 0, fault: None })));
             }
         };
         Ok((port, None))
@@ -179,6 +182,17 @@ impl Running {
             .map_err(spawn)?;
         feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
         Ok(child)
+    }
+
+    /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
+    /// one that boots are held for a while. Called after each change.
+    pub(crate) fn tell_who_is_away(&self) {
+        for port in self.ports.values() {
+            let Some(passt) = &port.passt else { continue };
+            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_none_or(|m| m.pid.is_none());
+            let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
+            passt.away.set(nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip).collect());
+        }
     }
 
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {
