@@ -61,6 +61,7 @@ mod config;
 mod executor;
 mod icmp;
 mod machine;
+mod neighbor;
 mod net;
 mod pci;
 #[cfg(not(test))]

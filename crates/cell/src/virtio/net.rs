@@ -14,6 +14,7 @@
 use super::offload;
 use super::{Transport, go, negotiate};
 use crate::machine::{dma, heap};
+use crate::neighbor::Sighting;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::num::{NonZeroU16, NonZeroUsize};
@@ -112,6 +113,9 @@ pub(crate) struct VirtioNet {
     mac: EthernetAddress,
     mtu: usize,
     saw_syn: bool,
+    /// Who sent the last frame, where that is another than before.
+    sighting: Option<Sighting>,
+    last_packet: Option<Sighting>,
 }
 
 fn broken(what: &str, error: tombolo_ring::virtio::RingError) -> ! {
@@ -199,6 +203,8 @@ impl VirtioNet {
             mac,
             mtu,
             saw_syn: false,
+            sighting: None,
+            last_packet: None,
         };
         for token in 0..device.receive.size() {
             device.give_back(u32::from(token));
@@ -254,6 +260,11 @@ impl VirtioNet {
     /// Whether a frame since the last call asked for a TCP connection.
     pub(crate) fn take_syn(&mut self) -> bool {
         core::mem::take(&mut self.saw_syn)
+    }
+
+    /// Who sent the frame that was received last, if that is worth a look: not for a further packet of the same sender.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        self.sighting.take()
     }
 
     /// Puts buffer `token` back into the receive ring.
@@ -312,7 +323,14 @@ impl VirtioNet {
                 stats.rx_bad_checksum += 1;
                 continue;
             }
-            self.saw_syn |= offload::is_tcp_syn(frame);
+            let syn = offload::is_tcp_syn(frame);
+            self.saw_syn |= syn;
+            let sighting = Sighting::of(frame, self.mac);
+            // A connection is worth a look each time, since what was found out of its sender may be too old.
+            if syn || sighting != self.last_packet {
+                self.sighting = sighting;
+                self.last_packet = sighting;
+            }
             return Some(header);
         }
     }
