@@ -74,6 +74,30 @@ impl Sighting {
     }
 }
 
+/// Where a device keeps whom it has seen, without the further packets of the same sender.
+#[derive(Debug, Default)]
+pub(crate) struct Watch {
+    news: Option<Sighting>,
+    last: Option<Sighting>,
+}
+
+impl Watch {
+    /// Looks at a received frame. `asks` for a connection: then its sender is news each time, since what was found out of it may be
+    /// too old.
+    pub(crate) fn note(&mut self, frame: &[u8], own: EthernetAddress, asks: bool) {
+        let sighting = Sighting::of(frame, own);
+        if asks || sighting != self.last {
+            self.news = sighting;
+            self.last = sighting;
+        }
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take(&mut self) -> Option<Sighting> {
+        self.news.take()
+    }
+}
+
 #[derive(Clone, Copy, Debug)]
 struct Entry {
     address: IpAddress,
@@ -280,6 +304,26 @@ mod tests {
         let caps = ChecksumCapabilities::default();
         let parsed = Icmpv6Repr::parse(&header.src_addr, &header.dst_addr, &message, &caps).unwrap();
         assert_eq!(parsed, Icmpv6Repr::Ndisc(NdiscRepr::NeighborSolicit { target_addr: to, lladdr: Some(MAC.into()) }));
+    }
+
+    #[test]
+    fn only_another_sender_or_a_connection_is_news() {
+        let packet = |last: u8| {
+            let mut frame = vec![0; 34];
+            frame[..6].copy_from_slice(&MAC.0);
+            frame[12..14].copy_from_slice(&TYPE_IPV4);
+            frame[26..30].copy_from_slice(&[10, 0, 0, last]);
+            frame
+        };
+        let mut watch = Watch::default();
+        let mut news = |last, asks| {
+            watch.note(&packet(last), MAC, asks);
+            watch.take()
+        };
+        assert_eq!(news(1, false), Some(Sighting::Packet(v4(1))));
+        assert_eq!(news(1, false), None);
+        assert_eq!(news(1, true), Some(Sighting::Packet(v4(1))));
+        assert_eq!(news(2, false), Some(Sighting::Packet(v4(2))));
     }
 
     #[test]

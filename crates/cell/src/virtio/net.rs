@@ -14,7 +14,7 @@
 use super::offload;
 use super::{Transport, go, negotiate};
 use crate::machine::{dma, heap};
-use crate::neighbor::Sighting;
+use crate::neighbor::{Sighting, Watch};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::num::{NonZeroU16, NonZeroUsize};
@@ -78,6 +78,10 @@ pub struct DeviceStats {
     pub tx_dropped: u64,
     /// How often the device was notified.
     pub notifications: u64,
+    /// How often a link over shared memory went down since its peer did.
+    pub link_resets: u64,
+    /// How often it was taken down since its peer broke the rings.
+    pub link_faults: u64,
 }
 
 /// The sending half, apart from the receiving one since the stack holds both at a time.
@@ -113,9 +117,7 @@ pub(crate) struct VirtioNet {
     mac: EthernetAddress,
     mtu: usize,
     saw_syn: bool,
-    /// Who sent the last frame, where that is another than before.
-    sighting: Option<Sighting>,
-    last_packet: Option<Sighting>,
+    watch: Watch,
 }
 
 fn broken(what: &str, error: tombolo_ring::virtio::RingError) -> ! {
@@ -203,8 +205,7 @@ impl VirtioNet {
             mac,
             mtu,
             saw_syn: false,
-            sighting: None,
-            last_packet: None,
+            watch: Watch::default(),
         };
         for token in 0..device.receive.size() {
             device.give_back(u32::from(token));
@@ -262,9 +263,9 @@ impl VirtioNet {
         core::mem::take(&mut self.saw_syn)
     }
 
-    /// Who sent the frame that was received last, if that is worth a look: not for a further packet of the same sender.
+    /// Who sent the frame that was received last, where that is news.
     pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
-        self.sighting.take()
+        self.watch.take()
     }
 
     /// Puts buffer `token` back into the receive ring.
@@ -325,12 +326,7 @@ impl VirtioNet {
             }
             let syn = offload::is_tcp_syn(frame);
             self.saw_syn |= syn;
-            let sighting = Sighting::of(frame, self.mac);
-            // A connection is worth a look each time, since what was found out of its sender may be too old.
-            if syn || sighting != self.last_packet {
-                self.sighting = sighting;
-                self.last_packet = sighting;
-            }
+            self.watch.note(frame, self.mac, syn);
             return Some(header);
         }
     }
@@ -461,7 +457,7 @@ impl Sender {
 }
 
 /// A received frame, in local memory.
-pub(crate) struct Received<'d>(&'d [u8]);
+pub(crate) struct Received<'d>(pub(crate) &'d [u8]);
 
 impl RxToken for Received<'_> {
     fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
