@@ -195,7 +195,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime }
+    Facts { qemu, kvm, runtime, tsc_khz: probe::tsc_khz() }
 }
 
 impl Running {

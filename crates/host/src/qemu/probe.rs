@@ -146,9 +146,38 @@ pub fn kvm(qemu: &Path) -> Result<Duration, String> {
     }
 }
 
+/// Rate of this machine's time-stamp counter in kHz, if the kernel was told it by the processor or the hypervisor; one that
+/// it measured may be off.
+pub fn tsc_khz() -> Option<u64> {
+    rate_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
+}
+
+fn rate_of(cpuinfo: &str) -> Option<u64> {
+    let value = |key: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the counter's rate per tick.
+    let (mega, hundredths) = value("bogomips")?.split_once('.')?;
+    let khz = (mega.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok().filter(|h| *h < 100)?) * 5;
+    (khz > 0 && value("flags")?.split(' ').any(|flag| flag == "tsc_known_freq")).then_some(khz)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_counters_rate_is_believed_only_where_the_kernel_was_told_it() {
+        let text =
+            |flags: &str, bogomips: &str| format!("model name\t: X\nflags\t\t: fpu {flags}\nbogomips\t: {bogomips}\n");
+        assert_eq!(rate_of(&text("tsc_known_freq pni", "4600.00")), Some(2_300_000));
+        assert_eq!(rate_of(&text("tsc_known_freq", "5990.43")), Some(2_995_215));
+        for (flags, bogomips) in [("constant_tsc", "4600.00"), ("tsc_known_freq", "4600"), ("tsc_known_freq", "0.00")] {
+            assert_eq!(rate_of(&text(flags, bogomips)), None, "{flags} {bogomips}");
+        }
+        assert_eq!(rate_of(""), None);
+    }
 
     #[test]
     fn versions_are_read() {
