@@ -4,14 +4,17 @@
 //!   take up to `budget` frames -> let woken tasks run -> send what is to be sent -> under budget? arm, look again, sleep
 //! ```
 //!
+//! With `busy_poll_us` it goes round for so long after the last frame before it arms.
+//!
 //! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
 
 use crate::config::{Config, Ipv4Config};
+use crate::device::NetDevice;
 use crate::executor::Executor;
 use crate::machine::Platform;
 use crate::println;
 use crate::tcp::{Closing, ListenState};
-use crate::virtio::net::{DeviceStats, VirtioNet};
+use crate::virtio::net::DeviceStats;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::rc::Rc;
@@ -27,8 +30,6 @@ use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address,
 const DHCP_HOST_NAME: u8 = 12;
 /// Rounds of sending in one turn; a socket sends one segment in each.
 const EGRESS_ROUNDS: usize = 16;
-/// How often a device without interrupts is looked at.
-const POLLING_NS: u64 = 1_000_000;
 const LINK_LOCAL_PREFIX: u8 = 64;
 /// DNS questions that can be open at a time.
 const DNS_QUERIES: usize = 8;
@@ -66,7 +67,7 @@ pub(crate) struct Stack {
     pub(crate) dns: SocketHandle,
     pub(crate) stats: NetStats,
     pub(crate) next_port: u16,
-    device: VirtioNet,
+    device: NetDevice,
     dhcp: Option<SocketHandle>,
     is_up: bool,
     waiting_for_up: Vec<Waker>,
@@ -105,7 +106,7 @@ fn link_local(mac: EthernetAddress) -> Ipv6Address {
 
 impl Stack {
     /// Brings the interface up with what the command line says; DHCP begins at once.
-    pub(crate) fn new(mut device: VirtioNet, config: &Config, now_ns: u64, seed: u64) -> Stack {
+    pub(crate) fn new(mut device: NetDevice, config: &Config, now_ns: u64, seed: u64) -> Stack {
         let mac = device.mac();
         let mut interface_config = smoltcp::iface::Config::new(mac.into());
         interface_config.random_seed = seed;
@@ -283,12 +284,13 @@ fn egress(shared: &Shared) -> bool {
 
 /// The main loop.
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
-    let budget = shared.config.budget;
+    let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
+    let mut busy_until_ns = 0;
     if shared.config.ipv4 != Ipv4Config::Dhcp {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }
     loop {
-        shared.stack.borrow_mut().device.begin_turn();
+        shared.stack.borrow_mut().device.begin_turn(shared.now_ns());
         let taken = ingress(shared, budget);
         {
             let stack = &mut *shared.stack.borrow_mut();
@@ -305,6 +307,15 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
         if egress(shared) || taken == budget || shared.executor.is_ready() {
             continue;
         }
+        if busy_poll_ns > 0 {
+            let now_ns = shared.now_ns();
+            if taken > 0 {
+                busy_until_ns = now_ns + busy_poll_ns;
+            }
+            if now_ns < busy_until_ns {
+                continue;
+            }
+        }
         let until_ns = {
             let stack = &mut *shared.stack.borrow_mut();
             if stack.device.arm() {
@@ -312,11 +323,15 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             }
             stack.stats.sleeps += 1;
             let now_ns = shared.now_ns();
-            let stack_at =
-                stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
+            // What cannot be sent now is looked at again when the device has room or its link comes up.
+            let stack_at = stack
+                .interface
+                .poll_at(instant(now_ns), &stack.sockets)
+                .map(|at| at.total_micros() as u64 * 1000)
+                .filter(|at| *at > now_ns || !stack.device.is_blocked());
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
-            let poll_at = stack.device.needs_polling().then_some(now_ns + POLLING_NS);
+            let poll_at = stack.device.poll_at(now_ns);
             [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
         };
         shared.platform.sleep(until_ns);

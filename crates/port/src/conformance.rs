@@ -106,6 +106,12 @@ pub trait Fixture: Sized {
 
     /// The peer breaks the protocol as badly as it can.
     fn break_protocol(&mut self) -> Misdeed;
+
+    /// The peer spoils what it gives the port for frames, so that [`Port::transmit`] of 64 frames comes on a fault after
+    /// some of them.
+    fn spoil_transmit(&mut self) -> Misdeed {
+        Misdeed::Impossible("the peer gives the port nothing that could spoil a transmit")
+    }
 }
 
 /// Random numbers that a seed repeats (splitmix64).
@@ -450,7 +456,7 @@ impl<F: Fixture> Rig<F> {
             }
         }
         let which: Vec<u16> = (0..frames.len() as u16).collect();
-        let before = self.tx_drops.total();
+        let (before, resets_before) = (self.tx_drops.total(), self.tx_drops.of(Reason::Reset));
         let start = Instant::now();
         let result = self.port.transmit(&batch, &which, &mut self.tx_drops);
         assert!(start.elapsed() < Duration::from_secs(5), "transmit blocked for {:?}", start.elapsed());
@@ -458,10 +464,19 @@ impl<F: Fixture> Rig<F> {
         let dropped = (self.tx_drops.total() - before) as usize;
         let taken = frames.len().checked_sub(dropped).expect("no more frames are dropped than were there");
         match result {
-            Ok(sent) => assert_eq!(sent.frames as usize, taken, "what is not taken is counted as dropped"),
-            Err(fault) => self.fault(fault),
+            Ok(sent) => {
+                assert_eq!(sent.frames as usize, taken, "what is not taken is counted as dropped");
+                taken
+            }
+            Err(fault) => {
+                // As a worker does: what is not counted yet went down with the port.
+                let (reset, uncounted) = (self.tx_drops.of(Reason::Reset), taken as u64);
+                assert_eq!(reset, resets_before, "a port leaves it to its caller to count what a fault took");
+                self.tx_drops.count(Reason::Reset, uncounted);
+                self.fault(fault);
+                0
+            }
         }
-        taken
     }
 
     /// Collects `count` frames from the peer while the port is served; strangers' frames are left out.
@@ -575,6 +590,7 @@ macro_rules! conformance_suite {
             a_dead_peer_is_replaced
             a_broken_protocol_costs_only_that_port
             a_reset_in_the_midst_of_traffic_recovers
+            a_fault_of_transmit_counts_each_frame_once
             sizes_mixed_at_random_both_ways
             no_descriptor_leaks_over_a_hundred_peers
             it_describes_itself

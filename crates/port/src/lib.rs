@@ -10,12 +10,14 @@
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
+//! * [`child`]: child processes that die with the one that started them.
 #![cfg_attr(
     any(test, feature = "test-support"),
     doc = "* [`conformance`]: the suite that every attachment passes by instantiation."
 )]
 #![warn(unreachable_pub)]
 
+pub mod child;
 #[cfg(any(test, feature = "test-support"))]
 pub mod conformance;
 pub mod ivshmem;

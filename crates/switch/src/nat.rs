@@ -21,6 +21,8 @@
 //!   for by ARP; who says that such an address has moved is believed once its holder does not answer for it.
 //! - The uplink sends the first segment of a connection once and never again (passt of 2023), so it is kept and
 //!   repeated until the guest answers: one that boots answers ARP before anything listens to it.
+//! - What is for a guest that is known to be away ([`Nat::set_away`]) is refused: a TCP segment is answered with a
+//!   reset, the rest is dropped. A guest that merely does not answer may be booting, and is waited for.
 //! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
 //!
 //! # Limits
@@ -35,6 +37,7 @@ use std::collections::{HashMap, VecDeque};
 use std::net::Ipv4Addr;
 
 use crate::Nanos;
+use crate::checksum::{add, sum};
 use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::wait::Token;
@@ -312,6 +315,8 @@ pub struct Nat {
     /// Connections that came through a forward → forward's port.
     forwarded: HashMap<Forwarded, (u16, State)>,
     neighbours: HashMap<Ipv4Addr, Neighbour>,
+    /// Guests that are known to be away.
+    away: Vec<Ipv4Addr>,
     held: VecDeque<Held>,
     /// Held frames that were given up since the last poll.
     lost: u64,
@@ -338,6 +343,7 @@ impl Nat {
             next_id: 0,
             forwarded: HashMap::new(),
             neighbours: HashMap::new(),
+            away: Vec::new(),
             held: VecDeque::new(),
             lost: 0,
             next_repeat: Nanos(0),
@@ -383,6 +389,26 @@ impl Nat {
         self.peer_mac = None;
         self.to_uplink.clear();
         self.ask_peer(None);
+    }
+
+    /// Names the guests that are away (their machines do not run), instead of those named before. What is held for them
+    /// is given up, and refused.
+    pub fn set_away(&mut self, away: Vec<Ipv4Addr>) {
+        self.away = away;
+        for held in std::mem::take(&mut self.held) {
+            if !self.away.contains(&held.key.0.1) {
+                self.held.push_back(held);
+                continue;
+            }
+            self.lost += u64::from(!held.sent);
+            let Some((port, _)) = self.forwarded.remove(&held.key) else { continue };
+            let ((_, peer, peer_port), Some(mac)) = (held.key, self.peer_mac) else { continue };
+            let transport = Ipv4::of(&held.frame).and_then(|ip| ip.transport(&held.frame));
+            if let Ok(answer) = transport.map(|t| t.reset(&held.frame, (self.config.outside, port), (peer, peer_port)))
+            {
+                self.to_uplink.extend(answer.map(|packet| ethernet(mac, self.config.mac, &packet)));
+            }
+        }
     }
 
     /// Asks for the uplink's MAC; with an instant only if that was not done just before.
@@ -656,6 +682,13 @@ impl Nat {
         let port =
             if transport.protocol == Protocol::Echo { transport.source(frame) } else { transport.destination(frame) };
         let protocol = transport.protocol;
+        if self.is_away(protocol, port) {
+            let (from, to) = ((ip.to, port), (ip.from, transport.source(frame)));
+            let answer = transport.reset(frame, from, to).ok_or(Reason::NoDestination)?;
+            let station = Ethernet::of(frame).ok_or(Reason::Runt)?.from;
+            *frame = ethernet(station, self.config.mac, &answer);
+            return Ok(Verdict::Reply);
+        }
         let (inside, station, first) = if let Some(flow) = self.flows.get_mut(&(protocol, port)) {
             flow.state.note(now, Way::In, &transport, frame);
             let (inside, station) = (flow.inside, flow.station);
@@ -696,6 +729,14 @@ impl Nat {
             }
             (None, None) => Err(Reason::NoDestination),
         }
+    }
+
+    /// Whether the guest behind a port of the uplink's address is away.
+    fn is_away(&self, protocol: Protocol, port: u16) -> bool {
+        let flow = self.flows.get(&(protocol, port)).map(|flow| flow.inside.1);
+        let rule = || self.config.forwards.iter().find(|f| f.protocol == protocol && f.port == port);
+        let guest = if self.away.is_empty() { None } else { flow.or_else(|| rule().map(|f| f.to.0)) };
+        guest.is_some_and(|guest| self.away.contains(&guest))
     }
 
     /// Notes a frame of a connection through a forward.
@@ -826,6 +867,11 @@ impl Ethernet {
         let (kind, _) = rest.split_first_chunk::<2>()?;
         Some(Ethernet { to: *to, from: *from, kind: u16::from_be_bytes(*kind) })
     }
+}
+
+/// A frame that carries an IPv4 packet.
+fn ethernet(to: Mac, from: Mac, packet: &[u8]) -> Vec<u8> {
+    [&to[..], &from, &ETHERTYPE_IPV4.to_be_bytes(), packet].concat()
 }
 
 /// RFC 826 for Ethernet and IPv4: 28 bytes behind the Ethernet header.
@@ -965,6 +1011,33 @@ impl Transport {
     fn flags(&self, frame: &[u8]) -> (u8, bool) {
         let data_at = self.at + usize::from(frame[self.at + 12] >> 4) * 4;
         (frame[self.at + 13], data_at < self.end)
+    }
+
+    /// The packet that refuses a TCP segment (RFC 9293 §3.10.7.1); none for a reset, nor for other protocols.
+    fn reset(&self, frame: &[u8], from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Option<Vec<u8>> {
+        if self.protocol != Protocol::Tcp {
+            return None;
+        }
+        let segment = &frame[self.at..self.end];
+        let flags = segment[13];
+        if flags & RST != 0 {
+            return None;
+        }
+        let [sequence, acknowledged] = [4, 8].map(|at| u32::from_be_bytes([0, 1, 2, 3].map(|i| segment[at + i])));
+        let data = segment.len().saturating_sub(usize::from(segment[12] >> 4) * 4) as u32;
+        let length = data + u32::from(flags & SYN != 0) + u32::from(flags & FIN != 0);
+        let (own, next, answer) =
+            if flags & ACK != 0 { (acknowledged, 0, RST) } else { (0, sequence.wrapping_add(length), RST | ACK) };
+        let mut out = vec![0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6, 0, 0];
+        out.extend([from.0.octets(), to.0.octets()].concat());
+        out.extend([from.1.to_be_bytes(), to.1.to_be_bytes()].concat());
+        out.extend([own.to_be_bytes(), next.to_be_bytes(), [0x50, answer, 0, 0], [0; 4]].concat());
+        let header = !sum(&out[..20]);
+        out[10..12].copy_from_slice(&header.to_be_bytes());
+        // RFC 9293 §3.1: addresses, protocol and length go before the segment.
+        let segment = !add(add(sum(&out[12..20]), sum(&[0, 6, 0, 20])), sum(&out[20..]));
+        out[36..38].copy_from_slice(&segment.to_be_bytes());
+        Some(out)
     }
 
     /// Writes a port (or echo identifier) at `at`; `address` is the change of an address in the pseudo-header.
@@ -1191,6 +1264,47 @@ mod tests {
             }
         };
         assert_eq!((asked, lost, now), (40, 1, HOLD_NS));
+    }
+
+    #[test]
+    fn what_is_for_a_guest_that_is_away_is_refused_at_once() {
+        let mut nat = nat();
+        nat.set_away(vec![ip("10.87.0.9")]);
+        let from = ("192.0.0.1", 40000);
+        let refusal = |frame: &[u8]| {
+            sums_are_right(frame);
+            assert_eq!(frame[0..12], [PEER, ROUTER].concat()[..]);
+            assert_eq!(ends(frame), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
+            let number = |at: usize| u32::from_be_bytes(frame[at..at + 4].try_into().unwrap());
+            (frame[47], number(38), number(42))
+        };
+        // The first segment of a connection: the five bytes that it carries and its SYN are counted.
+        let syn = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), SYN);
+        let mut frame = syn.clone();
+        assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+        assert_eq!(refusal(&frame), (RST | ACK, 0, 6));
+        // One of a connection that stands.
+        let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), ACK);
+        frame[42..46].copy_from_slice(&77u32.to_be_bytes());
+        assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+        assert_eq!(refusal(&frame), (RST, 77, 0));
+        // A reset is not answered, and nobody is asked for.
+        let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), RST);
+        assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
+        assert_eq!((nat.next_for_network(), nat.deadline(), nat.flows()), (None, None, 0));
+        // It is started, and waited for; and is away again before it answered.
+        nat.set_away(vec![]);
+        assert_eq!(nat.inbound(Nanos(0), &mut syn.clone()), Verdict::Taken);
+        assert_eq!(nat.next_for_uplink(), None);
+        nat.set_away(vec![ip("10.87.0.9")]);
+        assert_eq!(refusal(&nat.next_for_uplink().unwrap()), (RST | ACK, 0, 6));
+        assert_eq!((nat.poll(Nanos(0)), nat.flows()), ((1, None), 0));
+        // Another guest's connections are not touched.
+        let mut out = packet(ROUTER, OTHER, Protocol::Tcp, ("10.87.0.10", 5001), ("198.51.100.7", 80), SYN);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+        let (_, port) = ends(&out).0;
+        let mut back = packet(ROUTER, PEER, Protocol::Tcp, ("198.51.100.7", 80), ("192.0.0.2", port), SYN | ACK);
+        assert_eq!(nat.inbound(Nanos(0), &mut back), Verdict::Pass);
     }
 
     #[test]

@@ -77,6 +77,10 @@ pub struct DeviceStats {
     pub tx_dropped: u64,
     /// How often the device was notified.
     pub notifications: u64,
+    /// How often a link over shared memory went down since its peer did.
+    pub link_resets: u64,
+    /// How often it was taken down since its peer broke the rings.
+    pub link_faults: u64,
 }
 
 /// The sending half, apart from the receiving one since the stack holds both at a time.
@@ -443,7 +447,7 @@ impl Sender {
 }
 
 /// A received frame, in local memory.
-pub(crate) struct Received<'d>(&'d [u8]);
+pub(crate) struct Received<'d>(pub(crate) &'d [u8]);
 
 impl RxToken for Received<'_> {
     fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tombolo_port::child::die_with_parent;
+
 /// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
 /// Bytes of the image given to QEMU; microvm and q35 both map the last 64 KiB below 4 GiB.
@@ -68,7 +70,7 @@ pub fn which(name: &str) -> Option<PathBuf> {
 pub fn find() -> Result<Qemu, ProbeError> {
     let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
     let path = path.ok_or(ProbeError::NoQemu { tried: BINARY })?;
-    let output = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
+    let output = die_with_parent(Command::new(&path).arg("--version").stdin(Stdio::null())).output();
     let text = match output {
         Ok(out) => String::from_utf8_lossy(&out.stdout).into_owned(),
         Err(error) => error.to_string(),
@@ -95,7 +97,8 @@ pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     file.write_all(&image).map_err(|e| e.to_string())?;
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
     let start = Instant::now();
-    let mut child = Command::new(qemu)
+    // It may stall for ever, and nothing records it: this thread waits for it, or it goes with this thread.
+    let mut child = die_with_parent(&mut Command::new(qemu))
         .args([
             "-M",
             &format!("microvm,accel={accel}"),

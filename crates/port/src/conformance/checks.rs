@@ -381,6 +381,29 @@ pub fn a_reset_in_the_midst_of_traffic_recovers<F: Fixture>(_: &str) {
     }
 }
 
+/// A fault in the midst of a transmit: what was dropped before it is counted by the port, everything else by its caller,
+/// and nothing by both.
+pub fn a_fault_of_transmit_counts_each_frame_once<F: Fixture>(name: &str) {
+    let mut rig = Rig::<F>::up();
+    rig.settle();
+    let kind = match rig.peer.spoil_transmit() {
+        Misdeed::Impossible(reason) => return not_applicable(name, reason),
+        Misdeed::Dropped(reason) => panic!("{reason:?} is no fault"),
+        Misdeed::Faulted(kind) => kind,
+    };
+    let longest = rig.port.caps().max_frame_bytes as usize;
+    let mut sizes = vec![60; 64];
+    sizes[0] = longest + 1;
+    assert_eq!(rig.send(&plain(0, sizes)), 0);
+    assert_eq!(rig.faults.first().map(|fault| fault.kind), Some(kind), "{:?}", rig.faults);
+    assert_eq!(rig.tx_drops.total(), 64, "{:?}", rig.tx_drops);
+    assert_eq!(rig.tx_drops.of(Reason::TooLong), 1, "the fault came after some frames: {:?}", rig.tx_drops);
+    rig.peer.disconnect();
+    rig.peer.connect();
+    rig.until("the link comes up again", |rig| rig.seen == Some(Link::Up));
+    rig.deliver(&plain(100, [60, 1514]));
+}
+
 /// Frames of every size and kind, interleaved at random, both ways at once.
 pub fn sizes_mixed_at_random_both_ways<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
