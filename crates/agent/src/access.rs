@@ -101,15 +101,16 @@ fn through_sysfs(device: &Device, because: String) -> Result<Access, AgentError>
     // Memory decoding is off until somebody enables the device.
     let enable = device.folder.join("enable");
     std::fs::write(&enable, "1").map_err(|source| AgentError::Sysfs { what: "writing", path: enable, source })?;
-    let map = |bar: u32, bytes: u64| {
-        let path = device.resource(bar);
-        let what = if bar == 0 { "the registers" } else { "the memory" };
-        match OpenOptions::new().read(true).write(true).open(&path) {
-            Ok(file) => Mapping::of_device(file, 0, bytes.next_multiple_of(PAGE))
-                .map_err(|source| AgentError::Map { address: device.address.clone(), what, source }),
-            Err(source) => Err(AgentError::Sysfs { what: "opening", path, source }),
-        }
-    };
+    let map =
+        |bar: u32, bytes: u64| {
+            let path = device.resource(bar);
+            let what = if bar == 0 { "the registers" } else { "the memory" };
+            match OpenOptions::new().read(true).write(true).open(&path) {
+                Ok(file) => Mapping::of_device(file, 0, bytes.next_multiple_of(PAGE))
+                    .map_err(|source| AgentError::Map { address: device.address.clone(), what, source }),
+                Err(source) => Err(AgentError::Sysfs { what: "opening", path, source }),
+            }
+        };
     let (registers, memory) = (map(0, device.registers_bytes)?, map(2, device.memory_bytes)?);
     // The kernel maps whole pages, and a small BAR may begin anywhere in one.
     let registers = Registers::Mapped(registers, (device.registers_start % PAGE) as usize);

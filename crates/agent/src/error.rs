@@ -11,13 +11,11 @@ use tombolo_switch::control::ControlError;
 pub(crate) enum AgentError {
     /// A file of sysfs.
     #[error("{what} {}: {source}; the agent has to run as root in a guest with /sys mounted", path.display())]
-    Sysfs {
-        what: &'static str,
-        path: PathBuf,
-        source: std::io::Error,
-    },
+    Sysfs { what: &'static str, path: PathBuf, source: std::io::Error },
     /// There is no ivshmem device at all.
-    #[error("this guest has no ivshmem device (1af4:1110); in the fabric's file give it `attach = \"ivshmem\"`, or start its QEMU with -device ivshmem-doorbell")]
+    #[error(
+        "this guest has no ivshmem device (1af4:1110); in the fabric's file give it `attach = \"ivshmem\"`, or start its QEMU with -device ivshmem-doorbell"
+    )]
     NoDevice,
     /// The device asked for is not there.
     #[error("there is no ivshmem device {address}; those that are there: {there}")]

@@ -49,7 +49,8 @@ pub(crate) fn choose(devices: &[Device], asked: Option<&str>) -> Result<Device, 
     };
     if let Some(address) = asked {
         // As lspci has it, without the domain, will do.
-        let is_it = |device: &&Device| device.address == address || device.address.strip_prefix("0000:") == Some(address);
+        let is_it =
+            |device: &&Device| device.address == address || device.address.strip_prefix("0000:") == Some(address);
         let there = || list(&devices.iter().collect::<Vec<_>>());
         let missing = || AgentError::NoSuchDevice { address: address.into(), there: there() };
         return devices.iter().find(is_it).cloned().ok_or_else(missing);

@@ -143,7 +143,10 @@ mod tests {
         let addresses: Vec<&str> = found.iter().map(|d| d.address.as_str()).collect();
         assert_eq!(addresses, ["0000:00:03.0", "0000:00:04.0"]);
         assert!(!found[0].has_doorbells() && found[1].has_doorbells());
-        assert_eq!((found[1].registers_start, found[1].registers_bytes, found[1].memory_bytes), (0xfebf_1000, 256, 1 << 20));
+        assert_eq!(
+            (found[1].registers_start, found[1].registers_bytes, found[1].memory_bytes),
+            (0xfebf_1000, 256, 1 << 20)
+        );
         assert_eq!((found[0].driver.as_deref(), found[0].iommu_group.as_deref()), (None, None));
         assert_eq!((found[1].driver.as_deref(), found[1].iommu_group.as_deref()), (Some("vfio-pci"), Some("7")));
         assert_eq!(found[1].to_string(), "0000:00:04.0 ivshmem-doorbell, 1024 KiB");

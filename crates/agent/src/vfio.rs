@@ -5,8 +5,8 @@
 //! kernels leave out, and which taints the kernel; it is not used here). An ivshmem device does no DMA, so the IOMMU costs nothing
 //! once the device is open.
 //!
-//! The device gets its former driver setting back when this is dropped. A killed agent leaves the device with
-//! vfio-pci, where the next one finds it.
+//! The device stays with vfio-pci afterwards, where the next agent finds it, however this one ended: nothing else wants it, and
+//! taking it away would wait for the last mapping to go.
 
 use crate::error::AgentError;
 use crate::pci::Device;
@@ -31,42 +31,20 @@ const CONFIG: u32 = 7;
 /// `VFIO_PCI_MSIX_IRQ_INDEX` of the same file.
 const MSIX: u32 = 2;
 
-/// A device that is open through vfio, with its interrupts on.
-pub(crate) struct Opened(Hold);
+/// A device that is open through vfio, with its interrupts on; they are off when it goes.
+pub(crate) struct Opened(VfioDevice);
 
 impl Opened {
     /// The 32-bit register at `offset` of BAR 0.
     pub(crate) fn read_register(&self, offset: usize) -> u32 {
         let mut value = [0; 4];
-        if let Some(device) = &self.0.device {
-            device.region_read(0, &mut value, offset as u64);
-        }
+        self.0.region_read(0, &mut value, offset as u64);
         u32::from_le_bytes(value)
     }
 
     /// Sets the 32-bit register at `offset` of BAR 0.
     pub(crate) fn write_register(&self, offset: usize, value: u32) {
-        if let Some(device) = &self.0.device {
-            device.region_write(0, &value.to_le_bytes(), offset as u64);
-        }
-    }
-}
-
-/// The open device; when it goes, interrupts are off and the device is given back.
-pub(crate) struct Hold {
-    device: Option<VfioDevice>,
-    given: Option<Device>,
-}
-
-impl Drop for Hold {
-    fn drop(&mut self) {
-        // The device has to be closed before the driver lets go of it, else the write below waits for ever.
-        drop(self.device.take());
-        if let Some(device) = self.given.take() {
-            // Nobody is left to tell of a failure, and the device is as usable as before.
-            let _ = fs::write(device.folder.join("driver_override"), "\n");
-            let _ = fs::write(Path::new(DRIVER).join("unbind"), &device.address);
-        }
+        self.0.region_write(0, &value.to_le_bytes(), offset as u64);
     }
 }
 
@@ -94,26 +72,26 @@ pub(crate) fn obstacle(device: &Device) -> Option<String> {
 /// Opens a device, with up to `vectors` interrupts.
 ///
 /// # Errors
-/// [`AgentError::NoWakeups`] with what vfio said; the device is as it was then.
+/// [`AgentError::NoWakeups`] with what vfio said; the device may have been given to vfio-pci by then.
 pub(crate) fn open(device: &Device, vectors: usize) -> Result<(Opened, Mapping, Vec<Doorbell>), AgentError> {
     let refused = |reason: String| AgentError::NoWakeups { address: device.address.clone(), reason };
     if let Some(reason) = obstacle(device) {
         return Err(refused(reason));
     }
-    let mut hold = Hold { device: None, given: None };
     if device.driver.is_none() {
         let write = |path: &Path, text: &str| {
             fs::write(path, text).map_err(|error| refused(format!("writing {}: {error}", path.display())))
         };
-        hold.given = Some(device.clone());
         write(&device.folder.join("driver_override"), "vfio-pci\n")?;
         write(Path::new(PROBE), &device.address)?;
     }
     let vfio = |error: vfio_ioctls::VfioError| {
-        refused(format!("vfio: {error}; is the module vfio_iommu_type1 loaded, and is the device alone in its IOMMU group?"))
+        refused(format!(
+            "vfio: {error}; is the module vfio_iommu_type1 loaded, and is the device alone in its IOMMU group?"
+        ))
     };
     let container: Arc<dyn VfioOps> = Arc::new(VfioContainer::new(None).map_err(vfio)?);
-    let open = hold.device.insert(VfioDevice::new(&device.folder, container, false).map_err(vfio)?);
+    let open = VfioDevice::new(&device.folder, container, false).map_err(vfio)?;
 
     let mut command = [0; 2];
     open.region_read(CONFIG, &mut command, COMMAND);
@@ -139,7 +117,7 @@ pub(crate) fn open(device: &Device, vectors: usize) -> Result<(Opened, Mapping, 
         .map(|event| Doorbell::adopt(duplicate(event.as_raw_fd())?).map_err(Into::into))
         .collect::<Result<_, std::io::Error>>()
         .map_err(|error| system("duplicating an eventfd", error))?;
-    Ok((Opened(hold), memory, doorbells))
+    Ok((Opened(open), memory, doorbells))
 }
 
 /// A descriptor of this process by its number, once more: the way from a library's raw number to an owned one.
@@ -158,7 +136,6 @@ mod tests {
         let bell = Doorbell::adopt(duplicate(event.as_raw_fd()).unwrap()).unwrap();
         event.write(1).unwrap();
         assert!(bell.take());
-        assert!(duplicate(-1).is_err());
     }
 
     #[test]
