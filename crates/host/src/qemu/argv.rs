@@ -31,6 +31,8 @@ pub struct Surroundings<'a> {
     pub runtime: &'a Path,
     /// The image of a cell.
     pub image: Option<&'a Path>,
+    /// Rate of the time-stamp counter, which emulation hands on as it is.
+    pub tsc_khz: Option<u32>,
 }
 
 /// The file that holds a machine's console.
@@ -103,7 +105,14 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
         }
         Boot::Vm { kernel, initrd, disk } => {
             if let Some(kernel) = kernel {
-                add(&["-kernel", &kernel.display().to_string(), "-append", &machine.cmdline]);
+                let words = match with.tsc_khz.filter(|_| microvm && !with.kvm) {
+                    // A Linux kernel there finds no clock to measure the counter's rate by, and hangs over that.
+                    Some(khz) if !machine.cmdline.contains("tsc_early_khz=") => {
+                        format!("tsc_early_khz={khz} {}", machine.cmdline)
+                    }
+                    _ => machine.cmdline.clone(),
+                };
+                add(&["-kernel", &kernel.display().to_string(), "-append", words.trim_end()]);
             }
             if let Some(initrd) = initrd {
                 add(&["-initrd", &initrd.display().to_string()]);
@@ -170,8 +179,14 @@ mod tests {
             .iter()
             .map(|n| Device { port: m.name.clone(), socket: "/run/a,b.sock".into(), mac: n.mac.to_string(), mtu: 1500 })
             .collect();
-        let with =
-            Surroundings { qemu: &qemu, kvm, fabric: "f", runtime: Path::new("/run/t"), image: Some(Path::new("/i")) };
+        let with = Surroundings {
+            qemu: &qemu,
+            kvm,
+            fabric: "f",
+            runtime: Path::new("/run/t"),
+            image: Some(Path::new("/i")),
+            tsc_khz: Some(2_300_000),
+        };
         build(&m, &devices, &with)
     }
 
@@ -205,6 +220,22 @@ mod tests {
         assert!(!nic((7, 2, 22), true) && !nic((10, 0, 2), false));
         let stream = argv(&format!("{text}attach = \"stream\"\n"), (7, 2, 22), false);
         assert!(!stream.iter().any(|w| w.contains("vectors=0")));
+    }
+
+    #[test]
+    fn an_emulated_microvm_is_told_the_rate_of_its_counter() {
+        let append = |more: &str, kvm| {
+            let argv = argv(&format!("[vm.v]\nkernel = \"Cargo.toml\"\n{more}"), (7, 2, 22), kvm);
+            after(&argv, "-append", 0).to_string()
+        };
+        let micro = "machine = \"microvm\"\n";
+        assert_eq!(append(micro, false), "tsc_early_khz=2300000 console=ttyS0");
+        assert_eq!(append(micro, true), "console=ttyS0", "KVM tells it by itself");
+        assert_eq!(append("", false), "console=ttyS0", "q35 has clocks");
+        let own = format!("{micro}cmdline = \"quiet\"\n");
+        assert_eq!(append(&own, false), "tsc_early_khz=2300000 quiet");
+        let told = format!("{micro}cmdline = \"tsc_early_khz=1 quiet\"\n");
+        assert_eq!(append(&told, false), "tsc_early_khz=1 quiet");
     }
 
     #[test]

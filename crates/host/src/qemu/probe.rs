@@ -87,6 +87,23 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
     Some((parts.next()??, parts.next()??, parts.next().flatten().unwrap_or(0)))
 }
 
+/// The rate of this machine's time-stamp counter. Linux counts its delay loops by that counter, and tells them as bogomips:
+/// two a microsecond-tick (arch/x86/kernel/cpu/proc.c), so half of it is MHz.
+pub fn tsc_khz() -> Option<u32> {
+    tsc_khz_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
+}
+
+fn tsc_khz_of(cpuinfo: &str) -> Option<u32> {
+    // On a processor whose counter does not keep its pace, the figure is of something else.
+    let flags = cpuinfo.lines().find(|l| l.starts_with("flags"))?;
+    if !flags.split_ascii_whitespace().any(|f| f == "constant_tsc") {
+        return None;
+    }
+    let line = cpuinfo.lines().find(|l| l.starts_with("bogomips"))?;
+    let bogomips: f64 = line.split_once(':')?.1.trim().parse().ok()?;
+    Some((bogomips * 500.0).round() as u32)
+}
+
 /// Runs the probe's ROM under an accelerator. `Ok` says how long it took, `Err` what happened instead.
 pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     let mut image = vec![0xf4; ROM_BYTES];
@@ -158,6 +175,14 @@ mod tests {
         let old = Qemu { path: "q".into(), version: (7, 2, 22) };
         let new = Qemu { path: "q".into(), version: (10, 0, 0) };
         assert!(old.msix_trap() && !new.msix_trap() && !old.stream_reconnects() && new.stream_reconnects());
+    }
+
+    #[test]
+    fn the_counters_rate_is_read() {
+        let text = "processor\t: 0\nflags\t\t: fpu tsc constant_tsc\nbogomips\t: 4589.21\n\nprocessor\t: 1\n";
+        assert_eq!(tsc_khz_of(text), Some(2_294_605));
+        assert_eq!(tsc_khz_of(&text.replace("constant_tsc", "")), None);
+        assert_eq!(tsc_khz_of("nonsense"), None);
     }
 
     #[test]
