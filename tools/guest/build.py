@@ -128,7 +128,7 @@ class Modules:
             data = self.read(name)
             depends = re.search(rb"\0depends=([^\0]*)\0", data)
             for other in depends[1].decode().split(",") if depends and depends[1] else ():
-                load(other)
+                load(other.replace("-", "_"))
             loaded[name] = data
 
         for name in wanted:
