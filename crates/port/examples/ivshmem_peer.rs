@@ -6,6 +6,12 @@
 //! $ ivshmem_peer SOCKET arp 10.0.0.77 10.0.0.1   # a network link: asks who has an address, a hundred times
 //! ```
 //!
+//! Without a fabric, `serve` makes a direct link and serves its socket:
+//!
+//! ```console
+//! $ ivshmem_peer SOCKET serve & ivshmem_peer SOCKET echo & ivshmem_peer SOCKET ping 1000
+//! ```
+//!
 //! `echo` and `ping` sit on the two seats of one link. `arp` is the whole of a protocol stack in thirty lines: it shows frames
 //! going both ways through the fabric's switch.
 
@@ -17,8 +23,12 @@ use tombolo_port::ivshmem::channel::{ChannelPeer, Error as ChannelTrouble};
 use tombolo_port::ivshmem::client::{Joined, Link};
 use tombolo_port::ivshmem::peer::NetPeer;
 use tombolo_ring::ivshmem::channel::Shape;
+use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::region::{Header, Layout, Name};
+use tombolo_shm::ivshmem::links::{Config, Door, Links};
+use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape as LinkShape};
 
-const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS";
+const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS | serve";
 const RECORD_BYTES: u32 = 56;
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -29,11 +39,33 @@ fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words[..] {
+        [socket, "serve"] => serve(socket),
         [socket, "echo"] => echo(channel(socket)?),
         [socket, "ping", count] => ping(channel(socket)?, count.parse()?),
         [socket, "arp", own, target] => arp(network(socket)?, own.parse()?, target.parse()?),
         _ => Err(USAGE.into()),
     }
+}
+
+fn serve(socket: &str) -> Result<(), Box<dyn Error>> {
+    const BYTES: u64 = 1 << 20;
+    let layout = Layout::v1(BYTES, 0, 2)?;
+    let name = Name::new("example").ok_or("a name of eight bytes fits")?;
+    let header = Header { protocol: protocol::CHANNEL, ..Header::network(name, 2) };
+    let links = Links::start("example", None, Box::new(|text| eprintln!("{text}")))?;
+    links.open(Config {
+        name: "example".into(),
+        shape: LinkShape { dialect: Dialect::V1, max_peers: 2, vectors: 2 },
+        layout,
+        region_bytes: BYTES,
+        header: Some(header),
+        host: None,
+        doors: vec![Door { path: socket.into(), seat: Seat::Any }],
+    })?;
+    links.serve("example", None)?;
+    println!("serving {header} at {socket} until the end of input");
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    Ok(())
 }
 
 fn join(socket: &str) -> Result<Joined, Box<dyn Error>> {
