@@ -204,6 +204,7 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("captured", c.captured),
         ("lost by captures", c.capture_lost),
         ("faults", c.faults),
+        ("restarts", c.restarts),
     ];
     lines.extend(plain.map(|(k, v)| (k.into(), v.to_string())));
     lines.extend(c.rx_drops.iter().map(|(r, n)| (format!("rx drops, {r}"), n.to_string())));

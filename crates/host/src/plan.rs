@@ -17,8 +17,10 @@ pub struct Facts {
     pub kvm: Result<(), String>,
     /// The fabric's runtime directory.
     pub runtime: PathBuf,
-    /// Rate of the processor's time-stamp counter, where the system tells.
-    pub tsc_khz: Option<u32>,
+    /// Rate of the time-stamp counter in kHz, where the kernel was told it.
+    pub tsc_khz: Option<u64>,
+    /// The same, or what the kernel measured.
+    pub tsc_about_khz: Option<u64>,
 }
 
 /// Why a file that is right cannot be carried out here.
@@ -251,6 +253,7 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
         runtime: &facts.runtime,
         image: image.as_deref(),
         tsc_khz: facts.tsc_khz,
+        tsc_about_khz: facts.tsc_about_khz,
     };
     let plan = MachinePlan {
         name: m.name.clone(),
@@ -390,7 +393,8 @@ mod tests {
             qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
             kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
             runtime: "/run/t/demo".into(),
-            tsc_khz: Some(2_300_000),
+            tsc_khz: None,
+            tsc_about_khz: None,
         }
     }
 

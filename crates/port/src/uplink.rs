@@ -77,9 +77,16 @@ pub struct NatPort {
 impl NatPort {
     /// A router with `config` before `uplink`; `mtu` of the network, in bytes.
     pub fn new(config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        Self::in_place_of(Away::default(), config, uplink, mtu)
+    }
+
+    /// As [`NatPort::new`], in the place of a router whose `away` it takes over, with the guests that it names.
+    pub fn in_place_of(away: Away, config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        // Named to the one before, and so not yet to this one.
+        away.0.changed.store(true, Ordering::Release);
         NatPort {
             nat: Nat::new(config),
-            away: Away::default(),
+            away,
             uplink,
             mtu,
             now: Nanos(0),
@@ -115,7 +122,7 @@ impl NatPort {
 
     /// Gives frames to the uplink's port; what it does not send is in `drops`.
     fn send_out(&mut self, frames: &[Vec<u8>], drops: &mut Drops) -> Result<Sent, Fault> {
-        let mut sent = Sent::default();
+        let (mut sent, before) = (Sent::default(), drops.total());
         for chunk in frames.chunks(CHUNK) {
             if self.uplink.link() == Link::Down {
                 drops.count(Reason::LinkDown, chunk.len() as u64);
@@ -126,9 +133,15 @@ impl NatPort {
                 batch.push(Foreign::from(&frame[..]), Offload::NONE);
             }
             let all: Vec<u16> = (0..chunk.len() as u16).collect();
-            let done = self.uplink.transmit(&batch, &all, drops)?;
-            sent.frames += done.frames;
-            sent.bytes += done.bytes;
+            match self.uplink.transmit(&batch, &all, drops) {
+                Ok(done) => sent.add(done),
+                Err(fault) => {
+                    // This is the caller of `Port::transmit` here: what is neither sent nor counted is lost with the uplink.
+                    let rest = (frames.len() as u64 - sent.frames).saturating_sub(drops.total() - before);
+                    drops.count(Reason::Reset, rest);
+                    return Err(fault);
+                }
+            }
         }
         Ok(sent)
     }
@@ -272,9 +285,7 @@ impl Port for NatPort {
         }
         self.answer_own();
         // What the uplink's port loses was not sent.
-        let done = self.send_out(&out, drops)?;
-        sent.frames += done.frames;
-        sent.bytes += done.bytes;
+        sent.add(self.send_out(&out, drops)?);
         self.ask_out()?;
         Ok(sent)
     }
@@ -314,6 +325,8 @@ mod tests {
     use super::*;
     use crate::pair::{PairConfig, PairPeer, pair};
     use crate::reactor::Reactor;
+    use crate::stream::StreamPort;
+    use std::io::Read;
     use tombolo_switch::nat::{Forward, Protocol};
     use tombolo_switch::wait::Token;
 
@@ -326,7 +339,11 @@ mod tests {
         let reactor = Reactor::new().unwrap();
         let caps = Caps::plain(1500);
         let (inner, passt) = pair(PairConfig { capacity, caps }, reactor.registrar().registration(Token(1))).unwrap();
-        let config = Config {
+        (reactor, NatPort::new(config(), Box::new(inner), 1500), passt)
+    }
+
+    fn config() -> Config {
+        Config {
             mac: ROUTER,
             router: Ipv4Addr::new(10, 9, 0, 2),
             subnet: Ipv4Addr::new(10, 9, 0, 0),
@@ -334,8 +351,7 @@ mod tests {
             outside: Ipv4Addr::new(192, 0, 0, 2),
             peer: Ipv4Addr::new(192, 0, 0, 1),
             forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (Ipv4Addr::new(10, 9, 0, 9), 80) }],
-        };
-        (reactor, NatPort::new(config, Box::new(inner), 1500), passt)
+        }
     }
 
     fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
@@ -495,6 +511,27 @@ mod tests {
         // Whether this call or the next shows the fault, the frame is in the batch.
         let _ = port.receive(8, &mut batch, &mut drops);
         assert_eq!((batch.len(), drops.total()), (1, 0));
+    }
+
+    #[test]
+    fn a_router_made_anew_takes_the_next_stream_of_its_feed() {
+        let reactor = Reactor::new().unwrap();
+        let (stream, feed) = StreamPort::given(1500, reactor.registrar().registration(Token(1)));
+        let mut port = NatPort::new(config(), Box::new(stream), 1500);
+        for round in 0..3 {
+            let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            feed.give(ours.into()).unwrap();
+            port.service(Nanos::SECOND).unwrap();
+            assert_eq!(port.link(), Link::Up, "round {round}");
+            // It asks for the uplink, so the stream is alive and the table a new one.
+            let mut frame = [0; 4 + 42];
+            theirs.read_exact(&mut frame).unwrap();
+            assert_eq!((&frame[..4], &frame[16..18]), (&[0, 0, 0, 42][..], &[8, 6][..]));
+            drop(port);
+            assert_eq!(theirs.read(&mut frame).unwrap(), 0, "whoever is behind it sees that it is gone");
+            port = NatPort::new(config(), Box::new(feed.remake(1500)), 1500);
+            assert_eq!(port.link(), Link::Down);
+        }
     }
 
     #[test]

@@ -39,6 +39,7 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("turns_total", "Turns in which the port was asked for frames.", |c| c.turns),
     ("exhausted_budgets_total", "Turns that used up the budget.", |c| c.exhausted_budgets),
     ("faults_total", "Times the peer broke the rules and the port was reset.", |c| c.faults),
+    ("restarts_total", "Times the port was made anew after a panic in its code.", |c| c.restarts),
     ("software_checksums_total", "Checksums completed in software for the port.", |c| c.software_checksums),
     ("software_segments_total", "Segments cut in software for the port.", |c| c.software_segments),
     ("captured_frames_total", "Frames copied to captures.", |c| c.captured),

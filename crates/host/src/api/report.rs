@@ -162,6 +162,9 @@ pub struct CounterReport {
     pub frames_per_turn: Vec<u64>,
     /// Times that its peer broke the rules and the port was reset.
     pub faults: u64,
+    /// Times that it was made anew after a panic in its code.
+    #[serde(default)]
+    pub restarts: u64,
     /// Checksums completed in software for it.
     pub software_checksums: u64,
     /// Segments cut in software for it.

@@ -22,6 +22,7 @@ pub(crate) fn status() -> Status {
         exhausted_budgets: next(),
         frames_per_turn: vec![next(), next(), next()],
         faults: next(),
+        restarts: next(),
         software_checksums: next(),
         software_segments: next(),
         captured: next(),

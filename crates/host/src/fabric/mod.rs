@@ -213,7 +213,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime, tsc_khz: probe::tsc_khz() }
+    Facts { qemu, kvm, runtime, tsc_khz: probe::tsc_khz(), tsc_about_khz: probe::tsc_about_khz() }
 }
 
 impl Running {

@@ -16,6 +16,7 @@ use tombolo_switch::gateway::{
 };
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
+use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
@@ -111,7 +112,12 @@ impl Running {
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
         let settings = PortSettings { guard, mac_limit: None };
-        handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
+        let again = gateway.clone();
+        let remake: Remake = Box::new(move |now| match again.remake(now) {
+            Ok(port) => Ok(Box::new(port)),
+            Err(error) => Err(error.to_string()),
+        });
+        handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), remake, settings)?;
         self.serve_gateway(spec, gateway.clone(), leases.clone());
         self.networks.insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases, names: vec![] });
         Ok(())

@@ -16,6 +16,7 @@ use tombolo_switch::guard::Guard;
 use tombolo_switch::nat;
 use tombolo_switch::port::Port;
 use tombolo_switch::wait::Token;
+use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, describe};
 use crate::file::{self, Proto};
@@ -58,6 +59,14 @@ impl Drop for Passt {
     }
 }
 
+/// A port that was opened for a worker.
+struct Opened {
+    port: Box<dyn Port>,
+    /// How it comes back after a panic in its code; the others' peers are not ours to ask to connect again.
+    remake: Option<Remake>,
+    passt: Option<Passt>,
+}
+
 const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
 
 fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
@@ -79,13 +88,17 @@ impl Running {
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let (port, passt) = self.open(plan, registration)?;
+        let Opened { port, remake, passt } = self.open(plan, registration)?;
         let guard = match plan.guard {
             Some(guard) => Guard::new(&[guard.mac.0], guard.ip.as_slice()).pinned(),
             None => Guard::default(),
         };
         let settings = PortSettings { guard, mac_limit: None };
-        worker.thread.handle().add_port(reserved, net.id, &plan.name, port, settings)?;
+        let handle = worker.thread.handle();
+        match remake {
+            Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings)?,
+            None => handle.add_port(reserved, net.id, &plan.name, port, settings)?,
+        };
         let watched = passt.as_ref().map(|p| p.child.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
@@ -109,7 +122,7 @@ impl Running {
         }
     }
 
-    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<(Box<dyn Port>, Option<Passt>), FabricError> {
+    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<Opened, FabricError> {
         let fail = error(plan);
         let mtu = u32::from(plan.mtu);
         let port: Box<dyn Port> = match &plan.attachment {
@@ -157,12 +170,19 @@ impl Running {
                     peer: plan::PEER.parse().expect("a literal address"),
                     forwards: forwards.collect(),
                 };
-                let port = NatPort::new(config, Box::new(stream), mtu);
+                let port = Box::new(NatPort::new(config.clone(), Box::new(stream), mtu));
                 let away = port.away();
-                return Ok((Box::new(port), Some(Passt { child, feed, away, restarts: 0, fault: None })));
+                let (again, of_old) = (feed.clone(), away.clone());
+                // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
+                let remake: Remake = Box::new(move |_| {
+                    let stream = Box::new(again.remake(mtu));
+                    Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
+                });
+                let passt = Passt { child, feed, away, restarts: 0, fault: None };
+                return Ok(Opened { port, remake: Some(remake), passt: Some(passt) });
             }
         };
-        Ok((port, None))
+        Ok(Opened { port, remake: None, passt: None })
     }
 
     fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {

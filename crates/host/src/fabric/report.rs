@@ -28,8 +28,11 @@ fn offloads(caps: &Caps) -> Vec<String> {
 /// What is to be said of a port whose last fault was this.
 fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     if p.panic.is_some() {
-        // A gateway or uplink cannot come back alone: what the network knows by it would be of two minds.
         return Some(format!("port {}: {fault}; `tombolo down` and `tombolo up` bring it back", p.name));
+    }
+    let restarts = p.counters.restarts.get();
+    if restarts > 0 {
+        return Some(format!("port {}: made anew {restarts} time(s) after a bug of ours, last: {fault}", p.name));
     }
     let faults = p.counters.faults.get();
     (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
@@ -230,6 +233,7 @@ impl Running {
                 exhausted_budgets: c.exhausted_budgets.get(),
                 frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),
                 faults: c.faults.get(),
+                restarts: c.restarts.get(),
                 software_checksums: c.software_checksums.get(),
                 software_segments: c.software_segments.get(),
                 captured: c.captured.get(),
@@ -303,10 +307,15 @@ mod tests {
             handle.add_port(reserved, network, name, Box::new(Bad { bug }), PortSettings::default()).unwrap();
             registration.wake();
         }
+        let reserved = handle.reserve().unwrap();
+        // What it is made anew as has a peer that breaks the rules; that it was our bug is still what is told.
+        let (port, again) = (Box::new(Bad { bug: true }), Box::new(|_| Ok(Box::new(Bad { bug: false }) as _)));
+        let counters =
+            handle.add_lasting_port(reserved, network, "lasting", port, again, PortSettings::default()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         let status = loop {
             let status = handle.status().unwrap();
-            if status.ports.iter().all(|p| p.counters.faults.get() > 0) {
+            if status.ports.iter().all(|p| p.counters.faults.get() > 0) && counters.restarts.get() > 0 {
                 break status;
             }
             assert!(Instant::now() < deadline, "{status:?}");
@@ -322,6 +331,8 @@ mod tests {
         let peer = say("peer");
         assert!(peer.starts_with("port peer: its peer broke the rules "), "{peer}");
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
+        let lasting = say("lasting");
+        assert!(lasting.starts_with("port lasting: made anew 1 time(s) after a bug of ours, last: "), "{lasting}");
         // What `settle` asks: a port that is out of service is not up.
         let links: Vec<_> = tokens.iter().map(|t| handle.link(*t).unwrap()).collect();
         assert_eq!(links, [Link::Down, Link::Up]);

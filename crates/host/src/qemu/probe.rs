@@ -87,23 +87,6 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
     Some((parts.next()??, parts.next()??, parts.next().flatten().unwrap_or(0)))
 }
 
-/// The rate of this machine's time-stamp counter. Linux counts its delay loops by that counter, and tells them as bogomips:
-/// two a microsecond-tick (arch/x86/kernel/cpu/proc.c), so half of it is MHz.
-pub fn tsc_khz() -> Option<u32> {
-    tsc_khz_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
-}
-
-fn tsc_khz_of(cpuinfo: &str) -> Option<u32> {
-    // On a processor whose counter does not keep its pace, the figure is of something else.
-    let flags = cpuinfo.lines().find(|l| l.starts_with("flags"))?;
-    if !flags.split_ascii_whitespace().any(|f| f == "constant_tsc") {
-        return None;
-    }
-    let line = cpuinfo.lines().find(|l| l.starts_with("bogomips"))?;
-    let bogomips: f64 = line.split_once(':')?.1.trim().parse().ok()?;
-    Some((bogomips * 500.0).round() as u32)
-}
-
 /// Runs the probe's ROM under an accelerator. `Ok` says how long it took, `Err` what happened instead.
 pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     let mut image = vec![0xf4; ROM_BYTES];
@@ -163,9 +146,46 @@ pub fn kvm(qemu: &Path) -> Result<Duration, String> {
     }
 }
 
+/// Rate of this machine's time-stamp counter in kHz, if the kernel was told it by the processor or the hypervisor; one that
+/// it measured may be off.
+pub fn tsc_khz() -> Option<u64> {
+    rate_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?, "tsc_known_freq")
+}
+
+/// The same, or what the kernel measured; none where the counter does not keep its pace.
+pub fn tsc_about_khz() -> Option<u64> {
+    tsc_khz().or_else(|| rate_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?, "constant_tsc"))
+}
+
+fn rate_of(cpuinfo: &str, flag: &str) -> Option<u64> {
+    let value = |key: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the counter's rate per tick.
+    let (mega, hundredths) = value("bogomips")?.split_once('.')?;
+    let khz = (mega.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok().filter(|h| *h < 100)?) * 5;
+    (khz > 0 && value("flags")?.split(' ').any(|f| f == flag)).then_some(khz)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_counters_rate_is_believed_only_where_the_kernel_was_told_it() {
+        let text =
+            |flags: &str, bogomips: &str| format!("model name\t: X\nflags\t\t: fpu {flags}\nbogomips\t: {bogomips}\n");
+        let told = |cpuinfo: &str| rate_of(cpuinfo, "tsc_known_freq");
+        assert_eq!(told(&text("tsc_known_freq pni", "4600.00")), Some(2_300_000));
+        assert_eq!(told(&text("tsc_known_freq", "5990.43")), Some(2_995_215));
+        for (flags, bogomips) in [("constant_tsc", "4600.00"), ("tsc_known_freq", "4600"), ("tsc_known_freq", "0.00")] {
+            assert_eq!(told(&text(flags, bogomips)), None, "{flags} {bogomips}");
+        }
+        assert_eq!(told(""), None);
+        assert_eq!(rate_of(&text("constant_tsc", "4589.21"), "constant_tsc"), Some(2_294_605));
+        assert_eq!(rate_of(&text("tsc", "4589.21"), "constant_tsc"), None, "it does not keep its pace");
+    }
 
     #[test]
     fn versions_are_read() {
@@ -175,14 +195,6 @@ mod tests {
         let old = Qemu { path: "q".into(), version: (7, 2, 22) };
         let new = Qemu { path: "q".into(), version: (10, 0, 0) };
         assert!(old.msix_trap() && !new.msix_trap() && !old.stream_reconnects() && new.stream_reconnects());
-    }
-
-    #[test]
-    fn the_counters_rate_is_read() {
-        let text = "processor\t: 0\nflags\t\t: fpu tsc constant_tsc\nbogomips\t: 4589.21\n\nprocessor\t: 1\n";
-        assert_eq!(tsc_khz_of(text), Some(2_294_605));
-        assert_eq!(tsc_khz_of(&text.replace("constant_tsc", "")), None);
-        assert_eq!(tsc_khz_of("nonsense"), None);
     }
 
     #[test]
