@@ -35,6 +35,7 @@
 //! | `virtio_mmio.device=SIZE@ADDR:IRQ` | a virtio-mmio device; QEMU's microvm (`acpi=off`) and Firecracker add it by themselves | microvm's places are searched |
 //! | `verbose` | says at start what was found | |
 //! | `selftest=panic`, `stack`, `write`, `execute`, `null` | breaks that rule on purpose, for the tests of this crate | |
+//! | `selftest=memory` | compares memcpy and its family with loops over bytes, and ends with success | |
 //!
 //! Further words are the app's own: [`Net::config`].
 //!
@@ -57,9 +58,12 @@ extern crate std;
 mod acpi;
 mod app;
 mod config;
+mod device;
 mod executor;
 mod icmp;
+mod ivshmem;
 mod machine;
+mod neighbor;
 mod net;
 mod pci;
 #[cfg(not(test))]

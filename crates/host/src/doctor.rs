@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
+use tombolo_port::child::die_with_parent;
 
 use crate::qemu::probe::{self, which};
 
@@ -65,7 +66,8 @@ fn finding(what: &str, needed_for: &str, result: Result<String, (Outcome, String
 
 /// The first line that a program says, or why it does not run.
 fn first_line(program: &Path, args: &[&str]) -> Result<String, String> {
-    let out = Command::new(program).args(args).stdin(Stdio::null()).output().map_err(|e| e.to_string())?;
+    let out =
+        die_with_parent(Command::new(program).args(args).stdin(Stdio::null())).output().map_err(|e| e.to_string())?;
     let text = if out.stdout.is_empty() { out.stderr } else { out.stdout };
     Ok(String::from_utf8_lossy(&text).lines().next().unwrap_or("").to_string())
 }
@@ -75,7 +77,7 @@ fn in_namespace(args: &[&str], input: &str) -> Result<(), String> {
     use std::io::Write;
     let unshare = which("unshare").ok_or("no unshare (util-linux)")?;
     let own: &[&str] = if rustix::process::geteuid().is_root() { &["-n"] } else { &["-rn"] };
-    let mut child = Command::new(unshare)
+    let mut child = die_with_parent(&mut Command::new(unshare))
         .args(own)
         .args(args)
         .stdin(Stdio::piped())

@@ -17,6 +17,8 @@ pub struct Facts {
     pub kvm: Result<(), String>,
     /// The fabric's runtime directory.
     pub runtime: PathBuf,
+    /// Rate of the time-stamp counter in kHz, where the kernel was told it.
+    pub tsc_khz: Option<u64>,
 }
 
 /// Why a file that is right cannot be carried out here.
@@ -223,7 +225,8 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
         });
     }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
-    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image: image.as_deref() };
+    let (image, tsc_khz) = (image.as_deref(), facts.tsc_khz);
+    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc_khz };
     let plan = MachinePlan {
         name: m.name.clone(),
         argv: argv::build(m, &devices, &with),
@@ -364,6 +367,7 @@ mod tests {
             qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
             kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
             runtime: "/run/t/demo".into(),
+            tsc_khz: None,
         }
     }
 

@@ -12,6 +12,9 @@
 //! A fault of the uplink is this port's fault; what the table knew is forgotten then, with the connections behind it.
 
 use std::collections::VecDeque;
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
@@ -25,9 +28,38 @@ const QUEUE_FRAMES: usize = 1024;
 /// Frames handed to the uplink at once.
 const CHUNK: usize = 64;
 
+/// Tells a router which guests are away; see [`Nat::set_away`]. The port looks before it takes frames from its uplink,
+/// and when it is serviced, as it is twice a second while frames are held.
+#[derive(Clone, Debug, Default)]
+pub struct Away(Arc<AwayList>);
+
+#[derive(Debug, Default)]
+struct AwayList {
+    changed: AtomicBool,
+    guests: Mutex<Vec<Ipv4Addr>>,
+}
+
+impl Away {
+    /// Names the guests that are away, instead of those named before.
+    pub fn set(&self, guests: Vec<Ipv4Addr>) {
+        *self.0.guests.lock().unwrap_or_else(PoisonError::into_inner) = guests;
+        // R0, with A0: who sees this sees the list; the lock orders them already for who then takes it.
+        self.0.changed.store(true, Ordering::Release);
+    }
+
+    fn take(&self) -> Option<Vec<Ipv4Addr>> {
+        // Looked at for every turn: written only where there is news. A0, with R0.
+        if !self.0.changed.load(Ordering::Acquire) || !self.0.changed.swap(false, Ordering::Acquire) {
+            return None;
+        }
+        Some(self.0.guests.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
 /// A router before an uplink.
 pub struct NatPort {
     nat: Nat,
+    away: Away,
     uplink: Box<dyn Port>,
     mtu: u32,
     now: Nanos,
@@ -45,8 +77,16 @@ pub struct NatPort {
 impl NatPort {
     /// A router with `config` before `uplink`; `mtu` of the network, in bytes.
     pub fn new(config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        Self::in_place_of(Away::default(), config, uplink, mtu)
+    }
+
+    /// As [`NatPort::new`], in the place of a router whose `away` it takes over, with the guests that it names.
+    pub fn in_place_of(away: Away, config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        // Named to the one before, and so not yet to this one.
+        away.0.changed.store(true, Ordering::Release);
         NatPort {
             nat: Nat::new(config),
+            away,
             uplink,
             mtu,
             now: Nanos(0),
@@ -55,6 +95,11 @@ impl NatPort {
             lost: Drops::default(),
             promised: None,
         }
+    }
+
+    /// The handle that names the guests that are away.
+    pub fn away(&self) -> Away {
+        self.away.clone()
     }
 
     /// Leaves a frame for the switch; whether there was room.
@@ -117,8 +162,15 @@ impl NatPort {
         Ok(())
     }
 
+    fn look_who_is_away(&mut self) {
+        if let Some(guests) = self.away.take() {
+            self.nat.set_away(guests);
+        }
+    }
+
     /// Translates what the uplink has, up to `budget` frames, into `sending`; returns how many it took.
     fn take_in(&mut self, budget: usize, drops: &mut Drops) -> Result<usize, Fault> {
+        self.look_who_is_away();
         let mut inner = Batch::with_capacity(budget);
         let result = self.uplink.receive(budget, &mut inner, drops);
         let copy = |frame| {
@@ -171,6 +223,7 @@ impl Port for NatPort {
         self.now = now;
         let was = self.uplink.link();
         let next = self.uplink.service(now)?;
+        self.look_who_is_away();
         if was == Link::Down && self.uplink.link() == Link::Up {
             self.nat.uplink_restarted();
         }
@@ -278,7 +331,6 @@ mod tests {
     use crate::reactor::Reactor;
     use crate::stream::StreamPort;
     use std::io::Read;
-    use std::net::Ipv4Addr;
     use tombolo_switch::nat::{Forward, Protocol};
     use tombolo_switch::wait::Token;
 
@@ -399,6 +451,26 @@ mod tests {
         assert_eq!((sent.frames, drops.total()), (2, 0));
         let (frames, drops) = take(&mut port, 8);
         assert_eq!((frames.len(), drops.of(Reason::GatewayFull)), (8, 1));
+    }
+
+    #[test]
+    fn a_connection_to_a_guest_that_is_away_is_refused_by_the_router() {
+        let (_reactor, mut port, passt) = introduced(16);
+        let away = port.away();
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        passt.send(&syn(), Offload::NONE).unwrap();
+        let (frames, drops) = take(&mut port, 8);
+        assert_eq!((frames.len(), drops.total()), (0, 0));
+        let refusal = passt.receive().expect("an answer");
+        assert_eq!((&refusal.bytes[0..6], refusal.bytes[23], refusal.bytes[47]), (&PASST[..], 6, 0x14), "RST, ACK");
+        // It was held for a guest that boots, which then ends.
+        away.set(vec![]);
+        passt.send(&syn(), Offload::NONE).unwrap();
+        take(&mut port, 8);
+        assert!(passt.receive().is_none());
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        port.service(Nanos::SECOND.times(2)).unwrap();
+        assert_eq!(passt.receive().expect("an answer").bytes[47], 0x14);
     }
 
     #[test]

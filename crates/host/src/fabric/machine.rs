@@ -185,6 +185,7 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
         self.watch_machine(&plan.name, pid);
         self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
@@ -206,6 +207,7 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
         self.watch_machine(&plan.name, *pid);
         (self.say)(&format!("{}: runs on as process {pid}; its devices connect again by themselves", plan.name));
         Ok(())
@@ -287,11 +289,13 @@ impl Running {
         let mut last_lines = tail(&machine.console, LAST_LINES);
         last_lines.extend(tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
-        if machine.stopped {
+        let stopped = machine.stopped;
+        self.tell_who_is_away();
+        if stopped {
             return false;
         }
         let again = !well && restart == Restart::OnFailure;
-        if again {
+        if again && let Some(machine) = self.machines.get_mut(name) {
             machine.restarts += 1;
         }
         let mut text = format!("{name}: {how}{}", if again { "; starting it again" } else { "" });

@@ -195,7 +195,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime }
+    Facts { qemu, kvm, runtime, tsc_khz: probe::tsc_khz() }
 }
 
 impl Running {
@@ -375,6 +375,9 @@ impl Running {
         for uplink in &plan.kernel {
             kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
             kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
+            for (key, value) in kernel::NEIGHBOURS {
+                kernel::set(&format!("net/ipv4/neigh/{}/{key}", uplink.device), value)?;
+            }
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
-use tombolo_port::uplink::NatPort;
+use tombolo_port::uplink::{Away, NatPort};
 use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::guard::Guard;
@@ -19,7 +19,7 @@ use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, describe};
-use crate::file::Proto;
+use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
 use crate::process::Process;
 use crate::qemu::probe::which;
@@ -44,6 +44,8 @@ impl RunningPort {
 struct Passt {
     child: Child,
     feed: StreamFeed,
+    /// Which guests its router need not wait for.
+    away: Away,
     restarts: u32,
     /// How it ended, until it is started again.
     fault: Option<String>,
@@ -169,11 +171,14 @@ impl Running {
                     forwards: forwards.collect(),
                 };
                 let port = Box::new(NatPort::new(config.clone(), Box::new(stream), mtu));
-                let again = feed.clone();
+                let away = port.away();
+                let (again, of_old) = (feed.clone(), away.clone());
                 // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
-                let remake: Remake =
-                    Box::new(move |_| Ok(Box::new(NatPort::new(config.clone(), Box::new(again.remake(mtu)), mtu))));
-                let passt = Passt { child, feed, restarts: 0, fault: None };
+                let remake: Remake = Box::new(move |_| {
+                    let stream = Box::new(again.remake(mtu));
+                    Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
+                });
+                let passt = Passt { child, feed, away, restarts: 0, fault: None };
                 return Ok(Opened { port, remake: Some(remake), passt: Some(passt) });
             }
         };
@@ -197,6 +202,17 @@ impl Running {
             .map_err(spawn)?;
         feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
         Ok(child)
+    }
+
+    /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
+    /// one that boots are held for a while. Called after each change.
+    pub(crate) fn tell_who_is_away(&self) {
+        for port in self.ports.values() {
+            let Some(passt) = &port.passt else { continue };
+            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_none_or(|m| m.pid.is_none());
+            let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
+            passt.away.set(nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip).collect());
+        }
     }
 
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {

@@ -31,6 +31,8 @@ pub struct Surroundings<'a> {
     pub runtime: &'a Path,
     /// The image of a cell.
     pub image: Option<&'a Path>,
+    /// Rate of this machine's time-stamp counter in kHz, where that is known for certain.
+    pub tsc_khz: Option<u64>,
 }
 
 /// The file that holds a machine's console.
@@ -96,7 +98,12 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     match &machine.boot {
         Boot::Cell(_) => {
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
-            let words = format!("hostname={} {}", machine.name, machine.cmdline);
+            let mut words = format!("hostname={} {}", machine.name, machine.cmdline);
+            // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
+            // noticeable part of its start.
+            if let Some(khz) = with.tsc_khz.filter(|_| !with.kvm && !words.contains("tsc_khz=")) {
+                words = format!("tsc_khz={khz} {words}");
+            }
             add(&["-kernel", &image, "-append", words.trim_end()]);
             // A cell that ends itself says with which code.
             add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04", "-no-reboot"]);
@@ -170,8 +177,14 @@ mod tests {
             .iter()
             .map(|n| Device { port: m.name.clone(), socket: "/run/a,b.sock".into(), mac: n.mac.to_string(), mtu: 1500 })
             .collect();
-        let with =
-            Surroundings { qemu: &qemu, kvm, fabric: "f", runtime: Path::new("/run/t"), image: Some(Path::new("/i")) };
+        let with = Surroundings {
+            qemu: &qemu,
+            kvm,
+            fabric: "f",
+            runtime: Path::new("/run/t"),
+            image: Some(Path::new("/i")),
+            tsc_khz: Some(2_300_000),
+        };
         build(&m, &devices, &with)
     }
 
@@ -190,11 +203,21 @@ mod tests {
     fn a_cell_gets_a_microvm_with_shared_memory_and_its_name() {
         let argv = argv("[cell.web]\nimage = \"Cargo.toml\"\nargs = \"budget=32\"\n", (7, 2, 22), false);
         assert_eq!(after(&argv, "-name", 0), "tombolo/f/web");
-        assert_eq!(after(&argv, "-append", 0), "hostname=web budget=32");
+        assert_eq!(after(&argv, "-append", 0), "tsc_khz=2300000 hostname=web budget=32");
         assert!(after(&argv, "-M", 0).starts_with("microvm,acpi=off,") && after(&argv, "-M", 0).contains("accel=tcg"));
         assert_eq!(after(&argv, "-object", 0), "memory-backend-memfd,id=mem,size=32M,share=on");
         assert_eq!(after(&argv, "-chardev", 1), "socket,id=net0c,path=/run/a,,b.sock,reconnect=1");
         assert!(!argv.iter().any(|w| w.contains("vectors")), "virtio-mmio has no MSI-X");
+    }
+
+    #[test]
+    fn the_counters_rate_is_told_to_emulated_cells_that_were_not_told_another() {
+        let line = |args: &str, kvm| {
+            let text = format!("[cell.web]\nimage = \"Cargo.toml\"\nargs = \"{args}\"\n");
+            after(&argv(&text, (7, 2, 22), kvm), "-append", 0).to_string()
+        };
+        assert_eq!(line("x", true), "hostname=web x");
+        assert_eq!(line("tsc_khz=7", false), "hostname=web tsc_khz=7");
     }
 
     #[test]

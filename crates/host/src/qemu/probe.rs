@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tombolo_port::child::die_with_parent;
+
 /// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
 /// Bytes of the image given to QEMU; microvm and q35 both map the last 64 KiB below 4 GiB.
@@ -68,7 +70,7 @@ pub fn which(name: &str) -> Option<PathBuf> {
 pub fn find() -> Result<Qemu, ProbeError> {
     let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
     let path = path.ok_or(ProbeError::NoQemu { tried: BINARY })?;
-    let output = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
+    let output = die_with_parent(Command::new(&path).arg("--version").stdin(Stdio::null())).output();
     let text = match output {
         Ok(out) => String::from_utf8_lossy(&out.stdout).into_owned(),
         Err(error) => error.to_string(),
@@ -95,7 +97,8 @@ pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     file.write_all(&image).map_err(|e| e.to_string())?;
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
     let start = Instant::now();
-    let mut child = Command::new(qemu)
+    // It may stall for ever, and nothing records it: this thread waits for it, or it goes with this thread.
+    let mut child = die_with_parent(&mut Command::new(qemu))
         .args([
             "-M",
             &format!("microvm,accel={accel}"),
@@ -143,9 +146,38 @@ pub fn kvm(qemu: &Path) -> Result<Duration, String> {
     }
 }
 
+/// Rate of this machine's time-stamp counter in kHz, if the kernel was told it by the processor or the hypervisor; one that
+/// it measured may be off.
+pub fn tsc_khz() -> Option<u64> {
+    rate_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
+}
+
+fn rate_of(cpuinfo: &str) -> Option<u64> {
+    let value = |key: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the counter's rate per tick.
+    let (mega, hundredths) = value("bogomips")?.split_once('.')?;
+    let khz = (mega.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok().filter(|h| *h < 100)?) * 5;
+    (khz > 0 && value("flags")?.split(' ').any(|flag| flag == "tsc_known_freq")).then_some(khz)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_counters_rate_is_believed_only_where_the_kernel_was_told_it() {
+        let text =
+            |flags: &str, bogomips: &str| format!("model name\t: X\nflags\t\t: fpu {flags}\nbogomips\t: {bogomips}\n");
+        assert_eq!(rate_of(&text("tsc_known_freq pni", "4600.00")), Some(2_300_000));
+        assert_eq!(rate_of(&text("tsc_known_freq", "5990.43")), Some(2_995_215));
+        for (flags, bogomips) in [("constant_tsc", "4600.00"), ("tsc_known_freq", "4600"), ("tsc_known_freq", "0.00")] {
+            assert_eq!(rate_of(&text(flags, bogomips)), None, "{flags} {bogomips}");
+        }
+        assert_eq!(rate_of(""), None);
+    }
 
     #[test]
     fn versions_are_read() {

@@ -1,5 +1,5 @@
-//! ICMP errors (RFC 792): translated together with the packet that they quote (RFC 5508 §4), and the one that a router
-//! sends itself, for a packet whose hops are used up.
+//! ICMP (RFC 792) as far as the router has a part in it: its answers to pings; errors, translated together with the packet
+//! that they quote (RFC 5508 §4); and the one error that it sends itself, for a packet whose hops are used up.
 //!
 //! An error quotes the header of the packet that caused it and at least 8 bytes behind it, as that packet was where it
 //! was lost: behind the translation. Whoever sent it knows it as it was before, so the quoted addresses, ports and sums
@@ -8,6 +8,7 @@
 
 use std::net::Ipv4Addr;
 
+use super::Verdict;
 use super::flow::Protocol;
 use super::packet::{IP_AT, Ipv4, update, word, words};
 use crate::checksum;
@@ -158,4 +159,21 @@ pub(super) fn time_exceeded(frame: &[u8], ip: &Ipv4, mac: Mac, router: Ipv4Addr)
     let sum = !checksum::sum(&out[at..]);
     out[at + 2..at + 4].copy_from_slice(&sum.to_be_bytes());
     Some(out)
+}
+
+/// Turns an echo request to the router itself into its answer; anything else for the router's address is not served.
+pub(super) fn echo_reply(ip: &Ipv4, frame: &mut [u8]) -> Verdict {
+    match ip.transport(frame) {
+        Ok(t) if t.protocol == Protocol::Echo && t.is_echo_request(frame) => {
+            let (to, from) = frame.split_at_mut(6);
+            to.swap_with_slice(&mut from[..6]);
+            let (from, to) = frame[IP_AT + 12..IP_AT + 20].split_at_mut(4);
+            from.swap_with_slice(to);
+            frame[t.at] = 0;
+            update(frame, t.at + 2, &[0x0800], &[0]);
+            Verdict::Reply
+        }
+        Ok(_) => Verdict::Drop(Reason::NoDestination),
+        Err(reason) => Verdict::Drop(reason),
+    }
 }

@@ -21,6 +21,8 @@
 //!   for by ARP; who says that such an address has moved is believed once its holder does not answer for it.
 //! - The uplink sends the first segment of a connection once and never again (passt of 2023), so it is kept and
 //!   repeated until the guest answers: one that boots answers ARP before anything listens to it.
+//! - What is for a guest that is known to be away ([`Nat::set_away`]) is refused: a TCP segment is answered with a
+//!   reset, the rest is dropped. A guest that merely does not answer may be booting, and is waited for.
 //! - ICMP errors about a translated packet are translated with the packet that they quote, both ways, so that path MTU
 //!   discovery, traceroute and "port unreachable" work through it. The router itself answers a guest's packet whose hops
 //!   are used up, at most [`ERRORS_PER_SECOND`] times a second, and no other.
@@ -50,10 +52,8 @@ use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::wait::Token;
 use flow::{Flow, Inside, Share, Source, State, Taken, Way};
-use icmp::{End, Quote, time_exceeded};
-use packet::{
-    ACK, Arp, BROADCAST, ETHERTYPE_ARP, ETHERTYPE_IPV4, Ethernet, IP_AT, Ipv4, RST, SYN, Transport, arp, update,
-};
+use icmp::{End, Quote, echo_reply, time_exceeded};
+use packet::{ACK, Arp, BROADCAST, ETHERTYPE_ARP, ETHERTYPE_IPV4, Ethernet, Ipv4, RST, SYN, Transport, arp, ethernet};
 
 /// Mappings that one port of the switch may hold.
 pub const FLOWS_PER_SOURCE: usize = 4096;
@@ -162,6 +162,8 @@ pub struct Nat {
     /// Connections that came through a forward → forward's port.
     forwarded: HashMap<Forwarded, (u16, State)>,
     neighbours: HashMap<Ipv4Addr, Neighbour>,
+    /// Guests that are known to be away.
+    away: Vec<Ipv4Addr>,
     held: VecDeque<Held>,
     /// Held frames that were given up since the last poll.
     lost: u64,
@@ -190,6 +192,7 @@ impl Nat {
             next_id: 0,
             forwarded: HashMap::new(),
             neighbours: HashMap::new(),
+            away: Vec::new(),
             held: VecDeque::new(),
             lost: 0,
             next_repeat: Nanos(0),
@@ -236,6 +239,26 @@ impl Nat {
         self.peer_mac = None;
         self.to_uplink.clear();
         self.ask_peer(None);
+    }
+
+    /// Names the guests that are away (their machines do not run), instead of those named before. What is held for them
+    /// is given up, and refused.
+    pub fn set_away(&mut self, away: Vec<Ipv4Addr>) {
+        self.away = away;
+        for held in std::mem::take(&mut self.held) {
+            if !self.away.contains(&held.key.0.1) {
+                self.held.push_back(held);
+                continue;
+            }
+            self.lost += u64::from(!held.sent);
+            let Some((port, _)) = self.forwarded.remove(&held.key) else { continue };
+            let ((_, peer, peer_port), Some(mac)) = (held.key, self.peer_mac) else { continue };
+            let transport = Ipv4::of(&held.frame).and_then(|ip| ip.transport(&held.frame));
+            if let Ok(answer) = transport.map(|t| t.reset(&held.frame, (self.config.outside, port), (peer, peer_port)))
+            {
+                self.to_uplink.extend(answer.map(|packet| ethernet(mac, self.config.mac, &packet)));
+            }
+        }
     }
 
     /// Asks for the uplink's MAC; with an instant only if that was not done just before.
@@ -521,6 +544,13 @@ impl Nat {
         let port =
             if transport.protocol == Protocol::Echo { transport.source(frame) } else { transport.destination(frame) };
         let protocol = transport.protocol;
+        if self.is_away(protocol, port) {
+            let (from, to) = ((ip.to, port), (ip.from, transport.source(frame)));
+            let answer = transport.reset(frame, from, to).ok_or(Reason::NoDestination)?;
+            let station = Ethernet::of(frame).ok_or(Reason::Runt)?.from;
+            *frame = ethernet(station, self.config.mac, &answer);
+            return Ok(Verdict::Reply);
+        }
         let (inside, station, first) = if let Some(flow) = self.flows.get_mut(&(protocol, port)) {
             flow.state.note(now, Way::In, &transport, frame);
             let (inside, station) = (flow.inside, flow.station);
@@ -561,6 +591,14 @@ impl Nat {
             }
             (None, None) => Err(Reason::NoDestination),
         }
+    }
+
+    /// Whether the guest behind a port of the uplink's address is away.
+    fn is_away(&self, protocol: Protocol, port: u16) -> bool {
+        let flow = self.flows.get(&(protocol, port)).map(|flow| flow.inside.1);
+        let rule = || self.config.forwards.iter().find(|f| f.protocol == protocol && f.port == port);
+        let guest = if self.away.is_empty() { None } else { flow.or_else(|| rule().map(|f| f.to.0)) };
+        guest.is_some_and(|guest| self.away.contains(&guest))
     }
 
     /// An error about a packet that a guest sent: it goes to that guest, who then knows its own packet in it. Where it
@@ -736,23 +774,6 @@ impl Nat {
             self.end_flow(protocol, port);
         }
         self.forwarded.retain(|_, (_, state)| !state.is_over(now));
-    }
-}
-
-/// Turns an echo request to the router itself into its answer; anything else for the router's address is not served.
-fn echo_reply(ip: &Ipv4, frame: &mut [u8]) -> Verdict {
-    match ip.transport(frame) {
-        Ok(t) if t.protocol == Protocol::Echo && t.is_echo_request(frame) => {
-            let (to, from) = frame.split_at_mut(6);
-            to.swap_with_slice(&mut from[..6]);
-            let (from, to) = frame[IP_AT + 12..IP_AT + 20].split_at_mut(4);
-            from.swap_with_slice(to);
-            frame[t.at] = 0;
-            update(frame, t.at + 2, &[0x0800], &[0]);
-            Verdict::Reply
-        }
-        Ok(_) => Verdict::Drop(Reason::NoDestination),
-        Err(reason) => Verdict::Drop(reason),
     }
 }
 

@@ -1,12 +1,13 @@
 //! The packets that [`super::Nat`] rewrites: Ethernet, ARP, IPv4 and the transports, in place in a frame.
 //!
 //! A header that was checked ([`Ipv4::of`], [`Ipv4::transport`]) lies within its frame, so no accessor panics on the frame
-//! that it was read from. Sums are updated by difference (RFC 1624), never computed anew, so a frame damaged on the way
-//! stays damaged.
+//! that it was read from. Sums of what is passed on are updated by difference (RFC 1624), never computed anew, so a frame
+//! damaged on the way stays damaged.
 
 use std::net::Ipv4Addr;
 
 use super::flow::Protocol;
+use crate::checksum::{add, sum};
 use crate::drop::Reason;
 use crate::frame::Mac;
 
@@ -32,6 +33,11 @@ impl Ethernet {
         let (kind, _) = rest.split_first_chunk::<2>()?;
         Some(Ethernet { to: *to, from: *from, kind: u16::from_be_bytes(*kind) })
     }
+}
+
+/// A frame that carries an IPv4 packet.
+pub(super) fn ethernet(to: Mac, from: Mac, packet: &[u8]) -> Vec<u8> {
+    [&to[..], &from, &ETHERTYPE_IPV4.to_be_bytes(), packet].concat()
 }
 
 /// RFC 826 for Ethernet and IPv4: 28 bytes behind the Ethernet header.
@@ -183,6 +189,33 @@ impl Transport {
     pub(super) fn flags(&self, frame: &[u8]) -> (u8, bool) {
         let data_at = self.at + usize::from(frame[self.at + 12] >> 4) * 4;
         (frame[self.at + 13], data_at < self.end)
+    }
+
+    /// The packet that refuses a TCP segment (RFC 9293 §3.10.7.1); none for a reset, nor for other protocols.
+    pub(super) fn reset(&self, frame: &[u8], from: (Ipv4Addr, u16), to: (Ipv4Addr, u16)) -> Option<Vec<u8>> {
+        if self.protocol != Protocol::Tcp {
+            return None;
+        }
+        let segment = &frame[self.at..self.end];
+        let flags = segment[13];
+        if flags & RST != 0 {
+            return None;
+        }
+        let [sequence, acknowledged] = [4, 8].map(|at| u32::from_be_bytes([0, 1, 2, 3].map(|i| segment[at + i])));
+        let data = segment.len().saturating_sub(usize::from(segment[12] >> 4) * 4) as u32;
+        let length = data + u32::from(flags & SYN != 0) + u32::from(flags & FIN != 0);
+        let (own, next, answer) =
+            if flags & ACK != 0 { (acknowledged, 0, RST) } else { (0, sequence.wrapping_add(length), RST | ACK) };
+        let mut out = vec![0x45, 0, 0, 40, 0, 0, 0x40, 0, 64, 6, 0, 0];
+        out.extend([from.0.octets(), to.0.octets()].concat());
+        out.extend([from.1.to_be_bytes(), to.1.to_be_bytes()].concat());
+        out.extend([own.to_be_bytes(), next.to_be_bytes(), [0x50, answer, 0, 0], [0; 4]].concat());
+        let header = !sum(&out[..20]);
+        out[10..12].copy_from_slice(&header.to_be_bytes());
+        // RFC 9293 §3.1: addresses, protocol and length go before the segment.
+        let segment = !add(add(sum(&out[12..20]), sum(&[0, 6, 0, 20])), sum(&out[20..]));
+        out[36..38].copy_from_slice(&segment.to_be_bytes());
+        Some(out)
     }
 
     /// Writes a port (or echo identifier) at `at`; `address` is the change of an address in the pseudo-header.

@@ -1,5 +1,5 @@
 use super::flow::{TCP_CLOSED_NS, TCP_HALF_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
-use super::packet::FIN;
+use super::packet::{FIN, update};
 use super::*;
 
 const ROUTER: Mac = [2, 0, 0, 0, 0, 0xfe];
@@ -159,6 +159,47 @@ fn a_guest_that_boots_is_asked_until_the_uplink_would_give_up() {
         }
     };
     assert_eq!((asked, lost, now), (40, 1, HOLD_NS));
+}
+
+#[test]
+fn what_is_for_a_guest_that_is_away_is_refused_at_once() {
+    let mut nat = nat();
+    nat.set_away(vec![ip("10.87.0.9")]);
+    let from = ("192.0.0.1", 40000);
+    let refusal = |frame: &[u8]| {
+        sums_are_right(frame);
+        assert_eq!(frame[0..12], [PEER, ROUTER].concat()[..]);
+        assert_eq!(ends(frame), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
+        let number = |at: usize| u32::from_be_bytes(frame[at..at + 4].try_into().unwrap());
+        (frame[47], number(38), number(42))
+    };
+    // The first segment of a connection: the five bytes that it carries and its SYN are counted.
+    let syn = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), SYN);
+    let mut frame = syn.clone();
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+    assert_eq!(refusal(&frame), (RST | ACK, 0, 6));
+    // One of a connection that stands.
+    let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), ACK);
+    frame[42..46].copy_from_slice(&77u32.to_be_bytes());
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+    assert_eq!(refusal(&frame), (RST, 77, 0));
+    // A reset is not answered, and nobody is asked for.
+    let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), RST);
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
+    assert_eq!((nat.next_for_network(), nat.deadline(), nat.flows()), (None, None, 0));
+    // It is started, and waited for; and is away again before it answered.
+    nat.set_away(vec![]);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn.clone()), Verdict::Taken);
+    assert_eq!(nat.next_for_uplink(), None);
+    nat.set_away(vec![ip("10.87.0.9")]);
+    assert_eq!(refusal(&nat.next_for_uplink().unwrap()), (RST | ACK, 0, 6));
+    assert_eq!((nat.poll(Nanos(0)), nat.flows()), ((1, None), 0));
+    // Another guest's connections are not touched.
+    let mut out = packet(ROUTER, OTHER, Protocol::Tcp, ("10.87.0.10", 5001), ("198.51.100.7", 80), SYN);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+    let (_, port) = ends(&out).0;
+    let mut back = packet(ROUTER, PEER, Protocol::Tcp, ("198.51.100.7", 80), ("192.0.0.2", port), SYN | ACK);
+    assert_eq!(nat.inbound(Nanos(0), &mut back), Verdict::Pass);
 }
 
 #[test]

@@ -1,0 +1,14 @@
+//! Memory that virtual machines share (IVSHMEM): the devices, the network over them, and bare channels for code that wants no
+//! network.
+//!
+//! | file | noun |
+//! | --- | --- |
+//! | device.rs | the PCI device: registers, doorbells, sections, state words |
+//! | v2.rs | what the second version of the device says of itself (pure) |
+//! | net.rs | a network link, as the stack's device |
+//! | pace.rs | how often a link without doorbell is looked at (pure) |
+
+pub(crate) mod device;
+pub(crate) mod net;
+pub(crate) mod pace;
+mod v2;
