@@ -325,7 +325,10 @@ mod start {
         }
         match &config.net {
             NetChoice::None => NetDevice::None,
-            NetChoice::Any if !links.is_empty() => NetDevice::None,
+            NetChoice::Any if !links.is_empty() => {
+                println!("tombolo-cell: no network: {} ivshmem links, none of them a network", links.len());
+                NetDevice::None
+            }
             NetChoice::Link(name) => fail(format_args!("net={name}: no such link over ivshmem")),
             NetChoice::Any | NetChoice::Virtio => fail(format_args!(
                 "no virtio network device on PCI or MMIO, and no link over ivshmem; add one to the machine"

@@ -229,6 +229,9 @@ impl IvshmemNet {
             self.is_busy = true;
         }
         self.outgoing.is_up = self.machine.may_use_rings();
+        if !self.outgoing.is_up {
+            self.device.assert_state(self.machine.own().word());
+        }
     }
 
     /// Copies the next frame into `self.frame`; false where there is none.
@@ -320,7 +323,7 @@ impl IvshmemNet {
     /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
         if core::mem::take(&mut self.is_busy) {
-            self.pace.busy();
+            self.pace.busy(now_ns);
         }
         let rings = self.device.rings().is_some() && self.outgoing.is_up;
         (!rings).then(|| self.pace.next(now_ns))

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::probe::Qemu;
+use super::probe::{Qemu, Tsc};
 use crate::file::{Attach, Boot, Machine, MachineKind, MachineType};
 
 /// One network device: the socket that its port listens on.
@@ -31,8 +31,8 @@ pub struct Surroundings<'a> {
     pub runtime: &'a Path,
     /// The image of a cell.
     pub image: Option<&'a Path>,
-    /// Rate of this machine's time-stamp counter in kHz, where that is known for certain.
-    pub tsc_khz: Option<u64>,
+    /// Rate of the time-stamp counter, which emulation hands on as it is.
+    pub tsc: Option<Tsc>,
 }
 
 /// The file that holds a machine's console.
@@ -101,7 +101,7 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
             let mut words = format!("hostname={} {}", machine.name, machine.cmdline);
             // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
             // noticeable part of its start.
-            if let Some(khz) = with.tsc_khz.filter(|_| !with.kvm && !words.contains("tsc_khz=")) {
+            if let Some(Tsc { khz, .. }) = with.tsc.filter(|tsc| tsc.told && !with.kvm && !words.contains("tsc_khz=")) {
                 words = format!("tsc_khz={khz} {words}");
             }
             add(&["-kernel", &image, "-append", words.trim_end()]);
@@ -110,7 +110,14 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
         }
         Boot::Vm { kernel, initrd, disk } => {
             if let Some(kernel) = kernel {
-                add(&["-kernel", &kernel.display().to_string(), "-append", &machine.cmdline]);
+                let words = match with.tsc.filter(|_| microvm && !with.kvm) {
+                    // A Linux kernel there finds no clock to measure the counter's rate by, and hangs over that.
+                    Some(Tsc { khz, .. }) if !machine.cmdline.contains("tsc_early_khz=") => {
+                        format!("tsc_early_khz={khz} {}", machine.cmdline)
+                    }
+                    _ => machine.cmdline.clone(),
+                };
+                add(&["-kernel", &kernel.display().to_string(), "-append", words.trim_end()]);
             }
             if let Some(initrd) = initrd {
                 add(&["-initrd", &initrd.display().to_string()]);
@@ -183,7 +190,7 @@ mod tests {
             fabric: "f",
             runtime: Path::new("/run/t"),
             image: Some(Path::new("/i")),
-            tsc_khz: Some(2_300_000),
+            tsc: Some(Tsc { khz: 2_300_000, told: true }),
         };
         build(&m, &devices, &with)
     }
@@ -228,6 +235,22 @@ mod tests {
         assert!(!nic((7, 2, 22), true) && !nic((10, 0, 2), false));
         let stream = argv(&format!("{text}attach = \"stream\"\n"), (7, 2, 22), false);
         assert!(!stream.iter().any(|w| w.contains("vectors=0")));
+    }
+
+    #[test]
+    fn an_emulated_microvm_is_told_the_rate_of_its_counter() {
+        let append = |more: &str, kvm| {
+            let argv = argv(&format!("[vm.v]\nkernel = \"Cargo.toml\"\n{more}"), (7, 2, 22), kvm);
+            after(&argv, "-append", 0).to_string()
+        };
+        let micro = "machine = \"microvm\"\n";
+        assert_eq!(append(micro, false), "tsc_early_khz=2300000 console=ttyS0");
+        assert_eq!(append(micro, true), "console=ttyS0", "KVM tells it by itself");
+        assert_eq!(append("", false), "console=ttyS0", "q35 has clocks");
+        let own = format!("{micro}cmdline = \"quiet\"\n");
+        assert_eq!(append(&own, false), "tsc_early_khz=2300000 quiet");
+        let told = format!("{micro}cmdline = \"tsc_early_khz=1 quiet\"\n");
+        assert_eq!(append(&told, false), "tsc_early_khz=1 quiet");
     }
 
     #[test]
