@@ -294,7 +294,7 @@ mod start {
                 let everywhere = !has_link();
                 find_virtio(platform, pci.as_deref_mut(), line, everywhere)
             }
-            NetChoice::Virtio => find_virtio(platform, pci.as_deref_mut(), line, true),
+            NetChoice::Virtio => find_virtio(platform, pci, line, true),
             NetChoice::Link(_) | NetChoice::None => None,
         };
         if let Some(transport) = transport {
