@@ -78,6 +78,11 @@ pub trait Fixture: Sized {
     /// What it can do.
     fn abilities(&self) -> Abilities;
 
+    /// Whether the port is woken by nothing and looks by a timer instead. A timer that is due is a wake-up then.
+    fn polled(&self) -> bool {
+        false
+    }
+
     /// The peer sends a frame; `false` where there is no room for it now.
     fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool;
 
@@ -353,6 +358,20 @@ impl<F: Fixture> Rig<F> {
 
     /// Sleeps until the port is woken or `timeout` has passed; `true` where it was woken.
     pub fn sleep(&mut self, timeout: Duration) -> bool {
+        let due = self.timer.filter(|_| self.peer.polled()).map(|at| Duration::from_nanos(at.since(self.now()).0));
+        match due {
+            Some(due) if due <= timeout && !timeout.is_zero() => {
+                self.woken |= true;
+                self.wakeups += 1;
+                self.wait(due);
+                true
+            }
+            _ => self.wait(timeout),
+        }
+    }
+
+    /// As [`Rig::sleep`], without its timer.
+    fn wait(&mut self, timeout: Duration) -> bool {
         let mut ready = Vec::new();
         self.reactor.borrow_mut().wait(Some(Nanos(timeout.as_nanos() as u64)), &mut ready);
         let woken = ready.contains(&self.token);
@@ -393,7 +412,7 @@ impl<F: Fixture> Rig<F> {
     /// Works until everything that came so far is received and the port may sleep.
     pub fn settle(&mut self) {
         let end = Instant::now() + DEADLINE;
-        while self.turn(BUDGET) == BUDGET || self.arm() || self.sleep(Duration::from_millis(5)) {
+        while self.turn(BUDGET) == BUDGET || self.arm() || self.wait(Duration::from_millis(5)) {
             assert!(Instant::now() < end, "{}: the port does not come to rest", F::KIND);
         }
     }

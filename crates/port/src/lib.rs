@@ -1,6 +1,7 @@
 //! Attachments: each kind of port, behind the one trait of the switch ([`tombolo_switch::port::Port`]).
 //!
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
+//! * [`ivshmem`]: a cell, a guest or a process over a shared region, by the frames of the ivshmem-net drivers.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.
@@ -19,6 +20,7 @@
 pub mod child;
 #[cfg(any(test, feature = "test-support"))]
 pub mod conformance;
+pub mod ivshmem;
 #[cfg(test)]
 mod kernel_side;
 pub mod link;

@@ -218,23 +218,33 @@ pub fn a_frame_after_arm_wakes<F: Fixture>(_: &str) {
     }
 }
 
-/// A connected port without traffic wakes nobody and asks for no timers.
+/// A connected port without traffic wakes nobody and asks for no timers; one that is polled is looked at seldom.
 pub fn an_idle_port_sleeps<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
     rig.receive_all(&plain(0, [60, 60]));
     rig.deliver(&plain(2, [60, 60]));
     rig.settle();
     rig.service();
-    assert_eq!(rig.timer, None, "a connected port needs no timer");
+    let polled = rig.peer.polled();
+    assert_eq!(rig.timer.is_some(), polled, "a connected port that is woken needs no timer");
+    // A polled one comes to rest within 30 ms; from then on no more than a look every 2 ms.
+    let most = if polled { 150 } else { 4 };
+    if polled {
+        let end = Instant::now() + Duration::from_millis(30);
+        while Instant::now() < end {
+            rig.sleep(Duration::from_millis(10));
+            rig.turn(16);
+        }
+    }
     rig.wakeups = 0;
     let end = Instant::now() + Duration::from_millis(300);
     while let Some(left) = end.checked_duration_since(Instant::now()) {
         if rig.sleep(left) {
             rig.turn(16);
-            assert!(!rig.arm() || rig.wakeups < 4);
+            assert!(!rig.arm() || rig.wakeups < most);
         }
     }
-    assert!(rig.wakeups < 4, "{} wake-ups in 300 ms without traffic", rig.wakeups);
+    assert!(rig.wakeups < most, "{} wake-ups in 300 ms without traffic", rig.wakeups);
     rig.receive_all(&plain(4, [60]));
 }
 

@@ -13,7 +13,8 @@
 //!   …
 //! ```
 //!
-//! Two peers run a protocol over their output sections, each writing its own only: Ethernet frames ([`net`]). Before that they agree, by their state words, on when each has cleared its own
+//! Two peers run a protocol over their output sections, each writing its own only: Ethernet frames ([`net`]), or bare
+//! records for real-time code ([`channel`]). Before that they agree, by their state words, on when each has cleared its own
 //! section ([`state`]).
 //!
 //! # What is here
@@ -21,6 +22,7 @@
 //! * [`region`]: where the sections are, and the header page of a v1 region.
 //! * [`state`]: the states RESET, INIT, READY and RUN, as a table.
 //! * [`net`]: the frame layout of the ivshmem-net drivers of Linux (Siemens) and Zephyr, bit for bit, both ends.
+//! * [`channel`]: fixed-size records with sequence numbers, and a register for the latest value.
 //!
 //! # Invariants and failure
 //!
@@ -29,10 +31,13 @@
 //! that was wrong, and its owner resets the link. Nothing allocates, panics on what memory holds, or rings: functions say
 //! whether the peer wants to be rung.
 
+pub mod channel;
 pub mod net;
 pub mod region;
 pub mod state;
 
+#[cfg(all(test, loom))]
+mod loom;
 #[cfg(all(test, not(loom)))]
 mod tests;
 
@@ -42,7 +47,7 @@ pub mod protocol {
     pub const NETWORK: u32 = 0x0001;
     /// First number for users' own protocols.
     pub const USER_FIRST: u32 = 0x4000;
-    /// The record channel.
+    /// The record channel, [`channel`](super::channel).
     pub const CHANNEL: u32 = 0x4001;
     /// Last number for users' own protocols.
     pub const USER_LAST: u32 = 0x7fff;
