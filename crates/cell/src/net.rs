@@ -305,7 +305,7 @@ mod start {
     /// The network device that the command line asks for, or the first that there is.
     fn find_network(
         platform: &Platform,
-        mut pci: Option<&mut Pci<'_>>,
+        pci: Option<&mut Pci<'_>>,
         links: &mut Vec<ivshmem::device::Device>,
         line: &str,
         config: &Config,
@@ -315,9 +315,9 @@ mod start {
         let transport = match config.net {
             NetChoice::Any => {
                 let everywhere = !has_link();
-                find_virtio(platform, pci.as_deref_mut(), line, everywhere)
+                find_virtio(platform, pci, line, everywhere)
             }
-            NetChoice::Virtio => find_virtio(platform, pci.as_deref_mut(), line, true),
+            NetChoice::Virtio => find_virtio(platform, pci, line, true),
             NetChoice::Link(_) | NetChoice::None => None,
         };
         if let Some(transport) = transport {
