@@ -63,6 +63,7 @@ mod executor;
 mod icmp;
 mod ivshmem;
 mod machine;
+mod neighbor;
 mod net;
 mod pci;
 #[cfg(not(test))]

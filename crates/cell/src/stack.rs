@@ -13,6 +13,7 @@ use crate::device::NetDevice;
 use crate::executor::Executor;
 use crate::ivshmem::link::Links;
 use crate::machine::Platform;
+use crate::neighbor::{Neighbors, Question, Sighting};
 use crate::println;
 use crate::tcp::{Closing, ListenState};
 use crate::virtio::net::DeviceStats;
@@ -23,6 +24,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
+use smoltcp::phy::{Device, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
 use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
@@ -69,6 +71,7 @@ pub(crate) struct Stack {
     pub(crate) stats: NetStats,
     pub(crate) next_port: u16,
     device: NetDevice,
+    neighbors: Neighbors,
     dhcp: Option<SocketHandle>,
     is_up: bool,
     waiting_for_up: Vec<Waker>,
@@ -157,6 +160,7 @@ impl Stack {
             // Of the dynamic ports (RFC 6335 §6), begun at a random place.
             next_port: 0xc000 | (seed >> 17) as u16 & 0x3fff,
             device,
+            neighbors: Neighbors::default(),
             dhcp,
             is_up: false,
             waiting_for_up: Vec::new(),
@@ -190,6 +194,58 @@ impl Stack {
         self.next_port
     }
 
+    /// Says that packets are about to be sent to `to`, so that its neighbour's address is asked for in time.
+    pub(crate) fn expect_sending_to(&mut self, to: IpAddress, now_ns: u64) {
+        let Some(next) = self.next_hop(to) else { return };
+        let question = match next {
+            IpAddress::Ipv4(to) => match self.interface.get_source_address_ipv4(&to) {
+                Some(own) => Question::Arp { to, own },
+                None => return,
+            },
+            IpAddress::Ipv6(to) => Question::Solicitation { to, own: self.interface.get_source_address_ipv6(&to) },
+        };
+        if !self.neighbors.want(next, now_ns) {
+            return;
+        }
+        let mac = self.device.mac();
+        // Where the transmit ring is full the stack asks later.
+        if let Some(leave) = self.device.transmit(instant(now_ns)) {
+            leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+        }
+    }
+
+    /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what no route leads to.
+    fn next_hop(&mut self, to: IpAddress) -> Option<IpAddress> {
+        let addresses = self.interface.ip_addrs();
+        let is_group = to.is_multicast() || to == IpAddress::Ipv4(Ipv4Address::BROADCAST) || to.is_unspecified();
+        if is_group || addresses.iter().any(|own| own.address() == to) {
+            return None;
+        }
+        if addresses.iter().any(|own| own.contains_addr(&to)) {
+            let is_broadcast =
+                |own: &IpCidr| matches!(own, IpCidr::Ipv4(own) if own.broadcast().map(IpAddress::Ipv4) == Some(to));
+            return (!addresses.iter().any(is_broadcast)).then_some(to);
+        }
+        let mut best = None;
+        self.interface.routes_mut().update(|routes| {
+            let fitting = routes.iter().filter(|route| route.cidr.contains_addr(&to));
+            best = fitting.max_by_key(|route| route.cidr.prefix_len()).map(|route| route.via_router);
+        });
+        best
+    }
+
+    fn see(&mut self, sighting: Sighting, now_ns: u64) {
+        match sighting {
+            Sighting::Packet(from) => self.expect_sending_to(from, now_ns),
+            Sighting::Answer { from, to } => {
+                // As the stack below: what is not for one of the own addresses is not believed.
+                if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
+                    self.neighbors.answered(from, now_ns);
+                }
+            }
+        }
+    }
+
     fn come_up(&mut self, now_ns: u64, how: &str) {
         if !self.is_up {
             self.is_up = true;
@@ -220,6 +276,7 @@ impl Stack {
                 let _ = addresses.push(IpCidr::Ipv4(address));
             }
         });
+        self.neighbors.clear();
         match config.gateway.or(router) {
             Some(router) => {
                 let _ = self.interface.routes_mut().add_default_ipv4_route(router);
@@ -260,6 +317,9 @@ fn ingress(shared: &Shared, budget: usize) -> usize {
         match stack.interface.poll_ingress_single(now, &mut stack.device, &mut stack.sockets) {
             PollIngressSingleResult::None => break,
             PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
+        }
+        if let Some(sighting) = stack.device.take_sighting() {
+            stack.see(sighting, shared.now_ns());
         }
         if stack.device.take_syn() {
             stack.refill_listeners();

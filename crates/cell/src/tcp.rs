@@ -277,7 +277,9 @@ impl TcpStream {
 
     /// Connects to `to`.
     pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
+        let now_ns = net.now_ns();
         let handle = net.with(|stack| {
+            stack.expect_sending_to(to.addr, now_ns);
             let port = stack.ephemeral_port();
             let mut socket = new_socket(options);
             socket.connect(stack.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;

@@ -18,6 +18,7 @@
 
 use super::device::Device;
 use super::pace::{Pace, Pauses};
+use crate::neighbor::{Sighting, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
@@ -103,6 +104,7 @@ pub(crate) struct IvshmemNet {
     /// When a link may come up again that broke.
     down_until_ns: u64,
     saw_syn: bool,
+    watch: Watch,
 }
 
 impl IvshmemNet {
@@ -148,6 +150,7 @@ impl IvshmemNet {
             is_busy: false,
             down_until_ns: 0,
             saw_syn: false,
+            watch: Watch::default(),
             device,
         })
     }
@@ -187,6 +190,11 @@ impl IvshmemNet {
     /// Whether a frame since the last call asked for a TCP connection.
     pub(crate) fn take_syn(&mut self) -> bool {
         core::mem::take(&mut self.saw_syn)
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        self.watch.take()
     }
 
     /// Looks at the peer's state, and follows it; the first step of each turn.
@@ -254,7 +262,9 @@ impl IvshmemNet {
                 stats.rx_bad_checksum += 1;
             } else {
                 self.frame_bytes = len;
-                self.saw_syn |= offload::is_tcp_syn(&self.frame[..len]);
+                let syn = offload::is_tcp_syn(&self.frame[..len]);
+                self.saw_syn |= syn;
+                self.watch.note(&self.frame[..len], self.mac, syn);
                 return true;
             }
             self.flush_if_much();

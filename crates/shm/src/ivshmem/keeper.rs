@@ -23,14 +23,14 @@
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
 
+use crate::listener::Listener;
 use crate::passing::{self, MAX_DESCRIPTORS};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::fs::{FileType, Mode, fstat};
+use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
 use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::time::Duration;
 
@@ -79,24 +79,6 @@ fn parse(bytes: &[u8]) -> Option<(u8, u8, &str, &[u8])> {
     let (head, rest) = bytes.split_at_checked(HEADER_BYTES)?;
     let (name, record) = rest.split_at_checked(u16::from_le_bytes([head[2], head[3]]).into())?;
     Some((head[0], head[1], std::str::from_utf8(name).ok()?, record))
-}
-
-/// A socket at `path` for a keeper to be started with. What a keeper that was killed left there is replaced.
-///
-/// # Errors
-/// `EADDRINUSE` where a keeper listens there, else the kernel's.
-pub fn listen(path: &Path) -> Result<OwnedFd, Errno> {
-    let name = SocketAddrUnix::new(path)?;
-    let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    let probe = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
-    if net::connect(&probe, &name) == Err(Errno::CONNREFUSED) {
-        // It may be gone by itself meanwhile.
-        let _ = rustix::fs::unlink(path);
-    }
-    rustix::fs::fchmod(&socket, Mode::from_raw_mode(0o600))?;
-    net::bind(&socket, &name)?;
-    net::listen(&socket, 8)?;
-    Ok(socket)
 }
 
 /// The connection of a daemon to its keeper.
@@ -195,35 +177,25 @@ struct Kept {
 
 /// What shows that the other side of a sign of life has ended: a pidfd becomes readable; of a connection only the
 /// hang-up counts, which is told unasked.
-fn sign(fd: &OwnedFd) -> PollFlags {
+pub(super) fn sign(fd: impl AsFd) -> PollFlags {
     match fstat(fd).map(|s| FileType::from_raw_mode(s.st_mode)) {
         Ok(FileType::Socket) => PollFlags::empty(),
         _ => PollFlags::IN,
     }
 }
 
-/// Keeps, until it is told to end or there is nothing more to keep anything for. `path` is where `listener` listens; it
-/// is removed at the end.
+/// Keeps, until it is told to end or there is nothing more to keep anything for.
 ///
 /// # Errors
 /// The kernel's, where it cannot even wait.
-pub fn serve(listener: &OwnedFd, path: &Path) -> Result<(), Errno> {
-    let done = keep(listener);
-    let named = std::fs::symlink_metadata(path).ok().map(|m| m.ino());
-    // Whoever finds nobody listening makes a socket of his own there, which is not ours to remove. This one listens still.
-    if named.is_some() && Keeper::connect(path).is_ok() {
-        let _ = rustix::fs::unlink(path);
-    }
-    done
-}
-
-fn keep(listener: &OwnedFd) -> Result<(), Errno> {
-    rustix::io::ioctl_fionbio(listener, true)?;
+pub fn serve(listener: Listener) -> Result<(), Errno> {
     let me = rustix::process::geteuid();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
+    // Gone before the connections are: whoever sees them end starts another keeper in its place.
+    let listener = listener;
     loop {
-        while let Ok(connection) = net::accept_with(listener, SocketFlags::CLOEXEC) {
+        while let Ok(Some(connection)) = listener.accept() {
             if sockopt::socket_peercred(&connection).is_ok_and(|c| c.uid == me) {
                 connections.push(connection);
             }
@@ -231,7 +203,7 @@ fn keep(listener: &OwnedFd) -> Result<(), Errno> {
         if connections.is_empty() && !records.values().any(|k| k.alive.contains(&true)) {
             return Ok(());
         }
-        let mut fds = vec![PollFd::new(listener, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(&listener, PollFlags::IN)];
         fds.extend(connections.iter().map(|c| PollFd::new(c, PollFlags::IN)));
         let mut signs = Vec::new();
         for (name, kept) in &records {
@@ -328,10 +300,9 @@ mod tests {
         }
 
         fn start(&self) -> (Keeper, std::thread::JoinHandle<Result<(), Errno>>) {
-            let listener = listen(&self.path).unwrap();
+            let listener = Listener::bind(&self.path, SocketType::SEQPACKET).unwrap();
             let keeper = Keeper::connect(&self.path).unwrap();
-            let path = self.path.clone();
-            (keeper, std::thread::spawn(move || serve(&listener, &path)))
+            (keeper, std::thread::spawn(move || serve(listener)))
         }
     }
 
@@ -358,7 +329,7 @@ mod tests {
         first.put("lan", b"two", &[], 0).unwrap();
         first.forget("gone").unwrap();
         drop(first);
-        assert_eq!(listen(&place.path).err(), Some(Errno::ADDRINUSE));
+        assert_eq!(Listener::bind(&place.path, SocketType::SEQPACKET).err(), Some(Errno::ADDRINUSE));
         let second = Keeper::connect(&place.path).unwrap();
         let expected = [("lan".into(), b"two".to_vec(), 0, 0), ("lan/web".into(), b"one".to_vec(), 2, 1)];
         assert_eq!(names(&second), expected);
@@ -400,8 +371,8 @@ mod tests {
         let (daemon, thread) = place.start();
         drop(daemon);
         thread.join().unwrap().unwrap();
-        drop(listen(&place.path).unwrap());
-        assert!(place.path.exists(), "as one that was killed leaves it");
+        // As one that was killed leaves it.
+        drop(std::os::unix::net::UnixListener::bind(&place.path).unwrap());
         assert_eq!(Keeper::connect(&place.path).err(), Some(Errno::CONNREFUSED));
         let (daemon, thread) = place.start();
         drop(daemon);

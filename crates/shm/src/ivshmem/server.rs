@@ -9,6 +9,15 @@
 //! - A queue is bounded by what there is to say: an announcement that nobody has taken yet is withdrawn when its peer
 //!   leaves, so there are at most `vectors + 1` messages about each other peer, and the greeting.
 //! - A client blocks nobody. One that has taken nothing for [`PATIENCE_NS`] while something waits is [`overdue`].
+//! - Nobody is told twice in a row that the same peer is gone.
+//!
+//! # Stock QEMU is told once
+//! A doorbell belongs to its seat, not to who sits there: a peer that comes back finds, and is found by, the same ones. So
+//! a client can be given all of them in its greeting, whether the seats are taken or not, and needs no later word
+//! ([`Hears::Seats`]). Stock QEMU must be treated so: when it is told that a peer is gone it frees that peer's doorbells
+//! (hw/misc/ivshmem.c, `close_peer_eventfds`), keeps the pointer, and writes through it when the seat is taken again; the
+//! heap of 7.2 is corrupt from then on. Its guest sees nothing of such words anyway; that a peer is gone it sees by the
+//! state word. Other clients are told as the protocol has it ([`Hears::Comings`]).
 //!
 //! # Limits
 //! [`MAX_PEERS`] peers on a link, [`MAX_VECTORS`] vectors each.
@@ -109,6 +118,17 @@ pub enum Seat {
     Fixed(u32),
 }
 
+/// What a peer is told through its socket.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Hears {
+    /// Nothing: it has no socket.
+    Nothing,
+    /// Its greeting, with the doorbells of all seats, and no more.
+    Seats,
+    /// Its greeting, with the doorbells of those who are there, and whoever comes and goes.
+    Comings,
+}
+
 /// Why a peer cannot join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
@@ -139,6 +159,8 @@ pub enum Refused {
 pub struct Record {
     /// Its id.
     pub id: u32,
+    /// What it is told.
+    pub hears: Hears,
     /// Whether all that belongs to its joining went out.
     pub settled: bool,
     /// The peers that it may have been told of, a bit each.
@@ -149,11 +171,17 @@ pub struct Record {
 pub const RECORD_BYTES: usize = 16;
 
 impl Record {
-    /// Its bytes: `id` u32, settled u32, `told` u64, little-endian.
+    /// Its bytes: `id` u32, settled u16, hears u16, `told` u64, little-endian.
     pub fn encode(&self) -> [u8; RECORD_BYTES] {
         let mut out = [0; RECORD_BYTES];
         out[..4].copy_from_slice(&self.id.to_le_bytes());
-        out[4..8].copy_from_slice(&u32::from(self.settled).to_le_bytes());
+        let hears = match self.hears {
+            Hears::Nothing => 0,
+            Hears::Seats => 1,
+            Hears::Comings => 2,
+        };
+        out[4] = self.settled.into();
+        out[6] = hears;
         out[8..].copy_from_slice(&self.told.to_le_bytes());
         out
     }
@@ -163,14 +191,15 @@ impl Record {
         let bytes: &[u8; RECORD_BYTES] = bytes.try_into().ok()?;
         let word = |at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
         let told = u64::from(word(8)) | u64::from(word(12)) << 32;
-        (word(0) < MAX_PEERS && word(4) < 2).then_some(Record { id: word(0), settled: word(4) == 1, told })
+        let hears = [Hears::Nothing, Hears::Seats, Hears::Comings].into_iter().nth((word(4) >> 16) as usize)?;
+        let settled = word(4) & 0xffff;
+        (word(0) < MAX_PEERS && settled < 2).then_some(Record { id: word(0), hears, settled: settled == 1, told })
     }
 }
 
 #[derive(Debug)]
 struct Peer {
-    /// It is spoken to through a socket; the host's own seat and a machine without doorbells are not.
-    remote: bool,
+    hears: Hears,
     settled: bool,
     told: u64,
     queue: VecDeque<Outgoing>,
@@ -184,28 +213,36 @@ pub struct Server {
     shape: Shape,
     peers: BTreeMap<u32, Peer>,
     changed: BTreeSet<u32>,
+    patience_ns: u64,
 }
 
 impl Server {
     /// A server of a link on which nobody is.
     pub fn new(shape: Shape) -> Server {
         debug_assert!((1..=MAX_PEERS).contains(&shape.max_peers) && shape.vectors <= MAX_VECTORS);
-        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new() }
+        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: PATIENCE_NS }
     }
 
-    /// A server that takes up the peers of an earlier one: those whose sockets live (`remote`), and the others. Peers that
-    /// were not settled are not taken up; the others are told that they are gone. Returns the ids that were left out.
-    pub fn restore(shape: Shape, records: &[(Record, bool)], now_ns: u64) -> (Server, Vec<u32>) {
+    /// A server that takes up the peers of an earlier one. Whoever was told of a peer that has no record any more is told
+    /// that it is gone. Those that were not settled are not taken up, and nothing is said of them: whoever heard of them
+    /// before finds it by the state word, and whoever did not must not hear that they are gone. Returns their ids.
+    pub fn restore(shape: Shape, records: &[Record], now_ns: u64) -> (Server, Vec<u32>) {
         let mut server = Server::new(shape);
         let mut out = Vec::new();
-        for (record, remote) in records {
+        for record in records {
             if !record.settled || record.id >= shape.max_peers || server.peers.contains_key(&record.id) {
                 out.push(record.id);
                 continue;
             }
-            let peer =
-                Peer { remote: *remote, settled: true, told: record.told, queue: VecDeque::new(), moved_ns: now_ns };
-            server.peers.insert(record.id, peer);
+            let Record { id, hears, told, .. } = *record;
+            server.peers.insert(id, Peer { hears, settled: true, told, queue: VecDeque::new(), moved_ns: now_ns });
+        }
+        let unsettled = out.iter().fold(0u64, |mask, id| mask | 1u64.checked_shl(*id).unwrap_or(0));
+        for (id, peer) in &mut server.peers {
+            if peer.told & unsettled != 0 {
+                peer.told &= !unsettled;
+                server.changed.insert(*id);
+            }
         }
         let here = server.peers.keys().fold(0u64, |mask, id| mask | 1 << id);
         for id in 0..shape.max_peers {
@@ -245,30 +282,33 @@ impl Server {
         }
     }
 
-    /// Takes a peer onto the link: greets it if it is `remote`, and announces it to the others.
+    /// Takes a peer onto the link: greets it, and announces it to those who hear of comings.
     ///
     /// # Errors
     /// Why it cannot be.
-    pub fn join(&mut self, seat: Seat, remote: bool, now_ns: u64) -> Result<u32, Refused> {
+    pub fn join(&mut self, seat: Seat, hears: Hears, now_ns: u64) -> Result<u32, Refused> {
         let id = self.seat(seat)?;
-        let others: Vec<u32> = self.ids().collect();
+        let others: Vec<u32> = match hears {
+            Hears::Nothing => vec![],
+            Hears::Seats => (0..self.shape.max_peers).filter(|other| *other != id).collect(),
+            Hears::Comings => self.ids().collect(),
+        };
         let mut queue = VecDeque::new();
-        if remote {
+        if hears != Hears::Nothing {
             self.greet(id, &others, &mut queue);
         }
-        let told = if remote { others.iter().fold(0, |mask, other| mask | 1 << other) } else { 0 };
-        self.peers.insert(id, Peer { remote, settled: false, told, queue, moved_ns: now_ns });
-        self.changed.insert(id);
-        for other in others {
-            let announcement: Vec<_> = self.bells(id, About::Joined(id)).collect();
-            let Some(peer) = self.peers.get_mut(&other).filter(|p| p.remote) else { continue };
+        let told = if hears == Hears::Comings { others.iter().fold(0, |mask, other| mask | 1 << other) } else { 0 };
+        let announcement: Vec<_> = self.bells(id, About::Joined(id)).collect();
+        for (other, peer) in self.peers.iter_mut().filter(|(_, p)| p.hears == Hears::Comings) {
             if peer.queue.is_empty() {
                 peer.moved_ns = now_ns;
             }
             peer.told |= 1 << id;
-            peer.queue.extend(announcement);
-            self.changed.insert(other);
+            peer.queue.extend(&announcement);
+            self.changed.insert(*other);
         }
+        self.peers.insert(id, Peer { hears, settled: false, told, queue, moved_ns: now_ns });
+        self.changed.insert(id);
         self.settle();
         Ok(id)
     }
@@ -321,19 +361,24 @@ impl Server {
             Dialect::V1 => Outgoing::number(gone.into(), None, About::Left(gone)),
             Dialect::V2 { .. } => Outgoing::message(v2::Message::PeerGone { id: gone }, None, About::Left(gone)),
         };
+        let vectors = self.shape.vectors as usize;
         for (id, peer) in &mut self.peers {
             if peer.told & 1 << gone == 0 {
                 continue;
             }
-            // Its doorbells go with it: what nobody has taken yet must not be sent any more.
+            // From here on it must not be said again, and if this server is killed before it is said, it is not said at all:
+            // the doorbells stay right, and the state word says it.
+            peer.told &= !(1 << gone);
+            self.changed.insert(*id);
+            let before = peer.queue.len();
             peer.queue.retain(|m| m.about != About::Joined(gone));
-            if !peer.queue.iter().any(|m| m.about == About::Left(gone)) {
+            // What was withdrawn whole was never heard of.
+            if before - peer.queue.len() < vectors {
                 if peer.queue.is_empty() {
                     peer.moved_ns = now_ns;
                 }
                 peer.queue.push_back(farewell);
             }
-            self.changed.insert(*id);
         }
     }
 
@@ -351,12 +396,7 @@ impl Server {
     pub fn sent(&mut self, id: u32, now_ns: u64) {
         let Some(peer) = self.peers.get_mut(&id) else { return };
         peer.moved_ns = now_ns;
-        if let Some(Outgoing { about: About::Left(gone), .. }) = peer.queue.pop_front()
-            && !peer.queue.iter().any(|m| m.about == About::Joined(gone))
-        {
-            peer.told &= !(1 << gone);
-            self.changed.insert(id);
-        }
+        peer.queue.pop_front();
         self.settle();
     }
 
@@ -384,18 +424,24 @@ impl Server {
 
     /// What is to be remembered of a peer.
     pub fn record(&self, id: u32) -> Option<Record> {
-        self.peers.get(&id).map(|p| Record { id, settled: p.settled, told: p.told })
+        self.peers.get(&id).map(|p| Record { id, hears: p.hears, settled: p.settled, told: p.told })
+    }
+
+    /// Another patience than [`PATIENCE_NS`].
+    #[cfg(test)]
+    pub(super) fn set_patience_ns(&mut self, patience_ns: u64) {
+        self.patience_ns = patience_ns;
     }
 
     /// Clients that have taken nothing for too long.
     pub fn overdue(&self, now_ns: u64) -> Vec<u32> {
-        let late = |p: &Peer| !p.queue.is_empty() && now_ns.saturating_sub(p.moved_ns) >= PATIENCE_NS;
+        let late = |p: &Peer| !p.queue.is_empty() && now_ns.saturating_sub(p.moved_ns) >= self.patience_ns;
         self.peers.iter().filter(|(_, p)| late(p)).map(|(id, _)| *id).collect()
     }
 
     /// When the next client is overdue, if nothing happens.
     pub fn deadline_ns(&self) -> Option<u64> {
-        self.peers.values().filter(|p| !p.queue.is_empty()).map(|p| p.moved_ns + PATIENCE_NS).min()
+        self.peers.values().filter(|p| !p.queue.is_empty()).map(|p| p.moved_ns + self.patience_ns).min()
     }
 }
 
