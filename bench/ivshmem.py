@@ -170,7 +170,7 @@ def part_links(results, space, folder, options):
             if kind == "user":
                 net = Net.user("hostfwd=tcp:127.0.0.1:5001-:5001,hostfwd=udp:127.0.0.1:5001-:5001")
                 with CellGuest("iperf", net=net, append="hostname=cell", netns=space, nice=FIRST) as guest:
-                    guest.wait_address(30)
+                    guest.wait_line(lambda line: "10.0.2." in line, 30)
                     row = measure_link(space, "127.0.0.1", options, guest.cpu_seconds, user=True)
             else:
                 with Fabric(folder, file_of_link(kind, space)) as fabric:
