@@ -11,6 +11,7 @@
 use crate::config::{Config, Ipv4Config};
 use crate::device::NetDevice;
 use crate::executor::Executor;
+use crate::ivshmem::link::Links;
 use crate::machine::Platform;
 use crate::neighbor::{Neighbors, Question, Sighting};
 use crate::println;
@@ -80,6 +81,7 @@ pub(crate) struct Stack {
 pub(crate) struct Shared {
     pub(crate) stack: RefCell<Stack>,
     pub(crate) executor: Executor,
+    pub(crate) links: Links,
     pub(crate) platform: Platform,
     pub(crate) config: Config,
 }
@@ -176,6 +178,11 @@ impl Stack {
     /// Payload bytes that fit into the device's transmit buffers.
     pub(crate) fn transmit_bytes(&self) -> usize {
         self.device.transmit_bytes()
+    }
+
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        self.device.receive_bytes()
     }
 
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.
@@ -346,6 +353,8 @@ fn egress(shared: &Shared) -> bool {
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;
+    // The app's listeners are there before the first frame is looked at, which would be refused else.
+    shared.executor.run_round();
     if shared.config.ipv4 != Ipv4Config::Dhcp {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }
@@ -362,6 +371,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             stack.promote_connections();
             stack.reap_connections(now_ns);
             stack.fire_timers(now_ns);
+            shared.links.wake(now_ns);
         }
         shared.executor.run_round();
         if egress(shared) || taken == budget || shared.executor.is_ready() {
@@ -392,7 +402,8 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.poll_at(now_ns);
-            [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
+            let look_at = shared.links.look_at_ns();
+            [stack_at, timer_at, closing_at, poll_at, look_at].into_iter().flatten().min()
         };
         shared.platform.sleep(until_ns);
     }
