@@ -1,13 +1,14 @@
 """Cells on shared memory: the devices of stock QEMU, and a peer that was written from the specifications alone (lib/ivshmem.py)."""
 
 import contextlib
+import json
 import os
 import random
 import struct
 import time
 
 from lib import CellGuest, scratch, timeout, until
-from lib.ivshmem import NETWORK, READY, RESET, RUN, NetPeer, Region, Server, header
+from lib.ivshmem import CHANNEL, NETWORK, READY, RESET, RUN, NetPeer, Region, Server, header
 
 CELL, HOST = "10.0.0.2", "10.0.0.1"
 MAC = bytes.fromhex("525400a1b2c3")
@@ -251,3 +252,89 @@ def idle(machine, kind):
         percent = (guest.cpu_seconds() - before) / 5 * 100
         print(f"{percent:.2f} % of a core")
         assert percent < 2.5, percent
+
+
+@contextlib.contextmanager
+def direct(machines, kind, words, protocol=CHANNEL, **fields):
+    """Two cells of the app `control` on one link with no switch between them: yields the plant, the controller, region and server."""
+    page = header(protocol, vectors=2 if kind == "doorbell" else 0, name="control", **fields)
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        region = Region(page)
+        stack.callback(region.close)
+        server = stack.enter_context(Server(folder / "s", region, host=False)) if kind == "doorbell" else None
+        guests = []
+        for ident, (role, machine) in enumerate(zip(("plant", "controller"), machines)):
+            append = f"role={role} {words}" + (f" ivshmem.control.id={ident}" if kind == "plain" else "")
+            guests.append(stack.enter_context(cell("control", machine, device(kind, region, folder / "s"), append)))
+        yield *guests, region, server
+
+
+def result(controller, plant=None, seconds=60):
+    """The controller's line for programs, after both have left with success."""
+    code = controller.wait(seconds)
+    assert code == 5, f"the controller ended by {code}\n{controller.tail()}"
+    if plant:
+        assert plant.wait(seconds) == 5, plant.tail()
+    lines = [line for _, line in controller.lines if line.startswith("{")]
+    assert len(lines) == 1, controller.tail()
+    return json.loads(lines[0])
+
+
+@each
+def control_loop(machine, kind):
+    """A command and a reply in each period, to the set point: most periods have theirs even on a busy machine."""
+    with direct((machine, "microvm"), kind, "count=600 period_us=5000 max_missed=300") as (plant, controller, region, _server):
+        found = result(controller, plant)
+        print(found)
+        assert found["wake"] == ("doorbell" if kind == "doorbell" else "polled") and found["set_point_reached"]
+        assert found["periods"] == 600 and found["missed"] <= 300 <= found["replies"]
+        rtt = found["rtt_us"]
+        assert 0 < rtt["min"] <= rtt["p50"] <= rtt["p99"] <= rtt["p99.9"] <= rtt["max"] and rtt["p50"] < 5000
+
+
+@each
+def round_trips(machine, kind):
+    """Records, and bare rings, back and forth as fast as they go."""
+    for what in ("records", "doorbell"):
+        for wait in ("sleep", "tasks"):
+            words = f"what={what} wait={wait} period_us=0 count=500"
+            with direct((machine, machine), kind, words) as (plant, controller, _region, _server):
+                found = result(controller, plant)
+                print(found)
+                assert (found["what"], found["wait"], found["replies"], found["missed"]) == (what, wait, 500, 0), found
+
+
+@each
+def controller_that_is_killed_and_replaced(machine, kind):
+    """The plant notices, waits, and goes on with the next one; it is not started anew."""
+    with direct((machine, machine), kind, "count=2000 period_us=2000 max_missed=2000 patience_s=30") as (plant, controller, region, server):
+        until("the loop runs", lambda: region.state(1).value == RUN and region.u16(region.output(1) + 128).value > 100, 20)
+        controller.kill()
+        if kind == "plain":
+            # Nobody notices there, until the next one begins.
+            assert region.state(1).value == RUN
+        append = "role=controller count=800 max_missed=800" + (" ivshmem.control.id=1" if kind == "plain" else "")
+        with cell("control", machine, device(kind, region, server.path if server else None), append) as second:
+            found = result(second, plant)
+            assert found["replies"] > 0, found
+
+
+def test_a_channel_peer_that_is_none():
+    """States as they should be, and sections that are not: the app is told, and says so."""
+    with scratch() as folder:
+        region = Region(header(CHANNEL, name="control"))
+        with Server(folder / "s", region) as server:
+            peer = NetPeer(region, ring=server.ring, eventfds=server.peers[0])
+            with cell("control", "q35", device("doorbell", region, folder / "s"), "role=plant") as guest:
+                until("the cell's answer", lambda: peer.step() or not guest.alive(), 20)
+                assert guest.wait() == 3 and "the peer's section begins with" in guest.text, guest.tail()
+        region.close()
+
+
+def test_links_that_are_not_there_are_named():
+    with scratch() as folder:
+        region = Region(header(CHANNEL, name="left"))
+        with Server(folder / "s", region):
+            with cell("control", "q35", device("doorbell", region, folder / "s"), "role=plant") as guest:
+                assert guest.wait(20) == 3 and 'no ivshmem link "control" is free; there are ["left"]' in guest.text, guest.tail()
+        region.close()

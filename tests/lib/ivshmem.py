@@ -75,7 +75,6 @@ class Server:
         self._stopped = False
         if host:
             self.peers[0] = self._eventfds()
-        self._next = 1 if host else 0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(16)
@@ -116,7 +115,7 @@ class Server:
             except OSError:
                 return
             with self._lock:
-                ident, self._next = self._next, self._next + 1
+                ident = next(number for number in range(65536) if number not in self.peers)
                 own = self._eventfds()
                 self._tell(client, 0)
                 self._tell(client, ident)
@@ -142,6 +141,10 @@ class Server:
             return
         with self._lock:
             del self._sockets[ident], self.peers[ident]
+            # Nobody else writes the word of a peer that is gone, and rings for it.
+            self.region.state(ident).value = RESET
+            for peer in self.peers:
+                self.ring(peer, 0)
             for other in self._sockets.values():
                 try:
                     self._tell(other, ident)

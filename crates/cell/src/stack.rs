@@ -11,6 +11,7 @@
 use crate::config::{Config, Ipv4Config};
 use crate::device::NetDevice;
 use crate::executor::Executor;
+use crate::ivshmem::link::Links;
 use crate::machine::Platform;
 use crate::neighbor::{Neighbors, Question, Sighting};
 use crate::println;
@@ -80,6 +81,7 @@ pub(crate) struct Stack {
 pub(crate) struct Shared {
     pub(crate) stack: RefCell<Stack>,
     pub(crate) executor: Executor,
+    pub(crate) links: Links,
     pub(crate) platform: Platform,
     pub(crate) config: Config,
 }
@@ -369,6 +371,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             stack.promote_connections();
             stack.reap_connections(now_ns);
             stack.fire_timers(now_ns);
+            shared.links.wake(now_ns);
         }
         shared.executor.run_round();
         if egress(shared) || taken == budget || shared.executor.is_ready() {
@@ -399,7 +402,8 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.poll_at(now_ns);
-            [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
+            let look_at = shared.links.look_at_ns();
+            [stack_at, timer_at, closing_at, poll_at, look_at].into_iter().flatten().min()
         };
         shared.platform.sleep(until_ns);
     }

@@ -293,6 +293,11 @@ impl Device {
         self.memory.slice(range.start, range.len())
     }
 
+    /// The section that all peers write; empty where there is none.
+    pub(crate) fn shared(&self) -> ForeignMut<'static> {
+        self.memory.skip(self.layout.rw_offset as usize).take(self.layout.rw_bytes as usize)
+    }
+
     /// The state word of `peer`; 0 where there can be no such peer.
     pub(crate) fn state(&self, peer: u32) -> u32 {
         // Acquire: what the peer wrote before its state is seen with it.
