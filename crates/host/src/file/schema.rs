@@ -60,10 +60,19 @@ const ACCEL: Key = key(
 const QEMU: Key = key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are");
 const ATTACH: Key = key(
     "attach",
-    "\"vhost-user\" or \"stream\"",
+    "\"vhost-user\", \"stream\", \"ivshmem\" or \"ivshmem-plain\"",
     "\"vhost-user\"",
-    "how its devices reach the fabric; only vhost-user survives a restart of the fabric",
+    "how its devices reach the fabric; all but stream survive a restart of the fabric (docs/ivshmem.md)",
 );
+const REGION: Key = key(
+    "region",
+    "a power of two from \"1M\" to \"16M\"",
+    "\"1M\"",
+    "ivshmem: shared memory of each device, and so the size of its rings",
+);
+const SOCKET: Key =
+    key("socket", "a path", "NAME.sock in the runtime directory", "socket of a vhost-user, stream or ivshmem port");
+const VECTORS: Key = key("vectors", "a number from 1 to 16", "2", "ivshmem: doorbells of each peer");
 const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user)");
 const RESTART: Key =
     key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again");
@@ -150,6 +159,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ACCEL,
             QEMU,
             ATTACH,
+            REGION,
             QUEUES,
             GUARD,
             RESTART,
@@ -173,6 +183,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ACCEL,
             QEMU,
             ATTACH,
+            REGION,
             QUEUES,
             GUARD,
             RESTART,
@@ -200,11 +211,14 @@ pub const SECTIONS: &[SectionSchema] = &[
         name: "port",
         form: "[port.NAME]",
         keys: &[
-            key("kind", "\"vhost-user\", \"stream\" or \"packet\"", "", "what it speaks"),
-            key("socket", "a path", "NAME.sock in the runtime directory", "socket of a vhost-user or stream port"),
+            key("kind", "\"vhost-user\", \"stream\", \"packet\" or \"ivshmem\"", "", "what it speaks"),
+            SOCKET,
             key("connect", "true or false", "false", "stream: connect to the socket instead of listening on it"),
             key("device", "an interface name", "", "packet: the interface that joins the network"),
             QUEUES,
+            key("version", "1 or 2", "1", "ivshmem: the server protocol; 1 is stock QEMU's"),
+            REGION,
+            VECTORS,
             ONE_NETWORK,
             key(
                 "mac",
@@ -214,6 +228,34 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
             GUARD,
+        ],
+    },
+    SectionSchema {
+        name: "link",
+        form: "[link.NAME]",
+        keys: &[
+            key(
+                "between",
+                "a list of names of cells and VMs",
+                "",
+                "the machines that share the memory; its order numbers them from 0",
+            ),
+            key("plain", "true or false", "false", "true: no doorbells, the machines look by themselves"),
+            key(
+                "seats",
+                "a number from 0 to 62",
+                "0",
+                "seats for processes of your own, at NAME.link.sock in the runtime directory",
+            ),
+            key("region", "a power of two from \"64K\" to \"1G\"", "\"1M\"", "the shared memory, with its header page"),
+            key("rw", "a size like \"64K\" or \"1M\", or \"0\"", "\"0\"", "of it, the section that all may write"),
+            key(
+                "protocol",
+                "a number from 0 to 65535",
+                "0x4001, the record channel",
+                "what is spoken in it; 0x4000 to 0x7fff are your own",
+            ),
+            VECTORS,
         ],
     },
     SectionSchema {
