@@ -8,6 +8,7 @@ mod cell;
 mod doctor;
 mod down;
 mod exit;
+mod keeper;
 mod manual;
 mod out;
 mod port;
@@ -73,6 +74,9 @@ enum Command {
     Completions(manual::Completions),
     /// Print the manual page, or write the pages of all commands into a folder
     Man(manual::Man),
+    /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
+    #[command(hide = true)]
+    Keeper(keeper::Keeper),
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
@@ -89,6 +93,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
+        Command::Keeper(keeper) => keeper.run(),
     }
 }
 

@@ -296,7 +296,7 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     c.says.peers()[&1][0].ring();
     rung(&a.says.own()[0]);
     c.until("a", |c| c.peers().contains_key(&1));
-    second.end_keeper();
+    second.end_keeper(PATIENCE);
     until("the keeper's end", || (!place.at("keeper").exists()).then_some(()));
 }
 
@@ -340,7 +340,7 @@ fn a_lost_keeper_is_replaced_and_told_everything() {
         (names.len() == 5).then_some(names)
     });
     assert_eq!(names, ["lan", "lan#0", "lan#1", "lan#2", "lan#3"]);
-    links.end_keeper();
+    links.end_keeper(PATIENCE);
 }
 
 #[test]
