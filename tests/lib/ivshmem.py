@@ -6,6 +6,7 @@ from the project's own code, so that a guest which talks to it talks the same by
 Every word of the shared memory is read and written as one word (ctypes), never byte by byte.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -95,7 +96,8 @@ class Server:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for client in list(self._sockets.values()):
-            client.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
 
     def _eventfds(self):
         return [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(self.region.vectors)]
