@@ -41,6 +41,15 @@ impl NetDevice {
         }
     }
 
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        match self {
+            NetDevice::Virtio(device) => device.receive_bytes(),
+            // A full link holds its frames back instead of losing them.
+            NetDevice::Ivshmem(_) | NetDevice::None => usize::MAX,
+        }
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         match self {

@@ -180,6 +180,11 @@ impl Stack {
         self.device.transmit_bytes()
     }
 
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        self.device.receive_bytes()
+    }
+
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.
     pub(crate) fn poll_up(&mut self, waker: &Waker) -> bool {
         if !self.is_up {
@@ -348,6 +353,8 @@ fn egress(shared: &Shared) -> bool {
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;
+    // The app's listeners are there before the first frame is looked at, which would be refused else.
+    shared.executor.run_round();
     if shared.config.ipv4 != Ipv4Config::Dhcp {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }

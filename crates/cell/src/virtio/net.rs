@@ -248,6 +248,11 @@ impl VirtioNet {
         self.sender.next_page.len() * page
     }
 
+    /// Payload bytes that the receive ring takes in full frames: each has a buffer of its own at least, larger than it or not.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        usize::from(self.receive.size()) * self.mtu.min(self.buffer_bytes)
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.sender.stats
