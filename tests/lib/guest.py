@@ -39,6 +39,11 @@ def tsc_khz():
     return round(float(re.search(r"^bogomips\s*: ([\d.]+)", text, re.M)[1]) * 500)
 
 
+def tsc_is_told():
+    """Whether that rate is exact: the kernel was told it (CPUID, hypervisor) instead of having measured it."""
+    return "tsc_known_freq" in re.search(r"^flags\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)[1].split()
+
+
 class Net(NamedTuple):
     """One network card: the arguments of QEMU's backend, and whether guest memory must be shared for it."""
 
@@ -236,5 +241,8 @@ class CellGuest(Guest):
         if not image.exists():
             raise Skip(f"the cell {app} is not built: run ./x cells")
         extra = ["-device", "isa-debug-exit,iobase=0xf4,iosize=4", *extra]
+        # As crates/host does: an emulated cell need not spend its first milliseconds on finding it.
+        if os.environ.get("TOMBOLO_ACCEL", "tcg") == "tcg" and tsc_is_told():
+            append = f"tsc_khz={tsc_khz()} {append}"
         super().__init__(image, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
                          append=append, name=app, extra=extra, **others)

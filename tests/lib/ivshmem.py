@@ -72,10 +72,9 @@ class Server:
     def __init__(self, path, region, host=True):
         self.path, self.region = str(path), region
         self.peers, self._sockets, self._lock = {}, {}, threading.Lock()
-        self.joined = threading.Event()
+        self._stopped = False
         if host:
             self.peers[0] = self._eventfds()
-        self._next = 1 if host else 0
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(self.path)
         self._listener.listen(16)
@@ -85,9 +84,18 @@ class Server:
         return self
 
     def __exit__(self, *_):
-        # Only by shutdown is a thread woken that waits in accept.
+        self.stop()
+
+    def stop(self):
+        """As if the server had been killed: sockets close, memory and eventfds stay with those who have them."""
+        if self._stopped:
+            return
+        self._stopped = True
+        # Only by shutdown is a thread woken that waits in accept or recv.
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
+        for client in list(self._sockets.values()):
+            client.shutdown(socket.SHUT_RDWR)
 
     def _eventfds(self):
         return [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(self.region.vectors)]
@@ -107,7 +115,7 @@ class Server:
             except OSError:
                 return
             with self._lock:
-                ident, self._next = self._next, self._next + 1
+                ident = next(number for number in range(65536) if number not in self.peers)
                 own = self._eventfds()
                 self._tell(client, 0)
                 self._tell(client, ident)
@@ -121,7 +129,6 @@ class Server:
                     for fd in own:
                         self._tell(other, ident, fd)
                 self.peers[ident], self._sockets[ident] = own, client
-            self.joined.set()
             threading.Thread(target=self._watch, args=(ident, client), daemon=True).start()
 
     def _watch(self, ident, client):
@@ -129,8 +136,15 @@ class Server:
             client.recv(1)
         except OSError:
             pass
+        if self._stopped:
+            client.close()
+            return
         with self._lock:
             del self._sockets[ident], self.peers[ident]
+            # Nobody else writes the word of a peer that is gone, and rings for it.
+            self.region.state(ident).value = RESET
+            for peer in self.peers:
+                self.ring(peer, 0)
             for other in self._sockets.values():
                 try:
                     self._tell(other, ident)

@@ -1,6 +1,7 @@
 //! The stack's device: virtio, a link over shared memory, or none.
 
 use crate::ivshmem::net::{IvshmemNet, Outgoing};
+use crate::neighbor::Sighting;
 use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
 use alloc::boxed::Box;
 use smoltcp::phy::{Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
@@ -40,6 +41,15 @@ impl NetDevice {
         }
     }
 
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        match self {
+            NetDevice::Virtio(device) => device.receive_bytes(),
+            // A full link holds its frames back instead of losing them.
+            NetDevice::Ivshmem(_) | NetDevice::None => usize::MAX,
+        }
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         match self {
@@ -64,6 +74,15 @@ impl NetDevice {
             NetDevice::Virtio(device) => device.take_syn(),
             NetDevice::Ivshmem(device) => device.take_syn(),
             NetDevice::None => false,
+        }
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        match self {
+            NetDevice::Virtio(device) => device.take_sighting(),
+            NetDevice::Ivshmem(device) => device.take_sighting(),
+            NetDevice::None => None,
         }
     }
 

@@ -63,6 +63,7 @@ mod executor;
 mod icmp;
 mod ivshmem;
 mod machine;
+mod neighbor;
 mod net;
 mod pci;
 #[cfg(not(test))]
@@ -74,12 +75,16 @@ mod virtio;
 
 pub use config::Config;
 pub use icmp::Pinger;
+pub use ivshmem::channel::{Channel, ChannelError, ChannelOptions, ChannelStats};
+pub use ivshmem::link::{Link, LinkError};
 pub use machine::console;
 pub use machine::exit::{ExitCode, exit};
 pub use net::{Net, ResolveError, Sleep};
 pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+pub use tombolo_ring::ivshmem::channel::{ChannelError as ChannelLayoutError, Record};
+pub use tombolo_ring::mem::{Foreign, ForeignMut};
 pub use udp::{UdpError, UdpSocket};
 pub use virtio::net::DeviceStats;
 

@@ -2,6 +2,8 @@
 
 use crate::config::Config;
 use crate::icmp::Pinger;
+use crate::ivshmem::channel::{Channel, ChannelError, ChannelOptions};
+use crate::ivshmem::link::{Link, LinkError};
 use crate::stack::{NetStats, Shared, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
@@ -39,6 +41,10 @@ impl fmt::Display for ResolveError {
 impl Net {
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Stack) -> R) -> R {
         f(&mut self.0.stack.borrow_mut())
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
     }
 
     /// Adds a task: it runs until its future is done.
@@ -151,6 +157,22 @@ impl Net {
         Pinger::new(self.clone())
     }
 
+    /// Takes the ivshmem link called `name`, for code that speaks a protocol of its own over it.
+    ///
+    /// # Errors
+    /// No device has such a link, or it is taken: by the network, by a channel, or by another call of this.
+    pub fn link(&self, name: &str) -> Result<Link, LinkError> {
+        Link::open(self, name)
+    }
+
+    /// Opens a channel for records over the ivshmem link called `name`. It comes up when the peer has opened its end.
+    ///
+    /// # Errors
+    /// There is no such link, it was made for something else, or the channel does not fit its sections.
+    pub fn channel(&self, name: &str, options: ChannelOptions) -> Result<Channel, ChannelError> {
+        Channel::open(self, name, options)
+    }
+
     /// The address of a name: itself if it is one, its A record, or its AAAA record.
     pub async fn resolve(&self, name: &str) -> Result<IpAddress, ResolveError> {
         if let Ok(address) = name.parse() {
@@ -234,6 +256,7 @@ mod start {
     use crate::config::NetChoice;
     use crate::device::NetDevice;
     use crate::executor::Executor;
+    use crate::ivshmem::link::Links;
     use crate::ivshmem::net::IvshmemNet;
     use crate::machine::startup::Machine;
     use crate::machine::{Platform, cpu};
@@ -282,7 +305,7 @@ mod start {
     /// The network device that the command line asks for, or the first that there is.
     fn find_network(
         platform: &Platform,
-        mut pci: Option<&mut Pci<'_>>,
+        pci: Option<&mut Pci<'_>>,
         links: &mut Vec<ivshmem::device::Device>,
         line: &str,
         config: &Config,
@@ -292,9 +315,9 @@ mod start {
         let transport = match config.net {
             NetChoice::Any => {
                 let everywhere = !has_link();
-                find_virtio(platform, pci.as_deref_mut(), line, everywhere)
+                find_virtio(platform, pci, line, everywhere)
             }
-            NetChoice::Virtio => find_virtio(platform, pci.as_deref_mut(), line, true),
+            NetChoice::Virtio => find_virtio(platform, pci, line, true),
             NetChoice::Link(_) | NetChoice::None => None,
         };
         if let Some(transport) = transport {
@@ -325,7 +348,10 @@ mod start {
         }
         match &config.net {
             NetChoice::None => NetDevice::None,
-            NetChoice::Any if !links.is_empty() => NetDevice::None,
+            NetChoice::Any if !links.is_empty() => {
+                println!("tombolo-cell: no network: {} ivshmem links, none of them a network", links.len());
+                NetDevice::None
+            }
             NetChoice::Link(name) => fail(format_args!("net={name}: no such link over ivshmem")),
             NetChoice::Any | NetChoice::Virtio => fail(format_args!(
                 "no virtio network device on PCI or MMIO, and no link over ivshmem; add one to the machine"
@@ -363,7 +389,8 @@ mod start {
         let device = find_network(&platform, pci.as_mut(), &mut links, &machine.command_line, &config, seed);
         let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
-        let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
+        let shared =
+            Rc::new(Shared { stack, executor: Executor::default(), links: Links::new(links), platform, config });
         app::start(Net(shared.clone()));
         stack::drive(&shared)
     }

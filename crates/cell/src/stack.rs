@@ -11,7 +11,9 @@
 use crate::config::{Config, Ipv4Config};
 use crate::device::NetDevice;
 use crate::executor::Executor;
+use crate::ivshmem::link::Links;
 use crate::machine::Platform;
+use crate::neighbor::{Neighbors, Question, Sighting};
 use crate::println;
 use crate::tcp::{Closing, ListenState};
 use crate::virtio::net::DeviceStats;
@@ -22,6 +24,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
+use smoltcp::phy::{Device, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
 use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
@@ -68,6 +71,7 @@ pub(crate) struct Stack {
     pub(crate) stats: NetStats,
     pub(crate) next_port: u16,
     device: NetDevice,
+    neighbors: Neighbors,
     dhcp: Option<SocketHandle>,
     is_up: bool,
     waiting_for_up: Vec<Waker>,
@@ -77,6 +81,7 @@ pub(crate) struct Stack {
 pub(crate) struct Shared {
     pub(crate) stack: RefCell<Stack>,
     pub(crate) executor: Executor,
+    pub(crate) links: Links,
     pub(crate) platform: Platform,
     pub(crate) config: Config,
 }
@@ -155,6 +160,7 @@ impl Stack {
             // Of the dynamic ports (RFC 6335 §6), begun at a random place.
             next_port: 0xc000 | (seed >> 17) as u16 & 0x3fff,
             device,
+            neighbors: Neighbors::default(),
             dhcp,
             is_up: false,
             waiting_for_up: Vec::new(),
@@ -174,6 +180,11 @@ impl Stack {
         self.device.transmit_bytes()
     }
 
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        self.device.receive_bytes()
+    }
+
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.
     pub(crate) fn poll_up(&mut self, waker: &Waker) -> bool {
         if !self.is_up {
@@ -186,6 +197,58 @@ impl Stack {
     pub(crate) fn ephemeral_port(&mut self) -> u16 {
         self.next_port = if self.next_port == u16::MAX { 0xc000 } else { self.next_port + 1 };
         self.next_port
+    }
+
+    /// Says that packets are about to be sent to `to`, so that its neighbour's address is asked for in time.
+    pub(crate) fn expect_sending_to(&mut self, to: IpAddress, now_ns: u64) {
+        let Some(next) = self.next_hop(to) else { return };
+        let question = match next {
+            IpAddress::Ipv4(to) => match self.interface.get_source_address_ipv4(&to) {
+                Some(own) => Question::Arp { to, own },
+                None => return,
+            },
+            IpAddress::Ipv6(to) => Question::Solicitation { to, own: self.interface.get_source_address_ipv6(&to) },
+        };
+        if !self.neighbors.want(next, now_ns) {
+            return;
+        }
+        let mac = self.device.mac();
+        // Where the transmit ring is full the stack asks later.
+        if let Some(leave) = self.device.transmit(instant(now_ns)) {
+            leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+        }
+    }
+
+    /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what no route leads to.
+    fn next_hop(&mut self, to: IpAddress) -> Option<IpAddress> {
+        let addresses = self.interface.ip_addrs();
+        let is_group = to.is_multicast() || to == IpAddress::Ipv4(Ipv4Address::BROADCAST) || to.is_unspecified();
+        if is_group || addresses.iter().any(|own| own.address() == to) {
+            return None;
+        }
+        if addresses.iter().any(|own| own.contains_addr(&to)) {
+            let is_broadcast =
+                |own: &IpCidr| matches!(own, IpCidr::Ipv4(own) if own.broadcast().map(IpAddress::Ipv4) == Some(to));
+            return (!addresses.iter().any(is_broadcast)).then_some(to);
+        }
+        let mut best = None;
+        self.interface.routes_mut().update(|routes| {
+            let fitting = routes.iter().filter(|route| route.cidr.contains_addr(&to));
+            best = fitting.max_by_key(|route| route.cidr.prefix_len()).map(|route| route.via_router);
+        });
+        best
+    }
+
+    fn see(&mut self, sighting: Sighting, now_ns: u64) {
+        match sighting {
+            Sighting::Packet(from) => self.expect_sending_to(from, now_ns),
+            Sighting::Answer { from, to } => {
+                // As the stack below: what is not for one of the own addresses is not believed.
+                if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
+                    self.neighbors.answered(from, now_ns);
+                }
+            }
+        }
     }
 
     fn come_up(&mut self, now_ns: u64, how: &str) {
@@ -218,6 +281,7 @@ impl Stack {
                 let _ = addresses.push(IpCidr::Ipv4(address));
             }
         });
+        self.neighbors.clear();
         match config.gateway.or(router) {
             Some(router) => {
                 let _ = self.interface.routes_mut().add_default_ipv4_route(router);
@@ -259,6 +323,9 @@ fn ingress(shared: &Shared, budget: usize) -> usize {
             PollIngressSingleResult::None => break,
             PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
         }
+        if let Some(sighting) = stack.device.take_sighting() {
+            stack.see(sighting, shared.now_ns());
+        }
         if stack.device.take_syn() {
             stack.refill_listeners();
         }
@@ -286,6 +353,8 @@ fn egress(shared: &Shared) -> bool {
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;
+    // The app's listeners are there before the first frame is looked at, which would be refused else.
+    shared.executor.run_round();
     if shared.config.ipv4 != Ipv4Config::Dhcp {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }
@@ -302,6 +371,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             stack.promote_connections();
             stack.reap_connections(now_ns);
             stack.fire_timers(now_ns);
+            shared.links.wake(now_ns);
         }
         shared.executor.run_round();
         if egress(shared) || taken == budget || shared.executor.is_ready() {
@@ -332,7 +402,8 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.poll_at(now_ns);
-            [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
+            let look_at = shared.links.look_at_ns();
+            [stack_at, timer_at, closing_at, poll_at, look_at].into_iter().flatten().min()
         };
         shared.platform.sleep(until_ns);
     }

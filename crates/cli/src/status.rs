@@ -69,7 +69,7 @@ fn networks(status: &Status) -> Table {
         let notes = table.row(&[
             &n.name,
             &n.subnet,
-            &n.gateway.to_string(),
+            &dash(n.gateway.map(|g| g.to_string()).unwrap_or_default()),
             &dash(router),
             &n.uplink,
             &n.domain,

@@ -148,6 +148,9 @@ fn ports_come_and_go_while_it_runs() {
     let names: Vec<_> = home.status().ports.into_iter().map(|p| p.name).collect();
     assert!(!names.iter().any(|n| ["extra", "a", "b"].contains(&n.as_str())), "{names:?}");
     assert!(home.refused("port stats nobody", 1).contains("there are: "));
+    assert!(home.ok("port ls").contains("gateway-lan"));
+    let own = home.refused("port del gateway-lan", 1);
+    assert!(own.contains("is the gateway of its network, which only `down` ends"), "{own}");
     home.ok("down");
 }
 
@@ -327,6 +330,17 @@ fn a_faulty_file_starts_nothing() {
     let said = home.refused("up -d", 1);
     assert!(said.contains("tb-absent0"), "{said}");
     assert!(!home.path("run/t/api.sock").exists());
+    assert!(!home.path("run/t").exists() && !home.path("state/t").exists(), "it leaves a folder");
+}
+
+#[test]
+fn an_app_with_a_near_name_is_offered() {
+    let home = Home::new("name = \"t\"\n[network.lan]\n[cell.web]\napp = \"htpd\"\n");
+    std::fs::create_dir(home.path("apps")).unwrap();
+    std::fs::write(home.path("apps/httpd"), "").unwrap();
+    let out = home.command("up").env("TOMBOLO_APPS", home.path("apps")).output().unwrap();
+    let said = text(&out.stderr);
+    assert!(said.contains("4:7: cell.web.app: ") && said.contains("; did you mean \"httpd\"?"), "{said}");
 }
 
 #[test]

@@ -11,7 +11,7 @@ use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
 use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
-use crate::qemu::probe::Qemu;
+use crate::qemu::probe::{Qemu, Tsc};
 
 /// What was found out about the machine.
 #[derive(Debug, Clone)]
@@ -22,6 +22,8 @@ pub struct Facts {
     pub kvm: Result<(), String>,
     /// The fabric's runtime directory.
     pub runtime: PathBuf,
+    /// Rate of this machine's time-stamp counter, where the system tells.
+    pub tsc: Option<Tsc>,
 }
 
 /// Why a file that is right cannot be carried out here.
@@ -126,6 +128,25 @@ pub struct UserUplink {
     pub forwards: Vec<(Proto, SocketAddr, u16, (Ipv4Addr, u16))>,
 }
 
+/// The source addresses of a guarded port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PortGuard {
+    /// Its Ethernet address.
+    pub mac: Mac,
+    /// Its IPv4 address, where it is held to that too.
+    pub ip: Option<Ipv4Addr>,
+}
+
+impl PortGuard {
+    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>) -> Option<PortGuard> {
+        match guard {
+            file::Guard::Ip => Some(PortGuard { mac, ip }),
+            file::Guard::Mac => Some(PortGuard { mac, ip: None }),
+            file::Guard::Off => None,
+        }
+    }
+}
+
 /// One port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortPlan {
@@ -135,8 +156,8 @@ pub struct PortPlan {
     pub network: String,
     /// How it is made.
     pub attachment: Attachment,
-    /// The only source address that may pass.
-    pub guard: Option<Mac>,
+    /// The only source addresses that may pass.
+    pub guard: Option<PortGuard>,
     /// MTU of its network.
     pub mtu: u16,
     /// The machine that it belongs to.
@@ -271,7 +292,7 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
                 Attachment::Ivshmem { link: Box::new(link) }
             }
         };
-        let guard = (m.guard == file::Guard::Mac).then_some(nic.mac);
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip);
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
@@ -288,7 +309,8 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
     }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
     let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
-    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image: image.as_deref() };
+    let (image, tsc) = (image.as_deref(), facts.tsc);
+    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc };
     let plan = MachinePlan {
         name: m.name.clone(),
         argv: argv::build(m, &devices, &shared, &with),
@@ -407,7 +429,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             ip: t.ip.zip(network.map(|n| n.subnet.prefix)),
             mac: (!t.adopt).then_some(t.mac),
         },
-        guard: (t.guard == file::Guard::Mac).then_some(t.mac),
+        guard: PortGuard::new(t.guard, t.mac, t.ip),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
     }
@@ -437,7 +459,7 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         name: p.name.clone(),
         network: p.network.clone(),
         attachment,
-        guard: p.mac.filter(|_| p.guard == file::Guard::Mac),
+        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip)),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
     })
@@ -447,6 +469,8 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
 pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<KernelUplink>) {
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
+    // The router's MAC is nobody else's, whatever a port without a guard sends; what it forwards comes from anywhere.
+    let guard = PortGuard::new(file::Guard::Mac, mac, None);
     let port = |attachment| PortPlan {
         name: format!("uplink-{}", n.name),
         network: n.name.clone(),
@@ -461,17 +485,13 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
             let numbered = forwards.iter().zip(1..);
             let forwards = numbered.map(|(f, i)| (f.proto, f.listen, i, (f.ip, f.port))).collect();
             let user = Attachment::User(UserUplink { mac, router, forwards });
-            // The router's MAC is nobody else's, whatever a port without a guard sends.
-            (Some(PortPlan { guard: Some(mac), ..port(user) }), None)
+            (Some(PortPlan { guard, ..port(user) }), None)
         }
         (Uplink::Kernel, Some(router)) => {
             let device = kernel_device(&fabric.name, &n.name);
             let ip = Some((router, n.subnet.prefix));
             let tap = Attachment::Tap { device: device.clone(), adopt: false, netns: None, ip, mac: Some(mac) };
-            (
-                Some(PortPlan { guard: Some(mac), ..port(tap) }),
-                Some(KernelUplink { network: n.clone(), device, forwards }),
-            )
+            (Some(PortPlan { guard, ..port(tap) }), Some(KernelUplink { network: n.clone(), device, forwards }))
         }
         (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),
         _ => (None, None),
@@ -535,6 +555,7 @@ mod tests {
             qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
             kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
             runtime: "/run/t/demo".into(),
+            tsc: Some(Tsc { khz: 2_300_000, told: true }),
         }
     }
 
@@ -595,13 +616,15 @@ network = "ops"
         ];
         assert_eq!(names, expected);
         let web = &fabric.machines[0];
-        assert_eq!(plan.ports[0].guard, Some(web.nics[0].mac));
-        assert_eq!(plan.ports[2].guard, None);
-        assert_eq!(plan.ports[4].guard, Mac::parse("02:00:00:00:00:07"));
+        let guard = |at: usize| plan.ports[at].guard.map(|g| (g.mac, g.ip));
+        assert_eq!(guard(0), Some((web.nics[0].mac, web.nics[0].ip)));
+        assert_eq!(guard(1), Some((web.nics[1].mac, web.nics[1].ip)));
+        assert_eq!(guard(2), None);
+        assert_eq!(guard(4), Mac::parse("02:00:00:00:00:07").map(|mac| (mac, None)));
         assert!(plan.machines[0].survives && !plan.machines[1].survives && !plan.machines[0].kvm);
         let Attachment::User(user) = &plan.ports[5].attachment else { panic!() };
         assert_eq!(user.router, Ipv4Addr::new(10, 87, 0, 2));
-        assert_eq!(plan.ports[5].guard, Some(user.mac), "the router's MAC is its own");
+        assert_eq!(guard(5), Some((user.mac, None)), "the router's MAC is its own");
         assert!(plan.ports[6].guard.is_some() && plan.ports[7].guard.is_none());
         let ip = web.nics[0].ip.unwrap();
         assert_eq!(user.forwards[0], (Proto::Tcp, "127.0.0.1:8080".parse().unwrap(), 1, (ip, 80)));

@@ -321,6 +321,10 @@ impl Port for NatPort {
 }
 
 #[cfg(test)]
+#[path = "uplink_conformance.rs"]
+mod conformance;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::pair::{PairConfig, PairPeer, pair};
@@ -330,9 +334,9 @@ mod tests {
     use tombolo_switch::nat::{Forward, Protocol};
     use tombolo_switch::wait::Token;
 
-    const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
-    const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
-    const PASST: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
+    pub(super) const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
+    pub(super) const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
+    pub(super) const PASST: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
 
     /// A router whose uplink is a pair, and the pair's other end; `Reactor` outlives both.
     fn world(capacity: usize) -> (Reactor, NatPort, PairPeer) {
@@ -342,7 +346,7 @@ mod tests {
         (reactor, NatPort::new(config(), Box::new(inner), 1500), passt)
     }
 
-    fn config() -> Config {
+    pub(super) fn config() -> Config {
         Config {
             mac: ROUTER,
             router: Ipv4Addr::new(10, 9, 0, 2),
@@ -354,15 +358,15 @@ mod tests {
         }
     }
 
-    fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
+    pub(super) fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
         let head: &[u8] = &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2];
         [&ROUTER[..], &from, head, &from, &ip, &ROUTER, &[10, 9, 0, 2]].concat()
     }
 
     /// An IPv4 frame; the NAT looks at no sum.
-    fn ipv4(from_mac: [u8; 6], protocol: u8, from: [u8; 4], to: [u8; 4], body: &[u8]) -> Vec<u8> {
-        let total = 20 + body.len() as u8;
-        let header: &[u8] = &[0x45, 0, 0, total, 0, 1, 0, 0, 64, protocol, 0, 0];
+    pub(super) fn ipv4(from_mac: [u8; 6], protocol: u8, from: [u8; 4], to: [u8; 4], body: &[u8]) -> Vec<u8> {
+        let [high, low] = (20 + body.len() as u16).to_be_bytes();
+        let header: &[u8] = &[0x45, 0, high, low, 0, 1, 0, 0, 64, protocol, 0, 0];
         [&ROUTER[..], &from_mac, &[8, 0], header, &from, &to, body].concat()
     }
 

@@ -423,6 +423,20 @@ impl WorkerHandle {
         self.call(|core| core.status())
     }
 
+    /// Whether frames flow through a port; `Down` where its code panicked.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn link(&self, token: Token) -> Result<Link, ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get(token.0 as usize).and_then(Option::as_ref);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            // As in `status`: a panic of a port must not end the worker.
+            let link = |port: &dyn Port| catch_unwind(AssertUnwindSafe(|| port.link())).ok();
+            Ok(slot.port.as_deref().and_then(link).unwrap_or(Link::Down))
+        })?
+    }
+
     /// The MAC addresses of a network with the ports behind which they were seen, and their ages.
     ///
     /// # Errors

@@ -17,7 +17,7 @@ use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
 use core::sync::atomic::Ordering;
-use tombolo_ring::ivshmem::region::{Header, Layout, PAGE_BYTES, RegionError};
+use tombolo_ring::ivshmem::region::{Header, Layout, PAGE_BYTES, RegionError, Section};
 use tombolo_ring::ivshmem::{VECTOR_STATE, protocol, vector_traffic};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
@@ -167,6 +167,11 @@ impl Device {
         let mut bytes = [0; PAGE_BYTES as usize];
         let len = page.as_foreign().read_into(&mut bytes);
         let header = Header::decode(&bytes[..len], bar.bytes).map_err(Refusal::Region)?;
+        let (offset, bytes) = (header.layout.state_table_offset, 4 * u64::from(header.layout.max_peers));
+        if offset < PAGE_BYTES {
+            let part = Section::StateTable;
+            return Err(Refusal::Region(RegionError::Section { part, offset, bytes, free_from: PAGE_BYTES }));
+        }
         let memory = platform.map_shared(bar.address, header.layout.bytes() as usize).ok_or_else(no_memory)?;
         // Only a device with doorbell has vectors, and a number of its own; 0 in the register may mean both.
         let position = pci.has_msix(f).then(|| registers.read32(V1_POSITION));
@@ -288,6 +293,11 @@ impl Device {
         self.memory.slice(range.start, range.len())
     }
 
+    /// The section that all peers write; empty where there is none.
+    pub(crate) fn shared(&self) -> ForeignMut<'static> {
+        self.memory.skip(self.layout.rw_offset as usize).take(self.layout.rw_bytes as usize)
+    }
+
     /// The state word of `peer`; 0 where there can be no such peer.
     pub(crate) fn state(&self, peer: u32) -> u32 {
         // Acquire: what the peer wrote before its state is seen with it.
@@ -295,14 +305,19 @@ impl Device {
         self.layout.state(peer).and_then(word).unwrap_or(0)
     }
 
+    /// Writes the own state word once more, where peers can write it too (v1) and one may have.
+    pub(crate) fn assert_state(&self, value: u32) {
+        if let (Registers::V1(_), Some(offset)) = (self.registers, self.layout.state(self.own_id)) {
+            // Release: what was written before (a cleared section) is seen with it. Cannot fail: the table is mapped.
+            let _ = self.memory.store_u32(offset, value, Ordering::Release);
+        }
+    }
+
     /// Writes the own state word and tells all peers.
     pub(crate) fn set_state(&self, value: u32) {
         match self.registers {
             Registers::V1(_) => {
-                if let Some(offset) = self.layout.state(self.own_id) {
-                    // Release: what was written before (a cleared section) is seen with it. Cannot fail: the table is mapped.
-                    let _ = self.memory.store_u32(offset, value, Ordering::Release);
-                }
+                self.assert_state(value);
                 for peer in (0..self.layout.max_peers).filter(|peer| *peer != self.own_id) {
                     self.ring(peer, VECTOR_STATE);
                 }

@@ -18,6 +18,7 @@
 
 use super::device::Device;
 use super::pace::{Pace, Pauses};
+use crate::neighbor::{Sighting, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
@@ -103,6 +104,7 @@ pub(crate) struct IvshmemNet {
     /// When a link may come up again that broke.
     down_until_ns: u64,
     saw_syn: bool,
+    watch: Watch,
 }
 
 impl IvshmemNet {
@@ -148,6 +150,7 @@ impl IvshmemNet {
             is_busy: false,
             down_until_ns: 0,
             saw_syn: false,
+            watch: Watch::default(),
             device,
         })
     }
@@ -189,6 +192,11 @@ impl IvshmemNet {
         core::mem::take(&mut self.saw_syn)
     }
 
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        self.watch.take()
+    }
+
     /// Looks at the peer's state, and follows it; the first step of each turn.
     pub(crate) fn begin_turn(&mut self, now_ns: u64) {
         if self.outgoing.fault.take().is_some() {
@@ -221,6 +229,9 @@ impl IvshmemNet {
             self.is_busy = true;
         }
         self.outgoing.is_up = self.machine.may_use_rings();
+        if !self.outgoing.is_up {
+            self.device.assert_state(self.machine.own().word());
+        }
     }
 
     /// Copies the next frame into `self.frame`; false where there is none.
@@ -251,7 +262,9 @@ impl IvshmemNet {
                 stats.rx_bad_checksum += 1;
             } else {
                 self.frame_bytes = len;
-                self.saw_syn |= offload::is_tcp_syn(&self.frame[..len]);
+                let syn = offload::is_tcp_syn(&self.frame[..len]);
+                self.saw_syn |= syn;
+                self.watch.note(&self.frame[..len], self.mac, syn);
                 return true;
             }
             self.flush_if_much();
@@ -310,7 +323,7 @@ impl IvshmemNet {
     /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
         if core::mem::take(&mut self.is_busy) {
-            self.pace.busy();
+            self.pace.busy(now_ns);
         }
         let rings = self.device.rings().is_some() && self.outgoing.is_up;
         (!rings).then(|| self.pace.next(now_ns))

@@ -98,7 +98,7 @@ fn map(address: u64, len: usize, cache: u64, is_ram: impl Fn(u64, u64) -> bool) 
         return None;
     }
     while at < end {
-        let is_whole = at % PAGE_2M as u64 == 0 && end - at >= PAGE_2M as u64;
+        let is_whole = at.is_multiple_of(PAGE_2M as u64) && end - at >= PAGE_2M as u64;
         // SAFETY: the page holds no RAM, so its mode takes nothing from Rust's memory.
         at += unsafe { map_page(at, cache, is_whole) } as u64;
     }

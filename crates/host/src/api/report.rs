@@ -49,8 +49,8 @@ pub struct NetworkReport {
     pub name: String,
     /// Its addresses, such as "10.87.0.0/24".
     pub subnet: String,
-    /// The gateway's address: DHCP, DNS, ICMP echo.
-    pub gateway: Ipv4Addr,
+    /// The gateway's address: DHCP, DNS, ICMP echo; null where a network that joins a real one has none.
+    pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through, where there is an uplink.
     pub router: Option<Ipv4Addr>,
     /// "none", "user", "kernel" or "bridge INTERFACE".

@@ -38,7 +38,7 @@ pub(crate) fn status() -> Status {
         networks: vec![NetworkReport {
             name: "lan".into(),
             subnet: "10.87.0.0/24".into(),
-            gateway: "10.87.0.1".parse().unwrap(),
+            gateway: "10.87.0.1".parse().ok(),
             router: Some("10.87.0.2".parse().unwrap()),
             uplink: "user".into(),
             uplink_fault: Some("passt is not installed".into()),

@@ -7,6 +7,7 @@ use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
+use tombolo_switch::port::Link;
 
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
@@ -14,6 +15,8 @@ use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
 use crate::qemu::argv::{console_path, memory_place, monitor_path, tty_path};
+use crate::qemu::monitor;
+use crate::rundir::Settled;
 
 /// Console bytes that are kept: beyond this the older half is cut off.
 const CONSOLE_BYTES: u64 = 1 << 20;
@@ -239,16 +242,26 @@ impl Running {
                 if running.dir.is_none() || running.machines.get(&name).is_none_or(|m| m.pid != Some(pid)) {
                     return;
                 }
-                let Ok(status) = running.status() else { return };
-                if status.ports.iter().filter(|p| p.details.get("machine") == Some(&name)).all(|p| p.up) {
-                    // Where the record cannot be written, the next daemon starts the machine anew.
-                    let _ = running.dir().record(|o| {
-                        o.settled.retain(|(machine, _)| *machine != name);
-                        o.settled.push((name.clone(), pid));
-                    });
+                let own = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
+                let mut links = own.map(|p| running.workers[p.worker].thread.handle().link(p.token));
+                if links.all(|link| matches!(link, Ok(Link::Up))) {
+                    running.note_settled(&name, pid);
                     return;
                 }
             }
+        });
+    }
+
+    fn note_settled(&mut self, name: &str, pid: u32) {
+        let Some(argv) = self.machines.get(name).map(|m| m.plan.argv.clone()) else { return };
+        // A script that runs QEMU as its child is not QEMU.
+        let pid = monitor::listener(&monitor_path(&self.facts.runtime, name)).unwrap_or(pid);
+        let Some(started_ticks) = process::start_ticks(pid) else { return };
+        let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
+        // Where the record cannot be written, the next daemon starts the machine anew.
+        let _ = self.dir().record(|o| {
+            o.settled.retain(|s| s.machine != settled.machine);
+            o.settled.push(settled);
         });
     }
 

@@ -10,8 +10,8 @@
 //! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
 //!   by the owner record, which is written first. Taps, passt and sockets' listeners end with the process: a tap's
 //!   descriptor, passt's end of its stream and the listeners are this process's alone.
-//! - A machine that runs with exactly the arguments that the plan has for it, that can connect again, and whose driver
-//!   had been on the network, is adopted; any other process of the fabric is ended before anything is made.
+//! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
+//!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made.
 //! - Either everything of the file stands after `start`, or nothing.
 //!
 //! # Threads
@@ -40,9 +40,9 @@ use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
-use crate::qemu::argv::same_arguments;
 use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
+use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError};
 
 pub use drive::drive;
@@ -101,6 +101,21 @@ pub enum FabricError {
         /// What to do.
         hint: &'static str,
     },
+    /// The host has another way to a network's addresses.
+    #[error(
+        "network {network}: expected a subnet that the host has no route to, found {subnet}: its route to {} goes through {}; \
+         set another `subnet` in [network.{network}]{hint}", route.subnet, route.device
+    )]
+    Subnet {
+        /// The network.
+        network: String,
+        /// Its subnet.
+        subnet: file::Subnet,
+        /// What leads there.
+        route: Route,
+        /// A subnet that is free.
+        hint: String,
+    },
     /// A forward's listener is taken.
     #[error("forward {proto} {listen}: {source}; another program listens there: end it or choose another port")]
     Listener {
@@ -150,6 +165,8 @@ pub struct Running {
     /// Links of shared memory, where there are some.
     pub(crate) shared: Option<shared::SharedMemory>,
     pub(crate) say: Say,
+    /// What the user should know of this start.
+    pub(crate) notes: Vec<String>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
 }
 
@@ -203,7 +220,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime }
+    Facts { qemu, kvm, runtime, tsc: probe::tsc() }
 }
 
 impl Running {
@@ -235,6 +252,7 @@ impl Running {
             machines: BTreeMap::new(),
             shared: None,
             say,
+            notes: vec![],
             me: std::sync::Weak::new(),
         };
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
@@ -267,6 +285,7 @@ impl Running {
     /// What can be refused before anything is made.
     async fn prepare(&mut self) -> Result<Plan, FabricError> {
         let plan = plan::plan(&self.spec, &self.facts)?;
+        self.check_routes()?;
         let patience = Instant::now() + Duration::from_secs(3);
         loop {
             match self.check_listeners(&plan) {
@@ -278,6 +297,27 @@ impl Running {
                 Err(error) => return Err(error),
             }
         }
+    }
+
+    /// Refuses networks whose subnet the host has a route to already; notes those that take a part of a wider route.
+    fn check_routes(&mut self) -> Result<(), FabricError> {
+        let routes = routes::host();
+        let mut notes = Vec::new();
+        for (network, clash) in routes::clashes(&self.spec, &routes) {
+            let (name, subnet) = (network.name.clone(), network.subnet);
+            match clash {
+                Clash::Taken(route) => {
+                    let hint = routes::free(&self.spec, &routes).map_or_else(String::new, |s| format!(", like \"{s}\""));
+                    return Err(FabricError::Subnet { network: name, subnet, route, hint });
+                }
+                Clash::Shadowed(Route { subnet: wide, device }) => notes.push(format!(
+                    "network {name}: the host reaches {subnet} in the fabric now, and no longer by its route to {wide} through {device}"
+                )),
+            }
+        }
+        notes.iter().for_each(|note| (self.say)(note));
+        self.notes = notes;
+        Ok(())
     }
 
     async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
@@ -313,11 +353,13 @@ impl Running {
     async fn reclaim(&mut self, plan: &Plan) -> Result<Vec<(String, u32)>, FabricError> {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
-        for (machine, process, argv) in process::machines(&name, &runtime) {
+        for (machine, process, _) in process::machines(&name, &runtime) {
             let planned = plan.machines.iter().find(|m| m.name == machine);
-            let settled = self.dir().owner().settled.contains(&(machine.clone(), process.pid));
-            let same = |p: &&plan::MachinePlan| p.survives && same_arguments(&p.argv, &argv);
-            let same = planned.filter(same).filter(|_| settled && !keep.iter().any(|(n, _)| *n == machine));
+            let settled = self.dir().owner().settled.iter().find(|s| {
+                s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
+            });
+            // What it was started with is in the record, not on its command line: a script may stand between.
+            let same = settled.zip(planned).filter(|(s, p)| p.survives && p.argv == s.argv).map(|(_, p)| p);
             let lost = same.and_then(|p| self.lost_link(&p.seats));
             if same.is_some() && lost.is_none() {
                 keep.push((machine, process.pid));
@@ -468,6 +510,10 @@ impl Running {
     /// # Errors
     /// If there is none of that name, or it belongs to a machine or the fabric itself.
     pub fn remove(&mut self, name: &str) -> Result<(), FabricError> {
+        if name.strip_prefix("gateway-").is_some_and(|network| self.networks.contains_key(network)) {
+            let text = format!("port \"{name}\" is the gateway of its network, which only `down` ends");
+            return Err(FabricError::State(text));
+        }
         let Some(port) = self.ports.get(name) else { return Err(self.unknown("port", name)) };
         if let Some(machine) = &port.plan.machine {
             let text = format!(
@@ -646,6 +692,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
         machines: BTreeMap::new(),
         shared: None,
         say: Arc::new(|_| ()),
+        notes: vec![],
         me: std::sync::Weak::new(),
     };
     running.take_down(false).await;

@@ -93,7 +93,7 @@ impl Running {
         let registration = worker.thread.registration(&reserved);
         let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
         let guard = match plan.guard {
-            Some(mac) => Guard::new(&[mac.0], &[]).pinned(),
+            Some(guard) => Guard::new(&[guard.mac.0], guard.ip.as_slice()).pinned(),
             None => Guard::default(),
         };
         let settings = PortSettings { guard, mac_limit: None };

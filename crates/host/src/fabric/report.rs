@@ -75,7 +75,8 @@ impl Running {
         let mut ports: Vec<_> =
             statuses.iter().flat_map(|s| s.ports.iter().map(move |p| (self.port(s, p), p))).collect();
         ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
-        let mut warnings = self.machine_warnings();
+        let mut warnings = self.notes.clone();
+        warnings.extend(self.machine_warnings());
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
         let links = self.link_reports(&ports);
@@ -137,7 +138,7 @@ impl Running {
         let n = statuses.iter().flat_map(|s| &s.networks).find(|n| *n.name == spec.name)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
-        let stored = net.gateway.leases();
+        let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
         let mut leases: Vec<LeaseReport> = Vec::new();
         for (_, mac, ip, name) in &fixed {
             let held = stored.leases.iter().find(|l| l.address == *ip);
@@ -235,7 +236,10 @@ impl Running {
             kind: p.kind.into(),
             up: p.link == Link::Up,
             offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
-            guard: p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect(),
+            guard: {
+                let macs = p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string());
+                macs.chain(p.guard.ipv4().map(|ip| ip.to_string())).collect()
+            },
             details,
             macs: p.macs.into(),
             counters: CounterReport {
@@ -316,9 +320,11 @@ mod tests {
         let thread = WorkerThread::start(&WorkerConfig { name: "warn".into(), ..WorkerConfig::default() }).unwrap();
         let handle = thread.handle();
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
+        let mut tokens = Vec::new();
         for (name, bug) in [("gateway-lan", true), ("peer", false)] {
             let reserved = handle.reserve().unwrap();
             let registration = thread.registration(&reserved);
+            tokens.push(reserved.token());
             handle.add_port(reserved, network, name, Box::new(Bad { bug }), PortSettings::default()).unwrap();
             registration.wake();
         }
@@ -348,6 +354,10 @@ mod tests {
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
         let lasting = say("lasting");
         assert!(lasting.starts_with("port lasting: made anew 1 time(s) after a bug of ours, last: "), "{lasting}");
+        // What `settle` asks: a port that is out of service is not up.
+        let links: Vec<_> = tokens.iter().map(|t| handle.link(*t).unwrap()).collect();
+        assert_eq!(links, [Link::Down, Link::Up]);
+        assert!(handle.link(tombolo_switch::wait::Token(99)).is_err());
         thread.stop().unwrap();
     }
 }

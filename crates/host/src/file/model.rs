@@ -24,13 +24,18 @@ impl Mac {
 
     /// Parses `aa:bb:cc:dd:ee:ff`; refuses group addresses and the null address, which no station may own.
     pub fn parse(text: &str) -> Option<Self> {
+        Self::bytes(text).filter(|bytes| bytes[0] & 1 == 0 && *bytes != [0; 6]).map(Self)
+    }
+
+    /// The six bytes of `aa:bb:cc:dd:ee:ff`, whatever they mean.
+    pub(super) fn bytes(text: &str) -> Option<[u8; 6]> {
         let mut bytes = [0; 6];
         let mut parts = text.split(':');
         for byte in &mut bytes {
             let part = parts.next().filter(|p| p.len() == 2)?;
             *byte = u8::from_str_radix(part, 16).ok()?;
         }
-        (parts.next().is_none() && bytes[0] & 1 == 0 && bytes != [0; 6]).then_some(Self(bytes))
+        parts.next().is_none().then_some(bytes)
     }
 }
 
@@ -173,8 +178,8 @@ pub struct Network {
     pub name: String,
     /// Its IPv4 addresses.
     pub subnet: Subnet,
-    /// The gateway port's address: DHCP, DNS, ICMP.
-    pub gateway: Ipv4Addr,
+    /// The gateway port's address: DHCP, DNS, ICMP. A network that joins a real one has a gateway only if asked for.
+    pub gateway: Option<Ipv4Addr>,
     /// The address that guests route through: the NAT port (`user`) or the host's tap (`kernel`).
     pub router: Option<Ipv4Addr>,
     /// The DHCP server, if it runs.
@@ -224,6 +229,8 @@ impl MachineType {
 /// What a port lets through by source address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guard {
+    /// Only the port's own MAC, and its own IPv4 address where that is known.
+    Ip,
     /// Only the port's own MAC.
     Mac,
     /// Anything.

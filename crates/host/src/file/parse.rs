@@ -28,22 +28,41 @@ pub fn name_of(path: &Path) -> Result<String, FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
     let (root, _) = DeTable::parse_recoverable(&text);
     let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(clean_name);
-    Ok(named.unwrap_or_else(|| folder_name(&folder_of(path))))
+    let dir = folder_of(path);
+    match named.or_else(|| folder_name(&dir)) {
+        Some(name) => Ok(name),
+        None => {
+            let mut out = Complaints::new(&text);
+            nameless(&dir, &mut out);
+            Err(FileError::Faulty { path: path.into(), problems: out.finish(), addition: false })
+        }
+    }
 }
 
 fn folder_of(path: &Path) -> std::path::PathBuf {
     std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default()
 }
 
-fn folder_name(dir: &Path) -> String {
-    dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into())
+/// The name that a folder gives its fabric: `My Lab_2` gives `my-lab-2`. `None` where nothing of it may stay.
+fn folder_name(dir: &Path) -> Option<String> {
+    let name = dir.file_name()?.to_str()?.to_ascii_lowercase();
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
+    let name: String = words.collect::<Vec<_>>().join("-").chars().take(24).collect();
+    clean_name(name.trim_end_matches('-'))
+}
+
+/// Complains that neither the file nor its folder gives the fabric a name.
+fn nameless(dir: &Path, out: &mut Complaints<'_>) {
+    let folder = dir.file_name().map_or_else(|| "/".into(), |n| n.to_string_lossy());
+    let expects = schema::section("").keys().find(|k| k.name == "name").map_or("a name", |k| k.expects);
+    let found = format!("none, and the folder {folder:?} gives it none");
+    out.say(&(0..0), "name", expects, found, Some("add name = \"…\" at the head of the file".into()));
 }
 
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = folder_of(path);
-    let fallback = folder_name(&dir);
-    read(text, path, Fabric::empty(fallback, dir), false)
+    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), false)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
@@ -139,6 +158,9 @@ impl<'t> Reader<'_, 't> {
         if let Some(name) = head.text("name", clean_name) {
             self.fabric.name = name;
         }
+        if self.fabric.name.is_empty() && !root.contains_key("name") {
+            nameless(&self.fabric.dir, self.out);
+        }
         let mut workers = self.named(root, "worker");
         workers.sort_by_key(|(_, span, _)| span.start);
         for (name, span, table) in workers {
@@ -198,7 +220,7 @@ impl<'t> Reader<'_, 't> {
                 // The span of a table's own header is empty for dotted keys; its key always stands somewhere.
                 DeValue::Table(table) => out.push((name, key.span(), table)),
                 other => {
-                    let keys: Vec<_> = schema::section(word).keys.iter().map(|k| k.name).collect();
+                    let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
                     let hint = keys.contains(&name.as_str()).then(|| format!("give the {word} a name: {form}"));
                     self.out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
                 }
@@ -218,12 +240,15 @@ impl<'t> Reader<'_, 't> {
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
-        let gateway = s.text("gateway", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(1));
+        let gateway = s.text("gateway", |t| t.parse().ok());
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
         let router = uplink.forwards().then_some(router);
         // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
         let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
+        // Nor does it answer for an address there that nobody gave it.
+        let asked = dhcp.is_some() || !matches!(uplink, Uplink::Bridge { .. });
+        let gateway = gateway.or_else(|| asked.then(|| subnet.nth(1)));
         let domain = s.text("domain", domain_name).unwrap_or(domain);
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
@@ -311,7 +336,7 @@ impl<'t> Reader<'_, 't> {
                 .unwrap_or(Attach::VhostUser),
             region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
-            guard: guard(&mut s).unwrap_or(Guard::Mac),
+            guard: guard(&mut s).unwrap_or(Guard::Ip),
             restart: s
                 .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
                 .unwrap_or(Restart::No),
@@ -381,8 +406,12 @@ impl<'t> Reader<'_, 't> {
         };
         let mac = s.text("mac", Mac::parse);
         let ip = s.text("ip", |t| t.parse().ok());
-        let guard = guard(&mut s).unwrap_or(if mac.is_some() { Guard::Mac } else { Guard::Off });
-        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard == Guard::Mac) {
+        let guard = guard(&mut s).unwrap_or(match (mac, ip) {
+            (Some(_), Some(_)) => Guard::Ip,
+            (Some(_), None) => Guard::Mac,
+            (None, _) => Guard::Off,
+        });
+        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off) {
             s.missing("mac");
         }
         self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard });
@@ -441,8 +470,11 @@ impl<'t> Reader<'_, 't> {
                     s.missing(key);
                 }
             }
-            if let (Some(listen), Some((target, port))) = (listen, to) {
+            // With one half at fault the other is checked all the same; its place is kept by a port 0.
+            if listen.is_some() || to.is_some() {
                 let ip = Ipv4Addr::UNSPECIFIED;
+                let listen = listen.unwrap_or_else(|| SocketAddr::new(ip.into(), 0));
+                let (target, port) = to.unwrap_or((Target::Ip(ip), 0));
                 self.fabric.forwards.push(Forward { proto, listen, target, port, network, ip });
             }
         }
@@ -455,7 +487,7 @@ fn domain_name(text: &str) -> Option<String> {
 }
 
 fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
-    s.word("guard", &[("mac", Guard::Mac), ("off", Guard::Off)])
+    s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
 }
 
 fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>) -> String {
@@ -528,9 +560,8 @@ fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool) -> Op
     Some(range)
 }
 
-/// The path of a cell app's image: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
-pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
-    let mut tried = Vec::new();
+/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
+fn app_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = std::env::var_os("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
     if let Ok(exe) = std::env::current_exe() {
         for up in exe.ancestors().skip(1).take(4) {
@@ -540,7 +571,21 @@ pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
         folders.retain(|f| f.is_dir());
     }
     folders.push("/usr/lib/tombolo/apps".into());
-    for folder in folders {
+    folders
+}
+
+/// The names of the apps that are built.
+pub(crate) fn apps() -> Vec<String> {
+    let entries = app_folders().into_iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten();
+    let files = entries.filter(|e| e.path().is_file()).filter_map(|e| e.file_name().into_string().ok());
+    // Beside the images Cargo leaves files with a dot in their names.
+    files.filter(|name| !name.contains('.')).collect()
+}
+
+/// The path of a cell app's image.
+pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
+    let mut tried = Vec::new();
+    for folder in app_folders() {
         let path = folder.join(app);
         if path.is_file() {
             return Ok(path);

@@ -1,22 +1,22 @@
-//! One end of a network link: the sections, the state machine and both queue ends, with what rings the peer.
+//! One end of a network link: the parts that it is made of, and the sections with the state machine and both queue ends.
 //!
 //! The port and the library for processes ([`super::peer`]) are thin shells around it. It belongs to one thread.
 
 use std::fmt;
 use std::os::fd::OwnedFd;
-use std::sync::Arc;
-use std::sync::atomic::{Ordering, fence};
 
 use rustix::io::Errno;
+use tombolo_ring::ivshmem::channel::ChannelError;
 use tombolo_ring::ivshmem::net::{self, Geometry, NetError, Receiver, Sections, Sender};
 use tombolo_ring::ivshmem::region::{Layout, RegionError};
-use tombolo_ring::ivshmem::state::{Action, Cause, Machine, State};
-use tombolo_ring::ivshmem::{VECTOR_STATE, vector_traffic};
+use tombolo_ring::ivshmem::vector_traffic;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::virtio::Backing;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::memory::Mapping;
+
+use super::meeting::{MAX_STEPS, Meeting, Step};
 
 /// How a peer is rung: by its eventfds where we are a process ([`EventBells`]), by a register of the device where we are
 /// inside a guest.
@@ -147,6 +147,9 @@ pub enum EndError {
     /// The memory is mapped for reading only.
     #[error("ivshmem link: the region is mapped for reading only; a peer writes its state and its output section")]
     ReadOnly,
+    /// The record channel's shape is wrong or does not fit the output sections.
+    #[error("ivshmem link: {0}")]
+    Channel(ChannelError),
 }
 
 impl From<RegionError> for EndError {
@@ -183,26 +186,14 @@ impl Resets {
     }
 }
 
+/// The end of a network link: a [`Meeting`], and both queue ends.
 pub(super) struct End {
-    pub(super) memory: Arc<Memory>,
+    pub(super) meeting: Meeting,
     pub(super) geometry: Geometry,
-    pub(super) machine: Machine,
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
-    pub(super) resets: Resets,
-    pub(super) own_id: u32,
-    pub(super) peer_id: u32,
-    pub(super) vectors: u32,
     pub(super) mtu: u32,
-    pub(super) present: bool,
-    /// Rings sent to the peer.
-    pub(super) rings: u64,
-    bells: Option<Box<dyn Bells>>,
     pub(super) places: Places,
-    own_word: usize,
-    pub(super) peer_word: usize,
-    #[cfg(test)]
-    muted: bool,
 }
 
 /// Where the two sections are in the memory.
@@ -229,154 +220,57 @@ impl Places {
 impl End {
     /// An end of `parts`, in RESET. It does not listen: the doorbells are the caller's.
     pub(super) fn new(parts: LinkEnd) -> Result<End, EndError> {
-        let LinkEnd { memory, layout, own_id, peer_id, vectors, bells, peer_present, mtu, .. } = parts;
-        if matches!(&memory, Memory::Mapped(mapping) if mapping.view_mut().is_none()) {
-            return Err(EndError::ReadOnly);
-        }
-        layout.check(memory.bytes().len() as u64)?;
-        let place = |id| Some((layout.output(id)?, layout.state(id)?));
-        let peers = EndError::Peers { own: own_id, peer: peer_id, max_peers: layout.max_peers };
-        let (own_section, own_word) = place(own_id).ok_or(peers)?;
-        let (peer_section, peer_word) = place(peer_id).filter(|_| own_id != peer_id).ok_or(peers)?;
-        let geometry = Geometry::new(layout.output_bytes)?;
-        let mut end = End {
-            memory: Arc::new(memory),
-            geometry,
-            machine: Machine::new(),
-            sender: Sender::new(&geometry),
-            receiver: Receiver::new(&geometry),
-            resets: Resets::default(),
-            own_id,
-            peer_id,
-            vectors,
-            mtu: mtu.min(geometry.max_mtu()),
-            present: peer_present,
-            rings: 0,
-            bells,
-            places: Places { geometry, own: own_section.start, peer: peer_section.start },
-            own_word,
-            peer_word,
-            #[cfg(test)]
-            muted: false,
-        };
-        end.places.of(&end.memory)?;
-        // Whoever was here before may have left another state; a peer that runs sees this and begins anew.
-        end.write_state(State::Reset);
-        Ok(end)
-    }
-
-    /// The peer's state word as it is; that of RESET where the peer is not there.
-    #[inline]
-    pub(super) fn look(&self) -> u32 {
-        if !self.present {
-            return State::Reset.word();
-        }
-        // Acquire, partner of the release in `write_state`: a peer seen in READY has cleared its section.
-        self.memory.bytes().as_foreign().load_u32(self.peer_word, Ordering::Acquire).unwrap_or(0)
-    }
-
-    pub(super) fn ring(&mut self, vector: u16) {
-        if let Some(bells) = &self.bells {
-            bells.ring(self.peer_id, vector);
-            self.rings += 1;
-        }
+        let geometry = Geometry::new(parts.layout.output_bytes)?;
+        let mtu = parts.mtu.min(geometry.max_mtu());
+        let (meeting, [own, peer]) = Meeting::new(parts)?;
+        let places = Places { geometry, own, peer };
+        places.of(&meeting.memory)?;
+        let (sender, receiver) = (Sender::new(&geometry), Receiver::new(&geometry));
+        Ok(End { meeting, geometry, sender, receiver, mtu, places })
     }
 
     /// Rings for frames or buffers.
     #[inline]
     pub(super) fn ring_traffic(&mut self) {
-        self.ring(vector_traffic(self.vectors));
+        self.meeting.ring(vector_traffic(self.meeting.vectors));
     }
 
-    fn write_state(&mut self, state: State) {
-        let bytes = self.memory.bytes();
-        // Release, partner of the acquire in `look`: what was done to our section comes before.
-        let _ = bytes.store_u32(self.own_word, state.word(), Ordering::Release);
-        // The ring is no access to memory; the word has to be there when it arrives.
-        fence(Ordering::SeqCst);
-        self.ring(VECTOR_STATE);
+    fn restart(&mut self) {
+        self.sender.restart();
+        self.receiver.restart();
     }
 
     /// Follows the peer's state. Returns whether anything changed.
     pub(super) fn step(&mut self) -> bool {
-        let before = (self.machine.own(), self.machine.peer());
-        // Each pass goes one state further, and none comes twice unless the peer plays with its word: it waits for the next
-        // call then.
-        for _ in 0..4 {
-            let word = self.look();
-            match self.machine.step(word) {
-                Action::None => break,
-                Action::Write(state) => self.write_state(state),
-                Action::Initialise => {
+        let states = |meeting: &Meeting| (meeting.machine.own(), meeting.machine.peer());
+        let before = states(&self.meeting);
+        for _ in 0..MAX_STEPS {
+            match self.meeting.step() {
+                Step::None => break,
+                Step::Again => {}
+                Step::Clear => {
                     let len = self.geometry.section_bytes() as usize;
-                    if let Some(own) = self.memory.bytes().slice(self.places.own, len) {
+                    if let Some(own) = self.meeting.memory.bytes().slice(self.places.own, len) {
                         net::initialise(&self.geometry, own);
                     }
-                    self.sender.restart();
-                    self.receiver.restart();
-                    self.write_state(State::Ready);
+                    self.restart();
+                    self.meeting.cleared();
                 }
-                Action::Fall(cause) => {
-                    match cause {
-                        Cause::PeerReset if !self.present => self.resets.peer_left += 1,
-                        Cause::PeerReset => self.resets.peer_reset += 1,
-                        Cause::PeerSkipped => self.resets.peer_skipped += 1,
-                        Cause::PeerWord(_) => self.resets.peer_word += 1,
-                    }
-                    self.stop();
-                }
+                Step::Forget => self.restart(),
             }
         }
-        before != (self.machine.own(), self.machine.peer())
-    }
-
-    /// Goes to RESET, forgetting what is held.
-    fn stop(&mut self) {
-        self.sender.restart();
-        self.receiver.restart();
-        self.write_state(State::Reset);
+        before != states(&self.meeting)
     }
 
     /// Resets the link after a fault; the peer follows, or the link stays down.
     pub(super) fn reset(&mut self) {
-        self.resets.fault += 1;
-        self.machine.reset();
-        self.stop();
-    }
-
-    /// Says good-bye: goes to RESET without counting it.
-    pub(super) fn close(&mut self) {
-        #[cfg(test)]
-        if self.muted {
-            return;
-        }
-        self.machine.reset();
-        self.stop();
-    }
-
-    /// Has `close` say nothing.
-    #[cfg(test)]
-    pub(super) fn mute(&mut self) {
-        self.muted = true;
-    }
-
-    /// The peer is there, rung by `bells` from now on.
-    pub(super) fn joined(&mut self, bells: Option<Box<dyn Bells>>) {
-        self.present = true;
-        self.bells = bells;
-        // It may have missed what was said before it could be rung.
-        self.ring(VECTOR_STATE);
+        self.restart();
+        self.meeting.reset();
     }
 
     /// The peer is gone, with its bells.
     pub(super) fn left(&mut self) {
-        self.present = false;
-        self.bells = None;
+        self.meeting.left();
         self.step();
-    }
-
-    /// Whether a ring's error is only that the peer has meanwhile stopped and cleared its section.
-    pub(super) fn peer_stopped(&self) -> bool {
-        !matches!(State::from_word(self.look()), Some(State::Ready | State::Run))
     }
 }

@@ -34,7 +34,10 @@
 //! Two peers; frames as they are on a wire, of an MTU up to a quarter of the section's data area; 4096 frames out, of which
 //! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
 
+pub mod channel;
+pub mod client;
 mod end;
+mod meeting;
 pub mod peer;
 mod poll;
 #[cfg(test)]
@@ -160,8 +163,8 @@ impl Ivshmem {
         let shared = Arc::new(Shared {
             waiting: AtomicBool::new(false),
             slot: Mutex::default(),
-            memory: end.memory.clone(),
-            peer_word: end.peer_word,
+            memory: end.meeting.memory.clone(),
+            peer_word: end.meeting.peer_word,
             owns_region,
             registration,
         });
@@ -199,7 +202,7 @@ impl Ivshmem {
             self.end.left();
         }
         if let Some(bells) = slot.joined {
-            self.end.joined(bells);
+            self.end.meeting.joined(bells);
         }
     }
 
@@ -209,15 +212,15 @@ impl Ivshmem {
         if let Some(fault) = self.memory_fault() {
             return Err(fault);
         }
-        if self.end.peer_stopped() {
+        if self.end.meeting.peer_stopped() {
             self.end.step();
             return Ok(());
         }
-        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.peer_id) })
+        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) })
     }
 
     fn memory_fault(&self) -> Option<Fault> {
-        (self.end.memory.is_lost() && !self.lost).then(|| Fault {
+        (self.end.meeting.memory.is_lost() && !self.lost).then(|| Fault {
             kind: FaultKind::Memory,
             detail: "pages of the link's region are gone: its file was truncated, or has no space".into(),
         })
@@ -230,7 +233,7 @@ impl Port for Ivshmem {
     }
 
     fn link(&self) -> Link {
-        if self.end.machine.is_up() { Link::Up } else { Link::Down }
+        if self.end.meeting.machine.is_up() { Link::Up } else { Link::Down }
     }
 
     fn caps(&self) -> Caps {
@@ -265,10 +268,10 @@ impl Port for Ivshmem {
 
     #[inline]
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return Ok(0);
         }
-        let memory: &'m Memory = &self.end.memory;
+        let memory: &'m Memory = &self.end.meeting.memory;
         let mut taken = 0;
         let result = loop {
             let want = CHUNK.min(budget - taken).min(MAX_HELD - self.end.receiver.held());
@@ -304,8 +307,9 @@ impl Port for Ivshmem {
         if let Err(error) = result {
             // Without `judge`, which needs all of the port, of which the batch has a part: the worker services a port that
             // it wakes, and `service` follows the peer.
-            if self.end.memory.is_lost() || !self.end.peer_stopped() {
-                let fault = Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.peer_id) };
+            if self.end.meeting.memory.is_lost() || !self.end.meeting.peer_stopped() {
+                let fault =
+                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) };
                 return Err(self.memory_fault().unwrap_or(fault));
             }
             self.shared.registration.wake();
@@ -316,10 +320,10 @@ impl Port for Ivshmem {
     #[inline]
     fn release(&mut self) -> Result<(), Fault> {
         let held = self.end.receiver.held();
-        if held == 0 || !self.end.machine.may_use_rings() {
+        if held == 0 || !self.end.meeting.machine.may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.memory) {
+        let ring = match self.end.places.of(&self.end.meeting.memory) {
             Ok(sections) => self.end.receiver.release(&sections, held),
             Err(error) => return self.judge(error),
         };
@@ -332,14 +336,14 @@ impl Port for Ivshmem {
     #[inline]
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
         let mut sent = Sent::default();
-        if !self.end.machine.is_up() {
+        if !self.end.meeting.machine.is_up() {
             drops.count(Reason::LinkDown, which.len() as u64);
             return Ok(sent);
         }
         let longest = Caps::plain(self.end.mtu).max_frame_bytes as usize;
-        let End { memory, places, sender, .. } = &mut self.end;
+        let End { meeting, places, sender, .. } = &mut self.end;
         let (mut too_long, mut no_buffer) = (0, 0);
-        let result = places.of(memory).and_then(|sections| {
+        let result = places.of(&meeting.memory).and_then(|sections| {
             sender.reclaim(&sections)?;
             for index in which {
                 let frame = &batch.frames()[usize::from(*index)];
@@ -371,19 +375,17 @@ impl Port for Ivshmem {
                 drops.count(Reason::LinkDown, lost);
                 Ok(Sent::default())
             }
-            Err(fault) => {
-                drops.count(Reason::Reset, lost);
-                Err(fault)
-            }
+            // The caller counts all that `drops` does not hold.
+            Err(fault) => Err(fault),
         }
     }
 
     #[inline]
     fn flush(&mut self) -> Result<(), Fault> {
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.memory) {
+        let ring = match self.end.places.of(&self.end.meeting.memory) {
             Ok(sections) => self.end.sender.publish(&sections),
             Err(error) => return self.judge(error),
         };
@@ -399,10 +401,10 @@ impl Port for Ivshmem {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return Ok(false);
         }
-        match self.end.places.of(&self.end.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
+        match self.end.places.of(&self.end.meeting.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
             Ok(more) => Ok(more),
             Err(error) => self.judge(error).map(|()| false),
         }
@@ -414,18 +416,19 @@ impl Port for Ivshmem {
 
     fn reset(&mut self, _fault: &Fault) {
         self.end.reset();
-        if self.end.memory.is_lost() {
+        if self.end.meeting.memory.is_lost() {
             self.lost = true;
             self.end.left();
         }
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
-        let End { machine, sender, receiver, geometry, resets, .. } = &self.end;
-        let peer = match (self.end.present, State::from_word(self.end.look())) {
+        let End { meeting, sender, receiver, geometry, .. } = &self.end;
+        let (machine, resets) = (&meeting.machine, &meeting.resets);
+        let peer = match (self.end.meeting.present, State::from_word(self.end.meeting.look())) {
             (false, _) => "absent".into(),
             (true, Some(state)) => state.name().into(),
-            (true, None) => format!("{:#x}", self.end.look()),
+            (true, None) => format!("{:#x}", self.end.meeting.look()),
         };
         let wakes = match (self.doorbells.len(), self.watches.len()) {
             (0, _) => format!("poll every {} us", self.poller.interval.0 / 1000),
@@ -433,11 +436,11 @@ impl Port for Ivshmem {
             (n, _) => format!("{n} doorbells"),
         };
         vec![
-            ("own_id", self.end.own_id.to_string()),
+            ("own_id", self.end.meeting.own_id.to_string()),
             ("own_state", machine.own().name().into()),
-            ("peer_id", self.end.peer_id.to_string()),
+            ("peer_id", self.end.meeting.peer_id.to_string()),
             ("peer_state", peer),
-            ("vectors", self.end.vectors.to_string()),
+            ("vectors", self.end.meeting.vectors.to_string()),
             ("woken_by", wakes),
             ("ring_entries", geometry.num().to_string()),
             ("section_bytes", geometry.section_bytes().to_string()),
@@ -445,7 +448,7 @@ impl Port for Ivshmem {
             ("frames_out", format!("{} of {}", sender.outstanding(), sender.depth())),
             ("bytes_out", format!("{} of {}", sender.taken_bytes(), geometry.data_bytes())),
             ("frames_waiting", format!("{} of {}", receiver.waiting(), geometry.num())),
-            ("rings_sent", self.end.rings.to_string()),
+            ("rings_sent", self.end.meeting.rings.to_string()),
             ("ring_storms", self.storm.count.to_string()),
             ("resets_peer_reset", resets.peer_reset.to_string()),
             ("resets_peer_left", resets.peer_left.to_string()),
@@ -459,6 +462,6 @@ impl Port for Ivshmem {
 impl Drop for Ivshmem {
     fn drop(&mut self) {
         // The peer is not to wait for one that will not come back.
-        self.end.close();
+        self.end.meeting.close();
     }
 }

@@ -5,6 +5,7 @@
 //!
 //! Frames that were sent are seen by the peer at [`NetPeer::flush`]. Nothing blocks but [`NetPeer::wait`].
 
+use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -19,6 +20,47 @@ use super::end::{Bells, End, EndError, LinkEnd, Resets};
 const FIRST_NAP: Duration = Duration::from_micros(50);
 /// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
+
+/// What ended a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Woken {
+    /// Its time is over.
+    Over,
+    /// Nothing did; look again.
+    Look,
+    /// A doorbell, or the other descriptor.
+    Rung,
+}
+
+/// Waits for doorbells, or, where there are none, in pauses that grow.
+pub(super) struct Waiter {
+    end: Instant,
+    nap: Duration,
+}
+
+impl Waiter {
+    pub(super) fn new(timeout: Duration) -> Waiter {
+        Waiter { end: Instant::now() + timeout, nap: FIRST_NAP }
+    }
+
+    pub(super) fn wait(&mut self, doorbells: &[Doorbell], other: Option<BorrowedFd<'_>>) -> Woken {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Woken::Over;
+        }
+        let polled = doorbells.is_empty();
+        let pause = if polled { left.min(self.nap) } else { left };
+        self.nap = (self.nap * 2).min(LONGEST_NAP);
+        let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
+        fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        // An interrupted wait looks again; a time beyond what the kernel counts is none.
+        let rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
+        for bell in doorbells {
+            bell.take();
+        }
+        if rung { Woken::Rung } else { Woken::Look }
+    }
+}
 
 /// Why a frame was not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -73,17 +115,17 @@ impl NetPeer {
 
     /// Whether both ends run, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.end.machine.is_up()
+        self.end.meeting.machine.is_up()
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.end.machine.own(), self.end.machine.peer())
+        (self.end.meeting.machine.own(), self.end.meeting.machine.peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.end.resets
+        self.end.meeting.resets
     }
 
     /// Longest frame that fits the link's MTU, with Ethernet header and one VLAN tag.
@@ -93,7 +135,7 @@ impl NetPeer {
 
     /// The peer is there, rung by `bells` from now on; `None` where it polls.
     pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
-        self.end.joined(bells);
+        self.end.meeting.joined(bells);
         self.step();
     }
 
@@ -105,7 +147,7 @@ impl NetPeer {
     /// Has the peer go without a word, as one that is killed.
     #[cfg(test)]
     pub(super) fn die(mut self) {
-        self.end.mute();
+        self.end.meeting.mute();
     }
 
     fn down(&self) -> SendError {
@@ -115,7 +157,7 @@ impl NetPeer {
 
     #[cold]
     fn broken(&mut self) {
-        if self.end.peer_stopped() {
+        if self.end.meeting.peer_stopped() {
             self.end.step();
         } else {
             self.end.reset();
@@ -128,15 +170,15 @@ impl NetPeer {
     /// [`SendError`]; the frame was not taken.
     pub fn send(&mut self, frame: &[u8]) -> Result<(), SendError> {
         self.step();
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return Err(self.down());
         }
         let most = self.end.geometry.data_bytes() as usize / 4;
         if frame.is_empty() || frame.len() > most {
             return Err(SendError::Length { got: frame.len(), most });
         }
-        let End { memory, places, sender, .. } = &mut self.end;
-        let result = places.of(memory).and_then(|sections| {
+        let End { meeting, places, sender, .. } = &mut self.end;
+        let result = places.of(&meeting.memory).and_then(|sections| {
             if !sender.has_room(frame.len()) {
                 sender.reclaim(&sections)?;
             }
@@ -154,11 +196,11 @@ impl NetPeer {
 
     /// Shows the peer what was sent, and rings it where it wants that.
     pub fn flush(&mut self) {
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return;
         }
-        let End { memory, places, sender, .. } = &mut self.end;
-        if places.of(memory).is_ok_and(|sections| sender.publish(&sections)) {
+        let End { meeting, places, sender, .. } = &mut self.end;
+        if places.of(&meeting.memory).is_ok_and(|sections| sender.publish(&sections)) {
             self.end.ring_traffic();
         }
     }
@@ -167,11 +209,11 @@ impl NetPeer {
     /// first, so they do not change.
     pub fn receive<T>(&mut self, buffer: &mut Vec<u8>, take: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.step();
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return None;
         }
-        let End { memory, places, receiver, .. } = &mut self.end;
-        let result = places.of(memory).and_then(|sections| {
+        let End { meeting, places, receiver, .. } = &mut self.end;
+        let result = places.of(&meeting.memory).and_then(|sections| {
             let got = receiver.receive(&sections, 1, |view| {
                 buffer.resize(view.len(), 0);
                 view.read_into(buffer);
@@ -195,41 +237,33 @@ impl NetPeer {
     /// Waits until the peer rings, a frame is there, or `timeout` has passed. Without a doorbell it looks again and again, as a
     /// port does. Returns whether something may have happened.
     pub fn wait(&mut self, timeout: Duration) -> bool {
-        let end = Instant::now() + timeout;
-        let mut nap = FIRST_NAP;
+        self.wait_with(timeout, None)
+    }
+
+    /// As [`NetPeer::wait`], and until `other` is readable.
+    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+        let mut waiter = Waiter::new(timeout);
         loop {
             if self.end.step() || self.arm() {
                 return true;
             }
-            let left = end.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            if self.doorbells.is_empty() {
-                std::thread::sleep(left.min(nap));
-                nap = (nap * 2).min(LONGEST_NAP);
-                continue;
-            }
-            let mut fds: Vec<PollFd<'_>> = self.doorbells.iter().map(|b| PollFd::new(b, PollFlags::IN)).collect();
-            let timeout = Timespec::try_from(left).ok();
-            // An interrupted wait looks again.
-            let rung = poll(&mut fds, timeout.as_ref()).is_ok_and(|n| n != 0);
-            for bell in &self.doorbells {
-                bell.take();
-            }
-            if rung {
-                self.end.step();
-                return true;
+            match waiter.wait(&self.doorbells, other) {
+                Woken::Over => return false,
+                Woken::Look => {}
+                Woken::Rung => {
+                    self.end.step();
+                    return true;
+                }
             }
         }
     }
 
     fn arm(&mut self) -> bool {
-        if !self.end.machine.may_use_rings() {
+        if !self.end.meeting.machine.may_use_rings() {
             return false;
         }
-        let End { memory, places, receiver, .. } = &mut self.end;
-        match places.of(memory).and_then(|sections| receiver.arm(&sections)) {
+        let End { meeting, places, receiver, .. } = &mut self.end;
+        match places.of(&meeting.memory).and_then(|sections| receiver.arm(&sections)) {
             Ok(more) => more,
             Err(_) => {
                 self.broken();
@@ -241,6 +275,6 @@ impl NetPeer {
 
 impl Drop for NetPeer {
     fn drop(&mut self) {
-        self.end.close();
+        self.end.meeting.close();
     }
 }

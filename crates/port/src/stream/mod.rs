@@ -583,4 +583,4 @@ impl Port for StreamPort {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

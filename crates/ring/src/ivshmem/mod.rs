@@ -5,7 +5,7 @@
 //! A region (Jailhouse's IVSHMEM v2 specification) is cut into sections, each a multiple of a page:
 //!
 //! ```text
-//!   [header page]   v1 only: what v2 has in registers
+//!   [header page]   v1 only: what v2 has in registers (docs/decisions/0010-ivshmem-v1-header-page.md)
 //!   state table     peer i writes word i
 //!   R/W section     everybody writes; may be empty; not used by the protocols here
 //!   output 0        peer 0 writes, all read
