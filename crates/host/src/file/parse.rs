@@ -322,6 +322,7 @@ impl<'t> Reader<'_, 't> {
                 .word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)])
                 .unwrap_or(Accel::Auto),
             cmdline,
+            iommu: !cell && s.flag("iommu").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             attach: s
                 .word(

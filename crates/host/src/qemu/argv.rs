@@ -97,12 +97,18 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
         (true, MachineKind::Cell, true) => "microvm,acpi=off,pit=on,rtc=on",
         (true, MachineKind::Vm, true) => "microvm,acpi=on,pit=on,rtc=on",
         (true, _, false) => "microvm,acpi=on,pcie=on,pit=on,rtc=on",
+        // KVM remaps interrupts only with the I/O APIC in QEMU.
+        (false, ..) if machine.iommu && with.kvm => "q35,kernel-irqchip=split",
         (false, ..) => "q35",
     };
     if microvm {
         add(&["-bios", "qboot.rom"]);
     }
     add(&["-M", &format!("{chipset},accel={accel},memory-backend=mem")]);
+    if machine.iommu {
+        // Before the devices that it stands before.
+        add(&["-device", "intel-iommu"]);
+    }
     if with.kvm {
         add(&["-cpu", "host"]);
     }
