@@ -201,6 +201,8 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		c->taken_bytes += bytes;
 		if (segments)
 			c->taken_large++;
+		if (flow->flags & FLOW_XDP)
+			c->taken_able++;
 		if (flow->flags & FLOW_PEER)
 			c->packets[TAKEN_PEER]++;
 		else
@@ -359,7 +361,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	flow.slot = in->slot;
 	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED))
 		flow.flags |= FLOW_PEER;
-	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED))
+	/* XDP neither queues nor marks, and what captures at the output would miss it. */
+	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow.flags & FLOW_PEER) && !skb->mark)
 		flow.flags |= FLOW_XDP;
 	flow.mtu = forward_mtu(kernel_skb, dst, family);
 	flow.mark = skb->mark;
@@ -439,6 +442,123 @@ int tcx_out(struct __sk_buff *skb)
 	else if (skb->protocol == bpf_htons(ETH_P_IPV6))
 		watch(skb, AF_INET6);
 	return TCX_NEXT;
+}
+
+/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
+static __always_inline bool is_partial(const struct frame *f, int family)
+{
+	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
+
+	sum += (__u64)f->key.saddr[0] + f->key.daddr[0];
+	if (family == AF_INET6)
+		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
+		       f->key.daddr[3];
+	return f->check == fold(sum);
+}
+
+static __always_inline int hand_on(const struct flow *flow, __u32 why)
+{
+	struct counters *c = counters_of(flow->slot);
+
+	if (c)
+		c->packets[masked(why, VERDICTS)]++;
+	return XDP_PASS;
+}
+
+static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, int family)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES, bytes = end - data, padding;
+	struct xdp_buff *buff = kernel_context(ctx);
+	struct net_device *dev = buff->rxq->dev;
+	const __u16 *mac, *known;
+	struct transport *t;
+	struct counters *c;
+	struct frame f = {};
+	struct flow *flow;
+	__u64 now;
+
+	f.key.iif = ctx->ingress_ifindex;
+	/* Whatever is not taken here tcx judges again, and counts. */
+	if (parse(data, end, family, bytes, &f))
+		return XDP_PASS;
+	flow = look_up(&f, family);
+	if (!flow)
+		return XDP_PASS;
+	now = bpf_ktime_get_coarse_ns();
+	if (holds(flow, &f, family, dev->nd_net.net, set, now))
+		return XDP_PASS;
+	mac = data;
+	known = (const __u16 *)flow->in_mac;
+	if (data + ETH_HLEN > end || mac[0] != known[0] || mac[1] != known[1] || mac[2] != known[2])
+		return XDP_PASS;
+	if (!(flow->flags & FLOW_XDP))
+		return hand_on(flow, HANDED_OUTPUT);
+	if (f.length > flow->mtu)
+		return hand_on(flow, HANDED_LARGE);
+	/* One in 65536 whole frames looks so too; it takes the slower way. */
+	if (is_partial(&f, family))
+		return hand_on(flow, HANDED_PARTIAL);
+	if ((__u64)dev->ptype_all.next != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
+		return hand_on(flow, HANDED_CAPTURE);
+	padding = bytes - ETH_HLEN - f.length;
+	if (padding) {
+		if (bpf_xdp_adjust_tail(ctx, -(int)padding))
+			return XDP_PASS;
+		data = (void *)(long)ctx->data;
+		end = (void *)(long)ctx->data_end;
+	}
+	t = data + ETH_HLEN + header;
+	if ((void *)t + (f.key.proto == IPPROTO_TCP ? TCP_BYTES : UDP_BYTES) > end)
+		return XDP_PASS;
+	if (family == AF_INET && flow->flags & FLOW_NAT) {
+		struct ip4 *ip = data + ETH_HLEN;
+		__u32 check = ~fold((__u64)(__u16)~f.check + flow->addresses_diff + flow->ports_diff);
+
+		ip->check = ~fold((__u64)(__u16)~ip->check + flow->addresses_diff);
+		ip->saddr = flow->saddr;
+		ip->daddr = flow->daddr;
+		t->ports = flow->ports;
+		if (f.key.proto == IPPROTO_TCP) {
+			/* Once more for the verifier, which has forgotten which of the two it is. */
+			if ((void *)t + TCP_BYTES > end)
+				return XDP_ABORTED;
+			t->tcp.check = check;
+		} else if (f.check) {
+			t->udp.check = (__u16)check ? check : 0xffff;
+		}
+	}
+	count_hop(data + ETH_HLEN, family);
+	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
+	flow->packets++;
+	flow->bytes += ETH_HLEN + f.length;
+	flow->last_ns = now;
+	c = counters_of(flow->slot);
+	if (c) {
+		c->packets[TAKEN_XDP]++;
+		c->taken_bytes += ETH_HLEN + f.length;
+	}
+	if (set->trace)
+		tell(set, &f, family, flow->oif, 0, TAKEN_XDP);
+	return bpf_redirect(flow->oif, 0);
+}
+
+SEC("xdp")
+int xdp_in(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u32 zero = 0;
+	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
+	__be16 kind;
+
+	if (!set || data + ETH_HLEN > end)
+		return XDP_PASS;
+	kind = *(__be16 *)(data + 12);
+	if (kind == bpf_htons(ETH_P_IP))
+		return take_raw(ctx, set, AF_INET);
+	if (kind == bpf_htons(ETH_P_IPV6))
+		return take_raw(ctx, set, AF_INET6);
+	return XDP_PASS;
 }
 
 /* The kernel gives helpers and types of its own to programs under its licence only. */

@@ -31,10 +31,11 @@ enum verdict {
 	UP_CHANGED,	/* routes, rules or settings are not those the flow was learned under */
 	UP_CONNTRACK,	/* the connection's entry is gone or is not what it was */
 	UP_MTU,		/* too long for the way out: the kernel answers, or cuts it */
-	UP_PARTIAL,	/* XDP only: its checksum is not finished */
-	UP_LARGE,	/* XDP only: a segmentation frame */
-	UP_BY_TCX,	/* XDP only: the way out is one that only tcx serves */
-	UP_CAPTURE,	/* XDP only: somebody captures on this interface */
+	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
+	HANDED_PARTIAL,	/* its checksum is not finished */
+	HANDED_LARGE,	/* a segmentation frame, or too long for the way out */
+	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
+	HANDED_CAPTURE,	/* somebody captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */
 };
 /* A power of two, so that a mask keeps an index within; the verifier wants to see that. */
@@ -55,7 +56,7 @@ struct counters {
 	__u64 packets[VERDICTS];
 	__u64 taken_bytes;
 	__u64 taken_large;	/* segmentation frames among those taken */
-	__u64 seen_partial;	/* XDP: frames whose checksum was not finished */
+	__u64 taken_able;	/* those taken by tcx that XDP could have sent out */
 	__u64 learned;
 	__u64 unlearned[UNLEARNED];
 };

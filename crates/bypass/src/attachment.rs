@@ -4,14 +4,16 @@
 //! programs run before ours; where older tc filters would run after ours, and so never see a frame that is taken, it is
 //! refused unless asked for.
 
-use crate::layout::{Mode, PORT_PEER, PORT_TAKE, Port, Settings};
+use crate::chooser::Why;
+use crate::layout::{Mode, PORT_PEER, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
-use crate::object::{self, LoadError, TCX_IN, TCX_OUT, chain};
+use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
 use crate::place::{Interface, Place, PlaceError, Record, Wanted};
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
-use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType};
+use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode};
+use aya_obj::programs::XdpAttachType;
 use std::time::Duration;
 
 /// How long a flow holds, unless the user says otherwise.
@@ -48,6 +50,16 @@ pub enum AttachError {
          Remove them, or say --past-filters if they need not"
     )]
     Filters(String),
+    /// An XDP program is there, and an interface has room for one.
+    #[error(
+        "{interface} has an XDP program already (id {program}), and there is room for one:          attach with --mode tcx, which works behind it, or take that one off (ip link set dev {interface} xdp off)"
+    )]
+    XdpTaken {
+        /// Where.
+        interface: String,
+        /// Its id, as in `bpftool prog`.
+        program: u32,
+    },
     /// Not a member of an Ethernet.
     #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
     NotEthernet(String),
@@ -87,7 +99,17 @@ pub struct Attached {
 pub(crate) fn capabilities(link: &Link) -> u32 {
     // The other end of a veth in this namespace cannot be redirected into, and a queueing discipline shall have its say.
     let peer = link.kind == "veth" && link.peer_elsewhere && link.qdisc == "noqueue" && link.master.is_none();
-    PORT_TAKE | if peer { PORT_PEER } else { 0 }
+    // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
+    let xdp = is_suited(link) && PLAIN_QUEUES.contains(&link.qdisc.as_str());
+    PORT_TAKE | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
+}
+
+/// Queueing disciplines that nobody would miss: XDP passes them by.
+const PLAIN_QUEUES: [&str; 6] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "pfifo", "mq"];
+
+/// Whether XDP at this interface costs nobody anything. A veth's peer would lose segmentation; of cards nothing is known yet.
+pub(crate) fn is_suited(link: &Link) -> bool {
+    link.kind == "tun"
 }
 
 fn program(place: &Place, name: &str) -> Result<SchedClassifier, ProgramError> {
@@ -116,6 +138,21 @@ fn attach_tcx(place: &Place, interface: &str, index: u32, name: &str, hook: TcAt
     Ok(())
 }
 
+/// Puts the XDP program into the driver.
+pub(crate) fn attach_xdp(place: &Place, index: u32) -> Result<(), String> {
+    let mut program = Xdp::from_pin(place.pin(&format!("prog_{XDP_IN}")), XdpAttachType::Interface).map_err(|e| chain(&e))?;
+    let id = program.attach_to_if_index(index, XdpMode::Driver).map_err(|e| chain(&e))?;
+    let link = program.take_link(id).map_err(|e| chain(&e))?;
+    let link = FdLink::try_from(link).map_err(|e| chain(&e))?;
+    link.pin(place.pin(&format!("link_{XDP_IN}_{index}"))).map_err(|e| chain(&e))?;
+    Ok(())
+}
+
+/// Takes it out again; tcx goes on.
+pub(crate) fn detach_xdp(place: &Place, index: u32) {
+    detach_link(place, XDP_IN, index);
+}
+
 /// Removes a pinned link, which detaches its program. One that is not there is detached already.
 fn detach_link(place: &Place, name: &str, index: u32) {
     if let Ok(link) = PinnedLink::from_pin(place.pin(&format!("link_{name}_{index}"))) {
@@ -124,7 +161,7 @@ fn detach_link(place: &Place, name: &str, index: u32) {
 }
 
 fn detach_all(place: &Place, index: u32) {
-    for name in [TCX_IN, TCX_OUT] {
+    for name in [XDP_IN, TCX_IN, TCX_OUT] {
         detach_link(place, name, index);
     }
 }
@@ -134,8 +171,14 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     if let Some(lease) = options.lease.filter(|l| !(SHORTEST_LEASE..=LONGEST_LEASE).contains(l)) {
         return Err(AttachError::Lease(lease));
     }
-    let _lock = place.lock()?;
+    let mut lock = place.lock()?;
     let fresh = !place.exists();
+    if fresh {
+        // What an attach that was killed left, if anything; the folder may go with it.
+        place.remove()?;
+        drop(lock);
+        lock = place.lock()?;
+    }
     let mut done = vec![];
     let result = attach_locked(place, names, options, fresh, &mut done);
     if result.is_err() {
@@ -147,6 +190,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
             }
         }
     }
+    drop(lock);
     result
 }
 
@@ -168,9 +212,6 @@ fn attach_locked(
         }
     }
     if fresh {
-        // What an attach that was killed left, if anything.
-        place.remove()?;
-        place.lock()?;
         found(place)?;
     }
     let mut record = place.record()?;
@@ -199,7 +240,16 @@ fn attach_locked(
             Some(port) => port.slot,
             None => maps.free_slot()?,
         };
-        maps.set_port(link.index, Port { slot, flags: capabilities(link), mode: Mode::Tcx, why: 0, since_ns: now })?;
+        let mode = if options.wanted == Wanted::Xdp { Mode::Xdp } else { Mode::Tcx };
+        detach_xdp(place, link.index);
+        if mode == Mode::Xdp {
+            if let Some((_, program)) = routes.link(&link.name)?.xdp {
+                return Err(AttachError::XdpTaken { interface: link.name.clone(), program });
+            }
+            attach_xdp(place, link.index).map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+        }
+        let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked } as u32;
+        maps.set_port(link.index, Port { slot, flags: capabilities(link), mode, why, since_ns: now })?;
         report.push(attached);
     }
     if !options.netns.is_empty() {

@@ -2,15 +2,17 @@
 //!
 //! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
 //! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address changed,
-//! sees whether somebody captures on an interface, and removes flows that are not used any more.
+//! chooses each interface's mode by its traffic, sees whether somebody captures on one, and removes flows that are not
+//! used any more.
 //!
 //! It ends by itself when the place is gone, within one tick. One runs per namespace, by a lock.
 
-use crate::attachment::{AttachError, monotonic_ns};
-use crate::layout::{PORT_CAPTURED, WISH_BYTES};
+use crate::attachment::{AttachError, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
+use crate::chooser::{Chooser, Why, Window};
+use crate::layout::{Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, PORT_CAPTURED, Port, TAKEN_XDP, WISH_BYTES};
 use crate::maps::{self, Maps};
-use crate::netlink::{Change, Connection, Conntrack, Monitor, Routes};
-use crate::place::Place;
+use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
+use crate::place::{Interface, Place};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -64,10 +66,18 @@ fn captured(table: &str) -> Vec<u32> {
     found
 }
 
+/// What the keeper knows of an interface.
+struct Watched {
+    chooser: Chooser,
+    last: Counters,
+}
+
 struct Keeper {
     place: Place,
     maps: Maps,
     neighbours: Neighbours,
+    watched: HashMap<u32, Watched>,
+    last_tick_ns: u64,
 }
 
 impl Keeper {
@@ -81,22 +91,75 @@ impl Keeper {
     }
 
     fn tick(&mut self) -> Result<(), AttachError> {
+        let now_ns = monotonic_ns();
+        let length = Duration::from_nanos(now_ns.saturating_sub(self.last_tick_ns));
+        self.last_tick_ns = now_ns;
         let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
         let captured = captured(&table);
+        let links = Routes::open()?.links()?;
+        let record = self.place.record()?;
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
+            let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
+            let Some(link) = links.iter().find(|l| l.index == index) else { continue };
             let on = captured.contains(&0) || captured.contains(&index);
-            let flags = if on { port.flags | PORT_CAPTURED } else { port.flags & !PORT_CAPTURED };
-            if flags != port.flags {
-                self.maps.set_port(index, crate::layout::Port { flags, ..port })?;
-                changed = true;
+            let flags = capabilities(link) | if on { PORT_CAPTURED } else { 0 };
+            let (mode, why) = self.choose(interface, link, &port, length, on)?;
+            changed |= flags != port.flags;
+            let since_ns = if mode == port.mode { port.since_ns } else { now_ns };
+            let now = Port { flags, mode, why: why as u32, since_ns, ..port };
+            if now != port {
+                self.maps.set_port(index, now)?;
             }
         }
         if changed {
             self.maps.forget_flows()?;
         }
-        self.maps.reap(monotonic_ns().saturating_sub(UNUSED.as_nanos() as u64))?;
+        self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
         Ok(())
+    }
+
+    /// Has an interface's mode chosen, and puts the XDP program in or takes it out.
+    fn choose(&mut self, interface: &Interface, link: &Link, port: &Port, length: Duration, captured: bool) -> Result<(Mode, Why), AttachError> {
+        let now = Duration::from_nanos(self.last_tick_ns);
+        let counters = self.maps.counters(port.slot)?;
+        let fresh = || Chooser::new(interface.wanted, is_suited(link), port.mode, now);
+        let watched = self
+            .watched
+            .entry(link.index)
+            .or_insert_with(|| Watched { chooser: fresh(), last: counters.clone() });
+        // Attached anew meanwhile, perhaps with another wish: that one counts, and what the map says of the mode.
+        if watched.chooser.wanted() != interface.wanted || watched.chooser.mode() != port.mode {
+            watched.chooser = fresh();
+        }
+        let window = window(&watched.last, &counters, length, captured);
+        watched.last = counters;
+        let (mode, why) = watched.chooser.choose(&window, now);
+        if mode == port.mode {
+            return Ok((mode, why));
+        }
+        if mode == Mode::Tcx {
+            detach_xdp(&self.place, link.index);
+        } else if let Err(cause) = attach_xdp(&self.place, link.index) {
+            eprintln!("{}: XDP could not be attached: {cause}", link.name);
+            return Ok((Mode::Tcx, watched.chooser.refused(now)));
+        }
+        Ok((mode, why))
+    }
+}
+
+/// What happened between two readings of an interface's counters.
+fn window(before: &Counters, after: &Counters, length: Duration, captured: bool) -> Window {
+    let packets = |n: usize| after.packets[n].saturating_sub(before.packets[n]);
+    Window {
+        length,
+        taken: after.taken().saturating_sub(before.taken()),
+        xdp_able: after.taken_able.saturating_sub(before.taken_able),
+        by_xdp: packets(TAKEN_XDP),
+        passed: after.passed().saturating_sub(before.passed()),
+        large: after.taken_large.saturating_sub(before.taken_large) + packets(HANDED_LARGE),
+        partial: packets(HANDED_PARTIAL),
+        captured,
     }
 }
 
@@ -108,7 +171,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     let monitor = Monitor::open()?;
     let conntrack = Conntrack::open()?;
     let mut wishes = maps::wishes(place)?;
-    let mut keeper = Keeper { place: place.clone(), maps: Maps::open(place)?, neighbours: Neighbours::default() };
+    let mut keeper = Keeper { place: place.clone(), maps: Maps::open(place)?, neighbours: Neighbours::default(), watched: HashMap::new(), last_tick_ns: monotonic_ns() };
     for change in Routes::open()?.neighbours()? {
         keeper.is_untrue(change);
     }

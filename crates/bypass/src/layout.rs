@@ -47,14 +47,22 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_changed", "routes, rules or settings have changed"),
     ("up_conntrack", "the connection's entry is gone or changed"),
     ("up_mtu", "too long for the way out"),
-    ("up_partial", "XDP: its checksum is not finished"),
-    ("up_large", "XDP: a segmentation frame"),
-    ("up_by_tcx", "XDP: a way out that only tcx serves"),
-    ("up_capture", "XDP: somebody captures here"),
+    ("handed_partial", "by XDP to tcx: its checksum is not finished"),
+    ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
+    ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
+    ("handed_capture", "by XDP to tcx: somebody captures here"),
     ("up_failed", "the kernel had no room for the change"),
 ];
 /// How many of `VERDICTS` are frames that were taken.
 pub const TAKEN: usize = 3;
+/// Which of them XDP handed on to tcx: those frames are counted again, under what tcx did.
+pub const HANDED: std::ops::Range<usize> = 18..22;
+/// Of `HANDED`: unfinished checksums.
+pub const HANDED_PARTIAL: usize = 18;
+/// Of `HANDED`: segmentation frames.
+pub const HANDED_LARGE: usize = 19;
+/// Taken by XDP.
+pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
 pub const UNLEARNED: [(&str, &str); 6] = [
@@ -174,8 +182,8 @@ pub struct Counters {
     pub taken_bytes: u64,
     /// Segmentation frames among those taken.
     pub taken_large: u64,
-    /// Frames that XDP saw whose checksum was not finished.
-    pub seen_partial: u64,
+    /// Frames that tcx took and XDP could have sent out.
+    pub taken_able: u64,
     /// Flows learned, each renewal counted.
     pub learned: u64,
     /// Forwarded frames that nothing was learned from, by reason.
@@ -191,7 +199,7 @@ impl Counters {
         }
         self.taken_bytes += at(VERDICT_SLOTS);
         self.taken_large += at(VERDICT_SLOTS + 1);
-        self.seen_partial += at(VERDICT_SLOTS + 2);
+        self.taken_able += at(VERDICT_SLOTS + 2);
         self.learned += at(VERDICT_SLOTS + 3);
         for (n, sum) in self.unlearned.iter_mut().enumerate() {
             *sum += at(VERDICT_SLOTS + 4 + n);
@@ -205,7 +213,7 @@ impl Counters {
 
     /// Packets that went the kernel's way.
     pub fn passed(&self) -> u64 {
-        self.packets[TAKEN..].iter().sum()
+        self.packets[TAKEN..].iter().sum::<u64>() - self.packets[HANDED].iter().sum::<u64>()
     }
 }
 

@@ -5,7 +5,7 @@
 //! the namespace's number. Beside it is the owner record.
 //!
 //! ```text
-//! RUNTIME/bypass/lock         held while something is attached or detached
+//! RUNTIME/bypass/             the folder itself is locked while something is attached or detached
 //! RUNTIME/bypass/bpf/         a bpffs; gone with the last namespace's bypass
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*
 //! RUNTIME/bypass/ID.json      the owner record
@@ -155,17 +155,26 @@ impl Place {
 
     /// Keeps others from changing anything until the file is dropped.
     pub(crate) fn lock(&self) -> Result<File, PlaceError> {
-        fs::create_dir_all(&self.root).map_err(file(&self.root))?;
-        let path = self.root.join("lock");
-        let lock = File::options().create(true).truncate(false).write(true).open(&path).map_err(file(&path))?;
-        lock.lock().map_err(file(&path))?;
-        Ok(lock)
+        loop {
+            fs::create_dir_all(&self.root).map_err(file(&self.root))?;
+            let wrong = file(&self.root);
+            let lock = match File::open(&self.root) {
+                Ok(lock) => lock,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(wrong(e)),
+            };
+            lock.lock().map_err(&wrong)?;
+            // Whoever held it may have removed the folder meanwhile; then it is another's that is to be locked.
+            let is = lock.metadata().map_err(&wrong)?.ino();
+            if fs::metadata(&self.root).is_ok_and(|now| now.ino() == is) {
+                return Ok(lock);
+            }
+        }
     }
 
     /// Makes the folder for pins, and the bpffs around it.
     pub(crate) fn make(&self) -> Result<(), PlaceError> {
-        let ns = |process: &str| fs::metadata(format!("/proc/{process}/ns/mnt")).map(|m| m.ino()).ok();
-        if ns("1").is_some() && ns("1") != ns("self") {
+        if has_private_mounts() {
             return Err(PlaceError::PrivateMounts);
         }
         let bpffs = self.bpffs();
@@ -190,15 +199,16 @@ impl Place {
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
         let bpffs = self.bpffs();
-        if fs::read_dir(&bpffs).is_ok_and(|mut entries| entries.next().is_none()) {
+        // The kernel puts files of its own into every bpffs; folders are namespaces.
+        let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| e.path().is_dir());
+        if fs::read_dir(&bpffs).is_ok_and(|mut entries| !entries.any(is_used)) {
             match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
                 // Somebody looks into it, or it was no mount any more: the next one that detaches tries again.
                 Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => {}
                 Err(cause) => return Err(file(&bpffs)(cause.into())),
             }
-            // Where others' records are the folders stay.
+            // Where others' records are the folder stays.
             if fs::remove_dir(&bpffs).is_ok() {
-                let _ = fs::remove_file(self.root.join("lock"));
                 let _ = fs::remove_dir(&self.root);
             }
         }
@@ -255,6 +265,24 @@ impl Place {
     /// Where the keeper says what went wrong.
     pub fn log(&self) -> PathBuf {
         self.beside("log")
+    }
+}
+
+/// Whether an ancestor of this process has another network namespace and other mounts: then it was started by something like
+/// `ip netns exec`, whose mounts end with it. (A container's processes have all the same.)
+fn has_private_mounts() -> bool {
+    let space = |pid: &str, kind: &str| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|m| m.ino()).ok();
+    let own = |kind| space("self", kind);
+    let mut pid = "self".to_owned();
+    loop {
+        // The name in parentheses may hold anything; the parent is the second field behind it.
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
+        let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return false };
+        if Some(mounts) != own("mnt") && Some(net) != own("net") {
+            return true;
+        }
+        pid = parent;
     }
 }
 
