@@ -67,7 +67,9 @@ pub enum AttachError {
     #[error("{0} is not attached; `tombolo bypass status` lists what is")]
     NotAttached(String),
     /// A lease out of bounds.
-    #[error("a lease of {0:?} is out of bounds: {SHORTEST_LEASE:?} to {LONGEST_LEASE:?}, so that the kernel's own timers see each flow in time")]
+    #[error(
+        "a lease of {0:?} is out of bounds: {SHORTEST_LEASE:?} to {LONGEST_LEASE:?}, so that the kernel's own timers see each flow in time"
+    )]
     Lease(Duration),
 }
 
@@ -140,7 +142,8 @@ fn attach_tcx(place: &Place, interface: &str, index: u32, name: &str, hook: TcAt
 
 /// Puts the XDP program into the driver.
 pub(crate) fn attach_xdp(place: &Place, index: u32) -> Result<(), String> {
-    let mut program = Xdp::from_pin(place.pin(&format!("prog_{XDP_IN}")), XdpAttachType::Interface).map_err(|e| chain(&e))?;
+    let mut program =
+        Xdp::from_pin(place.pin(&format!("prog_{XDP_IN}")), XdpAttachType::Interface).map_err(|e| chain(&e))?;
     let id = program.attach_to_if_index(index, XdpMode::Driver).map_err(|e| chain(&e))?;
     let link = program.take_link(id).map_err(|e| chain(&e))?;
     let link = FdLink::try_from(link).map_err(|e| chain(&e))?;
@@ -246,7 +249,8 @@ fn attach_locked(
             if let Some((_, program)) = routes.link(&link.name)?.xdp {
                 return Err(AttachError::XdpTaken { interface: link.name.clone(), program });
             }
-            attach_xdp(place, link.index).map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+            attach_xdp(place, link.index)
+                .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
         }
         let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked } as u32;
         maps.set_port(link.index, Port { slot, flags: capabilities(link), mode, why, since_ns: now })?;
@@ -263,7 +267,8 @@ fn attach_locked(
 /// Forgets interfaces that are gone, with what is pinned for them.
 fn prune(place: &Place, record: &mut Record, maps: &mut Maps, routes: &Routes) -> Result<(), AttachError> {
     let links = routes.links()?;
-    let (here, gone) = std::mem::take(&mut record.interfaces).into_iter().partition(|i| links.iter().any(|l| l.index == i.index));
+    let (here, gone) =
+        std::mem::take(&mut record.interfaces).into_iter().partition(|i| links.iter().any(|l| l.index == i.index));
     record.interfaces = here;
     for interface in gone {
         detach_all(place, interface.index);

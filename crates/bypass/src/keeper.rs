@@ -120,14 +120,19 @@ impl Keeper {
     }
 
     /// Has an interface's mode chosen, and puts the XDP program in or takes it out.
-    fn choose(&mut self, interface: &Interface, link: &Link, port: &Port, length: Duration, captured: bool) -> Result<(Mode, Why), AttachError> {
+    fn choose(
+        &mut self,
+        interface: &Interface,
+        link: &Link,
+        port: &Port,
+        length: Duration,
+        captured: bool,
+    ) -> Result<(Mode, Why), AttachError> {
         let now = Duration::from_nanos(self.last_tick_ns);
         let counters = self.maps.counters(port.slot)?;
         let fresh = || Chooser::new(interface.wanted, is_suited(link), port.mode, now);
-        let watched = self
-            .watched
-            .entry(link.index)
-            .or_insert_with(|| Watched { chooser: fresh(), last: counters.clone() });
+        let watched =
+            self.watched.entry(link.index).or_insert_with(|| Watched { chooser: fresh(), last: counters.clone() });
         // Attached anew meanwhile, perhaps with another wish: that one counts, and what the map says of the mode.
         if watched.chooser.wanted() != interface.wanted || watched.chooser.mode() != port.mode {
             watched.chooser = fresh();
@@ -171,7 +176,13 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     let monitor = Monitor::open()?;
     let conntrack = Conntrack::open()?;
     let mut wishes = maps::wishes(place)?;
-    let mut keeper = Keeper { place: place.clone(), maps: Maps::open(place)?, neighbours: Neighbours::default(), watched: HashMap::new(), last_tick_ns: monotonic_ns() };
+    let mut keeper = Keeper {
+        place: place.clone(),
+        maps: Maps::open(place)?,
+        neighbours: Neighbours::default(),
+        watched: HashMap::new(),
+        last_tick_ns: monotonic_ns(),
+    };
     for change in Routes::open()?.neighbours()? {
         keeper.is_untrue(change);
     }

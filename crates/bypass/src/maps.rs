@@ -1,7 +1,8 @@
 //! The maps, pinned and opened again.
 
 use crate::layout::{
-    COUNTERS_BYTES, Counters, FLOW_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port, SETTINGS_BYTES, Settings, Tuple,
+    COUNTERS_BYTES, Counters, FLOW_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port, SETTINGS_BYTES,
+    Settings, Tuple,
 };
 use crate::object::chain;
 use crate::place::Place;
@@ -85,7 +86,11 @@ impl Maps {
 
     /// The attached interfaces.
     pub fn ports(&self) -> Result<Vec<(u32, Port)>, MapsError> {
-        self.ports.iter().map(|entry| entry.map(|(i, b)| (i, Port::from_bytes(&b)))).collect::<Result<_, _>>().map_err(wrong("ports"))
+        self.ports
+            .iter()
+            .map(|entry| entry.map(|(i, b)| (i, Port::from_bytes(&b))))
+            .collect::<Result<_, _>>()
+            .map_err(wrong("ports"))
     }
 
     /// One interface.
@@ -113,10 +118,12 @@ impl Maps {
     /// A slot of the counters that no interface has, set to zero.
     pub fn free_slot(&mut self) -> Result<u32, MapsError> {
         let used: Vec<u32> = self.ports()?.iter().map(|p| p.1.slot).collect();
-        let full = || MapsError { name: "ports", cause: format!("{MAX_PORTS} interfaces are attached, which is the most") };
+        let full =
+            || MapsError { name: "ports", cause: format!("{MAX_PORTS} interfaces are attached, which is the most") };
         let slot = (0..MAX_PORTS).find(|s| !used.contains(s)).ok_or_else(full)?;
         let cpus = aya::util::nr_cpus().map_err(|e| MapsError { name: "counters", cause: e.1.to_string() })?;
-        let zeroes = PerCpuValues::try_from(vec![[0; COUNTERS_BYTES]; cpus]).map_err(|e| MapsError { name: "counters", cause: e.to_string() })?;
+        let zeroes = PerCpuValues::try_from(vec![[0; COUNTERS_BYTES]; cpus])
+            .map_err(|e| MapsError { name: "counters", cause: e.to_string() })?;
         self.counters.set(slot, zeroes, 0).map_err(wrong("counters"))?;
         Ok(slot)
     }

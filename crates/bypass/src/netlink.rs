@@ -63,7 +63,9 @@ pub enum NetlinkError {
         cause: Errno,
     },
     /// No such interface here.
-    #[error("there is no interface {0} in this network namespace; `ip link` lists those that are (--netns names another namespace)")]
+    #[error(
+        "there is no interface {0} in this network namespace; `ip link` lists those that are (--netns names another namespace)"
+    )]
     NoInterface(String),
 }
 
@@ -179,7 +181,8 @@ impl Link {
                 IFLA_MASTER => link.master = u32_at(value, 0),
                 IFLA_LINK_NETNSID => link.peer_elsewhere = true,
                 IFLA_LINKINFO => {
-                    link.kind = attributes(value).find(|a| a.0 == IFLA_INFO_KIND).map(|a| text(a.1)).unwrap_or_default();
+                    link.kind =
+                        attributes(value).find(|a| a.0 == IFLA_INFO_KIND).map(|a| text(a.1)).unwrap_or_default();
                 }
                 IFLA_XDP => {
                     let get = |wanted| attributes(value).find(|a| a.0 == wanted).map(|a| a.1);
@@ -292,7 +295,9 @@ impl Routes {
         body[4..8].copy_from_slice(&index.to_ne_bytes());
         body[12..16].copy_from_slice(&TC_INGRESS.to_ne_bytes());
         let mut found = false;
-        let asked = self.0.ask(&Message::new(RTM_GETTFILTER, NLM_F_DUMP, &body).finish(), |kind, _| found |= kind == RTM_NEWTFILTER);
+        let asked = self
+            .0
+            .ask(&Message::new(RTM_GETTFILTER, NLM_F_DUMP, &body).finish(), |kind, _| found |= kind == RTM_NEWTFILTER);
         match asked {
             Ok(()) => Ok(found),
             // No such qdisc: so no filters.
@@ -305,7 +310,9 @@ impl Routes {
     pub fn neighbours(&self) -> Result<Vec<Change>, NetlinkError> {
         let mut found = vec![];
         let request = Message::new(RTM_GETNEIGH, NLM_F_DUMP, &[0; 12]).finish();
-        self.0.ask(&request, |kind, body| found.extend(parse_change(kind, body))).map_err(failed("list of neighbours"))?;
+        self.0
+            .ask(&request, |kind, body| found.extend(parse_change(kind, body)))
+            .map_err(failed("list of neighbours"))?;
         Ok(found)
     }
 }
@@ -326,7 +333,9 @@ impl Monitor {
         let mut buffer = vec![0; 64 << 10];
         loop {
             match recv(&self.0.fd, &mut buffer[..], RecvFlags::DONTWAIT) {
-                Ok((got, _)) => changes.extend(messages(&buffer[..got]).filter_map(|(kind, body)| parse_change(kind, body))),
+                Ok((got, _)) => {
+                    changes.extend(messages(&buffer[..got]).filter_map(|(kind, body)| parse_change(kind, body)))
+                }
                 Err(Errno::AGAIN) => return Ok(changes),
                 Err(Errno::INTR) => {}
                 Err(Errno::NOBUFS) => changes.push(Change::Missed),

@@ -34,16 +34,22 @@ pub(crate) const XDP_IN: &str = "xdp_in";
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The kernel does not describe itself.
-    #[error("this kernel has no BTF ({0}): it needs CONFIG_DEBUG_INFO_BTF, as the kernels of Debian, Ubuntu and Fedora have")]
+    #[error(
+        "this kernel has no BTF ({0}): it needs CONFIG_DEBUG_INFO_BTF, as the kernels of Debian, Ubuntu and Fedora have"
+    )]
     NoBtf(String),
     /// A kernel function or type is missing.
-    #[error("this kernel has no {0}: the bypass needs Linux 6.6 or later, with connection tracking built in (CONFIG_NF_CONNTRACK=y)")]
+    #[error(
+        "this kernel has no {0}: the bypass needs Linux 6.6 or later, with connection tracking built in (CONFIG_NF_CONNTRACK=y)"
+    )]
     Missing(&'static str),
     /// The object has no use of it where there must be one: it was compiled from other sources than these.
     #[error("the object uses {0} nowhere: build the program anew")]
     NoUse(&'static str),
     /// The kernel refused a program or a map.
-    #[error("the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.6 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)")]
+    #[error(
+        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.6 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
+    )]
     Refused {
         /// Which program, or the maps.
         what: String,

@@ -36,7 +36,9 @@ pub enum PlaceError {
         cause: std::io::Error,
     },
     /// No such network namespace.
-    #[error("there is no network namespace {name}: {cause}; `ip netns` lists those with names, and a path such as /proc/PID/ns/net serves too")]
+    #[error(
+        "there is no network namespace {name}: {cause}; `ip netns` lists those with names, and a path such as /proc/PID/ns/net serves too"
+    )]
     Namespace {
         /// As it was given.
         name: String,
@@ -119,7 +121,8 @@ pub fn enter(name: &str) -> Result<(), PlaceError> {
     let path = if name.contains('/') { PathBuf::from(name) } else { Path::new("/run/netns").join(name) };
     let wrong = |cause: std::io::Error| PlaceError::Namespace { name: name.into(), cause };
     let space = File::open(path).map_err(wrong)?;
-    rustix::thread::move_into_link_name_space(space.as_fd(), Some(rustix::thread::LinkNameSpaceType::Network)).map_err(|e| wrong(e.into()))
+    rustix::thread::move_into_link_name_space(space.as_fd(), Some(rustix::thread::LinkNameSpaceType::Network))
+        .map_err(|e| wrong(e.into()))
 }
 
 impl Place {
@@ -225,8 +228,11 @@ impl Place {
             }
             Err(cause) => return Err(file(&path)(cause)),
         };
-        let record: Record =
-            serde_json::from_str(&text).map_err(|cause| PlaceError::Record { path: path.clone(), cause, pins: self.pins() })?;
+        let record: Record = serde_json::from_str(&text).map_err(|cause| PlaceError::Record {
+            path: path.clone(),
+            cause,
+            pins: self.pins(),
+        })?;
         if record.version != VERSION {
             return Err(PlaceError::Version { path, found: record.version });
         }
@@ -244,7 +250,8 @@ impl Place {
     /// The keeper's lock: nothing where another keeper holds it.
     pub(crate) fn keeper_lock(&self) -> Result<Option<File>, PlaceError> {
         let path = self.beside("keeper");
-        let lock = File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
+        let lock =
+            File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
         match lock.try_lock() {
             Ok(()) => Ok(Some(lock)),
             Err(TryLockError::WouldBlock) => Ok(None),
@@ -277,7 +284,8 @@ fn has_private_mounts() -> bool {
     loop {
         // The name in parentheses may hold anything; the parent is the second field behind it.
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-        let parent = stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
+        let parent =
+            stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
         let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return false };
         if Some(mounts) != own("mnt") && Some(net) != own("net") {
             return true;

@@ -71,14 +71,16 @@ fn named<const N: usize>(values: &[u64; N], names: &[(&'static str, &'static str
 
 /// The state of the bypass in the calling thread's namespace.
 pub fn report(place: &Place) -> Result<Report, AttachError> {
-    let mut report = Report { schema: SCHEMA, attached: place.exists(), keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
+    let mut report =
+        Report { schema: SCHEMA, attached: place.exists(), keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
     if !report.attached {
         return Ok(report);
     }
     let maps = Maps::open(place)?;
     let settings = maps.settings()?;
     let now = monotonic_ns();
-    let flows: Vec<_> = maps.flows()?.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
+    let flows: Vec<_> =
+        maps.flows()?.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
     report.keeper = place.keeper();
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();

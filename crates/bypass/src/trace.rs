@@ -24,7 +24,10 @@ fn want(maps: &mut Maps, seconds: u32) -> Result<(), AttachError> {
 }
 
 /// Hands events to `each` until it breaks or fails. It is called without an event ten times a second, so that it can see that time is up.
-pub fn trace<E: From<AttachError>>(place: &Place, mut each: impl FnMut(Option<Event>) -> Result<ControlFlow<()>, E>) -> Result<(), E> {
+pub fn trace<E: From<AttachError>>(
+    place: &Place,
+    mut each: impl FnMut(Option<Event>) -> Result<ControlFlow<()>, E>,
+) -> Result<(), E> {
     let mut maps = Maps::open(place).map_err(AttachError::from)?;
     let mut ring = maps::events(place).map_err(AttachError::from)?;
     // What an earlier trace left.

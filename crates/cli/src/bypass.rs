@@ -121,7 +121,8 @@ pub(crate) struct Keep {
 
 impl From<AttachError> for Failure {
     fn from(error: AttachError) -> Self {
-        let misused = matches!(error, AttachError::NotAttached(_) | AttachError::NotEthernet(_) | AttachError::Lease(_));
+        let misused =
+            matches!(error, AttachError::NotAttached(_) | AttachError::NotEthernet(_) | AttachError::Lease(_));
         if misused { Failure::misused(error.to_string()) } else { Failure::failed(error.to_string()) }
     }
 }
@@ -130,7 +131,9 @@ impl Space {
     /// Goes into the namespace and gives its place.
     fn enter(&self) -> Result<Place, Failure> {
         if !rustix::process::geteuid().is_root() {
-            return Err(Failure::failed("the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo"));
+            return Err(Failure::failed(
+                "the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo",
+            ));
         }
         let runtime = rundir::runtime_root().map_err(|e| Failure::failed(e.to_string()))?;
         if let Some(name) = &self.netns {
@@ -162,9 +165,17 @@ impl Attach {
         };
         let lease = self.lease.map(Duration::from_millis);
         let netns = self.space.netns.clone().unwrap_or_default();
-        let done = attachment::attach(&place, &self.interfaces, &Options { wanted, lease, past_filters: self.past_filters, netns })?;
+        let done = attachment::attach(
+            &place,
+            &self.interfaces,
+            &Options { wanted, lease, past_filters: self.past_filters, netns },
+        )?;
         for attached in done.iter().filter(|a| !a.after.is_empty()) {
-            eprintln!("tombolo: {}: runs after {}, which was there before", attached.interface, attached.after.join(", "));
+            eprintln!(
+                "tombolo: {}: runs after {}, which was there before",
+                attached.interface,
+                attached.after.join(", ")
+            );
         }
         let mut exit = Exit::Done;
         if !self.no_keeper && !start_keeper(&place)? {
@@ -188,7 +199,8 @@ fn start_keeper(place: &Place) -> Result<bool, Failure> {
     if place.keeper().is_some() {
         return Ok(true);
     }
-    let log = std::fs::File::create(place.log()).map_err(|e| Failure::failed(format!("{}: {e}", place.log().display())))?;
+    let log =
+        std::fs::File::create(place.log()).map_err(|e| Failure::failed(format!("{}: {e}", place.log().display())))?;
     let program = std::env::current_exe()?;
     Command::new(program)
         .args(["bypass", "keep"])
@@ -245,18 +257,21 @@ fn render(report: &Report) -> String {
     if !report.attached {
         return "nothing is attached in this network namespace\n".into();
     }
-    let keeper = report.keeper.map_or("no keeper runs: no new TCP connections through connection tracking, no changes of mode".into(), |pid| {
-        format!("keeper {pid}")
-    });
+    let keeper = report.keeper.map_or(
+        "no keeper runs: no new TCP connections through connection tracking, no changes of mode".into(),
+        |pid| format!("keeper {pid}"),
+    );
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
     for i in &report.interfaces {
         let mode = format!("{:?}", i.mode).to_lowercase();
         let numbers = [i.flows as u64, i.taken, i.taken_bytes, i.passed].map(|n| n.to_string());
         let [flows, taken, bytes, passed] = &numbers;
-        let reasons = i.by_reason.iter().chain(&i.unlearned).map(|(key, n)| {
-            format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default())
-        });
+        let reasons = i
+            .by_reason
+            .iter()
+            .chain(&i.unlearned)
+            .map(|(key, n)| format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default()));
         table.row(&[&i.name, &mode, i.why, flows, taken, bytes, passed]).extend(reasons);
     }
     text.push_str(&table.render(false));
@@ -280,7 +295,9 @@ impl Trace {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
         if !place.exists() {
-            return Err(Failure::misused("nothing is attached in this network namespace; see `tombolo bypass attach --help`"));
+            return Err(Failure::misused(
+                "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
+            ));
         }
         let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
         let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.as_str());
@@ -300,7 +317,13 @@ impl Trace {
             if self.interface.as_deref().is_some_and(|wanted| wanted != input) {
                 return Ok(ControlFlow::Continue(()));
             }
-            let key = (event.tuple.source, event.tuple.destination, event.tuple.source_port, event.tuple.destination_port, event.tuple.protocol);
+            let key = (
+                event.tuple.source,
+                event.tuple.destination,
+                event.tuple.source_port,
+                event.tuple.destination_port,
+                event.tuple.protocol,
+            );
             let same = told.insert(key, event.what.0) == Some(event.what.0);
             if same && !self.all {
                 return Ok(ControlFlow::Continue(()));
@@ -319,8 +342,17 @@ impl Trace {
         let (path, why) = event.what;
         let mut out = std::io::stdout().lock();
         if self.json {
-            let line =
-                Line { at_ns: event.at_ns, input, output, protocol: t.protocol, source, destination, length: event.length, path, why };
+            let line = Line {
+                at_ns: event.at_ns,
+                input,
+                output,
+                protocol: t.protocol,
+                source,
+                destination,
+                length: event.length,
+                path,
+                why,
+            };
             let text = serde_json::to_string(&line).map_err(|e| Failure::failed(e.to_string()))?;
             writeln!(out, "{text}")?;
         } else {
@@ -329,7 +361,11 @@ impl Trace {
             let taken = VERDICTS[..TAKEN].iter().any(|v| v.0 == path);
             let arrow = output.map_or(String::new(), |o| format!(" -> {o}"));
             let mark = if taken { "=>" } else { "  " };
-            writeln!(out, "{seconds:11.6} {mark} {input}{arrow} {protocol} {source} > {destination} {} B: {path}: {why}", event.length)?;
+            writeln!(
+                out,
+                "{seconds:11.6} {mark} {input}{arrow} {protocol} {source} > {destination} {} B: {path}: {why}",
+                event.length
+            )?;
         }
         out.flush()?;
         Ok(())
@@ -350,7 +386,9 @@ mod tests {
     #[test]
     fn attach_wants_an_interface_and_a_known_mode() {
         let parse = |line: &str| Whole::try_parse_from(line.split(' ')).map(|w| w.bypass).map_err(|e| e.exit_code());
-        assert!(matches!(parse("x attach tap0 eth0 --mode tcx"), Ok(Bypass::Attach(a)) if a.interfaces == ["tap0", "eth0"] && a.mode == ModeArg::Tcx));
+        assert!(
+            matches!(parse("x attach tap0 eth0 --mode tcx"), Ok(Bypass::Attach(a)) if a.interfaces == ["tap0", "eth0"] && a.mode == ModeArg::Tcx)
+        );
         assert_eq!(parse("x attach").map(drop), Err(2));
         assert_eq!(parse("x attach tap0 --mode fast").map(drop), Err(2));
     }

@@ -9,6 +9,7 @@ mod cell;
 mod doctor;
 mod down;
 mod exit;
+mod keeper;
 mod manual;
 mod out;
 mod port;
@@ -28,7 +29,15 @@ Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part.
 Which fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo.toml, else the only one running.
 
 Files: runtime files are in $TOMBOLO_RUNTIME, else /run/tombolo (root) or $XDG_RUNTIME_DIR/tombolo; leases in
-$TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.";
+$TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.
+
+Variables:
+  TOMBOLO_FABRIC   the fabric that is meant, as --fabric says it
+  TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path has to be short
+  TOMBOLO_STATE    folder of what outlives a fabric: leases
+  TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script has to exec it
+  TOMBOLO_APPS     folder of cell images, looked at before those beside the program, in the source tree and in
+                   /usr/lib/tombolo/apps";
 
 /// Ties VMs, unikernels, taps and processes of one machine together in one Ethernet network, through shared memory.
 #[derive(Debug, Parser)]
@@ -69,6 +78,9 @@ enum Command {
     Completions(manual::Completions),
     /// Print the manual page, or write the pages of all commands into a folder
     Man(manual::Man),
+    /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
+    #[command(hide = true)]
+    Keeper(keeper::Keeper),
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
@@ -86,6 +98,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
+        Command::Keeper(keeper) => keeper.run(),
     }
 }
 

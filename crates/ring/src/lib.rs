@@ -5,11 +5,13 @@
 //! and all memory ordering of the project lives here.
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
+//! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
 #![no_std]
 
 #[cfg(any(test, loom))]
 extern crate std;
 
+pub mod ivshmem;
 pub mod mem;
 pub mod virtio;

@@ -6,9 +6,15 @@
 //! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
 //! * [`guest`] – mapping a guest's memory, which its owner can take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
+//! * [`passing`] – descriptors that go through a Unix socket.
+//! * [`listener`] – listening Unix sockets that leave nothing behind.
+//! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 
 pub mod doorbell;
 pub mod guest;
+pub mod ivshmem;
+pub mod listener;
 pub mod memory;
+pub mod passing;
 mod signal;
