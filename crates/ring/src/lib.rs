@@ -5,6 +5,7 @@
 //! and all memory ordering of the project lives here.
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
+//! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
 #![no_std]
 
@@ -12,4 +13,5 @@
 extern crate std;
 
 pub mod mem;
+pub mod rpc;
 pub mod virtio;

@@ -1,0 +1,15 @@
+//! Calls with deadlines between processes of one machine, over shared memory.
+//!
+//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`]; this crate holds what a service and a
+//! client do with them. What decides is pure and runs on any clock:
+//!
+//! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
+//! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
+//! * [`simulate`]: the same rules on a virtual clock: deadlines missed against load, by order of service.
+//! * [`histogram`]: times as they are counted and reported.
+#![warn(unreachable_pub)]
+
+pub mod histogram;
+pub mod queue;
+pub mod schedule;
+pub mod simulate;
