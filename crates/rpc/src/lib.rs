@@ -9,7 +9,20 @@
 //! * [`histogram`]: times as they are counted and reported.
 #![warn(unreachable_pub)]
 
+pub mod client;
+pub mod clock;
+mod cpu;
+pub mod deadline;
+pub mod folder;
 pub mod histogram;
+mod message;
+pub mod poll;
+pub mod provider;
 pub mod queue;
 pub mod schedule;
+pub mod shared;
 pub mod simulate;
+mod socket;
+mod sync;
+
+pub use message::Facts;

@@ -92,6 +92,11 @@ impl<T> Schedule<T> {
         self.queue.len()
     }
 
+    /// Requests that are being served.
+    pub fn serving(&self) -> usize {
+        self.running.len()
+    }
+
     fn per_worker(&self, ns: u64) -> u64 {
         ns / u64::from(self.rules.workers.max(1))
     }
