@@ -128,8 +128,8 @@ fn child() {
         }
         "queued" => {
             for n in 0..8 {
-                // The first is held by the handler.
-                client.submit(if n == 0 { b"wait" } else { &large }, &call).unwrap();
+                // The first are held by the handlers of both workers.
+                client.submit(if n < 2 { b"wait" } else { &large }, &call).unwrap();
             }
         }
         "served" => {
@@ -168,6 +168,12 @@ fn until(what: &str, mut done: impl FnMut() -> bool) {
     }
 }
 
+/// Whether nothing is held that was not held before.
+fn is_given_back(before: (usize, usize)) -> bool {
+    let (fds, mappings) = held();
+    fds <= before.0 && mappings <= before.1
+}
+
 /// Descriptors and shared mappings of this process.
 fn held() -> (usize, usize) {
     let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
@@ -197,19 +203,24 @@ fn a_killed_client_leaves_nothing_behind_and_others_are_served_on() {
         let mut child = Killed::start(role, dir.path());
         child.says("ready");
         until("the client is there", || service.report().clients == 2);
+        if role == "queued" {
+            until("its calls wait", || service.report().pending == 6);
+        }
         child.kill();
-        // Others are served before, while and after it is noticed.
-        for _ in 0..50 {
+        // Others are served before, while and after it is noticed, unless it holds all workers.
+        for _ in 0..if role == "queued" { 0 } else { 50 } {
             assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok(), "{role}");
         }
-        open.store(true, Ordering::SeqCst);
         until("the client is forgotten", || service.report().clients == 1 && service.report().pending == 0);
+        open.store(true, Ordering::SeqCst);
+        assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok(), "{role}");
         drop(child);
-        until(&format!("{role}: all is given back"), || held() == before);
+        until(&format!("{role}: all is given back"), || is_given_back(before));
     }
     let report = service.report();
     assert_eq!((report.broken_clients, report.answers.failed), (0, 0));
-    assert!(report.answers.abandoned >= 1, "{:?}", report.answers);
+    // Two served and six queued of one, one served of the other.
+    assert_eq!(report.answers.abandoned, 9, "{:?}", report.answers);
 }
 
 #[test]
@@ -228,7 +239,7 @@ fn clients_killed_at_any_instant_do_no_harm() {
         assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok());
     }
     until("all clients are forgotten", || service.report().clients == 1 && service.report().pending == 0);
-    until("all is given back", || held() == before);
+    until("all is given back", || is_given_back(before));
     assert_eq!(service.report().broken_clients, 0, "a client that is killed breaks no rule");
 }
 
@@ -241,31 +252,28 @@ fn time_to_error(step: &str) -> Duration {
     let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
     let ended = std::thread::scope(|scope| {
         let (client, call) = (&client, &call);
-        let waits: Box<dyn FnOnce() -> Result<(), CallError> + Send> = match step {
-            "served" => Box::new(|| client.call(b"h", call).map(drop)),
-            "writing the reply" => Box::new(|| client.call(b"l", call).map(drop)),
-            "queued" => Box::new(|| {
-                client.submit(b"h", call)?;
-                client.call(&[b'x'; 5000], call).map(drop)
-            }),
-            // Several threads: one sleeps, the others wait for it.
-            _ => Box::new(|| {
-                std::thread::scope(|scope| {
-                    let calls: Vec<_> = (0..4).map(|_| scope.spawn(|| client.call(b"h", call).map(drop))).collect();
-                    let ends: Vec<_> = calls.into_iter().map(|c| c.join().unwrap()).collect();
-                    assert!(ends.iter().all(|e| matches!(e, Err(CallError::ProviderGone))), "{ends:?}");
-                });
-                Err(CallError::ProviderGone)
-            }),
+        let first: &[u8] = if step == "writing the reply" { b"l" } else { b"h" };
+        if step == "queued" {
+            client.submit(first, call).unwrap();
+        }
+        // Several threads: one sleeps, the others wait for it.
+        let threads = if step == "several threads" { 4 } else { 1 };
+        let bytes = if step == "queued" { &[b'x'; 5000] } else { first };
+        let wait = move || {
+            let ended = client.call(bytes, call);
+            (ended.map(drop), Instant::now())
         };
-        let waiter = scope.spawn(move || (waits(), Instant::now()));
+        let waiters: Vec<_> = (0..threads).map(|_| scope.spawn(wait)).collect();
         provider.says(if step == "writing the reply" { "writing" } else { "serving" });
         std::thread::sleep(Duration::from_millis(5));
         let killed = Instant::now();
         provider.kill();
-        let (error, at) = waiter.join().unwrap();
-        assert!(matches!(error, Err(CallError::ProviderGone)), "{step}: {error:?}");
-        at - killed
+        let ends = waiters.into_iter().map(|waiter| waiter.join().unwrap());
+        let told = ends.map(|(error, at)| {
+            assert!(matches!(error, Err(CallError::ProviderGone)), "{step}: {error:?}");
+            at - killed
+        });
+        told.max().unwrap()
     });
     assert!(matches!(client.call(b"x", &call), Err(CallError::ProviderGone)));
     drop(provider);
@@ -282,7 +290,7 @@ fn who_waits_for_a_killed_provider_is_told_at_once() {
     for step in ["served", "writing the reply", "queued", "several threads"] {
         // The kernel takes a process apart before it closes its sockets, and the machine may be busy with other things: of a few
         // tries one shows what ours costs.
-        let best = (0..5).map(|_| time_to_error(step)).min().unwrap();
+        let best = (0..5).map(|_| time_to_error(step)).inspect(|t| println!("{step}: {t:?}")).min().unwrap();
         assert!(best < AT_ONCE, "{step}: {best:?}");
     }
 }
@@ -291,6 +299,11 @@ fn who_waits_for_a_killed_provider_is_told_at_once() {
 fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     let dir = tempfile::tempdir().unwrap();
+    {
+        // What a process makes once, with its first client, is there before it is counted.
+        let _service = Service::register("first", options(dir.path()), serve).unwrap();
+        drop(Client::connect_with("first", &connect_options(dir.path())).unwrap());
+    }
     let (stop, served, gone) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
     let before = held();
     std::thread::scope(|scope| {
@@ -338,5 +351,5 @@ fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
     assert!(gone.load(Ordering::SeqCst) >= 12, "{gone:?}");
     assert_eq!(folder::list(dir.path()), [""; 0]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
-    until("all is given back", || held() == before);
+    until("all is given back", || is_given_back(before));
 }
