@@ -1,13 +1,14 @@
 """Each party of a fabric killed in turn: passt, a cell's QEMU, the daemon at rest and while it starts. Whatever is killed, the page
 behind the forward comes back by itself or with the next `up`, and `down` leaves nothing."""
 
+import json
 import os
 import signal
 import socket
 import subprocess
 import time
 
-from lib import Fabric, Namespace, http_get, need_program, need_root, scratch, timeout, until
+from lib import BUILD, Fabric, Namespace, http_get, need_program, need_root, qemu_program, scratch, timeout, until
 
 FILE = """
 name = "{name}"
@@ -118,6 +119,97 @@ def test_each_party_killed_in_turn():
         assert machines(name) == [machine]
         fabric.cli("down", "--fabric", name)
         nothing_left(name, tap, fabric)
+
+
+def refusal(port, netns=None):
+    """Seconds until a request through the forward fails; it must not wait for the client's own patience."""
+    begun = time.monotonic()
+    try:
+        answer = http_get("127.0.0.1", port=port, seconds=15, netns=netns)
+    except TimeoutError as late:
+        raise AssertionError("a forward to a machine that does not run hangs") from late
+    except (OSError, ValueError):
+        return time.monotonic() - begun
+    raise AssertionError(f"who answers for a machine that does not run? {answer}")
+
+
+@timeout(180)
+def test_a_forward_to_a_stopped_cell_is_refused():
+    need_root()
+    need_program("passt")
+    need_program("nft")
+    name, port = f"stop{os.getpid()}", free_port()
+    with scratch() as folder, Fabric(folder, FILE.format(name=name, port=port, uplink="user")) as fabric:
+        page(port)
+        fabric.cli("cell", "stop", "web", "--fabric", name)
+        took = [refusal(port) for _ in range(3)]
+        print("user uplink:", took)
+        assert max(took) < 2, took
+        # Not refused while it boots.
+        fabric.cli("cell", "run", "web", "--fabric", name)
+        assert http_get("127.0.0.1", port=port, seconds=20).status == 200
+    with Namespace() as space, scratch() as folder, Fabric(folder, FILE.format(name=name, port=8080, uplink="kernel"), netns=space) as fabric:
+        page(8080, space)
+        fabric.cli("cell", "stop", "web", "--fabric", name)
+        took = [refusal(8080, space) for _ in range(3)]
+        print("kernel uplink:", took)
+        assert max(took) < 8, took
+
+
+@timeout(180)
+def test_a_guest_started_by_a_script_is_adopted():
+    """$TOMBOLO_QEMU may be a script that adds arguments (build/qemu10/run does): the guest's command line is not the one in the plan."""
+    need_root()
+    need_program("passt")
+    name, port = f"wrap{os.getpid()}", free_port()
+    own = BUILD / "qemu10/run"
+    with scratch() as folder:
+        qemu = folder / "qemu"
+        qemu.write_text(f'#!/bin/sh\nexec {own if own.exists() else qemu_program()} "$@" -d guest_errors\n')
+        qemu.chmod(0o755)
+        os.environ["TOMBOLO_QEMU"] = str(qemu)
+        with Fabric(folder, FILE.format(name=name, port=port, uplink="user")) as fabric:
+            page(port)
+            [machine] = machines(name)
+            fabric.kill()
+            fabric.start()
+            page(port)
+            assert machines(name) == [machine]
+            assert fabric.machine("web")["adopted"] and fabric.machine("web")["pid"] == machine
+            # What the file says otherwise now is not adopted.
+            fabric.kill()
+            fabric.file.write_text(fabric.file.read_text().replace('app = "httpd"', 'app = "httpd"\nmemory = "48M"'))
+            fabric.start()
+            page(port)
+            assert not fabric.machine("web")["adopted"] and machine not in machines(name)
+
+
+@timeout(120)
+def test_a_subnet_that_the_host_reaches_otherwise_is_refused():
+    need_root()
+    need_program("nft")
+    text = 'name = "{name}"\n[network.lan]\nuplink = "kernel"\n'
+    one, two = f"net{os.getpid()}a", f"net{os.getpid()}b"
+    with Namespace() as space, scratch() as folder, scratch() as other, Fabric(folder, text.format(name=one), netns=space) as first:
+        file = other / "tombolo.toml"
+        file.write_text(text.format(name=two))
+        refused = first.cli("up", "-d", file, check=False)
+        assert refused.returncode == 1, refused
+        device = next(link["ifname"] for link in json.loads(space.ip("-j", "link")) if link["ifname"].startswith("tb-"))
+        for part in ("network lan", "10.87.0.0/24", device, 'like "10.87.1.0/24"'):
+            assert part in refused.stderr, refused.stderr
+        file.write_text(text.format(name=two) + 'subnet = "10.87.1.0/24"\n')
+        first.cli("up", "-d", file)
+        first.cli("down", "--fabric", two)
+        # A wider route loses a part, which is said.
+        space.run("ip", "link", "add", "vpn", "type", "veth", "peer", "name", "vpn-far")
+        space.run("ip", "addr", "add", "10.88.0.9/16", "dev", "vpn")
+        space.run("ip", "link", "set", "vpn", "up")
+        space.run("ip", "link", "set", "vpn-far", "up")
+        file.write_text(text.format(name=two) + 'subnet = "10.88.7.0/24"\n')
+        told = first.cli("up", "-d", file).stderr
+        assert "its route to 10.88.0.0/16 through vpn" in told, told
+        first.cli("down", "--fabric", two)
 
 
 @timeout(180)

@@ -195,6 +195,43 @@ def test_a_spoofed_source_is_dropped_and_counted():
         until("a ping with its own address", lambda: linux.ping(WEB, count=1) == 1.0, PATIENCE_S)
 
 
+@timeout(240)
+def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
+    with standing() as (fabric, linux):
+        assert LINUX in fabric.port("linux")["guard"], fabric.port("linux")
+        assert linux.ping(WEB, count=2) == 1.0
+        assert "guard" not in fabric.port("linux")["counters"]["rx_drops"]
+        # Its own Ethernet address, and an IPv4 address that is not its own: it neither draws traffic by ARP nor sends under it.
+        linux.run("ip addr add 10.234.0.99/24 dev eth0")
+        text = linux.run(f"ping -q -c 3 -W 1 -I 10.234.0.99 {WEB}", check=False).text
+        assert " 100% packet loss" in text, text
+        assert fabric.port("linux")["counters"]["rx_drops"].get("guard", 0) >= 3, fabric.port("linux")["counters"]
+        assert linux.ping(WEB, count=2) == 1.0
+
+
+MICROVM = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+[vm.linux]
+machine = "microvm"
+kernel = "{kernel}"
+initrd = "{initrd}"
+accel = "tcg"
+"""
+
+
+@timeout(120)
+def test_a_microvm_boots_stock_linux_with_no_further_keys():
+    kernel = BUILD / "guest/vmlinux"
+    if not kernel.exists():
+        raise Skip("build/guest is not there: run ./x guest")
+    text = MICROVM.format(name=f"m{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio")
+    with scratch() as folder, Fabric(folder, text) as fabric, Console(fabric) as linux:
+        assert linux.wait_address(60).startswith("10.234.0.")
+        fabric.cli("down", "--fabric", fabric.name)
+
+
 def blocks(data):
     """The blocks of a pcapng file, as (type, body), their two lengths compared."""
     at = 0

@@ -5,3 +5,4 @@ extern crate alloc;
 
 pub mod http;
 pub mod iperf;
+pub mod latency;

@@ -39,6 +39,11 @@ def tsc_khz():
     return round(float(re.search(r"^bogomips\s*: ([\d.]+)", text, re.M)[1]) * 500)
 
 
+def tsc_is_told():
+    """Whether that rate is exact: the kernel was told it (CPUID, hypervisor) instead of having measured it."""
+    return "tsc_known_freq" in re.search(r"^flags\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.M)[1].split()
+
+
 class Net(NamedTuple):
     """One network card: the arguments of QEMU's backend, and whether guest memory must be shared for it."""
 
@@ -85,7 +90,7 @@ class Guest(Process):
     """
 
     def __init__(self, kernel, nets=(), machine="microvm", memory_mib=64, append="", initrd=None, extra=(), name="guest",
-                 netns=None, cpu=None, nice=None, qemu=None, acpi=False):
+                 netns=None, cpu=None, nice=None, qemu=None, acpi=False, pcie=False):
         program = qemu or qemu_program()
         self.program = program
         accel = os.environ.get("TOMBOLO_ACCEL", "tcg")
@@ -94,6 +99,8 @@ class Guest(Process):
         options = [f"{machine},accel={accel}"]
         if machine == "microvm" and not acpi:
             options.append("acpi=off")
+        if machine == "microvm" and pcie:
+            options.append("pcie=on")
         argv = [program, "-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-serial", "stdio"]
         argv += ["-m", str(memory_mib), "-smp", "1"]
         if machine == "microvm":
@@ -229,10 +236,13 @@ class CellGuest(Guest):
 
     IMAGES = Path(os.environ.get("TOMBOLO_APPS") or ROOT / "cells/target/x86_64-unknown-linux-gnu/release")
 
-    def __init__(self, app, net=None, nets=None, append="", machine="microvm", memory_mib=64, **others):
+    def __init__(self, app, net=None, nets=None, append="", machine="microvm", memory_mib=64, extra=(), **others):
         image = self.IMAGES / app
         if not image.exists():
             raise Skip(f"the cell {app} is not built: run ./x cells")
-        extra = ["-device", "isa-debug-exit,iobase=0xf4,iosize=4"]
+        extra = ["-device", "isa-debug-exit,iobase=0xf4,iosize=4", *extra]
+        # As crates/host does: an emulated cell need not spend its first milliseconds on finding it.
+        if os.environ.get("TOMBOLO_ACCEL", "tcg") == "tcg" and tsc_is_told():
+            append = f"tsc_khz={tsc_khz()} {append}"
         super().__init__(image, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
                          append=append, name=app, extra=extra, **others)

@@ -14,9 +14,11 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _die_with_parent(parent):
-    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed."""
+def _prepare(parent, nice):
+    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; and its niceness."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if nice is not None:
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
     if os.getppid() != parent:
         os._exit(127)
 
@@ -58,8 +60,6 @@ class Process:
         command = [str(word) for word in argv]
         if cpu is not None:
             command = ["taskset", "-c", str(cpu)] + command
-        if nice is not None:
-            command = ["nice", "-n", str(nice)] + command
         if netns is not None:
             command = ["ip", "netns", "exec", str(netns)] + command
         self.argv = command
@@ -72,7 +72,7 @@ class Process:
             stderr=subprocess.STDOUT,
             cwd=cwd,
             env=dict(os.environ, **env) if env else None,
-            preexec_fn=lambda: _die_with_parent(parent),
+            preexec_fn=lambda: _prepare(parent, nice),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()

@@ -8,6 +8,7 @@ by `apt-get download`, and unpacked, never installed. Outputs, in build/guest/:
     vmlinux         the ELF inside it, which has a PVH entry (for -M microvm)
     initramfs.cpio  busybox, the virtio modules, iperf 2 with its libraries, /init
     version         what the three were built from; a second run with the same inputs does nothing
+    initramfs-agent.cpio   with --agent: the same with tombolo-agent, and what it needs to reach an ivshmem device
 
 Exit code 0 with the outputs in place, 1 with one line saying what is missing and how to get it.
 """
@@ -30,6 +31,8 @@ ROOT = HERE.parent.parent
 META_PACKAGES = ("linux-image-cloud-amd64", "linux-image-virtual")
 # What virtio-net needs on PCI and on MMIO. A name the kernel has built in is passed over.
 WANTED = ("virtio_pci", "virtio_mmio", "virtio_net", "virtio_rng")
+# What the agent needs more: a tap, and vfio for its interrupts. Loaded only where the guest runs it.
+AGENT_WANTED = ("tun", "vfio_pci", "vfio_iommu_type1")
 # Dynamic programs that come along with their libraries, when this machine has them.
 PROGRAMS = ("iperf", "ethtool")
 
@@ -125,7 +128,7 @@ class Modules:
             data = self.read(name)
             depends = re.search(rb"\0depends=([^\0]*)\0", data)
             for other in depends[1].decode().split(",") if depends and depends[1] else ():
-                load(other)
+                load(other.replace("-", "_"))
             loaded[name] = data
 
         for name in wanted:
@@ -211,6 +214,43 @@ def initramfs(modules, busybox):
     return archive.bytes()
 
 
+def with_agent(initramfs, modules, already, agent):
+    """The same guest with the agent: a second archive behind the first, which Linux unpacks one after the other
+    (Linux Documentation/driver-api/early-userspace/buffer-format)."""
+    more = Archive()
+    names = [name for name in modules if name not in already]
+    for name in names:
+        more.file(f"lib/modules/{name}.ko", modules[name], 0o644)
+    more.file("lib/modules/agent-order", "".join(f"{name}.ko\n" for name in names).encode(), 0o644)
+    more.file("bin/tombolo-agent", agent)
+    # The buffer format wants each archive to begin at a multiple of four bytes.
+    return initramfs + b"\0" * (-len(initramfs) % 4) + more.bytes()
+
+
+def write(out, made):
+    """Puts outputs in place, each at once."""
+    for name, data in made.items():
+        (out / f".{name}").write_bytes(data)
+        (out / f".{name}").rename(out / name)
+
+
+def add_agent(out, agent):
+    """Makes initramfs-agent.cpio of the guest that stands in `out`, unless it is of the same guest and agent already."""
+    agent = agent.read_bytes()
+    digest = hashlib.sha256((out / "version").read_bytes() + agent).hexdigest()
+    mark = out / "version-agent"
+    if mark.exists() and mark.read_text() == digest and (out / "initramfs-agent.cpio").exists():
+        return
+    trees = list((out / "kernel").iterdir())
+    if len(trees) != 1:
+        raise Missing(f"{out / 'kernel'} holds {len(trees)} kernels, 1 is expected: remove build/guest and run this again")
+    modules = Modules(trees[0])
+    archive = with_agent((out / "initramfs.cpio").read_bytes(), modules.order(AGENT_WANTED), modules.order(WANTED), agent)
+    write(out, {"initramfs-agent.cpio": archive})
+    mark.write_text(digest)
+    print(f"guest: initramfs-agent.cpio {len(archive) >> 10} KiB")
+
+
 def stamp(package, version, busybox):
     """Changes when anything that goes into the outputs changes."""
     digest = hashlib.sha256(busybox)
@@ -224,10 +264,21 @@ def stamp(package, version, busybox):
 
 
 def main():
+    options = arguments()
+    build(options)
+    if options.agent:
+        add_agent(options.out, options.agent)
+
+
+def arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build/guest")
     parser.add_argument("--offline", action="store_true", help="use what is there; fail if nothing is")
-    options = parser.parse_args()
+    parser.add_argument("--agent", type=Path, help="tombolo-agent, linked statically (./x agent)")
+    return parser.parse_args()
+
+
+def build(options):
     out = options.out
     outputs = [out / name for name in ("vmlinuz", "vmlinux", "initramfs.cpio", "version")]
     complete = all(path.exists() for path in outputs)
@@ -260,9 +311,7 @@ def main():
     image = next((tree / "boot").glob("vmlinuz-*"))
     modules = Modules(tree).order(WANTED)
     made = {"vmlinuz": image.read_bytes(), "vmlinux": extract_elf(image), "initramfs.cpio": initramfs(modules, busybox)}
-    for name, data in made.items():
-        (out / f".{name}").write_bytes(data)
-        (out / f".{name}").rename(out / name)
+    write(out, made)
     (out / "version").write_text(wanted)
     print(f"guest: {wanted.strip()}: " + ", ".join(f"{name} {len(data) >> 10} KiB" for name, data in made.items()))
 

@@ -26,7 +26,7 @@ const RECEIVE_BYTES: usize = 8 << 10;
 /// What a connection may have written and not yet acknowledged: less where there is little memory.
 const SEND_BYTES: core::ops::RangeInclusive<usize> = 8 << 10..=128 << 10;
 /// Half of the memory is for connections: so many at least, as long as each gets the smallest buffers, and so many at most.
-const CONNECTIONS: core::ops::RangeInclusive<usize> = 64..=128;
+const CONNECTIONS: core::ops::RangeInclusive<usize> = 256..=1024;
 const PATIENCE_NS: u64 = 30_000_000_000;
 
 /// What all connections share.

@@ -1,5 +1,6 @@
 //! The command line: `key=value` words, separated by spaces. Pure.
 
+use crate::ivshmem::pace::Pauses;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;
@@ -21,6 +22,19 @@ pub(crate) enum Ipv4Config {
     None,
 }
 
+/// Which device is the network.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum NetChoice {
+    /// The first virtio device, else the first network link over shared memory.
+    Any,
+    /// A virtio device only.
+    Virtio,
+    /// The link over shared memory of this name.
+    Link(String),
+    /// No network.
+    None,
+}
+
 /// What the command line says; the table in the crate's documentation lists the keys.
 #[derive(Clone, Debug)]
 pub struct Config {
@@ -32,6 +46,11 @@ pub struct Config {
     pub(crate) dns: Vec<IpAddress>,
     pub(crate) hostname: String,
     pub(crate) budget: usize,
+    /// How long the cell goes on looking at the network before it sleeps.
+    pub(crate) busy_poll_ns: u64,
+    /// How often a link without doorbell is looked at.
+    pub(crate) pauses: Pauses,
+    pub(crate) net: NetChoice,
     pub(crate) verbose: bool,
 }
 
@@ -116,7 +135,42 @@ impl Config {
                 expected: "a number of frames from 1 to 4096",
             })?,
         };
+        let microseconds = |key: &'static str, range: core::ops::RangeInclusive<u64>, expected, default_ns: u64| {
+            match value(line, key) {
+                None => Ok(default_ns),
+                Some(text) => match text.parse().ok().filter(|n| range.contains(n)) {
+                    Some(number) => Ok(number * 1000),
+                    None => Err(ConfigError { key, value: text.to_string(), expected }),
+                },
+            }
+        };
+        let default = Pauses::POLLED;
+        let pauses = Pauses {
+            shortest_ns: microseconds(
+                "poll_min_us",
+                1..=1_000_000,
+                "microseconds from 1 to 1000000",
+                default.shortest_ns,
+            )?,
+            longest_ns: microseconds(
+                "poll_max_us",
+                1..=1_000_000,
+                "microseconds from 1 to 1000000",
+                default.longest_ns,
+            )?,
+        };
+        let pauses = Pauses { longest_ns: pauses.longest_ns.max(pauses.shortest_ns), ..pauses };
+        let busy_poll_ns = microseconds("busy_poll_us", 0..=1_000_000, "microseconds from 0 to 1000000", 0)?;
+        let net = match value(line, "net") {
+            None => NetChoice::Any,
+            Some("none") => NetChoice::None,
+            Some("virtio") => NetChoice::Virtio,
+            Some(name) => NetChoice::Link(name.to_string()),
+        };
         Ok(Config {
+            busy_poll_ns,
+            pauses,
+            net,
             ipv4,
             gateway: typed(line, "gw", "an IPv4 address")?,
             ipv6: typed(line, "ip6", "an IPv6 ADDRESS/PREFIX, for example fd00::5/64")?,
@@ -213,10 +267,24 @@ mod tests {
             ("hostname=a_b", "hostname"),
             ("hostname=", "hostname"),
             ("budget=0", "budget"),
+            ("busy_poll_us=1000001", "busy_poll_us"),
+            ("poll_min_us=0", "poll_min_us"),
+            ("poll_max_us=x", "poll_max_us"),
         ] {
             let error = Config::parse(line).expect_err(line);
             assert!(format!("{error}").starts_with(&format!("command line: {key}=")), "{error}");
         }
+    }
+
+    #[test]
+    fn the_network_is_chosen_and_its_polling_bounded() {
+        let config = Config::parse("").unwrap();
+        assert_eq!((config.net, config.busy_poll_ns, config.pauses), (NetChoice::Any, 0, Pauses::POLLED));
+        let config = Config::parse("net=lan busy_poll_us=50 poll_min_us=10 poll_max_us=5").unwrap();
+        assert_eq!((config.net, config.busy_poll_ns), (NetChoice::Link("lan".to_string()), 50_000));
+        assert_eq!(config.pauses, Pauses { shortest_ns: 10_000, longest_ns: 10_000 });
+        assert_eq!(Config::parse("net=none").unwrap().net, NetChoice::None);
+        assert_eq!(Config::parse("net=virtio").unwrap().net, NetChoice::Virtio);
     }
 
     #[test]

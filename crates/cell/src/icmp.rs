@@ -47,6 +47,7 @@ impl Pinger {
         let (ident, seq_no) = (self.ident, self.sequence);
         let request = Icmpv4Repr::EchoRequest { ident, seq_no, data: &PAYLOAD };
         let start = self.net.now_ns();
+        self.net.with(|stack| stack.expect_sending_to(to.into(), start));
         self.with(|socket| {
             let room = socket.send(request.buffer_len(), to.into()).ok()?;
             // With its checksum: the stack parses what lies in the buffer before it sends it.

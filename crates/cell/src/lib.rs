@@ -35,6 +35,7 @@
 //! | `virtio_mmio.device=SIZE@ADDR:IRQ` | a virtio-mmio device; QEMU's microvm (`acpi=off`) and Firecracker add it by themselves | microvm's places are searched |
 //! | `verbose` | says at start what was found | |
 //! | `selftest=panic`, `stack`, `write`, `execute`, `null` | breaks that rule on purpose, for the tests of this crate | |
+//! | `selftest=memory` | compares memcpy and its family with loops over bytes, and ends with success | |
 //!
 //! Further words are the app's own: [`Net::config`].
 //!
@@ -57,9 +58,12 @@ extern crate std;
 mod acpi;
 mod app;
 mod config;
+mod device;
 mod executor;
 mod icmp;
+mod ivshmem;
 mod machine;
+mod neighbor;
 mod net;
 mod pci;
 #[cfg(not(test))]
@@ -71,12 +75,16 @@ mod virtio;
 
 pub use config::Config;
 pub use icmp::Pinger;
+pub use ivshmem::channel::{Channel, ChannelError, ChannelOptions, ChannelStats};
+pub use ivshmem::link::{Link, LinkError};
 pub use machine::console;
 pub use machine::exit::{ExitCode, exit};
 pub use net::{Net, ResolveError, Sleep};
 pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+pub use tombolo_ring::ivshmem::channel::{ChannelError as ChannelLayoutError, Record};
+pub use tombolo_ring::mem::{Foreign, ForeignMut};
 pub use udp::{UdpError, UdpSocket};
 pub use virtio::net::DeviceStats;
 

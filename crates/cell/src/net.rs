@@ -1,9 +1,9 @@
 //! What an app is given: the network, tasks, time, the command line.
 
-#[cfg(not(test))]
-use crate::acpi::Ecam;
 use crate::config::Config;
 use crate::icmp::Pinger;
+use crate::ivshmem::channel::{Channel, ChannelError, ChannelOptions};
+use crate::ivshmem::link::{Link, LinkError};
 use crate::stack::{NetStats, Shared, Stack};
 use crate::tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 use crate::udp::{DEFAULT_BYTES, UdpError, UdpSocket};
@@ -41,6 +41,10 @@ impl fmt::Display for ResolveError {
 impl Net {
     pub(crate) fn with<R>(&self, f: impl FnOnce(&mut Stack) -> R) -> R {
         f(&mut self.0.stack.borrow_mut())
+    }
+
+    pub(crate) fn shared(&self) -> &Shared {
+        &self.0
     }
 
     /// Adds a task: it runs until its future is done.
@@ -153,6 +157,22 @@ impl Net {
         Pinger::new(self.clone())
     }
 
+    /// Takes the ivshmem link called `name`, for code that speaks a protocol of its own over it.
+    ///
+    /// # Errors
+    /// No device has such a link, or it is taken: by the network, by a channel, or by another call of this.
+    pub fn link(&self, name: &str) -> Result<Link, LinkError> {
+        Link::open(self, name)
+    }
+
+    /// Opens a channel for records over the ivshmem link called `name`. It comes up when the peer has opened its end.
+    ///
+    /// # Errors
+    /// There is no such link, it was made for something else, or the channel does not fit its sections.
+    pub fn channel(&self, name: &str, options: ChannelOptions) -> Result<Channel, ChannelError> {
+        Channel::open(self, name, options)
+    }
+
     /// The address of a name: itself if it is one, its A record, or its AAAA record.
     pub async fn resolve(&self, name: &str) -> Result<IpAddress, ResolveError> {
         if let Ok(address) = name.parse() {
@@ -233,7 +253,11 @@ impl Drop for Sleep {
 #[cfg(not(test))]
 mod start {
     use super::*;
+    use crate::config::NetChoice;
+    use crate::device::NetDevice;
     use crate::executor::Executor;
+    use crate::ivshmem::link::Links;
+    use crate::ivshmem::net::IvshmemNet;
     use crate::machine::startup::Machine;
     use crate::machine::{Platform, cpu};
     use crate::pci::Pci;
@@ -241,26 +265,98 @@ mod start {
     use crate::virtio::net::VirtioNet;
     use crate::virtio::pci::PciTransport;
     use crate::virtio::{DEVICE_NET, Transport};
-    use crate::{ExitCode, app, exit, println, selftest, stack};
+    use crate::{ExitCode, app, exit, ivshmem, println, selftest, stack};
     use alloc::boxed::Box;
+    use alloc::string::ToString;
     use core::cell::RefCell;
+    use tombolo_ring::ivshmem::protocol::NETWORK;
 
-    /// The first network device: by MMIO if the command line names one, by PCI, by MMIO in microvm's places.
-    fn find_device(
+    /// The first virtio network device: by MMIO if the command line names one, by PCI, and `everywhere` by MMIO in microvm's places.
+    fn find_virtio(
         platform: &Platform,
+        pci: Option<&mut Pci<'_>>,
         line: &str,
-        ecam: Option<Ecam>,
-        window: Option<u64>,
+        everywhere: bool,
     ) -> Option<Box<dyn Transport>> {
         if let Some(transport) = MmioTransport::find(platform, line, false, DEVICE_NET) {
             return Some(Box::new(transport));
         }
-        if let Some(mut pci) = Pci::find(platform, ecam, window)
-            && let Some(transport) = PciTransport::find(platform, &mut pci, DEVICE_NET)
-        {
+        if let Some(transport) = pci.and_then(|pci| PciTransport::find(platform, pci, DEVICE_NET)) {
             return Some(Box::new(transport));
         }
-        Some(Box::new(MmioTransport::find(platform, line, true, DEVICE_NET)?))
+        everywhere.then(|| MmioTransport::find(platform, line, true, DEVICE_NET))?.map(|found| Box::new(found) as _)
+    }
+
+    /// The first link over shared memory that may be the network, taken out of `links`.
+    fn take_link(links: &mut Vec<ivshmem::device::Device>, choice: &NetChoice) -> Option<ivshmem::device::Device> {
+        let at = links.iter().position(|link| match choice {
+            NetChoice::Any => link.protocol() == NETWORK,
+            NetChoice::Link(name) => link.name() == name.as_str(),
+            NetChoice::Virtio | NetChoice::None => false,
+        })?;
+        Some(links.remove(at))
+    }
+
+    fn fail(why: core::fmt::Arguments<'_>) -> ! {
+        println!("tombolo-cell: {why}");
+        exit(ExitCode::Failure)
+    }
+
+    /// The network device that the command line asks for, or the first that there is.
+    fn find_network(
+        platform: &Platform,
+        pci: Option<&mut Pci<'_>>,
+        links: &mut Vec<ivshmem::device::Device>,
+        line: &str,
+        config: &Config,
+        seed: u64,
+    ) -> NetDevice {
+        let has_link = || links.iter().any(|link| link.protocol() == NETWORK);
+        let transport = match config.net {
+            NetChoice::Any => {
+                let everywhere = !has_link();
+                find_virtio(platform, pci, line, everywhere)
+            }
+            NetChoice::Virtio => find_virtio(platform, pci, line, true),
+            NetChoice::Link(_) | NetChoice::None => None,
+        };
+        if let Some(transport) = transport {
+            let Some(device) = VirtioNet::new(transport, seed) else {
+                fail(format_args!("the network device refused the features"))
+            };
+            if config.verbose {
+                let (name, mac, features, mtu) = (device.name(), device.mac(), device.features(), device.mtu());
+                println!("tombolo-cell: {name}: {mac}, features {features:#x}, MTU {mtu}");
+            }
+            if !device.link_is_up() {
+                println!("tombolo-cell: the network device says that its link is down");
+            }
+            return NetDevice::Virtio(Box::new(device));
+        }
+        if let Some(device) = take_link(links, &config.net) {
+            let name = device.name().to_string();
+            return match IvshmemNet::new(device, config.pauses, seed) {
+                Ok(device) => {
+                    if config.verbose {
+                        let (name, mac, mtu) = (device.name(), device.mac(), device.mtu());
+                        println!("tombolo-cell: network over ivshmem link {name:?}: {mac}, MTU {mtu}");
+                    }
+                    NetDevice::Ivshmem(Box::new(device))
+                }
+                Err(refusal) => fail(format_args!("ivshmem link {name:?}: {refusal}")),
+            };
+        }
+        match &config.net {
+            NetChoice::None => NetDevice::None,
+            NetChoice::Any if !links.is_empty() => {
+                println!("tombolo-cell: no network: {} ivshmem links, none of them a network", links.len());
+                NetDevice::None
+            }
+            NetChoice::Link(name) => fail(format_args!("net={name}: no such link over ivshmem")),
+            NetChoice::Any | NetChoice::Virtio => fail(format_args!(
+                "no virtio network device on PCI or MMIO, and no link over ivshmem; add one to the machine"
+            )),
+        }
     }
 
     /// From a machine that is set up to the app; never returns.
@@ -283,31 +379,18 @@ mod start {
         }
         selftest::run(&config);
         let window = config.number("pcimem");
-        let Some(transport) = find_device(&platform, &machine.command_line, machine.ecam, window) else {
-            println!("tombolo-cell: no virtio network device on PCI or MMIO; add one to the machine");
-            exit(ExitCode::Failure)
+        let mut pci = Pci::find(&platform, machine.ecam, window);
+        let mut links = match &mut pci {
+            Some(pci) => ivshmem::device::Device::find(&platform, pci, &config),
+            None => Vec::new(),
         };
         // A generator of the processor's if there is one; else what differs from start to start.
         let seed = cpu::hardware_random().unwrap_or_else(|| cpu::tsc().wrapping_mul(0x9e37_79b9_7f4a_7c15));
-        let Some(device) = VirtioNet::new(transport, seed) else {
-            println!("tombolo-cell: the network device refused the features");
-            exit(ExitCode::Failure)
-        };
-        if config.verbose {
-            println!(
-                "tombolo-cell: {}: {}, features {:#x}, MTU {}",
-                device.name(),
-                device.mac(),
-                device.features(),
-                device.mtu()
-            );
-        }
-        if !device.link_is_up() {
-            println!("tombolo-cell: the network device says that its link is down");
-        }
+        let device = find_network(&platform, pci.as_mut(), &mut links, &machine.command_line, &config, seed);
         let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));
-        let shared = Rc::new(Shared { stack, executor: Executor::default(), platform, config });
+        let shared =
+            Rc::new(Shared { stack, executor: Executor::default(), links: Links::new(links), platform, config });
         app::start(Net(shared.clone()));
         stack::drive(&shared)
     }

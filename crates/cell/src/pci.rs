@@ -4,6 +4,7 @@ use crate::acpi::Ecam;
 use crate::machine::mmio::Mmio;
 use crate::machine::{Interrupt, Platform, cpu};
 use alloc::vec::Vec;
+use core::fmt;
 
 const CONFIG_ADDRESS: u16 = 0xcf8;
 const CONFIG_DATA: u16 = 0xcfc;
@@ -25,10 +26,17 @@ const STATUS_CAPABILITIES: u32 = 1 << 20;
 const CAPABILITY_MSIX: u8 = 0x11;
 const MSIX_ENABLE: u32 = 1 << 31;
 const MSIX_MASK_ALL: u32 = 1 << 30;
+/// Of the control word's upper half: entries, less one.
+const MSIX_TABLE_SIZE: u32 = 0x7ff;
 
 /// Where base addresses are put if the firmware left them out: free on QEMU's microvm and q35, whose firmware
 /// (qboot) does so. `pcimem=` of the command line names another place.
 const DEFAULT_WINDOW: u64 = 0xc000_0000;
+/// The window ends at the next multiple of its size: behind it lies microvm's configuration space.
+const WINDOW_BYTES: u64 = 512 << 20;
+/// Larger 64-bit base addresses go to the top quarter of what the processor can address, where microvm's host bridge has its
+/// second window and where q35 decodes whatever is not memory.
+const LARGE_BYTES: u64 = 64 << 20;
 
 /// QEMU's microvm says where its configuration space is in AML only: here, behind this host bridge (1b36:0008).
 const MICROVM_ECAM: Ecam = Ecam { base: 0xe000_0000, first_bus: 0, last_bus: 255 };
@@ -45,6 +53,17 @@ pub(crate) struct Pci<'p> {
     access: Access,
     buses: Vec<(u8, Mmio)>,
     window: u64,
+    window_end: u64,
+    high_window: u64,
+    /// All functions, once they were looked for.
+    functions: Option<Vec<Function>>,
+}
+
+/// What a base address register says: memory of `bytes` at `address`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Bar {
+    pub(crate) address: u64,
+    pub(crate) bytes: u64,
 }
 
 /// Bus, device and function of one PCI function.
@@ -55,6 +74,12 @@ pub(crate) struct Function {
     pub(crate) function: u8,
     pub(crate) vendor_id: u16,
     pub(crate) device_id: u16,
+}
+
+impl fmt::Display for Function {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:02x}:{:02x}.{}", self.bus, self.device, self.function)
+    }
 }
 
 /// A capability: its place in configuration space and its identity.
@@ -79,7 +104,10 @@ impl<'p> Pci<'p> {
                 }
             }
         };
-        Some(Pci { platform, access, buses: Vec::new(), window: window.unwrap_or(DEFAULT_WINDOW) })
+        let window = window.unwrap_or(DEFAULT_WINDOW);
+        let window_end = (window + 1).next_multiple_of(WINDOW_BYTES);
+        let high_window = 3 << (cpu::physical_address_bits() - 2);
+        Some(Pci { platform, access, buses: Vec::new(), window, window_end, high_window, functions: None })
     }
 
     /// The part of memory-mapped configuration space that is `bus`'s.
@@ -131,6 +159,13 @@ impl<'p> Pci<'p> {
 
     /// All functions, those behind bridges too.
     pub(crate) fn functions(&mut self) -> Vec<Function> {
+        if self.functions.is_none() {
+            self.functions = Some(self.find_functions());
+        }
+        self.functions.clone().unwrap_or_default()
+    }
+
+    fn find_functions(&mut self) -> Vec<Function> {
         let first = match &self.access {
             Access::Memory(ecam) => ecam.first_bus,
             Access::Ports => 0,
@@ -183,9 +218,9 @@ impl<'p> Pci<'p> {
         found
     }
 
-    /// Maps base address `bar`, giving it one first where the firmware gave none; `None` for an I/O port or an
-    /// address beyond reach.
-    pub(crate) fn map_bar(&mut self, f: Function, bar: u8) -> Option<Mmio> {
+    /// Base address `bar`, given to the function first where the firmware gave none, with memory decoding and bus mastering
+    /// on; `None` for an I/O port, a register that is not there, or one for which no window has room.
+    pub(crate) fn bar(&mut self, f: Function, bar: u8) -> Option<Bar> {
         if bar > 5 {
             return None;
         }
@@ -194,45 +229,83 @@ impl<'p> Pci<'p> {
         if low & 1 != 0 {
             return None;
         }
-        let wide = low & 6 == 4 && bar < 5;
+        let is_wide = low & 6 == 4 && bar < 5;
+        let high = if is_wide { self.read(f, at + 4) } else { 0 };
         let command = self.read(f, COMMAND_STATUS) & 0xffff;
         // Its size: the bits that stay 0 when 1 is written. Not while it decodes accesses.
         self.write(f, COMMAND_STATUS, command & !COMMAND_MEMORY);
-        self.write(f, at, u32::MAX);
-        let mask = self.read(f, at) & !0xf;
-        self.write(f, at, low);
-        let size = u64::from(!mask) + 1;
-        if mask == 0 {
-            self.write(f, COMMAND_STATUS, command);
-            return None;
-        }
-        let high = if wide { self.read(f, at + 4) } else { 0 };
+        let mut probe = |at: u16, value: u32| {
+            self.write(f, at, u32::MAX);
+            let mask = self.read(f, at);
+            self.write(f, at, value);
+            mask
+        };
+        let low_mask = probe(at, low) & !0xf;
+        let high_mask = if is_wide { probe(at + 4, high) } else { u32::MAX };
+        let bytes = (!(u64::from(high_mask) << 32 | u64::from(low_mask))).wrapping_add(1);
         let mut address = u64::from(high) << 32 | u64::from(low & !0xf);
-        if address == 0 {
-            address = self.window.next_multiple_of(size);
-            self.window = address + size;
-            self.write(f, at, address as u32);
-            if wide {
-                self.write(f, at + 4, (address >> 32) as u32);
+        // A register that is not there has no bit that can be set.
+        let mut found = bytes.is_power_of_two() && (is_wide || bytes < 1 << 32);
+        if found && address == 0 {
+            match self.place(bytes, is_wide) {
+                Some(place) => {
+                    address = place;
+                    self.write(f, at, address as u32);
+                    if is_wide {
+                        self.write(f, at + 4, (address >> 32) as u32);
+                    }
+                }
+                None => found = false,
             }
         }
-        self.write(f, COMMAND_STATUS, command | COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_NO_INTX);
-        self.platform.map_device(address, usize::try_from(size).ok()?)
+        let on = COMMAND_MEMORY | COMMAND_BUS_MASTER | COMMAND_NO_INTX;
+        self.write(f, COMMAND_STATUS, if found { command | on } else { command });
+        found.then_some(Bar { address, bytes })
     }
 
-    /// Leads entry 0 of the function's MSI-X table to `interrupt`; false where it has no such table.
-    pub(crate) fn enable_msix(&mut self, f: Function, interrupt: Interrupt) -> bool {
-        let Some(capability) = self.capabilities(f).into_iter().find(|c| c.id == CAPABILITY_MSIX) else { return false };
+    /// A free place for a base address of `bytes`.
+    fn place(&mut self, bytes: u64, is_wide: bool) -> Option<u64> {
+        let low = self.window.next_multiple_of(bytes);
+        if !(is_wide && bytes > LARGE_BYTES) && low.checked_add(bytes)? <= self.window_end {
+            self.window = low + bytes;
+            return Some(low);
+        }
+        let high = self.high_window.next_multiple_of(bytes);
+        is_wide.then(|| {
+            self.high_window = high + bytes;
+            high
+        })
+    }
+
+    /// Maps the registers behind base address `bar`; `None` where there are none or they lie beyond reach.
+    pub(crate) fn map_bar(&mut self, f: Function, bar: u8) -> Option<Mmio> {
+        let bar = self.bar(f, bar)?;
+        self.platform.map_device(bar.address, usize::try_from(bar.bytes).ok()?)
+    }
+
+    /// Whether the function has vectors.
+    pub(crate) fn has_msix(&mut self, f: Function) -> bool {
+        self.capabilities(f).iter().any(|c| c.id == CAPABILITY_MSIX)
+    }
+
+    /// Leads all entries of the function's MSI-X table to `interrupt`, at most `limit`; returns how many entries there are, 0
+    /// where it has no such table.
+    pub(crate) fn enable_msix(&mut self, f: Function, interrupt: Interrupt, limit: u16) -> u16 {
+        let capabilities = self.capabilities(f);
+        let Some(capability) = capabilities.into_iter().find(|c| c.id == CAPABILITY_MSIX) else { return 0 };
         let control = self.read(f, capability.at);
         let place = self.read(f, capability.at + 4);
-        let Some(table) = self.map_bar(f, (place & 7) as u8) else { return false };
-        let Some(entry) = table.slice((place & !7) as usize, 16) else { return false };
+        let entries = ((control >> 16 & MSIX_TABLE_SIZE) as u16 + 1).min(limit);
+        let Some(table) = self.map_bar(f, (place & 7) as u8) else { return 0 };
+        let Some(table) = table.slice((place & !7) as usize, 16 * usize::from(entries)) else { return 0 };
         self.write(f, capability.at, control | MSIX_ENABLE | MSIX_MASK_ALL);
         let (address, data) = interrupt.message(self.platform);
-        for (offset, word) in [(0, address as u32), (4, (address >> 32) as u32), (8, data), (12, 0)] {
-            entry.write32(offset, word);
+        for entry in 0..usize::from(entries) {
+            for (offset, word) in [(0, address as u32), (4, (address >> 32) as u32), (8, data), (12, 0)] {
+                table.write32(16 * entry + offset, word);
+            }
         }
         self.write(f, capability.at, (control | MSIX_ENABLE) & !MSIX_MASK_ALL);
-        true
+        entries
     }
 }

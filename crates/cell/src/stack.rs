@@ -4,14 +4,19 @@
 //!   take up to `budget` frames -> let woken tasks run -> send what is to be sent -> under budget? arm, look again, sleep
 //! ```
 //!
+//! With `busy_poll_us` it goes round for so long after the last frame before it arms.
+//!
 //! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
 
 use crate::config::{Config, Ipv4Config};
+use crate::device::NetDevice;
 use crate::executor::Executor;
+use crate::ivshmem::link::Links;
 use crate::machine::Platform;
+use crate::neighbor::{Neighbors, Question, Sighting};
 use crate::println;
 use crate::tcp::{Closing, ListenState};
-use crate::virtio::net::{DeviceStats, VirtioNet};
+use crate::virtio::net::DeviceStats;
 use alloc::boxed::Box;
 use alloc::collections::BTreeMap;
 use alloc::rc::Rc;
@@ -19,6 +24,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 use core::task::Waker;
 use smoltcp::iface::{Interface, PollIngressSingleResult, PollResult, SocketHandle, SocketSet};
+use smoltcp::phy::{Device, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
 use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
@@ -27,8 +33,6 @@ use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address,
 const DHCP_HOST_NAME: u8 = 12;
 /// Rounds of sending in one turn; a socket sends one segment in each.
 const EGRESS_ROUNDS: usize = 16;
-/// How often a device without interrupts is looked at.
-const POLLING_NS: u64 = 1_000_000;
 const LINK_LOCAL_PREFIX: u8 = 64;
 /// DNS questions that can be open at a time.
 const DNS_QUERIES: usize = 8;
@@ -66,7 +70,8 @@ pub(crate) struct Stack {
     pub(crate) dns: SocketHandle,
     pub(crate) stats: NetStats,
     pub(crate) next_port: u16,
-    device: VirtioNet,
+    device: NetDevice,
+    neighbors: Neighbors,
     dhcp: Option<SocketHandle>,
     is_up: bool,
     waiting_for_up: Vec<Waker>,
@@ -76,6 +81,7 @@ pub(crate) struct Stack {
 pub(crate) struct Shared {
     pub(crate) stack: RefCell<Stack>,
     pub(crate) executor: Executor,
+    pub(crate) links: Links,
     pub(crate) platform: Platform,
     pub(crate) config: Config,
 }
@@ -105,7 +111,7 @@ fn link_local(mac: EthernetAddress) -> Ipv6Address {
 
 impl Stack {
     /// Brings the interface up with what the command line says; DHCP begins at once.
-    pub(crate) fn new(mut device: VirtioNet, config: &Config, now_ns: u64, seed: u64) -> Stack {
+    pub(crate) fn new(mut device: NetDevice, config: &Config, now_ns: u64, seed: u64) -> Stack {
         let mac = device.mac();
         let mut interface_config = smoltcp::iface::Config::new(mac.into());
         interface_config.random_seed = seed;
@@ -154,6 +160,7 @@ impl Stack {
             // Of the dynamic ports (RFC 6335 §6), begun at a random place.
             next_port: 0xc000 | (seed >> 17) as u16 & 0x3fff,
             device,
+            neighbors: Neighbors::default(),
             dhcp,
             is_up: false,
             waiting_for_up: Vec::new(),
@@ -173,6 +180,11 @@ impl Stack {
         self.device.transmit_bytes()
     }
 
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        self.device.receive_bytes()
+    }
+
     /// Whether the cell has an address; if not, `waker` is woken when it gets one.
     pub(crate) fn poll_up(&mut self, waker: &Waker) -> bool {
         if !self.is_up {
@@ -185,6 +197,58 @@ impl Stack {
     pub(crate) fn ephemeral_port(&mut self) -> u16 {
         self.next_port = if self.next_port == u16::MAX { 0xc000 } else { self.next_port + 1 };
         self.next_port
+    }
+
+    /// Says that packets are about to be sent to `to`, so that its neighbour's address is asked for in time.
+    pub(crate) fn expect_sending_to(&mut self, to: IpAddress, now_ns: u64) {
+        let Some(next) = self.next_hop(to) else { return };
+        let question = match next {
+            IpAddress::Ipv4(to) => match self.interface.get_source_address_ipv4(&to) {
+                Some(own) => Question::Arp { to, own },
+                None => return,
+            },
+            IpAddress::Ipv6(to) => Question::Solicitation { to, own: self.interface.get_source_address_ipv6(&to) },
+        };
+        if !self.neighbors.want(next, now_ns) {
+            return;
+        }
+        let mac = self.device.mac();
+        // Where the transmit ring is full the stack asks later.
+        if let Some(leave) = self.device.transmit(instant(now_ns)) {
+            leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+        }
+    }
+
+    /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what no route leads to.
+    fn next_hop(&mut self, to: IpAddress) -> Option<IpAddress> {
+        let addresses = self.interface.ip_addrs();
+        let is_group = to.is_multicast() || to == IpAddress::Ipv4(Ipv4Address::BROADCAST) || to.is_unspecified();
+        if is_group || addresses.iter().any(|own| own.address() == to) {
+            return None;
+        }
+        if addresses.iter().any(|own| own.contains_addr(&to)) {
+            let is_broadcast =
+                |own: &IpCidr| matches!(own, IpCidr::Ipv4(own) if own.broadcast().map(IpAddress::Ipv4) == Some(to));
+            return (!addresses.iter().any(is_broadcast)).then_some(to);
+        }
+        let mut best = None;
+        self.interface.routes_mut().update(|routes| {
+            let fitting = routes.iter().filter(|route| route.cidr.contains_addr(&to));
+            best = fitting.max_by_key(|route| route.cidr.prefix_len()).map(|route| route.via_router);
+        });
+        best
+    }
+
+    fn see(&mut self, sighting: Sighting, now_ns: u64) {
+        match sighting {
+            Sighting::Packet(from) => self.expect_sending_to(from, now_ns),
+            Sighting::Answer { from, to } => {
+                // As the stack below: what is not for one of the own addresses is not believed.
+                if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
+                    self.neighbors.answered(from, now_ns);
+                }
+            }
+        }
     }
 
     fn come_up(&mut self, now_ns: u64, how: &str) {
@@ -217,6 +281,7 @@ impl Stack {
                 let _ = addresses.push(IpCidr::Ipv4(address));
             }
         });
+        self.neighbors.clear();
         match config.gateway.or(router) {
             Some(router) => {
                 let _ = self.interface.routes_mut().add_default_ipv4_route(router);
@@ -258,6 +323,9 @@ fn ingress(shared: &Shared, budget: usize) -> usize {
             PollIngressSingleResult::None => break,
             PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
         }
+        if let Some(sighting) = stack.device.take_sighting() {
+            stack.see(sighting, shared.now_ns());
+        }
         if stack.device.take_syn() {
             stack.refill_listeners();
         }
@@ -283,12 +351,15 @@ fn egress(shared: &Shared) -> bool {
 
 /// The main loop.
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
-    let budget = shared.config.budget;
+    let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
+    let mut busy_until_ns = 0;
+    // The app's listeners are there before the first frame is looked at, which would be refused else.
+    shared.executor.run_round();
     if shared.config.ipv4 != Ipv4Config::Dhcp {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }
     loop {
-        shared.stack.borrow_mut().device.begin_turn();
+        shared.stack.borrow_mut().device.begin_turn(shared.now_ns());
         let taken = ingress(shared, budget);
         {
             let stack = &mut *shared.stack.borrow_mut();
@@ -300,10 +371,20 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             stack.promote_connections();
             stack.reap_connections(now_ns);
             stack.fire_timers(now_ns);
+            shared.links.wake(now_ns);
         }
         shared.executor.run_round();
         if egress(shared) || taken == budget || shared.executor.is_ready() {
             continue;
+        }
+        if busy_poll_ns > 0 {
+            let now_ns = shared.now_ns();
+            if taken > 0 {
+                busy_until_ns = now_ns + busy_poll_ns;
+            }
+            if now_ns < busy_until_ns {
+                continue;
+            }
         }
         let until_ns = {
             let stack = &mut *shared.stack.borrow_mut();
@@ -312,12 +393,17 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             }
             stack.stats.sleeps += 1;
             let now_ns = shared.now_ns();
-            let stack_at =
-                stack.interface.poll_at(instant(now_ns), &stack.sockets).map(|at| at.total_micros() as u64 * 1000);
+            // What cannot be sent now is looked at again when the device has room or its link comes up.
+            let stack_at = stack
+                .interface
+                .poll_at(instant(now_ns), &stack.sockets)
+                .map(|at| at.total_micros() as u64 * 1000)
+                .filter(|at| *at > now_ns || !stack.device.is_blocked());
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
-            let poll_at = stack.device.needs_polling().then_some(now_ns + POLLING_NS);
-            [stack_at, timer_at, closing_at, poll_at].into_iter().flatten().min()
+            let poll_at = stack.device.poll_at(now_ns);
+            let look_at = shared.links.look_at_ns();
+            [stack_at, timer_at, closing_at, poll_at, look_at].into_iter().flatten().min()
         };
         shared.platform.sleep(until_ns);
     }

@@ -7,6 +7,10 @@
 //! The stack sends in the order of its sockets and stops when the transmit ring is full, so early sockets could starve late
 //! ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold: each may have
 //! written and not yet acknowledged an equal share of that, at least [`MIN_SHARE_BYTES`].
+//!
+//! The other way the peers may send what the windows allow, all at a time, and the receive ring loses what it cannot hold. So the windows
+//! of some dozens of sockets together stay within the ring: each new socket gets at most a quarter of what the others have left
+//! of seven eighths of it, at least [`MIN_WINDOW_BYTES`].
 
 use crate::Net;
 use crate::stack::Stack;
@@ -15,7 +19,8 @@ use alloc::vec::Vec;
 use core::fmt;
 use core::future::poll_fn;
 use core::task::{Poll, Waker};
-use smoltcp::iface::SocketHandle;
+use smoltcp::iface::{SocketHandle, SocketSet};
+use smoltcp::socket::Socket;
 use smoltcp::socket::tcp::{self, State};
 use smoltcp::time::Duration;
 use smoltcp::wire::IpEndpoint;
@@ -33,10 +38,13 @@ const LINGER_NS: u64 = 30_000_000_000;
 /// What a stream may always have on the way.
 const MIN_SHARE_BYTES: usize = 4096;
 
+/// A window that a socket gets however many there are.
+const MIN_WINDOW_BYTES: usize = 4096;
+
 /// What a listener gives each of its connections, and how many there may be.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TcpOptions {
-    /// Bytes received and not yet read: the window that the peer sees.
+    /// Bytes received and not yet read: the window that the peer sees; less where there are many connections.
     pub receive_bytes: usize,
     /// Bytes written and not yet acknowledged.
     pub send_bytes: usize,
@@ -91,9 +99,23 @@ pub(crate) struct Closing {
     pub(crate) deadline_ns: u64,
 }
 
-fn new_socket(options: TcpOptions) -> tcp::Socket<'static> {
+/// The window of a new socket that wants `wanted` bytes, where those of the others are `taken` of the `whole`.
+fn window_bytes(wanted: usize, whole: usize, taken: usize) -> usize {
+    wanted.min(((whole - whole / 8).saturating_sub(taken) / 4).max(MIN_WINDOW_BYTES))
+}
+
+/// The windows of all sockets.
+fn windows(sockets: &SocketSet<'static>) -> usize {
+    let window = |socket: &Socket<'static>| match socket {
+        Socket::Tcp(socket) => socket.recv_capacity(),
+        _ => 0,
+    };
+    sockets.iter().map(|(_, socket)| window(socket)).sum()
+}
+
+fn new_socket(options: TcpOptions, window_bytes: usize) -> tcp::Socket<'static> {
     let buffer = |bytes: usize| tcp::SocketBuffer::new(alloc::vec![0; bytes]);
-    let mut socket = tcp::Socket::new(buffer(options.receive_bytes), buffer(options.send_bytes));
+    let mut socket = tcp::Socket::new(buffer(window_bytes), buffer(options.send_bytes));
     socket.set_nagle_enabled(false);
     socket.set_ack_delay(None);
     socket.set_timeout(Some(PEER_TIMEOUT));
@@ -113,13 +135,15 @@ impl Stack {
 
     /// Sees that each listener has enough sockets that listen.
     pub(crate) fn refill_listeners(&mut self) {
+        let whole = self.receive_bytes();
         for listener in &mut self.listeners {
             let listening = |handle: &&SocketHandle| self.sockets.get::<tcp::Socket<'_>>(**handle).is_listening();
             let mut idle = listener.backlog.iter().filter(listening).count();
             let busy = listener.backlog.len() - idle + listener.ready.len() + listener.accepted;
             let room = listener.options.limit.saturating_sub(busy);
             while idle < *BACKLOG.start() && idle < room {
-                let mut socket = new_socket(listener.options);
+                let window = window_bytes(listener.options.receive_bytes, whole, windows(&self.sockets));
+                let mut socket = new_socket(listener.options, window);
                 // Cannot fail: the socket is new and the port is not 0.
                 let _ = socket.listen(listener.port);
                 listener.backlog.push(self.sockets.add(socket));
@@ -173,11 +197,38 @@ impl Stack {
         }
     }
 
+    /// Replaces listening sockets that were made when there were many connections by some with the windows of now.
+    fn renew_listeners(&mut self) {
+        let whole = self.receive_bytes();
+        let mut taken = windows(&self.sockets);
+        let mut renewed = false;
+        for listener in &mut self.listeners {
+            listener.backlog.retain(|handle| {
+                let socket = self.sockets.get::<tcp::Socket<'_>>(*handle);
+                let window = socket.recv_capacity();
+                let fresh = window_bytes(listener.options.receive_bytes, whole, taken - window);
+                // Half of it is good enough, so that not each end of a connection costs two sockets.
+                let keep = !socket.is_listening() || 2 * window > fresh;
+                if !keep {
+                    taken -= window;
+                    renewed = true;
+                    self.sockets.remove(*handle);
+                }
+                keep
+            });
+        }
+        if renewed {
+            self.refill_listeners();
+        }
+    }
+
     /// Takes back the sockets of connections that have ended.
     pub(crate) fn reap_connections(&mut self, now_ns: u64) {
         if self.closing.is_empty() {
             return;
         }
+        let whole = self.receive_bytes();
+        let before = self.closing.len();
         let mut at = 0;
         while at < self.closing.len() {
             let Closing { handle, listener, deadline_ns } = self.closing[at];
@@ -197,10 +248,15 @@ impl Stack {
                 continue;
             }
             self.closing.swap_remove(at);
+            let window = socket.recv_capacity();
+            let taken = windows(&self.sockets) - window;
+            let socket = self.sockets.get_mut::<tcp::Socket<'_>>(handle);
             let reused = listener.is_some_and(|index| {
                 let listener = &mut self.listeners[index];
                 listener.accepted -= 1;
-                let keep = listener.backlog.len() < *BACKLOG.end() && socket.listen(listener.port).is_ok();
+                // One that was made when there were many others has too small a window for its successor.
+                let fits = window == window_bytes(listener.options.receive_bytes, whole, taken);
+                let keep = fits && listener.backlog.len() < *BACKLOG.end() && socket.listen(listener.port).is_ok();
                 if keep {
                     listener.backlog.push(handle);
                 }
@@ -209,6 +265,9 @@ impl Stack {
             if !reused {
                 self.sockets.remove(handle);
             }
+        }
+        if self.closing.len() < before {
+            self.renew_listeners();
         }
     }
 }
@@ -277,9 +336,12 @@ impl TcpStream {
 
     /// Connects to `to`.
     pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
+        let now_ns = net.now_ns();
         let handle = net.with(|stack| {
+            stack.expect_sending_to(to.addr, now_ns);
             let port = stack.ephemeral_port();
-            let mut socket = new_socket(options);
+            let window = window_bytes(options.receive_bytes, stack.receive_bytes(), windows(&stack.sockets));
+            let mut socket = new_socket(options, window);
             socket.connect(stack.interface.context(), to, port).map_err(|_| TcpError::Unreachable)?;
             Ok(stack.sockets.add(socket))
         })?;
@@ -458,5 +520,28 @@ impl Drop for TcpStream {
             stack.socket(handle).close();
             stack.closing.push(Closing { handle, listener, deadline_ns });
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_windows_of_many_connections_stay_within_the_ring() {
+        const RING_BYTES: usize = 512 * 1500;
+        for wanted in [8192, 16 << 10, 64 << 10, 256 << 10] {
+            let mut taken = 0;
+            for number in 0..32 {
+                let window = window_bytes(wanted, RING_BYTES, taken);
+                assert!((MIN_WINDOW_BYTES..=wanted).contains(&window));
+                if number == 0 {
+                    assert_eq!(window, wanted.min(RING_BYTES * 7 / 32), "a connection that is alone is not held back");
+                }
+                taken += window;
+            }
+            assert!(taken <= RING_BYTES, "32 windows of up to {wanted} bytes come to {taken}");
+        }
+        assert_eq!(window_bytes(256 << 10, usize::MAX, 1 << 30), 256 << 10);
     }
 }

@@ -6,7 +6,7 @@ use core::future::poll_fn;
 use core::task::Poll;
 use smoltcp::iface::SocketHandle;
 use smoltcp::socket::udp::{self, PacketMetadata};
-use smoltcp::wire::IpEndpoint;
+use smoltcp::wire::{IpAddress, IpEndpoint};
 
 /// A socket holds as many datagrams each way as its bytes hold of this size, and at least 256.
 const SMALL_DATAGRAM_BYTES: usize = 512;
@@ -35,6 +35,8 @@ impl fmt::Display for UdpError {
 pub struct UdpSocket {
     net: Net,
     handle: SocketHandle,
+    /// Where the last datagram went.
+    last: Option<IpAddress>,
 }
 
 impl UdpSocket {
@@ -58,7 +60,7 @@ impl UdpSocket {
             socket.bind(port).map_err(|_| UdpError::PortInUse)?;
             Ok(stack.sockets.add(socket))
         })?;
-        Ok(UdpSocket { net, handle })
+        Ok(UdpSocket { net, handle, last: None })
     }
 
     fn with<R>(&self, f: impl FnOnce(&mut udp::Socket<'static>) -> R) -> R {
@@ -101,6 +103,10 @@ impl UdpSocket {
         to: IpEndpoint,
         mut fill: impl FnMut(&mut [u8]),
     ) -> Result<(), UdpError> {
+        if self.last.replace(to.addr) != Some(to.addr) {
+            let now_ns = self.net.now_ns();
+            self.net.with(|stack| stack.expect_sending_to(to.addr, now_ns));
+        }
         poll_fn(|cx| {
             self.with(|socket| match socket.send(len, to) {
                 Ok(room) => {

@@ -184,6 +184,7 @@ end() { # end NAME COMMAND_LINE STATUS WORDS
     check "end: $1, status" $? "$3"
     check "end: $1, message" "$(grep -c -- "$4" "$work/console")" 1
 }
+end "memcpy and its family" selftest=memory 5 "memcpy and its family are in order"
 end "panic" selftest=panic 33 "selftest=panic"
 end "stack overflow" selftest=stack 37 "the stack overflowed"
 end "write to constants" selftest=write 35 "write to read-only memory"

@@ -66,7 +66,7 @@ pub(crate) struct Run {
     /// Queue pairs of each device
     #[arg(long, value_name = "N", conflicts_with = "sections")]
     queues: Option<u32>,
-    /// mac or off
+    /// ip, mac or off
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
     /// no or on-failure

@@ -3,16 +3,19 @@
 //! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
 //! commands has a file, with its flags, what they do, and their tests.
 
+mod call;
 mod capture;
 mod cell;
 mod doctor;
 mod down;
 mod exit;
+mod keeper;
 mod manual;
 mod out;
 mod port;
 mod section;
 mod select;
+mod service;
 mod status;
 mod terminal;
 mod top;
@@ -27,7 +30,15 @@ Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part.
 Which fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo.toml, else the only one running.
 
 Files: runtime files are in $TOMBOLO_RUNTIME, else /run/tombolo (root) or $XDG_RUNTIME_DIR/tombolo; leases in
-$TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.";
+$TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.
+
+Variables:
+  TOMBOLO_FABRIC   the fabric that is meant, as --fabric says it
+  TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path has to be short
+  TOMBOLO_STATE    folder of what outlives a fabric: leases
+  TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script has to exec it
+  TOMBOLO_APPS     folder of cell images, looked at before those beside the program, in the source tree and in
+                   /usr/lib/tombolo/apps";
 
 /// Ties VMs, unikernels, taps and processes of one machine together in one Ethernet network, through shared memory.
 #[derive(Debug, Parser)]
@@ -57,6 +68,11 @@ enum Command {
     /// Run, list, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
+    /// List and watch the services that run
+    #[command(subcommand)]
+    Service(service::Service),
+    /// Call a service with a deadline
+    Call(call::Call),
     /// Find out what this machine can do, and what to do about the rest
     Doctor(doctor::Doctor),
     /// Print the version
@@ -65,6 +81,9 @@ enum Command {
     Completions(manual::Completions),
     /// Print the manual page, or write the pages of all commands into a folder
     Man(manual::Man),
+    /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
+    #[command(hide = true)]
+    Keeper(keeper::Keeper),
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
@@ -77,10 +96,13 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Port(port) => port.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
+        Command::Service(service) => service.run(),
+        Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
+        Command::Keeper(keeper) => keeper.run(),
     }
 }
 

@@ -159,6 +159,29 @@ mod tests {
     }
 
     #[test]
+    fn the_help_tells_every_variable_that_is_read() {
+        fn look(folder: &Path, out: &mut std::collections::BTreeSet<String>) {
+            for entry in std::fs::read_dir(folder).unwrap().map(|e| e.unwrap().path()) {
+                if entry.is_dir() {
+                    look(&entry, out);
+                } else if let Ok(text) = std::fs::read_to_string(&entry) {
+                    let upper = |c: char| c.is_ascii_uppercase() || c == '_';
+                    let rest = text.split("\"TOMBOLO_").skip(1).filter_map(|t| t.split_once('"'));
+                    out.extend(rest.map(|(name, _)| name.to_string()).filter(|n| n.chars().all(upper)));
+                }
+            }
+        }
+        let mut names = std::collections::BTreeSet::new();
+        let crates = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+        ["cli/src", "host/src"].iter().for_each(|folder| look(&crates.join(folder), &mut names));
+        assert!(names.len() >= 5, "{names:?}");
+        let help = Cli::command().render_long_help().to_string();
+        for name in names {
+            assert!(help.contains(&format!("\n  TOMBOLO_{name}")), "$TOMBOLO_{name} is not in the help");
+        }
+    }
+
+    #[test]
     fn the_reference_is_what_the_program_says() {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/cli.md");
         if std::env::var_os("UPDATE").is_some() {

@@ -71,7 +71,7 @@ pub(crate) struct Add {
     /// IPv4 address: leased to the peer, or set on the tap
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// `mac` lets only frames with the port's own source address through, `off` lets all
+    /// Source addresses that it may use: `ip` its own MAC and IPv4 address, `mac` its own MAC, `off` any
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
     /// Add what the sections [port.NAME] and [tap.NAME] of this file name, all or nothing; - is standard input

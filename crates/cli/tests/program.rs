@@ -148,6 +148,9 @@ fn ports_come_and_go_while_it_runs() {
     let names: Vec<_> = home.status().ports.into_iter().map(|p| p.name).collect();
     assert!(!names.iter().any(|n| ["extra", "a", "b"].contains(&n.as_str())), "{names:?}");
     assert!(home.refused("port stats nobody", 1).contains("there are: "));
+    assert!(home.ok("port ls").contains("gateway-lan"));
+    let own = home.refused("port del gateway-lan", 1);
+    assert!(own.contains("is the gateway of its network, which only `down` ends"), "{own}");
     home.ok("down");
 }
 
@@ -252,6 +255,43 @@ fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
     home.ok("down");
 }
 
+/// Processes whose command line has this word.
+fn processes_with(word: &str) -> Vec<u32> {
+    let pids = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|e| e.file_name().to_str()?.parse().ok());
+    let has = |pid: &u32| {
+        let line = std::fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        line.split(|b| *b == 0).any(|w| w == word.as_bytes())
+    };
+    pids.filter(has).collect()
+}
+
+#[test]
+fn a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it() {
+    let Ok(qemu) = tombolo_host::qemu::probe::find() else {
+        eprintln!("SKIPPED a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it: no QEMU");
+        return;
+    };
+    let home = Home::new(FILE);
+    // The real one, whose processor is never started.
+    let (mark, script) = (format!("stalled-{}", std::process::id()), home.path("qemu"));
+    let qemu = qemu.path.display();
+    let lines =
+        format!("#!/bin/sh\n[ \"$1\" = --version ] && exec {qemu} --version\nexec {qemu} \"$@\" -S -name {mark}\n");
+    std::fs::write(&script, lines).unwrap();
+    std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
+    let mut doctor = home.command("doctor").env("TOMBOLO_QEMU", &script).stdout(Stdio::null()).spawn().unwrap();
+    let probes = until("the probe's QEMU", || Some(processes_with(&mark)).filter(|p| !p.is_empty()));
+    signal(doctor.id(), Signal::KILL);
+    end(&mut doctor);
+    let deadline = Instant::now() + Duration::from_secs(5);
+    while !processes_with(&mark).is_empty() && Instant::now() < deadline {
+        std::thread::park_timeout(Duration::from_millis(5));
+    }
+    let left = processes_with(&mark);
+    left.iter().for_each(|pid| signal(*pid, Signal::KILL));
+    assert!(left.is_empty(), "of {probes:?} there is still {left:?}");
+}
+
 #[test]
 fn the_foreground_ends_well_with_either_signal() {
     let home = Home::new(FILE);
@@ -290,6 +330,17 @@ fn a_faulty_file_starts_nothing() {
     let said = home.refused("up -d", 1);
     assert!(said.contains("tb-absent0"), "{said}");
     assert!(!home.path("run/t/api.sock").exists());
+    assert!(!home.path("run/t").exists() && !home.path("state/t").exists(), "it leaves a folder");
+}
+
+#[test]
+fn an_app_with_a_near_name_is_offered() {
+    let home = Home::new("name = \"t\"\n[network.lan]\n[cell.web]\napp = \"htpd\"\n");
+    std::fs::create_dir(home.path("apps")).unwrap();
+    std::fs::write(home.path("apps/httpd"), "").unwrap();
+    let out = home.command("up").env("TOMBOLO_APPS", home.path("apps")).output().unwrap();
+    let said = text(&out.stderr);
+    assert!(said.contains("4:7: cell.web.app: ") && said.contains("; did you mean \"httpd\"?"), "{said}");
 }
 
 #[test]

@@ -3,7 +3,7 @@
 fn main() {
     for section in tombolo_host::file::schema::SECTIONS {
         println!("### `{}`\n\n| key | value | if left out | what it does |\n| --- | --- | --- | --- |", section.form);
-        for key in section.keys {
+        for key in section.keys() {
             let default = if key.default.is_empty() { "must be given" } else { key.default };
             println!("| `{}` | {} | {} | {} |", key.name, key.expects, default, key.doc);
         }

@@ -15,6 +15,8 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
+use tombolo_port::child::die_with_parent;
+
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
 use crate::rundir::Sysctl;
@@ -81,7 +83,7 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink]) -> String {
 fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
     let program = which("nft").ok_or(KernelError::NoNft)?;
     let failed = |said: String| KernelError::Nft { what, said };
-    let mut child = Command::new(program)
+    let mut child = die_with_parent(&mut Command::new(program))
         .args(["-f", "-"])
         .stdin(Stdio::piped())
         .stdout(Stdio::null())
@@ -108,6 +110,12 @@ pub fn apply(fabric: &str, uplinks: &[KernelUplink]) -> Result<(), KernelError> 
 pub fn remove(table: &str) -> Result<(), KernelError> {
     nft("-f - (removing the table)", &format!("table inet {table} {{}}\ndelete table inet {table}\n"))
 }
+
+/// How the host looks for guests on its tap (arp(7)): a connection to one that is gone is refused within about a second if it
+/// was silent before, and within four if it was just spoken to; with the kernel's defaults that takes up to a minute. The
+/// neighbours of a guest on the same machine answer within milliseconds. The settings go with the tap.
+pub const NEIGHBOURS: [(&str, &str); 3] =
+    [("base_reachable_time_ms", "1000"), ("delay_first_probe_time", "1"), ("retrans_time_ms", "250")];
 
 fn sysctl_path(key: &str) -> PathBuf {
     PathBuf::from("/proc/sys").join(key)

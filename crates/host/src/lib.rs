@@ -19,4 +19,5 @@ pub mod plan;
 pub mod process;
 pub mod qemu;
 pub mod resolver;
+pub mod routes;
 pub mod rundir;

@@ -4,9 +4,14 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionError};
+use tombolo_shm::ivshmem::links::{Config, Door};
+use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
+
 use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
-use crate::qemu::argv::{self, Device, Surroundings};
-use crate::qemu::probe::Qemu;
+use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
+use crate::qemu::probe::{Qemu, Tsc};
 
 /// What was found out about the machine.
 #[derive(Debug, Clone)]
@@ -17,6 +22,8 @@ pub struct Facts {
     pub kvm: Result<(), String>,
     /// The fabric's runtime directory.
     pub runtime: PathBuf,
+    /// Rate of this machine's time-stamp counter, where the system tells.
+    pub tsc: Option<Tsc>,
 }
 
 /// Why a file that is right cannot be carried out here.
@@ -47,6 +54,14 @@ pub enum PlanError {
         app: String,
         /// Where it was looked for.
         tried: String,
+    },
+    /// A region without room.
+    #[error("{what}: {why}; make `region` larger")]
+    Region {
+        /// Which member or link.
+        what: String,
+        /// What does not fit.
+        why: RegionError,
     },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
@@ -93,6 +108,11 @@ pub enum Attachment {
         /// The interface.
         device: String,
     },
+    /// A link of shared memory, of which this process is peer 0.
+    Ivshmem {
+        /// The link.
+        link: Box<Config>,
+    },
     /// The NAT before a passt of our own.
     User(UserUplink),
 }
@@ -108,6 +128,25 @@ pub struct UserUplink {
     pub forwards: Vec<(Proto, SocketAddr, u16, (Ipv4Addr, u16))>,
 }
 
+/// The source addresses of a guarded port.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PortGuard {
+    /// Its Ethernet address.
+    pub mac: Mac,
+    /// Its IPv4 address, where it is held to that too.
+    pub ip: Option<Ipv4Addr>,
+}
+
+impl PortGuard {
+    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>) -> Option<PortGuard> {
+        match guard {
+            file::Guard::Ip => Some(PortGuard { mac, ip }),
+            file::Guard::Mac => Some(PortGuard { mac, ip: None }),
+            file::Guard::Off => None,
+        }
+    }
+}
+
 /// One port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortPlan {
@@ -117,8 +156,8 @@ pub struct PortPlan {
     pub network: String,
     /// How it is made.
     pub attachment: Attachment,
-    /// The only source address that may pass.
-    pub guard: Option<Mac>,
+    /// The only source addresses that may pass.
+    pub guard: Option<PortGuard>,
     /// MTU of its network.
     pub mtu: u16,
     /// The machine that it belongs to.
@@ -136,6 +175,24 @@ pub struct MachinePlan {
     pub kvm: bool,
     /// Whether it finds its way back by itself when the daemon was restarted.
     pub survives: bool,
+    /// Its seats on links of shared memory.
+    pub seats: Vec<Seat>,
+}
+
+/// A machine's seat on a link of shared memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seat {
+    /// The link.
+    pub link: Config,
+    /// Its number there.
+    pub id: u32,
+}
+
+impl Seat {
+    /// Whether the machine has the memory only: then its process is what shows that it is there.
+    pub fn is_plain(&self) -> bool {
+        self.link.shape.vectors == 0
+    }
 }
 
 /// The kernel uplink of a network.
@@ -158,6 +215,19 @@ pub struct Plan {
     pub machines: Vec<MachinePlan>,
     /// Networks with a kernel uplink.
     pub kernel: Vec<KernelUplink>,
+    /// Direct links.
+    pub links: Vec<Config>,
+}
+
+impl Plan {
+    /// Every link of shared memory.
+    pub fn all_links(&self) -> impl Iterator<Item = &Config> {
+        let ports = self.ports.iter().filter_map(|p| match &p.attachment {
+            Attachment::Ivshmem { link } => Some(&**link),
+            _ => None,
+        });
+        ports.chain(&self.links)
+    }
 }
 
 /// The name of a machine's `i`-th port.
@@ -202,17 +272,27 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
         })?),
         Boot::Vm { .. } => None,
     };
-    let (mut devices, mut ports) = (Vec::new(), Vec::new());
+    let (mut devices, mut ports, mut seats) = (Vec::new(), Vec::new(), Vec::new());
     for (i, nic) in m.nics.iter().enumerate() {
         let name = port_name(&m.name, i);
         let socket = socket(facts, &name)?;
         let mtu = fabric.network(&nic.network).map_or(1500, |n| n.mtu);
-        devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
+        if !m.attach.is_ivshmem() {
+            devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
+        }
         let attachment = match m.attach {
             Attach::VhostUser => Attachment::VhostUser { socket, queues: m.queues, mac: Some(nic.mac) },
             Attach::Stream => Attachment::Stream { socket, connect: false },
+            Attach::Ivshmem | Attach::IvshmemPlain => {
+                let vectors = if m.attach == Attach::Ivshmem { VECTORS } else { 0 };
+                let socket = (vectors > 0).then_some(socket);
+                let to = NetworkEnd { network: &nic.network, mac: Some(nic.mac), mtu };
+                let link = network_link(&name, &to, (1, m.region, vectors), socket, &at)?;
+                seats.push(Seat { link: link.clone(), id: 1 });
+                Attachment::Ivshmem { link: Box::new(link) }
+            }
         };
-        let guard = (m.guard == file::Guard::Mac).then_some(nic.mac);
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip);
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
@@ -222,15 +302,118 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
             machine: Some(m.name.clone()),
         });
     }
+    for link in &fabric.links {
+        if let Some(id) = link.seat(&m.name) {
+            seats.push(Seat { link: direct_link(link, facts)?, id });
+        }
+    }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
-    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image: image.as_deref() };
+    let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
+    let (image, tsc) = (image.as_deref(), facts.tsc);
+    let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc };
     let plan = MachinePlan {
         name: m.name.clone(),
-        argv: argv::build(m, &devices, &with),
+        argv: argv::build(m, &devices, &shared, &with),
         kvm,
-        survives: m.attach == Attach::VhostUser || qemu.stream_reconnects(),
+        survives: m.attach != Attach::Stream || qemu.stream_reconnects(),
+        seats,
     };
     Ok((plan, ports))
+}
+
+/// Doorbells of each peer of a machine's network link: one for states, one for frames.
+const VECTORS: u32 = 2;
+
+struct NetworkEnd<'a> {
+    network: &'a str,
+    mac: Option<Mac>,
+    mtu: u16,
+}
+
+/// The link of a port: this process is peer 0, the machine peer 1. `kind` is the server's version, the region's bytes and
+/// the vectors.
+fn network_link(
+    port: &str,
+    to: &NetworkEnd<'_>,
+    (version, region, vectors): (u8, u64, u32),
+    socket: Option<PathBuf>,
+    at: &str,
+) -> Result<Config, PlanError> {
+    let shape = |dialect| Shape { dialect, max_peers: 2, vectors };
+    let doors = socket.into_iter().map(|path| Door { path, seat: server::Seat::Fixed(1) }).collect();
+    let name = format!("port:{port}");
+    if version == 2 {
+        // The state table is one page, as Jailhouse has it; what is left is shared out in whole pages.
+        let output_bytes = (region - PAGE_BYTES) / 2 / PAGE_BYTES * PAGE_BYTES;
+        let dialect = Dialect::V2 { protocol: protocol::NETWORK, output_bytes };
+        let layout = Layout::v2(PAGE_BYTES, region - PAGE_BYTES - 2 * output_bytes, output_bytes, 2);
+        let (header, host) = (None, Some(0));
+        return Ok(Config { name, shape: shape(dialect), layout, region_bytes: region, header, host, doors });
+    }
+    let layout = Layout::v1(region, 0, 2).map_err(|why| PlanError::Region { what: at.into(), why })?;
+    let header = Header {
+        protocol: protocol::NETWORK,
+        vectors,
+        layout,
+        mac: to.mac.map_or([0; 6], |m| m.0),
+        mtu: to.mtu,
+        // Names of the file have at most 24 bytes.
+        name: Name::new(to.network).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+    };
+    let shape = shape(Dialect::V1);
+    Ok(Config { name, shape, layout, region_bytes: region, header: Some(header), host: Some(0), doors })
+}
+
+/// A direct link: each machine has its seat and a way in of its own.
+fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
+    let max_peers = link.max_peers();
+    let vectors = if link.plain { 0 } else { link.vectors };
+    let what = format!("link.{}", link.name);
+    let layout = Layout::v1(link.region, link.rw, max_peers).map_err(|why| PlanError::Region { what, why })?;
+    let header = Header {
+        protocol: link.protocol,
+        vectors,
+        layout,
+        mac: [0; 6],
+        mtu: 0,
+        name: Name::new(&link.name).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+    };
+    let mut doors = Vec::new();
+    if !link.plain {
+        for (id, machine) in (0..).zip(&link.between) {
+            let path = short(facts.runtime.join(format!("{}.{machine}.link.sock", link.name)))?;
+            doors.push(Door { path, seat: server::Seat::Fixed(id) });
+        }
+        if link.seats > 0 {
+            let path = short(facts.runtime.join(format!("{}.link.sock", link.name)))?;
+            doors.push(Door { path, seat: server::Seat::From(link.between.len() as u32) });
+        }
+    }
+    Ok(Config {
+        name: format!("link:{}", link.name),
+        shape: Shape { dialect: Dialect::V1, max_peers, vectors },
+        layout,
+        region_bytes: link.region,
+        header: Some(header),
+        host: None,
+        doors,
+    })
+}
+
+fn shared_memory(seat: &Seat) -> SharedMemory {
+    let door = seat.link.doors.iter().find(|d| d.seat == server::Seat::Fixed(seat.id));
+    // What a plain device cannot tell its guest, on a link where it is not clear.
+    let number = (seat.is_plain() && seat.link.host.is_none()).then(|| {
+        let name = seat.link.header.map(|h| h.name.as_str().to_string()).unwrap_or_default();
+        format!("ivshmem.{name}.id={}", seat.id)
+    });
+    SharedMemory {
+        link: seat.link.name.clone(),
+        socket: door.map(|d| d.path.clone()),
+        vectors: seat.link.shape.vectors,
+        bytes: seat.link.region_bytes,
+        word: number,
+    }
 }
 
 /// The plan of a tap.
@@ -246,7 +429,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             ip: t.ip.zip(network.map(|n| n.subnet.prefix)),
             mac: (!t.adopt).then_some(t.mac),
         },
-        guard: (t.guard == file::Guard::Mac).then_some(t.mac),
+        guard: PortGuard::new(t.guard, t.mac, t.ip),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
     }
@@ -264,12 +447,19 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
         PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
+        PortKind::Ivshmem { socket, version, region, vectors } => {
+            let mtu = fabric.network(&p.network).map_or(1500, |n| n.mtu);
+            let to = NetworkEnd { network: &p.network, mac: p.mac, mtu };
+            let kind = (*version, *region, *vectors);
+            let link = network_link(&p.name, &to, kind, Some(path(socket)?), &format!("port.{}", p.name))?;
+            Attachment::Ivshmem { link: Box::new(link) }
+        }
     };
     Ok(PortPlan {
         name: p.name.clone(),
         network: p.network.clone(),
         attachment,
-        guard: p.mac.filter(|_| p.guard == file::Guard::Mac),
+        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip)),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
     })
@@ -279,6 +469,8 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
 pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<KernelUplink>) {
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
+    // The router's MAC is nobody else's, whatever a port without a guard sends; what it forwards comes from anywhere.
+    let guard = PortGuard::new(file::Guard::Mac, mac, None);
     let port = |attachment| PortPlan {
         name: format!("uplink-{}", n.name),
         network: n.name.clone(),
@@ -293,17 +485,13 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
             let numbered = forwards.iter().zip(1..);
             let forwards = numbered.map(|(f, i)| (f.proto, f.listen, i, (f.ip, f.port))).collect();
             let user = Attachment::User(UserUplink { mac, router, forwards });
-            // The router's MAC is nobody else's, whatever a port without a guard sends.
-            (Some(PortPlan { guard: Some(mac), ..port(user) }), None)
+            (Some(PortPlan { guard, ..port(user) }), None)
         }
         (Uplink::Kernel, Some(router)) => {
             let device = kernel_device(&fabric.name, &n.name);
             let ip = Some((router, n.subnet.prefix));
             let tap = Attachment::Tap { device: device.clone(), adopt: false, netns: None, ip, mac: Some(mac) };
-            (
-                Some(PortPlan { guard: Some(mac), ..port(tap) }),
-                Some(KernelUplink { network: n.clone(), device, forwards }),
-            )
+            (Some(PortPlan { guard, ..port(tap) }), Some(KernelUplink { network: n.clone(), device, forwards }))
         }
         (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),
         _ => (None, None),
@@ -312,7 +500,10 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
 
 /// The plan of the whole fabric.
 pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
-    let mut plan = Plan { ports: vec![], machines: vec![], kernel: vec![] };
+    let mut plan = Plan { ports: vec![], machines: vec![], kernel: vec![], links: vec![] };
+    for link in &fabric.links {
+        plan.links.push(direct_link(link, facts)?);
+    }
     for m in &fabric.machines {
         let (process, ports) = machine(fabric, m, facts)?;
         plan.machines.push(process);
@@ -364,6 +555,7 @@ mod tests {
             qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
             kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
             runtime: "/run/t/demo".into(),
+            tsc: Some(Tsc { khz: 2_300_000, told: true }),
         }
     }
 
@@ -424,13 +616,15 @@ network = "ops"
         ];
         assert_eq!(names, expected);
         let web = &fabric.machines[0];
-        assert_eq!(plan.ports[0].guard, Some(web.nics[0].mac));
-        assert_eq!(plan.ports[2].guard, None);
-        assert_eq!(plan.ports[4].guard, Mac::parse("02:00:00:00:00:07"));
+        let guard = |at: usize| plan.ports[at].guard.map(|g| (g.mac, g.ip));
+        assert_eq!(guard(0), Some((web.nics[0].mac, web.nics[0].ip)));
+        assert_eq!(guard(1), Some((web.nics[1].mac, web.nics[1].ip)));
+        assert_eq!(guard(2), None);
+        assert_eq!(guard(4), Mac::parse("02:00:00:00:00:07").map(|mac| (mac, None)));
         assert!(plan.machines[0].survives && !plan.machines[1].survives && !plan.machines[0].kvm);
         let Attachment::User(user) = &plan.ports[5].attachment else { panic!() };
         assert_eq!(user.router, Ipv4Addr::new(10, 87, 0, 2));
-        assert_eq!(plan.ports[5].guard, Some(user.mac), "the router's MAC is its own");
+        assert_eq!(guard(5), Some((user.mac, None)), "the router's MAC is its own");
         assert!(plan.ports[6].guard.is_some() && plan.ports[7].guard.is_none());
         let ip = web.nics[0].ip.unwrap();
         assert_eq!(user.forwards[0], (Proto::Tcp, "127.0.0.1:8080".parse().unwrap(), 1, (ip, 80)));

@@ -105,10 +105,23 @@ pub struct Owner {
     pub sysctls: Vec<Sysctl>,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
-    /// Machines and their processes whose drivers have been seen on the network: only those can be adopted. A QEMU that
-    /// loses its backend while its guest agrees on features agrees on other ones with the next backend.
+    /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that loses its backend while
+    /// its guest agrees on features agrees on other ones with the next backend.
     #[serde(default)]
-    pub settled: Vec<(String, u32)>,
+    pub settled: Vec<Settled>,
+}
+
+/// A running machine that the next daemon may adopt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Settled {
+    /// Its name.
+    pub machine: String,
+    /// The process that listens at its monitor's socket: QEMU itself, whatever started it.
+    pub pid: u32,
+    /// Its start, in clock ticks after boot.
+    pub started_ticks: u64,
+    /// What the daemon started. The process's own arguments are others where $TOMBOLO_QEMU is a script.
+    pub argv: Vec<String>,
 }
 
 impl Owner {
@@ -277,6 +290,8 @@ impl RunDir {
                 fs::remove_file(entry.path()).map_err(system("removing", &entry.path()))?;
             }
         }
+        // Leases stay; without any there is nothing to keep the folder for.
+        let _ = fs::remove_dir(&self.state);
         fs::remove_file(self.path.join("lock")).map_err(system("removing", &self.path))?;
         fs::remove_dir(&self.path).map_err(system("removing", &self.path))
     }

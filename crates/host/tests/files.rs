@@ -62,6 +62,62 @@ fn additions_are_checked_with_the_whole() {
 }
 
 #[test]
+fn a_folder_gives_its_fabric_a_legal_name_or_none() {
+    let name = |path: &str| file::parse("[network.lan]\n", Path::new(path)).map(|f| f.name);
+    for (path, expected) in [
+        ("/srv/lab/x.toml", "lab"),
+        ("/srv/My Lab_2/x.toml", "my-lab-2"),
+        ("/srv/--a--/x.toml", "a"),
+        ("/srv/a-very-long-name-of-a-folder/x.toml", "a-very-long-name-of-a-fo"),
+    ] {
+        assert_eq!(name(path).unwrap(), expected);
+    }
+    for path in ["/srv/…/x.toml", "/x.toml"] {
+        let error = name(path).unwrap_err().to_string();
+        assert!(
+            error.contains(":1:1: name: expected 1 to 24 of a-z, 0-9 and -, found none, and the folder"),
+            "{error}"
+        );
+        assert!(error.contains("add name = "), "{error}");
+        let named = file::parse("name = \"n\"\n[network.lan]\n", Path::new(path)).unwrap();
+        assert_eq!((named.name.as_str(), named.networks[0].domain.as_str()), ("n", "n.internal"));
+    }
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("Über uns");
+    std::fs::create_dir(&folder).unwrap();
+    std::fs::write(folder.join("x.toml"), "faulty = true\n").unwrap();
+    assert_eq!(file::name_of(&folder.join("x.toml")).unwrap(), "ber-uns");
+}
+
+#[test]
+fn a_network_that_joins_a_real_one_has_a_gateway_only_if_asked_for() {
+    let gateway = |more: &str| {
+        let text = format!("[network.lan]\nuplink = {{ bridge = \"eth0\" }}\n{more}");
+        let fabric = file::parse(&text, Path::new("x.toml")).unwrap();
+        fabric.networks[0].gateway.map(|g| g.to_string())
+    };
+    assert_eq!(gateway(""), None);
+    assert_eq!(gateway("gateway = \"10.87.0.5\"\n").as_deref(), Some("10.87.0.5"));
+    assert_eq!(gateway("dhcp = true\n").as_deref(), Some("10.87.0.1"), "a DHCP server has an address");
+    assert_eq!(gateway("dhcp = false\n"), None);
+    assert_eq!(gateway("[port.p]\nkind = \"stream\"\nmac = \"02:00:00:00:00:07\"\nip = \"10.87.0.1\"\n"), None);
+}
+
+#[test]
+fn members_are_held_to_the_address_that_is_known_of_them() {
+    let read = |text: &str| file::parse(text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).unwrap();
+    let vm = |more: &str| read(&format!("[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\n{more}")).machines[0].guard;
+    assert_eq!(vm(""), file::Guard::Ip);
+    assert_eq!(vm("guard = \"mac\"\n"), file::Guard::Mac);
+    assert_eq!(vm("guard = \"off\"\n"), file::Guard::Off);
+    let port = |more: &str| read(&format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{more}")).ports[0].guard;
+    let mac = "mac = \"02:00:00:00:00:07\"\n";
+    assert_eq!((port(""), port(mac)), (file::Guard::Off, file::Guard::Mac));
+    assert_eq!(port(&format!("{mac}ip = \"10.87.0.9\"\n")), file::Guard::Ip);
+    assert_eq!(read("[network.lan]\n[tap.t]\nip = \"10.87.0.9\"\n").taps[0].guard, file::Guard::Off);
+}
+
+#[test]
 fn beside_a_kernel_uplink_a_tap_has_an_address_in_another_namespace_only() {
     let text = |more: &str| {
         format!(
@@ -102,7 +158,7 @@ fn the_reference_describes_exactly_the_keys_of_the_schema() {
         }
     }
     for section in file::schema::SECTIONS {
-        for key in section.keys {
+        for key in section.keys() {
             let row = rows.iter().find(|(s, k, _)| *s == section.name && k == key.name);
             let (_, _, row) =
                 row.unwrap_or_else(|| panic!("docs/fabric-file.md lacks `{}` of {}", key.name, section.form));
@@ -111,7 +167,7 @@ fn the_reference_describes_exactly_the_keys_of_the_schema() {
             }
         }
     }
-    let known: usize = file::schema::SECTIONS.iter().map(|s| s.keys.len()).sum();
+    let known: usize = file::schema::SECTIONS.iter().map(|s| s.keys().count()).sum();
     assert_eq!(rows.len(), known, "docs/fabric-file.md describes keys that the parser does not know");
 }
 

@@ -1,6 +1,7 @@
 //! Attachments: each kind of port, behind the one trait of the switch ([`tombolo_switch::port::Port`]).
 //!
 //! * [`vhost_user`]: a virtual machine whose VMM is a vhost-user frontend.
+//! * [`ivshmem`]: a cell, a guest or a process over a shared region, by the frames of the ivshmem-net drivers.
 //! * [`reactor`]: the epoll instance in which a worker waits for all of its ports.
 //! * [`pair`]: something in the same process.
 //! * [`stream`]: QEMU's stream sockets, which passt speaks too.
@@ -9,14 +10,17 @@
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
 //! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
+//! * [`child`]: child processes that die with the one that started them.
 #![cfg_attr(
     any(test, feature = "test-support"),
     doc = "* [`conformance`]: the suite that every attachment passes by instantiation."
 )]
 #![warn(unreachable_pub)]
 
+pub mod child;
 #[cfg(any(test, feature = "test-support"))]
 pub mod conformance;
+pub mod ivshmem;
 #[cfg(test)]
 mod kernel_side;
 pub mod link;

@@ -1,5 +1,5 @@
 //! System calls that no safe crate offers: gathered writes from foreign memory, the tun and interface ioctls,
-//! packet sockets with several messages per call, network namespaces.
+//! packet sockets with several messages per call, network namespaces, a death signal between fork and exec.
 //!
 //! Everything here returns what the kernel said and decides nothing. This module is on the list of modules that
 //! may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as a bare address in an
@@ -12,6 +12,8 @@ use std::ffi::c_int;
 use std::marker::PhantomData;
 use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use tombolo_ring::mem::Foreign;
 
 /// Pieces that one gathered write may have (`UIO_MAXIOV` of the kernel).
@@ -23,6 +25,19 @@ fn errno() -> Errno {
 
 fn check(result: isize) -> Result<usize, Errno> {
     usize::try_from(result).map_err(|_| errno())
+}
+
+/// See [`crate::child::die_with_parent`].
+pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
+    use rustix::process::{Signal, getpid, getppid, set_parent_process_death_signal};
+    let parent = getpid();
+    let ask = move || {
+        set_parent_process_death_signal(Some(Signal::KILL))?;
+        // One that had gone before this was asked sends nothing any more.
+        if getppid() == Some(parent) { Ok(()) } else { Err(Errno::SRCH.into()) }
+    };
+    // SAFETY: between fork and exec `ask` makes two system calls and nothing else: it neither allocates nor locks.
+    unsafe { command.pre_exec(ask) }
 }
 
 /// A piece of memory that the kernel is to read, in the layout of an iovec.

@@ -12,6 +12,9 @@
 //! A fault of the uplink is this port's fault; what the table knew is forgotten then, with the connections behind it.
 
 use std::collections::VecDeque;
+use std::net::Ipv4Addr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
@@ -25,9 +28,38 @@ const QUEUE_FRAMES: usize = 1024;
 /// Frames handed to the uplink at once.
 const CHUNK: usize = 64;
 
+/// Tells a router which guests are away; see [`Nat::set_away`]. The port looks before it takes frames from its uplink,
+/// and when it is serviced, as it is twice a second while frames are held.
+#[derive(Clone, Debug, Default)]
+pub struct Away(Arc<AwayList>);
+
+#[derive(Debug, Default)]
+struct AwayList {
+    changed: AtomicBool,
+    guests: Mutex<Vec<Ipv4Addr>>,
+}
+
+impl Away {
+    /// Names the guests that are away, instead of those named before.
+    pub fn set(&self, guests: Vec<Ipv4Addr>) {
+        *self.0.guests.lock().unwrap_or_else(PoisonError::into_inner) = guests;
+        // R0, with A0: who sees this sees the list; the lock orders them already for who then takes it.
+        self.0.changed.store(true, Ordering::Release);
+    }
+
+    fn take(&self) -> Option<Vec<Ipv4Addr>> {
+        // Looked at for every turn: written only where there is news. A0, with R0.
+        if !self.0.changed.load(Ordering::Acquire) || !self.0.changed.swap(false, Ordering::Acquire) {
+            return None;
+        }
+        Some(self.0.guests.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
 /// A router before an uplink.
 pub struct NatPort {
     nat: Nat,
+    away: Away,
     uplink: Box<dyn Port>,
     mtu: u32,
     now: Nanos,
@@ -45,8 +77,16 @@ pub struct NatPort {
 impl NatPort {
     /// A router with `config` before `uplink`; `mtu` of the network, in bytes.
     pub fn new(config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        Self::in_place_of(Away::default(), config, uplink, mtu)
+    }
+
+    /// As [`NatPort::new`], in the place of a router whose `away` it takes over, with the guests that it names.
+    pub fn in_place_of(away: Away, config: Config, uplink: Box<dyn Port>, mtu: u32) -> NatPort {
+        // Named to the one before, and so not yet to this one.
+        away.0.changed.store(true, Ordering::Release);
         NatPort {
             nat: Nat::new(config),
+            away,
             uplink,
             mtu,
             now: Nanos(0),
@@ -55,6 +95,11 @@ impl NatPort {
             lost: Drops::default(),
             promised: None,
         }
+    }
+
+    /// The handle that names the guests that are away.
+    pub fn away(&self) -> Away {
+        self.away.clone()
     }
 
     /// Leaves a frame for the switch; whether there was room.
@@ -77,7 +122,7 @@ impl NatPort {
 
     /// Gives frames to the uplink's port; what it does not send is in `drops`.
     fn send_out(&mut self, frames: &[Vec<u8>], drops: &mut Drops) -> Result<Sent, Fault> {
-        let mut sent = Sent::default();
+        let (mut sent, before) = (Sent::default(), drops.total());
         for chunk in frames.chunks(CHUNK) {
             if self.uplink.link() == Link::Down {
                 drops.count(Reason::LinkDown, chunk.len() as u64);
@@ -88,9 +133,15 @@ impl NatPort {
                 batch.push(Foreign::from(&frame[..]), Offload::NONE);
             }
             let all: Vec<u16> = (0..chunk.len() as u16).collect();
-            let done = self.uplink.transmit(&batch, &all, drops)?;
-            sent.frames += done.frames;
-            sent.bytes += done.bytes;
+            match self.uplink.transmit(&batch, &all, drops) {
+                Ok(done) => sent.add(done),
+                Err(fault) => {
+                    // This is the caller of `Port::transmit` here: what is neither sent nor counted is lost with the uplink.
+                    let rest = (frames.len() as u64 - sent.frames).saturating_sub(drops.total() - before);
+                    drops.count(Reason::Reset, rest);
+                    return Err(fault);
+                }
+            }
         }
         Ok(sent)
     }
@@ -111,8 +162,15 @@ impl NatPort {
         Ok(())
     }
 
+    fn look_who_is_away(&mut self) {
+        if let Some(guests) = self.away.take() {
+            self.nat.set_away(guests);
+        }
+    }
+
     /// Translates what the uplink has, up to `budget` frames, into `sending`; returns how many it took.
     fn take_in(&mut self, budget: usize, drops: &mut Drops) -> Result<usize, Fault> {
+        self.look_who_is_away();
         let mut inner = Batch::with_capacity(budget);
         let result = self.uplink.receive(budget, &mut inner, drops);
         let copy = |frame| {
@@ -165,6 +223,7 @@ impl Port for NatPort {
         self.now = now;
         let was = self.uplink.link();
         let next = self.uplink.service(now)?;
+        self.look_who_is_away();
         if was == Link::Down && self.uplink.link() == Link::Up {
             self.nat.uplink_restarted();
         }
@@ -226,9 +285,7 @@ impl Port for NatPort {
         }
         self.answer_own();
         // What the uplink's port loses was not sent.
-        let done = self.send_out(&out, drops)?;
-        sent.frames += done.frames;
-        sent.bytes += done.bytes;
+        sent.add(self.send_out(&out, drops)?);
         self.ask_out()?;
         Ok(sent)
     }
@@ -264,24 +321,33 @@ impl Port for NatPort {
 }
 
 #[cfg(test)]
+#[path = "uplink_conformance.rs"]
+mod conformance;
+
+#[cfg(test)]
 mod tests {
     use super::*;
     use crate::pair::{PairConfig, PairPeer, pair};
     use crate::reactor::Reactor;
-    use std::net::Ipv4Addr;
+    use crate::stream::StreamPort;
+    use std::io::Read;
     use tombolo_switch::nat::{Forward, Protocol};
     use tombolo_switch::wait::Token;
 
-    const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
-    const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
-    const PASST: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
+    pub(super) const ROUTER: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
+    pub(super) const GUEST: [u8; 6] = [2, 0, 0, 0, 0, 1];
+    pub(super) const PASST: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
 
     /// A router whose uplink is a pair, and the pair's other end; `Reactor` outlives both.
     fn world(capacity: usize) -> (Reactor, NatPort, PairPeer) {
         let reactor = Reactor::new().unwrap();
         let caps = Caps::plain(1500);
         let (inner, passt) = pair(PairConfig { capacity, caps }, reactor.registrar().registration(Token(1))).unwrap();
-        let config = Config {
+        (reactor, NatPort::new(config(), Box::new(inner), 1500), passt)
+    }
+
+    pub(super) fn config() -> Config {
+        Config {
             mac: ROUTER,
             router: Ipv4Addr::new(10, 9, 0, 2),
             subnet: Ipv4Addr::new(10, 9, 0, 0),
@@ -289,19 +355,18 @@ mod tests {
             outside: Ipv4Addr::new(192, 0, 0, 2),
             peer: Ipv4Addr::new(192, 0, 0, 1),
             forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (Ipv4Addr::new(10, 9, 0, 9), 80) }],
-        };
-        (reactor, NatPort::new(config, Box::new(inner), 1500), passt)
+        }
     }
 
-    fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
+    pub(super) fn arp_answer(from: [u8; 6], ip: [u8; 4]) -> Vec<u8> {
         let head: &[u8] = &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2];
         [&ROUTER[..], &from, head, &from, &ip, &ROUTER, &[10, 9, 0, 2]].concat()
     }
 
     /// An IPv4 frame; the NAT looks at no sum.
-    fn ipv4(from_mac: [u8; 6], protocol: u8, from: [u8; 4], to: [u8; 4], body: &[u8]) -> Vec<u8> {
-        let total = 20 + body.len() as u8;
-        let header: &[u8] = &[0x45, 0, 0, total, 0, 1, 0, 0, 64, protocol, 0, 0];
+    pub(super) fn ipv4(from_mac: [u8; 6], protocol: u8, from: [u8; 4], to: [u8; 4], body: &[u8]) -> Vec<u8> {
+        let [high, low] = (20 + body.len() as u16).to_be_bytes();
+        let header: &[u8] = &[0x45, 0, high, low, 0, 1, 0, 0, 64, protocol, 0, 0];
         [&ROUTER[..], &from_mac, &[8, 0], header, &from, &to, body].concat()
     }
 
@@ -389,6 +454,26 @@ mod tests {
     }
 
     #[test]
+    fn a_connection_to_a_guest_that_is_away_is_refused_by_the_router() {
+        let (_reactor, mut port, passt) = introduced(16);
+        let away = port.away();
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        passt.send(&syn(), Offload::NONE).unwrap();
+        let (frames, drops) = take(&mut port, 8);
+        assert_eq!((frames.len(), drops.total()), (0, 0));
+        let refusal = passt.receive().expect("an answer");
+        assert_eq!((&refusal.bytes[0..6], refusal.bytes[23], refusal.bytes[47]), (&PASST[..], 6, 0x14), "RST, ACK");
+        // It was held for a guest that boots, which then ends.
+        away.set(vec![]);
+        passt.send(&syn(), Offload::NONE).unwrap();
+        take(&mut port, 8);
+        assert!(passt.receive().is_none());
+        away.set(vec![Ipv4Addr::new(10, 9, 0, 9)]);
+        port.service(Nanos::SECOND.times(2)).unwrap();
+        assert_eq!(passt.receive().expect("an answer").bytes[47], 0x14);
+    }
+
+    #[test]
     fn a_guest_that_boots_late_gets_the_first_segment_though_nothing_else_happens() {
         let (_reactor, mut port, passt) = introduced(16);
         assert_eq!(port.service(Nanos::SECOND).unwrap(), None);
@@ -430,6 +515,27 @@ mod tests {
         // Whether this call or the next shows the fault, the frame is in the batch.
         let _ = port.receive(8, &mut batch, &mut drops);
         assert_eq!((batch.len(), drops.total()), (1, 0));
+    }
+
+    #[test]
+    fn a_router_made_anew_takes_the_next_stream_of_its_feed() {
+        let reactor = Reactor::new().unwrap();
+        let (stream, feed) = StreamPort::given(1500, reactor.registrar().registration(Token(1)));
+        let mut port = NatPort::new(config(), Box::new(stream), 1500);
+        for round in 0..3 {
+            let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+            feed.give(ours.into()).unwrap();
+            port.service(Nanos::SECOND).unwrap();
+            assert_eq!(port.link(), Link::Up, "round {round}");
+            // It asks for the uplink, so the stream is alive and the table a new one.
+            let mut frame = [0; 4 + 42];
+            theirs.read_exact(&mut frame).unwrap();
+            assert_eq!((&frame[..4], &frame[16..18]), (&[0, 0, 0, 42][..], &[8, 6][..]));
+            drop(port);
+            assert_eq!(theirs.read(&mut frame).unwrap(), 0, "whoever is behind it sees that it is gone");
+            port = NatPort::new(config(), Box::new(feed.remake(1500)), 1500);
+            assert_eq!(port.link(), Link::Down);
+        }
     }
 
     #[test]

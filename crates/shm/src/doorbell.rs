@@ -22,6 +22,22 @@ impl Doorbell {
         Ok(Doorbell { fd, shared: false })
     }
 
+    /// A new doorbell that is to be handed to peers: they may do with it what they like, ringing it does not block.
+    ///
+    /// # Errors
+    /// The kernel's, where no descriptor is left.
+    pub fn shared() -> Result<Doorbell, Errno> {
+        Ok(Doorbell { shared: true, ..Doorbell::new()? })
+    }
+
+    /// The same doorbell once more.
+    ///
+    /// # Errors
+    /// The kernel's, where no descriptor is left.
+    pub fn duplicate(&self) -> Result<Doorbell, Errno> {
+        Ok(Doorbell { fd: rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)?, shared: self.shared })
+    }
+
     /// A doorbell that a peer handed over. The peer may do with it what it likes: ringing it does not block (see
     /// `signal.rs`).
     ///

@@ -88,18 +88,38 @@ impl Mapping {
     /// [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the kernel's.
     pub fn new(fd: impl AsFd, offset: u64, bytes: u64, writable: bool) -> Result<Mapping, MemoryError> {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
-        let shape = MemoryError::Shape { offset, bytes };
-        let len = usize::try_from(bytes).ok().filter(|len| *len != 0 && *len <= isize::MAX as usize);
-        let Some(len) = len.filter(|_| offset.is_multiple_of(4096)) else { return Err(shape) };
+        Self::shape(offset, bytes)?;
         let file_bytes = fstat(&fd).map_err(system("fstat"))?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             return Err(MemoryError::OutsideFile { offset, bytes, file_bytes });
         }
+        Self::map(fd, offset, bytes, writable)
+    }
+
+    /// The length as an address space has it, of a range that can be mapped at all.
+    fn shape(offset: u64, bytes: u64) -> Result<usize, MemoryError> {
+        let len = usize::try_from(bytes).ok().filter(|len| *len != 0 && *len <= isize::MAX as usize);
+        len.filter(|_| offset.is_multiple_of(4096)).ok_or(MemoryError::Shape { offset, bytes })
+    }
+
+    fn map(fd: impl AsFd, offset: u64, bytes: u64, writable: bool) -> Result<Mapping, MemoryError> {
+        let system = |what| move |source| MemoryError::System { what, bytes, source };
+        let len = Self::shape(offset, bytes)?;
         let prot = if writable { ProtFlags::READ | ProtFlags::WRITE } else { ProtFlags::READ };
         // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
         let start = unsafe { mmap(std::ptr::null_mut(), len, prot, MapFlags::SHARED, fd, offset) };
-        let start = NonNull::new(start.map_err(system("mmap"))?.cast()).ok_or(shape)?;
+        let start = start.map_err(system("mmap"))?.cast();
+        let start = NonNull::new(start).ok_or(MemoryError::Shape { offset, bytes })?;
         Ok(Mapping { start, len, writable })
+    }
+
+    /// Maps `bytes` at `offset` of a device's file, shared, for reading and writing. Such a file has no size that could be
+    /// asked for: its driver refuses what the device does not have.
+    ///
+    /// # Errors
+    /// [`MemoryError::Shape`], else the kernel's.
+    pub fn of_device(fd: impl AsFd, offset: u64, bytes: u64) -> Result<Mapping, MemoryError> {
+        Self::map(fd, offset, bytes, true)
     }
 
     /// Length in bytes.

@@ -12,7 +12,7 @@ use crate::mac::{MacEntry, MacSettings, MacStats};
 use crate::network::Network;
 use crate::port::{Caps, Link, Port};
 use crate::wait::Token;
-use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Slot};
+use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Remake, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -124,7 +124,8 @@ pub struct PortStatus {
     pub counters: Arc<PortCounters>,
     /// The last fault; `counters.faults` says how many.
     pub last_fault: Option<FaultRecord>,
-    /// The text of a panic in its code, which took it out of service.
+    /// The text of a panic in its code, while that keeps it out of service; `counters.restarts` says how often it
+    /// came back from one.
     pub panic: Option<String>,
 }
 
@@ -306,10 +307,38 @@ impl WorkerHandle {
         port: Box<dyn Port>,
         settings: PortSettings,
     ) -> Result<Arc<PortCounters>, ControlError> {
+        self.add(reserved, network, name, port, None, settings)
+    }
+
+    /// As [`WorkerHandle::add_port`], for a port that `remake` can make anew after a panic in its code.
+    ///
+    /// # Errors
+    /// As for [`WorkerHandle::add_port`].
+    pub fn add_lasting_port(
+        &self,
+        reserved: Reserved,
+        network: NetworkId,
+        name: &str,
+        port: Box<dyn Port>,
+        remake: Remake,
+        settings: PortSettings,
+    ) -> Result<Arc<PortCounters>, ControlError> {
+        self.add(reserved, network, name, port, Some(remake), settings)
+    }
+
+    fn add(
+        &self,
+        reserved: Reserved,
+        network: NetworkId,
+        name: &str,
+        port: Box<dyn Port>,
+        remake: Option<Remake>,
+        settings: PortSettings,
+    ) -> Result<Arc<PortCounters>, ControlError> {
         if !Arc::ptr_eq(&reserved.tokens, &self.0.tokens) {
             return Err(ControlError::ForeignToken(name.into()));
         }
-        let slot = Slot::new(reserved, network, name, port, settings.guard);
+        let slot = Slot::new(reserved, network, name, port, remake, settings.guard);
         // What could not be added comes back, to be dropped by the caller's thread.
         let refused = self.call(move |core| {
             let number = slot.token.token().0 as u16;
@@ -392,6 +421,20 @@ impl WorkerHandle {
     /// [`ControlError::Gone`].
     pub fn status(&self) -> Result<WorkerStatus, ControlError> {
         self.call(|core| core.status())
+    }
+
+    /// Whether frames flow through a port; `Down` where its code panicked.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn link(&self, token: Token) -> Result<Link, ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get(token.0 as usize).and_then(Option::as_ref);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            // As in `status`: a panic of a port must not end the worker.
+            let link = |port: &dyn Port| catch_unwind(AssertUnwindSafe(|| port.link())).ok();
+            Ok(slot.port.as_deref().and_then(link).unwrap_or(Link::Down))
+        })?
     }
 
     /// The MAC addresses of a network with the ports behind which they were seen, and their ages.

@@ -138,8 +138,14 @@ pub trait Port: Send {
     /// at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`. Each frame is within
     /// what [`Port::caps`] said. Returns frames and bytes taken.
     ///
+    /// Each frame is accounted for once: it is one of [`Sent::frames`] or one of `drops`.
+    ///
     /// # Errors
-    /// A [`Fault`]; frames not taken are counted in `drops` by the port.
+    /// A [`Fault`]. What was counted in `drops` before it stays counted; every other frame, those already written
+    /// included since nobody sees them any more, is counted by the caller, as [`Reason::Reset`]. The port counts none of
+    /// them itself.
+    ///
+    /// [`Reason::Reset`]: crate::drop::Reason::Reset
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault>;
 
     /// Publishes what was transmitted and rings the peer where it wants that.

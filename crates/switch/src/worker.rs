@@ -30,10 +30,15 @@
 //!
 //! # Failure
 //! A [`Fault`] is recorded, the port is reset, and it is left alone for [`FAULT_PAUSE`], so that a peer that breaks
-//! its protocol over and over costs others nothing. A panic inside a port's code is a bug of ours, and others must
-//! not pay for it: it is caught at the call, the port's object is dropped and its slot reports the panic's
-//! text until the control side removes it. A panic in the loop itself ends the worker, and every
-//! [`WorkerHandle`] call then says so.
+//! its protocol over and over costs others nothing. A port that does not account for every frame that it was given is
+//! treated the same way, and what it lost is counted.
+//!
+//! A panic inside a port's code is a bug of ours, and others must not pay for it: it is caught at the call, the
+//! port's object is dropped and its slot reports the panic's text. A port that came with a [`Remake`], which the inner
+//! ports do, is made anew in the same slot, with its name, guard, pins and counters, after a pause that doubles from
+//! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while it goes on panicking; `restarts` counts that. Any other stays out of
+//! service until the control side removes it. A panic in the loop itself ends the worker, and every [`WorkerHandle`]
+//! call then says so.
 //!
 //! # Limits
 //! 65,535 ports per worker; a batch of at most 65,535 frames, ordinary budgets are 32 to 256.
@@ -47,7 +52,7 @@ use crate::frame::Batch;
 use crate::guard::Guard;
 use crate::network::{Network, Plan, Summary};
 use crate::offload::{Transformer, Work};
-use crate::port::{Caps, Fault, FaultKind, Link, Port};
+use crate::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use crate::wait::{CONTROL, Token, Waiter};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
@@ -60,6 +65,11 @@ pub const POLL_INTERVAL: Nanos = Nanos(25_000);
 pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
 /// How long a port is left alone after a fault.
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
+/// Longest pause before a port that panicked is made anew, so that a guest that finds a way to make it panic costs
+/// the worker a restart per second.
+pub const REMAKE_PAUSE_MAX: Nanos = Nanos(1_000_000_000);
+/// A port that ran for so long since it was made anew starts with the shortest pause again.
+const CALM: Nanos = Nanos(10_000_000_000);
 
 /// Frames of a batch are numbered by 16 bits.
 pub(crate) const MAX_BUDGET: usize = u16::MAX as usize;
@@ -112,6 +122,10 @@ pub struct FaultRecord {
     pub at: Nanos,
 }
 
+/// Makes a port anew after a panic in its code, from what outlives it; called by the worker with its clock. Must not
+/// block. The error is one sentence that says what to do; it is tried again later.
+pub type Remake = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
+
 /// One port and what the worker keeps about it.
 pub(crate) struct Slot {
     pub(crate) token: Reserved,
@@ -124,6 +138,10 @@ pub(crate) struct Slot {
     pub(crate) counters: Arc<PortCounters>,
     pub(crate) last_fault: Option<FaultRecord>,
     pub(crate) panic: Option<String>,
+    pub(crate) remake: Option<Remake>,
+    /// The last pause before the port was made anew, and when that was.
+    remake_pause: Nanos,
+    remade_at: Nanos,
     pub(crate) taps: Vec<Tap>,
     pub(crate) active: bool,
     pub(crate) up: bool,
@@ -301,10 +319,10 @@ impl Core {
     fn activate(&mut self, index: u16) {
         let Some(slot) = &mut self.slots[index as usize] else { return };
         slot.wants_service = true;
-        if slot.active || slot.port.is_none() {
+        if slot.active || (slot.port.is_none() && slot.remake.is_none()) {
             return;
         }
-        if self.now < slot.quiet_until {
+        if self.now < slot.quiet_until || (slot.port.is_none() && !slot.remake(self.now)) {
             slot.deadline = slot.deadline.min(slot.quiet_until);
             self.earliest = self.earliest.min(slot.deadline);
             return;
@@ -430,7 +448,12 @@ impl Core {
         for at in 0..self.plan.destinations().len() {
             let to = self.plan.destinations()[at];
             self.catch_up(to);
-            cost += self.deliver(to, batch, summary);
+            match self.deliver(to, batch, summary) {
+                Some(copies) => cost += copies,
+                // A destination is a member of the network and not the source, so this cannot be; its counters would
+                // have gone with its slot, so the frames are accounted for here.
+                None => drops.count(Reason::NoDestination, self.plan.frames_to(to).len() as u64),
+            }
         }
         self.plan.clear();
         cost
@@ -463,19 +486,17 @@ impl Core {
         self.slots[to as usize] = Some(slot);
     }
 
-    /// Hands the frames that are planned for `to` to it; returns how many copies and segments they became.
+    /// Hands the frames that are planned for `to` to it; returns how many copies and segments they became, or `None`
+    /// where there is no such port.
     #[inline]
-    fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> u64 {
+    fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> Option<u64> {
         let which = self.plan.frames_to(to);
-        let Some(slot) = &mut self.slots[to as usize] else {
-            debug_assert!(false, "a destination is a member of the network and not the source");
-            return 0;
-        };
+        let slot = self.slots[to as usize].as_mut()?;
         let mut drops = Drops::default();
         let Some(port) = &mut slot.port else {
             drops.count(Reason::LinkDown, which.len() as u64);
             slot.counters.add_tx_drops(&mut drops);
-            return 0;
+            return Some(0);
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
         let (mut work, transformer) = (Work::default(), &mut self.transformer);
@@ -503,9 +524,12 @@ impl Core {
             slot.counters.software_segmented.add(work.segmented);
             slot.counters.software_segments.add(work.segments);
         }
+        let result = match result {
+            Ok((sent, _)) if sent.frames + drops.total() != total => Err(unaccounted(sent, &drops, total)),
+            other => other,
+        };
         match result {
             Ok((sent, answers)) => {
-                debug_assert_eq!(sent.frames + drops.total(), total, "{} lost frames silently", slot.kind);
                 slot.counters.tx_frames.add(sent.frames);
                 slot.counters.tx_bytes.add(sent.bytes);
                 slot.counters.add_tx_drops(&mut drops);
@@ -514,13 +538,13 @@ impl Core {
                 }
             }
             Err(trouble) => {
-                // Whatever was not counted yet went down with the port's rings.
+                // Whatever was not counted yet went down with the port's rings; see `Port::transmit`.
                 drops.count(Reason::Reset, total.saturating_sub(drops.total()));
                 slot.counters.add_tx_drops(&mut drops);
                 self.fault_of_destination(to, trouble);
             }
         }
-        total
+        Some(total)
     }
 
     #[cold]
@@ -547,6 +571,18 @@ impl Core {
     }
 }
 
+/// A port's code has lost frames without a word, or counted some twice: a bug of ours, which costs that port only.
+#[cold]
+fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Trouble {
+    let detail = format!(
+        "{total} frames were handed to the port's code, which says that it sent {} and dropped {}; this is a defect of \
+         tombolo, the port was reset",
+        sent.frames,
+        drops.total()
+    );
+    Trouble::Fault(Fault { kind: FaultKind::System, detail })
+}
+
 /// [`Port::receive`] with a panic caught; a function of its own for the sake of the batch's lifetime.
 #[inline]
 fn receive<'m>(
@@ -565,7 +601,14 @@ fn fits(summary: Summary, caps: Caps) -> bool {
 }
 
 impl Slot {
-    pub(crate) fn new(token: Reserved, network: NetworkId, name: &str, port: Box<dyn Port>, guard: Guard) -> Box<Slot> {
+    pub(crate) fn new(
+        token: Reserved,
+        network: NetworkId,
+        name: &str,
+        port: Box<dyn Port>,
+        remake: Option<Remake>,
+        guard: Guard,
+    ) -> Box<Slot> {
         Box::new(Slot {
             token,
             name: name.into(),
@@ -576,6 +619,9 @@ impl Slot {
             counters: Arc::default(),
             last_fault: None,
             panic: None,
+            remake,
+            remake_pause: Nanos(0),
+            remade_at: Nanos(0),
             taps: Vec::new(),
             active: false,
             up: false,
@@ -605,12 +651,48 @@ impl Slot {
                 }
             }
         };
-        let detail = format!("the port's code panicked, so the port was taken out of service: {text}");
-        self.last_fault = Some(FaultRecord { fault: Fault { kind: FaultKind::System, detail }, at: now });
-        self.panic = Some(text);
-        self.deadline = NEVER;
+        self.broke(text, now);
         let port = self.port.take();
         // What panicked once may panic again when it is dropped.
         let _ = catch_unwind(AssertUnwindSafe(|| drop(port)));
+    }
+
+    /// Notes a panic in the port's code, and when it is made anew.
+    #[cold]
+    fn broke(&mut self, text: String, now: Nanos) {
+        let (what, deadline) = match self.remake {
+            None => ("was taken out of service", NEVER),
+            Some(_) => {
+                let calm = self.remake_pause == Nanos(0) || now.since(self.remade_at) >= CALM;
+                let pause = if calm { FAULT_PAUSE } else { Nanos(self.remake_pause.0 * 2).min(REMAKE_PAUSE_MAX) };
+                self.remake_pause = pause;
+                self.quiet_until = now.after(pause);
+                ("is made anew", self.quiet_until)
+            }
+        };
+        self.deadline = deadline;
+        let detail = format!("the port's code panicked, so the port {what}: {text}");
+        self.last_fault = Some(FaultRecord { fault: Fault { kind: FaultKind::System, detail }, at: now });
+        self.panic = Some(text);
+    }
+
+    /// Makes the port anew after a panic; whether it is there again. If not, it is tried again when the next pause is over.
+    #[cold]
+    fn remake(&mut self, now: Nanos) -> bool {
+        let Some(remake) = &mut self.remake else { return false };
+        let made = catch_unwind(AssertUnwindSafe(|| remake(now)));
+        self.remade_at = now;
+        match made.unwrap_or_else(|payload| Err(panic_text(payload.as_ref()))) {
+            Ok(port) => {
+                self.port = Some(port);
+                self.panic = None;
+                self.counters.restarts.add(1);
+                true
+            }
+            Err(text) => {
+                self.broke(format!("it could not be made anew: {text}"), now);
+                false
+            }
+        }
     }
 }

@@ -11,7 +11,7 @@ use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::{Address, MacSettings};
 use tombolo_switch::port::{Caps, Link};
-use tombolo_switch::worker::FAULT_PAUSE;
+use tombolo_switch::worker::{FAULT_PAUSE, REMAKE_PAUSE_MAX};
 
 fn bench() -> Bench {
     Bench::new(WorkerSettings::default())
@@ -321,6 +321,109 @@ fn a_panic_in_a_port_takes_only_that_port_out() {
         bench.settle();
         assert_eq!(a.take_bytes().last(), Some(&frame(BROADCAST, mac(2), 64, 2)), "{at:?}");
     }
+}
+
+#[test]
+fn a_lasting_port_is_made_anew_after_a_panic_anywhere_in_it() {
+    let places = [At::Service, At::Receive, At::Release, At::Transmit, At::Flush, At::Arm, At::Disarm, At::Reset];
+    for at in places {
+        let mut bench = bench();
+        let net = bench.network(MacSettings::default());
+        let guard = Guard::new(&[mac(9)], &[]).pinned();
+        let bad = bench.lasting_port(net, PortSettings { guard, mac_limit: None });
+        let [a] = bench.ports(net);
+        bad.lock().panic_once = Some(at);
+        if at == At::Reset {
+            bad.lock().fault = Some(At::Receive);
+        }
+        bad.send(frame(mac(1), mac(9), 64, 0));
+        a.send(frame(mac(9), mac(1), 64, 0));
+        let start = bench.waiter.lock().now;
+        while bad.lock().panic_once.is_some() {
+            bench.worker.step(&mut bench.waiter);
+        }
+        assert_eq!((bad.counters.restarts.get(), bench.waiter.lock().now), (0, start), "{at:?}: not at once");
+        // Its own timer brings it back.
+        bench.settle();
+        assert!(bench.waiter.lock().now >= start.after(FAULT_PAUSE), "{at:?}");
+        let status = bench.ask(|h| h.status()).unwrap();
+        let port = &status.ports[bad.token.0 as usize];
+        assert_eq!((port.panic.as_ref(), port.link, port.counters.restarts.get()), (None, Link::Up, 1), "{at:?}");
+        let fault = port.last_fault.as_ref().unwrap();
+        assert!(fault.fault.detail.contains("is made anew: planted"), "{at:?}: {fault:?}");
+        // As before, with its pins and its place in floods.
+        a.take();
+        bad.take();
+        bad.send(frame(mac(1), mac(9), 64, 5));
+        a.send(frame(BROADCAST, mac(1), 64, 6));
+        a.send(frame(BROADCAST, mac(9), 64, 7));
+        bench.settle();
+        assert_eq!(a.take_bytes(), [frame(mac(1), mac(9), 64, 5)], "{at:?}");
+        assert_eq!(bad.take_bytes(), [frame(BROADCAST, mac(1), 64, 6)], "{at:?}");
+        let (rx, tx) = (&bad.counters.rx_drops, &a.counters.tx_drops);
+        let lost: u64 = rx.iter().chain(tx).map(|c| c.get()).sum();
+        assert_eq!(
+            bad.counters.rx_frames.get(),
+            a.counters.tx_frames.get() + lost,
+            "{at:?}: each frame is accounted for"
+        );
+    }
+}
+
+#[test]
+fn a_port_that_panics_over_and_over_is_made_anew_ever_more_slowly() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let bad = bench.lasting_port(net, PortSettings::default());
+    let [a, b] = bench.ports(net);
+    bad.lock().panic = Some(At::Service);
+    bad.wake();
+    let start = bench.waiter.lock().now;
+    while bench.waiter.lock().now.since(start) < Nanos::SECOND.times(60) {
+        bench.worker.step(&mut bench.waiter);
+    }
+    // 10 ms, 20 ms, … 640 ms, then a second each.
+    let restarts = bad.counters.restarts.get();
+    assert!((60..=66).contains(&restarts), "{restarts}");
+    a.send(frame(BROADCAST, mac(1), 64, 1));
+    for _ in 0..4 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    assert_eq!(b.take_bytes(), [frame(BROADCAST, mac(1), 64, 1)]);
+    // Nor does a maker that panics itself end the worker.
+    bad.lock().panic = Some(At::Remake);
+    for _ in 0..8 {
+        bench.worker.step(&mut bench.waiter);
+    }
+    let port = bench.ask(|h| h.status()).unwrap().ports[bad.token.0 as usize].clone();
+    assert!(port.panic.as_ref().is_some_and(|text| text.contains("could not be made anew")), "{port:?}");
+    bad.lock().panic = None;
+    bench.settle();
+    assert!(bench.waiter.lock().now.since(start) < Nanos::SECOND.times(60).after(REMAKE_PAUSE_MAX.times(30)));
+    b.take();
+    bad.send(frame(BROADCAST, mac(9), 64, 2));
+    bench.settle();
+    assert_eq!(b.take_bytes(), [frame(BROADCAST, mac(9), 64, 2)]);
+}
+
+#[test]
+fn a_port_that_loses_frames_without_a_word_is_reset_and_they_are_counted() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, bad, c] = bench.ports(net);
+    bad.lock().forgets = 3;
+    for n in 0..10 {
+        a.send(frame(BROADCAST, mac(1), 64, n));
+    }
+    bench.settle();
+    assert_eq!(c.take().len(), 10, "the worker goes on");
+    assert_eq!((bad.counters.faults.get(), bad.lock().resets), (1, 1));
+    // Nothing that was handed over in that call counts as sent.
+    assert_eq!((bad.counters.tx_frames.get(), bad.tx_drops(Reason::Reset)), (0, 10));
+    let status = bench.ask(|h| h.status()).unwrap();
+    let fault = status.ports[bad.token.0 as usize].last_fault.clone().unwrap();
+    assert!(fault.fault.detail.contains("10 frames were handed"), "{fault:?}");
+    assert!(fault.fault.detail.contains("sent 7 and dropped 0"), "{fault:?}");
 }
 
 #[test]

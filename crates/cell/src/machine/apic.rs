@@ -6,6 +6,7 @@
 use super::clock::Clock;
 use super::mmio::Mmio;
 use super::{cpu, traps};
+use core::cell::Cell;
 
 const APIC_BASE_MSR: u32 = 0x1b;
 const APIC_BASE_ENABLE: u64 = 1 << 11;
@@ -36,22 +37,25 @@ unsafe extern "C" {
     static mut cell_eoi: *mut u32;
 }
 
+#[derive(Clone, Copy)]
 enum Timer {
     /// The processor compares its time-stamp counter with an MSR.
     TscDeadline,
     /// A counter that runs down, with its rate in ticks per second.
     Countdown(u64),
+    /// The counter runs to find its rate: the clock before and after it was set to its largest value.
+    Measuring(u64, u64),
 }
 
 /// The local APIC of the one processor that a cell uses.
 pub(super) struct Local {
     /// None where the registers are MSRs (x2APIC).
     registers: Option<Mmio>,
-    timer: Timer,
+    timer: Cell<Timer>,
 }
 
 impl Local {
-    /// Switches the local APIC on. The timer's rate is set by [`Local::calibrate`].
+    /// Switches the local APIC on. The timer's rate is found by [`Local::measure`].
     pub(super) fn new(map: impl Fn(u64, usize) -> Option<Mmio>) -> Local {
         let features = cpu::cpuid(1).ecx;
         let base = cpu::read_msr(APIC_BASE_MSR) | APIC_BASE_ENABLE;
@@ -73,11 +77,11 @@ impl Local {
         // SAFETY: interrupts are off; traps.s only reads it, from the first interrupt on.
         unsafe { (&raw mut cell_eoi).write(eoi) };
         let timer = if features & FEATURE_TSC_DEADLINE != 0 { Timer::TscDeadline } else { Timer::Countdown(0) };
-        let local = Local { registers, timer };
+        let local = Local { registers, timer: Cell::new(timer) };
         local.write(REGISTER_TASK_PRIORITY, 0);
         local.write(REGISTER_SPURIOUS, SPURIOUS_ENABLE | u32::from(traps::SPURIOUS_VECTOR));
         local.write(REGISTER_TIMER_DIVIDE, DIVIDE_BY_1);
-        let mode = if matches!(local.timer, Timer::TscDeadline) { TIMER_TSC_DEADLINE } else { TIMER_MASKED };
+        let mode = if matches!(timer, Timer::TscDeadline) { TIMER_TSC_DEADLINE } else { TIMER_MASKED };
         local.write(REGISTER_TIMER, mode | u32::from(traps::vector(TIMER_INTERRUPT)));
         local
     }
@@ -103,42 +107,52 @@ impl Local {
         if self.registers.is_some() { id >> 24 } else { id }
     }
 
-    /// Finds the timer's rate by the clock, where the timer is not the clock itself: 500 µs, the tightest of
-    /// up to five runs, since a busy host may take the processor away between two reads.
-    pub(super) fn calibrate(&mut self, clock: &Clock) {
-        const RUN_NS: u64 = 500_000;
-        if matches!(self.timer, Timer::TscDeadline) {
-            return;
+    /// Begins to find the timer's rate by the clock, where the timer is not the clock itself. The end is with the first
+    /// [`Local::arm`], so that the start waits for nothing.
+    pub(super) fn measure(&self, clock: &Clock) {
+        if !matches!(self.timer.get(), Timer::TscDeadline) {
+            let before_ns = clock.now_ns();
+            self.write(REGISTER_TIMER_COUNT, u32::MAX);
+            self.timer.set(Timer::Measuring(before_ns, clock.now_ns()));
         }
+    }
+
+    /// The rate, of 500 µs or more: the tightest of up to five readings, since a busy host may take the processor away
+    /// between two of them. Where the counter has run out meanwhile, or its beginning was not tight, it is begun anew.
+    fn measured_rate(&self, clock: &Clock, mut before_start: u64, mut after_start: u64) -> u64 {
+        const RUN_NS: u64 = 500_000;
         let (mut best_rate, mut best_slack) = (1_000_000_000, u64::MAX);
         for _ in 0..5 {
-            let (before_start, after_start) = (clock.now_ns(), {
-                self.write(REGISTER_TIMER_COUNT, u32::MAX);
-                clock.now_ns()
-            });
             while clock.now_ns() < after_start + RUN_NS {}
             let before_end = clock.now_ns();
             let left = self.read(REGISTER_TIMER_CURRENT);
             let after_end = clock.now_ns();
-            let slack = (after_start - before_start) + (after_end - before_end);
             let passed = (before_end + after_end - before_start - after_start) / 2;
-            if slack < best_slack && passed > 0 {
+            // In parts per million of the run.
+            let slack = ((after_start - before_start) + (after_end - before_end)) * 1_000_000 / passed.max(1);
+            if left > 0 && slack < best_slack {
                 best_slack = slack;
-                best_rate = u64::from(u32::MAX - left) * 1_000_000_000 / passed;
+                best_rate = (u128::from(u32::MAX - left) * 1_000_000_000 / u128::from(passed.max(1))) as u64;
             }
-            if best_slack < RUN_NS / 50 {
+            if best_slack < 20_000 {
                 break;
             }
+            before_start = clock.now_ns();
+            self.write(REGISTER_TIMER_COUNT, u32::MAX);
+            after_start = clock.now_ns();
         }
         self.write(REGISTER_TIMER_COUNT, 0);
         self.write(REGISTER_TIMER, u32::from(traps::vector(TIMER_INTERRUPT)));
-        self.timer = Timer::Countdown(best_rate);
+        best_rate.max(1)
     }
 
     /// Sets the timer to fire at `until_ns` by `clock`, or stops it. A countdown that cannot reach so far fires
     /// earlier; whoever waits looks at the clock again.
     pub(super) fn arm(&self, clock: &Clock, until_ns: Option<u64>) {
-        match self.timer {
+        if let Timer::Measuring(before_ns, after_ns) = self.timer.get() {
+            self.timer.set(Timer::Countdown(self.measured_rate(clock, before_ns, after_ns)));
+        }
+        match self.timer.get() {
             Timer::TscDeadline => {
                 let deadline = until_ns.map_or(0, |ns| clock.tsc_at(ns));
                 // SAFETY: names no memory.
@@ -152,6 +166,7 @@ impl Local {
                 });
                 self.write(REGISTER_TIMER_COUNT, count);
             }
+            Timer::Measuring(..) => unreachable!("measured just now"),
         }
     }
 }

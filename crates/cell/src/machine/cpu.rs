@@ -57,6 +57,15 @@ pub(crate) fn cpuid(leaf: u32) -> CpuidResult {
     __cpuid(leaf)
 }
 
+/// How many bits a physical address has (Intel SDM volume 2, CPUID leaf 80000008H); 36 where nothing says.
+pub(crate) fn physical_address_bits() -> u32 {
+    const EXTENDED: u32 = 0x8000_0000;
+    const ADDRESSES: u32 = 0x8000_0008;
+    let is_told = cpuid(EXTENDED).eax >= ADDRESSES;
+    let bits = if is_told { cpuid(ADDRESSES).eax & 0xff } else { 36 };
+    bits.clamp(36, 46)
+}
+
 /// A random word from the processor, where it has a generator.
 pub(crate) fn hardware_random() -> Option<u64> {
     if cpuid(1).ecx & 1 << 30 == 0 {

@@ -33,6 +33,7 @@ use alloc::vec::Vec;
 use core::cell::RefCell;
 use mmio::Mmio;
 use startup::Region;
+use tombolo_ring::mem::ForeignMut;
 
 /// The parts of the machine that drivers and the main loop use.
 pub(crate) struct Platform {
@@ -68,6 +69,11 @@ impl Platform {
         map_device(&self.ram, address, len)
     }
 
+    /// Maps memory that a device shares with others, cached; `None` where the addresses are RAM or beyond reach.
+    pub(crate) fn map_shared(&self, address: u64, len: usize) -> Option<ForeignMut<'static>> {
+        paging::map_shared(address, len, |start, end| overlaps(&self.ram, start, end))
+    }
+
     /// A device interrupt of its own; `None` when all are given out.
     pub(crate) fn interrupt(&self) -> Option<Interrupt> {
         let mut next = self.next_interrupt.borrow_mut();
@@ -100,5 +106,9 @@ impl Platform {
 }
 
 fn map_device(ram: &[Region], address: u64, len: usize) -> Option<Mmio> {
-    paging::map_device(address, len, |start, end| ram.iter().any(|r| start < r.end && r.start < end))
+    paging::map_device(address, len, |start, end| overlaps(ram, start, end))
+}
+
+fn overlaps(ram: &[Region], start: u64, end: u64) -> bool {
+    ram.iter().any(|r| start < r.end && r.start < end)
 }

@@ -2,13 +2,14 @@
 //!
 //! boot.s maps 0 to 4 GiB at their own addresses in pages of 2 MiB, of which the first four may be executed. Here
 //! these first 8 MiB get pages of 4 KiB: text read and execute; constants read only; data read and write; page 0
-//! and the guard page under the stack not at all. All other memory is data. Devices above 4 GiB are mapped on
-//! demand.
+//! and the guard page under the stack not at all. All other memory is data. Devices are mapped on
+//! demand: registers uncached, memory that a device shares cached.
 #![allow(unsafe_code)]
 
 use super::cpu;
 use super::mmio::Mmio;
 use core::ptr::NonNull;
+use tombolo_ring::mem::ForeignMut;
 
 const PRESENT: u64 = 1;
 const WRITE: u64 = 1 << 1;
@@ -21,7 +22,6 @@ const PAGE: usize = 4096;
 const PAGE_2M: usize = 2 << 20;
 /// Where the 4 KiB tables end, and with them the room for the image.
 const FINE_END: usize = 8 << 20;
-const GIB4: u64 = 4 << 30;
 
 unsafe extern "C" {
     static __image_start: u8;
@@ -74,55 +74,86 @@ pub(super) fn protect() {
     cpu::flush_tlb();
 }
 
-/// Maps the registers of a device, uncached; `None` where they overlap `ram_end` and below (the top of the memory that
-/// may be RAM) or cannot be addressed.
+/// Maps the registers of a device, uncached; `None` where they overlap RAM or cannot be addressed.
 pub(super) fn map_device(address: u64, len: usize, is_ram: impl Fn(u64, u64) -> bool) -> Option<Mmio> {
-    let end = address.checked_add(len as u64)?;
-    if end > 1 << 47 || is_ram(address, end) {
-        return None;
-    }
-    let mut at = address & !(PAGE_2M as u64 - 1);
-    while at < end {
-        // Below 8 MiB there is only memory and what is left of the first megabyte; neither holds registers.
-        if at < FINE_END as u64 {
-            return None;
-        }
-        // SAFETY: the page holds no RAM, so making it uncached takes nothing from Rust's memory.
-        unsafe { map_2m(at) };
-        at += PAGE_2M as u64;
-    }
-    cpu::flush_tlb();
-    let base = NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))?;
-    // SAFETY: mapped just now, for ever, and not RAM by the check above.
+    let base = map(address, len, UNCACHED, is_ram)?;
+    // SAFETY: mapped just now, for ever, and not RAM by the check in `map`.
     Some(unsafe { Mmio::new(base, len) })
 }
 
-/// Maps the 2 MiB page at `address` to itself, uncached, making tables where there are none.
+/// Maps memory that a device shares with others, cached; `None` as for [`map_device`].
+pub(super) fn map_shared(address: u64, len: usize, is_ram: impl Fn(u64, u64) -> bool) -> Option<ForeignMut<'static>> {
+    let base = map(address, len, 0, is_ram)?;
+    // SAFETY: mapped just now, for ever; not RAM that Rust uses, so no reference leads into it.
+    Some(unsafe { ForeignMut::new(base, len) })
+}
+
+/// Maps `len` bytes at `address` to themselves: whole pages of 2 MiB where they are covered, else pages of 4 KiB, so
+/// that registers and shared memory that are neighbours keep their own cache modes.
+fn map(address: u64, len: usize, cache: u64, is_ram: impl Fn(u64, u64) -> bool) -> Option<NonNull<u8>> {
+    let end = address.checked_add(len as u64)?.checked_next_multiple_of(PAGE as u64)?;
+    // Below 8 MiB there is only memory and what is left of the first megabyte; neither belongs to a device.
+    let mut at = address & !(PAGE as u64 - 1);
+    if len == 0 || at < FINE_END as u64 || end > 1 << 47 || is_ram(at, end) {
+        return None;
+    }
+    while at < end {
+        let is_whole = at.is_multiple_of(PAGE_2M as u64) && end - at >= PAGE_2M as u64;
+        // SAFETY: the page holds no RAM, so its mode takes nothing from Rust's memory.
+        at += unsafe { map_page(at, cache, is_whole) } as u64;
+    }
+    cpu::flush_tlb();
+    NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))
+}
+
+/// The table that an entry of `table` leads to, made where there is none. A 2 MiB page becomes 512 of 4 KiB, with its own mode.
 ///
 /// # Safety
-/// The page holds device registers.
-unsafe fn map_2m(address: u64) {
-    let entry = address | PRESENT | WRITE | HUGE | NO_EXECUTE | UNCACHED;
-    if address < GIB4 {
-        // SAFETY: index < 2048; one processor.
-        unsafe { (&raw mut cell_pd).cast::<u64>().add((address >> 21) as usize).write_volatile(entry) };
-        return;
-    }
-    let mut table = (&raw mut cell_pml4).cast::<u64>();
-    for shift in [39, 30] {
-        let index = (address >> shift & 511) as usize;
-        // SAFETY: `table` is a page of 512 entries: the PML4 or one that an entry of it leads to, all of them at
-        // their own addresses; one processor.
-        unsafe {
-            let slot = table.add(index);
-            let mut value = slot.read_volatile();
-            if value & PRESENT == 0 {
-                value = super::dma::alloc(PAGE).as_mut_ptr().expose_provenance() as u64 | PRESENT | WRITE;
-                slot.write_volatile(value);
-            }
-            table = core::ptr::with_exposed_provenance_mut((value & ADDRESS) as usize);
-        }
-    }
+/// `table` is a page of 512 entries at its own address; one processor.
+unsafe fn next_table(table: *mut u64, index: usize) -> *mut u64 {
+    // SAFETY: index < 512 by the callers' masks; the rest is the caller's promise.
+    let slot = unsafe { table.add(index) };
     // SAFETY: as above.
-    unsafe { table.add((address >> 21 & 511) as usize).write_volatile(entry) };
+    let mut value = unsafe { slot.read_volatile() };
+    if value & (PRESENT | HUGE) != PRESENT {
+        let made = super::dma::alloc(PAGE).as_mut_ptr();
+        if value & PRESENT != 0 {
+            for page in 0..512 {
+                let entry = (value & !HUGE) + page as u64 * PAGE as u64;
+                // SAFETY: a page of its own, allocated just now.
+                unsafe { made.cast::<u64>().add(page).write(entry) };
+            }
+        }
+        value = made.expose_provenance() as u64 | PRESENT | WRITE;
+        // SAFETY: as above; the new table maps what the entry did before.
+        unsafe { slot.write_volatile(value) };
+    }
+    core::ptr::with_exposed_provenance_mut((value & ADDRESS) as usize)
+}
+
+/// Maps the page at `address` to itself: 2 MiB where that `is_whole`ly belongs to the device, else 4 KiB. Returns how many
+/// bytes from there on are mapped as was asked, be it since they were so before.
+///
+/// # Safety
+/// The page holds a device's registers or memory.
+unsafe fn map_page(address: u64, cache: u64, is_whole: bool) -> usize {
+    let entry = address | PRESENT | WRITE | NO_EXECUTE | cache;
+    let index = |shift: u32| (address >> shift & 511) as usize;
+    // SAFETY: the PML4 and what its entries lead to, all of them at their own addresses; one processor.
+    unsafe {
+        let pointers = next_table((&raw mut cell_pml4).cast::<u64>(), index(39));
+        let directory = next_table(pointers, index(30));
+        let slot = directory.add(index(21));
+        let value = slot.read_volatile();
+        if value & (PRESENT | HUGE) == PRESENT | HUGE && value & UNCACHED == cache {
+            return PAGE_2M - (address as usize & (PAGE_2M - 1));
+        }
+        // A table that is there stays: a neighbour with a mode of its own may need it.
+        if is_whole && value & (PRESENT | HUGE) != PRESENT {
+            slot.write_volatile(entry | HUGE);
+            return PAGE_2M;
+        }
+        next_table(directory, index(21)).add(index(12)).write_volatile(entry);
+    }
+    PAGE
 }

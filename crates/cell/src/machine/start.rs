@@ -71,9 +71,9 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     let map = |address, len| super::map_device(&machine.ram, address, len);
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
     apic::mask_legacy_controllers();
-    let mut local_apic = apic::Local::new(map);
+    let local_apic = apic::Local::new(map);
     let clock = clock::Clock::new(start, khz);
-    local_apic.calibrate(&clock);
+    local_apic.measure(&clock);
     let io_apics = apic::IoApic::find(map);
     let ram = machine.ram.clone();
     let platform = Platform { clock, local_apic, io_apics, ram, next_interrupt: RefCell::new(1) };

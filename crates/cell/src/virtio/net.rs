@@ -14,6 +14,7 @@
 use super::offload;
 use super::{Transport, go, negotiate};
 use crate::machine::{dma, heap};
+use crate::neighbor::{Sighting, Watch};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::num::{NonZeroU16, NonZeroUsize};
@@ -77,6 +78,10 @@ pub struct DeviceStats {
     pub tx_dropped: u64,
     /// How often the device was notified.
     pub notifications: u64,
+    /// How often a link over shared memory went down since its peer did.
+    pub link_resets: u64,
+    /// How often it was taken down since its peer broke the rings.
+    pub link_faults: u64,
 }
 
 /// The sending half, apart from the receiving one since the stack holds both at a time.
@@ -112,6 +117,7 @@ pub(crate) struct VirtioNet {
     mac: EthernetAddress,
     mtu: usize,
     saw_syn: bool,
+    watch: Watch,
 }
 
 fn broken(what: &str, error: tombolo_ring::virtio::RingError) -> ! {
@@ -199,6 +205,7 @@ impl VirtioNet {
             mac,
             mtu,
             saw_syn: false,
+            watch: Watch::default(),
         };
         for token in 0..device.receive.size() {
             device.give_back(u32::from(token));
@@ -241,6 +248,11 @@ impl VirtioNet {
         self.sender.next_page.len() * page
     }
 
+    /// Payload bytes that the receive ring takes in full frames: each has a buffer of its own at least, larger than it or not.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        usize::from(self.receive.size()) * self.mtu.min(self.buffer_bytes)
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.sender.stats
@@ -254,6 +266,11 @@ impl VirtioNet {
     /// Whether a frame since the last call asked for a TCP connection.
     pub(crate) fn take_syn(&mut self) -> bool {
         core::mem::take(&mut self.saw_syn)
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        self.watch.take()
     }
 
     /// Puts buffer `token` back into the receive ring.
@@ -312,7 +329,9 @@ impl VirtioNet {
                 stats.rx_bad_checksum += 1;
                 continue;
             }
-            self.saw_syn |= offload::is_tcp_syn(frame);
+            let syn = offload::is_tcp_syn(frame);
+            self.saw_syn |= syn;
+            self.watch.note(frame, self.mac, syn);
             return Some(header);
         }
     }
@@ -443,7 +462,7 @@ impl Sender {
 }
 
 /// A received frame, in local memory.
-pub(crate) struct Received<'d>(&'d [u8]);
+pub(crate) struct Received<'d>(pub(crate) &'d [u8]);
 
 impl RxToken for Received<'_> {
     fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {

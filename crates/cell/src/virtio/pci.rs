@@ -77,7 +77,7 @@ impl PciTransport {
         let (notify_capability, notify) = window(CONFIG_NOTIFY)?;
         let device = window(CONFIG_DEVICE).map(|(_, w)| w);
         let notify_multiplier = pci.read(f, notify_capability.at + 16);
-        let interrupt = platform.interrupt().filter(|interrupt| pci.enable_msix(f, *interrupt));
+        let interrupt = platform.interrupt().filter(|interrupt| pci.enable_msix(f, *interrupt, 1) > 0);
         Some(PciTransport {
             common,
             notify,

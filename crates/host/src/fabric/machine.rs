@@ -7,13 +7,16 @@ use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
+use tombolo_switch::port::Link;
 
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
 use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
-use crate::process::Process;
-use crate::qemu::argv::{console_path, monitor_path, tty_path};
+use crate::process::{self, Process};
+use crate::qemu::argv::{console_path, memory_place, monitor_path, tty_path};
+use crate::qemu::monitor;
+use crate::rundir::Settled;
 
 /// Console bytes that are kept: beyond this the older half is cut off.
 const CONSOLE_BYTES: u64 = 1 << 20;
@@ -161,15 +164,28 @@ impl Running {
         let console = console_path(&self.facts.runtime, &plan.name);
         std::fs::write(&console, "").map_err(spawn)?;
         let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
-        let child = Command::new(&plan.argv[0])
-            .args(&plan.argv[1..])
-            .stdin(Stdio::null())
-            .stdout(Stdio::from(log.try_clone().map_err(spawn)?))
-            .stderr(Stdio::from(log))
+        let stderr = log.try_clone().map_err(spawn)?;
+        let plain = plan.seats.iter().filter(|s| s.is_plain()).map(|s| s.link.name.clone());
+        let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
+        let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
+        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let start = |numbers: &[i32]| {
+            let mut command = Command::new(&plan.argv[0]);
+            for word in &plan.argv[1..] {
+                let place = plain.iter().position(|name| word.ends_with(&memory_place(name)));
+                match place {
+                    Some(i) => {
+                        command.arg(word.replace(&memory_place(&plain[i]), &memory_place(&numbers[i].to_string())))
+                    }
+                    None => command.arg(word),
+                };
+            }
+            command.stdin(Stdio::null()).stdout(Stdio::from(log)).stderr(Stdio::from(stderr));
             // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
-            .process_group(0)
-            .spawn()
-            .map_err(spawn)?;
+            command.process_group(0);
+            command
+        };
+        let child = process::spawn_with(&regions, start).map_err(spawn)?;
         let pid = child.id();
         // Of one that is started again it stays known how it ended.
         let (restarts, ended) = self.machines.get(&plan.name).map_or((0, None), |m| (m.restarts, m.ended.clone()));
@@ -185,7 +201,9 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
         self.watch_machine(&plan.name, pid);
+        self.take_seats(&plan.seats, pid)?;
         self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
         Ok(())
@@ -206,6 +224,7 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
         self.watch_machine(&plan.name, *pid);
         (self.say)(&format!("{}: runs on as process {pid}; its devices connect again by themselves", plan.name));
         Ok(())
@@ -223,16 +242,26 @@ impl Running {
                 if running.dir.is_none() || running.machines.get(&name).is_none_or(|m| m.pid != Some(pid)) {
                     return;
                 }
-                let Ok(status) = running.status() else { return };
-                if status.ports.iter().filter(|p| p.details.get("machine") == Some(&name)).all(|p| p.up) {
-                    // Where the record cannot be written, the next daemon starts the machine anew.
-                    let _ = running.dir().record(|o| {
-                        o.settled.retain(|(machine, _)| *machine != name);
-                        o.settled.push((name.clone(), pid));
-                    });
+                let own = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
+                let mut links = own.map(|p| running.workers[p.worker].thread.handle().link(p.token));
+                if links.all(|link| matches!(link, Ok(Link::Up))) {
+                    running.note_settled(&name, pid);
                     return;
                 }
             }
+        });
+    }
+
+    fn note_settled(&mut self, name: &str, pid: u32) {
+        let Some(argv) = self.machines.get(name).map(|m| m.plan.argv.clone()) else { return };
+        // A script that runs QEMU as its child is not QEMU.
+        let pid = monitor::listener(&monitor_path(&self.facts.runtime, name)).unwrap_or(pid);
+        let Some(started_ticks) = process::start_ticks(pid) else { return };
+        let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
+        // Where the record cannot be written, the next daemon starts the machine anew.
+        let _ = self.dir().record(|o| {
+            o.settled.retain(|s| s.machine != settled.machine);
+            o.settled.push(settled);
         });
     }
 
@@ -287,11 +316,13 @@ impl Running {
         let mut last_lines = tail(&machine.console, LAST_LINES);
         last_lines.extend(tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
-        if machine.stopped {
+        let stopped = machine.stopped;
+        self.tell_who_is_away();
+        if stopped {
             return false;
         }
         let again = !well && restart == Restart::OnFailure;
-        if again {
+        if again && let Some(machine) = self.machines.get_mut(name) {
             machine.restarts += 1;
         }
         let mut text = format!("{name}: {how}{}", if again { "; starting it again" } else { "" });

@@ -10,8 +10,8 @@
 //! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
 //!   by the owner record, which is written first. Taps, passt and sockets' listeners end with the process: a tap's
 //!   descriptor, passt's end of its stream and the listeners are this process's alone.
-//! - A machine that runs with exactly the arguments that the plan has for it, that can connect again, and whose driver
-//!   had been on the network, is adopted; any other process of the fabric is ended before anything is made.
+//! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
+//!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made.
 //! - Either everything of the file stands after `start`, or nothing.
 //!
 //! # Threads
@@ -24,6 +24,7 @@ mod machine;
 mod network;
 mod ports;
 mod report;
+pub mod shared;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,14 +33,17 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
 use tombolo_port::worker::{WorkerError, WorkerThread};
+use tombolo_shm::ivshmem::links::LinkError;
 use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
+use crate::qemu::argv::same_arguments;
 use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
+use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError};
 
 pub use drive::drive;
@@ -85,6 +89,9 @@ pub enum FabricError {
         /// What was wrong.
         why: String,
     },
+    /// A link of shared memory.
+    #[error(transparent)]
+    Link(#[from] LinkError),
     /// A process.
     #[error("starting {what}: {source}; {hint}")]
     Spawn {
@@ -94,6 +101,21 @@ pub enum FabricError {
         source: std::io::Error,
         /// What to do.
         hint: &'static str,
+    },
+    /// The host has another way to a network's addresses.
+    #[error(
+        "network {network}: expected a subnet that the host has no route to, found {subnet}: its route to {} goes through {}; \
+         set another `subnet` in [network.{network}]{hint}", route.subnet, route.device
+    )]
+    Subnet {
+        /// The network.
+        network: String,
+        /// Its subnet.
+        subnet: file::Subnet,
+        /// What leads there.
+        route: Route,
+        /// A subnet that is free.
+        hint: String,
     },
     /// A forward's listener is taken.
     #[error("forward {proto} {listen}: {source}; another program listens there: end it or choose another port")]
@@ -141,7 +163,11 @@ pub struct Running {
     pub(crate) networks: BTreeMap<String, Net>,
     pub(crate) ports: BTreeMap<String, RunningPort>,
     pub(crate) machines: BTreeMap<String, RunningMachine>,
+    /// Links of shared memory, where there are some.
+    pub(crate) shared: Option<shared::SharedMemory>,
     pub(crate) say: Say,
+    /// What the user should know of this start.
+    pub(crate) notes: Vec<String>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
 }
 
@@ -195,7 +221,7 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime }
+    Facts { qemu, kvm, runtime, tsc: probe::tsc() }
 }
 
 impl Running {
@@ -225,7 +251,9 @@ impl Running {
             networks: BTreeMap::new(),
             ports: BTreeMap::new(),
             machines: BTreeMap::new(),
+            shared: None,
             say,
+            notes: vec![],
             me: std::sync::Weak::new(),
         };
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
@@ -258,6 +286,7 @@ impl Running {
     /// What can be refused before anything is made.
     async fn prepare(&mut self) -> Result<Plan, FabricError> {
         let plan = plan::plan(&self.spec, &self.facts)?;
+        self.check_routes()?;
         let patience = Instant::now() + Duration::from_secs(3);
         loop {
             match self.check_listeners(&plan) {
@@ -271,7 +300,29 @@ impl Running {
         }
     }
 
+    /// Refuses networks whose subnet the host has a route to already; notes those that take a part of a wider route.
+    fn check_routes(&mut self) -> Result<(), FabricError> {
+        let routes = routes::host();
+        let mut notes = Vec::new();
+        for (network, clash) in routes::clashes(&self.spec, &routes) {
+            let (name, subnet) = (network.name.clone(), network.subnet);
+            match clash {
+                Clash::Taken(route) => {
+                    let hint = routes::free(&self.spec, &routes).map_or_else(String::new, |s| format!(", like \"{s}\""));
+                    return Err(FabricError::Subnet { network: name, subnet, route, hint });
+                }
+                Clash::Shadowed(Route { subnet: wide, device }) => notes.push(format!(
+                    "network {name}: the host reaches {subnet} in the fabric now, and no longer by its route to {wide} through {device}"
+                )),
+            }
+        }
+        notes.iter().for_each(|note| (self.say)(note));
+        self.notes = notes;
+        Ok(())
+    }
+
     async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        self.start_links(plan)?;
         let adopted = self.reclaim(plan).await?;
         for worker in self.spec.workers.clone() {
             self.start_worker(worker)?;
@@ -285,6 +336,10 @@ impl Running {
             self.add_port(port)?;
         }
         self.kernel_taps(plan)?;
+        self.direct_links(plan)?;
+        if let Some(links) = self.links() {
+            links.forget_rest();
+        }
         self.update_names();
         for machine in &plan.machines {
             match adopted.iter().position(|(name, _)| *name == machine.name) {
@@ -299,16 +354,20 @@ impl Running {
     async fn reclaim(&mut self, plan: &Plan) -> Result<Vec<(String, u32)>, FabricError> {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
-        for (machine, process, argv) in process::machines(&name, &runtime) {
+        for (machine, process, _) in process::machines(&name, &runtime) {
             let planned = plan.machines.iter().find(|m| m.name == machine);
-            let settled = self.dir().owner().settled.contains(&(machine.clone(), process.pid));
-            if settled
-                && planned.is_some_and(|p| p.survives && p.argv == argv)
-                && !keep.iter().any(|(n, _)| *n == machine)
-            {
+            let settled = self.dir().owner().settled.iter().find(|s| {
+                s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
+            });
+            // What it was started with is in the record, not on its command line: a script may stand between.
+            let same = settled.zip(planned).filter(|(s, p)| p.survives && same_arguments(&p.argv, &s.argv));
+            let same = same.map(|(_, p)| p).filter(|_| !keep.iter().any(|(n, _)| *n == machine));
+            let lost = same.and_then(|p| self.lost_link(&p.seats));
+            if same.is_some() && lost.is_none() {
                 keep.push((machine, process.pid));
             } else {
-                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left", process.pid));
+                let why = lost.map(|why| format!(": {why}")).unwrap_or_default();
+                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left{why}", process.pid));
                 end.push(process.into());
             }
         }
@@ -375,6 +434,9 @@ impl Running {
         for uplink in &plan.kernel {
             kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
             kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
+            for (key, value) in kernel::NEIGHBOURS {
+                kernel::set(&format!("net/ipv4/neigh/{}/{key}", uplink.device), value)?;
+            }
         }
         Ok(())
     }
@@ -387,6 +449,7 @@ impl Running {
         let spec = file::add(text, Path::new("request"), &self.spec)?;
         let same = spec.networks.len() == self.spec.networks.len()
             && spec.forwards.len() == self.spec.forwards.len()
+            && spec.links.len() == self.spec.links.len()
             && spec.name == self.spec.name;
         if !same {
             let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; \
@@ -405,6 +468,7 @@ impl Running {
         let old = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
         let addition = Addition { names: names.clone(), text: text.into() };
         let made = self.dir().record(|o| o.additions.push(addition)).map_err(FabricError::from).and_then(|()| {
+            self.start_links(&plan)?;
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
             machines.iter().try_for_each(|machine| self.start_machine(machine))
@@ -448,6 +512,10 @@ impl Running {
     /// # Errors
     /// If there is none of that name, or it belongs to a machine or the fabric itself.
     pub fn remove(&mut self, name: &str) -> Result<(), FabricError> {
+        if name.strip_prefix("gateway-").is_some_and(|network| self.networks.contains_key(network)) {
+            let text = format!("port \"{name}\" is the gateway of its network, which only `down` ends");
+            return Err(FabricError::State(text));
+        }
         let Some(port) = self.ports.get(name) else { return Err(self.unknown("port", name)) };
         if let Some(machine) = &port.plan.machine {
             let text = format!(
@@ -517,6 +585,7 @@ impl Running {
             net.save_leases(&say);
         }
         self.networks.clear();
+        self.end_links();
         for worker in std::mem::take(&mut self.workers) {
             if let Err(error) = worker.thread.stop() {
                 trouble("a worker", &error);
@@ -611,16 +680,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
     let dir = RunDir::claim(fabric, Path::new(""))?;
     let left = process::machines(fabric, dir.path());
     let found = dir.leftover.is_some() || !left.is_empty();
-    let spec = Fabric {
-        name: fabric.into(),
-        dir: PathBuf::new(),
-        workers: vec![],
-        networks: vec![],
-        machines: vec![],
-        taps: vec![],
-        ports: vec![],
-        forwards: vec![],
-    };
+    let spec = Fabric::empty(fabric, PathBuf::new());
     let facts = facts(&spec, dir.path().into());
     let mut running = Running {
         spec,
@@ -632,7 +692,9 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
         networks: BTreeMap::new(),
         ports: BTreeMap::new(),
         machines: BTreeMap::new(),
+        shared: None,
         say: Arc::new(|_| ()),
+        notes: vec![],
         me: std::sync::Weak::new(),
     };
     running.take_down(false).await;
@@ -646,6 +708,11 @@ pub(crate) fn describe(port: &PortPlan) -> String {
         plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
         plan::Attachment::Tap { device, .. } => format!("tap {device}"),
         plan::Attachment::Packet { device } => format!("interface {device}"),
+        plan::Attachment::Ivshmem { link } => {
+            let kind = if link.shape.vectors == 0 { "ivshmem, plain" } else { "ivshmem" };
+            let doors: Vec<String> = link.doors.iter().map(|d| format!(" at {}", d.path.display())).collect();
+            format!("{kind}, {} bytes{}", link.region_bytes, doors.join(","))
+        }
         plan::Attachment::User(user) => format!("passt, router {}", user.router),
     }
 }

@@ -16,6 +16,7 @@ use tombolo_switch::gateway::{
 };
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
+use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
@@ -25,7 +26,8 @@ use crate::rundir::write_whole;
 /// A network that runs.
 pub(crate) struct Net {
     pub(crate) id: NetworkId,
-    pub(crate) gateway: GatewayHandle,
+    /// The gateway and its leases' file; none in a network that joins a real one and asks for none.
+    pub(crate) gateway: Option<GatewayHandle>,
     leases: PathBuf,
     /// Names that the gateway has from us.
     names: Vec<String>,
@@ -34,12 +36,13 @@ pub(crate) struct Net {
 impl Net {
     /// The gateway's counters by name.
     pub(crate) fn counters(&self) -> BTreeMap<String, u64> {
-        self.gateway.counters().all().into_iter().map(|(name, _, n)| (name.to_string(), n)).collect()
+        let all = self.gateway.iter().flat_map(|g| g.counters().all());
+        all.map(|(name, _, n)| (name.to_string(), n)).collect()
     }
 
     /// Writes the leases to their file, if they changed.
     pub(crate) fn save_leases(&self, say: &Say) {
-        let Some(store) = self.gateway.take_leases() else { return };
+        let Some(store) = self.gateway.as_ref().and_then(|g| g.take_leases()) else { return };
         save(&self.leases, &store, say);
     }
 }
@@ -75,9 +78,13 @@ impl Running {
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
+        let Some(address) = spec.gateway else {
+            self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases, names: vec![] });
+            return Ok(());
+        };
         let config = GatewayConfig {
             mac: Mac::derived(&[&self.spec.name, &spec.name, "gateway"]).0,
-            address: spec.gateway,
+            address,
             prefix: spec.subnet.prefix,
             mtu: spec.mtu,
             router: spec.router,
@@ -105,9 +112,14 @@ impl Running {
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
         let settings = PortSettings { guard, mac_limit: None };
-        handle.add_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), settings)?;
+        let again = gateway.clone();
+        let remake: Remake = Box::new(move |now| match again.remake(now) {
+            Ok(port) => Ok(Box::new(port)),
+            Err(error) => Err(error.to_string()),
+        });
+        handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), remake, settings)?;
         self.serve_gateway(spec, gateway.clone(), leases.clone());
-        self.networks.insert(spec.name.clone(), Net { id, gateway, leases, names: vec![] });
+        self.networks.insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases, names: vec![] });
         Ok(())
     }
 
@@ -141,13 +153,14 @@ impl Running {
             members.push((network.into(), member));
         }
         for (network, net) in &mut self.networks {
+            let Some(gateway) = &net.gateway else { continue };
             for name in std::mem::take(&mut net.names) {
                 if !members.iter().any(|(n, m)| n == network && m.name == name) {
-                    net.gateway.remove_member(&name);
+                    gateway.remove_member(&name);
                 }
             }
             for (_, member) in members.iter().filter(|(n, _)| n == network) {
-                match net.gateway.set_member(member.clone()) {
+                match gateway.set_member(member.clone()) {
                     Ok(()) => net.names.push(member.name.clone()),
                     Err(error) => (self.say)(&format!("{}: {error}", member.name)),
                 }

@@ -4,23 +4,25 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use tombolo_port::ivshmem::Handle;
 use tombolo_port::link::{Interface, Netns};
 use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
-use tombolo_port::uplink::NatPort;
+use tombolo_port::uplink::{Away, NatPort};
 use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::nat;
 use tombolo_switch::port::Port;
 use tombolo_switch::wait::Token;
+use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, describe};
-use crate::file::Proto;
+use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
-use crate::process::Process;
+use crate::process::{self, Process};
 use crate::qemu::probe::which;
 
 /// A port that a worker runs.
@@ -43,6 +45,8 @@ impl RunningPort {
 struct Passt {
     child: Child,
     feed: StreamFeed,
+    /// Which guests its router need not wait for.
+    away: Away,
     restarts: u32,
     /// How it ended, until it is started again.
     fault: Option<String>,
@@ -54,6 +58,16 @@ impl Drop for Passt {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// A port that was opened for a worker.
+struct Opened {
+    port: Box<dyn Port>,
+    /// How it comes back after a panic in its code; the others' peers are not ours to ask to connect again.
+    remake: Option<Remake>,
+    passt: Option<Passt>,
+    /// By what the port of a link hears of its peer.
+    handle: Option<Handle>,
 }
 
 const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
@@ -77,13 +91,27 @@ impl Running {
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let (port, passt) = self.open(plan, registration)?;
+        let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
         let guard = match plan.guard {
-            Some(mac) => Guard::new(&[mac.0], &[]).pinned(),
+            Some(guard) => Guard::new(&[guard.mac.0], guard.ip.as_slice()).pinned(),
             None => Guard::default(),
         };
         let settings = PortSettings { guard, mac_limit: None };
-        worker.thread.handle().add_port(reserved, net.id, &plan.name, port, settings)?;
+        let handle = worker.thread.handle();
+        let added = match remake {
+            Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings),
+            None => handle.add_port(reserved, net.id, &plan.name, port, settings),
+        };
+        if let (Attachment::Ivshmem { link }, Some(told)) = (&plan.attachment, told) {
+            if let (Err(_), Some(links)) = (&added, self.links()) {
+                links.close(&link.name);
+            } else if let Err(error) = self.serve_link(link, told) {
+                // A worker that has ended has dropped the port already.
+                let _ = handle.remove_port(token);
+                return Err(error);
+            }
+        }
+        added?;
         let watched = passt.as_ref().map(|p| p.child.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
@@ -105,9 +133,12 @@ impl Running {
         {
             let _ = std::fs::remove_file(socket);
         }
+        if let (Attachment::Ivshmem { link }, Some(links)) = (&port.plan.attachment, self.links()) {
+            links.close(&link.name);
+        }
     }
 
-    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<(Box<dyn Port>, Option<Passt>), FabricError> {
+    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<Opened, FabricError> {
         let fail = error(plan);
         let mtu = u32::from(plan.mtu);
         let port: Box<dyn Port> = match &plan.attachment {
@@ -134,6 +165,10 @@ impl Running {
                 }
                 Box::new(port)
             }
+            Attachment::Ivshmem { link } => {
+                let (port, handle) = self.open_link(link, plan.mtu, registration)?;
+                return Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) });
+            }
             Attachment::Packet { device } => {
                 Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(|e| fail(&e))?)
             }
@@ -155,11 +190,19 @@ impl Running {
                     peer: plan::PEER.parse().expect("a literal address"),
                     forwards: forwards.collect(),
                 };
-                let port = NatPort::new(config, Box::new(stream), mtu);
-                return Ok((Box::new(port), Some(Passt { child, feed, restarts: 0, fault: None })));
+                let port = Box::new(NatPort::new(config.clone(), Box::new(stream), mtu));
+                let away = port.away();
+                let (again, of_old) = (feed.clone(), away.clone());
+                // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
+                let remake: Remake = Box::new(move |_| {
+                    let stream = Box::new(again.remake(mtu));
+                    Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
+                });
+                let passt = Passt { child, feed, away, restarts: 0, fault: None };
+                return Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None });
             }
         };
-        Ok((port, None))
+        Ok(Opened { port, remake: None, passt: None, handle: None })
     }
 
     fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
@@ -170,15 +213,22 @@ impl Running {
         let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
         // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
-        let child = Command::new(&argv[0])
-            .args(&argv[1..])
-            .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
-            .stderr(Stdio::from(log))
-            .spawn()
-            .map_err(spawn)?;
+        let mut command = Command::new(&argv[0]);
+        command.args(&argv[1..]).stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(log));
+        let child = process::spawn(&mut command).map_err(spawn)?;
         feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
         Ok(child)
+    }
+
+    /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
+    /// one that boots are held for a while. Called after each change.
+    pub(crate) fn tell_who_is_away(&self) {
+        for port in self.ports.values() {
+            let Some(passt) = &port.passt else { continue };
+            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_none_or(|m| m.pid.is_none());
+            let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
+            passt.away.set(nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip).collect());
+        }
     }
 
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {

@@ -10,7 +10,8 @@ use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
 use crate::api::report::{
-    CounterReport, ForwardReport, LeaseReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status, WorkerReport,
+    CounterReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status,
+    WorkerReport,
 };
 use crate::file::{self, Mac, Target, Uplink};
 use crate::plan::Attachment;
@@ -28,11 +29,26 @@ fn offloads(caps: &Caps) -> Vec<String> {
 /// What is to be said of a port whose last fault was this.
 fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     if p.panic.is_some() {
-        // A gateway or uplink cannot come back alone: what the network knows by it would be of two minds.
         return Some(format!("port {}: {fault}; `tombolo down` and `tombolo up` bring it back", p.name));
+    }
+    let restarts = p.counters.restarts.get();
+    if restarts > 0 {
+        return Some(format!("port {}: made anew {restarts} time(s) after a bug of ours, last: {fault}", p.name));
     }
     let faults = p.counters.faults.get();
     (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
+}
+
+/// What is to be said of a link.
+fn link_warning(link: &LinkReport) -> Option<String> {
+    let cut = link.cut_slow + link.cut_talking;
+    (cut > 0).then(|| {
+        let (slow, talking) = (link.cut_slow, link.cut_talking);
+        format!(
+            "link {}: {cut} client(s) cut off ({slow} took nothing from the server, {talking} spoke to it); a machine comes back by `tombolo cell stop` and `tombolo cell run`",
+            link.name
+        )
+    })
 }
 
 /// A port's last fault in words.
@@ -59,9 +75,12 @@ impl Running {
         let mut ports: Vec<_> =
             statuses.iter().flat_map(|s| s.ports.iter().map(move |p| (self.port(s, p), p))).collect();
         ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
-        let mut warnings = self.machine_warnings();
+        let mut warnings = self.notes.clone();
+        warnings.extend(self.machine_warnings());
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
-        let ports = ports.into_iter().map(|(report, _)| report).collect();
+        let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
+        let links = self.link_reports(&ports);
+        warnings.extend(links.iter().filter_map(link_warning));
         let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
             name: w.spec.name.clone(),
             cpu: w.spec.cpu.and_then(|c| u32::try_from(c).ok()),
@@ -96,6 +115,7 @@ impl Running {
             machines: self.machine_reports(),
             ports,
             forwards,
+            links,
             workers,
             warnings,
         })
@@ -118,7 +138,7 @@ impl Running {
         let n = statuses.iter().flat_map(|s| &s.networks).find(|n| *n.name == spec.name)?;
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
-        let stored = net.gateway.leases();
+        let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
         let mut leases: Vec<LeaseReport> = Vec::new();
         for (_, mac, ip, name) in &fixed {
             let held = stored.leases.iter().find(|l| l.address == *ip);
@@ -202,6 +222,11 @@ impl Running {
         {
             details.insert("socket".into(), socket.display().to_string());
         }
+        if let Some(Attachment::Ivshmem { link }) = known.map(|k| &k.plan.attachment)
+            && let Some(door) = link.doors.first()
+        {
+            details.insert("socket".into(), door.path.display().to_string());
+        }
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);
         }
@@ -211,7 +236,10 @@ impl Running {
             kind: p.kind.into(),
             up: p.link == Link::Up,
             offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
-            guard: p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect(),
+            guard: {
+                let macs = p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string());
+                macs.chain(p.guard.ipv4().map(|ip| ip.to_string())).collect()
+            },
             details,
             macs: p.macs.into(),
             counters: CounterReport {
@@ -226,6 +254,7 @@ impl Running {
                 exhausted_budgets: c.exhausted_budgets.get(),
                 frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),
                 faults: c.faults.get(),
+                restarts: c.restarts.get(),
                 software_checksums: c.software_checksums.get(),
                 software_segments: c.software_segments.get(),
                 captured: c.captured.get(),
@@ -291,16 +320,23 @@ mod tests {
         let thread = WorkerThread::start(&WorkerConfig { name: "warn".into(), ..WorkerConfig::default() }).unwrap();
         let handle = thread.handle();
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
+        let mut tokens = Vec::new();
         for (name, bug) in [("gateway-lan", true), ("peer", false)] {
             let reserved = handle.reserve().unwrap();
             let registration = thread.registration(&reserved);
+            tokens.push(reserved.token());
             handle.add_port(reserved, network, name, Box::new(Bad { bug }), PortSettings::default()).unwrap();
             registration.wake();
         }
+        let reserved = handle.reserve().unwrap();
+        // What it is made anew as has a peer that breaks the rules; that it was our bug is still what is told.
+        let (port, again) = (Box::new(Bad { bug: true }), Box::new(|_| Ok(Box::new(Bad { bug: false }) as _)));
+        let counters =
+            handle.add_lasting_port(reserved, network, "lasting", port, again, PortSettings::default()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);
         let status = loop {
             let status = handle.status().unwrap();
-            if status.ports.iter().all(|p| p.counters.faults.get() > 0) {
+            if status.ports.iter().all(|p| p.counters.faults.get() > 0) && counters.restarts.get() > 0 {
                 break status;
             }
             assert!(Instant::now() < deadline, "{status:?}");
@@ -316,6 +352,12 @@ mod tests {
         let peer = say("peer");
         assert!(peer.starts_with("port peer: its peer broke the rules "), "{peer}");
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
+        let lasting = say("lasting");
+        assert!(lasting.starts_with("port lasting: made anew 1 time(s) after a bug of ours, last: "), "{lasting}");
+        // What `settle` asks: a port that is out of service is not up.
+        let links: Vec<_> = tokens.iter().map(|t| handle.link(*t).unwrap()).collect();
+        assert_eq!(links, [Link::Down, Link::Up]);
+        assert!(handle.link(tombolo_switch::wait::Token(99)).is_err());
         thread.stop().unwrap();
     }
 }

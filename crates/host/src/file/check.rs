@@ -3,8 +3,10 @@
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
 
+use tombolo_ring::ivshmem::region::Layout;
+
 use super::model::*;
-use super::parse::find_app;
+use super::parse::{apps, find_app};
 use super::problem::{Complaints, near};
 use super::read::Spots;
 
@@ -25,8 +27,10 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     networks(fabric, spots, out);
     members(fabric, spots, out);
     images(fabric, spots, out);
+    links(fabric, spots, out);
     let taken = addresses(fabric, spots, out);
     lease(fabric, taken);
+    guards(fabric, spots, out);
     forwards(fabric, spots, out);
 }
 
@@ -45,7 +49,9 @@ fn networks(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 );
             }
         };
-        inside("gateway", n.gateway);
+        if let Some(gateway) = n.gateway {
+            inside("gateway", gateway);
+        }
         if let Some(router) = n.router {
             inside("router", router);
         }
@@ -74,13 +80,13 @@ fn networks(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 near(&n.worker, names),
             );
         }
-        if n.router == Some(n.gateway) {
+        if let (Some(gateway), true) = (n.gateway, n.router == n.gateway) {
             let hint = Some(format!("leave `router` out, or use {}", n.subnet.nth(2)));
             out.say(
                 &spots.of(&at, "router"),
                 format!("{at}.router"),
                 "an address that the gateway does not have",
-                n.gateway.to_string(),
+                gateway.to_string(),
                 hint,
             );
         }
@@ -189,10 +195,11 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 if let Err(tried) = find_app(app) {
                     let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
                     let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
-                    let hint = Some(
-                        "build the cells (cd cells && cargo build --release), set TOMBOLO_APPS, or give `image`".into(),
-                    );
-                    out.say(&spots.of(&at, "app"), format!("{at}.app"), "the name of a built app", found, hint);
+                    let build =
+                        || "build the cells (cd cells && cargo build --release), set TOMBOLO_APPS, or give `image`";
+                    let apps = apps();
+                    let hint = near(app, apps.iter().map(String::as_str)).unwrap_or_else(|| build().into());
+                    out.say(&spots.of(&at, "app"), format!("{at}.app"), "the name of a built app", found, Some(hint));
                 }
             }
             Boot::Vm { kernel, initrd, disk } => {
@@ -218,12 +225,59 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     }
 }
 
+fn links(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
+    for (i, link) in fabric.links.iter().enumerate() {
+        let at = format!("link.{}", link.name);
+        let mut say = |key: &str, expected: String, found: String, hint: Option<String>| {
+            out.say(&spots.of(&at, key), format!("{at}.{key}"), expected, found, hint);
+        };
+        if fabric.links[..i].iter().any(|l| l.name == link.name) {
+            say("", "a name that no other link has".into(), format!("{:?}", link.name), None);
+        }
+        for (j, name) in link.between.iter().enumerate() {
+            if !fabric.machines.iter().any(|m| m.name == *name) {
+                let names: Vec<&str> = fabric.machines.iter().map(|m| m.name.as_str()).collect();
+                let expected = format!("names of cells and VMs ({})", names.join(", "));
+                let hint = near(name, names).or_else(|| {
+                    let other = fabric.members().any(|m| m == name);
+                    other.then(|| "for processes of your own set `seats`".to_string())
+                });
+                say("between", expected, format!("{name:?}"), hint);
+            }
+            if link.between[..j].contains(name) {
+                say("between", "each machine once".into(), format!("{name:?} again"), None);
+            }
+        }
+        if !(2..=64).contains(&link.max_peers()) {
+            let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+            say("between", "2 to 64 ends, with `seats`".into(), found, None);
+        }
+        if link.plain && link.seats > 0 {
+            let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
+            say("seats", "0 on a plain link".into(), link.seats.to_string(), hint);
+        }
+        if (2..=64).contains(&link.max_peers())
+            && let Err(error) = Layout::v1(link.region, link.rw, link.max_peers())
+        {
+            let hint = Some("make `region` larger".to_string());
+            say(
+                "region",
+                "room for a header, a state table, `rw`, and a page for each end".into(),
+                error.to_string(),
+                hint,
+            );
+        }
+    }
+}
+
 /// Complains about MACs and addresses used twice or out of place; returns who has which address.
 fn addresses(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) -> HashMap<(String, Ipv4Addr), String> {
     let mut macs: HashMap<(String, Mac), String> = HashMap::new();
     let mut ips: HashMap<(String, Ipv4Addr), String> = HashMap::new();
     for n in &fabric.networks {
-        ips.insert((n.name.clone(), n.gateway), "the network's gateway".into());
+        if let Some(gateway) = n.gateway {
+            ips.insert((n.name.clone(), gateway), "the network's gateway".into());
+        }
         if let Some(router) = n.router {
             ips.insert((n.name.clone(), router), "the network's router".into());
         }
@@ -283,10 +337,36 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
     }
 }
 
+/// `guard = "ip"` that was asked for, where there is no address to hold the member to.
+fn guards(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
+    let machines = fabric
+        .machines
+        .iter()
+        .map(|m| (format!("{}.{}", m.kind.word(), m.name), m.guard, m.nics.iter().all(|n| n.ip.is_some())));
+    let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.guard, t.ip.is_some()));
+    let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, p.ip.is_some()));
+    for (at, guard, known) in machines.chain(taps).chain(ports) {
+        if guard == Guard::Ip && !known && spots.has(&at, "guard") {
+            let found = "\"ip\" without a known address";
+            let hint = Some("give it an `ip`, or use \"mac\"".to_string());
+            out.say(&spots.of(&at, "guard"), format!("{at}.guard"), "\"mac\" or \"off\" here", found, hint);
+        }
+    }
+}
+
 fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut forwards = std::mem::take(&mut fabric.forwards);
     for (i, f) in forwards.iter_mut().enumerate() {
         let at = format!("forward[{i}]");
+        // Port 0 keeps the place of what could not be read, and was complained about there.
+        if !f.listen.is_ipv4() {
+            let found = f.listen.to_string();
+            let hint = Some("IPv6 listeners are not served yet".to_string());
+            out.say(&spots.of(&at, "listen"), format!("{at}.listen"), "an IPv4 address and port", found, hint);
+        }
+        if f.port == 0 {
+            continue;
+        }
         let spot = spots.of(&at, "to");
         let key = format!("{at}.to");
         let asked = f.network.clone();
@@ -332,15 +412,11 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             let hint = Some(format!("set uplink = \"user\" in [network.{network}]"));
             out.say(&spot, key, "a member of a network with uplink \"user\" or \"kernel\"", found, hint);
         }
-        if !f.listen.is_ipv4() {
-            let found = f.listen.to_string();
-            let hint = Some("IPv6 listeners are not served yet".to_string());
-            out.say(&spots.of(&at, "listen"), format!("{at}.listen"), "an IPv4 address and port", found, hint);
-        }
         (f.network, f.ip) = (network, ip);
     }
     for i in 0..forwards.len() {
-        if let Some(j) = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j])) {
+        let twin = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j]));
+        if let Some(j) = twin.filter(|_| forwards[i].listen.port() != 0) {
             let found = format!("{} {}, as in forward[{j}]", forwards[i].proto.word(), forwards[i].listen);
             let at = format!("forward[{i}]");
             out.say(

@@ -12,7 +12,7 @@ use super::read::{Section, Spots, found, integer};
 use super::{check, schema};
 
 /// Words of the head that open sections.
-const OPENERS: [&str; 7] = ["worker", "network", "cell", "vm", "tap", "port", "forward"];
+const OPENERS: [&str; 8] = ["worker", "network", "cell", "vm", "tap", "port", "link", "forward"];
 
 /// Reads and checks the file at `path`.
 pub fn load(path: &Path) -> Result<Fabric, FileError> {
@@ -28,31 +28,41 @@ pub fn name_of(path: &Path) -> Result<String, FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
     let (root, _) = DeTable::parse_recoverable(&text);
     let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(clean_name);
-    Ok(named.unwrap_or_else(|| folder_name(&folder_of(path))))
+    let dir = folder_of(path);
+    match named.or_else(|| folder_name(&dir)) {
+        Some(name) => Ok(name),
+        None => {
+            let mut out = Complaints::new(&text);
+            nameless(&dir, &mut out);
+            Err(FileError::Faulty { path: path.into(), problems: out.finish(), addition: false })
+        }
+    }
 }
 
 fn folder_of(path: &Path) -> std::path::PathBuf {
     std::path::absolute(path).ok().and_then(|p| p.parent().map(Path::to_path_buf)).unwrap_or_default()
 }
 
-fn folder_name(dir: &Path) -> String {
-    dir.file_name().and_then(|n| n.to_str()).and_then(clean_name).unwrap_or_else(|| "fabric".into())
+/// The name that a folder gives its fabric: `My Lab_2` gives `my-lab-2`. `None` where nothing of it may stay.
+fn folder_name(dir: &Path) -> Option<String> {
+    let name = dir.file_name()?.to_str()?.to_ascii_lowercase();
+    let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
+    let name: String = words.collect::<Vec<_>>().join("-").chars().take(24).collect();
+    clean_name(name.trim_end_matches('-'))
+}
+
+/// Complains that neither the file nor its folder gives the fabric a name.
+fn nameless(dir: &Path, out: &mut Complaints<'_>) {
+    let folder = dir.file_name().map_or_else(|| "/".into(), |n| n.to_string_lossy());
+    let expects = schema::section("").keys().find(|k| k.name == "name").map_or("a name", |k| k.expects);
+    let found = format!("none, and the folder {folder:?} gives it none");
+    out.say(&(0..0), "name", expects, found, Some("add name = \"…\" at the head of the file".into()));
 }
 
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = folder_of(path);
-    let fallback = folder_name(&dir);
-    let empty = Fabric {
-        name: fallback,
-        dir,
-        workers: vec![],
-        networks: vec![],
-        machines: vec![],
-        taps: vec![],
-        ports: vec![],
-        forwards: vec![],
-    };
+    let empty = Fabric::empty(folder_name(&dir).unwrap_or_default(), dir);
     read(text, path, empty, false)
 }
 
@@ -109,6 +119,27 @@ fn size_mib(text: &str) -> Option<u32> {
     digits.parse::<u32>().ok()?.checked_mul(factor).filter(|m| (1..=1 << 20).contains(m))
 }
 
+/// A size in bytes: "64K", "1M", "0".
+fn size_bytes(text: &str) -> Option<u64> {
+    if text == "0" {
+        return Some(0);
+    }
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
+    let shift = match unit {
+        "K" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// A region's size: a BAR, so a power of two.
+fn region(s: &mut Section<'_, '_, '_, '_>, from: u64, to: u64) -> u64 {
+    let size = |t: &str| size_bytes(t).filter(|n| n.is_power_of_two() && (from..=to).contains(n));
+    s.text("region", size).unwrap_or(1 << 20)
+}
+
 fn server(text: &str) -> Option<SocketAddr> {
     let address = text.parse::<IpAddr>().map(|ip| SocketAddr::new(ip, 53));
     address.or_else(|_| text.parse::<SocketAddr>()).ok()
@@ -127,6 +158,9 @@ impl<'t> Reader<'_, 't> {
         let mut head = Section::open("", String::new(), 0..0, root, self.out, self.spots, &OPENERS);
         if let Some(name) = head.text("name", clean_name) {
             self.fabric.name = name;
+        }
+        if self.fabric.name.is_empty() && !root.contains_key("name") {
+            nameless(&self.fabric.dir, self.out);
         }
         let mut workers = self.named(root, "worker");
         workers.sort_by_key(|(_, span, _)| span.start);
@@ -161,6 +195,9 @@ impl<'t> Reader<'_, 't> {
         for (name, span, table) in self.named(root, "port") {
             self.port(name, span, table);
         }
+        for (name, span, table) in self.named(root, "link") {
+            self.link(name, span, table);
+        }
         self.forwards(root);
     }
 
@@ -184,7 +221,7 @@ impl<'t> Reader<'_, 't> {
                 // The span of a table's own header is empty for dotted keys; its key always stands somewhere.
                 DeValue::Table(table) => out.push((name, key.span(), table)),
                 other => {
-                    let keys: Vec<_> = schema::section(word).keys.iter().map(|k| k.name).collect();
+                    let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
                     let hint = keys.contains(&name.as_str()).then(|| format!("give the {word} a name: {form}"));
                     self.out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
                 }
@@ -204,12 +241,15 @@ impl<'t> Reader<'_, 't> {
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
-        let gateway = s.text("gateway", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(1));
+        let gateway = s.text("gateway", |t| t.parse().ok());
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
         let router = uplink.forwards().then_some(router);
         // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
         let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
+        // Nor does it answer for an address there that nobody gave it.
+        let asked = dhcp.is_some() || !matches!(uplink, Uplink::Bridge { .. });
+        let gateway = gateway.or_else(|| asked.then(|| subnet.nth(1)));
         let domain = s.text("domain", domain_name).unwrap_or(domain);
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
@@ -285,10 +325,19 @@ impl<'t> Reader<'_, 't> {
             cmdline,
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             attach: s
-                .word("attach", &[("vhost-user", Attach::VhostUser), ("stream", Attach::Stream)])
+                .word(
+                    "attach",
+                    &[
+                        ("vhost-user", Attach::VhostUser),
+                        ("stream", Attach::Stream),
+                        ("ivshmem", Attach::Ivshmem),
+                        ("ivshmem-plain", Attach::IvshmemPlain),
+                    ],
+                )
                 .unwrap_or(Attach::VhostUser),
+            region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
-            guard: guard(&mut s).unwrap_or(Guard::Mac),
+            guard: guard(&mut s).unwrap_or(Guard::Ip),
             restart: s
                 .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
                 .unwrap_or(Restart::No),
@@ -337,8 +386,12 @@ impl<'t> Reader<'_, 't> {
         if s.raw("kind").is_none() {
             s.missing("kind");
         }
-        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2)]) {
+        let version = s.number("version", 1, 2).unwrap_or(1) as u8;
+        let region = region(&mut s, 1 << 20, 16 << 20);
+        let vectors = s.number("vectors", 1, 16).unwrap_or(2) as u32;
+        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3)]) {
             Some(0) => PortKind::VhostUser { socket, queues },
+            Some(3) => PortKind::Ivshmem { socket, version, region, vectors },
             Some(2) => {
                 if s.raw("device").is_none() {
                     s.missing("device");
@@ -354,11 +407,34 @@ impl<'t> Reader<'_, 't> {
         };
         let mac = s.text("mac", Mac::parse);
         let ip = s.text("ip", |t| t.parse().ok());
-        let guard = guard(&mut s).unwrap_or(if mac.is_some() { Guard::Mac } else { Guard::Off });
-        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard == Guard::Mac) {
+        let guard = guard(&mut s).unwrap_or(match (mac, ip) {
+            (Some(_), Some(_)) => Guard::Ip,
+            (Some(_), None) => Guard::Mac,
+            (None, _) => Guard::Off,
+        });
+        if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off) {
             s.missing("mac");
         }
         self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard });
+    }
+
+    fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let mut s = self.open("link", &(name.clone(), span, table));
+        let between = s.list("between", false, |t| Some(t.to_string())).unwrap_or_default();
+        if s.raw("between").is_none() {
+            s.missing("between");
+        }
+        let link = Link {
+            seats: s.number("seats", 0, 62).unwrap_or(0) as u32,
+            plain: s.flag("plain").unwrap_or(false),
+            region: region(&mut s, 64 << 10, 1 << 30),
+            rw: s.text("rw", |t| size_bytes(t).filter(|n| n.is_multiple_of(4096))).unwrap_or(0),
+            protocol: s.number("protocol", 0, 0xffff).unwrap_or(0x4001) as u32,
+            vectors: s.number("vectors", 1, 16).unwrap_or(2) as u32,
+            between,
+            name,
+        };
+        self.fabric.links.push(link);
     }
 
     fn forwards(&mut self, root: &DeTable<'_>) {
@@ -395,8 +471,11 @@ impl<'t> Reader<'_, 't> {
                     s.missing(key);
                 }
             }
-            if let (Some(listen), Some((target, port))) = (listen, to) {
+            // With one half at fault the other is checked all the same; its place is kept by a port 0.
+            if listen.is_some() || to.is_some() {
                 let ip = Ipv4Addr::UNSPECIFIED;
+                let listen = listen.unwrap_or_else(|| SocketAddr::new(ip.into(), 0));
+                let (target, port) = to.unwrap_or((Target::Ip(ip), 0));
                 self.fabric.forwards.push(Forward { proto, listen, target, port, network, ip });
             }
         }
@@ -409,7 +488,7 @@ fn domain_name(text: &str) -> Option<String> {
 }
 
 fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
-    s.word("guard", &[("mac", Guard::Mac), ("off", Guard::Off)])
+    s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
 }
 
 fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>) -> String {
@@ -482,9 +561,8 @@ fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool) -> Op
     Some(range)
 }
 
-/// The path of a cell app's image: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
-pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
-    let mut tried = Vec::new();
+/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
+fn app_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = std::env::var_os("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
     if let Ok(exe) = std::env::current_exe() {
         for up in exe.ancestors().skip(1).take(4) {
@@ -494,7 +572,21 @@ pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
         folders.retain(|f| f.is_dir());
     }
     folders.push("/usr/lib/tombolo/apps".into());
-    for folder in folders {
+    folders
+}
+
+/// The names of the apps that are built.
+pub(crate) fn apps() -> Vec<String> {
+    let entries = app_folders().into_iter().filter_map(|f| std::fs::read_dir(f).ok()).flatten().flatten();
+    let files = entries.filter(|e| e.path().is_file()).filter_map(|e| e.file_name().into_string().ok());
+    // Beside the images Cargo leaves files with a dot in their names.
+    files.filter(|name| !name.contains('.')).collect()
+}
+
+/// The path of a cell app's image.
+pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
+    let mut tried = Vec::new();
+    for folder in app_folders() {
         let path = folder.join(app);
         if path.is_file() {
             return Ok(path);

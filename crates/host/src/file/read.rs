@@ -5,6 +5,7 @@ use std::ops::Range;
 
 use toml::de::{DeTable, DeValue};
 
+use super::model::Mac;
 use super::problem::{Complaints, near};
 use super::schema::{self, SectionSchema};
 
@@ -13,6 +14,11 @@ use super::schema::{self, SectionSchema};
 pub(super) struct Spots(HashMap<String, Range<usize>>);
 
 impl Spots {
+    /// Whether the file has `section.key`.
+    pub(super) fn has(&self, section: &str, key: &str) -> bool {
+        self.0.contains_key(&format!("{section}.{key}"))
+    }
+
     /// The span of `section.key`, or of the section, or of the file's head.
     pub(super) fn of(&self, section: &str, key: &str) -> Range<usize> {
         let full = format!("{section}.{key}");
@@ -60,7 +66,7 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         spots.0.insert(path.clone(), span.clone());
         for (key, value) in table {
             let name: &str = key.get_ref();
-            let known = || schema.keys.iter().map(|k| k.name).chain(extra.iter().copied());
+            let known = || schema.keys().map(|k| k.name).chain(extra.iter().copied());
             let full = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
             if !known().any(|k| k == name) {
                 let names: Vec<_> = known().collect();
@@ -83,13 +89,13 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
     }
 
     fn expects(&self, key: &str) -> &'static str {
-        let found = self.schema.keys.iter().find(|k| k.name == key);
+        let found = self.schema.keys().find(|k| k.name == key);
         found.expect("only keys of the schema are read").expects
     }
 
     /// The raw value and its span.
     pub(super) fn raw(&self, key: &str) -> Option<(&'a DeValue<'i>, Range<usize>)> {
-        debug_assert!(self.schema.keys.iter().any(|k| k.name == key), "{key} is not in the schema");
+        debug_assert!(self.schema.keys().any(|k| k.name == key), "{key} is not in the schema");
         self.table.get(key).map(|v| (v.get_ref(), v.span()))
     }
 
@@ -110,7 +116,7 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         let (value, span) = self.raw(key)?;
         let out = convert(value);
         if out.is_none() {
-            self.wrong(key, &span, found(value), None);
+            self.wrong(key, &span, found(value), why_not(key, value));
         }
         out
     }
@@ -153,7 +159,7 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         if let (true, Some(text)) = (one, value.as_str()) {
             let out = convert(text);
             if out.is_none() {
-                self.wrong(key, &span, found(value), None);
+                self.wrong(key, &span, found(value), why_not(key, value));
             }
             return out.map(|v| vec![v]);
         }
@@ -165,11 +171,24 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         for item in array.iter() {
             match item.get_ref().as_str().and_then(&convert) {
                 Some(v) => out.push(v),
-                None => self.wrong(key, &item.span(), format!("{} in the list", found(item.get_ref())), None),
+                None => {
+                    let there = format!("{} in the list", found(item.get_ref()));
+                    self.wrong(key, &item.span(), there, why_not(key, item.get_ref()));
+                }
             }
         }
         (out.len() == array.len()).then_some(out)
     }
+}
+
+/// What is wrong with a value that looks right.
+fn why_not(key: &str, value: &DeValue<'_>) -> Option<String> {
+    let bytes = Mac::bytes(value.as_str().filter(|_| key == "mac")?)?;
+    if bytes == [0; 6] {
+        return Some("that is nobody's address".into());
+    }
+    let even = Mac([bytes[0] & !1, bytes[1], bytes[2], bytes[3], bytes[4], bytes[5]]);
+    Some(format!("that is a group address, since its first byte is odd; a station's is even, like {even}"))
 }
 
 /// A whole number of TOML, in any radix, with underscores.

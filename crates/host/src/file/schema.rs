@@ -21,78 +21,97 @@ pub struct SectionSchema {
     pub name: &'static str,
     /// How it is written.
     pub form: &'static str,
-    /// Its keys.
-    pub keys: &'static [Key],
+    /// Its own keys.
+    pub own: &'static [Key],
+    /// Keys that it has in common with other sections.
+    pub shared: &'static [Key],
+}
+
+impl SectionSchema {
+    /// All of its keys.
+    pub fn keys(&self) -> impl Iterator<Item = &'static Key> {
+        self.own.iter().chain(self.shared)
+    }
 }
 
 const fn key(name: &'static str, expects: &'static str, default: &'static str, doc: &'static str) -> Key {
     Key { name, expects, default, doc }
 }
 
-const NETWORK: Key = key(
-    "network",
-    "the name of a network, or a list of them (one device each)",
-    "the only network of the file",
-    "where it attaches",
-);
 const ONE_NETWORK: Key = key("network", "the name of a network", "the only network of the file", "where it attaches");
 const MAC: Key =
     key("mac", "a MAC address like \"52:54:00:12:34:56\"", "derived from the names", "its Ethernet address");
-const IP: Key =
-    key("ip", "an IPv4 address inside the network", "chosen from the DHCP range", "the address leased to it");
-const GUARD: Key = key(
-    "guard",
-    "\"mac\" or \"off\"",
-    "\"mac\" where the MAC is known, else \"off\"",
-    "\"mac\" lets only frames with its own source address through",
+const GUARD: &str = "\"ip\", \"mac\" or \"off\"";
+const GUARDS: &str = "which source addresses it may use: \"mac\" its own Ethernet address, \"ip\" besides that its own IPv4 address in IPv4 \
+                      and ARP, \"off\" any";
+const REGION: Key = key(
+    "region",
+    "a power of two from \"1M\" to \"16M\"",
+    "\"1M\"",
+    "ivshmem: shared memory of each device, and so the size of its rings",
 );
-const MEMORY: Key =
-    key("memory", "a size like \"64M\" or \"1G\"", "\"32M\" for a cell, \"256M\" for a VM", "its memory");
-const CPUS: Key = key("cpus", "a number from 1 to 64", "1", "virtual CPUs");
-const MACHINE: Key =
-    key("machine", "\"microvm\" or \"q35\"", "\"microvm\" for a cell, \"q35\" for a VM", "QEMU's machine type");
-const ACCEL: Key = key(
-    "accel",
-    "\"auto\", \"kvm\" or \"tcg\"",
-    "\"auto\"",
-    "\"auto\" is KVM where it really runs a guest, else emulation",
-);
-const QEMU: Key = key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are");
-const ATTACH: Key = key(
-    "attach",
-    "\"vhost-user\" or \"stream\"",
-    "\"vhost-user\"",
-    "how its devices reach the fabric; only vhost-user survives a restart of the fabric",
-);
+const VECTORS: Key = key("vectors", "a number from 1 to 16", "2", "ivshmem: doorbells of each peer");
 const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user)");
-const RESTART: Key =
-    key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again");
+
+/// The keys of a machine, whatever it boots.
+const MACHINE_KEYS: &[Key] = &[
+    key(
+        "network",
+        "the name of a network, or a list of them (one device each)",
+        "the only network of the file",
+        "where it attaches",
+    ),
+    MAC,
+    key("ip", "an IPv4 address inside the network", "chosen from the DHCP range", "the address leased to it"),
+    key("memory", "a size like \"64M\" or \"1G\"", "\"32M\" for a cell, \"256M\" for a VM", "its memory"),
+    key("cpus", "a number from 1 to 64", "1", "virtual CPUs"),
+    key("machine", "\"microvm\" or \"q35\"", "\"microvm\" for a cell, \"q35\" for a VM", "QEMU's machine type"),
+    key(
+        "accel",
+        "\"auto\", \"kvm\" or \"tcg\"",
+        "\"auto\"",
+        "\"auto\" is KVM where it really runs a guest, else emulation",
+    ),
+    key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are"),
+    key(
+        "attach",
+        "\"vhost-user\", \"stream\", \"ivshmem\" or \"ivshmem-plain\"",
+        "\"vhost-user\"",
+        "how its devices reach the fabric; all but stream survive a restart of the fabric (docs/ivshmem.md)",
+    ),
+    REGION,
+    QUEUES,
+    key("guard", GUARD, "\"ip\" where its address is known, else \"mac\"", GUARDS),
+    key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again"),
+];
 
 /// Every section of the file.
 pub const SECTIONS: &[SectionSchema] = &[
     SectionSchema {
         name: "",
         form: "at the head of the file",
-        keys: &[key(
+        own: &[key(
             "name",
             "1 to 24 of a-z, 0-9 and -",
             "the name of the file's folder",
             "the fabric's name: of its runtime directory, rules and devices",
         )],
+        shared: &[],
     },
     SectionSchema {
         name: "worker",
         form: "[worker.NAME]",
-        keys: &[
+        own: &[
             key("cpu", "a CPU number", "the scheduler's choice", "CPU that the thread stays on"),
             key("budget", "a number from 1 to 256", "64", "frames taken from one port in a turn"),
             key("busy_poll_us", "microseconds, 0 to 1000000", "0", "polling with nothing to do before sleeping"),
         ],
+        shared: &[],
     },
     SectionSchema {
         name: "network",
         form: "[network.NAME]",
-        keys: &[
+        own: &[
             key(
                 "subnet",
                 "an IPv4 network like \"10.87.0.0/24\", /8 to /29",
@@ -102,7 +121,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key(
                 "gateway",
                 "an IPv4 address inside the subnet",
-                "the first of the subnet",
+                "the first of the subnet; none with a bridge, unless `dhcp` is asked for",
                 "address of the gateway: DHCP, DNS, ICMP",
             ),
             key(
@@ -133,55 +152,34 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the thread that runs its switch",
             ),
         ],
+        shared: &[],
     },
     SectionSchema {
         name: "cell",
         form: "[cell.NAME]",
-        keys: &[
+        own: &[
             key("app", "the name of an app, like \"httpd\"", "the cell's name", "which of the project's apps it runs"),
             key("image", "the path of a file", "the app's image", "an image of your own instead of `app`"),
             key("args", "a string of words", "\"\"", "words for the cell's command line, like \"budget=32\""),
-            NETWORK,
-            MAC,
-            IP,
-            MEMORY,
-            CPUS,
-            MACHINE,
-            ACCEL,
-            QEMU,
-            ATTACH,
-            QUEUES,
-            GUARD,
-            RESTART,
         ],
+        shared: MACHINE_KEYS,
     },
     SectionSchema {
         name: "vm",
         form: "[vm.NAME]",
-        keys: &[
+        own: &[
             key("kernel", "the path of a file", "none; then `disk` is needed", "kernel image"),
             key("initrd", "the path of a file", "none", "initial file system"),
             key("cmdline", "a string", "\"console=ttyS0\"", "kernel command line"),
             key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
             key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
-            NETWORK,
-            MAC,
-            IP,
-            MEMORY,
-            CPUS,
-            MACHINE,
-            ACCEL,
-            QEMU,
-            ATTACH,
-            QUEUES,
-            GUARD,
-            RESTART,
         ],
+        shared: MACHINE_KEYS,
     },
     SectionSchema {
         name: "tap",
         form: "[tap.NAME]",
-        keys: &[
+        own: &[
             key("device", "an interface name, 1 to 15 characters", "the tap's name", "name of the device"),
             key("adopt", "true or false", "false", "true: the device is there already and stays when the fabric goes"),
             key(
@@ -193,18 +191,27 @@ pub const SECTIONS: &[SectionSchema] = &[
             ONE_NETWORK,
             MAC,
             key("ip", "an IPv4 address inside the network", "none", "address set on the device"),
-            GUARD,
+            key("guard", GUARD, "\"off\"", GUARDS),
         ],
+        shared: &[],
     },
     SectionSchema {
         name: "port",
         form: "[port.NAME]",
-        keys: &[
-            key("kind", "\"vhost-user\", \"stream\" or \"packet\"", "", "what it speaks"),
-            key("socket", "a path", "NAME.sock in the runtime directory", "socket of a vhost-user or stream port"),
+        own: &[
+            key("kind", "\"vhost-user\", \"stream\", \"packet\" or \"ivshmem\"", "", "what it speaks"),
+            key(
+                "socket",
+                "a path",
+                "NAME.sock in the runtime directory",
+                "socket of a vhost-user, stream or ivshmem port",
+            ),
             key("connect", "true or false", "false", "stream: connect to the socket instead of listening on it"),
             key("device", "an interface name", "", "packet: the interface that joins the network"),
             QUEUES,
+            key("version", "1 or 2", "1", "ivshmem: the server protocol; 1 is stock QEMU's"),
+            REGION,
+            VECTORS,
             ONE_NETWORK,
             key(
                 "mac",
@@ -213,13 +220,43 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the peer's Ethernet address: for guard and lease",
             ),
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
-            GUARD,
+            key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
         ],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "link",
+        form: "[link.NAME]",
+        own: &[
+            key(
+                "between",
+                "a list of names of cells and VMs",
+                "",
+                "the machines that share the memory; its order numbers them from 0",
+            ),
+            key("plain", "true or false", "false", "true: no doorbells, the machines look by themselves"),
+            key(
+                "seats",
+                "a number from 0 to 62",
+                "0",
+                "seats for processes of your own, at NAME.link.sock in the runtime directory",
+            ),
+            key("region", "a power of two from \"64K\" to \"1G\"", "\"1M\"", "the shared memory, with its header page"),
+            key("rw", "a size like \"64K\" or \"1M\", or \"0\"", "\"0\"", "of it, the section that all may write"),
+            key(
+                "protocol",
+                "a number from 0 to 65535",
+                "0x4001, the record channel",
+                "what is spoken in it; 0x4000 to 0x7fff are your own",
+            ),
+            VECTORS,
+        ],
+        shared: &[],
     },
     SectionSchema {
         name: "forward",
         form: "[[forward]]",
-        keys: &[
+        own: &[
             key("proto", "\"tcp\" or \"udp\"", "\"tcp\"", "transport"),
             key("listen", "an address and port like \"127.0.0.1:8080\"", "", "where the host listens"),
             key(
@@ -230,6 +267,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("network", "the name of a network", "the member's network", "which, for a member of several"),
         ],
+        shared: &[],
     },
 ];
 

@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
-use super::probe::Qemu;
+use super::probe::{Qemu, Tsc};
 use crate::file::{Attach, Boot, Machine, MachineKind, MachineType};
 
 /// One network device: the socket that its port listens on.
@@ -18,6 +18,38 @@ pub struct Device {
     pub mtu: u16,
 }
 
+/// One ivshmem device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedMemory {
+    /// Name of the link.
+    pub link: String,
+    /// The socket of its server; `None` for a plain device, whose memory is inherited.
+    pub socket: Option<PathBuf>,
+    /// Vectors.
+    pub vectors: u32,
+    /// Size of the memory.
+    pub bytes: u64,
+    /// What the guest is told on its command line.
+    pub word: Option<String>,
+}
+
+/// Where a plain device's memory stands in the arguments, until the descriptor's number is known.
+pub fn memory_place(link: &str) -> String {
+    format!("/proc/self/fd/{link}")
+}
+
+/// The start of the one argument that differs from one start to the next: the number of an inherited descriptor.
+const INHERITED: &str = "memory-backend-file,id=ivm";
+
+/// Whether a running QEMU's arguments are those that are planned, whatever numbers its inherited descriptors had.
+pub fn same_arguments(planned: &[String], running: &[String]) -> bool {
+    let head = |word: &str| match word.rsplit_once("mem-path=") {
+        Some((head, _)) if word.starts_with(INHERITED) => head.to_string(),
+        _ => word.to_string(),
+    };
+    planned.len() == running.len() && planned.iter().zip(running).all(|(a, b)| head(a) == head(b))
+}
+
 /// What the arguments depend on besides the machine.
 #[derive(Debug, Clone)]
 pub struct Surroundings<'a> {
@@ -31,6 +63,8 @@ pub struct Surroundings<'a> {
     pub runtime: &'a Path,
     /// The image of a cell.
     pub image: Option<&'a Path>,
+    /// Rate of the time-stamp counter, which emulation hands on as it is.
+    pub tsc: Option<Tsc>,
 }
 
 /// The file that holds a machine's console.
@@ -59,7 +93,7 @@ fn escape(path: &Path) -> String {
 }
 
 /// The whole argument list, the program first.
-pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> Vec<String> {
+pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], with: &Surroundings<'_>) -> Vec<String> {
     let mut out: Vec<String> = vec![with.qemu.path.display().to_string()];
     let mut add = |words: &[&str]| out.extend(words.iter().map(|w| w.to_string()));
     let accel = if with.kvm { "kvm" } else { "tcg" };
@@ -70,10 +104,12 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where a cell looks for them. Debian's
     // kernels look in the ACPI tables only, which the small firmware hands on (QEMU 10 takes another if not told).
-    let chipset = match (microvm, machine.kind) {
-        (true, MachineKind::Cell) => "microvm,acpi=off,pit=on,rtc=on",
-        (true, MachineKind::Vm) => "microvm,acpi=on,pit=on,rtc=on",
-        (false, _) => "q35",
+    // An ivshmem device is PCI's: microvm has a bus only if asked, which a cell finds by the tables too.
+    let chipset = match (microvm, machine.kind, shared.is_empty()) {
+        (true, MachineKind::Cell, true) => "microvm,acpi=off,pit=on,rtc=on",
+        (true, MachineKind::Vm, true) => "microvm,acpi=on,pit=on,rtc=on",
+        (true, _, false) => "microvm,acpi=on,pcie=on,pit=on,rtc=on",
+        (false, ..) => "q35",
     };
     if microvm {
         add(&["-bios", "qboot.rom"]);
@@ -93,17 +129,30 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     add(&["-chardev", &chardev, "-serial", "chardev:console"]);
     let monitor = escape(&monitor_path(with.runtime, &machine.name));
     add(&["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
+    let told: String = shared.iter().filter_map(|s| s.word.as_ref()).map(|word| format!(" {word}")).collect();
     match &machine.boot {
         Boot::Cell(_) => {
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
-            let words = format!("hostname={} {}", machine.name, machine.cmdline);
+            let mut words = format!("hostname={}{told} {}", machine.name, machine.cmdline);
+            // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
+            // noticeable part of its start.
+            if let Some(Tsc { khz, .. }) = with.tsc.filter(|tsc| tsc.told && !with.kvm && !words.contains("tsc_khz=")) {
+                words = format!("tsc_khz={khz} {words}");
+            }
             add(&["-kernel", &image, "-append", words.trim_end()]);
             // A cell that ends itself says with which code.
             add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04", "-no-reboot"]);
         }
         Boot::Vm { kernel, initrd, disk } => {
             if let Some(kernel) = kernel {
-                add(&["-kernel", &kernel.display().to_string(), "-append", &machine.cmdline]);
+                let words = match with.tsc.filter(|_| microvm && !with.kvm) {
+                    // A Linux kernel there finds no clock to measure the counter's rate by, and hangs over that.
+                    Some(Tsc { khz, .. }) if !machine.cmdline.contains("tsc_early_khz=") => {
+                        format!("tsc_early_khz={khz} {}{told}", machine.cmdline)
+                    }
+                    _ => format!("{}{told}", machine.cmdline),
+                };
+                add(&["-kernel", &kernel.display().to_string(), "-append", words.trim_end()]);
             }
             if let Some(initrd) = initrd {
                 add(&["-initrd", &initrd.display().to_string()]);
@@ -143,6 +192,19 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
         }
         add(&["-device", &nic]);
     }
+    for (i, device) in shared.iter().enumerate() {
+        match &device.socket {
+            Some(socket) => {
+                add(&["-chardev", &format!("socket,id=ivc{i},path={}", escape(socket))]);
+                add(&["-device", &format!("ivshmem-doorbell,chardev=ivc{i},vectors={}", device.vectors)]);
+            }
+            None => {
+                let (bytes, place) = (device.bytes, memory_place(&device.link));
+                add(&["-object", &format!("{INHERITED}{i},share=on,size={bytes},mem-path={place}")]);
+                add(&["-device", &format!("ivshmem-plain,memdev=ivm{i}")]);
+            }
+        }
+    }
     if microvm && machine.kind == MachineKind::Cell {
         add(&["-global", "virtio-mmio.force-legacy=false"]);
     }
@@ -170,9 +232,40 @@ mod tests {
             .iter()
             .map(|n| Device { port: m.name.clone(), socket: "/run/a,b.sock".into(), mac: n.mac.to_string(), mtu: 1500 })
             .collect();
+        let with = Surroundings {
+            qemu: &qemu,
+            kvm,
+            fabric: "f",
+            runtime: Path::new("/run/t"),
+            image: Some(Path::new("/i")),
+            tsc: Some(Tsc { khz: 2_300_000, told: true }),
+        };
+        build(&m, &devices, &[], &with)
+    }
+
+    #[test]
+    fn shared_memory_is_a_device_by_its_socket_or_by_inheritance() {
+        let (_, m) = machine("[cell.web]\nimage = \"Cargo.toml\"\n");
+        let qemu = Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) };
         let with =
-            Surroundings { qemu: &qemu, kvm, fabric: "f", runtime: Path::new("/run/t"), image: Some(Path::new("/i")) };
-        build(&m, &devices, &with)
+            Surroundings { qemu: &qemu, kvm: false, fabric: "f", runtime: Path::new("/run/t"), image: None, tsc: None };
+        let bell =
+            SharedMemory { link: "a".into(), socket: Some("/run/a".into()), vectors: 2, bytes: 1 << 20, word: None };
+        let word = Some("ivshmem.b.id=1".into());
+        let plain = SharedMemory { link: "b".into(), socket: None, vectors: 0, bytes: 2 << 20, word };
+        let planned = build(&m, &[], &[bell, plain], &with);
+        assert!(after(&planned, "-M", 0).contains("acpi=on,pcie=on"));
+        assert_eq!(after(&planned, "-append", 0), "hostname=web ivshmem.b.id=1");
+        assert_eq!(after(&planned, "-chardev", 1), "socket,id=ivc0,path=/run/a");
+        assert_eq!(after(&planned, "-device", 1), "ivshmem-doorbell,chardev=ivc0,vectors=2");
+        assert_eq!(
+            after(&planned, "-object", 1),
+            "memory-backend-file,id=ivm1,share=on,size=2097152,mem-path=/proc/self/fd/b"
+        );
+        let running = |from: &str, to: &str| planned.iter().map(|w| w.replace(from, to)).collect::<Vec<_>>();
+        assert!(same_arguments(&planned, &running("/fd/b", "/fd/17")));
+        assert!(!same_arguments(&planned, &running("2097152", "1048576")));
+        assert!(!same_arguments(&planned, &running("vectors=2", "vectors=1")));
     }
 
     fn after<'a>(argv: &'a [String], flag: &str, n: usize) -> &'a str {
@@ -190,11 +283,21 @@ mod tests {
     fn a_cell_gets_a_microvm_with_shared_memory_and_its_name() {
         let argv = argv("[cell.web]\nimage = \"Cargo.toml\"\nargs = \"budget=32\"\n", (7, 2, 22), false);
         assert_eq!(after(&argv, "-name", 0), "tombolo/f/web");
-        assert_eq!(after(&argv, "-append", 0), "hostname=web budget=32");
+        assert_eq!(after(&argv, "-append", 0), "tsc_khz=2300000 hostname=web budget=32");
         assert!(after(&argv, "-M", 0).starts_with("microvm,acpi=off,") && after(&argv, "-M", 0).contains("accel=tcg"));
         assert_eq!(after(&argv, "-object", 0), "memory-backend-memfd,id=mem,size=32M,share=on");
         assert_eq!(after(&argv, "-chardev", 1), "socket,id=net0c,path=/run/a,,b.sock,reconnect=1");
         assert!(!argv.iter().any(|w| w.contains("vectors")), "virtio-mmio has no MSI-X");
+    }
+
+    #[test]
+    fn the_counters_rate_is_told_to_emulated_cells_that_were_not_told_another() {
+        let line = |args: &str, kvm| {
+            let text = format!("[cell.web]\nimage = \"Cargo.toml\"\nargs = \"{args}\"\n");
+            after(&argv(&text, (7, 2, 22), kvm), "-append", 0).to_string()
+        };
+        assert_eq!(line("x", true), "hostname=web x");
+        assert_eq!(line("tsc_khz=7", false), "hostname=web tsc_khz=7");
     }
 
     #[test]
@@ -205,6 +308,22 @@ mod tests {
         assert!(!nic((7, 2, 22), true) && !nic((10, 0, 2), false));
         let stream = argv(&format!("{text}attach = \"stream\"\n"), (7, 2, 22), false);
         assert!(!stream.iter().any(|w| w.contains("vectors=0")));
+    }
+
+    #[test]
+    fn an_emulated_microvm_is_told_the_rate_of_its_counter() {
+        let append = |more: &str, kvm| {
+            let argv = argv(&format!("[vm.v]\nkernel = \"Cargo.toml\"\n{more}"), (7, 2, 22), kvm);
+            after(&argv, "-append", 0).to_string()
+        };
+        let micro = "machine = \"microvm\"\n";
+        assert_eq!(append(micro, false), "tsc_early_khz=2299998 console=ttyS0");
+        assert_eq!(append(micro, true), "console=ttyS0", "KVM tells it by itself");
+        assert_eq!(append("", false), "console=ttyS0", "q35 has clocks");
+        let own = format!("{micro}cmdline = \"quiet\"\n");
+        assert_eq!(append(&own, false), "tsc_early_khz=2299998 quiet");
+        let told = format!("{micro}cmdline = \"tsc_early_khz=1 quiet\"\n");
+        assert_eq!(append(&told, false), "tsc_early_khz=1 quiet");
     }
 
     #[test]

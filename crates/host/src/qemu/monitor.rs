@@ -1,4 +1,4 @@
-//! The one thing that is asked of a machine's monitor (QMP): to press the guest's power button.
+//! What a machine's monitor (QMP) is for: pressing the guest's power button, and telling which process QEMU is.
 //!
 //! The socket has one client at a time; a second one waits for its greeting, here not longer than `ANSWER`.
 //! Whoever broke out of a guest may answer anything: what is read is bounded, and its meaning is yes or no.
@@ -14,6 +14,13 @@ use serde_json::Value;
 const ANSWER: Duration = Duration::from_secs(1);
 /// Bytes of a whole talk that are read at most: greeting, answers, events between them.
 const TALK_BYTES: u64 = 64 << 10;
+
+/// The process that listens at `socket`, as the kernel has it (SO_PEERCRED, unix(7)). Nothing is said or waited for.
+pub fn listener(socket: &Path) -> Option<u32> {
+    let stream = UnixStream::connect(socket).ok()?;
+    let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
+    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+}
 
 /// Presses the power button of the machine whose monitor listens at `socket`. What the guest makes of it is its own matter.
 ///
@@ -110,11 +117,13 @@ mod tests {
                 panic!("the guest did not boot (QEMU ended: {ended})");
             }
         }
+        let listens = listener(&socket);
         let pressed = power_button(&socket);
         let off = process.wait(Duration::from_secs(20));
         let _ = child.kill();
         let status = child.wait().unwrap();
         pressed.unwrap();
+        assert_eq!((listens, listener(&socket)), (Some(child.id()), None));
         assert!(off && status.success(), "off: {off}, {status}");
     }
 

@@ -5,6 +5,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
+use tombolo_port::child::die_with_parent;
+
 /// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
 /// Bytes of the image given to QEMU; microvm and q35 both map the last 64 KiB below 4 GiB.
@@ -68,7 +70,7 @@ pub fn which(name: &str) -> Option<PathBuf> {
 pub fn find() -> Result<Qemu, ProbeError> {
     let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
     let path = path.ok_or(ProbeError::NoQemu { tried: BINARY })?;
-    let output = Command::new(&path).arg("--version").stdin(Stdio::null()).output();
+    let output = die_with_parent(Command::new(&path).arg("--version").stdin(Stdio::null())).output();
     let text = match output {
         Ok(out) => String::from_utf8_lossy(&out.stdout).into_owned(),
         Err(error) => error.to_string(),
@@ -85,6 +87,35 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
     Some((parts.next()??, parts.next()??, parts.next().flatten().unwrap_or(0)))
 }
 
+/// The rate of a processor's time-stamp counter.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Tsc {
+    /// In kHz.
+    pub khz: u64,
+    /// The kernel was told it, by the processor or the hypervisor; one that it measured may be off a little, which is good enough for
+    /// a guest that corrects it.
+    pub told: bool,
+}
+
+/// The rate of this machine's time-stamp counter; `None` where the counter does not keep its pace.
+pub fn tsc() -> Option<Tsc> {
+    tsc_of(&std::fs::read_to_string("/proc/cpuinfo").ok()?)
+}
+
+fn tsc_of(cpuinfo: &str) -> Option<Tsc> {
+    let value = |key: &str| {
+        let mut fields = cpuinfo.lines().filter_map(|line| line.split_once(':'));
+        fields.find(|(name, _)| name.trim() == key).map(|(_, value)| value.trim())
+    };
+    // arch/x86: bogomips is loops_per_jiffy * HZ / 500000, two decimals, and loops_per_jiffy is the counter's rate per tick.
+    let (mega, hundredths) = value("bogomips")?.split_once('.')?;
+    let khz = (mega.parse::<u64>().ok()? * 100 + hundredths.parse::<u64>().ok().filter(|h| *h < 100)?) * 5;
+    let has = |flag: &str| value("flags").is_some_and(|flags| flags.split(' ').any(|f| f == flag));
+    let told = has("tsc_known_freq");
+    // Where the pace is not constant the figure is of something else.
+    (khz > 0 && (told || has("constant_tsc"))).then_some(Tsc { khz, told })
+}
+
 /// Runs the probe's ROM under an accelerator. `Ok` says how long it took, `Err` what happened instead.
 pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     let mut image = vec![0xf4; ROM_BYTES];
@@ -95,7 +126,8 @@ pub fn runs_guest(qemu: &Path, accel: &str) -> Result<Duration, String> {
     file.write_all(&image).map_err(|e| e.to_string())?;
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
     let start = Instant::now();
-    let mut child = Command::new(qemu)
+    // It may stall for ever, and nothing records it: this thread waits for it, or it goes with this thread.
+    let mut child = die_with_parent(&mut Command::new(qemu))
         .args([
             "-M",
             &format!("microvm,accel={accel}"),
@@ -146,6 +178,20 @@ pub fn kvm(qemu: &Path) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_counters_rate_is_read_where_it_keeps_its_pace() {
+        let text =
+            |flags: &str, bogomips: &str| format!("model name\t: X\nflags\t\t: fpu {flags}\nbogomips\t: {bogomips}\n");
+        let of = |flags, bogomips| tsc_of(&text(flags, bogomips)).map(|tsc| (tsc.khz, tsc.told));
+        assert_eq!(of("tsc_known_freq pni", "4600.00"), Some((2_300_000, true)));
+        assert_eq!(of("constant_tsc tsc_known_freq", "5990.43"), Some((2_995_215, true)));
+        assert_eq!(of("constant_tsc", "4589.21"), Some((2_294_605, false)));
+        for (flags, bogomips) in [("tsc", "4600.00"), ("tsc_known_freq", "4600"), ("tsc_known_freq", "0.00")] {
+            assert_eq!(of(flags, bogomips), None, "{flags} {bogomips}");
+        }
+        assert_eq!(tsc_of(""), None);
+    }
 
     #[test]
     fn versions_are_read() {

@@ -108,6 +108,13 @@ impl StreamFeed {
         self.registration.wake();
         Ok(())
     }
+
+    /// A port in place of the one that this feed was made with, which is gone; it waits for the next socket. The peer
+    /// of the old one saw the end of its stream.
+    pub fn remake(&self, mtu: u32) -> StreamPort {
+        let role = Role::Given { mailbox: self.mailbox.clone() };
+        StreamPort::new(role, mtu, self.registration.clone())
+    }
 }
 
 fn check_stream(socket: &OwnedFd) -> Result<(), StreamError> {
@@ -576,4 +583,4 @@ impl Port for StreamPort {
 }
 
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;

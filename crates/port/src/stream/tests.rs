@@ -30,7 +30,7 @@ impl Drop for Folder {
     }
 }
 
-trait Stream: Read + Write + Sized {
+pub(crate) trait Stream: Read + Write + Sized {
     fn ready(self) -> Self;
 }
 
@@ -50,7 +50,7 @@ impl Stream for TcpStream {
 }
 
 /// The other end, framed by hand so that the port's own code is not checked against itself.
-struct Peer<S> {
+pub(crate) struct Peer<S> {
     stream: S,
     out: Vec<u8>,
     bytes: Vec<u8>,
@@ -58,11 +58,11 @@ struct Peer<S> {
 }
 
 impl<S: Stream> Peer<S> {
-    fn new(stream: S) -> Peer<S> {
+    pub(crate) fn new(stream: S) -> Peer<S> {
         Peer { stream: stream.ready(), out: Vec::new(), bytes: Vec::new(), frames: VecDeque::new() }
     }
 
-    fn write(&mut self, bytes: &[u8]) {
+    pub(crate) fn write(&mut self, bytes: &[u8]) {
         self.out.extend_from_slice(bytes);
         match self.stream.write(&self.out) {
             Ok(n) => drop(self.out.drain(..n)),
@@ -73,7 +73,7 @@ impl<S: Stream> Peer<S> {
         }
     }
 
-    fn inject(&mut self, bytes: &[u8]) -> bool {
+    pub(crate) fn inject(&mut self, bytes: &[u8]) -> bool {
         if self.out.len() > 100_000 {
             self.write(&[]);
             return false;
@@ -82,7 +82,7 @@ impl<S: Stream> Peer<S> {
         true
     }
 
-    fn collect(&mut self) -> Option<OwnedFrame> {
+    pub(crate) fn collect(&mut self) -> Option<OwnedFrame> {
         if !self.out.is_empty() {
             self.write(&[]);
         }

@@ -13,6 +13,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
 use rustix::time::Timespec;
+use tombolo_ring::virtio::split::check_size;
 use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::port::{Fault, FaultKind};
@@ -254,7 +255,10 @@ impl VhostUserBackendReqHandlerMut for Connection {
     }
 
     fn set_vring_num(&mut self, index: u32, num: u32) -> Result<()> {
-        self.stopped_ring(index, "the size")?.size = num;
+        let ring = self.stopped_ring(index, "the size")?;
+        // Said now, and not when the ring starts, which is three messages later and speaks of something else.
+        check_size(num).map_err(|error| refused(format!("the size of ring {index}: {error}")))?;
+        ring.size = num;
         Ok(())
     }
 

@@ -466,8 +466,7 @@ impl Port for VhostUserPort {
         }
         *buffers = recycle(segments);
         if let Some(fault) = fault.or_else(|| memory_fault(memory)) {
-            // Nobody will see what was written.
-            drops.count(Reason::Reset, which.len() as u64);
+            // Nobody will see what was written; the caller counts all that `drops` does not hold.
             return Err(fault);
         }
         drops.count(Reason::LinkDown, (which.len() - handled) as u64);

@@ -80,6 +80,12 @@ pub(super) struct Forwarder {
 }
 
 impl Forwarder {
+    /// As new, with ids that none of the `epoch` forwarders before it gave out: an answer to a query of one of those
+    /// is then nobody's.
+    pub(super) fn of_epoch(epoch: u64) -> Forwarder {
+        Forwarder { next: epoch << 40, ..Forwarder::default() }
+    }
+
     pub(super) fn outstanding(&self) -> usize {
         self.pending.len()
     }

@@ -10,17 +10,23 @@
 //! ([`Port::answers`]), and its handle wakes it whenever it leaves something.
 //!
 //! Both boxes are behind a mutex that is held for a move of a vector or an `Arc`, never for work.
+//!
+//! What both ends share outlives the port: settings, members, counters, and the leases as of the last flush. No answer
+//! leaves before the lease that it grants is there, so [`GatewayHandle::remake`] makes a port after a panic in the old
+//! one that knows every lease a guest was told of. What the old one had in work is lost as if on a wire: frames not
+//! received from it yet, offers, queries and TCP connections; guests repeat them.
 
 use super::{
-    ConfigError, Gateway, GatewayConfig, GatewayCounters, LeaseStore, Member, UpstreamQuery, check_member, packet,
+    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseStore, Member, Start, UpstreamQuery,
+    check_member, packet,
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, HEAD_BYTES, Offload};
-use crate::gateway::forward::MAX_OUTSTANDING;
+use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// Called to wake somebody, from any thread; must not block.
@@ -49,7 +55,13 @@ struct Shared {
     wake_host: Mutex<Option<Wake>>,
     /// The control side's copy, by which a change is checked before it is sent.
     members: Mutex<Members>,
+    /// As the gateway started, but for `forward`.
     config: GatewayConfig,
+    /// What the handle said last.
+    forward: AtomicBool,
+    start: Start,
+    /// Times that the port was made anew.
+    remade: AtomicU64,
     counters: Arc<GatewayCounters>,
 }
 
@@ -111,6 +123,8 @@ impl GatewayHandle {
 
     /// As [`Gateway::set_forward`].
     pub fn set_forward(&self, forward: bool) {
+        // Relaxed: read only when a port is made anew, which then also finds the command.
+        self.0.forward.store(forward, Ordering::Relaxed);
         self.send(Command::SetForward(forward));
     }
 
@@ -133,6 +147,32 @@ impl GatewayHandle {
     /// The bound leases as of the worker's last turn.
     pub fn leases(&self) -> Arc<LeaseStore> {
         lock(&self.0.outbox).leases.clone()
+    }
+
+    /// A port in place of one whose code panicked, with its leases, members, settings and counters; `now` is the
+    /// worker's clock. Handles stay what they are.
+    ///
+    /// # Errors
+    /// As for [`Gateway::new`]; not for settings that worked before.
+    pub fn remake(&self, now: Nanos) -> Result<GatewayPort, ConfigError> {
+        let shared = &self.0;
+        let epoch = shared.remade.fetch_add(1, Ordering::Relaxed) + 1;
+        let first = shared.start;
+        let mut entropy = Entropy { key: first.entropy, counter: epoch << 40 };
+        let mut key = [0; 16];
+        key[..8].copy_from_slice(&entropy.next().to_le_bytes());
+        key[8..].copy_from_slice(&entropy.next().to_le_bytes());
+        // Leases are kept by the time of day as this clock tells it, so that one that was set meanwhile moves none.
+        let unix_secs = first.unix_secs + now.since(first.now).0 / Nanos::SECOND.0;
+        let start = Start { now, unix_secs, entropy: key };
+        let config = GatewayConfig { forward: shared.forward.load(Ordering::Relaxed), ..shared.config.clone() };
+        let mut gateway = Gateway::new(config, &self.leases(), start)?;
+        gateway.members = lock(&shared.members).clone();
+        gateway.counters = shared.counters.clone();
+        gateway.forwarder = Forwarder::of_epoch(epoch);
+        // Nobody waits for the answers any more.
+        lock(&shared.outbox).queries.clear();
+        Ok(GatewayPort::of(gateway, shared.clone()))
     }
 
     /// The gateway's counters.
@@ -172,12 +212,19 @@ impl GatewayPort {
             wake_port: Mutex::default(),
             wake_host: Mutex::default(),
             members: Mutex::new(gateway.members.clone()),
+            forward: AtomicBool::new(gateway.config().forward),
             config: gateway.config().clone(),
+            start: gateway.start,
+            remade: AtomicU64::new(0),
             counters: gateway.counters().clone(),
         });
         let handle = GatewayHandle(shared.clone());
+        (GatewayPort::of(gateway, shared), handle)
+    }
+
+    fn of(gateway: Gateway, shared: Arc<Shared>) -> GatewayPort {
         let now = gateway.start.now;
-        let port = GatewayPort {
+        GatewayPort {
             gateway,
             shared,
             now,
@@ -186,8 +233,7 @@ impl GatewayPort {
             promised: None,
             touched: false,
             early: false,
-        };
-        (port, handle)
+        }
     }
 
     fn run_commands(&mut self) {

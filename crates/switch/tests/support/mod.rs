@@ -13,7 +13,7 @@ use tombolo_switch::frame::{Batch, Mac, Offload};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
-use tombolo_switch::worker::Worker;
+use tombolo_switch::worker::{Remake, Worker};
 
 /// A small seeded generator (SplitMix64), so that a failure repeats.
 pub struct Random(pub u64);
@@ -105,6 +105,7 @@ pub enum At {
     Disarm,
     Reset,
     Details,
+    Remake,
 }
 
 #[derive(Clone, Debug)]
@@ -123,12 +124,15 @@ pub struct PeerState {
     pub caps: Caps,
     pub fault: Option<At>,
     pub panic: Option<At>,
+    pub panic_once: Option<At>,
     /// Comes in after the last look and before wake-ups are on: the window that `arm` closes.
     pub in_the_window: Option<Vec<u8>>,
     /// The next deadline that `service` returns.
     pub deadline: Option<Nanos>,
     /// Answers each frame that it gets within `transmit`, as the gateway does.
     pub echoes: bool,
+    /// Frames that the next `transmit` takes without a word.
+    pub forgets: usize,
     pub services: u64,
     pub resets: u64,
     pub flushes: u64,
@@ -191,7 +195,8 @@ pub struct TestPort {
 impl TestPort {
     fn step(&self, at: At) -> Result<MutexGuard<'_, PeerState>, Fault> {
         let mut state = self.state.lock().unwrap();
-        if state.panic == Some(at) {
+        if state.panic == Some(at) || state.panic_once == Some(at) {
+            state.panic_once = None;
             drop(state);
             panic!("planted in {at:?}");
         }
@@ -248,6 +253,10 @@ impl Port for TestPort {
         let mut sent = Sent::default();
         for index in which {
             let frame = &batch.frames()[*index as usize];
+            if state.forgets > 0 {
+                state.forgets -= 1;
+                continue;
+            }
             if state.link == Link::Down {
                 drops.count(Reason::LinkDown, 1);
                 continue;
@@ -344,6 +353,15 @@ impl Bench {
     }
 
     pub fn port(&mut self, network: NetworkId, settings: PortSettings) -> Peer {
+        self.add(network, settings, false)
+    }
+
+    /// A port that is made anew after a panic; its state is in its peer, and outlives it.
+    pub fn lasting_port(&mut self, network: NetworkId, settings: PortSettings) -> Peer {
+        self.add(network, settings, true)
+    }
+
+    fn add(&mut self, network: NetworkId, settings: PortSettings, lasting: bool) -> Peer {
         let state = PeerState {
             to_switch: VecDeque::new(),
             from_switch: Vec::new(),
@@ -353,9 +371,11 @@ impl Bench {
             caps: Caps::full(1500),
             fault: None,
             panic: None,
+            panic_once: None,
             in_the_window: None,
             deadline: None,
             echoes: false,
+            forgets: 0,
             services: 0,
             resets: 0,
             flushes: 0,
@@ -365,8 +385,19 @@ impl Bench {
         let reserved = self.handle.reserve().unwrap();
         let token = reserved.token();
         let port = Box::new(TestPort { state: state.clone(), held: Vec::new() });
-        let counters =
-            self.ask(|handle| handle.add_port(reserved, network, &format!("port{}", token.0), port, settings)).unwrap();
+        let again = state.clone();
+        let remake: Remake = Box::new(move |_| {
+            if again.lock().unwrap().panic == Some(At::Remake) {
+                panic!("planted in Remake");
+            }
+            Ok(Box::new(TestPort { state: again.clone(), held: Vec::new() }))
+        });
+        let name = format!("port{}", token.0);
+        let add = |handle: &WorkerHandle| match lasting {
+            true => handle.add_lasting_port(reserved, network, &name, port, remake, settings),
+            false => handle.add_port(reserved, network, &name, port, settings),
+        };
+        let counters = self.ask(add).unwrap();
         let peer = Peer { state, waiter: self.waiter.clone(), token, counters };
         self.settle();
         peer

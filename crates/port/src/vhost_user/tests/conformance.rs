@@ -119,6 +119,13 @@ impl Fixture for GuestFixture {
         guest.kicks[1].ring();
         Misdeed::Faulted(FaultKind::Ring)
     }
+
+    fn spoil_transmit(&mut self) -> Misdeed {
+        // Behind as many good buffers as the port takes at a time: one that is no descriptor of the ring.
+        let available = self.guest().view(16 * u64::from(RING_SIZE), 518);
+        available.store_u16(4 + 2 * 40, RING_SIZE, Ordering::Release).unwrap();
+        Misdeed::Faulted(FaultKind::Ring)
+    }
 }
 
 crate::conformance_suite!(GuestFixture);

@@ -641,12 +641,22 @@ fn rings_do_not_change_while_they_run() {
     survive("features", protocol, "features were changed", |_, _, f| {
         assert!(!f.tell(SET_FEATURES, &words(&[MODERN | 1 << 30]), &[]));
     });
-    // Started again with a size that cannot be.
-    survive("size-3", protocol, "queue size 3", |_, g, f| {
-        f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
-        assert!(f.tell(SET_VRING_NUM, &state(0, 3), &[]));
-        assert!(!f.tell(SET_VRING_KICK, &words(&[0]), &[g.kicks[0].as_fd()]));
-    });
+    // A size that cannot be, refused when it is said and not when the ring starts.
+    for size in [0, 3, 65_535, 65_536, 1 << 31, u32::MAX] {
+        survive(&format!("size-{size}"), protocol, &format!("the size of ring 0: queue size {size} "), |_, _, f| {
+            f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
+            assert!(!f.tell(SET_VRING_NUM, &state(0, size), &[]));
+        });
+    }
+    // No size at all.
+    let worker = Worker::new("size-none", 1);
+    let guest = Guest::new(MODERN, 2048);
+    let mut frontend = worker.connect(0);
+    frontend.negotiate(MODERN);
+    assert!(frontend.tell(SET_MEM_TABLE, &guest.mem_table(), &[guest.file.as_fd()]));
+    assert!(frontend.tell(SET_VRING_ADDR, &Guest::vring_addr(0), &[]));
+    assert!(!frontend.tell(SET_VRING_KICK, &words(&[0]), &[guest.kicks[0].as_fd()]));
+    assert_eq!(worker.fault(0, 0).kind, protocol);
     survive("base-65536", protocol, "beyond 65535", |_, _, f| {
         f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
         assert!(!f.tell(SET_VRING_BASE, &state(0, 65536), &[]));

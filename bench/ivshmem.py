@@ -1,0 +1,314 @@
+#!/usr/bin/env python3
+"""Cells on IVSHMEM beside the same cells on virtio over vhost-user, and on QEMU's user networking.
+
+usage: ./x bench ivshmem [--repeats N] [--cells 2,8,32,64] [--seconds S] [--only links|direct|mesh]
+
+Three parts, each interleaved within each repeat:
+
+links    one cell (the app iperf) on microvm, one after the other by each kind of link: `virtio` (vhost-user), `ivshmem` (doorbell), `plain`
+         (ivshmem-plain, polled), `user` (QEMU's own user networking, no switch: reached by forwarded ports, so without ping and UDP
+         downwards). Measured from a tap on the same network, with ping and stock iperf 2:
+             ping_us, ping_p99_us     ICMP echo, one each 10 ms
+             tcp_up, tcp_down         Mbit/s, writes of 128 KiB, and of 256 and 1,460 bytes upwards
+             udp_up_256, …            received Mbit/s and loss in % at each offered rate
+             cpu_up                   seconds of CPU, ours and QEMU's together, for each second of the TCP stream upwards
+direct   two cells (the app control) exchange a command and a reply each millisecond over a direct link, with doorbells and polled, and two
+         over a link of each kind through the switch (ping from cell to cell)
+mesh     N cells on one network by doorbell links: each pings all others until all have answered
+             ready_s                  from `tombolo up` until every cell has an address; all_s: until all pairs have answered
+             rss_mib, idle_core_pct   memory of each QEMU; CPU of the whole (daemon and all QEMUs) in 10 quiet seconds, in % of a core
+
+Ratios are ivshmem's divided by virtio's: ping_vs_virtio for times (less is better), tcp_vs_virtio for rates. Needs root.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from common import FIRST, ROOT, BenchError, Process, Results, note, private_folder, ratio, terminate_cleanly, until
+from lib import CellGuest, Namespace, Net, Skip
+
+PREFIX = "10.79"
+HOST = f"{PREFIX}.0.1"
+TAP = "tmb-bench"
+KINDS = {"virtio": "vhost-user", "ivshmem": "ivshmem", "plain": "ivshmem-plain", "user": None}
+# Offered rates of datagrams, in Mbit/s of payload, by the datagram's length.
+OFFERED = {256: (5, 20), 1460: (20, 100)}
+TOMBOLO = ROOT / "target/release/tombolo"
+QUIET_S = 10
+
+
+class Fabric:
+    """`tombolo up` on a file, with runtime and state in a folder of its own."""
+
+    def __init__(self, folder, text, name="bench"):
+        self.folder, self.name = folder / f"{name}-{time.monotonic_ns()}", name
+        self.folder.mkdir()
+        (self.folder / "tombolo.toml").write_text(text)
+        self.env = {"TOMBOLO_RUNTIME": str(self.folder / "run"), "TOMBOLO_STATE": str(self.folder / "state")}
+        self.begun = time.monotonic()
+        self.process = Process([TOMBOLO, "up", self.folder / "tombolo.toml"], name="tombolo", nice=FIRST, env=self.env, cwd=self.folder)
+
+    def status(self):
+        done = subprocess.run([TOMBOLO, "status", "--json"], capture_output=True, text=True, env=dict(os.environ, **self.env), cwd=self.folder)
+        return json.loads(done.stdout) if done.returncode == 0 else None
+
+    def standing(self, seconds=120):
+        """Waits until the file's machines run; gives the status."""
+        def ready():
+            if not self.process.alive():
+                raise BenchError(f"tombolo ended:\n{self.process.tail()}")
+            self.last = self.status()
+            return self.last and all(machine.get("pid") for machine in self.last["machines"])
+
+        until("the fabric's machines", ready, seconds, every=0.05)
+        return self.last
+
+    def console(self, machine):
+        found = list((self.folder / "run").rglob(f"{machine}.console"))
+        return found[0].read_text(errors="replace") if found else ""
+
+    def pids(self):
+        return [machine["pid"] for machine in (self.last or self.status())["machines"] if machine.get("pid")]
+
+    def cpu_seconds(self):
+        return self.process.cpu_seconds() + sum(cpu_seconds(pid) for pid in self.pids())
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        with contextlib.suppress(TimeoutError):
+            self.process.stop(30)
+        self.process.kill()
+
+
+def cpu_seconds(pid):
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid):
+    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+
+
+HEAD = """\
+name = "bench"
+[network.lan]
+subnet = "{prefix}.0.0/16"
+gateway = "{prefix}.255.254"
+router = "{prefix}.255.253"
+"""
+
+
+def file_of_link(kind, space):
+    return HEAD.format(prefix=PREFIX) + f"""
+[tap.host]
+device = "{TAP}"
+netns = "{space}"
+ip = "{HOST}"
+[cell.iperf]
+ip = "{PREFIX}.0.10"
+accel = "tcg"
+attach = "{KINDS[kind]}"
+"""
+
+
+def rates(text):
+    """Mbit/s, and loss in % where the report has it, of the last report line of stock iperf's output."""
+    found = re.findall(r"([\d.]+) ([KMG]?)bits/sec(?:.*?\(([\d.e+-]+)%\))?", text)
+    if not found:
+        raise BenchError(f"no rate in iperf's report:\n{text}")
+    rate, unit, loss = found[-1]
+    return float(rate) * {"": 1e-6, "K": 1e-3, "M": 1, "G": 1e3}[unit], float(loss) if loss else None
+
+
+def iperf(space, address, *words, seconds):
+    """One run of stock iperf's client."""
+    return space.run("iperf", "-c", address, "-f", "m", *words, seconds=seconds + 40).stdout
+
+
+def measure_link(space, address, options, cpu, user=False):
+    row = {}
+    if not user:
+        pings = space.run("ping", "-n", "-i", "0.01", "-c", options.pings, address, seconds=60, check=False).stdout
+        times = sorted(float(value) * 1000 for value in re.findall(r"time=([\d.]+) ms", pings))
+        if not times:
+            raise BenchError(f"no echo reply came:\n{pings}")
+        row["ping_us"], row["ping_p99_us"] = statistics.median(times), times[int(len(times) * 0.99)]
+        row["ping_lost"] = options.pings - len(times)
+    seconds = options.seconds
+    before = cpu()
+    row["tcp_up"] = rates(iperf(space, address, "-t", seconds, seconds=seconds))[0]
+    row["cpu_up"] = (cpu() - before) / seconds
+    for length in OFFERED:
+        row[f"tcp_up_{length}"] = rates(iperf(space, address, "-t", seconds, "-l", length, seconds=seconds))[0]
+    row["tcp_down"] = rates(iperf(space, address, "-t", seconds, "-R", seconds=seconds))[0]
+    for length, offered in OFFERED.items():
+        for rate in offered:
+            both = ("-r",) if not user else ()
+            text = iperf(space, address, "-u", "-l", length, "-b", f"{rate}M", "-t", seconds, *both, seconds=2 * seconds)
+            # The server's report comes for what went up; with -r another report of our own for what came down.
+            reports = re.findall(r"[^\n]*\([\d.e+-]+%\)[^\n]*", text)
+            if not reports:
+                raise BenchError(f"no server report in iperf's output:\n{text}")
+            for way, report in zip(("up", "down"), reports):
+                row[f"udp_{way}_{length}_{rate}M"], row[f"udp_{way}_{length}_{rate}M_loss"] = rates(report)
+    return row
+
+
+def part_links(results, space, folder, options):
+    for repeat in range(options.repeats):
+        for kind in KINDS:
+            if kind == "user":
+                net = Net.user("hostfwd=tcp:127.0.0.1:5001-:5001,hostfwd=udp:127.0.0.1:5001-:5001")
+                with CellGuest("iperf", net=net, append="hostname=cell", netns=space, nice=FIRST) as guest:
+                    guest.wait_line(lambda line: "10.0.2." in line, 30)
+                    row = measure_link(space, "127.0.0.1", options, guest.cpu_seconds, user=True)
+            else:
+                with Fabric(folder, file_of_link(kind, space)) as fabric:
+                    fabric.standing()
+                    address = f"{PREFIX}.0.10"
+                    space.ip("link", "set", TAP, "up")
+                    until("the cell's answer", lambda: space.run("ping", "-c", 1, "-W", 1, address, check=False, seconds=5).returncode == 0, 60)
+                    row = measure_link(space, address, options, fabric.cpu_seconds)
+            results.add(part="links", kind=kind, repeat=repeat, **row)
+            note(f"{repeat + 1}/{options.repeats} {kind:8}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if value is not None and not key.endswith("_loss")))
+
+
+def file_of_direct(plain):
+    return HEAD.format(prefix=PREFIX) + f"""
+[cell.controller]
+app = "control"
+accel = "tcg"
+args = "role=controller link=loop"
+[cell.plant]
+app = "control"
+accel = "tcg"
+args = "role=plant link=loop"
+[link.loop]
+between = ["controller", "plant"]
+plain = {str(plain).lower()}
+"""
+
+
+def part_direct(results, space, folder, options):
+    for repeat in range(options.repeats):
+        for kind, plain in (("doorbell", False), ("polled", True)):
+            with Fabric(folder, file_of_direct(plain)) as fabric:
+                def report():
+                    if not fabric.process.alive():
+                        raise BenchError(f"tombolo ended:\n{fabric.process.tail()}")
+                    return re.search(r"@control (\{.*\})", fabric.console("controller"))
+
+                until("the control loop's report", report, 60, every=0.2)
+                row = json.loads(report()[1])
+            results.add(part="direct", kind=kind, repeat=repeat, **row)
+            note(f"{repeat + 1}/{options.repeats} direct {kind}: {row}")
+
+
+def file_of_mesh(count):
+    peers = f"{address_of(0)}-{address_of(count - 1)}"
+    cells = "".join(f"""
+[cell.c{n}]
+app = "mesh"
+accel = "tcg"
+attach = "ivshmem"
+memory = "16M"
+ip = "{address_of(n)}"
+args = "peers={peers}"
+""" for n in range(count))
+    return HEAD.format(prefix=PREFIX) + cells
+
+
+def address_of(n):
+    return f"{PREFIX}.1.{10 + n}"
+
+
+def part_mesh(results, space, folder, options):
+    for count in options.cells:
+        with Fabric(folder, file_of_mesh(count)) as fabric:
+            fabric.standing(180)
+            consoles = lambda: [fabric.console(f"c{n}") for n in range(count)]  # noqa: E731
+            until("every cell's address", lambda: all(address_of(n) in text for n, text in enumerate(consoles())), 180, every=0.2)
+            ready = time.monotonic() - fabric.begun
+            reachable = True
+            try:
+                until("all pairs", lambda: all("@mesh all" in text for text in consoles()), 180, every=0.2)
+            except TimeoutError:
+                reachable = False
+            everything = time.monotonic() - fabric.begun
+            time.sleep(3)
+            before, begun = fabric.cpu_seconds(), time.monotonic()
+            time.sleep(QUIET_S)
+            idle = 100 * (fabric.cpu_seconds() - before) / (time.monotonic() - begun)
+            rss = statistics.mean(rss_bytes(pid) for pid in fabric.pids()) / (1 << 20)
+        row = {"ready_s": ready, "all_s": everything, "all_reachable": reachable, "rss_mib": rss, "idle_core_pct": idle}
+        results.add(part="mesh", cells=count, **row)
+        note(f"mesh of {count}: " + ", ".join(f"{key} {value}" if isinstance(value, bool) else f"{key} {value:.1f}" for key, value in row.items()))
+
+
+def table(results, options):
+    rows = [row for row in results.rows if row["part"] == "links"]
+    if rows:
+        keys = list(dict.fromkeys(key for row in rows for key in row if key not in ("part", "kind", "repeat")))
+        print(f"{'':24}" + "".join(f"{kind:>10}" for kind in KINDS) + f"   (medians of {options.repeats})")
+        for key in keys:
+            values = [results.median(key, part="links", kind=kind) for kind in KINDS]
+            print(f"{key:24}" + "".join(f"{value:10.1f}" if value is not None else f"{'-':>10}" for value in values))
+    for row in results.rows:
+        if row["part"] != "links":
+            print(" ".join(f"{key}={value:.1f}" if isinstance(value, float) else f"{key}={value}" for key, value in row.items()))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--seconds", type=int, default=2)
+    parser.add_argument("--pings", type=int, default=300)
+    parser.add_argument("--cells", type=lambda text: [int(n) for n in text.split(",")], default=[2, 8, 32, 64])
+    parser.add_argument("--only", choices=("links", "direct", "mesh"))
+    options = parser.parse_args()
+    terminate_cleanly()
+    results = Results("ivshmem")
+    parts = {"links": part_links, "direct": part_direct, "mesh": part_mesh}
+    with Namespace() as space, private_folder() as folder:
+        for name, part in parts.items():
+            if options.only in (None, name):
+                part(results, space, folder, options)
+    table(results, options)
+    summary = {}
+    if options.only in (None, "links"):
+        of = lambda key, kind: results.median(key, part="links", kind=kind)  # noqa: E731
+        summary["ratios"] = {
+            "ping_vs_virtio": ratio(of("ping_us", "ivshmem"), of("ping_us", "virtio")),
+            "tcp_vs_virtio": ratio(of("tcp_up", "ivshmem"), of("tcp_up", "virtio")),
+            "tcp_down_vs_virtio": ratio(of("tcp_down", "ivshmem"), of("tcp_down", "virtio")),
+            "ping_plain_vs_virtio": ratio(of("ping_us", "plain"), of("ping_us", "virtio")),
+            "tcp_vs_user": ratio(of("tcp_up", "ivshmem"), of("tcp_up", "user")),
+        }
+    if options.only in (None, "direct"):
+        summary["direct_link_rtt_us"] = results.median("p50_us", part="direct", kind="doorbell")
+        summary["direct_link_polled_rtt_us"] = results.median("p50_us", part="direct", kind="polled")
+    if options.only in (None, "mesh"):
+        largest = max(options.cells)
+        row = next(row for row in results.rows if row["part"] == "mesh" and row["cells"] == largest)
+        summary |= {"cells": largest, "all_reachable": row["all_reachable"], "ready_s": round(row["ready_s"], 1),
+                    "all_s": round(row["all_s"], 1), "rss_mib": round(row["rss_mib"], 1), "idle_core_pct": round(row["idle_core_pct"], 1)}
+    results.finish(**summary)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BenchError, TimeoutError, EOFError, Skip) as error:
+        sys.exit(f"bench ivshmem: {error}")
+    except KeyboardInterrupt:
+        sys.exit("bench ivshmem: stopped")

@@ -1,0 +1,71 @@
+//! The running agent: a worker with two ports, a tap and the link.
+
+use crate::access::{Access, Registers};
+use crate::error::AgentError;
+use crate::link::NetworkLink;
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tombolo_port::ivshmem::{Bells, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::tap::{TapConfig, TapPort};
+use tombolo_port::worker::{WorkerConfig, WorkerThread};
+use tombolo_switch::control::PortSettings;
+use tombolo_switch::mac::MacSettings;
+
+impl Bells for Registers {
+    fn ring(&self, peer: u32, vector: u16) {
+        // A peer's id is below the link's number of peers, at most 64.
+        Registers::ring(self, peer as u16, vector);
+    }
+}
+
+/// Joins the link and a new tap until a signal ends it; then the tap is gone and the other side sees the link reset.
+///
+/// # Errors
+/// What of the tap or the link could not be had; nothing stays behind then.
+pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentError> {
+    // Before anything is made, so that no signal ends the program without taking it away.
+    let system = |what| move |source| AgentError::System { what, source };
+    let mut signals = Signals::new([SIGINT, SIGTERM]).map_err(system("waiting for signals"))?;
+
+    let worker = WorkerThread::start(&WorkerConfig { name: "agent".into(), ..WorkerConfig::default() })?;
+    let handle = worker.handle();
+    let network = handle.add_network("link", MacSettings::default())?;
+
+    let (own_id, peer_id) = (link.own, link.peer());
+    let NetworkLink { device, access, header, .. } = link;
+    let Access { memory, registers, doorbells, polled_because } = access;
+    let mac = (header.mac != [0; 6]).then_some(header.mac);
+    // Only a device with doorbells can ring, whether it is rung or not.
+    let bells = device.has_doorbells().then(|| Box::new(registers) as Box<dyn Bells>);
+    let end = LinkEnd {
+        memory: memory.into(),
+        layout: header.layout,
+        own_id,
+        peer_id,
+        vectors: header.vectors,
+        doorbells,
+        bells,
+        peer_present: true,
+        owns_region: false,
+        mtu: u32::from(header.mtu()),
+    };
+    let reserved = handle.reserve()?;
+    let (port, _) = Ivshmem::new(end, PollSettings::default(), worker.registration(&reserved))
+        .map_err(|error| AgentError::Header { address: device.address.clone(), problem: error.to_string() })?;
+    handle.add_port(reserved, network, "ivshmem", Box::new(port), PortSettings::default())?;
+
+    let reserved = handle.reserve()?;
+    let config = TapConfig { mtu: Some(u32::from(header.mtu())), mac, ..TapConfig::new(tap) };
+    let port = TapPort::open(&config, worker.registration(&reserved))?;
+    let name = port.name().to_owned();
+    handle.add_port(reserved, network, "tap", Box::new(port), PortSettings::default())?;
+
+    match polled_because {
+        None => println!("{name}: {device}, link `{}`, wake-ups by interrupt (vfio)", header.name.as_str()),
+        Some(reason) => println!("{name}: {device}, link `{}`, polled: {reason}", header.name.as_str()),
+    }
+    // One is enough; a second one, while the worker ends, does what it does by default.
+    let _ = signals.forever().next();
+    worker.stop()?;
+    Ok(())
+}

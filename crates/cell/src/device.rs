@@ -1,0 +1,211 @@
+//! The stack's device: virtio, a link over shared memory, or none.
+
+use crate::ivshmem::net::{IvshmemNet, Outgoing};
+use crate::neighbor::Sighting;
+use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
+use alloc::boxed::Box;
+use smoltcp::phy::{Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
+use smoltcp::time::Instant;
+use smoltcp::wire::EthernetAddress;
+
+/// How often a virtio device without interrupts is looked at.
+const POLLING_NS: u64 = 1_000_000;
+const DEFAULT_MTU: usize = 1500;
+
+/// The network device of the cell.
+pub(crate) enum NetDevice {
+    /// A virtio device.
+    Virtio(Box<VirtioNet>),
+    /// A link over shared memory.
+    Ivshmem(Box<IvshmemNet>),
+    /// No network: for apps that use bare channels only.
+    None,
+}
+
+impl NetDevice {
+    /// The device's address; one that nobody has where there is no device.
+    pub(crate) fn mac(&self) -> EthernetAddress {
+        match self {
+            NetDevice::Virtio(device) => device.mac(),
+            NetDevice::Ivshmem(device) => device.mac(),
+            NetDevice::None => EthernetAddress([0x02, 0, 0, 0, 0, 0]),
+        }
+    }
+
+    /// Payload bytes that fit into the transmit buffers.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        match self {
+            NetDevice::Virtio(device) => device.transmit_bytes(),
+            NetDevice::Ivshmem(device) => device.transmit_bytes(),
+            NetDevice::None => 0,
+        }
+    }
+
+    /// Payload bytes that may arrive before the cell has its turn.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        match self {
+            NetDevice::Virtio(device) => device.receive_bytes(),
+            // A full link holds its frames back instead of losing them.
+            NetDevice::Ivshmem(_) | NetDevice::None => usize::MAX,
+        }
+    }
+
+    /// The counters.
+    pub(crate) fn stats(&self) -> DeviceStats {
+        match self {
+            NetDevice::Virtio(device) => device.stats(),
+            NetDevice::Ivshmem(device) => device.stats(),
+            NetDevice::None => DeviceStats::default(),
+        }
+    }
+
+    /// How often the device's interrupt came; `None` where it has none.
+    pub(crate) fn interrupts(&self) -> Option<u64> {
+        match self {
+            NetDevice::Virtio(device) => device.interrupts(),
+            NetDevice::Ivshmem(device) => device.interrupts(),
+            NetDevice::None => None,
+        }
+    }
+
+    /// Whether a frame since the last call asked for a TCP connection.
+    pub(crate) fn take_syn(&mut self) -> bool {
+        match self {
+            NetDevice::Virtio(device) => device.take_syn(),
+            NetDevice::Ivshmem(device) => device.take_syn(),
+            NetDevice::None => false,
+        }
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        match self {
+            NetDevice::Virtio(device) => device.take_sighting(),
+            NetDevice::Ivshmem(device) => device.take_sighting(),
+            NetDevice::None => None,
+        }
+    }
+
+    /// The first step of each turn.
+    pub(crate) fn begin_turn(&mut self, now_ns: u64) {
+        match self {
+            NetDevice::Virtio(device) => device.begin_turn(),
+            NetDevice::Ivshmem(device) => device.begin_turn(now_ns),
+            NetDevice::None => {}
+        }
+    }
+
+    /// Shows the other side what was added, and tells it where it wants that.
+    pub(crate) fn flush(&mut self) {
+        match self {
+            NetDevice::Virtio(device) => device.flush(),
+            NetDevice::Ivshmem(device) => device.flush(),
+            NetDevice::None => {}
+        }
+    }
+
+    /// Asks for a wake-up; returns whether there is something to do already.
+    pub(crate) fn arm(&mut self) -> bool {
+        match self {
+            NetDevice::Virtio(device) => device.arm(),
+            NetDevice::Ivshmem(device) => device.arm(),
+            NetDevice::None => false,
+        }
+    }
+
+    /// When the cell has to look by itself; `None` where it is woken.
+    pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
+        match self {
+            NetDevice::Virtio(device) => device.needs_polling().then_some(now_ns + POLLING_NS),
+            NetDevice::Ivshmem(device) => device.poll_at(now_ns),
+            NetDevice::None => None,
+        }
+    }
+
+    /// Whether nothing can be sent now, so that the stack's wish to send is no reason to stay awake.
+    pub(crate) fn is_blocked(&self) -> bool {
+        match self {
+            NetDevice::Virtio(_) => false,
+            NetDevice::Ivshmem(device) => device.is_blocked(),
+            NetDevice::None => true,
+        }
+    }
+}
+
+/// Leave to send a frame.
+pub(crate) enum LeaveToSend<'d> {
+    Virtio(Leave<'d>),
+    Ivshmem(&'d mut Outgoing, bool),
+}
+
+impl TxToken for LeaveToSend<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
+        match self {
+            LeaveToSend::Virtio(leave) => leave.consume(len, build),
+            LeaveToSend::Ivshmem(outgoing, has_room) => outgoing.send(len, has_room, build),
+        }
+    }
+
+    fn set_meta(&mut self, meta: PacketMeta) {
+        if let LeaveToSend::Virtio(leave) = self {
+            leave.set_meta(meta);
+        }
+    }
+}
+
+/// A received frame, in local memory.
+pub(crate) struct ReceivedFrame<'d>(&'d [u8]);
+
+impl RxToken for ReceivedFrame<'_> {
+    fn consume<R, F: FnOnce(&[u8]) -> R>(self, read: F) -> R {
+        read(self.0)
+    }
+}
+
+impl Device for NetDevice {
+    type RxToken<'d> = ReceivedFrame<'d>;
+    type TxToken<'d> = LeaveToSend<'d>;
+
+    fn receive(&mut self, now: Instant) -> Option<(ReceivedFrame<'_>, LeaveToSend<'_>)> {
+        match self {
+            NetDevice::Virtio(device) => {
+                let (Received(frame), leave) = device.receive(now)?;
+                Some((ReceivedFrame(frame), LeaveToSend::Virtio(leave)))
+            }
+            NetDevice::Ivshmem(device) => {
+                device.flush_if_much();
+                if !device.next_frame() {
+                    return None;
+                }
+                let (frame, outgoing) = device.received();
+                let has_room = outgoing.prepare();
+                Some((ReceivedFrame(frame), LeaveToSend::Ivshmem(outgoing, has_room)))
+            }
+            NetDevice::None => None,
+        }
+    }
+
+    fn transmit(&mut self, now: Instant) -> Option<LeaveToSend<'_>> {
+        match self {
+            NetDevice::Virtio(device) => device.transmit(now).map(LeaveToSend::Virtio),
+            NetDevice::Ivshmem(device) => {
+                device.flush_if_much();
+                device.outgoing.prepare().then_some(LeaveToSend::Ivshmem(&mut device.outgoing, true))
+            }
+            NetDevice::None => None,
+        }
+    }
+
+    fn capabilities(&self) -> DeviceCapabilities {
+        match self {
+            NetDevice::Virtio(device) => device.capabilities(),
+            NetDevice::Ivshmem(device) => device.capabilities(),
+            NetDevice::None => {
+                let mut caps = DeviceCapabilities::default();
+                caps.medium = Medium::Ethernet;
+                caps.max_transmission_unit = DEFAULT_MTU + 14;
+                caps
+            }
+        }
+    }
+}

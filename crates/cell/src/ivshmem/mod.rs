@@ -1,0 +1,18 @@
+//! Memory that virtual machines share (IVSHMEM): the devices, the network over them, and bare channels for code that wants no
+//! network.
+//!
+//! | file | noun |
+//! | --- | --- |
+//! | device.rs | the PCI device: registers, doorbells, sections, state words |
+//! | v2.rs | what the second version of the device says of itself (pure) |
+//! | net.rs | a network link, as the stack's device |
+//! | link.rs | a link as an app has it: sections, state, doorbells, waiting |
+//! | channel.rs | records between two peers |
+//! | pace.rs | how often a link without doorbell is looked at (pure) |
+
+pub(crate) mod channel;
+pub(crate) mod device;
+pub(crate) mod link;
+pub(crate) mod net;
+pub(crate) mod pace;
+mod v2;

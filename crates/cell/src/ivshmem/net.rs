@@ -1,0 +1,408 @@
+//! A network link: Ethernet frames over a device's memory, as the stack's device.
+//!
+//! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A frame is copied between local
+//! memory and the sections, once each way, so no reference leads to where a peer writes. Frames carry whole checksums here
+//! ([`offload`]): they are computed and verified in software.
+//!
+//! # Up and down
+//!
+//! Each turn begins with a look at the peer's state word. While the link is down no frame is taken from the stack: what it wants
+//! to say first (DHCP, an answer to be retried) waits. A peer that goes to RESET, or starts anew, takes the link down; it comes up again
+//! when that peer is ready, and addresses and connections stay as they are. A peer that breaks the rings costs itself the link
+//! for [`FAULT_PAUSE_NS`], counted.
+//!
+//! # Wake-ups
+//!
+//! With doorbell: by event index, as the rings say. Without: the link is looked at, often while frames come, seldom while they
+//! do not ([`Pace`]). A link with doorbell that is down is looked at too, since a peer that died rings nobody.
+
+use super::device::Device;
+use super::pace::{Pace, Pauses};
+use crate::neighbor::{Sighting, Watch};
+use crate::virtio::net::DeviceStats;
+use crate::virtio::offload;
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use core::fmt;
+use smoltcp::phy::{Checksum, DeviceCapabilities, Medium};
+use smoltcp::wire::EthernetAddress;
+use tombolo_ring::ivshmem::net::{Geometry, NetError, Receiver, Sections, Sender, initialise};
+use tombolo_ring::ivshmem::state::{Action, Machine};
+use tombolo_ring::virtio::net::NetHeaderRepr;
+
+const ETHERNET_HEADER_BYTES: usize = 14;
+const MIN_MTU: u16 = 576;
+/// Frames between two looks at whether the peer wants to hear of them.
+const PUBLISH_EVERY: usize = 32;
+/// How long a link stays down after its peer broke the rings.
+const FAULT_PAUSE_NS: u64 = 10_000_000;
+
+/// Why a device does not become the network.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Refusal {
+    Peers(u32),
+    Section(NetError),
+    Mtu { got: u16, most: u32 },
+    Address([u8; 6]),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Refusal::Peers(got) => write!(f, "a network link for {got} peers, expected 2"),
+            Refusal::Section(error) => write!(f, "{error}"),
+            Refusal::Mtu { got, most } => write!(f, "an MTU of {got}, expected {MIN_MTU} to {most}"),
+            Refusal::Address(mac) => {
+                write!(f, "the address {}, expected one that is no group's", EthernetAddress(*mac))
+            }
+        }
+    }
+}
+
+/// What a network link's device says, checked. Pure.
+fn check(max_peers: u32, section_bytes: u64, mtu: u16, mac: [u8; 6]) -> Result<Geometry, Refusal> {
+    if max_peers != 2 {
+        return Err(Refusal::Peers(max_peers));
+    }
+    let geometry = Geometry::new(section_bytes).map_err(Refusal::Section)?;
+    let most = geometry.max_mtu();
+    if mtu < MIN_MTU || u32::from(mtu) > most {
+        return Err(Refusal::Mtu { got: mtu, most });
+    }
+    // The lowest bit of the first byte: IEEE 802-2014 §8.2.2.
+    if mac[0] & 1 != 0 { Err(Refusal::Address(mac)) } else { Ok(geometry) }
+}
+
+/// The sending half, apart from the receiving one since the stack holds both at a time.
+pub(crate) struct Outgoing {
+    ring: Box<Sender>,
+    sections: Sections<'static>,
+    /// Room for the largest frame, where the stack builds it.
+    frame: Vec<u8>,
+    is_up: bool,
+    unpublished: usize,
+    fault: Option<NetError>,
+    stats: DeviceStats,
+}
+
+/// The link, as the stack's device.
+pub(crate) struct IvshmemNet {
+    device: Device,
+    peer: u32,
+    geometry: Geometry,
+    machine: Machine,
+    ring: Box<Receiver>,
+    pub(crate) outgoing: Outgoing,
+    /// The frame that was received last, and its length.
+    frame: Vec<u8>,
+    frame_bytes: usize,
+    mac: EthernetAddress,
+    mtu: usize,
+    pace: Pace,
+    /// Frames moved since the last look at the pace.
+    is_busy: bool,
+    /// When a link may come up again that broke.
+    down_until_ns: u64,
+    saw_syn: bool,
+    watch: Watch,
+}
+
+impl IvshmemNet {
+    /// Takes the device; its link comes up when the peer is ready. `polled` are the pauses of a link without doorbell. `seed` makes
+    /// an address where the link names none.
+    pub(crate) fn new(device: Device, polled: Pauses, seed: u64) -> Result<IvshmemNet, Refusal> {
+        let own = device.own_output();
+        let geometry = check(device.max_peers(), own.len() as u64, device.mtu(), device.mac())?;
+        let peer = 1 - device.own_id().min(1);
+        let other = device.output(peer).ok_or(Refusal::Peers(device.max_peers()))?;
+        let sections = Sections::new(&geometry, own, other).map_err(Refusal::Section)?;
+        let mac = if device.mac() == [0; 6] {
+            // Locally administered, random.
+            let [a, b, c, d, e, ..] = seed.to_le_bytes();
+            EthernetAddress([0x02, a, b, c, d, e])
+        } else {
+            EthernetAddress(device.mac())
+        };
+        let mtu = usize::from(device.mtu());
+        let machine = Machine::new();
+        // An earlier life of this machine may have left another word there.
+        device.set_state(machine.own().word());
+        let pauses = if device.rings().is_some() { Pauses::DOWN } else { polled };
+        Ok(IvshmemNet {
+            peer,
+            geometry,
+            machine,
+            ring: Box::new(Receiver::new(&geometry)),
+            outgoing: Outgoing {
+                ring: Box::new(Sender::new(&geometry)),
+                sections,
+                frame: alloc::vec![0; mtu + ETHERNET_HEADER_BYTES],
+                is_up: false,
+                unpublished: 0,
+                fault: None,
+                stats: DeviceStats::default(),
+            },
+            frame: alloc::vec![0; mtu + ETHERNET_HEADER_BYTES],
+            frame_bytes: 0,
+            mac,
+            mtu,
+            pace: Pace::new(pauses),
+            is_busy: false,
+            down_until_ns: 0,
+            saw_syn: false,
+            watch: Watch::default(),
+            device,
+        })
+    }
+
+    /// The cell's address on the link.
+    pub(crate) fn mac(&self) -> EthernetAddress {
+        self.mac
+    }
+
+    /// The largest IP packet, in bytes.
+    pub(crate) fn mtu(&self) -> usize {
+        self.mtu
+    }
+
+    /// The link's name.
+    pub(crate) fn name(&self) -> &str {
+        self.device.name()
+    }
+
+    /// Payload bytes that fit into the ring.
+    pub(crate) fn transmit_bytes(&self) -> usize {
+        let place = self.mtu + ETHERNET_HEADER_BYTES + 64;
+        let frames = (self.geometry.data_bytes() as usize / place).min(self.outgoing.ring.depth());
+        frames * self.mtu
+    }
+
+    /// The counters.
+    pub(crate) fn stats(&self) -> DeviceStats {
+        self.outgoing.stats
+    }
+
+    /// How often the peer has rung; `None` where it cannot.
+    pub(crate) fn interrupts(&self) -> Option<u64> {
+        self.device.rings()
+    }
+
+    /// Whether a frame since the last call asked for a TCP connection.
+    pub(crate) fn take_syn(&mut self) -> bool {
+        core::mem::take(&mut self.saw_syn)
+    }
+
+    /// Who sent the frame that was received last, where that is news.
+    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+        self.watch.take()
+    }
+
+    /// Looks at the peer's state, and follows it; the first step of each turn.
+    pub(crate) fn begin_turn(&mut self, now_ns: u64) {
+        if self.outgoing.fault.take().is_some() {
+            self.outgoing.stats.link_faults += 1;
+            self.machine.reset();
+            self.outgoing.is_up = false;
+            self.down_until_ns = now_ns + FAULT_PAUSE_NS;
+            self.device.set_state(self.machine.own().word());
+        }
+        if now_ns < self.down_until_ns {
+            return;
+        }
+        // Three steps lead from anywhere to where there is nothing to do.
+        for _ in 0..3 {
+            match self.machine.step(self.device.state(self.peer)) {
+                Action::None => break,
+                Action::Write(state) => self.device.set_state(state.word()),
+                Action::Initialise => {
+                    initialise(&self.geometry, self.device.own_output());
+                    self.ring.restart();
+                    self.outgoing.ring.restart();
+                    self.outgoing.unpublished = 0;
+                    self.device.set_state(self.machine.own().word());
+                }
+                Action::Fall(_) => {
+                    self.outgoing.stats.link_resets += 1;
+                    self.device.set_state(self.machine.own().word());
+                }
+            }
+            self.is_busy = true;
+        }
+        self.outgoing.is_up = self.machine.may_use_rings();
+        if !self.outgoing.is_up {
+            self.device.assert_state(self.machine.own().word());
+        }
+    }
+
+    /// Copies the next frame into `self.frame`; false where there is none.
+    pub(crate) fn next_frame(&mut self) -> bool {
+        while self.outgoing.is_up {
+            let Outgoing { sections, stats, fault, .. } = &mut self.outgoing;
+            let (frame, mut len) = (&mut self.frame, 0);
+            // A frame longer than the link's MTU leaves `len` above what was copied.
+            let received = self.ring.receive(sections, 1, |view| {
+                len = view.len();
+                view.read_into(frame);
+            });
+            match received {
+                Ok(0) => return false,
+                Ok(_) => {}
+                Err(error) => {
+                    *fault = Some(error);
+                    self.outgoing.is_up = false;
+                    return false;
+                }
+            }
+            self.is_busy = true;
+            stats.rx_frames += 1;
+            stats.rx_bytes += len as u64;
+            if len < ETHERNET_HEADER_BYTES || len > self.frame.len() {
+                stats.rx_malformed += 1;
+            } else if !offload::is_sound(&self.frame[..len], &NetHeaderRepr::PLAIN) {
+                stats.rx_bad_checksum += 1;
+            } else {
+                self.frame_bytes = len;
+                let syn = offload::is_tcp_syn(&self.frame[..len]);
+                self.saw_syn |= syn;
+                self.watch.note(&self.frame[..len], self.mac, syn);
+                return true;
+            }
+            self.flush_if_much();
+        }
+        false
+    }
+
+    /// The frame that was received last, and the half that sends.
+    pub(crate) fn received(&mut self) -> (&[u8], &mut Outgoing) {
+        (&self.frame[..self.frame_bytes], &mut self.outgoing)
+    }
+
+    /// Returns what was received, shows what is to be sent, and rings where the peer wants that.
+    pub(crate) fn flush(&mut self) {
+        if !self.outgoing.is_up {
+            return;
+        }
+        let held = self.ring.held();
+        let returned = held > 0 && self.ring.release(&self.outgoing.sections, held);
+        let sent = self.outgoing.unpublished > 0 && self.outgoing.ring.publish(&self.outgoing.sections);
+        self.is_busy |= self.outgoing.unpublished > 0;
+        self.outgoing.unpublished = 0;
+        if returned || sent {
+            self.outgoing.stats.notifications += 1;
+            self.device.ring_traffic(self.peer);
+        }
+    }
+
+    pub(crate) fn flush_if_much(&mut self) {
+        if self.ring.held() >= PUBLISH_EVERY || self.outgoing.unpublished >= PUBLISH_EVERY {
+            self.flush();
+        }
+    }
+
+    /// Asks to be rung when a frame comes, and, where the ring is full, when it no longer is. Returns whether there is something to
+    /// do already.
+    pub(crate) fn arm(&mut self) -> bool {
+        if !self.outgoing.is_up {
+            return self.outgoing.fault.is_some();
+        }
+        let Outgoing { ring, sections, .. } = &mut self.outgoing;
+        let arrived = match self.device.rings() {
+            Some(_) => self.ring.arm(sections),
+            None => self.ring.has_available(sections),
+        };
+        let space = if ring.has_room(self.mtu + ETHERNET_HEADER_BYTES) { Ok(false) } else { ring.arm(sections) };
+        match (arrived, space) {
+            (Ok(arrived), Ok(space)) => arrived || space,
+            (Err(error), _) | (_, Err(error)) => {
+                self.outgoing.fault = Some(error);
+                true
+            }
+        }
+    }
+
+    /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
+    pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
+        if core::mem::take(&mut self.is_busy) {
+            self.pace.busy(now_ns);
+        }
+        let rings = self.device.rings().is_some() && self.outgoing.is_up;
+        (!rings).then(|| self.pace.next(now_ns))
+    }
+
+    /// Whether nothing can be sent now: the stack's wish to send is no reason to stay awake.
+    pub(crate) fn is_blocked(&self) -> bool {
+        !self.outgoing.can_send()
+    }
+
+    pub(crate) fn capabilities(&self) -> DeviceCapabilities {
+        let mut caps = DeviceCapabilities::default();
+        caps.medium = Medium::Ethernet;
+        caps.max_transmission_unit = self.mtu + ETHERNET_HEADER_BYTES;
+        caps.checksum.tcp = Checksum::None;
+        caps.checksum.udp = Checksum::None;
+        caps
+    }
+}
+
+impl Outgoing {
+    /// Whether the largest frame finds room.
+    fn can_send(&self) -> bool {
+        self.is_up && self.ring.has_room(self.frame.len())
+    }
+
+    /// Makes room for a frame, if that is possible.
+    pub(crate) fn prepare(&mut self) -> bool {
+        if self.is_up
+            && !self.can_send()
+            && let Err(error) = self.ring.reclaim(&self.sections)
+        {
+            self.fault = Some(error);
+            self.is_up = false;
+        }
+        self.can_send()
+    }
+
+    /// Lets `build` make a frame of `len` bytes, and sends it; without room it is dropped.
+    pub(crate) fn send<R>(&mut self, len: usize, has_room: bool, build: impl FnOnce(&mut [u8]) -> R) -> R {
+        let frame = &mut self.frame[..len];
+        let result = build(frame);
+        offload::finish(frame, false, None);
+        match has_room.then(|| self.ring.push(&self.sections, len)).flatten() {
+            Some(place) => {
+                place.write_from(frame);
+                self.unpublished += 1;
+                self.stats.tx_frames += 1;
+                self.stats.tx_bytes += len as u64;
+            }
+            None => self.stats.tx_dropped += 1,
+        }
+        result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_link_says_is_checked() {
+        let mac = [0x52, 0x54, 0, 0, 0, 1];
+        let geometry = check(2, 0x7f000, 1500, mac).unwrap();
+        assert_eq!((geometry.num(), geometry.header_bytes()), (2048, 53376));
+        assert!(check(2, 0x7f000, 1500, [0; 6]).is_ok());
+        for peers in [0, 1, 3, 64, u32::MAX] {
+            assert_eq!(check(peers, 0x7f000, 1500, mac), Err(Refusal::Peers(peers)));
+        }
+        for mtu in [0, 1, 575] {
+            assert_eq!(check(2, 0x7f000, mtu, mac), Err(Refusal::Mtu { got: mtu, most: 65535 }));
+        }
+        assert!(check(2, 0x3000, 1500, mac).is_ok());
+        assert!(matches!(check(2, 0x1000, 1500, mac), Err(Refusal::Mtu { got: 1500, .. } | Refusal::Section(_))));
+        assert!(matches!(check(2, 0, 1500, mac), Err(Refusal::Section(_))));
+        assert!(matches!(check(2, 1 << 32, 1500, mac), Err(Refusal::Section(_))));
+        for first in [0x01, 0x33, 0xff] {
+            let mac = [first, 0, 0, 0, 0, 0];
+            assert_eq!(check(2, 0x7f000, 1500, mac), Err(Refusal::Address(mac)));
+        }
+    }
+}

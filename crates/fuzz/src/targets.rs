@@ -1,0 +1,375 @@
+//! What peers may send, one function per reader of it. Each panics where the code under test breaks a promise.
+
+use std::io::Write;
+use std::net::Ipv4Addr;
+use std::os::unix::net::UnixStream;
+use tombolo_port::reactor::Reactor;
+use tombolo_port::stream::StreamPort;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::virtio::{DeviceQueue, Layout, QueueConfig, Region, RegionTable, features};
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::Drops;
+use tombolo_switch::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
+use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, LeaseStore, Member, Start};
+use tombolo_switch::guard::Guard;
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::nat::{Config, Forward, Nat, Protocol, Verdict};
+use tombolo_switch::network::{Network, Plan};
+use tombolo_switch::offload::{Transformer, Work};
+use tombolo_switch::port::{Caps, Port, Sent};
+use tombolo_switch::vnet::VNET_HEADER_BYTES;
+use tombolo_switch::wait::Token;
+
+use crate::{Behaviour, records};
+
+const ROUTER_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xfe];
+const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
+const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
+const OUTSIDE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 2);
+const UPLINK: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 1);
+
+// --- the ring, device side ---
+
+const RING_BASE: u64 = 0x1_0000;
+const RING_BYTES: usize = 1 << 14;
+const RING_SIZE: u16 = 16;
+const MAX_CHAIN_BYTES: u32 = 4096;
+const MAX_SEGMENTS: u16 = 8;
+
+/// The first record is the ring's memory; of each other one, the flags' low bits say what the device does, and the record
+/// is written over the memory before, at the place that its first two bytes name: the driver never stops.
+pub fn ring(input: &[u8], behaviour: &mut Behaviour) {
+    let mut bytes = vec![0u8; RING_BYTES + 128];
+    let skip = bytes.as_ptr().align_offset(128);
+    let view = ForeignMut::from(&mut bytes[skip..skip + RING_BYTES]);
+    let Ok(memory) = RegionTable::new([Region::new(RING_BASE, view)]) else { panic!("one region is a table") };
+    let layout = Layout::new(RING_SIZE);
+    let at = |offset: usize| RING_BASE + offset as u64;
+    let mut steps = records(input);
+    let Some((wishes, first)) = steps.next() else { return };
+    view.write_from(first);
+    let bits = [features::EVENT_IDX, features::INDIRECT_DESC, features::IN_ORDER];
+    let wanted = bits.into_iter().enumerate().filter(|(n, _)| wishes & (1 << n) != 0).map(|(_, bit)| bit);
+    let config = QueueConfig {
+        size: RING_SIZE.into(),
+        descriptors: at(layout.descriptors),
+        available: at(layout.available),
+        used: at(layout.used),
+        features: features::VERSION_1 | wanted.sum::<u64>(),
+        max_chain_bytes: MAX_CHAIN_BYTES,
+        max_chain_segments: MAX_SEGMENTS,
+    };
+    let Ok(mut queue) = DeviceQueue::new(&config) else { panic!("a shape that is right was refused") };
+    for (step, write) in steps {
+        if let Some((&place, bytes)) = write.split_first_chunk() {
+            view.skip(usize::from(u16::from_be_bytes(place)) % RING_BYTES).write_from(bytes);
+        }
+        let max = 1 + usize::from(step >> 4);
+        let (mut chains, mut segments, mut length, mut total) = (0usize, 0u16, 0usize, 0usize);
+        let mut sink = |len: usize, last: bool| {
+            assert!((1..=RING_BYTES).contains(&len), "a segment of {len} bytes of {RING_BYTES}");
+            segments += 1;
+            length += len;
+            total += len;
+            assert!(
+                length <= MAX_CHAIN_BYTES as usize && segments <= MAX_SEGMENTS,
+                "{segments} segments, {length} bytes"
+            );
+            if last {
+                (segments, length) = (0, 0);
+                chains += 1;
+            }
+        };
+        let result = match step & 7 {
+            0 | 1 => queue.receive(&memory, max, |view, last| sink(view.len(), last)),
+            2 | 3 => queue.take_writable(&memory, max, |view, last| {
+                view.write_from(&[0x5a; 64]);
+                sink(view.len(), last);
+            }),
+            4 => {
+                let held = queue.held();
+                queue.release(&memory, held).map(|()| held)
+            }
+            5 => {
+                let held = queue.held();
+                queue.complete(&memory, std::iter::repeat_n(64, held)).and_then(|n| queue.publish(&memory).map(|_| n))
+            }
+            6 => queue.arm(&memory).map(usize::from),
+            _ => queue.needs_signal(&memory).map(usize::from),
+        };
+        match result {
+            Ok(n) => {
+                if step & 7 < 4 {
+                    assert!(n <= max && chains >= n, "{chains} chains seen, {n} of {max} taken");
+                }
+                assert!(queue.held() <= usize::from(RING_SIZE), "{} chains are held", queue.held());
+                behaviour.note((step & 7, n));
+                behaviour.note_size(total);
+            }
+            Err(error) => {
+                // A port drops its ring then.
+                behaviour.note((step & 7, std::mem::discriminant(&error)));
+                return;
+            }
+        }
+    }
+}
+
+// --- the gateway: ARP, IPv4, DHCP, DNS over UDP and TCP ---
+
+/// Each record is a frame, or, with flag 1, the host's answer to the oldest query. Flag 2 has the sums verified, flags 4 and 8
+/// let time pass.
+pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
+    let range = (Ipv4Addr::new(10, 9, 0, 16), Ipv4Addr::new(10, 9, 0, 19));
+    let config = GatewayConfig {
+        mac: ROUTER_MAC,
+        address: Ipv4Addr::new(10, 9, 0, 1),
+        prefix: 24,
+        mtu: 1500,
+        router: Some(Ipv4Addr::new(10, 9, 0, 2)),
+        dns: Vec::new(),
+        domain: "lab.internal".into(),
+        name: "gateway".into(),
+        forward: true,
+        dhcp: Some(DhcpConfig { range, lease_secs: 3600, leases_per_port: None }),
+    };
+    let start = Start { now: Nanos::SECOND, unix_secs: 1_800_000_000, entropy: [7; 16] };
+    let mut gateway = match Gateway::new(config, &LeaseStore::default(), start) {
+        Ok(gateway) => gateway,
+        Err(error) => panic!("settings that are right were refused: {error}"),
+    };
+    let member = Member { name: "web".into(), mac: Some(GUEST_MAC), address: Some(Ipv4Addr::new(10, 9, 0, 9)) };
+    assert!(gateway.set_member(member).is_ok());
+    let (mut now, mut asked) = (start.now, Vec::new());
+    for (flags, bytes) in records(input) {
+        now = match flags & 12 {
+            0 => now,
+            4 => now.after(Nanos::MILLI.times(200)),
+            8 => now.after(Nanos::SECOND.times(10)),
+            _ => now.after(Nanos::SECOND.times(2000)),
+        };
+        if flags & 1 != 0 && !asked.is_empty() {
+            gateway.answer(now, asked.remove(0), bytes.to_vec());
+        } else {
+            let checksum = if flags & 2 != 0 { Checksum::Unverified } else { Checksum::Valid };
+            let port = Token(u32::from(flags >> 4) % 3);
+            behaviour.note(gateway.input(now, bytes, checksum, Some(port)).map_err(|reason| reason.name()));
+        }
+        gateway.poll(now);
+        asked.extend(gateway.take_queries().into_iter().map(|query| query.id));
+        while let Some(frame) = gateway.output() {
+            assert!((14..=1514).contains(&frame.len()), "a frame of {} bytes", frame.len());
+            assert_eq!(frame[6..12], ROUTER_MAC, "it speaks as itself");
+            assert_ne!(frame[..6], ROUTER_MAC, "it speaks to others");
+            behaviour.note((frame[12], frame[13], frame.get(23), frame.get(34)));
+            behaviour.note_size(frame.len());
+        }
+        let leases = gateway.leases().leases;
+        assert!(leases.len() <= 5, "{} leases of a range of 4, and a member", leases.len());
+        behaviour.note(leases.len());
+    }
+    // What it counted tells branches apart that send nothing.
+    for (name, _, n) in gateway.counters().all() {
+        behaviour.note(name);
+        behaviour.note_size(n as usize);
+    }
+}
+
+// --- address translation ---
+
+/// Each record is a frame from the network, or, with flag 1, from the uplink. Flags 4 and 8 let time pass, 2 starts the
+/// uplink anew.
+pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
+    let guest = Ipv4Addr::new(10, 9, 0, 9);
+    let mut nat = Nat::new(Config {
+        mac: ROUTER_MAC,
+        router: Ipv4Addr::new(10, 9, 0, 2),
+        subnet: Ipv4Addr::new(10, 9, 0, 0),
+        prefix: 24,
+        outside: OUTSIDE,
+        peer: UPLINK,
+        forwards: vec![
+            Forward { protocol: Protocol::Tcp, port: 1, to: (guest, 80) },
+            Forward { protocol: Protocol::Udp, port: 2, to: (guest, 53) },
+        ],
+    });
+    let mut hello = [&ROUTER_MAC[..], &UPLINK_MAC, &[8, 6, 0, 1, 8, 0, 6, 4, 0, 2], &UPLINK_MAC].concat();
+    hello.extend([&UPLINK.octets()[..], &ROUTER_MAC, &OUTSIDE.octets()].concat());
+    nat.inbound(Nanos(0), &mut hello.clone());
+    let mut now = Nanos::SECOND;
+    for (flags, bytes) in records(input).take(256) {
+        now = match flags & 12 {
+            0 => now,
+            4 => now.after(Nanos::MILLI.times(600)),
+            8 => now.after(Nanos::SECOND.times(15)),
+            _ => now.after(Nanos::SECOND.times(300)),
+        };
+        if flags & 2 != 0 {
+            nat.uplink_restarted();
+            nat.inbound(now, &mut hello.clone());
+        }
+        let (mut frame, out) = (bytes.to_vec(), flags & 1 == 0);
+        let verdict = match out {
+            true => nat.outbound(now, Some(Token(u32::from(flags >> 6))), &mut frame),
+            false => nat.inbound(now, &mut frame),
+        };
+        let address = |at: usize| frame.get(at..at + 4).and_then(<[u8]>::first_chunk).map(|ip| Ipv4Addr::from(*ip));
+        match verdict {
+            Verdict::Pass => {
+                assert_eq!(frame.len(), bytes.len(), "headers change, lengths do not");
+                assert_eq!((&frame[6..12], &frame[12..14]), (&ROUTER_MAC[..], &[8, 0][..]));
+                assert_eq!(frame[22] + 1, bytes[22], "one hop less");
+                match out {
+                    true => assert_eq!((&frame[..6], address(26)), (&UPLINK_MAC[..], Some(OUTSIDE))),
+                    false => assert_eq!(address(30).map(|ip| ip.octets()[..3].to_vec()), Some(vec![10, 9, 0])),
+                }
+                // The protocol; of ICMP the type, too.
+                behaviour.note((frame[23], (frame[23] == 1).then(|| frame.get(34))));
+            }
+            Verdict::Reply => assert!(frame.len() >= 42, "an answer is ARP or an echo"),
+            Verdict::Drop(reason) => behaviour.note(reason.name()),
+            Verdict::Taken => {}
+        }
+        behaviour.note(std::mem::discriminant(&verdict));
+        nat.poll(now);
+        while let Some(frame) = nat.next_for_network() {
+            assert_eq!(frame[6..12], ROUTER_MAC);
+            behaviour.note((frame[13], frame.get(34)));
+        }
+        while let Some(frame) = nat.next_for_uplink() {
+            assert_eq!(frame[12..14], [8, 6], "it asks for the uplink, and says nothing else");
+        }
+        behaviour.note_size(nat.flows());
+    }
+}
+
+// --- offloads in software ---
+
+/// Each record is a virtio-net header and a frame; the flags say what the destination takes.
+pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
+    let mut transformer = Transformer::default();
+    let mut network = Network::new(MacSettings::default(), 1);
+    let mut plan = Plan::default();
+    for port in 0..2 {
+        network.join(port, None);
+        network.set_link(port, true);
+        plan.add_port(port, 8);
+    }
+    for (flags, bytes) in records(input).take(32) {
+        let Some((header, frame)) = bytes.split_first_chunk::<VNET_HEADER_BYTES>() else { continue };
+        if frame.len() < 14 {
+            continue;
+        }
+        let offload = match Offload::from_vnet(header, frame.len()) {
+            Ok(offload) => offload,
+            Err(reason) => {
+                behaviour.note(reason.name());
+                continue;
+            }
+        };
+        let mut batch = Batch::with_capacity(1);
+        // In two pieces, as a guest's may be.
+        let (a, b) = frame.split_at(usize::from(flags >> 4).min(frame.len()));
+        batch.push_pieces([Foreign::from(a), Foreign::from(b)], offload);
+        let mut drops = Drops::default();
+        network.decide(Nanos::SECOND, 0, &Guard::default(), &batch, &mut plan, &mut drops);
+        let passes = plan.frames_to(1) == [0];
+        plan.clear();
+        drops.drain(|reason, _| behaviour.note(reason.name()));
+        if !passes {
+            continue;
+        }
+        let caps = Caps {
+            checksum: flags & 1 != 0,
+            tso4: flags & 3 == 3,
+            tso6: flags & 5 == 5,
+            ecn: flags & 8 != 0,
+            ..Caps::plain(1500)
+        };
+        let mut work = Work::default();
+        let result = transformer.transmit(&batch, &[0], caps, &mut drops, &mut work, |made, which, _| {
+            let mut sent = Sent::default();
+            for index in which {
+                let frame = &made.frames()[usize::from(*index)];
+                let whole = frame.offload.segmentation.is_some();
+                assert!(whole || frame.len() <= caps.max_frame_bytes as usize, "{} bytes", frame.len());
+                assert!(!whole || caps.tso4 || caps.tso6, "it cannot cut that");
+                assert!(caps.checksum || !matches!(frame.offload.checksum, Checksum::Partial { .. }));
+                let mut bytes = Vec::new();
+                made.append_to(frame, &mut bytes);
+                assert_eq!(bytes.len(), frame.len());
+                sent.frames += 1;
+                sent.bytes += frame.len() as u64;
+            }
+            Ok(sent)
+        });
+        let Ok(sent) = result else { panic!("nothing here faults") };
+        assert_eq!(sent.frames + drops.total(), 1 + work.segments - work.segmented, "each frame is accounted for");
+        drops.drain(|reason, _| behaviour.note(reason.name()));
+        behaviour.note((work.checksums.min(2), work.segmented));
+        behaviour.note_size(work.segments as usize);
+    }
+}
+
+// --- the framing of streams ---
+
+/// What a peer writes into a stream, in pieces that the records are; beside a reader that is too simple to be wrong.
+pub fn stream(input: &[u8], behaviour: &mut Behaviour) {
+    // One reactor per thread: a port's registration is all that it is here for.
+    thread_local! { static REACTOR: Reactor = Reactor::new().expect("a reactor"); }
+    let registration = REACTOR.with(|reactor| reactor.registrar().registration(Token(1)));
+    let (mut port, feed) = StreamPort::given(1500, registration);
+    let (ours, mut theirs) = UnixStream::pair().expect("a pair of sockets");
+    assert!(feed.give(ours.into()).is_ok() && port.service(Nanos(0)).is_ok());
+    let (mut written, mut got) = (Vec::new(), Vec::new());
+    let (mut runts, mut faulted) = (0, false);
+    for (flags, piece) in records(input) {
+        // No more than a socket holds, since nobody reads meanwhile.
+        theirs.write_all(piece).expect("the port reads after each piece");
+        written.extend_from_slice(piece);
+        let budget = 1 + usize::from(flags);
+        loop {
+            let (mut batch, mut drops) = (Batch::with_capacity(budget), Drops::default());
+            let result = port.receive(budget, &mut batch, &mut drops);
+            for frame in batch.frames() {
+                let mut bytes = Vec::new();
+                batch.append_to(frame, &mut bytes);
+                got.push(bytes);
+            }
+            drop(batch);
+            runts += drops.total();
+            match result {
+                Ok(used) => {
+                    assert!(used <= budget);
+                    assert!(port.release().is_ok());
+                    if used < budget {
+                        break;
+                    }
+                }
+                Err(fault) => {
+                    port.reset(&fault);
+                    faulted = true;
+                    break;
+                }
+            }
+        }
+        if faulted {
+            break;
+        }
+    }
+    let (mut wanted, mut wanted_runts, mut rest, mut bad) = (Vec::new(), 0, &written[..], false);
+    while let Some((length, behind)) = rest.split_first_chunk() {
+        let length = u32::from_be_bytes(*length) as usize;
+        bad = !(1..=MAX_FRAME_BYTES).contains(&length);
+        let Some((frame, next)) = behind.split_at_checked(length).filter(|_| !bad) else { break };
+        if length < 14 {
+            wanted_runts += 1
+        } else {
+            wanted.push(frame.to_vec())
+        }
+        rest = next;
+    }
+    assert_eq!((&got, runts, faulted), (&wanted, wanted_runts, bad));
+    behaviour.note((got.len(), runts, faulted));
+    got.iter().for_each(|frame| behaviour.note_size(frame.len()));
+}

@@ -1,0 +1,467 @@
+//! A link to one peer over shared memory: a cell, a guest of Jailhouse or Zephyr's kind, or a process. We are one of the
+//! region's two peers; frames go by [`tombolo_ring::ivshmem::net`].
+//!
+//! # Theory of operation
+//!
+//! Whoever made the region and its doorbells (a server, a plan of the file's, the driver inside a guest) hands them over as a
+//! [`LinkEnd`]. The two ends then agree by their state words on when each has cleared its own output section
+//! ([`tombolo_ring::ivshmem::state`]), and frames flow while both are in RUN. Each end writes its own section only: a frame to the
+//! peer is copied into ours, one from the peer is read where it lies in the peer's.
+//!
+//! ```text
+//!   server's thread                     worker (this file)                    peer
+//!   ---------------                     ------------------                    ----
+//!   Handle::peer_joined  ──mailbox──►   service(): state machine    ◄─words─►  its driver
+//!   Handle::peer_left                   receive, release            ◄─rings──
+//!                                       transmit, flush             ─rings─►
+//! ```
+//!
+//! # Without a doorbell
+//! A link whose [`LinkEnd::doorbells`] are empty is looked at by a timer: often while frames flow, seldom when idle
+//! ([`poll`](PollSettings)). A frame that we send makes it look often again, since an answer is likely.
+//!
+//! # What a peer can do to us
+//!
+//! | a peer that | costs | and is counted as |
+//! | --- | --- | --- |
+//! | writes nonsense into its rings or state | its own link, which goes to RESET until it follows | fault `ring`; `resets_…` |
+//! | stops, restarts, dies | its own link, until it is in RUN again | `resets_peer_reset`, `resets_peer_left` |
+//! | never takes frames | the frames for it | drops `no_buffer` |
+//! | rings without end | its own doorbell: the link is looked at by a timer for a while | `ring_storms` |
+//! | writes into *our* section (v1 devices allow it) | its own frames; we never read back what we wrote | – |
+//!
+//! # Limits
+//! Two peers; frames as they are on a wire, of an MTU up to a quarter of the section's data area; 4096 frames out, of which
+//! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
+
+pub mod channel;
+pub mod client;
+mod end;
+mod meeting;
+pub mod peer;
+mod poll;
+#[cfg(test)]
+mod tests;
+
+pub use end::{Bells, EndError, EventBells, LinkEnd, Memory, Resets};
+pub use poll::PollSettings;
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::io::Errno;
+use tombolo_ring::ivshmem::net::{MAX_HELD, NetError};
+use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::mem::Foreign;
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+
+use crate::reactor::{Registration, Watch};
+use end::End;
+use poll::{Poller, Storm, Verdict};
+
+/// Frames taken from the ring before they are looked at: as many cache misses are under way at a time.
+const CHUNK: usize = 32;
+
+/// Why a port could not be made.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// Its parts do not fit together.
+    #[error(transparent)]
+    End(#[from] EndError),
+    /// A doorbell cannot be waited for.
+    #[error("ivshmem link: watching doorbell {vector}: {source}")]
+    Watch {
+        /// Its vector.
+        vector: usize,
+        /// The kernel's answer.
+        source: Errno,
+    },
+}
+
+/// What the server's side left for the port.
+#[derive(Default)]
+struct Slot {
+    left: bool,
+    joined: Option<Option<Box<dyn Bells>>>,
+}
+
+struct Shared {
+    /// Whether something is in the slot. A hint to look; the slot's lock orders everything.
+    waiting: AtomicBool,
+    slot: Mutex<Slot>,
+    memory: Arc<Memory>,
+    peer_word: usize,
+    owns_region: bool,
+    registration: Registration,
+}
+
+/// Tells a port of its peer's coming and going, from any thread.
+#[derive(Clone)]
+pub struct Handle(Arc<Shared>);
+
+impl Handle {
+    /// The peer is there. `bells` ring it; `None` where it polls. In place of an earlier one, if there was one.
+    pub fn peer_joined(&self, bells: Option<Box<dyn Bells>>) {
+        self.leave(|slot| slot.joined = Some(bells));
+    }
+
+    /// The peer is gone: its process ended, or its connection to the server did. On a link whose region we made its state word
+    /// is cleared, before this returns.
+    pub fn peer_left(&self) {
+        if self.0.owns_region {
+            let _ = self.0.memory.bytes().store_u32(self.0.peer_word, State::Reset.word(), Ordering::Release);
+        }
+        self.leave(|slot| *slot = Slot { left: true, joined: None });
+    }
+
+    /// Has the worker look at the link now.
+    pub fn wake(&self) {
+        self.0.registration.wake();
+    }
+
+    fn leave(&self, what: impl FnOnce(&mut Slot)) {
+        what(&mut self.0.slot.lock().unwrap_or_else(PoisonError::into_inner));
+        // Relaxed: the worker that sees it takes the lock, and the wake-up makes it look.
+        self.0.waiting.store(true, Ordering::Relaxed);
+        self.0.registration.wake();
+    }
+}
+
+/// A link as a port of a network. See the module's head.
+pub struct Ivshmem {
+    end: End,
+    shared: Arc<Shared>,
+    doorbells: Vec<Doorbell>,
+    /// One per doorbell, or none while they are not listened to.
+    watches: Vec<Watch>,
+    poller: Poller,
+    storm: Storm,
+    /// Frames received and transmitted since the last service.
+    exchanged: u64,
+    /// The region's pages are gone, which was said: the link is down for good.
+    lost: bool,
+}
+
+impl Ivshmem {
+    /// A port from the parts of its link, and the handle by which it hears of its peer. `registration` is the port's in its
+    /// worker's reactor; `poll` matters only where nothing wakes it.
+    ///
+    /// # Errors
+    /// [`OpenError`], which says what does not fit.
+    pub fn new(
+        mut parts: LinkEnd,
+        poll: PollSettings,
+        registration: Registration,
+    ) -> Result<(Ivshmem, Handle), OpenError> {
+        let owns_region = parts.owns_region;
+        let doorbells = std::mem::take(&mut parts.doorbells);
+        let end = End::new(parts)?;
+        let shared = Arc::new(Shared {
+            waiting: AtomicBool::new(false),
+            slot: Mutex::default(),
+            memory: end.meeting.memory.clone(),
+            peer_word: end.meeting.peer_word,
+            owns_region,
+            registration,
+        });
+        let handle = Handle(shared.clone());
+        let mut port = Ivshmem {
+            end,
+            shared,
+            doorbells,
+            watches: Vec::new(),
+            poller: Poller::new(poll),
+            storm: Storm::default(),
+            exchanged: 0,
+            lost: false,
+        };
+        port.listen().map_err(|(vector, source)| OpenError::Watch { vector, source })?;
+        Ok((port, handle))
+    }
+
+    fn listen(&mut self) -> Result<(), (usize, Errno)> {
+        if self.watches.len() != self.doorbells.len() {
+            let watch = |(vector, bell)| self.shared.registration.watch(bell).map_err(|source| (vector, source));
+            self.watches = self.doorbells.iter().enumerate().map(watch).collect::<Result<_, _>>()?;
+        }
+        Ok(())
+    }
+
+    fn serve(&mut self) {
+        // Relaxed: a hint; see `Handle::leave`.
+        if !self.shared.waiting.load(Ordering::Relaxed) {
+            return;
+        }
+        self.shared.waiting.store(false, Ordering::Relaxed);
+        let slot = std::mem::take(&mut *self.shared.slot.lock().unwrap_or_else(PoisonError::into_inner));
+        if slot.left {
+            self.end.left();
+        }
+        if let Some(bells) = slot.joined {
+            self.end.meeting.joined(bells);
+        }
+    }
+
+    /// What an error of the rings means: a fault, or only that the peer has stopped meanwhile, which the state machine follows.
+    #[cold]
+    fn judge(&mut self, error: NetError) -> Result<(), Fault> {
+        if let Some(fault) = self.memory_fault() {
+            return Err(fault);
+        }
+        if self.end.meeting.peer_stopped() {
+            self.end.step();
+            return Ok(());
+        }
+        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) })
+    }
+
+    fn memory_fault(&self) -> Option<Fault> {
+        (self.end.meeting.memory.is_lost() && !self.lost).then(|| Fault {
+            kind: FaultKind::Memory,
+            detail: "pages of the link's region are gone: its file was truncated, or has no space".into(),
+        })
+    }
+}
+
+impl Port for Ivshmem {
+    fn kind(&self) -> &'static str {
+        "ivshmem"
+    }
+
+    fn link(&self) -> Link {
+        if self.end.meeting.machine.is_up() { Link::Up } else { Link::Down }
+    }
+
+    fn caps(&self) -> Caps {
+        Caps::plain(self.end.mtu)
+    }
+
+    fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
+        self.serve();
+        let changed = self.end.step();
+        if let Some(fault) = self.memory_fault() {
+            return Err(fault);
+        }
+        let exchanged = std::mem::take(&mut self.exchanged);
+        if self.doorbells.is_empty() {
+            return Ok(Some(self.poller.next(now, changed || exchanged != 0)));
+        }
+        match self.storm.look(now, exchanged) {
+            Verdict::Listen => {
+                let failed = |(vector, source)| Fault {
+                    kind: FaultKind::System,
+                    detail: format!("watching doorbell {vector}: {source}"),
+                };
+                self.listen().map_err(failed)?;
+                Ok(None)
+            }
+            Verdict::Hold(until) => {
+                self.watches.clear();
+                Ok(Some(until))
+            }
+        }
+    }
+
+    #[inline]
+    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
+        if !self.end.meeting.machine.may_use_rings() {
+            return Ok(0);
+        }
+        let memory: &'m Memory = &self.end.meeting.memory;
+        let mut taken = 0;
+        let result = loop {
+            let want = CHUNK.min(budget - taken).min(MAX_HELD - self.end.receiver.held());
+            let mut views = [Foreign::empty(); CHUNK];
+            let mut count = 0;
+            let got = self.end.places.of(memory).and_then(|sections| {
+                self.end.receiver.receive(&sections, want, |view| {
+                    view.prefetch();
+                    view.skip(64).prefetch();
+                    views[count] = view;
+                    count += 1;
+                })
+            });
+            let got = match got {
+                Ok(got) => got,
+                Err(error) => break Err(error),
+            };
+            for view in &views[..got] {
+                if view.len() < ETHERNET_HEADER_BYTES {
+                    drops.count(Reason::Runt, 1);
+                } else if view.len() > MAX_FRAME_BYTES {
+                    drops.count(Reason::TooLong, 1);
+                } else {
+                    batch.push(*view, Offload::NONE);
+                }
+            }
+            taken += got;
+            if got < want || want == 0 {
+                break Ok(());
+            }
+        };
+        self.exchanged += taken as u64;
+        if let Err(error) = result {
+            // Without `judge`, which needs all of the port, of which the batch has a part: the worker services a port that
+            // it wakes, and `service` follows the peer.
+            if self.end.meeting.memory.is_lost() || !self.end.meeting.peer_stopped() {
+                let fault =
+                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) };
+                return Err(self.memory_fault().unwrap_or(fault));
+            }
+            self.shared.registration.wake();
+        }
+        Ok(taken)
+    }
+
+    #[inline]
+    fn release(&mut self) -> Result<(), Fault> {
+        let held = self.end.receiver.held();
+        if held == 0 || !self.end.meeting.machine.may_use_rings() {
+            return Ok(());
+        }
+        let ring = match self.end.places.of(&self.end.meeting.memory) {
+            Ok(sections) => self.end.receiver.release(&sections, held),
+            Err(error) => return self.judge(error),
+        };
+        if ring {
+            self.end.ring_traffic();
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut sent = Sent::default();
+        if !self.end.meeting.machine.is_up() {
+            drops.count(Reason::LinkDown, which.len() as u64);
+            return Ok(sent);
+        }
+        let longest = Caps::plain(self.end.mtu).max_frame_bytes as usize;
+        let End { meeting, places, sender, .. } = &mut self.end;
+        let (mut too_long, mut no_buffer) = (0, 0);
+        let result = places.of(&meeting.memory).and_then(|sections| {
+            sender.reclaim(&sections)?;
+            for index in which {
+                let frame = &batch.frames()[usize::from(*index)];
+                if frame.len() > longest {
+                    too_long += 1;
+                    continue;
+                }
+                let mut place = sender.push(&sections, frame.len());
+                if place.is_none() && sender.reclaim(&sections)? != 0 {
+                    place = sender.push(&sections, frame.len());
+                }
+                let Some(place) = place else {
+                    no_buffer += 1;
+                    continue;
+                };
+                batch.copy(frame, place);
+                sent.frames += 1;
+                sent.bytes += frame.len() as u64;
+            }
+            Ok(())
+        });
+        drops.count(Reason::TooLong, too_long);
+        drops.count(Reason::NoBuffer, no_buffer);
+        self.exchanged += sent.frames;
+        let Err(error) = result else { return Ok(sent) };
+        let lost = which.len() as u64 - too_long - no_buffer;
+        match self.judge(error) {
+            Ok(()) => {
+                drops.count(Reason::LinkDown, lost);
+                Ok(Sent::default())
+            }
+            // The caller counts all that `drops` does not hold.
+            Err(fault) => Err(fault),
+        }
+    }
+
+    #[inline]
+    fn flush(&mut self) -> Result<(), Fault> {
+        if !self.end.meeting.machine.may_use_rings() {
+            return Ok(());
+        }
+        let ring = match self.end.places.of(&self.end.meeting.memory) {
+            Ok(sections) => self.end.sender.publish(&sections),
+            Err(error) => return self.judge(error),
+        };
+        if ring {
+            self.end.ring_traffic();
+        }
+        if self.doorbells.is_empty() && self.exchanged != 0 && self.poller.is_slow() {
+            // An answer is likely, and the next look may be far away.
+            self.poller.hurry();
+            self.shared.registration.wake();
+        }
+        Ok(())
+    }
+
+    fn arm(&mut self) -> Result<bool, Fault> {
+        if !self.end.meeting.machine.may_use_rings() {
+            return Ok(false);
+        }
+        match self.end.places.of(&self.end.meeting.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
+            Ok(more) => Ok(more),
+            Err(error) => self.judge(error).map(|()| false),
+        }
+    }
+
+    fn disarm(&mut self) {
+        // The index that was armed for lies behind by now.
+    }
+
+    fn reset(&mut self, _fault: &Fault) {
+        self.end.reset();
+        if self.end.meeting.memory.is_lost() {
+            self.lost = true;
+            self.end.left();
+        }
+    }
+
+    fn details(&self) -> Vec<(&'static str, String)> {
+        let End { meeting, sender, receiver, geometry, .. } = &self.end;
+        let (machine, resets) = (&meeting.machine, &meeting.resets);
+        let peer = match (self.end.meeting.present, State::from_word(self.end.meeting.look())) {
+            (false, _) => "absent".into(),
+            (true, Some(state)) => state.name().into(),
+            (true, None) => format!("{:#x}", self.end.meeting.look()),
+        };
+        let wakes = match (self.doorbells.len(), self.watches.len()) {
+            (0, _) => format!("poll every {} us", self.poller.interval.0 / 1000),
+            (n, 0) => format!("{n} doorbells, held: the peer rings without end"),
+            (n, _) => format!("{n} doorbells"),
+        };
+        vec![
+            ("own_id", self.end.meeting.own_id.to_string()),
+            ("own_state", machine.own().name().into()),
+            ("peer_id", self.end.meeting.peer_id.to_string()),
+            ("peer_state", peer),
+            ("vectors", self.end.meeting.vectors.to_string()),
+            ("woken_by", wakes),
+            ("ring_entries", geometry.num().to_string()),
+            ("section_bytes", geometry.section_bytes().to_string()),
+            ("mtu", self.end.mtu.to_string()),
+            ("frames_out", format!("{} of {}", sender.outstanding(), sender.depth())),
+            ("bytes_out", format!("{} of {}", sender.taken_bytes(), geometry.data_bytes())),
+            ("frames_waiting", format!("{} of {}", receiver.waiting(), geometry.num())),
+            ("rings_sent", self.end.meeting.rings.to_string()),
+            ("ring_storms", self.storm.count.to_string()),
+            ("resets_peer_reset", resets.peer_reset.to_string()),
+            ("resets_peer_left", resets.peer_left.to_string()),
+            ("resets_peer_skipped", resets.peer_skipped.to_string()),
+            ("resets_peer_word", resets.peer_word.to_string()),
+            ("resets_fault", resets.fault.to_string()),
+        ]
+    }
+}
+
+impl Drop for Ivshmem {
+    fn drop(&mut self) {
+        // The peer is not to wait for one that will not come back.
+        self.end.meeting.close();
+    }
+}

@@ -1,0 +1,280 @@
+//! A link for a process of its own, without a switch: frames in and out by plain calls.
+//!
+//! A [`NetPeer`] is one end of a network link, as [`super::Ivshmem`] is, for whoever wants frames and not a port: a test, a
+//! protocol stack in user space, a tool. It has no thread: each call looks at the peer's state first.
+//!
+//! Frames that were sent are seen by the peer at [`NetPeer::flush`]. Nothing blocks but [`NetPeer::wait`].
+
+use std::os::fd::BorrowedFd;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use tombolo_ring::ivshmem::net::NetError;
+use tombolo_ring::ivshmem::state::State;
+use tombolo_shm::doorbell::Doorbell;
+
+use super::end::{Bells, End, EndError, LinkEnd, Resets};
+
+/// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
+/// before.
+const FIRST_NAP: Duration = Duration::from_micros(50);
+/// The longest.
+const LONGEST_NAP: Duration = Duration::from_millis(4);
+
+/// What ended a wait.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Woken {
+    /// Its time is over.
+    Over,
+    /// Nothing did; look again.
+    Look,
+    /// A doorbell, or the other descriptor.
+    Rung,
+}
+
+/// Waits for doorbells, or, where there are none, in pauses that grow.
+pub(super) struct Waiter {
+    end: Instant,
+    nap: Duration,
+}
+
+impl Waiter {
+    pub(super) fn new(timeout: Duration) -> Waiter {
+        Waiter { end: Instant::now() + timeout, nap: FIRST_NAP }
+    }
+
+    pub(super) fn wait(&mut self, doorbells: &[Doorbell], other: Option<BorrowedFd<'_>>) -> Woken {
+        let left = self.end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Woken::Over;
+        }
+        let polled = doorbells.is_empty();
+        let pause = if polled { left.min(self.nap) } else { left };
+        self.nap = (self.nap * 2).min(LONGEST_NAP);
+        let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
+        fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
+        // An interrupted wait looks again; a time beyond what the kernel counts is none.
+        let rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
+        for bell in doorbells {
+            bell.take();
+        }
+        if rung { Woken::Rung } else { Woken::Look }
+    }
+}
+
+/// Why a frame was not sent.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum SendError {
+    /// The link is not up.
+    #[error("the link is not up: own state {own}, peer's {peer}")]
+    Down {
+        /// Our state.
+        own: State,
+        /// The peer's state.
+        peer: State,
+    },
+    /// The ring or the section has no room until the peer has taken frames.
+    #[error("the ring is full; wait until the peer has taken frames")]
+    Full,
+    /// No frame of the link can have that many bytes.
+    #[error("a frame of {got} bytes: 14 to {most} are expected")]
+    Length {
+        /// The bytes asked for.
+        got: usize,
+        /// The most.
+        most: usize,
+    },
+    /// The peer broke the rings' rules; the link was reset.
+    #[error("the peer broke the rules of the ring: {0}; the link was reset")]
+    Ring(NetError),
+}
+
+/// One end of a network link. See the module's head.
+pub struct NetPeer {
+    end: End,
+    doorbells: Vec<Doorbell>,
+}
+
+impl NetPeer {
+    /// An end of `parts`.
+    ///
+    /// # Errors
+    /// [`EndError`], which says what does not fit.
+    pub fn new(mut parts: LinkEnd) -> Result<NetPeer, EndError> {
+        let doorbells = std::mem::take(&mut parts.doorbells);
+        let mut peer = NetPeer { end: End::new(parts)?, doorbells };
+        peer.step();
+        Ok(peer)
+    }
+
+    /// Follows the peer's state; every other call does so too. Returns whether the link is up.
+    pub fn step(&mut self) -> bool {
+        self.end.step();
+        self.is_up()
+    }
+
+    /// Whether both ends run, as of the last look.
+    pub fn is_up(&self) -> bool {
+        self.end.meeting.machine.is_up()
+    }
+
+    /// Our state and the peer's, as of the last look.
+    pub fn states(&self) -> (State, State) {
+        (self.end.meeting.machine.own(), self.end.meeting.machine.peer())
+    }
+
+    /// Why the link was reset, counted.
+    pub fn resets(&self) -> Resets {
+        self.end.meeting.resets
+    }
+
+    /// Longest frame that fits the link's MTU, with Ethernet header and one VLAN tag.
+    pub fn longest_frame(&self) -> usize {
+        self.end.mtu as usize + 18
+    }
+
+    /// The peer is there, rung by `bells` from now on; `None` where it polls.
+    pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
+        self.end.meeting.joined(bells);
+        self.step();
+    }
+
+    /// The peer is gone.
+    pub fn peer_left(&mut self) {
+        self.end.left();
+    }
+
+    /// Has the peer go without a word, as one that is killed.
+    #[cfg(test)]
+    pub(super) fn die(mut self) {
+        self.end.meeting.mute();
+    }
+
+    fn down(&self) -> SendError {
+        let (own, peer) = self.states();
+        SendError::Down { own, peer }
+    }
+
+    #[cold]
+    fn broken(&mut self) {
+        if self.end.meeting.peer_stopped() {
+            self.end.step();
+        } else {
+            self.end.reset();
+        }
+    }
+
+    /// Puts a frame into the ring; [`NetPeer::flush`] shows it to the peer.
+    ///
+    /// # Errors
+    /// [`SendError`]; the frame was not taken.
+    pub fn send(&mut self, frame: &[u8]) -> Result<(), SendError> {
+        self.step();
+        if !self.end.meeting.machine.may_use_rings() {
+            return Err(self.down());
+        }
+        let most = self.end.geometry.data_bytes() as usize / 4;
+        if frame.is_empty() || frame.len() > most {
+            return Err(SendError::Length { got: frame.len(), most });
+        }
+        let End { meeting, places, sender, .. } = &mut self.end;
+        let result = places.of(&meeting.memory).and_then(|sections| {
+            if !sender.has_room(frame.len()) {
+                sender.reclaim(&sections)?;
+            }
+            Ok(sender.push(&sections, frame.len()).map(|place| place.write_from(frame)))
+        });
+        match result {
+            Ok(Some(_)) => Ok(()),
+            Ok(None) => Err(SendError::Full),
+            Err(error) => {
+                self.broken();
+                Err(SendError::Ring(error))
+            }
+        }
+    }
+
+    /// Shows the peer what was sent, and rings it where it wants that.
+    pub fn flush(&mut self) {
+        if !self.end.meeting.machine.may_use_rings() {
+            return;
+        }
+        let End { meeting, places, sender, .. } = &mut self.end;
+        if places.of(&meeting.memory).is_ok_and(|sections| sender.publish(&sections)) {
+            self.end.ring_traffic();
+        }
+    }
+
+    /// Hands the next frame to `take`, and returns what that returned; `None` where there is no frame. The bytes were copied
+    /// first, so they do not change.
+    pub fn receive<T>(&mut self, buffer: &mut Vec<u8>, take: impl FnOnce(&[u8]) -> T) -> Option<T> {
+        self.step();
+        if !self.end.meeting.machine.may_use_rings() {
+            return None;
+        }
+        let End { meeting, places, receiver, .. } = &mut self.end;
+        let result = places.of(&meeting.memory).and_then(|sections| {
+            let got = receiver.receive(&sections, 1, |view| {
+                buffer.resize(view.len(), 0);
+                view.read_into(buffer);
+            })?;
+            Ok((got == 1, receiver.release(&sections, got)))
+        });
+        match result {
+            Ok((got, ring)) => {
+                if ring {
+                    self.end.ring_traffic();
+                }
+                got.then(|| take(buffer))
+            }
+            Err(_) => {
+                self.broken();
+                None
+            }
+        }
+    }
+
+    /// Waits until the peer rings, a frame is there, or `timeout` has passed. Without a doorbell it looks again and again, as a
+    /// port does. Returns whether something may have happened.
+    pub fn wait(&mut self, timeout: Duration) -> bool {
+        self.wait_with(timeout, None)
+    }
+
+    /// As [`NetPeer::wait`], and until `other` is readable.
+    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+        let mut waiter = Waiter::new(timeout);
+        loop {
+            if self.end.step() || self.arm() {
+                return true;
+            }
+            match waiter.wait(&self.doorbells, other) {
+                Woken::Over => return false,
+                Woken::Look => {}
+                Woken::Rung => {
+                    self.end.step();
+                    return true;
+                }
+            }
+        }
+    }
+
+    fn arm(&mut self) -> bool {
+        if !self.end.meeting.machine.may_use_rings() {
+            return false;
+        }
+        let End { meeting, places, receiver, .. } = &mut self.end;
+        match places.of(&meeting.memory).and_then(|sections| receiver.arm(&sections)) {
+            Ok(more) => more,
+            Err(_) => {
+                self.broken();
+                true
+            }
+        }
+    }
+}
+
+impl Drop for NetPeer {
+    fn drop(&mut self) {
+        self.end.meeting.close();
+    }
+}

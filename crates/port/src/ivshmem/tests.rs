@@ -1,0 +1,460 @@
+//! The port under the suite that all attachments pass, with and without doorbells; and against peers that break each rule.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use std::os::fd::{AsFd, OwnedFd};
+use tombolo_ring::ivshmem::region::Layout;
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::memory::{Mapping, sealed_region};
+use tombolo_switch::drop::Reason;
+use tombolo_switch::frame::Offload;
+use tombolo_switch::port::{FaultKind, Port};
+
+use super::peer::{NetPeer, SendError};
+use super::*;
+use crate::conformance::{Abilities, Fixture, Misdeed, frame};
+use crate::pair::OwnedFrame;
+
+const BYTES: u64 = 1 << 20;
+
+fn map(region: &OwnedFd) -> Mapping {
+    Mapping::new(region, 0, BYTES, true).unwrap()
+}
+
+fn bells(count: usize) -> Vec<Doorbell> {
+    (0..count).map(|_| Doorbell::new().unwrap()).collect()
+}
+
+fn duplicates(bells: &[Doorbell]) -> Box<dyn Bells> {
+    let fds = bells.iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap());
+    Box::new(EventBells::adopt(fds).unwrap())
+}
+
+/// The parts of the end `own_id` of a default link in `region`.
+fn parts(region: &OwnedFd, own_id: u32, vectors: u32, doorbells: Vec<Doorbell>) -> LinkEnd {
+    LinkEnd {
+        memory: map(region).into(),
+        layout: Layout::default_network(),
+        own_id,
+        peer_id: 1 - own_id,
+        vectors,
+        doorbells,
+        bells: None,
+        peer_present: false,
+        owns_region: own_id == 0,
+        mtu: 1500,
+    }
+}
+
+/// A peer, and a thread that follows the port's state as a guest's driver does by its interrupts.
+struct Driven {
+    peer: Arc<Mutex<Option<NetPeer>>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl Driven {
+    fn new(peer: NetPeer, rung: Vec<OwnedFd>) -> Driven {
+        let peer = Arc::new(Mutex::new(Some(peer)));
+        let stop = Arc::new(AtomicBool::new(false));
+        let thread = {
+            let (peer, stop) = (peer.clone(), stop.clone());
+            std::thread::spawn(move || {
+                let tick = Timespec::try_from(Duration::from_millis(1)).unwrap();
+                while !stop.load(Ordering::Relaxed) {
+                    if let Some(peer) = &mut *peer.lock().unwrap_or_else(PoisonError::into_inner) {
+                        peer.step();
+                    }
+                    let mut fds: Vec<_> = rung.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+                    let _ = poll(&mut fds, Some(&tick));
+                }
+            })
+        };
+        Driven { peer, stop, thread: Some(thread) }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Option<NetPeer>> {
+        self.peer.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Drop for Driven {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        let _ = self.thread.take().map(JoinHandle::join);
+        if let Some(peer) = self.lock().take() {
+            peer.die();
+        }
+    }
+}
+
+/// `VECTORS` doorbells at each end; none: both poll.
+struct LinkFixture<const VECTORS: usize> {
+    region: OwnedFd,
+    handle: Handle,
+    /// What the port listens to.
+    port_bells: Vec<Doorbell>,
+    driven: Option<Driven>,
+    buffer: Vec<u8>,
+}
+
+impl<const VECTORS: usize> LinkFixture<VECTORS> {
+    fn peer<T>(&mut self, call: impl FnOnce(&mut NetPeer) -> T) -> T {
+        call(self.driven.as_ref().expect("a peer is there").lock().as_mut().expect("it lives"))
+    }
+}
+
+impl<const VECTORS: usize> Fixture for LinkFixture<VECTORS> {
+    const KIND: &'static str = "ivshmem";
+
+    fn make(registration: Registration) -> (Box<dyn Port>, Self) {
+        let region = sealed_region("link", BYTES).unwrap();
+        let port_bells = bells(VECTORS);
+        let listened = port_bells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()).unwrap());
+        let parts = parts(&region, 0, VECTORS as u32, listened.collect());
+        let (port, handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
+        let mut fixture = LinkFixture { region, handle, port_bells, driven: None, buffer: Vec::new() };
+        fixture.connect();
+        (Box::new(port), fixture)
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { frame_bytes: (14, 1518), offload: false, back_pressure: true, window: 200 }
+    }
+
+    fn polled(&self) -> bool {
+        VECTORS == 0
+    }
+
+    fn inject(&mut self, bytes: &[u8], _: Offload) -> bool {
+        self.peer(|peer| match peer.send(bytes) {
+            Ok(()) => {
+                peer.flush();
+                true
+            }
+            Err(SendError::Full | SendError::Down { .. }) => false,
+            Err(error) => panic!("{error}"),
+        })
+    }
+
+    fn collect(&mut self) -> Option<OwnedFrame> {
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let frame = self.peer(|peer| peer.receive(&mut buffer, <[u8]>::to_vec));
+        self.buffer = buffer;
+        frame.map(|bytes| OwnedFrame { bytes, offload: Offload::NONE })
+    }
+
+    fn disconnect(&mut self) {
+        self.driven = None;
+        self.handle.peer_left();
+    }
+
+    fn connect(&mut self) {
+        let own = bells(VECTORS);
+        let rung = own.iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap()).collect();
+        let for_port = (VECTORS != 0).then(|| duplicates(&own));
+        let mut parts = parts(&self.region, 1, VECTORS as u32, own);
+        parts.peer_present = true;
+        parts.bells = (VECTORS != 0).then(|| duplicates(&self.port_bells));
+        let peer = NetPeer::new(parts).unwrap();
+        self.driven = Some(Driven::new(peer, rung));
+        self.handle.peer_joined(for_port);
+    }
+
+    fn send_runt(&mut self) -> Misdeed {
+        assert!(self.inject(&frame(0, 13), Offload::NONE));
+        Misdeed::Dropped(Reason::Runt)
+    }
+
+    fn send_over_long(&mut self) -> Misdeed {
+        assert!(self.inject(&frame(0, 70_000), Offload::NONE));
+        Misdeed::Dropped(Reason::TooLong)
+    }
+
+    fn send_bad_offload(&mut self) -> Misdeed {
+        Misdeed::Impossible("frames carry no offload state")
+    }
+
+    fn break_protocol(&mut self) -> Misdeed {
+        let memory = map(&self.region);
+        let index = Layout::default_network().output(1).unwrap().start + 2048 * 16 + 2;
+        memory.view_mut().unwrap().store_u16(index, 40_000, Ordering::Release).unwrap();
+        if let Some(bell) = self.port_bells.last() {
+            bell.ring();
+        }
+        Misdeed::Faulted(FaultKind::Ring)
+    }
+
+    fn spoil_transmit(&mut self) -> Misdeed {
+        Misdeed::Impossible("what the peer returned is looked at before the first frame")
+    }
+}
+
+mod with_two_vectors {
+    crate::conformance_suite!(super::LinkFixture<2>);
+}
+
+mod with_one_vector {
+    crate::conformance_suite!(super::LinkFixture<1>);
+}
+
+mod polled {
+    crate::conformance_suite!(super::LinkFixture<0>);
+}
+
+// --- peers that break each rule ---
+
+use crate::conformance::{Rig, plain};
+use crate::reactor::Reactor;
+use std::cell::RefCell;
+use std::rc::Rc;
+use tombolo_ring::ivshmem::net::Geometry;
+use tombolo_switch::port::Link;
+use tombolo_switch::wait::Token;
+
+/// A value of the port's status.
+fn detail(port: &dyn Port, name: &str) -> String {
+    port.details().into_iter().find(|(n, _)| *n == name).expect("it says that").1
+}
+
+fn count(port: &dyn Port, name: &str) -> u64 {
+    detail(port, name).parse().unwrap()
+}
+
+impl<const VECTORS: usize> LinkFixture<VECTORS> {
+    fn state_word(&self, value: u32) {
+        let word = Layout::default_network().state(1).unwrap();
+        map(&self.region).view_mut().unwrap().store_u32(word, value, Ordering::Release).unwrap();
+        self.port_bells.iter().for_each(Doorbell::ring);
+    }
+
+    /// The peer's driver stops following, as one that is in an attacker's hands.
+    fn freeze(&mut self) -> NetPeer {
+        let driven = self.driven.take().unwrap();
+        let peer = driven.lock().take().unwrap();
+        drop(driven);
+        peer
+    }
+}
+
+#[test]
+fn a_state_word_of_any_value_costs_only_the_link() {
+    let mut rig = Rig::<LinkFixture<2>>::up();
+    let frozen = rig.peer.freeze();
+    for value in [4u32, 5, 0xff, 0x100, 0x1_0003, 1 << 31, u32::MAX] {
+        let before = count(&*rig.port, "resets_peer_word");
+        rig.peer.state_word(value);
+        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+        assert_eq!(count(&*rig.port, "resets_peer_word"), before + 1, "{value:#x}");
+        assert_eq!(detail(&*rig.port, "peer_state"), format!("{value:#x}"));
+        assert_eq!(rig.send(&plain(0, [60])), 0);
+        assert_eq!(detail(&*rig.port, "own_state"), "reset");
+        // One that then goes its way again is followed.
+        for word in [0, 1, 2, 3] {
+            rig.peer.state_word(word);
+            rig.service();
+        }
+        assert_eq!(rig.seen, Some(Link::Up), "{value:#x}");
+    }
+    // Back to INIT without RESET.
+    rig.peer.state_word(1);
+    rig.service();
+    assert_eq!((rig.seen, count(&*rig.port, "resets_peer_skipped")), (Some(Link::Down), 1));
+    // Stuck in RUN: held until it follows.
+    let mut rig = Rig::<LinkFixture<2>>::up();
+    let other = rig.peer.freeze();
+    rig.port.reset(&Fault { kind: FaultKind::Ring, detail: "the test resets it".into() });
+    for _ in 0..100 {
+        rig.peer.state_word(3);
+        rig.service();
+        assert_eq!((rig.seen, detail(&*rig.port, "own_state")), (Some(Link::Down), "reset".into()));
+    }
+    assert!(rig.faults.is_empty());
+    frozen.die();
+    other.die();
+}
+
+/// A machine that was killed leaves its word in RUN. Nobody clears it on a link without a server's eyes, until the next one
+/// comes up and begins with RESET.
+#[test]
+fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
+    let mut rig = Rig::<LinkFixture<0>>::up();
+    rig.receive_all(&plain(0, [60]));
+    for _ in 0..10 {
+        rig.peer.driven = None;
+        rig.send(&plain(1, [60, 60]));
+        // Without a word from anybody.
+        let mut parts = parts(&rig.peer.region, 1, 0, Vec::new());
+        parts.peer_present = true;
+        rig.peer.driven = Some(Driven::new(NetPeer::new(parts).unwrap(), Vec::new()));
+        let resets = count(&*rig.port, "resets_peer_reset");
+        rig.until("its coming is seen", |rig| count(&*rig.port, "resets_peer_reset") > resets);
+        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.received.clear();
+        let mut stale = Vec::new();
+        rig.drain(&mut stale);
+        assert!(stale.is_empty(), "{} frames for its predecessor", stale.len());
+        rig.receive_all(&plain(2, [60, 1514]));
+        rig.deliver(&plain(2, [60, 1514]));
+    }
+}
+
+/// The port is made anew over a region in which both ran: the state of before is nobody's.
+#[test]
+fn a_port_that_is_made_anew_meets_the_peer_again() {
+    let mut rig = Rig::<LinkFixture<2>>::up();
+    rig.receive_all(&plain(0, [60]));
+    for _ in 0..5 {
+        let listened = rig.peer.port_bells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()));
+        let mut parts = parts(&rig.peer.region, 0, 2, listened.map(Result::unwrap).collect());
+        parts.peer_present = true;
+        // It asks for no bells: what rang the peer before is lost, and it follows by looking.
+        let registration = rig.port_registration();
+        let (port, handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
+        rig.peer.handle = handle;
+        rig.port = Box::new(port);
+        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+        rig.received.clear();
+        rig.receive_all(&plain(2, [60, 1514]));
+        rig.deliver(&plain(2, [60, 1514]));
+    }
+}
+
+#[test]
+fn a_peer_that_rings_without_end_is_not_listened_to_and_others_go_on() {
+    let reactor = Rc::new(RefCell::new(Reactor::new().unwrap()));
+    let mut bad = Rig::<LinkFixture<2>>::up_in(&reactor, Token(1));
+    let mut good = Rig::<LinkFixture<2>>::up_in(&reactor, Token(2));
+    let mut rings = 0u32;
+    while count(&*bad.port, "ring_storms") == 0 {
+        rings += 1;
+        assert!(rings < 100_000, "it is never seen");
+        bad.peer.port_bells[(rings % 2) as usize].ring();
+        bad.turn(16);
+    }
+    assert!(detail(&*bad.port, "woken_by").contains("held"), "{:?}", bad.port.details());
+    // Its rings wake nobody now.
+    bad.turn(16);
+    bad.wakeups = 0;
+    for _ in 0..100 {
+        bad.peer.port_bells[0].ring();
+        assert!(!bad.sleep(Duration::ZERO));
+    }
+    let frames = plain(0, [60, 1514, 300]);
+    good.received.clear();
+    for frame in &frames {
+        assert!(good.peer.inject(&frame.bytes, Offload::NONE));
+    }
+    good.until("the other port goes on", |rig| rig.received.len() == frames.len());
+    // Its own frames are late, not lost; and when it is quiet, it is listened to again.
+    for frame in &frames {
+        assert!(bad.peer.inject(&frame.bytes, Offload::NONE));
+    }
+    bad.until("held frames come by the timer", |rig| rig.received.len() == frames.len());
+    bad.until("it is listened to again", |rig| !detail(&*rig.port, "woken_by").contains("held"));
+    bad.settle();
+    assert!(bad.peer.inject(&frames[0].bytes, Offload::NONE));
+    bad.until_woken("its doorbell wakes", |rig| rig.received.len() == frames.len() + 1);
+    assert!(bad.faults.is_empty() && good.faults.is_empty());
+}
+
+#[test]
+fn a_peer_that_never_takes_frames_loses_only_its_own() {
+    let mut rig = Rig::<LinkFixture<2>>::up();
+    let frozen = rig.peer.freeze();
+    for round in 0..50 {
+        rig.send(&plain(round * 64, vec![1400; 64]));
+    }
+    assert!(rig.tx_drops.of(Reason::NoBuffer) > 2000, "{:?}", rig.tx_drops);
+    assert_eq!(rig.tx_drops.total(), rig.tx_drops.of(Reason::NoBuffer));
+    let out: u64 = detail(&*rig.port, "frames_out").split(' ').next().unwrap().parse().unwrap();
+    assert!((290..2048).contains(&out), "{out} frames of 1400 bytes are out");
+    assert!(rig.faults.is_empty());
+    frozen.die();
+}
+
+/// Each word of its section that the port reads, while frames flow both ways.
+#[test]
+fn a_peer_that_writes_any_word_of_its_rings_is_reset_with_the_word_named() {
+    let geometry = Geometry::new(0x7f000).unwrap();
+    let section = Layout::default_network().output(1).unwrap().start;
+    let avail = section + geometry.available_offset() as usize;
+    let used = section + geometry.used_offset() as usize;
+    let cases: [(&str, usize, u16); 6] = [
+        ("available index", avail + 2, 9000),
+        ("available entry", avail + 4, 2048),
+        ("flags", section + 12, 1),
+        ("data area", section, 1),
+        ("used index", used + 2, 500),
+        ("used entry", used + 4, 77),
+    ];
+    for (name, at, value) in cases {
+        let mut rig = Rig::<LinkFixture<2>>::up();
+        let mut frozen = rig.peer.freeze();
+        frozen.send(&[9; 60]).unwrap();
+        rig.send(&plain(0, [60]));
+        frozen.receive(&mut Vec::new(), |_| ());
+        map(&rig.peer.region).view_mut().unwrap().store_u16(at, value, Ordering::Release).unwrap();
+        frozen.flush();
+        if name == "available index" {
+            // The flush wrote a good one.
+            map(&rig.peer.region).view_mut().unwrap().store_u16(at, value, Ordering::Release).unwrap();
+        }
+        rig.receive(16);
+        rig.send(&plain(1, [60]));
+        assert_eq!(rig.faults.len(), 1, "{name}");
+        let Fault { kind, detail: text } = &rig.faults[0];
+        assert!(*kind == FaultKind::Ring && text.starts_with("peer 1: ") && text.contains(name), "{name}: {text}");
+        assert_eq!((rig.port.link(), count(&*rig.port, "resets_fault")), (Link::Down, 1));
+        frozen.die();
+    }
+}
+
+#[test]
+fn parts_that_do_not_fit_are_refused_by_name() {
+    let reactor = Reactor::new().unwrap();
+    let region = sealed_region("link", BYTES).unwrap();
+    let refused = |change: &dyn Fn(&mut LinkEnd)| {
+        let mut parts = parts(&region, 0, 0, Vec::new());
+        change(&mut parts);
+        match Ivshmem::new(parts, PollSettings::default(), reactor.registrar().registration(Token(1))) {
+            Err(OpenError::End(error)) => error,
+            Err(error) => panic!("{error}"),
+            Ok(_) => panic!("it was taken"),
+        }
+    };
+    assert!(matches!(refused(&|p| p.layout.output_bytes += 4096), EndError::Region(_)));
+    assert!(matches!(refused(&|p| p.layout.output_bytes = 1 << 33), EndError::Region(_) | EndError::Net(_)));
+    assert!(matches!(refused(&|p| p.own_id = 1), EndError::Peers { own: 1, peer: 1, max_peers: 2 }));
+    assert!(matches!(refused(&|p| p.own_id = 2), EndError::Peers { own: 2, .. }));
+    assert!(matches!(refused(&|p| p.peer_id = u32::MAX), EndError::Peers { .. }));
+    let read_only = || Mapping::new(&region, 0, BYTES, false).unwrap();
+    assert_eq!(refused(&|p| p.memory = read_only().into()), EndError::ReadOnly);
+}
+
+/// A region of somebody else's whose file shrinks: a fault once, and then quiet.
+#[test]
+fn a_region_whose_pages_go_is_one_fault() {
+    use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+    let reactor = Reactor::new().unwrap();
+    let region = memfd_create("shrinks", MemfdFlags::CLOEXEC).unwrap();
+    ftruncate(&region, BYTES).unwrap();
+    let mut parts = parts(&region, 0, 0, Vec::new());
+    parts.memory = tombolo_shm::guest::GuestMapping::new(&region, 0, BYTES).unwrap().into();
+    parts.peer_present = true;
+    let registration = reactor.registrar().registration(Token(1));
+    let (mut port, _handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
+    port.service(Nanos(1)).unwrap();
+    ftruncate(&region, 4096).unwrap();
+    let fault = port.service(Nanos(2)).unwrap_err();
+    assert_eq!(fault.kind, FaultKind::Memory);
+    port.reset(&fault);
+    for at in 3..10 {
+        assert!(port.service(Nanos(at)).is_ok());
+        assert_eq!(port.link(), Link::Down);
+    }
+}

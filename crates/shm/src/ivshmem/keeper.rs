@@ -1,0 +1,398 @@
+//! The keeper: a small process that holds what ivshmem links consist of while their fabric's daemon is away: regions,
+//! doorbells, and the connections of the machines' VMMs. It knows nothing of links: it keeps records by name, bytes
+//! with descriptors, and gives them back.
+//!
+//! A machine without a server goes on ringing and reading: its memory and eventfds are its own. What a killed server takes
+//! with it is the other end of each, and the connection through which the machine hears of others. Those lie here too.
+//!
+//! # Life
+//! It ends when it is told to, or when nobody is connected and none of the things that its records name as signs of life
+//! (`life`: pidfds and connections) lives any more. So it outlives a killed daemon for as long as there is a machine to
+//! adopt, and not longer. Its listening socket is made, and connected to, before it is started: there is no instant at
+//! which it runs and cannot be reached, and one that nobody is connected to any more when it starts ends at once.
+//!
+//! # The wire
+//! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except LIST, which is
+//! answered by one ENTRY for each record and an END. A request that was sent is carried out even if its sender is killed
+//! at the next instant.
+//! ```text
+//! 0 kind u8 (1 PUT, 2 FORGET, 3 LIST, 4 QUIT, 5 ENTRY, 6 END) · 1 life u8 · 2 name's bytes u16 LE · 4 name · record
+//! ```
+//! PUT replaces the record of that name; its descriptors, of which the first `life` are signs of life, come with it.
+//!
+//! # Limits
+//! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
+
+use crate::listener::Listener;
+use crate::passing::{self, MAX_DESCRIPTORS};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fs::{FileType, fstat};
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, sockopt};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::time::Duration;
+
+/// Most records.
+pub const MAX_RECORDS: usize = 4096;
+/// Most bytes of a name and record.
+pub const MAX_BYTES: usize = 4096;
+
+const HEADER_BYTES: usize = 4;
+const PUT: u8 = 1;
+const FORGET: u8 = 2;
+const LIST: u8 = 3;
+const QUIT: u8 = 4;
+const ENTRY: u8 = 5;
+const END: u8 = 6;
+
+/// How long a keeper may take to answer, or to make room for a request, before it counts as lost.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Something kept.
+#[derive(Debug)]
+pub struct Record {
+    /// Its name.
+    pub name: String,
+    /// What it says.
+    pub bytes: Vec<u8>,
+    /// Its descriptors, in the order in which they were given.
+    pub fds: Vec<OwnedFd>,
+    /// How many of the first of them are signs of life.
+    pub life: u8,
+}
+
+fn message(kind: u8, life: u8, name: &str, bytes: &[u8]) -> Result<Vec<u8>, Errno> {
+    if HEADER_BYTES + name.len() + bytes.len() > MAX_BYTES {
+        return Err(Errno::MSGSIZE);
+    }
+    let [low, high] = (name.len() as u16).to_le_bytes();
+    let mut out = vec![kind, life, low, high];
+    out.extend_from_slice(name.as_bytes());
+    out.extend_from_slice(bytes);
+    Ok(out)
+}
+
+/// Kind, life, name and record of a message.
+fn parse(bytes: &[u8]) -> Option<(u8, u8, &str, &[u8])> {
+    let (head, rest) = bytes.split_at_checked(HEADER_BYTES)?;
+    let (name, record) = rest.split_at_checked(u16::from_le_bytes([head[2], head[3]]).into())?;
+    Some((head[0], head[1], std::str::from_utf8(name).ok()?, record))
+}
+
+/// The connection of a daemon to its keeper.
+#[derive(Debug)]
+pub struct Keeper {
+    socket: OwnedFd,
+}
+
+impl Keeper {
+    /// Connects to the keeper at `path`.
+    ///
+    /// # Errors
+    /// `ENOENT` or `ECONNREFUSED` where there is none.
+    pub fn connect(path: &Path) -> Result<Keeper, Errno> {
+        let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
+        for way in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
+            sockopt::set_socket_timeout(&socket, way, Some(PATIENCE))?;
+        }
+        net::connect(&socket, &SocketAddrUnix::new(path)?)?;
+        Ok(Keeper { socket })
+    }
+
+    /// Has a record kept, in place of the one of that name. The first `life` descriptors are signs of life.
+    ///
+    /// # Errors
+    /// `EMSGSIZE` and `E2BIG` beyond the limits; else the keeper is lost.
+    pub fn put(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>], life: u8) -> Result<(), Errno> {
+        self.say(PUT, life, name, bytes, fds)
+    }
+
+    /// Has a record forgotten, if there is one.
+    ///
+    /// # Errors
+    /// The keeper is lost.
+    pub fn forget(&self, name: &str) -> Result<(), Errno> {
+        self.say(FORGET, 0, name, &[], &[])
+    }
+
+    /// Has it end.
+    ///
+    /// # Errors
+    /// The keeper is lost, so it has ended.
+    pub fn quit(&self) -> Result<(), Errno> {
+        self.say(QUIT, 0, "", &[], &[])
+    }
+
+    fn say(&self, kind: u8, life: u8, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        let message = message(kind, life, name, bytes)?;
+        loop {
+            match passing::send(&self.socket, &message, fds, true) {
+                Err(Errno::INTR) => {}
+                done => return done.map(drop),
+            }
+        }
+    }
+
+    /// Everything that is kept, by name.
+    ///
+    /// # Errors
+    /// The keeper is lost; `EPROTO` if it is none.
+    pub fn list(&self) -> Result<Vec<Record>, Errno> {
+        self.say(LIST, 0, "", &[], &[])?;
+        let mut out = Vec::new();
+        let mut buffer = [0; MAX_BYTES];
+        loop {
+            let got = match passing::receive(&self.socket, &mut buffer, true) {
+                Err(Errno::INTR) => continue,
+                got => got?,
+            };
+            match parse(&buffer[..got.bytes]).filter(|_| !got.truncated) {
+                Some((END, ..)) => return Ok(out),
+                Some((ENTRY, life, name, bytes)) => {
+                    out.push(Record { name: name.into(), bytes: bytes.into(), fds: got.fds, life });
+                }
+                // The end of the stream, or descriptors that this process has no room for.
+                _ => return Err(Errno::PROTO),
+            }
+        }
+    }
+}
+
+impl AsFd for Keeper {
+    /// Hangs up when the keeper is lost.
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+struct Kept {
+    bytes: Vec<u8>,
+    fds: Vec<OwnedFd>,
+    life: u8,
+    /// Signs of life that have not ended.
+    alive: Vec<bool>,
+}
+
+/// What shows that the other side of a sign of life has ended: a pidfd becomes readable; of a connection only the
+/// hang-up counts, which is told unasked.
+pub(super) fn sign(fd: impl AsFd) -> PollFlags {
+    match fstat(fd).map(|s| FileType::from_raw_mode(s.st_mode)) {
+        Ok(FileType::Socket) => PollFlags::empty(),
+        _ => PollFlags::IN,
+    }
+}
+
+/// Keeps, until it is told to end or there is nothing more to keep anything for.
+///
+/// # Errors
+/// The kernel's, where it cannot even wait.
+pub fn serve(listener: Listener) -> Result<(), Errno> {
+    let me = rustix::process::geteuid();
+    let mut records: BTreeMap<String, Kept> = BTreeMap::new();
+    let mut connections: Vec<OwnedFd> = Vec::new();
+    // Gone before the connections are: whoever sees them end starts another keeper in its place.
+    let listener = listener;
+    loop {
+        while let Ok(Some(connection)) = listener.accept() {
+            if sockopt::socket_peercred(&connection).is_ok_and(|c| c.uid == me) {
+                connections.push(connection);
+            }
+        }
+        if connections.is_empty() && !records.values().any(|k| k.alive.contains(&true)) {
+            return Ok(());
+        }
+        let mut fds = vec![PollFd::new(&listener, PollFlags::IN)];
+        fds.extend(connections.iter().map(|c| PollFd::new(c, PollFlags::IN)));
+        let mut signs = Vec::new();
+        for (name, kept) in &records {
+            for (i, fd) in kept.fds.iter().enumerate().take(kept.life.into()).filter(|(i, _)| kept.alive[*i]) {
+                fds.push(PollFd::new(fd, sign(fd)));
+                signs.push((name.clone(), i));
+            }
+        }
+        match poll(&mut fds, None::<&Timespec>) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+        let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
+        for ((name, i), _) in signs.into_iter().zip(&ready[1 + connections.len()..]).filter(|(_, ready)| **ready) {
+            if let Some(kept) = records.get_mut(&name) {
+                kept.alive[i] = false;
+            }
+        }
+        let mut at = 0;
+        let mut quit = false;
+        connections.retain(|connection| {
+            at += 1;
+            // All that it has said, before a younger one is heard: a daemon that follows a killed one asks for what that
+            // one's last requests have made.
+            while ready[at] && !quit {
+                match request(connection, &mut records, &mut quit) {
+                    Some(true) => {}
+                    Some(false) => break,
+                    None => return false,
+                }
+            }
+            true
+        });
+        if quit {
+            return Ok(());
+        }
+    }
+}
+
+/// Carries out one request; whether there was one, or `None` if the connection is over.
+fn request(connection: &OwnedFd, records: &mut BTreeMap<String, Kept>, quit: &mut bool) -> Option<bool> {
+    let mut buffer = [0; MAX_BYTES];
+    let got = match passing::receive(connection, &mut buffer, false) {
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR) => return Some(false),
+        Err(_) => return None,
+    };
+    let (kind, life, name, bytes) = parse(&buffer[..got.bytes])?;
+    match kind {
+        PUT => {
+            // What came in part is worse than nothing: whoever asks for it finds nothing.
+            if got.truncated || usize::from(life) > got.fds.len() || records.len() >= MAX_RECORDS {
+                records.remove(name);
+                return Some(true);
+            }
+            let kept = Kept { bytes: bytes.into(), alive: vec![true; life.into()], fds: got.fds, life };
+            records.insert(name.into(), kept);
+        }
+        FORGET => drop(records.remove(name)),
+        LIST => list(connection, records).ok()?,
+        QUIT => *quit = true,
+        _ => return None,
+    }
+    Some(true)
+}
+
+fn list(connection: &OwnedFd, records: &BTreeMap<String, Kept>) -> Result<(), Errno> {
+    sockopt::set_socket_timeout(connection, sockopt::Timeout::Send, Some(PATIENCE))?;
+    for (name, kept) in records {
+        let fds: Vec<BorrowedFd<'_>> = kept.fds.iter().map(AsFd::as_fd).collect();
+        debug_assert!(fds.len() <= MAX_DESCRIPTORS);
+        passing::send(connection, &message(ENTRY, kept.life, name, &kept.bytes)?, &fds, true)?;
+    }
+    passing::send(connection, &message(END, 0, "", &[])?, &[], true).map(drop)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::doorbell::Doorbell;
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+    use std::sync::atomic::{AtomicU32, Ordering};
+
+    /// A socket of the test's own, and the keeper behind it in a thread.
+    struct Place {
+        path: std::path::PathBuf,
+    }
+
+    impl Place {
+        fn new() -> Place {
+            static NUMBER: AtomicU32 = AtomicU32::new(0);
+            let number = NUMBER.fetch_add(1, Ordering::Relaxed);
+            Place { path: std::env::temp_dir().join(format!("tmb-keeper-{}-{number}", std::process::id())) }
+        }
+
+        fn start(&self) -> (Keeper, std::thread::JoinHandle<Result<(), Errno>>) {
+            let listener = Listener::bind(&self.path, SocketType::SEQPACKET).unwrap();
+            let keeper = Keeper::connect(&self.path).unwrap();
+            (keeper, std::thread::spawn(move || serve(listener)))
+        }
+    }
+
+    impl Drop for Place {
+        fn drop(&mut self) {
+            let _ = std::fs::remove_file(&self.path);
+        }
+    }
+
+    fn names(keeper: &Keeper) -> Vec<(String, Vec<u8>, usize, u8)> {
+        keeper.list().unwrap().into_iter().map(|r| (r.name, r.bytes, r.fds.len(), r.life)).collect()
+    }
+
+    #[test]
+    fn what_is_kept_comes_back_over_another_connection() {
+        let place = Place::new();
+        let (first, thread) = place.start();
+        let bell = Doorbell::new().unwrap();
+        let (alive, _its) =
+            net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        first.put("lan/web", b"one", &[alive.as_fd(), bell.as_fd()], 1).unwrap();
+        first.put("lan", b"", &[], 0).unwrap();
+        first.put("gone", b"x", &[bell.as_fd()], 0).unwrap();
+        first.put("lan", b"two", &[], 0).unwrap();
+        first.forget("gone").unwrap();
+        drop(first);
+        assert_eq!(Listener::bind(&place.path, SocketType::SEQPACKET).err(), Some(Errno::ADDRINUSE));
+        let second = Keeper::connect(&place.path).unwrap();
+        let expected = [("lan".into(), b"two".to_vec(), 0, 0), ("lan/web".into(), b"one".to_vec(), 2, 1)];
+        assert_eq!(names(&second), expected);
+        let mut all = second.list().unwrap();
+        let again = Doorbell::adopt(all.pop().unwrap().fds.pop().unwrap()).unwrap();
+        bell.ring();
+        assert!(again.take(), "it is the same eventfd");
+        second.quit().unwrap();
+        thread.join().unwrap().unwrap();
+        assert!(!place.path.exists());
+        assert!(second.list().is_err());
+    }
+
+    #[test]
+    fn it_outlives_its_daemon_for_as_long_as_a_machine_lives() {
+        let place = Place::new();
+        let (daemon, thread) = place.start();
+        let mut child = std::process::Command::new("cat").stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let pidfd = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        let (connection, its) =
+            net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        daemon.put("by pidfd", b"", &[pidfd.as_fd()], 1).unwrap();
+        daemon.put("by connection", b"", &[connection.as_fd()], 1).unwrap();
+        daemon.put("no sign of life", b"", &[connection.as_fd()], 0).unwrap();
+        drop((daemon, connection));
+        // A byte on the connection is no end of it.
+        rustix::io::write(&its, b"x").unwrap();
+        drop(child.stdin.take());
+        child.wait().unwrap();
+        assert_eq!(names(&Keeper::connect(&place.path).unwrap()).len(), 3);
+        drop(its);
+        thread.join().unwrap().unwrap();
+        assert!(!place.path.exists());
+    }
+
+    #[test]
+    fn one_that_nobody_waits_for_ends_at_once_and_a_dead_ones_socket_is_replaced() {
+        let place = Place::new();
+        let (daemon, thread) = place.start();
+        drop(daemon);
+        thread.join().unwrap().unwrap();
+        // As one that was killed leaves it.
+        drop(std::os::unix::net::UnixListener::bind(&place.path).unwrap());
+        assert_eq!(Keeper::connect(&place.path).err(), Some(Errno::CONNREFUSED));
+        let (daemon, thread) = place.start();
+        drop(daemon);
+        thread.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn nonsense_ends_its_connection_alone() {
+        let place = Place::new();
+        let (daemon, thread) = place.start();
+        daemon.put("a", b"", &[], 0).unwrap();
+        for bad in [&[0u8; 2][..], &[PUT, 0, 9, 0, 1], &[9, 0, 0, 0], &[PUT, 0, 1, 0, 0xff]] {
+            let other = Keeper::connect(&place.path).unwrap();
+            passing::send(&other.socket, bad, &[], true).unwrap();
+            assert!(other.list().is_err(), "{bad:?}");
+        }
+        daemon.put("b", b"", &[], 1).unwrap();
+        assert_eq!(names(&daemon), [("a".into(), vec![], 0, 0)], "a record without its sign of life is none");
+        assert_eq!(daemon.put("c", &[0; MAX_BYTES], &[], 0), Err(Errno::MSGSIZE));
+        drop(daemon);
+        thread.join().unwrap().unwrap();
+    }
+}

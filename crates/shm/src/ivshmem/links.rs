@@ -1,0 +1,512 @@
+//! The links of one fabric: their regions, their listening sockets, their clients, and the keeper that has them all while
+//! the daemon restarts. The shell around [`server`](super::server).
+//!
+//! # Where the I/O runs
+//! In one thread for the whole fabric, which sleeps in epoll and never blocks on a client. Not in the daemon's runtime:
+//! stock QEMU blocks in its start until it was greeted, and a daemon that waits for QEMU (or for nft, or a monitor) must
+//! not be what it waits for. Not in a worker: a greeting has no business between frames. Calls from other threads act
+//! under the same lock, at once.
+//!
+//! # Invariants
+//! - What the keeper must know is sent to it before what follows from it is sent to a client (see [`server`](super::server)).
+//! - A region's state word is written here only for a peer that is gone: then to 0, and everybody's vector 0 is rung.
+//! - Regions are sealed; of the region only the header page and the state table are mapped here.
+//!
+//! # What failure does
+//! A client that says anything, or takes nothing for ten seconds, is cut off, counted, and announced as gone; its VMM does
+//! not connect again, so its machine has to be started anew to come back. A keeper that is lost is replaced and told
+//! everything again; if that fails, links go on, and do not survive the daemon.
+//!
+//! Limits: those of [`server`](super::server); doorbells and connections are three to five descriptors per peer.
+
+mod shell;
+
+use super::keeper::{self, Keeper};
+use super::server::{Dialect, Record, Refused, Seat, Server, Shape};
+use crate::doorbell::Doorbell;
+use crate::listener::Listener;
+use crate::memory::{Mapping, MemoryError};
+use rustix::event::{PollFd, PollFlags, epoll, poll};
+use rustix::io::Errno;
+use rustix::net::Shutdown;
+use rustix::time::{ClockId, Timespec, clock_gettime};
+use shell::{Inner, Keeping, OWN, run};
+use std::collections::BTreeMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::Duration;
+use tombolo_ring::ivshmem::region::{Header, Layout};
+
+/// Why a link cannot be.
+#[derive(Debug, thiserror::Error)]
+pub enum LinkError {
+    /// Its region.
+    #[error("the region of link {link}: {source}")]
+    Memory {
+        /// The link.
+        link: String,
+        /// Why.
+        source: MemoryError,
+    },
+    /// A socket on which it is to be served.
+    #[error("listening on {} for link {link}: {source}", path.display())]
+    Listen {
+        /// The link.
+        link: String,
+        /// Where.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: Errno,
+    },
+    /// Another system call.
+    #[error("{what} of link {link}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// The link.
+        link: String,
+        /// The kernel's answer.
+        source: Errno,
+    },
+    /// No seat.
+    #[error("link {link}: {source}")]
+    Refused {
+        /// The link.
+        link: String,
+        /// Why.
+        source: Refused,
+    },
+    /// No such link.
+    #[error("there is no link {link}")]
+    Unknown {
+        /// The name.
+        link: String,
+    },
+}
+
+/// A way into a link.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Door {
+    /// Where it listens.
+    pub path: PathBuf,
+    /// Where whoever comes in by it sits. Behind a door to a fixed seat of a version 1 link stands stock QEMU, which hears of
+    /// all seats at once; others hear of comings and goings (see [`Hears`]).
+    pub seat: Seat,
+}
+
+/// A link to be made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// Its name, one of the fabric's.
+    pub name: String,
+    /// Protocol, seats, vectors.
+    pub shape: Shape,
+    /// The sections.
+    pub layout: Layout,
+    /// Size of the region in bytes, a power of two.
+    pub region_bytes: u64,
+    /// The header page of a v1 region.
+    pub header: Option<Header>,
+    /// The seat of this process itself.
+    pub host: Option<u32>,
+    /// The ways in.
+    pub doors: Vec<Door>,
+}
+
+impl Config {
+    /// What a kept link must equal to be taken up again.
+    fn fingerprint(&self) -> Vec<u8> {
+        let Shape { dialect, max_peers, vectors } = self.shape;
+        let (kind, protocol, output_bytes) = match dialect {
+            Dialect::V1 => (1, 0, 0),
+            Dialect::V2 { protocol, output_bytes } => (2, protocol, output_bytes),
+        };
+        let mut out = Vec::new();
+        for word in [kind, protocol, max_peers, vectors, self.host.unwrap_or(u32::MAX)] {
+            out.extend(word.to_le_bytes());
+        }
+        let Layout { state_table_offset, rw_offset, rw_bytes, .. } = self.layout;
+        let longs = [output_bytes, self.region_bytes, state_table_offset, rw_offset, rw_bytes];
+        let more = [self.layout.output_offset, self.layout.output_bytes];
+        longs.iter().chain(&more).for_each(|long| out.extend(long.to_le_bytes()));
+        if let Some(header) = &self.header {
+            let mut page = [0; tombolo_ring::ivshmem::region::HEADER_BYTES];
+            // A page of just the header's size has room for it.
+            let _ = header.encode(&mut page);
+            out.extend(page);
+        }
+        out
+    }
+
+    fn peer_record(&self, id: u32) -> String {
+        format!("{}#{id}", self.name)
+    }
+}
+
+/// What a link's own process is told.
+#[derive(Debug)]
+pub enum Event {
+    /// A peer is on the link, with these doorbells by vector; none where it has none.
+    Joined {
+        /// Its id.
+        id: u32,
+        /// To ring it.
+        bells: Vec<Doorbell>,
+    },
+    /// It is gone.
+    Left {
+        /// Its id.
+        id: u32,
+    },
+}
+
+/// Told of a link's events, in the thread of the links or of whoever calls them. It must not call back.
+pub type Watcher = Box<dyn FnMut(Event) + Send>;
+
+/// A link that was made, or taken up again.
+#[derive(Debug)]
+pub struct Opened {
+    /// The region.
+    pub region: OwnedFd,
+    /// The doorbells on which this process is rung, by vector.
+    pub own: Vec<Doorbell>,
+    /// The peers that were on it before this process was.
+    pub restored: Vec<u32>,
+}
+
+/// A peer as a report shows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PeerStatus {
+    /// Its id.
+    pub id: u32,
+    /// Its process; 0 where the kernel does not say.
+    pub pid: u32,
+    /// Its state word, as it stands in the region now.
+    pub state: u32,
+    /// Messages that wait for it.
+    pub waiting: usize,
+}
+
+/// A link as a report shows it. Counters grow from the daemon's start.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LinkStatus {
+    /// Its name.
+    pub name: String,
+    /// Protocol, seats, vectors.
+    pub shape: Shape,
+    /// Bytes of the region.
+    pub region_bytes: u64,
+    /// Who is on it.
+    pub peers: Vec<PeerStatus>,
+    /// Peers that came.
+    pub joins: u64,
+    /// Peers that went.
+    pub leaves: u64,
+    /// Clients that were cut off because they took nothing.
+    pub cut_slow: u64,
+    /// Clients that were cut off because they said something.
+    pub cut_talking: u64,
+    /// Connections for which there was no seat.
+    pub refused: u64,
+    /// Whether the keeper has it.
+    pub kept: bool,
+}
+
+#[derive(Debug, PartialEq, Eq)]
+enum Kind {
+    /// This process.
+    Host,
+    /// A client; its life is its connection.
+    Client,
+    /// A machine without doorbells; its life is a pidfd.
+    Occupant,
+}
+
+struct Member {
+    kind: Kind,
+    pid: u32,
+    /// The connection, or a pidfd.
+    life: Option<OwnedFd>,
+    token: u64,
+}
+
+impl Member {
+    /// Ends a client's connection, wherever else it is held: the keeper has it too, so closing it is not enough.
+    fn hang_up(&self) {
+        if let (Kind::Client, Some(connection)) = (&self.kind, &self.life) {
+            // One that the client has ended is shut already.
+            let _ = rustix::net::shutdown(connection, Shutdown::Both);
+        }
+    }
+}
+
+struct Link {
+    config: Config,
+    region: OwnedFd,
+    /// Header page and state table.
+    mapping: Mapping,
+    server: Server,
+    members: BTreeMap<u32, Member>,
+    /// The doorbells of each seat, by vector. They stay with it, whoever comes and goes.
+    bells: Vec<Vec<Doorbell>>,
+    doors: Vec<(Listener, u64, Seat)>,
+    watcher: Option<Watcher>,
+    joins: u64,
+    leaves: u64,
+    cut_slow: u64,
+    cut_talking: u64,
+    refused: u64,
+}
+
+/// Finds, or starts, a keeper.
+pub type Launch = Box<dyn FnMut() -> Result<Keeper, String> + Send>;
+/// Told of what goes wrong, in a sentence.
+pub type Trouble = Box<dyn Fn(&str) + Send>;
+
+/// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the keeper.
+pub struct Links {
+    inner: Arc<Mutex<Inner>>,
+    bell: Arc<Doorbell>,
+    thread: Option<JoinHandle<()>>,
+}
+
+fn now_ns() -> u64 {
+    let now = clock_gettime(ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+fn lock(inner: &Mutex<Inner>) -> MutexGuard<'_, Inner> {
+    inner.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Whether the other side of a sign of life has ended.
+fn has_ended(fd: impl AsFd) -> bool {
+    let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), keeper::sign(&fd))];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+}
+
+impl Links {
+    /// Starts the thread. With `launch` there is a keeper from the first link on.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn start(name: &str, launch: Option<Launch>, trouble: Trouble) -> Result<Links, Errno> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        let bell = Arc::new(Doorbell::new()?);
+        epoll::add(&epoll, &*bell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
+        let keeping = launch.map(|launch| Keeping::new(launch, trouble));
+        let poll = rustix::io::fcntl_dupfd_cloexec(&epoll, 3)?;
+        let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping)));
+        let (its, its_bell) = (inner.clone(), bell.clone());
+        let thread = std::thread::Builder::new()
+            .name(format!("{name}-ivshmem"))
+            .spawn(move || run(&its, &its_bell, &poll))
+            .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::AGAIN))?;
+        Ok(Links { inner, bell, thread: Some(thread) })
+    }
+
+    /// Takes over what the keeper of an earlier daemon has. Before any link is opened.
+    pub fn recall(&self, keeper: Keeper) -> Result<(), Errno> {
+        let mut inner = lock(&self.inner);
+        let records = keeper.list()?;
+        inner.set_keeper(Some(keeper));
+        if let Some(keeping) = &mut inner.keeping {
+            keeping.left = records.into_iter().map(|r| (r.name.clone(), r)).collect();
+        }
+        Ok(())
+    }
+
+    /// Whether the peer of that link could be taken up from what the keeper of an earlier daemon had.
+    pub fn remembers(&self, config: &Config, id: u32) -> bool {
+        let inner = lock(&self.inner);
+        let Some(left) = inner.keeping.as_ref().map(|k| &k.left) else { return false };
+        let link = left.get(&config.name).is_some_and(|r| r.bytes == config.fingerprint() && r.fds.len() == 1);
+        let peer = left.get(&config.peer_record(id)).and_then(|r| seat(config, r)).and_then(|seat| seat.member);
+        link && peer.is_some_and(|(record, m)| record.settled && m.life.is_some_and(|life| !has_ended(life)))
+    }
+
+    /// Forgets what no link has taken up.
+    pub fn forget_rest(&self) {
+        let mut inner = lock(&self.inner);
+        let left = inner.keeping.as_mut().map(|k| std::mem::take(&mut k.left)).unwrap_or_default();
+        for name in left.keys() {
+            inner.tell_keeper(|keeper| keeper.forget(name));
+        }
+    }
+
+    /// Makes a link, or takes it up again where the keeper of an earlier daemon had it as `config` says and somebody is on
+    /// it still. Nobody can join before [`Links::serve`].
+    ///
+    /// # Errors
+    /// The kernel's; nothing is left then.
+    pub fn open(&self, config: Config) -> Result<Opened, LinkError> {
+        lock(&self.inner).open(config)
+    }
+
+    /// Opens a link's doors. `watcher` is told of the peers that are there already, and of whoever comes and goes.
+    ///
+    /// # Errors
+    /// The kernel's, such as `EADDRINUSE`. The link is closed then.
+    pub fn serve(&self, name: &str, watcher: Option<Watcher>) -> Result<(), LinkError> {
+        let mut inner = lock(&self.inner);
+        let done = inner.serve(name, watcher);
+        if done.is_err() {
+            inner.close(name);
+        }
+        drop(inner);
+        self.bell.ring();
+        done
+    }
+
+    /// Puts a machine without doorbells on its seat, until its process ends. Takes a duplicate of the pidfd.
+    ///
+    /// # Errors
+    /// If the seat is taken, or there is none.
+    pub fn occupy(&self, name: &str, id: u32, pid: u32, pidfd: BorrowedFd<'_>) -> Result<(), LinkError> {
+        lock(&self.inner).occupy(name, id, pid, pidfd)
+    }
+
+    /// A link's region.
+    ///
+    /// # Errors
+    /// If there is none of that name, or no descriptor is left.
+    pub fn region(&self, name: &str) -> Result<OwnedFd, LinkError> {
+        let inner = lock(&self.inner);
+        let link = inner.links.get(name).ok_or_else(|| LinkError::Unknown { link: name.into() })?;
+        duplicate(name, &link.region)
+    }
+
+    /// Closes a link: its clients are put out, its sockets are removed, the keeper forgets it.
+    pub fn close(&self, name: &str) {
+        lock(&self.inner).close(name);
+    }
+
+    /// What is to be said of each link, in the order of their names.
+    pub fn status(&self) -> Vec<LinkStatus> {
+        let inner = lock(&self.inner);
+        let kept = inner.keeping.as_ref().is_some_and(|k| k.keeper.is_some());
+        inner.links.values().map(|link| link.status(kept)).collect()
+    }
+
+    /// Whether there is a keeper.
+    pub fn is_kept(&self) -> bool {
+        lock(&self.inner).keeping.as_ref().is_some_and(|k| k.keeper.is_some())
+    }
+
+    /// Ends the keeper too: nothing is to be taken up again. Waits for its end, up to `limit`.
+    pub fn end_keeper(&self, limit: Duration) {
+        let mut inner = lock(&self.inner);
+        let keeper = inner.keeping.as_mut().and_then(|k| k.keeper.take());
+        inner.keeping = None;
+        if let Some(keeper) = keeper {
+            // One that is lost has ended.
+            let _ = keeper.quit();
+            let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+            let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+            let _ = poll(&mut fds, Some(&limit));
+        }
+    }
+}
+
+impl Drop for Links {
+    fn drop(&mut self) {
+        lock(&self.inner).end = true;
+        self.bell.ring();
+        if let Some(thread) = self.thread.take() {
+            // It panics only by a bug of ours, which was told where it happened.
+            let _ = thread.join();
+        }
+        let mut inner = lock(&self.inner);
+        let names: Vec<String> = inner.links.keys().cloned().collect();
+        // The keeper goes on with what it has: a daemon that follows takes it up.
+        inner.keeping = None;
+        names.iter().for_each(|name| inner.close_quietly(name));
+    }
+}
+
+fn duplicate(link: &str, fd: impl AsFd) -> Result<OwnedFd, LinkError> {
+    rustix::io::fcntl_dupfd_cloexec(fd, 3).map_err(|source| LinkError::System {
+        what: "duplicating a descriptor",
+        link: link.into(),
+        source,
+    })
+}
+
+/// A seat as the keeper had it: its doorbells, and who sat on it.
+struct KeptSeat {
+    bells: Vec<Doorbell>,
+    member: Option<(Record, Member)>,
+}
+
+/// The words of a seat's record behind that of its peer: what sits on it, and its process.
+fn seat_words(member: Option<&Member>) -> [u8; 5] {
+    let kind = match member.map(|m| &m.kind) {
+        None => 0,
+        Some(Kind::Host) => 1,
+        Some(Kind::Client) => 2,
+        Some(Kind::Occupant) => 3,
+    };
+    let [a, b, c, d] = member.map_or(0, |m| m.pid).to_le_bytes();
+    [kind, a, b, c, d]
+}
+
+fn seat(config: &Config, kept: &keeper::Record) -> Option<KeptSeat> {
+    let (record, rest) = kept.bytes.split_at_checked(super::server::RECORD_BYTES)?;
+    let [kind, pid @ ..] = rest else { return None };
+    let pid = u32::from_le_bytes(pid.try_into().ok()?);
+    let kind = match kind {
+        0 => None,
+        1 => Some(Kind::Host),
+        2 => Some(Kind::Client),
+        3 => Some(Kind::Occupant),
+        _ => return None,
+    };
+    let mut fds = kept.fds.iter().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 3));
+    let life = match kind {
+        None | Some(Kind::Host) => None,
+        _ => Some(fds.next()?.ok()?),
+    };
+    let bells: Vec<Doorbell> = fds.map(|fd| Doorbell::adopt(fd.ok()?).ok()).collect::<Option<_>>()?;
+    let member = match kind {
+        Some(kind) => Some((Record::decode(record)?, Member { kind, pid, life, token: OWN })),
+        None => None,
+    };
+    (bells.len() == config.shape.vectors as usize).then_some(KeptSeat { bells, member })
+}
+
+impl Link {
+    /// Writes 0 into the state word of a peer that is gone.
+    fn clear_state(&self, id: u32) {
+        if let (Some(view), Some(at)) = (self.mapping.view_mut(), self.config.layout.state(id)) {
+            // Release: whoever sees the word sees what was said of the peer's going before. Nothing depends on it.
+            let _ = view.store_u32(at, 0, Ordering::Release);
+        }
+    }
+
+    fn status(&self, kept: bool) -> LinkStatus {
+        let peer = |(id, member): (&u32, &Member)| {
+            let at = self.config.layout.state(*id).unwrap_or(usize::MAX);
+            // Relaxed: a number for a report.
+            let state = self.mapping.view().load_u32(at, Ordering::Relaxed).unwrap_or(0);
+            PeerStatus { id: *id, pid: member.pid, state, waiting: self.server.waiting(*id) }
+        };
+        LinkStatus {
+            name: self.config.name.clone(),
+            shape: self.config.shape,
+            region_bytes: self.config.region_bytes,
+            peers: self.members.iter().map(peer).collect(),
+            joins: self.joins,
+            leaves: self.leaves,
+            cut_slow: self.cut_slow,
+            cut_talking: self.cut_talking,
+            refused: self.refused,
+            kept,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests;

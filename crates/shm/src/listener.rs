@@ -1,0 +1,130 @@
+//! Listening Unix sockets that leave nothing behind, and replace what a killed process left.
+
+use rustix::fs::Mode;
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 16;
+
+/// A listening Unix socket, for its owner's user only. Its file goes with it.
+#[derive(Debug)]
+pub struct Listener {
+    socket: OwnedFd,
+    path: PathBuf,
+    /// Device and inode of the file, so that another's of the same name is left alone.
+    file: Option<(u64, u64)>,
+}
+
+impl Listener {
+    /// Listens at `path`. The file of a socket on which nobody listens any more is replaced.
+    ///
+    /// # Errors
+    /// `EADDRINUSE` where somebody listens there, else the kernel's.
+    pub fn bind(path: &Path, kind: SocketType) -> Result<Listener, Errno> {
+        let name = SocketAddrUnix::new(path)?;
+        let make = |flags| net::socket_with(AddressFamily::UNIX, kind, flags | SocketFlags::CLOEXEC, None);
+        let probe = make(SocketFlags::NONBLOCK)?;
+        if net::connect(&probe, &name) == Err(Errno::CONNREFUSED) {
+            // Whoever removed it meanwhile has done the same.
+            let _ = rustix::fs::unlink(path);
+        }
+        let socket = make(SocketFlags::NONBLOCK)?;
+        // The file is made with these rights, so it is never open wider.
+        rustix::fs::fchmod(&socket, Mode::from_raw_mode(0o600))?;
+        net::bind(&socket, &name)?;
+        let file = identity(path);
+        net::listen(&socket, BACKLOG)?;
+        Ok(Listener { socket, path: path.into(), file })
+    }
+
+    /// A listening socket that another process made at `path` and handed over.
+    ///
+    /// # Errors
+    /// The kernel's, for what is no listening socket.
+    pub fn adopt(socket: OwnedFd, path: &Path) -> Result<Listener, Errno> {
+        if !net::sockopt::socket_acceptconn(&socket)? {
+            return Err(Errno::INVAL);
+        }
+        rustix::io::ioctl_fionbio(&socket, true)?;
+        Ok(Listener { socket, path: path.into(), file: identity(path) })
+    }
+
+    /// The socket, to be handed to another process; the file stays.
+    ///
+    /// # Errors
+    /// The kernel's, where no descriptor is left.
+    pub fn hand_over(mut self) -> Result<OwnedFd, Errno> {
+        let socket = rustix::io::fcntl_dupfd_cloexec(&self.socket, 3)?;
+        self.file = None;
+        Ok(socket)
+    }
+
+    /// Where it listens.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The next peer, if one waits. Its socket does not block.
+    ///
+    /// # Errors
+    /// The kernel's, where no descriptor is left.
+    pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
+        loop {
+            match net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+                Ok(peer) => return Ok(Some(peer)),
+                Err(Errno::AGAIN) => return Ok(None),
+                // The peer went before it was accepted.
+                Err(Errno::INTR | Errno::CONNABORTED) => {}
+                Err(errno) => return Err(errno),
+            }
+        }
+    }
+}
+
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        // It listens still, so nobody else takes the name between the look and the removal.
+        if self.file.is_some() && identity(&self.path) == self.file {
+            let _ = rustix::fs::unlink(&self.path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_dead_ones_file_is_replaced_and_a_living_ones_is_not() {
+        let path = std::env::temp_dir().join(format!("tmb-listener-{}", std::process::id()));
+        let first = Listener::bind(&path, SocketType::STREAM).unwrap();
+        assert_eq!(Listener::bind(&path, SocketType::STREAM).err(), Some(Errno::ADDRINUSE));
+        assert_eq!(std::fs::metadata(&path).unwrap().mode() & 0o777, 0o600);
+        // As a killed process leaves it.
+        let left = std::env::temp_dir().join(format!("tmb-listener-{}-left", std::process::id()));
+        std::fs::rename(&path, &left).unwrap();
+        drop(first);
+        assert!(left.exists(), "it is no longer the file of that name");
+        std::fs::rename(&left, &path).unwrap();
+        let second = Listener::bind(&path, SocketType::STREAM).unwrap().hand_over().unwrap();
+        let second = Listener::adopt(second, &path).unwrap();
+        assert!(second.accept().unwrap().is_none());
+        assert_eq!(second.path(), path);
+        drop(second);
+        assert!(!path.exists());
+    }
+}

@@ -1,0 +1,716 @@
+use super::flow::{TCP_CLOSED_NS, TCP_HALF_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
+use super::packet::{FIN, update};
+use super::*;
+
+const ROUTER: Mac = [2, 0, 0, 0, 0, 0xfe];
+const GUEST: Mac = [2, 0, 0, 0, 0, 1];
+const OTHER: Mac = [2, 0, 0, 0, 0, 2];
+const PEER: Mac = [2, 0, 0, 0, 0, 0xaa];
+
+fn ip(text: &str) -> Ipv4Addr {
+    text.parse().unwrap()
+}
+
+fn nat() -> Nat {
+    let mut nat = Nat::new(Config {
+        mac: ROUTER,
+        router: ip("10.87.0.2"),
+        subnet: ip("10.87.0.0"),
+        prefix: 24,
+        outside: ip("192.0.0.2"),
+        peer: ip("192.0.0.1"),
+        forwards: vec![Forward { protocol: Protocol::Tcp, port: 1, to: (ip("10.87.0.9"), 80) }],
+    });
+    let question = nat.next_for_uplink().unwrap();
+    assert_eq!(Arp::of(&question).unwrap().target_ip, ip("192.0.0.1"));
+    let mut answer = arp(2, PEER, ip("192.0.0.1"), ROUTER, ip("192.0.0.2"), ROUTER);
+    assert_eq!(nat.inbound(Nanos(0), &mut answer), Verdict::Taken);
+    nat
+}
+
+fn sum(bytes: impl IntoIterator<Item = u8>) -> u16 {
+    let bytes: Vec<u8> = bytes.into_iter().collect();
+    let mut sum: u32 = bytes.chunks(2).map(|c| u32::from(u16::from_be_bytes([c[0], *c.get(1).unwrap_or(&0)]))).sum();
+    while sum > 0xffff {
+        sum = (sum & 0xffff) + (sum >> 16);
+    }
+    sum as u16
+}
+
+/// A frame with right sums.
+fn packet(to: Mac, from: Mac, protocol: Protocol, src: (&str, u16), dst: (&str, u16), flags: u8) -> Vec<u8> {
+    let mut body = match protocol {
+        Protocol::Tcp => {
+            let mut b = vec![0; 20];
+            (b[12], b[13]) = (0x50, flags);
+            b
+        }
+        Protocol::Udp => vec![0, 0, 0, 0, 0, 13, 0, 0],
+        Protocol::Echo => vec![8, 0, 0, 0, 0, 0, 0, 1],
+    };
+    if protocol == Protocol::Echo {
+        body[4..6].copy_from_slice(&src.1.to_be_bytes());
+    } else {
+        body[0..2].copy_from_slice(&src.1.to_be_bytes());
+        body[2..4].copy_from_slice(&dst.1.to_be_bytes());
+    }
+    body.extend_from_slice(b"hello");
+    let (number, at) = match protocol {
+        Protocol::Tcp => (6, 16),
+        Protocol::Udp => (17, 6),
+        Protocol::Echo => (1, 2),
+    };
+    let total = (20 + body.len()) as u16;
+    let mut header = vec![0x45, 0, (total >> 8) as u8, total as u8, 0, 1, 0, 0, 64, number, 0, 0];
+    header.extend_from_slice(&ip(src.0).octets());
+    header.extend_from_slice(&ip(dst.0).octets());
+    let s = !sum(header.iter().copied());
+    header[10..12].copy_from_slice(&s.to_be_bytes());
+    let pseudo = [0, number, 0, body.len() as u8];
+    let pseudo = header[12..20].iter().copied().chain(pseudo).filter(|_| protocol != Protocol::Echo);
+    let s = !sum(pseudo.chain(body.iter().copied()));
+    body[at..at + 2].copy_from_slice(&s.to_be_bytes());
+    let mut out = Vec::new();
+    out.extend_from_slice(&to);
+    out.extend_from_slice(&from);
+    out.extend_from_slice(&[8, 0]);
+    out.extend(header);
+    out.extend(body);
+    out
+}
+
+fn sums_are_right(frame: &[u8]) {
+    let packet = Ipv4::of(frame).unwrap();
+    assert_eq!(sum(frame[14..34].iter().copied()), 0xffff, "IP header");
+    let body = &frame[34..packet.end];
+    let pseudo = [0, packet.protocol, 0, body.len() as u8];
+    let pseudo = frame[26..34].iter().copied().chain(pseudo).filter(|_| packet.protocol != 1);
+    assert_eq!(sum(pseudo.chain(body.iter().copied())), 0xffff, "transport");
+}
+
+fn ends(frame: &[u8]) -> ((Ipv4Addr, u16), (Ipv4Addr, u16)) {
+    let packet = Ipv4::of(frame).unwrap();
+    let t = packet.transport(frame).unwrap();
+    ((packet.from, t.source(frame)), (packet.to, t.destination(frame)))
+}
+
+#[test]
+fn two_guests_with_the_same_port_get_different_ones_and_their_own_answers() {
+    for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Echo] {
+        let mut nat = nat();
+        let mut seen = Vec::new();
+        for (mac, guest) in [(GUEST, "10.87.0.9"), (OTHER, "10.87.0.10")] {
+            let mut frame = packet(ROUTER, mac, protocol, (guest, 5001), ("198.51.100.7", 53), 2);
+            assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Pass, "{protocol:?}");
+            sums_are_right(&frame);
+            let ((src, port), (dst, _)) = ends(&frame);
+            assert_eq!((src, dst), (ip("192.0.0.2"), ip("198.51.100.7")));
+            assert_eq!(frame[0..12], [PEER, ROUTER].concat()[..]);
+            seen.push((mac, guest, port));
+        }
+        assert_ne!(seen[0].2, seen[1].2);
+        for (mac, guest, port) in seen {
+            let from = if protocol == Protocol::Echo { port } else { 53 };
+            let mut frame = packet(ROUTER, PEER, protocol, ("198.51.100.7", from), ("192.0.0.2", port), 0x12);
+            assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Pass);
+            sums_are_right(&frame);
+            assert_eq!(frame[0..12], [mac, ROUTER].concat()[..]);
+            let ((_, echo), (dst, to)) = ends(&frame);
+            assert_eq!(dst, ip(guest));
+            assert_eq!(if protocol == Protocol::Echo { echo } else { to }, 5001);
+        }
+    }
+}
+
+#[test]
+fn a_forward_asks_for_the_guest_then_delivers_and_its_answers_keep_its_port() {
+    let mut nat = nat();
+    let syn = packet(ROUTER, PEER, Protocol::Tcp, ("192.0.0.1", 40000), ("192.0.0.2", 1), 2);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn.clone()), Verdict::Taken);
+    let question = nat.next_for_network().unwrap();
+    assert_eq!((question[0..6].to_vec(), Arp::of(&question).unwrap().target_ip), (BROADCAST.to_vec(), ip("10.87.0.9")));
+    let mut answer = arp(2, GUEST, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut answer), Verdict::Taken);
+    let delivered = nat.next_for_network().unwrap();
+    sums_are_right(&delivered);
+    assert_eq!(ends(&delivered), ((ip("192.0.0.1"), 40000), (ip("10.87.0.9"), 80)));
+    assert_eq!(delivered[0..6], GUEST);
+    let mut reply = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 80), ("192.0.0.1", 40000), 0x12);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut reply), Verdict::Pass);
+    sums_are_right(&reply);
+    assert_eq!(ends(&reply), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
+    // Nobody starts a connection to the host through that address.
+    let mut other = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 81), ("192.0.0.1", 22), 2);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Drop(Reason::NoDestination));
+}
+
+#[test]
+fn a_guest_that_boots_is_asked_until_the_uplink_would_give_up() {
+    let mut nat = nat();
+    let mut syn = packet(ROUTER, PEER, Protocol::Tcp, ("192.0.0.1", 40000), ("192.0.0.2", 1), 2);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Taken);
+    let (mut now, mut asked) = (Nanos(0), 0);
+    let lost = loop {
+        asked += u64::from(nat.next_for_network().is_some());
+        match nat.poll(now) {
+            (lost, None) => break lost,
+            (0, Some(next)) => now = next,
+            (lost, Some(_)) => panic!("{lost} lost early"),
+        }
+    };
+    assert_eq!((asked, lost, now), (40, 1, HOLD_NS));
+}
+
+#[test]
+fn what_is_for_a_guest_that_is_away_is_refused_at_once() {
+    let mut nat = nat();
+    nat.set_away(vec![ip("10.87.0.9")]);
+    let from = ("192.0.0.1", 40000);
+    let refusal = |frame: &[u8]| {
+        sums_are_right(frame);
+        assert_eq!(frame[0..12], [PEER, ROUTER].concat()[..]);
+        assert_eq!(ends(frame), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
+        let number = |at: usize| u32::from_be_bytes(frame[at..at + 4].try_into().unwrap());
+        (frame[47], number(38), number(42))
+    };
+    // The first segment of a connection: the five bytes that it carries and its SYN are counted.
+    let syn = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), SYN);
+    let mut frame = syn.clone();
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+    assert_eq!(refusal(&frame), (RST | ACK, 0, 6));
+    // One of a connection that stands.
+    let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), ACK);
+    frame[42..46].copy_from_slice(&77u32.to_be_bytes());
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
+    assert_eq!(refusal(&frame), (RST, 77, 0));
+    // A reset is not answered, and nobody is asked for.
+    let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), RST);
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
+    assert_eq!((nat.next_for_network(), nat.deadline(), nat.flows()), (None, None, 0));
+    // It is started, and waited for; and is away again before it answered.
+    nat.set_away(vec![]);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn.clone()), Verdict::Taken);
+    assert_eq!(nat.next_for_uplink(), None);
+    nat.set_away(vec![ip("10.87.0.9")]);
+    assert_eq!(refusal(&nat.next_for_uplink().unwrap()), (RST | ACK, 0, 6));
+    assert_eq!((nat.poll(Nanos(0)), nat.flows()), ((1, None), 0));
+    // Another guest's connections are not touched.
+    let mut out = packet(ROUTER, OTHER, Protocol::Tcp, ("10.87.0.10", 5001), ("198.51.100.7", 80), SYN);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+    let (_, port) = ends(&out).0;
+    let mut back = packet(ROUTER, PEER, Protocol::Tcp, ("198.51.100.7", 80), ("192.0.0.2", port), SYN | ACK);
+    assert_eq!(nat.inbound(Nanos(0), &mut back), Verdict::Pass);
+}
+
+#[test]
+fn the_router_answers_arp_and_echo_for_itself_only() {
+    let mut nat = nat();
+    let mut question = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.2"), BROADCAST);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut question), Verdict::Reply);
+    let answer = Arp::of(&question).unwrap();
+    assert_eq!((answer.operation, answer.sender, answer.sender_ip), (2, ROUTER, ip("10.87.0.2")));
+    let mut other = arp(1, GUEST, ip("10.87.0.9"), [0; 6], ip("10.87.0.7"), BROADCAST);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Taken);
+    let mut ping = packet(ROUTER, GUEST, Protocol::Echo, ("10.87.0.9", 7), ("10.87.0.2", 0), 0);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut ping), Verdict::Reply);
+    sums_are_right(&ping);
+    assert_eq!(ping[0..12], [GUEST, ROUTER].concat()[..]);
+}
+
+#[test]
+fn what_cannot_or_must_not_be_translated_is_dropped_with_a_reason() {
+    let mut nat = nat();
+    let good = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 5), ("198.51.100.7", 53), 0);
+    type Change = dyn Fn(&mut Vec<u8>);
+    let cases: [(&Change, Reason); 7] = [
+        (&|f| f.truncate(13), Reason::Runt),
+        (&|f| f.truncate(40), Reason::NotTransformable),
+        (&|f| f[14] = 0x4f, Reason::NotTransformable),
+        (&|f| f[20] = 0x20, Reason::NotTransformable),
+        (&|f| f[23] = 47, Reason::NotTransformable),
+        (&|f| f[26] = 11, Reason::BadSource),
+        (&|f| f[22] = 1, Reason::NoDestination),
+    ];
+    for (i, (spoil, reason)) in cases.iter().enumerate() {
+        let mut frame = good.clone();
+        spoil(&mut frame);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Drop(*reason), "case {i}");
+    }
+    for to in ["127.0.0.1", "10.87.0.50", "224.0.0.1", "255.255.255.255", "0.0.0.0"] {
+        let mut frame = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 5), (to, 53), 0);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Drop(Reason::NoDestination), "{to}");
+    }
+    let mut frame = packet(ROUTER, PEER, Protocol::Udp, ("198.51.100.7", 53), ("192.0.0.2", 3000), 0);
+    assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
+}
+
+#[test]
+fn no_truncation_panics() {
+    let mut nat = nat();
+    for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Echo] {
+        let frame = packet(ROUTER, GUEST, protocol, ("10.87.0.9", 5), ("198.51.100.7", 53), 0);
+        for n in 0..=frame.len() {
+            nat.outbound(Nanos(0), None, &mut frame[..n].to_vec());
+            nat.inbound(Nanos(0), &mut frame[..n].to_vec());
+        }
+    }
+}
+
+#[test]
+fn a_guest_that_opens_flows_without_end_spends_only_its_own_share_until_they_are_idle() {
+    let mut nat = nat();
+    let mut refused = 0;
+    for n in 0..(FLOWS_PER_SOURCE + 100) {
+        let from = format!("10.87.0.{}", 20 + n % 200);
+        let mut frame = packet(ROUTER, GUEST, Protocol::Udp, (&from, (n / 200 + 2000) as u16), ("198.51.100.7", 53), 0);
+        refused += usize::from(nat.outbound(Nanos(0), None, &mut frame) == Verdict::Drop(Reason::GatewayFull));
+    }
+    assert_eq!(refused, 100);
+    let mut other = packet(ROUTER, OTHER, Protocol::Udp, ("10.87.0.10", 5), ("198.51.100.7", 53), 0);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Pass);
+    let later = UDP_NS.after(Nanos::SECOND);
+    let mut frame = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 9), ("198.51.100.7", 53), 0);
+    assert_eq!(nat.outbound(later, None, &mut frame), Verdict::Pass);
+    assert_eq!(nat.flows(), 1, "idle mappings are gone");
+}
+
+fn secs(n: u64) -> Nanos {
+    Nanos::SECOND.times(n)
+}
+
+fn tcp(from: (&str, u16), to: (&str, u16), flags: u8) -> Vec<u8> {
+    let sender = if from.0.starts_with("10.87.") { GUEST } else { PEER };
+    packet(ROUTER, sender, Protocol::Tcp, from, to, flags)
+}
+
+/// What the router sends into the network by itself: questions by whom they ask for, and other frames.
+fn sent(nat: &mut Nat) -> (Vec<(Mac, Ipv4Addr)>, Vec<Vec<u8>>) {
+    let all = std::iter::from_fn(|| nat.next_for_network());
+    let (questions, frames): (Vec<_>, Vec<_>) = all.partition(|f| f[12..14] == [8, 6]);
+    let asked = |f: Vec<u8>| (f[0..6].try_into().unwrap(), Arp::of(&f).unwrap().target_ip);
+    (questions.into_iter().map(asked).collect(), frames)
+}
+
+fn says(nat: &mut Nat, now: Nanos, mac: Mac) {
+    let mut answer = arp(2, mac, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+    assert_eq!(nat.outbound(now, None, &mut answer), Verdict::Taken);
+}
+
+#[test]
+fn a_first_segment_is_repeated_until_the_guest_answers() {
+    let mut nat = nat();
+    let mut syn = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), SYN);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Taken);
+    // ARP is answered after 3 s, but the guest's TCP does not run for another 2 s.
+    let (mut now, mut segments) = (Nanos(0), Vec::new());
+    while let (0, Some(next)) = nat.poll(now) {
+        let (asked, frames) = sent(&mut nat);
+        assert!(asked.contains(&(BROADCAST, ip("10.87.0.9"))), "asked at {now:?}");
+        for frame in frames {
+            sums_are_right(&frame);
+            assert_eq!((&frame[0..6], ends(&frame).1), (&GUEST[..], (ip("10.87.0.9"), 80)));
+            segments.push(now);
+        }
+        if now == secs(3) {
+            says(&mut nat, now, GUEST);
+        }
+        if now == secs(5) {
+            let mut answer = tcp(("10.87.0.9", 80), ("192.0.0.1", 40000), SYN | ACK);
+            assert_eq!(nat.outbound(now, None, &mut answer), Verdict::Pass);
+        }
+        now = next;
+    }
+    assert_eq!(nat.poll(now), (0, None), "nothing is repeated after the answer");
+    assert!((4..=6).contains(&segments.len()), "{segments:?}");
+    assert!(now <= secs(6));
+}
+
+#[test]
+fn a_guest_that_was_known_and_boots_again_gets_the_first_segment_again() {
+    let mut nat = nat();
+    says(&mut nat, Nanos(0), OTHER);
+    let mut syn = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), SYN);
+    assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Pass);
+    assert_eq!(syn[0..6], OTHER);
+    // It comes back with another MAC; the old one answers nobody.
+    let mut now = Nanos(0);
+    let delivered = loop {
+        let (lost, next) = nat.poll(now);
+        assert_eq!(lost, 0);
+        let (_, frames) = sent(&mut nat);
+        if let Some(frame) = frames.into_iter().find(|f| f[0..6] == GUEST) {
+            break frame;
+        }
+        if now >= secs(1) {
+            says(&mut nat, now, GUEST);
+        }
+        now = next.expect("it is still held");
+    };
+    sums_are_right(&delivered);
+    assert!(now <= secs(4), "{now:?}");
+    // The uplink gives the connection up: nothing is repeated any more.
+    let mut reset = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), RST);
+    assert_eq!(nat.inbound(now, &mut reset), Verdict::Pass);
+    assert_eq!(nat.poll(now), (0, None));
+}
+
+#[test]
+fn what_is_held_has_limits_and_every_loss_is_counted() {
+    let mut nat = nat();
+    let mut lost = 0;
+    for n in 0..(HELD as u16 + 10) {
+        let mut syn = tcp(("192.0.0.1", 40000 + n), ("192.0.0.2", 1), SYN);
+        lost += u64::from(nat.inbound(Nanos(0), &mut syn) == Verdict::Drop(Reason::GatewayFull));
+    }
+    assert_eq!(lost, 10);
+    assert_eq!(nat.poll(HOLD_NS), (HELD as u64, None));
+    assert_eq!(nat.flows(), 0, "nothing is left of connections that nobody answered");
+}
+
+#[test]
+fn the_uplink_is_not_asked_for_its_address_by_every_frame() {
+    let mut nat = nat();
+    nat.uplink_restarted();
+    for n in 0..10_000 {
+        let mut frame = tcp(("10.87.0.9", 2000 + n % 50), ("198.51.100.7", 80), SYN);
+        assert_eq!(nat.outbound(secs(1), None, &mut frame), Verdict::Drop(Reason::LinkDown));
+    }
+    assert_eq!(std::iter::from_fn(|| nat.next_for_uplink()).count(), 1);
+    let mut asked = 0;
+    for n in 0..100 {
+        let mut frame = tcp(("10.87.0.9", 2000), ("198.51.100.7", 80), SYN);
+        nat.outbound(secs(2).after(Nanos::MILLI.times(100 * n)), None, &mut frame);
+        asked += std::iter::from_fn(|| nat.next_for_uplink()).count();
+    }
+    assert_eq!(asked, 10, "once a second");
+}
+
+#[test]
+fn nobody_takes_over_the_address_of_a_guest_that_answers() {
+    let mut nat = nat();
+    says(&mut nat, Nanos(0), GUEST);
+    let to = |nat: &mut Nat, now| {
+        let mut frame = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), ACK);
+        assert_eq!(nat.inbound(now, &mut frame), Verdict::Pass);
+        Mac::try_from(&frame[0..6]).unwrap()
+    };
+    // A message whose sender is not its frame's.
+    let mut lie = arp(2, OTHER, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+    lie[6..12].copy_from_slice(&GUEST);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut lie), Verdict::Drop(Reason::BadSource));
+    for round in 0..10 {
+        let now = secs(10 * round);
+        says(&mut nat, now, OTHER);
+        assert_eq!(sent(&mut nat).0, [(GUEST, ip("10.87.0.9"))], "its holder is asked");
+        says(&mut nat, now, GUEST);
+        nat.poll(now.after(secs(3)));
+        assert_eq!(to(&mut nat, now.after(secs(3))), GUEST);
+    }
+    // One that has gone does not keep it.
+    says(&mut nat, secs(200), OTHER);
+    let mut now = secs(200);
+    while let (_, Some(next)) = nat.poll(now) {
+        now = next;
+    }
+    assert_eq!(to(&mut nat, now), OTHER);
+    assert!(now <= secs(203));
+}
+
+#[test]
+fn answers_go_to_the_station_that_asked_though_another_claims_its_address() {
+    let mut nat = nat();
+    let mut ports = Vec::new();
+    for mac in [GUEST, OTHER] {
+        let mut frame = packet(ROUTER, mac, Protocol::Udp, ("10.87.0.9", 5000), ("198.51.100.7", 53), 0);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Pass);
+        ports.push((mac, ends(&frame).0.1));
+    }
+    assert_ne!(ports[0].1, ports[1].1);
+    for (mac, port) in ports {
+        let mut back = packet(ROUTER, PEER, Protocol::Udp, ("198.51.100.7", 53), ("192.0.0.2", port), 0);
+        assert_eq!(nat.inbound(Nanos(0), &mut back), Verdict::Pass);
+        assert_eq!((&back[0..6], ends(&back).1), (&mac[..], (ip("10.87.0.9"), 5000)));
+    }
+}
+
+#[test]
+fn a_connection_lasts_as_long_as_its_state_says() {
+    let (out, back) = (("10.87.0.9", 4000), ("198.51.100.7", 80));
+    // What is sent out and comes in, and how long its port is kept then.
+    let cases: [(&[u8], &[u8], Nanos); 6] = [
+        (&[SYN], &[], TCP_HALF_NS),
+        (&[SYN], &[SYN | ACK], TCP_NS),
+        (&[SYN, RST], &[], TCP_RESET_NS),
+        (&[SYN], &[SYN | ACK, RST], TCP_RESET_NS),
+        (&[SYN, FIN | ACK], &[SYN | ACK], TCP_HALF_NS),
+        (&[SYN, FIN | ACK], &[FIN | ACK], TCP_CLOSED_NS),
+    ];
+    for (i, (outs, ins, idle)) in cases.into_iter().enumerate() {
+        let mut nat = nat();
+        for flags in outs {
+            assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(out, back, *flags)), Verdict::Pass);
+        }
+        for flags in ins {
+            let mut frame = tcp(back, ("192.0.0.2", 4000), *flags);
+            assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Pass);
+        }
+        nat.sweep(Nanos(idle.0 - 1));
+        assert_eq!(nat.flows(), 1, "case {i}: too early");
+        nat.sweep(idle.after(SWEEP_NS));
+        assert_eq!((nat.flows(), nat.shares.len(), nat.ports.len()), (0, 0, 0), "case {i}");
+    }
+}
+
+#[test]
+fn short_connections_give_way_to_new_ones_and_a_long_one_stays() {
+    let mut nat = nat();
+    let mut long = tcp(("10.87.0.9", 22), ("198.51.100.7", 22), SYN);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut long), Verdict::Pass);
+    let port = ends(&long).0.1;
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(("198.51.100.7", 22), ("192.0.0.2", port), SYN | ACK)), Verdict::Pass);
+    // A thousand connections a second, and nobody waits for one.
+    for n in 0..40_000u64 {
+        let now = Nanos::MILLI.times(n);
+        let from = format!("10.87.0.{}", 20 + n / 20_000);
+        let mut frame = tcp((&from, (2000 + n % 20_000) as u16), ("198.51.100.7", 80), SYN);
+        assert_eq!(nat.outbound(now, Some(Token(1)), &mut frame), Verdict::Pass, "{n}");
+    }
+    assert!(nat.flows() <= FLOWS_PER_SOURCE + 1);
+    assert!(nat.shares[&Source::Port(Token(1))].yielding.len() <= 2 * FLOWS_PER_SOURCE);
+    let mut back = tcp(("198.51.100.7", 22), ("192.0.0.2", port), ACK);
+    assert_eq!(nat.inbound(secs(41), &mut back), Verdict::Pass);
+}
+
+#[test]
+fn a_guest_that_makes_up_addresses_spends_one_share_and_leaves_nothing_behind() {
+    let mut nat = nat();
+    let mut passed = 0;
+    for n in 0..20_000u32 {
+        let [_, a, b, c] = n.to_be_bytes();
+        let station = [2, 9, 9, a, b, c];
+        let mut frame = packet(ROUTER, station, Protocol::Udp, ("10.87.0.77", 7000), ("198.51.100.7", 53), 0);
+        passed += usize::from(nat.outbound(Nanos(0), Some(Token(4)), &mut frame) == Verdict::Pass);
+    }
+    assert_eq!((passed, nat.shares.len(), nat.neighbours.len()), (FLOWS_PER_SOURCE, 1, 0));
+}
+
+#[test]
+fn every_port_is_given_once_and_the_search_says_when_there_is_none() {
+    let mut taken = Taken::new();
+    let mut seen = std::collections::HashSet::new();
+    while let Some(port) = taken.free_from(40_001) {
+        assert!(port >= FIRST_PORT && seen.insert(port));
+        taken.set(port, true);
+    }
+    assert_eq!(seen.len(), usize::from(u16::MAX - FIRST_PORT) + 1);
+    taken.set(40_000, false);
+    assert_eq!(taken.free_from(40_001), Some(40_000));
+}
+
+/// An ICMP error with right sums: its type and code, the word behind its sum, and the packet that it quotes.
+fn error(macs: (Mac, Mac), from: &str, to: &str, ttl: u8, kind: [u8; 2], word: [u8; 4], quoted: &[u8]) -> Vec<u8> {
+    let mut body = [&kind[..], &[0, 0], &word, quoted].concat();
+    let s = !sum(body.iter().copied());
+    body[2..4].copy_from_slice(&s.to_be_bytes());
+    let total = (20 + body.len()) as u16;
+    let mut header = vec![0x45, 0, (total >> 8) as u8, total as u8, 0, 9, 0, 0, ttl, 1, 0, 0];
+    header.extend_from_slice(&ip(from).octets());
+    header.extend_from_slice(&ip(to).octets());
+    let s = !sum(header.iter().copied());
+    header[10..12].copy_from_slice(&s.to_be_bytes());
+    [&macs.0[..], &macs.1, &[8, 0], &header, &body].concat()
+}
+
+/// A frame as it is one hop on.
+fn a_hop_on(frame: &[u8]) -> Vec<u8> {
+    let mut frame = frame.to_vec();
+    Ipv4::of(&frame).unwrap().live(&mut frame).unwrap();
+    frame
+}
+
+/// "Fragmentation needed, the MTU is 1280", port unreachable, time exceeded, parameter problem.
+const ERRORS: [([u8; 2], [u8; 4]); 4] =
+    [([3, 4], [0, 0, 5, 0]), ([3, 3], [0; 4]), ([11, 0], [0; 4]), ([12, 0], [20, 0, 0, 0])];
+
+#[test]
+fn an_error_about_a_guests_packet_reaches_it_with_its_own_packet_in_it() {
+    for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Echo] {
+        for (kind, word) in ERRORS {
+            let mut nat = nat();
+            let mine = |mac, from| packet(ROUTER, mac, protocol, (from, 4000), ("198.51.100.7", 443), ACK);
+            // The first guest has the port, so the second one's is another.
+            nat.outbound(Nanos(0), None, &mut mine(GUEST, "10.87.0.9"));
+            let original = mine(OTHER, "10.87.0.10");
+            let mut out = original.clone();
+            assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+            assert_ne!(ends(&out).0.1, 4000);
+            // Eight bytes of it as RFC 792 has it, all of it as RFC 1812 has it, and just not TCP's sum.
+            for quoted in [28, out.len() - 14, 36.min(out.len() - 14)] {
+                let quoted = 14..14 + quoted;
+                let way = ("203.0.113.9", "192.0.0.2");
+                let mut got = error((ROUTER, PEER), way.0, way.1, 60, kind, word, &out[quoted.clone()]);
+                assert_eq!(nat.inbound(Nanos(1), &mut got), Verdict::Pass, "{protocol:?} {kind:?}");
+                let original = &a_hop_on(&original)[quoted];
+                let want = error((OTHER, ROUTER), "203.0.113.9", "10.87.0.10", 59, kind, word, original);
+                assert_eq!(got, want, "{protocol:?} {kind:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_guests_error_leaves_with_the_packet_that_the_uplink_sent_in_it() {
+    for (kind, word) in ERRORS {
+        let mut nat = nat();
+        for mac in [GUEST, OTHER] {
+            let from = if mac == GUEST { "10.87.0.9" } else { "10.87.0.10" };
+            let mut out = packet(ROUTER, mac, Protocol::Udp, (from, 4000), ("198.51.100.7", 53), 0);
+            assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+            let port = ends(&out).0.1;
+            let sent = packet(ROUTER, PEER, Protocol::Udp, ("198.51.100.7", 53), ("192.0.0.2", port), 0);
+            let mut came = sent.clone();
+            assert_eq!(nat.inbound(Nanos(0), &mut came), Verdict::Pass);
+            let mut got = error((ROUTER, mac), from, "198.51.100.7", 64, kind, word, &came[14..]);
+            assert_eq!(nat.outbound(Nanos(0), None, &mut got), Verdict::Pass);
+            let quoted = &a_hop_on(&sent)[14..];
+            assert_eq!(got, error((PEER, ROUTER), "192.0.0.2", "198.51.100.7", 63, kind, word, quoted));
+        }
+    }
+}
+
+#[test]
+fn errors_of_a_connection_through_a_forward_find_both_ends() {
+    let mut nat = nat();
+    let mut arp = arp(2, GUEST, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+    nat.outbound(Nanos(0), None, &mut arp);
+    let (kind, word) = ERRORS[0];
+    let syn = packet(ROUTER, PEER, Protocol::Tcp, ("192.0.0.1", 5000), ("192.0.0.2", 1), SYN);
+    let mut came = syn.clone();
+    assert_eq!(nat.inbound(Nanos(0), &mut came), Verdict::Pass);
+    let mut got = error((ROUTER, GUEST), "10.87.0.9", "192.0.0.1", 64, kind, word, &came[14..]);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut got), Verdict::Pass);
+    assert_eq!(got, error((PEER, ROUTER), "192.0.0.2", "192.0.0.1", 63, kind, word, &a_hop_on(&syn)[14..]));
+    let answer = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 80), ("192.0.0.1", 5000), SYN | ACK);
+    let mut out = answer.clone();
+    assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+    let mut got = error((ROUTER, PEER), "192.0.0.1", "192.0.0.2", 64, kind, word, &out[14..]);
+    assert_eq!(nat.inbound(Nanos(0), &mut got), Verdict::Pass);
+    assert_eq!(got, error((GUEST, ROUTER), "192.0.0.1", "10.87.0.9", 63, kind, word, &a_hop_on(&answer)[14..]));
+}
+
+#[test]
+fn errors_about_nothing_that_is_known_go_nowhere() {
+    let mut nat = nat();
+    let mut out = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 4000), ("198.51.100.7", 53), 0);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+    let (kind, word) = ERRORS[1];
+    let way = |quoted: &[u8]| error((ROUTER, PEER), "203.0.113.9", "192.0.0.2", 60, kind, word, quoted);
+    let quoting = |src, dst| way(&packet(PEER, ROUTER, Protocol::Udp, src, dst, 0)[14..]);
+    let far = ("198.51.100.7", 53);
+    let drop = |reason| Verdict::Drop(reason);
+    assert_eq!(nat.inbound(Nanos(0), &mut quoting(("192.0.0.2", 4001), far)), drop(Reason::NoDestination));
+    assert_eq!(nat.inbound(Nanos(0), &mut quoting(("192.0.0.3", 4000), far)), drop(Reason::NoDestination));
+    // Of a forward, but of no connection through it.
+    let rule = packet(PEER, ROUTER, Protocol::Tcp, ("192.0.0.2", 1), far, 0);
+    assert_eq!(nat.inbound(Nanos(0), &mut way(&rule[14..])), drop(Reason::NoDestination));
+    // Cut short, at every length; what quotes the ports is enough.
+    let whole = way(&out[14..]);
+    for len in 34..whole.len() {
+        let mut short = whole[..len].to_vec();
+        short[16..18].copy_from_slice(&(len as u16 - 14).to_be_bytes());
+        let want = if len < 34 + 8 + 28 { drop(Reason::NotTransformable) } else { Verdict::Pass };
+        assert_eq!(nat.inbound(Nanos(0), &mut short), want, "{len} bytes");
+    }
+    // A later fragment has no ports; an error about an error, and one of a kind that is not passed.
+    let mut fragment = out.clone();
+    fragment[21] = 9;
+    assert_eq!(nat.inbound(Nanos(0), &mut way(&fragment[14..])), drop(Reason::NotTransformable));
+    assert_eq!(nat.inbound(Nanos(0), &mut way(&whole[14..])), drop(Reason::NotTransformable));
+    let mut redirect = error((ROUTER, PEER), "203.0.113.9", "192.0.0.2", 60, [5, 1], [0; 4], &out[14..]);
+    assert_eq!(nat.inbound(Nanos(0), &mut redirect), drop(Reason::NotTransformable));
+    // A guest may complain only about what came to it, to whoever sent that, and not to the host itself.
+    let came = |from, to| packet(GUEST, ROUTER, Protocol::Udp, from, (to, 4000), 0);
+    for (quoted, to, want) in [
+        (came(far, "10.87.0.9"), "198.51.100.7", Verdict::Pass),
+        (came(far, "10.87.0.9"), "198.51.100.8", drop(Reason::BadSource)),
+        (came(far, "10.87.0.10"), "198.51.100.7", drop(Reason::BadSource)),
+        (came(("127.0.0.1", 53), "10.87.0.9"), "127.0.0.1", drop(Reason::NoDestination)),
+        (came(("192.0.0.1", 53), "10.87.0.9"), "192.0.0.1", drop(Reason::NoDestination)),
+    ] {
+        let mut frame = error((ROUTER, GUEST), "10.87.0.9", to, 64, kind, word, &quoted[14..]);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut frame), want, "to {to}");
+    }
+    let mut frame = error((ROUTER, OTHER), "10.87.0.9", far.0, 64, kind, word, &came(far, "10.87.0.9")[14..]);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut frame), drop(Reason::NoDestination), "another station's mapping");
+}
+
+#[test]
+fn the_router_answers_a_packet_whose_hops_are_used_up() {
+    let mut nat = nat();
+    for protocol in [Protocol::Tcp, Protocol::Udp, Protocol::Echo] {
+        let mut last = packet(ROUTER, GUEST, protocol, ("10.87.0.9", 4000), ("198.51.100.7", 33_434), SYN);
+        last[22] = 1;
+        update(&mut last, 24, &[64 << 8], &[1 << 8]);
+        let quoted = last[14..].to_vec();
+        assert_eq!(nat.outbound(Nanos(0), None, &mut last), Verdict::Drop(Reason::NoDestination));
+        let got = nat.next_for_network().unwrap();
+        let mut want = error((GUEST, ROUTER), "10.87.0.2", "10.87.0.9", 64, [11, 0], [0; 4], &quoted);
+        // Precedence, and no identification.
+        (want[15], want[19]) = (0xc0, 0);
+        update(&mut want, 24, &[0x4500, 9], &[0x45c0, 0]);
+        assert_eq!(got, want, "{protocol:?}");
+        assert_eq!(nat.flows(), 0, "no port is taken for it");
+    }
+    // Not about an error, and only so many.
+    let came = packet(GUEST, ROUTER, Protocol::Udp, ("198.51.100.7", 53), ("10.87.0.9", 4000), 0);
+    let mut complaint = error((ROUTER, GUEST), "10.87.0.9", "198.51.100.7", 1, [3, 3], [0; 4], &came[14..]);
+    assert!(matches!(nat.outbound(Nanos(0), None, &mut complaint), Verdict::Drop(_)));
+    assert_eq!(nat.next_for_network(), None);
+    for _ in 0..1000 {
+        let mut last = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 4000), ("198.51.100.7", 33_434), 0);
+        last[22] = 1;
+        nat.outbound(Nanos(0), None, &mut last);
+    }
+    assert_eq!(std::iter::from_fn(|| nat.next_for_network()).count(), ERRORS_PER_SECOND as usize - 3);
+}
+
+#[test]
+fn whatever_is_quoted_nothing_panics_and_what_is_damaged_stays_damaged() {
+    let seed = std::env::var("TOMBOLO_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x5eed);
+    println!("TOMBOLO_SEED={seed}");
+    let mut state: u64 = seed;
+    let mut random = |below: usize| {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as usize % below
+    };
+    // Zero and 0xffff are one number in this arithmetic.
+    let essence = |bytes: &[u8]| sum(bytes.iter().copied()) % 0xffff;
+    let mut passed = 0;
+    for round in 0..20_000 {
+        let mut nat = nat();
+        let protocol = [Protocol::Tcp, Protocol::Udp, Protocol::Echo][random(3)];
+        let mut out = packet(ROUTER, GUEST, protocol, ("10.87.0.9", 900), ("198.51.100.7", 53), ACK);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut out), Verdict::Pass);
+        let (kind, word) = ERRORS[random(4)];
+        let quoted = &out[14..14 + 28 + random(out.len() - 42 + 1)];
+        let mut frame = error((ROUTER, PEER), "203.0.113.9", "192.0.0.2", 60, kind, word, quoted);
+        for _ in 0..random(4) {
+            let at = random(frame.len());
+            frame[at] = random(256) as u8;
+        }
+        if random(4) == 0 {
+            frame.truncate(random(frame.len()));
+        }
+        let before = frame.clone();
+        let verdict =
+            if random(2) == 0 { nat.inbound(Nanos(0), &mut frame) } else { nat.outbound(Nanos(0), None, &mut frame) };
+        if verdict == Verdict::Pass && before[23] == 1 && before[34] == kind[0] {
+            passed += 1;
+            let ip = Ipv4::of(&before).unwrap();
+            let at = 14 + ip.header_bytes;
+            assert_eq!(essence(&before[14..at]), essence(&frame[14..at]), "round {round}: IP header");
+            assert_eq!(essence(&before[at..ip.end]), essence(&frame[at..ip.end]), "round {round}: the error");
+        }
+    }
+    assert!(passed > 2000, "{passed} errors passed");
+}

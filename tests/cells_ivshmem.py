@@ -1,0 +1,340 @@
+"""Cells on shared memory: the devices of stock QEMU, and a peer that was written from the specifications alone (lib/ivshmem.py)."""
+
+import contextlib
+import json
+import os
+import random
+import struct
+import time
+
+from lib import CellGuest, scratch, timeout, until
+from lib.ivshmem import CHANNEL, NETWORK, READY, RESET, RUN, NetPeer, Region, Server, header
+
+CELL, HOST = "10.0.0.2", "10.0.0.1"
+MAC = bytes.fromhex("525400a1b2c3")
+MACHINES = ("q35", "microvm")
+KINDS = ("doorbell", "plain")
+
+
+def device(kind, region, path, vectors=2, ident="s0"):
+    """QEMU's arguments for one device."""
+    if kind == "doorbell":
+        return ["-chardev", f"socket,path={path},id={ident}", "-device", f"ivshmem-doorbell,chardev={ident},vectors={vectors}"]
+    backend = f"memory-backend-file,id={ident},mem-path={region.path()},size={region.size},share=on"
+    return ["-object", backend, "-device", f"ivshmem-plain,memdev={ident}"]
+
+
+def cell(app, machine, extra, append=f"ip={CELL}/24", **others):
+    return CellGuest(app, machine=machine, extra=extra, append=append, pcie=True, acpi=True, **others)
+
+
+@contextlib.contextmanager
+def network(machine, kind, app="echo", size=1 << 20, vectors=2, append=f"ip={CELL}/24 verbose", wait=True, header_vectors=None, **fields):
+    """A cell on a link whose other end this process is: yields the peer, the region, the server and the cell."""
+    if header_vectors is None:
+        header_vectors = vectors if kind == "doorbell" else 0
+    page = header(NETWORK, vectors=header_vectors, region_bytes=size, mac=MAC, **fields)
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        region = Region(page, size)
+        stack.callback(region.close)
+        server = stack.enter_context(Server(folder / "s", region)) if kind == "doorbell" else None
+        peer = NetPeer(region, ring=server.ring if server else None, eventfds=server.peers[0] if server else ())
+        guest = stack.enter_context(cell(app, machine, device(kind, region, folder / "s", vectors), append))
+        if wait:
+            peer.wait_run()
+        yield peer, region, server, guest
+
+
+def talk(peer, count=20):
+    mac = peer.arp(CELL)
+    assert mac == MAC, mac.hex(":")
+    lost = [size for size in [0, 1, 56, 1000, 1472] * (count // 5) if peer.ping(mac, CELL, sequence=size + 1, size=size) is None]
+    assert not lost, f"pings of {lost} bytes were lost"
+
+
+def each(test):
+    """The test on each machine with each kind of device, as tests of their own."""
+    for machine in MACHINES:
+        for kind in KINDS:
+            def one(machine=machine, kind=kind):
+                test(machine, kind)
+            one.timeout_s = getattr(test, "timeout_s", 120)
+            one.__doc__ = test.__doc__
+            globals()[f"test_{test.__name__}_{machine}_{kind}"] = one
+    return None
+
+
+@each
+def arp_and_ping(machine, kind):
+    """Frames both ways, bit for bit as the layout says."""
+    with network(machine, kind) as (peer, _region, _server, guest):
+        talk(peer, 100)
+        assert guest.alive()
+
+
+@each
+def memory_above_4_gib(machine, kind):
+    """A region that fits nowhere below: its base address comes from the firmware (q35) or from the cell (microvm)."""
+    with network(machine, kind, size=4 << 30, output_bytes=0x7f000) as (peer, _region, _server, _guest):
+        talk(peer)
+
+
+def test_firmware_that_gives_no_addresses():
+    page = header(NETWORK, mac=MAC)
+    with scratch() as folder:
+        region = Region(page)
+        with Server(folder / "s", region) as server:
+            peer = NetPeer(region, ring=server.ring, eventfds=server.peers[0])
+            extra = ["-bios", "qboot.rom", *device("doorbell", region, folder / "s")]
+            with cell("echo", "q35", extra):
+                peer.wait_run()
+                talk(peer)
+
+
+def test_one_vector_for_both_events():
+    with network("q35", "doorbell", vectors=1) as (peer, _region, _server, _guest):
+        talk(peer)
+
+
+def test_a_header_without_vectors_is_obeyed():
+    """The device has a doorbell, the link has none: the cell looks by itself."""
+    with network("q35", "doorbell", header_vectors=0) as (peer, _region, server, _guest):
+        peer._ring = None
+        talk(peer)
+
+
+@each
+def peer_that_resets_in_the_middle(machine, kind):
+    """Frames half told, then a new life of the host: the link comes back, the cell's address stays, nothing reboots."""
+    with network(machine, kind) as (peer, region, _server, guest):
+        talk(peer)
+        mac = peer.arp(CELL)
+        for life in range(5):
+            # Descriptors and an index that are ahead of any frame; requests that nobody will take the answers to.
+            for _ in range(life * 7):
+                peer.send(peer.ethernet(mac, 0x0800, os.urandom(100)))
+            region.u32(peer.own + 16 * (peer.sent % peer.ring.num)).value = 0xdeadbeef
+            peer.set_state(RESET)
+            until("the cell follows", lambda: peer.peer_state != RUN, 10, 0.001)
+            peer.wait_run()
+            talk(peer)
+        assert sum("net up" in line for _, line in guest.lines) == 1, guest.tail()
+
+
+def corrupt(peer, region, number, value):
+    """Writes junk to one word of the peer's rings, or to the words that only the cell has to write."""
+    ring, own, other = peer.ring, peer.own, peer.other
+    index = peer.sent % ring.num
+    where = [
+        lambda: setattr(region.u16(own + ring.avail + 2), "value", value & 0xffff),
+        lambda: (setattr(region.u16(own + ring.avail + 4 + 2 * index), "value", value & 0xffff), publish()),
+        lambda: (setattr(region.u32(own + 16 * index), "value", value), setattr(region.u32(own + 16 * index + 8), "value", 60), publish()),
+        lambda: (setattr(region.u32(own + 16 * index + 4), "value", value), setattr(region.u32(own + 16 * index + 8), "value", 60), publish()),
+        lambda: (setattr(region.u32(own + 16 * index), "value", ring.data), setattr(region.u32(own + 16 * index + 8), "value", value), publish()),
+        lambda: (setattr(region.u32(own + 16 * index), "value", ring.data), setattr(region.u32(own + 16 * index + 8), "value", 60),
+                 setattr(region.u16(own + 16 * index + 12), "value", value & 0xffff or 1), publish()),
+        lambda: setattr(region.u16(own + ring.used + 2), "value", value & 0xffff),
+        lambda: [setattr(region.u32(own + ring.used + 4 + 4 * word), "value", value) for word in range(2 * ring.num)],
+        lambda: setattr(region.u16(own + ring.used_event), "value", value & 0xffff),
+        lambda: setattr(region.u16(own + ring.avail_event), "value", value & 0xffff),
+        # What the cell wrote and remembers by itself.
+        lambda: [setattr(region.u32(other + 4 * word), "value", value) for word in range(ring.data // 4)],
+        lambda: setattr(region.state(peer.ident), "value", value),
+        lambda: setattr(region.state(peer.peer), "value", value),
+    ]
+
+    def publish():
+        region.u16(own + ring.avail + 2).value = (peer.sent + 1) & 0xffff
+
+    if number >= len(where):
+        return False
+    where[number]()
+    return True
+
+
+@timeout(240)
+def hostile_words(machine, kind):
+    """Whatever a peer writes into whichever word: the cell lives, and the link works again after both began anew."""
+    with network(machine, kind) as (peer, region, _server, guest):
+        seed = random.randrange(1 << 32)
+        print(f"seed {seed}")
+        junk = random.Random(seed)
+        mac = peer.arp(CELL)
+        number = 0
+        for number in range(100):
+            for value in (0xffffffff, 0, 0x7fff8000, junk.randrange(1 << 32)):
+                peer.wait_run()
+                if not corrupt(peer, region, number, value):
+                    break
+                peer.notify(1)
+                peer.notify(0)
+                time.sleep(0.01)
+                assert guest.alive(), guest.tail()
+                # The cell may be down by now, or not have minded; a peer that begins anew finds it.
+                peer.set_state(RESET)
+                until(f"the cell follows after word {number} = {value:#x}", lambda: peer.peer_state < READY, 10, 0.001)
+                peer.wait_run()
+                assert peer.ping(mac, CELL) is not None, f"no ping after word {number} = {value:#x}"
+            else:
+                continue
+            break
+        assert number == 13, number
+
+
+each(hostile_words)
+
+
+def test_junk_in_every_word_of_the_header():
+    """The cell says what it does not like and ends by its own code, or goes on where the word does not matter."""
+    good = header(NETWORK, vectors=0, mac=MAC)
+    junk = random.Random(7)
+    refused = []
+    for word in range(26):
+        for value in (0, 0xffffffff, junk.randrange(1 << 32)):
+            page = bytearray(good)
+            struct.pack_into("<I", page, 4 * word, value)
+            if page == good:
+                continue
+            region = Region(page)
+            with cell("echo", "microvm", device("plain", region, None), f"ip={CELL}/24 net=lan") as guest:
+                ended = until("an end or the network", lambda: not guest.alive() or "net up" in guest.text, 20)
+                assert ended
+                if not guest.alive():
+                    code = guest.wait()
+                    assert code == 3, f"word {word} = {value:#x}: ended by {code}\n{guest.tail()}"
+                    why = [line for _, line in guest.lines if "is not used: " in line or "ivshmem link" in line or "net=lan: no" in line]
+                    assert why, f"word {word} = {value:#x}: no reason given\n{guest.tail()}"
+                    refused.append(word)
+                else:
+                    # Words that do not matter: vectors of a plain device, the address, the MTU, bytes of the name.
+                    assert word in (5, 16, 17) or 18 <= word, f"word {word} = {value:#x} was taken\n{guest.tail()}"
+            region.close()
+    assert set(range(3)) <= set(refused) and {4, 6, 8, 12, 14} <= set(refused), refused
+
+
+def test_a_storm_of_rings_and_answers_that_nobody_takes():
+    with network("q35", "doorbell") as (peer, region, server, guest):
+        mac = peer.arp(CELL)
+        for _ in range(50000):
+            server.ring(1, 0)
+            server.ring(1, 1)
+        assert peer.ping(mac, CELL) is not None
+        # Requests whose answers stay: the cell's ring fills, and it goes on.
+        request = peer.ethernet(b"\xff" * 6, 0x0806, struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + peer.mac + bytes([10, 0, 0, 1]) + bytes(6) + bytes([10, 0, 0, 2]))
+        sent = 0
+        deadline = time.monotonic() + 30
+        while sent < 6000 and time.monotonic() < deadline:
+            sent += peer.send(request)
+        assert sent == 6000, f"the cell took only {sent} frames"
+        until("the cell's ring is full", lambda: region.u16(peer.other + peer.ring.avail + 2).value - peer.taken & 0xffff >= peer.ring.num, 10)
+        before = guest.cpu_seconds()
+        time.sleep(1)
+        assert guest.cpu_seconds() - before < 0.2, "a full ring keeps the cell awake"
+        peer.listen(lambda frame: False, 0.5)
+        assert peer.ping(mac, CELL) is not None
+
+
+def test_the_server_may_go_while_the_link_stays():
+    with network("q35", "doorbell") as (peer, _region, server, _guest):
+        talk(peer)
+        server.stop()
+        talk(peer)
+
+
+@each
+def idle(machine, kind):
+    """A quiet cell sleeps: with doorbell altogether, without it looks up to fifty times a second."""
+    with network(machine, kind) as (peer, _region, _server, guest):
+        talk(peer)
+        time.sleep(0.5)
+        before = guest.cpu_seconds()
+        time.sleep(5)
+        percent = (guest.cpu_seconds() - before) / 5 * 100
+        print(f"{percent:.2f} % of a core")
+        assert percent < 2.5, percent
+
+
+@contextlib.contextmanager
+def direct(machines, kind, words, protocol=CHANNEL, **fields):
+    """Two cells of the app `control` on one link with no switch between them: yields the plant, the controller, region and server."""
+    page = header(protocol, vectors=2 if kind == "doorbell" else 0, name="control", **fields)
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        region = Region(page)
+        stack.callback(region.close)
+        server = stack.enter_context(Server(folder / "s", region, host=False)) if kind == "doorbell" else None
+        guests = []
+        for ident, (role, machine) in enumerate(zip(("plant", "controller"), machines)):
+            append = f"role={role} {words}" + (f" ivshmem.control.id={ident}" if kind == "plain" else "")
+            guests.append(stack.enter_context(cell("control", machine, device(kind, region, folder / "s"), append)))
+        yield *guests, region, server
+
+
+def result(controller, plant=None, seconds=60):
+    """The controller's line for programs, after both have left with success."""
+    code = controller.wait(seconds)
+    assert code == 5, f"the controller ended by {code}\n{controller.tail()}"
+    if plant:
+        assert plant.wait(seconds) == 5, plant.tail()
+    lines = [line for _, line in controller.lines if line.startswith("{")]
+    assert len(lines) == 1, controller.tail()
+    return json.loads(lines[0])
+
+
+@each
+def control_loop(machine, kind):
+    """A command and a reply in each period, to the set point: most periods have theirs even on a busy machine."""
+    with direct((machine, "microvm"), kind, "count=600 period_us=5000 max_missed=300") as (plant, controller, region, _server):
+        found = result(controller, plant)
+        print(found)
+        assert found["wake"] == ("doorbell" if kind == "doorbell" else "polled") and found["set_point_reached"]
+        assert found["periods"] == 600 and found["missed"] <= 300 <= found["replies"]
+        rtt = found["rtt_us"]
+        assert 0 < rtt["min"] <= rtt["p50"] <= rtt["p99"] <= rtt["p99.9"] <= rtt["max"] and rtt["p50"] < 5000
+
+
+@each
+def round_trips(machine, kind):
+    """Records, and bare rings, back and forth as fast as they go."""
+    for what in ("records", "doorbell"):
+        for wait in ("sleep", "tasks"):
+            words = f"what={what} wait={wait} period_us=0 count=500"
+            with direct((machine, machine), kind, words) as (plant, controller, _region, _server):
+                found = result(controller, plant)
+                print(found)
+                assert (found["what"], found["wait"], found["replies"], found["missed"]) == (what, wait, 500, 0), found
+
+
+@each
+def controller_that_is_killed_and_replaced(machine, kind):
+    """The plant notices, waits, and goes on with the next one; it is not started anew."""
+    with direct((machine, machine), kind, "count=2000 period_us=2000 max_missed=2000 patience_s=30") as (plant, controller, region, server):
+        until("the loop runs", lambda: region.state(1).value == RUN and region.u16(region.output(1) + 128).value > 100, 20)
+        controller.kill()
+        if kind == "plain":
+            # Nobody notices there, until the next one begins.
+            assert region.state(1).value == RUN
+        append = "role=controller count=800 max_missed=800" + (" ivshmem.control.id=1" if kind == "plain" else "")
+        with cell("control", machine, device(kind, region, server.path if server else None), append) as second:
+            found = result(second, plant)
+            assert found["replies"] > 0, found
+
+
+def test_a_channel_peer_that_is_none():
+    """States as they should be, and sections that are not: the app is told, and says so."""
+    with scratch() as folder:
+        region = Region(header(CHANNEL, name="control"))
+        with Server(folder / "s", region) as server:
+            peer = NetPeer(region, ring=server.ring, eventfds=server.peers[0])
+            with cell("control", "q35", device("doorbell", region, folder / "s"), "role=plant") as guest:
+                until("the cell's answer", lambda: peer.step() or not guest.alive(), 20)
+                assert guest.wait() == 3 and "the peer's section begins with" in guest.text, guest.tail()
+        region.close()
+
+
+def test_links_that_are_not_there_are_named():
+    with scratch() as folder:
+        region = Region(header(CHANNEL, name="left"))
+        with Server(folder / "s", region):
+            with cell("control", "q35", device("doorbell", region, folder / "s"), "role=plant") as guest:
+                assert guest.wait(20) == 3 and 'no ivshmem link "control" is free; there are ["left"]' in guest.text, guest.tail()
+        region.close()
