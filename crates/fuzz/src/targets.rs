@@ -74,7 +74,9 @@ pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
                 assert!(!machine.is_up() || word == 3, "up with a peer in {word}");
                 if action == Action::Initialise {
                     initialise(&geometry, own);
-                    (sender.restart(), receiver.restart(), records_end.restart());
+                    sender.restart();
+                    receiver.restart();
+                    records_end.restart();
                 }
                 behaviour.note((std::mem::discriminant(&action), machine.own().word(), machine.peer().word()));
             }
