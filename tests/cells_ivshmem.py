@@ -96,6 +96,12 @@ def test_one_vector_for_both_events():
         talk(peer)
 
 
+def test_a_device_with_fewer_vectors_than_its_link_is_polled():
+    with network("q35", "doorbell", vectors=1, header_vectors=2) as (peer, _region, _server, guest):
+        talk(peer)
+        assert "no interrupt for them here: polled" in guest.text, guest.tail()
+
+
 def test_a_header_without_vectors_is_obeyed():
     """The device has a doorbell, the link has none: the cell looks by itself."""
     with network("q35", "doorbell", header_vectors=0) as (peer, _region, server, _guest):
