@@ -3,16 +3,20 @@
 //! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
 //! commands has a file, with its flags, what they do, and their tests.
 
+mod bypass;
+mod call;
 mod capture;
 mod cell;
 mod doctor;
 mod down;
 mod exit;
+mod keeper;
 mod manual;
 mod out;
 mod port;
 mod section;
 mod select;
+mod service;
 mod status;
 mod terminal;
 mod top;
@@ -65,6 +69,14 @@ enum Command {
     /// Run, list, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
+    /// Let traffic between taps, veths and cards skip the kernel's forwarding, NAT and firewall kept true
+    #[command(subcommand)]
+    Bypass(bypass::Bypass),
+    /// List and watch the services that run
+    #[command(subcommand)]
+    Service(service::Service),
+    /// Call a service with a deadline
+    Call(call::Call),
     /// Find out what this machine can do, and what to do about the rest
     Doctor(doctor::Doctor),
     /// Print the version
@@ -73,6 +85,9 @@ enum Command {
     Completions(manual::Completions),
     /// Print the manual page, or write the pages of all commands into a folder
     Man(manual::Man),
+    /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
+    #[command(hide = true)]
+    Keeper(keeper::Keeper),
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
@@ -85,10 +100,14 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Port(port) => port.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
+        Command::Bypass(bypass) => bypass.run(),
+        Command::Service(service) => service.run(),
+        Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
+        Command::Keeper(keeper) => keeper.run(),
     }
 }
 

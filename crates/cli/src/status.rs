@@ -54,6 +54,7 @@ fn render(status: &Status, colour: bool) -> String {
     section(networks(status).render(colour));
     section(machines(&status.machines).render(colour));
     section(ports(&status.ports).render(colour));
+    section(links(status).render(colour));
     section(forwards(status).render(colour));
     section(leases(status).render(colour));
     section(workers(status).render(colour));
@@ -136,6 +137,34 @@ pub(crate) fn ports(ports: &[PortReport]) -> Table {
             }
         }
         notes.extend(p.last_fault.iter().map(|f| format!("last fault: {f}")));
+    }
+    table
+}
+
+/// Links of shared memory: one row for each, and a note for each peer.
+fn links(status: &Status) -> Table {
+    let mut table =
+        Table::new(&["SHARED MEMORY", "KIND", "VERSION", ">BYTES", ">BELLS", ">PEERS", ">OUT", ">IN", "KEPT"]);
+    for l in &status.links {
+        let (out, waiting) = l.rings.as_ref().map_or((String::new(), String::new()), |r| {
+            (format!("{}/{}", r.frames_out, r.frames_out_max), format!("{}/{}", r.frames_waiting, r.frames_waiting_max))
+        });
+        let notes = table.row(&[
+            &l.name,
+            &l.kind,
+            &format!("{}{}", l.version, if l.plain { " plain" } else { "" }),
+            &scaled(l.region_bytes as f64, "B"),
+            &l.vectors.to_string(),
+            &format!("{}/{}", l.peers.len(), l.max_peers),
+            &dash(out),
+            &dash(waiting),
+            if l.kept { "yes" } else { "no" },
+        ]);
+        notes.extend(l.peers.iter().map(|p| {
+            let who = p.name.clone().unwrap_or_else(|| "a process".into());
+            let pid = p.pid.map(|pid| format!(", process {pid}")).unwrap_or_default();
+            format!("{}: {who}{pid}, {}", p.id, p.state)
+        }));
     }
     table
 }

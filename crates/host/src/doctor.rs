@@ -72,6 +72,12 @@ fn first_line(program: &Path, args: &[&str]) -> Result<String, String> {
     Ok(String::from_utf8_lossy(&text).lines().next().unwrap_or("").to_string())
 }
 
+/// All that a program says; nothing where it does not run.
+fn all_lines(program: &Path, args: &[&str]) -> String {
+    let out = Command::new(program).args(args).stdin(Stdio::null()).output();
+    out.map(|out| String::from_utf8_lossy(&out.stdout).into_owned()).unwrap_or_default()
+}
+
 /// Runs a program in a user and network namespace of its own.
 fn in_namespace(args: &[&str], input: &str) -> Result<(), String> {
     use std::io::Write;
@@ -165,6 +171,18 @@ fn qemu() -> Vec<Finding> {
             "keep attach = \"vhost-user\", or such machines start anew with the daemon; QEMU 9.2 connects again",
         ))
     };
+    let devices = all_lines(&qemu.path, &["-device", "help"]);
+    let missing: Vec<&str> = ["ivshmem-doorbell", "ivshmem-plain"]
+        .into_iter()
+        .filter(|name| !devices.contains(&format!("name \"{name}\"")))
+        .collect();
+    let ivshmem = if missing.is_empty() {
+        Ok("it has ivshmem-doorbell and ivshmem-plain".into())
+    } else {
+        let advice = "this build of QEMU lacks them: install another, or keep attach = \"vhost-user\"";
+        Err((Outcome::Missing, format!("QEMU {a}.{b} has no {}", missing.join(", no ")), advice))
+    };
+    out.push(finding("ivshmem devices", "machines with attach = \"ivshmem\", direct links", ivshmem));
     out.push(finding("streams after a restart", "machines with attach = \"stream\"", stream));
     out
 }

@@ -4,8 +4,13 @@
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::{Path, PathBuf};
 
+use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionError};
+use tombolo_shm::ivshmem::links::{Config, Door};
+use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
+
 use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
-use crate::qemu::argv::{self, Device, Surroundings};
+use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
 
 /// What was found out about the machine.
@@ -49,6 +54,14 @@ pub enum PlanError {
         app: String,
         /// Where it was looked for.
         tried: String,
+    },
+    /// A region without room.
+    #[error("{what}: {why}; make `region` larger")]
+    Region {
+        /// Which member or link.
+        what: String,
+        /// What does not fit.
+        why: RegionError,
     },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
@@ -94,6 +107,11 @@ pub enum Attachment {
     Packet {
         /// The interface.
         device: String,
+    },
+    /// A link of shared memory, of which this process is peer 0.
+    Ivshmem {
+        /// The link.
+        link: Box<Config>,
     },
     /// The NAT before a passt of our own.
     User(UserUplink),
@@ -157,6 +175,24 @@ pub struct MachinePlan {
     pub kvm: bool,
     /// Whether it finds its way back by itself when the daemon was restarted.
     pub survives: bool,
+    /// Its seats on links of shared memory.
+    pub seats: Vec<Seat>,
+}
+
+/// A machine's seat on a link of shared memory.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Seat {
+    /// The link.
+    pub link: Config,
+    /// Its number there.
+    pub id: u32,
+}
+
+impl Seat {
+    /// Whether the machine has the memory only: then its process is what shows that it is there.
+    pub fn is_plain(&self) -> bool {
+        self.link.shape.vectors == 0
+    }
 }
 
 /// The kernel uplink of a network.
@@ -179,6 +215,19 @@ pub struct Plan {
     pub machines: Vec<MachinePlan>,
     /// Networks with a kernel uplink.
     pub kernel: Vec<KernelUplink>,
+    /// Direct links.
+    pub links: Vec<Config>,
+}
+
+impl Plan {
+    /// Every link of shared memory.
+    pub fn all_links(&self) -> impl Iterator<Item = &Config> {
+        let ports = self.ports.iter().filter_map(|p| match &p.attachment {
+            Attachment::Ivshmem { link } => Some(&**link),
+            _ => None,
+        });
+        ports.chain(&self.links)
+    }
 }
 
 /// The name of a machine's `i`-th port.
@@ -223,15 +272,25 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
         })?),
         Boot::Vm { .. } => None,
     };
-    let (mut devices, mut ports) = (Vec::new(), Vec::new());
+    let (mut devices, mut ports, mut seats) = (Vec::new(), Vec::new(), Vec::new());
     for (i, nic) in m.nics.iter().enumerate() {
         let name = port_name(&m.name, i);
         let socket = socket(facts, &name)?;
         let mtu = fabric.network(&nic.network).map_or(1500, |n| n.mtu);
-        devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
+        if !m.attach.is_ivshmem() {
+            devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
+        }
         let attachment = match m.attach {
             Attach::VhostUser => Attachment::VhostUser { socket, queues: m.queues, mac: Some(nic.mac) },
             Attach::Stream => Attachment::Stream { socket, connect: false },
+            Attach::Ivshmem | Attach::IvshmemPlain => {
+                let vectors = if m.attach == Attach::Ivshmem { VECTORS } else { 0 };
+                let socket = (vectors > 0).then_some(socket);
+                let to = NetworkEnd { network: &nic.network, mac: Some(nic.mac), mtu };
+                let link = network_link(&name, &to, (1, m.region, vectors), socket, &at)?;
+                seats.push(Seat { link: link.clone(), id: 1 });
+                Attachment::Ivshmem { link: Box::new(link) }
+            }
         };
         let guard = PortGuard::new(m.guard, nic.mac, nic.ip);
         ports.push(PortPlan {
@@ -243,16 +302,118 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
             machine: Some(m.name.clone()),
         });
     }
+    for link in &fabric.links {
+        if let Some(id) = link.seat(&m.name) {
+            seats.push(Seat { link: direct_link(link, facts)?, id });
+        }
+    }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
+    let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
     let (image, tsc) = (image.as_deref(), facts.tsc);
     let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc };
     let plan = MachinePlan {
         name: m.name.clone(),
-        argv: argv::build(m, &devices, &with),
+        argv: argv::build(m, &devices, &shared, &with),
         kvm,
-        survives: m.attach == Attach::VhostUser || qemu.stream_reconnects(),
+        survives: m.attach != Attach::Stream || qemu.stream_reconnects(),
+        seats,
     };
     Ok((plan, ports))
+}
+
+/// Doorbells of each peer of a machine's network link: one for states, one for frames.
+const VECTORS: u32 = 2;
+
+struct NetworkEnd<'a> {
+    network: &'a str,
+    mac: Option<Mac>,
+    mtu: u16,
+}
+
+/// The link of a port: this process is peer 0, the machine peer 1. `kind` is the server's version, the region's bytes and
+/// the vectors.
+fn network_link(
+    port: &str,
+    to: &NetworkEnd<'_>,
+    (version, region, vectors): (u8, u64, u32),
+    socket: Option<PathBuf>,
+    at: &str,
+) -> Result<Config, PlanError> {
+    let shape = |dialect| Shape { dialect, max_peers: 2, vectors };
+    let doors = socket.into_iter().map(|path| Door { path, seat: server::Seat::Fixed(1) }).collect();
+    let name = format!("port:{port}");
+    if version == 2 {
+        // The state table is one page, as Jailhouse has it; what is left is shared out in whole pages.
+        let output_bytes = (region - PAGE_BYTES) / 2 / PAGE_BYTES * PAGE_BYTES;
+        let dialect = Dialect::V2 { protocol: protocol::NETWORK, output_bytes };
+        let layout = Layout::v2(PAGE_BYTES, region - PAGE_BYTES - 2 * output_bytes, output_bytes, 2);
+        let (header, host) = (None, Some(0));
+        return Ok(Config { name, shape: shape(dialect), layout, region_bytes: region, header, host, doors });
+    }
+    let layout = Layout::v1(region, 0, 2).map_err(|why| PlanError::Region { what: at.into(), why })?;
+    let header = Header {
+        protocol: protocol::NETWORK,
+        vectors,
+        layout,
+        mac: to.mac.map_or([0; 6], |m| m.0),
+        mtu: to.mtu,
+        // Names of the file have at most 24 bytes.
+        name: Name::new(to.network).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+    };
+    let shape = shape(Dialect::V1);
+    Ok(Config { name, shape, layout, region_bytes: region, header: Some(header), host: Some(0), doors })
+}
+
+/// A direct link: each machine has its seat and a way in of its own.
+fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
+    let max_peers = link.max_peers();
+    let vectors = if link.plain { 0 } else { link.vectors };
+    let what = format!("link.{}", link.name);
+    let layout = Layout::v1(link.region, link.rw, max_peers).map_err(|why| PlanError::Region { what, why })?;
+    let header = Header {
+        protocol: link.protocol,
+        vectors,
+        layout,
+        mac: [0; 6],
+        mtu: 0,
+        name: Name::new(&link.name).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+    };
+    let mut doors = Vec::new();
+    if !link.plain {
+        for (id, machine) in (0..).zip(&link.between) {
+            let path = short(facts.runtime.join(format!("{}.{machine}.link.sock", link.name)))?;
+            doors.push(Door { path, seat: server::Seat::Fixed(id) });
+        }
+        if link.seats > 0 {
+            let path = short(facts.runtime.join(format!("{}.link.sock", link.name)))?;
+            doors.push(Door { path, seat: server::Seat::From(link.between.len() as u32) });
+        }
+    }
+    Ok(Config {
+        name: format!("link:{}", link.name),
+        shape: Shape { dialect: Dialect::V1, max_peers, vectors },
+        layout,
+        region_bytes: link.region,
+        header: Some(header),
+        host: None,
+        doors,
+    })
+}
+
+fn shared_memory(seat: &Seat) -> SharedMemory {
+    let door = seat.link.doors.iter().find(|d| d.seat == server::Seat::Fixed(seat.id));
+    // What a plain device cannot tell its guest, on a link where it is not clear.
+    let number = (seat.is_plain() && seat.link.host.is_none()).then(|| {
+        let name = seat.link.header.map(|h| h.name.as_str().to_string()).unwrap_or_default();
+        format!("ivshmem.{name}.id={}", seat.id)
+    });
+    SharedMemory {
+        link: seat.link.name.clone(),
+        socket: door.map(|d| d.path.clone()),
+        vectors: seat.link.shape.vectors,
+        bytes: seat.link.region_bytes,
+        word: number,
+    }
 }
 
 /// The plan of a tap.
@@ -286,6 +447,13 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
         PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
+        PortKind::Ivshmem { socket, version, region, vectors } => {
+            let mtu = fabric.network(&p.network).map_or(1500, |n| n.mtu);
+            let to = NetworkEnd { network: &p.network, mac: p.mac, mtu };
+            let kind = (*version, *region, *vectors);
+            let link = network_link(&p.name, &to, kind, Some(path(socket)?), &format!("port.{}", p.name))?;
+            Attachment::Ivshmem { link: Box::new(link) }
+        }
     };
     Ok(PortPlan {
         name: p.name.clone(),
@@ -332,7 +500,10 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
 
 /// The plan of the whole fabric.
 pub fn plan(fabric: &Fabric, facts: &Facts) -> Result<Plan, PlanError> {
-    let mut plan = Plan { ports: vec![], machines: vec![], kernel: vec![] };
+    let mut plan = Plan { ports: vec![], machines: vec![], kernel: vec![], links: vec![] };
+    for link in &fabric.links {
+        plan.links.push(direct_link(link, facts)?);
+    }
     for m in &fabric.machines {
         let (process, ports) = machine(fabric, m, facts)?;
         plan.machines.push(process);

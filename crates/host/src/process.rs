@@ -2,8 +2,10 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
+use std::process::{Child, Command};
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -17,6 +19,31 @@ pub struct Process {
     pub pid: u32,
     /// The handle that signals go through.
     pub pidfd: OwnedFd,
+}
+
+/// Held while a child is started: what one is to inherit must not be inherited by another.
+static SPAWNING: Mutex<()> = Mutex::new(());
+
+/// Starts a child.
+///
+/// # Errors
+/// The system's.
+pub fn spawn(command: &mut Command) -> io::Result<Child> {
+    let _one_at_a_time = SPAWNING.lock().unwrap_or_else(PoisonError::into_inner);
+    command.spawn()
+}
+
+/// Starts a child that inherits some descriptors under whatever numbers they get: `make` is told these, and makes the
+/// command.
+///
+/// # Errors
+/// The system's.
+pub fn spawn_with(fds: &[OwnedFd], make: impl FnOnce(&[i32]) -> Command) -> io::Result<Child> {
+    let _one_at_a_time = SPAWNING.lock().unwrap_or_else(PoisonError::into_inner);
+    // Without close-on-exec, for as long as it takes to start.
+    let inherited = fds.iter().map(rustix::io::dup).collect::<Result<Vec<OwnedFd>, _>>()?;
+    let numbers: Vec<i32> = inherited.iter().map(AsRawFd::as_raw_fd).collect();
+    make(&numbers).spawn()
 }
 
 /// Start time of a process in clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).
@@ -101,7 +128,6 @@ impl Process {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::process::Command;
 
     #[test]
     fn a_process_is_found_by_its_cookie_and_ended() {

@@ -2,7 +2,7 @@
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
-use super::report::{CounterReport, Status};
+use super::report::{CounterReport, LinkReport, Status};
 use std::fmt::{Display, Write};
 
 /// The format's content type.
@@ -63,6 +63,7 @@ pub fn render(status: &Status) -> String {
     networks(p, status);
     ports(p, status);
     machines(p, status);
+    links(p, status);
     workers(p, status);
     page.text
 }
@@ -153,6 +154,56 @@ fn machines(p: &mut Page, status: &Status) {
         let listen = f.listen.to_string();
         let labels = [("proto", f.proto.as_str()), ("listen", &listen), ("to", &f.to)];
         p.sample("tombolo_forward_up", &labels, u8::from(f.fault.is_none()));
+    }
+}
+
+fn links(p: &mut Page, status: &Status) {
+    type LinkNumber = (&'static str, &'static str, &'static str, fn(&LinkReport) -> Option<u64>);
+    const NUMBERS: &[LinkNumber] = &[
+        ("region_bytes", "gauge", "Size of the link's shared memory.", |l| Some(l.region_bytes)),
+        ("peers", "gauge", "Peers that are on the link.", |l| Some(l.peers.len() as u64)),
+        ("kept", "gauge", "Whether a keeper has the link, so that it survives a restart of the daemon.", |l| {
+            Some(l.kept.into())
+        }),
+        ("joins_total", "counter", "Peers that came.", |l| Some(l.joins)),
+        ("leaves_total", "counter", "Peers that went.", |l| Some(l.leaves)),
+        ("cut_slow_total", "counter", "Clients cut off because they took nothing from the server.", |l| {
+            Some(l.cut_slow)
+        }),
+        ("cut_talking_total", "counter", "Clients cut off because they spoke to the server.", |l| Some(l.cut_talking)),
+        ("refused_total", "counter", "Connections for which there was no seat.", |l| Some(l.refused)),
+        ("frames_out", "gauge", "Frames on their way to the peer.", |l| l.rings.as_ref().map(|r| r.frames_out)),
+        ("frames_out_max", "gauge", "Frames that can be on their way.", |l| l.rings.as_ref().map(|r| r.frames_out_max)),
+        ("bytes_out", "gauge", "Bytes that frames on their way take.", |l| l.rings.as_ref().map(|r| r.bytes_out)),
+        ("bytes_out_max", "gauge", "Bytes that they can take.", |l| l.rings.as_ref().map(|r| r.bytes_out_max)),
+        ("frames_waiting", "gauge", "Frames of the peer that wait.", |l| l.rings.as_ref().map(|r| r.frames_waiting)),
+        ("frames_waiting_max", "gauge", "Entries of the peer's ring.", |l| {
+            l.rings.as_ref().map(|r| r.frames_waiting_max)
+        }),
+    ];
+    for (name, kind, help, value) in NUMBERS {
+        let name = format!("tombolo_link_{name}");
+        p.family(&name, kind, help);
+        for link in &status.links {
+            if let Some(value) = value(link) {
+                p.sample(&name, &[("link", &link.name), ("kind", &link.kind)], value);
+            }
+        }
+    }
+    p.family("tombolo_link_peer_state", "gauge", "State word of a peer: 0 RESET, 1 INIT, 2 READY, 3 RUN.");
+    for (link, peer) in status.links.iter().flat_map(|l| l.peers.iter().map(move |p| (l, p))) {
+        let id = peer.id.to_string();
+        p.sample(
+            "tombolo_link_peer_state",
+            &[("link", &link.name), ("kind", &link.kind), ("peer", &id)],
+            peer.state_word,
+        );
+    }
+    p.family("tombolo_link_peer_waiting_messages", "gauge", "Messages of the server that the peer has not taken.");
+    for (link, peer) in status.links.iter().flat_map(|l| l.peers.iter().map(move |p| (l, p))) {
+        let id = peer.id.to_string();
+        let labels = [("link", link.name.as_str()), ("kind", &link.kind), ("peer", &id)];
+        p.sample("tombolo_link_peer_waiting_messages", &labels, peer.waiting_messages);
     }
 }
 
@@ -274,7 +325,20 @@ mod tests {
     use crate::api::samples;
 
     /// Numbers that are settings or identities and not metrics.
-    const NO_METRIC: &[&str] = &["schema", "pid", "mtu", "budget", "busy_poll_us", "cpu", "expires_s"];
+    const NO_METRIC: &[&str] = &[
+        "schema",
+        "pid",
+        "mtu",
+        "budget",
+        "busy_poll_us",
+        "cpu",
+        "expires_s",
+        "version",
+        "protocol",
+        "vectors",
+        "max_peers",
+        "id",
+    ];
 
     fn numbers(key: &str, value: &serde_json::Value, out: &mut Vec<(String, f64)>) {
         match value {

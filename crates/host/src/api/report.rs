@@ -33,6 +33,9 @@ pub struct Status {
     pub ports: Vec<PortReport>,
     /// Port forwards.
     pub forwards: Vec<ForwardReport>,
+    /// Links of shared memory: of ports, and direct ones.
+    #[serde(default)]
+    pub links: Vec<LinkReport>,
     /// Worker threads.
     pub workers: Vec<WorkerReport>,
     /// What does not work as the file asks, in sentences; empty when all is well.
@@ -188,6 +191,77 @@ pub struct ForwardReport {
     pub address: Ipv4Addr,
     /// Whether it works; a sentence where it does not.
     pub fault: Option<String>,
+}
+
+/// A link of shared memory (ivshmem).
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct LinkReport {
+    /// The port's name, or that of the direct link.
+    pub name: String,
+    /// "network" or "direct".
+    pub kind: String,
+    /// Version of the server protocol: 1 or 2.
+    pub version: u32,
+    /// What is spoken in it: 1 is the network protocol.
+    pub protocol: u32,
+    /// Whether it has no doorbells.
+    pub plain: bool,
+    /// Bytes of the region.
+    pub region_bytes: u64,
+    /// Doorbells of each peer.
+    pub vectors: u32,
+    /// Peers that there can be.
+    pub max_peers: u32,
+    /// Peers that are there.
+    pub peers: Vec<LinkPeerReport>,
+    /// Fill of the rings of a network link.
+    pub rings: Option<RingReport>,
+    /// Peers that came.
+    pub joins: u64,
+    /// Peers that went.
+    pub leaves: u64,
+    /// Clients that were cut off because they took nothing from the server's socket.
+    pub cut_slow: u64,
+    /// Clients that were cut off because they said something to it.
+    pub cut_talking: u64,
+    /// Connections for which there was no seat.
+    pub refused: u64,
+    /// Whether a keeper has it, so that it survives a restart of the daemon.
+    pub kept: bool,
+}
+
+/// A peer of a link.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LinkPeerReport {
+    /// Its number on the link.
+    pub id: u32,
+    /// The machine, or "fabric"; none for a process of the user's own.
+    pub name: Option<String>,
+    /// Its process.
+    pub pid: Option<u32>,
+    /// Its state: "reset", "init", "ready", "run", or the word in hexadecimal.
+    pub state: String,
+    /// The state word.
+    pub state_word: u32,
+    /// Messages of the server that it has not taken.
+    pub waiting_messages: u64,
+}
+
+/// Fill of a network link's rings, as the fabric sees them.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RingReport {
+    /// Frames on their way to the peer.
+    pub frames_out: u64,
+    /// How many there can be.
+    pub frames_out_max: u64,
+    /// Bytes that they take.
+    pub bytes_out: u64,
+    /// Bytes that there are.
+    pub bytes_out_max: u64,
+    /// Frames of the peer that wait to be taken.
+    pub frames_waiting: u64,
+    /// Entries of its ring.
+    pub frames_waiting_max: u64,
 }
 
 /// A worker thread.

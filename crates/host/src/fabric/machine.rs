@@ -14,7 +14,7 @@ use crate::api::Console;
 use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
-use crate::qemu::argv::{console_path, monitor_path, tty_path};
+use crate::qemu::argv::{console_path, memory_place, monitor_path, tty_path};
 use crate::qemu::monitor;
 use crate::rundir::Settled;
 
@@ -164,15 +164,28 @@ impl Running {
         let console = console_path(&self.facts.runtime, &plan.name);
         std::fs::write(&console, "").map_err(spawn)?;
         let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
-        let child = Command::new(&plan.argv[0])
-            .args(&plan.argv[1..])
-            .stdin(Stdio::null())
-            .stdout(Stdio::from(log.try_clone().map_err(spawn)?))
-            .stderr(Stdio::from(log))
+        let stderr = log.try_clone().map_err(spawn)?;
+        let plain = plan.seats.iter().filter(|s| s.is_plain()).map(|s| s.link.name.clone());
+        let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
+        let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
+        let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let start = |numbers: &[i32]| {
+            let mut command = Command::new(&plan.argv[0]);
+            for word in &plan.argv[1..] {
+                let place = plain.iter().position(|name| word.ends_with(&memory_place(name)));
+                match place {
+                    Some(i) => {
+                        command.arg(word.replace(&memory_place(&plain[i]), &memory_place(&numbers[i].to_string())))
+                    }
+                    None => command.arg(word),
+                };
+            }
+            command.stdin(Stdio::null()).stdout(Stdio::from(log)).stderr(Stdio::from(stderr));
             // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
-            .process_group(0)
-            .spawn()
-            .map_err(spawn)?;
+            command.process_group(0);
+            command
+        };
+        let child = process::spawn_with(&regions, start).map_err(spawn)?;
         let pid = child.id();
         // Of one that is started again it stays known how it ended.
         let (restarts, ended) = self.machines.get(&plan.name).map_or((0, None), |m| (m.restarts, m.ended.clone()));
@@ -190,6 +203,7 @@ impl Running {
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, pid);
+        self.take_seats(&plan.seats, pid)?;
         self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
         Ok(())

@@ -24,6 +24,7 @@ mod machine;
 mod network;
 mod ports;
 mod report;
+pub mod shared;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -32,6 +33,7 @@ use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
 use tombolo_port::worker::{WorkerError, WorkerThread};
+use tombolo_shm::ivshmem::links::LinkError;
 use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
@@ -86,6 +88,9 @@ pub enum FabricError {
         /// What was wrong.
         why: String,
     },
+    /// A link of shared memory.
+    #[error(transparent)]
+    Link(#[from] LinkError),
     /// A process.
     #[error("starting {what}: {source}; {hint}")]
     Spawn {
@@ -157,6 +162,8 @@ pub struct Running {
     pub(crate) networks: BTreeMap<String, Net>,
     pub(crate) ports: BTreeMap<String, RunningPort>,
     pub(crate) machines: BTreeMap<String, RunningMachine>,
+    /// Links of shared memory, where there are some.
+    pub(crate) shared: Option<shared::SharedMemory>,
     pub(crate) say: Say,
     /// What the user should know of this start.
     pub(crate) notes: Vec<String>,
@@ -243,6 +250,7 @@ impl Running {
             networks: BTreeMap::new(),
             ports: BTreeMap::new(),
             machines: BTreeMap::new(),
+            shared: None,
             say,
             notes: vec![],
             me: std::sync::Weak::new(),
@@ -313,6 +321,7 @@ impl Running {
     }
 
     async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        self.start_links(plan)?;
         let adopted = self.reclaim(plan).await?;
         for worker in self.spec.workers.clone() {
             self.start_worker(worker)?;
@@ -326,6 +335,10 @@ impl Running {
             self.add_port(port)?;
         }
         self.kernel_taps(plan)?;
+        self.direct_links(plan)?;
+        if let Some(links) = self.links() {
+            links.forget_rest();
+        }
         self.update_names();
         for machine in &plan.machines {
             match adopted.iter().position(|(name, _)| *name == machine.name) {
@@ -346,10 +359,13 @@ impl Running {
                 s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
             });
             // What it was started with is in the record, not on its command line: a script may stand between.
-            if settled.zip(planned).is_some_and(|(s, p)| p.survives && p.argv == s.argv) {
+            let same = settled.zip(planned).filter(|(s, p)| p.survives && p.argv == s.argv).map(|(_, p)| p);
+            let lost = same.and_then(|p| self.lost_link(&p.seats));
+            if same.is_some() && lost.is_none() {
                 keep.push((machine, process.pid));
             } else {
-                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left", process.pid));
+                let why = lost.map(|why| format!(": {why}")).unwrap_or_default();
+                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left{why}", process.pid));
                 end.push(process.into());
             }
         }
@@ -431,6 +447,7 @@ impl Running {
         let spec = file::add(text, Path::new("request"), &self.spec)?;
         let same = spec.networks.len() == self.spec.networks.len()
             && spec.forwards.len() == self.spec.forwards.len()
+            && spec.links.len() == self.spec.links.len()
             && spec.name == self.spec.name;
         if !same {
             let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; \
@@ -449,6 +466,7 @@ impl Running {
         let old = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
         let addition = Addition { names: names.clone(), text: text.into() };
         let made = self.dir().record(|o| o.additions.push(addition)).map_err(FabricError::from).and_then(|()| {
+            self.start_links(&plan)?;
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
             machines.iter().try_for_each(|machine| self.start_machine(machine))
@@ -565,6 +583,7 @@ impl Running {
             net.save_leases(&say);
         }
         self.networks.clear();
+        self.end_links();
         for worker in std::mem::take(&mut self.workers) {
             if let Err(error) = worker.thread.stop() {
                 trouble("a worker", &error);
@@ -659,16 +678,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
     let dir = RunDir::claim(fabric, Path::new(""))?;
     let left = process::machines(fabric, dir.path());
     let found = dir.leftover.is_some() || !left.is_empty();
-    let spec = Fabric {
-        name: fabric.into(),
-        dir: PathBuf::new(),
-        workers: vec![],
-        networks: vec![],
-        machines: vec![],
-        taps: vec![],
-        ports: vec![],
-        forwards: vec![],
-    };
+    let spec = Fabric::empty(fabric, PathBuf::new());
     let facts = facts(&spec, dir.path().into());
     let mut running = Running {
         spec,
@@ -680,6 +690,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
         networks: BTreeMap::new(),
         ports: BTreeMap::new(),
         machines: BTreeMap::new(),
+        shared: None,
         say: Arc::new(|_| ()),
         notes: vec![],
         me: std::sync::Weak::new(),
@@ -695,6 +706,11 @@ pub(crate) fn describe(port: &PortPlan) -> String {
         plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
         plan::Attachment::Tap { device, .. } => format!("tap {device}"),
         plan::Attachment::Packet { device } => format!("interface {device}"),
+        plan::Attachment::Ivshmem { link } => {
+            let kind = if link.shape.vectors == 0 { "ivshmem, plain" } else { "ivshmem" };
+            let doors: Vec<String> = link.doors.iter().map(|d| format!(" at {}", d.path.display())).collect();
+            format!("{kind}, {} bytes{}", link.region_bytes, doors.join(","))
+        }
         plan::Attachment::User(user) => format!("passt, router {}", user.router),
     }
 }

@@ -4,6 +4,7 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::process::{Child, Command, Stdio};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+use tombolo_port::ivshmem::Handle;
 use tombolo_port::link::{Interface, Netns};
 use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
@@ -21,7 +22,7 @@ use tombolo_switch::worker::Remake;
 use super::{FabricError, Running, RunningWorker, describe};
 use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
-use crate::process::Process;
+use crate::process::{self, Process};
 use crate::qemu::probe::which;
 
 /// A port that a worker runs.
@@ -65,6 +66,8 @@ struct Opened {
     /// How it comes back after a panic in its code; the others' peers are not ours to ask to connect again.
     remake: Option<Remake>,
     passt: Option<Passt>,
+    /// By what the port of a link hears of its peer.
+    handle: Option<Handle>,
 }
 
 const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
@@ -88,17 +91,27 @@ impl Running {
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let Opened { port, remake, passt } = self.open(plan, registration)?;
+        let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
         let guard = match plan.guard {
             Some(guard) => Guard::new(&[guard.mac.0], guard.ip.as_slice()).pinned(),
             None => Guard::default(),
         };
         let settings = PortSettings { guard, mac_limit: None };
         let handle = worker.thread.handle();
-        match remake {
-            Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings)?,
-            None => handle.add_port(reserved, net.id, &plan.name, port, settings)?,
+        let added = match remake {
+            Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings),
+            None => handle.add_port(reserved, net.id, &plan.name, port, settings),
         };
+        if let (Attachment::Ivshmem { link }, Some(told)) = (&plan.attachment, told) {
+            if let (Err(_), Some(links)) = (&added, self.links()) {
+                links.close(&link.name);
+            } else if let Err(error) = self.serve_link(link, told) {
+                // A worker that has ended has dropped the port already.
+                let _ = handle.remove_port(token);
+                return Err(error);
+            }
+        }
+        added?;
         let watched = passt.as_ref().map(|p| p.child.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
@@ -119,6 +132,9 @@ impl Running {
             &port.plan.attachment
         {
             let _ = std::fs::remove_file(socket);
+        }
+        if let (Attachment::Ivshmem { link }, Some(links)) = (&port.plan.attachment, self.links()) {
+            links.close(&link.name);
         }
     }
 
@@ -148,6 +164,10 @@ impl Running {
                     link.add_address((*ip).into(), *prefix).map_err(|e| fail(&e))?;
                 }
                 Box::new(port)
+            }
+            Attachment::Ivshmem { link } => {
+                let (port, handle) = self.open_link(link, plan.mtu, registration)?;
+                return Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) });
             }
             Attachment::Packet { device } => {
                 Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(|e| fail(&e))?)
@@ -179,10 +199,10 @@ impl Running {
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
                 let passt = Passt { child, feed, away, restarts: 0, fault: None };
-                return Ok(Opened { port, remake: Some(remake), passt: Some(passt) });
+                return Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None });
             }
         };
-        Ok(Opened { port, remake: None, passt: None })
+        Ok(Opened { port, remake: None, passt: None, handle: None })
     }
 
     fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
@@ -193,13 +213,9 @@ impl Running {
         let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
         // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
-        let child = Command::new(&argv[0])
-            .args(&argv[1..])
-            .stdin(Stdio::from(theirs))
-            .stdout(Stdio::null())
-            .stderr(Stdio::from(log))
-            .spawn()
-            .map_err(spawn)?;
+        let mut command = Command::new(&argv[0]);
+        command.args(&argv[1..]).stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(log));
+        let child = process::spawn(&mut command).map_err(spawn)?;
         feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
         Ok(child)
     }

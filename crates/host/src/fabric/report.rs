@@ -10,7 +10,8 @@ use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
 use crate::api::report::{
-    CounterReport, ForwardReport, LeaseReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status, WorkerReport,
+    CounterReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status,
+    WorkerReport,
 };
 use crate::file::{self, Mac, Target, Uplink};
 use crate::plan::Attachment;
@@ -36,6 +37,18 @@ fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     }
     let faults = p.counters.faults.get();
     (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
+}
+
+/// What is to be said of a link.
+fn link_warning(link: &LinkReport) -> Option<String> {
+    let cut = link.cut_slow + link.cut_talking;
+    (cut > 0).then(|| {
+        let (slow, talking) = (link.cut_slow, link.cut_talking);
+        format!(
+            "link {}: {cut} client(s) cut off ({slow} took nothing from the server, {talking} spoke to it); a machine comes back by `tombolo cell stop` and `tombolo cell run`",
+            link.name
+        )
+    })
 }
 
 /// A port's last fault in words.
@@ -65,7 +78,9 @@ impl Running {
         let mut warnings = self.notes.clone();
         warnings.extend(self.machine_warnings());
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
-        let ports = ports.into_iter().map(|(report, _)| report).collect();
+        let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
+        let links = self.link_reports(&ports);
+        warnings.extend(links.iter().filter_map(link_warning));
         let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
             name: w.spec.name.clone(),
             cpu: w.spec.cpu.and_then(|c| u32::try_from(c).ok()),
@@ -100,6 +115,7 @@ impl Running {
             machines: self.machine_reports(),
             ports,
             forwards,
+            links,
             workers,
             warnings,
         })
@@ -205,6 +221,11 @@ impl Running {
             known.map(|k| &k.plan.attachment)
         {
             details.insert("socket".into(), socket.display().to_string());
+        }
+        if let Some(Attachment::Ivshmem { link }) = known.map(|k| &k.plan.attachment)
+            && let Some(door) = link.doors.first()
+        {
+            details.insert("socket".into(), door.path.display().to_string());
         }
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);

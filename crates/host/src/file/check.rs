@@ -3,6 +3,8 @@
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
 
+use tombolo_ring::ivshmem::region::Layout;
+
 use super::model::*;
 use super::parse::{apps, find_app};
 use super::problem::{Complaints, near};
@@ -25,6 +27,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     networks(fabric, spots, out);
     members(fabric, spots, out);
     images(fabric, spots, out);
+    links(fabric, spots, out);
     let taken = addresses(fabric, spots, out);
     lease(fabric, taken);
     guards(fabric, spots, out);
@@ -209,6 +212,10 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             let hint = Some("several queue pairs need attach = \"vhost-user\"".to_string());
             out.say(&spots.of(&at, "queues"), format!("{at}.queues"), "1", m.queues.to_string(), hint);
         }
+        if m.iommu && m.machine != MachineType::Q35 {
+            let hint = Some("leave `machine` out".to_string());
+            out.say(&spots.of(&at, "iommu"), format!("{at}.iommu"), "false on a machine that is no q35", "true", hint);
+        }
         if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
             let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
             out.say(
@@ -216,6 +223,51 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 format!("{at}.machine"),
                 "a machine type that boots from a disk",
                 "\"microvm\"",
+                hint,
+            );
+        }
+    }
+}
+
+fn links(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
+    for (i, link) in fabric.links.iter().enumerate() {
+        let at = format!("link.{}", link.name);
+        let mut say = |key: &str, expected: String, found: String, hint: Option<String>| {
+            out.say(&spots.of(&at, key), format!("{at}.{key}"), expected, found, hint);
+        };
+        if fabric.links[..i].iter().any(|l| l.name == link.name) {
+            say("", "a name that no other link has".into(), format!("{:?}", link.name), None);
+        }
+        for (j, name) in link.between.iter().enumerate() {
+            if !fabric.machines.iter().any(|m| m.name == *name) {
+                let names: Vec<&str> = fabric.machines.iter().map(|m| m.name.as_str()).collect();
+                let expected = format!("names of cells and VMs ({})", names.join(", "));
+                let hint = near(name, names).or_else(|| {
+                    let other = fabric.members().any(|m| m == name);
+                    other.then(|| "for processes of your own set `seats`".to_string())
+                });
+                say("between", expected, format!("{name:?}"), hint);
+            }
+            if link.between[..j].contains(name) {
+                say("between", "each machine once".into(), format!("{name:?} again"), None);
+            }
+        }
+        if !(2..=64).contains(&link.max_peers()) {
+            let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+            say("between", "2 to 64 ends, with `seats`".into(), found, None);
+        }
+        if link.plain && link.seats > 0 {
+            let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
+            say("seats", "0 on a plain link".into(), link.seats.to_string(), hint);
+        }
+        if (2..=64).contains(&link.max_peers())
+            && let Err(error) = Layout::v1(link.region, link.rw, link.max_peers())
+        {
+            let hint = Some("make `region` larger".to_string());
+            say(
+                "region",
+                "room for a header, a state table, `rw`, and a page for each end".into(),
+                error.to_string(),
                 hint,
             );
         }

@@ -19,7 +19,7 @@ mod read;
 pub mod schema;
 
 pub use model::{
-    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Machine, MachineKind, MachineType, Nic, PortDecl,
+    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Link, Machine, MachineKind, MachineType, Nic, PortDecl,
     PortKind, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
 };
 pub use model::{Mac, Network};

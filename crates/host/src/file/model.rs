@@ -244,6 +244,10 @@ pub enum Attach {
     VhostUser,
     /// QEMU's framed stream over a Unix socket.
     Stream,
+    /// Shared memory of an ivshmem device, with doorbells; survives a restart of the fabric.
+    Ivshmem,
+    /// Shared memory of an ivshmem device, without; both sides look at it by a timer.
+    IvshmemPlain,
 }
 
 impl Attach {
@@ -252,7 +256,14 @@ impl Attach {
         match self {
             Self::VhostUser => "vhost-user",
             Self::Stream => "stream",
+            Self::Ivshmem => "ivshmem",
+            Self::IvshmemPlain => "ivshmem-plain",
         }
+    }
+
+    /// Whether the devices are ivshmem's.
+    pub fn is_ivshmem(self) -> bool {
+        matches!(self, Self::Ivshmem | Self::IvshmemPlain)
     }
 }
 
@@ -343,8 +354,12 @@ pub struct Machine {
     pub cmdline: String,
     /// More arguments for QEMU, as they are.
     pub qemu: Vec<String>,
+    /// Whether it has an IOMMU, by which the guest may hand devices to programs.
+    pub iommu: bool,
     /// How the devices attach.
     pub attach: Attach,
+    /// Bytes of the region of each ivshmem device.
+    pub region: u64,
     /// Queue pairs of each device.
     pub queues: u16,
     /// Source-address guard of its ports.
@@ -396,6 +411,50 @@ pub enum PortKind {
         /// The interface.
         device: String,
     },
+    /// A server of an ivshmem link on a socket.
+    Ivshmem {
+        /// The socket; in the runtime directory if the file says nothing.
+        socket: Option<PathBuf>,
+        /// The server protocol's version, 1 or 2.
+        version: u8,
+        /// Bytes of the region.
+        region: u64,
+        /// Vectors of each peer.
+        vectors: u32,
+    },
+}
+
+/// Shared memory between machines, without a network.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Link {
+    /// Its name.
+    pub name: String,
+    /// The machines, in the order of their seats.
+    pub between: Vec<String>,
+    /// Seats for processes of the user's own, behind those of the machines.
+    pub seats: u32,
+    /// No doorbells.
+    pub plain: bool,
+    /// Bytes of the region.
+    pub region: u64,
+    /// Bytes of the section that all may write.
+    pub rw: u64,
+    /// The number that tells what is spoken in it.
+    pub protocol: u32,
+    /// Vectors of each peer.
+    pub vectors: u32,
+}
+
+impl Link {
+    /// All seats.
+    pub fn max_peers(&self) -> u32 {
+        self.between.len() as u32 + self.seats
+    }
+
+    /// The seat of a machine.
+    pub fn seat(&self, machine: &str) -> Option<u32> {
+        self.between.iter().position(|m| m == machine).map(|i| i as u32)
+    }
 }
 
 /// A bare attachment for anyone's own VMM or process.
@@ -479,12 +538,29 @@ pub struct Fabric {
     pub ports: Vec<PortDecl>,
     /// Forwards.
     pub forwards: Vec<Forward>,
+    /// Direct links.
+    pub links: Vec<Link>,
 }
 
 impl Fabric {
     /// The network of that name.
     pub fn network(&self, name: &str) -> Option<&Network> {
         self.networks.iter().find(|n| n.name == name)
+    }
+
+    /// A fabric of nothing.
+    pub fn empty(name: impl Into<String>, dir: PathBuf) -> Fabric {
+        Fabric {
+            name: name.into(),
+            dir,
+            workers: vec![],
+            networks: vec![],
+            machines: vec![],
+            taps: vec![],
+            ports: vec![],
+            forwards: vec![],
+            links: vec![],
+        }
     }
 
     /// Names of all members, in the order machines, taps, ports.

@@ -12,7 +12,7 @@ use super::read::{Section, Spots, found, integer};
 use super::{check, schema};
 
 /// Words of the head that open sections.
-const OPENERS: [&str; 7] = ["worker", "network", "cell", "vm", "tap", "port", "forward"];
+const OPENERS: [&str; 8] = ["worker", "network", "cell", "vm", "tap", "port", "link", "forward"];
 
 /// Reads and checks the file at `path`.
 pub fn load(path: &Path) -> Result<Fabric, FileError> {
@@ -62,17 +62,7 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = folder_of(path);
-    let empty = Fabric {
-        name: folder_name(&dir).unwrap_or_default(),
-        dir,
-        workers: vec![],
-        networks: vec![],
-        machines: vec![],
-        taps: vec![],
-        ports: vec![],
-        forwards: vec![],
-    };
-    read(text, path, empty, false)
+    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), false)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
@@ -126,6 +116,27 @@ fn size_mib(text: &str) -> Option<u32> {
         _ => return None,
     };
     digits.parse::<u32>().ok()?.checked_mul(factor).filter(|m| (1..=1 << 20).contains(m))
+}
+
+/// A size in bytes: "64K", "1M", "0".
+fn size_bytes(text: &str) -> Option<u64> {
+    if text == "0" {
+        return Some(0);
+    }
+    let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
+    let shift = match unit {
+        "K" | "KiB" => 10,
+        "M" | "MiB" => 20,
+        "G" | "GiB" => 30,
+        _ => return None,
+    };
+    digits.parse::<u64>().ok()?.checked_mul(1 << shift)
+}
+
+/// A region's size: a BAR, so a power of two.
+fn region(s: &mut Section<'_, '_, '_, '_>, from: u64, to: u64) -> u64 {
+    let size = |t: &str| size_bytes(t).filter(|n| n.is_power_of_two() && (from..=to).contains(n));
+    s.text("region", size).unwrap_or(1 << 20)
 }
 
 fn server(text: &str) -> Option<SocketAddr> {
@@ -182,6 +193,9 @@ impl<'t> Reader<'_, 't> {
         }
         for (name, span, table) in self.named(root, "port") {
             self.port(name, span, table);
+        }
+        for (name, span, table) in self.named(root, "link") {
+            self.link(name, span, table);
         }
         self.forwards(root);
     }
@@ -308,10 +322,20 @@ impl<'t> Reader<'_, 't> {
                 .word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)])
                 .unwrap_or(Accel::Auto),
             cmdline,
+            iommu: !cell && s.flag("iommu").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             attach: s
-                .word("attach", &[("vhost-user", Attach::VhostUser), ("stream", Attach::Stream)])
+                .word(
+                    "attach",
+                    &[
+                        ("vhost-user", Attach::VhostUser),
+                        ("stream", Attach::Stream),
+                        ("ivshmem", Attach::Ivshmem),
+                        ("ivshmem-plain", Attach::IvshmemPlain),
+                    ],
+                )
                 .unwrap_or(Attach::VhostUser),
+            region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
             guard: guard(&mut s).unwrap_or(Guard::Ip),
             restart: s
@@ -362,8 +386,12 @@ impl<'t> Reader<'_, 't> {
         if s.raw("kind").is_none() {
             s.missing("kind");
         }
-        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2)]) {
+        let version = s.number("version", 1, 2).unwrap_or(1) as u8;
+        let region = region(&mut s, 1 << 20, 16 << 20);
+        let vectors = s.number("vectors", 1, 16).unwrap_or(2) as u32;
+        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3)]) {
             Some(0) => PortKind::VhostUser { socket, queues },
+            Some(3) => PortKind::Ivshmem { socket, version, region, vectors },
             Some(2) => {
                 if s.raw("device").is_none() {
                     s.missing("device");
@@ -388,6 +416,25 @@ impl<'t> Reader<'_, 't> {
             s.missing("mac");
         }
         self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard });
+    }
+
+    fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
+        let mut s = self.open("link", &(name.clone(), span, table));
+        let between = s.list("between", false, |t| Some(t.to_string())).unwrap_or_default();
+        if s.raw("between").is_none() {
+            s.missing("between");
+        }
+        let link = Link {
+            seats: s.number("seats", 0, 62).unwrap_or(0) as u32,
+            plain: s.flag("plain").unwrap_or(false),
+            region: region(&mut s, 64 << 10, 1 << 30),
+            rw: s.text("rw", |t| size_bytes(t).filter(|n| n.is_multiple_of(4096))).unwrap_or(0),
+            protocol: s.number("protocol", 0, 0xffff).unwrap_or(0x4001) as u32,
+            vectors: s.number("vectors", 1, 16).unwrap_or(2) as u32,
+            between,
+            name,
+        };
+        self.fabric.links.push(link);
     }
 
     fn forwards(&mut self, root: &DeTable<'_>) {

@@ -44,6 +44,13 @@ const MAC: Key =
 const GUARD: &str = "\"ip\", \"mac\" or \"off\"";
 const GUARDS: &str = "which source addresses it may use: \"mac\" its own Ethernet address, \"ip\" besides that its own IPv4 address in IPv4 \
                       and ARP, \"off\" any";
+const REGION: Key = key(
+    "region",
+    "a power of two from \"1M\" to \"16M\"",
+    "\"1M\"",
+    "ivshmem: shared memory of each device, and so the size of its rings",
+);
+const VECTORS: Key = key("vectors", "a number from 1 to 16", "2", "ivshmem: doorbells of each peer");
 const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user)");
 
 /// The keys of a machine, whatever it boots.
@@ -68,10 +75,11 @@ const MACHINE_KEYS: &[Key] = &[
     key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are"),
     key(
         "attach",
-        "\"vhost-user\" or \"stream\"",
+        "\"vhost-user\", \"stream\", \"ivshmem\" or \"ivshmem-plain\"",
         "\"vhost-user\"",
-        "how its devices reach the fabric; only vhost-user survives a restart of the fabric",
+        "how its devices reach the fabric; all but stream survive a restart of the fabric (docs/ivshmem.md)",
     ),
+    REGION,
     QUEUES,
     key("guard", GUARD, "\"ip\" where its address is known, else \"mac\"", GUARDS),
     key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again"),
@@ -165,6 +173,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("cmdline", "a string", "\"console=ttyS0\"", "kernel command line"),
             key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
             key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
+            key("iommu", "true or false", "false", "an IOMMU (q35): vfio in the guest needs one; docs/ivshmem.md"),
         ],
         shared: MACHINE_KEYS,
     },
@@ -191,11 +200,19 @@ pub const SECTIONS: &[SectionSchema] = &[
         name: "port",
         form: "[port.NAME]",
         own: &[
-            key("kind", "\"vhost-user\", \"stream\" or \"packet\"", "", "what it speaks"),
-            key("socket", "a path", "NAME.sock in the runtime directory", "socket of a vhost-user or stream port"),
+            key("kind", "\"vhost-user\", \"stream\", \"packet\" or \"ivshmem\"", "", "what it speaks"),
+            key(
+                "socket",
+                "a path",
+                "NAME.sock in the runtime directory",
+                "socket of a vhost-user, stream or ivshmem port",
+            ),
             key("connect", "true or false", "false", "stream: connect to the socket instead of listening on it"),
             key("device", "an interface name", "", "packet: the interface that joins the network"),
             QUEUES,
+            key("version", "1 or 2", "1", "ivshmem: the server protocol; 1 is stock QEMU's"),
+            REGION,
+            VECTORS,
             ONE_NETWORK,
             key(
                 "mac",
@@ -205,6 +222,35 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
             key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
+        ],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "link",
+        form: "[link.NAME]",
+        own: &[
+            key(
+                "between",
+                "a list of names of cells and VMs",
+                "",
+                "the machines that share the memory; its order numbers them from 0",
+            ),
+            key("plain", "true or false", "false", "true: no doorbells, the machines look by themselves"),
+            key(
+                "seats",
+                "a number from 0 to 62",
+                "0",
+                "seats for processes of your own, at NAME.link.sock in the runtime directory",
+            ),
+            key("region", "a power of two from \"64K\" to \"1G\"", "\"1M\"", "the shared memory, with its header page"),
+            key("rw", "a size like \"64K\" or \"1M\", or \"0\"", "\"0\"", "of it, the section that all may write"),
+            key(
+                "protocol",
+                "a number from 0 to 65535",
+                "0x4001, the record channel",
+                "what is spoken in it; 0x4000 to 0x7fff are your own",
+            ),
+            VECTORS,
         ],
         shared: &[],
     },

@@ -18,6 +18,26 @@ pub struct Device {
     pub mtu: u16,
 }
 
+/// One ivshmem device.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SharedMemory {
+    /// Name of the link.
+    pub link: String,
+    /// The socket of its server; `None` for a plain device, whose memory is inherited.
+    pub socket: Option<PathBuf>,
+    /// Vectors.
+    pub vectors: u32,
+    /// Size of the memory.
+    pub bytes: u64,
+    /// What the guest is told on its command line.
+    pub word: Option<String>,
+}
+
+/// Where a plain device's memory stands in the arguments, until the descriptor's number is known.
+pub fn memory_place(link: &str) -> String {
+    format!("/proc/self/fd/{link}")
+}
+
 /// What the arguments depend on besides the machine.
 #[derive(Debug, Clone)]
 pub struct Surroundings<'a> {
@@ -61,7 +81,7 @@ fn escape(path: &Path) -> String {
 }
 
 /// The whole argument list, the program first.
-pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> Vec<String> {
+pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], with: &Surroundings<'_>) -> Vec<String> {
     let mut out: Vec<String> = vec![with.qemu.path.display().to_string()];
     let mut add = |words: &[&str]| out.extend(words.iter().map(|w| w.to_string()));
     let accel = if with.kvm { "kvm" } else { "tcg" };
@@ -72,15 +92,23 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     add(&["-sandbox", "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"]);
     // microvm: without ACPI the virtio-mmio devices are on the kernel's command line, where a cell looks for them. Debian's
     // kernels look in the ACPI tables only, which the small firmware hands on (QEMU 10 takes another if not told).
-    let chipset = match (microvm, machine.kind) {
-        (true, MachineKind::Cell) => "microvm,acpi=off,pit=on,rtc=on",
-        (true, MachineKind::Vm) => "microvm,acpi=on,pit=on,rtc=on",
-        (false, _) => "q35",
+    // An ivshmem device is PCI's: microvm has a bus only if asked, which a cell finds by the tables too.
+    let chipset = match (microvm, machine.kind, shared.is_empty()) {
+        (true, MachineKind::Cell, true) => "microvm,acpi=off,pit=on,rtc=on",
+        (true, MachineKind::Vm, true) => "microvm,acpi=on,pit=on,rtc=on",
+        (true, _, false) => "microvm,acpi=on,pcie=on,pit=on,rtc=on",
+        // KVM remaps interrupts only with the I/O APIC in QEMU.
+        (false, ..) if machine.iommu && with.kvm => "q35,kernel-irqchip=split",
+        (false, ..) => "q35",
     };
     if microvm {
         add(&["-bios", "qboot.rom"]);
     }
     add(&["-M", &format!("{chipset},accel={accel},memory-backend=mem")]);
+    if machine.iommu {
+        // Before the devices that it stands before.
+        add(&["-device", "intel-iommu"]);
+    }
     if with.kvm {
         add(&["-cpu", "host"]);
     }
@@ -95,10 +123,11 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
     add(&["-chardev", &chardev, "-serial", "chardev:console"]);
     let monitor = escape(&monitor_path(with.runtime, &machine.name));
     add(&["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
+    let told: String = shared.iter().filter_map(|s| s.word.as_ref()).map(|word| format!(" {word}")).collect();
     match &machine.boot {
         Boot::Cell(_) => {
             let image = with.image.map(|p| p.display().to_string()).unwrap_or_default();
-            let mut words = format!("hostname={} {}", machine.name, machine.cmdline);
+            let mut words = format!("hostname={}{told} {}", machine.name, machine.cmdline);
             // An emulated guest reads the counter as it is; told its rate, a cell need not measure it, which is a
             // noticeable part of its start.
             if let Some(Tsc { khz, .. }) = with.tsc.filter(|tsc| tsc.told && !with.kvm && !words.contains("tsc_khz=")) {
@@ -117,7 +146,7 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
                     }
                     _ => machine.cmdline.clone(),
                 };
-                add(&["-kernel", &kernel.display().to_string(), "-append", words.trim_end()]);
+                add(&["-kernel", &kernel.display().to_string(), "-append", format!("{words}{told}").trim_end()]);
             }
             if let Some(initrd) = initrd {
                 add(&["-initrd", &initrd.display().to_string()]);
@@ -157,6 +186,19 @@ pub fn build(machine: &Machine, devices: &[Device], with: &Surroundings<'_>) -> 
         }
         add(&["-device", &nic]);
     }
+    for (i, device) in shared.iter().enumerate() {
+        match &device.socket {
+            Some(socket) => {
+                add(&["-chardev", &format!("socket,id=ivc{i},path={}", escape(socket))]);
+                add(&["-device", &format!("ivshmem-doorbell,chardev=ivc{i},vectors={}", device.vectors)]);
+            }
+            None => {
+                let (bytes, place) = (device.bytes, memory_place(&device.link));
+                add(&["-object", &format!("memory-backend-file,id=ivm{i},share=on,size={bytes},mem-path={place}")]);
+                add(&["-device", &format!("ivshmem-plain,memdev=ivm{i}")]);
+            }
+        }
+    }
     if microvm && machine.kind == MachineKind::Cell {
         add(&["-global", "virtio-mmio.force-legacy=false"]);
     }
@@ -184,15 +226,38 @@ mod tests {
             .iter()
             .map(|n| Device { port: m.name.clone(), socket: "/run/a,b.sock".into(), mac: n.mac.to_string(), mtu: 1500 })
             .collect();
-        let with = Surroundings {
-            qemu: &qemu,
+        let with = surroundings(&qemu, kvm);
+        build(&m, &devices, &[], &with)
+    }
+
+    fn surroundings(qemu: &Qemu, kvm: bool) -> Surroundings<'_> {
+        Surroundings {
+            qemu,
             kvm,
             fabric: "f",
             runtime: Path::new("/run/t"),
             image: Some(Path::new("/i")),
             tsc: Some(Tsc { khz: 2_300_000, told: true }),
-        };
-        build(&m, &devices, &with)
+        }
+    }
+
+    #[test]
+    fn shared_memory_is_a_device_by_its_socket_or_by_inheritance() {
+        let (_, m) = machine("[cell.web]\nimage = \"Cargo.toml\"\n");
+        let qemu = Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) };
+        let bell =
+            SharedMemory { link: "a".into(), socket: Some("/run/a".into()), vectors: 2, bytes: 1 << 20, word: None };
+        let word = Some("ivshmem.b.id=1".into());
+        let plain = SharedMemory { link: "b".into(), socket: None, vectors: 0, bytes: 2 << 20, word };
+        let planned = build(&m, &[], &[bell, plain], &surroundings(&qemu, true));
+        assert!(after(&planned, "-M", 0).contains("acpi=on,pcie=on"));
+        assert_eq!(after(&planned, "-append", 0), "hostname=web ivshmem.b.id=1");
+        assert_eq!(after(&planned, "-chardev", 1), "socket,id=ivc0,path=/run/a");
+        assert_eq!(after(&planned, "-device", 1), "ivshmem-doorbell,chardev=ivc0,vectors=2");
+        assert_eq!(
+            after(&planned, "-object", 1),
+            "memory-backend-file,id=ivm1,share=on,size=2097152,mem-path=/proc/self/fd/b"
+        );
     }
 
     fn after<'a>(argv: &'a [String], flag: &str, n: usize) -> &'a str {

@@ -26,7 +26,7 @@ use super::server::{Dialect, Record, Refused, Seat, Server, Shape};
 use crate::doorbell::Doorbell;
 use crate::listener::Listener;
 use crate::memory::{Mapping, MemoryError};
-use rustix::event::epoll;
+use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::time::{ClockId, Timespec, clock_gettime};
@@ -37,6 +37,7 @@ use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use tombolo_ring::ivshmem::region::{Header, Layout};
 
 /// Why a link cannot be.
@@ -97,7 +98,7 @@ pub struct Door {
 }
 
 /// A link to be made.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Config {
     /// Its name, one of the fabric's.
     pub name: String,
@@ -172,8 +173,8 @@ pub struct Opened {
     pub region: OwnedFd,
     /// The doorbells on which this process is rung, by vector.
     pub own: Vec<Doorbell>,
-    /// The peers that were on it before this process was.
-    pub restored: Vec<u32>,
+    /// The peers that were on it before this process was, with their doorbells; of these no [`Event::Joined`] is told.
+    pub restored: Vec<(u32, Vec<Doorbell>)>,
 }
 
 /// A peer as a report shows it.
@@ -283,8 +284,8 @@ fn lock(inner: &Mutex<Inner>) -> MutexGuard<'_, Inner> {
 
 /// Whether the other side of a sign of life has ended.
 fn has_ended(fd: impl AsFd) -> bool {
-    let mut fds = [rustix::event::PollFd::from_borrowed_fd(fd.as_fd(), keeper::sign(&fd))];
-    rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
+    let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), keeper::sign(&fd))];
+    poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
 }
 
 impl Links {
@@ -345,7 +346,7 @@ impl Links {
         lock(&self.inner).open(config)
     }
 
-    /// Opens a link's doors. `watcher` is told of the peers that are there already, and of whoever comes and goes.
+    /// Opens a link's doors. `watcher` is told of whoever comes and goes from now on.
     ///
     /// # Errors
     /// The kernel's, such as `EADDRINUSE`. The link is closed then.
@@ -395,14 +396,17 @@ impl Links {
         lock(&self.inner).keeping.as_ref().is_some_and(|k| k.keeper.is_some())
     }
 
-    /// Ends the keeper too: nothing is to be taken up again.
-    pub fn end_keeper(&self) {
+    /// Ends the keeper too: nothing is to be taken up again. Waits for its end, up to `limit`.
+    pub fn end_keeper(&self, limit: Duration) {
         let mut inner = lock(&self.inner);
         let keeper = inner.keeping.as_mut().and_then(|k| k.keeper.take());
         inner.keeping = None;
         if let Some(keeper) = keeper {
             // One that is lost has ended.
             let _ = keeper.quit();
+            let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
+            let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+            let _ = poll(&mut fds, Some(&limit));
         }
     }
 }

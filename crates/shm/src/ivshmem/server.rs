@@ -114,6 +114,8 @@ impl Outgoing {
 pub enum Seat {
     /// The lowest free id.
     Any,
+    /// The lowest free id from this one on.
+    From(u32),
     /// This id.
     Fixed(u32),
 }
@@ -133,7 +135,7 @@ pub enum Hears {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum Refused {
     /// No seat is free.
-    #[error("all {max_peers} seats of the link are taken")]
+    #[error("all seats of the link of {max_peers} that it may take are taken")]
     Full {
         /// The seats.
         max_peers: u32,
@@ -275,7 +277,8 @@ impl Server {
     pub fn seat(&self, seat: Seat) -> Result<u32, Refused> {
         let max_peers = self.shape.max_peers;
         match seat {
-            Seat::Any => (0..max_peers).find(|id| !self.has(*id)).ok_or(Refused::Full { max_peers }),
+            Seat::Any => self.seat(Seat::From(0)),
+            Seat::From(first) => (first..max_peers).find(|id| !self.has(*id)).ok_or(Refused::Full { max_peers }),
             Seat::Fixed(id) if id >= max_peers => Err(Refused::NoSeat { id, max_peers }),
             Seat::Fixed(id) if self.has(id) => Err(Refused::Taken { id }),
             Seat::Fixed(id) => Ok(id),

@@ -1,0 +1,21 @@
+//! `tombolo keeper`: what a daemon starts beside itself; not for people.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use tombolo_host::fabric::shared;
+
+use crate::exit::{Exit, Failure};
+
+#[derive(Args, Debug)]
+pub(crate) struct Keeper {
+    /// Where the socket listens that is the standard input
+    path: PathBuf,
+}
+
+impl Keeper {
+    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+        shared::keep(&self.path).map_err(Failure::failed)?;
+        Ok(Exit::Done)
+    }
+}

@@ -1,0 +1,327 @@
+//! The fabric's links of shared memory: served in a thread, kept by a process of their own while the daemon restarts.
+//!
+//! # Invariants
+//! - Links are open and served before the first machine starts: QEMU reads its greeting in its own start.
+//! - The keeper is a child that leaves the daemon's process group; it is found again by its socket in the runtime directory.
+//!   It ends when the fabric does, and by itself when the daemon and all machines that it knows of are gone.
+
+use std::os::fd::AsFd;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::SocketType;
+use std::os::unix::process::CommandExt;
+use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::reactor::Registration;
+use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::state::State;
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::ivshmem::keeper::{self, Keeper};
+use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
+use tombolo_shm::ivshmem::server::Dialect;
+use tombolo_shm::listener::Listener;
+use tombolo_shm::memory::Mapping;
+
+use super::{FabricError, Running, Say};
+use crate::api::report::{LinkPeerReport, LinkReport, RingReport};
+use crate::plan::{Plan, Seat};
+use crate::process;
+
+/// How long a keeper may take to end.
+const PATIENCE: Duration = Duration::from_secs(3);
+
+/// The keeper's socket.
+fn keeper_path(runtime: &Path) -> PathBuf {
+    runtime.join("keeper.sock")
+}
+
+/// The keeper itself: what the hidden subcommand of the program runs. Its standard input is its listening socket, which is
+/// at `path`.
+///
+/// # Errors
+/// In words.
+pub fn keep(path: &Path) -> Result<(), String> {
+    let failed = |what: &str, e: rustix::io::Errno| format!("{what} {}: {e}", path.display());
+    // Fails only for the leader of a process group, which a child that was just started is not.
+    let _ = rustix::process::setsid();
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    // Where it may not be raised, the links beyond it are not kept.
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
+    let stdin = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), 3).map_err(|e| failed("taking the socket", e))?;
+    // The one descriptor that keeps the name alive is the one that is dropped at the end.
+    let null = std::fs::File::open("/dev/null").map_err(|e| e.to_string())?;
+    rustix::stdio::dup2_stdin(null).map_err(|e| failed("closing the standard input of", e))?;
+    let listener = Listener::adopt(stdin, path).map_err(|e| failed("listening at", e))?;
+    keeper::serve(listener).map_err(|e| failed("keeping at", e))
+}
+
+/// Keepers that this process has started, to be reaped.
+type Children = Arc<Mutex<Vec<Child>>>;
+
+fn launch(path: &Path, children: &Children) -> Result<Keeper, String> {
+    let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
+    let listener = Listener::bind(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
+    let keeper = Keeper::connect(path).map_err(|e| failed("connecting to", &e))?;
+    let socket = listener.hand_over().map_err(|e| failed("handing over", &e))?;
+    let mut command = Command::new("/proc/self/exe");
+    command
+        .arg0("tombolo")
+        .arg("keeper")
+        .arg(path)
+        .stdin(Stdio::from(socket))
+        .stdout(Stdio::null())
+        .stderr(Stdio::null())
+        // A terminal's ^C is for the daemon.
+        .process_group(0);
+    let child = process::spawn(&mut command).map_err(|e| failed("starting a keeper for", &e))?;
+    let mut children = children.lock().unwrap_or_else(PoisonError::into_inner);
+    children.retain_mut(|c| !matches!(c.try_wait(), Ok(Some(_))));
+    children.push(child);
+    Ok(keeper)
+}
+
+/// The links of a running fabric.
+pub(crate) struct SharedMemory {
+    pub(crate) links: Links,
+    children: Children,
+}
+
+impl SharedMemory {
+    fn start(fabric: &str, runtime: &Path, say: &Say) -> Result<SharedMemory, FabricError> {
+        let children = Children::default();
+        let (path, its) = (keeper_path(runtime), children.clone());
+        let launching = path.clone();
+        let told = say.clone();
+        let trouble = Box::new(move |text: &str| told(text));
+        let failed = |source: rustix::io::Errno| FabricError::Spawn {
+            what: "the thread of the ivshmem links".into(),
+            source: source.into(),
+            hint: "`tombolo doctor` says what is missing",
+        };
+        let links = Links::start(fabric, Some(Box::new(move || launch(&launching, &its))), trouble).map_err(failed)?;
+        if let Ok(keeper) = Keeper::connect(&path)
+            && let Err(error) = links.recall(keeper)
+        {
+            say(&format!("the keeper of the ivshmem links does not answer ({error}): they start anew"));
+        }
+        Ok(SharedMemory { links, children })
+    }
+
+    /// Ends the links and their keeper.
+    fn end(self) {
+        self.links.end_keeper(PATIENCE);
+        drop(self.links);
+        for child in self.children.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+            let _ = process::Process::open(child.id()).is_none_or(|p| p.wait(PATIENCE));
+            // One that hangs keeps nothing of worth any more.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+}
+
+/// Ends the keeper of a fabric that has no links now, or no daemon, and waits for its end.
+pub(crate) fn end_keeper(runtime: &Path) {
+    let Ok(keeper) = Keeper::connect(&keeper_path(runtime)) else { return };
+    if keeper.quit().is_ok() {
+        let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+        let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+        let _ = poll(&mut fds, Some(&limit));
+    }
+}
+
+impl Running {
+    /// Starts the thread that serves links, where the plan has some; else ends what an earlier daemon's have left.
+    pub(crate) fn start_links(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        if self.shared.is_some() {
+            return Ok(());
+        }
+        if plan.all_links().next().is_none() {
+            end_keeper(&self.facts.runtime);
+            return Ok(());
+        }
+        self.shared = Some(SharedMemory::start(&self.spec.name, &self.facts.runtime, &self.say)?);
+        Ok(())
+    }
+
+    pub(crate) fn links(&self) -> Option<&Links> {
+        self.shared.as_ref().map(|s| &s.links)
+    }
+
+    /// Opens and serves the direct links.
+    pub(crate) fn direct_links(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        let Some(links) = self.links() else { return Ok(()) };
+        for link in &plan.links {
+            let opened = links.open(link.clone())?;
+            links.serve(&link.name, None)?;
+            let machines = opened.restored.len();
+            let again = if machines > 0 { format!(", taken up with {machines} machine(s)") } else { String::new() };
+            (self.say)(&format!("{}: {} bytes for {} ends{again}", link.name, link.region_bytes, link.shape.max_peers));
+        }
+        Ok(())
+    }
+
+    /// Why a machine that an earlier daemon left cannot be adopted as far as its links go.
+    pub(crate) fn lost_link(&self, seats: &[Seat]) -> Option<String> {
+        let links = self.links()?;
+        let lost = seats.iter().find(|seat| !links.remembers(&seat.link, seat.id))?;
+        Some(format!("its link {} is lost, since no keeper has it", lost.link.name))
+    }
+
+    /// The port of a network link; the link is open and not served yet.
+    pub(crate) fn open_link(
+        &self,
+        config: &Config,
+        mtu: u16,
+        registration: Registration,
+    ) -> Result<(Ivshmem, Handle), FabricError> {
+        let failed = |why: String| FabricError::Port { port: config.name.clone(), why };
+        let links = self.links().ok_or_else(|| failed("its links are not served".into()))?;
+        let opened = links.open(config.clone())?;
+        let make = || -> Result<(Ivshmem, Handle), String> {
+            // One that was there when the daemon before was killed has to see our RESET: it runs on with rings of that one.
+            let there = opened.restored.into_iter().find(|(id, _)| *id == 1);
+            let peer_present = there.is_some();
+            let bells = there.and_then(|(_, bells)| bells_of(bells));
+            let memory = Mapping::new(&opened.region, 0, config.region_bytes, true).map_err(|e| e.to_string())?;
+            let end = LinkEnd {
+                memory: memory.into(),
+                layout: config.layout,
+                own_id: 0,
+                peer_id: 1,
+                vectors: config.shape.vectors,
+                doorbells: opened.own,
+                bells,
+                peer_present,
+                owns_region: true,
+                mtu: mtu.into(),
+            };
+            Ivshmem::new(end, PollSettings::default(), registration).map_err(|e| e.to_string())
+        };
+        make().map_err(|why| {
+            links.close(&config.name);
+            failed(why)
+        })
+    }
+
+    /// Lets machines join a port's link.
+    pub(crate) fn serve_link(&self, config: &Config, handle: Handle) -> Result<(), FabricError> {
+        let Some(links) = self.links() else { return Ok(()) };
+        let watcher = Box::new(move |event| match event {
+            Event::Joined { bells, .. } => handle.peer_joined(bells_of(bells)),
+            Event::Left { .. } => handle.peer_left(),
+        });
+        Ok(links.serve(&config.name, Some(watcher))?)
+    }
+
+    /// Puts a started machine on its seats of plain links.
+    pub(crate) fn take_seats(&self, seats: &[Seat], pid: u32) -> Result<(), FabricError> {
+        let (Some(links), Some(process)) = (self.links(), process::Process::open(pid)) else { return Ok(()) };
+        for seat in seats.iter().filter(|s| s.is_plain()) {
+            links.occupy(&seat.link.name, seat.id, pid, process.pidfd.as_fd())?;
+        }
+        Ok(())
+    }
+
+    /// Ends all links, and the keeper.
+    pub(crate) fn end_links(&mut self) {
+        match self.shared.take() {
+            Some(shared) => shared.end(),
+            None => end_keeper(&self.facts.runtime),
+        }
+    }
+
+    /// What is to be said of the links. `ports` gives the fill of a network link's rings.
+    pub(crate) fn link_reports(&self, ports: &[crate::api::report::PortReport]) -> Vec<LinkReport> {
+        let statuses = self.links().map(Links::status).unwrap_or_default();
+        statuses.iter().map(|link| self.link_report(link, ports)).collect()
+    }
+
+    fn link_report(&self, link: &LinkStatus, ports: &[crate::api::report::PortReport]) -> LinkReport {
+        let (kind, name) = match link.name.split_once(':') {
+            Some(("port", name)) => ("network", name),
+            Some((_, name)) => ("direct", name),
+            None => ("direct", link.name.as_str()),
+        };
+        let direct = self.spec.links.iter().find(|l| kind == "direct" && l.name == name);
+        let port = ports.iter().find(|p| kind == "network" && p.name == name);
+        let (version, number) = match link.shape.dialect {
+            Dialect::V1 => (1, direct.map_or(protocol::NETWORK, |l| l.protocol)),
+            Dialect::V2 { protocol, .. } => (2, protocol),
+        };
+        let who = |id: u32| match (direct, port) {
+            (Some(link), _) => link.between.get(id as usize).cloned(),
+            (None, _) if id == 0 => Some("fabric".into()),
+            (None, port) => port.and_then(|p| p.details.get("machine").cloned()),
+        };
+        let state = |word: u32| match State::from_word(word) {
+            Some(state) => state.name().to_string(),
+            None => format!("{word:#x}"),
+        };
+        let peers = link.peers.iter().map(|p| LinkPeerReport {
+            id: p.id,
+            name: who(p.id),
+            pid: (p.pid != 0).then_some(p.pid),
+            state: state(p.state),
+            state_word: p.state,
+            waiting_messages: p.waiting as u64,
+        });
+        LinkReport {
+            name: name.into(),
+            kind: kind.into(),
+            version,
+            protocol: number,
+            plain: link.shape.vectors == 0,
+            region_bytes: link.region_bytes,
+            vectors: link.shape.vectors,
+            max_peers: link.shape.max_peers,
+            peers: peers.collect(),
+            rings: port.and_then(|p| rings(&p.details)),
+            joins: link.joins,
+            leaves: link.leaves,
+            cut_slow: link.cut_slow,
+            cut_talking: link.cut_talking,
+            refused: link.refused,
+            kept: link.kept,
+        }
+    }
+}
+
+/// How a peer is rung; `None` for one that polls.
+fn bells_of(bells: Vec<Doorbell>) -> Option<Box<dyn Bells>> {
+    if bells.is_empty() { None } else { Some(Box::new(EventBells::from(bells))) }
+}
+
+/// The fill of the rings, from what the port says of itself: "3 of 290".
+fn rings(details: &std::collections::BTreeMap<String, String>) -> Option<RingReport> {
+    let pair = |key: &str| {
+        let (used, of) = details.get(key)?.split_once(" of ")?;
+        Some((used.parse().ok()?, of.parse().ok()?))
+    };
+    let (frames_out, frames_out_max) = pair("frames_out")?;
+    let (bytes_out, bytes_out_max) = pair("bytes_out")?;
+    let (frames_waiting, frames_waiting_max) = pair("frames_waiting")?;
+    Some(RingReport { frames_out, frames_out_max, bytes_out, bytes_out_max, frames_waiting, frames_waiting_max })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rings_fill_is_read_from_the_ports_details() {
+        let details = [("frames_out", "3 of 290"), ("bytes_out", "4608 of 466816"), ("frames_waiting", "0 of 2048")];
+        let mut details = details.map(|(k, v)| (k.to_string(), v.to_string())).into();
+        let fill = rings(&details).unwrap();
+        assert_eq!(
+            (fill.frames_out, fill.frames_out_max, fill.bytes_out, fill.frames_waiting_max),
+            (3, 290, 4608, 2048)
+        );
+        details.remove("bytes_out");
+        assert_eq!(rings(&details), None);
+    }
+}
