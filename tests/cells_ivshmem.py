@@ -6,6 +6,7 @@ import os
 import random
 import struct
 import time
+from pathlib import Path
 
 from lib import CellGuest, scratch, timeout, until
 from lib.ivshmem import CHANNEL, NETWORK, READY, RESET, RUN, NetPeer, Region, Server, header
@@ -247,17 +248,27 @@ def test_the_server_may_go_while_the_link_stays():
         talk(peer)
 
 
+def nanoseconds(process):
+    """Processor time of all threads; the clock ticks of cpu_seconds() are too coarse for a quiet cell."""
+    threads = Path(f"/proc/{process.pid}/task").iterdir()
+    return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads)
+
+
 @each
 def idle(machine, kind):
-    """A quiet cell sleeps: with doorbell altogether, without it looks up to fifty times a second."""
+    """A quiet cell sleeps: with doorbell altogether, without it looks five times a second."""
     with network(machine, kind) as (peer, _region, _server, guest):
         talk(peer)
-        time.sleep(0.5)
-        before = guest.cpu_seconds()
+        # What the stack says at its start, and the looks that become seldom.
         time.sleep(5)
-        percent = (guest.cpu_seconds() - before) / 5 * 100
-        print(f"{percent:.2f} % of a core")
-        assert percent < 2.5, percent
+        shares = []
+        for _ in range(5):
+            before, start = nanoseconds(guest), time.monotonic_ns()
+            time.sleep(1)
+            shares.append((nanoseconds(guest) - before) / (time.monotonic_ns() - start) * 100)
+        print(" ".join(f"{share:.2f} %" for share in shares))
+        # The median: a router solicitation that falls into one of the seconds is no idle.
+        assert sorted(shares)[2] < (0.2 if kind == "doorbell" else 1), shares
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ pub(crate) struct Pauses {
 
 impl Pauses {
     /// For a link whose frames are announced by nobody. A look costs an emulated machine 200 to 300 microseconds of its host's
-    /// time, so 64 quiet cells take about a tenth of a core together.
+    /// time, so 64 quiet cells take less than a tenth of a core together.
     pub(crate) const POLLED: Pauses = Pauses { shortest_ns: 50_000, longest_ns: 200_000_000 };
     /// For a link with doorbell that is down: a peer that died rings no bell, and one that starts may have rung too early.
     pub(crate) const DOWN: Pauses = Pauses { shortest_ns: 1_000_000, longest_ns: 250_000_000 };
