@@ -30,6 +30,7 @@ STAGES = {
     "cells": 15,
     "cell-unit": 10,
     "cell-boot": 10,
+    "bypass": 10,
     "guests": 30,
     "faults": 30,
 }

@@ -3,6 +3,8 @@
 //! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
 //! commands has a file, with its flags, what they do, and their tests.
 
+mod bypass;
+mod call;
 mod capture;
 mod cell;
 mod doctor;
@@ -14,6 +16,7 @@ mod out;
 mod port;
 mod section;
 mod select;
+mod service;
 mod status;
 mod terminal;
 mod top;
@@ -66,6 +69,14 @@ enum Command {
     /// Run, list, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
+    /// Let traffic between taps, veths and cards skip the kernel's forwarding, NAT and firewall kept true
+    #[command(subcommand)]
+    Bypass(bypass::Bypass),
+    /// List and watch the services that run
+    #[command(subcommand)]
+    Service(service::Service),
+    /// Call a service with a deadline
+    Call(call::Call),
     /// Find out what this machine can do, and what to do about the rest
     Doctor(doctor::Doctor),
     /// Print the version
@@ -89,6 +100,9 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Port(port) => port.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
+        Command::Bypass(bypass) => bypass.run(),
+        Command::Service(service) => service.run(),
+        Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),

@@ -1,0 +1,565 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
+/*
+ * The bypass: what the kernel did with a flow's last frame is done again with the next ones, without the kernel's work.
+ *
+ * `tcx_in`, at an interface's ingress, looks a frame's flow up. Known and still true: the headers are altered as the kernel
+ * altered them, and the frame is redirected. Anything else goes up, unaltered; where it is of the kind that may be
+ * taken, a note of it stays on this CPU.
+ * `tcx_out`, at an interface's egress, sees what the kernel made of such a frame, at the end of the forward path and behind
+ * all chains, and writes the flow from the difference. So a flow that the firewall refuses never has an entry, and
+ * routes, translation and neighbours are the kernel's own.
+ * A flow holds for a lease (one second by default), then one frame goes up again: that keeps conntrack's timers, the
+ * neighbour's state and the rules' counters alive, and bounds what no generation counter tells.
+ *
+ * A frame is never dropped here, but for one case: the redirect itself fails (the output vanished or is full), as it
+ * would in the kernel's own transmit.
+ */
+#include "truth.h"
+
+#include <linux/pkt_cls.h>
+
+/* In skb->cb of what we redirect, so that the egress program does not take it for the kernel's. */
+#define OURS_0 0x746f6d62
+#define OURS_1 0x6f6c6f21
+/* A note older than this is of another frame at the same address. Coarse clock: a few milliseconds at least. */
+#define PENDING_NS 100000000ULL
+/* How often one connection is wished for. */
+#define WISH_NS 50000000ULL
+
+static __always_inline struct counters *counters_of(__u32 slot)
+{
+	return bpf_map_lookup_elem(&counters, &slot);
+}
+
+/* An index below `size`, in a way that the compiler cannot reason away and the verifier sees. */
+static __always_inline __u32 masked(__u32 index, __u32 size)
+{
+	asm volatile("" : "+r"(index));
+	return index & (size - 1);
+}
+
+static __always_inline void tell(const struct settings *set, const struct frame *f, int family, __u32 oif, __u8 kind, __u8 code)
+{
+	struct event *e;
+
+	if (!set->trace || bpf_ktime_get_coarse_ns() / 1000000000 > set->trace)
+		return;
+	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
+	if (!e)
+		return;
+	e->at_ns = bpf_ktime_get_ns();
+	e->key = f->key;
+	e->oif = oif;
+	e->length = f->length;
+	e->family = family;
+	e->kind = kind;
+	e->code = code;
+	e->pad = 0;
+	e->pad2 = 0;
+	bpf_ringbuf_submit(e, 0);
+}
+
+static __always_inline __u32 pending_slot(__u64 skb)
+{
+	/* sk_buffs lie 256 bytes apart. */
+	return skb >> 8 & (PENDING_SLOTS - 1);
+}
+
+/* A frame goes up: counted, and noted where the kernel's answer to it is worth learning. */
+static __always_inline int up(struct __sk_buff *skb, struct settings *set, const struct frame *f, int family, int verdict)
+{
+	__u32 iif = skb->ifindex;
+	struct port *port = bpf_map_lookup_elem(&ports, &iif);
+	struct counters *c;
+
+	if (!port)
+		return TCX_NEXT;
+	c = counters_of(port->slot);
+	if (!c)
+		return TCX_NEXT;
+	if (!(port->flags & PORT_TAKE))
+		verdict = UP_OFF;
+	c->packets[masked(verdict, VERDICTS)]++;
+	if (verdict == UP_NO_FLOW || verdict == UP_LEASE || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
+		__u64 address = (__u64)kernel_context(skb);
+		__u32 slot = pending_slot(address);
+		struct pending *p = bpf_map_lookup_elem(&pending, &slot);
+
+		if (p) {
+			void *data = (void *)(long)skb->data;
+
+			p->skb = address;
+			p->at_ns = bpf_ktime_get_coarse_ns();
+			p->key = f->key;
+			p->length = f->length;
+			p->ttl = f->ttl;
+			p->tos = f->tos;
+			p->family = family;
+			if (data + ETH_HLEN <= (void *)(long)skb->data_end)
+				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
+		}
+	}
+	if (set->trace && verdict >= UP_TTL)
+		tell(set, f, family, 0, 0, verdict);
+	return TCX_NEXT;
+}
+
+/* Alters the frame as the flow says. 0, or UP_FAILED: unaltered, or altered in its checksum only where it will not matter. */
+static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow, const struct frame *f, int family)
+{
+	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES;
+	void *data, *end;
+
+	if (skb->len > ETH_HLEN + f->length && bpf_skb_change_tail(skb, ETH_HLEN + f->length, 0))
+		return UP_FAILED;
+	if (family == AF_INET && flow->flags & FLOW_NAT) {
+		bool udp = f->key.proto == IPPROTO_UDP;
+		__u32 at = ETH_HLEN + header +
+			   (udp ? offsetof(struct transport, udp.check) : offsetof(struct transport, tcp.check));
+		__u64 how = udp ? BPF_F_MARK_MANGLED_0 : 0;
+
+		/* The helper knows the checksum's state: whole, the pseudo header's only, or the card's. */
+		if (bpf_l4_csum_replace(skb, at, 0, flow->addresses_diff, BPF_F_PSEUDO_HDR | how))
+			return UP_FAILED;
+		if (flow->ports_diff && bpf_l4_csum_replace(skb, at, 0, flow->ports_diff, how))
+			return UP_FAILED;
+	}
+	if (family == AF_INET6)
+		/* A card's sum over the packet has the hop limit in it; IPv4's header sums to the same as before. */
+		bpf_csum_update(skb, (__u16)~bpf_htons(1));
+	data = (void *)(long)skb->data;
+	end = (void *)(long)skb->data_end;
+	if (data + ETH_HLEN + header + UDP_BYTES > end)
+		return UP_FAILED;
+	if (family == AF_INET && flow->flags & FLOW_NAT) {
+		struct ip4 *ip = data + ETH_HLEN;
+		struct transport *t = data + ETH_HLEN + IP4_BYTES;
+		__u32 sum = (__u16)~ip->check;
+
+		ip->check = ~fold((__u64)sum + flow->addresses_diff);
+		ip->saddr = flow->saddr;
+		ip->daddr = flow->daddr;
+		t->ports = flow->ports;
+	}
+	count_hop(data + ETH_HLEN, family);
+	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
+	return 0;
+}
+
+static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
+{
+	struct frame f = {};
+	struct flow *flow;
+	struct sk_buff *kernel_skb;
+	struct counters *c;
+	__u32 segments, bytes;
+	__u64 now;
+	int verdict;
+
+	f.key.iif = skb->ifindex;
+	if (skb->pkt_type != PACKET_HOST)
+		return up(skb, set, &f, family, UP_NOT_OURS);
+	if (skb->vlan_present)
+		return up(skb, set, &f, family, UP_VLAN);
+	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
+	if (verdict == SHORT) {
+		__u32 want = ETH_HLEN + IP6_BYTES + TCP_BYTES;
+
+		if (bpf_skb_pull_data(skb, skb->len < want ? skb->len : want))
+			return up(skb, set, &f, family, UP_FAILED);
+		verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
+		if (verdict == SHORT)
+			verdict = UP_MALFORMED;
+	}
+	if (verdict)
+		return up(skb, set, &f, family, verdict);
+	flow = look_up(&f, family);
+	if (!flow)
+		return up(skb, set, &f, family, UP_NO_FLOW);
+	now = bpf_ktime_get_coarse_ns();
+	kernel_skb = kernel_context(skb);
+	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, set, now);
+	if (verdict)
+		return up(skb, set, &f, family, verdict);
+	segments = skb->gso_size;
+	if ((segments ? segments + f.headers : f.length) > flow->mtu)
+		return up(skb, set, &f, family, UP_MTU);
+	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
+	if (segments && skb->len != ETH_HLEN + f.length)
+		return up(skb, set, &f, family, UP_MALFORMED);
+	bytes = ETH_HLEN + f.length;
+	verdict = alter(skb, flow, &f, family);
+	if (verdict)
+		return up(skb, set, &f, family, verdict);
+	skb->mark = flow->mark;
+	skb->priority = flow->priority;
+	flow->packets++;
+	flow->bytes += bytes;
+	flow->last_ns = now;
+	c = counters_of(flow->slot);
+	if (c) {
+		c->taken_bytes += bytes;
+		if (segments)
+			c->taken_large++;
+		if (flow->flags & FLOW_XDP)
+			c->taken_able++;
+		if (flow->flags & FLOW_PEER)
+			c->packets[TAKEN_PEER]++;
+		else
+			c->packets[TAKEN_TCX]++;
+	}
+	if (set->trace)
+		tell(set, &f, family, flow->oif, 0, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX);
+	if (flow->flags & FLOW_PEER)
+		return bpf_redirect_peer(flow->oif, 0);
+	skb->cb[0] = OURS_0;
+	skb->cb[1] = OURS_1;
+	return bpf_redirect(flow->oif, 0);
+}
+
+SEC("classifier")
+int tcx_in(struct __sk_buff *skb)
+{
+	__u32 zero = 0;
+	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
+	struct frame f = {};
+
+	if (!set)
+		return TCX_NEXT;
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		return take(skb, set, AF_INET);
+	if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		return take(skb, set, AF_INET6);
+	f.key.iif = skb->ifindex;
+	return up(skb, set, &f, 0, UP_PROTOCOL);
+}
+
+/* The MTU that the kernel forwards by: the route's, else the interface's. */
+static __always_inline __u32 forward_mtu(struct sk_buff *skb, const struct dst_entry *dst, int family)
+{
+	const struct dst_metrics *metrics = READ_ONLY(struct dst_metrics, TYPE_DST_METRICS, dst->_metrics & DST_METRICS_PTRMASK);
+	__u32 mtu = metrics->metrics[RTAX_MTU - 1];
+
+	if (mtu)
+		return mtu;
+	mtu = skb->dev->mtu;
+	if (family == AF_INET6 && skb->dev->ip6_ptr)
+		mtu = skb->dev->ip6_ptr->cnf.mtu6;
+	return mtu;
+}
+
+static __always_inline void wish(const struct nf_conn *conn, int family, __u64 address, __u64 now)
+{
+	__u64 *last = bpf_map_lookup_elem(&wished, &address);
+	const struct nf_conntrack_tuple *t = &conn->tuplehash[0].tuple;
+	struct wish *w;
+
+	if (last && now - *last < WISH_NS)
+		return;
+	bpf_map_update_elem(&wished, &address, &now, BPF_ANY);
+	w = bpf_ringbuf_reserve(&wishes, sizeof(*w), 0);
+	if (!w)
+		return;
+	w->saddr[0] = t->src.u3.all[0];
+	w->saddr[1] = t->src.u3.all[1];
+	w->saddr[2] = t->src.u3.all[2];
+	w->saddr[3] = t->src.u3.all[3];
+	w->daddr[0] = t->dst.u3.all[0];
+	w->daddr[1] = t->dst.u3.all[1];
+	w->daddr[2] = t->dst.u3.all[2];
+	w->daddr[3] = t->dst.u3.all[3];
+	w->ports = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? (__u32)t->dst.u.all << 16 | t->src.u.all
+							      : (__u32)t->src.u.all << 16 | t->dst.u.all;
+	w->family = family;
+	w->proto = t->dst.protonum;
+	w->pad = 0;
+	bpf_ringbuf_submit(w, 0);
+}
+
+/* What changed from `old` to `new`, as a one's complement sum. */
+static __always_inline __u32 difference(__u32 old, __u32 new)
+{
+	__u64 sum = (__u64)(__u32)~old + new;
+
+	return (sum >> 32) + (sum & 0xffffffff);
+}
+
+static __always_inline __u32 add(__u32 a, __u32 b)
+{
+	__u64 sum = (__u64)a + b;
+
+	return (sum >> 32) + (sum & 0xffffffff);
+}
+
+/* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
+static __always_inline int learn(struct __sk_buff *skb, struct settings *set, const struct pending *p, const struct frame *out,
+				 int family, __u64 now)
+{
+	struct sk_buff *kernel_skb = kernel_context(skb);
+	struct net *net = kernel_skb->dev->nd_net.net;
+	const struct dst_entry *dst;
+	unsigned long nfct = kernel_skb->_nfct;
+	struct flow flow = {};
+	struct flow *known;
+	struct port *in, *output;
+	__u32 iif = p->key.iif, oif = skb->ifindex;
+	void *data;
+
+	if (p->family != (__u32)family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
+	    out->ttl != p->ttl - 1)
+		return 1 + NOT_ALTERED_AS_WE_WOULD;
+	if (iif == oif || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
+		return 1 + NOT_A_PLAIN_ROUTE;
+	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
+	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
+		return 1 + NOT_A_PLAIN_ROUTE;
+	flow.addresses_diff = add(difference(p->key.saddr[0], out->key.saddr[0]), difference(p->key.daddr[0], out->key.daddr[0]));
+	flow.ports_diff = p->key.ports == out->key.ports ? 0 : difference(p->key.ports, out->key.ports);
+	if (p->key.saddr[0] != out->key.saddr[0] || p->key.daddr[0] != out->key.daddr[0] || p->key.ports != out->key.ports)
+		flow.flags |= FLOW_NAT;
+	if (family == AF_INET6 &&
+	    (flow.flags & FLOW_NAT || p->key.saddr[1] != out->key.saddr[1] || p->key.saddr[2] != out->key.saddr[2] ||
+	     p->key.saddr[3] != out->key.saddr[3] || p->key.daddr[1] != out->key.daddr[1] ||
+	     p->key.daddr[2] != out->key.daddr[2] || p->key.daddr[3] != out->key.daddr[3]))
+		return 1 + NOT_NAT66;
+	if (nfct & ~NFCT_INFOMASK) {
+		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, nfct & ~NFCT_INFOMASK);
+
+		flow.conn = nfct & ~NFCT_INFOMASK;
+		flow.conn_status = conn->status & STATUS_BITS;
+		flow.direction = (nfct & NFCT_INFOMASK) >= IP_CT_IS_REPLY;
+		if (!(flow.conn_status & IPS_CONFIRMED) || flow.conn_status & (IPS_DYING | IPS_SEQ_ADJUST | IPS_HELPER) ||
+		    conn->zone.id)
+			return 1 + NOT_A_PLAIN_CONNECTION;
+		if (!connection_is(conn, family, flow.direction, &p->key, out->key.saddr, out->key.daddr, out->key.ports))
+			return 1 + NOT_ALTERED_AS_WE_WOULD;
+		if (p->key.proto == IPPROTO_TCP) {
+			if (!(conn->status & IPS_ASSURED) || conn->proto.tcp.state != TCP_CONNTRACK_ESTABLISHED)
+				return 1 + NOT_ESTABLISHED;
+			if (!is_liberal(conn, net)) {
+				wish(conn, family, flow.conn, now);
+				return 1 + NOT_LIBERAL;
+			}
+		}
+	} else if (flow.flags & FLOW_NAT) {
+		/* Addresses changed by rules that track nothing. */
+		return 1 + NOT_ALTERED_AS_WE_WOULD;
+	}
+	in = bpf_map_lookup_elem(&ports, &iif);
+	output = bpf_map_lookup_elem(&ports, &oif);
+	data = (void *)(long)skb->data;
+	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
+		return 1 + NOT_A_PLAIN_ROUTE;
+	__builtin_memcpy(flow.mac, data, sizeof(flow.mac));
+	__builtin_memcpy(flow.in_mac, p->in_mac, sizeof(flow.in_mac));
+	flow.until_ns = now + set->lease_ns;
+	flow.hooks = hooks(net, family);
+	flow.route_gen = route_generation(net, family);
+	flow.rules_gen = rules_generation(net);
+	flow.epoch = set->epoch;
+	flow.oif = oif;
+	flow.slot = in->slot;
+	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED))
+		flow.flags |= FLOW_PEER;
+	/* XDP neither queues nor marks, and what captures at the output would miss it. */
+	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow.flags & FLOW_PEER) && !skb->mark)
+		flow.flags |= FLOW_XDP;
+	flow.mtu = forward_mtu(kernel_skb, dst, family);
+	flow.mark = skb->mark;
+	flow.priority = skb->priority;
+	flow.saddr = out->key.saddr[0];
+	flow.daddr = out->key.daddr[0];
+	flow.ports = out->key.ports;
+	flow.last_ns = now;
+	if (family == AF_INET) {
+		struct key4 k = { iif, p->key.saddr[0], p->key.daddr[0], p->key.ports, p->key.proto };
+
+		known = bpf_map_lookup_elem(&flows4, &k);
+		if (known) {
+			flow.packets = known->packets;
+			flow.bytes = known->bytes;
+		}
+		bpf_map_update_elem(&flows4, &k, &flow, BPF_ANY);
+	} else {
+		struct key6 k = p->key;
+
+		known = bpf_map_lookup_elem(&flows6, &k);
+		if (known) {
+			flow.packets = known->packets;
+			flow.bytes = known->bytes;
+		}
+		bpf_map_update_elem(&flows6, &k, &flow, BPF_ANY);
+	}
+	return 0;
+}
+
+static __always_inline void watch(struct __sk_buff *skb, int family)
+{
+	__u64 address = (__u64)kernel_context(skb);
+	__u32 slot = pending_slot(address), zero = 0;
+	struct pending *p = bpf_map_lookup_elem(&pending, &slot);
+	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
+	__u64 now = bpf_ktime_get_coarse_ns();
+	struct frame f = {};
+	struct counters *c;
+	struct port *port;
+	__u32 iif;
+	int refused, verdict;
+
+	if (!p || !set || p->skb != address || p->key.iif != skb->ingress_ifindex || now - p->at_ns > PENDING_NS)
+		return;
+	p->skb = 0;
+	if (skb->vlan_present)
+		return;
+	/* What the kernel cuts into fragments, or has given options, is not parsed, and so not learned. That the hops end
+	 * with the next router is its business: TTL is what is looked at last. */
+	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
+	if (verdict && verdict != UP_TTL)
+		return;
+	refused = learn(skb, set, p, &f, family, now);
+	iif = p->key.iif;
+	port = bpf_map_lookup_elem(&ports, &iif);
+	c = port ? counters_of(port->slot) : NULL;
+	if (c) {
+		if (refused)
+			c->unlearned[masked(refused - 1, UNLEARNED)]++;
+		else
+			c->learned++;
+	}
+	if (set->trace) {
+		f.key.iif = iif;
+		tell(set, &f, family, skb->ifindex, refused ? 2 : 1, refused ? refused - 1 : 0);
+	}
+}
+
+SEC("classifier")
+int tcx_out(struct __sk_buff *skb)
+{
+	if (!skb->ingress_ifindex || (skb->cb[0] == OURS_0 && skb->cb[1] == OURS_1))
+		return TCX_NEXT;
+	if (skb->protocol == bpf_htons(ETH_P_IP))
+		watch(skb, AF_INET);
+	else if (skb->protocol == bpf_htons(ETH_P_IPV6))
+		watch(skb, AF_INET6);
+	return TCX_NEXT;
+}
+
+/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
+static __always_inline bool is_partial(const struct frame *f, int family)
+{
+	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
+
+	sum += (__u64)f->key.saddr[0] + f->key.daddr[0];
+	if (family == AF_INET6)
+		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
+		       f->key.daddr[3];
+	return f->check == fold(sum);
+}
+
+static __always_inline int hand_on(const struct flow *flow, __u32 why)
+{
+	struct counters *c = counters_of(flow->slot);
+
+	if (c)
+		c->packets[masked(why, VERDICTS)]++;
+	return XDP_PASS;
+}
+
+static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, int family)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES, bytes = end - data, padding;
+	struct xdp_buff *buff = kernel_context(ctx);
+	struct net_device *dev = buff->rxq->dev;
+	const __u16 *mac, *known;
+	struct transport *t;
+	struct counters *c;
+	struct frame f = {};
+	struct flow *flow;
+	__u64 now;
+
+	f.key.iif = ctx->ingress_ifindex;
+	/* Whatever is not taken here tcx judges again, and counts. */
+	if (parse(data, end, family, bytes, &f))
+		return XDP_PASS;
+	flow = look_up(&f, family);
+	if (!flow)
+		return XDP_PASS;
+	now = bpf_ktime_get_coarse_ns();
+	if (holds(flow, &f, family, dev->nd_net.net, set, now))
+		return XDP_PASS;
+	mac = data;
+	known = (const __u16 *)flow->in_mac;
+	if (data + ETH_HLEN > end || mac[0] != known[0] || mac[1] != known[1] || mac[2] != known[2])
+		return XDP_PASS;
+	if (!(flow->flags & FLOW_XDP))
+		return hand_on(flow, HANDED_OUTPUT);
+	if (f.length > flow->mtu)
+		return hand_on(flow, HANDED_LARGE);
+	/* One in 65536 whole frames looks so too; it takes the slower way. */
+	if (is_partial(&f, family))
+		return hand_on(flow, HANDED_PARTIAL);
+	if ((__u64)dev->ptype_all.next != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
+		return hand_on(flow, HANDED_CAPTURE);
+	padding = bytes - ETH_HLEN - f.length;
+	if (padding) {
+		if (bpf_xdp_adjust_tail(ctx, -(int)padding))
+			return XDP_PASS;
+		data = (void *)(long)ctx->data;
+		end = (void *)(long)ctx->data_end;
+	}
+	t = data + ETH_HLEN + header;
+	if ((void *)t + (f.key.proto == IPPROTO_TCP ? TCP_BYTES : UDP_BYTES) > end)
+		return XDP_PASS;
+	if (family == AF_INET && flow->flags & FLOW_NAT) {
+		struct ip4 *ip = data + ETH_HLEN;
+		__u32 check = ~fold((__u64)(__u16)~f.check + flow->addresses_diff + flow->ports_diff);
+
+		ip->check = ~fold((__u64)(__u16)~ip->check + flow->addresses_diff);
+		ip->saddr = flow->saddr;
+		ip->daddr = flow->daddr;
+		t->ports = flow->ports;
+		if (f.key.proto == IPPROTO_TCP) {
+			/* Once more for the verifier, which has forgotten which of the two it is. */
+			if ((void *)t + TCP_BYTES > end)
+				return XDP_ABORTED;
+			t->tcp.check = check;
+		} else if (f.check) {
+			t->udp.check = (__u16)check ? check : 0xffff;
+		}
+	}
+	count_hop(data + ETH_HLEN, family);
+	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
+	flow->packets++;
+	flow->bytes += ETH_HLEN + f.length;
+	flow->last_ns = now;
+	c = counters_of(flow->slot);
+	if (c) {
+		c->packets[TAKEN_XDP]++;
+		c->taken_bytes += ETH_HLEN + f.length;
+	}
+	if (set->trace)
+		tell(set, &f, family, flow->oif, 0, TAKEN_XDP);
+	return bpf_redirect(flow->oif, 0);
+}
+
+SEC("xdp")
+int xdp_in(struct xdp_md *ctx)
+{
+	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
+	__u32 zero = 0;
+	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
+	__be16 kind;
+
+	if (!set || data + ETH_HLEN > end)
+		return XDP_PASS;
+	kind = *(__be16 *)(data + 12);
+	if (kind == bpf_htons(ETH_P_IP))
+		return take_raw(ctx, set, AF_INET);
+	if (kind == bpf_htons(ETH_P_IPV6))
+		return take_raw(ctx, set, AF_INET6);
+	return XDP_PASS;
+}
+
+/* The kernel gives helpers and types of its own to programs under its licence only. */
+char licence[] SEC("license") = "GPL";

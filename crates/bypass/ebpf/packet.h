@@ -1,0 +1,187 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
+/*
+ * Reading and altering headers, the same for tcx and XDP.
+ *
+ * What is taken: untagged IPv4 without options and IPv6 without extension headers, whole (no fragment), carrying TCP or
+ * UDP. Everything else has a verdict that sends it up.
+ */
+#ifndef TOMBOLO_PACKET_H
+#define TOMBOLO_PACKET_H
+
+#include "tables.h"
+
+#define IP4_BYTES 20
+#define IP6_BYTES 40
+#define UDP_BYTES 8
+#define TCP_BYTES 20
+#define TCP_FIN 0x01
+#define TCP_SYN 0x02
+#define TCP_RST 0x04
+/* More fragments, and the offset. */
+#define IP4_FRAGMENT 0x3fff
+
+struct ip4 {
+	__u8 version_ihl;
+	__u8 tos;
+	__be16 length;
+	__be16 id;
+	__be16 fragment;
+	__u8 ttl;
+	__u8 proto;
+	__u16 check;
+	__u32 saddr;
+	__u32 daddr;
+};
+
+struct ip6 {
+	__u8 version_class;
+	__u8 class_label;
+	__be16 label;
+	__be16 payload;
+	__u8 proto;
+	__u8 hops;
+	__u32 saddr[4];
+	__u32 daddr[4];
+};
+
+struct transport {
+	__u32 ports;
+	union {
+		struct {
+			__be16 length;
+			__u16 check;
+		} udp;
+		struct {
+			__u32 seq;
+			__u32 ack;
+			__u8 offset;
+			__u8 flags;
+			__be16 window;
+			__u16 check;
+		} tcp;
+	};
+};
+
+struct frame {
+	struct key6 key;	/* iif is the caller's */
+	__u32 length;		/* of the IP packet, as its header says */
+	__u32 headers;		/* of IP and the transport */
+	__u16 check;		/* the transport's checksum */
+	__u8 ttl;
+	__u8 tos;
+};
+
+/* parse: not a verdict; the headers are not all in the linear part. */
+#define SHORT 255
+
+static __always_inline __u32 fold(__u64 sum)
+{
+	sum = (sum >> 32) + (sum & 0xffffffff);
+	sum = (sum >> 32) + (sum & 0xffffffff);
+	sum = (sum >> 16) + (sum & 0xffff);
+	sum = (sum >> 16) + (sum & 0xffff);
+	return (sum >> 16) + (sum & 0xffff);
+}
+
+/* The headers of the frame at `data`, whose length on the wire is `bytes`. 0 or why it is not for us. */
+static __always_inline int parse(void *data, void *end, int family, __u32 bytes, struct frame *f)
+{
+	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES;
+	struct transport *t = data + ETH_HLEN + header;
+
+	if ((void *)t + UDP_BYTES > end)
+		return SHORT;
+	if (family == AF_INET) {
+		struct ip4 *ip = data + ETH_HLEN;
+		__u32 *words = data + ETH_HLEN;
+
+		if (ip->version_ihl != 0x45)
+			return UP_OPTIONS;
+		if (ip->fragment & bpf_htons(IP4_FRAGMENT))
+			return UP_FRAGMENT;
+		if (fold((__u64)words[0] + words[1] + words[2] + words[3] + words[4]) != 0xffff)
+			return UP_MALFORMED;
+		f->key.saddr[0] = ip->saddr;
+		f->key.daddr[0] = ip->daddr;
+		f->key.proto = ip->proto;
+		f->length = bpf_ntohs(ip->length);
+		f->ttl = ip->ttl;
+		f->tos = ip->tos;
+	} else {
+		struct ip6 *ip = data + ETH_HLEN;
+
+		if (ip->version_class >> 4 != 6)
+			return UP_MALFORMED;
+		__builtin_memcpy(f->key.saddr, ip->saddr, sizeof(ip->saddr));
+		__builtin_memcpy(f->key.daddr, ip->daddr, sizeof(ip->daddr));
+		f->key.proto = ip->proto;
+		f->length = IP6_BYTES + bpf_ntohs(ip->payload);
+		f->ttl = ip->hops;
+		f->tos = ip->version_class << 4 | ip->class_label >> 4;
+	}
+	f->key.ports = t->ports;
+	if (ETH_HLEN + f->length > bytes)
+		return UP_MALFORMED;
+	if (f->key.proto == IPPROTO_TCP) {
+		if ((void *)t + TCP_BYTES > end)
+			return SHORT;
+		f->headers = header + (t->tcp.offset >> 4) * 4;
+		f->check = t->tcp.check;
+		if (f->headers < header + TCP_BYTES || f->headers > f->length)
+			return UP_MALFORMED;
+		if (t->tcp.flags & (TCP_FIN | TCP_SYN | TCP_RST))
+			return UP_HANDSHAKE;
+	} else if (f->key.proto == IPPROTO_UDP) {
+		f->headers = header + UDP_BYTES;
+		f->check = t->udp.check;
+		if (f->headers > f->length || bpf_ntohs(t->udp.length) < UDP_BYTES ||
+		    header + bpf_ntohs(t->udp.length) > f->length)
+			return UP_MALFORMED;
+	} else {
+		/* An IPv6 extension header is no transport; IPv4 has no such thing. */
+		if (family == AF_INET6 && (f->key.proto == 0 || f->key.proto == 43 || f->key.proto == 60))
+			return UP_OPTIONS;
+		if (family == AF_INET6 && f->key.proto == 44)
+			return UP_FRAGMENT;
+		return UP_TRANSPORT;
+	}
+	if (f->ttl <= 1)
+		return UP_TTL;
+	return 0;
+}
+
+static __always_inline void key4(struct key4 *k, const struct frame *f)
+{
+	k->iif = f->key.iif;
+	k->saddr = f->key.saddr[0];
+	k->daddr = f->key.daddr[0];
+	k->ports = f->key.ports;
+	k->proto = f->key.proto;
+}
+
+static __always_inline struct flow *look_up(const struct frame *f, int family)
+{
+	if (family == AF_INET) {
+		struct key4 k;
+
+		key4(&k, f);
+		return bpf_map_lookup_elem(&flows4, &k);
+	}
+	return bpf_map_lookup_elem(&flows6, &f->key);
+}
+
+/* One hop less, RFC 1624. The checksum's change is that of the word that holds the TTL. */
+static __always_inline void count_hop(void *ip_header, int family)
+{
+	if (family == AF_INET) {
+		struct ip4 *ip = ip_header;
+		__u32 check = ip->check + bpf_htons(0x0100);
+
+		ip->check = check + (check >= 0xffff);
+		ip->ttl--;
+	} else {
+		((struct ip6 *)ip_header)->hops--;
+	}
+}
+
+#endif

@@ -1,0 +1,233 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
+/*
+ * The maps, and what is in them. src/layout.rs has the same structures on the other side; its tests compare sizes and
+ * offsets with this object's BTF.
+ *
+ * Writers: `settings` and `ports` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
+ * replaced whole, and its two counters are added to by the ingress programs); the manager only removes entries.
+ */
+#ifndef TOMBOLO_TABLES_H
+#define TOMBOLO_TABLES_H
+
+#include "kernel.h"
+
+/* Where a frame that came in at an interface went, and why. Order and names: layout.rs, `Verdict`. */
+enum verdict {
+	TAKEN_TCX,	/* redirected to the output's queue */
+	TAKEN_PEER,	/* redirected straight into the other end of a veth pair */
+	TAKEN_XDP,	/* redirected before there was an sk_buff */
+	UP_OFF,		/* the interface is not to be bypassed now */
+	UP_NOT_OURS,	/* broadcast, multicast, or another's MAC address */
+	UP_PROTOCOL,	/* neither IPv4 nor IPv6: ARP and the like */
+	UP_VLAN,	/* it has a VLAN tag */
+	UP_OPTIONS,	/* IPv4 options, IPv6 extension headers */
+	UP_FRAGMENT,
+	UP_TTL,		/* it ends here: the kernel answers */
+	UP_TRANSPORT,	/* neither TCP nor UDP */
+	UP_MALFORMED,	/* lengths or the header's checksum do not agree: the kernel drops it */
+	UP_HANDSHAKE,	/* SYN, FIN or RST: connection tracking must see it */
+	UP_NO_FLOW,	/* the kernel has not forwarded one like it yet */
+	UP_LEASE,	/* the flow's lease ended: the kernel is asked again */
+	UP_CHANGED,	/* routes, rules or settings are not those the flow was learned under */
+	UP_CONNTRACK,	/* the connection's entry is gone or is not what it was */
+	UP_MTU,		/* too long for the way out: the kernel answers, or cuts it */
+	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
+	HANDED_PARTIAL,	/* its checksum is not finished */
+	HANDED_LARGE,	/* a segmentation frame, or too long for the way out */
+	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
+	HANDED_CAPTURE,	/* somebody captures on this interface */
+	UP_FAILED,	/* the kernel could not make room for the change */
+};
+/* A power of two, so that a mask keeps an index within; the verifier wants to see that. */
+#define VERDICTS 32
+
+/* Why the egress program did not learn from a frame that the kernel forwarded. */
+enum unlearned {
+	NOT_ALTERED_AS_WE_WOULD,	/* TTL, TOS, length or addresses are not what a plain forward makes of them */
+	NOT_ESTABLISHED,	/* the connection is not established both ways (TCP) */
+	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
+	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
+	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, or back out where it came in */
+	NOT_NAT66,		/* IPv6 with changed addresses */
+};
+#define UNLEARNED 8
+
+struct counters {
+	__u64 packets[VERDICTS];
+	__u64 taken_bytes;
+	__u64 taken_large;	/* segmentation frames among those taken */
+	__u64 taken_able;	/* those taken by tcx that XDP could have sent out */
+	__u64 learned;
+	__u64 unlearned[UNLEARNED];
+};
+
+/* Ports of an interface: bits of `flags`. */
+#define PORT_TAKE (1 << 0)	/* frames that come in here may be taken */
+#define PORT_PEER (1 << 1)	/* frames may go out straight into the veth peer */
+#define PORT_XDP_OUT (1 << 2)	/* the driver takes frames from XDP */
+#define PORT_CAPTURED (1 << 3)	/* a packet socket listens */
+
+struct port {
+	__u32 slot;	/* of `counters` */
+	__u32 flags;
+	__u32 mode;	/* for people: layout.rs, `Mode` */
+	__u32 why;	/* for people: chooser.rs, `Why` */
+	__u64 since_ns;
+};
+
+struct settings {
+	__u32 epoch;	/* added to by whoever makes all flows be learned anew */
+	__u32 trace;	/* up to this second of the clock events are wanted; 0: not at all */
+	__u64 lease_ns;
+};
+
+struct key4 {
+	__u32 iif;
+	__u32 saddr;
+	__u32 daddr;
+	__u32 ports;	/* source, then destination, as on the wire */
+	__u32 proto;
+};
+
+struct key6 {
+	__u32 iif;
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__u32 ports;
+	__u32 proto;
+};
+
+#define FLOW_NAT (1 << 0)
+#define FLOW_PEER (1 << 1)
+#define FLOW_XDP (1 << 2)
+
+/* What the kernel did with a flow's last frame that it saw, and under what it did so. */
+struct flow {
+	__u64 until_ns;		/* CLOCK_MONOTONIC (coarse); then the kernel is asked again */
+	__u64 hooks;		/* the address of the netfilter hooks of the forward chain */
+	__u64 conn;		/* the address of the conntrack entry; 0: there was none */
+	__u32 route_gen;
+	__u32 rules_gen;
+	__u32 epoch;
+	__u32 conn_status;
+	__u32 oif;
+	__u32 slot;		/* of the input's counters */
+	__u32 flags;
+	__u32 mtu;
+	__u32 mark;
+	__u32 priority;
+	__u8 mac[12];		/* destination and source of the frame that goes out */
+	__u8 in_mac[6];		/* destination of the frame that came in */
+	__u8 direction;		/* of the connection: 0 as its first frame, 1 the answers */
+	__u8 pad;
+	__u32 saddr;		/* IPv4 after translation */
+	__u32 daddr;
+	__u32 ports;
+	__u32 addresses_diff;	/* one's complement sum of what changed in the addresses */
+	__u32 ports_diff;
+	__u64 packets;
+	__u64 bytes;
+	__u64 last_ns;
+};
+
+/* A frame that was sent up by the ingress program on this CPU, for the egress program to recognise. */
+struct pending {
+	__u64 skb;
+	__u64 at_ns;
+	struct key6 key;	/* IPv4 in the first words of the addresses */
+	__u32 length;
+	__u8 ttl;
+	__u8 tos;
+	__u8 in_mac[6];
+	__u32 family;
+	__u32 pad;
+};
+#define PENDING_SLOTS 8
+
+/* A TCP connection whose entry the manager shall set to liberal window checks; its own first direction. */
+struct wish {
+	__u32 saddr[4];
+	__u32 daddr[4];
+	__u32 ports;
+	__u8 family;
+	__u8 proto;
+	__u16 pad;
+};
+
+/* A line of `trace`. */
+struct event {
+	__u64 at_ns;
+	struct key6 key;
+	__u32 oif;
+	__u32 length;
+	__u8 family;
+	__u8 kind;	/* 0 seen (code: verdict), 1 learned, 2 not learned (code: unlearned) */
+	__u8 code;
+	__u8 pad;
+	__u32 pad2;
+};
+
+#define MAX_PORTS 1024
+#define MAX_FLOWS 65536
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct settings);
+} settings SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_HASH);
+	__uint(max_entries, MAX_PORTS);
+	__type(key, __u32);
+	__type(value, struct port);
+} ports SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, MAX_PORTS);
+	__type(key, __u32);
+	__type(value, struct counters);
+} counters SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_FLOWS);
+	__type(key, struct key4);
+	__type(value, struct flow);
+} flows4 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_FLOWS);
+	__type(key, struct key6);
+	__type(value, struct flow);
+} flows6 SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, PENDING_SLOTS);
+	__type(key, __u32);
+	__type(value, struct pending);
+} pending SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 18);
+} wishes SEC(".maps");
+
+/* When a connection was last wished for, so that one is asked for once and not with every frame. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, 16384);
+	__type(key, __u64);
+	__type(value, __u64);
+} wished SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_RINGBUF);
+	__uint(max_entries, 1 << 20);
+} events SEC(".maps");
+
+#endif

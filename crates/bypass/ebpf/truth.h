@@ -1,0 +1,109 @@
+/* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
+/*
+ * Whether what was learned from the kernel is still what the kernel would do: read from the kernel's own memory, per
+ * frame, so that it holds without anybody in user space.
+ *
+ * - Routes: IPv4's generation counter and IPv6's serial number change with every change of a route, a routing rule, an
+ *   address, a link's state or its MTU.
+ * - Rules: nftables' generation, and the address of the hooks of the forward chain (another table's hook, or the legacy
+ *   iptables' coming and going).
+ * - Connections: the conntrack entry itself, at the address where it was. The memory may by now hold another entry or
+ *   none: so both its tuples are compared, whole, with those that the flow was learned with.
+ */
+#ifndef TOMBOLO_TRUTH_H
+#define TOMBOLO_TRUTH_H
+
+#include "packet.h"
+
+/* The bits of a connection's status that a flow is learned under; a change of one makes it be learned anew. */
+#define STATUS_BITS (IPS_SEEN_REPLY | IPS_CONFIRMED | IPS_SRC_NAT | IPS_DST_NAT | IPS_SEQ_ADJUST | IPS_DYING | IPS_HELPER)
+
+/* As it was before Linux 6.17. */
+struct netns_nftables___old {
+	__u8 gencursor;
+} __attribute__((preserve_access_index));
+
+static __always_inline __u32 rules_generation(struct net *net)
+{
+	if (bpf_core_field_exists(net->nft.base_seq))
+		return net->nft.base_seq;
+	return net->nft.gencursor;
+}
+
+static __always_inline __u32 route_generation(struct net *net, int family)
+{
+	return family == AF_INET ? net->ipv4.rt_genid.counter : net->ipv6.fib6_sernum.counter;
+}
+
+static __always_inline __u64 hooks(struct net *net, int family)
+{
+	return family == AF_INET ? (__u64)net->nf.hooks_ipv4[NF_INET_FORWARD] : (__u64)net->nf.hooks_ipv6[NF_INET_FORWARD];
+}
+
+/* Whether tuple `t` goes from s to d with these ports. */
+static __always_inline bool tuple_is(const struct nf_conntrack_tuple *t, int family, __u32 proto, const __u32 *s,
+				     const __u32 *d, __u16 sport, __u16 dport)
+{
+	if (t->dst.protonum != proto || t->src.l3num != family || t->src.u.all != sport || t->dst.u.all != dport)
+		return false;
+	if (t->src.u3.all[0] != s[0] || t->dst.u3.all[0] != d[0])
+		return false;
+	if (family == AF_INET)
+		return true;
+	return t->src.u3.all[1] == s[1] && t->src.u3.all[2] == s[2] && t->src.u3.all[3] == s[3] &&
+	       t->dst.u3.all[1] == d[1] && t->dst.u3.all[2] == d[2] && t->dst.u3.all[3] == d[3];
+}
+
+/* Ports as they are on the wire: the source's two bytes come first. */
+static __always_inline __u16 first_port(__u32 ports)
+{
+	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? ports & 0xffff : ports >> 16;
+}
+
+static __always_inline __u16 second_port(__u32 ports)
+{
+	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? ports >> 16 : ports & 0xffff;
+}
+
+/* Whether the entry is of the connection that has `in` on its way in and `saddr, daddr, ports` on its way out. */
+static __always_inline bool connection_is(const struct nf_conn *conn, int family, __u8 direction, const struct key6 *in,
+					  const __u32 *saddr, const __u32 *daddr, __u32 ports)
+{
+	const struct nf_conntrack_tuple *there = direction ? &conn->tuplehash[1].tuple : &conn->tuplehash[0].tuple;
+	const struct nf_conntrack_tuple *back = direction ? &conn->tuplehash[0].tuple : &conn->tuplehash[1].tuple;
+
+	return tuple_is(there, family, in->proto, in->saddr, in->daddr, first_port(in->ports), second_port(in->ports)) &&
+	       tuple_is(back, family, in->proto, daddr, saddr, second_port(ports), first_port(ports));
+}
+
+static __always_inline bool is_liberal(const struct nf_conn *conn, struct net *net)
+{
+	return net->ct.nf_ct_proto.tcp.tcp_be_liberal ||
+	       (conn->proto.tcp.seen[0].flags & conn->proto.tcp.seen[1].flags & IP_CT_TCP_FLAG_BE_LIBERAL);
+}
+
+/* 0, or why the flow does not hold for this frame now. */
+static __always_inline int holds(const struct flow *flow, const struct frame *f, int family, struct net *net,
+				 const struct settings *set, __u64 now)
+{
+	if (now >= flow->until_ns)
+		return UP_LEASE;
+	if (flow->route_gen != route_generation(net, family) || flow->rules_gen != rules_generation(net) ||
+	    flow->hooks != hooks(net, family) || flow->epoch != set->epoch)
+		return UP_CHANGED;
+	if (flow->conn) {
+		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, flow->conn);
+		const __u32 *saddr = family == AF_INET ? &flow->saddr : f->key.saddr;
+		const __u32 *daddr = family == AF_INET ? &flow->daddr : f->key.daddr;
+
+		if ((conn->status & STATUS_BITS) != flow->conn_status)
+			return UP_CONNTRACK;
+		if (!connection_is(conn, family, flow->direction, &f->key, saddr, daddr, flow->ports))
+			return UP_CONNTRACK;
+		if (f->key.proto == IPPROTO_TCP && conn->proto.tcp.state != TCP_CONNTRACK_ESTABLISHED)
+			return UP_CONNTRACK;
+	}
+	return 0;
+}
+
+#endif

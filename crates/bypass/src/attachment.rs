@@ -1,0 +1,335 @@
+//! Attaching to interfaces and detaching again.
+//!
+//! Everything that is attached is a pinned link, so no process of ours has to live. What is there already is left as it is: other tcx
+//! programs run before ours; where older tc filters would run after ours, and so never see a frame that is taken, it is
+//! refused unless asked for.
+
+use crate::chooser::Why;
+use crate::layout::{Mode, PORT_PEER, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
+use crate::maps::{self, Maps, MapsError};
+use crate::netlink::{Link, NetlinkError, Routes};
+use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
+use crate::place::{Interface, Place, PlaceError, Record, Wanted};
+use aya::programs::links::{FdLink, PinnedLink};
+use aya::programs::tc::TcAttachOptions;
+use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode};
+use aya_obj::programs::XdpAttachType;
+use std::time::Duration;
+
+/// How long a flow holds, unless the user says otherwise.
+pub const LEASE: Duration = Duration::from_secs(1);
+const LONGEST_LEASE: Duration = Duration::from_secs(10);
+const SHORTEST_LEASE: Duration = Duration::from_millis(20);
+
+/// Why attaching or detaching failed. What was attached before it failed is detached again.
+#[derive(Debug, thiserror::Error)]
+pub enum AttachError {
+    /// The place.
+    #[error(transparent)]
+    Place(#[from] PlaceError),
+    /// Loading.
+    #[error(transparent)]
+    Load(#[from] LoadError),
+    /// A map.
+    #[error(transparent)]
+    Maps(#[from] MapsError),
+    /// An interface.
+    #[error(transparent)]
+    Netlink(#[from] NetlinkError),
+    /// A program could not be attached.
+    #[error("{interface}: {cause}")]
+    Program {
+        /// Where.
+        interface: String,
+        /// The kernel's words.
+        cause: String,
+    },
+    /// Older filters would be skipped.
+    #[error(
+        "{0} has tc filters at its ingress, which run after tcx programs: they would not see a frame that is taken. \
+         Remove them, or say --past-filters if they need not"
+    )]
+    Filters(String),
+    /// An XDP program is there, and an interface has room for one.
+    #[error(
+        "{interface} has an XDP program already (id {program}), and there is room for one:          attach with --mode tcx, which works behind it, or take that one off (ip link set dev {interface} xdp off)"
+    )]
+    XdpTaken {
+        /// Where.
+        interface: String,
+        /// Its id, as in `bpftool prog`.
+        program: u32,
+    },
+    /// Not a member of an Ethernet.
+    #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
+    NotEthernet(String),
+    /// Asked for what is not attached.
+    #[error("{0} is not attached; `tombolo bypass status` lists what is")]
+    NotAttached(String),
+    /// A lease out of bounds.
+    #[error(
+        "a lease of {0:?} is out of bounds: {SHORTEST_LEASE:?} to {LONGEST_LEASE:?}, so that the kernel's own timers see each flow in time"
+    )]
+    Lease(Duration),
+}
+
+/// How to attach.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The mode.
+    pub wanted: Wanted,
+    /// How long a flow holds before one frame goes the kernel's way again; `None`: as it is, or `LEASE`.
+    pub lease: Option<Duration>,
+    /// Attach although older filters at the ingress will not see what is taken.
+    pub past_filters: bool,
+    /// How the user named the namespace.
+    pub netns: String,
+}
+
+/// What was done at one interface.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Attached {
+    /// Its name.
+    pub interface: String,
+    /// Whether it was attached before.
+    pub already: bool,
+    /// Names of tcx programs that run before ours.
+    pub after: Vec<String>,
+}
+
+/// Which ways out of an interface there are.
+pub(crate) fn capabilities(link: &Link) -> u32 {
+    // The other end of a veth in this namespace cannot be redirected into, and a queueing discipline shall have its say.
+    let peer = link.kind == "veth" && link.peer_elsewhere && link.qdisc == "noqueue" && link.master.is_none();
+    // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
+    let xdp = is_suited(link) && PLAIN_QUEUES.contains(&link.qdisc.as_str());
+    PORT_TAKE | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
+}
+
+/// Queueing disciplines that nobody would miss: XDP passes them by.
+const PLAIN_QUEUES: [&str; 6] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "pfifo", "mq"];
+
+/// Whether XDP at this interface costs nobody anything. A veth's peer would lose segmentation; of cards nothing is known yet.
+pub(crate) fn is_suited(link: &Link) -> bool {
+    link.kind == "tun"
+}
+
+fn program(place: &Place, name: &str) -> Result<SchedClassifier, ProgramError> {
+    SchedClassifier::from_pin(place.pin(&format!("prog_{name}")))
+}
+
+/// Puts programs and maps in place for a namespace where nothing is yet.
+fn found(place: &Place) -> Result<(), AttachError> {
+    place.make()?;
+    let mut loaded = object::load()?;
+    maps::pin(&loaded, place)?;
+    for (name, program) in loaded.programs_mut() {
+        let path = place.pin(&format!("prog_{name}"));
+        program.pin(&path).map_err(|e| AttachError::Program { interface: name.into(), cause: chain(&e) })?;
+    }
+    Ok(())
+}
+
+fn attach_tcx(place: &Place, interface: &str, index: u32, name: &str, hook: TcAttachType) -> Result<(), String> {
+    let mut program = program(place, name).map_err(|e| chain(&e))?;
+    let options = TcAttachOptions::TcxOrder(LinkOrder::last());
+    let id = program.attach_with_options(interface, hook, options).map_err(|e| chain(&e))?;
+    let link = program.take_link(id).map_err(|e| chain(&e))?;
+    let link = FdLink::try_from(link).map_err(|e| chain(&e))?;
+    link.pin(place.pin(&format!("link_{name}_{index}"))).map_err(|e| chain(&e))?;
+    Ok(())
+}
+
+/// Puts the XDP program into the driver.
+pub(crate) fn attach_xdp(place: &Place, index: u32) -> Result<(), String> {
+    let mut program =
+        Xdp::from_pin(place.pin(&format!("prog_{XDP_IN}")), XdpAttachType::Interface).map_err(|e| chain(&e))?;
+    let id = program.attach_to_if_index(index, XdpMode::Driver).map_err(|e| chain(&e))?;
+    let link = program.take_link(id).map_err(|e| chain(&e))?;
+    let link = FdLink::try_from(link).map_err(|e| chain(&e))?;
+    link.pin(place.pin(&format!("link_{XDP_IN}_{index}"))).map_err(|e| chain(&e))?;
+    Ok(())
+}
+
+/// Takes it out again; tcx goes on.
+pub(crate) fn detach_xdp(place: &Place, index: u32) {
+    detach_link(place, XDP_IN, index);
+}
+
+/// Removes a pinned link, which detaches its program. One that is not there is detached already.
+fn detach_link(place: &Place, name: &str, index: u32) {
+    if let Ok(link) = PinnedLink::from_pin(place.pin(&format!("link_{name}_{index}"))) {
+        drop(link.unpin());
+    }
+}
+
+fn detach_all(place: &Place, index: u32) {
+    for name in [XDP_IN, TCX_IN, TCX_OUT] {
+        detach_link(place, name, index);
+    }
+}
+
+/// Attaches to interfaces of the calling thread's namespace. All or nothing.
+pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<Attached>, AttachError> {
+    if let Some(lease) = options.lease.filter(|l| !(SHORTEST_LEASE..=LONGEST_LEASE).contains(l)) {
+        return Err(AttachError::Lease(lease));
+    }
+    let mut lock = place.lock()?;
+    let fresh = !place.exists();
+    if fresh {
+        // What an attach that was killed left, if anything; the folder may go with it.
+        place.remove()?;
+        drop(lock);
+        lock = place.lock()?;
+    }
+    let mut done = vec![];
+    let result = attach_locked(place, names, options, fresh, &mut done);
+    if result.is_err() {
+        if fresh {
+            place.remove()?;
+        } else {
+            for index in done {
+                detach_all(place, index);
+            }
+        }
+    }
+    drop(lock);
+    result
+}
+
+fn attach_locked(
+    place: &Place,
+    names: &[String],
+    options: &Options,
+    fresh: bool,
+    done: &mut Vec<u32>,
+) -> Result<Vec<Attached>, AttachError> {
+    let routes = Routes::open()?;
+    let links: Vec<Link> = names.iter().map(|n| routes.link(n)).collect::<Result<_, _>>()?;
+    for link in &links {
+        if link.mac.is_none() {
+            return Err(AttachError::NotEthernet(link.name.clone()));
+        }
+        if !options.past_filters && routes.has_ingress_filters(link.index)? {
+            return Err(AttachError::Filters(link.name.clone()));
+        }
+    }
+    if fresh {
+        found(place)?;
+    }
+    let mut record = place.record()?;
+    let mut maps = Maps::open(place)?;
+    prune(place, &mut record, &mut maps, &routes)?;
+    let before = maps.settings()?;
+    let lease = options.lease.or((before.lease_ns > 0).then(|| Duration::from_nanos(before.lease_ns))).unwrap_or(LEASE);
+    let mut report = vec![];
+    for link in &links {
+        let known = record.interfaces.iter_mut().find(|i| i.index == link.index);
+        let mut attached = Attached { interface: link.name.clone(), already: known.is_some(), after: vec![] };
+        if let Some(known) = known {
+            known.wanted = options.wanted;
+        } else {
+            let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
+            attached.after = others.iter().map(|p| p.name_as_str().unwrap_or("unnamed").to_owned()).collect();
+            done.push(link.index);
+            for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
+                attach_tcx(place, &link.name, link.index, name, hook)
+                    .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+            }
+            record.interfaces.push(Interface { name: link.name.clone(), index: link.index, wanted: options.wanted });
+        }
+        let now = monotonic_ns();
+        let slot = match maps.port(link.index)? {
+            Some(port) => port.slot,
+            None => maps.free_slot()?,
+        };
+        let mode = if options.wanted == Wanted::Xdp { Mode::Xdp } else { Mode::Tcx };
+        detach_xdp(place, link.index);
+        if mode == Mode::Xdp {
+            if let Some((_, program)) = routes.link(&link.name)?.xdp {
+                return Err(AttachError::XdpTaken { interface: link.name.clone(), program });
+            }
+            attach_xdp(place, link.index)
+                .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+        }
+        let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked } as u32;
+        maps.set_port(link.index, Port { slot, flags: capabilities(link), mode, why, since_ns: now })?;
+        report.push(attached);
+    }
+    if !options.netns.is_empty() {
+        record.netns.clone_from(&options.netns);
+    }
+    maps.set(Settings { epoch: before.epoch.wrapping_add(1), lease_ns: lease.as_nanos() as u64, ..before })?;
+    place.write(&record)?;
+    Ok(report)
+}
+
+/// Forgets interfaces that are gone, with what is pinned for them.
+fn prune(place: &Place, record: &mut Record, maps: &mut Maps, routes: &Routes) -> Result<(), AttachError> {
+    let links = routes.links()?;
+    let (here, gone) =
+        std::mem::take(&mut record.interfaces).into_iter().partition(|i| links.iter().any(|l| l.index == i.index));
+    record.interfaces = here;
+    for interface in gone {
+        detach_all(place, interface.index);
+        maps.remove_port(interface.index)?;
+    }
+    Ok(())
+}
+
+/// Detaches from these interfaces, or from all where none is named; gives their names. With the last one everything goes.
+pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachError> {
+    let _lock = place.lock()?;
+    if !place.exists() {
+        let left = names.first().cloned();
+        place.remove()?;
+        return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
+    }
+    let mut record = place.record()?;
+    if let Some(name) = names.iter().find(|n| !record.interfaces.iter().any(|i| i.name == **n)) {
+        return Err(AttachError::NotAttached(name.clone()));
+    }
+    let (going, staying): (Vec<_>, Vec<_>) =
+        std::mem::take(&mut record.interfaces).into_iter().partition(|i| names.is_empty() || names.contains(&i.name));
+    let mut maps = Maps::open(place)?;
+    // First nothing is taken any more, then the programs go.
+    for interface in &going {
+        maps.remove_port(interface.index)?;
+    }
+    maps.forget_flows()?;
+    for interface in &going {
+        detach_all(place, interface.index);
+    }
+    if staying.is_empty() {
+        place.remove()?;
+    } else {
+        record.interfaces = staying;
+        place.write(&record)?;
+    }
+    Ok(going.into_iter().map(|i| i.name).collect())
+}
+
+/// Now, on the clock that the programs read.
+pub fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_veth_into_another_namespace_without_a_queue_is_redirected_into() {
+        let veth = Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: true, ..Link::default() };
+        assert_ne!(capabilities(&veth) & PORT_PEER, 0);
+        for other in [
+            Link { kind: "tun".into(), ..veth.clone() },
+            Link { qdisc: "tbf".into(), ..veth.clone() },
+            Link { peer_elsewhere: false, ..veth.clone() },
+            Link { master: Some(4), ..veth.clone() },
+        ] {
+            assert_eq!(capabilities(&other) & PORT_PEER, 0, "{other:?}");
+        }
+    }
+}

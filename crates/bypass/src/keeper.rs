@@ -1,0 +1,256 @@
+//! The keeper: a process that helps the attached programs along. Traffic flows without it.
+//!
+//! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
+//! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address changed,
+//! chooses each interface's mode by its traffic, sees whether somebody captures on one, and removes flows that are not
+//! used any more.
+//!
+//! It ends by itself when the place is gone, within one tick. One runs per namespace, by a lock.
+
+use crate::attachment::{AttachError, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
+use crate::chooser::{Chooser, Why, Window};
+use crate::layout::{Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, PORT_CAPTURED, Port, TAKEN_XDP, WISH_BYTES};
+use crate::maps::{self, Maps};
+use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
+use crate::place::{Interface, Place};
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
+use std::collections::HashMap;
+use std::io::Write;
+use std::time::Duration;
+
+/// How often the keeper looks at what tells nothing by itself.
+const TICK: Duration = Duration::from_secs(1);
+/// How often it looks whether the place is still there.
+const GLANCE: Duration = Duration::from_millis(200);
+/// A flow that was used last this long ago is removed.
+const UNUSED: Duration = Duration::from_secs(60);
+
+fn connection(wish: &[u8]) -> Option<Connection> {
+    const AF_INET: u8 = 2;
+    let wish: &[u8; WISH_BYTES] = wish.try_into().ok()?;
+    let bytes = if wish[36] == AF_INET { 4 } else { 16 };
+    Some(Connection {
+        source: wish[..bytes].to_vec(),
+        destination: wish[16..16 + bytes].to_vec(),
+        source_port: [wish[32], wish[33]],
+        destination_port: [wish[34], wish[35]],
+    })
+}
+
+/// Where each neighbour is.
+#[derive(Debug, Default)]
+struct Neighbours(HashMap<(u32, Vec<u8>), [u8; 6]>);
+
+impl Neighbours {
+    /// Takes a change in; says whether a neighbour that was known is elsewhere now, or nowhere.
+    fn note(&mut self, index: u32, address: Vec<u8>, mac: Option<[u8; 6]>) -> bool {
+        let key = (index, address);
+        match mac {
+            Some(mac) => self.0.insert(key, mac).is_some_and(|old| old != mac),
+            None => self.0.remove(&key).is_some(),
+        }
+    }
+}
+
+/// Numbers of the interfaces that packet sockets listen on, from /proc/net/packet; 0 stands for all of them.
+fn captured(table: &str) -> Vec<u32> {
+    let mut found = vec![];
+    for line in table.lines().skip(1) {
+        let mut words = line.split_ascii_whitespace().skip(3);
+        let (protocol, interface) = (words.next(), words.next());
+        if protocol.is_some_and(|p| p != "0000") {
+            found.extend(interface.and_then(|i| i.parse::<u32>().ok()));
+        }
+    }
+    found
+}
+
+/// What the keeper knows of an interface.
+struct Watched {
+    chooser: Chooser,
+    last: Counters,
+}
+
+struct Keeper {
+    place: Place,
+    maps: Maps,
+    neighbours: Neighbours,
+    watched: HashMap<u32, Watched>,
+    last_tick_ns: u64,
+}
+
+impl Keeper {
+    /// Whether the change makes flows untrue.
+    fn is_untrue(&mut self, change: Change) -> bool {
+        match change {
+            Change::Neighbour { index, address, mac } => self.neighbours.note(index, address, mac),
+            Change::Link(_) => false,
+            Change::Missed => true,
+        }
+    }
+
+    fn tick(&mut self) -> Result<(), AttachError> {
+        let now_ns = monotonic_ns();
+        let length = Duration::from_nanos(now_ns.saturating_sub(self.last_tick_ns));
+        self.last_tick_ns = now_ns;
+        let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
+        let captured = captured(&table);
+        let links = Routes::open()?.links()?;
+        let record = self.place.record()?;
+        let mut changed = false;
+        for (index, port) in self.maps.ports()? {
+            let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
+            let Some(link) = links.iter().find(|l| l.index == index) else { continue };
+            let on = captured.contains(&0) || captured.contains(&index);
+            let flags = capabilities(link) | if on { PORT_CAPTURED } else { 0 };
+            let (mode, why) = self.choose(interface, link, &port, length, on)?;
+            changed |= flags != port.flags;
+            let since_ns = if mode == port.mode { port.since_ns } else { now_ns };
+            let now = Port { flags, mode, why: why as u32, since_ns, ..port };
+            if now != port {
+                self.maps.set_port(index, now)?;
+            }
+        }
+        if changed {
+            self.maps.forget_flows()?;
+        }
+        self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
+        Ok(())
+    }
+
+    /// Has an interface's mode chosen, and puts the XDP program in or takes it out.
+    fn choose(
+        &mut self,
+        interface: &Interface,
+        link: &Link,
+        port: &Port,
+        length: Duration,
+        captured: bool,
+    ) -> Result<(Mode, Why), AttachError> {
+        let now = Duration::from_nanos(self.last_tick_ns);
+        let counters = self.maps.counters(port.slot)?;
+        let fresh = || Chooser::new(interface.wanted, is_suited(link), port.mode, now);
+        let watched =
+            self.watched.entry(link.index).or_insert_with(|| Watched { chooser: fresh(), last: counters.clone() });
+        // Attached anew meanwhile, perhaps with another wish: that one counts, and what the map says of the mode.
+        if watched.chooser.wanted() != interface.wanted || watched.chooser.mode() != port.mode {
+            watched.chooser = fresh();
+        }
+        let window = window(&watched.last, &counters, length, captured);
+        watched.last = counters;
+        let (mode, why) = watched.chooser.choose(&window, now);
+        if mode == port.mode {
+            return Ok((mode, why));
+        }
+        if mode == Mode::Tcx {
+            detach_xdp(&self.place, link.index);
+        } else if let Err(cause) = attach_xdp(&self.place, link.index) {
+            eprintln!("{}: XDP could not be attached: {cause}", link.name);
+            return Ok((Mode::Tcx, watched.chooser.refused(now)));
+        }
+        Ok((mode, why))
+    }
+}
+
+/// What happened between two readings of an interface's counters.
+fn window(before: &Counters, after: &Counters, length: Duration, captured: bool) -> Window {
+    let packets = |n: usize| after.packets[n].saturating_sub(before.packets[n]);
+    Window {
+        length,
+        taken: after.taken().saturating_sub(before.taken()),
+        xdp_able: after.taken_able.saturating_sub(before.taken_able),
+        by_xdp: packets(TAKEN_XDP),
+        passed: after.passed().saturating_sub(before.passed()),
+        large: after.taken_large.saturating_sub(before.taken_large) + packets(HANDED_LARGE),
+        partial: packets(HANDED_PARTIAL),
+        captured,
+    }
+}
+
+/// Runs until the place is gone. Gives back at once where another keeper runs.
+pub fn keep(place: &Place) -> Result<(), AttachError> {
+    let Some(mut lock) = place.keeper_lock()? else { return Ok(()) };
+    // The lock is what counts; the number is for people.
+    let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
+    let monitor = Monitor::open()?;
+    let conntrack = Conntrack::open()?;
+    let mut wishes = maps::wishes(place)?;
+    let mut keeper = Keeper {
+        place: place.clone(),
+        maps: Maps::open(place)?,
+        neighbours: Neighbours::default(),
+        watched: HashMap::new(),
+        last_tick_ns: monotonic_ns(),
+    };
+    for change in Routes::open()?.neighbours()? {
+        keeper.is_untrue(change);
+    }
+    let mut next_tick = monotonic_ns();
+    loop {
+        let glance = rustix::event::Timespec::try_from(GLANCE).expect("a fifth of a second");
+        let mut fds = [PollFd::new(&wishes, PollFlags::IN), PollFd::new(&monitor, PollFlags::IN)];
+        match poll(&mut fds, Some(&glance)) {
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(e) => return Err(crate::netlink::NetlinkError::Call { what: "poll", cause: e }.into()),
+        }
+        if !keeper.place.exists() {
+            return Ok(());
+        }
+        while let Some(wish) = wishes.next() {
+            if let Some(connection) = connection(&wish) {
+                // One that closed meanwhile needs it no more; one that the kernel does not change is wished for again.
+                let _ = conntrack.be_liberal(&connection);
+            }
+        }
+        let mut untrue = false;
+        for change in monitor.changes()? {
+            untrue |= keeper.is_untrue(change);
+        }
+        if untrue {
+            keeper.maps.forget_flows()?;
+        }
+        if monotonic_ns() >= next_tick {
+            next_tick = monotonic_ns() + TICK.as_nanos() as u64;
+            keeper.tick()?;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_neighbour_that_moved_or_went_makes_flows_untrue_and_one_that_stays_does_not() {
+        let mut known = Neighbours::default();
+        let (a, b) = (Some([2, 0, 0, 0, 0, 1]), Some([2, 0, 0, 0, 0, 2]));
+        let at = vec![10, 0, 0, 1];
+        assert!(!known.note(3, at.clone(), a));
+        assert!(!known.note(3, at.clone(), a));
+        assert!(!known.note(4, at.clone(), b), "the same address on another interface is another neighbour");
+        assert!(known.note(3, at.clone(), b));
+        assert!(known.note(3, at.clone(), None));
+        assert!(!known.note(3, at, None));
+    }
+
+    #[test]
+    fn packet_sockets_that_listen_are_seen_and_those_that_only_send_are_not() {
+        let table = "sk       RefCnt Type Proto  Iface R Rmem   User   Inode\n\
+                     000000001 3      3    0003   5     1 0      0      123\n\
+                     000000002 3      3    0000   6     1 0      0      124\n\
+                     000000003 3      3    0003   0     1 0      0      125\n";
+        assert_eq!(captured(table), [5, 0]);
+    }
+
+    #[test]
+    fn a_wish_names_the_connection_as_netlink_wants_it() {
+        let mut wish = [0; WISH_BYTES];
+        wish[..4].copy_from_slice(&[10, 0, 0, 1]);
+        wish[16..20].copy_from_slice(&[10, 0, 0, 2]);
+        wish[32..36].copy_from_slice(&[0x12, 0x34, 0, 80]);
+        wish[36] = 2;
+        let connection = connection(&wish).unwrap();
+        assert_eq!((connection.source, connection.destination_port), (vec![10, 0, 0, 1], [0, 80]));
+    }
+}

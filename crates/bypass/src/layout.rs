@@ -1,0 +1,387 @@
+//! What is in the maps, as bytes: the other side of ebpf/tables.h.
+//!
+//! Values are copied out of the kernel as byte arrays and taken apart here, so no pointer and no `unsafe` is needed. A
+//! test compares the sizes with those of the maps that the kernel made.
+
+use serde::Serialize;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// Bytes of `struct key4`.
+pub const KEY4_BYTES: usize = 20;
+/// Bytes of `struct key6`.
+pub const KEY6_BYTES: usize = 44;
+/// Bytes of `struct flow`.
+pub const FLOW_BYTES: usize = 128;
+/// Bytes of `struct port`.
+pub const PORT_BYTES: usize = 24;
+/// Bytes of `struct settings`.
+pub const SETTINGS_BYTES: usize = 16;
+/// Bytes of `struct counters`.
+pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 4 + UNLEARNED_SLOTS);
+/// Bytes of `struct event`.
+pub const EVENT_BYTES: usize = 72;
+/// Bytes of `struct wish`.
+pub const WISH_BYTES: usize = 40;
+/// Most interfaces in one namespace.
+pub const MAX_PORTS: u32 = 1024;
+const VERDICT_SLOTS: usize = 32;
+const UNLEARNED_SLOTS: usize = 8;
+
+/// `enum verdict`: (name in reports, what it means). The first three are frames that were taken.
+pub const VERDICTS: [(&str, &str); 23] = [
+    ("taken_tcx", "redirected to the output's queue"),
+    ("taken_peer", "redirected straight into the other end of a veth pair"),
+    ("taken_xdp", "redirected before there was an sk_buff"),
+    ("up_off", "the interface is not to be bypassed now"),
+    ("up_not_ours", "broadcast, multicast, or another's Ethernet address"),
+    ("up_protocol", "neither IPv4 nor IPv6"),
+    ("up_vlan", "a VLAN tag"),
+    ("up_options", "IPv4 options or IPv6 extension headers"),
+    ("up_fragment", "a fragment"),
+    ("up_ttl", "its hops end here"),
+    ("up_transport", "neither TCP nor UDP"),
+    ("up_malformed", "lengths or the header's checksum do not agree"),
+    ("up_handshake", "SYN, FIN or RST"),
+    ("up_no_flow", "the kernel has not forwarded one like it yet"),
+    ("up_lease", "the flow's lease ended; the kernel is asked again"),
+    ("up_changed", "routes, rules or settings have changed"),
+    ("up_conntrack", "the connection's entry is gone or changed"),
+    ("up_mtu", "too long for the way out"),
+    ("handed_partial", "by XDP to tcx: its checksum is not finished"),
+    ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
+    ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
+    ("handed_capture", "by XDP to tcx: somebody captures here"),
+    ("up_failed", "the kernel had no room for the change"),
+];
+/// How many of `VERDICTS` are frames that were taken.
+pub const TAKEN: usize = 3;
+/// Which of them XDP handed on to tcx: those frames are counted again, under what tcx did.
+pub const HANDED: std::ops::Range<usize> = 18..22;
+/// Of `HANDED`: unfinished checksums.
+pub const HANDED_PARTIAL: usize = 18;
+/// Of `HANDED`: segmentation frames.
+pub const HANDED_LARGE: usize = 19;
+/// Taken by XDP.
+pub const TAKEN_XDP: usize = 2;
+
+/// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
+pub const UNLEARNED: [(&str, &str); 6] = [
+    ("altered", "the kernel altered more than a plain forward does"),
+    ("not_established", "the TCP connection is not established both ways"),
+    ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
+    ("not_plain_connection", "a helper, sequence adjustment or a zone"),
+    ("not_plain_route", "a tunnel, or the way out is not attached"),
+    ("nat66", "IPv6 with changed addresses"),
+];
+
+/// Frames that come in at the interface may be taken.
+pub const PORT_TAKE: u32 = 1;
+/// Frames may go out straight into the veth's other end.
+pub const PORT_PEER: u32 = 2;
+/// The driver takes frames from XDP.
+pub const PORT_XDP_OUT: u32 = 4;
+/// A packet socket listens on it.
+pub const PORT_CAPTURED: u32 = 8;
+
+/// Which program takes frames at an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+#[repr(u32)]
+pub enum Mode {
+    /// At the tc ingress hook: frames keep their segmentation and checksum state.
+    Tcx = 0,
+    /// In the driver, before there is an sk_buff; what it does not take, tcx does.
+    Xdp = 1,
+}
+
+impl Mode {
+    fn from_word(word: u32) -> Mode {
+        if word == 1 { Mode::Xdp } else { Mode::Tcx }
+    }
+}
+
+fn word(bytes: &[u8], at: usize) -> u32 {
+    u32::from_ne_bytes(bytes[at..at + 4].try_into().expect("four bytes"))
+}
+
+fn long(bytes: &[u8], at: usize) -> u64 {
+    u64::from_ne_bytes(bytes[at..at + 8].try_into().expect("eight bytes"))
+}
+
+/// `struct port`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Port {
+    /// Which entry of the counters is its own.
+    pub slot: u32,
+    /// `PORT_*`.
+    pub flags: u32,
+    /// Which program takes frames.
+    pub mode: Mode,
+    /// The number of the reason for the mode.
+    pub why: u32,
+    /// Since when, on the monotonic clock.
+    pub since_ns: u64,
+}
+
+impl Port {
+    /// As in the map.
+    pub fn to_bytes(self) -> [u8; PORT_BYTES] {
+        let mut bytes = [0; PORT_BYTES];
+        for (at, value) in [(0, self.slot), (4, self.flags), (8, self.mode as u32), (12, self.why)] {
+            bytes[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+        }
+        bytes[16..].copy_from_slice(&self.since_ns.to_ne_bytes());
+        bytes
+    }
+
+    /// From the map.
+    pub fn from_bytes(bytes: &[u8; PORT_BYTES]) -> Port {
+        Port {
+            slot: word(bytes, 0),
+            flags: word(bytes, 4),
+            mode: Mode::from_word(word(bytes, 8)),
+            why: word(bytes, 12),
+            since_ns: long(bytes, 16),
+        }
+    }
+}
+
+/// `struct settings`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Settings {
+    /// Added to: all flows are learned anew.
+    pub epoch: u32,
+    /// Up to which second of the monotonic clock events are wanted; 0: not at all.
+    pub trace_until_s: u32,
+    /// How long a flow holds before the kernel is asked again.
+    pub lease_ns: u64,
+}
+
+impl Settings {
+    /// As in the map.
+    pub fn to_bytes(self) -> [u8; SETTINGS_BYTES] {
+        let mut bytes = [0; SETTINGS_BYTES];
+        bytes[..4].copy_from_slice(&self.epoch.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&self.trace_until_s.to_ne_bytes());
+        bytes[8..].copy_from_slice(&self.lease_ns.to_ne_bytes());
+        bytes
+    }
+
+    /// From the map.
+    pub fn from_bytes(bytes: &[u8; SETTINGS_BYTES]) -> Settings {
+        Settings { epoch: word(bytes, 0), trace_until_s: word(bytes, 4), lease_ns: long(bytes, 8) }
+    }
+}
+
+/// `struct counters`, summed over the CPUs. All are monotonic.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Counters {
+    /// Packets by verdict.
+    pub packets: [u64; VERDICTS.len()],
+    /// Bytes of those taken.
+    pub taken_bytes: u64,
+    /// Segmentation frames among those taken.
+    pub taken_large: u64,
+    /// Frames that tcx took and XDP could have sent out.
+    pub taken_able: u64,
+    /// Flows learned, each renewal counted.
+    pub learned: u64,
+    /// Forwarded frames that nothing was learned from, by reason.
+    pub unlearned: [u64; UNLEARNED.len()],
+}
+
+impl Counters {
+    /// Adds one CPU's.
+    pub fn add(&mut self, bytes: &[u8; COUNTERS_BYTES]) {
+        let at = |n: usize| long(bytes, 8 * n);
+        for (n, sum) in self.packets.iter_mut().enumerate() {
+            *sum += at(n);
+        }
+        self.taken_bytes += at(VERDICT_SLOTS);
+        self.taken_large += at(VERDICT_SLOTS + 1);
+        self.taken_able += at(VERDICT_SLOTS + 2);
+        self.learned += at(VERDICT_SLOTS + 3);
+        for (n, sum) in self.unlearned.iter_mut().enumerate() {
+            *sum += at(VERDICT_SLOTS + 4 + n);
+        }
+    }
+
+    /// Packets that were taken, by whichever path.
+    pub fn taken(&self) -> u64 {
+        self.packets[..TAKEN].iter().sum()
+    }
+
+    /// Packets that went the kernel's way.
+    pub fn passed(&self) -> u64 {
+        self.packets[TAKEN..].iter().sum::<u64>() - self.packets[HANDED].iter().sum::<u64>()
+    }
+}
+
+/// Where frames of a flow come in, from whom and to whom.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Tuple {
+    /// Number of the interface.
+    pub input: u32,
+    /// Source address.
+    pub source: IpAddr,
+    /// Source port.
+    pub source_port: u16,
+    /// Destination address.
+    pub destination: IpAddr,
+    /// Destination port.
+    pub destination_port: u16,
+    /// IP protocol number.
+    pub protocol: u8,
+}
+
+fn ports(bytes: &[u8], at: usize) -> (u16, u16) {
+    let port = |at| u16::from_be_bytes([bytes[at], bytes[at + 1]]);
+    (port(at), port(at + 2))
+}
+
+fn v4(bytes: &[u8], at: usize) -> IpAddr {
+    let octets: [u8; 4] = bytes[at..at + 4].try_into().expect("four bytes");
+    Ipv4Addr::from(octets).into()
+}
+
+fn v6(bytes: &[u8], at: usize) -> IpAddr {
+    let octets: [u8; 16] = bytes[at..at + 16].try_into().expect("sixteen bytes");
+    Ipv6Addr::from(octets).into()
+}
+
+impl Tuple {
+    /// `struct key4`.
+    pub fn from_key4(bytes: &[u8; KEY4_BYTES]) -> Tuple {
+        let (source_port, destination_port) = ports(bytes, 12);
+        Tuple {
+            input: word(bytes, 0),
+            source: v4(bytes, 4),
+            source_port,
+            destination: v4(bytes, 8),
+            destination_port,
+            protocol: word(bytes, 16) as u8,
+        }
+    }
+
+    /// `struct key6`; of an IPv4 frame the first word of each address counts.
+    pub fn from_key6(bytes: &[u8], is_v4: bool) -> Tuple {
+        let (source_port, destination_port) = ports(bytes, 36);
+        let address = if is_v4 { v4 } else { v6 };
+        Tuple {
+            input: word(bytes, 0),
+            source: address(bytes, 4),
+            source_port,
+            destination: address(bytes, 20),
+            destination_port,
+            protocol: word(bytes, 40) as u8,
+        }
+    }
+}
+
+/// The parts of `struct flow` that people ask for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Flow {
+    /// When its lease ends, on the monotonic clock.
+    pub until_ns: u64,
+    /// Whether a connection stands behind it.
+    pub tracked: bool,
+    /// The epoch that it was learned in.
+    pub epoch: u32,
+    /// Number of the interface where it goes out.
+    pub output: u32,
+    /// Packets taken.
+    pub packets: u64,
+    /// Their bytes.
+    pub bytes: u64,
+    /// When it was last used.
+    pub last_ns: u64,
+}
+
+impl Flow {
+    /// From the map.
+    pub fn from_bytes(bytes: &[u8; FLOW_BYTES]) -> Flow {
+        Flow {
+            until_ns: long(bytes, 0),
+            tracked: long(bytes, 16) != 0,
+            epoch: word(bytes, 32),
+            output: word(bytes, 40),
+            packets: long(bytes, 104),
+            bytes: long(bytes, 112),
+            last_ns: long(bytes, 120),
+        }
+    }
+}
+
+/// What a trace tells of a frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Event {
+    /// When, on the monotonic clock.
+    pub at_ns: u64,
+    /// Which flow.
+    pub tuple: Tuple,
+    /// Number of the interface where it goes out; 0: not known.
+    pub output: u32,
+    /// Bytes of the IP packet.
+    pub length: u32,
+    /// What happened: a key, and what it means.
+    pub what: (&'static str, &'static str),
+}
+
+impl Event {
+    /// From the ring; nothing for a kind that is not known.
+    pub fn from_bytes(bytes: &[u8]) -> Option<Event> {
+        const AF_INET: u8 = 2;
+        let bytes: &[u8; EVENT_BYTES] = bytes.try_into().ok()?;
+        let code = usize::from(bytes[62]);
+        let what = match bytes[61] {
+            0 => *VERDICTS.get(code)?,
+            1 => ("learned", "the kernel forwarded it; the next ones are taken"),
+            2 => *UNLEARNED.get(code)?,
+            _ => return None,
+        };
+        Some(Event {
+            at_ns: long(bytes, 0),
+            tuple: Tuple::from_key6(&bytes[8..52], bytes[60] == AF_INET),
+            output: word(bytes, 52),
+            length: word(bytes, 56),
+            what,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_written_is_read_back() {
+        let port = Port { slot: 3, flags: PORT_TAKE | PORT_PEER, mode: Mode::Xdp, why: 2, since_ns: 1 << 40 };
+        assert_eq!(Port::from_bytes(&port.to_bytes()), port);
+        let settings = Settings { epoch: 7, trace_until_s: 99, lease_ns: 1_000_000_000 };
+        assert_eq!(Settings::from_bytes(&settings.to_bytes()), settings);
+    }
+
+    #[test]
+    fn a_key_is_a_tuple_in_the_wires_byte_order() {
+        let mut key = [0; KEY4_BYTES];
+        key[..4].copy_from_slice(&5u32.to_ne_bytes());
+        key[4..12].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
+        key[12..16].copy_from_slice(&[0x30, 0x39, 0, 80]);
+        key[16..].copy_from_slice(&6u32.to_ne_bytes());
+        let tuple = Tuple::from_key4(&key);
+        assert_eq!((tuple.input, tuple.source_port, tuple.destination_port, tuple.protocol), (5, 12345, 80, 6));
+        assert_eq!(tuple.source.to_string(), "10.0.0.1");
+    }
+
+    #[test]
+    fn counters_of_cpus_are_summed() {
+        let mut bytes = [0; COUNTERS_BYTES];
+        bytes[0] = 2;
+        bytes[8 * 13] = 3;
+        bytes[8 * VERDICT_SLOTS] = 4;
+        let mut sum = Counters::default();
+        sum.add(&bytes);
+        sum.add(&bytes);
+        assert_eq!((sum.taken(), sum.passed(), sum.taken_bytes), (4, 6, 8));
+    }
+}

@@ -1,0 +1,31 @@
+//! The bypass: traffic between interfaces skips the kernel's forwarding, and arrives as the kernel would have forwarded it.
+//!
+//! # How it stays true
+//! The eBPF programs decide nothing by themselves. A flow's first frames go up the kernel's way; a program at the egress, behind routing,
+//! netfilter and neighbours, sees what became of them, and from then on the ingress program does the same to the next
+//! ones (ebpf/bypass.bpf.c). Whether that still holds is read per frame from the kernel's own memory: generations of routes and rules, and the
+//! conntrack entry itself (ebpf/truth.h). Each flow's lease is short, so that the kernel sees a frame of it again and again.
+//!
+//! # What there is
+//! - `object`: the compiled programs, made fit for the running kernel.
+//! - `layout`, `maps`: what is in the maps.
+//! - `place`: pins, owner record, locks, namespaces.
+//! - `attachment`: attaching and detaching.
+//! - `keeper`: the process that helps along: it is not needed for traffic to flow.
+//! - `report`, `trace`: what `status` and `trace` show.
+//! - `netlink`: the kernel's answers about interfaces, neighbours and connections.
+//!
+//! # Failure
+//! Anything that is not understood goes up the kernel's way, with a counted reason; no frame is dropped by a decision of the bypass. If every
+//! process of it is killed traffic flows on; after `detach` nothing is left.
+
+pub mod attachment;
+pub mod chooser;
+pub mod keeper;
+pub mod layout;
+pub mod maps;
+pub mod netlink;
+pub mod object;
+pub mod place;
+pub mod report;
+pub mod trace;

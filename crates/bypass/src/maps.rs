@@ -1,0 +1,167 @@
+//! The maps, pinned and opened again.
+
+use crate::layout::{
+    COUNTERS_BYTES, Counters, FLOW_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port, SETTINGS_BYTES,
+    Settings, Tuple,
+};
+use crate::object::chain;
+use crate::place::Place;
+use aya::Ebpf;
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
+
+/// All maps of the object, by their names there.
+const NAMES: [&str; 9] = ["settings", "ports", "counters", "flows4", "flows6", "pending", "wishes", "wished", "events"];
+
+/// A map that does not do what it should.
+#[derive(Debug, thiserror::Error)]
+#[error("the map {name}: {cause}; if this goes on, detach and attach again")]
+pub struct MapsError {
+    name: &'static str,
+    cause: String,
+}
+
+fn wrong(name: &'static str) -> impl Fn(MapError) -> MapsError {
+    move |e| MapsError { name, cause: chain(&e) }
+}
+
+/// The open maps.
+pub struct Maps {
+    settings: Array<MapData, [u8; SETTINGS_BYTES]>,
+    ports: HashMap<MapData, u32, [u8; PORT_BYTES]>,
+    counters: PerCpuArray<MapData, [u8; COUNTERS_BYTES]>,
+    flows4: HashMap<MapData, [u8; KEY4_BYTES], [u8; FLOW_BYTES]>,
+    flows6: HashMap<MapData, [u8; KEY6_BYTES], [u8; FLOW_BYTES]>,
+}
+
+fn data(place: &Place, name: &'static str) -> Result<MapData, MapsError> {
+    MapData::from_pin(place.pin(&format!("map_{name}"))).map_err(wrong(name))
+}
+
+/// Pins all maps of a loaded object.
+pub(crate) fn pin(loaded: &Ebpf, place: &Place) -> Result<(), MapsError> {
+    for name in NAMES {
+        let map = loaded.map(name).ok_or(MapsError { name, cause: "it is not in the object".into() })?;
+        map.pin(place.pin(&format!("map_{name}"))).map_err(|e| MapsError { name, cause: chain(&e) })?;
+    }
+    Ok(())
+}
+
+/// The ring in which connections are named that shall be tracked liberally.
+pub(crate) fn wishes(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
+    RingBuf::try_from(Map::RingBuf(data(place, "wishes")?)).map_err(wrong("wishes"))
+}
+
+/// The ring of trace events.
+pub(crate) fn events(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
+    RingBuf::try_from(Map::RingBuf(data(place, "events")?)).map_err(wrong("events"))
+}
+
+impl Maps {
+    /// Opens the pinned maps.
+    pub fn open(place: &Place) -> Result<Maps, MapsError> {
+        Ok(Maps {
+            settings: Array::try_from(Map::Array(data(place, "settings")?)).map_err(wrong("settings"))?,
+            ports: HashMap::try_from(Map::HashMap(data(place, "ports")?)).map_err(wrong("ports"))?,
+            counters: PerCpuArray::try_from(Map::PerCpuArray(data(place, "counters")?)).map_err(wrong("counters"))?,
+            flows4: HashMap::try_from(Map::LruHashMap(data(place, "flows4")?)).map_err(wrong("flows4"))?,
+            flows6: HashMap::try_from(Map::LruHashMap(data(place, "flows6")?)).map_err(wrong("flows6"))?,
+        })
+    }
+
+    /// The settings.
+    pub fn settings(&self) -> Result<Settings, MapsError> {
+        self.settings.get(&0, 0).map(|b| Settings::from_bytes(&b)).map_err(wrong("settings"))
+    }
+
+    /// Writes the settings.
+    pub fn set(&mut self, settings: Settings) -> Result<(), MapsError> {
+        self.settings.set(0, settings.to_bytes(), 0).map_err(wrong("settings"))
+    }
+
+    /// From here on no flow holds until the kernel has forwarded a frame of it again.
+    pub fn forget_flows(&mut self) -> Result<(), MapsError> {
+        let settings = self.settings()?;
+        self.set(Settings { epoch: settings.epoch.wrapping_add(1), ..settings })
+    }
+
+    /// The attached interfaces.
+    pub fn ports(&self) -> Result<Vec<(u32, Port)>, MapsError> {
+        self.ports
+            .iter()
+            .map(|entry| entry.map(|(i, b)| (i, Port::from_bytes(&b))))
+            .collect::<Result<_, _>>()
+            .map_err(wrong("ports"))
+    }
+
+    /// One interface.
+    pub fn port(&self, index: u32) -> Result<Option<Port>, MapsError> {
+        match self.ports.get(&index, 0) {
+            Ok(bytes) => Ok(Some(Port::from_bytes(&bytes))),
+            Err(MapError::KeyNotFound) => Ok(None),
+            Err(e) => Err(wrong("ports")(e)),
+        }
+    }
+
+    /// Adds or changes an interface.
+    pub fn set_port(&mut self, index: u32, port: Port) -> Result<(), MapsError> {
+        self.ports.insert(index, port.to_bytes(), 0).map_err(wrong("ports"))
+    }
+
+    /// Takes an interface out.
+    pub fn remove_port(&mut self, index: u32) -> Result<(), MapsError> {
+        match self.ports.remove(&index) {
+            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
+            Err(e) => Err(wrong("ports")(e)),
+        }
+    }
+
+    /// A slot of the counters that no interface has, set to zero.
+    pub fn free_slot(&mut self) -> Result<u32, MapsError> {
+        let used: Vec<u32> = self.ports()?.iter().map(|p| p.1.slot).collect();
+        let full =
+            || MapsError { name: "ports", cause: format!("{MAX_PORTS} interfaces are attached, which is the most") };
+        let slot = (0..MAX_PORTS).find(|s| !used.contains(s)).ok_or_else(full)?;
+        let cpus = aya::util::nr_cpus().map_err(|e| MapsError { name: "counters", cause: e.1.to_string() })?;
+        let zeroes = PerCpuValues::try_from(vec![[0; COUNTERS_BYTES]; cpus])
+            .map_err(|e| MapsError { name: "counters", cause: e.to_string() })?;
+        self.counters.set(slot, zeroes, 0).map_err(wrong("counters"))?;
+        Ok(slot)
+    }
+
+    /// An interface's counters.
+    pub fn counters(&self, slot: u32) -> Result<Counters, MapsError> {
+        let mut sum = Counters::default();
+        for cpu in self.counters.get(&slot, 0).map_err(wrong("counters"))?.iter() {
+            sum.add(cpu);
+        }
+        Ok(sum)
+    }
+
+    /// All flows in the table, also those that no longer hold.
+    pub fn flows(&self) -> Result<Vec<(Tuple, Flow)>, MapsError> {
+        let mut flows = vec![];
+        // An entry that the kernel evicts meanwhile ends an iteration early, or repeats it: it is bounded, and a count of now.
+        for (key, flow) in self.flows4.iter().flatten().take(1 << 17) {
+            flows.push((Tuple::from_key4(&key), Flow::from_bytes(&flow)));
+        }
+        for (key, flow) in self.flows6.iter().flatten().take(1 << 17) {
+            flows.push((Tuple::from_key6(&key, false), Flow::from_bytes(&flow)));
+        }
+        Ok(flows)
+    }
+
+    /// Removes flows that were used last before this moment, and those of other epochs; says how many.
+    pub fn reap(&mut self, before_ns: u64) -> Result<usize, MapsError> {
+        let epoch = self.settings()?.epoch;
+        let stale = |bytes: &[u8; FLOW_BYTES]| {
+            let flow = Flow::from_bytes(bytes);
+            flow.last_ns < before_ns || (flow.epoch != epoch && flow.until_ns < before_ns)
+        };
+        let old4: Vec<_> = self.flows4.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
+        let old6: Vec<_> = self.flows6.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
+        // One that the kernel evicted meanwhile is gone as well.
+        old4.iter().for_each(|key| drop(self.flows4.remove(key)));
+        old6.iter().for_each(|key| drop(self.flows6.remove(key)));
+        Ok(old4.len() + old6.len())
+    }
+}

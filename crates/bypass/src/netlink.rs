@@ -1,0 +1,473 @@
+//! The little of netlink that the bypass needs: what an interface is, when a neighbour's address changes, and a mark on a
+//! connection.
+//!
+//! Messages are built and read here by hand: attributes are (length, type, value), padded to four bytes, in the machine's byte
+//! order (rtnetlink(7), `linux/rtnetlink.h`, `linux/netfilter/nfnetlink_conntrack.h`). A message that is too short for
+//! what it says is skipped, never indexed out of bounds.
+
+use rustix::io::Errno;
+use rustix::net::netlink::{self, SocketAddrNetlink};
+use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+const NLMSG_ERROR: u16 = 2;
+const NLMSG_DONE: u16 = 3;
+const NLM_F_REQUEST: u16 = 1;
+const NLM_F_ACK: u16 = 4;
+const NLM_F_DUMP: u16 = 0x300;
+const NLA_F_NESTED: u16 = 0x8000;
+
+const RTM_GETLINK: u16 = 18;
+const RTM_NEWLINK: u16 = 16;
+const RTM_NEWNEIGH: u16 = 28;
+const RTM_DELNEIGH: u16 = 29;
+const RTM_GETNEIGH: u16 = 30;
+const RTM_NEWTFILTER: u16 = 44;
+const RTM_GETTFILTER: u16 = 46;
+/// Groups that are bits of the address: RTMGRP_LINK, RTMGRP_NEIGH.
+const GROUP_LINK: u32 = 1;
+const GROUP_NEIGH: u32 = 4;
+
+const IFLA_ADDRESS: u16 = 1;
+const IFLA_IFNAME: u16 = 3;
+const IFLA_MTU: u16 = 4;
+const IFLA_QDISC: u16 = 6;
+const IFLA_MASTER: u16 = 10;
+const IFLA_LINKINFO: u16 = 18;
+const IFLA_LINK_NETNSID: u16 = 37;
+const IFLA_XDP: u16 = 43;
+const IFLA_INFO_KIND: u16 = 1;
+const IFLA_XDP_ATTACHED: u16 = 2;
+const IFLA_XDP_PROG_ID: u16 = 4;
+
+const NDA_DST: u16 = 1;
+const NDA_LLADDR: u16 = 2;
+/// Neighbour states in which the address does not serve: NUD_INCOMPLETE, NUD_FAILED.
+const NUD_UNUSABLE: u16 = 0x01 | 0x20;
+
+/// TC_H_CLSACT's filters at the ingress.
+const TC_INGRESS: u32 = 0xffff_fff2;
+
+const NFNL_CONNTRACK_NEW: u16 = 1 << 8;
+const TCP_BE_LIBERAL: u8 = 0x08;
+
+/// What went wrong with the kernel.
+#[derive(Debug, thiserror::Error)]
+pub enum NetlinkError {
+    /// A system call failed.
+    #[error("netlink {what}: {cause}")]
+    Call {
+        /// What was asked.
+        what: &'static str,
+        /// The kernel's answer.
+        cause: Errno,
+    },
+    /// No such interface here.
+    #[error(
+        "there is no interface {0} in this network namespace; `ip link` lists those that are (--netns names another namespace)"
+    )]
+    NoInterface(String),
+}
+
+fn failed(what: &'static str) -> impl Fn(Errno) -> NetlinkError {
+    move |cause| NetlinkError::Call { what, cause }
+}
+
+/// A message under construction.
+struct Message(Vec<u8>);
+
+impl Message {
+    fn new(kind: u16, flags: u16, body: &[u8]) -> Message {
+        let mut bytes = vec![0; 16];
+        bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
+        bytes[6..8].copy_from_slice(&(NLM_F_REQUEST | flags).to_ne_bytes());
+        bytes.extend_from_slice(body);
+        let mut message = Message(bytes);
+        message.pad();
+        message
+    }
+
+    fn pad(&mut self) {
+        self.0.resize(self.0.len().next_multiple_of(4), 0);
+    }
+
+    fn put(&mut self, kind: u16, value: &[u8]) -> &mut Message {
+        self.0.extend_from_slice(&(value.len() as u16 + 4).to_ne_bytes());
+        self.0.extend_from_slice(&kind.to_ne_bytes());
+        self.0.extend_from_slice(value);
+        self.pad();
+        self
+    }
+
+    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Message)) -> &mut Message {
+        let at = self.0.len();
+        self.put(kind | NLA_F_NESTED, &[]);
+        fill(self);
+        let length = (self.0.len() - at) as u16;
+        self.0[at..at + 2].copy_from_slice(&length.to_ne_bytes());
+        self
+    }
+
+    fn finish(mut self) -> Vec<u8> {
+        let length = self.0.len() as u32;
+        self.0[..4].copy_from_slice(&length.to_ne_bytes());
+        self.0
+    }
+}
+
+fn u16_at(bytes: &[u8], at: usize) -> Option<u16> {
+    Some(u16::from_ne_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
+}
+
+fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
+    Some(u32::from_ne_bytes(bytes.get(at..at + 4)?.try_into().ok()?))
+}
+
+/// The attributes in `bytes`: (type, value). Ends at the first that does not fit.
+fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = usize::from(u16_at(bytes, 0)?);
+        let kind = u16_at(bytes, 2)?;
+        let value = bytes.get(4..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind & !NLA_F_NESTED, value))
+    })
+}
+
+/// The messages in a datagram: (type, body).
+fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+    std::iter::from_fn(move || {
+        let length = u32_at(bytes, 0)? as usize;
+        let kind = u16_at(bytes, 4)?;
+        let body = bytes.get(16..length)?;
+        bytes = bytes.get(length.next_multiple_of(4)..).unwrap_or_default();
+        Some((kind, body))
+    })
+}
+
+/// What an interface is.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Link {
+    /// Its number in this namespace.
+    pub index: u32,
+    /// Its name.
+    pub name: String,
+    /// The driver's kind as `ip -d link` shows it: "veth", "tun", "bridge"; empty for a card.
+    pub kind: String,
+    /// Its queueing discipline.
+    pub qdisc: String,
+    /// Its MTU in bytes.
+    pub mtu: u32,
+    /// Its Ethernet address, if it is an Ethernet interface.
+    pub mac: Option<[u8; 6]>,
+    /// The interface that it is a member of: a bridge, a bond, a VRF.
+    pub master: Option<u32>,
+    /// Whether its other end is in another network namespace.
+    pub peer_elsewhere: bool,
+    /// The XDP program on it: (mode as in `IFLA_XDP_ATTACHED`, program's id).
+    pub xdp: Option<(u8, u32)>,
+}
+
+impl Link {
+    fn parse(body: &[u8]) -> Option<Link> {
+        let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
+        let mut link = Link { index: u32_at(body, 4)?, ..Link::default() };
+        for (kind, value) in attributes(body.get(16..)?) {
+            match kind {
+                IFLA_IFNAME => link.name = text(value),
+                IFLA_QDISC => link.qdisc = text(value),
+                IFLA_MTU => link.mtu = u32_at(value, 0)?,
+                IFLA_ADDRESS => link.mac = value.try_into().ok(),
+                IFLA_MASTER => link.master = u32_at(value, 0),
+                IFLA_LINK_NETNSID => link.peer_elsewhere = true,
+                IFLA_LINKINFO => {
+                    link.kind =
+                        attributes(value).find(|a| a.0 == IFLA_INFO_KIND).map(|a| text(a.1)).unwrap_or_default();
+                }
+                IFLA_XDP => {
+                    let get = |wanted| attributes(value).find(|a| a.0 == wanted).map(|a| a.1);
+                    let mode = get(IFLA_XDP_ATTACHED).and_then(|v| v.first().copied()).unwrap_or(0);
+                    if mode != 0 {
+                        link.xdp = Some((mode, get(IFLA_XDP_PROG_ID).and_then(|v| u32_at(v, 0)).unwrap_or(0)));
+                    }
+                }
+                _ => {}
+            }
+        }
+        Some(link)
+    }
+}
+
+/// What an interface's monitor told.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Change {
+    /// A neighbour has this Ethernet address now, or none that serves.
+    Neighbour {
+        /// The interface.
+        index: u32,
+        /// The neighbour's address, 4 or 16 bytes.
+        address: Vec<u8>,
+        /// Where it is.
+        mac: Option<[u8; 6]>,
+    },
+    /// Something about an interface changed.
+    Link(Link),
+    /// The kernel told more than was read: anything may have changed.
+    Missed,
+}
+
+fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
+    match kind {
+        RTM_NEWNEIGH | RTM_DELNEIGH => {
+            let index = u32_at(body, 4)?;
+            let state = u16_at(body, 8)?;
+            let get = |wanted| attributes(body.get(12..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1);
+            let serves = kind == RTM_NEWNEIGH && state & NUD_UNUSABLE == 0;
+            let mac = get(NDA_LLADDR).filter(|_| serves).and_then(|v| v.try_into().ok());
+            Some(Change::Neighbour { index, address: get(NDA_DST)?.to_vec(), mac })
+        }
+        RTM_NEWLINK => Some(Change::Link(Link::parse(body)?)),
+        _ => None,
+    }
+}
+
+/// A socket to the kernel.
+#[derive(Debug)]
+struct Socket {
+    fd: OwnedFd,
+}
+
+impl Socket {
+    fn open(family: Option<rustix::net::Protocol>, groups: u32) -> Result<Socket, Errno> {
+        let fd = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, family)?;
+        bind(&fd, &SocketAddrNetlink::new(0, groups))?;
+        Ok(Socket { fd })
+    }
+
+    /// Sends a request and hands each message of the answer to `each`, up to the acknowledgement or the dump's end.
+    fn ask(&self, request: &[u8], mut each: impl FnMut(u16, &[u8])) -> Result<(), Errno> {
+        send(&self.fd, request, SendFlags::empty())?;
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            let (got, _) = recv(&self.fd, &mut buffer[..], RecvFlags::empty())?;
+            for (kind, body) in messages(&buffer[..got]) {
+                match kind {
+                    NLMSG_DONE => return Ok(()),
+                    NLMSG_ERROR => {
+                        let code = u32_at(body, 0).unwrap_or(0) as i32;
+                        return if code == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(-code)) };
+                    }
+                    kind => each(kind, body),
+                }
+            }
+        }
+    }
+}
+
+/// Questions about interfaces, in the network namespace of the thread that opened it.
+#[derive(Debug)]
+pub struct Routes(Socket);
+
+impl Routes {
+    /// Opens the socket.
+    pub fn open() -> Result<Routes, NetlinkError> {
+        Socket::open(None, 0).map(Routes).map_err(failed("socket"))
+    }
+
+    /// All interfaces.
+    pub fn links(&self) -> Result<Vec<Link>, NetlinkError> {
+        let mut links = vec![];
+        let request = Message::new(RTM_GETLINK, NLM_F_DUMP, &[0; 16]).finish();
+        let each = |kind, body: &[u8]| links.extend((kind == RTM_NEWLINK).then(|| Link::parse(body)).flatten());
+        self.0.ask(&request, each).map_err(failed("list of interfaces"))?;
+        Ok(links)
+    }
+
+    /// The interface of that name.
+    pub fn link(&self, name: &str) -> Result<Link, NetlinkError> {
+        let found = self.links()?.into_iter().find(|link| link.name == name);
+        found.ok_or_else(|| NetlinkError::NoInterface(name.into()))
+    }
+
+    /// Whether tc filters (of the older kind, behind a clsact or ingress qdisc) stand at the interface's ingress.
+    pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
+        let mut body = [0; 20];
+        body[4..8].copy_from_slice(&index.to_ne_bytes());
+        body[12..16].copy_from_slice(&TC_INGRESS.to_ne_bytes());
+        let mut found = false;
+        let asked = self
+            .0
+            .ask(&Message::new(RTM_GETTFILTER, NLM_F_DUMP, &body).finish(), |kind, _| found |= kind == RTM_NEWTFILTER);
+        match asked {
+            Ok(()) => Ok(found),
+            // No such qdisc: so no filters.
+            Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP) => Ok(false),
+            Err(cause) => Err(NetlinkError::Call { what: "list of filters", cause }),
+        }
+    }
+
+    /// All neighbours, as changes.
+    pub fn neighbours(&self) -> Result<Vec<Change>, NetlinkError> {
+        let mut found = vec![];
+        let request = Message::new(RTM_GETNEIGH, NLM_F_DUMP, &[0; 12]).finish();
+        self.0
+            .ask(&request, |kind, body| found.extend(parse_change(kind, body)))
+            .map_err(failed("list of neighbours"))?;
+        Ok(found)
+    }
+}
+
+/// Tells of changes of neighbours and interfaces.
+#[derive(Debug)]
+pub struct Monitor(Socket);
+
+impl Monitor {
+    /// Opens the socket; from here on changes are kept for `changes`.
+    pub fn open() -> Result<Monitor, NetlinkError> {
+        Socket::open(None, GROUP_LINK | GROUP_NEIGH).map(Monitor).map_err(failed("monitor"))
+    }
+
+    /// What has changed since it was asked last; does not wait.
+    pub fn changes(&self) -> Result<Vec<Change>, NetlinkError> {
+        let mut changes = vec![];
+        let mut buffer = vec![0; 64 << 10];
+        loop {
+            match recv(&self.0.fd, &mut buffer[..], RecvFlags::DONTWAIT) {
+                Ok((got, _)) => {
+                    changes.extend(messages(&buffer[..got]).filter_map(|(kind, body)| parse_change(kind, body)))
+                }
+                Err(Errno::AGAIN) => return Ok(changes),
+                Err(Errno::INTR) => {}
+                Err(Errno::NOBUFS) => changes.push(Change::Missed),
+                Err(cause) => return Err(NetlinkError::Call { what: "monitor", cause }),
+            }
+        }
+    }
+}
+
+impl AsFd for Monitor {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.fd.as_fd()
+    }
+}
+
+/// A TCP connection by its first direction, addresses of 4 or 16 bytes, ports in the wire's byte order.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Connection {
+    /// Who opened it.
+    pub source: Vec<u8>,
+    /// To whom.
+    pub destination: Vec<u8>,
+    /// From which port.
+    pub source_port: [u8; 2],
+    /// To which port.
+    pub destination_port: [u8; 2],
+}
+
+/// Speaks to the kernel's connection tracking.
+#[derive(Debug)]
+pub struct Conntrack(Socket);
+
+impl Conntrack {
+    /// Opens the socket.
+    pub fn open() -> Result<Conntrack, NetlinkError> {
+        Socket::open(Some(netlink::NETFILTER), 0).map(Conntrack).map_err(failed("conntrack socket"))
+    }
+
+    /// Makes the kernel not judge this TCP connection by its window any more, as it does for connections that a flowtable
+    /// takes: it will see a few of its segments only. Its states (FIN, RST) are tracked on.
+    pub fn be_liberal(&self, connection: &Connection) -> Result<(), NetlinkError> {
+        self.0.ask(&liberal_request(connection), |_, _| {}).map_err(failed("conntrack update"))
+    }
+}
+
+fn liberal_request(connection: &Connection) -> Vec<u8> {
+    const AF_INET: u8 = 2;
+    const AF_INET6: u8 = 10;
+    let v4 = connection.source.len() == 4;
+    let family = if v4 { AF_INET } else { AF_INET6 };
+    let (source, destination) = if v4 { (1, 2) } else { (3, 4) };
+    let mut message = Message::new(NFNL_CONNTRACK_NEW, NLM_F_ACK, &[family, 0, 0, 0]);
+    // CTA_TUPLE_ORIG { CTA_TUPLE_IP { … }, CTA_TUPLE_PROTO { NUM, SRC_PORT, DST_PORT } }
+    message.nest(1, |tuple| {
+        tuple.nest(1, |ip| {
+            ip.put(source, &connection.source).put(destination, &connection.destination);
+        });
+        tuple.nest(2, |proto| {
+            proto.put(1, &[6]).put(2, &connection.source_port).put(3, &connection.destination_port);
+        });
+    });
+    // CTA_PROTOINFO { CTA_PROTOINFO_TCP { FLAGS_ORIGINAL, FLAGS_REPLY } }, each flags and mask.
+    message.nest(4, |info| {
+        info.nest(1, |tcp| {
+            tcp.put(4, &[TCP_BE_LIBERAL; 2]).put(5, &[TCP_BE_LIBERAL; 2]);
+        });
+    });
+    message.finish()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn attributes_that_lie_about_their_length_end_the_list() {
+        for bytes in [&[5, 0][..], &[200, 0, 1, 0, 9], &[0, 0, 1, 0], &[3, 0, 1, 0]] {
+            assert_eq!(attributes(bytes).count(), 0, "{bytes:?}");
+        }
+        let two = [6, 0, 1, 0, 7, 8, 0, 0, 5, 0, 2, 0, 9];
+        assert_eq!(attributes(&two).collect::<Vec<_>>(), [(1, &[7, 8][..]), (2, &[9])]);
+    }
+
+    #[test]
+    fn nested_attributes_know_their_length() {
+        let mut message = Message::new(1, 0, &[]);
+        message.nest(5, |m| {
+            m.put(6, b"abc").put(7, b"d");
+        });
+        let bytes = message.finish();
+        assert_eq!(u32_at(&bytes, 0), Some(bytes.len() as u32));
+        let (kind, value) = attributes(&bytes[16..]).next().unwrap();
+        assert_eq!((kind, attributes(value).collect::<Vec<_>>()), (5, vec![(6, &b"abc"[..]), (7, b"d")]));
+    }
+
+    #[test]
+    fn a_failed_or_deleted_neighbour_has_no_address() {
+        let message = |kind, state: u16| {
+            let mut body = vec![2, 0, 0, 0, 7, 0, 0, 0];
+            body.extend_from_slice(&state.to_ne_bytes());
+            body.extend_from_slice(&[0, 0]);
+            let mut message = Message(body);
+            message.put(NDA_DST, &[10, 0, 0, 1]).put(NDA_LLADDR, &[2, 0, 0, 0, 0, 9]);
+            parse_change(kind, &message.0).unwrap()
+        };
+        let is = |mac| Change::Neighbour { index: 7, address: vec![10, 0, 0, 1], mac };
+        assert_eq!(message(RTM_NEWNEIGH, 0x02), is(Some([2, 0, 0, 0, 0, 9])));
+        assert_eq!(message(RTM_NEWNEIGH, 0x20), is(None));
+        assert_eq!(message(RTM_DELNEIGH, 0x02), is(None));
+    }
+
+    #[test]
+    fn the_loopback_interface_is_found_and_a_name_that_is_none_is_named() {
+        let routes = Routes::open().unwrap();
+        let lo = routes.link("lo").unwrap();
+        assert_eq!((lo.index, lo.peer_elsewhere, lo.xdp), (1, false, None));
+        let error = routes.link("no-such-if").unwrap_err().to_string();
+        assert!(error.contains("no-such-if"), "{error}");
+    }
+
+    #[test]
+    fn the_request_about_a_connection_is_what_the_kernel_documents() {
+        let connection = Connection {
+            source: vec![10, 0, 0, 1],
+            destination: vec![10, 0, 0, 2],
+            source_port: [0x12, 0x34],
+            destination_port: [0, 80],
+        };
+        let bytes = liberal_request(&connection);
+        let top: Vec<_> = attributes(&bytes[20..]).collect();
+        assert_eq!(top.iter().map(|a| a.0).collect::<Vec<_>>(), [1, 4]);
+        let tuple: Vec<_> = attributes(top[0].1).collect();
+        assert_eq!(attributes(tuple[1].1).collect::<Vec<_>>(), [(1, &[6][..]), (2, &[0x12, 0x34]), (3, &[0, 80])]);
+    }
+}

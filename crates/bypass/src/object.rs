@@ -1,0 +1,151 @@
+//! The compiled eBPF object, made fit for the running kernel, and loaded.
+//!
+//! Two things of the object depend on the kernel. Where the fields of its structures are is CO-RE's business, and aya does it. Which
+//! numbers its functions ("kfuncs") and some of its types have is not, so it is done here, in the object's bytes, before aya
+//! sees them: instructions with a place-holder get the BTF id.
+
+use aya::programs::{SchedClassifier, Xdp};
+use aya::{Btf, Ebpf, EbpfLoader};
+use aya_obj::btf::BtfKind;
+
+/// The object as clang made it.
+static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/bypass.bpf.o"));
+
+/// CALL with src_reg BPF_PSEUDO_KFUNC_CALL, no offset: a function of vmlinux.
+const CALL_KFUNC: [u8; 4] = [0x85, 0x20, 0, 0];
+/// MOV r2, imm: the second argument of bpf_rdonly_cast.
+const SET_TYPE: [u8; 4] = [0xb7, 0x02, 0, 0];
+
+/// Instructions with place-holders, as in ebpf/kernel.h, and what of the kernel they stand for.
+const HOLDERS: [([u8; 4], u32, BtfKind, &str); 5] = [
+    (CALL_KFUNC, 0x7fb0_a001, BtfKind::Func, "bpf_cast_to_kern_ctx"),
+    (CALL_KFUNC, 0x7fb0_a002, BtfKind::Func, "bpf_rdonly_cast"),
+    (SET_TYPE, 0x7fb0_b001, BtfKind::Struct, "nf_conn"),
+    (SET_TYPE, 0x7fb0_b002, BtfKind::Struct, "dst_entry"),
+    (SET_TYPE, 0x7fb0_b003, BtfKind::Struct, "dst_metrics"),
+];
+
+/// Names of the programs in the object.
+pub(crate) const TCX_IN: &str = "tcx_in";
+pub(crate) const TCX_OUT: &str = "tcx_out";
+pub(crate) const XDP_IN: &str = "xdp_in";
+
+/// Why the programs could not be loaded.
+#[derive(Debug, thiserror::Error)]
+pub enum LoadError {
+    /// The kernel does not describe itself.
+    #[error(
+        "this kernel has no BTF ({0}): it needs CONFIG_DEBUG_INFO_BTF, as the kernels of Debian, Ubuntu and Fedora have"
+    )]
+    NoBtf(String),
+    /// A kernel function or type is missing.
+    #[error(
+        "this kernel has no {0}: the bypass needs Linux 6.6 or later, with connection tracking built in (CONFIG_NF_CONNTRACK=y)"
+    )]
+    Missing(&'static str),
+    /// The object has no use of it where there must be one: it was compiled from other sources than these.
+    #[error("the object uses {0} nowhere: build the program anew")]
+    NoUse(&'static str),
+    /// The kernel refused a program or a map.
+    #[error(
+        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.6 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
+    )]
+    Refused {
+        /// Which program, or the maps.
+        what: String,
+        /// The kernel's errno and the verifier's words.
+        cause: String,
+    },
+}
+
+/// Puts the kernel's ids into the instructions that wait for them.
+fn link_ids(object: &mut [u8], id: impl Fn(&'static str, BtfKind) -> Option<u32>) -> Result<(), LoadError> {
+    for (instruction, holder, kind, name) in HOLDERS {
+        let wanted = id(name, kind).ok_or(LoadError::Missing(name))?;
+        let mut found = 0;
+        for at in (0..object.len().saturating_sub(8)).step_by(8) {
+            let (code, number) = object[at..at + 8].split_at_mut(4);
+            if code == instruction && number == holder.to_le_bytes() {
+                number.copy_from_slice(&wanted.to_le_bytes());
+                found += 1;
+            }
+        }
+        if found == 0 {
+            return Err(LoadError::NoUse(name));
+        }
+    }
+    Ok(())
+}
+
+/// Every cause of an error, outermost first.
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(error) = next {
+        let said = error.to_string();
+        if !text.contains(&said) {
+            text = format!("{text}: {said}");
+        }
+        next = error.source();
+    }
+    text
+}
+
+/// Loads all programs and maps into the kernel. They go again with the value, unless pinned.
+pub(crate) fn load() -> Result<Ebpf, LoadError> {
+    let btf = Btf::from_sys_fs().map_err(|e| LoadError::NoBtf(chain(&e)))?;
+    let mut object = OBJECT.to_vec();
+    link_ids(&mut object, |name, kind| btf.id_by_type_name_kind(name, kind).ok())?;
+    let refused = |what: &str, cause: String| LoadError::Refused { what: what.into(), cause };
+    let mut loaded = EbpfLoader::new().btf(Some(&btf)).load(&object).map_err(|e| refused("maps", chain(&e)))?;
+    for (name, program) in loaded.programs_mut() {
+        let name = name.to_owned();
+        let done = if let Ok(program) = <&mut SchedClassifier>::try_from(&mut *program) {
+            program.load()
+        } else {
+            <&mut Xdp>::try_from(program).and_then(Xdp::load)
+        };
+        done.map_err(|e| refused(&format!("program {name}"), chain(&e)))?;
+    }
+    Ok(loaded)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_place_holder_is_replaced() {
+        let mut object = OBJECT.to_vec();
+        link_ids(&mut object, |name, _| Some(name.len() as u32)).unwrap();
+        for (_, holder, ..) in HOLDERS {
+            assert!(!object.windows(4).any(|w| w == holder.to_le_bytes()), "{holder:#x} is left");
+        }
+    }
+
+    #[test]
+    fn a_kernel_without_the_function_is_named_too_old() {
+        let error = link_ids(&mut OBJECT.to_vec(), |_, _| None).unwrap_err();
+        assert!(error.to_string().contains("Linux 6.6"), "{error}");
+    }
+
+    #[test]
+    fn an_object_without_calls_is_not_loaded() {
+        assert!(matches!(link_ids(&mut [0; 64], |_, _| Some(1)), Err(LoadError::NoUse(_))));
+    }
+
+    #[test]
+    fn the_kernels_verifier_takes_all_programs() {
+        if !rustix::process::geteuid().is_root() {
+            println!("SKIP: loading eBPF programs needs root");
+            return;
+        }
+        let release = rustix::system::uname().release().to_string_lossy().into_owned();
+        let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
+        if (numbers.next(), numbers.next()) < (Some(6), Some(6)) {
+            println!("SKIP: the bypass needs Linux 6.6, this is {release}");
+            return;
+        }
+        load().unwrap_or_else(|e| panic!("{e}"));
+    }
+}

@@ -1,0 +1,302 @@
+//! Where the bypass of a network namespace is kept: pins, owner record, locks.
+//!
+//! Links, programs and maps live as long as something names them. That is a folder of pins in a bpffs of our own under the runtime
+//! directory, so traffic flows on when every process of ours is gone, and the next command finds all by the folder's name,
+//! the namespace's number. Beside it is the owner record.
+//!
+//! ```text
+//! RUNTIME/bypass/             the folder itself is locked while something is attached or detached
+//! RUNTIME/bypass/bpf/         a bpffs; gone with the last namespace's bypass
+//! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*
+//! RUNTIME/bypass/ID.json      the owner record
+//! RUNTIME/bypass/ID.keeper    held by the keeper while it runs
+//! ```
+
+use rustix::io::Errno;
+use serde::{Deserialize, Serialize};
+use std::fs::{self, File, TryLockError};
+use std::os::fd::AsFd;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
+
+/// BPF_FS_MAGIC.
+const BPFFS: u64 = 0xcafe_4a11;
+/// Raised when a record or a map changes its meaning.
+const VERSION: u32 = 1;
+
+/// Why the place cannot be used.
+#[derive(Debug, thiserror::Error)]
+pub enum PlaceError {
+    /// A file or folder.
+    #[error("{path}: {cause}")]
+    File {
+        /// Which.
+        path: PathBuf,
+        /// What the system said.
+        cause: std::io::Error,
+    },
+    /// No such network namespace.
+    #[error(
+        "there is no network namespace {name}: {cause}; `ip netns` lists those with names, and a path such as /proc/PID/ns/net serves too"
+    )]
+    Namespace {
+        /// As it was given.
+        name: String,
+        /// What the system said.
+        cause: std::io::Error,
+    },
+    /// Pins would go with the calling process.
+    #[error(
+        "this process has a mount namespace of its own, as `ip netns exec` makes one: pins made here would be lost with it. \
+         Run it outside, with --netns NAME"
+    )]
+    PrivateMounts,
+    /// Another version's record.
+    #[error("{path} is of another version of tombolo ({found}, this one writes {VERSION}): detach with that one first")]
+    Version {
+        /// The record.
+        path: PathBuf,
+        /// Its version.
+        found: u32,
+    },
+    /// A record that is none.
+    #[error("{path} is not an owner record: {cause}; remove {pins} and it to give the interfaces back")]
+    Record {
+        /// The record.
+        path: PathBuf,
+        /// What is wrong with it.
+        cause: serde_json::Error,
+        /// The folder of pins.
+        pins: PathBuf,
+    },
+}
+
+fn file(path: &Path) -> impl Fn(std::io::Error) -> PlaceError {
+    move |cause| PlaceError::File { path: path.into(), cause }
+}
+
+/// What the user wants of an interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, Default)]
+#[serde(rename_all = "lowercase")]
+pub enum Wanted {
+    /// What is never slower, by its traffic.
+    #[default]
+    Auto,
+    /// tcx, whatever the traffic.
+    Tcx,
+    /// XDP, whatever the traffic.
+    Xdp,
+}
+
+/// An attached interface.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Interface {
+    /// Its name when it was attached.
+    pub name: String,
+    /// Its number.
+    pub index: u32,
+    /// The mode that was asked for.
+    pub wanted: Wanted,
+}
+
+/// Who attached what.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    version: u32,
+    /// The namespace as the user named it; empty: the one that the command ran in.
+    pub netns: String,
+    /// The attached interfaces.
+    pub interfaces: Vec<Interface>,
+}
+
+/// The place of one namespace's bypass.
+#[derive(Clone, Debug)]
+pub struct Place {
+    root: PathBuf,
+    id: u64,
+}
+
+/// Moves the calling thread into a network namespace, by name or path. Threads started later are in it too.
+pub fn enter(name: &str) -> Result<(), PlaceError> {
+    let path = if name.contains('/') { PathBuf::from(name) } else { Path::new("/run/netns").join(name) };
+    let wrong = |cause: std::io::Error| PlaceError::Namespace { name: name.into(), cause };
+    let space = File::open(path).map_err(wrong)?;
+    rustix::thread::move_into_link_name_space(space.as_fd(), Some(rustix::thread::LinkNameSpaceType::Network))
+        .map_err(|e| wrong(e.into()))
+}
+
+impl Place {
+    /// The place for the calling thread's network namespace, under the runtime directory.
+    pub fn here(runtime: &Path) -> Result<Place, PlaceError> {
+        let own = Path::new("/proc/thread-self/ns/net");
+        let id = fs::metadata(own).map_err(file(own))?.ino();
+        Ok(Place { root: runtime.join("bypass"), id })
+    }
+
+    /// Where the bypass's pins are.
+    pub fn pins(&self) -> PathBuf {
+        self.bpffs().join(self.id.to_string())
+    }
+
+    /// Where one thing is pinned.
+    pub(crate) fn pin(&self, name: &str) -> PathBuf {
+        self.pins().join(name)
+    }
+
+    fn bpffs(&self) -> PathBuf {
+        self.root.join("bpf")
+    }
+
+    fn beside(&self, suffix: &str) -> PathBuf {
+        self.root.join(format!("{}.{suffix}", self.id))
+    }
+
+    /// Whether anything is attached in this namespace.
+    pub fn exists(&self) -> bool {
+        self.pins().is_dir() && self.beside("json").is_file()
+    }
+
+    /// Keeps others from changing anything until the file is dropped.
+    pub(crate) fn lock(&self) -> Result<File, PlaceError> {
+        loop {
+            fs::create_dir_all(&self.root).map_err(file(&self.root))?;
+            let wrong = file(&self.root);
+            let lock = match File::open(&self.root) {
+                Ok(lock) => lock,
+                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+                Err(e) => return Err(wrong(e)),
+            };
+            lock.lock().map_err(&wrong)?;
+            // Whoever held it may have removed the folder meanwhile; then it is another's that is to be locked.
+            let is = lock.metadata().map_err(&wrong)?.ino();
+            if fs::metadata(&self.root).is_ok_and(|now| now.ino() == is) {
+                return Ok(lock);
+            }
+        }
+    }
+
+    /// Makes the folder for pins, and the bpffs around it.
+    pub(crate) fn make(&self) -> Result<(), PlaceError> {
+        if has_private_mounts() {
+            return Err(PlaceError::PrivateMounts);
+        }
+        let bpffs = self.bpffs();
+        fs::create_dir_all(&bpffs).map_err(file(&bpffs))?;
+        let kind = rustix::fs::statfs(&bpffs).map_err(|e| file(&bpffs)(e.into()))?.f_type as u64;
+        if kind != BPFFS {
+            rustix::mount::mount("bpf", &bpffs, "bpf", rustix::mount::MountFlags::empty(), Some(c"mode=0700"))
+                .map_err(|e| file(&bpffs)(e.into()))?;
+        }
+        fs::create_dir_all(self.pins()).map_err(file(&self.pins()))
+    }
+
+    /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a half-made place.
+    pub(crate) fn remove(&self) -> Result<(), PlaceError> {
+        let pins = self.pins();
+        for entry in fs::read_dir(&pins).into_iter().flatten().flatten() {
+            let path = entry.path();
+            fs::remove_file(&path).map_err(file(&path))?;
+        }
+        for path in [self.beside("json"), self.beside("keeper"), self.beside("log")] {
+            gone(fs::remove_file(&path)).map_err(file(&path))?;
+        }
+        gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
+        let bpffs = self.bpffs();
+        // The kernel puts files of its own into every bpffs; folders are namespaces.
+        let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| e.path().is_dir());
+        if fs::read_dir(&bpffs).is_ok_and(|mut entries| !entries.any(is_used)) {
+            match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
+                // Somebody looks into it, or it was no mount any more: the next one that detaches tries again.
+                Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => {}
+                Err(cause) => return Err(file(&bpffs)(cause.into())),
+            }
+            // Where others' records are the folder stays.
+            if fs::remove_dir(&bpffs).is_ok() {
+                let _ = fs::remove_dir(&self.root);
+            }
+        }
+        Ok(())
+    }
+
+    /// Reads the owner record.
+    pub fn record(&self) -> Result<Record, PlaceError> {
+        let path = self.beside("json");
+        let text = match fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
+                return Ok(Record { version: VERSION, netns: String::new(), interfaces: vec![] });
+            }
+            Err(cause) => return Err(file(&path)(cause)),
+        };
+        let record: Record = serde_json::from_str(&text).map_err(|cause| PlaceError::Record {
+            path: path.clone(),
+            cause,
+            pins: self.pins(),
+        })?;
+        if record.version != VERSION {
+            return Err(PlaceError::Version { path, found: record.version });
+        }
+        Ok(record)
+    }
+
+    /// Writes the owner record, whole or not at all.
+    pub(crate) fn write(&self, record: &Record) -> Result<(), PlaceError> {
+        let (path, new) = (self.beside("json"), self.beside("new"));
+        let text = serde_json::to_string_pretty(record).expect("a record is plain data");
+        fs::write(&new, text).map_err(file(&new))?;
+        fs::rename(&new, &path).map_err(file(&path))
+    }
+
+    /// The keeper's lock: nothing where another keeper holds it.
+    pub(crate) fn keeper_lock(&self) -> Result<Option<File>, PlaceError> {
+        let path = self.beside("keeper");
+        let lock =
+            File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
+        match lock.try_lock() {
+            Ok(()) => Ok(Some(lock)),
+            Err(TryLockError::WouldBlock) => Ok(None),
+            Err(TryLockError::Error(cause)) => Err(file(&path)(cause)),
+        }
+    }
+
+    /// The keeper's process, if one runs.
+    pub fn keeper(&self) -> Option<u32> {
+        let path = self.beside("keeper");
+        let lock = File::open(&path).ok()?;
+        match lock.try_lock_shared() {
+            Err(TryLockError::WouldBlock) => fs::read_to_string(&path).ok()?.trim().parse().ok(),
+            _ => None,
+        }
+    }
+
+    /// Where the keeper says what went wrong.
+    pub fn log(&self) -> PathBuf {
+        self.beside("log")
+    }
+}
+
+/// Whether an ancestor of this process has another network namespace and other mounts: then it was started by something like
+/// `ip netns exec`, whose mounts end with it. (A container's processes have all the same.)
+fn has_private_mounts() -> bool {
+    let space = |pid: &str, kind: &str| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|m| m.ino()).ok();
+    let own = |kind| space("self", kind);
+    let mut pid = "self".to_owned();
+    loop {
+        // The name in parentheses may hold anything; the parent is the second field behind it.
+        let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+        let parent =
+            stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
+        let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return false };
+        if Some(mounts) != own("mnt") && Some(net) != own("net") {
+            return true;
+        }
+        pid = parent;
+    }
+}
+
+fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
+    match result {
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        other => other,
+    }
+}

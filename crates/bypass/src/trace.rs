@@ -1,0 +1,58 @@
+//! What happens to each frame, as it happens: for looking into one thing, not for keeping on.
+//!
+//! While a trace runs every program writes an event per frame into a ring; what does not fit is not told. The programs are asked for
+//! events up to a moment that is put off again and again, so a trace that is killed costs nothing after a second or two.
+
+use crate::attachment::{AttachError, monotonic_ns};
+use crate::layout::{Event, Settings};
+use crate::maps::{self, Maps};
+use crate::netlink::NetlinkError;
+use crate::place::Place;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::ops::ControlFlow;
+
+/// Asks for events for this long.
+fn want(maps: &mut Maps, seconds: u32) -> Result<(), AttachError> {
+    let settings = maps.settings()?;
+    let now = (monotonic_ns() / 1_000_000_000) as u32;
+    let trace_until_s = if seconds == 0 { 0 } else { now + seconds };
+    if settings.trace_until_s != trace_until_s {
+        maps.set(Settings { trace_until_s, ..settings })?;
+    }
+    Ok(())
+}
+
+/// Hands events to `each` until it breaks or fails. It is called without an event ten times a second, so that it can see that time is up.
+pub fn trace<E: From<AttachError>>(
+    place: &Place,
+    mut each: impl FnMut(Option<Event>) -> Result<ControlFlow<()>, E>,
+) -> Result<(), E> {
+    let mut maps = Maps::open(place).map_err(AttachError::from)?;
+    let mut ring = maps::events(place).map_err(AttachError::from)?;
+    // What an earlier trace left.
+    while ring.next().is_some() {}
+    let mut run = |maps: &mut Maps| -> Result<(), E> {
+        loop {
+            want(maps, 1)?;
+            let tenth = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
+            match poll(&mut [PollFd::new(&ring, PollFlags::IN)], Some(&tenth)) {
+                Ok(_) | Err(Errno::INTR) => {}
+                Err(cause) => return Err(AttachError::from(NetlinkError::Call { what: "poll", cause }).into()),
+            }
+            while let Some(item) = ring.next() {
+                if let Some(event) = Event::from_bytes(&item)
+                    && each(Some(event))?.is_break()
+                {
+                    return Ok(());
+                }
+            }
+            if each(None)?.is_break() {
+                return Ok(());
+            }
+        }
+    };
+    let result = run(&mut maps);
+    want(&mut maps, 0)?;
+    result
+}

@@ -1,0 +1,401 @@
+//! `tombolo bypass`: interfaces whose traffic skips the kernel's forwarding.
+
+use std::io::Write;
+use std::ops::ControlFlow;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use clap::{Args, Subcommand, ValueEnum};
+use serde::Serialize;
+use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
+use tombolo_bypass::layout::{Event, TAKEN, VERDICTS};
+use tombolo_bypass::netlink::Routes;
+use tombolo_bypass::place::{self, Place, Wanted};
+use tombolo_bypass::report::{self, Report};
+use tombolo_host::rundir;
+
+use crate::exit::{Exit, Failure};
+use crate::out::{self, Table};
+
+#[derive(Subcommand, Debug)]
+pub(crate) enum Bypass {
+    /// Let traffic between these interfaces skip the kernel's forwarding
+    Attach(Attach),
+    /// Give interfaces back to the kernel; without a name all of them
+    Detach(Detach),
+    /// Show interfaces, their modes, and which way their frames went and why
+    Status(Status),
+    /// Print frame by frame which way it went and why
+    Trace(Trace),
+    /// Help the attached programs along until they are detached
+    #[command(hide = true)]
+    Keep(Keep),
+}
+
+#[derive(Args, Debug)]
+struct Space {
+    /// Network namespace that holds the interfaces, by name or path [default: the command's own]
+    #[arg(long, value_name = "NAMESPACE")]
+    netns: Option<String>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum ModeArg {
+    /// What is never slower, by the traffic of each interface
+    Auto,
+    /// At the tc ingress hook: segmentation and checksum state are kept
+    Tcx,
+    /// In the driver, before there is an sk_buff
+    Xdp,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Attach {
+    /// Names of the interfaces: taps, veths, cards
+    #[arg(required = true, value_name = "INTERFACE")]
+    interfaces: Vec<String>,
+    /// Which program takes the frames
+    #[arg(long, value_enum, default_value = "auto")]
+    mode: ModeArg,
+    /// How long a flow holds before one frame goes the kernel's way again, in milliseconds [default: 1000]
+    #[arg(long, value_name = "MS")]
+    lease: Option<u64>,
+    /// Attach although older tc filters at the ingress will not see the frames that are taken
+    #[arg(long)]
+    past_filters: bool,
+    /// Start no keeper: no changes of mode, and no new TCP connections through connection tracking
+    #[arg(long)]
+    no_keeper: bool,
+    #[command(flatten)]
+    space: Space,
+    /// Print the state afterwards as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Detach {
+    /// Names of the interfaces [default: all]
+    #[arg(value_name = "INTERFACE")]
+    interfaces: Vec<String>,
+    #[command(flatten)]
+    space: Space,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Status {
+    #[command(flatten)]
+    space: Space,
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Trace {
+    /// Only frames that come in at this interface
+    #[arg(value_name = "INTERFACE")]
+    interface: Option<String>,
+    /// End after so many lines
+    #[arg(long, value_name = "N")]
+    count: Option<u64>,
+    /// End after so many seconds
+    #[arg(long, value_name = "SECONDS")]
+    seconds: Option<u64>,
+    /// Every frame, not only the first of each flow that goes a given way
+    #[arg(long)]
+    all: bool,
+    #[command(flatten)]
+    space: Space,
+    /// Print one JSON object a line
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Keep {
+    #[command(flatten)]
+    space: Space,
+}
+
+impl From<AttachError> for Failure {
+    fn from(error: AttachError) -> Self {
+        let misused =
+            matches!(error, AttachError::NotAttached(_) | AttachError::NotEthernet(_) | AttachError::Lease(_));
+        if misused { Failure::misused(error.to_string()) } else { Failure::failed(error.to_string()) }
+    }
+}
+
+impl Space {
+    /// Goes into the namespace and gives its place.
+    fn enter(&self) -> Result<Place, Failure> {
+        if !rustix::process::geteuid().is_root() {
+            return Err(Failure::failed(
+                "the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo",
+            ));
+        }
+        let runtime = rundir::runtime_root().map_err(|e| Failure::failed(e.to_string()))?;
+        if let Some(name) = &self.netns {
+            place::enter(name).map_err(AttachError::from)?;
+        }
+        Ok(Place::here(&runtime).map_err(AttachError::from)?)
+    }
+}
+
+impl Bypass {
+    pub(crate) fn run(self) -> Result<Exit, Failure> {
+        match self {
+            Bypass::Attach(attach) => attach.run(),
+            Bypass::Detach(detach) => detach.run(),
+            Bypass::Status(status) => status.run(),
+            Bypass::Trace(trace) => trace.run(),
+            Bypass::Keep(keep) => keep.run(),
+        }
+    }
+}
+
+impl Attach {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        let wanted = match self.mode {
+            ModeArg::Auto => Wanted::Auto,
+            ModeArg::Tcx => Wanted::Tcx,
+            ModeArg::Xdp => Wanted::Xdp,
+        };
+        let lease = self.lease.map(Duration::from_millis);
+        let netns = self.space.netns.clone().unwrap_or_default();
+        let done = attachment::attach(
+            &place,
+            &self.interfaces,
+            &Options { wanted, lease, past_filters: self.past_filters, netns },
+        )?;
+        for attached in done.iter().filter(|a| !a.after.is_empty()) {
+            eprintln!(
+                "tombolo: {}: runs after {}, which was there before",
+                attached.interface,
+                attached.after.join(", ")
+            );
+        }
+        let mut exit = Exit::Done;
+        if !self.no_keeper && !start_keeper(&place)? {
+            eprintln!("tombolo: the keeper did not start; see {}", place.log().display());
+            exit = Exit::Partly;
+        }
+        if self.json {
+            out::json(&report::report(&place)?)?;
+        } else {
+            for attached in done {
+                let what = if attached.already { "was attached already" } else { "attached" };
+                out::print(&format!("{} {what}\n", attached.interface))?;
+            }
+        }
+        Ok(exit)
+    }
+}
+
+/// Starts the keeper, unless one runs; says whether one runs then. It is a child of nobody: its output goes to its log.
+fn start_keeper(place: &Place) -> Result<bool, Failure> {
+    if place.keeper().is_some() {
+        return Ok(true);
+    }
+    let log =
+        std::fs::File::create(place.log()).map_err(|e| Failure::failed(format!("{}: {e}", place.log().display())))?;
+    let program = std::env::current_exe()?;
+    Command::new(program)
+        .args(["bypass", "keep"])
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()?;
+    let end = Instant::now() + Duration::from_secs(5);
+    while place.keeper().is_none() {
+        if Instant::now() > end {
+            return Ok(false);
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    Ok(true)
+}
+
+impl Detach {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        for name in attachment::detach(&place, &self.interfaces)? {
+            out::print(&format!("{name} detached\n"))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+impl Keep {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        // A session of its own: a terminal that closes does not end it.
+        let _ = rustix::process::setsid();
+        tombolo_bypass::keeper::keep(&place)?;
+        Ok(Exit::Done)
+    }
+}
+
+impl Status {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        let report = report::report(&place)?;
+        if self.json {
+            out::json(&report)?;
+        } else {
+            out::print(&render(&report))?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
+fn render(report: &Report) -> String {
+    if !report.attached {
+        return "nothing is attached in this network namespace\n".into();
+    }
+    let keeper = report.keeper.map_or(
+        "no keeper runs: no new TCP connections through connection tracking, no changes of mode".into(),
+        |pid| format!("keeper {pid}"),
+    );
+    let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
+    let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
+    for i in &report.interfaces {
+        let mode = format!("{:?}", i.mode).to_lowercase();
+        let numbers = [i.flows as u64, i.taken, i.taken_bytes, i.passed].map(|n| n.to_string());
+        let [flows, taken, bytes, passed] = &numbers;
+        let reasons = i
+            .by_reason
+            .iter()
+            .chain(&i.unlearned)
+            .map(|(key, n)| format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default()));
+        table.row(&[&i.name, &mode, i.why, flows, taken, bytes, passed]).extend(reasons);
+    }
+    text.push_str(&table.render(false));
+    text
+}
+
+#[derive(Serialize)]
+struct Line<'a> {
+    at_ns: u64,
+    input: &'a str,
+    output: Option<&'a str>,
+    protocol: u8,
+    source: String,
+    destination: String,
+    length: u32,
+    path: &'static str,
+    why: &'static str,
+}
+
+impl Trace {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        if !place.exists() {
+            return Err(Failure::misused(
+                "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
+            ));
+        }
+        let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
+        let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.as_str());
+        if let Some(wanted) = self.interface.as_deref().filter(|w| !links.iter().any(|l| l.name == *w)) {
+            return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
+        }
+        let end = self.seconds.map(|s| Instant::now() + Duration::from_secs(s));
+        let start = monotonic_ns();
+        let mut told = std::collections::HashMap::new();
+        let mut lines = 0;
+        tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
+            if end.is_some_and(|end| Instant::now() >= end) {
+                return Ok(ControlFlow::Break(()));
+            }
+            let Some(event) = event else { return Ok(ControlFlow::Continue(())) };
+            let input = name(event.tuple.input).unwrap_or("?");
+            if self.interface.as_deref().is_some_and(|wanted| wanted != input) {
+                return Ok(ControlFlow::Continue(()));
+            }
+            let key = (
+                event.tuple.source,
+                event.tuple.destination,
+                event.tuple.source_port,
+                event.tuple.destination_port,
+                event.tuple.protocol,
+            );
+            let same = told.insert(key, event.what.0) == Some(event.what.0);
+            if same && !self.all {
+                return Ok(ControlFlow::Continue(()));
+            }
+            self.print(&event, input, name(event.output), start)?;
+            lines += 1;
+            Ok::<_, Failure>(if self.count == Some(lines) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+        })?;
+        Ok(Exit::Done)
+    }
+
+    fn print(&self, event: &Event, input: &str, output: Option<&str>, start: u64) -> Result<(), Failure> {
+        let t = &event.tuple;
+        let source = std::net::SocketAddr::new(t.source, t.source_port).to_string();
+        let destination = std::net::SocketAddr::new(t.destination, t.destination_port).to_string();
+        let (path, why) = event.what;
+        let mut out = std::io::stdout().lock();
+        if self.json {
+            let line = Line {
+                at_ns: event.at_ns,
+                input,
+                output,
+                protocol: t.protocol,
+                source,
+                destination,
+                length: event.length,
+                path,
+                why,
+            };
+            let text = serde_json::to_string(&line).map_err(|e| Failure::failed(e.to_string()))?;
+            writeln!(out, "{text}")?;
+        } else {
+            let seconds = event.at_ns.saturating_sub(start) as f64 / 1e9;
+            let protocol = if t.protocol == 6 { "tcp" } else { "udp" };
+            let taken = VERDICTS[..TAKEN].iter().any(|v| v.0 == path);
+            let arrow = output.map_or(String::new(), |o| format!(" -> {o}"));
+            let mark = if taken { "=>" } else { "  " };
+            writeln!(
+                out,
+                "{seconds:11.6} {mark} {input}{arrow} {protocol} {source} > {destination} {} B: {path}: {why}",
+                event.length
+            )?;
+        }
+        out.flush()?;
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Whole {
+        #[command(subcommand)]
+        bypass: Bypass,
+    }
+
+    #[test]
+    fn attach_wants_an_interface_and_a_known_mode() {
+        let parse = |line: &str| Whole::try_parse_from(line.split(' ')).map(|w| w.bypass).map_err(|e| e.exit_code());
+        assert!(
+            matches!(parse("x attach tap0 eth0 --mode tcx"), Ok(Bypass::Attach(a)) if a.interfaces == ["tap0", "eth0"] && a.mode == ModeArg::Tcx)
+        );
+        assert_eq!(parse("x attach").map(drop), Err(2));
+        assert_eq!(parse("x attach tap0 --mode fast").map(drop), Err(2));
+    }
+
+    #[test]
+    fn an_empty_namespace_says_so() {
+        let report = Report { schema: 1, attached: false, keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
+        assert!(render(&report).contains("nothing is attached"));
+    }
+}

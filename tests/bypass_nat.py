@@ -1,0 +1,215 @@
+"""The bypass and connection tracking: translated frames, and connections that close, change and vanish under it."""
+
+import re
+import struct
+
+from bypass_paths import A, B, host, is_ip, same
+from lib import need_program, timeout, until
+from lib.tap import (ACK, ETH_IP4, FIN, GSO_TCPV4, NEEDS_CSUM, RST, SYN, TCP, UDP, ethernet, ipv4, transport, vnet_header)
+
+# The router's own addresses at A's and at B's side.
+NEAR, FAR = "10.1.0.1", "10.2.0.1"
+NAT = """
+table ip nat {
+  chain prerouting { type nat hook prerouting priority -100; tcp dport 8080 dnat to 10.2.0.2:80; udp dport 5300 dnat to 10.2.0.2:53; }
+  chain postrouting { type nat hook postrouting priority 100; oifname "tb" masquerade; }
+}
+table inet f {
+  counter invalid { }
+  chain forward {
+    type filter hook forward priority 0; policy drop;
+    ct state invalid counter name invalid drop
+    ct state established,related accept
+    iifname "ta" accept
+  }
+}
+"""
+
+
+def source(frame):
+    """(address, port) that a frame comes from."""
+    return ".".join(map(str, frame[26:30])), struct.unpack("!H", frame[34:36])[0]
+
+
+def forward(h, proto, sport, dport, payload=b"there", header=bytes(10), **more):
+    return h.across(h.to_b(ETH_IP4, ipv4(A, NEAR, proto, transport(proto, A, NEAR, sport, dport, payload, **more))), header)
+
+
+def answer(h, proto, sport, to, payload=b"back", header=bytes(10), **more):
+    return h.back(h.to_a(ETH_IP4, ipv4(B, to[0], proto, transport(proto, B, to[0], sport, to[1], payload, **more))), header)
+
+
+def open_tcp(h, sport=3000, dport=8080):
+    """A handshake through both translations; gives whom B sees."""
+    seen = source(forward(h, TCP, sport, dport, b"", flags=SYN, seq=100, ack=0)[1])
+    assert answer(h, TCP, 80, seen, b"", flags=SYN | ACK, seq=500, ack=101)
+    assert forward(h, TCP, sport, dport, b"", seq=101, ack=501)
+    return seen
+
+
+def exchange(h, tcp_seen, udp_seen):
+    """All kinds of translated frames in both directions: (name, what arrived)."""
+    partial_tcp, partial_udp = vnet_header(NEEDS_CSUM, start=34, offset=16), vnet_header(NEEDS_CSUM, start=34, offset=6)
+    large = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16)
+    tcp = dict(seq=101, ack=501)
+    back = dict(seq=501, ack=101)
+    yield "tcp", forward(h, TCP, 3000, 8080, **tcp)
+    yield "tcp odd", forward(h, TCP, 3000, 8080, b"odd", **tcp)
+    yield "tcp partial", forward(h, TCP, 3000, 8080, b"p" * 333, partial_tcp, partial=True, **tcp)
+    yield "tcp large", forward(h, TCP, 3000, 8080, bytes(range(256)) * 100, large, partial=True, **tcp)
+    yield "tcp answer", answer(h, TCP, 80, tcp_seen, **back)
+    yield "tcp answer partial", answer(h, TCP, 80, tcp_seen, b"p" * 333, partial_tcp, partial=True, **back)
+    yield "tcp answer large", answer(h, TCP, 80, tcp_seen, bytes(range(256)) * 100, large, partial=True, **back)
+    yield "udp", forward(h, UDP, 4000, 5300)
+    yield "udp partial", forward(h, UDP, 4000, 5300, b"q" * 99, partial_udp, partial=True)
+    no_sum = struct.pack("!HHHH", 4000, 5300, 12, 0) + b"none"
+    yield "udp without checksum", h.across(h.to_b(ETH_IP4, ipv4(A, NEAR, UDP, no_sum)))
+    yield "udp answer", answer(h, UDP, 53, udp_seen)
+    yield "udp answer partial", answer(h, UDP, 53, udp_seen, b"q" * 99, partial_udp, partial=True)
+
+
+def invalid(h):
+    text = h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
+    return int(re.search(r"packets (\d+)", text)[1])
+
+
+def test_translated_frames_are_byte_for_byte_the_kernels():
+    translated("tcx")
+
+
+def test_translated_frames_of_xdp_are_byte_for_byte_the_kernels():
+    translated("xdp")
+
+
+def translated(mode):
+    with host() as h:
+        h.rules(NAT)
+        # The connections are the same for both paths, so the ports are too.
+        tcp_seen = open_tcp(h)
+        udp_seen = source(forward(h, UDP, 4000, 5300)[1])
+        assert answer(h, UDP, 53, udp_seen)
+        assert tcp_seen[0] == udp_seen[0] == FAR
+        kernel = dict(exchange(h, tcp_seen, udp_seen))
+        assert all(kernel.values()), kernel
+        h.attach(words=("--lease", "10000", "--mode", mode))
+
+        def taken():
+            # The first frames are learned from; TCP once the keeper has marked the connection.
+            before = h.taken("ta") + h.taken("tb")
+            count = len(list(exchange(h, tcp_seen, udp_seen)))
+            return h.taken("ta") + h.taken("tb") - before == count
+
+        until("all kinds to be taken", taken, 10)
+        before = h.taken("ta") + h.taken("tb")
+        bypass = dict(exchange(h, tcp_seen, udp_seen))
+        assert h.taken("ta") + h.taken("tb") == before + len(kernel)
+        assert ("taken_xdp" in h.status("ta")["by_reason"]) == (mode == "xdp")
+        for name, expected in kernel.items():
+            assert same(bypass[name], expected, mode), f"{name}:\nkernel {expected}\nbypass {bypass[name]}"
+
+
+def test_a_connection_that_closes_is_given_back_and_its_end_is_tracked():
+    need_program("conntrack")
+    with host() as h:
+        h.rules(NAT)
+        h.attach(words=("--lease", "10000"))
+
+        def state():
+            return h.space.run("conntrack", "-L", "-p", "tcp", check=False).stdout
+
+        for how in ("fin", "rst"):
+            seen = open_tcp(h)
+            seq = 101
+            before = h.taken()
+
+            def send():
+                nonlocal seq
+                assert forward(h, TCP, 3000, 8080, b"d" * 1000, seq=seq, ack=501)
+                seq += 1000
+                return h.taken() >= before + 5
+
+            until("data to be taken", send, 5)
+            assert h.status("ta")["unlearned"].get("not_liberal", 0) >= 1, "the keeper was not asked"
+            # Far beyond the window that the kernel saw last.
+            for _ in range(200):
+                assert forward(h, TCP, 3000, 8080, b"d" * 1400, seq=seq, ack=501)
+                seq += 1400
+            if how == "fin":
+                assert forward(h, TCP, 3000, 8080, b"", flags=FIN | ACK, seq=seq, ack=501)
+                assert answer(h, TCP, 80, seen, b"", flags=FIN | ACK, seq=501, ack=seq + 1)
+                assert forward(h, TCP, 3000, 8080, b"", seq=seq + 1, ack=502)
+                assert "TIME_WAIT" in state(), state()
+            else:
+                assert answer(h, TCP, 80, seen, b"", flags=RST | ACK, seq=501, ack=seq)
+                assert " CLOSE " in state(), state()
+            taken = h.taken()
+            forward(h, TCP, 3000, 8080, b"late", seq=seq, ack=501)
+            assert h.taken() == taken, "a frame of a closed connection was taken"
+            h.space.run("conntrack", "-F", check=False)
+        assert invalid(h) == 0
+
+
+def test_without_a_keeper_tracked_tcp_goes_the_kernels_way_and_udp_is_taken():
+    with host() as h:
+        h.rules(NAT)
+        h.attach(words=("--lease", "10000", "--no-keeper"))
+        open_tcp(h)
+        for _ in range(3):
+            assert forward(h, TCP, 3000, 8080, seq=101, ack=501)
+        assert h.taken() == 0 and h.status("ta")["unlearned"]["not_liberal"] >= 1
+        for _ in range(3):
+            assert forward(h, UDP, 4000, 5300)
+        assert h.taken() == 2
+
+
+@timeout(180)
+def test_translation_agrees_with_conntrack_under_churn():
+    need_program("conntrack")
+    with host() as h:
+        h.rules(NAT)
+        h.attach(words=("--lease", "10000", "--mode", "tcx"))
+        for turn in range(6):
+            ports = range(20000, 20040)
+            seen = {}
+            for port in ports:
+                for _ in range(3):
+                    seen[port] = source(forward(h, UDP, port, 5300)[1])
+                assert answer(h, UDP, 53, seen[port])
+                assert source(answer(h, UDP, 53, seen[port])[1]) == (NEAR, 5300)
+            table = h.space.run("conntrack", "-L", "-p", "udp", check=False).stdout
+            for port in ports:
+                line = re.search(rf"src={A} dst={NEAR} sport={port} .*?src={B} dst={FAR} sport=53 dport=(\d+)", table)
+                assert line and int(line[1]) == seen[port][1], (turn, port, seen[port], line)
+            # Half of them vanish, and others take their ports at B's side: whoever sends next must not be told for the old one.
+            for port in list(ports)[::2]:
+                h.space.run("conntrack", "-D", "-p", "udp", "--orig-port-src", str(port), check=False)
+            for port in list(ports)[::2]:
+                thief = ethernet(h.a.host_mac, h.a.mac, ETH_IP4, ipv4("10.1.0.3", NEAR, UDP, transport(UDP, "10.1.0.3", NEAR, port, 5300, b"t")))
+                got = h.across(thief)
+                assert got
+                now = source(forward(h, UDP, port, 5300)[1])
+                assert now != source(got[1]), "two connections with one translation"
+            h.space.run("conntrack", "-F", check=False)
+        reasons = h.status("ta")["by_reason"]
+        assert reasons["up_conntrack"] >= 100 and reasons["taken_tcx"] >= 200, reasons
+
+
+def test_a_flow_that_the_firewall_refuses_never_has_an_entry():
+    with host() as h:
+        h.rules(NAT)
+        h.attach()
+        for _ in range(5):
+            # From B nothing may begin: the policy drops it.
+            assert h.back(h.to_a(ETH_IP4, ipv4(B, A, UDP, transport(UDP, B, A, 53, 9999, b"no"))), seconds=0.1) is None
+        assert h.status()["flows"] == 0 and h.taken("tb") == 0
+
+
+def test_one_way_frames_to_an_open_port_are_taken_after_the_first():
+    with host() as h:
+        h.rules(NAT)
+        h.attach(words=("--lease", "10000"))
+        frame = h.udp()
+        for _ in range(4):
+            got = h.across(frame)
+            assert got and is_ip(got[1]) and source(got[1])[0] == FAR
+        assert h.taken() == 3

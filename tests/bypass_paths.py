@@ -1,0 +1,436 @@
+"""The bypass beside the kernel's own forwarding: the same frames through both, compared byte by byte.
+
+Each test has network namespaces of its own: a router with taps (driven here as a microVM's monitor drives them) and veths.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import struct
+import subprocess
+import time
+from pathlib import Path
+
+from lib import ROOT, Namespace, Process, Skip, need_program, need_root, scratch, timeout, until
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, FIN, GSO_TCPV4, ICMP, NEEDS_CSUM, RST, SYN, TCP, UDP, Inside, Tap, checksum, ethernet, ipv4,
+                     ipv6, packed, pseudo, transport, vnet_header)
+
+PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
+A, B = "10.1.0.2", "10.2.0.2"
+A6, B6 = "fd01::2", "fd02::2"
+MAC_A, MAC_B = "02:00:00:00:0a:02", "02:00:00:00:0b:02"
+
+
+class Host:
+    """A router namespace with a tap to A and a tap to B, and a bypass of its own."""
+
+    def __init__(self, folder, space):
+        self.folder, self.space = folder, space
+        space.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.forwarding=1",
+                  # An address that is being checked for duplicates is a change of routes in the middle of a test.
+                  "net.ipv6.conf.default.accept_dad=0", "net.ipv6.conf.all.accept_dad=0")
+        self.a = Tap(space, "ta", "10.1.0.1/24", "fd01::1/64", mac=MAC_A, neighbours=(A, A6))
+        self.b = Tap(space, "tb", "10.2.0.1/24", "fd02::1/64", mac=MAC_B, neighbours=(B, B6))
+
+    def cli(self, *words, check=True):
+        command = [str(PROGRAM), "bypass", *map(str, words), "--netns", str(self.space)]
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env=env)
+        if check and done.returncode:
+            raise AssertionError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}")
+        return done
+
+    def attach(self, *names, words=()):
+        return self.cli("attach", *(names or ("ta", "tb")), *words)
+
+    def status(self, name=None):
+        report = json.loads(self.cli("status", "--json").stdout)
+        return next(i for i in report["interfaces"] if i["name"] == name) if name else report
+
+    def taken(self, name="ta"):
+        return self.status(name)["taken"]
+
+    def rules(self, text):
+        done = subprocess.run(["ip", "netns", "exec", str(self.space), "nft", "-f", "-"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr
+
+    def to_b(self, kind, payload, **more):
+        return ethernet(self.a.host_mac, self.a.mac, kind, payload, **more)
+
+    def to_a(self, kind, payload, **more):
+        return ethernet(self.b.host_mac, self.b.mac, kind, payload, **more)
+
+    def udp(self, payload=b"x" * 22, sport=1000, dport=2000, **more):
+        return self.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, sport, dport, payload), **more))
+
+    def across(self, frame, header=bytes(10), seconds=1.0):
+        """What B gets when A sends it: IP frames only."""
+        self.b.drain()
+        self.a.send(frame, header)
+        return self.b.receive(seconds, is_ip)
+
+    def back(self, frame, header=bytes(10), seconds=1.0):
+        self.a.drain()
+        self.b.send(frame, header)
+        return self.a.receive(seconds, is_ip)
+
+
+def is_ip(frame):
+    """IP to one receiver: not what the host's own IPv6 says to its neighbourhood."""
+    return not frame[0] & 1 and frame[12:14] in (b"\x08\x00", b"\x86\xdd")
+
+
+@contextlib.contextmanager
+def host():
+    need_root()
+    need_program("nft")
+    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    if version < (6, 6):
+        raise Skip(f"the bypass needs Linux 6.6, this is {os.uname().release}")
+    if not PROGRAM.exists():
+        raise Skip(f"{PROGRAM} is not built: run ./x build")
+    with Namespace() as space, scratch() as folder:
+        made = Host(folder, space)
+        try:
+            yield made
+        finally:
+            made.cli("detach", check=False)
+            made.a.close()
+            made.b.close()
+
+
+def frames(h):
+    """Names and frames from A's side, (vnet header, frame), of all kinds that the two paths are compared on."""
+    tcp = dict(proto=TCP, source=A, destination=B, sport=3000, dport=80)
+    tcp6 = dict(proto=TCP, source=A6, destination=B6, sport=3000, dport=80)
+    udp4 = lambda payload, **more: transport(UDP, A, B, 1000, 2000, payload, **more)  # noqa: E731
+    plain = bytes(10)
+    partial = lambda at, offset: vnet_header(NEEDS_CSUM, start=at, offset=offset)  # noqa: E731
+    yield "udp", plain, h.udp()
+    yield "udp without payload", plain, h.udp(b"")
+    yield "udp unpadded", plain, h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"")), pad=False)
+    yield "udp of 1500", plain, h.udp(b"y" * 1472)
+    yield "udp without checksum", plain, h.to_b(ETH_IP4, ipv4(A, B, UDP, struct.pack("!HHHH", 1000, 2000, 12, 0) + b"abcd"))
+    yield "udp with a wrong checksum", plain, h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"abc", bad=True)))
+    yield "udp with TOS and without DF", plain, h.udp(tos=0xB8, flags=0)
+    yield "udp with ECN", plain, h.udp(tos=0x03)
+    yield "udp with an odd id", plain, h.udp(ident=0xFFFF)
+    for ttl in (2, 3, 128, 255):
+        yield f"udp with ttl {ttl}", plain, h.udp(ttl=ttl)
+    yield "tcp", plain, h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=b"hello")))
+    yield "tcp of 1500", plain, h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=b"z" * 1460)))
+    yield "tcp with a partial checksum", partial(34, 16), h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=b"part" * 50, partial=True)))
+    yield "udp with a partial checksum", partial(34, 6), h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"part" * 50, partial=True)))
+    yield "tcp of 60 KB", vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16), h.to_b(
+        ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=bytes(range(256)) * 234, partial=True)))
+    yield "udp6", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six" * 9)))
+    yield "udp6 with class and label", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), label=0xB812345))
+    yield "udp6 with 2 hops", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), hops=2))
+    yield "tcp6", plain, h.to_b(ETH_IP6, ipv6(A6, B6, TCP, transport(**tcp6, payload=b"hello")))
+    yield "tcp6 with a partial checksum", partial(54, 16), h.to_b(ETH_IP6, ipv6(A6, B6, TCP, transport(**tcp6, payload=b"p" * 99, partial=True)))
+
+
+def same(got, expected, mode):
+    """The same bytes and the same vnet header; but for its hdr_len, a hint, where an XDP program is on the tap: then the kernel makes
+    segmentation frames linear, whatever the program says, and the hint is their whole length."""
+    if mode == "xdp" and got and got[0][1]:
+        got, expected = [(header[:2] + header[4:], frame) for header, frame in (got, expected)]
+    return got == expected
+
+
+def compare(h, mode="tcx"):
+    """Each frame by the kernel's way (nothing attached), then by the bypass: the same bytes and the same offload state."""
+    expected = {}
+    for name, header, frame in frames(h):
+        expected[name] = h.across(frame, header)
+        assert expected[name], f"{name}: the kernel does not forward it"
+    h.attach(words=("--lease", "10000", "--mode", mode))
+    for name, header, frame in frames(h):
+        h.across(frame, header)
+        before = h.taken()
+        got = h.across(frame, header)
+        assert same(got, expected[name], mode), f"{name}:\nkernel {expected[name]}\nbypass {got}"
+        assert h.taken() == before + 1, f"{name} was not taken: {h.status('ta')}"
+    return h.status("ta")["by_reason"]
+
+
+def test_taken_frames_are_byte_for_byte_the_kernels():
+    with host() as h:
+        compare(h)
+
+
+def test_taken_frames_are_the_kernels_with_a_firewall_that_tracks():
+    with host() as h:
+        h.rules("table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; "
+                "udp dport 2000 accept; tcp dport 80 accept; }; }")
+        h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_checksum=0", "net.netfilter.nf_conntrack_tcp_be_liberal=1")
+        establish(h, 3000, 80)
+        establish6(h, 3000, 80)
+        compare(h)
+
+
+def test_frames_that_xdp_takes_are_byte_for_byte_the_kernels_and_partial_and_large_ones_are_left_to_tcx():
+    with host() as h:
+        counts = compare(h, "xdp")
+        # Three kinds have unfinished checksums, the 60 KB one among them, each sent twice.
+        assert counts["handed_partial"] + counts["handed_large"] == counts["taken_tcx"] >= 3, counts
+        assert counts["taken_xdp"] >= 17, counts
+
+
+def test_xdp_steps_aside_while_somebody_captures_and_for_outputs_that_are_no_taps():
+    with host() as h:
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        h.across(h.udp())
+        assert h.across(h.udp())
+        assert h.status("ta")["by_reason"]["taken_xdp"] == 1
+        with Inside(h.space):
+            capture = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        capture.bind(("ta", 3))
+        assert h.across(h.udp())
+        until("the keeper's notice", lambda: h.status("ta")["captured"], 5)
+        capture.settimeout(1)
+        assert capture.recv(2000)[12:14] == b"\x08\x00"
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+        capture.close()
+        until("the keeper's notice", lambda: not h.status("ta")["captured"], 5)
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 2
+
+
+@timeout(60)
+def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frames():
+    with host() as h:
+        h.attach()
+        assert h.status("ta")["wanted"] == "auto" and h.status("ta")["mode"] == "tcx"
+        frame, header = h.udp(), bytes(10)
+
+        def load(seconds, condition):
+            end = time.monotonic() + seconds
+            while time.monotonic() < end:
+                for _ in range(20000):
+                    os.write(h.a.fd, header + frame)
+                h.b.drain()
+                if condition(h.status("ta")):
+                    return
+            raise AssertionError(h.status("ta"))
+
+        load(20, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp"))
+        assert "whole frames" in h.status("ta")["why"]
+        big = h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True)))
+        gso = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16)
+
+        def stream():
+            h.a.send(big, gso)
+            h.b.drain()
+            return h.status("ta")["mode"] == "tcx"
+
+        until("tcx again", stream, 5)
+        assert "segmentation" in h.status("ta")["why"] or "later" in h.status("ta")["why"], h.status("ta")
+
+
+def test_programs_that_are_there_are_left_alone():
+    with host() as h:
+        # Somebody else's: a bypass with other runtime files.
+        other = Host.__new__(Host)
+        other.folder, other.space = h.folder / "other", h.space
+        other.attach("ta", words=("--mode", "xdp"))
+        try:
+            wrong = h.cli("attach", "tb", "ta", "--mode", "xdp", check=False)
+            assert wrong.returncode == 1 and "ta has an XDP program already" in wrong.stderr, wrong
+            assert not h.status()["attached"] and "xdp" not in h.space.ip("link", "show", "tb")
+            done = h.attach(words=("--mode", "tcx"))
+            assert "ta: runs after tcx_in" in done.stderr, done
+            h.cli("detach")
+            assert other.status("ta")["mode"] == "xdp" and "xdp" in h.space.ip("link", "show", "ta")
+        finally:
+            other.cli("detach")
+        assert "xdp" not in h.space.ip("link", "show", "ta")
+
+
+def establish(h, sport, dport, a=A, b=B, to=None, seen=None, payload=b""):
+    """A TCP handshake from A to B; `to` is where A sends (a translated address), `seen` whom B sees."""
+    to, seen = to or b, seen or (a, sport)
+    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, flags=SYN, seq=100, ack=0)))), "SYN"
+    port = dport
+    answer = transport(TCP, b, seen[0], port, seen[1], flags=SYN | ACK, seq=500, ack=101)
+    assert h.back(h.to_a(ETH_IP4, ipv4(b, seen[0], TCP, answer))), "SYN, ACK"
+    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, seq=101, ack=501)))), "ACK"
+
+
+def establish6(h, sport, dport):
+    send = lambda s, d, p, q, **more: transport(TCP, s, d, p, q, **more)  # noqa: E731
+    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, flags=SYN, seq=100, ack=0)))), "SYN"
+    assert h.back(h.to_a(ETH_IP6, ipv6(B6, A6, TCP, send(B6, A6, dport, sport, flags=SYN | ACK, seq=500, ack=101)))), "SYN, ACK"
+    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, seq=101, ack=501)))), "ACK"
+
+
+def test_what_is_not_understood_goes_up_and_is_answered_by_the_kernel():
+    with host() as h:
+        h.attach(words=("--lease", "10000"))
+        fragment = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"f" * 24), flags=0x2000)
+        options = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"o"), options=b"\x01\x01\x01\x00")
+        ping = struct.pack("!BBHHH", 8, 0, 0, 1, 1) + b"ping"
+        ping = ping[:2] + struct.pack("!H", ~checksum(ping) & 0xFFFF) + ping[4:]
+        extension = ipv6(A6, B6, 60, bytes([UDP, 0, 1, 4, 0, 0, 0, 0]) + transport(UDP, A6, B6, 1000, 2000, b"e"))
+        cases = [
+            ("up_options", h.to_b(ETH_IP4, options), True),
+            ("up_transport", h.to_b(ETH_IP4, ipv4(A, B, ICMP, ping)), True),
+            ("up_options", h.to_b(ETH_IP6, extension), True),
+            ("up_ttl", h.udp(ttl=1), False),
+            ("up_malformed", h.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"l"), length=300)), False),
+            ("up_not_ours", b"\x02\0\0\0\0\x77" + h.udp()[6:], False),
+            ("up_vlan", h.udp()[:12] + b"\x81\x00\x00\x05" + h.udp()[12:], False),
+            ("up_protocol", h.to_b(0x88B5, b"what"), False),
+        ]
+        h.across(h.udp())
+        h.across(h.udp())
+        for reason, frame, arrives in cases:
+            before = h.status("ta")["by_reason"].get(reason, 0)
+            got = h.across(frame, seconds=0.3)
+            assert bool(got) == arrives, f"{reason}: {got}"
+            assert h.status("ta")["by_reason"][reason] == before + 1, reason
+        # A flow that is known is of no help to a fragment of it.
+        before = h.status("ta")["by_reason"].get("up_fragment", 0)
+        h.across(h.to_b(ETH_IP4, fragment), seconds=0.2)
+        assert h.status("ta")["by_reason"]["up_fragment"] == before + 1
+        # The kernel's answers: time exceeded.
+        h.a.drain()
+        h.a.send(h.udp(ttl=1))
+        _, answer = h.a.receive(1, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
+        assert answer[34] == 11, answer
+
+
+def test_a_packet_too_long_for_the_way_out_is_answered_and_cut_as_the_kernel_does():
+    with host() as h:
+        h.space.ip("link", "set", "tb", "mtu", "1400")
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp())
+        h.a.drain()
+        h.a.send(h.udp(b"m" * 1472))
+        _, answer = h.a.receive(1, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
+        assert (answer[34], answer[35], struct.unpack("!H", answer[40:42])[0]) == (3, 4, 1400)
+        h.b.drain()
+        h.a.send(h.udp(b"m" * 1472, flags=0))
+        pieces = [h.b.receive(1, is_ip)[1], h.b.receive(1, is_ip)[1]]
+        assert all(len(p) <= 1414 for p in pieces)
+        assert h.status("ta")["by_reason"]["up_mtu"] == 2
+        # A segmentation frame whose segments fit is taken, and one whose segments do not is not.
+        big = ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True))
+        for size, fits in ((1300, True), (1448, False)):
+            header = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, size, 34, 16)
+            h.across(h.to_b(ETH_IP4, big), header, seconds=0.3)
+            before = h.taken()
+            h.across(h.to_b(ETH_IP4, big), header, seconds=0.3)
+            assert h.taken() - before == fits, size
+        assert h.status("ta")["taken_large"] >= 1
+
+
+def test_a_route_that_changes_under_traffic_is_followed_at_once():
+    with host() as h:
+        other = Tap(h.space, "tc", "10.3.0.1/24", mac="02:00:00:00:0c:02", neighbours=("10.3.0.2",))
+        try:
+            h.attach("ta", "tb", "tc", words=("--lease", "10000"))
+            h.across(h.udp())
+            assert h.across(h.udp()) and h.taken() == 1
+            h.space.ip("route", "add", B + "/32", "via", "10.3.0.2", "dev", "tc")
+            h.b.drain()
+            for n in range(5):
+                h.a.send(h.udp())
+                assert other.receive(1, is_ip), f"frame {n} after the change"
+            assert not h.b.drain(is_ip), "a frame went the old way"
+            h.space.ip("route", "del", B + "/32")
+            assert h.across(h.udp()) and not other.drain(is_ip)
+            h.space.ip("link", "set", "tb", "down")
+            assert h.across(h.udp(), seconds=0.2) is None
+        finally:
+            other.close()
+
+
+def test_a_neighbour_that_moves_is_followed_by_the_keeper_and_without_it_by_the_lease():
+    with host() as h:
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp())[1][:6] == h.b.mac
+        h.space.ip("neighbour", "replace", B, "lladdr", "02:00:00:00:0b:99", "dev", "tb", "nud", "permanent")
+        moved = bytes.fromhex("020000000b99")
+        until("the keeper's notice", lambda: h.across(h.udp())[1][:6] == moved, 2)
+        h.cli("detach")
+        h.attach(words=("--lease", "100", "--no-keeper"))
+        h.across(h.udp())
+        h.across(h.udp())
+        h.space.ip("neighbour", "replace", B, "lladdr", MAC_B, "dev", "tb", "nud", "permanent")
+        until("the lease's end", lambda: h.across(h.udp())[1][:6] == h.b.mac, 1)
+
+
+def test_a_rule_that_refuses_a_flow_is_obeyed_from_the_next_frame_on():
+    with host() as h:
+        h.rules("table inet f { chain forward { type filter hook forward priority 0; policy accept; udp dport 666 drop; }; }")
+        h.attach(words=("--lease", "10000"))
+        for _ in range(5):
+            assert h.across(h.udp(dport=666), seconds=0.1) is None
+        assert h.status()["flows"] == 0 and h.taken() == 0
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        h.rules("add rule inet f forward udp dport 2000 drop")
+        for n in range(5):
+            assert h.across(h.udp(), seconds=0.1) is None, f"frame {n} behind the new rule"
+        h.rules("flush chain inet f forward")
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 2
+
+
+def test_detach_leaves_nothing_and_gives_the_way_back():
+    with host() as h:
+        before = h.space.ip("-d", "link")
+        h.attach()
+        keeper = h.status()["keeper"]
+        assert keeper
+        h.across(h.udp())
+        h.across(h.udp())
+        h.cli("detach", "ta")
+        assert [i["name"] for i in h.status()["interfaces"]] == ["tb"]
+        h.cli("detach")
+        assert h.across(h.udp()), "the kernel forwards again"
+        assert h.space.ip("-d", "link") == before
+        until("the keeper's end", lambda: not Path(f"/proc/{keeper}/cmdline").exists() or not Path(f"/proc/{keeper}/cmdline").read_bytes(), 5)
+        assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").iterdir())
+        assert str(h.folder) not in Path("/proc/mounts").read_text()
+        wrong = h.cli("detach", "ta", check=False)
+        assert wrong.returncode == 2 and "ta is not attached" in wrong.stderr
+
+
+def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_another():
+    with host() as h:
+        h.attach(words=("--lease", "50"))
+        h.across(h.udp())
+        os.kill(h.status()["keeper"], 9)
+        until("the keeper's end", lambda: h.status()["keeper"] is None, 5)
+        for _ in range(10):
+            assert h.across(h.udp())
+            time.sleep(0.02)
+        assert h.taken() >= 3
+        assert "attached already" in h.attach().stdout
+        assert h.status()["keeper"]
+
+
+def test_attach_says_what_is_wrong():
+    with host() as h:
+        for words, code, text in [
+            (("nosuch",), 1, "no interface nosuch"),
+            (("lo",), 0, None),
+            (("ta", "--lease", "60000"), 2, "lease of 60s"),
+        ]:
+            done = h.cli("attach", *words, check=False)
+            if text:
+                assert (done.returncode, text in done.stderr) == (code, True), (words, done)
+        h.cli("detach", check=False)
+        h.space.run("tc", "qdisc", "add", "dev", "ta", "clsact")
+        h.space.run("tc", "filter", "add", "dev", "ta", "ingress", "matchall", "action", "ok", check=False)
+        if "matchall" in h.space.run("tc", "filter", "show", "dev", "ta", "ingress").stdout:
+            done = h.cli("attach", "ta", check=False)
+            assert done.returncode == 1 and "--past-filters" in done.stderr, done
+            assert not h.status()["attached"]
+        inside = h.space.run("env", f"TOMBOLO_RUNTIME={h.folder}/run", PROGRAM, "bypass", "attach", "ta", check=False)
+        assert inside.returncode == 1 and "--netns" in inside.stderr, inside
