@@ -8,7 +8,7 @@ import socket
 import struct
 import subprocess
 
-from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
+from lib import CellGuest, Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.http import socket_in
 
@@ -175,3 +175,73 @@ def test_capture_stop_and_run():
         control = link(fabric, "control", "direct")
         assert len(control["peers"]) == 2 and control["leaves"] == 1, control
         assert json.dumps(fabric.status()["warnings"]) == "[]"
+
+
+OWN = """
+name = "{name}"
+[network.lan]
+subnet = "10.236.0.0/24"
+[cell.virtio]
+app = "httpd"
+ip = "10.236.0.22"
+accel = "tcg"
+[tap.host]
+ip = "10.236.0.9"
+[port.own]
+kind = "ivshmem"
+mac = "02:00:00:00:36:01"
+ip = "10.236.0.66"
+[port.second]
+kind = "ivshmem"
+version = 2
+vectors = 1
+"""
+
+
+def first_bytes(path, count, say=b""):
+    """Connects to a server, says something, and gives the first bytes that it says and how the connection ended."""
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(10)
+        client.connect(str(path))
+        got, fds, _, _ = socket.recv_fds(client, count, 8)
+        for fd in fds:
+            os.close(fd)
+        if say:
+            client.sendall(say)
+            while True:
+                more, fds, _, _ = socket.recv_fds(client, 4096, 8)
+                for fd in fds:
+                    os.close(fd)
+                if not more:
+                    break
+        return got
+
+
+@timeout(240)
+def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
+    need_root()
+    with Namespace() as space, scratch() as folder, Fabric(folder, OWN.format(name=f"i{os.getpid()}"), netns=space) as fabric:
+        sockets = folder / "run" / fabric.name
+        until("a ping to virtio", lambda: pings(space, CELLS["virtio"]), PATIENCE_S)
+        for machine in ("q35", "microvm"):
+            extra = ["-chardev", f"socket,id=c0,path={sockets / 'own.sock'}", "-device", "ivshmem-doorbell,chardev=c0,vectors=2"]
+            with CellGuest("httpd", machine=machine, extra=extra, pcie=True, acpi=True):
+                # It takes the MAC of its region's header, and DHCP gives the address that goes with it.
+                until("a ping to the cell", lambda: pings(space, "10.236.0.66"), PATIENCE_S)
+                assert len(page(space, "10.236.0.66", path="/bytes/500000").body) == 500_000
+                # The seat is taken: whoever else comes is refused, and the one that sits there does not notice.
+                assert first_bytes(sockets / "own.sock", 8) == b""
+                assert pings(space, "10.236.0.66") and link(fabric, "own", "network")["refused"] >= 1
+            until("its seat to be free", lambda: len(link(fabric, "own", "network")["peers"]) == 1, PATIENCE_S)
+        # Who talks to the server is put out, and counted.
+        assert first_bytes(sockets / "own.sock", 8, say=b"x") == struct.pack("<q", 0)
+        until("the count of it", lambda: link(fabric, "own", "network")["cut_talking"] == 1, PATIENCE_S)
+        assert any("own" in warning for warning in fabric.status()["warnings"])
+        # The other protocol: INIT of peer 1 of 2, one vector, the network protocol, the output sections of Jailhouse's network link.
+        init = first_bytes(sockets / "second.sock", 40)
+        assert struct.unpack("<IIIIIIIIQ", init) == (0, 40, 2, 2, 1, 2, 1, 1, 0x7F000), init
+        until("its seat to be free", lambda: len(link(fabric, "second", "network")["peers"]) == 1, PATIENCE_S)
+        assert pings(space, CELLS["virtio"])
+        fabric.cli("down", "--fabric", fabric.name)
+        fabric.process.wait(20)
+        assert not fabric.leftovers(), "\n".join(fabric.leftovers())

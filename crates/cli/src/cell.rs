@@ -60,7 +60,7 @@ pub(crate) struct Run {
     /// auto, kvm or tcg
     #[arg(long, conflicts_with = "sections")]
     accel: Option<String>,
-    /// vhost-user or stream
+    /// vhost-user, stream, ivshmem or ivshmem-plain
     #[arg(long, conflicts_with = "sections")]
     attach: Option<String>,
     /// Queue pairs of each device

@@ -87,7 +87,7 @@ fn page(command: &clap::Command, name: &str) -> std::io::Result<Vec<u8>> {
 
 fn write_pages(command: &clap::Command, name: &str, folder: &Path) -> std::io::Result<()> {
     std::fs::write(folder.join(format!("{name}.1")), page(command, name)?)?;
-    for sub in command.get_subcommands().filter(|s| s.get_name() != "help") {
+    for sub in command.get_subcommands().filter(|s| s.get_name() != "help" && !s.is_hide_set()) {
         write_pages(sub, &format!("{name}-{}", sub.get_name()), folder)?;
     }
     Ok(())
@@ -101,7 +101,7 @@ pub(crate) fn reference() -> String {
         let help = command.clone().term_width(100).render_long_help().to_string();
         let lines: Vec<_> = help.lines().map(str::trim_end).collect();
         out.push_str(&format!("\n## `{name}`\n\n```text\n{}\n```\n", lines.join("\n").trim_end()));
-        for sub in command.get_subcommands_mut().filter(|s| s.get_name() != "help") {
+        for sub in command.get_subcommands_mut().filter(|s| s.get_name() != "help" && !s.is_hide_set()) {
             add(sub, out);
         }
     }

@@ -30,6 +30,8 @@ enum Kind {
     VhostUser,
     /// A socket for QEMU's `-netdev stream`
     Stream,
+    /// A server of an ivshmem link on a socket, for a VMM's ivshmem device
+    Ivshmem,
     /// An interface of the host that joins the network
     Packet,
     /// A tap device
@@ -212,6 +214,7 @@ mod tests {
         assert_eq!(text("add p"), "[port.\"p\"]\nkind = \"vhost-user\"\n");
         for (flag, key) in [
             ("--kind stream", "kind = \"stream\""),
+            ("--kind ivshmem", "kind = \"ivshmem\""),
             ("--kind packet --device eth9", "device = \"eth9\""),
             ("--network lan", "network = \"lan\""),
             ("--socket /run/x.sock", "socket = \"/run/x.sock\""),

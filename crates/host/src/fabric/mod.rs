@@ -364,8 +364,9 @@ impl Running {
             if same.is_some() && lost.is_none() {
                 keep.push((machine, process.pid));
             } else {
-                let why = lost.map(|why| format!(": {why}")).unwrap_or_default();
+                let why = lost.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
                 (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left{why}", process.pid));
+                self.notes.extend(lost.map(|why| format!("{machine} was started anew: {why}")));
                 end.push(process.into());
             }
         }
