@@ -12,8 +12,8 @@ links    one cell (the app iperf) on microvm, one after the other by each kind o
              tcp_up, tcp_down         Mbit/s, writes of 128 KiB, and of 256 and 1,460 bytes upwards
              udp_up_256, …            received Mbit/s and loss in % at each offered rate
              cpu_up                   seconds of CPU, ours and QEMU's together, for each second of the TCP stream upwards
-direct   two cells (the app control) exchange a command and a reply each millisecond over a direct link, with doorbells and polled, and two
-         over a link of each kind through the switch (ping from cell to cell)
+direct   two cells (the app control) on a direct link, with nothing between them: a command and a reply each millisecond with doorbells
+         (`records`) and polled without sleeping (`polled`), and bare doorbells there and back (`rings`); times of round trips
 mesh     N cells on one network by doorbell links: each pings all others until all have answered
              ready_s                  from `tombolo up` until every cell has an address; all_s: until all pairs have answered
              rss_mib, idle_core_pct   memory of each QEMU; CPU of the whole (daemon and all QEMUs) in 10 quiet seconds, in % of a core
@@ -43,6 +43,7 @@ KINDS = {"virtio": "vhost-user", "ivshmem": "ivshmem", "plain": "ivshmem-plain",
 OFFERED = {256: (5, 20), 1460: (20, 100)}
 TOMBOLO = ROOT / "target/release/tombolo"
 QUIET_S = 10
+PERIODS = 3000
 
 
 class Fabric:
@@ -183,16 +184,21 @@ def part_links(results, space, folder, options):
             note(f"{repeat + 1}/{options.repeats} {kind:8}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if value is not None and not key.endswith("_loss")))
 
 
-def file_of_direct(plain):
-    return HEAD.format(prefix=PREFIX) + f"""
-[cell.controller]
+# What the app control is told on both ends, and whether the link has no doorbells.
+LOOPS = {
+    "records": ("", False),                             # a command and a reply each millisecond, sleeping in between
+    "rings": ("what=doorbell", False),                  # a bare doorbell there and back, as fast as it goes
+    "polled": ("wait=spin", True),                      # as records, on a link without doorbells
+}
+
+
+def file_of_direct(words, plain):
+    return HEAD.format(prefix=PREFIX) + "".join(f"""
+[cell.{role}]
 app = "control"
 accel = "tcg"
-args = "role=controller link=loop"
-[cell.plant]
-app = "control"
-accel = "tcg"
-args = "role=plant link=loop"
+args = "role={role} link=loop count={PERIODS} max_missed={PERIODS} {words}"
+""" for role in ("controller", "plant")) + f"""
 [link.loop]
 between = ["controller", "plant"]
 plain = {str(plain).lower()}
@@ -201,15 +207,16 @@ plain = {str(plain).lower()}
 
 def part_direct(results, space, folder, options):
     for repeat in range(options.repeats):
-        for kind, plain in (("doorbell", False), ("polled", True)):
-            with Fabric(folder, file_of_direct(plain)) as fabric:
+        for kind, (words, plain) in LOOPS.items():
+            with Fabric(folder, file_of_direct(words, plain)) as fabric:
                 def report():
                     if not fabric.process.alive():
                         raise BenchError(f"tombolo ended:\n{fabric.process.tail()}")
-                    return re.search(r"@control (\{.*\})", fabric.console("controller"))
+                    return re.search(r'\{"app":"control".*\}', fabric.console("controller"))
 
-                until("the control loop's report", report, 60, every=0.2)
-                row = json.loads(report()[1])
+                until("the control loop's report", report, 90, every=0.2)
+                said = json.loads(report()[0])
+            row = {f"{name}_us": value for name, value in said["rtt_us"].items()} | {"missed": said["missed"], "periods": said["periods"]}
             results.add(part="direct", kind=kind, repeat=repeat, **row)
             note(f"{repeat + 1}/{options.repeats} direct {kind}: {row}")
 
@@ -295,7 +302,8 @@ def main():
             "tcp_vs_user": ratio(of("tcp_up", "ivshmem"), of("tcp_up", "user")),
         }
     if options.only in (None, "direct"):
-        summary["direct_link_rtt_us"] = results.median("p50_us", part="direct", kind="doorbell")
+        summary["direct_link_rtt_us"] = results.median("p50_us", part="direct", kind="records")
+        summary["direct_link_doorbell_us"] = results.median("p50_us", part="direct", kind="rings")
         summary["direct_link_polled_rtt_us"] = results.median("p50_us", part="direct", kind="polled")
     if options.only in (None, "mesh"):
         largest = max(options.cells)

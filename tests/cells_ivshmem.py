@@ -96,6 +96,12 @@ def test_one_vector_for_both_events():
         talk(peer)
 
 
+def test_a_device_with_fewer_vectors_than_its_link_is_polled():
+    with network("q35", "doorbell", vectors=1, header_vectors=2) as (peer, _region, _server, guest):
+        talk(peer)
+        assert "no interrupt for them here: polled" in guest.text, guest.tail()
+
+
 def test_a_header_without_vectors_is_obeyed():
     """The device has a doorbell, the link has none: the cell looks by itself."""
     with network("q35", "doorbell", header_vectors=0) as (peer, _region, server, _guest):
@@ -338,3 +344,43 @@ def test_links_that_are_not_there_are_named():
             with cell("control", "q35", device("doorbell", region, folder / "s"), "role=plant") as guest:
                 assert guest.wait(20) == 3 and 'no ivshmem link "control" is free; there are ["left"]' in guest.text, guest.tail()
         region.close()
+
+
+@contextlib.contextmanager
+def two_cells_on_a_network(machine, kind, server_app, client_app, client_words, mtu=0, server_words="", **others):
+    """A network of two cells with nobody between them: the second one talks to the first."""
+    page = header(NETWORK, vectors=2 if kind == "doorbell" else 0, mtu=mtu)
+    with scratch() as folder, contextlib.ExitStack() as stack:
+        region = Region(page)
+        stack.callback(region.close)
+        server = stack.enter_context(Server(folder / "s", region, host=False)) if kind == "doorbell" else None
+        guests = []
+        for ident, (app, words) in enumerate(((server_app, server_words), (client_app, client_words))):
+            append = f"ip=10.0.0.{ident + 1}/24 ivshmem.lan.id={ident} {words}"
+            extra = device(kind, region, server.path if server else None)
+            guests.append(stack.enter_context(cell(app, machine, extra, append, **others)))
+        yield guests
+
+
+@each
+def network_of_two_cells(machine, kind):
+    """Ping, and TCP and UDP in bulk, over a link that has no switch in it."""
+    with two_cells_on_a_network(machine, kind, "echo", "ping", "host=10.0.0.1 count=5") as (_, client):
+        assert client.wait(30) == 5, client.tail()
+    with two_cells_on_a_network(machine, kind, "iperf", "iperf", "iperf=client host=10.0.0.1 num=50M exit") as (_, client):
+        assert client.wait(60) == 5, client.tail()
+        print(client.tail(3))
+    with two_cells_on_a_network(machine, kind, "iperf", "iperf", "iperf=client host=10.0.0.1 udp rate=20M time=1 exit") as (_, client):
+        assert client.wait(30) == 5, client.tail()
+        print(client.tail(3))
+
+
+def test_mesh_finds_the_other_cell_and_is_quiet_then():
+    words = "peers=10.0.0.1-10.0.0.2"
+    with two_cells_on_a_network("microvm", "doorbell", "mesh", "mesh", words, memory_mib=16, server_words=words) as guests:
+        for guest in guests:
+            guest.wait_line(lambda line: line.startswith("@mesh all 1 of 1 in "), 20)
+        time.sleep(0.5)
+        before = sum(guest.cpu_seconds() for guest in guests)
+        time.sleep(3)
+        assert sum(guest.cpu_seconds() for guest in guests) - before < 0.1, "quiet cells use the processor"

@@ -1,5 +1,5 @@
 """Each party killed by SIGKILL, beside others that must not notice: a cell's QEMU, passt, the daemon at rest and at seeded moments
-of its start. Every fabric is in a network namespace of its own, so that what it leaves there is told from anything else."""
+of its start, the keeper of shared memory. Every fabric is in a network namespace of its own, so that what it leaves there is told from anything else."""
 
 import contextlib
 import os
@@ -254,3 +254,155 @@ def test_the_kernel_uplinks_rules():
             nothing_left(fabric)
             assert forwarding() == before
             assert not any(exists(pid) for pid in machines.values())
+
+
+SHARED = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+[cell.web]
+app = "httpd"
+ip = "10.233.0.20"
+accel = "tcg"
+attach = "ivshmem"
+[cell.meter]
+app = "iperf"
+ip = "10.233.0.21"
+accel = "tcg"
+attach = "ivshmem-plain"
+[tap.host]
+ip = "10.233.0.9"
+[link.control]
+between = ["web", "meter"]
+[link.quiet]
+between = ["web", "meter"]
+plain = true
+"""
+
+
+def keepers(fabric):
+    """Process ids of the keepers of this fabric."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and b"\0keeper\0" + os.fsencode(fabric.folder) in (entry / "cmdline").read_bytes():
+                found.append(int(entry.name))
+    return found
+
+
+def shared_well(space):
+    until("a ping to web over its doorbells", lambda: pings(space, WEB), PATIENCE_S)
+    until("a ping to meter without", lambda: pings(space, METER), PATIENCE_S)
+    until("the page", lambda: page(space, WEB), PATIENCE_S)
+
+
+def adopted(fabric, before):
+    """The machines are those of before, and so are all of their links."""
+    status = fabric.status()
+    assert {machine["name"]: machine["pid"] for machine in status["machines"]} == before, status["machines"]
+    assert all(machine["adopted"] for machine in status["machines"])
+    assert [port["counters"]["faults"] for port in status["ports"]] == [0] * len(status["ports"]), status["warnings"]
+    for link in status["links"]:
+        assert len(link["peers"]) == 2 and link["kept"] and link["leaves"] == link["joins"] == 0, link
+
+
+@timeout(300)
+def test_shared_memory_outlives_each_party():
+    with place() as (space, folder), Fabric(folder, SHARED.format(name=f"k{os.getpid()}"), netns=space) as fabric:
+        shared_well(space)
+        before = pids(fabric)
+        [keeper] = keepers(fabric)
+
+        for _ in range(2):
+            # Frames are on their way through the regions when the daemon dies.
+            with Process(["curl", "-sS", "-o", "/dev/null", f"http://{WEB}/bytes/1000000000"], netns=space):
+                seen = fabric.port("web")["counters"]["rx_bytes"]
+                until("traffic", lambda: fabric.port("web")["counters"]["rx_bytes"] > seen + 1_000_000, PATIENCE_S)
+                fabric.kill()
+            assert all(exists(pid) for pid in before.values()) and keepers(fabric) == [keeper]
+            fabric.start()
+            shared_well(space)
+            adopted(fabric, before)
+
+        # A lost keeper is replaced, and knows all that it has to.
+        os.kill(keeper, signal.SIGKILL)
+        fabric.process.wait_line(lambda line: "keeper" in line and "lost" in line, 10)
+        [second] = until("another keeper", lambda: [pid for pid in keepers(fabric) if pid != keeper], 10)
+        assert all(link["kept"] for link in fabric.status()["links"]) and pings(space, WEB) and pings(space, METER)
+        fabric.kill()
+        fabric.start()
+        shared_well(space)
+        adopted(fabric, before)
+
+        # One machine dies: its seats are free, the other does not notice, and it comes back to them.
+        for name in ("web", "meter"):
+            os.kill(before[name], signal.SIGKILL)
+            until("its seats to be free", lambda: sum(len(link["peers"]) for link in fabric.status()["links"]) == 5, PATIENCE_S)
+            other = METER if name == "web" else WEB
+            assert pings(space, other)
+            fabric.cli("cell", "run", name, "--fabric", fabric.name)
+            shared_well(space)
+            assert all(len(link["peers"]) == 2 for link in fabric.status()["links"])
+        before = pids(fabric)
+
+        # A machine that dies while there is no daemon is started anew; the other is adopted, and its links with it.
+        fabric.kill()
+        os.kill(before["meter"], signal.SIGKILL)
+        fabric.start()
+        shared_well(space)
+        after = pids(fabric)
+        assert after["web"] == before["web"] and after["meter"] != before["meter"]
+        assert all(len(link["peers"]) == 2 for link in fabric.status()["links"])
+
+        # Without daemon and keeper nobody can join what the machines share: they are told so, and started anew.
+        fabric.kill()
+        os.kill(second, signal.SIGKILL)
+        fabric.start()
+        shared_well(space)
+        assert not set(pids(fabric).values()) & set(after.values())
+        fabric.process.wait_line(lambda line: "is lost, since no keeper has it" in line, 5)
+
+        # With the daemon gone, the last machine takes the keeper with it.
+        [third] = keepers(fabric)
+        machines = pids(fabric)
+        fabric.kill()
+        assert exists(third)
+        for pid in machines.values():
+            os.kill(pid, signal.SIGKILL)
+        until("the keeper's end", lambda: not exists(third), 10)
+        fabric.start()
+        shared_well(space)
+        fabric.cli("down", "--fabric", fabric.name)
+        fabric.process.wait(20)
+        nothing_left(fabric)
+
+
+@timeout(240)
+def test_the_daemon_killed_while_shared_memory_starts():
+    dice = random.Random(SEED + 1)
+    print(f"seed {SEED + 1}")
+    with place() as (space, folder):
+        began = time.monotonic()
+        with Fabric(folder, SHARED.format(name=f"k{os.getpid()}"), netns=space) as fabric:
+            whole = time.monotonic() - began
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.process.wait(20)
+            nothing_left(fabric)
+            for round_ in range(8):
+                moment = dice.uniform(0.0, 1.1) * whole
+                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        # The moment at which it dies, not a wait for anything.
+                        daemon.popen.wait(moment)
+                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
+                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
+                if round_ % 2:
+                    fabric.start()
+                    shared_well(space)
+                    assert len(keepers(fabric)) == 1
+                    fabric.cli("down", "--fabric", fabric.name)
+                    fabric.process.wait(20)
+                else:
+                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
+                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
+                nothing_left(fabric)

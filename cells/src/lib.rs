@@ -6,3 +6,4 @@ extern crate alloc;
 pub mod http;
 pub mod iperf;
 pub mod latency;
+pub mod range;

@@ -6,6 +6,7 @@ from the project's own code, so that a guest which talks to it talks the same by
 Every word of the shared memory is read and written as one word (ctypes), never byte by byte.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -67,10 +68,10 @@ class Region:
 
 
 class Server:
-    """QEMU's ivshmem server: hands out ids, memory and eventfds, tells who comes and goes. `host`: this process is peer 0."""
+    """QEMU's ivshmem server: hands out ids, memory and eventfds, tells who comes. `host`: this process is peer 0."""
 
     def __init__(self, path, region, host=True):
-        self.path, self.region = str(path), region
+        self.path, self.region, self.host = str(path), region, host
         self.peers, self._sockets, self._lock = {}, {}, threading.Lock()
         self._stopped = False
         if host:
@@ -95,7 +96,8 @@ class Server:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for client in list(self._sockets.values()):
-            client.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
 
     def _eventfds(self):
         return [os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC) for _ in range(self.region.vectors)]
@@ -115,20 +117,22 @@ class Server:
             except OSError:
                 return
             with self._lock:
-                ident = next(number for number in range(65536) if number not in self.peers)
-                own = self._eventfds()
+                taken = set(self._sockets) | ({0} if self.host else set())
+                ident = next(number for number in range(65536) if number not in taken)
+                is_new = ident not in self.peers
+                own = self.peers[ident] = self.peers.get(ident) or self._eventfds()
                 self._tell(client, 0)
                 self._tell(client, ident)
                 self._tell(client, -1, self.region.fd)
                 for peer, fds in self.peers.items():
-                    for fd in fds:
+                    for fd in fds if peer != ident else ():
                         self._tell(client, peer, fd)
                 for fd in own:
                     self._tell(client, ident, fd)
-                for other in self._sockets.values():
+                for other in self._sockets.values() if is_new else ():
                     for fd in own:
                         self._tell(other, ident, fd)
-                self.peers[ident], self._sockets[ident] = own, client
+                self._sockets[ident] = client
             threading.Thread(target=self._watch, args=(ident, client), daemon=True).start()
 
     def _watch(self, ident, client):
@@ -140,16 +144,13 @@ class Server:
             client.close()
             return
         with self._lock:
-            del self._sockets[ident], self.peers[ident]
+            # The seat keeps its eventfds, and nobody is told: QEMU 7.2 frees a peer's doorbells when it hears that it is gone,
+            # and writes to them when the number comes again.
+            del self._sockets[ident]
             # Nobody else writes the word of a peer that is gone, and rings for it.
             self.region.state(ident).value = RESET
             for peer in self.peers:
                 self.ring(peer, 0)
-            for other in self._sockets.values():
-                try:
-                    self._tell(other, ident)
-                except OSError:
-                    pass
             client.close()
 
     def ring(self, peer, vector):

@@ -1,5 +1,5 @@
 //! A unikernel library: an app and this crate make an image that a virtual machine monitor boots by PVH, with a network
-//! over virtio and nothing else of an operating system.
+//! over virtio or shared memory (IVSHMEM) and nothing else of an operating system.
 //!
 //! An app is an async function that is given a [`Net`]:
 //!
@@ -29,7 +29,11 @@
 //! | `gw6=ADDR` | IPv6 router | by router advertisement |
 //! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
+//! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | the first virtio device, else the first ivshmem link that is a network |
 //! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
+//! | `busy_poll_us=N` | how long the cell goes on looking after the last frame before it sleeps, 0 to 1000000 | 0 |
+//! | `ivshmem.NAME.id=N` | which peer the cell is on the link NAME, where its device has no doorbell and cannot say | 1 on a network link |
+//! | `poll_min_us=N`, `poll_max_us=N` | the shortest and the longest pause between two looks at a link without doorbell, 1 to 1000000 | 50, 200000 |
 //! | `tsc_khz=N` | rate of the time-stamp counter, if nothing tells it | found |
 //! | `pcimem=ADDR` | where PCI base addresses go that the firmware left out | `0xc0000000` |
 //! | `virtio_mmio.device=SIZE@ADDR:IRQ` | a virtio-mmio device; QEMU's microvm (`acpi=off`) and Firecracker add it by themselves | microvm's places are searched |
@@ -38,6 +42,11 @@
 //! | `selftest=memory` | compares memcpy and its family with loops over bytes, and ends with success | |
 //!
 //! Further words are the app's own: [`Net::config`].
+//!
+//! # Shared memory without a network
+//!
+//! Real-time code talks to another machine by a [`Channel`] ([`Net::channel`]) or over a bare [`Link`] ([`Net::link`]), with no IP
+//! and no switch between them; `cells/src/bin/control.rs` is an example. docs/ivshmem.md has the picture.
 //!
 //! # The end
 //!

@@ -283,9 +283,10 @@ impl<'p> Pci<'p> {
         self.platform.map_device(bar.address, usize::try_from(bar.bytes).ok()?)
     }
 
-    /// Whether the function has vectors.
-    pub(crate) fn has_msix(&mut self, f: Function) -> bool {
-        self.capabilities(f).iter().any(|c| c.id == CAPABILITY_MSIX)
+    /// How many vectors the function has.
+    pub(crate) fn msix_vectors(&mut self, f: Function) -> u32 {
+        let capability = self.capabilities(f).into_iter().find(|c| c.id == CAPABILITY_MSIX);
+        capability.map_or(0, |c| (self.read(f, c.at) >> 16 & MSIX_TABLE_SIZE) + 1)
     }
 
     /// Leads all entries of the function's MSI-X table to `interrupt`, at most `limit`; returns how many entries there are, 0

@@ -4,6 +4,7 @@
 //! commands has a file, with its flags, what they do, and their tests.
 
 mod bypass;
+mod call;
 mod capture;
 mod cell;
 mod doctor;
@@ -15,6 +16,7 @@ mod out;
 mod port;
 mod section;
 mod select;
+mod service;
 mod status;
 mod terminal;
 mod top;
@@ -70,6 +72,11 @@ enum Command {
     /// Let traffic between taps, veths and cards skip the kernel's forwarding, NAT and firewall kept true
     #[command(subcommand)]
     Bypass(bypass::Bypass),
+    /// List and watch the services that run
+    #[command(subcommand)]
+    Service(service::Service),
+    /// Call a service with a deadline
+    Call(call::Call),
     /// Find out what this machine can do, and what to do about the rest
     Doctor(doctor::Doctor),
     /// Print the version
@@ -94,6 +101,8 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
         Command::Bypass(bypass) => bypass.run(),
+        Command::Service(service) => service.run(),
+        Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),

@@ -3,8 +3,13 @@
 use std::io::Write;
 use std::net::Ipv4Addr;
 use std::os::unix::net::UnixStream;
+use std::sync::atomic::Ordering;
 use tombolo_port::reactor::Reactor;
 use tombolo_port::stream::StreamPort;
+use tombolo_ring::ivshmem::channel::{self, Channel, Shape};
+use tombolo_ring::ivshmem::net::{Geometry, Receiver, Sections, Sender, initialise};
+use tombolo_ring::ivshmem::region::{HEADER_BYTES, Header, Layout as LinkLayout};
+use tombolo_ring::ivshmem::state::{Action, Machine};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::{DeviceQueue, Layout, QueueConfig, Region, RegionTable, features};
 use tombolo_switch::Nanos;
@@ -27,6 +32,130 @@ const GUEST_MAC: [u8; 6] = [2, 0, 0, 0, 0, 1];
 const UPLINK_MAC: [u8; 6] = [2, 0, 0, 0, 0, 0xaa];
 const OUTSIDE: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 2);
 const UPLINK: Ipv4Addr = Ipv4Addr::new(192, 0, 0, 1);
+
+// --- an ivshmem link ---
+
+/// Header page, state table, and two output sections of two pages.
+const LINK_BYTES: usize = 0x6000;
+/// What we send, and how the channel's sections are cut.
+const SHAPE: Shape = Shape { slots: 4, record_bytes: 60, latest_bytes: 24 };
+
+/// The flags of each record say what our end does; before that its bytes are written over the region at the place that its
+/// first two name, our own section included, as a v1 guest can. The network's queues and the channel run over the same
+/// sections at once: neither relies on what stands in its own.
+pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
+    let mut bytes = vec![0u8; LINK_BYTES + 64];
+    let skip = bytes.as_ptr().align_offset(64);
+    let region = ForeignMut::from(&mut bytes[skip..skip + LINK_BYTES]);
+    let Ok(layout) = LinkLayout::v1(LINK_BYTES as u64, 0, 2) else { panic!("six pages are a link") };
+    let (Some(ours), Some(theirs)) = (layout.output(0), layout.output(1)) else { panic!("two peers") };
+    let (Some(own), Some(peer)) = (region.slice(ours.start, ours.len()), region.slice(theirs.start, theirs.len()))
+    else {
+        panic!("the sections are inside")
+    };
+    let Ok(geometry) = Geometry::new(layout.output_bytes) else { panic!("two pages have room for rings") };
+    let Ok(sections) = Sections::new(&geometry, own, peer.as_foreign()) else { panic!("sections of that length") };
+    let Ok(channels) = channel::Sections::new(&SHAPE, own, peer.as_foreign()) else { panic!("the shape fits") };
+    let mut machine = Machine::new();
+    let (mut sender, mut receiver) = (Sender::<16>::new(&geometry), Receiver::new(&geometry));
+    let mut records_end = Channel::new(&SHAPE);
+    let data = peer.as_mut_ptr() as usize + geometry.header_bytes() as usize;
+    let data = data..peer.as_mut_ptr() as usize + peer.len();
+    let mut to = [0; 64];
+    for (step, write) in records(input) {
+        if let Some((&place, bytes)) = write.split_first_chunk() {
+            region.skip(usize::from(u16::from_be_bytes(place)) % LINK_BYTES).write_from(bytes);
+        }
+        let many = usize::from(step >> 4);
+        match step & 15 {
+            0..3 => {
+                let word = region.as_foreign().load_u32(0x1004, Ordering::Acquire).unwrap_or(0);
+                let action = machine.step(word);
+                assert!(!machine.is_up() || word == 3, "up with a peer in {word}");
+                if action == Action::Initialise {
+                    initialise(&geometry, own);
+                    sender.restart();
+                    receiver.restart();
+                    records_end.restart();
+                }
+                behaviour.note((std::mem::discriminant(&action), machine.own().word(), machine.peer().word()));
+            }
+            3..6 => {
+                let held = receiver.held();
+                let mut total = 0;
+                let got = receiver.receive(&sections, many, |view| {
+                    let start = view.as_ptr() as usize;
+                    assert!(data.contains(&start) && view.len() <= data.end - start, "{} bytes outside", view.len());
+                    total += view.read_into(&mut to);
+                });
+                match got {
+                    Ok(got) => {
+                        assert!(got <= many && receiver.held() == held + got, "{got} of {many}");
+                        behaviour.note(got);
+                        behaviour.note_size(total);
+                    }
+                    Err(error) => {
+                        behaviour.note(std::mem::discriminant(&error));
+                        receiver.restart();
+                    }
+                }
+            }
+            6 => behaviour.note(receiver.release(&sections, many)),
+            7 => behaviour.note(receiver.arm(&sections).map_err(|error| std::mem::discriminant(&error))),
+            8 | 9 => {
+                let place = sender.push(&sections, write.len());
+                assert!(place.is_none_or(|place| place.len() == write.len()), "a place of another length");
+                behaviour.note((place.is_some(), sender.publish(&sections)));
+            }
+            10 | 11 => {
+                let got =
+                    if step & 1 == 0 { sender.reclaim(&sections) } else { sender.arm(&sections).map(usize::from) };
+                behaviour.note(got.as_ref().map_err(std::mem::discriminant));
+                if got.is_err() {
+                    sender.restart();
+                }
+            }
+            12 => {
+                // What is refused is named; what is taken has its sections inside, and is written as it was read.
+                let header = Header::read(region.as_foreign());
+                behaviour.note(header.as_ref().map(|h| h.layout.max_peers).map_err(std::mem::discriminant));
+                if let Ok(header) = header {
+                    for peer in 0..header.layout.max_peers {
+                        let inside = header.layout.output(peer).is_some_and(|section| section.end <= LINK_BYTES);
+                        assert!(inside && header.layout.state(peer).is_some_and(|at| at + 4 <= LINK_BYTES), "{header}");
+                    }
+                    let mut again = [0xa5; HEADER_BYTES];
+                    assert!(header.encode(&mut again).is_ok());
+                    assert_eq!(Header::decode(&again, LINK_BYTES as u64), Ok(header));
+                }
+            }
+            13 => {
+                let sent = records_end.send(&channels, &write[..write.len().min(60)]);
+                behaviour.note(sent.as_ref().map(|sent| *sent == channel::Sent::Full).map_err(std::mem::discriminant));
+                if sent.is_err() {
+                    records_end.restart();
+                }
+            }
+            14 => {
+                let got = records_end.recv(&channels, &mut to);
+                behaviour.note(got.as_ref().map(|record| record.map(|r| r.len)).map_err(std::mem::discriminant));
+                if got.is_err() {
+                    records_end.restart();
+                }
+            }
+            _ => {
+                let got = records_end.get(&channels, &mut to);
+                behaviour.note(got.as_ref().map(|record| record.map(|r| r.len)).map_err(std::mem::discriminant));
+                let set = records_end.set(&channels, &write[..write.len().min(24)]);
+                behaviour.note((set.is_ok(), records_end.check_peer(&channels).is_ok()));
+            }
+        }
+        assert!(sender.outstanding() <= sender.depth(), "{} frames are out", sender.outstanding());
+        assert!(sender.taken_bytes() <= geometry.data_bytes(), "{} bytes are taken", sender.taken_bytes());
+        assert!(receiver.held() <= usize::from(geometry.num()), "{} frames are held", receiver.held());
+        assert!(records_end.outstanding() <= 4, "{} records are out", records_end.outstanding());
+    }
+}
 
 // --- the ring, device side ---
 

@@ -3,7 +3,13 @@
 //! ```console
 //! $ ivshmem_peer SOCKET echo                     # a direct link: answers each record with the same
 //! $ ivshmem_peer SOCKET ping 1000                # a direct link: sends records, prints the distribution of round trips
-//! $ ivshmem_peer SOCKET arp 10.0.0.77 10.0.0.1   # a network link: asks who has an address, a hundred times
+//! $ ivshmem_peer SOCKET arp 10.0.0.77 10.0.0.1 100   # a network link: asks who has an address, again and again
+//! ```
+//!
+//! Without a fabric, `serve` makes a direct link and serves its socket:
+//!
+//! ```console
+//! $ ivshmem_peer SOCKET serve & ivshmem_peer SOCKET echo & ivshmem_peer SOCKET ping 1000
 //! ```
 //!
 //! `echo` and `ping` sit on the two seats of one link. `arp` is the whole of a protocol stack in thirty lines: it shows frames
@@ -17,11 +23,19 @@ use tombolo_port::ivshmem::channel::{ChannelPeer, Error as ChannelTrouble};
 use tombolo_port::ivshmem::client::{Joined, Link};
 use tombolo_port::ivshmem::peer::NetPeer;
 use tombolo_ring::ivshmem::channel::Shape;
+use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::region::{Header, Layout, Name};
+use tombolo_shm::ivshmem::links::{Config, Door, Links};
+use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape as LinkShape};
 
-const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS";
+const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS COUNT | serve";
 const RECORD_BYTES: u32 = 56;
 /// How long anything may take.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// After so long without an answer a request is repeated.
+const REPEAT: Duration = Duration::from_millis(100);
+/// Between two requests.
+const PAUSE: Duration = Duration::from_millis(1);
 const BROADCAST: [u8; 6] = [0xff; 6];
 const ARP: [u8; 2] = [0x08, 0x06];
 
@@ -29,11 +43,33 @@ fn main() -> Result<(), Box<dyn Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = arguments.iter().map(String::as_str).collect();
     match words[..] {
+        [socket, "serve"] => serve(socket),
         [socket, "echo"] => echo(channel(socket)?),
         [socket, "ping", count] => ping(channel(socket)?, count.parse()?),
-        [socket, "arp", own, target] => arp(network(socket)?, own.parse()?, target.parse()?),
+        [socket, "arp", own, target, count] => arp(network(socket)?, own.parse()?, target.parse()?, count.parse()?),
         _ => Err(USAGE.into()),
     }
+}
+
+fn serve(socket: &str) -> Result<(), Box<dyn Error>> {
+    const BYTES: u64 = 1 << 20;
+    let layout = Layout::v1(BYTES, 0, 2)?;
+    let name = Name::new("example").ok_or("a name of eight bytes fits")?;
+    let header = Header { protocol: protocol::CHANNEL, ..Header::network(name, 2) };
+    let links = Links::start("example", None, Box::new(|text| eprintln!("{text}")))?;
+    links.open(Config {
+        name: "example".into(),
+        shape: LinkShape { dialect: Dialect::V1, max_peers: 2, vectors: 2 },
+        layout,
+        region_bytes: BYTES,
+        header: Some(header),
+        host: None,
+        doors: vec![Door { path: socket.into(), seat: Seat::Any }],
+    })?;
+    links.serve("example", None)?;
+    println!("serving {header} at {socket} until the end of input");
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink())?;
+    Ok(())
 }
 
 fn join(socket: &str) -> Result<Joined, Box<dyn Error>> {
@@ -100,7 +136,7 @@ fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>>
     Ok(())
 }
 
-fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr) -> Result<(), Box<dyn Error>> {
+fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -> Result<(), Box<dyn Error>> {
     let mac = match link.header().mac {
         [0, 0, 0, 0, 0, 0] => [0x02, 0, 0, 0, 0, 0x77],
         given => given,
@@ -125,28 +161,34 @@ fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr) -> Result<(), B
         &[0; 18],
     ]
     .concat();
-    let (mut buffer, mut trips, mut who) = (Vec::new(), Vec::new(), [0; 6]);
-    for number in 0..100 {
-        let start = Instant::now();
-        link.peer().send(&request)?;
-        link.peer().flush();
+    let (mut buffer, mut trips, mut who, mut repeated) = (Vec::new(), Vec::new(), [0; 6], 0);
+    for number in 0..count {
+        let begin = Instant::now();
+        let mut start = begin;
         loop {
-            let answer = link.peer().receive(&mut buffer, |frame| answer(frame, target)).flatten();
-            if let Some(mac) = answer {
+            // While the link is down, such as while the fabric restarts, the frame is refused, and asked again.
+            start = if link.peer().send(&request).is_ok() { Instant::now() } else { start };
+            link.peer().flush();
+            let got = loop {
+                let got = link.peer().receive(&mut buffer, |frame| answer(frame, target)).flatten();
+                if got.is_some() || start.elapsed() > REPEAT || !link.wait(REPEAT)? {
+                    break got;
+                }
+            };
+            if let Some(mac) = got {
                 who = mac;
                 break;
             }
-            if start.elapsed() > PATIENCE {
+            if begin.elapsed() > PATIENCE {
                 return Err(format!("request {number}: nobody says that it has {target}").into());
             }
-            if !link.peer().wait(Duration::from_millis(100)) {
-                link.step()?;
-            }
+            repeated += 1;
         }
         trips.push(start.elapsed());
+        std::thread::sleep(PAUSE);
     }
     let who: Vec<String> = who.iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("{target} is at {}", who.join(":"));
+    println!("{target} is at {}; {repeated} requests were repeated", who.join(":"));
     report(trips);
     Ok(())
 }

@@ -6,6 +6,7 @@
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
 //! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
+//! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
 #![no_std]
 
@@ -14,4 +15,5 @@ extern crate std;
 
 pub mod ivshmem;
 pub mod mem;
+pub mod rpc;
 pub mod virtio;

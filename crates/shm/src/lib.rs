@@ -5,16 +5,22 @@
 //!
 //! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
 //! * [`guest`] – mapping a guest's memory, which its owner can take away.
+//! * [`section`] – memory that one side writes and the other can only read, and which neither can take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
+//! * [`futex`] – sleeping on a word of shared memory.
+//! * [`class`] – the scheduling class of a thread.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
 //! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 
+pub mod class;
 pub mod doorbell;
+pub mod futex;
 pub mod guest;
 pub mod ivshmem;
 pub mod listener;
 pub mod memory;
 pub mod passing;
+pub mod section;
 mod signal;

@@ -6,7 +6,7 @@
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::mm::{MapFlags, ProtFlags, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -130,6 +130,13 @@ impl Mapping {
     /// Never: an empty range is not mapped.
     pub fn is_empty(&self) -> bool {
         false
+    }
+
+    /// Has the kernel fill in the pages now, so that no access faults later. What it cannot fill stays to be faulted in.
+    pub fn populate(&self) {
+        let advice = if self.writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
+        // SAFETY: start and len are those of a live mapping; populating changes no byte of it.
+        let _ = unsafe { madvise(self.start.as_ptr().cast(), self.len, advice) };
     }
 
     /// The mapping, for reading.

@@ -37,6 +37,8 @@ const REVISION_CLASS: u16 = 0x08;
 const CAPABILITY_VENDOR: u8 = 0x09;
 /// Of the vectors that a device has, more than any protocol here uses.
 const MAX_VECTORS: u16 = 8;
+/// Vectors that a peer rings: state and traffic.
+const RUNG_VECTORS: u32 = 2;
 
 /// Why a device is not used.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -99,7 +101,7 @@ pub(crate) struct Device {
     name: String,
     mac: [u8; 6],
     mtu: u16,
-    /// Vectors that peers ring; 0 where nobody rings.
+    /// Vectors of each peer; 0 where nobody rings.
     vectors: u32,
     interrupt: Option<Interrupt>,
 }
@@ -144,12 +146,14 @@ impl Device {
         found
     }
 
-    /// Leads the device's vectors to an interrupt; how many there are, and the interrupt.
-    fn vectors(platform: &Platform, pci: &mut Pci<'_>, f: Function) -> (u32, Option<Interrupt>) {
-        let has_msix = pci.has_msix(f);
-        let Some(interrupt) = has_msix.then(|| platform.interrupt()).flatten() else { return (0, None) };
-        let vectors = pci.enable_msix(f, interrupt, MAX_VECTORS);
-        (u32::from(vectors), (vectors > 0).then_some(interrupt))
+    /// Leads the device's vectors to an interrupt of the cell. `None` where it has fewer than peers ring of `vectors`, or no interrupt is
+    /// left: then the cell looks by itself, and rings its peers all the same.
+    fn enable_vectors(platform: &Platform, pci: &mut Pci<'_>, f: Function, vectors: u32) -> Option<Interrupt> {
+        if vectors == 0 || pci.msix_vectors(f) < vectors.min(RUNG_VECTORS) {
+            return None;
+        }
+        let interrupt = platform.interrupt()?;
+        (pci.enable_msix(f, interrupt, MAX_VECTORS) > 0).then_some(interrupt)
     }
 
     fn v1(platform: &Platform, pci: &mut Pci<'_>, f: Function, config: &Config) -> Result<Device, Refusal> {
@@ -174,9 +178,11 @@ impl Device {
         }
         let memory = platform.map_shared(bar.address, header.layout.bytes() as usize).ok_or_else(no_memory)?;
         // Only a device with doorbell has vectors, and a number of its own; 0 in the register may mean both.
-        let position = pci.has_msix(f).then(|| registers.read32(V1_POSITION));
+        let has_doorbell = pci.msix_vectors(f) > 0;
+        let position = has_doorbell.then(|| registers.read32(V1_POSITION));
         let own_id = own_id(&header, position, config.get(&format!("ivshmem.{}.id", header.name.as_str())))?;
-        let (vectors, interrupt) = if header.vectors > 0 { Device::vectors(platform, pci, f) } else { (0, None) };
+        let vectors = if has_doorbell { header.vectors } else { 0 };
+        let interrupt = Device::enable_vectors(platform, pci, f, vectors);
         Ok(Device {
             registers: Registers::V1(registers),
             memory,
@@ -186,7 +192,7 @@ impl Device {
             name: header.name.as_str().to_string(),
             mac: header.mac,
             mtu: header.mtu(),
-            vectors: vectors.min(header.vectors),
+            vectors,
             interrupt,
         })
     }
@@ -224,8 +230,9 @@ impl Device {
         if own_id >= max_peers {
             return Err(Refusal::Peer { id: own_id, max_peers });
         }
-        let (vectors, interrupt) = Device::vectors(platform, pci, f);
-        if vectors > 0 {
+        let vectors = pci.msix_vectors(f);
+        let interrupt = Device::enable_vectors(platform, pci, f, vectors);
+        if interrupt.is_some() {
             registers.write32(v2::INT_CONTROL, v2::INT_ENABLE);
         }
         let name = f.to_string();
@@ -362,9 +369,10 @@ impl fmt::Display for Device {
             self.layout.max_peers,
             self.layout.output_bytes >> 10
         )?;
-        match self.vectors {
-            0 => f.write_str("no doorbell: polled"),
-            vectors => write!(f, "{vectors} vectors"),
+        match (self.vectors, self.interrupt) {
+            (0, _) => f.write_str("no doorbell: polled"),
+            (vectors, Some(_)) => write!(f, "{vectors} vectors"),
+            (vectors, None) => write!(f, "{vectors} vectors, but no interrupt for them here: polled"),
         }
     }
 }

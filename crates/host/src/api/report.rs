@@ -239,7 +239,7 @@ pub struct LinkPeerReport {
     pub name: Option<String>,
     /// Its process.
     pub pid: Option<u32>,
-    /// Its state: "RESET", "INIT", "READY", "RUN", or the word in hexadecimal.
+    /// Its state: "reset", "init", "ready", "run", or the word in hexadecimal.
     pub state: String,
     /// The state word.
     pub state_word: u32,

@@ -101,7 +101,7 @@ pub(crate) fn status() -> Status {
                 id: 1,
                 name: Some("web".into()),
                 pid: Some(4712),
-                state: "RUN".into(),
+                state: "run".into(),
                 state_word: 3,
                 waiting_messages: next(),
             }],

@@ -40,7 +40,6 @@ use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
-use crate::qemu::argv::same_arguments;
 use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
 use crate::routes::{self, Clash, Route};
@@ -360,8 +359,7 @@ impl Running {
                 s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
             });
             // What it was started with is in the record, not on its command line: a script may stand between.
-            let same = settled.zip(planned).filter(|(s, p)| p.survives && same_arguments(&p.argv, &s.argv));
-            let same = same.map(|(_, p)| p).filter(|_| !keep.iter().any(|(n, _)| *n == machine));
+            let same = settled.zip(planned).filter(|(s, p)| p.survives && p.argv == s.argv).map(|(_, p)| p);
             let lost = same.and_then(|p| self.lost_link(&p.seats));
             if same.is_some() && lost.is_none() {
                 keep.push((machine, process.pid));

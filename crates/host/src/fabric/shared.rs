@@ -14,10 +14,11 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SocketType;
 use std::os::unix::process::CommandExt;
-use tombolo_port::ivshmem::{EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::State;
+use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::ivshmem::keeper::{self, Keeper};
 use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
 use tombolo_shm::ivshmem::server::Dialect;
@@ -182,6 +183,10 @@ impl Running {
         let links = self.links().ok_or_else(|| failed("its links are not served".into()))?;
         let opened = links.open(config.clone())?;
         let make = || -> Result<(Ivshmem, Handle), String> {
+            // One that was there when the daemon before was killed has to see our RESET: it runs on with rings of that one.
+            let there = opened.restored.into_iter().find(|(id, _)| *id == 1);
+            let peer_present = there.is_some();
+            let bells = there.and_then(|(_, bells)| bells_of(bells));
             let memory = Mapping::new(&opened.region, 0, config.region_bytes, true).map_err(|e| e.to_string())?;
             let end = LinkEnd {
                 memory: memory.into(),
@@ -190,8 +195,8 @@ impl Running {
                 peer_id: 1,
                 vectors: config.shape.vectors,
                 doorbells: opened.own,
-                bells: None,
-                peer_present: false,
+                bells,
+                peer_present,
                 owns_region: true,
                 mtu: mtu.into(),
             };
@@ -207,8 +212,7 @@ impl Running {
     pub(crate) fn serve_link(&self, config: &Config, handle: Handle) -> Result<(), FabricError> {
         let Some(links) = self.links() else { return Ok(()) };
         let watcher = Box::new(move |event| match event {
-            Event::Joined { bells, .. } if bells.is_empty() => handle.peer_joined(None),
-            Event::Joined { bells, .. } => handle.peer_joined(Some(Box::new(EventBells::from(bells)))),
+            Event::Joined { bells, .. } => handle.peer_joined(bells_of(bells)),
             Event::Left { .. } => handle.peer_left(),
         });
         Ok(links.serve(&config.name, Some(watcher))?)
@@ -285,6 +289,11 @@ impl Running {
             kept: link.kept,
         }
     }
+}
+
+/// How a peer is rung; `None` for one that polls.
+fn bells_of(bells: Vec<Doorbell>) -> Option<Box<dyn Bells>> {
+    if bells.is_empty() { None } else { Some(Box::new(EventBells::from(bells))) }
 }
 
 /// The fill of the rings, from what the port says of itself: "3 of 290".

@@ -212,6 +212,10 @@ fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
             let hint = Some("several queue pairs need attach = \"vhost-user\"".to_string());
             out.say(&spots.of(&at, "queues"), format!("{at}.queues"), "1", m.queues.to_string(), hint);
         }
+        if m.iommu && m.machine != MachineType::Q35 {
+            let hint = Some("leave `machine` out".to_string());
+            out.say(&spots.of(&at, "iommu"), format!("{at}.iommu"), "false on a machine that is no q35", "true", hint);
+        }
         if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
             let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
             out.say(

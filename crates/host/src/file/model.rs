@@ -354,6 +354,8 @@ pub struct Machine {
     pub cmdline: String,
     /// More arguments for QEMU, as they are.
     pub qemu: Vec<String>,
+    /// Whether it has an IOMMU, by which the guest may hand devices to programs.
+    pub iommu: bool,
     /// How the devices attach.
     pub attach: Attach,
     /// Bytes of the region of each ivshmem device.

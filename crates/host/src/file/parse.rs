@@ -62,8 +62,7 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = folder_of(path);
-    let empty = Fabric::empty(folder_name(&dir).unwrap_or_default(), dir);
-    read(text, path, empty, false)
+    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), false)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
@@ -323,6 +322,7 @@ impl<'t> Reader<'_, 't> {
                 .word("accel", &[("auto", Accel::Auto), ("kvm", Accel::Kvm), ("tcg", Accel::Tcg)])
                 .unwrap_or(Accel::Auto),
             cmdline,
+            iommu: !cell && s.flag("iommu").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
             attach: s
                 .word(

@@ -173,6 +173,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("cmdline", "a string", "\"console=ttyS0\"", "kernel command line"),
             key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
             key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
+            key("iommu", "true or false", "false", "an IOMMU (q35): vfio in the guest needs one; docs/ivshmem.md"),
         ],
         shared: MACHINE_KEYS,
     },

@@ -268,6 +268,12 @@ impl End {
         self.meeting.reset();
     }
 
+    /// Goes to RESET of our own will.
+    pub(super) fn restart_link(&mut self) {
+        self.restart();
+        self.meeting.close();
+    }
+
     /// The peer is gone, with its bells.
     pub(super) fn left(&mut self) {
         self.meeting.left();

@@ -61,7 +61,7 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 
 use crate::reactor::{Registration, Watch};
 use end::End;
-use poll::{Poller, Storm, Verdict};
+use poll::{DOWN_INTERVAL, Poller, Storm, Verdict, grid};
 
 /// Frames taken from the ring before they are looked at: as many cache misses are under way at a time.
 const CHUNK: usize = 32;
@@ -257,7 +257,8 @@ impl Port for Ivshmem {
                     detail: format!("watching doorbell {vector}: {source}"),
                 };
                 self.listen().map_err(failed)?;
-                Ok(None)
+                let waits = self.end.meeting.present && !self.end.meeting.machine.is_up();
+                Ok(waits.then(|| grid(now, DOWN_INTERVAL)))
             }
             Verdict::Hold(until) => {
                 self.watches.clear();

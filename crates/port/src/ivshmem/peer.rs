@@ -144,6 +144,11 @@ impl NetPeer {
         self.end.left();
     }
 
+    /// Stops and begins anew, as a driver whose interface is set down and up; the peer follows.
+    pub fn restart(&mut self) {
+        self.end.restart_link();
+    }
+
     /// Has the peer go without a word, as one that is killed.
     #[cfg(test)]
     pub(super) fn die(mut self) {

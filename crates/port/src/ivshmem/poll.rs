@@ -6,6 +6,10 @@
 //! as often after each look that found nothing, down to every [`PollSettings::slow`]. Times are multiples of the interval, so the
 //! idle links of a worker are all looked at in one wake-up.
 //!
+//! # A link with doorbells that is down
+//! It is looked at every [`DOWN_INTERVAL`]: a ring that was lost, such as one before the peer's driver had its interrupts on, must not
+//! leave both ends waiting for each other.
+//!
 //! # A peer that rings for nothing
 //! A ring costs the worker a wake-up. More than [`STORM_RINGS`] of them in [`STORM_WINDOW`] beyond the frames that were exchanged
 //! are a storm: the doorbells are not listened to for [`STORM_HOLD`], and the link is looked at every
@@ -21,6 +25,9 @@ pub(super) const STORM_WINDOW: Nanos = Nanos(10_000_000);
 pub(super) const STORM_HOLD: Nanos = Nanos(200_000_000);
 /// How often the link is looked at then.
 pub(super) const STORM_INTERVAL: Nanos = Nanos(1_000_000);
+
+/// How often a link with doorbells is looked at while it is down and its peer is there.
+pub(super) const DOWN_INTERVAL: Nanos = Nanos(100_000_000);
 
 /// How often a link without doorbell is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -77,7 +84,7 @@ impl Poller {
 }
 
 /// The next multiple of `interval` after `now`.
-fn grid(now: Nanos, interval: Nanos) -> Nanos {
+pub(super) fn grid(now: Nanos, interval: Nanos) -> Nanos {
     Nanos((now.0 / interval.0 + 1).saturating_mul(interval.0))
 }
 

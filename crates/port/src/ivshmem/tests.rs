@@ -458,3 +458,107 @@ fn a_region_whose_pages_go_is_one_fault() {
         assert_eq!(port.link(), Link::Down);
     }
 }
+
+#[test]
+fn a_peer_that_resets_while_the_port_holds_its_frames_is_no_fault() {
+    let mut rig = Rig::<LinkFixture<2>>::up();
+    for round in 0..20 {
+        for frame in plain(round * 100, [60, 1514, 300, 60]) {
+            assert!(rig.peer.inject(&frame.bytes, Offload::NONE));
+        }
+        rig.receive(3);
+        rig.transmit(&plain(round * 100 + 50, [60, 1514]));
+        // Its driver goes to RESET, waits for us to follow, and clears its section: here it does not wait.
+        let peer = rig.peer.driven.as_ref().unwrap();
+        peer.lock().as_mut().unwrap().restart();
+        let section = Layout::default_network().output(1).unwrap();
+        map(&rig.peer.region).view_mut().unwrap().skip(section.start).take(60_000).write_from(&[0; 60_000]);
+        rig.release();
+        let _ = rig.port.flush();
+        rig.receive(16);
+        rig.send(&plain(round * 100 + 60, [60]));
+        rig.until("the link comes up again", |rig| rig.seen == Some(Link::Up));
+        rig.settle();
+        rig.received.clear();
+        let mut stale = Vec::new();
+        rig.drain(&mut stale);
+        rig.receive_all(&plain(round * 100 + 70, [60, 1514]));
+        rig.deliver(&plain(round * 100 + 70, [60, 1514]));
+    }
+    assert!(rig.faults.is_empty(), "{:?}", rig.faults);
+    assert!(count(&*rig.port, "resets_peer_reset") >= 10, "{:?}", rig.port.details());
+}
+
+/// A ring about a state is lost on its way: the link comes up all the same.
+#[test]
+fn a_lost_ring_does_not_leave_both_waiting() {
+    let reactor = Reactor::new().unwrap();
+    let region = sealed_region("link", BYTES).unwrap();
+    let mut ours = parts(&region, 0, 2, bells(2));
+    ours.peer_present = true;
+    let registration = reactor.registrar().registration(Token(1));
+    let (mut port, _handle) = Ivshmem::new(ours, PollSettings::default(), registration).unwrap();
+    let mut theirs = parts(&region, 1, 2, Vec::new());
+    theirs.peer_present = true;
+    // It cannot ring, and nobody rings it.
+    let mut peer = NetPeer::new(theirs).unwrap();
+    let (mut now, mut looks) = (Nanos(0), 0);
+    while port.link() != Link::Up {
+        let next = port.service(now).unwrap();
+        peer.step();
+        (now, looks) = (next.unwrap_or(now), looks + 1);
+        assert!(
+            port.link() == Link::Up || next.is_some_and(|next| looks < 10 && next > Nanos(0)),
+            "nobody looks again"
+        );
+    }
+    assert!(now <= Nanos::SECOND, "{now:?}");
+}
+
+#[test]
+fn long_frames_go_where_the_section_has_room_for_them() {
+    let reactor = Reactor::new().unwrap();
+    let region = sealed_region("link", 1 << 24).unwrap();
+    let layout = Layout::v1(1 << 24, 0, 2).unwrap();
+    let long = |own_id: u32, mtu: u32| LinkEnd {
+        memory: Mapping::new(&region, 0, 1 << 24, true).unwrap().into(),
+        layout,
+        peer_present: true,
+        mtu,
+        ..parts(&sealed_region("unused", BYTES).unwrap(), own_id, 0, Vec::new())
+    };
+    let registration = reactor.registrar().registration(Token(1));
+    let (mut port, _handle) = Ivshmem::new(long(0, 65_000), PollSettings::default(), registration).unwrap();
+    let mut peer = NetPeer::new(long(1, 65_000)).unwrap();
+    while !peer.step() || port.link() != Link::Up {
+        port.service(Nanos(1)).unwrap();
+    }
+    assert_eq!(port.caps().max_frame_bytes, 65_018);
+    let wanted = [frame(1, 65_018), frame(2, 9018), frame(3, 60)];
+    for frame in &wanted {
+        peer.send(frame).unwrap();
+    }
+    peer.flush();
+    let (mut batch, mut drops) = (tombolo_switch::frame::Batch::with_capacity(4), Drops::default());
+    assert_eq!(port.receive(8, &mut batch, &mut drops), Ok(3));
+    for (got, want) in batch.frames().iter().zip(&wanted) {
+        let mut bytes = Vec::new();
+        batch.append_to(got, &mut bytes);
+        assert!(bytes == *want);
+    }
+    drop(batch);
+    port.release().unwrap();
+    // A small section bounds the MTU: a quarter of its data area.
+    let region = sealed_region("small", 1 << 15).unwrap();
+    let layout = Layout::v1(1 << 15, 0, 2).unwrap();
+    let small = LinkEnd {
+        memory: Mapping::new(&region, 0, 1 << 15, true).unwrap().into(),
+        layout,
+        ..parts(&sealed_region("unused", BYTES).unwrap(), 0, 0, Vec::new())
+    };
+    let registration = reactor.registrar().registration(Token(2));
+    let (port, _handle) = Ivshmem::new(LinkEnd { mtu: 9000, ..small }, PollSettings::default(), registration).unwrap();
+    let geometry = Geometry::new(layout.output_bytes).unwrap();
+    assert_eq!(port.caps().max_frame_bytes, geometry.max_mtu() + 18);
+    assert!(geometry.max_mtu() < 9000);
+}

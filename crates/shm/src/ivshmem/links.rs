@@ -173,8 +173,8 @@ pub struct Opened {
     pub region: OwnedFd,
     /// The doorbells on which this process is rung, by vector.
     pub own: Vec<Doorbell>,
-    /// The peers that were on it before this process was.
-    pub restored: Vec<u32>,
+    /// The peers that were on it before this process was, with their doorbells; of these no [`Event::Joined`] is told.
+    pub restored: Vec<(u32, Vec<Doorbell>)>,
 }
 
 /// A peer as a report shows it.
@@ -346,7 +346,7 @@ impl Links {
         lock(&self.inner).open(config)
     }
 
-    /// Opens a link's doors. `watcher` is told of the peers that are there already, and of whoever comes and goes.
+    /// Opens a link's doors. `watcher` is told of whoever comes and goes from now on.
     ///
     /// # Errors
     /// The kernel's, such as `EADDRINUSE`. The link is closed then.

@@ -279,11 +279,9 @@ impl Inner {
         let host = config.host.and_then(|host| bells.get(host as usize));
         let own = host.map(|bells: &Vec<Doorbell>| bells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
         let own = own.transpose().map_err(system("duplicating a doorbell"))?.unwrap_or_default();
-        let opened = Opened {
-            region: duplicate(&name, &region)?,
-            own,
-            restored: server.ids().filter(|id| Some(*id) != config.host).collect(),
-        };
+        let there = server.ids().filter(|id| Some(*id) != config.host);
+        let there = there.map(|id| (id, bells[id as usize].iter().filter_map(|b| b.duplicate().ok()).collect()));
+        let opened = Opened { region: duplicate(&name, &region)?, own, restored: there.collect() };
         let link = Link {
             config,
             region,
@@ -371,7 +369,6 @@ impl Inner {
         let ids: Vec<u32> = link.members.keys().copied().collect();
         for id in ids {
             self.watch_member(name, id);
-            self.announce(name, id);
             // What happened before it was watched is not reported.
             self.look(name, id);
         }

@@ -1,0 +1,242 @@
+//! `tombolo call`: calls a service by hand, once or often.
+
+use std::collections::BTreeMap;
+use std::io::{Read, Write};
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use tombolo_rpc::client::{CallError, CallOptions, Client};
+use tombolo_rpc::clock;
+use tombolo_rpc::deadline::Deadline;
+
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::service::time;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Form {
+    /// As it came, with a line's end if it has none
+    Text,
+    /// In hexadecimal digits
+    Hex,
+    /// As it came, byte for byte
+    Raw,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Call {
+    /// Name of the service
+    name: String,
+    /// What to send, as text [default: nothing]
+    #[arg(conflicts_with_all = ["hex", "file"])]
+    data: Option<String>,
+    /// What to send, in hexadecimal digits
+    #[arg(long, value_name = "DIGITS", conflicts_with = "file")]
+    hex: Option<String>,
+    /// Send what is in this file; - is standard input
+    #[arg(long, value_name = "FILE")]
+    file: Option<PathBuf>,
+    /// When the answer is wanted, after the call: 200us, 5ms, 1s [default: best effort]
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    deadline: Option<Duration>,
+    /// How long to wait at most
+    #[arg(long, value_name = "TIME", value_parser = duration, default_value = "30s")]
+    timeout: Duration,
+    /// Call so many times and report; the replies are not printed
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    repeat: Option<u64>,
+    /// Time between two calls that are repeated
+    #[arg(long, value_name = "TIME", value_parser = duration, requires = "repeat")]
+    interval: Option<Duration>,
+    /// How the reply is printed
+    #[arg(long, value_enum, default_value = "text")]
+    output: Form,
+    /// Print the report of repeated calls, or the reply and its times, as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// "5ms" and the like.
+fn duration(text: &str) -> Result<Duration, String> {
+    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
+    let unit_ns = match &text[digits.len()..] {
+        "ns" => 1.0,
+        "us" => 1e3,
+        "ms" => 1e6,
+        "s" => 1e9,
+        _ => return Err("expected a number with ns, us, ms or s, such as 5ms".into()),
+    };
+    let number: f64 = digits.parse().map_err(|_| format!("\"{digits}\" is no number; expected such as 5ms"))?;
+    let ns = number * unit_ns;
+    if !(0.0..1e19).contains(&ns) {
+        return Err("expected at least 0 and less than 300 years".into());
+    }
+    Ok(Duration::from_nanos(ns as u64))
+}
+
+fn bytes_of(digits: &str) -> Result<Vec<u8>, Failure> {
+    let digits: Vec<char> = digits.chars().filter(|c| !c.is_whitespace() && *c != ':').collect();
+    let wrong = || Failure::misused("--hex: expected an even number of digits 0-9 a-f, between them blanks or colons");
+    if !digits.len().is_multiple_of(2) {
+        return Err(wrong());
+    }
+    let byte = |pair: &[char]| u8::from_str_radix(&pair.iter().collect::<String>(), 16).map_err(|_| wrong());
+    digits.chunks(2).map(byte).collect()
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+/// What a call ended with, in one word.
+fn outcome(result: &Result<u32, CallError>) -> &'static str {
+    match result {
+        Ok(0) => "served",
+        Ok(_) => "served with a code",
+        Err(CallError::Late) => "late",
+        Err(CallError::Refused(_)) => "refused",
+        Err(CallError::Expired) => "expired",
+        Err(CallError::Timeout) => "timed out",
+        Err(CallError::Failed) => "failed",
+        Err(_) => "lost",
+    }
+}
+
+impl Call {
+    fn bytes(&self) -> Result<Vec<u8>, Failure> {
+        if let Some(digits) = &self.hex {
+            return bytes_of(digits);
+        }
+        let Some(file) = &self.file else {
+            return Ok(self.data.clone().unwrap_or_default().into_bytes());
+        };
+        let mut bytes = Vec::new();
+        let read = if file.as_os_str() == "-" {
+            std::io::stdin().lock().read_to_end(&mut bytes)
+        } else {
+            std::fs::File::open(file).and_then(|mut f| f.read_to_end(&mut bytes))
+        };
+        read.map_err(|e| Failure::failed(format!("reading {}: {e}", file.display())))?;
+        Ok(bytes)
+    }
+
+    fn options(&self) -> CallOptions {
+        let deadline = self.deadline.map_or(Deadline::Inherit, Deadline::In);
+        CallOptions { deadline, timeout: self.timeout, ..CallOptions::default() }
+    }
+
+    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+        let bytes = self.bytes()?;
+        let client = Client::connect(&self.name)?;
+        match self.repeat {
+            None => self.once(&client, &bytes),
+            Some(count) => self.often(&client, &bytes, count),
+        }
+    }
+
+    fn once(&self, client: &Client, bytes: &[u8]) -> Result<Exit, Failure> {
+        let begun = Instant::now();
+        let failed = |e: CallError| Failure::failed(format!("{}: {e}", self.name));
+        let reply = client.call(bytes, &self.options()).map_err(failed)?;
+        let elapsed_ns = clock::ns(begun.elapsed());
+        let bytes = reply.to_vec().map_err(failed)?;
+        if self.json {
+            out::json(&serde_json::json!({
+                "code": reply.code(),
+                "bytes": bytes.len(),
+                "hex": hex(&bytes),
+                "text": std::str::from_utf8(&bytes).ok(),
+                "elapsed_ns": elapsed_ns,
+                "queued_ns": reply.queued_ns(),
+                "service_ns": reply.service_ns(),
+            }))?;
+        } else {
+            match self.output {
+                Form::Hex => out::print(&format!("{}\n", hex(&bytes)))?,
+                form => {
+                    let mut stdout = std::io::stdout().lock();
+                    stdout.write_all(&bytes)?;
+                    if form == Form::Text && !bytes.ends_with(b"\n") {
+                        stdout.write_all(b"\n")?;
+                    }
+                    stdout.flush()?;
+                }
+            }
+        }
+        if reply.code() != 0 {
+            return Err(Failure::failed(format!("{} answered with code {}", self.name, reply.code())));
+        }
+        Ok(Exit::Done)
+    }
+
+    fn often(&self, client: &Client, bytes: &[u8], count: u64) -> Result<Exit, Failure> {
+        let mut times = Vec::new();
+        let mut outcomes = BTreeMap::<&str, u64>::new();
+        for n in 0..count {
+            if n > 0
+                && let Some(interval) = self.interval
+            {
+                std::thread::sleep(interval);
+            }
+            let begun = Instant::now();
+            let result = client.call(bytes, &self.options()).map(|reply| reply.code());
+            let ns = clock::ns(begun.elapsed());
+            if result.is_ok() {
+                times.push(ns);
+            }
+            *outcomes.entry(outcome(&result)).or_default() += 1;
+            if let Err(error @ (CallError::ProviderGone | CallError::Broken(_))) = result {
+                return Err(Failure::failed(format!("{}: {error}, after {} of {count} calls", self.name, n + 1)));
+            }
+        }
+        times.sort_unstable();
+        let at = |part: f64| times.get(((times.len() as f64 * part) as usize).min(times.len().saturating_sub(1))).copied();
+        let mean = (!times.is_empty()).then(|| times.iter().sum::<u64>() / times.len() as u64);
+        let figures =
+            [("min", at(0.0)), ("mean", mean), ("p50", at(0.5)), ("p99", at(0.99)), ("p99.9", at(0.999)), ("max", at(1.0))];
+        if self.json {
+            let times: BTreeMap<String, u64> =
+                figures.iter().filter_map(|(name, ns)| ns.map(|ns| (format!("{}_ns", name.replace('.', "")), ns))).collect();
+            out::json(&serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times }))?;
+        } else {
+            let words: Vec<String> = outcomes.iter().map(|(what, n)| format!("{n} {what}")).collect();
+            let mut text = format!("{count} calls of {} bytes: {}\n", bytes.len(), words.join(", "));
+            for (name, ns) in figures {
+                if let Some(ns) = ns {
+                    text.push_str(&format!("{name:6} {}\n", time(ns)));
+                }
+            }
+            out::print(&text)?;
+        }
+        Ok(match outcomes.get("served") {
+            Some(n) if *n == count => Exit::Done,
+            Some(_) => Exit::Partly,
+            None => Exit::Failed,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_are_numbers_with_a_unit() {
+        for (text, ns) in [("5ms", 5_000_000), ("1.5s", 1_500_000_000), ("20us", 20_000), ("0ns", 0)] {
+            assert_eq!(duration(text), Ok(Duration::from_nanos(ns)), "{text}");
+        }
+        for text in ["5", "ms", "5m", "-1s", "1e30s", "5 ms", ""] {
+            assert!(duration(text).is_err(), "{text}");
+        }
+    }
+
+    #[test]
+    fn hexadecimal_is_read_and_written() {
+        assert_eq!(bytes_of("00:ff 1a").unwrap(), [0, 255, 26]);
+        assert_eq!(hex(&[0, 255, 26]), "00ff1a");
+        for wrong in ["0", "0g", "é0"] {
+            assert!(bytes_of(wrong).is_err(), "{wrong}");
+        }
+    }
+}

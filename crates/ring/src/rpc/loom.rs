@@ -1,0 +1,238 @@
+//! The wake-up and the hand-over of ring entries of calls, under every interleaving that `loom` knows.
+//!
+//! Run by `./x loom`.
+//!
+//! **What runs**: the functions of [`wake`](super::wake) that the rings run, over `loom`'s atomics, with the decisions that
+//! `Producer` and `Consumer` take on their results.
+//!
+//! **What is shown**: a consumer that follows drain, arm, look again, sleep never sleeps while an entry stands for which
+//! it is not going to be woken, also where it gives up waiting (a time-out) and sleeps again; an entry read behind an acquired
+//! index is the one written for it; and an entry is not written again before it has been read, in a ring smaller than
+//! what goes through it.
+//!
+//! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most [`PREEMPTIONS`] forced
+//! switches of threads. **What it does not show**: that a signal, once sent, arrives; anything about a hostile peer;
+//! that `mem` compiles to the orderings that it names.
+
+use std::sync::Arc;
+
+use core::sync::atomic::Ordering;
+use loom::sync::Notify;
+use loom::sync::atomic::AtomicU32;
+use loom::thread;
+
+use super::wake::{self, Waker, Word};
+
+/// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
+const PREEMPTIONS: usize = 3;
+/// The index runs over the wrap-around of the word's 31 bits.
+const FIRST: u32 = (u32::MAX >> 1) - 1;
+
+impl Word for AtomicU32 {
+    fn load(&self, order: Ordering) -> u32 {
+        AtomicU32::load(self, order)
+    }
+    fn store(&self, value: u32, order: Ordering) {
+        AtomicU32::store(self, value, order)
+    }
+}
+
+struct Ring {
+    index: AtomicU32,
+    word: AtomicU32,
+    entries: [AtomicU32; 3],
+    size: u32,
+    bell: Notify,
+}
+
+impl Ring {
+    fn new(size: u32) -> Ring {
+        Ring {
+            index: AtomicU32::new(FIRST),
+            word: AtomicU32::new(FIRST << 1),
+            entries: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
+            size,
+            bell: Notify::new(),
+        }
+    }
+
+    fn entry(&self, index: u32) -> &AtomicU32 {
+        &self.entries[(index.wrapping_sub(FIRST) % self.size) as usize]
+    }
+}
+
+fn produce(ring: &Ring, batches: &[u32]) {
+    let mut index = FIRST;
+    let mut waker = Waker::default();
+    for batch in batches {
+        for _ in 0..*batch {
+            while wake::under_way(&ring.word, index) >= ring.size {
+                thread::yield_now();
+            }
+            // Relaxed, as the rings write entries: R0 orders it.
+            AtomicU32::store(ring.entry(index), 0x100 + index.wrapping_sub(FIRST), Ordering::Relaxed);
+            index = index.wrapping_add(1);
+        }
+        wake::publish(&ring.index, index);
+        if waker.wanted(&ring.word, index) {
+            ring.bell.notify();
+        }
+    }
+}
+
+/// Drain, arm, look again, sleep. `give_ups` times it does not sleep but leaves as after a time-out, and comes back.
+fn consume(ring: &Ring, count: u32, mut give_ups: u32) {
+    let mut next = FIRST;
+    let end = FIRST.wrapping_add(count);
+    loop {
+        let index = wake::available(&ring.index);
+        while next != index {
+            let entry = AtomicU32::load(ring.entry(next), Ordering::Relaxed);
+            assert_eq!(entry, 0x100 + next.wrapping_sub(FIRST), "entry behind an acquired index");
+            next = next.wrapping_add(1);
+            wake::took(&ring.word, next);
+        }
+        if next == end {
+            return;
+        }
+        if wake::arm(&ring.word, next, &ring.index) != next {
+            continue;
+        }
+        if give_ups > 0 {
+            give_ups -= 1;
+            wake::took(&ring.word, next);
+            continue;
+        }
+        ring.bell.wait();
+    }
+}
+
+fn model(run: impl Fn() + Sync + Send + 'static) {
+    let mut builder = loom::model::Builder::new();
+    builder.preemption_bound = Some(PREEMPTIONS);
+    builder.check(run);
+}
+
+fn run(batches: &'static [u32], size: u32, give_ups: u32) {
+    model(move || {
+        let ring = Arc::new(Ring::new(size));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || produce(&ring, batches))
+        };
+        consume(&ring, batches.iter().sum(), give_ups);
+        producer.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_rpc_wake_word_misses_no_wake_up() {
+    for batches in [&[3][..], &[1, 2], &[2, 1], &[1, 1, 1]] {
+        run(batches, 3, 0);
+    }
+}
+
+#[test]
+fn loom_rpc_a_consumer_that_gave_up_is_woken_again() {
+    for batches in [&[2][..], &[1, 1]] {
+        run(batches, 3, 1);
+    }
+}
+
+#[test]
+fn loom_rpc_entries_are_not_written_before_they_are_read() {
+    for batches in [&[1, 1, 1][..], &[2, 1]] {
+        run(batches, 2, 0);
+    }
+}
+
+/// The model can fail: without the second look the window is open, and `loom` finds it.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_rpc_finds_the_missed_wake_up_without_the_second_look() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || produce(&ring, &[1]))
+        };
+        if wake::available(&ring.index) == FIRST {
+            AtomicU32::store(&ring.word, FIRST << 1 | 1, Ordering::Release);
+            ring.bell.wait();
+        }
+        producer.join().unwrap();
+    });
+}
+
+/// Nor is the fence for show: with the producer's look at the word not fenced, `loom` finds the window too.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_rpc_finds_the_missed_wake_up_without_the_fence() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                wake::publish(&ring.index, FIRST.wrapping_add(1));
+                if AtomicU32::load(&ring.word, Ordering::Relaxed) & 1 == 1 {
+                    ring.bell.notify();
+                }
+            })
+        };
+        if wake::arm(&ring.word, FIRST, &ring.index) == FIRST {
+            ring.bell.wait();
+        }
+        producer.join().unwrap();
+    });
+}
+
+/// A waker that remembers nothing but "I woke it" would lose the second sleep: the sequence in the word is needed.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_rpc_finds_the_lost_second_sleep_without_the_sequence() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                let mut woken = false;
+                for index in [FIRST, FIRST.wrapping_add(1)] {
+                    AtomicU32::store(ring.entry(index), 0x100 + index.wrapping_sub(FIRST), Ordering::Relaxed);
+                    wake::publish(&ring.index, index.wrapping_add(1));
+                    if Waker::default().wanted(&ring.word, index.wrapping_add(1)) && !woken {
+                        woken = true;
+                        ring.bell.notify();
+                    }
+                }
+            })
+        };
+        consume(&ring, 2, 0);
+        producer.join().unwrap();
+    });
+}
+
+/// Nor may a waker remember a wake-up for which the consumer had no reason: between publishing and looking at the word, the
+/// consumer may have taken all that there is and sleep at the very index.
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_rpc_finds_the_lost_sleep_after_a_needless_wake_up() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                let mut waker = Waker::default();
+                for index in [FIRST, FIRST.wrapping_add(1)] {
+                    AtomicU32::store(ring.entry(index), 0x100 + index.wrapping_sub(FIRST), Ordering::Relaxed);
+                    wake::publish(&ring.index, index.wrapping_add(1));
+                    // As if there were always more to take than the consumer has.
+                    if waker.wanted(&ring.word, FIRST.wrapping_sub(9)) {
+                        ring.bell.notify();
+                    }
+                }
+            })
+        };
+        consume(&ring, 2, 0);
+        producer.join().unwrap();
+    });
+}

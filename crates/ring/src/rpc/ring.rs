@@ -1,0 +1,187 @@
+//! The two ends of a ring: who puts entries in, and who takes them out.
+//!
+//! A [`Producer`] writes entries and its published index in its own section and reads the consumer's wake word in the
+//! peer's; a [`Consumer`] the other way round. Both hold only indices; the memory is given with every call.
+//!
+//! A peer's index is checked on every read: at most as many entries under way as the ring has. What fails ends the
+//! connection ([`Broken`]).
+
+use core::marker::PhantomData;
+use core::sync::atomic::Ordering;
+
+use super::entry::{Entry, Head};
+use super::wake::{self, Waker, Word};
+use super::{Broken, ENTRY_HEAD_BYTES, Ends, PUBLISHED, WAKE};
+use crate::mem::{Foreign, ForeignMut};
+
+/// A word of our own section.
+struct Own<'m>(ForeignMut<'m>, usize);
+
+impl Word for Own<'_> {
+    #[inline]
+    fn load(&self, order: Ordering) -> u32 {
+        // The sections were checked to be as large as their geometry, and the words' offsets are aligned.
+        self.0.as_foreign().load_u32(self.1, order).unwrap_or(0)
+    }
+    #[inline]
+    fn store(&self, value: u32, order: Ordering) {
+        self.0.store_u32(self.1, value, order);
+    }
+}
+
+/// A word of the peer's section, which we cannot write.
+struct Peer<'m>(Foreign<'m>, usize);
+
+impl Word for Peer<'_> {
+    #[inline]
+    fn load(&self, order: Ordering) -> u32 {
+        self.0.load_u32(self.1, order).unwrap_or(0)
+    }
+    #[inline]
+    fn store(&self, _: u32, _: Ordering) {}
+}
+
+/// Puts entries into the ring of our section.
+#[derive(Debug)]
+pub struct Producer<E> {
+    /// Entries written.
+    next: u32,
+    /// Entries that the consumer is known to have taken: a look at its word is saved while there is room by that.
+    taken: u32,
+    waker: Waker,
+    entry: PhantomData<E>,
+}
+
+impl<E> Default for Producer<E> {
+    fn default() -> Self {
+        Producer { next: 0, taken: 0, waker: Waker::default(), entry: PhantomData }
+    }
+}
+
+impl<E: Entry> Producer<E> {
+    /// Whether one more entry fits.
+    ///
+    /// # Errors
+    /// [`Broken::Wake`] where the peer says that it took what was not published.
+    #[inline]
+    pub fn has_room(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
+        if self.next.wrapping_sub(self.taken) < ends.entries() {
+            return Ok(true);
+        }
+        let under_way = wake::under_way(&Peer(ends.peer, WAKE), self.next);
+        if under_way > ends.entries() {
+            return Err(Broken::Wake);
+        }
+        self.taken = self.next.wrapping_sub(under_way);
+        Ok(under_way < ends.entries())
+    }
+
+    /// Writes an entry with the bytes that go with it, which nobody sees before [`Producer::publish`]. The caller has
+    /// asked [`Producer::has_room`], and `inline` is as long as the entry says.
+    #[inline]
+    pub fn push(&mut self, ends: Ends<'_>, entry: &E, inline: &[u8]) {
+        let at = ends.own_geometry.entry(self.next);
+        debug_assert_eq!(inline.len(), entry.inline_len());
+        ends.own.write_array(at, entry.encode());
+        if let Some(to) = ends.own.slice(at + ENTRY_HEAD_BYTES, inline.len()) {
+            to.write_from(inline);
+        }
+        self.next = self.next.wrapping_add(1);
+    }
+
+    /// Makes what was pushed visible. True where the consumer has to be woken for it.
+    #[inline]
+    #[must_use = "a consumer that waits sleeps on if nobody wakes it"]
+    pub fn publish(&mut self, ends: Ends<'_>) -> bool {
+        wake::publish(&Own(ends.own, PUBLISHED), self.next);
+        self.waker.wanted(&Peer(ends.peer, WAKE), self.next)
+    }
+}
+
+/// Takes entries out of the ring of the peer's section.
+#[derive(Debug)]
+pub struct Consumer<E> {
+    /// Entries taken.
+    next: u32,
+    /// The published index as it was read last.
+    seen: u32,
+    entry: PhantomData<E>,
+}
+
+impl<E> Default for Consumer<E> {
+    fn default() -> Self {
+        Consumer { next: 0, seen: 0, entry: PhantomData }
+    }
+}
+
+impl<E: Entry> Consumer<E> {
+    fn look(&mut self, ends: Ends<'_>, index: u32) -> Result<u32, Broken> {
+        let waiting = index.wrapping_sub(self.next);
+        if waiting > ends.entries() {
+            return Err(Broken::Index);
+        }
+        self.seen = index;
+        Ok(waiting)
+    }
+
+    /// Whether an entry waits; reads the peer's index only.
+    ///
+    /// # Errors
+    /// [`Broken::Index`].
+    #[inline]
+    pub fn is_ready(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
+        if self.seen != self.next {
+            return Ok(true);
+        }
+        let index = wake::available(&Peer(ends.peer, PUBLISHED));
+        Ok(self.look(ends, index)? > 0)
+    }
+
+    /// Takes the next entry; its inline payload is copied to the beginning of `inline`, as long as the entry says. The
+    /// entry stays the consumer's until [`Consumer::took`].
+    ///
+    /// # Errors
+    /// What no correct peer writes.
+    #[inline]
+    pub fn take(&mut self, ends: Ends<'_>, inline: &mut [u8; super::INLINE_BYTES]) -> Result<Option<E>, Broken> {
+        if !self.is_ready(ends)? {
+            return Ok(None);
+        }
+        let at = ends.peer_geometry.entry(self.next);
+        let head: Head = ends.peer.read_array(at).ok_or(Broken::Short)?;
+        let entry = E::parse(&head, ends.peer_geometry)?;
+        let from = ends.peer.slice(at + ENTRY_HEAD_BYTES, entry.inline_len()).ok_or(Broken::Inline)?;
+        from.read_into(inline);
+        self.next = self.next.wrapping_add(1);
+        Ok(Some(entry))
+    }
+
+    /// Gives the producer the entries back that were taken so far, and says that we are awake.
+    #[inline]
+    pub fn took(&self, ends: Ends<'_>) {
+        wake::took(&Own(ends.own, WAKE), self.next);
+    }
+
+    /// Says that we are about to sleep. False where an entry waits, and we must not. True gives leave to sleep until the
+    /// producer wakes us or its published index is no longer [`Consumer::index`].
+    ///
+    /// # Errors
+    /// [`Broken::Index`].
+    #[inline]
+    pub fn arm(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
+        let index = wake::arm(&Own(ends.own, WAKE), self.next, &Peer(ends.peer, PUBLISHED));
+        Ok(self.look(ends, index)? == 0)
+    }
+
+    /// The published index at which we sleep: an entry waits when [`published`] gives another one.
+    #[inline]
+    pub const fn index(&self) -> u32 {
+        self.next
+    }
+}
+
+/// The peer's published index, for a consumer that polls for it to differ from [`Consumer::index`]. Not checked.
+#[inline]
+pub fn published(ends: Ends<'_>) -> u32 {
+    wake::available(&Peer(ends.peer, PUBLISHED))
+}

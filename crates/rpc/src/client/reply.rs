@@ -1,0 +1,104 @@
+//! What a call brings back.
+
+use std::sync::Arc;
+
+use tombolo_ring::mem::Foreign;
+use tombolo_ring::rpc::INLINE_BYTES;
+use tombolo_ring::rpc::entry::{Answer, Payload};
+use tombolo_shm::memory::Mapping;
+
+use super::{CallError, Inner};
+
+#[derive(Debug)]
+pub(super) enum Bytes {
+    Inline([u8; INLINE_BYTES]),
+    Arena,
+    Memory(Arc<Mapping>),
+}
+
+/// The reply to a call. Where it stands in the provider's memory, it is given back when this is dropped.
+#[derive(Debug)]
+pub struct Reply {
+    pub(super) inner: Arc<Inner>,
+    pub(super) answer: Answer,
+    pub(super) bytes: Bytes,
+}
+
+impl Reply {
+    /// Bytes.
+    pub fn len(&self) -> usize {
+        self.answer.payload.len() as usize
+    }
+
+    /// Whether there are none.
+    pub fn is_empty(&self) -> bool {
+        self.answer.payload.is_empty()
+    }
+
+    /// The application's code; 0 is success.
+    pub fn code(&self) -> u32 {
+        self.answer.code
+    }
+
+    /// How long the request waited at the provider, ns.
+    pub fn queued_ns(&self) -> u64 {
+        self.answer.queued_ns
+    }
+
+    /// How long it was served, ns.
+    pub fn service_ns(&self) -> u64 {
+        self.answer.service_ns
+    }
+
+    /// The bytes, where they are. The provider can change those of a large reply while they are read, and takes them back when they
+    /// are held for too long; [`Reply::is_current`] tells afterwards.
+    pub fn view(&self) -> Foreign<'_> {
+        let (view, offset, len) = match (&self.bytes, self.answer.payload) {
+            (Bytes::Inline(bytes), Payload::Inline { len }) => {
+                return Foreign::from(&bytes[..(len as usize).min(bytes.len())]);
+            }
+            (Bytes::Arena, Payload::Arena { offset, len, .. }) => {
+                return self.inner.ends().peer_payload(offset, len).unwrap_or(Foreign::empty());
+            }
+            (Bytes::Memory(mapping), Payload::Shared { offset, len, .. }) => (mapping.view(), offset, len),
+            _ => return Foreign::empty(),
+        };
+        // Checked when the reply was made.
+        view.slice(offset as usize, len as usize).unwrap_or(Foreign::empty())
+    }
+
+    /// Whether what was read until now was this reply's: false once the provider has taken it back.
+    pub fn is_current(&self) -> bool {
+        match self.answer.payload {
+            Payload::Arena { block, generation, .. } => self.inner.ends().still_ours(block, generation),
+            _ => true,
+        }
+    }
+
+    /// Copies the first bytes into `to`, as many as both have; returns how many.
+    ///
+    /// # Errors
+    /// [`CallError::Reclaimed`], where it was held for too long.
+    pub fn copy_to(&self, to: &mut [u8]) -> Result<usize, CallError> {
+        let copied = self.view().read_into(to);
+        if self.is_current() { Ok(copied) } else { Err(CallError::Reclaimed) }
+    }
+
+    /// A copy of the bytes.
+    ///
+    /// # Errors
+    /// As for [`Reply::copy_to`].
+    pub fn to_vec(&self) -> Result<Vec<u8>, CallError> {
+        let mut bytes = vec![0; self.view().len()];
+        self.copy_to(&mut bytes)?;
+        Ok(bytes)
+    }
+}
+
+impl Drop for Reply {
+    fn drop(&mut self) {
+        if let Payload::Arena { block, generation, .. } = self.answer.payload {
+            self.inner.ends().set_mark(block, generation);
+        }
+    }
+}

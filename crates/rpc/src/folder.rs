@@ -1,0 +1,251 @@
+//! Where services are found: a folder of sockets, one for each name.
+//!
+//! `$TOMBOLO_RUNTIME/services/NAME`, else `/run/tombolo/services/NAME` for root and `$XDG_RUNTIME_DIR/tombolo/services/NAME` for
+//! others. A service lives as long as somebody listens on its socket: a socket whose listener was killed refuses
+//! connections, and is replaced by the next service of that name and removed by whoever lists the services.
+//!
+//! Two that register one name at a time, or one that removes a stale socket while another replaces it, are kept apart by a
+//! lock on the folder, which the kernel releases however its holder ends. A socket is bound under another name and renamed, so
+//! that whoever finds the name finds a listener.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::OwnedFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use rustix::fs::{FlockOperation, flock};
+use rustix::io::Errno;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
+
+const MAX_NAME_BYTES: usize = 64;
+
+/// Why a service's socket could not be used.
+#[derive(Debug, thiserror::Error)]
+pub enum FolderError {
+    /// Not a name of a service.
+    #[error("\"{0}\" is no name of a service: expected 1 to 64 of a-z A-Z 0-9 . _ -, the first not a dot")]
+    Name(String),
+    /// Neither variable nor default fits.
+    #[error(
+        "no place for sockets: expected $XDG_RUNTIME_DIR or $TOMBOLO_RUNTIME to be set (not running as root); set one"
+    )]
+    NoPlace,
+    /// Somebody serves under this name already.
+    #[error("the service \"{0}\" is running already; end it, or register another name")]
+    Running(String),
+    /// A Unix socket's path has at most 107 bytes.
+    #[error("the socket path {} is longer than the 107 bytes that the system allows; set $TOMBOLO_RUNTIME to a shorter folder", .0.display())]
+    LongPath(PathBuf),
+    /// The system refused.
+    #[error("{what} {}: {source}", path.display())]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// On what.
+        path: PathBuf,
+        /// The system's answer.
+        source: io::Error,
+    },
+}
+
+fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FolderError {
+    move |source| FolderError::System { what, path: path.into(), source }
+}
+
+/// The folder of this user's services. It may not be there yet.
+///
+/// # Errors
+/// [`FolderError::NoPlace`].
+pub fn services() -> Result<PathBuf, FolderError> {
+    let root = if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
+        PathBuf::from(path)
+    } else if rustix::process::geteuid().is_root() {
+        "/run/tombolo".into()
+    } else {
+        let base = std::env::var_os("XDG_RUNTIME_DIR").ok_or(FolderError::NoPlace)?;
+        Path::new(&base).join("tombolo")
+    };
+    Ok(root.join("services"))
+}
+
+/// The socket of a service in a folder.
+///
+/// # Errors
+/// [`FolderError::Name`] for what could be a path of something else.
+pub fn socket_path(folder: &Path, name: &str) -> Result<PathBuf, FolderError> {
+    let fine = |b: u8| b.is_ascii_alphanumeric() || matches!(b, b'.' | b'_' | b'-');
+    if name.is_empty() || name.len() > MAX_NAME_BYTES || name.starts_with('.') || !name.bytes().all(fine) {
+        return Err(FolderError::Name(name.into()));
+    }
+    Ok(folder.join(name))
+}
+
+fn address(path: &Path) -> Result<SocketAddrUnix, FolderError> {
+    SocketAddrUnix::new(path).map_err(|_| FolderError::LongPath(path.into()))
+}
+
+fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Errno> {
+    socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags | SocketFlags::CLOEXEC, None)
+}
+
+/// Connects to a service's socket, and waits for at most `patience` where many connect at a time.
+///
+/// # Errors
+/// `NotFound` and `ConnectionRefused` mean that nobody serves under the name.
+pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, FolderError> {
+    let address = address(path)?;
+    let tried = (|| {
+        let socket = new_socket(SocketFlags::empty())?;
+        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+        connect(&socket, &address)?;
+        Ok(socket)
+    })();
+    tried.map_err(|e: Errno| system("connecting to", path)(e.into()))
+}
+
+/// Nobody listens on this socket, and nobody will: its listener has gone.
+fn is_stale(path: &Path) -> bool {
+    let Ok(address) = address(path) else { return false };
+    // Non-blocking: a listener whose queue is full is a listener.
+    new_socket(SocketFlags::NONBLOCK).is_ok_and(|probe| connect(&probe, &address) == Err(Errno::CONNREFUSED))
+}
+
+/// The lock that keeps changes of the folder apart; released when dropped.
+fn lock(folder: &Path) -> Result<File, FolderError> {
+    let file = File::open(folder).map_err(system("opening", folder))?;
+    flock(&file, FlockOperation::LockExclusive).map_err(|e| system("locking", folder)(e.into()))?;
+    Ok(file)
+}
+
+/// The socket that a service listens on. Its name goes when this is dropped, unless somebody else has it by then.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    pub(crate) socket: OwnedFd,
+    path: PathBuf,
+    folder: PathBuf,
+    /// Device and number of the socket's file.
+    file: (u64, u64),
+}
+
+fn file_of(path: &Path) -> Option<(u64, u64)> {
+    fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+impl Listener {
+    /// Takes the name, replacing a stale socket. `mode` is the socket's permissions.
+    pub(crate) fn bind(folder: &Path, name: &str, mode: u32) -> Result<Listener, FolderError> {
+        let path = socket_path(folder, name)?;
+        let mut builder = fs::DirBuilder::new();
+        builder.recursive(true).mode(0o755).create(folder).map_err(system("creating", folder))?;
+        let _lock = lock(folder)?;
+        if path.exists() && !is_stale(&path) {
+            return Err(FolderError::Running(name.into()));
+        }
+        let new = folder.join(format!(".{name}.{}", std::process::id()));
+        // Left by a process of our number that was killed between the two steps.
+        let _ = fs::remove_file(&new);
+        let made = (|| {
+            let socket = new_socket(SocketFlags::NONBLOCK)?;
+            bind(&socket, &address(&new).map_err(|_| Errno::NAMETOOLONG)?)?;
+            fs::set_permissions(&new, fs::Permissions::from_mode(mode))?;
+            listen(&socket, 128)?;
+            fs::rename(&new, &path)?;
+            io::Result::Ok(socket)
+        })();
+        let socket = made.map_err(|source| {
+            let _ = fs::remove_file(&new);
+            if source.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) {
+                return FolderError::LongPath(new.clone());
+            }
+            system("listening on", &path)(source)
+        })?;
+        let file = file_of(&path).unwrap_or_default();
+        Ok(Listener { socket, path, folder: folder.into(), file })
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let _lock = lock(&self.folder);
+        if file_of(&self.path) == Some(self.file) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// Names of the services of a folder, sorted; sockets whose listeners have gone are removed on the way, as far as we may.
+pub fn list(folder: &Path) -> Vec<String> {
+    let Ok(entries) = fs::read_dir(folder) else { return vec![] };
+    let mut names = Vec::new();
+    for entry in entries.flatten() {
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        let path = entry.path();
+        if is_stale(&path) {
+            let _lock = lock(folder);
+            // Again, under the lock: it may have been replaced.
+            if is_stale(&path) {
+                let _ = fs::remove_file(&path);
+            }
+        } else if socket_path(folder, &name).is_ok() {
+            names.push(name);
+        }
+    }
+    names.sort();
+    names
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_that_could_be_paths_are_refused() {
+        let folder = Path::new("/x");
+        for name in ["", ".", "..", ".a", "a/b", "a b", "ä", &"a".repeat(65)] {
+            assert!(matches!(socket_path(folder, name), Err(FolderError::Name(_))), "{name}");
+        }
+        assert_eq!(socket_path(folder, "Calc-1.b_c").unwrap(), Path::new("/x/Calc-1.b_c"));
+    }
+
+    #[test]
+    fn a_name_has_one_listener_and_goes_with_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        assert!(matches!(Listener::bind(dir.path(), "a", 0o600), Err(FolderError::Running(_))));
+        assert_eq!(list(dir.path()), ["a"]);
+        assert!(dial(&dir.path().join("a"), Duration::from_secs(1)).is_ok());
+        drop(listener);
+        assert_eq!(list(dir.path()), [""; 0]);
+        assert!(Listener::bind(dir.path(), "a", 0o600).is_ok());
+    }
+
+    #[test]
+    fn a_stale_socket_is_replaced_and_cleared() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in ["a", "b"] {
+            let listener = Listener::bind(dir.path(), name, 0o600).unwrap();
+            // As a killed process leaves it: the descriptor is closed, the name stays.
+            let Listener { socket, .. } = &listener;
+            rustix::net::shutdown(socket, rustix::net::Shutdown::Both).unwrap();
+            let copy = socket.try_clone().unwrap();
+            std::mem::forget(listener);
+            drop(copy);
+        }
+        assert!(is_stale(&dir.path().join("a")));
+        let replaced = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        assert_eq!(list(dir.path()), ["a"]);
+        assert!(!dir.path().join("b").exists(), "listing clears what is stale");
+        drop(replaced);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn a_path_that_is_too_long_is_said_so() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = dir.path().join("x".repeat(100));
+        assert!(matches!(Listener::bind(&folder, "a", 0o600), Err(FolderError::LongPath(_))));
+    }
+}

@@ -1,0 +1,28 @@
+//! Calls with deadlines between processes of one machine, over shared memory.
+//!
+//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`]; this crate holds what a service and a
+//! client do with them. What decides is pure and runs on any clock:
+//!
+//! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
+//! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
+//! * [`simulate`]: the same rules on a virtual clock: deadlines missed against load, by order of service.
+//! * [`histogram`]: times as they are counted and reported.
+#![warn(unreachable_pub)]
+
+pub mod client;
+pub mod clock;
+mod cpu;
+pub mod deadline;
+pub mod folder;
+pub mod histogram;
+mod message;
+pub mod poll;
+pub mod provider;
+pub mod queue;
+pub mod schedule;
+pub mod shared;
+pub mod simulate;
+mod socket;
+mod sync;
+
+pub use message::Facts;

@@ -1,0 +1,278 @@
+//! The control thread: accepts clients, speaks with them over their sockets, notices that they have gone.
+//!
+//! It sleeps without a time limit while nothing is served. While requests are served it looks at the queue every
+//! [`ATTEND`], so that what clients ask while all workers are busy is refused, cancelled or expired in that time.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{Timespec, epoll};
+use rustix::io::Errno;
+use rustix::net::{SocketFlags, accept_with, sockopt};
+use tombolo_ring::rpc::{Ends, Geometry, Role, initialise};
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::section;
+
+use super::Engine;
+use super::connection::{Caller, Connection};
+use super::report::add;
+use super::worker::Place;
+use crate::clock;
+use crate::folder::Listener;
+use crate::message::{Facts, Message};
+use crate::schedule::Late;
+use crate::socket::{self, Received};
+use crate::sync::lock;
+
+/// How often the queue is looked at while requests are served.
+const ATTEND: Duration = Duration::from_millis(10);
+/// Quiet turns after which the thread sleeps without a time limit.
+const QUIET_TURNS: u32 = 20;
+/// How often held replies are looked at.
+const RECLAIM: Duration = Duration::from_secs(1);
+/// How long a client may be connected without saying what it wants, when others want its place.
+const SILENCE: Duration = Duration::from_secs(2);
+
+const LISTENER: u64 = 0;
+const BELL: u64 = 1;
+const FIRST_CLIENT: u64 = 2;
+
+enum Client {
+    /// Connected, and not welcome yet.
+    Stranger {
+        socket: OwnedFd,
+        caller: Caller,
+        since: Instant,
+    },
+    Welcome {
+        connection: Arc<Connection>,
+        place: Place,
+    },
+}
+
+pub(super) struct Control {
+    engine: Arc<Engine>,
+    listener: Listener,
+    epoll: OwnedFd,
+    clients: HashMap<u64, Client>,
+    next: u64,
+    reclaimed: Instant,
+}
+
+impl Control {
+    pub(super) fn new(engine: Arc<Engine>, listener: Listener) -> Result<Control, Errno> {
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+        epoll::add(&epoll, &listener.socket, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
+        epoll::add(&epoll, &engine.control, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)?;
+        let reclaimed = Instant::now();
+        Ok(Control { engine, listener, epoll, clients: HashMap::new(), next: FIRST_CLIENT, reclaimed })
+    }
+
+    pub(super) fn run(mut self) {
+        let mut events = Vec::with_capacity(32);
+        let mut quiet = 0;
+        let mut served = 0;
+        while !self.engine.ended.load(Ordering::SeqCst) {
+            let rests = quiet >= QUIET_TURNS;
+            if rests {
+                // A worker that serves from now on rings.
+                self.engine.control_rests.store(true, Ordering::SeqCst);
+            }
+            let attend = Timespec { tv_sec: 0, tv_nsec: ATTEND.subsec_nanos().into() };
+            events.clear();
+            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), (!rests).then_some(&attend));
+            if rests {
+                self.engine.control_rests.store(false, Ordering::SeqCst);
+                quiet = 0;
+            }
+            for event in &events {
+                match event.data.u64() {
+                    LISTENER => self.accept(),
+                    BELL => {
+                        self.engine.control.take();
+                    }
+                    id => self.read(id),
+                }
+            }
+            let now_served = super::report::get(&self.engine.counters.calls);
+            let pending = self.attend();
+            quiet = if pending || now_served != served { 0 } else { quiet + 1 };
+            served = now_served;
+        }
+        for (_, client) in self.clients.drain() {
+            if let Client::Welcome { place, .. } = client {
+                self.engine.forget(&mut lock(&self.engine.core), place);
+            }
+        }
+    }
+
+    /// True while requests wait or are served.
+    fn attend(&mut self) -> bool {
+        let core = &mut *lock(&self.engine.core);
+        if self.engine.idle.load(Ordering::Relaxed) == 0 {
+            self.engine.attend(core);
+        }
+        let busy = core.pending() > 0 || core.serves();
+        if self.reclaimed.elapsed() >= RECLAIM {
+            self.reclaimed = Instant::now();
+            let (now, ttl) = (clock::now_ns(), clock::ns(self.engine.options.reply_ttl));
+            for client in self.clients.values() {
+                if let Client::Welcome { connection, .. } = client {
+                    add(&self.engine.counters.reclaimed, connection.reclaim(now, ttl));
+                }
+            }
+        }
+        busy
+    }
+
+    fn accept(&mut self) {
+        // A storm of connections must not keep the thread from its other work.
+        for _ in 0..32 {
+            let Ok(socket) = accept_with(&self.listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
+                return;
+            };
+            let Ok(peer) = sockopt::socket_peercred(&socket) else { continue };
+            let caller =
+                Caller { pid: peer.pid.as_raw_nonzero().get() as u32, uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+            let own = rustix::process::geteuid().as_raw();
+            if !self.engine.options.access.allows(own, caller) {
+                self.refuse(&socket, format!("user {} (group {}) may not call this service", caller.uid, caller.gid));
+                continue;
+            }
+            if self.clients.len() >= self.engine.options.max_clients {
+                self.clear_strangers();
+            }
+            if self.clients.len() >= self.engine.options.max_clients {
+                self.refuse(
+                    &socket,
+                    format!("{} clients are connected, and the service allows no more", self.clients.len()),
+                );
+                continue;
+            }
+            let id = self.next;
+            let flags = epoll::EventFlags::IN | epoll::EventFlags::RDHUP;
+            if epoll::add(&self.epoll, &socket, epoll::EventData::new_u64(id), flags).is_ok() {
+                self.next += 1;
+                self.clients.insert(id, Client::Stranger { socket, caller, since: Instant::now() });
+            }
+        }
+    }
+
+    /// Sends those away who have gone already, or have said nothing for too long.
+    fn clear_strangers(&mut self) {
+        let strangers = self.clients.iter().filter(|(_, c)| matches!(c, Client::Stranger { .. })).map(|(id, _)| *id);
+        for id in strangers.collect::<Vec<_>>() {
+            self.read(id);
+        }
+        self.clients.retain(|_, c| !matches!(c, Client::Stranger { since, .. } if since.elapsed() > SILENCE));
+    }
+
+    fn refuse(&self, socket: impl AsFd, why: String) {
+        add(&self.engine.counters.refused_connections, 1);
+        // A client that does not read its refusal sees the socket close.
+        let _ = socket::send(socket, &Message::Refused(why), &[], false);
+    }
+
+    fn read(&mut self, id: u64) {
+        match self.clients.get(&id) {
+            None => {}
+            Some(Client::Welcome { connection, place }) => {
+                let place = *place;
+                let stays = !connection.is_gone() && connection.read_messages();
+                if !stays {
+                    self.engine.forget(&mut lock(&self.engine.core), place);
+                    self.clients.remove(&id);
+                }
+            }
+            Some(Client::Stranger { socket, .. }) => match socket::receive(socket, false) {
+                Received::Nothing => {}
+                Received::Message(Message::Ask, _) => {
+                    let report = serde_json::to_string(&self.engine.report()).unwrap_or_default();
+                    if socket::send(socket, &Message::Report(report), &[], false).is_err() {
+                        self.clients.remove(&id);
+                    }
+                }
+                Received::Message(Message::Hello { entries, arena_bytes }, fds) => {
+                    self.welcome(id, entries, arena_bytes, fds);
+                }
+                Received::Malformed(why) => {
+                    self.refuse(socket, why.to_string());
+                    self.clients.remove(&id);
+                }
+                Received::Message(..) | Received::Gone => {
+                    self.clients.remove(&id);
+                }
+            },
+        }
+    }
+
+    fn welcome(&mut self, id: u64, entries: u32, arena_bytes: u64, fds: Vec<OwnedFd>) {
+        let Some(Client::Stranger { socket, caller, .. }) = self.clients.remove(&id) else { return };
+        let copy = match socket.try_clone() {
+            Ok(copy) => copy,
+            Err(error) => return self.refuse(&socket, error.to_string()),
+        };
+        match self.connect(socket, caller, entries, arena_bytes, fds) {
+            Ok(client) => {
+                self.clients.insert(id, client);
+            }
+            // The socket's last descriptor is dropped with it, and its event too.
+            Err(why) => self.refuse(&copy, why),
+        }
+    }
+
+    fn connect(
+        &self,
+        socket: OwnedFd,
+        caller: Caller,
+        entries: u32,
+        arena_bytes: u64,
+        fds: Vec<OwnedFd>,
+    ) -> Result<Client, String> {
+        let options = &self.engine.options;
+        let [theirs] = <[OwnedFd; 1]>::try_from(fds)
+            .map_err(|fds| format!("{} descriptors came, expected a section", fds.len()))?;
+        if entries > options.max_entries || arena_bytes > options.max_arena_bytes {
+            return Err(format!(
+                "{entries} entries and an arena of {arena_bytes} bytes were asked for, and the service allows {} and {}",
+                options.max_entries, options.max_arena_bytes
+            ));
+        }
+        let sizes = || format!("{entries} entries and an arena of {arena_bytes} bytes: expected powers of two");
+        let peer_geometry = Geometry::new(entries, arena_bytes).ok_or_else(sizes)?;
+        let own_geometry = Geometry::new(entries, options.reply_arena_bytes).ok_or_else(sizes)?;
+        let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
+        let (fd, own) = section::make("tombolo-rpc", own_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
+        let view = own.view_mut().ok_or("the section cannot be written")?;
+        initialise(view, own_geometry, Role::Provider);
+        let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(|e| e.to_string())?;
+        ends.check_peer(Role::Client).map_err(|_| "the section's header is not that of this version".to_string())?;
+        let bell = Doorbell::new().map_err(|e| e.to_string())?;
+        let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
+        let connection =
+            Connection::new(caller, socket, bell, (own, own_geometry), (peer, peer_geometry), options.max_shared_bytes);
+        let connection = Arc::new(connection);
+        let place = lock(&self.engine.core).add(connection.clone());
+        let data = epoll::EventData::new_u64(place.bits());
+        let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        let facts = Facts {
+            arena_bytes: options.reply_arena_bytes,
+            budget_ns: clock::ns(options.budget),
+            max_shared_bytes: options.max_shared_bytes,
+            late_is_best_effort: options.late == Late::BestEffort,
+            admission: options.admission,
+        };
+        let added = epoll::add(&self.engine.bells, &connection.bell, data, edge);
+        let sent = added.and_then(|()| {
+            socket::send(&connection.socket, &Message::Welcome(facts), &[fd.as_fd(), bell_fd.as_fd()], false)
+        });
+        if let Err(error) = sent {
+            self.engine.forget(&mut lock(&self.engine.core), place);
+            return Err(error.to_string());
+        }
+        Ok(Client::Welcome { connection, place })
+    }
+}

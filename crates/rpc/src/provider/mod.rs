@@ -1,0 +1,359 @@
+//! A service: registered under a name, called by clients, earliest deadline first.
+//!
+//! # Threads
+//! `workers` threads serve; one more, the control thread, accepts clients, reads their sockets, notices their deaths and looks after
+//! requests while all workers are busy. There is no dispatcher: a worker that is free takes what all clients have asked into the queue
+//! and serves the first (`worker`). An idle service sleeps, with no timer running.
+//!
+//! # Failure
+//! A client that breaks the protocol is sent away and counted; a client that dies has its requests taken out of the queue and its
+//! memory given back. A handler that panics costs its request, answered as failed. When the service is dropped, what waits is
+//! refused and clients see their sockets close; a handler under way is waited for. When its process dies, the kernel closes the
+//! sockets and each waiting client gets its error.
+//!
+//! # Limits
+//! [`Options`]: pending requests, clients, entries and memory per client.
+
+mod connection;
+mod control;
+mod report;
+mod request;
+mod worker;
+
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use rustix::event::epoll;
+use rustix::io::Errno;
+use tombolo_ring::rpc::MAX_ENTRIES;
+use tombolo_ring::rpc::entry::Refusal;
+use tombolo_shm::class::Class;
+use tombolo_shm::doorbell::Doorbell;
+
+pub use connection::Caller;
+pub use report::{Answers, Report, SlowCall};
+pub use request::{Handler, NoReplyMemory, Reply, Request};
+
+use crate::clock;
+use crate::folder::{self, FolderError, Listener};
+use crate::poll::Polling;
+use crate::schedule::{Late, Rules, Schedule};
+use crate::sync::lock;
+use report::{Counters, get};
+use worker::Core;
+
+/// In which class workers run.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum WorkerClass {
+    /// As any thread.
+    #[default]
+    Normal,
+    /// `SCHED_FIFO` with that priority.
+    Fifo(u8),
+    /// `SCHED_DEADLINE`: the budget in each period.
+    Deadline,
+}
+
+/// Who may call. Whoever the service runs as, and root, always may.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Access {
+    /// Users.
+    pub uids: Vec<u32>,
+    /// Groups; of a caller, only the group that it runs as counts, not those that it is a member of besides.
+    pub gids: Vec<u32>,
+    /// Everybody on this machine who can reach the folder.
+    pub everybody: bool,
+}
+
+impl Access {
+    fn allows(&self, own_uid: u32, caller: Caller) -> bool {
+        self.everybody
+            || caller.uid == 0
+            || caller.uid == own_uid
+            || self.uids.contains(&caller.uid)
+            || self.gids.contains(&caller.gid)
+    }
+
+    /// Permissions of the socket: the kernel keeps others out where only the owner may call.
+    fn mode(&self) -> u32 {
+        if *self == Access::default() { 0o600 } else { 0o666 }
+    }
+}
+
+/// How a service runs.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads that serve.
+    pub workers: u32,
+    /// Their class. What is in force is in the report; that it was refused is no failure.
+    pub class: WorkerClass,
+    /// How long one request takes at most: admission counts with it, and it is the runtime of [`WorkerClass::Deadline`].
+    pub budget: Duration,
+    /// The period of [`WorkerClass::Deadline`].
+    pub period: Duration,
+    /// Most requests that wait.
+    pub queue_bound: usize,
+    /// What happens to requests whose deadline has passed before their service began.
+    pub late: Late,
+    /// Whether what cannot be met is refused at once.
+    pub admission: bool,
+    /// Who may call.
+    pub access: Access,
+    /// Most clients at a time.
+    pub max_clients: usize,
+    /// Most requests that one client may have under way.
+    pub max_entries: u32,
+    /// Largest arena that a client may bring for its requests.
+    pub max_arena_bytes: u64,
+    /// Memory for the replies to one client: 0 or a power of two from 4 KiB.
+    pub reply_arena_bytes: u64,
+    /// Most bytes of whole memories that one client may hand over.
+    pub max_shared_bytes: u64,
+    /// How long a request waits that says nothing else.
+    pub ttl: Duration,
+    /// How long a client may hold a reply.
+    pub reply_ttl: Duration,
+    /// Calls that take longer, waiting and service together, are in the report.
+    pub slow: Duration,
+    /// How workers wait.
+    pub polling: Polling,
+    /// The folder of the socket; the user's own where there is none.
+    pub folder: Option<PathBuf>,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            workers: 1,
+            class: WorkerClass::Normal,
+            budget: Duration::from_millis(1),
+            period: Duration::from_millis(10),
+            queue_bound: 16384,
+            late: Late::Refuse,
+            admission: false,
+            access: Access::default(),
+            max_clients: 256,
+            max_entries: 1024,
+            max_arena_bytes: 64 << 20,
+            reply_arena_bytes: 1 << 20,
+            max_shared_bytes: 4 << 30,
+            ttl: Duration::from_secs(60),
+            reply_ttl: Duration::from_secs(60),
+            slow: Duration::from_millis(10),
+            polling: Polling::Adaptive,
+            folder: None,
+        }
+    }
+}
+
+/// Why a service could not be registered.
+#[derive(Debug, thiserror::Error)]
+pub enum RegisterError {
+    /// Its name or socket.
+    #[error(transparent)]
+    Folder(#[from] FolderError),
+    /// An option that makes no sense.
+    #[error("option {option}: {found}, expected {expected}")]
+    Option {
+        /// Its name.
+        option: &'static str,
+        /// Its value.
+        found: u64,
+        /// What it may be.
+        expected: &'static str,
+    },
+    /// The system refused a thread or a descriptor.
+    #[error("{what}: {source}")]
+    System {
+        /// What was tried.
+        what: &'static str,
+        /// The system's answer.
+        source: std::io::Error,
+    },
+}
+
+impl Options {
+    fn check(&self) -> Result<(), RegisterError> {
+        let wrong = |option, found, expected| Err(RegisterError::Option { option, found, expected });
+        if self.workers == 0 || self.workers > 256 {
+            return wrong("workers", self.workers.into(), "1 to 256");
+        }
+        if self.max_entries == 0 || self.max_entries > MAX_ENTRIES {
+            return wrong("max_entries", self.max_entries.into(), "1 to 4096");
+        }
+        if tombolo_ring::rpc::Geometry::new(1, self.reply_arena_bytes).is_none() {
+            return wrong("reply_arena_bytes", self.reply_arena_bytes, "0 or a power of two from 4096");
+        }
+        if self.queue_bound == 0 || self.queue_bound > 1 << 24 {
+            return wrong("queue_bound", self.queue_bound as u64, "1 to 16777216");
+        }
+        if matches!(self.class, WorkerClass::Fifo(p) if !(1..=99).contains(&p)) {
+            return wrong("class", 0, "a FIFO priority of 1 to 99");
+        }
+        Ok(())
+    }
+
+    fn rules(&self) -> Rules {
+        Rules {
+            pending: self.queue_bound,
+            late: self.late,
+            admission: self.admission,
+            budget_ns: clock::ns(self.budget),
+            workers: self.workers,
+            ttl_ns: clock::ns(self.ttl),
+        }
+    }
+
+    fn class(&self) -> Class {
+        match self.class {
+            WorkerClass::Normal => Class::Normal,
+            WorkerClass::Fifo(priority) => Class::Fifo { priority },
+            WorkerClass::Deadline => {
+                let period_ns = clock::ns(self.period);
+                Class::Deadline { runtime_ns: clock::ns(self.budget), deadline_ns: period_ns, period_ns }
+            }
+        }
+    }
+}
+
+/// What all threads of a service share.
+struct Engine {
+    name: String,
+    options: Options,
+    handler: Box<dyn Handler>,
+    core: Mutex<Core>,
+    /// Where idle workers sleep: all clients' bells, and `nudge`.
+    bells: std::os::fd::OwnedFd,
+    /// Wakes one idle worker.
+    nudge: Doorbell,
+    /// Workers that sleep.
+    idle: AtomicU32,
+    /// A worker polls: one is enough.
+    polling: AtomicBool,
+    stopping: AtomicBool,
+    /// The workers have ended.
+    ended: AtomicBool,
+    /// Wakes the control thread.
+    control: Doorbell,
+    /// The control thread sleeps without a time limit.
+    control_rests: AtomicBool,
+    counters: Counters,
+    classes: Mutex<Vec<String>>,
+    began: Instant,
+}
+
+impl Engine {
+    fn report(&self) -> Report {
+        let (pending, clients) = {
+            let core = lock(&self.core);
+            (core.pending() as u64, core.clients() as u64)
+        };
+        let counters = &self.counters;
+        Report {
+            name: self.name.clone(),
+            pid: std::process::id(),
+            uptime_s: self.began.elapsed().as_secs_f64(),
+            workers: lock(&self.classes).clone(),
+            budget_ns: clock::ns(self.options.budget),
+            queue_bound: self.options.queue_bound as u64,
+            late_policy: self.options.late,
+            admission: self.options.admission,
+            clients,
+            broken_clients: get(&counters.broken_clients),
+            refused_connections: get(&counters.refused_connections),
+            pending,
+            answers: counters.answers(),
+            reclaimed_replies: get(&counters.reclaimed),
+            sleeps: get(&counters.sleeps),
+            polls_gained: get(&counters.polls_gained),
+            queued: counters.queued.summary(),
+            service: counters.service.summary(),
+            slow_calls: counters.slow_calls(),
+        }
+    }
+}
+
+/// A service that runs until it is dropped.
+pub struct Service {
+    engine: Arc<Engine>,
+    threads: Vec<JoinHandle<()>>,
+    control: Option<JoinHandle<()>>,
+}
+
+impl std::fmt::Debug for Service {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Service").field("name", &self.engine.name).finish_non_exhaustive()
+    }
+}
+
+impl Service {
+    /// Registers a service and starts to serve.
+    ///
+    /// # Errors
+    /// [`RegisterError`]: the name is taken or no name, an option makes no sense, or the system refuses.
+    pub fn register(name: &str, options: Options, handler: impl Handler) -> Result<Service, RegisterError> {
+        options.check()?;
+        let folder = options.folder.clone().map_or_else(folder::services, Ok)?;
+        let listener = Listener::bind(&folder, name, options.access.mode())?;
+        let system = |what| move |source: Errno| RegisterError::System { what, source: source.into() };
+        let bells = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll"))?;
+        let nudge = Doorbell::new().map_err(system("eventfd"))?;
+        let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
+        epoll::add(&bells, &nudge, epoll::EventData::new_u64(worker::NUDGE), edge).map_err(system("epoll"))?;
+        let workers = options.workers as usize;
+        let engine = Arc::new(Engine {
+            name: name.into(),
+            core: Mutex::new(Core::new(Schedule::new(options.rules()))),
+            handler: Box::new(handler),
+            bells,
+            nudge,
+            idle: AtomicU32::new(0),
+            polling: AtomicBool::new(false),
+            stopping: AtomicBool::new(false),
+            ended: AtomicBool::new(false),
+            control: Doorbell::new().map_err(system("eventfd"))?,
+            control_rests: AtomicBool::new(false),
+            counters: Counters::default(),
+            classes: Mutex::new(vec!["starting".into(); workers]),
+            began: Instant::now(),
+            options,
+        });
+        let mut service = Service { engine: engine.clone(), threads: Vec::new(), control: None };
+        let spawn = |name: String, run: Box<dyn FnOnce() + Send>| {
+            let spawned = std::thread::Builder::new().name(name).spawn(run);
+            spawned.map_err(|source| RegisterError::System { what: "starting a thread", source })
+        };
+        for n in 0..workers {
+            let engine = engine.clone();
+            service.threads.push(spawn(format!("{name}-{n}"), Box::new(move || engine.work(n)))?);
+        }
+        let control = control::Control::new(engine, listener).map_err(system("epoll"))?;
+        service.control = Some(spawn(format!("{name}-control"), Box::new(move || control.run()))?);
+        Ok(service)
+    }
+
+    /// What it tells of itself.
+    pub fn report(&self) -> Report {
+        self.engine.report()
+    }
+}
+
+impl Drop for Service {
+    fn drop(&mut self) {
+        // The bells order it.
+        self.engine.stopping.store(true, Ordering::SeqCst);
+        self.engine.nudge.ring();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+        self.engine.refuse_all(&mut lock(&self.engine.core), Refusal::Stopping);
+        self.engine.ended.store(true, Ordering::SeqCst);
+        self.engine.control.ring();
+        if let Some(control) = self.control.take() {
+            let _ = control.join();
+        }
+    }
+}

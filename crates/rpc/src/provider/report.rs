@@ -1,0 +1,188 @@
+//! What a service tells of itself: counters, times, classes in force, slow calls.
+
+use std::collections::VecDeque;
+use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use serde::{Deserialize, Serialize};
+use tombolo_ring::rpc::entry::{Refusal, Status};
+
+use crate::histogram::{Histogram, Summary};
+use crate::schedule::Late;
+use crate::sync::lock;
+
+/// How many slow calls are remembered.
+const SLOW_CALLS: usize = 32;
+
+/// A call that took longer than the service's threshold.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SlowCall {
+    /// The caller's process.
+    pub pid: u32,
+    /// What the caller put in to find it again.
+    pub trace: u64,
+    /// Bytes of the request.
+    pub request_bytes: u64,
+    /// How long it waited.
+    pub queued_ns: u64,
+    /// How long it was served.
+    pub service_ns: u64,
+    /// How much after its deadline it was done; 0 if before it.
+    pub late_by_ns: u64,
+}
+
+/// Counters of answers, all since the service began.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answers {
+    /// Served.
+    pub served: u64,
+    /// Of these: done after their deadline.
+    pub overran: u64,
+    /// Not served since their deadline had passed.
+    pub late: u64,
+    /// Refused since the queue was full.
+    pub refused_queue_full: u64,
+    /// Refused since the deadline could not be met.
+    pub refused_admission: u64,
+    /// Refused since the payload's memory was not as it should be.
+    pub refused_memory: u64,
+    /// Refused since there was no room for the reply.
+    pub refused_reply_memory: u64,
+    /// Refused since the service was ending.
+    pub refused_stopping: u64,
+    /// Taken back by the client.
+    pub cancelled: u64,
+    /// Waited for longer than their time to live.
+    pub expired: u64,
+    /// The handler panicked.
+    pub failed: u64,
+    /// Whose client had gone, or was sent away, before the answer.
+    pub abandoned: u64,
+}
+
+/// A service's report.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// Its name.
+    pub name: String,
+    /// Its process.
+    pub pid: u32,
+    /// Seconds since it began.
+    pub uptime_s: f64,
+    /// The class in force of each worker, and why it is not the one that was asked for.
+    pub workers: Vec<String>,
+    /// Its execution budget, ns.
+    pub budget_ns: u64,
+    /// Most requests that wait.
+    pub queue_bound: u64,
+    /// What happens to the late.
+    pub late_policy: Late,
+    /// Whether what cannot be met is refused at once.
+    pub admission: bool,
+    /// Clients connected.
+    pub clients: u64,
+    /// Clients sent away since they broke the protocol.
+    pub broken_clients: u64,
+    /// Connections refused.
+    pub refused_connections: u64,
+    /// Requests that wait.
+    pub pending: u64,
+    /// Answers.
+    pub answers: Answers,
+    /// Replies that were held for too long and taken back.
+    pub reclaimed_replies: u64,
+    /// How often a worker slept.
+    pub sleeps: u64,
+    /// How often polling saved a sleep.
+    pub polls_gained: u64,
+    /// From when a request was seen to when its service began.
+    pub queued: Summary,
+    /// How long requests were served.
+    pub service: Summary,
+    /// The last slow calls, oldest first.
+    pub slow_calls: Vec<SlowCall>,
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    served: AtomicU64,
+    overran: AtomicU64,
+    late: AtomicU64,
+    refused: [AtomicU64; Refusal::ALL.len()],
+    cancelled: AtomicU64,
+    expired: AtomicU64,
+    failed: AtomicU64,
+    pub(crate) abandoned: AtomicU64,
+    pub(crate) broken_clients: AtomicU64,
+    pub(crate) refused_connections: AtomicU64,
+    pub(crate) reclaimed: AtomicU64,
+    pub(crate) sleeps: AtomicU64,
+    pub(crate) polls_gained: AtomicU64,
+    /// Services that ended, however.
+    pub(crate) calls: AtomicU64,
+    pub(crate) queued: Histogram,
+    pub(crate) service: Histogram,
+    slow: Mutex<VecDeque<SlowCall>>,
+}
+
+pub(crate) fn add(counter: &AtomicU64, n: u64) {
+    // Relaxed: a counter that nothing else depends on.
+    counter.fetch_add(n, Ordering::Relaxed);
+}
+
+pub(crate) fn get(counter: &AtomicU64) -> u64 {
+    counter.load(Ordering::Relaxed)
+}
+
+impl Counters {
+    /// Counts an answer that was sent.
+    pub(crate) fn answered(&self, status: Status, overran: bool) {
+        add(
+            match status {
+                Status::Served => &self.served,
+                Status::Late => &self.late,
+                Status::Refused(reason) => {
+                    let index = Refusal::ALL.iter().position(|r| *r == reason).unwrap_or(0);
+                    &self.refused[index]
+                }
+                Status::Cancelled => &self.cancelled,
+                Status::Expired => &self.expired,
+                Status::Failed => &self.failed,
+            },
+            1,
+        );
+        if overran {
+            add(&self.overran, 1);
+        }
+    }
+
+    pub(crate) fn slow(&self, call: SlowCall) {
+        let mut slow = lock(&self.slow);
+        if slow.len() == SLOW_CALLS {
+            slow.pop_front();
+        }
+        slow.push_back(call);
+    }
+
+    pub(crate) fn slow_calls(&self) -> Vec<SlowCall> {
+        lock(&self.slow).iter().cloned().collect()
+    }
+
+    pub(crate) fn answers(&self) -> Answers {
+        let refused = |reason| Refusal::ALL.iter().position(|r| *r == reason).map_or(0, |i| get(&self.refused[i]));
+        Answers {
+            served: get(&self.served),
+            overran: get(&self.overran),
+            late: get(&self.late),
+            refused_queue_full: refused(Refusal::QueueFull),
+            refused_admission: refused(Refusal::Admission),
+            refused_memory: refused(Refusal::Memory),
+            refused_reply_memory: refused(Refusal::ReplyMemory),
+            refused_stopping: refused(Refusal::Stopping),
+            cancelled: get(&self.cancelled),
+            expired: get(&self.expired),
+            failed: get(&self.failed),
+            abandoned: get(&self.abandoned),
+        }
+    }
+}

@@ -1,0 +1,504 @@
+//! Workers: no dispatcher, each free worker takes what clients have asked and serves the first.
+//!
+//! ```text
+//!   take all that clients have asked into the queue; answer what is late, refused, expired
+//!   something to serve:  others sleep? then arm the bells for them, and nudge one if more waits
+//!                        serve it, answer it, begin again
+//!   nothing:             poll a little, if that has paid lately
+//!                        arm the bells, look again, sleep in epoll
+//! ```
+//!
+//! All of it but the serving is under the core's lock, held for well below a µs per request. A client is *active* while its bell
+//! is not armed: it is looked at in each turn, and rings for nobody. All idle workers sleep on one epoll instance, edge-triggered:
+//! the kernel wakes one of them for each ring, so no thread hands work to another. While none is idle, a bell that rings wakes nobody:
+//! workers then listen for bells between two requests, every [`LOOK_NS`] at most, so that the order of service is that of
+//! deadlines over all clients to within that time.
+//!
+//! A bell that rings for nothing costs a wake-up. A bell that is armed late costs nothing: after arming, the ring is looked at again.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, MutexGuard};
+
+use rustix::event::{Timespec, epoll};
+use tombolo_ring::mem::Foreign;
+use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status};
+use tombolo_ring::rpc::ring::{self, Consumer};
+use tombolo_ring::rpc::{Broken, INLINE_BYTES};
+use tombolo_shm::class;
+
+use super::Engine;
+use super::connection::{Connection, Slot};
+use super::report::{SlowCall, add};
+use super::request::{Reply, Request, Source};
+use crate::clock::now_ns;
+use crate::deadline::Scope;
+use crate::poll::{POLL_NS, Poller, Polling};
+use crate::schedule::{Next, Schedule};
+use crate::sync::lock;
+
+/// The event of the bell that is no client's.
+pub(crate) const NUDGE: u64 = u64::MAX;
+/// Most clients that are polled; with more of them active the worker sleeps.
+const POLLED: usize = 8;
+/// Bells that are heard at a time.
+const EVENTS: usize = 64;
+/// How often a worker that does not sleep listens for bells: a system call each time.
+const LOOK_NS: u64 = 10_000;
+/// Looks between two readings of the clock.
+const LOOKS: u32 = 32;
+
+/// A request that was taken from its client.
+#[derive(Debug)]
+pub(crate) struct Job {
+    connection: Arc<Connection>,
+    /// Of its intake.
+    place: Place,
+    call: Call,
+    deadline_ns: u64,
+    inline: [u8; INLINE_BYTES],
+}
+
+/// Which intake, and which of those that had its index.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Place {
+    index: u32,
+    turn: u32,
+}
+
+impl Place {
+    pub(crate) fn bits(self) -> u64 {
+        u64::from(self.turn) << 32 | u64::from(self.index)
+    }
+
+    fn from_bits(bits: u64) -> Place {
+        Place { index: bits as u32, turn: (bits >> 32) as u32 }
+    }
+}
+
+#[derive(Debug)]
+struct Intake {
+    connection: Arc<Connection>,
+    consumer: Consumer<Ask>,
+    place: Place,
+    active: bool,
+}
+
+/// What is under the service's lock.
+pub(crate) struct Core {
+    schedule: Schedule<Job>,
+    intakes: Vec<Option<Intake>>,
+    active: Vec<Place>,
+    turn: u32,
+    clients: usize,
+}
+
+impl Core {
+    pub(crate) fn new(schedule: Schedule<Job>) -> Core {
+        Core { schedule, intakes: Vec::new(), active: Vec::new(), turn: 0, clients: 0 }
+    }
+
+    pub(crate) fn pending(&self) -> usize {
+        self.schedule.pending()
+    }
+
+    /// Whether a request is being served.
+    pub(crate) fn serves(&self) -> bool {
+        self.schedule.serving() > 0
+    }
+
+    pub(crate) fn clients(&self) -> usize {
+        self.clients
+    }
+
+    fn intake(&mut self, place: Place) -> Option<&mut Intake> {
+        self.intakes.get_mut(place.index as usize)?.as_mut().filter(|i| i.place == place)
+    }
+
+    /// Adds a client, whose bell is armed from the beginning.
+    pub(crate) fn add(&mut self, connection: Arc<Connection>) -> Place {
+        let free = self.intakes.iter().position(Option::is_none);
+        let index = free.unwrap_or_else(|| {
+            self.intakes.push(None);
+            self.intakes.len() - 1
+        });
+        // Not all ones: that is the nudge.
+        self.turn = (self.turn + 1) & 0x7fff_ffff;
+        let place = Place { index: index as u32, turn: self.turn };
+        let mut consumer = Consumer::default();
+        // A client that has asked before it was welcome finds its requests taken with the first ring of its bell.
+        let _ = consumer.arm(connection.ends());
+        self.clients += 1;
+        self.intakes[index] = Some(Intake { connection, consumer, place, active: false });
+        place
+    }
+
+    /// Whether there are clients that are not looked at in each turn: their bells have to be listened for.
+    fn some_are_armed(&self) -> bool {
+        self.active.len() < self.clients
+    }
+
+    /// Looks at this client in each turn from now on, and has it ring for nobody.
+    fn activate(&mut self, place: Place) {
+        let Some(intake) = self.intake(place) else { return };
+        if !intake.active {
+            intake.active = true;
+            intake.consumer.took(intake.connection.ends());
+            self.active.push(place);
+        }
+    }
+
+    /// Arms the bells of all active clients. True where one of them has asked in between: then nobody may sleep.
+    fn arm(&mut self) -> bool {
+        let mut found = false;
+        let Core { intakes, active, .. } = self;
+        active.retain(|place| {
+            let Some(intake) = intakes[place.index as usize].as_mut().filter(|i| i.place == *place) else {
+                return false;
+            };
+            // What is broken is noticed when it is drained.
+            intake.active = !intake.consumer.arm(intake.connection.ends()).unwrap_or(false);
+            found |= intake.active;
+            intake.active
+        });
+        found
+    }
+}
+
+impl Engine {
+    /// A worker's life.
+    pub(super) fn work(&self, number: usize) {
+        self.set_class(number);
+        let mut poller = Poller::default();
+        let mut events = Vec::with_capacity(EVENTS);
+        let mut next_look = 0;
+        let mut core = lock(&self.core);
+        while !self.stopping.load(Ordering::SeqCst) {
+            let now = now_ns();
+            if now >= next_look && core.some_are_armed() {
+                next_look = now + LOOK_NS;
+                self.collect(&mut core, &mut events);
+            }
+            self.drain(&mut core, now);
+            match core.schedule.next(now) {
+                Some(Next::Serve { item, queued_ns }) => {
+                    item.connection.set_slot(item.call.token.slot(), Slot::Serving);
+                    // Relaxed: who sleeps counted itself under the lock; who has just woken takes the lock next.
+                    if self.idle.load(Ordering::Relaxed) > 0 && (core.arm() || core.schedule.pending() > 0) {
+                        self.nudge.ring();
+                    }
+                    drop(core);
+                    self.call_control();
+                    let place = item.place;
+                    self.serve(item, queued_ns, now);
+                    core = lock(&self.core);
+                    core.schedule.done(now);
+                    core.activate(place);
+                }
+                Some(Next::Answer { item, queued_ns, status }) => self.give_up(&item, status, queued_ns, now),
+                None => core = self.rest(core, &mut poller, &mut events),
+            }
+        }
+        drop(core);
+        // The next worker.
+        self.nudge.ring();
+    }
+
+    /// Activates the clients whose bells have rung while nobody slept on them.
+    fn collect(&self, core: &mut Core, events: &mut Vec<epoll::Event>) {
+        events.clear();
+        let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(events), Some(&now));
+        for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
+            core.activate(Place::from_bits(event));
+        }
+    }
+
+    fn set_class(&self, number: usize) {
+        let wanted = self.options.class();
+        let set = if wanted == class::Class::Normal { Ok(()) } else { class::set(wanted) };
+        let mut text = class::current().map_or_else(|e| format!("unknown ({e})"), |c| c.to_string());
+        if let Err(error) = set {
+            text.push_str(&format!(" (asked for {wanted}: {error})"));
+        }
+        if let Some(slot) = lock(&self.classes).get_mut(number) {
+            *slot = text;
+        }
+    }
+
+    /// While requests are served the control thread looks after the queue now and then.
+    fn call_control(&self) {
+        // Relaxed: a late look costs the time of one look.
+        if self.control_rests.load(Ordering::Relaxed) && self.control_rests.swap(false, Ordering::Relaxed) {
+            self.control.ring();
+        }
+    }
+
+    /// Takes what active clients have asked into the queue.
+    pub(super) fn drain(&self, core: &mut Core, now: u64) {
+        let mut at = 0;
+        while let Some(place) = core.active.get(at).copied() {
+            at += 1;
+            if let Err(broken) = self.drain_one(core, place, now) {
+                self.send_away(core, place, broken);
+                core.active.retain(|p| *p != place);
+                at -= 1;
+            }
+        }
+    }
+
+    fn drain_one(&self, core: &mut Core, place: Place, now: u64) -> Result<(), Broken> {
+        let Core { intakes, schedule, .. } = core;
+        let intake = intakes.get_mut(place.index as usize).and_then(Option::as_mut).filter(|i| i.place == place);
+        let Some(Intake { connection, consumer, .. }) = intake else { return Ok(()) };
+        let ends = connection.ends();
+        let mut any = false;
+        // No more than a ringful at a time, however fast a client asks: the others' turn comes.
+        for _ in 0..connection.slots() {
+            let mut inline = [0; INLINE_BYTES];
+            match consumer.take(ends, &mut inline)? {
+                None => break,
+                Some(Ask::Call(call)) => {
+                    any = true;
+                    self.offer(
+                        schedule,
+                        Job { connection: connection.clone(), place, call, deadline_ns: 0, inline },
+                        now,
+                    )?;
+                }
+                Some(Ask::Cancel(token)) => {
+                    any = true;
+                    if let Slot::Queued(handle) = connection.slot(token.slot())
+                        && schedule.get(handle).is_some_and(|job| job.call.token == token)
+                        && let Some((job, queued_ns)) = schedule.remove(now, handle)
+                    {
+                        self.give_up(&job, Status::Cancelled, queued_ns, now);
+                    }
+                }
+            }
+        }
+        if any {
+            consumer.took(ends);
+        }
+        Ok(())
+    }
+
+    fn offer(&self, schedule: &mut Schedule<Job>, mut job: Job, now: u64) -> Result<(), Broken> {
+        let Call { token, deadline_ns, time_left, ttl_ms, .. } = job.call;
+        if !job.connection.is_free(token) {
+            return Err(Broken::Token);
+        }
+        let relative = time_left && deadline_ns != BEST_EFFORT;
+        job.deadline_ns = if relative { now.saturating_add(deadline_ns) } else { deadline_ns };
+        let connection = job.connection.clone();
+        match schedule.offer(now, job.deadline_ns, u64::from(ttl_ms) * 1_000_000, job) {
+            Ok(handle) => connection.set_slot(token.slot(), Slot::Queued(handle)),
+            Err((job, status)) => self.give_up(&job, status, 0, now),
+        }
+        Ok(())
+    }
+
+    /// Answers a request that is not served.
+    pub(super) fn give_up(&self, job: &Job, status: Status, queued_ns: u64, now: u64) {
+        let answer =
+            Answer { token: job.call.token, status, code: 0, queued_ns, service_ns: 0, payload: Payload::EMPTY };
+        self.send(&job.connection, &answer, &[], now, false);
+    }
+
+    fn send(&self, connection: &Connection, answer: &Answer, inline: &[u8], now: u64, overran: bool) {
+        if connection.is_gone() {
+            add(&self.counters.abandoned, 1);
+            return;
+        }
+        // Before the client can know of it: who has its answer finds it counted.
+        self.counters.answered(answer.status, overran);
+        if connection.answer(answer, inline, now).is_err() && connection.end() {
+            add(&self.counters.broken_clients, 1);
+        }
+    }
+
+    /// A client that broke the protocol. The control thread sees its socket close and clears up.
+    fn send_away(&self, core: &mut Core, place: Place, _broken: Broken) {
+        if let Some(intake) = core.intake(place) {
+            intake.active = false;
+            if intake.connection.end() {
+                add(&self.counters.broken_clients, 1);
+            }
+        }
+    }
+
+    /// A client has gone: takes its requests out of the queue, and everything of it with the last of them.
+    pub(super) fn forget(&self, core: &mut Core, place: Place) {
+        let Some(Intake { connection, .. }) = core.intake(place).map(|i| &*i) else { return };
+        let connection = connection.clone();
+        connection.end();
+        // The client holds the bell too: closing ours would not end its events.
+        let _ = epoll::delete(&self.bells, &connection.bell);
+        let now = now_ns();
+        for slot in 0..connection.slots() {
+            if let Slot::Queued(handle) = connection.slot(slot)
+                && core.schedule.remove(now, handle).is_some()
+            {
+                add(&self.counters.abandoned, 1);
+            }
+        }
+        core.intakes[place.index as usize] = None;
+        core.clients -= 1;
+        core.active.retain(|p| *p != place);
+    }
+
+    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long is
+    /// given up.
+    pub(super) fn attend(&self, core: &mut Core) {
+        let now = now_ns();
+        self.collect(core, &mut Vec::with_capacity(EVENTS));
+        self.drain(core, now);
+        for (job, queued_ns) in core.schedule.sweep(now) {
+            self.give_up(&job, Status::Expired, queued_ns, now);
+        }
+    }
+
+    /// Refuses all that waits, in the queue and in the clients' rings.
+    pub(super) fn refuse_all(&self, core: &mut Core, reason: Refusal) {
+        let now = now_ns();
+        let places: Vec<Place> = core.intakes.iter().flatten().map(|i| i.place).collect();
+        for place in places {
+            core.activate(place);
+        }
+        self.drain(core, now);
+        for job in core.schedule.drain() {
+            self.give_up(&job, Status::Refused(reason), 0, now);
+        }
+    }
+
+    pub(super) fn serve(&self, job: Job, queued_ns: u64, began: u64) {
+        let Job { connection, call, deadline_ns, inline, .. } = &job;
+        if connection.is_gone() {
+            add(&self.counters.abandoned, 1);
+            return;
+        }
+        connection.set_cpu();
+        let ends = connection.ends();
+        let source = match call.payload {
+            Payload::Inline { .. } => Some(Source::Inline),
+            Payload::Arena { .. } => Some(Source::Arena),
+            Payload::Shared { memory, .. } => connection.memory(memory).map(Source::Memory),
+        };
+        let payload = match (&source, call.payload) {
+            (Some(Source::Inline), Payload::Inline { len }) => inline.get(..len as usize).map(Foreign::from),
+            (Some(Source::Arena), Payload::Arena { offset, len, .. }) => ends.peer_payload(offset, len),
+            (Some(Source::Memory(mapping)), Payload::Shared { offset, len, .. }) => {
+                let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
+                range.and_then(|(offset, len)| mapping.view().slice(offset, len))
+            }
+            _ => None,
+        };
+        let Some(payload) = payload else {
+            return self.give_up(&job, Status::Refused(Refusal::Memory), queued_ns, began);
+        };
+        let request =
+            Request { payload, deadline_ns: *deadline_ns, trace: call.trace, queued_ns, caller: connection.caller };
+        let mut reply = Reply::new(connection);
+        let served = {
+            let _scope = Scope::enter(*deadline_ns);
+            // The reply is discarded after a panic; what the handler itself leaves behind is its own affair.
+            catch_unwind(AssertUnwindSafe(|| self.handler.serve(&request, &mut reply)))
+        };
+        let ended = now_ns();
+        let service_ns = ended.saturating_sub(began);
+        let status = match (served, reply.refusal()) {
+            (Err(_), _) => Status::Failed,
+            (Ok(()), Some(reason)) => Status::Refused(reason),
+            (Ok(()), None) => Status::Served,
+        };
+        if status != Status::Served || connection.is_gone() {
+            reply.discard();
+        }
+        let (payload, bytes) = reply.payload();
+        let code = reply.code();
+        let answer = Answer { token: call.token, status, code, queued_ns, service_ns, payload };
+        add(&self.counters.calls, 1);
+        self.counters.queued.record(queued_ns);
+        self.counters.service.record(service_ns);
+        self.send(connection, &answer, bytes, ended, status == Status::Served && ended > *deadline_ns);
+        if queued_ns.saturating_add(service_ns) > crate::clock::ns(self.options.slow) {
+            self.counters.slow(SlowCall {
+                pid: connection.caller.pid,
+                trace: call.trace,
+                request_bytes: call.payload.len(),
+                queued_ns,
+                service_ns,
+                late_by_ns: ended.saturating_sub(*deadline_ns),
+            });
+        }
+    }
+
+    /// Nothing to serve: polls, or sleeps until a bell rings.
+    fn rest<'a>(
+        &'a self,
+        mut core: MutexGuard<'a, Core>,
+        poller: &mut Poller,
+        events: &mut Vec<epoll::Event>,
+    ) -> MutexGuard<'a, Core> {
+        if let Some(watched) = self.watched(&core, poller) {
+            drop(core);
+            let gained = self.poll(&watched);
+            self.polling.store(false, Ordering::Relaxed);
+            poller.learn(gained);
+            core = lock(&self.core);
+            if gained {
+                add(&self.counters.polls_gained, 1);
+                return core;
+            }
+        }
+        if core.arm() {
+            return core;
+        }
+        // Under the lock: who finds nobody idle after this looks at the active clients itself.
+        self.idle.fetch_add(1, Ordering::Relaxed);
+        drop(core);
+        events.clear();
+        // An interruption is a wake-up for nothing.
+        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(events), None);
+        self.idle.fetch_sub(1, Ordering::Relaxed);
+        add(&self.counters.sleeps, 1);
+        let mut core = lock(&self.core);
+        for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
+            core.activate(Place::from_bits(event));
+        }
+        core
+    }
+
+    /// The clients to poll, where polling is worth it and nobody else does it.
+    fn watched(&self, core: &Core, poller: &mut Poller) -> Option<Vec<(Arc<Connection>, u32)>> {
+        if self.options.polling == Polling::Never || core.active.is_empty() || core.active.len() > POLLED {
+            return None;
+        }
+        let always = self.options.polling == Polling::Always;
+        if !always && (!crate::cpu::several() || !poller.worth_it()) {
+            return None;
+        }
+        let here = crate::cpu::current();
+        let places = core.active.iter().filter_map(|p| core.intakes[p.index as usize].as_ref());
+        let elsewhere = places.filter(|i| always || i.connection.ends().peer_cpu() != Some(here));
+        let watched: Vec<_> = elsewhere.map(|i| (i.connection.clone(), i.consumer.index())).collect();
+        // Relaxed: two that poll at a time do no harm.
+        (!watched.is_empty() && !self.polling.swap(true, Ordering::Relaxed)).then_some(watched)
+    }
+
+    fn poll(&self, watched: &[(Arc<Connection>, u32)]) -> bool {
+        let limit = if self.options.polling == Polling::Always { 1000 * POLL_NS } else { POLL_NS };
+        let end = now_ns() + limit;
+        loop {
+            for _ in 0..LOOKS {
+                if watched.iter().any(|(connection, index)| ring::published(connection.ends()) != *index) {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if now_ns() >= end || self.stopping.load(Ordering::Relaxed) {
+                return false;
+            }
+        }
+    }
+}

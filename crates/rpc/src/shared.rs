@@ -1,0 +1,118 @@
+//! Payloads that are handed over as whole memory, written in place: for what is large, up to GiB, at the price of no copy.
+//!
+//! A [`SharedBuffer`] is made once and used for many calls; its descriptor crosses the socket of a connection once. What its maker writes
+//! while the other side reads is the other side's nonsense: nothing is frozen.
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use tombolo_ring::mem::ForeignMut;
+use tombolo_shm::memory::{Mapping, MemoryError};
+use tombolo_shm::section;
+
+use crate::message::Message;
+use crate::socket;
+
+/// Most memories that one side may hand over in a connection at a time.
+pub(crate) const MAX_MEMORIES: usize = 64;
+
+static NUMBERS: AtomicU32 = AtomicU32::new(1);
+
+#[derive(Debug)]
+struct Memory {
+    fd: OwnedFd,
+    mapping: Mapping,
+    number: u32,
+}
+
+/// Memory that is written here and read by whom it is handed to. Clones are the same memory.
+#[derive(Clone, Debug)]
+pub struct SharedBuffer(Arc<Memory>);
+
+impl SharedBuffer {
+    /// Zeroed memory of so many bytes. Pages are there when they are first written, or at once with `populate`.
+    ///
+    /// # Errors
+    /// The kernel's, where memory is short.
+    pub fn new(bytes: u64, populate: bool) -> Result<SharedBuffer, MemoryError> {
+        let (fd, mapping) = section::make("tombolo-rpc-payload", bytes, populate)?;
+        // Unique in this process, which is all that a connection asks. It comes round after 2^32 buffers.
+        let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
+        Ok(SharedBuffer(Arc::new(Memory { fd, mapping, number })))
+    }
+
+    /// Bytes.
+    pub fn len(&self) -> u64 {
+        self.0.mapping.len() as u64
+    }
+
+    /// Never: empty memory cannot be mapped.
+    pub fn is_empty(&self) -> bool {
+        false
+    }
+
+    /// The memory, for writing and reading.
+    pub fn view(&self) -> ForeignMut<'_> {
+        // Made by `section::make`, whose mapping is writable.
+        self.0.mapping.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..]))
+    }
+
+    pub(crate) fn number(&self) -> u32 {
+        self.0.number
+    }
+}
+
+/// The memories that one side has handed over in a connection.
+#[derive(Debug, Default)]
+pub(crate) struct Given(Vec<(u32, std::sync::Weak<Memory>)>);
+
+impl Given {
+    /// Hands the memory over unless that was done before. Memories that are gone are taken back first.
+    pub(crate) fn give(&mut self, to: impl AsFd, buffer: &SharedBuffer) -> Result<(), rustix::io::Errno> {
+        if self.0.iter().any(|(number, _)| *number == buffer.number()) {
+            return Ok(());
+        }
+        self.0.retain(|(number, memory)| {
+            memory.strong_count() > 0 || socket::send(&to, &Message::Forget { number: *number }, &[], false).is_err()
+        });
+        if self.0.len() >= MAX_MEMORIES {
+            return Err(rustix::io::Errno::NOBUFS);
+        }
+        let message = Message::Share { number: buffer.number(), bytes: buffer.len() };
+        socket::send(&to, &message, &[buffer.0.fd.as_fd()], false)?;
+        self.0.push((buffer.number(), Arc::downgrade(&buffer.0)));
+        Ok(())
+    }
+}
+
+/// The memories that the other side has handed over in a connection, mapped for reading.
+#[derive(Debug, Default)]
+pub(crate) struct Taken(HashMap<u32, Arc<Mapping>>);
+
+impl Taken {
+    pub(crate) fn get(&self, number: u32) -> Option<Arc<Mapping>> {
+        self.0.get(&number).cloned()
+    }
+
+    /// Acts on a message; false where it is no message about memory. What is not sealed, too large or one too many is not
+    /// taken: requests that name it are refused.
+    pub(crate) fn message(&mut self, message: &Message, fds: &[OwnedFd], max_bytes: u64) -> bool {
+        match (message, fds) {
+            (Message::Share { number, bytes }, [fd]) => {
+                let total: u64 = self.0.values().map(|m| m.len() as u64).sum();
+                let fits = *bytes <= max_bytes.saturating_sub(total) && self.0.len() < MAX_MEMORIES;
+                if let (true, Ok(mapping)) = (fits, section::adopt(fd, *bytes, false)) {
+                    self.0.insert(*number, Arc::new(mapping));
+                }
+                true
+            }
+            (Message::Forget { number }, _) => {
+                self.0.remove(number);
+                true
+            }
+            _ => false,
+        }
+    }
+}

@@ -1,0 +1,547 @@
+//! A service and its clients in one process: what a call brings back, in every way it can end.
+
+use std::future::Future;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Barrier, Mutex, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use tombolo_ring::rpc::entry::Refusal;
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions, report};
+use tombolo_rpc::clock::now_ns;
+use tombolo_rpc::deadline::Deadline;
+use tombolo_rpc::poll::Polling;
+use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
+use tombolo_rpc::schedule::Late;
+use tombolo_rpc::shared::SharedBuffer;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+
+fn options(folder: &Path) -> Options {
+    Options { folder: Some(folder.into()), ..Options::default() }
+}
+
+fn connect(folder: &Path) -> Client {
+    connect_with(folder, ConnectOptions::default())
+}
+
+fn connect_with(folder: &Path, options: ConnectOptions) -> Client {
+    Client::connect_with("s", &ConnectOptions { folder: Some(folder.into()), ..options }).unwrap()
+}
+
+fn echo(request: &Request<'_>, reply: &mut Reply<'_>) {
+    let _ = reply.write(&request.to_vec());
+}
+
+/// A handler that holds each request until it is let go, and notes the order of service by the first byte.
+struct Gate {
+    open: Mutex<mpsc::Receiver<()>>,
+    entered: mpsc::Sender<u8>,
+}
+
+fn gate() -> (impl Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync, mpsc::Sender<()>, mpsc::Receiver<u8>) {
+    let (go, open) = mpsc::channel();
+    let (entered, order) = mpsc::channel();
+    let gate = Gate { open: Mutex::new(open), entered };
+    let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
+        let name = request.to_vec().first().copied().unwrap_or(0);
+        gate.entered.send(name).unwrap();
+        gate.open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        let _ = reply.write(&[name]);
+    };
+    (handler, go, order)
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+#[test]
+fn payloads_of_every_size_come_back_as_they_went() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = Service::register("s", options(dir.path()), echo).unwrap();
+    let client = connect(dir.path());
+    for len in [0, 1, 64, 199, 200, 201, 512, 4096, 65_536, 1 << 20] {
+        let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + len) as u8).collect();
+        let reply = client.call(&bytes, &CallOptions::default()).unwrap_or_else(|e| panic!("{len} bytes: {e}"));
+        assert_eq!(reply.to_vec().unwrap(), bytes, "{len} bytes");
+        assert_eq!(reply.code(), 0);
+    }
+    assert_eq!((client.under_way(), client.arena_used()), (0, 0), "slots and memory came back");
+}
+
+#[test]
+fn all_ways_of_waiting_give_the_same_answers() {
+    for polling in [Polling::Adaptive, Polling::Never, Polling::Always] {
+        let dir = tempfile::tempdir().unwrap();
+        let _service = Service::register("s", Options { polling, workers: 2, ..options(dir.path()) }, echo).unwrap();
+        let client = connect_with(dir.path(), ConnectOptions { polling, ..ConnectOptions::default() });
+        for n in 0..2000u32 {
+            let reply = client.call(&n.to_le_bytes(), &CallOptions::default()).unwrap();
+            assert_eq!(reply.to_vec().unwrap(), n.to_le_bytes(), "{polling:?}");
+        }
+    }
+}
+
+#[test]
+fn threads_share_a_client_and_each_gets_its_own_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = Service::register("s", Options { workers: 3, ..options(dir.path()) }, echo).unwrap();
+    let client = connect(dir.path());
+    std::thread::scope(|scope| {
+        for thread in 0..6u32 {
+            let client = client.clone();
+            scope.spawn(move || {
+                for n in 0..500u32 {
+                    let bytes = (thread << 16 | n).to_le_bytes();
+                    // Some of them larger than an entry.
+                    let bytes = bytes.repeat(if n % 3 == 0 { 200 } else { 1 });
+                    let reply = client.call(&bytes, &CallOptions::default()).unwrap();
+                    assert_eq!(reply.to_vec().unwrap(), bytes);
+                }
+            });
+        }
+    });
+    assert_eq!((client.under_way(), client.arena_used()), (0, 0));
+}
+
+#[test]
+fn many_clients_are_served_at_a_time() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::register("s", Options { workers: 2, ..options(dir.path()) }, echo).unwrap();
+    let start = Barrier::new(12);
+    std::thread::scope(|scope| {
+        for thread in 0..12u64 {
+            let (dir, start) = (&dir, &start);
+            scope.spawn(move || {
+                let client = connect(dir.path());
+                start.wait();
+                let calls: Vec<u64> = (0..300).map(|n| thread << 32 | n).collect();
+                for chunk in calls.chunks(16) {
+                    let tokens: Vec<_> = chunk
+                        .iter()
+                        .map(|n| client.submit(&n.to_le_bytes(), &CallOptions::default()).unwrap())
+                        .collect();
+                    for (n, reply) in chunk.iter().zip(client.wait_all(&tokens, PATIENCE)) {
+                        assert_eq!(reply.unwrap().to_vec().unwrap(), n.to_le_bytes());
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(service.report().answers.served, 3600);
+    until("all clients are forgotten", || service.report().clients == 0);
+}
+
+#[test]
+fn the_earliest_deadline_is_served_first_and_best_effort_last() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let (a, b) = (connect(dir.path()), connect(dir.path()));
+    let first = a.submit(b"0", &CallOptions::default()).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    // While it is served the others queue, from two clients.
+    let soon = now_ns() + 5_000_000_000;
+    let at = |ns| CallOptions { deadline: Deadline::At(soon + ns), ..CallOptions::default() };
+    let mut tokens = vec![(&a, first)];
+    for (client, name, options) in [
+        (&a, b"x", CallOptions::default()),
+        (&b, b"c", at(300)),
+        (&a, b"a", at(100)),
+        (&b, b"b", at(200)),
+        (&a, b"d", at(300)),
+        (&b, b"y", CallOptions::default()),
+    ] {
+        tokens.push((client, client.submit(name, &options).unwrap()));
+        // So that the order of arrival is this one, for equals of two clients.
+        std::thread::sleep(Duration::from_millis(25));
+    }
+    for _ in 0..7 {
+        go.send(()).unwrap();
+    }
+    let served: Vec<u8> = (0..6).map(|_| order.recv_timeout(PATIENCE).unwrap()).collect();
+    assert_eq!(String::from_utf8(served).unwrap(), "abcdxy");
+    for (client, token) in tokens {
+        client.wait(token, PATIENCE).unwrap();
+    }
+}
+
+#[test]
+fn a_late_request_is_answered_as_late_or_served_as_the_service_chose() {
+    for late in [Late::Refuse, Late::BestEffort] {
+        let dir = tempfile::tempdir().unwrap();
+        let service = Service::register("s", Options { late, ..options(dir.path()) }, echo).unwrap();
+        let client = connect(dir.path());
+        assert_eq!(client.facts().late_is_best_effort, late == Late::BestEffort);
+        let past = CallOptions { deadline: Deadline::At(1), ..CallOptions::default() };
+        match (late, client.call(b"x", &past)) {
+            (Late::Refuse, Err(CallError::Late)) => assert_eq!(service.report().answers.late, 1),
+            (Late::BestEffort, Ok(reply)) => {
+                assert_eq!(reply.to_vec().unwrap(), b"x");
+                assert_eq!(service.report().answers.overran, 1);
+            }
+            (_, other) => panic!("{late:?}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn while_all_workers_are_busy_requests_are_still_judged() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let rules = Options { admission: true, budget: Duration::from_secs(1), queue_bound: 2, ..options(dir.path()) };
+    let service = Service::register("s", rules, handler).unwrap();
+    let client = connect(dir.path());
+    let served = client.submit(b"0", &CallOptions::default()).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    // Late, refused by admission, expired, cancelled, queue full: none of them waits for the worker.
+    let past = CallOptions { deadline: Deadline::At(1), ..CallOptions::default() };
+    assert!(matches!(client.call(b"l", &past), Err(CallError::Late)));
+    let soon = CallOptions::within(Duration::from_millis(500));
+    assert!(matches!(client.call(b"r", &soon), Err(CallError::Refused(Refusal::Admission))));
+    let short = CallOptions { ttl: Some(Duration::from_millis(30)), ..CallOptions::default() };
+    assert!(matches!(client.call(b"e", &short), Err(CallError::Expired)));
+    let cancelled = client.submit(b"c", &CallOptions::default()).unwrap();
+    assert!(client.cancel(cancelled));
+    assert!(matches!(client.wait(cancelled, PATIENCE), Err(CallError::Cancelled)));
+    let queued: Vec<_> = (0..2).map(|_| client.submit(b"q", &CallOptions::default()).unwrap()).collect();
+    assert!(matches!(client.call(b"f", &CallOptions::default()), Err(CallError::Refused(Refusal::QueueFull))));
+    assert_eq!(service.report().pending, 2);
+    for _ in 0..3 {
+        go.send(()).unwrap();
+    }
+    assert!(client.wait(served, PATIENCE).is_ok());
+    assert!(client.wait_all(&queued, PATIENCE).iter().all(Result::is_ok));
+    let answers = service.report().answers;
+    assert_eq!((answers.served, answers.late, answers.expired, answers.cancelled), (3, 1, 1, 1));
+    assert_eq!((answers.refused_admission, answers.refused_queue_full), (1, 1));
+    assert_eq!(client.under_way(), 0);
+}
+
+#[test]
+fn a_caller_whose_patience_ends_gets_its_slot_and_memory_back_with_the_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let options = CallOptions { timeout: Duration::from_millis(20), ..CallOptions::default() };
+    let begun = Instant::now();
+    assert!(matches!(client.call(&[b'0'; 3000], &options), Err(CallError::Timeout)));
+    assert!(begun.elapsed() < Duration::from_millis(200));
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(client.under_way(), 1);
+    assert!(client.arena_used() > 0);
+    go.send(()).unwrap();
+    until("the slot comes back", || client.under_way() == 0);
+    assert_eq!(client.arena_used(), 0);
+}
+
+#[test]
+fn tokens_are_polled_waited_for_and_used_up() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let (a, b) =
+        (client.submit(b"a", &CallOptions::default()).unwrap(), client.submit(b"b", &CallOptions::default()).unwrap());
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+    assert!(client.poll(a).is_none() && client.poll(b).is_none());
+    assert_eq!(client.wait_any(&[a, b], Duration::from_millis(5)), None);
+    go.send(()).unwrap();
+    assert_eq!(client.wait_any(&[b, a], PATIENCE), Some(1));
+    assert_eq!(client.poll(a).unwrap().unwrap().to_vec().unwrap(), b"a");
+    assert!(matches!(client.poll(a), Some(Err(CallError::Unknown))));
+    assert!(matches!(client.wait(a, PATIENCE), Err(CallError::Unknown)));
+    assert!(!client.cancel(a));
+    go.send(()).unwrap();
+    assert!(client.wait(b, PATIENCE).is_ok());
+    assert_eq!(client.wait_any(&[], Duration::from_millis(1)), None);
+}
+
+#[test]
+fn a_connection_holds_as_many_calls_as_it_has_slots() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, _order) = gate();
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect_with(dir.path(), ConnectOptions { entries: 4, ..ConnectOptions::default() });
+    let tokens: Vec<_> = (0..4).map(|_| client.submit(b"x", &CallOptions::default()).unwrap()).collect();
+    assert!(matches!(client.submit(b"x", &CallOptions::default()), Err(CallError::Busy(4))));
+    (0..4).for_each(|_| go.send(()).unwrap());
+    assert!(client.wait_all(&tokens, PATIENCE).iter().all(Result::is_ok));
+    go.send(()).unwrap();
+    assert!(client.call(b"x", &CallOptions::default()).is_ok());
+}
+
+#[test]
+fn a_handler_that_panics_fails_its_request_only() {
+    let dir = tempfile::tempdir().unwrap();
+    let handler = |request: &Request<'_>, reply: &mut Reply<'_>| {
+        reply.loan(4000).unwrap();
+        assert_ne!(request.to_vec(), b"boom");
+        echo(request, reply);
+    };
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    for _ in 0..300 {
+        assert!(matches!(client.call(b"boom", &CallOptions::default()), Err(CallError::Failed)));
+    }
+    assert_eq!(client.call(b"fine", &CallOptions::default()).unwrap().to_vec().unwrap(), b"fine");
+    assert_eq!(service.report().answers.failed, 300);
+}
+
+#[test]
+fn replies_that_are_held_fill_the_reply_memory_and_come_back_when_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = Options { reply_arena_bytes: 1 << 16, ..options(dir.path()) };
+    let service = Service::register("s", small, echo).unwrap();
+    let client = connect(dir.path());
+    let bytes = vec![7; 16 << 10];
+    let held: Vec<_> = (0..4).map(|_| client.call(&bytes, &CallOptions::default()).unwrap()).collect();
+    let refused = client.call(&bytes, &CallOptions::default());
+    assert!(matches!(refused, Err(CallError::Refused(Refusal::ReplyMemory))), "{refused:?}");
+    assert!(client.call(b"inline", &CallOptions::default()).is_ok(), "small ones need none");
+    assert!(held.iter().all(|r| r.to_vec().unwrap() == bytes));
+    drop(held);
+    for _ in 0..20 {
+        assert_eq!(client.call(&bytes, &CallOptions::default()).unwrap().to_vec().unwrap(), bytes);
+    }
+    assert_eq!(service.report().answers.refused_reply_memory, 1);
+}
+
+#[test]
+fn a_reply_that_is_held_too_long_is_taken_back_and_said_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let short = Options { reply_ttl: Duration::from_millis(1), ..options(dir.path()) };
+    let service = Service::register("s", short, echo).unwrap();
+    let client = connect(dir.path());
+    let reply = client.call(&[1; 5000], &CallOptions::default()).unwrap();
+    until("it is taken back", || {
+        // Only a service that serves looks at what is held.
+        client.call(b"x", &CallOptions::default()).unwrap();
+        service.report().reclaimed_replies == 1
+    });
+    assert!(!reply.is_current());
+    assert!(matches!(reply.to_vec(), Err(CallError::Reclaimed)));
+}
+
+#[test]
+fn loans_and_shared_memory_are_written_in_place_and_read_in_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let answer = SharedBuffer::new(1 << 20, false).unwrap();
+    answer.view().write_array(1000, *b"shared answer").unwrap();
+    let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
+        let word = request.payload().read_array::<5>(request.len() - 5).unwrap();
+        match &word {
+            b"loan!" => {
+                let to = reply.loan(9000).unwrap();
+                to.write_array(8990, *b"from place").unwrap();
+            }
+            _ => reply.share(&answer, 1000, 13).unwrap(),
+        }
+    };
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let loan = client.loan(3000).unwrap();
+    loan.view().write_array(2995, *b"loan!").unwrap();
+    let token = client.submit_loan(loan, &CallOptions::default()).unwrap();
+    let reply = client.wait(token, PATIENCE).unwrap();
+    assert_eq!(reply.view().read_array(8990), Some(*b"from place"));
+    drop(client.loan(3000));
+    assert_eq!(client.arena_used(), 0);
+
+    // 1 GiB, of which only the pages that are written exist.
+    let buffer = SharedBuffer::new(1 << 30, false).unwrap();
+    buffer.view().write_array((1 << 30) - 5, *b"last5").unwrap();
+    for _ in 0..3 {
+        let reply = client.call_shared(&buffer, 0, 1 << 30, &CallOptions::default()).unwrap();
+        assert_eq!(reply.to_vec().unwrap(), b"shared answer");
+    }
+    assert!(matches!(client.submit_shared(&buffer, 1, 1 << 30, &CallOptions::default()), Err(CallError::Range { .. })));
+    // More memories than a connection holds at a time: those that are gone are taken back.
+    for n in 0..200u32 {
+        let buffer = SharedBuffer::new(4096, false).unwrap();
+        buffer.view().write_array(0, n.to_le_bytes()).unwrap();
+        assert_eq!(client.call_shared(&buffer, 0, 4096, &CallOptions::default()).unwrap().len(), 13, "{n}");
+    }
+}
+
+#[test]
+fn memory_that_the_service_does_not_allow_is_refused_by_name() {
+    let dir = tempfile::tempdir().unwrap();
+    let small = Options { max_shared_bytes: 1 << 20, ..options(dir.path()) };
+    let _service = Service::register("s", small, echo).unwrap();
+    let client = connect(dir.path());
+    let large = SharedBuffer::new(2 << 20, false).unwrap();
+    let refused = client.call_shared(&large, 0, 10, &CallOptions::default());
+    assert!(matches!(refused, Err(CallError::Refused(Refusal::Memory))), "{refused:?}");
+    let fits = SharedBuffer::new(1 << 20, false).unwrap();
+    assert!(client.call_shared(&fits, 0, 10, &CallOptions::default()).is_ok());
+}
+
+#[test]
+fn a_nested_call_inherits_what_is_left() {
+    let dir = tempfile::tempdir().unwrap();
+    let seen = Arc::new(AtomicU64::new(0));
+    let inner = {
+        let seen = seen.clone();
+        move |request: &Request<'_>, _: &mut Reply<'_>| {
+            seen.store(request.deadline_ns().unwrap_or(u64::MAX), Ordering::SeqCst)
+        }
+    };
+    let _inner = Service::register("s", options(dir.path()), inner).unwrap();
+    let client = Mutex::new(connect(dir.path()));
+    let outer = move |_: &Request<'_>, _: &mut Reply<'_>| {
+        let options = CallOptions::within(Duration::from_secs(1000));
+        client.lock().unwrap().call(b"", &options).unwrap();
+    };
+    let _outer = Service::register("outer", options(dir.path()), outer).unwrap();
+    let client =
+        Client::connect_with("outer", &ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() })
+            .unwrap();
+    let deadline = now_ns() + 20_000_000_000;
+    client.call(b"", &CallOptions { deadline: Deadline::At(deadline), ..CallOptions::default() }).unwrap();
+    assert_eq!(seen.load(Ordering::SeqCst), deadline);
+}
+
+struct Flag(mpsc::Sender<()>);
+
+impl Wake for Flag {
+    fn wake(self: Arc<Self>) {
+        let _ = self.0.send(());
+    }
+}
+
+#[test]
+fn a_call_is_a_future_for_any_executor() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let (woken, wakes) = mpsc::channel();
+    let waker = Waker::from(Arc::new(Flag(woken)));
+    let mut context = Context::from_waker(&waker);
+    let mut calls: Vec<_> =
+        [b"a", b"b"].map(|name| Box::pin(client.call_async(name, &CallOptions::default()))).into_iter().collect();
+    for call in &mut calls {
+        assert!(call.as_mut().poll(&mut context).is_pending());
+    }
+    for (name, call) in b"ab".iter().zip(&mut calls) {
+        assert_eq!(order.recv_timeout(PATIENCE), Ok(*name));
+        go.send(()).unwrap();
+        let reply = loop {
+            match call.as_mut().poll(&mut context) {
+                Poll::Ready(reply) => break reply.unwrap(),
+                Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+            }
+        };
+        assert_eq!(reply.to_vec().unwrap(), [*name]);
+    }
+    // One that is dropped is cancelled; one that waits when the service ends is woken.
+    let mut first = Box::pin(client.call_async(b"c", &CallOptions::default()));
+    assert!(first.as_mut().poll(&mut context).is_pending());
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'c'));
+    drop(client.call_async(b"d", &CallOptions::default()));
+    until("it is cancelled", || service.report().answers.cancelled == 1);
+    go.send(()).unwrap();
+    drop(service);
+    loop {
+        match first.as_mut().poll(&mut context) {
+            Poll::Ready(done) => {
+                assert_eq!(done.unwrap().to_vec().unwrap(), b"c", "it was served before the service ended");
+                break;
+            }
+            Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+        }
+    }
+    let mut last = Box::pin(client.call_async(b"e", &CallOptions::default()));
+    let ended = loop {
+        match last.as_mut().poll(&mut context) {
+            Poll::Ready(done) => break done,
+            Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+        }
+    };
+    assert!(matches!(ended, Err(CallError::ProviderGone)), "{ended:?}");
+}
+
+#[test]
+fn a_service_that_ends_answers_all_that_wait() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let served = client.submit(b"a", &CallOptions::default()).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+    let queued = client.submit(b"b", &CallOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(service));
+        std::thread::sleep(Duration::from_millis(30));
+        go.send(()).unwrap();
+    });
+    assert_eq!(client.wait(served, PATIENCE).unwrap().to_vec().unwrap(), b"a");
+    assert!(matches!(client.wait(queued, PATIENCE), Err(CallError::Refused(Refusal::Stopping))));
+    assert!(matches!(client.call(b"c", &CallOptions::default()), Err(CallError::ProviderGone)));
+    let absent =
+        Client::connect_with("s", &ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() });
+    assert!(matches!(absent, Err(ConnectError::NoService { .. })));
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+}
+
+#[test]
+fn a_service_reports_what_it_did() {
+    let dir = tempfile::tempdir().unwrap();
+    let watched = Options { slow: Duration::from_millis(2), class: WorkerClass::Fifo(5), ..options(dir.path()) };
+    let handler = |request: &Request<'_>, reply: &mut Reply<'_>| {
+        if request.len() == 3 {
+            std::thread::sleep(Duration::from_millis(4));
+        }
+        reply.set_code(17);
+    };
+    let _service = Service::register("s", watched, handler).unwrap();
+    let client = connect(dir.path());
+    for n in 0..10 {
+        let options = CallOptions { trace: 1000 + n as u64, ..CallOptions::default() };
+        let reply = client.call(&vec![0; n], &options).unwrap();
+        assert_eq!(reply.code(), 17);
+        assert_eq!(reply.service_ns() >= 4_000_000, n == 3);
+    }
+    let options = ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() };
+    let report = report("s", &options).unwrap();
+    assert_eq!((report.name.as_str(), report.pid, report.clients), ("s", std::process::id(), 1));
+    assert_eq!((report.answers.served, report.service.count, report.queued.count), (10, 10, 10));
+    assert!(report.service.max_ns >= 4_000_000 && report.service.p50_ns < 4_000_000, "{:?}", report.service);
+    let slow: Vec<_> = report.slow_calls.iter().filter(|c| c.trace == 1003).collect();
+    assert_eq!((slow.len(), slow[0].pid, slow[0].request_bytes), (1, std::process::id(), 3));
+    let class = &report.workers[0];
+    assert!(class == "fifo 5" || class.starts_with("normal (asked for fifo 5: "), "{class}");
+}
+
+#[test]
+fn options_that_make_no_sense_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    for wrong in [
+        Options { workers: 0, ..options(dir.path()) },
+        Options { max_entries: 5000, ..options(dir.path()) },
+        Options { reply_arena_bytes: 5000, ..options(dir.path()) },
+        Options { class: WorkerClass::Fifo(100), ..options(dir.path()) },
+        Options { queue_bound: 0, ..options(dir.path()) },
+    ] {
+        assert!(Service::register("s", wrong, echo).is_err());
+    }
+    let _service = Service::register("s", Options { max_clients: 1, ..options(dir.path()) }, echo).unwrap();
+    assert!(Service::register("s", options(dir.path()), echo).is_err(), "the name is taken");
+    let connect_options = ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() };
+    let wrong = ConnectOptions { entries: 3, ..connect_options.clone() };
+    assert!(matches!(Client::connect_with("s", &wrong), Err(ConnectError::Geometry { .. })));
+    let large = ConnectOptions { entries: 4096, ..connect_options.clone() };
+    let refused = Client::connect_with("s", &large);
+    assert!(matches!(&refused, Err(ConnectError::Refused(why)) if why.contains("4096 entries")), "{refused:?}");
+    let _client = connect(dir.path());
+    let second = Client::connect_with("s", &connect_options);
+    assert!(matches!(&second, Err(ConnectError::Refused(why)) if why.contains("allows no more")), "{second:?}");
+}

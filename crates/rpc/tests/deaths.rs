@@ -1,0 +1,355 @@
+//! Processes killed at each step, by SIGKILL: who waits is told at once, what was held comes back, the rest goes on.
+//!
+//! The children are this test program again: `child` runs only where the environment says what it is to be.
+
+use std::io::{BufRead, BufReader, Write};
+use std::path::Path;
+use std::process::{Child, ChildStdout, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
+use tombolo_rpc::folder;
+use tombolo_rpc::provider::{Options, Reply, Request, Service};
+use tombolo_rpc::shared::SharedBuffer;
+
+const PATIENCE: Duration = Duration::from_secs(20);
+/// What the documentation promises to those who wait.
+const AT_ONCE: Duration = Duration::from_millis(10);
+const ROLE: &str = "TOMBOLO_RPC_TEST_ROLE";
+const FOLDER: &str = "TOMBOLO_RPC_TEST_FOLDER";
+
+/// One test at a time: they count this process's descriptors and mappings.
+static ONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
+struct Killed {
+    child: Child,
+    out: BufReader<ChildStdout>,
+}
+
+impl Killed {
+    fn start(role: &str, dir: &Path) -> Killed {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["child", "--exact", "--nocapture", "--ignored"])
+            .env(ROLE, role)
+            .env(FOLDER, dir)
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        Killed { child, out }
+    }
+
+    /// Waits until the child says so.
+    fn says(&mut self, word: &str) {
+        let mut line = String::new();
+        while !line.ends_with(&format!("{word}\n")) {
+            line.clear();
+            assert_ne!(self.out.read_line(&mut line).unwrap(), 0, "the child ended before it said {word}");
+        }
+    }
+
+    fn kill(&mut self) {
+        self.child.kill().unwrap();
+    }
+}
+
+impl Drop for Killed {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn say(word: &str) {
+    let mut out = std::io::stdout().lock();
+    writeln!(out, "{word}").unwrap();
+    out.flush().unwrap();
+}
+
+fn sleep_for_ever() -> ! {
+    loop {
+        std::thread::sleep(PATIENCE);
+    }
+}
+
+fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
+    match request.payload().read_array::<1>(0) {
+        Some([b'h']) => {
+            say("serving");
+            sleep_for_ever();
+        }
+        // Killed between writing a reply and sending it.
+        Some([b'l']) => {
+            reply.loan(100_000).unwrap().write_from(&[1; 100_000]);
+            say("writing");
+            sleep_for_ever();
+        }
+        _ => {
+            let _ = reply.write(&request.to_vec());
+        }
+    }
+}
+
+fn options(dir: &Path) -> Options {
+    Options { folder: Some(dir.into()), ..Options::default() }
+}
+
+fn connect_options(dir: &Path) -> ConnectOptions {
+    ConnectOptions { folder: Some(dir.into()), ..ConnectOptions::default() }
+}
+
+fn connect(dir: &Path) -> Client {
+    Client::connect_with("s", &connect_options(dir)).unwrap()
+}
+
+/// What the children do; no test of its own.
+#[test]
+#[ignore = "is run by the other tests"]
+fn child() {
+    let Ok(role) = std::env::var(ROLE) else { return };
+    let dir = std::env::var(FOLDER).unwrap();
+    let dir = Path::new(&dir);
+    if role == "provider" {
+        let _service = Service::register("s", options(dir), serve).unwrap();
+        say("ready");
+        sleep_for_ever();
+    }
+    let client = connect(dir);
+    let call = CallOptions::default();
+    let (large, buffer) = (vec![5; 50_000], SharedBuffer::new(1 << 20, false).unwrap());
+    match role.as_str() {
+        "connected" => {}
+        "loan" => {
+            let loan = client.loan(100_000).unwrap();
+            loan.view().write_from(&[1; 50_000]);
+            std::mem::forget(loan);
+        }
+        "queued" => {
+            for n in 0..8 {
+                // The first are held by the handlers of both workers.
+                client.submit(if n < 2 { b"wait" } else { &large }, &call).unwrap();
+            }
+        }
+        "served" => {
+            client.submit(b"wait", &call).unwrap();
+        }
+        "replied" => {
+            // Replies that are never fetched, and some that are and are held.
+            for _ in 0..4 {
+                std::mem::forget(client.call(&large, &call).unwrap());
+                client.submit(&large, &call).unwrap();
+            }
+        }
+        "shared" => {
+            std::mem::forget(client.call_shared(&buffer, 0, 1 << 20, &call).unwrap());
+        }
+        "busy" => {
+            say("ready");
+            for n in 0.. {
+                let tokens = [client.submit(b"x", &call).unwrap(), client.submit(&large, &call).unwrap()];
+                client.call_shared(&buffer, n % 1000, 1000, &call).unwrap();
+                client.cancel(tokens[1]);
+                let _ = client.wait_all(&tokens, PATIENCE);
+            }
+        }
+        other => panic!("no role {other}"),
+    }
+    say("ready");
+    sleep_for_ever();
+}
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// Whether nothing is held that was not held before.
+fn is_given_back(before: (usize, usize)) -> bool {
+    let (fds, mappings) = held();
+    fds <= before.0 && mappings <= before.1
+}
+
+/// Descriptors and shared mappings of this process.
+fn held() -> (usize, usize) {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    (std::fs::read_dir("/proc/self/fd").unwrap().count(), maps.lines().filter(|l| l.contains("tombolo-rpc")).count())
+}
+
+#[test]
+fn a_killed_client_leaves_nothing_behind_and_others_are_served_on() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let open = Arc::new(AtomicBool::new(false));
+    let handler = {
+        let open = open.clone();
+        move |request: &Request<'_>, reply: &mut Reply<'_>| {
+            if request.payload().read_array::<4>(0) == Some(*b"wait") {
+                until("it is let go", || open.load(Ordering::SeqCst));
+            }
+            serve(request, reply);
+        }
+    };
+    let service = Service::register("s", Options { workers: 2, ..options(dir.path()) }, handler).unwrap();
+    let other = connect(dir.path());
+    assert!(other.call(b"x", &CallOptions::default()).is_ok());
+    let before = held();
+    for role in ["connected", "loan", "queued", "served", "replied", "shared"] {
+        open.store(false, Ordering::SeqCst);
+        let mut child = Killed::start(role, dir.path());
+        child.says("ready");
+        until("the client is there", || service.report().clients == 2);
+        if role == "queued" {
+            until("its calls wait", || service.report().pending == 6);
+        }
+        child.kill();
+        // Others are served before, while and after it is noticed, unless it holds all workers.
+        for _ in 0..if role == "queued" { 0 } else { 50 } {
+            assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok(), "{role}");
+        }
+        until("the client is forgotten", || service.report().clients == 1 && service.report().pending == 0);
+        open.store(true, Ordering::SeqCst);
+        assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok(), "{role}");
+        drop(child);
+        until(&format!("{role}: all is given back"), || is_given_back(before));
+    }
+    let report = service.report();
+    assert_eq!((report.broken_clients, report.answers.failed), (0, 0));
+    // Two served and six queued of one, one served of the other.
+    assert_eq!(report.answers.abandoned, 9, "{:?}", report.answers);
+}
+
+#[test]
+fn clients_killed_at_any_instant_do_no_harm() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::register("s", Options { workers: 2, ..options(dir.path()) }, serve).unwrap();
+    let other = connect(dir.path());
+    assert!(other.call(b"x", &CallOptions::default()).is_ok());
+    let before = held();
+    for round in 0..25u64 {
+        let mut child = Killed::start("busy", dir.path());
+        child.says("ready");
+        std::thread::sleep(Duration::from_micros(round * round * 13 % 4000));
+        child.kill();
+        assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok());
+    }
+    until("all clients are forgotten", || service.report().clients == 1 && service.report().pending == 0);
+    until("all is given back", || is_given_back(before));
+    assert_eq!(service.report().broken_clients, 0, "a client that is killed breaks no rule");
+}
+
+/// Kills the provider while `step` waits; how long that took to return.
+fn time_to_error(step: &str) -> Duration {
+    let dir = tempfile::tempdir().unwrap();
+    let mut provider = Killed::start("provider", dir.path());
+    provider.says("ready");
+    let client = connect(dir.path());
+    let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+    let ended = std::thread::scope(|scope| {
+        let (client, call) = (&client, &call);
+        let first: &[u8] = if step == "writing the reply" { b"l" } else { b"h" };
+        if step == "queued" {
+            client.submit(first, call).unwrap();
+        }
+        // Several threads: one sleeps, the others wait for it.
+        let threads = if step == "several threads" { 4 } else { 1 };
+        let bytes = if step == "queued" { &[b'x'; 5000] } else { first };
+        let wait = move || {
+            let ended = client.call(bytes, call);
+            (ended.map(drop), Instant::now())
+        };
+        let waiters: Vec<_> = (0..threads).map(|_| scope.spawn(wait)).collect();
+        provider.says(if step == "writing the reply" { "writing" } else { "serving" });
+        std::thread::sleep(Duration::from_millis(5));
+        let killed = Instant::now();
+        provider.kill();
+        let ends = waiters.into_iter().map(|waiter| waiter.join().unwrap());
+        let told = ends.map(|(error, at)| {
+            assert!(matches!(error, Err(CallError::ProviderGone)), "{step}: {error:?}");
+            at - killed
+        });
+        told.max().unwrap()
+    });
+    assert!(matches!(client.call(b"x", &call), Err(CallError::ProviderGone)));
+    drop(provider);
+    // The dead provider's socket is in nobody's way.
+    assert!(matches!(Client::connect_with("s", &connect_options(dir.path())), Err(ConnectError::NoService { .. })));
+    let _next = Service::register("s", options(dir.path()), serve).unwrap();
+    assert!(connect(dir.path()).call(b"x", &call).is_ok());
+    ended
+}
+
+#[test]
+fn who_waits_for_a_killed_provider_is_told_at_once() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    for step in ["served", "writing the reply", "queued", "several threads"] {
+        // The kernel takes a process apart before it closes its sockets, and the machine may be busy with other things: of a few
+        // tries one shows what ours costs.
+        let best = (0..5).map(|_| time_to_error(step)).inspect(|t| println!("{step}: {t:?}")).min().unwrap();
+        assert!(best < AT_ONCE, "{step}: {best:?}");
+    }
+}
+
+#[test]
+fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    {
+        // What a process makes once, with its first client, is there before it is counted.
+        let _service = Service::register("first", options(dir.path()), serve).unwrap();
+        drop(Client::connect_with("first", &connect_options(dir.path())).unwrap());
+    }
+    let (stop, served, gone) = (AtomicBool::new(false), AtomicU64::new(0), AtomicU64::new(0));
+    let before = held();
+    std::thread::scope(|scope| {
+        for _ in 0..3 {
+            scope.spawn(|| {
+                let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+                while !stop.load(Ordering::SeqCst) {
+                    let client = match Client::connect_with("s", &connect_options(dir.path())) {
+                        Ok(client) => client,
+                        Err(ConnectError::NoService { .. } | ConnectError::Gone | ConnectError::Refused(_)) => {
+                            std::thread::sleep(Duration::from_millis(1));
+                            continue;
+                        }
+                        Err(error) => panic!("{error}"),
+                    };
+                    loop {
+                        match client.call(&[9; 700], &call) {
+                            Ok(reply) => {
+                                assert_eq!(reply.len(), 700);
+                                served.fetch_add(1, Ordering::SeqCst);
+                            }
+                            Err(CallError::ProviderGone) => {
+                                gone.fetch_add(1, Ordering::SeqCst);
+                                break;
+                            }
+                            Err(error) => panic!("{error}"),
+                        }
+                        if stop.load(Ordering::SeqCst) {
+                            return;
+                        }
+                    }
+                }
+            });
+        }
+        for round in 0..12u64 {
+            let mut provider = Killed::start("provider", dir.path());
+            provider.says("ready");
+            let (had, left) = (served.load(Ordering::SeqCst), Duration::from_micros(round * 777 % 5000));
+            until("calls are served", || served.load(Ordering::SeqCst) > had + 10);
+            std::thread::sleep(left);
+            provider.kill();
+        }
+        stop.store(true, Ordering::SeqCst);
+    });
+    assert!(gone.load(Ordering::SeqCst) >= 12, "{gone:?}");
+    assert_eq!(folder::list(dir.path()), [""; 0]);
+    assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    until("all is given back", || is_given_back(before));
+}

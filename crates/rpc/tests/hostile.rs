@@ -1,0 +1,563 @@
+//! Clients and providers that write what they like, spoken to by hand: they hurt themselves, and nobody else.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::*;
+use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
+use tombolo_ring::rpc::ring::{Consumer, Producer};
+use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, WAKE, initialise};
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
+use tombolo_rpc::provider::{Options, Reply, Request, Service};
+use tombolo_shm::memory::Mapping;
+use tombolo_shm::section;
+
+const PATIENCE: Duration = Duration::from_secs(10);
+const GEOMETRY: Geometry = Geometry::new(8, 4096).unwrap();
+
+fn until(what: &str, mut done: impl FnMut() -> bool) {
+    let begun = Instant::now();
+    while !done() {
+        assert!(begun.elapsed() < PATIENCE, "{what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn u32s(values: &[u32]) -> Vec<u8> {
+    values.iter().flat_map(|v| v.to_le_bytes()).collect()
+}
+
+fn send(socket: &OwnedFd, bytes: &[u8], fds: &[BorrowedFd<'_>]) {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(64))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    if !fds.is_empty() {
+        assert!(control.push(SendAncillaryMessage::ScmRights(fds)));
+    }
+    // The other side may have closed.
+    let _ = sendmsg(socket, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL);
+}
+
+/// A packet with its descriptors; no bytes where the other side has closed.
+fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
+    let mut bytes = vec![0; 1 << 16];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(4))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut got = recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    if matches!(got, Err(rustix::io::Errno::CONNRESET)) {
+        got = recvmsg(socket, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC);
+    }
+    let len = match got {
+        Ok(got) => got.bytes,
+        Err(rustix::io::Errno::AGAIN) => panic!("nothing came"),
+        Err(_) => 0,
+    };
+    let fds = control.drain().filter_map(|m| match m {
+        RecvAncillaryMessage::ScmRights(fds) => Some(fds.collect::<Vec<_>>()),
+        _ => None,
+    });
+    let fds = fds.flatten().collect();
+    bytes.truncate(len);
+    (bytes, fds)
+}
+
+fn dial(dir: &Path) -> OwnedFd {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+    connect(&socket, &SocketAddrUnix::new(dir.join("s")).unwrap()).unwrap();
+    socket
+}
+
+fn hello(entries: u32, arena_bytes: u64) -> Vec<u8> {
+    let mut bytes = u32s(&[1, 1]);
+    bytes.extend_from_slice(b"TMBLRPC\x01");
+    bytes.extend(u32s(&[entries, 0]));
+    bytes.extend_from_slice(&arena_bytes.to_le_bytes());
+    bytes
+}
+
+/// A client that keeps no rules.
+struct Raw {
+    socket: OwnedFd,
+    own: Mapping,
+    peer: Mapping,
+    peer_geometry: Geometry,
+    bell: OwnedFd,
+    asks: Producer<Ask>,
+    answers: Consumer<Answer>,
+}
+
+impl Raw {
+    fn connect(dir: &Path) -> Raw {
+        let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+        initialise(own.view_mut().unwrap(), GEOMETRY, Role::Client);
+        let socket = dial(dir);
+        send(&socket, &hello(8, 4096), &[fd.as_fd()]);
+        let (welcome, fds) = receive(&socket);
+        assert_eq!(&welcome[..8], &u32s(&[17, 1])[..], "{}", String::from_utf8_lossy(&welcome));
+        let arena = u64::from_le_bytes(welcome[8..16].try_into().unwrap());
+        let peer_geometry = Geometry::new(8, arena).unwrap();
+        let [section_fd, bell] = <[OwnedFd; 2]>::try_from(fds).unwrap();
+        let peer = section::adopt(&section_fd, peer_geometry.section_bytes(), false).unwrap();
+        Raw { socket, own, peer, peer_geometry, bell, asks: Producer::default(), answers: Consumer::default() }
+    }
+
+    fn own(&self) -> ForeignMut<'_> {
+        self.own.view_mut().unwrap()
+    }
+
+    fn ring(&self) {
+        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+    }
+
+    fn ask(&mut self, slot: u32, payload: Payload) {
+        self.ask_bytes(slot, payload, &[]);
+    }
+
+    fn ask_bytes(&mut self, slot: u32, payload: Payload, inline: &[u8]) {
+        let token = Token::new(slot, 1);
+        let call = Call { token, deadline_ns: BEST_EFFORT, time_left: false, trace: 0, ttl_ms: 0, payload };
+        let ends = Ends::new(self.own.view_mut().unwrap(), GEOMETRY, self.peer.view(), self.peer_geometry).unwrap();
+        self.asks.push(ends, &Ask::Call(call), inline);
+        let _ = self.asks.publish(ends);
+        self.ring();
+    }
+
+    fn answer(&mut self) -> Answer {
+        let mut answer = None;
+        until("an answer comes", || {
+            let ends = Ends::new(self.own.view_mut().unwrap(), GEOMETRY, self.peer.view(), self.peer_geometry).unwrap();
+            answer = self.answers.take(ends, &mut [0; INLINE_BYTES]).unwrap();
+            self.answers.took(ends);
+            answer.is_some()
+        });
+        answer.unwrap()
+    }
+
+    fn is_closed(&self) -> bool {
+        receive(&self.socket).0.is_empty()
+    }
+}
+
+fn sum(request: &Request<'_>, reply: &mut Reply<'_>) {
+    let sum: u64 = request.to_vec().iter().map(|b| u64::from(*b)).sum();
+    let _ = reply.write(&sum.to_le_bytes());
+}
+
+fn service(dir: &Path) -> Service {
+    Service::register("s", Options { folder: Some(dir.into()), ..Options::default() }, sum).unwrap()
+}
+
+fn good(dir: &Path) -> Client {
+    Client::connect_with("s", &ConnectOptions { folder: Some(dir.into()), ..ConnectOptions::default() }).unwrap()
+}
+
+fn works(client: &Client) {
+    let reply = client.call(&[2; 1000], &CallOptions::default()).unwrap();
+    assert_eq!(reply.to_vec().unwrap(), 2000u64.to_le_bytes());
+}
+
+#[test]
+fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path());
+    let client = good(dir.path());
+    let (fine, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+    let (empty, _mapping) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+    initialise(own.view_mut().unwrap(), GEOMETRY, Role::Client);
+    let (small, _small) = section::make("hostile", 4096, false).unwrap();
+    let unsealed = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&unsealed, GEOMETRY.section_bytes()).unwrap();
+    let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+    let fine_hello = hello(8, 4096);
+    let mut version = fine_hello.clone();
+    version[4] = 9;
+    let mut magic = fine_hello.clone();
+    magic[8] = 0;
+    let one = |fd: &'static str| fd;
+    let cases: Vec<(&str, Vec<u8>, Vec<BorrowedFd<'_>>, &str)> = vec![
+        (one("no section"), fine_hello.clone(), vec![], "0 descriptors"),
+        ("two sections", fine_hello.clone(), vec![fine.as_fd(), fine.as_fd()], "2 descriptors"),
+        ("a header of zeros", fine_hello.clone(), vec![empty.as_fd()], "header"),
+        ("a small section", fine_hello.clone(), vec![small.as_fd()], "4096 bytes"),
+        ("an unsealed section", fine_hello.clone(), vec![unsealed.as_fd()], "seal"),
+        ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "seal"),
+        ("another version", version, vec![fine.as_fd()], "version 9"),
+        ("another magic", magic, vec![fine.as_fd()], "no message"),
+        ("no entries", hello(0, 4096), vec![fine.as_fd()], "powers of two"),
+        ("too many entries", hello(1 << 30, 4096), vec![fine.as_fd()], "allows"),
+        ("a huge arena", hello(8, 1 << 60), vec![fine.as_fd()], "allows"),
+        ("a cut message", fine_hello[..20].to_vec(), vec![fine.as_fd()], "no message"),
+        ("nonsense", vec![0xff; 60_000], vec![], "no message"),
+    ];
+    for (what, bytes, fds, why) in cases {
+        let socket = dial(dir.path());
+        send(&socket, &bytes, &fds);
+        let (answer, _) = receive(&socket);
+        let text = String::from_utf8_lossy(answer.get(4..).unwrap_or(&[])).into_owned();
+        assert_eq!(answer.first(), Some(&18), "{what}: {text}");
+        assert!(text.contains(why), "{what}: {text}");
+        works(&client);
+    }
+    // Those who only connect, or send what a provider sends, are in nobody's way.
+    let _silent: Vec<_> = (0..20).map(|_| dial(dir.path())).collect();
+    let socket = dial(dir.path());
+    send(&socket, &u32s(&[18]), &[]);
+    assert!(receive(&socket).0.is_empty());
+    works(&client);
+}
+
+#[test]
+fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = service(dir.path());
+    let client = good(dir.path());
+    let inline = Payload::EMPTY;
+    let first_entry = GEOMETRY.arena() - 8 * 256;
+    type Break = fn(&mut Raw, usize);
+    let cases: Vec<(&str, Break)> = vec![
+        ("an index that jumps", |raw, _| {
+            raw.own().store_u32(PUBLISHED, 1000, Ordering::Release).unwrap();
+            raw.ring();
+        }),
+        ("an entry of no kind", |raw, _| {
+            raw.own().store_u32(PUBLISHED, 1, Ordering::Release).unwrap();
+            raw.ring();
+        }),
+        ("a slot that does not exist", |raw, _| raw.ask(8, Payload::EMPTY)),
+        ("a payload outside the arena", |raw, _| {
+            raw.ask(0, Payload::Arena { offset: 4090, len: 7, block: 0, generation: 0 })
+        }),
+        ("a payload of u64::MAX bytes", |raw, _| {
+            raw.ask(0, Payload::Arena { offset: 1, len: u64::MAX, block: 0, generation: 0 })
+        }),
+        ("an inline payload that is too long", |raw, first| {
+            raw.own().write_array(first + 32, 201u64.to_le_bytes()).unwrap();
+            raw.own().write_array(first + 48, [1, 0]).unwrap();
+            raw.own().store_u32(PUBLISHED, 1, Ordering::Release).unwrap();
+            raw.ring();
+        }),
+        ("answers that are never taken", |raw, _| {
+            // Slots are used again although their answers were not taken.
+            for n in 0..9 {
+                raw.ask(n % 8, Payload::EMPTY);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }),
+        ("answers taken that never came", |raw, _| {
+            raw.own().store_u32(WAKE, 1000 << 1, Ordering::Release).unwrap();
+            for n in 0..9 {
+                raw.ask(n % 8, Payload::EMPTY);
+                std::thread::sleep(Duration::from_millis(20));
+            }
+        }),
+        ("a message that is none", |raw, _| send(&raw.socket, b"nonsense", &[])),
+    ];
+    let mut broken = 0;
+    for (what, step) in cases {
+        let mut raw = Raw::connect(dir.path());
+        raw.ask(0, inline);
+        assert_eq!(raw.answer().status, Status::Served, "{what}: it works at first");
+        // The entry that is written next.
+        step(&mut raw, first_entry + 256);
+        if what.contains("no kind") || what.contains("too long") {
+            // These were written behind the first entry, whose index is 1 now.
+            raw.own().store_u32(PUBLISHED, 2, Ordering::Release).unwrap();
+            raw.ring();
+        }
+        assert!(raw.is_closed(), "{what}");
+        broken += u64::from(!what.contains("message"));
+        works(&client);
+        until(what, || service.report().broken_clients >= broken && service.report().clients == 1);
+    }
+    assert_eq!(service.report().broken_clients, broken);
+}
+
+#[test]
+fn what_a_client_may_do_wrong_by_mistake_is_answered() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path());
+    let mut raw = Raw::connect(dir.path());
+    // Memory that was never handed over, that is not sealed, or that is too short.
+    raw.ask(0, Payload::Shared { memory: 5, offset: 0, len: 1 });
+    assert_eq!(raw.answer().status, Status::Refused(Refusal::Memory));
+    let share = |number: u32, bytes: u64| {
+        let mut message = u32s(&[3, number]);
+        message.extend_from_slice(&bytes.to_le_bytes());
+        message
+    };
+    let unsealed = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&unsealed, 4096).unwrap();
+    send(&raw.socket, &share(6, 4096), &[unsealed.as_fd()]);
+    raw.ask(1, Payload::Shared { memory: 6, offset: 0, len: 1 });
+    assert_eq!(raw.answer().status, Status::Refused(Refusal::Memory));
+    let (sealed, _mapping) = section::make("hostile", 4096, false).unwrap();
+    // More bytes than it has are announced.
+    send(&raw.socket, &share(7, 8192), &[sealed.as_fd()]);
+    raw.ask(2, Payload::Shared { memory: 7, offset: 0, len: 8192 });
+    assert_eq!(raw.answer().status, Status::Refused(Refusal::Memory));
+    send(&raw.socket, &share(8, 4096), &[sealed.as_fd()]);
+    raw.ask(3, Payload::Shared { memory: 8, offset: 1, len: 4096 });
+    assert_eq!(raw.answer().status, Status::Refused(Refusal::Memory));
+    raw.ask(4, Payload::Shared { memory: 8, offset: 0, len: 4096 });
+    assert_eq!(raw.answer().status, Status::Served);
+    // More memories than a connection holds: the service takes no more, and goes on.
+    for number in 100..200 {
+        send(&raw.socket, &share(number, 4096), &[sealed.as_fd()]);
+        if number % 8 == 0 {
+            raw.ask(number % 8, Payload::EMPTY);
+            assert_eq!(raw.answer().status, Status::Served);
+        }
+    }
+}
+
+#[test]
+fn storms_and_payloads_that_change_hurt_nobody_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path());
+    let client = good(dir.path());
+    let mut raw = Raw::connect(dir.path());
+    let end = Instant::now() + Duration::from_millis(300);
+    let mut n = 0u32;
+    while Instant::now() < end {
+        n += 1;
+        let ends = Ends::new(raw.own.view_mut().unwrap(), GEOMETRY, raw.peer.view(), raw.peer_geometry).unwrap();
+        let _ = raw.answers.take(ends, &mut [0; INLINE_BYTES]);
+        raw.answers.took(ends);
+        // Cancellations of nothing, and requests whose bytes change while they are read.
+        if raw.asks.has_room(ends) == Ok(true) {
+            raw.asks.push(ends, &Ask::Cancel(Token::new(n % 8, n)), &[]);
+            let _ = raw.asks.publish(ends);
+            raw.ring();
+        }
+        ends.own_payload(0, 4096).unwrap().write_from(&[n as u8; 4096]);
+        if n.is_multiple_of(64) {
+            works(&client);
+        }
+    }
+    drop(raw);
+    works(&client);
+}
+
+/// A provider that keeps no rules: accepts one client and does as the test says.
+fn hostile_provider(dir: &Path, act: impl FnOnce(OwnedFd) + Send + 'static) -> std::thread::JoinHandle<()> {
+    let path = dir.join("s");
+    let _ = std::fs::remove_file(&path);
+    let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    bind(&listener, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    listen(&listener, 4).unwrap();
+    std::thread::spawn(move || {
+        let socket = accept(&listener).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+        act(socket)
+    })
+}
+
+fn welcome(arena_bytes: u64) -> Vec<u8> {
+    let mut bytes = u32s(&[17, 1]);
+    for value in [arena_bytes, 0, 1 << 30] {
+        bytes.extend_from_slice(&value.to_le_bytes());
+    }
+    bytes.extend(u32s(&[0]));
+    bytes
+}
+
+fn try_connect(dir: &Path, patience: Duration) -> Result<Client, ConnectError> {
+    let options = ConnectOptions {
+        folder: Some(dir.into()),
+        entries: 8,
+        arena_bytes: 4096,
+        patience,
+        ..ConnectOptions::default()
+    };
+    Client::connect_with("s", &options)
+}
+
+#[test]
+fn providers_that_answer_the_handshake_wrongly_are_left() {
+    let dir = tempfile::tempdir().unwrap();
+    type Act = fn(OwnedFd);
+    let cases: Vec<(&str, Act)> = vec![
+        ("closes", |_| ()),
+        ("says nothing", |_| std::thread::sleep(Duration::from_millis(300))),
+        ("sends nonsense", |socket| send(&socket, &[7; 100], &[])),
+        ("sends no section", |socket| send(&socket, &welcome(4096), &[])),
+        ("asks for a huge arena", |socket| {
+            let (fd, _own) = section::make("hostile", 4096, false).unwrap();
+            send(&socket, &welcome(1 << 50), &[fd.as_fd(), fd.as_fd()]);
+        }),
+        ("sends a short section", |socket| {
+            let (fd, _own) = section::make("hostile", 4096, false).unwrap();
+            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        }),
+        ("sends an unsealed section", |socket| {
+            let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+            ftruncate(&fd, GEOMETRY.section_bytes()).unwrap();
+            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        }),
+        ("sends a section without a header", |socket| {
+            let (fd, _own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        }),
+        ("sends a pipe for a bell", |socket| {
+            let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+            initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
+            let (_reader, bell) = rustix::pipe::pipe().unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        }),
+    ];
+    for (what, act) in cases {
+        let provider = hostile_provider(dir.path(), act);
+        let begun = Instant::now();
+        let error = try_connect(dir.path(), Duration::from_millis(100)).expect_err(what);
+        assert!(begun.elapsed() < Duration::from_secs(5), "{what}");
+        match what {
+            "closes" => assert!(matches!(error, ConnectError::Gone), "{what}: {error}"),
+            "says nothing" => assert!(matches!(error, ConnectError::Silent(_)), "{what}: {error}"),
+            _ => {}
+        }
+        provider.join().unwrap();
+    }
+}
+
+/// Welcomes the client properly and then answers its first request as the test says.
+fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 'static) -> std::thread::JoinHandle<()> {
+    hostile_provider(dir, move |socket| {
+        let (hello, fds) = receive(&socket);
+        assert_eq!(hello[0], 1);
+        let peer = section::adopt(&fds[0], GEOMETRY.section_bytes(), false).unwrap();
+        let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+        initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
+        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        let ends = Ends::new(own.view_mut().unwrap(), GEOMETRY, peer.view(), GEOMETRY).unwrap();
+        let mut asks = Consumer::<Ask>::default();
+        let mut token = None;
+        until("a request comes", || {
+            if let Ok(Some(Ask::Call(call))) = asks.take(ends, &mut [0; INLINE_BYTES]) {
+                token = Some(call.token);
+            }
+            token.is_some()
+        });
+        act(ends, token.unwrap(), &socket);
+        // Until the client leaves.
+        while !receive(&socket).0.is_empty() {}
+    })
+}
+
+#[test]
+fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
+    let dir = tempfile::tempdir().unwrap();
+    fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
+        let mut answers = Producer::<Answer>::default();
+        answers.push(
+            ends,
+            &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload },
+            &[],
+        );
+        let _ = answers.publish(ends);
+    }
+    type Act = fn(Ends<'_>, Token, &OwnedFd);
+    type Check = fn(&CallError) -> bool;
+    let cases: Vec<(&str, Act, Check)> = vec![
+        ("says nothing", |_, _, _| (), |e| matches!(e, CallError::Timeout)),
+        (
+            "another token",
+            |e, t, _| answer(e, Token::new(t.slot(), t.turn() + 1), Payload::EMPTY),
+            |e| matches!(e, CallError::Broken(Broken::Token)),
+        ),
+        (
+            "another slot",
+            |e, t, _| answer(e, Token::new(t.slot() ^ 1, t.turn()), Payload::EMPTY),
+            |e| matches!(e, CallError::Broken(Broken::Token)),
+        ),
+        (
+            "no such slot",
+            |e, _, _| answer(e, Token::new(8, 1), Payload::EMPTY),
+            |e| matches!(e, CallError::Broken(Broken::Slot)),
+        ),
+        (
+            "outside the arena",
+            |e, t, _| answer(e, t, Payload::Arena { offset: 4096, len: 1, block: 0, generation: 1 }),
+            |e| matches!(e, CallError::Broken(Broken::Arena)),
+        ),
+        (
+            "no such block",
+            |e, t, _| answer(e, t, Payload::Arena { offset: 0, len: 1, block: 8, generation: 1 }),
+            |e| matches!(e, CallError::Broken(Broken::Slot)),
+        ),
+        (
+            "memory never handed over",
+            |e, t, _| answer(e, t, Payload::Shared { memory: 3, offset: 0, len: 1 }),
+            |e| matches!(e, CallError::ReplyMemory),
+        ),
+        (
+            "memory that is not sealed",
+            |e, t, socket| {
+                let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+                ftruncate(&fd, 4096).unwrap();
+                let mut share = u32s(&[3, 3]);
+                share.extend_from_slice(&4096u64.to_le_bytes());
+                send(socket, &share, &[fd.as_fd()]);
+                answer(e, t, Payload::Shared { memory: 3, offset: 0, len: 1 });
+            },
+            |e| matches!(e, CallError::ReplyMemory),
+        ),
+        (
+            "closes the socket",
+            |_, _, socket| {
+                let _ = shutdown(socket, Shutdown::Both);
+            },
+            |e| matches!(e, CallError::ProviderGone),
+        ),
+    ];
+    for (what, act, check) in cases {
+        let provider = answering(dir.path(), act);
+        let client = try_connect(dir.path(), PATIENCE).unwrap();
+        let options = CallOptions { timeout: Duration::from_millis(200), ..CallOptions::default() };
+        let error = client.call(b"x", &options).expect_err(what);
+        assert!(check(&error), "{what}: {error:?}");
+        drop(client);
+        provider.join().unwrap();
+    }
+}
+
+#[test]
+fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
+    let dir = tempfile::tempdir().unwrap();
+    let (stop, stopped) = std::sync::mpsc::channel::<()>();
+    let provider = hostile_provider(dir.path(), move |socket| {
+        let (_, fds) = receive(&socket);
+        let peer = section::adopt(&fds[0], GEOMETRY.section_bytes(), false).unwrap();
+        let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
+        initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
+        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        let _peer = peer;
+        let mut n = 0;
+        while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
+            n += 1;
+            // Published, and taken back, all the time.
+            own.view_mut().unwrap().store_u32(PUBLISHED, n & 1, Ordering::Release).unwrap();
+            tombolo_shm::futex::wake(own.view(), PUBLISHED);
+        }
+    });
+    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let begun = Instant::now();
+    let options = CallOptions { timeout: Duration::from_millis(100), ..CallOptions::default() };
+    let error = client.call(b"x", &options).unwrap_err();
+    assert!(matches!(error, CallError::Broken(_) | CallError::Timeout), "{error:?}");
+    assert!(begun.elapsed() < Duration::from_secs(5));
+    stop.send(()).unwrap();
+    provider.join().unwrap();
+}
