@@ -1,0 +1,111 @@
+"""The bypass between veths into containers, whose sockets are real: taken frames must be such that a kernel accepts them."""
+
+import contextlib
+import hashlib
+import os
+import socket
+import threading
+
+from bypass_paths import MAC_B, Host, host
+from lib import Namespace, until
+from lib.tap import ETH_IP4, UDP, Inside, ethernet, ipv4, transport
+
+C = "10.4.0.2"
+
+
+@contextlib.contextmanager
+def container(h, name="vc", address=C):
+    """A namespace behind a veth of the router's, as a container engine makes it: no offload is touched."""
+    with Namespace() as far:
+        net = address.rsplit(".", 1)[0]
+        h.space.ip("link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", str(far))
+        h.space.ip("address", "add", f"{net}.1/24", "dev", name)
+        h.space.ip("link", "set", name, "up")
+        far.ip("address", "add", f"{address}/24", "dev", "eth0")
+        far.ip("link", "set", "eth0", "up")
+        far.ip("route", "add", "default", "via", f"{net}.1")
+        yield far
+
+
+def bound(space, kind, address):
+    with Inside(space):
+        s = socket.socket(socket.AF_INET, kind)
+    s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    s.bind(address)
+    s.settimeout(5)
+    return s
+
+
+def test_a_tap_reaches_a_container_whose_veth_has_neither_xdp_nor_gro():
+    for mode in ("tcx", "xdp"):
+        with host() as h, container(h) as far:
+            words = ("ta", "tb", "vc") if mode == "tcx" else ("ta", "tb")
+            h.attach(*words, words=("--lease", "10000", "--mode", mode))
+            if mode == "xdp":
+                h.attach("vc", words=("--lease", "10000", "--mode", "tcx"))
+            server = bound(far, socket.SOCK_DGRAM, (C, 9))
+            body = transport(UDP, "10.1.0.2", C, 1000, 9, b"hello")
+            frame = ethernet(h.a.host_mac, h.a.mac, ETH_IP4, ipv4("10.1.0.2", C, UDP, body))
+            for n in range(20):
+                h.a.send(frame)
+                assert server.recvfrom(100) == (b"hello", ("10.1.0.2", 1000)), f"{mode}: frame {n}"
+            counts = h.status("ta")["by_reason"]
+            assert counts["taken_peer"] >= 18 and "taken_xdp" not in counts, counts
+            assert h.status("vc")["peer"]
+            server.sendto(b"answer", ("10.1.0.2", 1000))
+            server.sendto(b"answer", ("10.1.0.2", 1000))
+            for _ in range(2):
+                header, got = h.a.receive(1, lambda f: f[12:14] == b"\x08\x00" and f[23] == UDP)
+                assert got[42:48] == b"answer"
+            assert h.taken("vc") >= 1
+            server.close()
+
+
+def test_tcp_between_containers_arrives_whole_through_nat_and_a_firewall():
+    with host() as h, container(h) as far, container(h, "vd", "10.5.0.2") as other:
+        h.rules('table ip n { chain pre { type nat hook prerouting priority -100; iifname "vd" tcp dport 8080 dnat to 10.4.0.2:80; }; '
+                'chain post { type nat hook postrouting priority 100; oifname "vc" masquerade; }; }\n'
+                'table inet f { counter invalid { }; chain forward { type filter hook forward priority 0; policy drop; '
+                'ct state invalid counter name invalid drop; ct state established,related accept; iifname "vd" accept; }; }')
+        h.attach("vc", "vd")
+        listener = bound(far, socket.SOCK_STREAM, (C, 80))
+        listener.listen()
+        data = os.urandom(1 << 20) * 24
+        received = hashlib.sha256()
+
+        def serve():
+            connection, source = listener.accept()
+            assert source[0] == "10.4.0.1", source
+            while part := connection.recv(1 << 20):
+                received.update(part)
+            connection.sendall(received.digest())
+            connection.close()
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        client = bound(other, socket.SOCK_STREAM, ("10.5.0.2", 0))
+        client.connect(("10.5.0.1", 8080))
+        client.sendall(data)
+        client.shutdown(socket.SHUT_WR)
+        answer = b""
+        while part := client.recv(100):
+            answer += part
+        thread.join(10)
+        assert answer == hashlib.sha256(data).digest()
+        counts = h.status("vd")
+        assert counts["by_reason"]["taken_peer"] >= 100 and counts["taken_large"] >= 50, counts
+        assert "packets 0 " in h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
+        client.close()
+        listener.close()
+
+
+def test_a_container_that_goes_takes_its_attachment_with_it():
+    with host() as h:
+        with container(h):
+            h.attach("ta", "vc")
+        until("the interface's end", lambda: "vc" not in h.space.ip("link"), 5)
+        h.attach("tb")
+        assert [i["name"] for i in h.status()["interfaces"]] == ["ta", "tb"]
+        h.across(h.udp())
+        assert h.across(h.udp())[1][:6] == bytes.fromhex(MAC_B.replace(":", ""))
+        assert isinstance(h, Host) and h.taken() == 1
