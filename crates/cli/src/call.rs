@@ -191,14 +191,25 @@ impl Call {
             }
         }
         times.sort_unstable();
-        let at = |part: f64| times.get(((times.len() as f64 * part) as usize).min(times.len().saturating_sub(1))).copied();
+        let at =
+            |part: f64| times.get(((times.len() as f64 * part) as usize).min(times.len().saturating_sub(1))).copied();
         let mean = (!times.is_empty()).then(|| times.iter().sum::<u64>() / times.len() as u64);
-        let figures =
-            [("min", at(0.0)), ("mean", mean), ("p50", at(0.5)), ("p99", at(0.99)), ("p99.9", at(0.999)), ("max", at(1.0))];
+        let figures = [
+            ("min", at(0.0)),
+            ("mean", mean),
+            ("p50", at(0.5)),
+            ("p99", at(0.99)),
+            ("p99.9", at(0.999)),
+            ("max", at(1.0)),
+        ];
         if self.json {
-            let times: BTreeMap<String, u64> =
-                figures.iter().filter_map(|(name, ns)| ns.map(|ns| (format!("{}_ns", name.replace('.', "")), ns))).collect();
-            out::json(&serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times }))?;
+            let times: BTreeMap<String, u64> = figures
+                .iter()
+                .filter_map(|(name, ns)| ns.map(|ns| (format!("{}_ns", name.replace('.', "")), ns)))
+                .collect();
+            out::json(
+                &serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times }),
+            )?;
         } else {
             let words: Vec<String> = outcomes.iter().map(|(what, n)| format!("{n} {what}")).collect();
             let mut text = format!("{count} calls of {} bytes: {}\n", bytes.len(), words.join(", "));

@@ -80,8 +80,17 @@ fn refused(report: &Report) -> u64 {
 }
 
 fn table(rows: &[(String, Result<Report, ConnectError>)]) -> String {
-    let mut table =
-        Table::new(&["SERVICE", ">PID", ">CLIENTS", ">PENDING", ">SERVED", ">LATE", ">REFUSED", ">QUEUED P99", ">SERVICE P99"]);
+    let mut table = Table::new(&[
+        "SERVICE",
+        ">PID",
+        ">CLIENTS",
+        ">PENDING",
+        ">SERVED",
+        ">LATE",
+        ">REFUSED",
+        ">QUEUED P99",
+        ">SERVICE P99",
+    ]);
     for (name, report) in rows {
         match report {
             Ok(r) => {
@@ -161,8 +170,17 @@ fn rates(before: &Report, now: &Report) -> String {
     let seconds = (now.uptime_s - before.uptime_s).max(1e-3);
     let rate = |now: u64, before: u64| scaled((now.saturating_sub(before) as f64 / seconds).round(), "/s");
     let (a, b) = (&now.answers, &before.answers);
-    let mut table =
-        Table::new(&["SERVICE", ">PENDING", ">SERVED", ">LATE", ">REFUSED", ">CANCELLED", ">EXPIRED", ">QUEUED P99", ">SERVICE P99"]);
+    let mut table = Table::new(&[
+        "SERVICE",
+        ">PENDING",
+        ">SERVED",
+        ">LATE",
+        ">REFUSED",
+        ">CANCELLED",
+        ">EXPIRED",
+        ">QUEUED P99",
+        ">SERVICE P99",
+    ]);
     table.row(&[
         &now.name,
         &now.pending.to_string(),
@@ -224,7 +242,11 @@ impl Ls {
 impl Stats {
     fn run(&self) -> Result<Exit, Failure> {
         let report = report(&self.name)?;
-        if self.json { out::json(&report)? } else { out::print(&text(&report))? }
+        if self.json {
+            out::json(&report)?
+        } else {
+            out::print(&text(&report))?
+        }
         Ok(Exit::Done)
     }
 }
@@ -266,7 +288,9 @@ mod tests {
 
     #[test]
     fn times_are_for_people() {
-        for (ns, want) in [(0, "0 ns"), (999, "999 ns"), (1500, "1.5 us"), (2_340_000, "2.34 ms"), (61_000_000_000, "61.00 s")] {
+        for (ns, want) in
+            [(0, "0 ns"), (999, "999 ns"), (1500, "1.5 us"), (2_340_000, "2.34 ms"), (61_000_000_000, "61.00 s")]
+        {
             assert_eq!(time(ns), want);
         }
     }

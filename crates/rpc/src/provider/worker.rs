@@ -59,6 +59,12 @@ pub(crate) struct Job {
     inline: [u8; INLINE_BYTES],
 }
 
+impl Job {
+    fn is_of(&self, connection: &Arc<Connection>) -> bool {
+        Arc::ptr_eq(&self.connection, connection)
+    }
+}
+
 /// Which intake, and which of those that had its index.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Place {
@@ -269,7 +275,7 @@ impl Engine {
                 Some(Ask::Cancel(token)) => {
                     any = true;
                     if let Slot::Queued(handle) = connection.slot(token.slot())
-                        && schedule.get(handle).is_some_and(|job| job.call.token == token)
+                        && schedule.get(handle).is_some_and(|job| job.is_of(connection) && job.call.token == token)
                         && let Some((job, queued_ns)) = schedule.remove(now, handle)
                     {
                         self.give_up(&job, Status::Cancelled, queued_ns, now);
@@ -336,7 +342,10 @@ impl Engine {
         let _ = epoll::delete(&self.bells, &connection.bell);
         let now = now_ns();
         for slot in 0..connection.slots() {
+            // A request of a client that was sent away may have left the queue without a word to its slot, and its handle may be
+            // another one's by now.
             if let Slot::Queued(handle) = connection.slot(slot)
+                && core.schedule.get(handle).is_some_and(|job| job.is_of(&connection))
                 && core.schedule.remove(now, handle).is_some()
             {
                 add(&self.counters.abandoned, 1);

@@ -1,0 +1,92 @@
+//! `tombolo service` and `tombolo call` against services that run in this process.
+
+use std::path::Path;
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
+
+use tombolo_rpc::provider::{Options, Reply, Request, Service};
+
+fn tombolo(dir: &Path, args: &[&str]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_tombolo"));
+    command.args(args).env("TOMBOLO_RUNTIME", dir).stdin(Stdio::null());
+    command.output().unwrap()
+}
+
+/// What it printed, where it ended with this code.
+fn says(dir: &Path, args: &[&str], code: i32) -> String {
+    let out = tombolo(dir, args);
+    let error = String::from_utf8_lossy(&out.stderr).into_owned();
+    assert_eq!(out.status.code(), Some(code), "{args:?}: {error}");
+    if code == 0 { String::from_utf8(out.stdout).unwrap() } else { error }
+}
+
+fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
+    let mut bytes = request.to_vec();
+    if bytes == b"slow" {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    reply.set_code(u32::from(bytes == b"bad"));
+    bytes.reverse();
+    let _ = reply.write(&bytes);
+}
+
+fn service(dir: &Path, name: &str) -> Service {
+    let options = Options { folder: Some(dir.join("services")), ..Options::default() };
+    Service::register(name, options, serve).unwrap()
+}
+
+#[test]
+fn a_service_is_called_with_text_digits_and_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path(), "mirror");
+    let file = dir.path().join("data");
+    std::fs::write(&file, vec![b'a'; 100_000]).unwrap();
+    assert_eq!(says(dir.path(), &["call", "mirror", "abc", "--deadline", "5s"], 0), "cba\n");
+    assert_eq!(says(dir.path(), &["call", "mirror", "--hex", "00 ff 41", "--output", "hex"], 0), "41ff00\n");
+    let raw = says(dir.path(), &["call", "mirror", "--file", file.to_str().unwrap(), "--output", "raw"], 0);
+    assert_eq!(raw.len(), 100_000);
+    let json: serde_json::Value =
+        serde_json::from_str(&says(dir.path(), &["call", "mirror", "abc", "--json"], 0)).unwrap();
+    assert_eq!((json["text"].as_str(), json["code"].as_u64()), (Some("cba"), Some(0)));
+    assert!(says(dir.path(), &["call", "mirror", "bad"], 1).contains("code 1"));
+    assert!(says(dir.path(), &["call", "mirror", "x", "--deadline", "0ns"], 1).contains("deadline"));
+    assert!(says(dir.path(), &["call", "mirror", "slow", "--timeout", "1ms"], 1).contains("time limit"));
+}
+
+#[test]
+fn repeated_calls_are_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path(), "mirror");
+    let report = says(dir.path(), &["call", "mirror", "abc", "--repeat", "50"], 0);
+    assert!(report.starts_with("50 calls of 3 bytes: 50 served\n") && report.contains("p99.9"), "{report}");
+    let json = says(dir.path(), &["call", "mirror", "abc", "--repeat", "5", "--interval", "1ms", "--json"], 0);
+    let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+    assert_eq!(json["outcomes"]["served"].as_u64(), Some(5));
+    assert!(json["times"]["max_ns"].as_u64() >= json["times"]["min_ns"].as_u64());
+    says(dir.path(), &["call", "mirror", "abc", "--repeat", "5", "--deadline", "0ns"], 1);
+}
+
+#[test]
+fn services_are_listed_and_tell_what_they_did() {
+    let dir = tempfile::tempdir().unwrap();
+    assert_eq!(says(dir.path(), &["service", "ls"], 0).lines().count(), 1, "headings only");
+    let services = ["b", "a"].map(|name| service(dir.path(), name));
+    // As a killed process leaves it.
+    let stale = dir.path().join("services/stale");
+    drop(std::os::unix::net::UnixListener::bind(&stale).unwrap());
+    says(dir.path(), &["call", "a", "abc", "--repeat", "7"], 0);
+    let list = says(dir.path(), &["service", "ls"], 0);
+    let names: Vec<&str> = list.lines().skip(1).map(|l| l.split_whitespace().next().unwrap()).collect();
+    assert_eq!(names, ["a", "b"]);
+    assert!(!stale.exists());
+    let json: serde_json::Value =
+        serde_json::from_str(&says(dir.path(), &["service", "stats", "a", "--json"], 0)).unwrap();
+    assert_eq!(json["answers"]["served"].as_u64(), Some(7));
+    let stats = says(dir.path(), &["service", "stats", "a"], 0);
+    assert!(stats.contains("7 served") && stats.contains("workers    normal"), "{stats}");
+    let watched = says(dir.path(), &["service", "watch", "a", "--interval", "0.01", "--count", "2"], 0);
+    assert_eq!(watched.lines().filter(|l| l.starts_with('a')).count(), 2, "{watched}");
+    drop(services);
+    assert!(says(dir.path(), &["service", "stats", "a"], 1).contains("no service \"a\" is running"));
+    assert!(says(dir.path(), &["call", "a/b", "x"], 2).contains("no name of a service"));
+}
