@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 OR GPL-2.0 */
 /*
- * The maps, and what is in them. src/layout.rs has the same structures on the other side; its tests compare sizes and
- * offsets with this object's BTF.
+ * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
+ * asserted below.
  *
  * Writers: `settings` and `ports` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
  * replaced whole, and its two counters are added to by the ingress programs); the manager only removes entries.
@@ -166,6 +166,16 @@ struct event {
 	__u8 pad;
 	__u32 pad2;
 };
+
+/* What layout.rs counts on. */
+_Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && sizeof(struct key4) == 20, "layout.rs");
+_Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
+_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 4 + UNLEARNED), "layout.rs");
+_Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
+_Static_assert(offsetof(struct flow, packets) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
+_Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
+_Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");
+_Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FAILED == 22, "layout.rs");
 
 #define MAX_PORTS 1024
 #define MAX_FLOWS 65536

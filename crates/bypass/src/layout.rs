@@ -1,7 +1,7 @@
 //! What is in the maps, as bytes: the other side of ebpf/tables.h.
 //!
-//! Values are copied out of the kernel as byte arrays and taken apart here, so no pointer and no `unsafe` is needed. A
-//! test compares the sizes with those of the maps that the kernel made.
+//! Values are copied out of the kernel as byte arrays and taken apart here, so no pointer and no `unsafe` is needed.
+//! The header asserts the sizes and offsets that are used here, and a map is opened only if the kernel made it with these sizes.
 
 use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};

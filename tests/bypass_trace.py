@@ -1,0 +1,56 @@
+"""What can be seen of the bypass: the trace, and status."""
+
+import json
+import os
+import subprocess
+import threading
+
+from bypass_paths import A, B, PROGRAM, host
+
+
+def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
+    with host() as h:
+        h.attach(words=("--lease", "10000"))
+        command = [str(PROGRAM), "bypass", "trace", "ta", "--count", "4", "--seconds", "20", "--json", "--netns", str(h.space)]
+        trace = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run")))
+        stop = threading.Event()
+
+        def send():
+            port = 1000
+            while not stop.wait(0.05):
+                port += 1
+                for _ in range(3):
+                    h.a.send(h.udp(sport=port))
+                h.b.drain()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        try:
+            text, _ = trace.communicate(timeout=25)
+        finally:
+            stop.set()
+            sender.join()
+        assert trace.returncode == 0
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert len(lines) == 4
+        first = lines[0]
+        ways = [line["path"] for line in lines if line["source"] == first["source"]]
+        # A trace that starts in the middle of a flow has missed its beginning.
+        assert ways in (["up_no_flow", "learned", "taken_tcx"], ["learned", "taken_tcx"], ["taken_tcx"]), ways
+        assert {(line["input"], line["destination"]) for line in lines} <= {("ta", f"{B}:2000")}
+        assert all(line["source"].startswith(A) and line["why"] and line["at_ns"] > 0 for line in lines)
+        assert all(line["output"] == "tb" for line in lines if line["path"] == "taken_tcx")
+
+
+def test_status_of_nothing_and_of_something_is_one_schema():
+    with host() as h:
+        assert h.status() == {"schema": 1, "attached": False, "keeper": None, "lease_ms": 0, "flows": 0, "interfaces": []}
+        h.attach(words=("--lease", "5000"))
+        h.across(h.udp())
+        h.across(h.udp())
+        report = h.status()
+        assert (report["lease_ms"], report["flows"]) == (5000, 1)
+        ta = next(i for i in report["interfaces"] if i["name"] == "ta")
+        assert (ta["taken"], ta["passed"], ta["taken_bytes"], ta["learned"], ta["flows"]) == (1, 1, 64, 1, 1)
+        text = h.cli("status").stdout
+        assert "up_no_flow: the kernel has not forwarded one like it yet" in text and "keeper" in text
