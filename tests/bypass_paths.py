@@ -239,6 +239,9 @@ def test_programs_that_are_there_are_left_alone():
             wrong = h.cli("attach", "tb", "ta", "--mode", "xdp", check=False)
             assert wrong.returncode == 1 and "ta has an XDP program already" in wrong.stderr, wrong
             assert not h.status()["attached"] and "xdp" not in h.space.ip("link", "show", "tb")
+            h.attach("tb", words=("--mode", "tcx"))
+            assert h.cli("attach", "ta", "--mode", "xdp", check=False).returncode == 1
+            assert [i["name"] for i in h.status()["interfaces"]] == ["tb"]
             done = h.attach(words=("--mode", "tcx"))
             assert "ta: runs after tcx_in" in done.stderr, done
             h.cli("detach")

@@ -188,7 +188,9 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
         if fresh {
             place.remove()?;
         } else {
+            let mut maps = Maps::open(place)?;
             for index in done {
+                maps.remove_port(index)?;
                 detach_all(place, index);
             }
         }

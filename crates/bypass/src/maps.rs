@@ -107,11 +107,11 @@ impl Maps {
         self.ports.insert(index, port.to_bytes(), 0).map_err(wrong("ports"))
     }
 
-    /// Takes an interface out.
+    /// Takes an interface out, if it is in.
     pub fn remove_port(&mut self, index: u32) -> Result<(), MapsError> {
-        match self.ports.remove(&index) {
-            Ok(()) | Err(MapError::KeyNotFound) => Ok(()),
-            Err(e) => Err(wrong("ports")(e)),
+        match self.port(index)? {
+            Some(_) => self.ports.remove(&index).map_err(wrong("ports")),
+            None => Ok(()),
         }
     }
 
