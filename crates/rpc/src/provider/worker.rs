@@ -215,6 +215,10 @@ impl Engine {
         events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
         let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(events), Some(&now));
+        // The nudge that ends the workers is for each of them: who hears it without sleeping on it passes it on.
+        if self.stopping.load(Ordering::SeqCst) && events.iter().any(|e| e.data.u64() == NUDGE) {
+            self.nudge.ring();
+        }
         for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
             core.activate(Place::from_bits(event));
         }
