@@ -93,7 +93,7 @@ pub struct Door {
     /// Where it listens.
     pub path: PathBuf,
     /// Where whoever comes in by it sits. Behind a door to a fixed seat of a version 1 link stands stock QEMU, which hears of
-    /// all seats at once; others hear of comings and goings (see [`Hears`]).
+    /// all seats at once; others hear of comings and goings.
     pub seat: Seat,
 }
 

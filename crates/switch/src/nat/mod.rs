@@ -25,7 +25,7 @@
 //!   reset, the rest is dropped. A guest that merely does not answer may be booting, and is waited for.
 //! - ICMP errors about a translated packet are translated with the packet that they quote, both ways, so that path MTU
 //!   discovery, traceroute and "port unreachable" work through it. The router itself answers a guest's packet whose hops
-//!   are used up, at most [`ERRORS_PER_SECOND`] times a second, and no other.
+//!   are used up, at most fifty times a second, and no other.
 //! - The maximum segment size of TCP is left alone: network and uplink have one MTU, so what fits one fits the other, and
 //!   a smaller MTU further away is told by the errors above. (The user uplink ends TCP connections and makes its own.)
 //! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
