@@ -309,11 +309,11 @@ mod tests {
             after(&argv, "-append", 0).to_string()
         };
         let micro = "machine = \"microvm\"\n";
-        assert_eq!(append(micro, false), "tsc_early_khz=2299998 console=ttyS0");
+        assert_eq!(append(micro, false), "tsc_early_khz=2300000 console=ttyS0");
         assert_eq!(append(micro, true), "console=ttyS0", "KVM tells it by itself");
         assert_eq!(append("", false), "console=ttyS0", "q35 has clocks");
         let own = format!("{micro}cmdline = \"quiet\"\n");
-        assert_eq!(append(&own, false), "tsc_early_khz=2299998 quiet");
+        assert_eq!(append(&own, false), "tsc_early_khz=2300000 quiet");
         let told = format!("{micro}cmdline = \"tsc_early_khz=1 quiet\"\n");
         assert_eq!(append(&told, false), "tsc_early_khz=1 quiet");
     }
