@@ -361,6 +361,7 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     loop {
         shared.stack.borrow_mut().device.begin_turn(shared.now_ns());
         let taken = ingress(shared, budget);
+        let seen_ns = shared.now_ns();
         {
             let stack = &mut *shared.stack.borrow_mut();
             let now_ns = shared.now_ns();
@@ -398,7 +399,9 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
                 .interface
                 .poll_at(instant(now_ns), &stack.sockets)
                 .map(|at| at.total_micros() as u64 * 1000)
-                .filter(|at| *at > now_ns || !stack.device.is_blocked());
+                // What was due before this turn and led to nothing is nothing: smoltcp goes on naming the time of a router solicitation
+                // after the last one.
+                .filter(|at| *at > now_ns || (*at > seen_ns && !stack.device.is_blocked()));
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.poll_at(now_ns);
