@@ -25,8 +25,9 @@
 //! | --- | --- | --- |
 //! | `ip=dhcp`, `ip=none`, `ip=ADDR/PREFIX` | IPv4 address | `dhcp` |
 //! | `gw=ADDR` | IPv4 router | by DHCP |
-//! | `ip6=ADDR/PREFIX` | a further IPv6 address; link-local and, if a router announces a prefix, SLAAC are always there | |
-//! | `gw6=ADDR` | IPv6 router | by router advertisement |
+//! | `ip6=ADDR/PREFIX` | a further IPv6 address; link-local is always there | |
+//! | `slaac` | an IPv6 address of the prefix that a router announces (SLAAC); costs a look at the stack every 10 ms | off |
+//! | `gw6=ADDR` | IPv6 router | with `slaac` by router advertisement |
 //! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
 //! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | the first virtio device, else the first ivshmem link that is a network |

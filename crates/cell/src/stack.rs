@@ -97,6 +97,12 @@ impl Shared {
     }
 }
 
+/// The word of the command line that asks for addresses by router advertisement.
+const SLAAC: &str = "slaac";
+/// With it the stack is looked at so often: smoltcp 0.14 then names the time of the last router solicitation for ever after it, or no
+/// time at all, and hides behind that what its sockets wait for.
+const SLAAC_LOOK_NS: u64 = 10_000_000;
+
 /// The stack's clock counts microseconds.
 pub(crate) fn instant(ns: u64) -> Instant {
     Instant::from_micros((ns / 1000) as i64)
@@ -115,7 +121,7 @@ impl Stack {
         let mac = device.mac();
         let mut interface_config = smoltcp::iface::Config::new(mac.into());
         interface_config.random_seed = seed;
-        interface_config.slaac = true;
+        interface_config.slaac = config.has(SLAAC);
         let mut interface = Interface::new(interface_config, &mut device, instant(now_ns));
         let mut sockets = SocketSet::new(Vec::new());
         interface.update_ip_addrs(|addresses| {
@@ -361,7 +367,6 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     loop {
         shared.stack.borrow_mut().device.begin_turn(shared.now_ns());
         let taken = ingress(shared, budget);
-        let seen_ns = shared.now_ns();
         {
             let stack = &mut *shared.stack.borrow_mut();
             let now_ns = shared.now_ns();
@@ -399,9 +404,12 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
                 .interface
                 .poll_at(instant(now_ns), &stack.sockets)
                 .map(|at| at.total_micros() as u64 * 1000)
-                // What was due before this turn and led to nothing is nothing: smoltcp goes on naming the time of a router solicitation
-                // after the last one.
-                .filter(|at| *at > now_ns || (*at > seen_ns && !stack.device.is_blocked()));
+                .filter(|at| *at > now_ns || !stack.device.is_blocked());
+            let slaac_at = shared.config.has(SLAAC).then_some(now_ns + SLAAC_LOOK_NS);
+            let stack_at = match slaac_at {
+                Some(look) => Some(stack_at.filter(|at| *at > now_ns).map_or(look, |at| at.min(look))),
+                None => stack_at,
+            };
             let timer_at = stack.timers.first_key_value().map(|((at, _), _)| *at);
             let closing_at = stack.closing.iter().map(|c| c.deadline_ns).min();
             let poll_at = stack.device.poll_at(now_ns);
