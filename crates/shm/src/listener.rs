@@ -32,10 +32,31 @@ impl Listener {
             // Whoever removed it meanwhile has done the same.
             let _ = rustix::fs::unlink(path);
         }
-        let socket = make(SocketFlags::NONBLOCK)?;
+        Self::listen(make(SocketFlags::NONBLOCK)?, path)
+    }
+
+    /// Listens at `path` in place of whoever does, who is found there no more. For names that belong to the caller alone: a
+    /// process that ends may close what it listened at after all else.
+    ///
+    /// # Errors
+    /// The kernel's.
+    pub fn replace(path: &Path, kind: SocketType) -> Result<Listener, Errno> {
+        let new = path.with_extension("new");
+        match rustix::fs::unlink(&new) {
+            Ok(()) | Err(Errno::NOENT) => {}
+            Err(errno) => return Err(errno),
+        }
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let mut listener = Self::listen(net::socket_with(AddressFamily::UNIX, kind, flags, None)?, &new)?;
+        rustix::fs::rename(&new, path)?;
+        listener.path = path.into();
+        Ok(listener)
+    }
+
+    fn listen(socket: OwnedFd, path: &Path) -> Result<Listener, Errno> {
         // The file is made with these rights, so it is never open wider.
         rustix::fs::fchmod(&socket, Mode::from_raw_mode(0o600))?;
-        net::bind(&socket, &name)?;
+        net::bind(&socket, &SocketAddrUnix::new(path)?)?;
         let file = identity(path);
         net::listen(&socket, BACKLOG)?;
         Ok(Listener { socket, path: path.into(), file })
@@ -97,7 +118,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // It listens still, so nobody else takes the name between the look and the removal.
+        // It listens still, so nobody binds the name between the look and the removal.
         if self.file.is_some() && identity(&self.path) == self.file {
             let _ = rustix::fs::unlink(&self.path);
         }
@@ -124,7 +145,13 @@ mod tests {
         let second = Listener::adopt(second, &path).unwrap();
         assert!(second.accept().unwrap().is_none());
         assert_eq!(second.path(), path);
+        let third = Listener::replace(&path, SocketType::STREAM).unwrap();
+        let probe = net::socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+        net::connect(&probe, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+        assert!(second.accept().unwrap().is_none() && third.accept().unwrap().is_some());
         drop(second);
-        assert!(!path.exists());
+        assert!(path.exists(), "it is another's");
+        drop(third);
+        assert!(!path.exists() && !path.with_extension("new").exists());
     }
 }

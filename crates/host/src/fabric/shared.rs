@@ -64,7 +64,8 @@ type Children = Arc<Mutex<Vec<Child>>>;
 
 fn launch(path: &Path, children: &Children) -> Result<Keeper, String> {
     let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
-    let listener = Listener::bind(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
+    // One that was lost may still be there: killed and not yet through with closing its files, or hung.
+    let listener = Listener::replace(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
     let keeper = Keeper::connect(path).map_err(|e| failed("connecting to", &e))?;
     let socket = listener.hand_over().map_err(|e| failed("handing over", &e))?;
     let mut command = Command::new("/proc/self/exe");

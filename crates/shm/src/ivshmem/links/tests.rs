@@ -240,7 +240,7 @@ fn two_links_do_not_meet() {
 
 fn keeper_at(path: PathBuf) -> Launch {
     Box::new(move || {
-        let listener = Listener::bind(&path, SocketType::SEQPACKET).map_err(|e| e.to_string())?;
+        let listener = Listener::replace(&path, SocketType::SEQPACKET).map_err(|e| e.to_string())?;
         let keeper = Keeper::connect(&path).map_err(|e| e.to_string())?;
         std::thread::spawn(move || keeper::serve(listener).unwrap());
         Ok(keeper)
