@@ -38,4 +38,10 @@ pub trait Carrier {
     /// # Errors
     /// What no correct peer sends.
     fn take(&mut self) -> Result<Option<Message>, Broken>;
+
+    /// Says that we are about to sleep. False where something waits to be taken, and we must not.
+    ///
+    /// # Errors
+    /// What no correct peer does.
+    fn arm(&mut self) -> Result<bool, Broken>;
 }

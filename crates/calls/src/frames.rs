@@ -86,11 +86,17 @@ impl Frames {
         self.output.use_up(n);
     }
 
-    /// Takes bytes that have come, as many as it says; 0 where the peer has to take its answers first, or a whole message waits to be
-    /// taken.
+    /// How many bytes are taken now; 0 where the peer has to take its answers first, or a whole message waits to be taken.
+    pub fn wanted(&self) -> usize {
+        if self.output().len() > UNSENT_BYTES {
+            return 0;
+        }
+        (HEAD_BYTES + PAYLOAD_BYTES as usize).saturating_sub(self.input.waiting().len())
+    }
+
+    /// Takes bytes that have come, as many as it says and wants.
     pub fn feed(&mut self, bytes: &[u8]) -> usize {
-        let room = (HEAD_BYTES + PAYLOAD_BYTES as usize).saturating_sub(self.input.waiting().len());
-        let n = if self.output().len() > UNSENT_BYTES { 0 } else { room.min(bytes.len()) };
+        let n = self.wanted().min(bytes.len());
         self.input.bytes.extend_from_slice(&bytes[..n]);
         n
     }
@@ -184,5 +190,10 @@ impl Carrier for Frames {
         }
         self.input.use_up(HEAD_BYTES + len);
         Ok(Some(message))
+    }
+
+    fn arm(&mut self) -> Result<bool, Broken> {
+        // Whoever waits for the stream is woken by its bytes; what came was taken.
+        Ok(true)
     }
 }

@@ -175,23 +175,6 @@ impl Wire<'_> {
         self.provider.check_peer(Role::Client)
     }
 
-    /// Says that we are about to sleep. False where something waits to be taken, and we must not.
-    ///
-    /// # Errors
-    /// [`Broken::Index`].
-    pub fn arm(&mut self) -> Result<bool, Broken> {
-        let answers = self.rings.answers.arm(self.client)?;
-        Ok(self.rings.requests.arm(self.provider)? && answers)
-    }
-
-    /// Whether something waits to be taken; reads the peer's two indices only.
-    ///
-    /// # Errors
-    /// [`Broken::Index`].
-    pub fn is_ready(&mut self) -> Result<bool, Broken> {
-        Ok(self.rings.answers.is_ready(self.client)? || self.rings.requests.is_ready(self.provider)?)
-    }
-
     /// Takes back the blocks that the peer has marked as read.
     fn collect(&mut self) {
         let Rings { reply_arena, held, free, out, .. } = &mut *self.rings;
@@ -315,5 +298,10 @@ impl Carrier for Wire<'_> {
             self.rings.requests.took(self.provider);
         }
         Ok(request)
+    }
+
+    fn arm(&mut self) -> Result<bool, Broken> {
+        let answers = self.rings.answers.arm(self.client)?;
+        Ok(self.rings.requests.arm(self.provider)? && answers)
     }
 }

@@ -116,6 +116,8 @@ pub struct Session {
     asked_bytes: usize,
     /// Long bytes of replies that wait to be fetched.
     reply_bytes: usize,
+    /// Somebody serves what the peer asks.
+    serves: bool,
     schedule: Schedule<Request>,
     theirs: Vec<Theirs>,
     /// Long bytes of the peer's requests that wait or are served.
@@ -141,12 +143,18 @@ impl Session {
             free: (0..entries).rev().collect(),
             asked_bytes: 0,
             reply_bytes: 0,
+            serves: false,
             schedule: Schedule::with_seed(rules, seed),
             theirs: vec![Theirs::Free; entries as usize],
             owed_bytes: 0,
             epoch: 0,
             stats: Stats::default(),
         }
+    }
+
+    /// From now on somebody serves what the peer asks ([`Session::next`]). Before, requests are answered as failed.
+    pub fn serve(&mut self) {
+        self.serves = true;
     }
 
     /// The counters.
@@ -170,7 +178,7 @@ impl Session {
     /// [`CallError::Busy`], [`CallError::TooLong`]: nothing was sent. [`CallError::Broken`]: the link is to begin anew.
     pub fn submit(
         &mut self,
-        carrier: &mut impl Carrier,
+        carrier: &mut (impl Carrier + ?Sized),
         options: &CallOptions,
         bytes: &[u8],
     ) -> Result<Token, CallError> {
@@ -235,7 +243,7 @@ impl Session {
     ///
     /// # Errors
     /// The link is to begin anew.
-    pub fn cancel(&mut self, carrier: &mut impl Carrier, token: Token) -> Result<bool, Broken> {
+    pub fn cancel(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token) -> Result<bool, Broken> {
         let Some(Slot::Waiting { cancelled, .. }) = self.slot(token) else { return Ok(false) };
         if *cancelled || !carrier.ask(Ask::Cancel(token), &[])? {
             return Ok(false);
@@ -259,7 +267,7 @@ impl Session {
     ///
     /// # Errors
     /// What no correct peer does: the link is to begin anew ([`Session::lost`]).
-    pub fn drain(&mut self, carrier: &mut impl Carrier, now_ns: u64) -> Result<bool, Broken> {
+    pub fn drain(&mut self, carrier: &mut (impl Carrier + ?Sized), now_ns: u64) -> Result<bool, Broken> {
         let most = carrier.most();
         let mut any = false;
         // A peer that never stops is not read for ever in one turn.
@@ -275,7 +283,13 @@ impl Session {
         Ok(any)
     }
 
-    fn asked(&mut self, carrier: &mut impl Carrier, call: Call, bytes: Vec<u8>, now_ns: u64) -> Result<(), Broken> {
+    fn asked(
+        &mut self,
+        carrier: &mut (impl Carrier + ?Sized),
+        call: Call,
+        bytes: Vec<u8>,
+        now_ns: u64,
+    ) -> Result<(), Broken> {
         let Call { token, deadline_ns: left_ns, time_left, ttl_ms, trace, .. } = call;
         let at = token.slot() as usize;
         if self.theirs.get(at) != Some(&Theirs::Free) {
@@ -294,6 +308,9 @@ impl Session {
         };
         self.owed_bytes += long;
         let request = Request { token, epoch: self.epoch, began_ns: 0, bytes, deadline_ns, trace, queued_ns: 0 };
+        if !self.serves {
+            return self.end(carrier, &request, now_ns, Response::end(Status::Failed));
+        }
         match self.schedule.offer(now_ns, deadline_ns, u64::from(ttl_ms) * 1_000_000, request) {
             Ok(handle) => self.theirs[at] = Theirs::Queued(handle),
             Err((request, status)) => self.end(carrier, &request, now_ns, Response::end(status))?,
@@ -301,7 +318,7 @@ impl Session {
         Ok(())
     }
 
-    fn taken_back(&mut self, carrier: &mut impl Carrier, token: Token, now_ns: u64) -> Result<(), Broken> {
+    fn taken_back(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token, now_ns: u64) -> Result<(), Broken> {
         if let Some(&Theirs::Queued(handle)) = self.theirs.get(token.slot() as usize)
             && self.schedule.get(handle).is_some_and(|request| request.token == token)
             && let Some((request, queued_ns)) = self.schedule.remove(now_ns, handle)
@@ -351,7 +368,7 @@ impl Session {
     ///
     /// # Errors
     /// What no correct peer does.
-    pub fn next(&mut self, carrier: &mut impl Carrier, now_ns: u64) -> Result<Option<Request>, Broken> {
+    pub fn next(&mut self, carrier: &mut (impl Carrier + ?Sized), now_ns: u64) -> Result<Option<Request>, Broken> {
         loop {
             match self.schedule.next(now_ns) {
                 None => return Ok(None),
@@ -373,7 +390,7 @@ impl Session {
     /// What no correct peer does.
     pub fn respond(
         &mut self,
-        carrier: &mut impl Carrier,
+        carrier: &mut (impl Carrier + ?Sized),
         request: &Request,
         now_ns: u64,
         response: Response,
@@ -395,7 +412,7 @@ impl Session {
     /// Answers, and gives the peer its slot back.
     fn end(
         &mut self,
-        carrier: &mut impl Carrier,
+        carrier: &mut (impl Carrier + ?Sized),
         request: &Request,
         now_ns: u64,
         response: Response,

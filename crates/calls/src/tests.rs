@@ -125,7 +125,7 @@ impl Pair {
         };
         let mut pair = Pair { a: side(own, peer), b: side(peer, own) };
         pair.a.wire().1.check_peer().unwrap();
-        pair
+        pair.serve()
     }
 
     fn stream(options: &ServeOptions) -> Pair {
@@ -133,7 +133,13 @@ impl Pair {
             || Side { session: Session::new(crate::frames::ENTRIES, options, 7), way: Way::Stream(Frames::default()) };
         let mut pair = Pair { a: side(), b: side() };
         pair.turn(0);
-        pair
+        pair.serve()
+    }
+
+    fn serve(mut self) -> Pair {
+        self.a.session.serve();
+        self.b.session.serve();
+        self
     }
 
     fn both(options: &ServeOptions) -> [Pair; 2] {
@@ -255,6 +261,16 @@ fn admission_expiry_cancellation_and_failure_end_calls_each_by_its_name() {
         assert_eq!(pair.b.serve(5 * MS, echo).len(), 1);
         pair.turn(5 * MS);
         assert!(pair.result(late).unwrap().is_ok());
+    }
+}
+
+#[test]
+fn a_peer_that_serves_nothing_says_so() {
+    for mut pair in Pair::both(&ServeOptions::default()) {
+        pair.b.session = Session::new(64, &ServeOptions::default(), 7);
+        let token = pair.a.submit(&within(5), b"x").unwrap();
+        pair.turn(0);
+        assert_eq!(pair.result(token), Some(Err(CallError::Failed)));
     }
 }
 
