@@ -163,17 +163,26 @@ impl Calls {
         state.way.is_up()
     }
 
-    /// Waits until the peer is there; false where it did not come in time, or never will.
+    /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
     pub fn wait_up(&self, timeout: Duration) -> bool {
         let found = self.wait(Instant::now() + timeout, |state| {
-            (state.way.is_up() || state.way.is_over()).then(|| state.way.is_up())
+            let ended = state.way.is_over() || state.way.server_is_gone();
+            (state.way.is_up() || ended).then(|| state.way.is_up())
         });
         found.unwrap_or(false)
     }
 
-    /// Waits until the peer is not there; false where it still is after `timeout`.
+    /// Waits until the peer is not there, or the link's server has ended; false where neither is so after `timeout`.
     pub fn wait_down(&self, timeout: Duration) -> bool {
-        self.wait(Instant::now() + timeout, |state| (!state.way.is_up()).then_some(())).is_some()
+        let ended = |state: &mut State| (!state.way.is_up() || state.way.server_is_gone()).then_some(());
+        self.wait(Instant::now() + timeout, ended).is_some()
+    }
+
+    /// Whether the server of the link has ended, with its fabric. The link itself goes on, but nobody tells any more who dies.
+    pub fn server_is_gone(&self) -> bool {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.server_is_gone()
     }
 
     /// Whether the peer is gone for good: its connection has ended.
@@ -198,14 +207,22 @@ impl Calls {
     /// Calls, and waits for the reply.
     ///
     /// # Errors
-    /// [`CallError`]: what else it ended with.
+    /// [`CallError`]: what else it ended with; also where the link's server ended meanwhile, [`CallError::ProviderGone`].
     pub fn call(&self, bytes: &[u8], options: &CallOptions) -> Result<Reply, CallError> {
         let until = Instant::now() + options.timeout;
+        let was_deaf = self.lock().way.server_is_gone();
         let token = self.submit(bytes, options)?;
-        self.wait_until(token, until).unwrap_or_else(|| {
+        let end = self.wait(until, |state| {
+            // Who waits would not be told that the peer dies.
+            let is_lost = !was_deaf && state.way.server_is_gone();
+            let end = state.way.session.fetch(token, None);
+            end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
+        });
+        let end = end.unwrap_or(Err(CallError::Timeout));
+        if matches!(end, Err(CallError::Timeout | CallError::ProviderGone)) {
             self.give_up(token);
-            Err(CallError::Timeout)
-        })
+        }
+        end
     }
 
     /// Asks without waiting. What it ends with is fetched by [`Calls::poll`] or [`Calls::wait_for`]; until then it holds a slot.
@@ -229,13 +246,9 @@ impl Calls {
         state.way.session.fetch(token, None)
     }
 
-    fn wait_until(&self, token: Token, until: Instant) -> Option<Result<Reply, CallError>> {
-        self.wait(until, |state| state.way.session.fetch(token, None))
-    }
-
     /// Waits for the end of a call; `None` where it is still under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
-        self.wait_until(token, Instant::now() + timeout)
+        self.wait(Instant::now() + timeout, |state| state.way.session.fetch(token, None))
     }
 
     /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False

@@ -219,6 +219,11 @@ impl Way {
         matches!(&self.kind, Kind::Stream(on) if on.over)
     }
 
+    /// Whether nobody tells any more who comes and goes.
+    pub(crate) fn server_is_gone(&self) -> bool {
+        matches!(&self.kind, Kind::Link(on) if on.deaf)
+    }
+
     /// What of the socket a thread that sleeps listens to.
     pub(crate) fn listens(&self) -> PollFlags {
         match &self.kind {
@@ -309,7 +314,9 @@ impl Way {
                     on.deaf = true;
                     on.link.peer().step()
                 });
+                let was_deaf = on.deaf;
                 on.deaf |= on.link.server_is_gone();
+                any |= was_deaf != on.deaf;
                 let life = on.link.peer().life();
                 let is_new = life != on.life;
                 if is_new {
