@@ -109,6 +109,41 @@ def nothing_left(fabric):
     assert not fabric.leftovers(), "\n".join(fabric.leftovers())
 
 
+def killed_while_it_starts(text, seed, thens, well):
+    """The daemon killed at a random moment of its start, once for each of `thens`, which says what is done after that: "start" a daemon,
+    see that all is `well`, and end it; "down" alone; or nothing, so that the next daemon starts "again" beside what this one left."""
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    with place() as (space, folder):
+        began = time.monotonic()
+        with Fabric(folder, text, netns=space) as fabric:
+            whole = time.monotonic() - began
+
+            def end():
+                fabric.cli("down", "--fabric", fabric.name)
+                fabric.process.wait(20)
+                nothing_left(fabric)
+
+            end()
+            for round_, then in enumerate(thens):
+                moment = dice.uniform(0.0, 1.1) * whole
+                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        # The moment at which it dies, not a wait for anything.
+                        daemon.popen.wait(moment)
+                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
+                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
+                if then == "start":
+                    fabric.start()
+                    well(space, fabric)
+                    end()
+                elif then == "down":
+                    # `down` alone, which says so where there is nothing to do.
+                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
+                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
+                    nothing_left(fabric)
+
+
 @timeout(240)
 def test_a_cell_killed():
     need_program("passt")
@@ -192,34 +227,8 @@ def test_the_daemon_killed_under_load():
 @timeout(240)
 def test_the_daemon_killed_while_it_starts():
     need_program("passt")
-    dice = random.Random(SEED)
-    print(f"seed {SEED}")
-    with place() as (space, folder):
-        began = time.monotonic()
-        with Fabric(folder, text(), netns=space) as fabric:
-            whole = time.monotonic() - began
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
-            for round_ in range(10):
-                moment = dice.uniform(0.0, 1.1) * whole
-                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        # The moment at which it dies, not a wait for anything.
-                        daemon.popen.wait(moment)
-                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
-                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
-                if round_ % 5 == 4:
-                    fabric.start()
-                    all_well(space)
-                    fabric.cli("down", "--fabric", fabric.name)
-                    fabric.process.wait(20)
-                    nothing_left(fabric)
-                elif round_ % 2:
-                    # `down` alone, which says so where there is nothing to do.
-                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
-                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
-                    nothing_left(fabric)
+    thens = ("again", "down", "again", "down", "start", "down", "again", "down", "again", "start")
+    killed_while_it_starts(text(), SEED, thens, lambda space, _: all_well(space))
 
 
 @timeout(240)
@@ -380,30 +389,8 @@ def test_shared_memory_outlives_each_party():
 
 @timeout(240)
 def test_the_daemon_killed_while_shared_memory_starts():
-    dice = random.Random(SEED + 1)
-    print(f"seed {SEED + 1}")
-    with place() as (space, folder):
-        began = time.monotonic()
-        with Fabric(folder, SHARED.format(name=f"k{os.getpid()}"), netns=space) as fabric:
-            whole = time.monotonic() - began
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
-            for round_ in range(8):
-                moment = dice.uniform(0.0, 1.1) * whole
-                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        # The moment at which it dies, not a wait for anything.
-                        daemon.popen.wait(moment)
-                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
-                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
-                if round_ % 2:
-                    fabric.start()
-                    shared_well(space)
-                    assert len(keepers(fabric)) == 1
-                    fabric.cli("down", "--fabric", fabric.name)
-                    fabric.process.wait(20)
-                else:
-                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
-                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
-                nothing_left(fabric)
+    def well(space, fabric):
+        shared_well(space)
+        assert len(keepers(fabric)) == 1
+
+    killed_while_it_starts(SHARED.format(name=f"k{os.getpid()}"), SEED + 1, ("down", "start") * 4, well)
