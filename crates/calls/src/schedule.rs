@@ -12,13 +12,15 @@
 //!   service's choice. It never runs above what it asked for because it is late.
 //! - What waited for longer than its time to live is given up.
 
+use alloc::vec::Vec;
+
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status};
 
 use crate::queue::{Handle, Queue};
 
 /// What happens to a request whose deadline has passed before its service began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "std", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
 pub enum Late {
     /// It is answered as late, unserved.
     #[default]
@@ -82,9 +84,15 @@ pub struct Schedule<T> {
 }
 
 impl<T> Schedule<T> {
-    /// An empty schedule.
+    /// An empty schedule, with a seed of the system's.
+    #[cfg(any(test, feature = "std"))]
     pub fn new(rules: Rules) -> Schedule<T> {
         Schedule { rules, queue: Queue::default(), running: Vec::new() }
+    }
+
+    /// An empty schedule. `seed` shapes its tree: whoever chooses deadlines must not know it.
+    pub fn with_seed(rules: Rules, seed: u64) -> Schedule<T> {
+        Schedule { rules, queue: Queue::new(seed), running: Vec::new() }
     }
 
     /// Requests that wait.

@@ -12,6 +12,8 @@
 //! Times are ns; work is ns of service divided by the number of workers. Slack is held in 63 bits: a deadline later than
 //! 2^62 ns (146 years) has no bound.
 
+use alloc::vec::Vec;
+
 /// Names a queued request.
 pub type Handle = u32;
 
@@ -300,6 +302,7 @@ impl<T> Queue<T> {
     }
 }
 
+#[cfg(any(test, feature = "std"))]
 impl<T> Default for Queue<T> {
     fn default() -> Self {
         use std::hash::{BuildHasher, Hasher};
