@@ -119,7 +119,7 @@ def part_links(results, space, folder, options):
                 with fabric_of(folder, file_of_link(kind, space)) as fabric:
                     address = f"{PREFIX}.0.10"
                     space.ip("link", "set", TAP, "up")
-                    until("the cell's answer", lambda: space.run("ping", "-c", 1, "-W", 1, address, check=False, seconds=5).returncode == 0, 60)
+                    until("the cell's answer", lambda: space.pings(address), 60)
                     row = measure_link(space, address, options, fabric.cpu_meter())
             results.add(part="links", kind=kind, repeat=repeat, **row)
             note(f"{repeat + 1}/{options.repeats} {kind:8}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if value is not None and not key.endswith("_loss")))
@@ -174,7 +174,7 @@ def part_mesh(results, space, folder, options):
                 reachable = False
             everything = time.monotonic() - fabric.process.started
             idle, rss = 100 * mesh.quiet_share(fabric), mesh.rss_bytes(fabric) / (1 << 20)
-            fabric.cli("down", "--fabric", fabric.name, seconds=120)
+            fabric.down(seconds=120)
         row = {"ready_s": ready, "all_s": everything, "all_reachable": reachable, "rss_mib": rss, "idle_core_pct": idle}
         results.add(part="mesh", cells=count, **row)
         note(f"mesh of {count}: " + ", ".join(f"{key} {value}" if isinstance(value, bool) else f"{key} {value:.1f}" for key, value in row.items()))

@@ -29,7 +29,7 @@ def main():
         print(f"all {count * (count - 1)} ways answered after {mesh.wait_answers(fabric, PATIENCE_S):.1f} s", flush=True)
         share, memory = mesh.quiet_share(fabric), mesh.rss_bytes(fabric)
         print(f"quiet, all of it takes {100 * share:.1f} % of one core; a cell's QEMU takes {memory / (1 << 20):.0f} MiB")
-        fabric.cli("down", "--fabric", fabric.name, seconds=120)
+        fabric.down(seconds=120)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """A fabric of the program's own, for tests: `tombolo up` on a file, asked through `tombolo status`, killed and started again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,6 +8,7 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from .guest import Commands
 from .machine import ROOT, Skip
 from .process import Process, cpu_seconds, until
 
@@ -113,6 +115,19 @@ class Fabric:
             found += [f"file {path}" for path in [folder, *folder.iterdir()]]
         return found
 
+    def nothing_left(self):
+        """Asserts that nothing is left of it. What goes with a process may go an instant after `down` has answered."""
+        with contextlib.suppress(TimeoutError):
+            until("nothing left", lambda: not self.leftovers(), 5)
+        leftovers = self.leftovers()
+        assert not leftovers, "\n".join(leftovers)
+
+    def down(self, seconds=30):
+        """`tombolo down`: the daemon ends, and nothing is left."""
+        self.cli("down", "--fabric", self.name, seconds=seconds)
+        self.process.wait(20)
+        self.nothing_left()
+
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""
         self.process.signal(signal.SIGKILL)
@@ -120,10 +135,8 @@ class Fabric:
 
     def stop(self):
         """SIGTERM to the daemon, and SIGKILL if it does not end by that."""
-        try:
+        with contextlib.suppress(TimeoutError):
             self.process.stop(10)
-        except TimeoutError:
-            pass
         self.process.kill()
 
     def __enter__(self):
@@ -131,3 +144,10 @@ class Fabric:
 
     def __exit__(self, *_):
         self.stop()
+
+
+class Console(Process, Commands):
+    """The console of a stock Linux guest in a fabric, through the program."""
+
+    def __init__(self, machine, fabric, env=None):
+        super().__init__([PROGRAM, "cell", "console", machine, "--fabric", fabric], name=machine, stdin=True, env=env)

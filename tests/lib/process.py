@@ -49,6 +49,20 @@ def rss_bytes(pid):
     return 0
 
 
+def children(pid, name):
+    """The children of a process whose names begin so."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                head, rest = (entry / "stat").read_text(errors="replace").rsplit(")", 1)
+            except OSError:
+                continue
+            if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
+                found.append(int(entry.name))
+    return found
+
+
 def core_share(used_seconds, span_s):
     """Which share of one core is used in the next `span_s` seconds; `used_seconds()` gives the CPU time so far."""
     before, begun = used_seconds(), time.monotonic()
