@@ -360,14 +360,14 @@ impl Engine {
         core.active.retain(|p| *p != place);
     }
 
-    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long is
-    /// given up.
+    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long or
+    /// is late is given up.
     pub(super) fn attend(&self, core: &mut Core) {
         let now = now_ns();
         self.collect(core, &mut Vec::with_capacity(EVENTS));
         self.drain(core, now);
-        for (job, queued_ns) in core.schedule.sweep(now) {
-            self.give_up(&job, Status::Expired, queued_ns, now);
+        for (job, queued_ns, status) in core.schedule.sweep(now) {
+            self.give_up(&job, status, queued_ns, now);
         }
     }
 
