@@ -84,7 +84,7 @@ pub struct Schedule<T> {
 impl<T> Schedule<T> {
     /// An empty schedule.
     pub fn new(rules: Rules) -> Schedule<T> {
-        Schedule { rules, queue: Queue::default(), running: Vec::new() }
+        Schedule { rules, queue: Queue::new(rules.admission), running: Vec::new() }
     }
 
     /// Requests that wait.
