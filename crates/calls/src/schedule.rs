@@ -12,13 +12,15 @@
 //!   service's choice. It never runs above what it asked for because it is late.
 //! - What waited for longer than its time to live is given up.
 
+use alloc::vec::Vec;
+
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status};
 
 use crate::queue::{Handle, Queue};
 
 /// What happens to a request whose deadline has passed before its service began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "std", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
 pub enum Late {
     /// It is answered as late, unserved.
     #[default]

@@ -16,6 +16,9 @@
 //! Times are ns; work is ns of service divided by the number of workers. Slack is held in 63 bits: a deadline later than
 //! 2^62 ns (146 years) has no bound.
 
+use alloc::vec;
+use alloc::vec::Vec;
+
 /// Names a queued request.
 pub type Handle = u32;
 
