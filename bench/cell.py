@@ -27,9 +27,10 @@ import statistics
 import sys
 import time
 
-from common import FIRST, ROOT, BenchError, Process, Results, note, private_folder, ratio, terminate_cleanly, until
+from common import FIRST, BenchError, Results, fabric_of, note, private_folder, ratio, terminate_cleanly, until
 from lib import CellGuest, LinuxGuest, Namespace, Net, Skip, http_get
 from lib.http import socket_in
+from lib.process import core_share
 
 PREFIX = "10.77.0"
 HOST = f"{PREFIX}.1"
@@ -63,19 +64,10 @@ def host_side(kind, folder, space):
         space.tap(TAP, f"{HOST}/24")
         yield lambda name: Net.tap(TAP).with_mac(GUESTS[name][1])
         return
-    file = folder / "bench.toml"
-    file.write_text(fabric_file(folder, space))
-    with Process([ROOT / "target/release/tombolo", "up", file], name="tombolo", nice=FIRST, env={"XDG_RUNTIME_DIR": str(folder)}) as fabric:
-        def ready():
-            if not fabric.alive():
-                raise BenchError(f"tombolo ended:\n{fabric.tail()}")
-            return all((folder / f"{name}.sock").exists() for name in GUESTS) and TAP in space.ip("-o", "link")
-
-        until("the fabric's ports", ready, 20)
+    with fabric_of(folder, fabric_file(folder, space)):
+        until("the fabric's ports", lambda: all((folder / f"{name}.sock").exists() for name in GUESTS) and TAP in space.ip("-o", "link"), 20)
         space.ip("link", "set", TAP, "up")
         yield lambda name: Net.vhost_user(folder / f"{name}.sock").with_mac(GUESTS[name][1])
-        with contextlib.suppress(TimeoutError):
-            fabric.stop(10)
 
 
 def start(name, net, space):
@@ -148,9 +140,7 @@ def measure(name, net, space, options):
         round_trips = sorted(float(value) * 1000 for value in re.findall(r"time=([\d.]+) ms", pings))
         if not round_trips:
             raise BenchError(f"{name}: no echo reply came:\n{pings}")
-        before, begun = guest.cpu_seconds(), time.monotonic()
-        time.sleep(options.idle_seconds)
-        idle = 100 * (guest.cpu_seconds() - before) / (time.monotonic() - begun)
+        idle = 100 * core_share(guest.cpu_seconds, options.idle_seconds)
         return {
             "first_reply_ms": first * 1000,
             "request_us": statistics.median(times) * 1e6,
@@ -208,7 +198,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (BenchError, TimeoutError, EOFError, Skip) as error:
+    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
         sys.exit(f"bench cell: {error}")
     except KeyboardInterrupt:
         sys.exit("bench cell: stopped")

@@ -11,13 +11,13 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib.guest import tsc_khz  # noqa: E402
-from lib.process import Process, until  # noqa: E402
+from lib import Fabric, Process, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
 # Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
@@ -89,6 +89,11 @@ def run(*argv, **kwargs):
     if done.returncode:
         raise BenchError(f"`{' '.join(map(str, argv))}` ended with {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def fabric_of(folder, text):
+    """A fabric with its files in a new folder within `folder`."""
+    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, nice=FIRST)
 
 
 class Testpmd(Process):

@@ -22,18 +22,15 @@ Ratios are ivshmem's divided by virtio's: ping_vs_virtio for times (less is bett
 """
 
 import argparse
-import contextlib
 import json
-import os
 import re
 import statistics
-import subprocess
 import sys
 import time
-from pathlib import Path
 
-from common import FIRST, ROOT, BenchError, Process, Results, note, private_folder, ratio, terminate_cleanly, until
+from common import FIRST, BenchError, Results, fabric_of, note, private_folder, ratio, terminate_cleanly, until
 from lib import CellGuest, Namespace, Net, Skip
+from lib.mesh import Mesh
 
 PREFIX = "10.79"
 HOST = f"{PREFIX}.0.1"
@@ -41,63 +38,8 @@ TAP = "tmb-bench"
 KINDS = {"virtio": "vhost-user", "ivshmem": "ivshmem", "plain": "ivshmem-plain", "user": None}
 # Offered rates of datagrams, in Mbit/s of payload, by the datagram's length.
 OFFERED = {256: (5, 20), 1460: (20, 100)}
-TOMBOLO = ROOT / "target/release/tombolo"
-QUIET_S = 10
 PERIODS = 3000
-
-
-class Fabric:
-    """`tombolo up` on a file, with runtime and state in a folder of its own."""
-
-    def __init__(self, folder, text, name="bench"):
-        self.folder, self.name = folder / f"{name}-{time.monotonic_ns()}", name
-        self.folder.mkdir()
-        (self.folder / "tombolo.toml").write_text(text)
-        self.env = {"TOMBOLO_RUNTIME": str(self.folder / "run"), "TOMBOLO_STATE": str(self.folder / "state")}
-        self.begun = time.monotonic()
-        self.process = Process([TOMBOLO, "up", self.folder / "tombolo.toml"], name="tombolo", nice=FIRST, env=self.env, cwd=self.folder)
-
-    def status(self):
-        done = subprocess.run([TOMBOLO, "status", "--json"], capture_output=True, text=True, env=dict(os.environ, **self.env), cwd=self.folder)
-        return json.loads(done.stdout) if done.returncode == 0 else None
-
-    def standing(self, seconds=120):
-        """Waits until the file's machines run; gives the status."""
-        def ready():
-            if not self.process.alive():
-                raise BenchError(f"tombolo ended:\n{self.process.tail()}")
-            self.last = self.status()
-            return self.last and all(machine.get("pid") for machine in self.last["machines"])
-
-        until("the fabric's machines", ready, seconds, every=0.05)
-        return self.last
-
-    def console(self, machine):
-        found = list((self.folder / "run").rglob(f"{machine}.console"))
-        return found[0].read_text(errors="replace") if found else ""
-
-    def pids(self):
-        return [machine["pid"] for machine in (self.last or self.status())["machines"] if machine.get("pid")]
-
-    def cpu_seconds(self):
-        return self.process.cpu_seconds() + sum(cpu_seconds(pid) for pid in self.pids())
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        with contextlib.suppress(TimeoutError):
-            self.process.stop(30)
-        self.process.kill()
-
-
-def cpu_seconds(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def rss_bytes(pid):
-    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) * 1024
+MESH_PATIENCE_S = 180
 
 
 HEAD = """\
@@ -174,12 +116,11 @@ def part_links(results, space, folder, options):
                     guest.wait_line(lambda line: "10.0.2." in line, 30)
                     row = measure_link(space, "127.0.0.1", options, guest.cpu_seconds, user=True)
             else:
-                with Fabric(folder, file_of_link(kind, space)) as fabric:
-                    fabric.standing()
+                with fabric_of(folder, file_of_link(kind, space)) as fabric:
                     address = f"{PREFIX}.0.10"
                     space.ip("link", "set", TAP, "up")
-                    until("the cell's answer", lambda: space.run("ping", "-c", 1, "-W", 1, address, check=False, seconds=5).returncode == 0, 60)
-                    row = measure_link(space, address, options, fabric.cpu_seconds)
+                    until("the cell's answer", lambda: space.pings(address), 60)
+                    row = measure_link(space, address, options, fabric.cpu_meter())
             results.add(part="links", kind=kind, repeat=repeat, **row)
             note(f"{repeat + 1}/{options.repeats} {kind:8}" + ", ".join(f"{key} {value:.1f}" for key, value in row.items() if value is not None and not key.endswith("_loss")))
 
@@ -208,7 +149,7 @@ plain = {str(plain).lower()}
 def part_direct(results, space, folder, options):
     for repeat in range(options.repeats):
         for kind, (words, plain) in LOOPS.items():
-            with Fabric(folder, file_of_direct(words, plain)) as fabric:
+            with fabric_of(folder, file_of_direct(words, plain)) as fabric:
                 def report():
                     if not fabric.process.alive():
                         raise BenchError(f"tombolo ended:\n{fabric.process.tail()}")
@@ -221,42 +162,19 @@ def part_direct(results, space, folder, options):
             note(f"{repeat + 1}/{options.repeats} direct {kind}: {row}")
 
 
-def file_of_mesh(count):
-    peers = f"{address_of(0)}-{address_of(count - 1)}"
-    cells = "".join(f"""
-[cell.c{n}]
-app = "mesh"
-accel = "tcg"
-attach = "ivshmem"
-memory = "16M"
-ip = "{address_of(n)}"
-args = "peers={peers}"
-""" for n in range(count))
-    return HEAD.format(prefix=PREFIX) + cells
-
-
-def address_of(n):
-    return f"{PREFIX}.1.{10 + n}"
-
-
 def part_mesh(results, space, folder, options):
     for count in options.cells:
-        with Fabric(folder, file_of_mesh(count)) as fabric:
-            fabric.standing(180)
-            consoles = lambda: [fabric.console(f"c{n}") for n in range(count)]  # noqa: E731
-            until("every cell's address", lambda: all(address_of(n) in text for n, text in enumerate(consoles())), 180, every=0.2)
-            ready = time.monotonic() - fabric.begun
+        mesh = Mesh("bench", count, accel="tcg")
+        with fabric_of(folder, mesh.text) as fabric:
+            ready = mesh.wait_addresses(fabric, MESH_PATIENCE_S)
             reachable = True
             try:
-                until("all pairs", lambda: all("@mesh all" in text for text in consoles()), 180, every=0.2)
+                mesh.wait_answers(fabric, MESH_PATIENCE_S)
             except TimeoutError:
                 reachable = False
-            everything = time.monotonic() - fabric.begun
-            time.sleep(3)
-            before, begun = fabric.cpu_seconds(), time.monotonic()
-            time.sleep(QUIET_S)
-            idle = 100 * (fabric.cpu_seconds() - before) / (time.monotonic() - begun)
-            rss = statistics.mean(rss_bytes(pid) for pid in fabric.pids()) / (1 << 20)
+            everything = time.monotonic() - fabric.process.started
+            idle, rss = 100 * mesh.quiet_share(fabric), mesh.rss_bytes(fabric) / (1 << 20)
+            fabric.down(seconds=120)
         row = {"ready_s": ready, "all_s": everything, "all_reachable": reachable, "rss_mib": rss, "idle_core_pct": idle}
         results.add(part="mesh", cells=count, **row)
         note(f"mesh of {count}: " + ", ".join(f"{key} {value}" if isinstance(value, bool) else f"{key} {value:.1f}" for key, value in row.items()))
@@ -316,7 +234,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (BenchError, TimeoutError, EOFError, Skip) as error:
+    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
         sys.exit(f"bench ivshmem: {error}")
     except KeyboardInterrupt:
         sys.exit("bench ivshmem: stopped")

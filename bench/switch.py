@@ -23,8 +23,10 @@ import re
 import sys
 import time
 
-from common import (FIRST, ROOT, BenchError, OpenVSwitch, Process, Results, Testpmd, note, private_folder, ratio, terminate_cleanly,
+from common import (FIRST, BenchError, OpenVSwitch, Process, Results, Testpmd, fabric_of, note, private_folder, ratio, terminate_cleanly,
                     tsc_khz, until)
+from lib import Skip
+from lib.process import core_share
 
 FORWARDER_CPU = 1
 GENERATOR_CPU = 0
@@ -62,12 +64,9 @@ class Tombolo:
         program = os.environ.get("TOMBOLO_BENCH_SWITCH")
         if program:
             # A stand-alone forwarder for experiments: PROGRAM SOCKET SOCKET CPU.
-            argv = [program, f"{folder}/v0", f"{folder}/v1", str(FORWARDER_CPU)]
+            self.process = Process([program, f"{folder}/v0", f"{folder}/v1", FORWARDER_CPU], name="tombolo", nice=FIRST)
         else:
-            file = folder / "bench.toml"
-            file.write_text(tombolo_file(folder))
-            argv = [ROOT / "target/release/tombolo", "up", file]
-        self.process = Process(argv, name="tombolo", nice=FIRST, env={"XDG_RUNTIME_DIR": str(folder)})
+            self.process = fabric_of(folder, tombolo_file(folder)).process
         until("tombolo's sockets", lambda: self.check() and all((folder / name).exists() for name in ("v0", "v1")), 20)
 
     def check(self):
@@ -200,9 +199,7 @@ def measure_idle(folder, seconds):
         with generator(folder, False) as gen:
             until("the ports' links", lambda: gen.command("show port summary all").count(" up") >= 2, 20, every=0.1)
             time.sleep(WARM_UP_S)
-            before, start = forwarder.cpu_seconds(), time.monotonic()
-            time.sleep(seconds)
-            return 100 * (forwarder.cpu_seconds() - before) / (time.monotonic() - start)
+            return 100 * core_share(forwarder.cpu_seconds, seconds)
     finally:
         forwarder.close()
 
@@ -264,7 +261,7 @@ def main():
 if __name__ == "__main__":
     try:
         main()
-    except (BenchError, TimeoutError, EOFError) as error:
+    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
         sys.exit(f"bench switch: {error}")
     except KeyboardInterrupt:
         sys.exit("bench switch: stopped")

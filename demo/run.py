@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib import BUILD, Commands, Process, http_get, tsc_khz, until  # noqa: E402
+from lib import BUILD, Console, http_get, linux_cmdline, until  # noqa: E402
 
 TOMBOLO = ROOT / "target/release/tombolo"
 LISTEN = ("127.0.0.1", 18080)
@@ -108,13 +108,6 @@ class Table:
         return 1 if "FAIL" in verdicts else 3 if "SKIP" in verdicts else 0
 
 
-class Console(Process, Commands):
-    """The Linux guest's console, through the program."""
-
-    def __init__(self, member):
-        super().__init__([TOMBOLO, "cell", "console", member, "--fabric", "demo"], name=member, stdin=True)
-
-
 def tombolo(*words, seconds=30):
     done = subprocess.run([TOMBOLO, *words], capture_output=True, text=True, timeout=seconds)
     if done.returncode:
@@ -127,8 +120,7 @@ def status():
 
 
 def write_file():
-    khz = tsc_khz()
-    cmdline = f"console=ttyS0 quiet panic=-1 mitigations=off reboot=t tsc_early_khz={khz} lpj={khz * 4} hostname=linux serve=http,iperf"
+    cmdline = linux_cmdline("linux", "http,iperf")
     folder = BUILD / "demo"
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(STATE, ignore_errors=True)
@@ -308,7 +300,7 @@ def main():
     standing = table.step("tombolo up", lambda: tombolo("up", "-d", str(path), seconds=60).strip().splitlines()[-1])
     try:
         if standing and table.step("DHCP", all_addresses):
-            with Console("linux") as linux:
+            with Console("linux", "demo") as linux:
                 table.step("forward: host -> web:80", forward)
                 table.step("ping by name: host -> guests", host_pings)
                 table.step("ping by name: linux -> all", lambda: linux_pings(linux))

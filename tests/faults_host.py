@@ -9,6 +9,7 @@ import subprocess
 import time
 
 from lib import BUILD, Fabric, Namespace, http_get, need_program, need_root, qemu_program, scratch, timeout, until
+from lib.process import children
 
 FILE = """
 name = "{name}"
@@ -58,20 +59,6 @@ def machines(name):
     return found
 
 
-def children(pid, name):
-    """Children of a process that have that name."""
-    found = []
-    for child in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            with open(f"/proc/{child}/stat", encoding="utf-8", errors="replace") as file:
-                head, _, rest = file.read().rpartition(")")
-        except OSError:
-            continue
-        if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
-            found.append(int(child))
-    return found
-
-
 def nothing_left(name, tap, fabric):
     assert not machines(name), "machines run on"
     assert not os.path.exists(f"/sys/class/net/{tap}"), "the tap is there"
@@ -85,9 +72,9 @@ def test_each_party_killed_in_turn():
     name, tap, port = f"kill{os.getpid()}", f"tbk{os.getpid()}", free_port()
     with scratch() as folder, Fabric(folder, (FILE + TAP).format(name=name, tap=tap, port=port, uplink="user")) as fabric:
         page(port)
-        [passt] = children(fabric.process.popen.pid, "passt")
+        [passt] = children(fabric.process.pid, "passt")
         os.kill(passt, signal.SIGKILL)
-        until("another passt", lambda: passt not in children(fabric.process.popen.pid, "passt"), 10)
+        until("another passt", lambda: passt not in children(fabric.process.pid, "passt"), 10)
         page(port)
 
         [machine] = machines(name)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
+from lib.process import children
 
 FILE = """
 name = "{name}"
@@ -44,20 +45,12 @@ def place():
     """A folder and a namespace that has a way out for passt to copy: a pair of interfaces with the default route."""
     need_root()
     with Namespace() as space, scratch() as folder:
-        space.ip("link", "add", "out0", "type", "veth", "peer", "name", "out1")
-        space.ip("link", "set", "out1", "up")
-        space.ip("address", "add", "198.51.100.2/24", "dev", "out0")
-        space.ip("link", "set", "out0", "up")
-        space.ip("route", "add", "default", "via", "198.51.100.1")
+        space.way_out()
         yield space, folder
 
 
 def text(uplink="user"):
     return FILE.format(name=f"k{os.getpid()}", uplink=uplink) + (TAP if uplink == "user" else "")
-
-
-def pings(space, address):
-    return space.run("ping", "-q", "-n", "-c", "1", "-W", "1", address, check=False).returncode == 0
 
 
 def page(space, host, port=80):
@@ -70,24 +63,10 @@ def page(space, host, port=80):
 
 def all_well(space):
     """Both cells answer through the tap, and the page comes through the forward too."""
-    until("a ping through the tap to web", lambda: pings(space, WEB), PATIENCE_S)
-    until("a ping through the tap to meter", lambda: pings(space, METER), PATIENCE_S)
+    until("a ping through the tap to web", lambda: space.pings(WEB), PATIENCE_S)
+    until("a ping through the tap to meter", lambda: space.pings(METER), PATIENCE_S)
     until("the page through the tap", lambda: page(space, WEB), PATIENCE_S)
     until("the page through the forward", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
-
-
-def passts(fabric):
-    """Process ids of the daemon's passt."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                head, rest = (entry / "stat").read_text().rsplit(")", 1)
-            except OSError:
-                continue
-            if head.split("(", 1)[1].startswith("passt") and int(rest.split()[1]) == fabric.process.pid:
-                found.append(int(entry.name))
-    return found
 
 
 def exists(pid):
@@ -102,11 +81,34 @@ def pids(fabric):
     return {machine["name"]: machine["pid"] for machine in fabric.status()["machines"]}
 
 
-def nothing_left(fabric):
-    """What goes with a process may go an instant after `down` has answered."""
-    with contextlib.suppress(TimeoutError):
-        until("nothing left", lambda: not fabric.leftovers(), 5)
-    assert not fabric.leftovers(), "\n".join(fabric.leftovers())
+def killed_while_it_starts(text, seed, thens, well):
+    """The daemon killed at a random moment of its start, once for each of `thens`, which says what is done after that: "start" a daemon,
+    see that all is `well`, and end it; "down" alone; or nothing, so that the next daemon starts "again" beside what this one left."""
+    dice = random.Random(seed)
+    print(f"seed {seed}")
+    with place() as (space, folder):
+        began = time.monotonic()
+        with Fabric(folder, text, netns=space) as fabric:
+            whole = time.monotonic() - began
+
+            fabric.down()
+            for round_, then in enumerate(thens):
+                moment = dice.uniform(0.0, 1.1) * whole
+                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        # The moment at which it dies, not a wait for anything.
+                        daemon.popen.wait(moment)
+                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
+                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
+                if then == "start":
+                    fabric.start()
+                    well(space, fabric)
+                    fabric.down()
+                elif then == "down":
+                    # `down` alone, which says so where there is nothing to do.
+                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
+                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
+                    fabric.nothing_left()
 
 
 @timeout(240)
@@ -137,8 +139,7 @@ def test_a_cell_killed():
         meter = fabric.machine("meter")
         assert meter["state"] == "running" and meter["pid"] != before["meter"], meter
         assert fabric.port("meter")["up"] and fabric.status()["warnings"] == []
-        fabric.cli("down", "--fabric", fabric.name)
-        nothing_left(fabric)
+        fabric.down()
 
 
 @timeout(240)
@@ -148,18 +149,17 @@ def test_passt_killed():
         all_well(space)
         before = pids(fabric)
         for round_ in range(2):
-            [passt] = passts(fabric)
+            [passt] = children(fabric.process.pid, "passt")
             os.kill(passt, signal.SIGKILL)
             # Who does not use the uplink does not notice.
-            assert page(space, WEB) and pings(space, METER), round_
-            until("another passt", lambda: passts(fabric) not in ([], [passt]), PATIENCE_S)
+            assert page(space, WEB) and space.pings(METER), round_
+            until("another passt", lambda: children(fabric.process.pid, "passt") not in ([], [passt]), PATIENCE_S)
             until("the page through the forward", lambda: page(space, "127.0.0.1", 8080), PATIENCE_S)
             fabric.process.wait_line(lambda line: "passt ended" in line, 5)
             state = fabric.status()
             assert state["networks"][0]["uplink_fault"] is None and state["forwards"][0]["fault"] is None, state
         assert pids(fabric) == before
-        fabric.cli("down", "--fabric", fabric.name)
-        nothing_left(fabric)
+        fabric.down()
 
 
 @timeout(240)
@@ -174,7 +174,7 @@ def test_the_daemon_killed_under_load():
             with Process(["curl", "-sS", "-o", "/dev/null", f"http://{WEB}/bytes/1000000000"], netns=space):
                 seen = fabric.port("web")["counters"]["rx_bytes"]
                 until("traffic", lambda: fabric.port("web")["counters"]["rx_bytes"] > seen + 2_000_000, PATIENCE_S)
-                [passt] = passts(fabric)
+                [passt] = children(fabric.process.pid, "passt")
                 fabric.kill()
             until("passt's end", lambda: not exists(passt), 10)
             until("the tap's end", lambda: "host" not in space.run("ls", "/sys/class/net").stdout.split(), 10)
@@ -185,41 +185,14 @@ def test_the_daemon_killed_under_load():
             assert all(machine["adopted"] for machine in fabric.status()["machines"])
             assert leases == {lease["mac"]: lease["ip"] for lease in fabric.status()["networks"][0]["leases"]}
             assert [port["counters"]["faults"] for port in fabric.status()["ports"]] == [0] * len(fabric.status()["ports"])
-        fabric.cli("down", "--fabric", fabric.name)
-        nothing_left(fabric)
+        fabric.down()
 
 
 @timeout(240)
 def test_the_daemon_killed_while_it_starts():
     need_program("passt")
-    dice = random.Random(SEED)
-    print(f"seed {SEED}")
-    with place() as (space, folder):
-        began = time.monotonic()
-        with Fabric(folder, text(), netns=space) as fabric:
-            whole = time.monotonic() - began
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
-            for round_ in range(10):
-                moment = dice.uniform(0.0, 1.1) * whole
-                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        # The moment at which it dies, not a wait for anything.
-                        daemon.popen.wait(moment)
-                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
-                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
-                if round_ % 5 == 4:
-                    fabric.start()
-                    all_well(space)
-                    fabric.cli("down", "--fabric", fabric.name)
-                    fabric.process.wait(20)
-                    nothing_left(fabric)
-                elif round_ % 2:
-                    # `down` alone, which says so where there is nothing to do.
-                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
-                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
-                    nothing_left(fabric)
+    thens = ("again", "down", "again", "down", "start", "down", "again", "down", "again", "start")
+    killed_while_it_starts(text(), SEED, thens, lambda space, _: all_well(space))
 
 
 @timeout(240)
@@ -235,9 +208,7 @@ def test_the_kernel_uplinks_rules():
             all_well(space)
             rules = space.run("nft", "list", "ruleset").stdout
             assert "masquerade" in rules and "dport 8080" in rules and forwarding() == "1\n", rules
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
+            fabric.down()
             assert forwarding() == before
 
             fabric.start()
@@ -249,9 +220,7 @@ def test_the_kernel_uplinks_rules():
             all_well(space)
             assert pids(fabric) == machines
             assert space.run("nft", "list", "ruleset").stdout.count("dport 8080") == rules.count("dport 8080"), "rules twice"
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
+            fabric.down()
             assert forwarding() == before
             assert not any(exists(pid) for pid in machines.values())
 
@@ -291,8 +260,8 @@ def keepers(fabric):
 
 
 def shared_well(space):
-    until("a ping to web over its doorbells", lambda: pings(space, WEB), PATIENCE_S)
-    until("a ping to meter without", lambda: pings(space, METER), PATIENCE_S)
+    until("a ping to web over its doorbells", lambda: space.pings(WEB), PATIENCE_S)
+    until("a ping to meter without", lambda: space.pings(METER), PATIENCE_S)
     until("the page", lambda: page(space, WEB), PATIENCE_S)
 
 
@@ -328,7 +297,7 @@ def test_shared_memory_outlives_each_party():
         os.kill(keeper, signal.SIGKILL)
         fabric.process.wait_line(lambda line: "keeper" in line and "lost" in line, 10)
         [second] = until("another keeper", lambda: [pid for pid in keepers(fabric) if pid != keeper], 10)
-        assert all(link["kept"] for link in fabric.status()["links"]) and pings(space, WEB) and pings(space, METER)
+        assert all(link["kept"] for link in fabric.status()["links"]) and space.pings(WEB) and space.pings(METER)
         fabric.kill()
         fabric.start()
         shared_well(space)
@@ -339,7 +308,7 @@ def test_shared_memory_outlives_each_party():
             os.kill(before[name], signal.SIGKILL)
             until("its seats to be free", lambda: sum(len(link["peers"]) for link in fabric.status()["links"]) == 5, PATIENCE_S)
             other = METER if name == "web" else WEB
-            assert pings(space, other)
+            assert space.pings(other)
             fabric.cli("cell", "run", name, "--fabric", fabric.name)
             shared_well(space)
             assert all(len(link["peers"]) == 2 for link in fabric.status()["links"])
@@ -373,37 +342,13 @@ def test_shared_memory_outlives_each_party():
         until("the keeper's end", lambda: not exists(third), 10)
         fabric.start()
         shared_well(space)
-        fabric.cli("down", "--fabric", fabric.name)
-        fabric.process.wait(20)
-        nothing_left(fabric)
+        fabric.down()
 
 
 @timeout(240)
 def test_the_daemon_killed_while_shared_memory_starts():
-    dice = random.Random(SEED + 1)
-    print(f"seed {SEED + 1}")
-    with place() as (space, folder):
-        began = time.monotonic()
-        with Fabric(folder, SHARED.format(name=f"k{os.getpid()}"), netns=space) as fabric:
-            whole = time.monotonic() - began
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            nothing_left(fabric)
-            for round_ in range(8):
-                moment = dice.uniform(0.0, 1.1) * whole
-                with Process([PROGRAM, "up", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder) as daemon:
-                    with contextlib.suppress(subprocess.TimeoutExpired):
-                        # The moment at which it dies, not a wait for anything.
-                        daemon.popen.wait(moment)
-                    assert daemon.alive(), f"round {round_}: it ended by itself:\n{daemon.tail()}"
-                print(f"round {round_}: killed after {moment * 1000:.0f} of {whole * 1000:.0f} ms")
-                if round_ % 2:
-                    fabric.start()
-                    shared_well(space)
-                    assert len(keepers(fabric)) == 1
-                    fabric.cli("down", "--fabric", fabric.name)
-                    fabric.process.wait(20)
-                else:
-                    done = fabric.cli("down", "--fabric", fabric.name, check=False)
-                    assert done.returncode == 0 or "not run" in done.stderr or "no fabric" in done.stderr, done.stderr
-                nothing_left(fabric)
+    def well(space, fabric):
+        shared_well(space)
+        assert len(keepers(fabric)) == 1
+
+    killed_while_it_starts(SHARED.format(name=f"k{os.getpid()}"), SEED + 1, ("down", "start") * 4, well)

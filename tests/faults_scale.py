@@ -1,21 +1,14 @@
 """Sixty-four ports on one network are ordinary: all reported, all reached by a broadcast, and next to nothing when idle."""
 
 import os
-import time
 
 from lib import Fabric, Namespace, StreamPeer, need_root, scratch, timeout, until
+from lib.process import core_share
 
 PORTS = 64
 IDLE_S = 3.0
 BOUND = 0.01
 ATTEMPTS = 5
-
-
-def idle_share(fabric):
-    """The daemon's share of one core over the time, its threads included."""
-    before, began = fabric.process.cpu_seconds(), time.monotonic()
-    time.sleep(IDLE_S)  # the span that is measured, not a wait for anything
-    return (fabric.process.cpu_seconds() - before) / (time.monotonic() - began)
 
 
 def text(kinds):
@@ -28,7 +21,7 @@ def assert_idle(fabric):
     """A noisy machine may cost an attempt (a cache that is cold, a tick that lands here), the bound stays."""
     shares = []
     while len(shares) < ATTEMPTS:
-        shares.append(idle_share(fabric))
+        shares.append(core_share(fabric.process.cpu_seconds, IDLE_S))
         if shares[-1] < BOUND:
             print(f"idle: {100 * shares[-1]:.2f} % of a core")
             return
@@ -80,9 +73,7 @@ def test_64_waiting_ports_and_a_tap():
             state = fabric.status()
             names = {port["name"] for port in state["ports"]}
             assert names >= {f"p{number}" for number in range(PORTS)} | {"host"}, names
-            until("the gateway's answer", lambda: space.run("ping", "-c", "1", "-W", "1", "10.236.0.1", check=False).returncode == 0, 20)
+            until("the gateway's answer", lambda: space.pings("10.236.0.1"), 20)
             assert_idle(fabric)
             assert_idle(fabric)
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            until("nothing left", lambda: not fabric.leftovers(), 10)
+            fabric.down()

@@ -3,11 +3,10 @@
 Its wake-ups come by interrupt through vfio where the guest has an IOMMU, else the memory is polled; both are run here.
 """
 
-import contextlib
 import os
 
-from lib import BUILD, Fabric, Skip, scratch, timeout, tsc_khz, until
-from guests_fabric import Console
+from lib import BUILD, Skip, linux_cmdline, timeout, until
+from guests_fabric import with_linux
 
 WEB, LINUX = "10.236.0.20", "10.236.0.21"
 PATIENCE_S = 60
@@ -32,22 +31,15 @@ cmdline = "{cmdline}"
 """
 
 
-@contextlib.contextmanager
 def standing(attach, wakeups, iommu):
-    """A fabric with the cell `web` and the guest `linux` with the agent, and the guest's console once it has its address."""
+    """A fabric with the cell `web` and the guest `linux` with the agent, and the guest's console."""
     kernel, initrd = BUILD / "guest/vmlinuz", BUILD / "guest/initramfs-agent.cpio"
     if not initrd.exists():
         raise Skip("build/guest/initramfs-agent.cpio is not there: run ./x guest")
-    words = f"console=ttyS0 quiet panic=-1 mitigations=off reboot=t tsc_early_khz={tsc_khz()} hostname=linux serve=http agent={wakeups}"
-    cmdline = words + (" intel_iommu=on" if iommu else "")
+    cmdline = linux_cmdline("linux", "http", f"agent={wakeups}", "intel_iommu=on" if iommu else "")
     text = FILE.format(name=f"a{os.getpid()}", web=WEB, linux=LINUX, kernel=kernel, initrd=initrd, attach=attach,
                        iommu=str(iommu).lower(), cmdline=cmdline)
-    with scratch() as folder, Fabric(folder, text) as fabric, Console(fabric) as linux:
-        linux.wait_address(120)
-        linux.wait_control(30)
-        until("a ping by name", lambda: linux.ping("web", count=1) == 1.0, PATIENCE_S)
-        yield fabric, linux
-        fabric.cli("down", "--fabric", fabric.name)
+    return with_linux(text)
 
 
 def fetch(linux):

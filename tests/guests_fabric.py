@@ -11,7 +11,7 @@ import socket
 import struct
 import subprocess
 
-from lib import BUILD, CellGuest, Commands, Fabric, Net, Process, Skip, StreamPeer, scratch, timeout, tsc_khz, until
+from lib import BUILD, CellGuest, Console, Fabric, Net, Process, Skip, StreamPeer, linux_cmdline, scratch, timeout, until
 from lib.fabric import PROGRAM
 
 WEB, LINUX, OTHER = "10.234.0.20", "10.234.0.21", "10.235.0.20"
@@ -36,33 +36,26 @@ cmdline = "{cmdline}"
 """
 
 
-class Console(Process, Commands):
-    """The Linux guest's console, through the program."""
-
-    def __init__(self, fabric):
-        super().__init__([PROGRAM, "cell", "console", "linux", "--fabric", fabric.name], name="linux", stdin=True, env=fabric.env)
-
-
 @contextlib.contextmanager
-def standing(more="", machine="microvm"):
-    """A fabric with the cell `web` and the guest `linux`, and the guest's console once it has its address."""
-    kernel = BUILD / "guest" / ("vmlinux" if machine == "microvm" else "vmlinuz")
-    if not kernel.exists():
-        raise Skip("build/guest is not there: run ./x guest")
-    khz = tsc_khz()
-    cmdline = f"console=ttyS0 quiet panic=-1 mitigations=off reboot=t tsc_early_khz={khz} lpj={khz * 4} hostname=linux serve=http"
-    text = HEAD.format(name=f"g{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio", machine=machine, cmdline=cmdline)
-    with scratch() as folder, Fabric(folder, text + more) as fabric, Console(fabric) as linux:
+def with_linux(text):
+    """A fabric with the guest `linux` and another machine `web`, and the guest's console once both answer."""
+    with scratch() as folder, Fabric(folder, text) as fabric, Console("linux", fabric.name, fabric.env) as linux:
         linux.wait_address(120)
         linux.wait_control(30)
         until("a ping by name", lambda: linux.ping("web", count=1) == 1.0, PATIENCE_S)
         yield fabric, linux
-        fabric.cli("down", "--fabric", fabric.name)
-        fabric.process.wait(20)
-        with contextlib.suppress(TimeoutError):
-            until("nothing left", lambda: not fabric.leftovers(), 5)
         # The console that this test holds is no leftover of the fabric.
-        assert not fabric.leftovers(), "\n".join(fabric.leftovers())
+        fabric.down()
+
+
+def standing(more="", machine="microvm"):
+    """A fabric with the cell `web` and the guest `linux`, and the guest's console."""
+    kernel = BUILD / "guest" / ("vmlinux" if machine == "microvm" else "vmlinuz")
+    if not kernel.exists():
+        raise Skip("build/guest is not there: run ./x guest")
+    text = HEAD.format(name=f"g{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio", machine=machine,
+                       cmdline=linux_cmdline("linux", "http"))
+    return with_linux(text + more)
 
 
 def pattern_digest(size):
@@ -227,7 +220,7 @@ def test_a_microvm_boots_stock_linux_with_no_further_keys():
     if not kernel.exists():
         raise Skip("build/guest is not there: run ./x guest")
     text = MICROVM.format(name=f"m{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio")
-    with scratch() as folder, Fabric(folder, text) as fabric, Console(fabric) as linux:
+    with scratch() as folder, Fabric(folder, text) as fabric, Console("linux", fabric.name, fabric.env) as linux:
         assert linux.wait_address(60).startswith("10.234.0.")
         fabric.cli("down", "--fabric", fabric.name)
 

@@ -71,23 +71,11 @@ def standing(uplink="none"):
     """The fabric in a namespace of its own, which has a way out for passt to copy."""
     need_root()
     with Namespace() as space, scratch() as folder:
-        space.ip("link", "add", "out0", "type", "veth", "peer", "name", "out1")
-        space.ip("link", "set", "out1", "up")
-        space.ip("address", "add", "198.51.100.2/24", "dev", "out0")
-        space.ip("link", "set", "out0", "up")
-        space.ip("route", "add", "default", "via", "198.51.100.1")
+        space.way_out()
         text = FILE.format(name=f"i{os.getpid()}", uplink=uplink) + (FORWARDS if uplink == "user" else "")
         with Fabric(folder, text, netns=space) as fabric:
             yield space, fabric
-            fabric.cli("down", "--fabric", fabric.name)
-            fabric.process.wait(20)
-            with contextlib.suppress(TimeoutError):
-                until("nothing left", lambda: not fabric.leftovers(), 5)
-            assert not fabric.leftovers(), "\n".join(fabric.leftovers())
-
-
-def pings(space, address):
-    return space.run("ping", "-q", "-n", "-c", "1", "-W", "1", address, check=False).returncode == 0
+            fabric.down()
 
 
 def page(space, host, port=80, path="/"):
@@ -110,7 +98,7 @@ def lookup(space, name):
 
 def all_well(space):
     for name, address in CELLS.items():
-        until(f"a ping to {name}", lambda address=address: pings(space, address), PATIENCE_S)
+        until(f"a ping to {name}", lambda address=address: space.pings(address), PATIENCE_S)
         until(f"the page of {name}", lambda address=address: (reply := page(space, address)) and reply.status == 200, PATIENCE_S)
 
 
@@ -161,13 +149,13 @@ def test_capture_stop_and_run():
         with Process([PROGRAM, "capture", "bell", "-w", path, "--count", "20", "--fabric", fabric.name],
                      env=fabric.env) as capture:
             until("the file", path.exists, PATIENCE_S)
-            until("the capture's end", lambda: pings(space, CELLS["bell"]) and not capture.alive(), PATIENCE_S)
+            until("the capture's end", lambda: space.pings(CELLS["bell"]) and not capture.alive(), PATIENCE_S)
             assert capture.wait(1) == 0 and path.stat().st_size > 20 * 60, capture.text
         for name in ("bell", "plain"):
             before = link(fabric, name, "network")
             fabric.cli("cell", "stop", name, "--fabric", fabric.name)
             until("its seat to be free", lambda: len(link(fabric, name, "network")["peers"]) == 1, PATIENCE_S)
-            assert not fabric.port(name)["up"] and pings(space, CELLS["virtio"])
+            assert not fabric.port(name)["up"] and space.pings(CELLS["virtio"])
             fabric.cli("cell", "run", name, "--fabric", fabric.name)
             all_well(space)
             after = link(fabric, name, "network")
@@ -222,16 +210,16 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
     need_root()
     with Namespace() as space, scratch() as folder, Fabric(folder, OWN.format(name=f"i{os.getpid()}"), netns=space) as fabric:
         sockets = folder / "run" / fabric.name
-        until("a ping to virtio", lambda: pings(space, CELLS["virtio"]), PATIENCE_S)
+        until("a ping to virtio", lambda: space.pings(CELLS["virtio"]), PATIENCE_S)
         for machine in ("q35", "microvm"):
             extra = ["-chardev", f"socket,id=c0,path={sockets / 'own.sock'}", "-device", "ivshmem-doorbell,chardev=c0,vectors=2"]
             with CellGuest("httpd", machine=machine, extra=extra, pcie=True, acpi=True):
                 # It takes the MAC of its region's header, and DHCP gives the address that goes with it.
-                until("a ping to the cell", lambda: pings(space, "10.236.0.66"), PATIENCE_S)
+                until("a ping to the cell", lambda: space.pings("10.236.0.66"), PATIENCE_S)
                 assert len(page(space, "10.236.0.66", path="/bytes/500000").body) == 500_000
                 # The seat is taken: whoever else comes is refused, and the one that sits there does not notice.
                 assert first_bytes(sockets / "own.sock", 8) == b""
-                assert pings(space, "10.236.0.66") and link(fabric, "own", "network")["refused"] >= 1
+                assert space.pings("10.236.0.66") and link(fabric, "own", "network")["refused"] >= 1
             until("its seat to be free", lambda: len(link(fabric, "own", "network")["peers"]) == 1, PATIENCE_S)
         # Who talks to the server is put out, and counted.
         assert first_bytes(sockets / "own.sock", 8, say=b"x") == struct.pack("<q", 0)
@@ -241,7 +229,5 @@ def test_a_vmm_of_ones_own_and_clients_that_break_the_rules():
         init = first_bytes(sockets / "second.sock", 40)
         assert struct.unpack("<IIIIIIIIQ", init) == (0, 40, 2, 2, 1, 2, 1, 1, 0x7F000), init
         until("its seat to be free", lambda: len(link(fabric, "second", "network")["peers"]) == 1, PATIENCE_S)
-        assert pings(space, CELLS["virtio"])
-        fabric.cli("down", "--fabric", fabric.name)
-        fabric.process.wait(20)
-        assert not fabric.leftovers(), "\n".join(fabric.leftovers())
+        assert space.pings(CELLS["virtio"])
+        fabric.down()

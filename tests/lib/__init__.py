@@ -13,9 +13,9 @@ A test is a function `test_*` in a file `tests/GROUP_*.py`; `./x guests` and `./
 Every process started here dies with the test, whatever ends it; every wait has a deadline and says what it waited for.
 """
 
-from .fabric import Fabric
+from .fabric import Console, Fabric
 from .frames import StreamPeer
-from .guest import CellGuest, CommandFailed, Commands, Guest, LinuxGuest, Net, qemu_program, qemu_version, tsc_khz
+from .guest import CellGuest, CommandFailed, Commands, Guest, LinuxGuest, Net, linux_cmdline, qemu_program, qemu_version, tsc_khz
 from .http import HttpReply, http_get
 from .machine import BUILD, ROOT, Skip, need_program, need_root, timeout
 from .netns import Namespace
@@ -27,6 +27,7 @@ __all__ = [
     "CellGuest",
     "CommandFailed",
     "Commands",
+    "Console",
     "Fabric",
     "Guest",
     "HttpReply",
@@ -37,6 +38,7 @@ __all__ = [
     "Skip",
     "StreamPeer",
     "http_get",
+    "linux_cmdline",
     "need_program",
     "need_root",
     "qemu_program",

@@ -1,5 +1,6 @@
 """A fabric of the program's own, for tests: `tombolo up` on a file, asked through `tombolo status`, killed and started again."""
 
+import contextlib
 import json
 import os
 import signal
@@ -7,8 +8,9 @@ import subprocess
 import tomllib
 from pathlib import Path
 
+from .guest import Commands
 from .machine import ROOT, Skip
-from .process import Process, until
+from .process import Process, cpu_seconds, until
 
 PROGRAM = ROOT / "target/release/tombolo"
 
@@ -16,13 +18,14 @@ PROGRAM = ROOT / "target/release/tombolo"
 class Fabric:
     """`tombolo up` in the foreground, on a file written into `folder` (one of `scratch()`), with its runtime files there too.
 
-    The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind.
+    The `with` ends it by SIGTERM and then SIGKILL. `kill` and `start` are for tests of what a crash leaves behind. `process.started` is
+    when the daemon was started last, by time.monotonic().
     """
 
-    def __init__(self, folder, text, netns=None):
+    def __init__(self, folder, text, netns=None, nice=None):
         if not PROGRAM.exists():
             raise Skip("target/release/tombolo is not built: run ./x build")
-        self.folder, self.netns = folder, netns
+        self.folder, self.netns, self.nice = folder, netns, nice
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
         self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
@@ -36,7 +39,7 @@ class Fabric:
 
     def start(self, seconds=30):
         """Starts the daemon and waits until it answers `status`."""
-        self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder)
+        self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder)
 
         def answers():
             if not self.process.alive():
@@ -70,6 +73,21 @@ class Fabric:
         """One machine's part of the status."""
         return next(machine for machine in self.status()["machines"] if machine["name"] == name)
 
+    def machine_pids(self):
+        """The processes of the machines that run."""
+        return [machine["pid"] for machine in self.status()["machines"] if machine.get("pid")]
+
+    def cpu_meter(self):
+        """A function that gives the CPU time so far of the daemon and the machines, those that run now."""
+        # They are asked for once, so that asking is no part of what is measured.
+        pids = [self.process.pid, *self.machine_pids()]
+        return lambda: sum(map(cpu_seconds, pids))
+
+    def console(self, machine):
+        """What a machine has written to its console so far."""
+        path = self.folder / "run" / self.name / f"{machine}.console"
+        return path.read_text(errors="replace") if path.exists() else ""
+
     def leftovers(self):
         """What there is of this fabric, in words: processes, bound sockets, devices it made, rules, runtime files.
 
@@ -97,17 +115,39 @@ class Fabric:
             found += [f"file {path}" for path in [folder, *folder.iterdir()]]
         return found
 
+    def nothing_left(self):
+        """Asserts that nothing is left of it. What goes with a process may go an instant after `down` has answered."""
+        with contextlib.suppress(TimeoutError):
+            until("nothing left", lambda: not self.leftovers(), 5)
+        leftovers = self.leftovers()
+        assert not leftovers, "\n".join(leftovers)
+
+    def down(self, seconds=30):
+        """`tombolo down`: the daemon ends, and nothing is left."""
+        self.cli("down", "--fabric", self.name, seconds=seconds)
+        self.process.wait(20)
+        self.nothing_left()
+
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""
         self.process.signal(signal.SIGKILL)
         self.process.wait()
 
+    def stop(self):
+        """SIGTERM to the daemon, and SIGKILL if it does not end by that."""
+        with contextlib.suppress(TimeoutError):
+            self.process.stop(10)
+        self.process.kill()
+
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        try:
-            self.process.stop(10)
-        except TimeoutError:
-            pass
-        self.process.kill()
+        self.stop()
+
+
+class Console(Process, Commands):
+    """The console of a stock Linux guest in a fabric, through the program."""
+
+    def __init__(self, machine, fabric, env=None):
+        super().__init__([PROGRAM, "cell", "console", machine, "--fabric", fabric], name=machine, stdin=True, env=env)

@@ -203,6 +203,14 @@ class Commands:
         return int(match[2]) / int(match[1]) if match else 0.0
 
 
+def linux_cmdline(hostname, serve="", *more):
+    """What the stock Linux guest is started with: its name, and the servers that it runs ("http", "iperf", both by a comma)."""
+    khz = tsc_khz()
+    # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
+    words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
+    return " ".join(filter(None, [*words, f"hostname={hostname}", serve and f"serve={serve}", *more]))
+
+
 class LinuxGuest(Guest, Commands):
     """The stock Linux guest. `serve` is a list of "http" and "iperf"; `address` is "dhcp", "none" or "A.B.C.D/P[,GW[,DNS]]"."""
 
@@ -215,14 +223,8 @@ class LinuxGuest(Guest, Commands):
         kernel = folder / ("vmlinux" if machine == "microvm" else "vmlinuz")
         if not kernel.exists():
             raise Skip("build/guest is not there: run ./x guest")
-        khz = tsc_khz()
-        words = ["console=ttyS0", "quiet", "panic=-1", "mitigations=off", "reboot=t", f"hostname={hostname}", f"net={address}"]
-        # Without a given rate the guest's calibration against emulated timers can hang; HZ of Debian's kernel is 250.
-        words += [f"tsc_early_khz={khz}", f"lpj={khz * 4}"]
-        if serve:
-            words.append(f"serve={serve}")
         super().__init__(kernel, nets if nets is not None else [net] if net else [], machine=machine, memory_mib=memory_mib,
-                         append=" ".join(words + [append]).strip(), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
+                         append=linux_cmdline(hostname, serve, f"net={address}", append), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
                          **others)
 
     def poweroff(self, seconds=15):

@@ -48,6 +48,18 @@ class Namespace:
     def ip(self, *words):
         return ip(*words, netns=self.name)
 
+    def way_out(self):
+        """A default route, as passt wants one to copy: over a pair of interfaces of which both ends are here."""
+        self.ip("link", "add", "out0", "type", "veth", "peer", "name", "out1")
+        self.ip("link", "set", "out1", "up")
+        self.ip("address", "add", "198.51.100.2/24", "dev", "out0")
+        self.ip("link", "set", "out0", "up")
+        self.ip("route", "add", "default", "via", "198.51.100.1")
+
+    def pings(self, address):
+        """Whether one echo request from within is answered within a second."""
+        return self.run("ping", "-q", "-n", "-c", "1", "-W", "1", address, check=False).returncode == 0
+
     def run(self, *argv, seconds=30, check=True):
         """Runs a program inside and gives its CompletedProcess."""
         command = ["ip", "netns", "exec", self.name] + [str(word) for word in argv]

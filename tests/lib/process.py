@@ -35,6 +35,41 @@ def until(what, condition, seconds=10, every=0.02):
         time.sleep(every)
 
 
+def cpu_seconds(pid):
+    """User and system time of a process and its threads so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def rss_bytes(pid):
+    """Memory of a process that is resident; 0 once it has none."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("VmRSS:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def children(pid, name=""):
+    """The children of a process whose names begin with `name`."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                head, rest = (entry / "stat").read_text(errors="replace").rsplit(")", 1)
+            except OSError:  # it has gone meanwhile
+                continue
+            if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
+                found.append(int(entry.name))
+    return found
+
+
+def core_share(used_seconds, span_s):
+    """Which share of one core is used in the next `span_s` seconds; `used_seconds()` gives the CPU time so far."""
+    before, begun = used_seconds(), time.monotonic()
+    time.sleep(span_s)  # the span that is measured, not a wait for anything
+    return (used_seconds() - before) / (time.monotonic() - begun)
+
+
 class scratch:
     """A folder of the test's own, gone after the `with` (short, since socket paths end at 107 bytes)."""
 
@@ -164,12 +199,7 @@ class Process:
                     pass
 
     def cpu_seconds(self):
-        """User and system time of the process and its threads so far."""
-        fields = Path(f"/proc/{self.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return cpu_seconds(self.pid)
 
     def rss_bytes(self):
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        return 0
+        return rss_bytes(self.pid)

@@ -127,8 +127,8 @@ pub struct Session {
 }
 
 impl Session {
-    /// A side with so many slots each way. `seed` shapes the queue: the peer must not know it.
-    pub fn new(entries: u32, options: &ServeOptions, seed: u64) -> Session {
+    /// A side with so many slots each way.
+    pub fn new(entries: u32, options: &ServeOptions) -> Session {
         let rules = Rules {
             pending: entries as usize,
             late: options.late,
@@ -144,7 +144,7 @@ impl Session {
             asked_bytes: 0,
             reply_bytes: 0,
             serves: false,
-            schedule: Schedule::with_seed(rules, seed),
+            schedule: Schedule::new(rules),
             theirs: vec![Theirs::Free; entries as usize],
             owed_bytes: 0,
             epoch: 0,

@@ -120,7 +120,7 @@ impl Pair {
         plan.clear(own);
         plan.clear(peer);
         let side = |own: ForeignMut<'static>, peer: ForeignMut<'static>| Side {
-            session: Session::new(plan.entries(), options, 7),
+            session: Session::new(plan.entries(), options),
             way: Way::Link(Box::new(Rings::new(plan)), own, peer.as_foreign()),
         };
         let mut pair = Pair { a: side(own, peer), b: side(peer, own) };
@@ -130,7 +130,7 @@ impl Pair {
 
     fn stream(options: &ServeOptions) -> Pair {
         let side =
-            || Side { session: Session::new(crate::frames::ENTRIES, options, 7), way: Way::Stream(Frames::default()) };
+            || Side { session: Session::new(crate::frames::ENTRIES, options), way: Way::Stream(Frames::default()) };
         let mut pair = Pair { a: side(), b: side() };
         pair.turn(0);
         pair.serve()
@@ -267,7 +267,7 @@ fn admission_expiry_cancellation_and_failure_end_calls_each_by_its_name() {
 #[test]
 fn a_peer_that_serves_nothing_says_so() {
     for mut pair in Pair::both(&ServeOptions::default()) {
-        pair.b.session = Session::new(64, &ServeOptions::default(), 7);
+        pair.b.session = Session::new(64, &ServeOptions::default());
         let token = pair.a.submit(&within(5), b"x").unwrap();
         pair.turn(0);
         assert_eq!(pair.result(token), Some(Err(CallError::Failed)));

@@ -18,7 +18,6 @@ use crate::Net;
 use crate::ivshmem::link::{Link, LinkError};
 use crate::ivshmem::meeting::{Do, Meeting};
 use crate::ivshmem::pace::{Pace, Pauses};
-use crate::machine::cpu;
 use crate::tcp::TcpStream;
 use alloc::boxed::Box;
 use alloc::rc::Rc;
@@ -246,7 +245,7 @@ impl Calls {
         let plan = Plan::new(own.len().min(theirs.len()) as u64).ok_or(CallsError::Sections(own.len()))?;
         let meeting = Meeting::new(link.clone(), peer);
         let way = Way::Link(Box::new(OnLink { meeting, plan, rings: Rings::new(plan), own, theirs }));
-        let session = Session::new(plan.entries(), options, cpu::seed());
+        let session = Session::new(plan.entries(), options);
         let calls = Calls { net: net.clone(), state: State::new(session, way, false), link: Some(link.clone()) };
         net.spawn(calls.clone().drive_link(link));
         Ok(calls)
@@ -267,7 +266,7 @@ impl Calls {
             }
         };
         let entries = net.within(GREETING_NS, greeting).await.unwrap_or(Err(CallsError::Greeting))?;
-        let session = Session::new(entries, options, cpu::seed());
+        let session = Session::new(entries, options);
         let state = State::new(session, Way::Stream(frames), true);
         let calls = Calls { net: net.clone(), state, link: None };
         net.spawn(calls.clone().drive_stream(stream));

@@ -141,12 +141,6 @@ pub(crate) struct Way {
     up: bool,
 }
 
-/// A seed of the system's.
-fn seed() -> u64 {
-    use std::hash::{BuildHasher, Hasher};
-    std::collections::hash_map::RandomState::new().build_hasher().finish()
-}
-
 impl Way {
     pub(crate) fn join(path: &Path, timeout: Duration, options: &ServeOptions) -> Result<(Way, Wakers), RemoteError> {
         let joined = Joined::connect(path, timeout)?;
@@ -164,7 +158,7 @@ impl Way {
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
         // No life of a link has that number.
         let on = OnLink { link, plan, rings: Rings::new(plan), life: u64::MAX, checked: false, deaf: false };
-        let session = Session::new(plan.entries(), options, seed());
+        let session = Session::new(plan.entries(), options);
         let way = Way { session, kind: Kind::Link(Box::new(on)), up: false };
         Ok((way, Wakers { doorbells, socket, nudge, polled }))
     }
@@ -204,7 +198,7 @@ impl Way {
         stream.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
         let socket = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(system("a descriptor"))?;
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
-        let session = Session::new(entries, options, seed());
+        let session = Session::new(entries, options);
         let way = Way { session, kind: Kind::Stream(OnStream { stream, frames, over: false }), up: true };
         Ok((way, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
     }

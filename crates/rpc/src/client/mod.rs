@@ -13,24 +13,20 @@
 //! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit.
 
 mod connect;
+mod connection;
 mod future;
 mod life;
 mod reply;
 
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Duration;
 
-use tombolo_ring::mem::ForeignMut;
-use tombolo_ring::rpc::arena::{Arena, Unit, units};
-use tombolo_ring::rpc::entry::{Answer, Ask, Call, Payload, Refusal, Status};
-use tombolo_ring::rpc::ring::{self, Consumer, Producer};
-use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED};
-use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::futex;
-use tombolo_shm::memory::{Mapping, MemoryError};
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::rpc::entry::{Ask, Call, Payload, Refusal};
+use tombolo_ring::rpc::{Broken, INLINE_BYTES};
+use tombolo_shm::memory::MemoryError;
 
 pub use connect::{ConnectError, ConnectOptions, report};
 pub use future::CallFuture;
@@ -38,19 +34,11 @@ pub use reply::Reply;
 pub use tombolo_ring::rpc::entry::Token;
 
 use crate::clock::{self, now_ns};
-use crate::cpu;
 use crate::deadline::Deadline;
 use crate::message::Facts;
-use crate::poll::{POLL_NS, Poller, Polling};
-use crate::shared::{Given, SharedBuffer, Taken};
-use crate::socket::{self, Received};
+use crate::shared::SharedBuffer;
 use crate::sync::lock;
-use reply::Bytes;
-
-/// Looks between two readings of the clock.
-const LOOKS: u32 = 32;
-/// The longest sleep; a wait without a limit is a sequence of them.
-const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+use connection::{Inner, Slot, State, help};
 
 /// How a call ended, if not with a reply.
 #[derive(Debug, thiserror::Error)]
@@ -140,328 +128,6 @@ impl CallOptions {
     }
 }
 
-#[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "all slots are allocated once, when the client connects")]
-enum Slot {
-    Free,
-    Waiting {
-        /// The request's block in our arena.
-        block: Option<u64>,
-        /// The request's memory, kept until its answer.
-        _shared: Option<SharedBuffer>,
-        /// Nobody waits for it any more.
-        abandoned: bool,
-        waker: Option<Waker>,
-    },
-    Done {
-        answer: Answer,
-        inline: [u8; INLINE_BYTES],
-    },
-}
-
-#[derive(Debug)]
-struct State {
-    asks: Producer<Ask>,
-    answers: Consumer<Answer>,
-    slots: Vec<Slot>,
-    turns: Vec<u32>,
-    /// Free slots; the last used first.
-    free: Vec<u32>,
-    arena: Arena<Vec<Unit>>,
-    given: Given,
-    broken: Option<Broken>,
-    /// One of those that wait sleeps or polls for all.
-    leader: bool,
-    /// The others.
-    followers: u32,
-    /// Futures under way.
-    futures: u32,
-    helper: bool,
-    poller: Poller,
-}
-
-/// A connection.
-#[derive(Debug)]
-struct Inner {
-    socket: OwnedFd,
-    bell: Doorbell,
-    own: Mapping,
-    peer: Mapping,
-    own_geometry: Geometry,
-    peer_geometry: Geometry,
-    facts: Facts,
-    polling: Polling,
-    state: Mutex<State>,
-    turn: Condvar,
-    taken: Mutex<Taken>,
-    /// The provider has gone.
-    gone: AtomicBool,
-    /// The last `Client` has gone.
-    closing: AtomicBool,
-    /// Threads in or just before a futex wait.
-    sleepers: AtomicU32,
-    life: AtomicU64,
-    cpu: AtomicU32,
-}
-
-impl Inner {
-    #[inline]
-    fn ends(&self) -> Ends<'_> {
-        let own = self.own.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..]));
-        match Ends::new(own, self.own_geometry, self.peer.view(), self.peer_geometry) {
-            Ok(ends) => ends,
-            // The handshake mapped both with the sizes of their geometries, and neither can change.
-            Err(_) => unreachable!("sections are as large as their geometries"),
-        }
-    }
-
-    /// The provider has gone: all who wait learn it now.
-    fn lost(&self) {
-        self.gone.store(true, Ordering::SeqCst);
-        loop {
-            {
-                let state = &mut *lock(&self.state);
-                self.turn.notify_all();
-                for slot in &mut state.slots {
-                    if let Slot::Waiting { waker, .. } = slot
-                        && let Some(waker) = waker.take()
-                    {
-                        waker.wake();
-                    }
-                }
-            }
-            futex::wake(self.peer.view(), PUBLISHED);
-            if self.sleepers.load(Ordering::SeqCst) == 0 {
-                return;
-            }
-            std::thread::sleep(Duration::from_millis(1));
-        }
-    }
-
-    /// Takes the answers that have come.
-    fn drain(&self, state: &mut State) {
-        if state.broken.is_some() {
-            return;
-        }
-        let ends = self.ends();
-        let mut any = false;
-        for _ in 0..ends.entries() {
-            let mut inline = [0; INLINE_BYTES];
-            match state.answers.take(ends, &mut inline) {
-                Ok(None) => break,
-                Ok(Some(answer)) => {
-                    any = true;
-                    if let Err(broken) = self.done(state, answer, inline) {
-                        state.broken = Some(broken);
-                        break;
-                    }
-                }
-                Err(broken) => {
-                    state.broken = Some(broken);
-                    break;
-                }
-            }
-        }
-        if any {
-            state.answers.took(ends);
-            if state.leader {
-                // The one that sleeps may be the one whose answer this was; and it is not armed any more.
-                futex::wake(self.peer.view(), PUBLISHED);
-            }
-            if state.followers > 0 {
-                self.turn.notify_all();
-            }
-        }
-    }
-
-    fn done(&self, state: &mut State, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<(), Broken> {
-        let slot = answer.token.slot();
-        let at = slot as usize;
-        let known = state.turns.get(at) == Some(&answer.token.turn());
-        let Some(Slot::Waiting { block, abandoned, waker, .. }) = state.slots.get_mut(at).filter(|_| known) else {
-            return Err(Broken::Token);
-        };
-        let (block, abandoned, waker) = (*block, *abandoned, waker.take());
-        if let Some(block) = block {
-            state.arena.give(block);
-        }
-        if abandoned {
-            if let Payload::Arena { block, generation, .. } = answer.payload {
-                self.ends().set_mark(block, generation);
-            }
-            state.slots[at] = Slot::Free;
-            state.free.push(slot);
-        } else {
-            state.slots[at] = Slot::Done { answer, inline };
-        }
-        if let Some(waker) = waker {
-            state.futures -= 1;
-            waker.wake();
-        }
-        Ok(())
-    }
-
-    fn is_gone(&self) -> bool {
-        self.gone.load(Ordering::SeqCst)
-    }
-
-    /// What a call ends with on a connection that is lost, if it is.
-    fn failure(&self, state: &State) -> Option<CallError> {
-        match state.broken {
-            Some(broken) => Some(CallError::Broken(broken)),
-            None if self.is_gone() => Some(CallError::ProviderGone),
-            None => None,
-        }
-    }
-
-    /// Waits until `ready`, the connection is lost, or the instant has come. False for the latter two.
-    fn wait<'a>(
-        &'a self,
-        mut state: MutexGuard<'a, State>,
-        until: u64,
-        mut ready: impl FnMut(&mut State) -> bool,
-    ) -> (MutexGuard<'a, State>, bool) {
-        let done = loop {
-            // Before the answers are taken: what a provider wrote before it went is still an answer.
-            let gone = self.is_gone();
-            self.drain(&mut state);
-            if ready(&mut state) {
-                break true;
-            }
-            if gone || state.broken.is_some() {
-                break false;
-            }
-            let now = now_ns();
-            if now >= until {
-                break false;
-            }
-            let left = Duration::from_nanos(until - now).min(LONGEST_SLEEP);
-            if state.leader {
-                state.followers += 1;
-                state = self.turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
-                state.followers -= 1;
-                continue;
-            }
-            state.leader = true;
-            state = self.lead(state, until, left);
-            state.leader = false;
-        };
-        if state.followers > 0 {
-            // Somebody else's turn to sleep.
-            self.turn.notify_all();
-        }
-        (state, done)
-    }
-
-    /// Polls or sleeps until something may have come.
-    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>, until: u64, left: Duration) -> MutexGuard<'a, State> {
-        let ends = self.ends();
-        let index = state.answers.index();
-        if self.polls(&mut state) {
-            drop(state);
-            let gained = self.poll(index, until);
-            state = lock(&self.state);
-            state.poller.learn(gained);
-            if gained || self.polling == Polling::Always {
-                return state;
-            }
-        }
-        match state.answers.arm(ends) {
-            Ok(true) => {}
-            Ok(false) => return state,
-            Err(broken) => {
-                state.broken = Some(broken);
-                return state;
-            }
-        }
-        let index = state.answers.index();
-        drop(state);
-        self.sleepers.fetch_add(1, Ordering::SeqCst);
-        if !self.is_gone() {
-            futex::wait(self.peer.view(), PUBLISHED, index, left);
-        }
-        self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        lock(&self.state)
-    }
-
-    fn polls(&self, state: &mut State) -> bool {
-        match self.polling {
-            Polling::Never => false,
-            Polling::Always => true,
-            Polling::Adaptive => {
-                cpu::several() && state.poller.worth_it() && self.ends().peer_cpu() != Some(self.set_cpu())
-            }
-        }
-    }
-
-    /// Tells the provider where we run, where that has changed.
-    fn set_cpu(&self) -> u32 {
-        let cpu = cpu::current();
-        // Relaxed: a hint.
-        if self.cpu.swap(cpu, Ordering::Relaxed) != cpu {
-            self.ends().set_cpu(cpu);
-        }
-        cpu
-    }
-
-    fn poll(&self, index: u32, until: u64) -> bool {
-        let ends = self.ends();
-        let end = now_ns().saturating_add(POLL_NS).min(until);
-        loop {
-            for _ in 0..LOOKS {
-                if ring::published(ends) != index {
-                    return true;
-                }
-                std::hint::spin_loop();
-            }
-            if now_ns() >= end || self.gone.load(Ordering::Relaxed) {
-                return false;
-            }
-        }
-    }
-
-    /// Memory that the provider has handed over. It sent that before the answer that names it.
-    fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
-        let mut taken = lock(&self.taken);
-        while taken.get(number).is_none() {
-            match socket::receive(&self.socket, false) {
-                Received::Message(message, fds) if taken.message(&message, &fds, u64::MAX) => {}
-                _ => break,
-            }
-        }
-        taken.get(number)
-    }
-
-    /// What becomes of the call whose answer this is.
-    fn outcome(self: &Arc<Self>, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<Reply, CallError> {
-        match answer.status {
-            Status::Served => {}
-            Status::Late => return Err(CallError::Late),
-            Status::Refused(reason) => return Err(CallError::Refused(reason)),
-            Status::Cancelled => return Err(CallError::Cancelled),
-            Status::Expired => return Err(CallError::Expired),
-            Status::Failed => return Err(CallError::Failed),
-        }
-        let bytes = match answer.payload {
-            Payload::Inline { .. } => Bytes::Inline(inline),
-            Payload::Arena { .. } => Bytes::Arena,
-            Payload::Shared { memory, offset, len } => {
-                let mapping = self.memory(memory).ok_or(CallError::ReplyMemory)?;
-                let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
-                range.and_then(|(offset, len)| mapping.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
-                Bytes::Memory(mapping)
-            }
-        };
-        Ok(Reply { inner: self.clone(), answer, bytes })
-    }
-}
-
-impl Drop for Inner {
-    fn drop(&mut self) {
-        life::remove(*self.life.get_mut());
-    }
-}
-
 /// Ends the connection with the last client, also where replies are still held, and the helper thread with it.
 #[derive(Debug)]
 struct Handle(Arc<Inner>);
@@ -521,41 +187,8 @@ impl Client {
     /// # Errors
     /// [`ConnectError`].
     pub fn connect_with(name: &str, options: &ConnectOptions) -> Result<Client, ConnectError> {
-        let connect::Connected { socket, bell, own, peer, facts } = connect::connect(name, options)?;
-        let entries = own.1.entries();
-        let state = State {
-            asks: Producer::default(),
-            answers: Consumer::default(),
-            slots: (0..entries).map(|_| Slot::Free).collect(),
-            turns: vec![0; entries as usize],
-            free: (0..entries).rev().collect(),
-            arena: Arena::new(vec![Unit::default(); units(own.1.arena_bytes())]),
-            given: Given::default(),
-            broken: None,
-            leader: false,
-            followers: 0,
-            futures: 0,
-            helper: false,
-            poller: Poller::default(),
-        };
-        let inner = Arc::new(Inner {
-            socket,
-            bell,
-            own: own.0,
-            peer: peer.0,
-            own_geometry: own.1,
-            peer_geometry: peer.1,
-            facts,
-            polling: options.polling,
-            state: Mutex::new(state),
-            turn: Condvar::new(),
-            taken: Mutex::default(),
-            gone: AtomicBool::new(false),
-            closing: AtomicBool::new(false),
-            sleepers: AtomicU32::new(0),
-            life: AtomicU64::new(0),
-            cpu: AtomicU32::new(u32::MAX),
-        });
+        let connected = connect::connect(name, options)?;
+        let inner = Arc::new(Inner::new(connected, options.polling));
         let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
         inner.life.store(id, Ordering::SeqCst);
         inner.set_cpu();
@@ -584,15 +217,29 @@ impl Client {
         if bytes.len() <= INLINE_BYTES {
             return self.send(Payload::Inline { len: bytes.len() as u32 }, bytes, None, options);
         }
-        match self.loan(bytes.len() as u64) {
+        self.submit_view(Foreign::from(bytes), options)
+    }
+
+    /// As [`Client::submit`], for bytes that another party may write meanwhile: a request or a reply that is passed on.
+    ///
+    /// # Errors
+    /// [`CallError`], where the request could not be sent.
+    pub fn submit_view(&self, bytes: Foreign<'_>, options: &CallOptions) -> Result<Token, CallError> {
+        let len = bytes.len() as u64;
+        if bytes.len() <= INLINE_BYTES {
+            let mut inline = [0; INLINE_BYTES];
+            let read = bytes.read_into(&mut inline);
+            return self.submit(&inline[..read], options);
+        }
+        match self.loan(len) {
             Some(loan) => {
-                loan.view().write_from(bytes);
+                bytes.copy_to(loan.view());
                 self.submit_loan(loan, options)
             }
             None => {
-                let buffer = SharedBuffer::new(bytes.len() as u64, false)?;
-                buffer.view().write_from(bytes);
-                self.submit_shared(&buffer, 0, bytes.len() as u64, options)
+                let buffer = SharedBuffer::new(len, false)?;
+                bytes.copy_to(buffer.view());
+                self.submit_shared(&buffer, 0, len, options)
             }
         }
     }
@@ -882,29 +529,5 @@ impl Client {
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
         state.arena.used_bytes()
-    }
-}
-
-/// Waits on behalf of futures until the last client has gone.
-fn help(inner: &Inner) {
-    let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
-    let mut state = lock(&inner.state);
-    while !closing() {
-        if state.futures == 0 {
-            state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
-            continue;
-        }
-        let until = now_ns().saturating_add(clock::ns(LONGEST_SLEEP));
-        state = inner.wait(state, until, |state| state.futures == 0 || closing()).0;
-        if state.broken.is_some() {
-            break;
-        }
-    }
-    for slot in &mut state.slots {
-        if let Slot::Waiting { waker, .. } = slot
-            && let Some(waker) = waker.take()
-        {
-            waker.wake();
-        }
     }
 }

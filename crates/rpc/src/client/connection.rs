@@ -1,0 +1,423 @@
+//! One connection as all who use it share it: its sections, its slots, and the wait for answers.
+//!
+//! # Who waits
+//! One of the threads that wait is the leader: it polls or sleeps on the provider's word without the lock. The others are followers, on
+//! `turn`. Whoever takes answers wakes the followers; a leader that is done leaves the lead to one of them. What a slot holds and which
+//! turn it is in are only read and written under the lock.
+
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::task::Waker;
+use std::time::Duration;
+
+use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::rpc::arena::{Arena, Unit, units};
+use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Status};
+use tombolo_ring::rpc::ring::{self, Consumer, Producer};
+use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED};
+use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::futex;
+use tombolo_shm::memory::Mapping;
+
+use super::connect::Connected;
+use super::reply::{Bytes, Reply};
+use super::{CallError, life};
+use crate::clock::{self, now_ns};
+use crate::cpu;
+use crate::message::Facts;
+use crate::poll::{POLL_NS, Poller, Polling};
+use crate::shared::{Given, SharedBuffer, Taken};
+use crate::socket::{self, Received};
+use crate::sync::lock;
+
+/// Looks between two readings of the clock.
+const LOOKS: u32 = 32;
+/// The longest sleep; a wait without a limit is a sequence of them.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+#[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "all slots are allocated once, when the client connects")]
+pub(super) enum Slot {
+    Free,
+    Waiting {
+        /// The request's block in our arena.
+        block: Option<u64>,
+        /// The request's memory, kept until its answer.
+        _shared: Option<SharedBuffer>,
+        /// Nobody waits for it any more.
+        abandoned: bool,
+        waker: Option<Waker>,
+    },
+    Done {
+        answer: Answer,
+        inline: [u8; INLINE_BYTES],
+    },
+}
+
+#[derive(Debug)]
+pub(super) struct State {
+    pub(super) asks: Producer<Ask>,
+    answers: Consumer<Answer>,
+    pub(super) slots: Vec<Slot>,
+    pub(super) turns: Vec<u32>,
+    /// Free slots; the last used first.
+    pub(super) free: Vec<u32>,
+    pub(super) arena: Arena<Vec<Unit>>,
+    pub(super) given: Given,
+    pub(super) broken: Option<Broken>,
+    /// One of those that wait sleeps or polls for all.
+    leader: bool,
+    /// The others.
+    followers: u32,
+    /// Futures under way.
+    pub(super) futures: u32,
+    pub(super) helper: bool,
+    poller: Poller,
+}
+
+/// A connection.
+#[derive(Debug)]
+pub(super) struct Inner {
+    pub(super) socket: OwnedFd,
+    pub(super) bell: Doorbell,
+    own: Mapping,
+    peer: Mapping,
+    own_geometry: Geometry,
+    peer_geometry: Geometry,
+    pub(super) facts: Facts,
+    polling: Polling,
+    pub(super) state: Mutex<State>,
+    pub(super) turn: Condvar,
+    taken: Mutex<Taken>,
+    /// The provider has gone.
+    gone: AtomicBool,
+    /// The last `Client` has gone.
+    pub(super) closing: AtomicBool,
+    /// Threads in or just before a futex wait.
+    sleepers: AtomicU32,
+    pub(super) life: AtomicU64,
+    cpu: AtomicU32,
+}
+
+impl Inner {
+    /// A connection as the handshake left it, with nothing under way.
+    pub(super) fn new(connected: Connected, polling: Polling) -> Inner {
+        let Connected { socket, bell, own, peer, facts } = connected;
+        let entries = own.1.entries();
+        let state = State {
+            asks: Producer::default(),
+            answers: Consumer::default(),
+            slots: (0..entries).map(|_| Slot::Free).collect(),
+            turns: vec![0; entries as usize],
+            free: (0..entries).rev().collect(),
+            arena: Arena::new(vec![Unit::default(); units(own.1.arena_bytes())]),
+            given: Given::default(),
+            broken: None,
+            leader: false,
+            followers: 0,
+            futures: 0,
+            helper: false,
+            poller: Poller::default(),
+        };
+        Inner {
+            socket,
+            bell,
+            own: own.0,
+            peer: peer.0,
+            own_geometry: own.1,
+            peer_geometry: peer.1,
+            facts,
+            polling,
+            state: Mutex::new(state),
+            turn: Condvar::new(),
+            taken: Mutex::default(),
+            gone: AtomicBool::new(false),
+            closing: AtomicBool::new(false),
+            sleepers: AtomicU32::new(0),
+            life: AtomicU64::new(0),
+            cpu: AtomicU32::new(u32::MAX),
+        }
+    }
+
+    #[inline]
+    pub(super) fn ends(&self) -> Ends<'_> {
+        let own = self.own.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..]));
+        match Ends::new(own, self.own_geometry, self.peer.view(), self.peer_geometry) {
+            Ok(ends) => ends,
+            // The handshake mapped both with the sizes of their geometries, and neither can change.
+            Err(_) => unreachable!("sections are as large as their geometries"),
+        }
+    }
+
+    /// The provider has gone: all who wait learn it now.
+    pub(super) fn lost(&self) {
+        self.gone.store(true, Ordering::SeqCst);
+        loop {
+            {
+                let state = &mut *lock(&self.state);
+                self.turn.notify_all();
+                for slot in &mut state.slots {
+                    if let Slot::Waiting { waker, .. } = slot
+                        && let Some(waker) = waker.take()
+                    {
+                        waker.wake();
+                    }
+                }
+            }
+            futex::wake(self.peer.view(), PUBLISHED);
+            if self.sleepers.load(Ordering::SeqCst) == 0 {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Takes the answers that have come.
+    pub(super) fn drain(&self, state: &mut State) {
+        if state.broken.is_some() {
+            return;
+        }
+        let ends = self.ends();
+        let mut any = false;
+        for _ in 0..ends.entries() {
+            let mut inline = [0; INLINE_BYTES];
+            match state.answers.take(ends, &mut inline) {
+                Ok(None) => break,
+                Ok(Some(answer)) => {
+                    any = true;
+                    if let Err(broken) = self.done(state, answer, inline) {
+                        state.broken = Some(broken);
+                        break;
+                    }
+                }
+                Err(broken) => {
+                    state.broken = Some(broken);
+                    break;
+                }
+            }
+        }
+        if any {
+            state.answers.took(ends);
+            if state.leader {
+                // The one that sleeps may be the one whose answer this was; and it is not armed any more.
+                futex::wake(self.peer.view(), PUBLISHED);
+            }
+            if state.followers > 0 {
+                self.turn.notify_all();
+            }
+        }
+    }
+
+    fn done(&self, state: &mut State, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<(), Broken> {
+        let slot = answer.token.slot();
+        let at = slot as usize;
+        let known = state.turns.get(at) == Some(&answer.token.turn());
+        let Some(Slot::Waiting { block, abandoned, waker, .. }) = state.slots.get_mut(at).filter(|_| known) else {
+            return Err(Broken::Token);
+        };
+        let (block, abandoned, waker) = (*block, *abandoned, waker.take());
+        if let Some(block) = block {
+            state.arena.give(block);
+        }
+        if abandoned {
+            if let Payload::Arena { block, generation, .. } = answer.payload {
+                self.ends().set_mark(block, generation);
+            }
+            state.slots[at] = Slot::Free;
+            state.free.push(slot);
+        } else {
+            state.slots[at] = Slot::Done { answer, inline };
+        }
+        if let Some(waker) = waker {
+            state.futures -= 1;
+            waker.wake();
+        }
+        Ok(())
+    }
+
+    pub(super) fn is_gone(&self) -> bool {
+        self.gone.load(Ordering::SeqCst)
+    }
+
+    /// What a call ends with on a connection that is lost, if it is.
+    pub(super) fn failure(&self, state: &State) -> Option<CallError> {
+        match state.broken {
+            Some(broken) => Some(CallError::Broken(broken)),
+            None if self.is_gone() => Some(CallError::ProviderGone),
+            None => None,
+        }
+    }
+
+    /// Waits until `ready`, the connection is lost, or the instant has come. False for the latter two.
+    pub(super) fn wait<'a>(
+        &'a self,
+        mut state: MutexGuard<'a, State>,
+        until: u64,
+        mut ready: impl FnMut(&mut State) -> bool,
+    ) -> (MutexGuard<'a, State>, bool) {
+        let done = loop {
+            // Before the answers are taken: what a provider wrote before it went is still an answer.
+            let gone = self.is_gone();
+            self.drain(&mut state);
+            if ready(&mut state) {
+                break true;
+            }
+            if gone || state.broken.is_some() {
+                break false;
+            }
+            let now = now_ns();
+            if now >= until {
+                break false;
+            }
+            let left = Duration::from_nanos(until - now).min(LONGEST_SLEEP);
+            if state.leader {
+                state.followers += 1;
+                state = self.turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+                state.followers -= 1;
+                continue;
+            }
+            state.leader = true;
+            state = self.lead(state, until, left);
+            state.leader = false;
+        };
+        if state.followers > 0 {
+            // Somebody else's turn to sleep.
+            self.turn.notify_all();
+        }
+        (state, done)
+    }
+
+    /// Polls or sleeps until something may have come.
+    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>, until: u64, left: Duration) -> MutexGuard<'a, State> {
+        let ends = self.ends();
+        let index = state.answers.index();
+        if self.polls(&mut state) {
+            drop(state);
+            let gained = self.poll(index, until);
+            state = lock(&self.state);
+            state.poller.learn(gained);
+            // Another thread may have taken what came meanwhile, the answer that this one waits for too.
+            if gained || self.polling == Polling::Always || state.answers.index() != index {
+                return state;
+            }
+        }
+        match state.answers.arm(ends) {
+            Ok(true) => {}
+            Ok(false) => return state,
+            Err(broken) => {
+                state.broken = Some(broken);
+                return state;
+            }
+        }
+        let index = state.answers.index();
+        drop(state);
+        self.sleepers.fetch_add(1, Ordering::SeqCst);
+        if !self.is_gone() {
+            futex::wait(self.peer.view(), PUBLISHED, index, left);
+        }
+        self.sleepers.fetch_sub(1, Ordering::SeqCst);
+        lock(&self.state)
+    }
+
+    fn polls(&self, state: &mut State) -> bool {
+        match self.polling {
+            Polling::Never => false,
+            Polling::Always => true,
+            Polling::Adaptive => {
+                cpu::several() && state.poller.worth_it() && self.ends().peer_cpu() != Some(self.set_cpu())
+            }
+        }
+    }
+
+    /// Tells the provider where we run, where that has changed.
+    pub(super) fn set_cpu(&self) -> u32 {
+        let cpu = cpu::current();
+        // Relaxed: a hint.
+        if self.cpu.swap(cpu, Ordering::Relaxed) != cpu {
+            self.ends().set_cpu(cpu);
+        }
+        cpu
+    }
+
+    fn poll(&self, index: u32, until: u64) -> bool {
+        let ends = self.ends();
+        let end = now_ns().saturating_add(POLL_NS).min(until);
+        loop {
+            for _ in 0..LOOKS {
+                if ring::published(ends) != index {
+                    return true;
+                }
+                std::hint::spin_loop();
+            }
+            if now_ns() >= end || self.gone.load(Ordering::Relaxed) {
+                return false;
+            }
+        }
+    }
+
+    /// Memory that the provider has handed over. It sent that before the answer that names it.
+    fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
+        let mut taken = lock(&self.taken);
+        while taken.get(number).is_none() {
+            match socket::receive(&self.socket, false) {
+                Received::Message(message, fds) if taken.message(&message, &fds, u64::MAX) => {}
+                _ => break,
+            }
+        }
+        taken.get(number)
+    }
+
+    /// What becomes of the call whose answer this is.
+    pub(super) fn outcome(self: &Arc<Self>, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<Reply, CallError> {
+        match answer.status {
+            Status::Served => {}
+            Status::Late => return Err(CallError::Late),
+            Status::Refused(reason) => return Err(CallError::Refused(reason)),
+            Status::Cancelled => return Err(CallError::Cancelled),
+            Status::Expired => return Err(CallError::Expired),
+            Status::Failed => return Err(CallError::Failed),
+        }
+        let bytes = match answer.payload {
+            Payload::Inline { .. } => Bytes::Inline(inline),
+            Payload::Arena { .. } => Bytes::Arena,
+            Payload::Shared { memory, offset, len } => {
+                let mapping = self.memory(memory).ok_or(CallError::ReplyMemory)?;
+                let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
+                range.and_then(|(offset, len)| mapping.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
+                Bytes::Memory(mapping)
+            }
+        };
+        Ok(Reply { inner: self.clone(), answer, bytes })
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        life::remove(*self.life.get_mut());
+    }
+}
+
+/// Waits on behalf of futures until the last client has gone.
+pub(super) fn help(inner: &Inner) {
+    let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
+    let mut state = lock(&inner.state);
+    while !closing() {
+        if state.futures == 0 {
+            state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
+            continue;
+        }
+        let until = now_ns().saturating_add(clock::ns(LONGEST_SLEEP));
+        state = inner.wait(state, until, |state| state.futures == 0 || closing()).0;
+        if state.broken.is_some() {
+            break;
+        }
+    }
+    for slot in &mut state.slots {
+        if let Slot::Waiting { waker, .. } = slot
+            && let Some(waker) = waker.take()
+        {
+            waker.wake();
+        }
+    }
+}
