@@ -17,6 +17,8 @@ import struct
 import threading
 import time
 
+from .frames import Station
+
 PAGE = 4096
 MAGIC = b"TMBLIVS1"
 NETWORK, CHANNEL = 0x0001, 0x4001
@@ -195,7 +197,7 @@ def need_event(event, new, old):
     return (new - event - 1) & 0xffff < (new - old) & 0xffff
 
 
-class NetPeer:
+class NetPeer(Station):
     """One end of an ivshmem-net link: frames in and out, the states, and nothing that a test does not ask for.
 
     The used rings are swapped: descriptors and avail of what this end sends, and used of what it receives, are in its own
@@ -203,12 +205,12 @@ class NetPeer:
     """
 
     def __init__(self, region, ident=0, peer=1, ring=None, eventfds=(), mac="02:00:00:00:bb:01"):
+        super().__init__(mac)
         self.region, self.ident, self.peer = region, ident, peer
         self._ring, self._eventfds = ring, eventfds
-        self.mac = bytes(int(part, 16) for part in mac.split(":"))
         self.ring = Ring(region.output_bytes)
         self.own, self.other = region.output(ident), region.output(peer)
-        self.heard, self.resets, self.rings = [], 0, 0
+        self.resets, self.rings = 0, 0
         self.last_header = PLAIN
         self._clear()
 
@@ -343,37 +345,19 @@ class NetPeer:
             self.last_header, frame = frame[:OFFLOAD_HEADER.size], frame[OFFLOAD_HEADER.size:]
         return frame
 
-    def listen(self, wanted, seconds=5):
-        """The first frame for which `wanted(frame)` holds, or None; all frames are kept in `heard`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.step()
-            while (frame := self.receive() if self.state == RUN else None) is not None:
-                self.heard.append(frame)
-                if wanted(frame):
-                    return frame
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            self._sleep(min(left, 0.05))
+    def _next(self, seconds):
+        self.step()
+        frame = self.receive() if self.state == RUN else None
+        if frame is None:
+            self._sleep(min(seconds, 0.05))
+        return frame
 
-    def ethernet(self, destination, kind, payload):
-        return (destination + self.mac + struct.pack("!H", kind) + payload).ljust(60, b"\0")
-
-    def arp(self, address, own="10.0.0.1", seconds=10):
-        """Asks who has an address until somebody answers: the answer's MAC."""
-        target = socket.inet_aton(address)
-        request = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + self.mac + socket.inet_aton(own) + bytes(6) + target
-
-        def answer(frame):
-            return frame[12:14] == b"\x08\x06" and frame[20:22] == b"\0\2" and frame[28:32] == target
-
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.send(self.ethernet(b"\xff" * 6, 0x0806, request))
-            if found := self.listen(answer, 1):
-                return found[22:28]
-        raise TimeoutError(f"nobody said to have {address} within {seconds} s")
+    def resolve(self, address, own="10.0.0.1", seconds=10):
+        """The MAC, in text, of whoever has an address."""
+        mac = self.arp(address, own, seconds)
+        if mac is None:
+            raise TimeoutError(f"nobody said to have {address} within {seconds} s")
+        return mac
 
     def ping(self, mac, address, own="10.0.0.1", sequence=1, size=56, seconds=5):
         """An echo request and its reply, both with right checksums: the round trip in seconds, or None."""
@@ -392,7 +376,7 @@ class NetPeer:
             return True
 
         start = time.monotonic()
-        assert self.send(self.ethernet(mac, 0x0800, ip + echo)), "no room for one frame"
+        assert self.send(self.frame(mac, 0x0800, ip + echo)), "no room for one frame"
         return time.monotonic() - start if self.listen(reply, seconds) else None
 
 

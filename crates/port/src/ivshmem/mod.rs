@@ -34,6 +34,7 @@
 //! Two peers; frames as they are on a wire, of an MTU up to a quarter of the section's data area; 4096 frames out, of which
 //! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
 
+pub mod bare;
 pub mod channel;
 pub mod client;
 mod end;
