@@ -7,7 +7,6 @@ use support::*;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
-use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::{Address, MacSettings};
 use tombolo_switch::port::{Caps, Link};
@@ -140,17 +139,6 @@ fn a_port_pays_for_its_copies_with_turns() {
     bench.settle();
     assert_eq!(flood.counters.rx_frames.get(), 7000);
     assert!(others.iter().all(|port| port.take().len() >= 7000));
-}
-
-/// A TCP packet of `payload` bytes that is to be cut into segments of `size`.
-fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
-    let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
-    f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());
-    f.extend_from_slice(&[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
-    f.extend_from_slice(&[0, 7, 0, 9, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x18, 1, 0, 0, 0, 0, 0]);
-    f.resize(54 + payload, 7);
-    let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
-    (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
 }
 
 #[test]
