@@ -454,6 +454,41 @@ fn a_link_that_is_down_gets_no_floods_and_counts_what_is_sent_to_it() {
 }
 
 #[test]
+fn who_waits_for_a_link_is_told_once_when_it_is_up() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    let (tell, told) = std::sync::mpsc::channel();
+    let wait = |bench: &mut Bench, port: &Peer, name: &'static str| {
+        let (tell, token) = (tell.clone(), port.token);
+        bench.ask(move |h| h.when_up(token, move || tell.send(name).unwrap()))
+    };
+    wait(&mut bench, &a, "up already").unwrap();
+    assert_eq!(told.try_recv(), Ok("up already"));
+    // The worker has not been told of it yet; what counts is what the port says.
+    b.lock().link = Link::Down;
+    wait(&mut bench, &b, "replaced").unwrap();
+    wait(&mut bench, &b, "waited").unwrap();
+    bench.settle();
+    assert!(told.try_recv().is_err(), "the link is down");
+    for link in [Link::Up, Link::Down, Link::Up] {
+        b.lock().link = link;
+        b.wake();
+        bench.settle();
+    }
+    assert_eq!(told.try_iter().collect::<Vec<_>>(), ["waited"]);
+    // A port that goes takes with it who waits for it, who sees that.
+    let (held, dropped) = std::sync::mpsc::channel::<()>();
+    b.lock().link = Link::Down;
+    let token = b.token;
+    bench.ask(move |h| h.when_up(token, move || drop(held))).unwrap();
+    assert_eq!(dropped.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
+    bench.ask(move |h| h.remove_port(token)).unwrap();
+    assert_eq!(dropped.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected));
+    assert_eq!(wait(&mut bench, &b, "gone"), Err(ControlError::NoSuchPort(token)));
+}
+
+#[test]
 fn sixty_four_ports_and_ten_thousand_addresses_behind_one() {
     let mut bench = bench();
     let net = bench.network(MacSettings::default());
