@@ -4,18 +4,21 @@ import contextlib
 import json
 import os
 import random
+import socket
 import struct
 import time
 from pathlib import Path
 
 from lib import CellGuest, scratch, timeout, until
-from lib.ivshmem import CHANNEL, NETWORK, READY, RESET, RUN, NetPeer, Region, Server, header
+from lib.ivshmem import CHANNEL, NETWORK, OFFERS_OFFLOADS, OFFLOAD_HEADER, PLAIN, READY, RESET, RUN, TAKES_OFFLOADS, NetPeer, Region, Server, header
 from lib.process import core_share
 
 CELL, HOST = "10.0.0.2", "10.0.0.1"
 MAC = bytes.fromhex("525400a1b2c3")
 MACHINES = ("q35", "microvm")
 KINDS = ("doorbell", "plain")
+# Seconds after which a cell has nothing left to say of itself.
+OLD_S = 15
 
 
 def device(kind, region, path, vectors=2, ident="s0"):
@@ -78,6 +81,61 @@ def arp_and_ping(machine, kind):
 def memory_above_4_gib(machine, kind):
     """A region that fits nowhere below: its base address comes from the firmware (q35) or from the cell (microvm)."""
     with network(machine, kind, size=4 << 30, output_bytes=0x7f000) as (peer, _region, _server, _guest):
+        talk(peer)
+
+
+def ones_sum(data):
+    """The sum of RFC 1071, not complemented."""
+    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total > 0xffff:
+        total = (total & 0xffff) + (total >> 16)
+    return total
+
+
+def syn(peer, mac, port, sum_of):
+    """A TCP SYN from `port` to the cell's port 7; `sum_of(pseudo header, segment)` is its checksum's field."""
+    addresses = socket.inet_aton(HOST) + socket.inet_aton(CELL)
+    segment = bytearray(struct.pack("!HHIIBBHHH", port, 7, 1000, 0, 0x50, 2, 8192, 0, 0))
+    struct.pack_into("!H", segment, 16, sum_of(addresses + struct.pack("!BBH", 0, 6, len(segment)), bytes(segment)))
+    ip = bytearray(struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(segment), port, 0, 64, 6, 0) + addresses)
+    struct.pack_into("!H", ip, 10, ~ones_sum(bytes(ip)) & 0xffff)
+    return peer.ethernet(mac, 0x0800, bytes(ip + segment))
+
+
+@each
+def offloads_are_carried(machine, kind):
+    """A cell that is offered offloads says that it takes them; then frames stand behind virtio-net headers, and sums may be left to do."""
+    left_undone = OFFLOAD_HEADER.pack(1, 0, 0, 0, 34, 16)
+    with network(machine, kind, offers=OFFERS_OFFLOADS) as (peer, region, _server, guest):
+        assert region.state(1).value == RUN | TAKES_OFFLOADS
+        talk(peer, 100)
+        mac = peer.arp(CELL)
+
+        def answered(port, sum_of, offload, seconds=5):
+            peer.send(syn(peer, mac, port, sum_of), offload=offload)
+            return peer.listen(lambda frame: frame[12:14] == b"\x08\x00" and frame[23] == 6 and frame[34:38] == struct.pack("!HH", 7, port), seconds)
+
+        # A sum that is left to do, as in a header's golden bytes; a whole one; a wrong one, which nobody vouches for.
+        answer = answered(40001, lambda pseudo, _: ones_sum(pseudo), left_undone)
+        assert answer and answer[47] & 0x12 == 0x12, "no SYN-ACK"
+        assert peer.last_header == left_undone, peer.last_header.hex()
+        length = struct.unpack_from("!H", answer, 16)[0] - 20
+        pseudo = answer[26:34] + struct.pack("!BBH", 0, 6, length)
+        assert struct.unpack_from("!H", answer, 50)[0] == ones_sum(pseudo), "the field holds the sum of the pseudo header"
+        assert answered(40002, lambda pseudo, segment: ~ones_sum(pseudo + segment) & 0xffff, PLAIN)
+        assert not answered(40003, lambda _pseudo, _segment: 0x1234, PLAIN, seconds=0.5)
+        # A life later, and headers of every kind of nonsense, they are still agreed on.
+        peer.set_state(RESET)
+        peer.wait_run()
+        for _ in range(50):
+            peer.send(os.urandom(random.randrange(0, 100)), offload=os.urandom(OFFLOAD_HEADER.size)[:random.randrange(11)])
+        talk(peer)
+        assert guest.alive()
+
+
+def test_a_cell_that_wants_no_offloads_gets_none():
+    with network("q35", "doorbell", offers=OFFERS_OFFLOADS, append=f"ip={CELL}/24 offloads=none") as (peer, region, _server, _guest):
+        assert region.state(1).value == RUN
         talk(peer)
 
 
@@ -197,7 +255,7 @@ def test_junk_in_every_word_of_the_header():
     good = header(NETWORK, vectors=0, mac=MAC)
     junk = random.Random(7)
     refused = []
-    for word in range(26):
+    for word in range(27):
         for value in (0, 0xffffffff, junk.randrange(1 << 32)):
             page = bytearray(good)
             struct.pack_into("<I", page, 4 * word, value)
@@ -386,4 +444,6 @@ def test_mesh_finds_the_other_cell_and_is_quiet_then():
     with two_cells_on_a_network("microvm", "doorbell", "mesh", "mesh", words, memory_mib=16, server_words=words) as guests:
         for guest in guests:
             guest.wait_line(lambda line: line.startswith("@mesh all 1 of 1 in "), 20)
+        # The stack's own timers (router solicitations) have all run by the time that a cell is this old, and none is to keep it awake.
+        time.sleep(max(0, OLD_S - (time.monotonic() - guests[0].started)))
         assert 3 * core_share(lambda: sum(guest.cpu_seconds() for guest in guests), 3) < 0.1, "quiet cells use the processor"

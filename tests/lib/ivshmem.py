@@ -1,7 +1,7 @@
 """Shared memory between machines, by hand: QEMU's ivshmem server and one end of an ivshmem-net link.
 
-Written from the specifications alone (QEMU's docs/specs/ivshmem-spec.rst; the frame layout of Siemens' Linux driver), not
-from the project's own code, so that a guest which talks to it talks the same bytes as others do.
+Written from the specifications alone (QEMU's docs/specs/ivshmem-spec.rst; the frame layout of Siemens' Linux driver; for offloads
+docs/ivshmem.md), not from the project's own code, so that a guest which talks to it talks the same bytes as others do.
 
 Every word of the shared memory is read and written as one word (ctypes), never byte by byte.
 """
@@ -23,16 +23,21 @@ PAGE = 4096
 MAGIC = b"TMBLIVS1"
 NETWORK, CHANNEL = 0x0001, 0x4001
 RESET, INIT, READY, RUN = range(4)
+# In a header's offers, and in the state words of a guest that takes them.
+OFFERS_OFFLOADS, TAKES_OFFLOADS = 1, 0x100
+# A virtio-net header without num_buffers: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset.
+OFFLOAD_HEADER = struct.Struct("<BBHHHH")
+PLAIN = OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0)
 
 
-def header(protocol=NETWORK, max_peers=2, vectors=2, rw_bytes=0, region_bytes=1 << 20, output_bytes=None, mac=bytes(6), mtu=0, name="lan"):
+def header(protocol=NETWORK, max_peers=2, vectors=2, rw_bytes=0, region_bytes=1 << 20, output_bytes=None, mac=bytes(6), mtu=0, name="lan", offers=0):
     """The header page: where the state table, the read/write section and the outputs lie."""
     rw_offset = 2 * PAGE
     output_offset = rw_offset + rw_bytes
     if output_bytes is None:
         output_bytes = (region_bytes - output_offset) // max_peers // PAGE * PAGE
-    fields = struct.pack("<8sIIIIQQQQQ6sH32s", MAGIC, 1, protocol, max_peers, vectors, PAGE, rw_offset, rw_bytes, output_offset, output_bytes,
-                         mac, mtu, name.encode())
+    fields = struct.pack("<8sIIIIQQQQQ6sH32sI", MAGIC, 1, protocol, max_peers, vectors, PAGE, rw_offset, rw_bytes, output_offset, output_bytes,
+                         mac, mtu, name.encode(), offers)
     return fields.ljust(PAGE, b"\0")
 
 
@@ -46,6 +51,7 @@ class Region:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.memory = mmap.mmap(self.fd, size)
         self.memory[:len(page)] = page
+        self.offers, = struct.unpack_from("<I", page, 104)
         values = struct.unpack_from("<IIIIQQQQQ", page, 8)
         _, self.protocol, self.max_peers, self.vectors, self.states, _, _, self.outputs, self.output_bytes = values
 
@@ -205,6 +211,7 @@ class NetPeer(Station):
         self.ring = Ring(region.output_bytes)
         self.own, self.other = region.output(ident), region.output(peer)
         self.resets, self.rings = 0, 0
+        self.last_header = PLAIN
         self._clear()
 
     # States ---------------------------------------------------------------------------------------------------------
@@ -214,7 +221,13 @@ class NetPeer(Station):
 
     @property
     def peer_state(self):
-        return self.region.state(self.peer).value
+        word = self.region.state(self.peer).value
+        return word & ~TAKES_OFFLOADS if self.carries_offloads else word
+
+    @property
+    def carries_offloads(self):
+        """Whether frames go behind headers: the page offers it, and the peer's word says that it wants it."""
+        return bool(self.region.offers & OFFERS_OFFLOADS and self.region.state(self.peer).value & TAKES_OFFLOADS)
 
     def set_state(self, value):
         self.region.state(self.ident).value = value
@@ -265,9 +278,11 @@ class NetPeer(Station):
             time.sleep(min(seconds, 0.0005))
 
     # Frames ---------------------------------------------------------------------------------------------------------
-    def send(self, frame, ring_always=False):
-        """Puts one frame on the ring; false where there is no room."""
+    def send(self, frame, ring_always=False, offload=PLAIN):
+        """Puts one frame on the ring, behind `offload` where headers were agreed on; false where there is no room."""
         self._reap()
+        if self.carries_offloads:
+            frame = offload + frame
         room = align(18 + len(frame), 64)
         at = self.head if self.head + room <= self.ring.end else self.ring.data
         for start, length in self.in_flight:
@@ -326,6 +341,8 @@ class NetPeer(Station):
         event = self.region.u16(self.other + self.ring.used_event).value
         if need_event(event, self.taken & 0xffff, (self.taken - 1) & 0xffff):
             self.notify(1)
+        if self.carries_offloads:
+            self.last_header, frame = frame[:OFFLOAD_HEADER.size], frame[OFFLOAD_HEADER.size:]
         return frame
 
     def _next(self, seconds):

@@ -32,6 +32,7 @@
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
 //! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | the first virtio device, else the first ivshmem link that is a network |
 //! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
+//! | `offloads=none` | a network link over shared memory carries frames as they are on a wire, also where the fabric offers more | carried |
 //! | `busy_poll_us=N` | how long the cell goes on looking after the last frame before it sleeps, 0 to 1000000 | 0 |
 //! | `ivshmem.NAME.id=N` | which peer the cell is on the link NAME, where its device has no doorbell and cannot say | 1 on a network link |
 //! | `poll_min_us=N`, `poll_max_us=N` | the shortest and the longest pause between two looks at a link without doorbell, 1 to 1000000 | 50, 200000 |

@@ -335,7 +335,7 @@ mod start {
         }
         if let Some(device) = take_link(links, &config.net) {
             let name = device.name().to_string();
-            return match IvshmemNet::new(device, config.pauses, seed) {
+            return match IvshmemNet::new(device, config, seed) {
                 Ok(device) => {
                     if config.verbose {
                         let (name, mac, mtu) = (device.name(), device.mac(), device.mtu());

@@ -1,6 +1,6 @@
 //! Calls with deadlines between processes of one machine, over shared memory.
 //!
-//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`]; this crate holds what a service and a
+//! The layout of a connection and the protocol of its rings are in [`tombolo_ring::rpc`], order and rules in [`tombolo_calls`]; this crate holds what a service and a
 //! client do with them. What decides is pure and runs on any clock:
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
@@ -18,11 +18,10 @@ pub mod histogram;
 mod message;
 pub mod poll;
 pub mod provider;
-pub mod queue;
-pub mod schedule;
 pub mod shared;
 pub mod simulate;
 mod socket;
 mod sync;
 
 pub use message::Facts;
+pub use tombolo_calls::{queue, schedule};

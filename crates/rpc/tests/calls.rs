@@ -185,6 +185,22 @@ fn a_late_request_is_answered_as_late_or_served_as_the_service_chose() {
 }
 
 #[test]
+fn what_becomes_late_while_it_waits_is_told_before_a_worker_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let served = client.submit(b"0", &CallOptions::default()).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    // In time when it is taken, and not when the worker would be free.
+    let soon = CallOptions::within(Duration::from_millis(200));
+    assert!(matches!(client.call(b"l", &soon), Err(CallError::Late)));
+    go.send(()).unwrap();
+    assert!(client.wait(served, PATIENCE).is_ok());
+    assert_eq!((service.report().answers.served, service.report().answers.late), (1, 1));
+}
+
+#[test]
 fn while_all_workers_are_busy_requests_are_still_judged() {
     let dir = tempfile::tempdir().unwrap();
     let (handler, go, order) = gate();

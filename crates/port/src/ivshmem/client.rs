@@ -32,6 +32,7 @@ use rustix::io::Errno;
 use tombolo_ring::ivshmem::channel::Shape;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, RegionError};
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::ivshmem::v1::{self, News};
@@ -241,6 +242,7 @@ impl Joined {
             bells,
             owns_region: false,
             mtu: header.mtu().into(),
+            offloads: Offloads::None,
         };
         Ok(Link { server, header, peer: make(parts)?, peer_id })
     }

@@ -112,12 +112,21 @@ impl<'a> Reply<'a> {
     /// # Errors
     /// [`NoReplyMemory`]; the request is answered as refused unless something else is put in.
     pub fn write(&mut self, bytes: &[u8]) -> Result<(), NoReplyMemory> {
+        self.write_view(Foreign::from(bytes))
+    }
+
+    /// As [`Reply::write`], for bytes that another party may write meanwhile: a request that is sent back.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn write_view(&mut self, bytes: Foreign<'_>) -> Result<(), NoReplyMemory> {
         if let Some(inline) = self.inline.get_mut(..bytes.len()) {
-            inline.copy_from_slice(bytes);
+            bytes.read_into(inline);
+            self.refusal = None;
             self.put(Content::Inline(bytes.len()));
             return Ok(());
         }
-        self.loan(bytes.len() as u64)?.write_from(bytes);
+        bytes.copy_to(self.loan(bytes.len() as u64)?);
         Ok(())
     }
 

@@ -10,6 +10,7 @@ fn header() -> Header {
         mac: [0x02, 0x54, 0x4d, 1, 2, 3],
         mtu: 0x2328,
         name: Name::new("control").unwrap(),
+        offloads: true,
     }
 }
 
@@ -21,6 +22,7 @@ const GOLDEN: [u8; HEADER_BYTES] = [
     0, 0x50, 0, 0, 0, 0, 0, 0, 0, 0xd0, 0x07, 0, 0, 0, 0, 0,
     0x02, 0x54, 0x4d, 1, 2, 3, 0x28, 0x23, b'c', b'o', b'n', b't', b'r', b'o', b'l', 0,
     0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    1, 0, 0, 0,
 ];
 
 #[test]
@@ -33,6 +35,11 @@ fn golden_header_both_ways() {
     page[HEADER_BYTES..].fill(0xa5);
     assert_eq!(Header::decode(&page, 1 << 20), Ok(header()));
     assert_eq!(header().name.as_str(), "control");
+    // A maker that offers nothing, or something that is not known here.
+    for (offers, offloads) in [(0u8, false), (2, false), (3, true), (0xfe, false)] {
+        page[104] = offers;
+        assert_eq!(Header::decode(&page, 1 << 20), Ok(Header { offloads, ..header() }), "{offers:#x}");
+    }
 }
 
 #[test]

@@ -1,6 +1,8 @@
 //! The states of two machines that meet.
 
-use super::super::state::{Action, Cause, Machine, State};
+use std::vec;
+
+use super::super::state::{Action, Cause, Machine, Offloads, State};
 
 /// The table at the head of `state.rs`, row by row: own, the peer's word, what is done, and what the own state is then.
 #[test]
@@ -51,6 +53,44 @@ fn every_row_of_the_state_table() {
         assert_eq!(machine.may_use_rings(), then == Run && (word == 2 || word == 3));
         machine.reset();
         assert_eq!(machine.own(), Reset);
+    }
+}
+
+/// A guest says in each word but RESET that it takes offloads, and only where they were offered it may.
+#[test]
+fn offloads_are_agreed_on_by_the_guests_words() {
+    use State::{Init, Ready, Reset, Run};
+    for wants in [false, true] {
+        let mut fabric = Machine::with_offloads(Offloads::Offered);
+        let mut guest = Machine::with_offloads(if wants { Offloads::Taken } else { Offloads::None });
+        let mut words = vec![guest.own_word()];
+        for _ in 0..8 {
+            let _ = fabric.step(guest.own_word());
+            assert!(fabric.own_word() < 4, "the fabric's words are those that any driver knows");
+            let _ = guest.step(fabric.own_word());
+            words.push(guest.own_word());
+        }
+        words.dedup();
+        let bit = if wants { 0x100 } else { 0 };
+        assert_eq!(words, [0, 1 | bit, 2 | bit, 3 | bit]);
+        assert!(fabric.is_up() && guest.is_up());
+        assert_eq!((fabric.uses_offloads(), guest.uses_offloads()), (wants, wants));
+        // A driver that thinks otherwise took the guest's place, unseen.
+        assert_eq!(fabric.step(3 | (bit ^ 0x100)), Action::Fall(Cause::PeerSkipped));
+        assert_eq!(fabric.own(), Reset);
+    }
+    for (offloads, word, state) in [
+        (Offloads::Offered, 0x100, None),
+        (Offloads::Offered, 0x101, Some(Init)),
+        (Offloads::Offered, 0x102, Some(Ready)),
+        (Offloads::Offered, 0x103, Some(Run)),
+        (Offloads::Offered, 0x104, None),
+        (Offloads::Offered, 0x203, None),
+        (Offloads::Offered, 3, Some(Run)),
+        (Offloads::None, 0x103, None),
+        (Offloads::Taken, 0x103, None),
+    ] {
+        assert_eq!(offloads.of_peer(word), (state, state.is_some() && word > 3), "{offloads:?} {word:#x}");
     }
 }
 

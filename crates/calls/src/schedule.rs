@@ -12,13 +12,15 @@
 //!   service's choice. It never runs above what it asked for because it is late.
 //! - What waited for longer than its time to live is given up.
 
+use alloc::vec::Vec;
+
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status};
 
 use crate::queue::{Handle, Queue};
 
 /// What happens to a request whose deadline has passed before its service began.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "std", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
 pub enum Late {
     /// It is answered as late, unserved.
     #[default]
@@ -84,7 +86,7 @@ pub struct Schedule<T> {
 impl<T> Schedule<T> {
     /// An empty schedule.
     pub fn new(rules: Rules) -> Schedule<T> {
-        Schedule { rules, queue: Queue::default(), running: Vec::new() }
+        Schedule { rules, queue: Queue::new(rules.admission), running: Vec::new() }
     }
 
     /// Requests that wait.
@@ -169,11 +171,25 @@ impl<T> Schedule<T> {
         self.queue.get(handle).map(|w| &w.item)
     }
 
-    /// Takes out all that waited for too long, wherever they are in the order. O(n): to be done once in a while.
-    pub fn sweep(&mut self, now: u64) -> Vec<(T, u64)> {
+    /// Takes out all that waits in vain, with how long it waited and its answer: what waited for too long, wherever it is in the
+    /// order, and what is late, where the late are refused. O(n): to be done once in a while.
+    pub fn sweep(&mut self, now: u64) -> Vec<(T, u64, Status)> {
         let expired: Vec<_> =
             self.queue.handles().filter(|h| self.queue.get(*h).is_some_and(|w| w.expires_ns <= now)).collect();
-        expired.into_iter().filter_map(|handle| self.remove(now, handle)).collect()
+        let mut swept = Vec::new();
+        let mut take = |schedule: &mut Self, handle, status| {
+            swept.extend(schedule.remove(now, handle).map(|(item, queued_ns)| (item, queued_ns, status)));
+        };
+        for handle in expired {
+            take(self, handle, Status::Expired);
+        }
+        while self.rules.late == Late::Refuse
+            && let Some((handle, deadline)) = self.queue.first()
+            && deadline < now
+        {
+            take(self, handle, Status::Late);
+        }
+        swept
     }
 
     /// Takes all out, in order.
@@ -264,8 +280,23 @@ mod tests {
         s.offer(0, 6000, 2000, 'b').unwrap();
         assert_eq!(s.sweep(49), []);
         assert_eq!(s.next(50), Some(Next::Answer { item: 'a', queued_ns: 50, status: Status::Expired }));
-        assert_eq!(s.sweep(1000), [('x', 1000)]);
+        assert_eq!(s.sweep(1000), [('x', 1000, Status::Expired)]);
         assert_eq!(s.pending(), 1);
+    }
+
+    #[test]
+    fn the_late_are_given_up_where_they_are_refused() {
+        let mut s = Schedule::new(RULES);
+        for (deadline, item) in [(30, 'c'), (10, 'a'), (BEST_EFFORT, 'x'), (20, 'b')] {
+            s.offer(0, deadline, 0, item).unwrap();
+        }
+        assert_eq!(s.sweep(10), []);
+        assert_eq!(s.sweep(21), [('a', 21, Status::Late), ('b', 21, Status::Late)]);
+        assert_eq!(s.sweep(2000), [('c', 2000, Status::Expired), ('x', 2000, Status::Expired)], "once each");
+        let mut s = Schedule::new(Rules { late: Late::BestEffort, ..RULES });
+        s.offer(0, 10, 0, 'a').unwrap();
+        assert_eq!(s.sweep(21), []);
+        assert_eq!(s.next(21), serve('a', 21));
     }
 
     #[test]
