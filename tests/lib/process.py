@@ -49,14 +49,14 @@ def rss_bytes(pid):
     return 0
 
 
-def children(pid, name):
-    """The children of a process whose names begin so."""
+def children(pid, name=""):
+    """The children of a process whose names begin with `name`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 head, rest = (entry / "stat").read_text(errors="replace").rsplit(")", 1)
-            except OSError:
+            except OSError:  # it has gone meanwhile
                 continue
             if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
                 found.append(int(entry.name))

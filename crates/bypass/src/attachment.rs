@@ -9,10 +9,10 @@ use crate::layout::{Mode, PORT_PEER, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
-use crate::place::{Interface, Place, PlaceError, Record, Wanted};
+use crate::place::{COMMAND, Interface, Place, PlaceError, Record, Wanted};
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
-use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode};
+use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs};
 use aya_obj::programs::XdpAttachType;
 use std::time::Duration;
 
@@ -20,6 +20,9 @@ use std::time::Duration;
 pub const LEASE: Duration = Duration::from_secs(1);
 const LONGEST_LEASE: Duration = Duration::from_secs(10);
 const SHORTEST_LEASE: Duration = Duration::from_millis(20);
+
+/// The name of libxdp's program that calls others in turn (xdp-tools, lib/libxdp/xdp-dispatcher.c).
+const DISPATCHER: &str = "xdp_dispatcher";
 
 /// Why attaching or detaching failed. What was attached before it failed is detached again.
 #[derive(Debug, thiserror::Error)]
@@ -52,13 +55,18 @@ pub enum AttachError {
     Filters(String),
     /// An XDP program is there, and an interface has room for one.
     #[error(
-        "{interface} has an XDP program already (id {program}), and there is room for one:          attach with --mode tcx, which works behind it, or take that one off (ip link set dev {interface} xdp off)"
+        "{interface} has an XDP program already ({name}, id {program}{dispatcher}), and there is room for one: \
+         attach with --mode auto or tcx, which works behind it, or take that one off (ip link set dev {interface} xdp off)"
     )]
     XdpTaken {
         /// Where.
         interface: String,
         /// Its id, as in `bpftool prog`.
         program: u32,
+        /// Its name; empty if it has none.
+        name: String,
+        /// A word more where libxdp put it there.
+        dispatcher: &'static str,
     },
     /// Not a member of an Ethernet.
     #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
@@ -84,6 +92,8 @@ pub struct Options {
     pub past_filters: bool,
     /// How the user named the namespace.
     pub netns: String,
+    /// Who asks: `place::COMMAND`, or a fabric's name.
+    pub owner: String,
 }
 
 /// What was done at one interface.
@@ -229,33 +239,26 @@ fn attach_locked(
         let known = record.interfaces.iter_mut().find(|i| i.index == link.index);
         let mut attached = Attached { interface: link.name.clone(), already: known.is_some(), after: vec![] };
         if let Some(known) = known {
+            if !known.owners.contains(&options.owner) {
+                known.owners.push(options.owner.clone());
+            }
+            if options.owner != COMMAND {
+                // Whoever attached it has said how.
+                report.push(attached);
+                continue;
+            }
             known.wanted = options.wanted;
         } else {
-            let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
-            attached.after = others.iter().map(|p| p.name_as_str().unwrap_or("unnamed").to_owned()).collect();
-            done.push(link.index);
-            for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
-                attach_tcx(place, &link.name, link.index, name, hook)
-                    .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
-            }
-            record.interfaces.push(Interface { name: link.name.clone(), index: link.index, wanted: options.wanted });
+            attached.after = attach_programs(place, link, done)?;
+            record.interfaces.push(Interface {
+                name: link.name.clone(),
+                index: link.index,
+                wanted: options.wanted,
+                owners: vec![options.owner.clone()],
+            });
         }
-        let now = monotonic_ns();
-        let slot = match maps.port(link.index)? {
-            Some(port) => port.slot,
-            None => maps.free_slot()?,
-        };
-        let mode = if options.wanted == Wanted::Xdp { Mode::Xdp } else { Mode::Tcx };
-        detach_xdp(place, link.index);
-        if mode == Mode::Xdp {
-            if let Some((_, program)) = routes.link(&link.name)?.xdp {
-                return Err(AttachError::XdpTaken { interface: link.name.clone(), program });
-            }
-            attach_xdp(place, link.index)
-                .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
-        }
-        let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked } as u32;
-        maps.set_port(link.index, Port { slot, flags: capabilities(link), mode, why, since_ns: now })?;
+        let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked };
+        open_port(place, &routes, &mut maps, link, options.wanted, why)?;
         report.push(attached);
     }
     if !options.netns.is_empty() {
@@ -264,6 +267,86 @@ fn attach_locked(
     maps.set(Settings { epoch: before.epoch.wrapping_add(1), lease_ns: lease.as_nanos() as u64, ..before })?;
     place.write(&record)?;
     Ok(report)
+}
+
+/// Puts both tcx programs onto an interface; gives the names of those that run before ours.
+fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
+    let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
+    done.push(link.index);
+    for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
+        attach_tcx(place, &link.name, link.index, name, hook)
+            .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+    }
+    Ok(others.iter().map(|p| p.name_as_str().unwrap_or("unnamed").to_owned()).collect())
+}
+
+/// Lets frames of an attached interface be taken, in the mode that is wanted from the start.
+fn open_port(
+    place: &Place,
+    routes: &Routes,
+    maps: &mut Maps,
+    link: &Link,
+    wanted: Wanted,
+    why: Why,
+) -> Result<(), AttachError> {
+    let slot = match maps.port(link.index)? {
+        Some(port) => port.slot,
+        None => maps.free_slot()?,
+    };
+    let mode = if wanted == Wanted::Xdp { Mode::Xdp } else { Mode::Tcx };
+    detach_xdp(place, link.index);
+    if mode == Mode::Xdp {
+        if let Some((_, program)) = routes.link(&link.name)?.xdp {
+            return Err(xdp_taken(&link.name, program));
+        }
+        attach_xdp(place, link.index).map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
+    }
+    maps.set_port(
+        link.index,
+        Port { slot, flags: capabilities(link), mode, why: why as u32, since_ns: monotonic_ns() },
+    )?;
+    Ok(())
+}
+
+/// Whose program is in the way. libxdp's dispatcher chains programs that libxdp itself loaded; ours is none, and to take its place
+/// would end those behind it.
+fn xdp_taken(interface: &str, program: u32) -> AttachError {
+    let name = loaded_programs().find_map(|p| p.ok().filter(|p| p.id() == program));
+    let name = name.and_then(|p| p.name_as_str().map(str::to_owned)).unwrap_or_default();
+    let dispatcher = if name == DISPATCHER { ", libxdp's dispatcher" } else { "" };
+    AttachError::XdpTaken { interface: interface.into(), program, name, dispatcher }
+}
+
+/// Attaches again what was made again under the name that it was attached by; gives the names.
+pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
+    let _lock = place.lock()?;
+    if !place.exists() {
+        return Ok(vec![]);
+    }
+    let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
+    let links = routes.links()?;
+    let mut again = vec![];
+    for interface in &mut record.interfaces {
+        if links.iter().any(|l| l.index == interface.index) {
+            continue;
+        }
+        let Some(link) = links.iter().find(|l| l.name == interface.name && l.mac.is_some()) else { continue };
+        detach_all(place, interface.index);
+        maps.remove_port(interface.index)?;
+        let result = attach_programs(place, link, &mut vec![])
+            .and_then(|_| open_port(place, &routes, &mut maps, link, interface.wanted, Why::MadeAgain));
+        if let Err(error) = result {
+            detach_all(place, link.index);
+            return Err(error);
+        }
+        interface.index = link.index;
+        again.push(link.name.clone());
+    }
+    if !again.is_empty() {
+        maps.forget_flows()?;
+        place.write(&record)?;
+    }
+    Ok(again)
 }
 
 /// Forgets interfaces that are gone, with what is pinned for them.
@@ -291,8 +374,31 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
     if let Some(name) = names.iter().find(|n| !record.interfaces.iter().any(|i| i.name == **n)) {
         return Err(AttachError::NotAttached(name.clone()));
     }
-    let (going, staying): (Vec<_>, Vec<_>) =
+    let (going, staying) =
         std::mem::take(&mut record.interfaces).into_iter().partition(|i| names.is_empty() || names.contains(&i.name));
+    take_off(place, record, going, staying)
+}
+
+/// A fabric lets go of what it attached; what nobody else asked for is detached. Gives their names.
+pub fn release(place: &Place, owner: &str) -> Result<Vec<String>, AttachError> {
+    let _lock = place.lock()?;
+    if !place.exists() {
+        place.remove()?;
+        return Ok(vec![]);
+    }
+    let mut record = place.record()?;
+    let mut interfaces = std::mem::take(&mut record.interfaces);
+    interfaces.iter_mut().for_each(|i| i.owners.retain(|o| o != owner));
+    let (going, staying) = interfaces.into_iter().partition(|i| i.owners.is_empty());
+    take_off(place, record, going, staying)
+}
+
+fn take_off(
+    place: &Place,
+    mut record: Record,
+    going: Vec<Interface>,
+    staying: Vec<Interface>,
+) -> Result<Vec<String>, AttachError> {
     let mut maps = Maps::open(place)?;
     // First nothing is taken any more, then the programs go.
     for interface in &going {

@@ -53,9 +53,11 @@ pub enum Why {
     Refused = 10,
     /// The frames are not such as can be taken at all.
     NotTaken = 11,
+    /// It was made anew under its name, and attached again by the keeper.
+    MadeAgain = 12,
 }
 
-const TEXTS: [&str; 12] = [
+const TEXTS: [&str; 13] = [
     "just attached",
     "as asked for",
     "no native XDP that would not cost the peer its offloads",
@@ -68,6 +70,7 @@ const TEXTS: [&str; 12] = [
     "many whole frames, to outputs that take them from XDP",
     "XDP could not be attached",
     "few of its frames can be taken at all",
+    "the interface was made anew",
 ];
 
 /// The text of a reason's number.
@@ -335,7 +338,7 @@ mod tests {
         }
 
         #[test]
-        fn every_reason_has_a_text(number in 0u32..12) {
+        fn every_reason_has_a_text(number in 0u32..13) {
             prop_assert_ne!(why(number), "unknown");
         }
     }

@@ -2,12 +2,12 @@
 //!
 //! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
 //! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address changed,
-//! chooses each interface's mode by its traffic, sees whether somebody captures on one, and removes flows that are not
-//! used any more.
+//! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
+//! name, and removes flows that are not used any more.
 //!
 //! It ends by itself when the place is gone, within one tick. One runs per namespace, by a lock.
 
-use crate::attachment::{AttachError, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
+use crate::attachment::{AttachError, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
 use crate::chooser::{Chooser, Why, Window};
 use crate::layout::{Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, PORT_CAPTURED, Port, TAKEN_XDP, WISH_BYTES};
 use crate::maps::{self, Maps};
@@ -17,7 +17,9 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
 use std::io::Write;
-use std::time::Duration;
+use std::os::unix::process::CommandExt;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// How often the keeper looks at what tells nothing by itself.
 const TICK: Duration = Duration::from_secs(1);
@@ -25,6 +27,35 @@ const TICK: Duration = Duration::from_secs(1);
 const GLANCE: Duration = Duration::from_millis(200);
 /// A flow that was used last this long ago is removed.
 const UNUSED: Duration = Duration::from_secs(60);
+/// How long a keeper may take to start.
+const STARTING: Duration = Duration::from_secs(5);
+
+/// Starts a keeper for this place with the running program, unless one runs; says whether one runs then. Its output goes to its log, and it
+/// outlives whoever started it.
+pub fn start(place: &Place) -> std::io::Result<bool> {
+    if place.keeper().is_some() {
+        return Ok(true);
+    }
+    let log = std::fs::File::create(place.log())?;
+    let mut child = Command::new(std::env::current_exe()?)
+        .args(["bypass", "keep"])
+        .current_dir("/")
+        .process_group(0)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(log)
+        .spawn()?;
+    let end = Instant::now() + STARTING;
+    while place.keeper().is_none() {
+        if Instant::now() > end || child.try_wait()?.is_some() {
+            return Ok(place.keeper().is_some());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    }
+    // A daemon that started it lives on when it ends: then it shall not stay as a zombie.
+    std::thread::Builder::new().name("bypass-keeper".into()).spawn(move || child.wait())?;
+    Ok(true)
+}
 
 fn connection(wish: &[u8]) -> Option<Connection> {
     const AF_INET: u8 = 2;
@@ -78,6 +109,8 @@ struct Keeper {
     neighbours: Neighbours,
     watched: HashMap<u32, Watched>,
     last_tick_ns: u64,
+    /// An interface came, went or changed since this was looked at last.
+    links_changed: bool,
 }
 
 impl Keeper {
@@ -85,7 +118,10 @@ impl Keeper {
     fn is_untrue(&mut self, change: Change) -> bool {
         match change {
             Change::Neighbour { index, address, mac } => self.neighbours.note(index, address, mac),
-            Change::Link(_) => false,
+            Change::Link(_) => {
+                self.links_changed = true;
+                false
+            }
             Change::Missed => true,
         }
     }
@@ -182,6 +218,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         neighbours: Neighbours::default(),
         watched: HashMap::new(),
         last_tick_ns: monotonic_ns(),
+        links_changed: true,
     };
     for change in Routes::open()?.neighbours()? {
         keeper.is_untrue(change);
@@ -209,6 +246,12 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         if untrue {
             keeper.maps.forget_flows()?;
+        }
+        if std::mem::take(&mut keeper.links_changed) {
+            // One that is gone again already is no reason to end.
+            if let Err(error) = attach_again(&keeper.place) {
+                eprintln!("an interface that was made anew could not be attached: {error}");
+            }
         }
         if monotonic_ns() >= next_tick {
             next_tick = monotonic_ns() + TICK.as_nanos() as u64;

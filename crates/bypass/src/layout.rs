@@ -95,6 +95,14 @@ pub enum Mode {
 }
 
 impl Mode {
+    /// Its name.
+    pub fn word(self) -> &'static str {
+        match self {
+            Mode::Tcx => "tcx",
+            Mode::Xdp => "xdp",
+        }
+    }
+
     fn from_word(word: u32) -> Mode {
         if word == 1 { Mode::Xdp } else { Mode::Tcx }
     }

@@ -97,6 +97,16 @@ pub struct Interface {
     pub index: u32,
     /// The mode that was asked for.
     pub wanted: Wanted,
+    /// Who asked for it: `COMMAND`, or fabrics by their names. It is detached when the last of them lets it go.
+    #[serde(default = "by_command")]
+    pub owners: Vec<String>,
+}
+
+/// The owner of what was attached by hand. No fabric has such a name.
+pub const COMMAND: &str = "COMMAND";
+
+fn by_command() -> Vec<String> {
+    vec![COMMAND.into()]
 }
 
 /// Who attached what.

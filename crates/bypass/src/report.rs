@@ -69,8 +69,17 @@ fn named<const N: usize>(values: &[u64; N], names: &[(&'static str, &'static str
     values.iter().zip(names).filter(|(n, _)| **n > 0).map(|(n, name)| (name.0, *n)).collect()
 }
 
+/// How much a report is to say.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Detail {
+    /// Flows are counted too, for which each of them is looked at.
+    Flows,
+    /// Counters only: for who asks again and again.
+    Counters,
+}
+
 /// The state of the bypass in the calling thread's namespace.
-pub fn report(place: &Place) -> Result<Report, AttachError> {
+pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let mut report =
         Report { schema: SCHEMA, attached: place.exists(), keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
     if !report.attached {
@@ -79,8 +88,8 @@ pub fn report(place: &Place) -> Result<Report, AttachError> {
     let maps = Maps::open(place)?;
     let settings = maps.settings()?;
     let now = monotonic_ns();
-    let flows: Vec<_> =
-        maps.flows()?.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
+    let flows = if detail == Detail::Flows { maps.flows()? } else { vec![] };
+    let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
     report.keeper = place.keeper();
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();

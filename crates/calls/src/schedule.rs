@@ -84,15 +84,9 @@ pub struct Schedule<T> {
 }
 
 impl<T> Schedule<T> {
-    /// An empty schedule, with a seed of the system's.
-    #[cfg(any(test, feature = "std"))]
+    /// An empty schedule.
     pub fn new(rules: Rules) -> Schedule<T> {
-        Schedule { rules, queue: Queue::default(), running: Vec::new() }
-    }
-
-    /// An empty schedule. `seed` shapes its tree: whoever chooses deadlines must not know it.
-    pub fn with_seed(rules: Rules, seed: u64) -> Schedule<T> {
-        Schedule { rules, queue: Queue::new(seed), running: Vec::new() }
+        Schedule { rules, queue: Queue::new(rules.admission), running: Vec::new() }
     }
 
     /// Requests that wait.

@@ -2,8 +2,6 @@
 
 use std::io::Write;
 use std::ops::ControlFlow;
-use std::os::unix::process::CommandExt;
-use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand, ValueEnum};
@@ -11,8 +9,8 @@ use serde::Serialize;
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, VERDICTS};
 use tombolo_bypass::netlink::Routes;
-use tombolo_bypass::place::{self, Place, Wanted};
-use tombolo_bypass::report::{self, Report};
+use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
+use tombolo_bypass::report::{self, Detail, Report};
 use tombolo_host::rundir;
 
 use crate::exit::{Exit, Failure};
@@ -168,7 +166,7 @@ impl Attach {
         let done = attachment::attach(
             &place,
             &self.interfaces,
-            &Options { wanted, lease, past_filters: self.past_filters, netns },
+            &Options { wanted, lease, past_filters: self.past_filters, netns, owner: COMMAND.into() },
         )?;
         for attached in done.iter().filter(|a| !a.after.is_empty()) {
             eprintln!(
@@ -178,12 +176,12 @@ impl Attach {
             );
         }
         let mut exit = Exit::Done;
-        if !self.no_keeper && !start_keeper(&place)? {
+        if !self.no_keeper && !tombolo_bypass::keeper::start(&place)? {
             eprintln!("tombolo: the keeper did not start; see {}", place.log().display());
             exit = Exit::Partly;
         }
         if self.json {
-            out::json(&report::report(&place)?)?;
+            out::json(&report::report(&place, Detail::Flows)?)?;
         } else {
             for attached in done {
                 let what = if attached.already { "was attached already" } else { "attached" };
@@ -192,32 +190,6 @@ impl Attach {
         }
         Ok(exit)
     }
-}
-
-/// Starts the keeper, unless one runs; says whether one runs then. It is a child of nobody: its output goes to its log.
-fn start_keeper(place: &Place) -> Result<bool, Failure> {
-    if place.keeper().is_some() {
-        return Ok(true);
-    }
-    let log =
-        std::fs::File::create(place.log()).map_err(|e| Failure::failed(format!("{}: {e}", place.log().display())))?;
-    let program = std::env::current_exe()?;
-    Command::new(program)
-        .args(["bypass", "keep"])
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(log)
-        .spawn()?;
-    let end = Instant::now() + Duration::from_secs(5);
-    while place.keeper().is_none() {
-        if Instant::now() > end {
-            return Ok(false);
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    }
-    Ok(true)
 }
 
 impl Detach {
@@ -243,7 +215,7 @@ impl Keep {
 impl Status {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        let report = report::report(&place)?;
+        let report = report::report(&place, Detail::Flows)?;
         if self.json {
             out::json(&report)?;
         } else {
@@ -264,7 +236,6 @@ fn render(report: &Report) -> String {
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
     for i in &report.interfaces {
-        let mode = format!("{:?}", i.mode).to_lowercase();
         let numbers = [i.flows as u64, i.taken, i.taken_bytes, i.passed].map(|n| n.to_string());
         let [flows, taken, bytes, passed] = &numbers;
         let reasons = i
@@ -272,7 +243,7 @@ fn render(report: &Report) -> String {
             .iter()
             .chain(&i.unlearned)
             .map(|(key, n)| format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default()));
-        table.row(&[&i.name, &mode, i.why, flows, taken, bytes, passed]).extend(reasons);
+        table.row(&[&i.name, i.mode.word(), i.why, flows, taken, bytes, passed]).extend(reasons);
     }
     text.push_str(&table.render(false));
     text

@@ -78,6 +78,13 @@ fn networks(status: &Status) -> Table {
             &scaled(n.flooded_unknown as f64, ""),
         ]);
         notes.extend(n.uplink_fault.iter().map(|f| format!("the uplink does not work: {f}")));
+        if let Some(bypass) = &n.bypass {
+            notes.extend(bypass.fault.iter().map(|f| format!("the bypass does not work: {f}")));
+            notes.extend(bypass.interfaces.iter().map(|i| {
+                let (taken, passed) = (scaled(i.taken_frames as f64, ""), scaled(i.passed_frames as f64, ""));
+                format!("bypass {} {}: {taken} taken, {passed} passed; {}", i.name, i.mode, i.why)
+            }));
+        }
     }
     table
 }

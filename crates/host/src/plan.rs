@@ -359,6 +359,7 @@ fn network_link(
         mtu: to.mtu,
         // Names of the file have at most 24 bytes.
         name: Name::new(to.network).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+        offloads: true,
     };
     let shape = shape(Dialect::V1);
     Ok(Config { name, shape, layout, region_bytes: region, header: Some(header), host: Some(0), doors })
@@ -377,6 +378,7 @@ fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
         mac: [0; 6],
         mtu: 0,
         name: Name::new(&link.name).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+        offloads: false,
     };
     let mut doors = Vec::new();
     if !link.plain {

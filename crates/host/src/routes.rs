@@ -44,6 +44,26 @@ pub fn host() -> Vec<Route> {
     std::fs::read_to_string("/proc/net/route").map(|t| parse(&t)).unwrap_or_default()
 }
 
+/// The interfaces of the default routes in a table of that form, each once.
+pub fn default_devices(table: &str) -> Vec<String> {
+    let mut out: Vec<String> = Vec::new();
+    for line in table.lines().skip(1) {
+        let words: Vec<_> = line.split_ascii_whitespace().collect();
+        if let [device, base, ..] = words[..]
+            && words.get(7).is_some_and(|mask| [base, mask] == ["00000000"; 2])
+            && !out.iter().any(|known| known == device)
+        {
+            out.push(device.into());
+        }
+    }
+    out
+}
+
+/// The interfaces through which this process's network namespace reaches everything else.
+pub fn host_default_devices() -> Vec<String> {
+    std::fs::read_to_string("/proc/net/route").map(|t| default_devices(&t)).unwrap_or_default()
+}
+
 /// What the networks that the host is on meet: (network, clash).
 pub fn clashes<'f>(fabric: &'f Fabric, routes: &[Route]) -> Vec<(&'f Network, Clash)> {
     let taps: Vec<_> = fabric.taps.iter().filter(|t| t.netns.is_none()).collect();
@@ -101,6 +121,7 @@ mod tests {
         let routes = parse(TABLE);
         let seen: Vec<_> = routes.iter().map(|r| format!("{} {}", r.subnet, r.device)).collect();
         assert_eq!(seen, ["10.0.0.0/8 vpn0", "10.87.0.0/24 tb-a-lan", "10.88.1.7/32 wg0"]);
+        assert_eq!(default_devices(TABLE), ["eth0"]);
         assert_eq!(told("[network.lan]\nuplink = \"kernel\"\n"), ["lan shadows vpn0", "lan taken by tb-a-lan"]);
         assert_eq!(told("[network.lan]\nuplink = \"user\"\n"), [""; 0], "the host is not on it");
         assert_eq!(told("[network.lan]\n[tap.t]\nip = \"10.87.0.9\"\n").len(), 2);

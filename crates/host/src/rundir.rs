@@ -103,6 +103,9 @@ pub struct Owner {
     pub nft_table: Option<String>,
     /// Sysctls to put back.
     pub sysctls: Vec<Sysctl>,
+    /// Whether interfaces were given to the bypass for this fabric.
+    #[serde(default)]
+    pub bypass: bool,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
     /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that loses its backend while
@@ -241,6 +244,7 @@ impl RunDir {
             // Until they are taken back they are ours to take back.
             nft_table: leftover.as_ref().and_then(|o| o.nft_table.clone()),
             sysctls: leftover.as_ref().map(|o| o.sysctls.clone()).unwrap_or_default(),
+            bypass: leftover.as_ref().is_some_and(|o| o.bypass),
             additions: leftover.as_ref().map(|o| o.additions.clone()).unwrap_or_default(),
             settled: leftover.as_ref().map(|o| o.settled.clone()).unwrap_or_default(),
         };
@@ -319,6 +323,7 @@ mod tests {
             file: PathBuf::new(),
             nft_table: None,
             sysctls: vec![],
+            bypass: false,
             additions: vec![],
             settled: vec![],
         };

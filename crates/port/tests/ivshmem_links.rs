@@ -11,6 +11,7 @@ use tombolo_port::ivshmem::peer::NetPeer;
 use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_ring::ivshmem::{channel as records, protocol};
 use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
 use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
@@ -88,6 +89,7 @@ impl Fabric {
             peer_present: false,
             owns_region: true,
             mtu: 1500,
+            offloads: Offloads::Offered,
         };
         let reserved = self.worker.handle().reserve().unwrap();
         let registration = self.worker.registration(&reserved);

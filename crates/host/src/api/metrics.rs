@@ -2,7 +2,7 @@
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
-use super::report::{CounterReport, LinkReport, Status};
+use super::report::{BypassInterfaceReport, CounterReport, LinkReport, Status};
 use std::fmt::{Display, Write};
 
 /// The format's content type.
@@ -61,6 +61,7 @@ pub fn render(status: &Status) -> String {
     p.family("tombolo_warnings", "gauge", "What does not work as the file asks.");
     p.sample("tombolo_warnings", &[], status.warnings.len());
     networks(p, status);
+    bypasses(p, status);
     ports(p, status);
     machines(p, status);
     links(p, status);
@@ -92,6 +93,39 @@ fn networks(p: &mut Page, status: &Status) {
     for n in &status.networks {
         for (event, count) in &n.counters {
             p.sample(name, &[("network", &n.name), ("event", event)], count);
+        }
+    }
+}
+
+fn bypasses(p: &mut Page, status: &Status) {
+    type Number = (&'static str, &'static str, fn(&BypassInterfaceReport) -> u64);
+    const NUMBERS: &[Number] = &[
+        ("taken_frames_total", "Frames that came in here and skipped the kernel's forwarding.", |i| i.taken_frames),
+        ("taken_bytes_total", "Bytes of frames that skipped the kernel's forwarding.", |i| i.taken_bytes),
+        ("passed_frames_total", "Frames that went the kernel's way.", |i| i.passed_frames),
+    ];
+    let all = || status.networks.iter().filter_map(|n| Some((n.name.as_str(), n.bypass.as_ref()?)));
+    let interfaces = || all().flat_map(|(n, b)| b.interfaces.iter().map(move |i| (n, i)));
+    p.family("tombolo_bypass_up", "gauge", "Whether the bypass works; networks that ask for none are left out.");
+    for (network, bypass) in all() {
+        p.sample("tombolo_bypass_up", &[("network", network)], u8::from(bypass.fault.is_none()));
+    }
+    p.family("tombolo_bypass_mode", "gauge", "Which program takes the interface's frames, as a label; always 1.");
+    for (network, i) in interfaces() {
+        p.sample("tombolo_bypass_mode", &[("network", network), ("interface", &i.name), ("mode", &i.mode)], 1);
+    }
+    for (name, help, value) in NUMBERS {
+        let name = format!("tombolo_bypass_{name}");
+        p.family(&name, "counter", help);
+        for (network, i) in interfaces() {
+            p.sample(&name, &[("network", network), ("interface", &i.name)], value(i));
+        }
+    }
+    let name = "tombolo_bypass_frames_total";
+    p.family(name, "counter", "Frames by the way they went and why; docs/bypass.md lists the names.");
+    for (network, i) in interfaces() {
+        for (path, count) in &i.by_reason {
+            p.sample(name, &[("network", network), ("interface", &i.name), ("path", path)], count);
         }
     }
 }
@@ -190,7 +224,7 @@ fn links(p: &mut Page, status: &Status) {
             }
         }
     }
-    p.family("tombolo_link_peer_state", "gauge", "State word of a peer: 0 RESET, 1 INIT, 2 READY, 3 RUN.");
+    p.family("tombolo_link_peer_state", "gauge", "State of a peer: 0 RESET, 1 INIT, 2 READY, 3 RUN.");
     for (link, peer) in status.links.iter().flat_map(|l| l.peers.iter().map(move |p| (l, p))) {
         let id = peer.id.to_string();
         p.sample(

@@ -71,6 +71,37 @@ pub struct NetworkReport {
     pub leases: Vec<LeaseReport>,
     /// Counters of the gateway and of the user uplink by name.
     pub counters: BTreeMap<String, u64>,
+    /// What skips the kernel's forwarding, where the file asks for it.
+    #[serde(default)]
+    pub bypass: Option<BypassReport>,
+}
+
+/// The bypass of a network.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BypassReport {
+    /// Whether it works; a sentence where it does not. Traffic flows the kernel's way then.
+    pub fault: Option<String>,
+    /// The interfaces that it is attached to: the host's tap and the ways out.
+    pub interfaces: Vec<BypassInterfaceReport>,
+}
+
+/// An interface of a bypass.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct BypassInterfaceReport {
+    /// Its name.
+    pub name: String,
+    /// "tcx" or "xdp".
+    pub mode: String,
+    /// Why it has that mode.
+    pub why: String,
+    /// Frames that came in here and skipped the kernel's forwarding.
+    pub taken_frames: u64,
+    /// Their bytes.
+    pub taken_bytes: u64,
+    /// Frames that went the kernel's way.
+    pub passed_frames: u64,
+    /// Frames by path and reason, by the names of docs/bypass.md; those without any are left out.
+    pub by_reason: BTreeMap<String, u64>,
 }
 
 /// A DHCP lease.

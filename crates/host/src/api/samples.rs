@@ -55,6 +55,18 @@ pub(crate) fn status() -> Status {
                 expires_s: Some(3599),
             }],
             counters: BTreeMap::from([("dhcp_acks".into(), next()), ("dns_queries".into(), next())]),
+            bypass: Some(BypassReport {
+                fault: Some("eth0 has tc filters".into()),
+                interfaces: vec![BypassInterfaceReport {
+                    name: "tb-demo-lan".into(),
+                    mode: "tcx".into(),
+                    why: "light traffic".into(),
+                    taken_frames: next(),
+                    taken_bytes: next(),
+                    passed_frames: next(),
+                    by_reason: BTreeMap::from([("taken_tcx".into(), next()), ("up_lease".into(), next())]),
+                }],
+            }),
         }],
         machines: vec![MachineReport {
             name: "web".into(),

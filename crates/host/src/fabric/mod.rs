@@ -8,7 +8,7 @@
 //! # Invariants
 //! - The runtime directory's lock is held from before the first thing is made until after the last is gone.
 //! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
-//!   by the owner record, which is written first. Taps, passt and sockets' listeners end with the process: a tap's
+//!   by the owner record, which is written first, as are interfaces under the bypass. Taps, passt and sockets' listeners end with the process: a tap's
 //!   descriptor, passt's end of its stream and the listeners are this process's alone.
 //! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
 //!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made.
@@ -18,6 +18,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod bypass;
 mod capture;
 mod drive;
 mod machine;
@@ -32,6 +33,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
+use tombolo_bypass::attachment::AttachError;
 use tombolo_port::worker::{WorkerError, WorkerThread};
 use tombolo_shm::ivshmem::links::LinkError;
 use tombolo_switch::control::ControlError;
@@ -88,6 +90,9 @@ pub enum FabricError {
         /// What was wrong.
         why: String,
     },
+    /// The bypass could not be taken off.
+    #[error("the bypass: {0}; `tombolo bypass detach` takes everything off")]
+    Bypass(#[from] AttachError),
     /// A link of shared memory.
     #[error(transparent)]
     Link(#[from] LinkError),
@@ -164,6 +169,8 @@ pub struct Running {
     pub(crate) machines: BTreeMap<String, RunningMachine>,
     /// Links of shared memory, where there are some.
     pub(crate) shared: Option<shared::SharedMemory>,
+    /// Networks whose bypass does not work, and why.
+    pub(crate) bypass_faults: BTreeMap<String, String>,
     pub(crate) say: Say,
     /// What the user should know of this start.
     pub(crate) notes: Vec<String>,
@@ -251,6 +258,7 @@ impl Running {
             ports: BTreeMap::new(),
             machines: BTreeMap::new(),
             shared: None,
+            bypass_faults: BTreeMap::new(),
             say,
             notes: vec![],
             me: std::sync::Weak::new(),
@@ -335,6 +343,7 @@ impl Running {
             self.add_port(port)?;
         }
         self.kernel_taps(plan)?;
+        self.start_bypass(plan);
         self.direct_links(plan)?;
         if let Some(links) = self.links() {
             links.forget_rest();
@@ -371,6 +380,7 @@ impl Running {
             }
         }
         end_all(end).await;
+        self.end_bypass()?;
         if let Some(table) = self.dir().owner().nft_table.clone()
             && plan.kernel.is_empty()
         {
@@ -576,6 +586,9 @@ impl Running {
             let left = process::machines(&self.spec.name, dir.path());
             end_all(left.into_iter().map(|(_, process, _)| process.into()).collect()).await;
         }
+        if let Err(error) = self.end_bypass() {
+            trouble("the bypass", &error);
+        }
         let names: Vec<String> = self.ports.keys().cloned().collect();
         for name in names {
             self.drop_port(&name);
@@ -692,6 +705,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
         ports: BTreeMap::new(),
         machines: BTreeMap::new(),
         shared: None,
+        bypass_faults: BTreeMap::new(),
         say: Arc::new(|_| ()),
         notes: vec![],
         me: std::sync::Weak::new(),

@@ -178,6 +178,7 @@ impl Running {
             flooded_unknown: n.flooded_unknown,
             leases,
             counters: net.counters(),
+            bypass: self.bypass_report(spec),
         })
     }
 

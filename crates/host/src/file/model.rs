@@ -194,6 +194,8 @@ pub struct Network {
     pub dns: Vec<SocketAddr>,
     /// Name of the worker that runs its switch.
     pub worker: String,
+    /// Interfaces between which and the host's tap traffic skips the kernel's forwarding; empty: those of the host's default route.
+    pub bypass: Option<Vec<String>>,
 }
 
 /// Which accelerator a machine is to use.

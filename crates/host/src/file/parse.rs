@@ -253,7 +253,20 @@ impl<'t> Reader<'_, 't> {
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
         let worker = s.string("worker").unwrap_or(first);
-        self.fabric.networks.push(Network { name, subnet, gateway, router, dhcp, uplink, domain, mtu, dns, worker });
+        let bypass = bypass(&mut s, &uplink);
+        self.fabric.networks.push(Network {
+            name,
+            subnet,
+            gateway,
+            router,
+            dhcp,
+            uplink,
+            domain,
+            mtu,
+            dns,
+            worker,
+            bypass,
+        });
     }
 
     fn machine(&mut self, kind: MachineKind, name: String, span: Range<usize>, table: &DeTable<'_>) {
@@ -526,6 +539,24 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
         other => s.wrong("uplink", &span, found(other), None),
     }
     Uplink::None
+}
+
+/// What of a network's traffic skips the kernel's forwarding: only a kernel uplink has any that goes there.
+fn bypass(s: &mut Section<'_, '_, '_, '_>, uplink: &Uplink) -> Option<Vec<String>> {
+    let (value, span) = s.raw("bypass")?;
+    let wanted = match value {
+        DeValue::Boolean(on) => on.then(Vec::new),
+        DeValue::Array(array) if !array.is_empty() => s.list("bypass", false, interface_name),
+        other => {
+            s.wrong("bypass", &span, found(other), None);
+            None
+        }
+    };
+    if wanted.is_some() && *uplink != Uplink::Kernel {
+        let there = format!("it with uplink = \"{}\"", uplink.word());
+        s.wrong("bypass", &span, there, Some("the host's kernel forwards only for uplink = \"kernel\"".into()));
+    }
+    wanted
 }
 
 /// The default range leaves the low sixteenth for the gateway, the router and fixed addresses.

@@ -151,6 +151,13 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the first of the file, or one of its own making",
                 "the thread that runs its switch",
             ),
+            key(
+                "bypass",
+                "true, false, or a list of interfaces like [\"eth0\"]",
+                "false",
+                "uplink kernel: between the network and these interfaces (true: those of the host's default route) traffic skips the \
+                 kernel's forwarding; docs/bypass.md",
+            ),
         ],
         shared: &[],
     },

@@ -11,7 +11,7 @@ use proptest::prelude::*;
 
 use super::net::{Geometry, NetError, Receiver, Sections, Sender, initialise};
 use super::region::*;
-use super::state::{Action, Cause, Machine, State};
+use super::state::{Action, Cause, Machine, Offloads, State};
 use crate::mem::ForeignMut;
 
 /// A section for one test, full of 0xa5, given back to the system when the test's process ends.
@@ -166,6 +166,7 @@ fn header() -> Header {
         mac: [0x02, 0x54, 0x4d, 1, 2, 3],
         mtu: 0x2328,
         name: Name::new("control").unwrap(),
+        offloads: true,
     }
 }
 
@@ -177,6 +178,7 @@ const GOLDEN: [u8; HEADER_BYTES] = [
     0, 0x50, 0, 0, 0, 0, 0, 0, 0, 0xd0, 0x07, 0, 0, 0, 0, 0,
     0x02, 0x54, 0x4d, 1, 2, 3, 0x28, 0x23, b'c', b'o', b'n', b't', b'r', b'o', b'l', 0,
     0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+    1, 0, 0, 0,
 ];
 
 #[test]
@@ -189,6 +191,11 @@ fn golden_header_both_ways() {
     page[HEADER_BYTES..].fill(0xa5);
     assert_eq!(Header::decode(&page, 1 << 20), Ok(header()));
     assert_eq!(header().name.as_str(), "control");
+    // A maker that offers nothing, or something that is not known here.
+    for (offers, offloads) in [(0u8, false), (2, false), (3, true), (0xfe, false)] {
+        page[104] = offers;
+        assert_eq!(Header::decode(&page, 1 << 20), Ok(Header { offloads, ..header() }), "{offers:#x}");
+    }
 }
 
 #[test]
@@ -314,6 +321,44 @@ fn every_row_of_the_state_table() {
         assert_eq!(machine.may_use_rings(), then == Run && (word == 2 || word == 3));
         machine.reset();
         assert_eq!(machine.own(), Reset);
+    }
+}
+
+/// A guest says in each word but RESET that it takes offloads, and only where they were offered it may.
+#[test]
+fn offloads_are_agreed_on_by_the_guests_words() {
+    use State::{Init, Ready, Reset, Run};
+    for wants in [false, true] {
+        let mut fabric = Machine::with_offloads(Offloads::Offered);
+        let mut guest = Machine::with_offloads(if wants { Offloads::Taken } else { Offloads::None });
+        let mut words = vec![guest.own_word()];
+        for _ in 0..8 {
+            let _ = fabric.step(guest.own_word());
+            assert!(fabric.own_word() < 4, "the fabric's words are those that any driver knows");
+            let _ = guest.step(fabric.own_word());
+            words.push(guest.own_word());
+        }
+        words.dedup();
+        let bit = if wants { 0x100 } else { 0 };
+        assert_eq!(words, [0, 1 | bit, 2 | bit, 3 | bit]);
+        assert!(fabric.is_up() && guest.is_up());
+        assert_eq!((fabric.uses_offloads(), guest.uses_offloads()), (wants, wants));
+        // A driver that thinks otherwise took the guest's place, unseen.
+        assert_eq!(fabric.step(3 | (bit ^ 0x100)), Action::Fall(Cause::PeerSkipped));
+        assert_eq!(fabric.own(), Reset);
+    }
+    for (offloads, word, state) in [
+        (Offloads::Offered, 0x100, None),
+        (Offloads::Offered, 0x101, Some(Init)),
+        (Offloads::Offered, 0x102, Some(Ready)),
+        (Offloads::Offered, 0x103, Some(Run)),
+        (Offloads::Offered, 0x104, None),
+        (Offloads::Offered, 0x203, None),
+        (Offloads::Offered, 3, Some(Run)),
+        (Offloads::None, 0x103, None),
+        (Offloads::Taken, 0x103, None),
+    ] {
+        assert_eq!(offloads.of_peer(word), (state, state.is_some() && word > 3), "{offloads:?} {word:#x}");
     }
 }
 

@@ -1,0 +1,105 @@
+//! The bypass of networks that ask for it: the host's tap and the ways out are attached in this process's network namespace.
+//!
+//! It is a help and no part of the way: what cannot be attached is said, and traffic flows the kernel's way. An interface may be another
+//! fabric's as well, or the user's own; it is detached when the last of them lets it go. A killed daemon's taps are gone, its other interfaces stay
+//! attached, and traffic flows; the owner record says so, and the next `up` or `down` takes them back.
+
+use std::collections::BTreeSet;
+
+use tombolo_bypass::attachment::{self, AttachError, Options};
+use tombolo_bypass::place::{Place, Wanted};
+use tombolo_bypass::{keeper, report};
+
+use super::{FabricError, Running};
+use crate::api::report::{BypassInterfaceReport, BypassReport};
+use crate::plan::{KernelUplink, Plan, kernel_device};
+use crate::{file, routes, rundir};
+
+fn place() -> Result<Place, FabricError> {
+    Ok(Place::here(&rundir::runtime_root()?).map_err(AttachError::from)?)
+}
+
+/// The ways out of a network whose file names none.
+fn outputs(named: &[String]) -> Vec<String> {
+    if named.is_empty() { routes::host_default_devices() } else { named.to_vec() }
+}
+
+impl Running {
+    /// Attaches what the file asks for. What does not work is kept for the reports.
+    pub(crate) fn start_bypass(&mut self, plan: &Plan) {
+        for uplink in plan.kernel.iter().filter(|u| u.network.bypass.is_some()) {
+            if let Err(error) = self.attach_bypass(uplink) {
+                let (name, why) = (uplink.network.name.clone(), error.to_string());
+                (self.say)(&format!("network {name}: no bypass, its traffic goes the kernel's way: {why}"));
+                self.bypass_faults.insert(name, why);
+            }
+        }
+    }
+
+    fn attach_bypass(&mut self, uplink: &KernelUplink) -> Result<(), FabricError> {
+        let fail = |why: &str| FabricError::Network { network: uplink.network.name.clone(), why: why.into() };
+        let outputs = outputs(uplink.network.bypass.as_deref().unwrap_or_default());
+        if outputs.is_empty() {
+            return Err(fail("the host has no default route: name the ways out, like bypass = [\"eth0\"]"));
+        }
+        if !rustix::process::geteuid().is_root() {
+            return Err(fail("the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON)"));
+        }
+        let place = place()?;
+        self.dir().record(|o| o.bypass = true)?;
+        let options = Options {
+            wanted: Wanted::Auto,
+            lease: None,
+            past_filters: false,
+            netns: String::new(),
+            owner: self.spec.name.clone(),
+        };
+        let names: Vec<String> = std::iter::once(uplink.device.clone()).chain(outputs).collect();
+        attachment::attach(&place, &names, &options)?;
+        match keeper::start(&place) {
+            Ok(true) => Ok(()),
+            Ok(false) => Err(fail(&format!("its keeper did not start; see {}", place.log().display()))),
+            Err(error) => Err(fail(&format!("its keeper did not start: {error}"))),
+        }
+    }
+
+    /// Lets go of everything that was attached for this fabric, by this daemon or one before it.
+    pub(crate) fn end_bypass(&mut self) -> Result<(), FabricError> {
+        if self.dir.as_ref().is_none_or(|d| !d.owner().bypass) {
+            return Ok(());
+        }
+        attachment::release(&place()?, &self.spec.name)?;
+        Ok(self.dir().record(|o| o.bypass = false)?)
+    }
+
+    pub(crate) fn bypass_report(&self, network: &file::Network) -> Option<BypassReport> {
+        let outputs = outputs(network.bypass.as_deref()?);
+        let mut fault = self.bypass_faults.get(&network.name).cloned();
+        let tap = kernel_device(&self.spec.name, &network.name);
+        let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
+        let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Counters)?));
+        let interfaces = match found {
+            Ok(report) => report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(interface).collect(),
+            Err(error) => {
+                fault.get_or_insert(error.to_string());
+                vec![]
+            }
+        };
+        if interfaces.is_empty() {
+            fault.get_or_insert("somebody detached it; `tombolo down` and `tombolo up` bring it back".into());
+        }
+        Some(BypassReport { fault, interfaces })
+    }
+}
+
+fn interface(i: report::InterfaceReport) -> BypassInterfaceReport {
+    BypassInterfaceReport {
+        name: i.name,
+        mode: i.mode.word().into(),
+        why: i.why.into(),
+        taken_frames: i.taken,
+        taken_bytes: i.taken_bytes,
+        passed_frames: i.passed,
+        by_reason: i.by_reason.into_iter().map(|(reason, n)| (reason.to_string(), n)).collect(),
+    }
+}
