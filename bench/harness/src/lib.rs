@@ -206,7 +206,6 @@ impl Row {
         ));
         Ok(())
     }
-
 }
 
 /// Calls as fast as they go, many at a time, for their rate and what they cost: a fifth of them to warm up, then all of them.

@@ -204,24 +204,17 @@ impl<T> Schedule<T> {
     }
 
     /// Takes out all that waits in vain, with how long it waited and its answer: what waited for too long, wherever it is in the
-    /// order, and what is late, where the late are refused. O(n): to be done once in a while.
+    /// order, or is late, where the late are refused. O(n): to be done once in a while.
     pub fn sweep(&mut self, now: u64) -> Vec<(T, u64, Status)> {
-        let expired: Vec<_> =
-            self.queue.handles().filter(|h| self.queue.get(*h).is_some_and(|w| w.expires_ns <= now)).collect();
-        let mut swept = Vec::new();
-        let mut take = |schedule: &mut Self, handle, status| {
-            swept.extend(schedule.remove(now, handle).map(|(item, queued_ns)| (item, queued_ns, status)));
+        let refuses = self.rules.late == Late::Refuse;
+        let judge = |waiting: &Waiting<T>| {
+            let late = refuses && waiting.deadline_ns < now;
+            if waiting.expires_ns <= now { Some(Status::Expired) } else { late.then_some(Status::Late) }
         };
-        for handle in expired {
-            take(self, handle, Status::Expired);
-        }
-        while self.rules.late == Late::Refuse
-            && let Some((handle, deadline)) = self.queue.first()
-            && deadline < now
-        {
-            take(self, handle, Status::Late);
-        }
-        swept
+        let vain: Vec<_> =
+            self.queue.handles().filter_map(|h| self.queue.get(h).and_then(judge).map(|status| (h, status))).collect();
+        let taken = |(handle, status)| self.remove(now, handle).map(|(item, queued_ns)| (item, queued_ns, status));
+        vain.into_iter().filter_map(taken).collect()
     }
 
     /// Takes all out, in order.
@@ -234,8 +227,15 @@ impl<T> Schedule<T> {
 mod tests {
     use super::*;
 
-    const RULES: Rules =
-        Rules { pending: 8, order: Order::Edf, late: Late::Refuse, admission: false, budget_ns: 10, workers: 1, ttl_ns: 1000 };
+    const RULES: Rules = Rules {
+        pending: 8,
+        order: Order::Edf,
+        late: Late::Refuse,
+        admission: false,
+        budget_ns: 10,
+        workers: 1,
+        ttl_ns: 1000,
+    };
 
     fn serve<T>(item: T, queued_ns: u64) -> Option<Next<T>> {
         Some(Next::Serve { item, queued_ns })

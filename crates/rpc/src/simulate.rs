@@ -213,7 +213,9 @@ mod tests {
 
     #[test]
     fn admission_refuses_and_keeps_what_it_accepted_in_each_order() {
-        for (order, seed) in [Order::Edf, Order::Fifo, Order::DeadlineMonotonic].into_iter().flat_map(|o| (0..4).map(move |s| (o, s))) {
+        for (order, seed) in
+            [Order::Edf, Order::Fifo, Order::DeadlineMonotonic].into_iter().flat_map(|o| (0..4).map(move |s| (o, s)))
+        {
             let outcome = once(1.2, order, true, Late::Refuse, seed);
             assert_eq!(outcome.missed, outcome.unserved, "{order:?}: all that was accepted was in time");
             assert!(outcome.miss_ratio() < least_missed(1.2) + 0.3, "{order:?} {outcome:?}");
@@ -223,7 +225,8 @@ mod tests {
     #[test]
     fn priorities_miss_no_less_than_deadlines_below_full_load() {
         let late = Late::Refuse;
-        let (edf, priority) = (ratio(0.95, Order::Edf, false, late), ratio(0.95, Order::DeadlineMonotonic, false, late));
+        let (edf, priority) =
+            (ratio(0.95, Order::Edf, false, late), ratio(0.95, Order::DeadlineMonotonic, false, late));
         assert!(edf <= priority, "{edf} {priority}");
     }
 }
