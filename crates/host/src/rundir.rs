@@ -348,6 +348,7 @@ mod tests {
         record(dir.path(), me, 0);
         let waiter = std::thread::scope(|scope| {
             let waiter = scope.spawn(|| take_lock("f", dir.path()).map(|(_, owner)| owner.map(|o| o.pid)));
+            // A span in which one that did not wait would be done.
             std::thread::sleep(Duration::from_millis(50));
             assert!(!waiter.is_finished());
             drop(held);
