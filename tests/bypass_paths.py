@@ -12,9 +12,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from lib import ROOT, Namespace, Process, Skip, need_program, need_root, scratch, timeout, until
-from lib.tap import (ACK, ETH_IP4, ETH_IP6, FIN, GSO_TCPV4, ICMP, NEEDS_CSUM, RST, SYN, TCP, UDP, Inside, Tap, checksum, ethernet, ipv4,
-                     ipv6, packed, pseudo, transport, vnet_header)
+from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, ethernet, ipv4,
+                     ipv6, transport, vnet_header)
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
@@ -412,7 +412,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
         until("the keeper's end", lambda: h.status()["keeper"] is None, 5)
         for _ in range(10):
             assert h.across(h.udp())
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that they go on for several leases, not a wait for anything
         assert h.taken() >= 3
         assert "attached already" in h.attach().stdout
         assert h.status()["keeper"]
