@@ -13,7 +13,7 @@ from .machine import ROOT, Skip
 from .netns import inside
 from .process import Process, cpu_seconds, until
 
-PROGRAM = ROOT / "target/release/tombolo"
+PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 
 
 class Fabric:
@@ -25,7 +25,7 @@ class Fabric:
 
     def __init__(self, folder, text, netns=None, nice=None, own_mounts=True):
         if not PROGRAM.exists():
-            raise Skip("target/release/tombolo is not built: run ./x build")
+            raise Skip(f"{PROGRAM} is not built: run ./x build")
         self.folder, self.netns, self.nice, self.own_mounts = folder, netns, nice, own_mounts
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
