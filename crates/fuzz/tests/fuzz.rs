@@ -15,4 +15,4 @@ macro_rules! fuzz {
     };
 }
 
-fuzz!(ring ivshmem gateway nat offload stream);
+fuzz!(ring ivshmem gateway nat offload stream typed);
