@@ -12,9 +12,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from lib import ROOT, Namespace, Process, Skip, need_program, need_root, scratch, timeout, until
-from lib.tap import (ACK, ETH_IP4, ETH_IP6, FIN, GSO_TCPV4, ICMP, NEEDS_CSUM, RST, SYN, TCP, UDP, Inside, Tap, checksum, ethernet, ipv4,
-                     ipv6, packed, pseudo, transport, vnet_header)
+from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, echo, ethernet, ipv4,
+                     ipv6, transport, vnet_header)
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
@@ -124,6 +124,9 @@ def frames(h):
     yield "udp with a partial checksum", partial(34, 6), h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"part" * 50, partial=True)))
     yield "tcp of 60 KB", vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16), h.to_b(
         ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=bytes(range(256)) * 234, partial=True)))
+    yield "icmp echo", plain, h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B)))
+    yield "icmp echo with an odd length", plain, h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B, payload=b"odd" * 33)))
+    yield "icmp6 echo", plain, h.to_b(ETH_IP6, ipv6(A6, B6, ICMP6, echo(A6, B6, payload=b"six" * 9)))
     yield "udp6", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six" * 9)))
     yield "udp6 with class and label", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), label=0xB812345))
     yield "udp6 with 2 hops", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), hops=2))
@@ -163,7 +166,7 @@ def test_taken_frames_are_byte_for_byte_the_kernels():
 def test_taken_frames_are_the_kernels_with_a_firewall_that_tracks():
     with host() as h:
         h.rules("table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; "
-                "udp dport 2000 accept; tcp dport 80 accept; }; }")
+                "udp dport 2000 accept; tcp dport 80 accept; icmp type echo-request accept; icmpv6 type echo-request accept; }; }")
         h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_checksum=0", "net.netfilter.nf_conntrack_tcp_be_liberal=1")
         establish(h, 3000, 80)
         establish6(h, 3000, 80)
@@ -273,12 +276,13 @@ def test_what_is_not_understood_goes_up_and_is_answered_by_the_kernel():
         h.attach(words=("--lease", "10000"))
         fragment = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"f" * 24), flags=0x2000)
         options = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"o"), options=b"\x01\x01\x01\x00")
-        ping = struct.pack("!BBHHH", 8, 0, 0, 1, 1) + b"ping"
-        ping = ping[:2] + struct.pack("!H", ~checksum(ping) & 0xFFFF) + ping[4:]
+        # A timestamp request: no echo.
+        stamp = struct.pack("!BBHHHIII", 13, 0, 0, 1, 1, 1, 0, 0)
+        stamp = stamp[:2] + struct.pack("!H", ~checksum(stamp) & 0xFFFF) + stamp[4:]
         extension = ipv6(A6, B6, 60, bytes([UDP, 0, 1, 4, 0, 0, 0, 0]) + transport(UDP, A6, B6, 1000, 2000, b"e"))
         cases = [
             ("up_options", h.to_b(ETH_IP4, options), True),
-            ("up_transport", h.to_b(ETH_IP4, ipv4(A, B, ICMP, ping)), True),
+            ("up_transport", h.to_b(ETH_IP4, ipv4(A, B, ICMP, stamp)), True),
             ("up_options", h.to_b(ETH_IP6, extension), True),
             ("up_ttl", h.udp(ttl=1), False),
             ("up_malformed", h.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"l"), length=300)), False),
@@ -412,7 +416,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
         until("the keeper's end", lambda: h.status()["keeper"] is None, 5)
         for _ in range(10):
             assert h.across(h.udp())
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that they go on for several leases, not a wait for anything
         assert h.taken() >= 3
         assert "attached already" in h.attach().stdout
         assert h.status()["keeper"]
@@ -437,3 +441,41 @@ def test_attach_says_what_is_wrong():
             assert not h.status()["attached"]
         inside = h.space.run("env", f"TOMBOLO_RUNTIME={h.folder}/run", PROGRAM, "bypass", "attach", "ta", check=False)
         assert inside.returncode == 1 and "--netns" in inside.stderr, inside
+
+
+@timeout(60)
+def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
+    with host() as h:
+        h.attach()
+        frame, flows = bytearray(bytes(10) + h.udp()), 0
+
+        def scan():
+            nonlocal flows
+            for _ in range(5000):
+                flows += 1
+                # Another source port, and no checksum.
+                frame[44:46] = struct.pack("!H", 1024 + flows % 60000)
+                frame[50:52] = b"\0\0"
+                os.write(h.a.fd, frame)
+            h.b.drain()
+            before = h.status("ta")["learned"]
+            os.write(h.a.fd, frame[:44] + struct.pack("!H", 1 + flows % 1000) + frame[46:])
+            return h.status("ta")["learned"] == before
+
+        until("the first frame of a flow not to be learned from", scan, 20)
+        lone = bytes(10) + h.udp(sport=999)
+        before = h.taken()
+        for _ in range(3):
+            os.write(h.a.fd, lone)
+        assert h.taken() == before + 1, h.status("ta")
+        # Traffic of few flows: as before, from the first frame on.
+
+        def calm():
+            for _ in range(3000):
+                os.write(h.a.fd, lone)
+            h.b.drain()
+            before = h.status("ta")["learned"]
+            os.write(h.a.fd, bytes(10) + h.udp(sport=2 + h.status("ta")["taken"] // 3000 % 900))
+            return h.status("ta")["learned"] == before + 1
+
+        until("a first frame to be learned from again", calm, 20)

@@ -31,7 +31,7 @@ use tombolo_ring::rpc::{Broken, INLINE_BYTES};
 use crate::call::{CallError, CallOptions, Reply, Request, Response, ns};
 use crate::carrier::{Carrier, Message};
 use crate::queue::Handle;
-use crate::schedule::{Late, Next, Rules, Schedule};
+use crate::schedule::{Late, Next, Order, Rules, Schedule};
 
 /// Unfetched replies are kept up to so many times the longest payload.
 const REPLIES: usize = 8;
@@ -131,6 +131,7 @@ impl Session {
     pub fn new(entries: u32, options: &ServeOptions) -> Session {
         let rules = Rules {
             pending: entries as usize,
+            order: Order::Edf,
             late: options.late,
             admission: options.admission,
             budget_ns: ns(options.budget),

@@ -278,15 +278,23 @@ impl Calls {
     }
 
     /// Looks until there is nothing to do, or the others' turn has come. True where this side may sleep until it is rung.
-    fn settle(&self) -> bool {
+    fn settle(&self, link: &Link) -> bool {
         let mut state = self.state.borrow_mut();
-        (0..TURNS).any(|_| !state.turn(self.now_ns()) && state.may_sleep())
+        for _ in 0..TURNS {
+            if state.turn(self.now_ns()) {
+                // Nobody rings for what follows on it, where there is no doorbell.
+                link.expect_answer();
+            } else if state.may_sleep() {
+                return true;
+            }
+        }
+        false
     }
 
     async fn drive_link(self, link: Link) {
         let mut pace = Pace::new(Pauses::DOWN);
         loop {
-            link.until(|| (!self.settle() || !self.is_up()).then_some(())).await;
+            link.until(|| (!self.settle(&link) || !self.is_up()).then_some(())).await;
             pace.busy(self.now_ns());
             while !self.is_up() {
                 let (theirs, down_until_ns) = {
@@ -410,9 +418,11 @@ impl Calls {
         let until_ns = self.now_ns().saturating_add(ns(options.timeout));
         let token = self.submit(bytes, options)?;
         let end = link.until_alone(until_ns, spin, || {
-            self.settle();
+            self.settle(link);
             self.poll(token)
         });
+        // The peer may have been told that we are awake, and rings were taken: the driver has to say otherwise before it sleeps on.
+        link.look_again();
         end.unwrap_or_else(|| {
             self.give_up(token);
             Err(CallError::Timeout)

@@ -366,6 +366,7 @@ fn wrong_arguments_are_told_apart_and_hurt_nobody() {
         is(Status::Argument, register(c"t", &ServiceSettings { uid_count: 1, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { workers: 1000, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { late_policy: 2, ..options }));
+        is(Status::Option, register(c"t", &ServiceSettings { order: 3, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 1, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 1, fifo_priority: 300, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 9, ..options }));
