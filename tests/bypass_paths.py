@@ -12,7 +12,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from lib import ROOT, Namespace, Process, Skip, need_program, need_root, scratch, timeout, until
+from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
 from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, echo, ethernet, ipv4,
                      ipv6, transport, vnet_header)
 
@@ -416,7 +416,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
         until("the keeper's end", lambda: h.status()["keeper"] is None, 5)
         for _ in range(10):
             assert h.across(h.udp())
-            time.sleep(0.02)
+            time.sleep(0.02)  # so that they go on for several leases, not a wait for anything
         assert h.taken() >= 3
         assert "attached already" in h.attach().stdout
         assert h.status()["keeper"]

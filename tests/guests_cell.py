@@ -79,7 +79,7 @@ def fetch_twice(space, barrier):
         barrier.wait(30)
         for _ in range(2):
             connection.sendall(f"GET /bytes/{SIZE} HTTP/1.1\r\nHost: {CELL}\r\n\r\n".encode())
-            time.sleep(0.2)
+            time.sleep(0.2)  # the while, in which the cell's buffers fill; nothing tells of that
             got = b""
             while b"\r\n\r\n" not in got or len(got) < got.index(b"\r\n\r\n") + 4 + SIZE:
                 part = connection.recv(65536)

@@ -117,14 +117,20 @@ def test_qemu_is_killed():
         talk(guests)
 
 
+def received(guest):
+    """Bytes that its card has received so far."""
+    return int(guest.run("cat /sys/class/net/eth0/statistics/rx_bytes").text)
+
+
 @timeout(240)
 def test_the_backend_is_killed_under_live_guests():
     with network() as (guests, _, forwarder, forward):
         talk(guests)
         for _ in range(3):
             # In the middle of a transfer, so that frames are on their way.
+            before = received(guests[1])
             load = guests[0].start(f"iperf -c {ADDRESSES[1]} -t 3")
-            guests[0].run("sleep 1")
+            until("a part of the transfer", lambda before=before: received(guests[1]) > before + (1 << 20), 20)
             forwarder.kill()
             forwarder = forward()
             guests[0].finish(load, seconds=60, check=False)

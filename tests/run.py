@@ -10,6 +10,7 @@ started is found and killed, and counted against it. With CI=true a skip fails u
 import ctypes
 import importlib
 import os
+import select
 import signal
 import sys
 import tempfile
@@ -20,6 +21,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 from lib.machine import Skip  # noqa: E402
+from lib.process import children  # noqa: E402
 
 DEFAULT_TIMEOUT_S = 120
 PR_SET_CHILD_SUBREAPER = 36
@@ -33,25 +35,12 @@ def expected_skips():
     return {line.split(":")[0].strip() for line in lines if line.strip() and not line.startswith("#")}
 
 
-def children():
-    """Process ids whose parent is this process."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == os.getpid():
-                    found.append(int(entry.name))
-            except (OSError, ValueError):
-                pass
-    return found
-
-
 def reap_left():
     """Kills what the test left behind (orphans come to us, the subreaper); gives their names."""
     names = []
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
-        left = children()
+        left = children(os.getpid())
         if not left:
             break
         for pid in left:
@@ -93,19 +82,13 @@ def run(name, test):
         pid = os.fork()
         if pid == 0:
             in_child(test, log)
-        deadline = time.monotonic() + seconds
-        status = None
-        while status is None and time.monotonic() < deadline:
-            done, value = os.waitpid(pid, os.WNOHANG)
-            if done:
-                status = value
-            else:
-                time.sleep(0.01)
-        late = status is None
+        pidfd = os.pidfd_open(pid)
+        late = not select.select([pidfd], [], [], seconds)[0]
         if late:
-            # SIGTERM first, as Python then runs no cleanup of ours; children die with their parent by PDEATHSIG.
+            # SIGTERM would run no cleanup of ours either; children die with their parent by PDEATHSIG.
             os.kill(pid, signal.SIGKILL)
-            _, status = os.waitpid(pid, 0)
+        _, status = os.waitpid(pid, 0)
+        os.close(pidfd)
         left = reap_left()
         log.seek(0)
         text = log.read()

@@ -27,6 +27,7 @@ STAGES = {
     "unit": 30,
     "loom": 20,
     "build": 20,
+    "bindings": 15,
     "cells": 15,
     "cell-unit": 10,
     "cell-boot": 10,

@@ -107,13 +107,14 @@ pub fn parse(input: &[u8]) -> Parsed {
     if bytes > MAX_HEAD_BYTES {
         return Parsed::Head { bytes, request: Err(fatal(Status::HeadTooLarge)) };
     }
-    Parsed::Head { bytes, request: head(&input[skipped..skipped + end]) }
+    Parsed::Head { bytes, request: head(&input[skipped..skipped + end + 2]) }
 }
 
+/// Each line of `bytes` ends with CR LF; one that ends with LF alone is refused.
 fn head(bytes: &[u8]) -> Result<Request, Refusal> {
     let text = core::str::from_utf8(bytes).map_err(|_| fatal(Status::BadRequest))?;
-    let mut lines = text.split("\r\n");
-    let mut words = lines.next().unwrap_or_default().split(' ');
+    let mut lines = text.split_terminator('\n').map(|line| line.strip_suffix('\r'));
+    let mut words = lines.next().flatten().unwrap_or_default().split(' ');
     let (Some(method), Some(path), Some(version), None) = (words.next(), words.next(), words.next(), words.next())
     else {
         return Err(fatal(Status::BadRequest));
@@ -128,12 +129,11 @@ fn head(bytes: &[u8]) -> Result<Request, Refusal> {
     }
     let mut has_body = false;
     for line in lines {
-        let Some((name, value)) = line.split_once(':') else { return Err(fatal(Status::BadRequest)) };
+        let Some((name, value)) = line.and_then(|line| line.split_once(':')) else {
+            return Err(fatal(Status::BadRequest));
+        };
         // RFC 9112 §5.1, §5.2: no space before the colon, no folded lines.
-        if name.is_empty()
-            || name.bytes().any(|b| b.is_ascii_whitespace())
-            || value.bytes().any(|b| b == 0 || b == b'\n')
-        {
+        if name.is_empty() || name.bytes().any(|b| b.is_ascii_whitespace()) || value.bytes().any(|b| b == 0) {
             return Err(fatal(Status::BadRequest));
         }
         let value = value.trim();
@@ -193,7 +193,7 @@ pub fn pattern(len: usize) -> Vec<u8> {
     let whole = len + PATTERN;
     let mut bytes = Vec::with_capacity(whole);
     bytes.extend((0..PATTERN.min(whole)).map(|i| i as u8));
-    // A whole number of periods each time but the last: copying is much faster than counting, at a cell's start.
+    // A whole number of periods each time but the last: copying is much faster than counting.
     while bytes.len() < whole {
         let more = bytes.len().min(whole - bytes.len());
         bytes.extend_from_within(..more);
@@ -252,6 +252,9 @@ mod tests {
             ("GET x HTTP/1.1\r\n\r\n", 400),
             ("GET / HTTP/1.1\r\nHost : a\r\n\r\n", 400),
             ("GET / HTTP/1.1\r\n folded\r\n\r\n", 400),
+            ("GET / HTTP/1.1\nHost: a\r\n\r\n", 400),
+            ("GET / HTTP/1.1\r\nHost: a\nAccept: b\r\n\r\n", 400),
+            ("GET /a\nb HTTP/1.1\r\n\r\n", 400),
             ("\u{1}\u{2}\r\n\r\n", 400),
         ] {
             assert_eq!(status(text), want, "{text:?}");

@@ -81,6 +81,8 @@ pub struct ClientHeader {
     pub amount: Amount,
     /// Bits per second at which it is to send; 0: as fast as it goes.
     pub rate: u64,
+    /// Bytes of each datagram that it is to send: those that the client was told (`-l`), no more than fit a frame.
+    pub datagram_bytes: usize,
 }
 
 impl ClientHeader {
@@ -88,11 +90,21 @@ impl ClientHeader {
     /// too few bytes to tell.
     pub fn parse(bytes: &[u8]) -> Option<ClientHeader> {
         let flags = word(bytes, 0)?;
-        let nothing = ClientHeader { mode: Mode::Receive, port: 0, amount: Amount::Bytes(0), rate: 0 };
+        let nothing = ClientHeader {
+            mode: Mode::Receive,
+            port: 0,
+            amount: Amount::Bytes(0),
+            rate: 0,
+            datagram_bytes: DATAGRAM_BYTES,
+        };
         if flags & (FLAG_VERSION_1 | FLAG_EXTENDED) == 0 {
             return Some(nothing);
         }
         let port = word(bytes, 8)? as u16;
+        let datagram_bytes = match word(bytes, 12)? as usize {
+            0 => DATAGRAM_BYTES,
+            told => told.min(DATAGRAM_BYTES),
+        };
         let amount = match word(bytes, 20)? as i32 {
             hundredths @ ..0 => Amount::Nanoseconds(u64::from(hundredths.unsigned_abs()) * 10_000_000),
             bytes => Amount::Bytes(bytes as u64),
@@ -113,7 +125,7 @@ impl ClientHeader {
         } else {
             Mode::Tradeoff
         };
-        Some(ClientHeader { mode, port, amount, rate })
+        Some(ClientHeader { mode, port, amount, rate, datagram_bytes })
     }
 }
 
@@ -332,11 +344,16 @@ mod tests {
             let mut words = PLAIN;
             (words[0], words[8]) = (flags, upper);
             let header = ClientHeader::parse(&bytes(&words)).unwrap();
-            assert_eq!(header, ClientHeader { mode, port: 0x807f, amount: second, rate: 0 });
+            let datagram_bytes = DATAGRAM_BYTES;
+            assert_eq!(header, ClientHeader { mode, port: 0x807f, amount: second, rate: 0, datagram_bytes });
         }
         let mut words = PLAIN;
         words[5] = 0x10_0000;
         assert_eq!(ClientHeader::parse(&bytes(&words)).unwrap().amount, Amount::Bytes(1 << 20));
+        for (told, len) in [(256, 256), (1470, 1470), (8000, DATAGRAM_BYTES), (u32::MAX, DATAGRAM_BYTES)] {
+            words[3] = told;
+            assert_eq!(ClientHeader::parse(&bytes(&words)).unwrap().datagram_bytes, len);
+        }
         // -C: data at once.
         assert_eq!(ClientHeader::parse(b"0123456789012345678901234").unwrap().mode, Mode::Receive);
     }

@@ -1,7 +1,7 @@
 """Shared memory between machines, by hand: QEMU's ivshmem server and one end of an ivshmem-net link.
 
-Written from the specifications alone (QEMU's docs/specs/ivshmem-spec.rst; the frame layout of Siemens' Linux driver), not
-from the project's own code, so that a guest which talks to it talks the same bytes as others do.
+Written from the specifications alone (QEMU's docs/specs/ivshmem-spec.rst; the frame layout of Siemens' Linux driver; for offloads
+docs/ivshmem.md), not from the project's own code, so that a guest which talks to it talks the same bytes as others do.
 
 Every word of the shared memory is read and written as one word (ctypes), never byte by byte.
 """
@@ -17,20 +17,27 @@ import struct
 import threading
 import time
 
+from .frames import Station
+
 PAGE = 4096
 MAGIC = b"TMBLIVS1"
 NETWORK, CHANNEL = 0x0001, 0x4001
 RESET, INIT, READY, RUN = range(4)
+# In a header's offers, and in the state words of a guest that takes them.
+OFFERS_OFFLOADS, TAKES_OFFLOADS = 1, 0x100
+# A virtio-net header without num_buffers: flags, gso_type, hdr_len, gso_size, csum_start, csum_offset.
+OFFLOAD_HEADER = struct.Struct("<BBHHHH")
+PLAIN = OFFLOAD_HEADER.pack(0, 0, 0, 0, 0, 0)
 
 
-def header(protocol=NETWORK, max_peers=2, vectors=2, rw_bytes=0, region_bytes=1 << 20, output_bytes=None, mac=bytes(6), mtu=0, name="lan"):
+def header(protocol=NETWORK, max_peers=2, vectors=2, rw_bytes=0, region_bytes=1 << 20, output_bytes=None, mac=bytes(6), mtu=0, name="lan", offers=0):
     """The header page: where the state table, the read/write section and the outputs lie."""
     rw_offset = 2 * PAGE
     output_offset = rw_offset + rw_bytes
     if output_bytes is None:
         output_bytes = (region_bytes - output_offset) // max_peers // PAGE * PAGE
-    fields = struct.pack("<8sIIIIQQQQQ6sH32s", MAGIC, 1, protocol, max_peers, vectors, PAGE, rw_offset, rw_bytes, output_offset, output_bytes,
-                         mac, mtu, name.encode())
+    fields = struct.pack("<8sIIIIQQQQQ6sH32sI", MAGIC, 1, protocol, max_peers, vectors, PAGE, rw_offset, rw_bytes, output_offset, output_bytes,
+                         mac, mtu, name.encode(), offers)
     return fields.ljust(PAGE, b"\0")
 
 
@@ -44,6 +51,7 @@ class Region:
         fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self.memory = mmap.mmap(self.fd, size)
         self.memory[:len(page)] = page
+        self.offers, = struct.unpack_from("<I", page, 104)
         values = struct.unpack_from("<IIIIQQQQQ", page, 8)
         _, self.protocol, self.max_peers, self.vectors, self.states, _, _, self.outputs, self.output_bytes = values
 
@@ -189,7 +197,7 @@ def need_event(event, new, old):
     return (new - event - 1) & 0xffff < (new - old) & 0xffff
 
 
-class NetPeer:
+class NetPeer(Station):
     """One end of an ivshmem-net link: frames in and out, the states, and nothing that a test does not ask for.
 
     The used rings are swapped: descriptors and avail of what this end sends, and used of what it receives, are in its own
@@ -197,12 +205,13 @@ class NetPeer:
     """
 
     def __init__(self, region, ident=0, peer=1, ring=None, eventfds=(), mac="02:00:00:00:bb:01"):
+        super().__init__(mac)
         self.region, self.ident, self.peer = region, ident, peer
         self._ring, self._eventfds = ring, eventfds
-        self.mac = bytes(int(part, 16) for part in mac.split(":"))
         self.ring = Ring(region.output_bytes)
         self.own, self.other = region.output(ident), region.output(peer)
-        self.heard, self.resets, self.rings = [], 0, 0
+        self.resets, self.rings = 0, 0
+        self.last_header = PLAIN
         self._clear()
 
     # States ---------------------------------------------------------------------------------------------------------
@@ -212,7 +221,13 @@ class NetPeer:
 
     @property
     def peer_state(self):
-        return self.region.state(self.peer).value
+        word = self.region.state(self.peer).value
+        return word & ~TAKES_OFFLOADS if self.carries_offloads else word
+
+    @property
+    def carries_offloads(self):
+        """Whether frames go behind headers: the page offers it, and the peer's word says that it wants it."""
+        return bool(self.region.offers & OFFERS_OFFLOADS and self.region.state(self.peer).value & TAKES_OFFLOADS)
 
     def set_state(self, value):
         self.region.state(self.ident).value = value
@@ -263,9 +278,11 @@ class NetPeer:
             time.sleep(min(seconds, 0.0005))
 
     # Frames ---------------------------------------------------------------------------------------------------------
-    def send(self, frame, ring_always=False):
-        """Puts one frame on the ring; false where there is no room."""
+    def send(self, frame, ring_always=False, offload=PLAIN):
+        """Puts one frame on the ring, behind `offload` where headers were agreed on; false where there is no room."""
         self._reap()
+        if self.carries_offloads:
+            frame = offload + frame
         room = align(18 + len(frame), 64)
         at = self.head if self.head + room <= self.ring.end else self.ring.data
         for start, length in self.in_flight:
@@ -324,39 +341,23 @@ class NetPeer:
         event = self.region.u16(self.other + self.ring.used_event).value
         if need_event(event, self.taken & 0xffff, (self.taken - 1) & 0xffff):
             self.notify(1)
+        if self.carries_offloads:
+            self.last_header, frame = frame[:OFFLOAD_HEADER.size], frame[OFFLOAD_HEADER.size:]
         return frame
 
-    def listen(self, wanted, seconds=5):
-        """The first frame for which `wanted(frame)` holds, or None; all frames are kept in `heard`."""
-        deadline = time.monotonic() + seconds
-        while True:
-            self.step()
-            while (frame := self.receive() if self.state == RUN else None) is not None:
-                self.heard.append(frame)
-                if wanted(frame):
-                    return frame
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return None
-            self._sleep(min(left, 0.05))
+    def _next(self, seconds):
+        self.step()
+        frame = self.receive() if self.state == RUN else None
+        if frame is None:
+            self._sleep(min(seconds, 0.05))
+        return frame
 
-    def ethernet(self, destination, kind, payload):
-        return (destination + self.mac + struct.pack("!H", kind) + payload).ljust(60, b"\0")
-
-    def arp(self, address, own="10.0.0.1", seconds=10):
-        """Asks who has an address until somebody answers: the answer's MAC."""
-        target = socket.inet_aton(address)
-        request = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + self.mac + socket.inet_aton(own) + bytes(6) + target
-
-        def answer(frame):
-            return frame[12:14] == b"\x08\x06" and frame[20:22] == b"\0\2" and frame[28:32] == target
-
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            self.send(self.ethernet(b"\xff" * 6, 0x0806, request))
-            if found := self.listen(answer, 1):
-                return found[22:28]
-        raise TimeoutError(f"nobody said to have {address} within {seconds} s")
+    def resolve(self, address, own="10.0.0.1", seconds=10):
+        """The MAC, in text, of whoever has an address."""
+        mac = self.arp(address, own, seconds)
+        if mac is None:
+            raise TimeoutError(f"nobody said to have {address} within {seconds} s")
+        return mac
 
     def ping(self, mac, address, own="10.0.0.1", sequence=1, size=56, seconds=5):
         """An echo request and its reply, both with right checksums: the round trip in seconds, or None."""
@@ -375,7 +376,7 @@ class NetPeer:
             return True
 
         start = time.monotonic()
-        assert self.send(self.ethernet(mac, 0x0800, ip + echo)), "no room for one frame"
+        assert self.send(self.frame(mac, 0x0800, ip + echo)), "no room for one frame"
         return time.monotonic() - start if self.listen(reply, seconds) else None
 
 

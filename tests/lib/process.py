@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
 import threading
@@ -16,13 +17,15 @@ PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prepare(parent, nice):
-    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; and its niceness."""
+def _prepare(parent, nice, moment):
+    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; its niceness; and into the
+    pipe `moment` the time of the exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if nice is not None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     if os.getppid() != parent:
         os._exit(127)
+    os.write(moment, struct.pack("d", time.monotonic()))
 
 
 def until(what, condition, seconds=10, every=0.02):
@@ -51,14 +54,14 @@ def rss_bytes(pid):
     return 0
 
 
-def children(pid, name):
-    """The children of a process whose names begin so."""
+def children(pid, name=""):
+    """The children of a process whose names begin with `name`."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 head, rest = (entry / "stat").read_text(errors="replace").rsplit(")", 1)
-            except OSError:
+            except OSError:  # it has gone meanwhile
                 continue
             if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
                 found.append(int(entry.name))
@@ -101,16 +104,22 @@ class Process:
             command = inside(netns, own_mounts) + command
         self.argv = command
         parent = os.getpid()
-        self.started = time.monotonic()
-        self.popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env=dict(os.environ, **env) if env else None,
-            preexec_fn=lambda: _prepare(parent, nice),
-        )
+        moment, told = os.pipe()
+        with os.fdopen(moment, "rb") as moment:
+            try:
+                self.popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=cwd,
+                    env=dict(os.environ, **env) if env else None,
+                    preexec_fn=lambda: _prepare(parent, nice, told),
+                )
+            finally:
+                os.close(told)
+            # The exec, not the fork: copying an interpreter takes milliseconds that are not the child's.
+            (self.started,) = struct.unpack("d", moment.read(8))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -13,7 +13,8 @@ use alloc::format;
 use alloc::rc::Rc;
 use alloc::string::String;
 use alloc::vec::Vec;
-use core::cell::Cell;
+use core::cell::{Cell, OnceCell};
+use core::fmt::Write;
 use tombolo_cell::{Net, TcpError, TcpOptions, TcpStream};
 use tombolo_cells::http::{
     MAX_HEAD_BYTES, PATTERN, Parsed, Refusal, Request, Status, Target, parse, pattern, response_head,
@@ -32,7 +33,10 @@ const PATIENCE_NS: u64 = 30_000_000_000;
 /// What all connections share.
 struct Server {
     net: Net,
-    pattern: Vec<u8>,
+    /// How many bytes of the pattern one write takes at most.
+    piece_bytes: usize,
+    /// Made when it is first asked for.
+    pattern: OnceCell<Vec<u8>>,
     requests: Cell<u64>,
     refused: Cell<u64>,
     body_bytes: Cell<u64>,
@@ -47,7 +51,8 @@ async fn httpd(net: Net) {
     let options = TcpOptions { receive_bytes: RECEIVE_BYTES, send_bytes, limit };
     let server = Rc::new(Server {
         net: net.clone(),
-        pattern: pattern(send_bytes),
+        piece_bytes: send_bytes,
+        pattern: OnceCell::new(),
         requests: Cell::new(0),
         refused: Cell::new(0),
         body_bytes: Cell::new(0),
@@ -143,13 +148,13 @@ impl Server {
     }
 
     async fn stream_pattern(&self, stream: &mut TcpStream, n: u64) -> Result<(), TcpError> {
+        let pattern = self.pattern.get_or_init(|| pattern(self.piece_bytes));
         let mut sent = 0u64;
         while sent < n {
             let write = stream.write_with(|room| {
-                let len =
-                    usize::try_from(n - sent).unwrap_or(usize::MAX).min(room.len()).min(self.pattern.len() - PATTERN);
+                let len = usize::try_from(n - sent).unwrap_or(usize::MAX).min(room.len()).min(pattern.len() - PATTERN);
                 let at = (sent % PATTERN as u64) as usize;
-                room[..len].copy_from_slice(&self.pattern[at..at + len]);
+                room[..len].copy_from_slice(&pattern[at..at + len]);
                 (len, len as u64)
             });
             let written = self.net.within(PATIENCE_NS, write).await.unwrap_or(Err(TcpError::Closed))?;
@@ -185,7 +190,8 @@ impl Server {
             ("sleeps", stats.sleeps),
             ("memory_bytes", self.net.memory_bytes() as u64),
         ] {
-            rows.push_str(&format!("<tr><td>{name}</td><td>{value}</td></tr>\n"));
+            // Writing to a string cannot fail.
+            let _ = writeln!(rows, "<tr><td>{name}</td><td>{value}</td></tr>");
         }
         let addresses: Vec<String> = self.net.addresses().iter().map(|a| format!("{a}")).collect();
         format!(

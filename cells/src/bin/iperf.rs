@@ -355,7 +355,7 @@ fn datagrams_back(net: &Net, to: IpEndpoint, header: ClientHeader) {
     net.spawn(async move {
         let rate = if header.rate == 0 { DEFAULT_UDP_RATE } else { header.rate };
         let done = match net2.udp_with(0, udp_bytes(&net2)) {
-            Ok(mut socket) => send_datagrams(&net2, &mut socket, to, header.amount, rate, DATAGRAM_BYTES).await,
+            Ok(mut socket) => send_datagrams(&net2, &mut socket, to, header.amount, rate, header.datagram_bytes).await,
             Err(error) => Err(error.to_string()),
         };
         if let Err(error) = done {

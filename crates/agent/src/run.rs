@@ -8,6 +8,7 @@ use signal_hook::iterator::Signals;
 use tombolo_port::ivshmem::{Bells, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::mac::MacSettings;
 
@@ -48,6 +49,7 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
         peer_present: true,
         owns_region: false,
         mtu: u32::from(header.mtu()),
+        offloads: if header.offloads && own_id == 1 { Offloads::Taken } else { Offloads::None },
     };
     let reserved = handle.reserve()?;
     let (port, _) = Ivshmem::new(end, PollSettings::default(), worker.registration(&reserved))

@@ -1,71 +1,147 @@
-//! The queue of a service: earliest absolute deadline first, FIFO among equals, and the question whether one more request
-//! can be met.
+//! The queue of a service: ordered by rank, which is the absolute deadline where the earliest comes first, FIFO among equals; and the
+//! question whether one more request can be met.
 //!
-//! A balanced tree (a treap) ordered by (deadline, arrival). Each node also knows, of its subtree, the work in it and the
-//! least *slack*: how much later than now the processor may begin this subtree's work and still meet each of its deadlines,
-//! worked off in order. Both are sums and minima of what the two halves know, so insertion, removal, taking the first and the
-//! admission question all cost O(log n), at ten thousand pending as at ten.
+//! A B+ tree ordered by (rank, arrival): leaves hold the keys and the handles of requests, inner nodes the first key below each of
+//! their children. A slot also knows, of what is below it, the work in it and the least *slack*: how much later than now the processor may
+//! begin that work and still meet each of its deadlines, worked off in order. Both are sums and minima over the slots of a node, so
+//! insertion, removal, taking the first and the admission question all cost O(log n): ten thousand pending are three levels, and what is
+//! touched is in a few nodes whose lines lie side by side. (`crates/rpc/examples/rpc_bench.rs` compares it with a binary heap and a
+//! BTreeMap, which cannot be asked for admission.)
 //!
-//! Invariants: a node's priority is not below its children's; `work` and `slack` are those of the subtree. The shape depends on
-//! the seed, the order never does. A handle names a request until it is removed; then the number may be used again.
+//! Invariants: keys ascend, within nodes and over them; no node but an empty root is empty; an inner node's slot is what [`Node::summary`]
+//! says of its child. Two neighbours below one parent that would fill less than half a node are joined when one of them shrinks, so that a
+//! queue that was long once does not stay sparse. Requests themselves do not move: a handle names one until it is removed; then
+//! the number may be used again. Nothing is allocated but where the queue is longer than ever before.
 //!
 //! Times are ns; work is ns of service divided by the number of workers. Slack is held in 63 bits: a deadline later than
 //! 2^62 ns (146 years) has no bound.
 
+use alloc::vec;
 use alloc::vec::Vec;
 
 /// Names a queued request.
 pub type Handle = u32;
 
-const NONE: u32 = u32::MAX;
+/// Slots of a node. Half of them are moved for an insertion or a removal, all are read for a summary: more make that dearer, fewer the way
+/// down longer. 16 and 64 measured slower at ten thousand pending.
+const FANOUT: usize = 32;
 /// The slack of what has no deadline. Subtracting work from it leaves it larger than any real one.
 const FREE: i64 = i64::MAX / 2;
 
-#[derive(Debug)]
-struct Node {
-    deadline: u64,
-    arrival: u64,
-    priority: u32,
-    left: u32,
-    right: u32,
-    work: u64,
-    /// Work in the subtree.
-    sum: u64,
-    /// Least slack in the subtree.
+/// Orders requests: rank, then arrival. Arrivals are unique.
+type Key = (u64, u64);
+
+/// A request in a leaf, or all that is below a child.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+struct Slot {
+    /// The first one's.
+    key: Key,
+    /// Work in it.
+    work: i64,
+    /// Least slack in it.
     slack: i64,
+    /// The handle, or the child's number.
+    below: u32,
+}
+
+#[derive(Clone, Debug)]
+struct Node {
+    len: usize,
+    slots: [Slot; FANOUT],
+}
+
+impl Node {
+    const EMPTY: Node = Node { len: 0, slots: [Slot { key: (0, 0), work: 0, slack: 0, below: 0 }; FANOUT] };
+
+    fn slots(&self) -> &[Slot] {
+        &self.slots[..self.len]
+    }
+
+    /// Which child holds a key, if any does: the last that begins at it or before.
+    fn covers(&self, key: Key) -> usize {
+        self.slots().partition_point(|slot| slot.key <= key).saturating_sub(1)
+    }
+
+    fn insert(&mut self, at: usize, slot: Slot) {
+        self.slots.copy_within(at..self.len, at + 1);
+        self.slots[at] = slot;
+        self.len += 1;
+    }
+
+    fn remove(&mut self, at: usize) {
+        self.slots.copy_within(at + 1..self.len, at);
+        self.len -= 1;
+    }
+
+    fn append(&mut self, slots: &[Slot]) {
+        self.slots[self.len..self.len + slots.len()].copy_from_slice(slots);
+        self.len += slots.len();
+    }
+
+    /// All of the node as one slot of its parent's. The node has slots.
+    fn summary(&self, below: u32, judges: bool) -> Slot {
+        let (mut work, mut slack) = (0i64, FREE);
+        if judges {
+            for slot in self.slots() {
+                slack = slack.min(slot.slack.saturating_sub(work));
+                work = work.saturating_add(slot.work);
+            }
+        }
+        Slot { key: self.slots[0].key, work, slack, below }
+    }
+}
+
+fn signed(ns: u64) -> i64 {
+    i64::try_from(ns).unwrap_or(i64::MAX)
 }
 
 fn bound(deadline: u64) -> i64 {
-    i64::try_from(deadline).unwrap_or(FREE).min(FREE)
+    signed(deadline).min(FREE)
 }
 
-fn less(slack: i64, work: u64) -> i64 {
-    slack.saturating_sub(i64::try_from(work).unwrap_or(i64::MAX))
+#[derive(Debug)]
+struct Request<T> {
+    key: Key,
+    deadline: u64,
+    work: i64,
+    item: T,
+}
+
+impl<T> Request<T> {
+    fn slot(&self, handle: Handle) -> Slot {
+        let slack = bound(self.deadline).saturating_sub(self.work);
+        Slot { key: self.key, work: self.work, slack, below: handle }
+    }
 }
 
 /// The queue.
 #[derive(Debug)]
 pub struct Queue<T> {
+    judges: bool,
+    requests: Vec<Option<Request<T>>>,
+    free: Vec<Handle>,
     nodes: Vec<Node>,
-    items: Vec<Option<T>>,
-    free: Vec<u32>,
+    free_nodes: Vec<u32>,
     root: u32,
+    /// Levels of inner nodes above the leaves.
+    height: u32,
     len: usize,
     arrivals: u64,
-    random: u64,
 }
 
 impl<T> Queue<T> {
-    /// An empty queue. `seed` shapes the tree: whoever chooses deadlines must not know it.
-    pub fn new(seed: u64) -> Queue<T> {
+    /// An empty queue. `judges`: whether [`Queue::admits`] will be asked; what it needs is not kept where it will not.
+    pub fn new(judges: bool) -> Queue<T> {
         Queue {
-            nodes: Vec::new(),
-            items: Vec::new(),
+            judges,
+            requests: Vec::new(),
             free: Vec::new(),
-            root: NONE,
+            nodes: vec![Node::EMPTY],
+            free_nodes: Vec::new(),
+            root: 0,
+            height: 0,
             len: 0,
             arrivals: 0,
-            random: seed | 1,
         }
     }
 
@@ -79,19 +155,6 @@ impl<T> Queue<T> {
         self.len == 0
     }
 
-    /// Work of all that is in it, ns.
-    pub fn work(&self) -> u64 {
-        self.sum(self.root)
-    }
-
-    fn next_random(&mut self) -> u32 {
-        // xorshift64*: fast, and good enough for a tree's balance.
-        self.random ^= self.random >> 12;
-        self.random ^= self.random << 25;
-        self.random ^= self.random >> 27;
-        (self.random.wrapping_mul(0x2545_f491_4f6c_dd1d) >> 32) as u32
-    }
-
     fn node(&self, at: u32) -> &Node {
         &self.nodes[at as usize]
     }
@@ -100,214 +163,214 @@ impl<T> Queue<T> {
         &mut self.nodes[at as usize]
     }
 
-    fn sum(&self, at: u32) -> u64 {
-        if at == NONE { 0 } else { self.node(at).sum }
+    fn summary(&self, at: u32) -> Slot {
+        self.node(at).summary(at, self.judges)
     }
 
-    fn slack(&self, at: u32) -> i64 {
-        if at == NONE { FREE } else { self.node(at).slack }
+    fn new_node(&mut self) -> u32 {
+        self.free_nodes.pop().unwrap_or_else(|| {
+            self.nodes.push(Node::EMPTY);
+            // Fewer than requests, which are bounded far below 2^32.
+            (self.nodes.len() - 1) as u32
+        })
     }
 
-    fn update(&mut self, at: u32) {
-        let Node { deadline, left, right, work, .. } = *self.node(at);
-        let before = self.sum(left).saturating_add(work);
-        let own = less(bound(deadline), before);
-        let slack = self.slack(left).min(own).min(less(self.slack(right), before));
-        let sum = before.saturating_add(self.sum(right));
-        let node = self.node_mut(at);
-        (node.sum, node.slack) = (sum, slack);
+    fn drop_node(&mut self, at: u32) {
+        self.node_mut(at).len = 0;
+        self.free_nodes.push(at);
     }
 
-    fn key(&self, at: u32) -> (u64, u64) {
-        let node = self.node(at);
-        (node.deadline, node.arrival)
+    /// Says anew in a node what is below one of its slots.
+    fn refresh(&mut self, at: u32, index: usize) {
+        let child = self.node(at).slots[index].below;
+        self.node_mut(at).slots[index] = self.summary(child);
     }
 
-    /// Splits the subtree into what is before `key` and the rest.
-    fn split(&mut self, at: u32, key: (u64, u64)) -> (u32, u32) {
-        if at == NONE {
-            return (NONE, NONE);
-        }
-        if self.key(at) < key {
-            let (low, high) = self.split(self.node(at).right, key);
-            self.node_mut(at).right = low;
-            self.update(at);
-            (at, high)
-        } else {
-            let (low, high) = self.split(self.node(at).left, key);
-            self.node_mut(at).left = high;
-            self.update(at);
-            (low, at)
-        }
-    }
-
-    /// Joins two subtrees, all of the first before all of the second.
-    fn join(&mut self, a: u32, b: u32) -> u32 {
-        if a == NONE || b == NONE {
-            return if a == NONE { b } else { a };
-        }
-        if self.node(a).priority >= self.node(b).priority {
-            let right = self.join(self.node(a).right, b);
-            self.node_mut(a).right = right;
-            self.update(a);
-            a
-        } else {
-            let left = self.join(a, self.node(b).left);
-            self.node_mut(b).left = left;
-            self.update(b);
-            b
-        }
-    }
-
-    fn attach_below(&mut self, at: u32, new: u32) -> u32 {
-        if at == NONE {
-            return new;
-        }
-        let key = self.key(new);
-        if self.node(at).priority < self.node(new).priority {
-            let (low, high) = self.split(at, key);
-            let node = self.node_mut(new);
-            (node.left, node.right) = (low, high);
-            self.update(new);
-            return new;
-        }
-        if self.key(at) < key {
-            let right = self.attach_below(self.node(at).right, new);
-            self.node_mut(at).right = right;
-        } else {
-            let left = self.attach_below(self.node(at).left, new);
-            self.node_mut(at).left = left;
-        }
-        self.update(at);
-        at
-    }
-
-    fn detach_below(&mut self, at: u32, key: (u64, u64)) -> u32 {
-        if at == NONE {
-            return NONE;
-        }
-        let here = self.key(at);
-        if here == key {
-            let (left, right) = (self.node(at).left, self.node(at).right);
-            return self.join(left, right);
-        }
-        if here < key {
-            let right = self.detach_below(self.node(at).right, key);
-            self.node_mut(at).right = right;
-        } else {
-            let left = self.detach_below(self.node(at).left, key);
-            self.node_mut(at).left = left;
-        }
-        self.update(at);
-        at
-    }
-
-    fn attach(&mut self, at: u32) {
-        let node = self.node_mut(at);
-        (node.left, node.right) = (NONE, NONE);
-        self.update(at);
-        self.root = self.attach_below(self.root, at);
-    }
-
-    /// Adds a request with its deadline (`u64::MAX`: best effort, after all others) and the work it brings.
-    pub fn insert(&mut self, deadline: u64, work: u64, item: T) -> Handle {
-        let (arrival, priority) = (self.arrivals, self.next_random());
-        self.arrivals += 1;
-        let node = Node { deadline, arrival, priority, left: NONE, right: NONE, work, sum: 0, slack: 0 };
-        let at = match self.free.pop() {
-            Some(at) => {
-                *self.node_mut(at) = node;
-                self.items[at as usize] = Some(item);
-                at
-            }
-            None => {
-                self.nodes.push(node);
-                self.items.push(Some(item));
-                // Bounded by its user far below 2^32 - 1.
-                (self.nodes.len() - 1) as u32
-            }
-        };
-        self.len += 1;
-        self.attach(at);
-        at
-    }
-
-    /// The first request: its handle, and its deadline.
-    pub fn first(&self) -> Option<(Handle, u64)> {
-        if self.root == NONE {
+    /// Puts a slot into a node. Where that is full it is split: the slot of the new node, which comes after it, is returned.
+    fn put(&mut self, at: u32, index: usize, slot: Slot) -> Option<Slot> {
+        if self.node(at).len < FANOUT {
+            self.node_mut(at).insert(index, slot);
             return None;
         }
-        let mut at = self.root;
-        while self.node(at).left != NONE {
-            at = self.node(at).left;
+        let new = self.new_node();
+        // What comes in ascending order, as the best effort does, leaves full nodes behind.
+        let keep = if index == FANOUT { FANOUT } else { FANOUT / 2 };
+        let old = self.node_mut(at);
+        let moved = old.slots;
+        old.len = keep;
+        self.node_mut(new).append(&moved[keep..]);
+        if index <= keep && keep < FANOUT {
+            self.node_mut(at).insert(index, slot);
+        } else {
+            self.node_mut(new).insert(index - keep, slot);
         }
-        Some((at, self.node(at).deadline))
+        Some(self.summary(new))
+    }
+
+    /// Inserts below a node of that height; returns the slot of the node that it was split into, where it was.
+    fn insert_below(&mut self, at: u32, height: u32, slot: Slot) -> Option<Slot> {
+        if height == 0 {
+            let index = self.node(at).slots().partition_point(|s| s.key < slot.key);
+            return self.put(at, index, slot);
+        }
+        let index = self.node(at).covers(slot.key);
+        let split = self.insert_below(self.node(at).slots[index].below, height - 1, slot);
+        self.refresh(at, index);
+        split.and_then(|sibling| self.put(at, index + 1, sibling))
+    }
+
+    /// Removes a key that is there.
+    fn remove_below(&mut self, at: u32, height: u32, key: Key) {
+        let index = self.node(at).covers(key);
+        if height == 0 {
+            debug_assert_eq!(self.node(at).slots[index].key, key);
+            return self.node_mut(at).remove(index);
+        }
+        let child = self.node(at).slots[index].below;
+        self.remove_below(child, height - 1, key);
+        match self.node(child).len {
+            0 => {
+                self.drop_node(child);
+                self.node_mut(at).remove(index);
+            }
+            len => {
+                self.refresh(at, index);
+                if len < FANOUT / 2 {
+                    self.join(at, if index + 1 < self.node(at).len { index } else { index.saturating_sub(1) });
+                }
+            }
+        }
+    }
+
+    /// Makes one of two neighbouring children where they would fill less than half a node.
+    fn join(&mut self, at: u32, index: usize) {
+        let [left, right] = match &self.node(at).slots()[index..] {
+            [left, right, ..] => [left.below, right.below],
+            _ => return,
+        };
+        if self.node(left).len + self.node(right).len < FANOUT / 2 {
+            let moved = self.node(right).clone();
+            self.node_mut(left).append(moved.slots());
+            self.drop_node(right);
+            self.node_mut(at).remove(index + 1);
+            self.refresh(at, index);
+        }
+    }
+
+    fn attach(&mut self, slot: Slot) {
+        if let Some(sibling) = self.insert_below(self.root, self.height, slot) {
+            let old = self.summary(self.root);
+            let new = self.new_node();
+            self.node_mut(new).append(&[old, sibling]);
+            self.root = new;
+            self.height += 1;
+        }
+    }
+
+    fn detach(&mut self, key: Key) {
+        self.remove_below(self.root, self.height, key);
+        while self.height > 0 && self.node(self.root).len == 1 {
+            let only = self.node(self.root).slots[0].below;
+            self.drop_node(self.root);
+            self.root = only;
+            self.height -= 1;
+        }
+    }
+
+    /// Adds a request with its rank, its deadline (`u64::MAX`: none), and the work it brings.
+    pub fn insert(&mut self, rank: u64, deadline: u64, work: u64, item: T) -> Handle {
+        let request = Request { key: (rank, self.arrivals), deadline, work: signed(work), item };
+        self.arrivals += 1;
+        self.len += 1;
+        let handle = self.free.pop().unwrap_or_else(|| {
+            self.requests.push(None);
+            // Bounded by its user far below 2^32 - 1.
+            (self.requests.len() - 1) as u32
+        });
+        self.attach(request.slot(handle));
+        self.requests[handle as usize] = Some(request);
+        handle
+    }
+
+    /// The first request.
+    pub fn first(&self) -> Option<Handle> {
+        let mut at = self.root;
+        for _ in 0..self.height {
+            at = self.node(at).slots[0].below;
+        }
+        self.node(at).slots().first().map(|slot| slot.below)
     }
 
     /// The queued request of that handle.
     pub fn get(&self, handle: Handle) -> Option<&T> {
-        self.items.get(handle as usize)?.as_ref()
+        self.requests.get(handle as usize)?.as_ref().map(|request| &request.item)
+    }
+
+    /// The same, to be changed; it stays where it is in the order.
+    pub fn get_mut(&mut self, handle: Handle) -> Option<&mut T> {
+        self.requests.get_mut(handle as usize)?.as_mut().map(|request| &mut request.item)
     }
 
     /// Takes a request out.
     pub fn remove(&mut self, handle: Handle) -> Option<T> {
-        let item = self.items.get_mut(handle as usize)?.take()?;
-        self.root = self.detach_below(self.root, self.key(handle));
+        let request = self.requests.get_mut(handle as usize)?.take()?;
+        self.detach(request.key);
         self.free.push(handle);
         self.len -= 1;
-        Some(item)
+        Some(request.item)
     }
 
-    /// Gives a queued request another deadline; it keeps its handle, and its place among equals by arrival.
-    pub fn change(&mut self, handle: Handle, deadline: u64) {
-        if self.get(handle).is_some() {
-            self.root = self.detach_below(self.root, self.key(handle));
-            self.node_mut(handle).deadline = deadline;
-            self.attach(handle);
-        }
+    /// Puts a queued request, without a deadline from now on, elsewhere in the order; it keeps its handle, and its place among equals
+    /// by arrival.
+    pub fn postpone(&mut self, handle: Handle, rank: u64) {
+        let Some(Some(request)) = self.requests.get_mut(handle as usize) else { return };
+        let old = request.key;
+        (request.key.0, request.deadline) = (rank, u64::MAX);
+        let slot = request.slot(handle);
+        self.detach(old);
+        self.attach(slot);
     }
 
-    /// Whether a request with that deadline and work would be done in time, and all others that are in time now would still
-    /// be, if the work on the queue begins at `start` and goes on in order.
-    pub fn admits(&self, start: u64, deadline: u64, work: u64) -> bool {
-        let (mut at, mut before, mut later) = (self.root, 0u64, FREE);
-        while at != NONE {
-            let node = self.node(at);
-            let through = before.saturating_add(self.sum(node.left)).saturating_add(node.work);
-            if node.deadline > deadline {
-                later = later.min(less(bound(node.deadline), through)).min(less(self.slack(node.right), through));
-                at = node.left;
-            } else {
-                before = through;
-                at = node.right;
+    /// Whether a request with that rank, deadline and work would be done in time, and all others that are in time now would still
+    /// be, if the work on the queue begins at `start` and goes on in order. Only for a queue that was made to judge.
+    pub fn admits(&self, start: u64, rank: u64, deadline: u64, work: u64) -> bool {
+        let work = signed(work);
+        // Work ahead of it; least slack of those behind it, from the beginning of all.
+        let (mut ahead, mut behind) = (0i64, FREE);
+        let mut at = self.root;
+        for level in (0..=self.height).rev() {
+            let slots = self.node(at).slots();
+            let after = slots.partition_point(|slot| slot.key.0 <= rank);
+            // Of an inner node's children the last that begins no later may have both.
+            let inside = if level == 0 { after } else { after.saturating_sub(1) };
+            ahead = slots[..inside].iter().fold(ahead, |sum, slot| sum.saturating_add(slot.work));
+            let mut through = slots[inside..after].iter().fold(ahead, |sum, slot| sum.saturating_add(slot.work));
+            for slot in &slots[after..] {
+                behind = behind.min(slot.slack.saturating_sub(through));
+                through = through.saturating_add(slot.work);
+            }
+            match slots.get(inside) {
+                Some(slot) if level > 0 && inside < after => at = slot.below,
+                _ => break,
             }
         }
         let start = bound(start);
-        let own = less(bound(deadline), before.saturating_add(work));
-        (deadline == u64::MAX || own >= start) && (later >= FREE / 2 || less(later, work) >= start)
+        let own = bound(deadline).saturating_sub(ahead.saturating_add(work));
+        (deadline == u64::MAX || own >= start) && (behind >= FREE / 2 || behind.saturating_sub(work) >= start)
     }
 
     /// Handles of all requests, in no order.
     pub fn handles(&self) -> impl Iterator<Item = Handle> {
-        self.items.iter().enumerate().filter(|(_, item)| item.is_some()).map(|(at, _)| at as Handle)
+        self.requests.iter().enumerate().filter(|(_, request)| request.is_some()).map(|(at, _)| at as Handle)
     }
 
     /// Takes all out, in order.
     pub fn drain(&mut self) -> Vec<T> {
         let mut out = Vec::with_capacity(self.len);
-        while let Some((handle, _)) = self.first() {
+        while let Some(handle) = self.first() {
             out.extend(self.remove(handle));
         }
         out
-    }
-}
-
-#[cfg(any(test, feature = "std"))]
-impl<T> Default for Queue<T> {
-    fn default() -> Self {
-        use std::hash::{BuildHasher, Hasher};
-        let seed = std::collections::hash_map::RandomState::new().build_hasher().finish();
-        Queue::new(seed)
     }
 }
 
@@ -318,18 +381,18 @@ mod tests {
 
     #[test]
     fn earliest_first_fifo_among_equals_best_effort_last() {
-        let mut queue = Queue::new(1);
+        let mut queue = Queue::new(true);
         for (deadline, name) in [(u64::MAX, "b1"), (20, "c"), (10, "a"), (20, "d"), (u64::MAX, "b2"), (0, "z")] {
-            queue.insert(deadline, 1, name);
+            queue.insert(deadline, deadline, 1, name);
         }
         assert_eq!(queue.drain(), ["z", "a", "c", "d", "b1", "b2"]);
-        assert!(queue.is_empty() && queue.work() == 0);
+        assert!(queue.is_empty());
     }
 
     #[test]
     fn a_handle_is_good_until_its_request_leaves() {
-        let mut queue = Queue::new(1);
-        let (a, b) = (queue.insert(5, 1, 'a'), queue.insert(3, 1, 'b'));
+        let mut queue = Queue::new(true);
+        let (a, b) = (queue.insert(5, 5, 1, 'a'), queue.insert(3, 3, 1, 'b'));
         assert_eq!(queue.remove(a), Some('a'));
         assert_eq!((queue.remove(a), queue.get(b)), (None, Some(&'b')));
         assert_eq!(queue.remove(99), None);
@@ -337,26 +400,28 @@ mod tests {
 
     #[test]
     fn admission_looks_at_what_is_ahead_and_at_what_is_behind() {
-        let mut queue = Queue::new(1);
-        queue.insert(100, 40, ());
-        queue.insert(200, 40, ());
+        let mut queue = Queue::new(true);
+        queue.insert(100, 100, 40, ());
+        queue.insert(200, 200, 40, ());
         // From 0: done at 40 and 80.
-        assert!(queue.admits(0, 120, 80 - 1), "80 + 79 <= 200, 40 + 79 <= 120");
-        assert!(!queue.admits(0, 120, 81), "would be done at 121");
-        assert!(queue.admits(0, 50, 50), "first, done at 50; the others at 90 and 130");
-        assert!(!queue.admits(0, 90, 70), "the first one would be done at 110");
-        assert!(queue.admits(0, u64::MAX, 1 << 40), "best effort is behind all of them");
-        assert!(!queue.admits(299, 300, 1), "80 of work are ahead");
+        assert!(queue.admits(0, 120, 120, 80 - 1), "80 + 79 <= 200, 40 + 79 <= 120");
+        assert!(!queue.admits(0, 120, 120, 81), "would be done at 121");
+        assert!(queue.admits(0, 50, 50, 50), "first, done at 50; the others at 90 and 130");
+        assert!(!queue.admits(0, 90, 90, 70), "the first one would be done at 110");
+        assert!(queue.admits(0, u64::MAX, u64::MAX, 1 << 40), "best effort is behind all of them");
+        assert!(!queue.admits(299, 300, 300, 1), "80 of work are ahead");
     }
 
-    /// The dull one: a sorted list.
-    fn admits(list: &[(u64, u64, u64)], start: u64, deadline: u64, work: u64) -> bool {
-        let mut all: Vec<(u64, u64, u64, bool)> = list.iter().map(|(d, a, w)| (*d, *a, *w, false)).collect();
-        all.push((deadline, u64::MAX, work, true));
+    /// The dull one: a list that is sorted by its key, with (deadline, work) of each.
+    type List = Vec<(Key, u64, u64)>;
+
+    fn admits(list: &List, start: u64, rank: u64, deadline: u64, work: u64) -> bool {
+        let mut all: Vec<(Key, u64, u64, bool)> = list.iter().map(|(k, d, w)| (*k, *d, *w, false)).collect();
+        all.push(((rank, u64::MAX), deadline, work, true));
         all.sort();
         let mut time = start;
         let mut behind = false;
-        all.into_iter().all(|(deadline, _, work, new)| {
+        all.into_iter().all(|(_, deadline, work, new)| {
             time += work;
             behind |= new;
             // What is ahead of the new one is not made worse by it.
@@ -364,59 +429,98 @@ mod tests {
         })
     }
 
+    /// Checks the invariants, and returns the requests in order.
+    fn check<T>(queue: &Queue<T>) -> Vec<Key> {
+        fn walk<T>(queue: &Queue<T>, at: u32, height: u32, out: &mut Vec<Key>) -> usize {
+            let node = queue.node(at);
+            if height == 0 {
+                for slot in node.slots() {
+                    assert_eq!(queue.requests[slot.below as usize].as_ref().unwrap().slot(slot.below), *slot);
+                    out.push(slot.key);
+                }
+                return 1;
+            }
+            assert!(node.len > 0);
+            let below = node.slots().iter().map(|slot| {
+                assert_eq!(queue.summary(slot.below), *slot);
+                walk(queue, slot.below, height - 1, out)
+            });
+            1 + below.sum::<usize>()
+        }
+        let mut keys = Vec::new();
+        let used = walk(queue, queue.root, queue.height, &mut keys);
+        assert!(keys.is_sorted() && keys.len() == queue.len());
+        assert_eq!(used + queue.free_nodes.len(), queue.nodes.len(), "nodes are in use or free");
+        keys
+    }
+
     proptest! {
         #[test]
         fn it_is_a_sorted_list(
-            seed in any::<u64>(),
-            steps in prop::collection::vec((0u8..5, 0u64..60, 1u64..9, any::<prop::sample::Index>()), 1..250),
+            steps in prop::collection::vec((0u8..8, 0u64..60, 0u64..60, 1u64..9, any::<prop::sample::Index>()), 1..600),
+            shrinks in any::<bool>(),
+            by_deadline in any::<bool>(),
         ) {
-            let mut queue = Queue::new(seed);
-            let mut list: Vec<(u64, u64, u64)> = Vec::new();
+            let mut queue = Queue::new(true);
+            let mut list: List = Vec::new();
             let mut handles = Vec::new();
-            for (n, (kind, deadline, work, which)) in steps.into_iter().enumerate() {
+            let steps_len = steps.len();
+            for (n, (kind, rank, deadline, work, which)) in steps.into_iter().enumerate() {
+                // Grows over some levels, then shrinks.
+                let kind = if shrinks && n > steps_len / 2 && kind < 4 { 4 } else { kind };
                 let n = n as u64;
                 let deadline = if deadline > 55 { u64::MAX } else { deadline };
+                let rank = if by_deadline { deadline } else { rank };
                 match kind {
-                    0 | 1 => {
-                        let arrival = queue.arrivals;
-                        handles.push((queue.insert(deadline, work, n), (deadline, arrival, work)));
-                        list.push((deadline, arrival, work));
+                    0..4 => {
+                        let key = (rank, queue.arrivals);
+                        handles.push((queue.insert(rank, deadline, work, n), key));
+                        list.push((key, deadline, work));
                         list.sort();
                     }
-                    2 if !handles.is_empty() => {
+                    4 if !handles.is_empty() => {
                         let (handle, key) = handles.swap_remove(which.index(handles.len()));
                         prop_assert!(queue.remove(handle).is_some());
-                        list.retain(|k| *k != key);
+                        list.retain(|k| k.0 != key);
                     }
-                    3 if !handles.is_empty() => {
-                        let i = which.index(handles.len());
-                        let (handle, old) = handles[i];
-                        queue.change(handle, deadline);
-                        handles[i].1 = (deadline, old.1, old.2);
-                        list.retain(|k| *k != old);
-                        list.push(handles[i].1);
+                    5 if !handles.is_empty() => {
+                        let at = which.index(handles.len());
+                        let (handle, key) = &mut handles[at];
+                        queue.postpone(*handle, rank);
+                        let entry = list.iter_mut().find(|k| k.0 == *key).unwrap();
+                        (entry.0.0, entry.1) = (rank, u64::MAX);
+                        *key = entry.0;
                         list.sort();
                     }
-                    _ => prop_assert_eq!(queue.admits(n % 50, deadline, work), admits(&list, n % 50, deadline, work)),
+                    _ => prop_assert_eq!(
+                        queue.admits(n % 50, rank, deadline, work),
+                        admits(&list, n % 50, rank, deadline, work)
+                    ),
                 }
                 prop_assert_eq!(queue.len(), list.len());
-                prop_assert_eq!(queue.work(), list.iter().map(|k| k.2).sum::<u64>());
-                prop_assert_eq!(queue.first().map(|f| f.1), list.first().map(|k| k.0));
-                let first = queue.first().map(|(h, _)| queue.node(h).arrival);
-                prop_assert_eq!(first, list.first().map(|k| k.1));
+                prop_assert_eq!(check(&queue), list.iter().map(|k| k.0).collect::<Vec<_>>());
+                let first = queue.first().map(|handle| queue.requests[handle as usize].as_ref().unwrap().key);
+                prop_assert_eq!(first, list.first().map(|k| k.0));
             }
         }
     }
 
     #[test]
-    fn ten_thousand_in_the_worst_order_stay_shallow() {
-        let mut queue = Queue::new(7);
-        for deadline in 0..10_000u64 {
-            queue.insert(deadline, 1, ());
+    fn ten_thousand_in_any_order_are_shallow_and_come_back() {
+        let orders: [fn(u64) -> u64; 3] = [|n| n, |n| 10_000 - n, |n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15)];
+        for (order, judges) in orders.into_iter().flat_map(|order| [(order, true), (order, false)]) {
+            let mut queue = Queue::new(judges);
+            let mut handles: Vec<Handle> = (0..10_000).map(|n| queue.insert(order(n), order(n), 1, ())).collect();
+            check(&queue);
+            assert!(queue.height <= 3, "{}", queue.height);
+            // All but one in a hundred are cancelled, all over the queue: the rest does not keep the others' nodes.
+            let kept = handles.iter().copied().step_by(100).collect::<Vec<_>>();
+            handles.retain(|h| !kept.contains(h));
+            handles.into_iter().for_each(|h| assert!(queue.remove(h).is_some()));
+            check(&queue);
+            assert!(queue.nodes.len() - queue.free_nodes.len() < 40, "{} nodes", queue.nodes.len());
+            assert_eq!(queue.drain().len(), 100);
+            assert_eq!((queue.height, check(&queue).len()), (0, 0));
         }
-        fn depth(queue: &Queue<()>, at: u32) -> usize {
-            if at == NONE { 0 } else { 1 + depth(queue, queue.node(at).left).max(depth(queue, queue.node(at).right)) }
-        }
-        assert!(depth(&queue, queue.root) < 60, "{}", depth(&queue, queue.root));
     }
 }

@@ -51,6 +51,8 @@ pub struct Config {
     /// How often a link without doorbell is looked at.
     pub(crate) pauses: Pauses,
     pub(crate) net: NetChoice,
+    /// Whether a network link carries offloads, where the fabric offers them.
+    pub(crate) offloads: bool,
     pub(crate) verbose: bool,
 }
 
@@ -68,7 +70,9 @@ impl fmt::Display for ConfigError {
     }
 }
 
-/// The value of the last word `key=value` of `line`.
+/// The value of the last word `key=value` of `line`. Never inlined: the start looks for a dozen keys, and an emulator
+/// translates each copy of this loop before it runs it once.
+#[inline(never)]
 fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
     line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
 }
@@ -167,7 +171,15 @@ impl Config {
             Some("virtio") => NetChoice::Virtio,
             Some(name) => NetChoice::Link(name.to_string()),
         };
+        let offloads = match value(line, "offloads") {
+            None | Some("carried") => true,
+            Some("none") => false,
+            Some(text) => {
+                return Err(ConfigError { key: "offloads", value: text.to_string(), expected: "carried or none" });
+            }
+        };
         Ok(Config {
+            offloads,
             busy_poll_ns,
             pauses,
             net,
@@ -268,6 +280,7 @@ mod tests {
             ("hostname=", "hostname"),
             ("budget=0", "budget"),
             ("busy_poll_us=1000001", "busy_poll_us"),
+            ("offloads=some", "offloads"),
             ("poll_min_us=0", "poll_min_us"),
             ("poll_max_us=x", "poll_max_us"),
         ] {

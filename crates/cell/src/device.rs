@@ -1,6 +1,6 @@
 //! The stack's device: virtio, a link over shared memory, or none.
 
-use crate::ivshmem::net::{IvshmemNet, Outgoing};
+use crate::ivshmem::net::{IvshmemNet, Leave as LinkLeave};
 use crate::neighbor::Sighting;
 use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
 use alloc::boxed::Box;
@@ -45,8 +45,8 @@ impl NetDevice {
     pub(crate) fn receive_bytes(&self) -> usize {
         match self {
             NetDevice::Virtio(device) => device.receive_bytes(),
-            // A full link holds its frames back instead of losing them.
-            NetDevice::Ivshmem(_) | NetDevice::None => usize::MAX,
+            NetDevice::Ivshmem(device) => device.receive_bytes(),
+            NetDevice::None => usize::MAX,
         }
     }
 
@@ -135,20 +135,21 @@ impl NetDevice {
 /// Leave to send a frame.
 pub(crate) enum LeaveToSend<'d> {
     Virtio(Leave<'d>),
-    Ivshmem(&'d mut Outgoing, bool),
+    Ivshmem(LinkLeave<'d>),
 }
 
 impl TxToken for LeaveToSend<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
         match self {
             LeaveToSend::Virtio(leave) => leave.consume(len, build),
-            LeaveToSend::Ivshmem(outgoing, has_room) => outgoing.send(len, has_room, build),
+            LeaveToSend::Ivshmem(leave) => leave.consume(len, build),
         }
     }
 
     fn set_meta(&mut self, meta: PacketMeta) {
-        if let LeaveToSend::Virtio(leave) = self {
-            leave.set_meta(meta);
+        match self {
+            LeaveToSend::Virtio(leave) => leave.set_meta(meta),
+            LeaveToSend::Ivshmem(leave) => leave.set_meta(meta),
         }
     }
 }
@@ -177,9 +178,8 @@ impl Device for NetDevice {
                 if !device.next_frame() {
                     return None;
                 }
-                let (frame, outgoing) = device.received();
-                let has_room = outgoing.prepare();
-                Some((ReceivedFrame(frame), LeaveToSend::Ivshmem(outgoing, has_room)))
+                let (frame, leave) = device.received();
+                Some((ReceivedFrame(frame), LeaveToSend::Ivshmem(leave)))
             }
             NetDevice::None => None,
         }
@@ -190,7 +190,7 @@ impl Device for NetDevice {
             NetDevice::Virtio(device) => device.transmit(now).map(LeaveToSend::Virtio),
             NetDevice::Ivshmem(device) => {
                 device.flush_if_much();
-                device.outgoing.prepare().then_some(LeaveToSend::Ivshmem(&mut device.outgoing, true))
+                device.transmit().map(LeaveToSend::Ivshmem)
             }
             NetDevice::None => None,
         }

@@ -32,6 +32,7 @@
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
 //! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | the first virtio device, else the first ivshmem link that is a network |
 //! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
+//! | `offloads=none` | a network link over shared memory carries frames as they are on a wire, also where the fabric offers more | carried |
 //! | `busy_poll_us=N` | how long the cell goes on looking after the last frame before it sleeps, 0 to 1000000 | 0 |
 //! | `ivshmem.NAME.id=N` | which peer the cell is on the link NAME, where its device has no doorbell and cannot say | 1 on a network link |
 //! | `poll_min_us=N`, `poll_max_us=N` | the shortest and the longest pause between two looks at a link without doorbell, 1 to 1000000 | 50, 200000 |
@@ -48,6 +49,11 @@
 //!
 //! Real-time code talks to another machine by a [`Channel`] ([`Net::channel`]) or over a bare [`Link`] ([`Net::link`]), with no IP
 //! and no switch between them; `cells/src/bin/control.rs` is an example. docs/ivshmem.md has the picture.
+//!
+//! # Calls
+//!
+//! A cell calls a Linux process, or another cell, with a deadline, and serves it, earliest deadline first: [`Calls`], over a link
+//! ([`Net::calls`]) or TCP ([`Net::calls_over`]); `cells/src/bin/calc.rs` is an example, docs/rpc.md has the picture.
 //!
 //! # The end
 //!
@@ -67,6 +73,7 @@ extern crate std;
 
 mod acpi;
 mod app;
+mod calls;
 mod config;
 mod device;
 mod executor;
@@ -83,6 +90,7 @@ mod tcp;
 mod udp;
 mod virtio;
 
+pub use calls::{Calls, CallsError};
 pub use config::Config;
 pub use icmp::Pinger;
 pub use ivshmem::channel::{Channel, ChannelError, ChannelOptions, ChannelStats};
@@ -93,8 +101,11 @@ pub use net::{Net, ResolveError, Sleep};
 pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+pub use tombolo_calls::session::{ServeOptions, Stats as CallStats};
+pub use tombolo_calls::{CallError, CallOptions, Reply, Request, Response, schedule::Late};
 pub use tombolo_ring::ivshmem::channel::{ChannelError as ChannelLayoutError, Record};
 pub use tombolo_ring::mem::{Foreign, ForeignMut};
+pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};
 pub use udp::{UdpError, UdpSocket};
 pub use virtio::net::DeviceStats;
 

@@ -13,6 +13,7 @@
 //! of seven eighths of it, at least [`MIN_WINDOW_BYTES`].
 
 use crate::Net;
+use crate::machine::heap;
 use crate::stack::Stack;
 use alloc::collections::VecDeque;
 use alloc::vec::Vec;
@@ -114,7 +115,7 @@ fn windows(sockets: &SocketSet<'static>) -> usize {
 }
 
 fn new_socket(options: TcpOptions, window_bytes: usize) -> tcp::Socket<'static> {
-    let buffer = |bytes: usize| tcp::SocketBuffer::new(alloc::vec![0; bytes]);
+    let buffer = |bytes: usize| tcp::SocketBuffer::new(heap::buffer(bytes));
     let mut socket = tcp::Socket::new(buffer(window_bytes), buffer(options.send_bytes));
     socket.set_nagle_enabled(false);
     socket.set_ack_delay(None);
@@ -503,6 +504,11 @@ impl TcpStream {
     /// Ends the connection at once, with a reset.
     pub fn abort(&mut self) {
         self.with(|socket| socket.abort());
+    }
+
+    /// Whether the peer has sent its last byte, and all of it was read; or the connection is gone.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.with(|socket| !socket.may_recv() && !socket.can_recv())
     }
 
     /// Bytes that were written and not yet acknowledged.

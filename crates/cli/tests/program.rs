@@ -9,8 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::{Ports, Status};
-
-const DEADLINE: Duration = Duration::from_secs(60);
+use tombolo_testing::{PATIENCE, found, until};
 
 const FILE: &str = "\
 name = \"t\"
@@ -85,19 +84,8 @@ fn text(bytes: &[u8]) -> String {
     String::from_utf8_lossy(bytes).into_owned()
 }
 
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + DEADLINE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < end, "waited in vain for: {what}");
-        std::thread::park_timeout(Duration::from_millis(5));
-    }
-}
-
 fn end(child: &mut Child) -> ExitStatus {
-    until("the end of a process", || child.try_wait().unwrap())
+    found("the end of a process", || child.try_wait().unwrap())
 }
 
 fn signal(pid: u32, signal: Signal) {
@@ -161,10 +149,10 @@ fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {
     home.ok("up -d");
     let mut peer = UnixStream::connect(home.path("run/t/vm.sock")).unwrap();
     peer.write_all(&[0xa5; 64]).unwrap();
-    peer.set_read_timeout(Some(DEADLINE)).unwrap();
+    peer.set_read_timeout(Some(PATIENCE)).unwrap();
     // It is hung up on: by an end, or by a reset where it had more to say than was read.
     assert!(!matches!(peer.read(&mut [0; 64]), Ok(1..)), "nothing is answered");
-    let faulty = until("the fault", || home.status().ports.into_iter().find(|p| p.counters.faults > 0));
+    let faulty = found("the fault", || home.status().ports.into_iter().find(|p| p.counters.faults > 0));
     assert_eq!((faulty.name.as_str(), faulty.counters.faults), ("vm", 1));
     for command in ["status", "port ls", "port stats vm"] {
         let said = home.ok(command);
@@ -202,11 +190,11 @@ fn a_capture_is_a_file_that_tshark_reads() {
     let home = Home::new(FILE);
     home.ok("up -d");
     let mut guest = UnixStream::connect(home.path("run/t/guest.sock")).unwrap();
-    guest.set_read_timeout(Some(DEADLINE)).unwrap();
-    until("the port's link", || home.client().port("guest").unwrap().up.then_some(()));
+    guest.set_read_timeout(Some(PATIENCE)).unwrap();
+    until("the port's link", || home.client().port("guest").unwrap().up);
     let mut capture = home.command("capture guest -w c.pcapng --count 2 --seconds 60").spawn().unwrap();
     // The file's head is written once the capture runs.
-    until("the start of the capture", || std::fs::metadata(home.path("c.pcapng")).ok().filter(|m| m.len() > 0));
+    found("the start of the capture", || std::fs::metadata(home.path("c.pcapng")).ok().filter(|m| m.len() > 0));
     let answer = exchange(&mut guest, &arp_request());
     assert_eq!((answer[12..14].to_vec(), &answer[28..32]), (vec![8, 6], &[10u8, 87, 0, 1][..]));
     assert!(end(&mut capture).success());
@@ -239,7 +227,7 @@ fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
     for _ in 0..2 {
         let pid = home.status().pid;
         signal(pid, Signal::KILL);
-        until("the daemon's end", || (!Path::new(&format!("/proc/{pid}")).exists()).then_some(()));
+        until("the daemon's end", || !Path::new(&format!("/proc/{pid}")).exists());
         let stale = home.refused("status", 1);
         assert!(stale.contains("does not run any more") && stale.contains("tombolo up"), "{stale}");
         home.ok("up -d");
@@ -247,7 +235,7 @@ fn a_killed_daemon_is_told_and_cleared_up_by_the_next_up_or_down() {
     }
     let pid = home.status().pid;
     signal(pid, Signal::KILL);
-    until("the daemon's end", || (!Path::new(&format!("/proc/{pid}")).exists()).then_some(()));
+    until("the daemon's end", || !Path::new(&format!("/proc/{pid}")).exists());
     home.ok("down");
     assert!(!home.path("run/t").exists());
     home.ok("up -d");
@@ -280,7 +268,7 @@ fn a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it() {
     std::fs::write(&script, lines).unwrap();
     std::fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let mut doctor = home.command("doctor").env("TOMBOLO_QEMU", &script).stdout(Stdio::null()).spawn().unwrap();
-    let probes = until("the probe's QEMU", || Some(processes_with(&mark)).filter(|p| !p.is_empty()));
+    let probes = found("the probe's QEMU", || Some(processes_with(&mark)).filter(|p| !p.is_empty()));
     signal(doctor.id(), Signal::KILL);
     end(&mut doctor);
     let deadline = Instant::now() + Duration::from_secs(5);
@@ -297,7 +285,7 @@ fn the_foreground_ends_well_with_either_signal() {
     let home = Home::new(FILE);
     for number in [Signal::INT, Signal::TERM, Signal::HUP] {
         let mut up = home.command("up").stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
-        until("the fabric", || home.run("status").status.success().then_some(()));
+        until("the fabric", || home.run("status").status.success());
         signal(up.id(), number);
         assert!(end(&mut up).success(), "{number:?}");
         let mut said = String::new();
@@ -310,7 +298,7 @@ fn the_foreground_ends_well_with_either_signal() {
         assert!(!home.path("run/t").exists());
     }
     let mut up = home.command("up").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();
-    until("the fabric", || home.run("status").status.success().then_some(()));
+    until("the fabric", || home.run("status").status.success());
     home.ok("down");
     assert!(end(&mut up).success(), "after down from elsewhere");
 }

@@ -20,6 +20,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use tombolo_testing::Random;
+
 /// Inputs that are kept in memory for their behaviour.
 pub const MAX_KEPT: usize = 4096;
 /// Longest input.
@@ -43,24 +45,6 @@ impl Behaviour {
     }
 }
 
-/// Random numbers that a seed repeats (splitmix64).
-#[derive(Debug)]
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        b ^ (b >> 31)
-    }
-
-    /// Below `n`, which is not 0.
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n as u64) as usize
-    }
-}
-
 /// Cuts an input into records: a byte of flags, a length of two bytes (big-endian), and as many bytes, or what is left.
 /// So one input is a sequence of frames or steps.
 pub fn records(mut input: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
@@ -76,20 +60,20 @@ pub fn records(mut input: &[u8]) -> impl Iterator<Item = (u8, &[u8])> {
 const EDGES: [u8; 10] = [0, 1, 4, 5, 0x45, 0x7f, 0x80, 0xfe, 0xff, 20];
 
 fn mutate(random: &mut Random, parents: &[Vec<u8>]) -> Vec<u8> {
-    let mut input = parents[random.below(parents.len())].clone();
-    for _ in 0..=random.below(6) {
+    let mut input = parents[random.index(parents.len())].clone();
+    for _ in 0..=random.index(6) {
         let len = input.len().max(1);
-        let at = random.below(len).min(input.len());
-        let span = 1 + random.below(len.min(64));
+        let at = random.index(len).min(input.len());
+        let span = 1 + random.index(len.min(64));
         let end = (at + span).min(input.len());
-        match random.below(10) {
-            0..3 if at < input.len() => input[at] ^= 1 << random.below(8),
-            3 if at < input.len() => input[at] = random.next() as u8,
-            4 if at < input.len() => input[at] = EDGES[random.below(EDGES.len())],
+        match random.index(10) {
+            0..3 if at < input.len() => input[at] ^= 1 << random.index(8),
+            3 if at < input.len() => input[at] = random.next_u64() as u8,
+            4 if at < input.len() => input[at] = EDGES[random.index(EDGES.len())],
             // A length or a port: two bytes at once, a little off.
             5 if at + 2 <= input.len() => {
                 let word = u16::from_be_bytes([input[at], input[at + 1]]);
-                let word = word.wrapping_add(random.below(9) as u16).wrapping_sub(4);
+                let word = word.wrapping_add(random.index(9) as u16).wrapping_sub(4);
                 input[at..at + 2].copy_from_slice(&word.to_be_bytes());
             }
             6 => drop(input.drain(at..end)),
@@ -98,13 +82,13 @@ fn mutate(random: &mut Random, parents: &[Vec<u8>]) -> Vec<u8> {
                 input.splice(at..at, piece);
             }
             8 => {
-                let other = &parents[random.below(parents.len())];
-                let from = random.below(other.len().max(1)).min(other.len());
-                let to = (from + 1 + random.below(256)).min(other.len());
+                let other = &parents[random.index(parents.len())];
+                let from = random.index(other.len().max(1)).min(other.len());
+                let to = (from + 1 + random.index(256)).min(other.len());
                 input.splice(at..end, other[from..to].iter().copied());
             }
             // Behind each other: what one left meets the other.
-            _ => input.extend_from_slice(&parents[random.below(parents.len())]),
+            _ => input.extend_from_slice(&parents[random.index(parents.len())]),
         }
         input.truncate(MAX_INPUT_BYTES);
     }
@@ -153,10 +137,7 @@ pub fn run(name: &str, keep_at: &Path, target: impl Fn(&[u8], &mut Behaviour)) {
     }
     let number = |key: &str| std::env::var(key).ok().and_then(|text| text.parse::<u64>().ok());
     let span = Duration::from_secs(number("TOMBOLO_FUZZ_SECONDS").unwrap_or(1));
-    let now = || std::time::UNIX_EPOCH.elapsed().map_or(1, |t| t.as_nanos() as u64);
-    let seed = number("TOMBOLO_SEED").unwrap_or_else(now);
-    println!("{name}: TOMBOLO_SEED={seed}");
-    let (mut random, mut kept, mut seen) = (Random(seed), corpus(name), HashSet::new());
+    let (mut random, mut kept, mut seen) = (Random::seeded(), corpus(name), HashSet::new());
     let seeds = kept.len();
     for input in &kept {
         seen.insert(one(name, input, keep_at, &target));
@@ -171,7 +152,7 @@ pub fn run(name: &str, keep_at: &Path, target: impl Fn(&[u8], &mut Behaviour)) {
                 kept.push(input);
             } else {
                 // The seeds stay; of the others, one that is in everybody's history by now goes.
-                let at = seeds + random.below(kept.len() - seeds);
+                let at = seeds + random.index(kept.len() - seeds);
                 kept[at] = input;
             }
         }

@@ -12,6 +12,7 @@ use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
+use crate::rundir;
 
 /// What was found out about the machine.
 #[derive(Debug, Clone)]
@@ -359,6 +360,7 @@ fn network_link(
         mtu: to.mtu,
         // Names of the file have at most 24 bytes.
         name: Name::new(to.network).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+        offloads: true,
     };
     let shape = shape(Dialect::V1);
     Ok(Config { name, shape, layout, region_bytes: region, header: Some(header), host: Some(0), doors })
@@ -377,6 +379,7 @@ fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
         mac: [0; 6],
         mtu: 0,
         name: Name::new(&link.name).unwrap_or_else(|| Name::new("").expect("an empty name fits")),
+        offloads: false,
     };
     let mut doors = Vec::new();
     if !link.plain {
@@ -385,7 +388,7 @@ fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
             doors.push(Door { path, seat: server::Seat::Fixed(id) });
         }
         if link.seats > 0 {
-            let path = short(facts.runtime.join(format!("{}.link.sock", link.name)))?;
+            let path = short(rundir::link_socket(&facts.runtime, &link.name))?;
             doors.push(Door { path, seat: server::Seat::From(link.between.len() as u32) });
         }
     }

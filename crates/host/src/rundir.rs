@@ -163,6 +163,11 @@ pub fn api_socket(root: &Path, fabric: &str) -> PathBuf {
     root.join(fabric).join("api.sock")
 }
 
+/// The socket at which processes take the seats of a direct link, in the fabric's directory.
+pub fn link_socket(directory: &Path, link: &str) -> PathBuf {
+    directory.join(format!("{link}.link.sock"))
+}
+
 /// Names of the fabrics that have a runtime directory with a held lock, sorted.
 pub fn running(root: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(root) else { return vec![] };
@@ -343,6 +348,7 @@ mod tests {
         record(dir.path(), me, 0);
         let waiter = std::thread::scope(|scope| {
             let waiter = scope.spawn(|| take_lock("f", dir.path()).map(|(_, owner)| owner.map(|o| o.pid)));
+            // A span in which one that did not wait would be done.
             std::thread::sleep(Duration::from_millis(50));
             assert!(!waiter.is_finished());
             drop(held);

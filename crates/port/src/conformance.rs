@@ -31,6 +31,7 @@ use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation}
 use tombolo_switch::port::{Fault, FaultKind, Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_switch::worker::SERVICE_INTERVAL;
+use tombolo_testing::Random;
 
 /// How long anything may take before a check fails.
 pub const DEADLINE: Duration = Duration::from_secs(20);
@@ -111,34 +112,6 @@ pub trait Fixture: Sized {
     /// some of them.
     fn spoil_transmit(&mut self) -> Misdeed {
         Misdeed::Impossible("the peer gives the port nothing that could spoil a transmit")
-    }
-}
-
-/// Random numbers that a seed repeats (splitmix64).
-pub struct Random(u64);
-
-impl Random {
-    /// Seeded by `TOMBOLO_SEED`, or anew; the seed is printed.
-    pub fn seeded() -> Random {
-        let given = std::env::var("TOMBOLO_SEED").ok().and_then(|s| s.parse().ok());
-        let fresh = || std::time::UNIX_EPOCH.elapsed().map_or(1, |t| t.as_nanos() as u64);
-        let seed = given.unwrap_or_else(fresh);
-        println!("TOMBOLO_SEED={seed}");
-        Random(seed)
-    }
-
-    /// The next number.
-    pub fn next_u64(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    /// A number in `from..=to`.
-    pub fn within(&mut self, from: usize, to: usize) -> usize {
-        from + (self.next_u64() % (to - from + 1) as u64) as usize
     }
 }
 

@@ -1,14 +1,18 @@
-//! For tests: a network namespace with an interface in it, and a packet socket that plays the peer there.
+//! For tests: a network namespace with an interface in it, a packet socket that plays the peer there, and what the fixtures of all
+//! attachments have in common whose peer is the kernel.
 
-use crate::conformance::{DEADLINE, number};
+use crate::conformance::{Abilities, DEADLINE, Fixture, Misdeed, number};
 use crate::link::{Interface, Netns};
 use crate::pair::OwnedFrame;
+use crate::reactor::Registration;
 use crate::sys::{self, Headers, Piece, Received, Slots};
 use std::collections::VecDeque;
+use std::marker::PhantomData;
 use std::os::fd::OwnedFd;
 use std::process::Command;
 use std::time::Instant;
 use tombolo_switch::frame::{MAX_FRAME_BYTES, Offload};
+use tombolo_switch::port::Port;
 
 /// Why a test that makes interfaces cannot run here.
 pub(crate) fn missing() -> Option<String> {
@@ -83,5 +87,86 @@ impl KernelSide {
             }
         }
         self.frames.pop_front()
+    }
+}
+
+/// A kind of attachment whose peer is the kernel: how its interfaces come, and where the peer is.
+pub(crate) trait Attachment {
+    const KIND: &'static str;
+    /// The interface at which the peer sends and collects. With it the port loses its own.
+    const PEER: &'static str;
+
+    /// Why it cannot run here, besides what every test with interfaces needs.
+    fn missing() -> Option<String> {
+        None
+    }
+
+    /// The port, in a namespace without interfaces.
+    fn open(netns: &Netns, registration: Registration) -> Box<dyn Port>;
+
+    /// Makes the interfaces that went with [`Attachment::PEER`] once more.
+    fn connect(netns: &Netns);
+}
+
+/// The peer of such a port.
+pub(crate) struct KernelFixture<A> {
+    pub(crate) netns: Netns,
+    pub(crate) side: KernelSide,
+    attachment: PhantomData<A>,
+}
+
+impl<A: Attachment> Fixture for KernelFixture<A> {
+    const KIND: &'static str = A::KIND;
+
+    fn missing() -> Option<String> {
+        missing().or_else(A::missing)
+    }
+
+    fn make(registration: Registration) -> (Box<dyn Port>, Self) {
+        let netns = quiet_namespace();
+        let port = A::open(&netns, registration);
+        let side = KernelSide::open(&netns, A::PEER);
+        (port, KernelFixture { netns, side, attachment: PhantomData })
+    }
+
+    fn abilities(&self) -> Abilities {
+        Abilities { frame_bytes: (14, 1514), offload: true, back_pressure: false, window: 32 }
+    }
+
+    fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
+        self.side.inject(bytes, offload)
+    }
+
+    fn collect(&mut self) -> Option<OwnedFrame> {
+        self.side.collect()
+    }
+
+    fn disconnect(&mut self) {
+        run(&self.netns, &format!("ip link del {}", A::PEER));
+    }
+
+    fn connect(&mut self) {
+        A::connect(&self.netns);
+        self.side = KernelSide::open(&self.netns, A::PEER);
+    }
+
+    fn send_runt(&mut self) -> Misdeed {
+        assert!(self.side.inject_raw(&[0; 13], &[0; 10]).is_err());
+        Misdeed::Impossible("the kernel passes on no frame without an Ethernet header")
+    }
+
+    fn send_over_long(&mut self) -> Misdeed {
+        assert!(self.side.inject_raw(&[0; 1600], &[0; 10]).is_err());
+        Misdeed::Impossible("the kernel sends no frame beyond the MTU")
+    }
+
+    fn send_bad_offload(&mut self) -> Misdeed {
+        let past_the_end = [1, 0, 0, 0, 0, 0, 0, 1, 0, 1];
+        assert!(self.side.inject_raw(&[0; 60], &past_the_end).is_err());
+        Misdeed::Impossible("the kernel checks offload fields itself")
+    }
+
+    fn break_protocol(&mut self) -> Misdeed {
+        Misdeed::Impossible("the peer is the kernel")
     }
 }

@@ -491,78 +491,31 @@ impl Port for PacketPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Abilities, Fixture, Misdeed, Rig, frame, number, plain, same, tcp_frame};
-    use crate::kernel_side::{self, KernelSide};
+    use crate::conformance::{Fixture, Rig, frame, number, plain, same, tcp_frame};
+    use crate::kernel_side::{self, Attachment, KernelFixture};
     use crate::pair::OwnedFrame;
     use tombolo_switch::frame::SegmentKind;
 
-    struct PacketFixture {
-        netns: Netns,
-        side: KernelSide,
-    }
+    /// The peer is at the far end of a pair of interfaces.
+    struct Veth;
 
-    fn veth(netns: &Netns) {
-        kernel_side::run(netns, "ip link add va type veth peer name vb");
-        kernel_side::run(netns, "ip link set vb up");
-        kernel_side::run(netns, "ip link set va up");
-        kernel_side::await_carrier(netns, "vb");
-    }
+    type PacketFixture = KernelFixture<Veth>;
 
-    impl Fixture for PacketFixture {
+    impl Attachment for Veth {
         const KIND: &str = "packet";
+        const PEER: &str = "vb";
 
-        fn missing() -> Option<String> {
-            kernel_side::missing()
-        }
-
-        fn make(registration: Registration) -> (Box<dyn Port>, Self) {
-            let netns = kernel_side::quiet_namespace();
-            veth(&netns);
+        fn open(netns: &Netns, registration: Registration) -> Box<dyn Port> {
+            Veth::connect(netns);
             let config = PacketConfig { netns: Some(netns.clone()), ..PacketConfig::new("va") };
-            let port = PacketPort::open(&config, registration).unwrap();
-            let side = KernelSide::open(&netns, "vb");
-            (Box::new(port), PacketFixture { netns, side })
+            Box::new(PacketPort::open(&config, registration).unwrap())
         }
 
-        fn abilities(&self) -> Abilities {
-            Abilities { frame_bytes: (14, 1514), offload: true, back_pressure: false, window: 32 }
-        }
-
-        fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
-            self.side.inject(bytes, offload)
-        }
-
-        fn collect(&mut self) -> Option<OwnedFrame> {
-            self.side.collect()
-        }
-
-        fn disconnect(&mut self) {
-            kernel_side::run(&self.netns, "ip link del vb");
-        }
-
-        fn connect(&mut self) {
-            veth(&self.netns);
-            self.side = KernelSide::open(&self.netns, "vb");
-        }
-
-        fn send_runt(&mut self) -> Misdeed {
-            assert!(self.side.inject_raw(&[0; 13], &[0; 10]).is_err());
-            Misdeed::Impossible("the kernel receives no frame without an Ethernet header")
-        }
-
-        fn send_over_long(&mut self) -> Misdeed {
-            assert!(self.side.inject_raw(&[0; 1600], &[0; 10]).is_err());
-            Misdeed::Impossible("the kernel sends no frame beyond the MTU")
-        }
-
-        fn send_bad_offload(&mut self) -> Misdeed {
-            let past_the_end = [1, 0, 0, 0, 0, 0, 0, 1, 0, 1];
-            assert!(self.side.inject_raw(&[0; 60], &past_the_end).is_err());
-            Misdeed::Impossible("the kernel checks offload fields itself")
-        }
-
-        fn break_protocol(&mut self) -> Misdeed {
-            Misdeed::Impossible("the peer is the kernel")
+        fn connect(netns: &Netns) {
+            kernel_side::run(netns, "ip link add va type veth peer name vb");
+            kernel_side::run(netns, "ip link set vb up");
+            kernel_side::run(netns, "ip link set va up");
+            kernel_side::await_carrier(netns, "vb");
         }
     }
 

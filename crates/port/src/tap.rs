@@ -626,71 +626,31 @@ impl Port for TapPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Abilities, Fixture, Misdeed, Rig, plain, same, tcp_frame};
-    use crate::kernel_side::{self, KernelSide};
-    use crate::pair::OwnedFrame;
+    use crate::conformance::{Rig, plain, same, tcp_frame};
+    use crate::kernel_side::{self, Attachment, KernelFixture, KernelSide};
     use tombolo_switch::frame::SegmentKind;
 
-    struct TapFixture {
-        netns: Netns,
-        side: KernelSide,
-    }
+    /// The tap itself is where the kernel's side is.
+    struct Tap;
 
-    impl Fixture for TapFixture {
+    type TapFixture = KernelFixture<Tap>;
+
+    impl Attachment for Tap {
         const KIND: &str = "tap";
+        const PEER: &str = "tap0";
 
         fn missing() -> Option<String> {
-            kernel_side::missing().or_else(|| open_device().err().map(|error| error.to_string()))
+            open_device().err().map(|error| error.to_string())
         }
 
-        fn make(registration: Registration) -> (Box<dyn Port>, Self) {
-            let netns = kernel_side::quiet_namespace();
+        fn open(netns: &Netns, registration: Registration) -> Box<dyn Port> {
             let config = TapConfig { netns: Some(netns.clone()), mtu: Some(1500), ..TapConfig::new("tap0") };
-            let port = TapPort::open(&config, registration).unwrap();
-            let side = KernelSide::open(&netns, "tap0");
-            (Box::new(port), TapFixture { netns, side })
+            Box::new(TapPort::open(&config, registration).unwrap())
         }
 
-        fn abilities(&self) -> Abilities {
-            Abilities { frame_bytes: (14, 1514), offload: true, back_pressure: false, window: 32 }
-        }
-
-        fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
-            self.side.inject(bytes, offload)
-        }
-
-        fn collect(&mut self) -> Option<OwnedFrame> {
-            self.side.collect()
-        }
-
-        fn disconnect(&mut self) {
-            kernel_side::run(&self.netns, "ip link del tap0");
-        }
-
-        fn connect(&mut self) {
-            kernel_side::run(&self.netns, "ip tuntap add dev tap0 mode tap");
-            kernel_side::run(&self.netns, "ip link set tap0 up");
-            self.side = KernelSide::open(&self.netns, "tap0");
-        }
-
-        fn send_runt(&mut self) -> Misdeed {
-            assert!(self.side.inject_raw(&[0; 13], &[0; 10]).is_err());
-            Misdeed::Impossible("the kernel sends no frame without an Ethernet header")
-        }
-
-        fn send_over_long(&mut self) -> Misdeed {
-            assert!(self.side.inject_raw(&[0; 1600], &[0; 10]).is_err());
-            Misdeed::Impossible("the kernel sends no frame beyond the MTU")
-        }
-
-        fn send_bad_offload(&mut self) -> Misdeed {
-            let past_the_end = [1, 0, 0, 0, 0, 0, 0, 1, 0, 1];
-            assert!(self.side.inject_raw(&[0; 60], &past_the_end).is_err());
-            Misdeed::Impossible("the kernel checks offload fields itself")
-        }
-
-        fn break_protocol(&mut self) -> Misdeed {
-            Misdeed::Impossible("the peer is the kernel")
+        fn connect(netns: &Netns) {
+            kernel_side::run(netns, "ip tuntap add dev tap0 mode tap");
+            kernel_side::run(netns, "ip link set tap0 up");
         }
     }
 

@@ -11,6 +11,7 @@ use tombolo_port::ivshmem::peer::NetPeer;
 use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_ring::ivshmem::{channel as records, protocol};
 use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
 use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
@@ -18,6 +19,7 @@ use tombolo_shm::memory::Mapping;
 use tombolo_switch::control::{NetworkId, PortSettings};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::Link as PortLink;
+use tombolo_testing::until;
 
 const PATIENCE: Duration = Duration::from_secs(30);
 const BYTES: u64 = 1 << 20;
@@ -88,6 +90,7 @@ impl Fabric {
             peer_present: false,
             owns_region: true,
             mtu: 1500,
+            offloads: Offloads::Offered,
         };
         let reserved = self.worker.handle().reserve().unwrap();
         let registration = self.worker.registration(&reserved);
@@ -311,10 +314,11 @@ fn idle_links_without_doorbells_share_their_wake_ups() {
     let mut links: Vec<_> = names.iter().map(|name| fabric.join(name)).collect();
     links.iter_mut().for_each(up);
     fabric.all_up();
-    // Until the last of them has become slow.
-    std::thread::sleep(Duration::from_millis(100));
+    let slow = |port| fabric.detail(port, "woken_by").contains("4000 us");
+    until("the last of them to become slow", || (0..64).all(slow));
     let counters = fabric.worker.handle().counters().clone();
     let (sleeps, slept, start) = (counters.sleeps.get(), counters.slept_ns.get(), Instant::now());
+    // The span that is measured, not a wait for anything.
     std::thread::sleep(Duration::from_secs(2));
     let took = start.elapsed().as_secs_f64();
     let per_second = (counters.sleeps.get() - sleeps) as f64 / took;

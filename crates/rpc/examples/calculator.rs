@@ -5,49 +5,113 @@
 //! tombolo call calculator '6 * 7' --deadline 5ms
 //! cargo run -p tombolo-rpc --example calculator -- '1 / 3'
 //! ```
+//!
+//! The same in C, C++ and Python is in bindings/examples; calculator.c there tells the protocol and the arguments.
 
+use std::fmt::Write as _;
+use std::process::ExitCode;
 use std::time::Duration;
 
-use tombolo_rpc::client::{CallOptions, Client};
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 
 /// The answer's code where the request was no calculation.
 const NOT_UNDERSTOOD: u32 = 1;
+/// The answer's code where there is no result.
+const DIVISION_BY_ZERO: u32 = 2;
 
-fn calculate(text: &str) -> Option<f64> {
-    let mut words = text.split_whitespace();
-    let (a, operator, b) = (words.next()?, words.next()?, words.next()?);
-    let (a, b): (f64, f64) = (a.parse().ok()?, b.parse().ok()?);
+/// A decimal number; `parse` alone would take "inf", too.
+fn number(word: &str) -> Option<f64> {
+    word.bytes().all(|b| b.is_ascii_digit() || b".eE+-".contains(&b)).then(|| word.parse().ok())?
+}
+
+/// The result, or a code with its words.
+fn calculate(text: &str) -> Result<f64, (u32, &'static str)> {
+    let not_understood = (NOT_UNDERSTOOD, "expected \"A + B\", with + - * or /");
+    let words: Vec<&str> = text.split_ascii_whitespace().collect();
+    let [a, operator, b] = words[..] else { return Err(not_understood) };
+    let (a, b) = number(a).zip(number(b)).ok_or(not_understood)?;
     match operator {
-        "+" => Some(a + b),
-        "-" => Some(a - b),
-        "*" => Some(a * b),
-        "/" => Some(a / b),
-        _ => None,
+        "+" => Ok(a + b),
+        "-" => Ok(a - b),
+        "*" => Ok(a * b),
+        "/" if b == 0.0 => Err((DIVISION_BY_ZERO, "division by zero")),
+        "/" => Ok(a / b),
+        _ => Err(not_understood),
     }
 }
 
-fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
+fn serve(request: &Request<'_>, reply: &mut Reply<'_>, delay: Duration) {
+    if !delay.is_zero() {
+        println!("working");
+        std::thread::sleep(delay);
+    }
     let bytes = request.to_vec();
-    let result = std::str::from_utf8(&bytes).ok().and_then(calculate);
-    let text = result.map_or("expected \"A + B\", with + - * or /".into(), |number| number.to_string());
-    if result.is_none() {
-        reply.set_code(NOT_UNDERSTOOD);
+    let mut text = String::new();
+    match calculate(&String::from_utf8_lossy(&bytes)) {
+        Ok(number) => {
+            let _ = write!(text, "{number:.6}");
+            if text.contains('.') {
+                text.truncate(text.trim_end_matches('0').trim_end_matches('.').len());
+            }
+        }
+        Err((code, words)) => {
+            reply.set_code(code);
+            text.push_str(words);
+        }
     }
     // No room for the reply is answered as such.
     let _ = reply.write(text.as_bytes());
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
-    if let Some(text) = std::env::args().nth(1) {
-        let client = Client::connect("calculator")?;
-        let reply = client.call(text.as_bytes(), &CallOptions::within(Duration::from_millis(5)))?;
-        println!("{}", String::from_utf8_lossy(&reply.to_vec()?));
-        return Ok(());
+/// How a call or a connection failed, as all languages name it.
+fn failed(error: &(dyn std::error::Error + 'static)) -> ExitCode {
+    let name = match (error.downcast_ref(), error.downcast_ref()) {
+        (Some(CallError::Late), _) => "late",
+        (Some(CallError::Refused(_)), _) => "refused",
+        (Some(CallError::Expired), _) => "expired",
+        (Some(CallError::ProviderGone), _) => "provider-gone",
+        (Some(CallError::Timeout), _) => "timeout",
+        (_, Some(ConnectError::NoService { .. })) => "no-service",
+        _ => "other",
+    };
+    println!("error: {name}");
+    eprintln!("{error}");
+    ExitCode::from(2)
+}
+
+fn call(name: &str, text: &str, options: &CallOptions) -> Result<ExitCode, Box<dyn std::error::Error>> {
+    let reply = Client::connect(name)?.call(text.as_bytes(), options)?;
+    if reply.code() != 0 {
+        print!("code {}: ", reply.code());
+    }
+    println!("{}", String::from_utf8_lossy(&reply.to_vec()?));
+    Ok(ExitCode::from(u8::from(reply.code() != 0)))
+}
+
+fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
+    let (mut name, mut text, mut delay) = (String::from("calculator"), None, Duration::ZERO);
+    let mut call_options = CallOptions::within(Duration::from_millis(5));
+    let mut words = std::env::args().skip(1);
+    while let Some(word) = words.next() {
+        let mut value = || words.next().ok_or(format!("{word}: expected a value"));
+        match word.as_str() {
+            "--name" => name = value()?,
+            "--delay-ms" => delay = Duration::from_millis(value()?.parse()?),
+            "--within-ms" => {
+                call_options.deadline = CallOptions::within(Duration::from_millis(value()?.parse()?)).deadline;
+            }
+            "--timeout-ms" => call_options.timeout = Duration::from_millis(value()?.parse()?),
+            _ => text = Some(word),
+        }
+    }
+    if let Some(text) = text {
+        return Ok(call(&name, &text, &call_options).unwrap_or_else(|error| failed(&*error)));
     }
     let options = Options { workers: 2, budget: Duration::from_micros(50), admission: true, ..Options::default() };
-    let service = Service::register("calculator", options, serve)?;
-    println!("serving; workers run as: {}", service.report().workers.join(", "));
+    let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| serve(request, reply, delay);
+    let _service = Service::register(&name, options, handler)?;
+    println!("serving");
     loop {
         std::thread::park();
     }

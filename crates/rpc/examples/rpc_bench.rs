@@ -1,88 +1,40 @@
 //! Measures calls beside the floor that the kernel sets: a futex and a Unix socket, each between two processes.
 //!
-//! usage: rpc_bench [--repeats N] [--calls N]
+//! usage: rpc_bench [--calls N] [--only ROW]
 //!
-//! Each repeat runs every row once, one after the other, so that what is compared is interleaved. A row starts a process for the
-//! other end (this program again), pins both, calls in a closed loop, and prints one JSON object: the row's name, its figures, and the
-//! CPU time of both processes per call. `bench/rpc.py` runs it and prints the medians.
+//! Runs every row once, one after the other, and prints one JSON object for each (`tombolo_bench`). A row starts a process for the
+//! other end (this program again), pins both, and calls in a closed loop. `bench/rpc.py` runs it in turn with the peers' programs and prints
+//! the medians.
 //!
 //! Both ends sleep at once in the rows named "blocking", as real callers that come seldom do; "polled" never sleeps, "adaptive" is
-//! what a program gets that chooses nothing.
+//! what a program gets that chooses nothing. "order" is one request in and one out while ten thousand wait, without any process: all of what a
+//! service decides, with admission and without, beside the same done by the standard library's heap and tree.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::cmp::Reverse;
+use std::collections::{BTreeMap, BinaryHeap};
+use std::hint::black_box;
+use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rustix::thread::{CpuSet, sched_setaffinity};
-use rustix::time::{ClockId, clock_gettime};
-use tombolo_ring::rpc::entry::BEST_EFFORT;
+use tombolo_bench::{Fallible, Other, Row, closed_loop, option, other_end, pin, ready, until_ended};
+use tombolo_ring::mem::Foreign;
 use tombolo_rpc::client::{CallOptions, Client, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
-use tombolo_rpc::schedule::{Late, Next, Rules, Schedule};
+use tombolo_rpc::schedule::{Late, Next, Order, Rules, Schedule};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::class::{self, Class};
-use tombolo_shm::{futex, section};
-
-type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
+use tombolo_shm::{futex, passing, section};
 
 const SHARED_BYTES: u64 = 1 << 30;
-
-fn pin(cpu: usize) {
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    // On a machine with one CPU the rows for two mean nothing, and say so by their figures.
-    let _ = sched_setaffinity(None, &set);
-}
-
-fn cpu_ns() -> u64 {
-    let time = clock_gettime(ClockId::ProcessCPUTime);
-    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
-}
-
-/// The other end of a row.
-struct Other {
-    child: Child,
-    out: BufReader<std::process::ChildStdout>,
-}
-
-impl Other {
-    fn start(what: &str, dir: &Path, cpu: usize, fifo: bool) -> Fallible<Other> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(["--other", what, &cpu.to_string(), &u8::from(fifo).to_string()])
-            .arg(dir)
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let out = BufReader::new(child.stdout.take().ok_or("no output")?);
-        let mut other = Other { child, out };
-        other.line()?;
-        Ok(other)
-    }
-
-    fn line(&mut self) -> Fallible<String> {
-        let mut line = String::new();
-        if self.out.read_line(&mut line)? == 0 {
-            return Err("the other end ended".into());
-        }
-        Ok(line.trim().into())
-    }
-}
-
-impl Drop for Other {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
+const PENDING: u64 = 10_000;
 
 fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
     match request.len() {
-        // The CPU time of this process so far.
-        3 => drop(reply.write(&cpu_ns().to_le_bytes())),
         // Large requests in shared memory are answered by a word of them: no byte is moved.
         len if len as u64 == SHARED_BYTES => {
             let word = request.payload().read_array::<8>(0).unwrap_or_default();
@@ -109,119 +61,58 @@ fn polling(what: &str) -> Polling {
     }
 }
 
-fn other(what: &str, cpu: usize, fifo: bool, dir: &Path) -> Fallible<()> {
-    pin(cpu);
-    match what {
-        "hog" => loop {
-            std::hint::spin_loop();
-        },
-        "futex" => {
+fn other(args: &[String]) -> Fallible<()> {
+    let [what, cpu, dir] = args else { return Err("expected: WHAT CPU FOLDER".into()) };
+    let dir = Path::new(dir);
+    pin(cpu.parse()?);
+    match &what[..] {
+        "hog" => {
+            ready();
+            loop {
+                std::hint::spin_loop();
+            }
+        }
+        "futex" | "spin" => {
+            let spins = what == "spin";
             let (fd, own) = section::make("bench", 4096, true)?;
-            let socket = UnixStream::connect(dir.join("futex"))?;
-            send_fd(&socket, &fd)?;
+            let socket = UnixStream::connect(dir.join("socket"))?;
+            passing::send(&socket, b"x", &[fd.as_fd()], true)?;
             let peer = section::adopt(receive_fd(&socket)?, 4096, true)?;
-            println!("ready");
             let view = own.view_mut().ok_or("not writable")?;
+            ready();
             for n in 1u32.. {
-                while peer.view().load_u32(0, Ordering::Acquire) != Some(n) {
-                    futex::wait(peer.view(), 0, n - 1, Duration::from_secs(1));
-                }
+                until(peer.view(), n, spins);
                 view.store_u32(0, n, Ordering::Release);
-                futex::wake(own.view(), 0);
+                if !spins {
+                    futex::wake(own.view(), 0);
+                }
             }
         }
         "unix" => {
-            let mut socket = UnixStream::connect(dir.join("unix"))?;
-            println!("ready");
+            let mut socket = UnixStream::connect(dir.join("socket"))?;
+            ready();
             let mut bytes = [0; 64];
             while socket.read_exact(&mut bytes).is_ok() {
                 socket.write_all(&bytes)?;
             }
         }
         what => {
-            let class = if fifo { WorkerClass::Fifo(50) } else { WorkerClass::Normal };
+            let class = if what == "fifo" { WorkerClass::Fifo(50) } else { WorkerClass::Normal };
             let options = Options { folder: Some(dir.into()), polling: polling(what), class, ..Options::default() };
             let _service = Service::register("bench", options, serve)?;
-            println!("ready");
-            loop {
-                std::thread::sleep(Duration::from_secs(60));
-            }
+            ready();
+            until_ended();
         }
     }
     Ok(())
 }
 
-fn send_fd(socket: &UnixStream, fd: impl AsFd) -> Fallible<()> {
-    use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd.as_fd()];
-    control.push(SendAncillaryMessage::ScmRights(&fds));
-    sendmsg(socket, &[std::io::IoSlice::new(b"x")], &mut control, SendFlags::empty())?;
-    Ok(())
+fn start(what: &str, cpu: usize, dir: &Path) -> Fallible<Other> {
+    Other::start(&[what, &cpu.to_string(), dir.to_str().ok_or("a folder that is no text")?])
 }
 
 fn receive_fd(socket: &UnixStream) -> Fallible<std::os::fd::OwnedFd> {
-    use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
-    let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
-    let mut byte = [0];
-    recvmsg(socket, &mut [std::io::IoSliceMut::new(&mut byte)], &mut control, RecvFlags::CMSG_CLOEXEC)?;
-    let fds = control.drain().find_map(|m| match m {
-        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
-        _ => None,
-    });
-    fds.ok_or_else(|| "no descriptor came".into())
-}
-
-/// Times of calls, and what they cost.
-struct Row {
-    name: &'static str,
-    times: Vec<u32>,
-    seconds: f64,
-    cpu_ns: Option<u64>,
-}
-
-impl Row {
-    fn print(mut self, calls: usize) {
-        self.times.sort_unstable();
-        let at = |part: f64| {
-            let index = (self.times.len() as f64 * part) as usize;
-            self.times.get(index.min(self.times.len().saturating_sub(1))).map_or(0.0, |ns| f64::from(*ns) / 1000.0)
-        };
-        let cpu = self.cpu_ns.map_or("null".into(), |ns| format!("{:.3}", ns as f64 / 1000.0 / calls as f64));
-        println!(
-            "{{\"row\":\"{}\",\"calls\":{calls},\"p50_us\":{:.3},\"p99_us\":{:.3},\"p999_us\":{:.3},\"max_us\":{:.3},\"rate\":{:.0},\"cpu_us\":{cpu}}}",
-            self.name,
-            at(0.5),
-            at(0.99),
-            at(0.999),
-            at(1.0),
-            calls as f64 / self.seconds,
-        );
-    }
-}
-
-/// Warm-up, then `calls` timed ones.
-fn closed_loop(
-    name: &'static str,
-    calls: usize,
-    cpu: impl Fn() -> Option<u64>,
-    mut call: impl FnMut() -> Fallible<()>,
-) -> Fallible<Row> {
-    for _ in 0..calls / 5 {
-        call()?;
-    }
-    let mut times = Vec::with_capacity(calls);
-    let (before, begun) = (cpu(), Instant::now());
-    for _ in 0..calls {
-        let start = Instant::now();
-        call()?;
-        times.push(start.elapsed().as_nanos().min(u128::from(u32::MAX)) as u32);
-    }
-    let seconds = begun.elapsed().as_secs_f64();
-    let cpu_ns = before.zip(cpu()).map(|(a, b)| b - a);
-    Ok(Row { name, times, seconds, cpu_ns })
+    passing::receive(socket, &mut [0; 8], true)?.fds.pop().ok_or_else(|| "no descriptor came".into())
 }
 
 fn client(dir: &Path, what: &str) -> Fallible<Client> {
@@ -229,60 +120,41 @@ fn client(dir: &Path, what: &str) -> Fallible<Client> {
     Ok(Client::connect_with("bench", &options)?)
 }
 
-fn both_cpu(client: &Client) -> Option<u64> {
-    let reply = client.call(b"cpu", &CallOptions::default()).ok()?;
-    Some(cpu_ns() + u64::from_le_bytes(reply.view().read_array(0)?))
-}
-
-fn call_row(name: &'static str, what: &str, cpus: (usize, usize), bytes: usize, calls: usize) -> Fallible<()> {
+fn call_row(name: &str, what: &str, cpus: (usize, usize), bytes: usize, calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(cpus.0);
-    let _other = Other::start(what, dir.path(), cpus.1, false)?;
+    let mut other = start(what, cpus.1, dir.path())?;
     let client = client(dir.path(), what)?;
     let options = CallOptions::default();
     let payload = vec![7; bytes];
     let mut into = vec![0; bytes];
-    let row = closed_loop(
-        name,
-        calls,
-        || both_cpu(&client),
-        || {
-            let reply = client.call(&payload, &options)?;
-            reply.copy_to(&mut into)?;
-            Ok(())
-        },
-    )?;
-    row.print(calls);
-    Ok(())
+    closed_loop(name, calls, Some(&mut other), || {
+        let reply = client.call(&payload, &options)?;
+        reply.copy_to(&mut into)?;
+        Ok(())
+    })
 }
 
 fn shared_row(calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(0);
-    let _other = Other::start("blocking", dir.path(), 1, false)?;
+    let mut other = start("blocking", 1, dir.path())?;
     let client = client(dir.path(), "blocking")?;
     let buffer = SharedBuffer::new(SHARED_BYTES, false)?;
     let mut n = 0u64;
-    let row = closed_loop(
-        "shared_1gib",
-        calls,
-        || both_cpu(&client),
-        || {
-            n += 1;
-            buffer.view().write_array(0, n.to_le_bytes());
-            let reply = client.call_shared(&buffer, 0, SHARED_BYTES, &CallOptions::default())?;
-            if reply.view().read_array(0) != Some(n.to_le_bytes()) { Err("another answer".into()) } else { Ok(()) }
-        },
-    )?;
-    row.print(calls);
-    Ok(())
+    closed_loop("shared_1gib", calls, Some(&mut other), || {
+        n += 1;
+        buffer.view().write_array(0, n.to_le_bytes());
+        let reply = client.call_shared(&buffer, 0, SHARED_BYTES, &CallOptions::default())?;
+        if reply.view().read_array(0) != Some(n.to_le_bytes()) { Err("another answer".into()) } else { Ok(()) }
+    })
 }
 
 /// 16 calls under way from one thread; both sleep when there is nothing to do.
 fn outstanding_row(calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(0);
-    let _other = Other::start("blocking", dir.path(), 1, false)?;
+    let mut other = start("blocking", 1, dir.path())?;
     let client = client(dir.path(), "blocking")?;
     let options = CallOptions::default();
     let run = |calls: usize| -> Fallible<()> {
@@ -301,169 +173,187 @@ fn outstanding_row(calls: usize) -> Fallible<()> {
         Ok(())
     };
     run(calls / 5)?;
-    let (before, begun) = (both_cpu(&client), Instant::now());
+    let row = Row::begin("outstanding_16", calls, Some(&mut other))?;
     run(calls)?;
-    let seconds = begun.elapsed().as_secs_f64();
-    let cpu_ns = before.zip(both_cpu(&client)).map(|(a, b)| b - a);
-    Row { name: "outstanding_16", times: vec![], seconds, cpu_ns }.print(calls);
-    Ok(())
+    row.end(Some(&mut other))
 }
 
-/// A busy loop on each CPU; workers and caller run as SCHED_FIFO where that is allowed.
+/// A busy loop on each CPU; worker and caller run as SCHED_FIFO where that is allowed, else the row says that it is without.
 fn loaded_row(calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
-    let hogs = [0, 1].map(|cpu| {
-        Command::new(std::env::current_exe()?)
-            .args(["--other", "hog", &cpu.to_string(), "0"])
-            .arg(dir.path())
-            .spawn()
-            .map(|child| Hog { child })
-    });
-    let hogs: Vec<Hog> = hogs.into_iter().collect::<Result<_, std::io::Error>>()?;
-    let _other = Other::start("blocking", dir.path(), 1, true)?;
-    let row = std::thread::spawn({
-        let dir = dir.path().to_path_buf();
-        move || {
+    let _hogs = [start("hog", 0, dir.path())?, start("hog", 1, dir.path())?];
+    let mut other = start("fifo", 1, dir.path())?;
+    // A thread of its own, which takes its class with it.
+    let (folder, of_row) = (dir.path(), &mut other);
+    let measured = std::thread::scope(|scope| {
+        let mut row = move || -> Fallible<()> {
             pin(0);
-            let fifo = class::set(Class::Fifo { priority: 50 }).is_ok();
-            let measured = (|| {
-                let client = client(&dir, "blocking")?;
-                closed_loop(
-                    if fifo { "loaded" } else { "loaded_without_rights" },
-                    calls,
-                    || None,
-                    || {
-                        client.call(&[7; 64], &CallOptions::default())?;
-                        Ok(())
-                    },
-                )
-            })();
-            measured.map_err(|e| e.to_string())
-        }
+            let name =
+                if class::set(Class::Fifo { priority: 50 }).is_ok() { "loaded" } else { "loaded_without_rights" };
+            let client = client(folder, "blocking")?;
+            closed_loop(name, calls, Some(&mut *of_row), || {
+                client.call(&[7; 64], &CallOptions::default())?;
+                Ok(())
+            })
+        };
+        scope.spawn(move || row().map_err(|e| e.to_string())).join()
     });
-    let row = row.join().map_err(|_| "the caller panicked")??;
-    drop(hogs);
-    row.print(calls);
-    Ok(())
+    Ok(measured.map_err(|_| "the caller panicked")??)
 }
 
-struct Hog {
-    child: Child,
-}
-
-impl Drop for Hog {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+/// Waits until the other end has written a number: asleep, or looking all the time.
+fn until(word: Foreign<'_>, n: u32, spins: bool) {
+    while word.load_u32(0, Ordering::Acquire) != Some(n) {
+        if spins {
+            std::hint::spin_loop();
+        } else {
+            futex::wait(word, 0, n - 1, Duration::from_secs(1));
+        }
     }
 }
 
-fn futex_row(name: &'static str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
+/// A word there and a word back: "futex", or "spin" without the kernel, which is what a cache line takes there and back.
+fn word_row(name: &str, what: &str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(cpus.0);
-    let listener = UnixListener::bind(dir.path().join("futex"))?;
-    let dir_path = dir.path().to_path_buf();
-    let started =
-        std::thread::spawn(move || Other::start("futex", &dir_path, cpus.1, false).map_err(|e| e.to_string()));
-    let (socket, _) = listener.accept()?;
-    let (fd, own) = section::make("bench", 4096, true)?;
-    send_fd(&socket, &fd)?;
-    let peer = section::adopt(receive_fd(&socket)?, 4096, true)?;
-    let _other = started.join().map_err(|_| "the starter panicked")??;
+    let spins = what == "spin";
+    let ((own, peer), mut other) = connected(what, cpus.1, dir.path(), |socket| {
+        let (fd, own) = section::make("bench", 4096, true)?;
+        let peer = section::adopt(receive_fd(socket)?, 4096, true)?;
+        passing::send(socket, b"x", &[fd.as_fd()], true)?;
+        Ok((own, peer))
+    })?;
     let view = own.view_mut().ok_or("not writable")?;
     let mut n = 0u32;
-    let row = closed_loop(
-        name,
-        calls,
-        || None,
-        || {
-            n += 1;
-            view.store_u32(0, n, Ordering::Release);
+    closed_loop(name, calls, Some(&mut other), || {
+        n += 1;
+        view.store_u32(0, n, Ordering::Release);
+        if !spins {
             futex::wake(own.view(), 0);
-            while peer.view().load_u32(0, Ordering::Acquire) != Some(n) {
-                futex::wait(peer.view(), 0, n - 1, Duration::from_secs(1));
-            }
-            Ok(())
-        },
-    )?;
-    row.print(calls);
-    Ok(())
+        }
+        until(peer.view(), n, spins);
+        Ok(())
+    })
 }
 
-fn unix_row(name: &'static str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
+fn unix_row(name: &str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(cpus.0);
-    let listener = UnixListener::bind(dir.path().join("unix"))?;
-    let dir_path = dir.path().to_path_buf();
-    let started = std::thread::spawn(move || Other::start("unix", &dir_path, cpus.1, false).map_err(|e| e.to_string()));
-    let (mut socket, _) = listener.accept()?;
-    let _other = started.join().map_err(|_| "the starter panicked")??;
+    let (mut socket, mut other) = connected("unix", cpus.1, dir.path(), |socket| Ok(socket.try_clone()?))?;
     let mut bytes = [7; 64];
-    let row = closed_loop(
-        name,
-        calls,
-        || None,
-        || {
-            socket.write_all(&bytes)?;
-            socket.read_exact(&mut bytes)?;
-            Ok(())
-        },
-    )?;
-    row.print(calls);
-    Ok(())
+    closed_loop(name, calls, Some(&mut other), || {
+        socket.write_all(&bytes)?;
+        socket.read_exact(&mut bytes)?;
+        Ok(())
+    })
 }
 
-/// What the order costs: one request in and one out, while ten thousand wait.
-fn order_row(calls: usize) {
-    let rules =
-        Rules { pending: 20_000, late: Late::Refuse, admission: true, budget_ns: 1, workers: 1, ttl_ns: u64::MAX };
-    let mut schedule = Schedule::new(rules);
-    // Deadlines in no order, far enough that none is late: a multiplicative sequence.
-    let deadline = |n: u64| 1_000_000_000 + (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 34);
-    for n in 0..10_000 {
-        let _ = schedule.offer(0, deadline(n), 0, n);
+/// Starts an end that connects to a socket of ours, and does with that what the two begin with.
+fn connected<T>(
+    what: &str,
+    cpu: usize,
+    dir: &Path,
+    begin: impl FnOnce(&UnixStream) -> Fallible<T>,
+) -> Fallible<(T, Other)> {
+    let listener = UnixListener::bind(dir.join("socket"))?;
+    std::thread::scope(|scope| {
+        let starts = scope.spawn(|| start(what, cpu, dir).map_err(|e| e.to_string()));
+        let begun = begin(&listener.accept()?.0)?;
+        Ok((begun, starts.join().map_err(|_| "the starter panicked")??))
+    })
+}
+
+/// A deadline somewhere in the span of those that wait, which moves on with the requests that are taken; far enough that none is late.
+fn deadline(n: u64) -> u64 {
+    1_000_000_000 + n * 1000 + (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20) % (2 * PENDING * 1000)
+}
+
+/// What one request in and one out cost while so many wait.
+fn order_row<Q>(name: &str, calls: usize, queue: &mut Q, put: impl Fn(&mut Q, u64), take: impl Fn(&mut Q)) {
+    (0..PENDING).for_each(|n| put(queue, n));
+    let mut times = Vec::new();
+    // By the hundred: the clock would be most of what is measured.
+    let rounds = (calls as u64 / 100).max(1);
+    for round in 0..rounds {
+        let begun = Instant::now();
+        for n in 0..100 {
+            put(queue, PENDING + round * 100 + n);
+            take(queue);
+        }
+        times.push(begun.elapsed().as_secs_f64() * 1e4);
     }
-    let _ = schedule.offer(0, BEST_EFFORT, 0, 0);
-    let begun = Instant::now();
-    for n in 0..calls as u64 {
-        let _ = schedule.offer(0, deadline(10_000 + n), 0, n);
-        if let Some(Next::Serve { .. }) = schedule.next(0) {
-            schedule.done(0);
+    times.sort_by(f64::total_cmp);
+    let at = |part: f64| times[((times.len() as f64 * part) as usize).min(times.len() - 1)];
+    println!("{{\"row\":\"{name}\",\"calls\":{},\"p50_us\":{:.4},\"p99_us\":{:.4}}}", 100 * rounds, at(0.5), at(0.99));
+}
+
+fn order_rows(calls: usize) -> Fallible<()> {
+    for (name, admission) in [("order_10k", true), ("order_10k_without_admission", false)] {
+        let rules = Rules {
+            pending: 20_000,
+            order: Order::Edf,
+            late: Late::Refuse,
+            admission,
+            budget_ns: 1,
+            workers: 1,
+            ttl_ns: u64::MAX,
+        };
+        let mut schedule = Schedule::new(rules);
+        let put = |schedule: &mut Schedule<[u64; 3]>, n| {
+            let _ = schedule.offer(0, deadline(n), 0, [n; 3]);
+        };
+        let take = |schedule: &mut Schedule<[u64; 3]>| {
+            if let Some(Next::Serve { .. }) = schedule.next(0) {
+                schedule.done(0);
+            }
+        };
+        order_row(name, calls, &mut schedule, put, take);
+        if schedule.pending() as u64 != PENDING {
+            return Err(format!("{} wait, expected {PENDING}: some were refused", schedule.pending()).into());
         }
     }
-    let seconds = begun.elapsed().as_secs_f64();
-    let us = seconds * 1e6 / calls as f64;
-    println!("{{\"row\":\"order_10k\",\"calls\":{calls},\"p50_us\":{us:.4},\"pending\":{}}}", schedule.pending());
+    // What they order by, and as much to carry.
+    type Heap = BinaryHeap<Reverse<(u64, u64, [u64; 3])>>;
+    let push = |heap: &mut Heap, n| heap.push(Reverse((deadline(n), n, [n; 3])));
+    let pop = |heap: &mut Heap| _ = black_box(heap.pop());
+    order_row("order_10k_binary_heap", calls, &mut Heap::new(), push, pop);
+    type Tree = BTreeMap<(u64, u64), [u64; 3]>;
+    let insert = |tree: &mut Tree, n| _ = tree.insert((deadline(n), n), [n; 3]);
+    let pop = |tree: &mut Tree| _ = black_box(tree.pop_first());
+    order_row("order_10k_btree_map", calls, &mut Tree::new(), insert, pop);
+    Ok(())
 }
 
 fn main() -> Fallible<()> {
-    let args: Vec<String> = std::env::args().skip(1).collect();
-    if let [flag, what, cpu, fifo, dir] = &args[..]
-        && flag == "--other"
-    {
-        return other(what, cpu.parse()?, fifo == "1", Path::new(dir));
+    if let Some(args) = other_end() {
+        return other(&args);
     }
-    let option = |name: &str, default: usize| -> Fallible<usize> {
-        let value = args.iter().position(|a| a == name).and_then(|at| args.get(at + 1));
-        Ok(value.map(|v| v.parse()).transpose()?.unwrap_or(default))
-    };
-    let repeats = option("--repeats", 3)?;
     let calls = option("--calls", 20_000)?;
-    for _ in 0..repeats {
-        futex_row("futex_blocking", (0, 1), calls)?;
-        unix_row("unix_blocking", (0, 1), calls)?;
-        call_row("blocking", "blocking", (0, 1), 64, calls)?;
-        futex_row("futex_one_cpu", (0, 0), calls)?;
-        unix_row("unix_one_cpu", (0, 0), calls)?;
-        call_row("blocking_one_cpu", "blocking", (0, 0), 64, calls)?;
-        call_row("adaptive", "adaptive", (0, 1), 64, 5 * calls)?;
-        call_row("adaptive_one_cpu", "adaptive", (0, 0), 64, calls)?;
-        call_row("polled", "polled", (0, 1), 64, 10 * calls)?;
-        call_row("copy_64k", "blocking", (0, 1), 64 << 10, calls / 2)?;
-        shared_row(calls / 2)?;
-        outstanding_row(20 * calls)?;
-        loaded_row(calls)?;
-        order_row(10 * calls);
+    let args: Vec<String> = std::env::args().collect();
+    let only = args.iter().position(|a| a == "--only").and_then(|at| args.get(at + 1));
+    type Run = Box<dyn Fn(&str) -> Fallible<()>>;
+    let call = |what: &'static str, cpus, bytes, calls| -> Run {
+        Box::new(move |name| call_row(name, what, cpus, bytes, calls))
+    };
+    let rows: Vec<(&str, Run)> = vec![
+        ("futex_blocking", Box::new(move |name| word_row(name, "futex", (0, 1), calls))),
+        ("unix_blocking", Box::new(move |name| unix_row(name, (0, 1), calls))),
+        ("blocking", call("blocking", (0, 1), 64, calls)),
+        ("futex_one_cpu", Box::new(move |name| word_row(name, "futex", (0, 0), calls))),
+        ("unix_one_cpu", Box::new(move |name| unix_row(name, (0, 0), calls))),
+        ("blocking_one_cpu", call("blocking", (0, 0), 64, calls)),
+        ("adaptive", call("adaptive", (0, 1), 64, 5 * calls)),
+        ("adaptive_one_cpu", call("adaptive", (0, 0), 64, calls)),
+        ("spin", Box::new(move |name| word_row(name, "spin", (0, 1), 10 * calls))),
+        ("polled", call("polled", (0, 1), 64, 10 * calls)),
+        ("copy_64k", call("blocking", (0, 1), 64 << 10, calls / 2)),
+        ("shared_1gib", Box::new(move |_| shared_row(calls / 2))),
+        ("outstanding_16", Box::new(move |_| outstanding_row(20 * calls))),
+        ("loaded", Box::new(move |_| loaded_row(calls))),
+        ("order", Box::new(move |_| order_rows(10 * calls))),
+    ];
+    for (name, run) in rows.iter().filter(|(name, _)| only.is_none_or(|only| only == name)) {
+        run(name)?;
     }
     Ok(())
 }

@@ -15,6 +15,7 @@ use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::Late;
 use tombolo_rpc::shared::SharedBuffer;
+use tombolo_testing::{found, until};
 
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -51,14 +52,6 @@ fn gate() -> (impl Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync, mpsc::Sender<
         let _ = reply.write(&[name]);
     };
     (handler, go, order)
-}
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
 }
 
 #[test]
@@ -142,7 +135,7 @@ fn many_clients_are_served_at_a_time() {
 fn the_earliest_deadline_is_served_first_and_best_effort_last() {
     let dir = tempfile::tempdir().unwrap();
     let (handler, go, order) = gate();
-    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
     let (a, b) = (connect(dir.path()), connect(dir.path()));
     let first = a.submit(b"0", &CallOptions::default()).unwrap();
     assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
@@ -160,7 +153,7 @@ fn the_earliest_deadline_is_served_first_and_best_effort_last() {
     ] {
         tokens.push((client, client.submit(name, &options).unwrap()));
         // So that the order of arrival is this one, for equals of two clients.
-        std::thread::sleep(Duration::from_millis(25));
+        until("its place in the queue", || service.report().pending == tokens.len() as u64 - 1);
     }
     for _ in 0..7 {
         go.send(()).unwrap();
@@ -189,6 +182,22 @@ fn a_late_request_is_answered_as_late_or_served_as_the_service_chose() {
             (_, other) => panic!("{late:?}: {other:?}"),
         }
     }
+}
+
+#[test]
+fn what_becomes_late_while_it_waits_is_told_before_a_worker_is_free() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let served = client.submit(b"0", &CallOptions::default()).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    // In time when it is taken, and not when the worker would be free.
+    let soon = CallOptions::within(Duration::from_millis(200));
+    assert!(matches!(client.call(b"l", &soon), Err(CallError::Late)));
+    go.send(()).unwrap();
+    assert!(client.wait(served, PATIENCE).is_ok());
+    assert_eq!((service.report().answers.served, service.report().answers.late), (1, 1));
 }
 
 #[test]
@@ -480,11 +489,12 @@ fn a_service_that_ends_answers_all_that_wait() {
     let queued = client.submit(b"b", &CallOptions::default()).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| drop(service));
-        std::thread::sleep(Duration::from_millis(30));
+        // Before the one that is served is let go.
+        let refused = found("the refusal of what waits", || client.poll(queued));
+        assert!(matches!(refused, Err(CallError::Refused(Refusal::Stopping))));
         go.send(()).unwrap();
     });
     assert_eq!(client.wait(served, PATIENCE).unwrap().to_vec().unwrap(), b"a");
-    assert!(matches!(client.wait(queued, PATIENCE), Err(CallError::Refused(Refusal::Stopping))));
     assert!(matches!(client.call(b"c", &CallOptions::default()), Err(CallError::ProviderGone)));
     let absent =
         Client::connect_with("s", &ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() });

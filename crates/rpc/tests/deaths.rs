@@ -13,6 +13,7 @@ use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectO
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
+use tombolo_testing::until;
 
 const PATIENCE: Duration = Duration::from_secs(20);
 /// What the documentation promises to those who wait.
@@ -160,14 +161,6 @@ fn child() {
     sleep_for_ever();
 }
 
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
 /// Whether nothing is held that was not held before.
 fn is_given_back(before: (usize, usize)) -> bool {
     let (fds, mappings) = held();
@@ -234,6 +227,7 @@ fn clients_killed_at_any_instant_do_no_harm() {
     for round in 0..25u64 {
         let mut child = Killed::start("busy", dir.path());
         child.says("ready");
+        // The instant at which it dies, not a wait for anything.
         std::thread::sleep(Duration::from_micros(round * round * 13 % 4000));
         child.kill();
         assert!(other.call(&[7; 3000], &CallOptions::default()).is_ok());
@@ -265,6 +259,7 @@ fn time_to_error(step: &str) -> Duration {
         };
         let waiters: Vec<_> = (0..threads).map(|_| scope.spawn(wait)).collect();
         provider.says(if step == "writing the reply" { "writing" } else { "serving" });
+        // Long enough that they sleep by then, which nothing tells of; one that does not yet is told all the same.
         std::thread::sleep(Duration::from_millis(5));
         let killed = Instant::now();
         provider.kill();
@@ -343,6 +338,7 @@ fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
             provider.says("ready");
             let (had, left) = (served.load(Ordering::SeqCst), Duration::from_micros(round * 777 % 5000));
             until("calls are served", || served.load(Ordering::SeqCst) > had + 10);
+            // The instant at which it dies, not a wait for anything.
             std::thread::sleep(left);
             provider.kill();
         }

@@ -19,17 +19,10 @@ use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectO
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 use tombolo_shm::memory::Mapping;
 use tombolo_shm::section;
+use tombolo_testing::until;
 
 const PATIENCE: Duration = Duration::from_secs(10);
 const GEOMETRY: Geometry = Geometry::new(8, 4096).unwrap();
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let begun = Instant::now();
-    while !done() {
-        assert!(begun.elapsed() < PATIENCE, "{what}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
 
 fn u32s(values: &[u32]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_le_bytes()).collect()
@@ -246,17 +239,15 @@ fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
         }),
         ("answers that are never taken", |raw, _| {
             // Slots are used again although their answers were not taken.
-            for n in 0..9 {
-                raw.ask(n % 8, Payload::EMPTY);
-                std::thread::sleep(Duration::from_millis(20));
+            for n in 0..8 {
+                raw.ask(n, Payload::EMPTY);
+                until("its answer", || raw.peer.view().load_u32(PUBLISHED, Ordering::Acquire) == Some(n + 2));
             }
+            raw.ask(0, Payload::EMPTY);
         }),
         ("answers taken that never came", |raw, _| {
             raw.own().store_u32(WAKE, 1000 << 1, Ordering::Release).unwrap();
-            for n in 0..9 {
-                raw.ask(n % 8, Payload::EMPTY);
-                std::thread::sleep(Duration::from_millis(20));
-            }
+            raw.ask(0, Payload::EMPTY);
         }),
         ("a message that is none", |raw, _| send(&raw.socket, b"nonsense", &[])),
     ];
@@ -386,7 +377,7 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
     type Act = fn(OwnedFd);
     let cases: Vec<(&str, Act)> = vec![
         ("closes", |_| ()),
-        ("says nothing", |_| std::thread::sleep(Duration::from_millis(300))),
+        ("says nothing", |socket| while !receive(&socket).0.is_empty() {}),
         ("sends nonsense", |socket| send(&socket, &[7; 100], &[])),
         ("sends no section", |socket| send(&socket, &welcome(4096), &[])),
         ("asks for a huge arena", |socket| {

@@ -94,14 +94,22 @@ impl Listener {
     /// # Errors
     /// The kernel's, where no descriptor is left.
     pub fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
-        loop {
-            match net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(peer) => return Ok(Some(peer)),
-                Err(Errno::AGAIN) => return Ok(None),
-                // The peer went before it was accepted.
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(errno) => return Err(errno),
-            }
+        accept(&self.socket)
+    }
+}
+
+/// The next peer of a listening socket that does not block, of any family, if one waits. Its socket does not block either.
+///
+/// # Errors
+/// The kernel's, where no descriptor is left.
+pub fn accept(socket: &OwnedFd) -> Result<Option<OwnedFd>, Errno> {
+    loop {
+        match net::accept_with(socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
+            Ok(peer) => return Ok(Some(peer)),
+            Err(Errno::AGAIN) => return Ok(None),
+            // The peer went before it was accepted.
+            Err(Errno::INTR | Errno::CONNABORTED) => {}
+            Err(errno) => return Err(errno),
         }
     }
 }

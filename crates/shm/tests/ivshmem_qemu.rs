@@ -4,53 +4,23 @@
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
 use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_shm::memory::Mapping;
+use tombolo_testing::{PATIENCE, found, until};
 
-const PATIENCE: Duration = Duration::from_secs(30);
 /// Where the test puts the devices' BARs: in q35's window for PCI below 4 GiB.
 const REGISTERS: u64 = 0xe000_0000;
 const MSIX: u64 = 0xe000_1000;
 const MEMORY: u64 = 0xe100_0000;
 /// Where interrupts are to be written: ordinary memory.
 const MESSAGE: u64 = 0x10_0000;
-
-struct Place(PathBuf);
-
-impl Place {
-    fn new() -> Place {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("tmb-ivq-{}-{number}", std::process::id()));
-        std::fs::create_dir(&path).unwrap();
-        Place(path)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
-        std::thread::sleep(Duration::from_millis(2));
-    }
-}
 
 /// A QEMU whose one device of interest is at 00:04.0.
 struct Qemu {
@@ -82,7 +52,7 @@ impl Qemu {
                 return None;
             }
         };
-        let stream = until("QEMU's qtest socket", || {
+        let stream = found("QEMU's qtest socket", || {
             assert_eq!(child.try_wait().unwrap(), None, "QEMU ended");
             UnixStream::connect(&socket).ok()
         });
@@ -148,7 +118,7 @@ impl Qemu {
     /// Waits for an interrupt of that vector, and forgets it.
     fn interrupted(&mut self, vector: u64) {
         let address = MESSAGE + 4 * vector;
-        until("an interrupt", || (self.number(&format!("readl {address:#x}")) == 0x100 + vector).then_some(()));
+        until("an interrupt", || self.number(&format!("readl {address:#x}")) == 0x100 + vector);
         self.ask(&format!("writel {address:#x} 0"));
     }
 
@@ -191,7 +161,7 @@ fn links() -> Links {
 }
 
 fn rung(bell: &Doorbell) {
-    until("a ring", || bell.take().then_some(()));
+    until("a ring", || bell.take());
 }
 
 fn read_u32(mapping: &Mapping, offset: usize) -> u32 {
@@ -200,17 +170,17 @@ fn read_u32(mapping: &Mapping, offset: usize) -> u32 {
 
 #[test]
 fn doorbells_of_two_machines_and_the_host() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let links = links();
-    let config = config(&place.0, 3, 2, true);
+    let config = config(place.path(), 3, 2, true);
     let layout = config.layout;
     let opened = links.open(config).unwrap();
     let (sender, events) = channel();
     links.serve("lan", Some(Box::new(move |event| sender.send(event).unwrap()))).unwrap();
     // The second seat is taken before the first: seats do not depend on who comes first.
-    let Some(mut b) = doorbell(&place.0, 2) else { return };
+    let Some(mut b) = doorbell(place.path(), 2) else { return };
     let Event::Joined { id: 2, bells: to_b } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
-    let Some(mut a) = doorbell(&place.0, 1) else { return };
+    let Some(mut a) = doorbell(place.path(), 1) else { return };
     let Event::Joined { id: 1, bells: to_a } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
     assert_eq!((a.position(), b.position()), (1, 2));
     // Each sees the header, and what another writes.
@@ -251,12 +221,12 @@ fn doorbells_of_two_machines_and_the_host() {
     assert_eq!(read_u32(&ours, layout.state(2).unwrap()), 0);
     // Ringing who is gone harms nobody; another takes the seat and hears of all.
     a.ring(2, 0);
-    let Some(mut c) = doorbell(&place.0, 2) else { return };
+    let Some(mut c) = doorbell(place.path(), 2) else { return };
     c.enable_msix(2);
     let Event::Joined { id: 2, .. } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
     until("a's view of c", || {
         a.ring(2, 1);
-        (c.number(&format!("readl {:#x}", MESSAGE + 4)) == 0x101).then_some(())
+        c.number(&format!("readl {:#x}", MESSAGE + 4)) == 0x101
     });
     let status = links.status().remove(0);
     assert_eq!((status.joins, status.leaves, status.cut_slow + status.cut_talking + status.refused), (3, 1, 0));
@@ -265,16 +235,16 @@ fn doorbells_of_two_machines_and_the_host() {
 
 #[test]
 fn a_plain_device_has_the_memory_and_nothing_else() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let links = links();
-    let opened = links.open(config(&place.0, 2, 0, true)).unwrap();
+    let opened = links.open(config(place.path(), 2, 0, true)).unwrap();
     links.serve("lan", None).unwrap();
     // Inherited: without close-on-exec.
     let inherited = rustix::io::dup(&opened.region).unwrap();
     let backend =
         format!("memory-backend-file,id=m0,size=1M,share=on,mem-path=/proc/self/fd/{}", inherited.as_raw_fd());
     let words = ["-object", &backend, "-device", "ivshmem-plain,memdev=m0,addr=4.0"];
-    let Some(mut qemu) = Qemu::start(&place.0, "plain", &words) else { return };
+    let Some(mut qemu) = Qemu::start(place.path(), "plain", &words) else { return };
     drop(inherited);
     assert_eq!((qemu.memory(0), qemu.memory(20)), (u64::from(u32::from_le_bytes(*b"TMBL")), 0));
     let ours = Mapping::new(&opened.region, 0, 1 << 20, true).unwrap();
@@ -285,7 +255,7 @@ fn a_plain_device_has_the_memory_and_nothing_else() {
     links.occupy("lan", 1, qemu.child.id(), pidfd.as_fd()).unwrap();
     assert_eq!(links.status()[0].peers.len(), 2);
     drop(qemu);
-    until("its end", || (links.status()[0].peers.len() == 1).then_some(()));
+    until("its end", || links.status()[0].peers.len() == 1);
     // Nobody shrank or grew it meanwhile.
     assert_eq!(rustix::fs::fstat(&opened.region).unwrap().st_size, 1 << 20);
 }

@@ -6,9 +6,13 @@
 //! nanoseconds per frame, best and median of the rounds. Nothing is asserted; it is a tool for the eye, and the bench of
 //! the repo measures the real thing.
 
+#[path = "../tests/support/memory.rs"]
+mod memory;
+
+use memory::{Memory, Refill};
 use std::hint::black_box;
 use std::time::Instant;
-use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::drop::Drops;
@@ -16,7 +20,7 @@ use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::network::{Network, Plan};
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::Caps;
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::Worker;
 
@@ -103,69 +107,6 @@ fn decision(name: &str, flows: usize) {
     });
 }
 
-/// Gives the same frames in every turn until `left` is zero, and takes frames into one buffer.
-struct Memory {
-    frame: Vec<u8>,
-    left: usize,
-    buffer: Vec<u8>,
-}
-
-impl Port for Memory {
-    fn kind(&self) -> &'static str {
-        "memory"
-    }
-
-    fn link(&self) -> Link {
-        Link::Up
-    }
-
-    fn caps(&self) -> Caps {
-        Caps::full(1500)
-    }
-
-    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
-        Ok(None)
-    }
-
-    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
-        let n = budget.min(self.left);
-        self.left -= n;
-        for _ in 0..n {
-            batch.push(Foreign::from(&self.frame[..]), Offload::NONE);
-        }
-        Ok(n)
-    }
-
-    fn release(&mut self) -> Result<(), Fault> {
-        Ok(())
-    }
-
-    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
-        let mut sent = Sent::default();
-        for index in which {
-            let frame = &batch.frames()[*index as usize];
-            sent.bytes += batch.copy(frame, ForeignMut::from(&mut self.buffer[..])) as u64;
-            sent.frames += 1;
-        }
-        Ok(sent)
-    }
-
-    fn flush(&mut self) -> Result<(), Fault> {
-        Ok(())
-    }
-
-    fn arm(&mut self) -> Result<bool, Fault> {
-        // Work for one step of the worker is what one service brings.
-        Ok(false)
-    }
-
-    fn disarm(&mut self) {
-        self.left = TURN_FRAMES / 2;
-    }
-
-    fn reset(&mut self, _: &Fault) {}
-}
-
 /// Frames of both ports per wake-up.
 const TURN_FRAMES: usize = 1 << 14;
 
@@ -194,7 +135,8 @@ fn turn(name: &str, bytes: usize) {
     let asked = std::thread::spawn(move || {
         let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
         for (from, to) in [(1, 2), (2, 1)] {
-            let port = Memory { frame: frame(to, from, bytes), left: 0, buffer: vec![0; 2048] };
+            let frames = vec![(frame(to, from, bytes), Offload::NONE)];
+            let port = Memory::new(frames, Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
             let reserved = handle.reserve().expect("a free token");
             handle
                 .add_port(reserved, network, "memory", Box::new(port), PortSettings::default())

@@ -423,18 +423,13 @@ impl WorkerHandle {
         self.call(|core| core.status())
     }
 
-    /// Whether frames flow through a port; `Down` where its code panicked.
+    /// Calls `then` once as soon as frames flow through a port: at once where they do already. It is called on the worker's thread,
+    /// so it must neither block nor panic. It takes the place of one that waits already; with the port it is dropped.
     ///
     /// # Errors
     /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
-    pub fn link(&self, token: Token) -> Result<Link, ControlError> {
-        self.call(move |core| {
-            let slot = core.slots.get(token.0 as usize).and_then(Option::as_ref);
-            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
-            // As in `status`: a panic of a port must not end the worker.
-            let link = |port: &dyn Port| catch_unwind(AssertUnwindSafe(|| port.link())).ok();
-            Ok(slot.port.as_deref().and_then(link).unwrap_or(Link::Down))
-        })?
+    pub fn when_up(&self, token: Token, then: impl FnOnce() + Send + 'static) -> Result<(), ControlError> {
+        self.call(move |core| core.when_up(token, Box::new(then)))?.ok_or(ControlError::NoSuchPort(token))
     }
 
     /// The MAC addresses of a network with the ports behind which they were seen, and their ages.

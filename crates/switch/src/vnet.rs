@@ -5,7 +5,7 @@
 //! [`Offload`] can be relied on (CVE-2024-11614 of another switch was a `csum_start` beyond the frame).
 
 use crate::drop::Reason;
-use crate::frame::{Checksum, ETHERNET_HEADER_BYTES, Offload, SegmentKind, Segmentation};
+use crate::frame::{Checksum, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload, SegmentKind, Segmentation};
 
 /// Bytes of the header without `num_buffers`.
 pub const VNET_HEADER_BYTES: usize = 10;
@@ -62,6 +62,26 @@ impl Offload {
             _ => return Err(Reason::BadOffload),
         };
         Ok(Offload { checksum, segmentation })
+    }
+
+    /// As [`Offload::from_vnet`], from a guest: also the frame's length is judged, and the guest's word that a checksum is right is
+    /// worth nothing to others.
+    ///
+    /// # Errors
+    /// [`Reason::Runt`], [`Reason::TooLong`], [`Reason::BadOffload`]; `None` for a header is a runt.
+    #[inline]
+    pub fn from_guest(header: Option<[u8; VNET_HEADER_BYTES]>, frame_bytes: usize) -> Result<Offload, Reason> {
+        match header {
+            Some(header) if (ETHERNET_HEADER_BYTES..=MAX_FRAME_BYTES).contains(&frame_bytes) => {
+                let mut offload = Offload::from_vnet(&header, frame_bytes)?;
+                if offload.checksum == Checksum::Valid {
+                    offload.checksum = Checksum::Unverified;
+                }
+                Ok(offload)
+            }
+            Some(_) if frame_bytes > MAX_FRAME_BYTES => Err(Reason::TooLong),
+            _ => Err(Reason::Runt),
+        }
     }
 
     /// The header for a peer that takes these offloads.

@@ -126,6 +126,9 @@ pub struct FaultRecord {
 /// block. The error is one sentence that says what to do; it is tried again later.
 pub type Remake = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
 
+/// Who is told that frames flow.
+pub(crate) type WhenUp = Box<dyn FnOnce() + Send>;
+
 /// One port and what the worker keeps about it.
 pub(crate) struct Slot {
     pub(crate) token: Reserved,
@@ -145,6 +148,7 @@ pub(crate) struct Slot {
     pub(crate) taps: Vec<Tap>,
     pub(crate) active: bool,
     pub(crate) up: bool,
+    when_up: Option<WhenUp>,
     wants_service: bool,
     /// Copies and segments of earlier turns that are not paid for yet.
     debt: u64,
@@ -567,7 +571,23 @@ impl Core {
             if let Some(network) = self.network(slot.network) {
                 network.network.set_link(index, up);
             }
+            if up && let Some(then) = slot.when_up.take() {
+                then();
+            }
         }
+    }
+
+    /// [`WorkerHandle::when_up`]; `None` without such a port.
+    pub(crate) fn when_up(&mut self, token: Token, then: WhenUp) -> Option<()> {
+        let mut slot = self.slots.get_mut(token.0 as usize)?.take()?;
+        // What `up` says may be of its last service.
+        self.refresh_link(token.0 as u16, &mut slot);
+        match slot.up {
+            true => then(),
+            false => slot.when_up = Some(then),
+        }
+        self.slots[token.0 as usize] = Some(slot);
+        Some(())
     }
 }
 
@@ -625,6 +645,7 @@ impl Slot {
             taps: Vec::new(),
             active: false,
             up: false,
+            when_up: None,
             wants_service: true,
             debt: 0,
             last_frame_at: Nanos(0),

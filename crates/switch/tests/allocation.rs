@@ -3,15 +3,17 @@
 //! A global allocator cannot be written without `unsafe`, so this file is on the list of ARCHITECTURE.md.
 #![allow(missing_docs, unsafe_code)]
 
+#[path = "support/memory.rs"]
+mod memory;
+
+use memory::{Memory, Refill};
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
-use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{PortSettings, WorkerSettings};
-use tombolo_switch::drop::Drops;
-use tombolo_switch::frame::{Batch, Checksum, Offload, SegmentKind, Segmentation};
+use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::Caps;
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::Worker;
 
@@ -38,58 +40,6 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Each turn brings 40 frames to many places, one of them to be cut for a destination that cannot do it.
-struct Source {
-    frames: Vec<(Vec<u8>, Offload)>,
-    left: usize,
-    caps: Caps,
-    buffer: Vec<u8>,
-}
-
-impl Port for Source {
-    fn kind(&self) -> &'static str {
-        "source"
-    }
-    fn link(&self) -> Link {
-        Link::Up
-    }
-    fn caps(&self) -> Caps {
-        self.caps
-    }
-    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
-        self.left = self.frames.len();
-        Ok(None)
-    }
-    fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
-        let n = budget.min(self.left);
-        self.left -= n;
-        for (bytes, offload) in &self.frames[self.left..self.left + n] {
-            batch.push(Foreign::from(&bytes[..]), *offload);
-        }
-        Ok(n)
-    }
-    fn release(&mut self) -> Result<(), Fault> {
-        Ok(())
-    }
-    fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
-        let mut sent = Sent::default();
-        for index in which {
-            let frame = &batch.frames()[*index as usize];
-            sent.bytes += batch.copy(frame, ForeignMut::from(&mut self.buffer[..])) as u64;
-            sent.frames += 1;
-        }
-        Ok(sent)
-    }
-    fn flush(&mut self) -> Result<(), Fault> {
-        Ok(())
-    }
-    fn arm(&mut self) -> Result<bool, Fault> {
-        Ok(false)
-    }
-    fn disarm(&mut self) {}
-    fn reset(&mut self, _: &Fault) {}
-}
-
 struct AllAwake(u32, Nanos);
 
 impl Waiter for AllAwake {
@@ -110,6 +60,7 @@ impl Waiter for AllAwake {
 #[test]
 fn a_warm_worker_takes_no_memory() {
     const PORTS: u32 = 16;
+    // Each turn brings 40 frames to many places, and one to be cut for a destination that cannot do it.
     let (mut worker, handle) = Worker::new(WorkerSettings { budget: 16, busy_poll: Nanos(0) }, 7, || {});
     let address = |n: u32| [2, 0, 0, 0, (n >> 8) as u8, n as u8];
     let asking = std::thread::spawn(move || {
@@ -133,7 +84,7 @@ fn a_warm_worker_takes_no_memory() {
             let checksum = Checksum::Partial { start: 34, offset: 16 };
             frames.push((large, Offload { checksum, segmentation: Some(cut) }));
             let caps = if n % 2 == 0 { Caps::plain(1500) } else { Caps::full(1500) };
-            let port = Source { frames, left: 0, caps, buffer: vec![0; 70_000] };
+            let port = Memory::new(frames, Refill::Service, caps);
             let reserved = handle.reserve().unwrap();
             counters.push(handle.add_port(reserved, network, "p", Box::new(port), PortSettings::default()).unwrap());
         }

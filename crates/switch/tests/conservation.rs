@@ -9,21 +9,11 @@ use support::*;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
-use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
+use tombolo_switch::frame::Offload;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Link};
-
-/// A TCP packet of `payload` bytes with the offload state of a guest's driver.
-fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
-    let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
-    f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());
-    f.extend_from_slice(&[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
-    f.extend_from_slice(&[0, 7, 0, 9, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x18, 1, 0, 0, 0, 0, 0]);
-    f.resize(54 + payload, 7);
-    let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
-    (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
-}
+use tombolo_testing::Random;
 
 #[test]
 fn every_frame_is_delivered_or_dropped_for_a_reason() {
@@ -72,7 +62,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                             0 => BROADCAST,
                             1 => [0x33, 0x33, 0, 0, 0, 1],
                             2 => [0x01, 0x80, 0xc2, 0, 0, 0x0e],
-                            3 => mac(random.next() & 0xffff),
+                            3 => mac(random.next_u64() & 0xffff),
                             _ => mac(owner * 8),
                         };
                         let from = match random.below(20) {

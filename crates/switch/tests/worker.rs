@@ -7,7 +7,6 @@ use support::*;
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
-use tombolo_switch::frame::{Checksum, Offload, SegmentKind, Segmentation};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::{Address, MacSettings};
 use tombolo_switch::port::{Caps, Link};
@@ -140,17 +139,6 @@ fn a_port_pays_for_its_copies_with_turns() {
     bench.settle();
     assert_eq!(flood.counters.rx_frames.get(), 7000);
     assert!(others.iter().all(|port| port.take().len() >= 7000));
-}
-
-/// A TCP packet of `payload` bytes that is to be cut into segments of `size`.
-fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
-    let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
-    f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());
-    f.extend_from_slice(&[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
-    f.extend_from_slice(&[0, 7, 0, 9, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x18, 1, 0, 0, 0, 0, 0]);
-    f.resize(54 + payload, 7);
-    let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
-    (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
 }
 
 #[test]
@@ -463,6 +451,41 @@ fn a_link_that_is_down_gets_no_floods_and_counts_what_is_sent_to_it() {
     bench.settle();
     assert_eq!(a.rx_drops(Reason::NoDestination), 1);
     assert_eq!(b.tx_drops(Reason::LinkDown), 1);
+}
+
+#[test]
+fn who_waits_for_a_link_is_told_once_when_it_is_up() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    let (tell, told) = std::sync::mpsc::channel();
+    let wait = |bench: &mut Bench, port: &Peer, name: &'static str| {
+        let (tell, token) = (tell.clone(), port.token);
+        bench.ask(move |h| h.when_up(token, move || tell.send(name).unwrap()))
+    };
+    wait(&mut bench, &a, "up already").unwrap();
+    assert_eq!(told.try_recv(), Ok("up already"));
+    // The worker has not been told of it yet; what counts is what the port says.
+    b.lock().link = Link::Down;
+    wait(&mut bench, &b, "replaced").unwrap();
+    wait(&mut bench, &b, "waited").unwrap();
+    bench.settle();
+    assert!(told.try_recv().is_err(), "the link is down");
+    for link in [Link::Up, Link::Down, Link::Up] {
+        b.lock().link = link;
+        b.wake();
+        bench.settle();
+    }
+    assert_eq!(told.try_iter().collect::<Vec<_>>(), ["waited"]);
+    // A port that goes takes with it who waits for it, who sees that.
+    let (held, dropped) = std::sync::mpsc::channel::<()>();
+    b.lock().link = Link::Down;
+    let token = b.token;
+    bench.ask(move |h| h.when_up(token, move || drop(held))).unwrap();
+    assert_eq!(dropped.try_recv(), Err(std::sync::mpsc::TryRecvError::Empty));
+    bench.ask(move |h| h.remove_port(token)).unwrap();
+    assert_eq!(dropped.try_recv(), Err(std::sync::mpsc::TryRecvError::Disconnected));
+    assert_eq!(wait(&mut bench, &b, "gone"), Err(ControlError::NoSuchPort(token)));
 }
 
 #[test]

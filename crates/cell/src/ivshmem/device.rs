@@ -101,6 +101,8 @@ pub(crate) struct Device {
     name: String,
     mac: [u8; 6],
     mtu: u16,
+    /// Whether the fabric offers offloads.
+    offloads: bool,
     /// Vectors of each peer; 0 where nobody rings.
     vectors: u32,
     interrupt: Option<Interrupt>,
@@ -192,6 +194,8 @@ impl Device {
             name: header.name.as_str().to_string(),
             mac: header.mac,
             mtu: header.mtu(),
+            // Only to the guest, which is peer 1.
+            offloads: header.offloads && own_id == 1,
             vectors,
             interrupt,
         })
@@ -245,6 +249,7 @@ impl Device {
             name,
             mac: [0; 6],
             mtu: V2_MTU,
+            offloads: false,
             vectors,
             interrupt,
         })
@@ -278,6 +283,11 @@ impl Device {
     /// The link's MTU.
     pub(crate) fn mtu(&self) -> u16 {
         self.mtu
+    }
+
+    /// Whether the other end of a network link offers offloads.
+    pub(crate) fn offloads(&self) -> bool {
+        self.offloads
     }
 
     /// How often peers have rung; `None` where none can.

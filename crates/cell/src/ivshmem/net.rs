@@ -1,8 +1,9 @@
 //! A network link: Ethernet frames over a device's memory, as the stack's device.
 //!
 //! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A frame is copied between local
-//! memory and the sections, once each way, so no reference leads to where a peer writes. Frames carry whole checksums here
-//! ([`offload`]): they are computed and verified in software.
+//! memory and the sections, once each way, so no reference leads to where a peer writes. Where the fabric offers offloads, frames stand
+//! behind virtio-net headers: checksums between machines of one host are left undone, and TCP is cut by whoever needs it cut. Otherwise frames
+//! are as on a wire, and checksums are computed and verified here ([`offload`]).
 //!
 //! # Up and down
 //!
@@ -18,20 +19,25 @@
 
 use super::device::Device;
 use super::pace::{Pace, Pauses};
+use crate::config::Config;
 use crate::neighbor::{Sighting, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::fmt;
-use smoltcp::phy::{Checksum, DeviceCapabilities, Medium};
+use core::num::{NonZeroU16, NonZeroUsize};
+use smoltcp::phy::{Checksum, DeviceCapabilities, Medium, PacketMeta, TxToken};
 use smoltcp::wire::EthernetAddress;
-use tombolo_ring::ivshmem::net::{Geometry, NetError, Receiver, Sections, Sender, initialise};
-use tombolo_ring::ivshmem::state::{Action, Machine};
+use tombolo_ring::ivshmem::net::{Geometry, NetError, OFFLOAD_HEADER_BYTES, Receiver, Sections, Sender, initialise};
+use tombolo_ring::ivshmem::state::{Action, Machine, Offloads};
 use tombolo_ring::virtio::net::NetHeaderRepr;
 
 const ETHERNET_HEADER_BYTES: usize = 14;
 const MIN_MTU: u16 = 576;
+/// The largest frame that the fabric is given to cut, and the largest that it may give.
+const MAX_SEGMENTED_BYTES: usize = 60 << 10;
+const MAX_FRAME_BYTES: usize = 65535 + ETHERNET_HEADER_BYTES;
 /// Frames between two looks at whether the peer wants to hear of them.
 const PUBLISH_EVERY: usize = 32;
 /// How long a link stays down after its peer broke the rings.
@@ -77,7 +83,9 @@ fn check(max_peers: u32, section_bytes: u64, mtu: u16, mac: [u8; 6]) -> Result<G
 pub(crate) struct Outgoing {
     ring: Box<Sender>,
     sections: Sections<'static>,
-    /// Room for the largest frame, where the stack builds it.
+    /// Bytes of the header before each frame; 0 without offloads.
+    header_bytes: usize,
+    /// Room for the largest frame behind its header, where the stack builds it.
     frame: Vec<u8>,
     is_up: bool,
     unpublished: usize,
@@ -93,7 +101,7 @@ pub(crate) struct IvshmemNet {
     machine: Machine,
     ring: Box<Receiver>,
     pub(crate) outgoing: Outgoing,
-    /// The frame that was received last, and its length.
+    /// What was received last: header and frame, and the length of both.
     frame: Vec<u8>,
     frame_bytes: usize,
     mac: EthernetAddress,
@@ -108,9 +116,8 @@ pub(crate) struct IvshmemNet {
 }
 
 impl IvshmemNet {
-    /// Takes the device; its link comes up when the peer is ready. `polled` are the pauses of a link without doorbell. `seed` makes
-    /// an address where the link names none.
-    pub(crate) fn new(device: Device, polled: Pauses, seed: u64) -> Result<IvshmemNet, Refusal> {
+    /// Takes the device; its link comes up when the peer is ready. `seed` makes an address where the link names none.
+    pub(crate) fn new(device: Device, config: &Config, seed: u64) -> Result<IvshmemNet, Refusal> {
         let own = device.own_output();
         let geometry = check(device.max_peers(), own.len() as u64, device.mtu(), device.mac())?;
         let peer = 1 - device.own_id().min(1);
@@ -124,10 +131,16 @@ impl IvshmemNet {
             EthernetAddress(device.mac())
         };
         let mtu = usize::from(device.mtu());
-        let machine = Machine::new();
+        let offloads = if device.offloads() && config.offloads { Offloads::Taken } else { Offloads::None };
+        let machine = Machine::with_offloads(offloads);
+        let header_bytes = if machine.uses_offloads() { OFFLOAD_HEADER_BYTES } else { 0 };
+        let (mut longest_out, mut longest_in) = (mtu + ETHERNET_HEADER_BYTES, mtu + ETHERNET_HEADER_BYTES);
+        if machine.uses_offloads() && geometry.takes_segments() {
+            (longest_out, longest_in) = (longest_out.max(MAX_SEGMENTED_BYTES), MAX_FRAME_BYTES);
+        }
         // An earlier life of this machine may have left another word there.
-        device.set_state(machine.own().word());
-        let pauses = if device.rings().is_some() { Pauses::DOWN } else { polled };
+        device.set_state(machine.own_word());
+        let pauses = if device.rings().is_some() { Pauses::DOWN } else { config.pauses };
         Ok(IvshmemNet {
             peer,
             geometry,
@@ -136,13 +149,14 @@ impl IvshmemNet {
             outgoing: Outgoing {
                 ring: Box::new(Sender::new(&geometry)),
                 sections,
-                frame: alloc::vec![0; mtu + ETHERNET_HEADER_BYTES],
+                header_bytes,
+                frame: alloc::vec![0; header_bytes + longest_out],
                 is_up: false,
                 unpublished: 0,
                 fault: None,
                 stats: DeviceStats::default(),
             },
-            frame: alloc::vec![0; mtu + ETHERNET_HEADER_BYTES],
+            frame: alloc::vec![0; header_bytes + longest_in],
             frame_bytes: 0,
             mac,
             mtu,
@@ -177,6 +191,11 @@ impl IvshmemNet {
         frames * self.mtu
     }
 
+    /// Payload bytes that may arrive before the cell has its turn: the peer's ring is as large, and what does not fit it is lost.
+    pub(crate) fn receive_bytes(&self) -> usize {
+        self.transmit_bytes()
+    }
+
     /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.outgoing.stats
@@ -204,7 +223,7 @@ impl IvshmemNet {
             self.machine.reset();
             self.outgoing.is_up = false;
             self.down_until_ns = now_ns + FAULT_PAUSE_NS;
-            self.device.set_state(self.machine.own().word());
+            self.device.set_state(self.machine.own_word());
         }
         if now_ns < self.down_until_ns {
             return;
@@ -213,33 +232,33 @@ impl IvshmemNet {
         for _ in 0..3 {
             match self.machine.step(self.device.state(self.peer)) {
                 Action::None => break,
-                Action::Write(state) => self.device.set_state(state.word()),
+                Action::Write(_) => self.device.set_state(self.machine.own_word()),
                 Action::Initialise => {
                     initialise(&self.geometry, self.device.own_output());
                     self.ring.restart();
                     self.outgoing.ring.restart();
                     self.outgoing.unpublished = 0;
-                    self.device.set_state(self.machine.own().word());
+                    self.device.set_state(self.machine.own_word());
                 }
                 Action::Fall(_) => {
                     self.outgoing.stats.link_resets += 1;
-                    self.device.set_state(self.machine.own().word());
+                    self.device.set_state(self.machine.own_word());
                 }
             }
             self.is_busy = true;
         }
         self.outgoing.is_up = self.machine.may_use_rings();
         if !self.outgoing.is_up {
-            self.device.assert_state(self.machine.own().word());
+            self.device.assert_state(self.machine.own_word());
         }
     }
 
     /// Copies the next frame into `self.frame`; false where there is none.
     pub(crate) fn next_frame(&mut self) -> bool {
         while self.outgoing.is_up {
-            let Outgoing { sections, stats, fault, .. } = &mut self.outgoing;
+            let Outgoing { sections, stats, fault, header_bytes, .. } = &mut self.outgoing;
             let (frame, mut len) = (&mut self.frame, 0);
-            // A frame longer than the link's MTU leaves `len` above what was copied.
+            // A frame longer than any of the link leaves `len` above what was copied.
             let received = self.ring.receive(sections, 1, |view| {
                 len = view.len();
                 view.read_into(frame);
@@ -255,26 +274,38 @@ impl IvshmemNet {
             }
             self.is_busy = true;
             stats.rx_frames += 1;
-            stats.rx_bytes += len as u64;
-            if len < ETHERNET_HEADER_BYTES || len > self.frame.len() {
-                stats.rx_malformed += 1;
-            } else if !offload::is_sound(&self.frame[..len], &NetHeaderRepr::PLAIN) {
-                stats.rx_bad_checksum += 1;
-            } else {
-                self.frame_bytes = len;
-                let syn = offload::is_tcp_syn(&self.frame[..len]);
-                self.saw_syn |= syn;
-                self.watch.note(&self.frame[..len], self.mac, syn);
-                return true;
+            let header_bytes = *header_bytes;
+            stats.rx_bytes += len.saturating_sub(header_bytes) as u64;
+            let is_whole = (header_bytes + ETHERNET_HEADER_BYTES..=self.frame.len()).contains(&len);
+            let (header, frame) = self.frame[..if is_whole { len } else { header_bytes }].split_at(header_bytes);
+            let header = if header_bytes == 0 { Some(NetHeaderRepr::PLAIN) } else { NetHeaderRepr::parse(header) };
+            match header.filter(|_| is_whole) {
+                None => stats.rx_malformed += 1,
+                Some(header) if !offload::is_sound(frame, &header) => stats.rx_bad_checksum += 1,
+                Some(_) => {
+                    let syn = offload::is_tcp_syn(frame);
+                    self.saw_syn |= syn;
+                    self.watch.note(frame, self.mac, syn);
+                    self.frame_bytes = len;
+                    return true;
+                }
             }
             self.flush_if_much();
         }
         false
     }
 
-    /// The frame that was received last, and the half that sends.
-    pub(crate) fn received(&mut self) -> (&[u8], &mut Outgoing) {
-        (&self.frame[..self.frame_bytes], &mut self.outgoing)
+    /// The frame that was received last, and leave to answer it.
+    pub(crate) fn received(&mut self) -> (&[u8], Leave<'_>) {
+        let outgoing = &mut self.outgoing;
+        let has_room = outgoing.prepare();
+        (&self.frame[outgoing.header_bytes..self.frame_bytes], Leave { outgoing, has_room, segment_bytes: None })
+    }
+
+    /// Leave to send a frame, where there is room for the largest.
+    pub(crate) fn transmit(&mut self) -> Option<Leave<'_>> {
+        let outgoing = &mut self.outgoing;
+        outgoing.prepare().then_some(Leave { outgoing, has_room: true, segment_bytes: None })
     }
 
     /// Returns what was received, shows what is to be sent, and rings where the peer wants that.
@@ -340,6 +371,9 @@ impl IvshmemNet {
         caps.max_transmission_unit = self.mtu + ETHERNET_HEADER_BYTES;
         caps.checksum.tcp = Checksum::None;
         caps.checksum.udp = Checksum::None;
+        let segments = self.machine.uses_offloads() && self.geometry.takes_segments();
+        caps.segmentation.tcpv4 = NonZeroUsize::new(MAX_SEGMENTED_BYTES).filter(|_| segments);
+        caps.segmentation.tcpv6 = caps.segmentation.tcpv4;
         caps
     }
 }
@@ -362,21 +396,46 @@ impl Outgoing {
         self.can_send()
     }
 
-    /// Lets `build` make a frame of `len` bytes, and sends it; without room it is dropped.
-    pub(crate) fn send<R>(&mut self, len: usize, has_room: bool, build: impl FnOnce(&mut [u8]) -> R) -> R {
-        let frame = &mut self.frame[..len];
-        let result = build(frame);
-        offload::finish(frame, false, None);
-        match has_room.then(|| self.ring.push(&self.sections, len)).flatten() {
+    /// Sends the frame of `len` bytes that was built behind the header's place.
+    fn send(&mut self, len: usize, segment_bytes: Option<NonZeroU16>) {
+        let whole = self.header_bytes + len;
+        let (header, frame) = self.frame[..whole].split_at_mut(self.header_bytes);
+        let repr = offload::finish(frame, self.header_bytes != 0, segment_bytes);
+        header.copy_from_slice(&repr.emit()[..self.header_bytes]);
+        match self.ring.push(&self.sections, whole) {
             Some(place) => {
-                place.write_from(frame);
+                place.write_from(&self.frame[..whole]);
                 self.unpublished += 1;
                 self.stats.tx_frames += 1;
                 self.stats.tx_bytes += len as u64;
             }
             None => self.stats.tx_dropped += 1,
         }
+    }
+}
+
+/// Leave to send a frame; without room, to build one that is dropped.
+pub(crate) struct Leave<'d> {
+    outgoing: &'d mut Outgoing,
+    has_room: bool,
+    segment_bytes: Option<NonZeroU16>,
+}
+
+impl TxToken for Leave<'_> {
+    fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
+        let outgoing = self.outgoing;
+        let at = outgoing.header_bytes;
+        let result = build(&mut outgoing.frame[at..at + len]);
+        if self.has_room {
+            outgoing.send(len, self.segment_bytes);
+        } else {
+            outgoing.stats.tx_dropped += 1;
+        }
         result
+    }
+
+    fn set_meta(&mut self, meta: PacketMeta) {
+        self.segment_bytes = meta.segmentation_offload_size;
     }
 }
 

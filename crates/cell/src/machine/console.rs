@@ -7,7 +7,9 @@ use core::sync::atomic::{AtomicBool, Ordering::Relaxed};
 const COM1: u16 = 0x3f8;
 const LINE_STATUS: u16 = COM1 + 5;
 const TRANSMITTER_EMPTY: u8 = 1 << 5;
-/// How often the status is read before a byte is written all the same: a port that never gets ready must not
+/// What the port takes once its transmitter is empty (16550A).
+const FIFO_BYTES: usize = 16;
+/// How often the status is read before bytes are written all the same: a port that never gets ready must not
 /// stop the cell.
 const READY_TRIES: u32 = 100_000;
 
@@ -27,13 +29,15 @@ struct Console;
 impl Write for Console {
     fn write_str(&mut self, text: &str) -> fmt::Result {
         if PRESENT.load(Relaxed) {
-            for byte in text.bytes() {
+            for burst in text.as_bytes().chunks(FIFO_BYTES) {
                 for _ in 0..READY_TRIES {
                     if in8(LINE_STATUS) & TRANSMITTER_EMPTY != 0 {
                         break;
                     }
                 }
-                out8(COM1, byte);
+                for byte in burst {
+                    out8(COM1, *byte);
+                }
             }
         }
         Ok(())

@@ -97,12 +97,18 @@ fn map(address: u64, len: usize, cache: u64, is_ram: impl Fn(u64, u64) -> bool) 
     if len == 0 || at < FINE_END as u64 || end > 1 << 47 || is_ram(at, end) {
         return None;
     }
+    let mut changed = false;
     while at < end {
         let is_whole = at.is_multiple_of(PAGE_2M as u64) && end - at >= PAGE_2M as u64;
         // SAFETY: the page holds no RAM, so its mode takes nothing from Rust's memory.
-        at += unsafe { map_page(at, cache, is_whole) } as u64;
+        let (mapped, is_new) = unsafe { map_page(at, cache, is_whole) };
+        changed |= is_new;
+        at += mapped as u64;
     }
-    cpu::flush_tlb();
+    // Most devices lie where boot.s has mapped them; an emulator pays for each flush with a new walk for every page in use.
+    if changed {
+        cpu::flush_tlb();
+    }
     NonNull::new(core::ptr::with_exposed_provenance_mut::<u8>(address as usize))
 }
 
@@ -132,11 +138,11 @@ unsafe fn next_table(table: *mut u64, index: usize) -> *mut u64 {
 }
 
 /// Maps the page at `address` to itself: 2 MiB where that `is_whole`ly belongs to the device, else 4 KiB. Returns how many
-/// bytes from there on are mapped as was asked, be it since they were so before.
+/// bytes from there on are mapped as was asked, and whether the tables had to be changed for that.
 ///
 /// # Safety
 /// The page holds a device's registers or memory.
-unsafe fn map_page(address: u64, cache: u64, is_whole: bool) -> usize {
+unsafe fn map_page(address: u64, cache: u64, is_whole: bool) -> (usize, bool) {
     let entry = address | PRESENT | WRITE | NO_EXECUTE | cache;
     let index = |shift: u32| (address >> shift & 511) as usize;
     // SAFETY: the PML4 and what its entries lead to, all of them at their own addresses; one processor.
@@ -146,14 +152,14 @@ unsafe fn map_page(address: u64, cache: u64, is_whole: bool) -> usize {
         let slot = directory.add(index(21));
         let value = slot.read_volatile();
         if value & (PRESENT | HUGE) == PRESENT | HUGE && value & UNCACHED == cache {
-            return PAGE_2M - (address as usize & (PAGE_2M - 1));
+            return (PAGE_2M - (address as usize & (PAGE_2M - 1)), false);
         }
         // A table that is there stays: a neighbour with a mode of its own may need it.
         if is_whole && value & (PRESENT | HUGE) != PRESENT {
             slot.write_volatile(entry | HUGE);
-            return PAGE_2M;
+            return (PAGE_2M, true);
         }
         next_table(directory, index(21)).add(index(12)).write_volatile(entry);
     }
-    PAGE
+    (PAGE, true)
 }

@@ -88,11 +88,10 @@ pub(super) fn init() {
     // traps.s, stack addresses from boot.s.
     unsafe {
         let idt = (&raw mut IDT).cast::<Gate>();
-        for (vector, entry) in cell_exception_table.into_iter().enumerate() {
-            idt.add(vector).write(Gate::new(entry, IST_FAULT));
-        }
-        for (index, entry) in cell_interrupt_table.into_iter().enumerate() {
-            idt.add(FIRST_INTERRUPT + index).write(Gate::new(entry, IST_INTERRUPT));
+        let entries = cell_exception_table.iter().chain(&cell_interrupt_table);
+        for (vector, entry) in entries.enumerate() {
+            let stack = if vector < FIRST_INTERRUPT { IST_FAULT } else { IST_INTERRUPT };
+            idt.add(vector).write(Gate::new(*entry, stack));
         }
         let spurious = cell_spurious as *const () as u64;
         idt.add(usize::from(SPURIOUS_VECTOR)).write(Gate::new(spurious, IST_INTERRUPT));

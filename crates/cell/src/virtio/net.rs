@@ -188,7 +188,7 @@ impl VirtioNet {
             queue: transmit,
             header_bytes,
             checksum_offload: features & CSUM != 0,
-            frame: alloc::vec![0; HEADER_BYTES + MAX_SEGMENTED_BYTES],
+            frame: heap::buffer(HEADER_BYTES + MAX_SEGMENTED_BYTES),
             unpublished: 0,
             stats: DeviceStats::default(),
         };
@@ -197,7 +197,7 @@ impl VirtioNet {
             receive,
             pool,
             buffer_bytes,
-            frame: alloc::vec![0; MAX_FRAME_BYTES],
+            frame: heap::buffer(MAX_FRAME_BYTES),
             frame_bytes: 0,
             returned: 0,
             sender,

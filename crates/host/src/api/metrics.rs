@@ -224,7 +224,7 @@ fn links(p: &mut Page, status: &Status) {
             }
         }
     }
-    p.family("tombolo_link_peer_state", "gauge", "State word of a peer: 0 RESET, 1 INIT, 2 READY, 3 RUN.");
+    p.family("tombolo_link_peer_state", "gauge", "State of a peer: 0 RESET, 1 INIT, 2 READY, 3 RUN.");
     for (link, peer) in status.links.iter().flat_map(|l| l.peers.iter().map(move |p| (l, p))) {
         let id = peer.id.to_string();
         p.sample(

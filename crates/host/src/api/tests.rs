@@ -15,6 +15,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
+use tombolo_testing::{PATIENCE, until};
 
 /// A task that keeps a status and answers, on a thread with its server.
 struct Stand {
@@ -26,16 +27,6 @@ struct Stand {
     thread: Option<std::thread::JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
     dir: tempfile::TempDir,
-}
-
-const DEADLINE: Duration = Duration::from_secs(20);
-
-fn until(what: &str, mut done: impl FnMut() -> bool) {
-    let end = Instant::now() + DEADLINE;
-    while !done() {
-        assert!(Instant::now() < end, "waited in vain for: {what}");
-        std::thread::park_timeout(Duration::from_millis(2));
-    }
 }
 
 async fn answer(
@@ -161,7 +152,7 @@ impl Stand {
     /// One request as it is, the connection closed afterwards; the answer's head and body.
     fn raw(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
-        stream.set_read_timeout(Some(DEADLINE)).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();

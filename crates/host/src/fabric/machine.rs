@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
-use tombolo_switch::port::Link;
+use tokio::sync::oneshot;
 
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
@@ -118,9 +118,6 @@ fn trim(path: &Path) -> std::io::Result<()> {
     file.seek(SeekFrom::Start(0))?;
     std::io::Write::write_all(&mut file, &keep)
 }
-
-/// Between two looks whether a new machine's ports are up: a tenth of the time that it has had, within these bounds.
-const SETTLE_LOOK: (Duration, Duration) = (Duration::from_millis(10), Duration::from_millis(500));
 
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
@@ -233,21 +230,26 @@ impl Running {
     /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
     fn settle(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
-        let since = Instant::now();
+        let own = self.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
+        let waits = own.map(|p| {
+            let (tell, told) = oneshot::channel();
+            // Nobody may listen any more.
+            let up = move || tell.send(()).unwrap_or(());
+            self.workers[p.worker].thread.handle().when_up(p.token, up).map(|()| told)
+        });
+        // A worker that has ended is reported by itself.
+        let Ok(waits) = waits.collect::<Result<Vec<_>, _>>() else { return };
         tokio::spawn(async move {
-            loop {
-                tokio::time::sleep((since.elapsed() / 10).clamp(SETTLE_LOOK.0, SETTLE_LOOK.1)).await;
-                let Some(running) = me.upgrade() else { return };
-                let mut running = running.lock().await;
-                if running.dir.is_none() || running.machines.get(&name).is_none_or(|m| m.pid != Some(pid)) {
+            for told in waits {
+                // A port that goes before it was up leaves nothing to note, and so does one that waits for the machine's next start.
+                if told.await.is_err() {
                     return;
                 }
-                let own = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
-                let mut links = own.map(|p| running.workers[p.worker].thread.handle().link(p.token));
-                if links.all(|link| matches!(link, Ok(Link::Up))) {
-                    running.note_settled(&name, pid);
-                    return;
-                }
+            }
+            let Some(running) = me.upgrade() else { return };
+            let mut running = running.lock().await;
+            if running.dir.is_some() && running.machines.get(&name).is_some_and(|m| m.pid == Some(pid)) {
+                running.note_settled(&name, pid);
             }
         });
     }

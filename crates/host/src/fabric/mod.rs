@@ -231,6 +231,27 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
 }
 
 impl Running {
+    /// A fabric of which nothing runs yet.
+    fn new(spec: Fabric, file: PathBuf, dir: RunDir, say: Say) -> Running {
+        let facts = facts(&spec, dir.path().into());
+        Running {
+            spec,
+            file,
+            dir: Some(dir),
+            facts,
+            started: Instant::now(),
+            workers: vec![],
+            networks: BTreeMap::new(),
+            ports: BTreeMap::new(),
+            machines: BTreeMap::new(),
+            shared: None,
+            bypass_faults: BTreeMap::new(),
+            say,
+            notes: vec![],
+            me: std::sync::Weak::new(),
+        }
+    }
+
     /// Carries out a fabric file. On an error nothing is left.
     ///
     /// # Errors
@@ -246,23 +267,7 @@ impl Running {
             }
             None => spec,
         };
-        let facts = facts(&spec, dir.path().into());
-        let running = Running {
-            spec,
-            file: absolute,
-            facts,
-            dir: Some(dir),
-            started: Instant::now(),
-            workers: vec![],
-            networks: BTreeMap::new(),
-            ports: BTreeMap::new(),
-            machines: BTreeMap::new(),
-            shared: None,
-            bypass_faults: BTreeMap::new(),
-            say,
-            notes: vec![],
-            me: std::sync::Weak::new(),
-        };
+        let running = Running::new(spec, absolute, dir, say);
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
         running.me = Arc::downgrade(&shared.running);
@@ -693,23 +698,7 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
     let left = process::machines(fabric, dir.path());
     let found = dir.leftover.is_some() || !left.is_empty();
     let spec = Fabric::empty(fabric, PathBuf::new());
-    let facts = facts(&spec, dir.path().into());
-    let mut running = Running {
-        spec,
-        file: PathBuf::new(),
-        dir: Some(dir),
-        facts,
-        started: Instant::now(),
-        workers: vec![],
-        networks: BTreeMap::new(),
-        ports: BTreeMap::new(),
-        machines: BTreeMap::new(),
-        shared: None,
-        bypass_faults: BTreeMap::new(),
-        say: Arc::new(|_| ()),
-        notes: vec![],
-        me: std::sync::Weak::new(),
-    };
+    let mut running = Running::new(spec, PathBuf::new(), dir, Arc::new(|_| ()));
     running.take_down(false).await;
     Ok(found)
 }

@@ -356,10 +356,13 @@ mod tests {
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
         let lasting = say("lasting");
         assert!(lasting.starts_with("port lasting: made anew 1 time(s) after a bug of ours, last: "), "{lasting}");
-        // What `settle` asks: a port that is out of service is not up.
-        let links: Vec<_> = tokens.iter().map(|t| handle.link(*t).unwrap()).collect();
-        assert_eq!(links, [Link::Down, Link::Up]);
-        assert!(handle.link(tombolo_switch::wait::Token(99)).is_err());
+        // What `settle` waits for: a port that is out of service is not up.
+        let up = |token| {
+            let (tell, told) = std::sync::mpsc::channel();
+            handle.when_up(token, move || tell.send(()).unwrap()).map(|()| told.try_recv().is_ok())
+        };
+        assert_eq!([up(tokens[0]), up(tokens[1])], [Ok(false), Ok(true)]);
+        assert!(up(tombolo_switch::wait::Token(99)).is_err());
         thread.stop().unwrap();
     }
 }

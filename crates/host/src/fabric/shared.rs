@@ -17,7 +17,7 @@ use std::os::unix::process::CommandExt;
 use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
-use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::ivshmem::keeper::{self, Keeper};
 use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
@@ -200,6 +200,11 @@ impl Running {
                 peer_present,
                 owns_region: true,
                 mtu: mtu.into(),
+                offloads: if config.header.as_ref().is_some_and(|h| h.offloads) {
+                    Offloads::Offered
+                } else {
+                    Offloads::None
+                },
             };
             Ivshmem::new(end, PollSettings::default(), registration).map_err(|e| e.to_string())
         };
@@ -259,17 +264,15 @@ impl Running {
             (None, _) if id == 0 => Some("fabric".into()),
             (None, port) => port.and_then(|p| p.details.get("machine").cloned()),
         };
-        let state = |word: u32| match State::from_word(word) {
-            Some(state) => state.name().to_string(),
-            None => format!("{word:#x}"),
+        let offloads = if kind == "network" { Offloads::Offered } else { Offloads::None };
+        let state = |word: u32| match offloads.of_peer(word).0 {
+            Some(state) => (state.name().to_string(), state.word()),
+            None => (format!("{word:#x}"), word),
         };
-        let peers = link.peers.iter().map(|p| LinkPeerReport {
-            id: p.id,
-            name: who(p.id),
-            pid: (p.pid != 0).then_some(p.pid),
-            state: state(p.state),
-            state_word: p.state,
-            waiting_messages: p.waiting as u64,
+        let peers = link.peers.iter().map(|p| {
+            let (state, state_word) = state(p.state);
+            let (pid, waiting_messages) = ((p.pid != 0).then_some(p.pid), p.waiting as u64);
+            LinkPeerReport { id: p.id, name: who(p.id), pid, state, state_word, waiting_messages }
         });
         LinkReport {
             name: name.into(),

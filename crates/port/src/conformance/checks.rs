@@ -1,6 +1,6 @@
 //! The checks, one function each; [`conformance_suite!`](crate::conformance_suite) lists them.
 
-use super::{DEADLINE, Fixture, Misdeed, Random, Rig, isolated, plain, same, tcp_frame};
+use super::{DEADLINE, Fixture, Misdeed, Rig, isolated, plain, same, tcp_frame};
 use crate::pair::OwnedFrame;
 use crate::reactor::Reactor;
 use std::cell::RefCell;
@@ -10,6 +10,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::{Offload, SegmentKind};
 use tombolo_switch::port::{Fault, FaultKind, Link};
 use tombolo_switch::wait::Token;
+use tombolo_testing::Random;
 
 fn not_applicable(name: &str, reason: &str) {
     println!("not applicable: {name}: {reason}");
@@ -300,6 +301,22 @@ pub fn the_link_follows_the_peer<F: Fixture>(_: &str) {
     rig.deliver(&frames);
 }
 
+/// The peer goes and another comes; what was on its way meanwhile is gone, and frames flow both ways again.
+fn served_after_another_peer<F: Fixture>(rig: &mut Rig<F>, round: u32) {
+    rig.peer.disconnect();
+    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.peer.connect();
+    rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig.settle();
+    rig.received.clear();
+    let mut stale = Vec::new();
+    rig.drain(&mut stale);
+    let frames = plain(round * 10, [60, 1000, 1514]);
+    rig.receive_all(&frames);
+    same(&frames, &rig.received);
+    rig.deliver(&frames);
+}
+
 /// A peer that dies with frames on their way, both ways, ten times over.
 pub fn a_dead_peer_is_replaced<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
@@ -308,18 +325,7 @@ pub fn a_dead_peer_is_replaced<F: Fixture>(_: &str) {
             rig.peer.inject(&frame.bytes, frame.offload);
         }
         rig.send(&plain(2_000_000, vec![700; 5]));
-        rig.peer.disconnect();
-        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
-        rig.peer.connect();
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
-        rig.settle();
-        rig.received.clear();
-        let mut stale = Vec::new();
-        rig.drain(&mut stale);
-        let frames = plain(round * 10, [60, 1000, 1514]);
-        rig.receive_all(&frames);
-        same(&frames, &rig.received);
-        rig.deliver(&frames);
+        served_after_another_peer(&mut rig, round);
     }
 }
 
@@ -366,18 +372,7 @@ pub fn a_reset_in_the_midst_of_traffic_recovers<F: Fixture>(_: &str) {
         rig.port.reset(&fault);
         rig.release();
         let _ = rig.port.flush();
-        rig.peer.disconnect();
-        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
-        rig.peer.connect();
-        rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
-        rig.settle();
-        rig.received.clear();
-        let mut stale = Vec::new();
-        rig.drain(&mut stale);
-        let frames = plain(round * 10, [60, 1000, 1514]);
-        rig.receive_all(&frames);
-        same(&frames, &rig.received);
-        rig.deliver(&frames);
+        served_after_another_peer(&mut rig, round);
     }
 }
 

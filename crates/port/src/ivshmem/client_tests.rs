@@ -36,7 +36,8 @@ impl Host {
     fn new(protocol: u32, vectors: u32) -> Host {
         let region = sealed_region("link", BYTES).unwrap();
         let layout = Layout::v1(BYTES, 0, 2).unwrap();
-        let header = Header { protocol, vectors, layout, mac: [0; 6], mtu: 0, name: Name::new("test").unwrap() };
+        let header =
+            Header { protocol, vectors, layout, mac: [0; 6], mtu: 0, name: Name::new("test").unwrap(), offloads: true };
         let mut page = [0; 4096];
         header.encode(&mut page).unwrap();
         Mapping::new(&region, 0, BYTES, true).unwrap().view_mut().unwrap().write_from(&page);

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use tombolo_ring::ivshmem::channel::ChannelError;
 use tombolo_ring::ivshmem::net::{self, Geometry, NetError, Receiver, Sections, Sender};
 use tombolo_ring::ivshmem::region::{Layout, RegionError};
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_ring::ivshmem::vector_traffic;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::virtio::Backing;
@@ -116,6 +117,8 @@ pub struct LinkEnd {
     pub owns_region: bool,
     /// MTU of the link's network, in bytes; bounded by what the rings can carry.
     pub mtu: u32,
+    /// Our part in the agreement on offloads.
+    pub offloads: Offloads,
 }
 
 impl fmt::Debug for LinkEnd {

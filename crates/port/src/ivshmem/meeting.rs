@@ -46,7 +46,7 @@ impl Meeting {
     /// A meeting of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
     /// are the caller's.
     pub(super) fn new(parts: LinkEnd) -> Result<(Meeting, [usize; 2]), EndError> {
-        let LinkEnd { memory, layout, own_id, peer_id, vectors, bells, peer_present, .. } = parts;
+        let LinkEnd { memory, layout, own_id, peer_id, vectors, bells, peer_present, offloads, .. } = parts;
         if matches!(&memory, Memory::Mapped(mapping) if mapping.view_mut().is_none()) {
             return Err(EndError::ReadOnly);
         }
@@ -57,7 +57,7 @@ impl Meeting {
         let (peer, peer_word) = place(peer_id).filter(|_| own_id != peer_id).ok_or(peers)?;
         let mut meeting = Meeting {
             memory: Arc::new(memory),
-            machine: Machine::new(),
+            machine: Machine::with_offloads(offloads),
             resets: Resets::default(),
             own_id,
             peer_id,
@@ -71,7 +71,7 @@ impl Meeting {
             muted: false,
         };
         // Whoever was here before may have left another state; a peer that runs sees this and begins anew.
-        meeting.write(State::Reset);
+        meeting.write();
         Ok((meeting, [own, peer]))
     }
 
@@ -94,9 +94,9 @@ impl Meeting {
         }
     }
 
-    fn write(&mut self, state: State) {
+    fn write(&mut self) {
         // Release, partner of the acquire in `look`: what was done to our section comes before.
-        let _ = self.memory.bytes().store_u32(self.own_word, state.word(), Ordering::Release);
+        let _ = self.memory.bytes().store_u32(self.own_word, self.machine.own_word(), Ordering::Release);
         // The ring is no access to memory; the word has to be there when it arrives.
         fence(Ordering::SeqCst);
         self.ring(VECTOR_STATE);
@@ -106,8 +106,8 @@ impl Meeting {
     pub(super) fn step(&mut self) -> Step {
         match self.machine.step(self.look()) {
             Action::None => Step::None,
-            Action::Write(state) => {
-                self.write(state);
+            Action::Write(_) => {
+                self.write();
                 Step::Again
             }
             Action::Initialise => Step::Clear,
@@ -118,7 +118,7 @@ impl Meeting {
                     Cause::PeerSkipped => self.resets.peer_skipped += 1,
                     Cause::PeerWord(_) => self.resets.peer_word += 1,
                 }
-                self.write(State::Reset);
+                self.write();
                 Step::Forget
             }
         }
@@ -126,14 +126,14 @@ impl Meeting {
 
     /// The own section is cleared.
     pub(super) fn cleared(&mut self) {
-        self.write(State::Ready);
+        self.write();
     }
 
     /// Goes to RESET after a fault; the peer follows, or the link stays down.
     pub(super) fn reset(&mut self) {
         self.resets.fault += 1;
         self.machine.reset();
-        self.write(State::Reset);
+        self.write();
     }
 
     /// Says good-bye: goes to RESET without counting it.
@@ -143,7 +143,7 @@ impl Meeting {
             return;
         }
         self.machine.reset();
-        self.write(State::Reset);
+        self.write();
     }
 
     /// Has `close` say nothing.
@@ -168,6 +168,6 @@ impl Meeting {
 
     /// Whether a ring's error is only that the peer has meanwhile stopped and cleared its section.
     pub(super) fn peer_stopped(&self) -> bool {
-        !matches!(State::from_word(self.look()), Some(State::Ready | State::Run))
+        !matches!(self.machine.state_of(self.look()), Some(State::Ready | State::Run))
     }
 }

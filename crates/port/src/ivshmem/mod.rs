@@ -34,6 +34,7 @@
 //! Two peers; frames as they are on a wire, of an MTU up to a quarter of the section's data area; 4096 frames out, of which
 //! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
 
+pub mod bare;
 pub mod channel;
 pub mod client;
 mod end;
@@ -50,7 +51,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use rustix::io::Errno;
-use tombolo_ring::ivshmem::net::{MAX_HELD, NetError};
+use tombolo_ring::ivshmem::net::{MAX_HELD, NetError, OFFLOAD_HEADER_BYTES};
 use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::Foreign;
 use tombolo_shm::doorbell::Doorbell;
@@ -58,6 +59,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use crate::reactor::{Registration, Watch};
 use end::End;
@@ -227,6 +229,22 @@ impl Ivshmem {
     }
 }
 
+const _: () = assert!(OFFLOAD_HEADER_BYTES == VNET_HEADER_BYTES);
+
+/// The frame in what a peer has sent, and its offload state.
+#[inline]
+fn judge_frame(view: Foreign<'_>, with_headers: bool) -> Result<(Foreign<'_>, Offload), Reason> {
+    if with_headers {
+        let frame = view.skip(OFFLOAD_HEADER_BYTES);
+        return Ok((frame, Offload::from_guest(view.read_array(0), frame.len())?));
+    }
+    match view.len() {
+        ..ETHERNET_HEADER_BYTES => Err(Reason::Runt),
+        ETHERNET_HEADER_BYTES..=MAX_FRAME_BYTES => Ok((view, Offload::NONE)),
+        _ => Err(Reason::TooLong),
+    }
+}
+
 impl Port for Ivshmem {
     fn kind(&self) -> &'static str {
         "ivshmem"
@@ -237,7 +255,11 @@ impl Port for Ivshmem {
     }
 
     fn caps(&self) -> Caps {
-        Caps::plain(self.end.mtu)
+        if !self.end.meeting.machine.uses_offloads() {
+            return Caps::plain(self.end.mtu);
+        }
+        let segments = self.end.geometry.takes_segments();
+        Caps { tso4: segments, tso6: segments, ecn: segments, ..Caps::full(self.end.mtu) }
     }
 
     fn service(&mut self, now: Nanos) -> Result<Option<Nanos>, Fault> {
@@ -272,6 +294,7 @@ impl Port for Ivshmem {
         if !self.end.meeting.machine.may_use_rings() {
             return Ok(0);
         }
+        let with_headers = self.end.meeting.machine.uses_offloads();
         let memory: &'m Memory = &self.end.meeting.memory;
         let mut taken = 0;
         let result = loop {
@@ -291,12 +314,9 @@ impl Port for Ivshmem {
                 Err(error) => break Err(error),
             };
             for view in &views[..got] {
-                if view.len() < ETHERNET_HEADER_BYTES {
-                    drops.count(Reason::Runt, 1);
-                } else if view.len() > MAX_FRAME_BYTES {
-                    drops.count(Reason::TooLong, 1);
-                } else {
-                    batch.push(*view, Offload::NONE);
+                match judge_frame(*view, with_headers) {
+                    Ok((frame, offload)) => batch.push(frame, offload),
+                    Err(reason) => drops.count(reason, 1),
                 }
             }
             taken += got;
@@ -341,26 +361,33 @@ impl Port for Ivshmem {
             drops.count(Reason::LinkDown, which.len() as u64);
             return Ok(sent);
         }
-        let longest = Caps::plain(self.end.mtu).max_frame_bytes as usize;
+        let longest = self.caps().max_frame_bytes as usize;
+        let with_headers = self.end.meeting.machine.uses_offloads();
+        let header_bytes = if with_headers { OFFLOAD_HEADER_BYTES } else { 0 };
         let End { meeting, places, sender, .. } = &mut self.end;
         let (mut too_long, mut no_buffer) = (0, 0);
         let result = places.of(&meeting.memory).and_then(|sections| {
             sender.reclaim(&sections)?;
             for index in which {
                 let frame = &batch.frames()[usize::from(*index)];
-                if frame.len() > longest {
+                if frame.len() > longest && frame.offload.segmentation.is_none() {
                     too_long += 1;
                     continue;
                 }
-                let mut place = sender.push(&sections, frame.len());
+                let bytes = header_bytes + frame.len();
+                let mut place = sender.push(&sections, bytes);
                 if place.is_none() && sender.reclaim(&sections)? != 0 {
-                    place = sender.push(&sections, frame.len());
+                    place = sender.push(&sections, bytes);
                 }
                 let Some(place) = place else {
                     no_buffer += 1;
                     continue;
                 };
-                batch.copy(frame, place);
+                if with_headers {
+                    // Cannot fail: the place has room for it.
+                    let _ = place.write_array(0, frame.offload.to_vnet());
+                }
+                batch.copy(frame, place.skip(header_bytes));
                 sent.frames += 1;
                 sent.bytes += frame.len() as u64;
             }
@@ -426,7 +453,7 @@ impl Port for Ivshmem {
     fn details(&self) -> Vec<(&'static str, String)> {
         let End { meeting, sender, receiver, geometry, .. } = &self.end;
         let (machine, resets) = (&meeting.machine, &meeting.resets);
-        let peer = match (self.end.meeting.present, State::from_word(self.end.meeting.look())) {
+        let peer = match (self.end.meeting.present, machine.state_of(self.end.meeting.look())) {
             (false, _) => "absent".into(),
             (true, Some(state)) => state.name().into(),
             (true, None) => format!("{:#x}", self.end.meeting.look()),
@@ -446,6 +473,7 @@ impl Port for Ivshmem {
             ("ring_entries", geometry.num().to_string()),
             ("section_bytes", geometry.section_bytes().to_string()),
             ("mtu", self.end.mtu.to_string()),
+            ("offloads", if machine.uses_offloads() { "carried" } else { "none" }.into()),
             ("frames_out", format!("{} of {}", sender.outstanding(), sender.depth())),
             ("bytes_out", format!("{} of {}", sender.taken_bytes(), geometry.data_bytes())),
             ("frames_waiting", format!("{} of {}", receiver.waiting(), geometry.num())),

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use std::os::fd::{AsFd, OwnedFd};
 use tombolo_ring::ivshmem::region::Layout;
+use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::memory::{Mapping, sealed_region};
 use tombolo_switch::drop::Reason;
@@ -47,6 +48,7 @@ fn parts(region: &OwnedFd, own_id: u32, vectors: u32, doorbells: Vec<Doorbell>) 
         peer_present: false,
         owns_region: own_id == 0,
         mtu: 1500,
+        offloads: Offloads::None,
     }
 }
 
@@ -92,8 +94,8 @@ impl Drop for Driven {
     }
 }
 
-/// `VECTORS` doorbells at each end; none: both poll.
-struct LinkFixture<const VECTORS: usize> {
+/// `VECTORS` doorbells at each end; none: both poll. With `OFFLOADS` they are agreed on, and the fixture puts the headers before the peer's frames.
+struct LinkFixture<const VECTORS: usize, const OFFLOADS: bool = false> {
     region: OwnedFd,
     handle: Handle,
     /// What the port listens to.
@@ -102,36 +104,47 @@ struct LinkFixture<const VECTORS: usize> {
     buffer: Vec<u8>,
 }
 
-impl<const VECTORS: usize> LinkFixture<VECTORS> {
+impl<const VECTORS: usize, const OFFLOADS: bool> LinkFixture<VECTORS, OFFLOADS> {
+    /// The parts of the end `own_id`.
+    fn parts(region: &OwnedFd, own_id: u32, doorbells: Vec<Doorbell>) -> LinkEnd {
+        let offloads = match (OFFLOADS, own_id) {
+            (false, _) => Offloads::None,
+            (true, 0) => Offloads::Offered,
+            (true, _) => Offloads::Taken,
+        };
+        LinkEnd { offloads, ..parts(region, own_id, VECTORS as u32, doorbells) }
+    }
+
     fn peer<T>(&mut self, call: impl FnOnce(&mut NetPeer) -> T) -> T {
         call(self.driven.as_ref().expect("a peer is there").lock().as_mut().expect("it lives"))
     }
 }
 
-impl<const VECTORS: usize> Fixture for LinkFixture<VECTORS> {
+impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS, OFFLOADS> {
     const KIND: &'static str = "ivshmem";
 
     fn make(registration: Registration) -> (Box<dyn Port>, Self) {
         let region = sealed_region("link", BYTES).unwrap();
         let port_bells = bells(VECTORS);
         let listened = port_bells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()).unwrap());
-        let parts = parts(&region, 0, VECTORS as u32, listened.collect());
-        let (port, handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
+        let (port, handle) =
+            Ivshmem::new(Self::parts(&region, 0, listened.collect()), PollSettings::default(), registration).unwrap();
         let mut fixture = LinkFixture { region, handle, port_bells, driven: None, buffer: Vec::new() };
         fixture.connect();
         (Box::new(port), fixture)
     }
 
     fn abilities(&self) -> Abilities {
-        Abilities { frame_bytes: (14, 1518), offload: false, back_pressure: true, window: 200 }
+        Abilities { frame_bytes: (14, 1518), offload: OFFLOADS, back_pressure: true, window: 200 }
     }
 
     fn polled(&self) -> bool {
         VECTORS == 0
     }
 
-    fn inject(&mut self, bytes: &[u8], _: Offload) -> bool {
-        self.peer(|peer| match peer.send(bytes) {
+    fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
+        let bytes = if OFFLOADS { [&offload.to_vnet(), bytes].concat() } else { bytes.to_vec() };
+        self.peer(|peer| match peer.send(&bytes) {
             Ok(()) => {
                 peer.flush();
                 true
@@ -145,7 +158,14 @@ impl<const VECTORS: usize> Fixture for LinkFixture<VECTORS> {
         let mut buffer = std::mem::take(&mut self.buffer);
         let frame = self.peer(|peer| peer.receive(&mut buffer, <[u8]>::to_vec));
         self.buffer = buffer;
-        frame.map(|bytes| OwnedFrame { bytes, offload: Offload::NONE })
+        frame.map(|mut bytes| {
+            if !OFFLOADS {
+                return OwnedFrame { bytes, offload: Offload::NONE };
+            }
+            let header: Vec<u8> = bytes.drain(..OFFLOAD_HEADER_BYTES).collect();
+            let offload = Offload::from_vnet(header.as_slice().try_into().unwrap(), bytes.len()).unwrap();
+            OwnedFrame { bytes, offload }
+        })
     }
 
     fn disconnect(&mut self) {
@@ -157,7 +177,7 @@ impl<const VECTORS: usize> Fixture for LinkFixture<VECTORS> {
         let own = bells(VECTORS);
         let rung = own.iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap()).collect();
         let for_port = (VECTORS != 0).then(|| duplicates(&own));
-        let mut parts = parts(&self.region, 1, VECTORS as u32, own);
+        let mut parts = Self::parts(&self.region, 1, own);
         parts.peer_present = true;
         parts.bells = (VECTORS != 0).then(|| duplicates(&self.port_bells));
         let peer = NetPeer::new(parts).unwrap();
@@ -176,7 +196,16 @@ impl<const VECTORS: usize> Fixture for LinkFixture<VECTORS> {
     }
 
     fn send_bad_offload(&mut self) -> Misdeed {
-        Misdeed::Impossible("frames carry no offload state")
+        if !OFFLOADS {
+            return Misdeed::Impossible("frames carry no offload state");
+        }
+        // A checksum beyond the frame's end.
+        let header = [1, 0, 0, 0, 0, 0, 0xff, 0xff, 16, 0];
+        self.peer(|peer| {
+            peer.send(&[&header[..], &frame(0, 60)].concat()).unwrap();
+            peer.flush();
+        });
+        Misdeed::Dropped(Reason::BadOffload)
     }
 
     fn break_protocol(&mut self) -> Misdeed {
@@ -200,6 +229,10 @@ mod with_two_vectors {
 
 mod with_one_vector {
     crate::conformance_suite!(super::LinkFixture<1>);
+}
+
+mod with_offloads {
+    crate::conformance_suite!(super::LinkFixture<2, true>);
 }
 
 mod polled {

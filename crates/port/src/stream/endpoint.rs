@@ -100,15 +100,7 @@ impl Listener {
 
     /// The next peer, if one waits.
     pub(crate) fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
-        loop {
-            match net::accept_with(&self.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) {
-                Ok(peer) => return Ok(Some(peer)),
-                Err(Errno::AGAIN) => return Ok(None),
-                // The peer went before it was accepted.
-                Err(Errno::INTR | Errno::CONNABORTED) => {}
-                Err(errno) => return Err(errno),
-            }
-        }
+        tombolo_shm::listener::accept(&self.socket)
     }
 }
 

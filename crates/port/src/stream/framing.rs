@@ -114,7 +114,8 @@ fn valid(len: u32) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Random, frame};
+    use crate::conformance::frame;
+    use tombolo_testing::Random;
 
     fn framed(frames: &[Vec<u8>]) -> Vec<u8> {
         frames.iter().flat_map(|f| [&(f.len() as u32).to_be_bytes()[..], f].concat()).collect()

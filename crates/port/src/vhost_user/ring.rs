@@ -6,7 +6,7 @@ use tombolo_ring::virtio::net::{HEADER_BYTES, NUM_BUFFERS_OFFSET};
 use tombolo_ring::virtio::{DeviceQueue, MAX_HELD, RingError};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::drop::{Drops, Reason};
-use tombolo_switch::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
+use tombolo_switch::frame::{Batch, Frame, Offload};
 use tombolo_switch::port::Sent;
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
@@ -215,7 +215,7 @@ fn parse<'m>(segments: &[(Foreign<'m>, bool)], framing: Framing, batch: &mut Bat
             at += 1;
             let header = first.read_array::<VNET_HEADER_BYTES>(0);
             let frame = first.skip(framing.header_bytes);
-            match check(header, frame.len()) {
+            match Offload::from_guest(header, frame.len()) {
                 Ok(offload) => batch.push(frame, offload),
                 Err(reason) => drops.count(reason, 1),
             }
@@ -225,23 +225,6 @@ fn parse<'m>(segments: &[(Foreign<'m>, bool)], framing: Framing, batch: &mut Bat
             parse_scattered(&segments[at..at + count], framing, batch, drops);
             at += count;
         }
-    }
-}
-
-/// The offload state of a frame, if it is one.
-#[inline]
-fn check(header: Option<[u8; VNET_HEADER_BYTES]>, frame_bytes: usize) -> Result<Offload, Reason> {
-    match header {
-        Some(header) if (ETHERNET_HEADER_BYTES..=MAX_FRAME_BYTES).contains(&frame_bytes) => {
-            let mut offload = Offload::from_vnet(&header, frame_bytes)?;
-            // A guest's word that a checksum is right is worth nothing to others.
-            if offload.checksum == Checksum::Valid {
-                offload.checksum = Checksum::Unverified;
-            }
-            Ok(offload)
-        }
-        Some(_) if frame_bytes > MAX_FRAME_BYTES => Err(Reason::TooLong),
-        _ => Err(Reason::Runt),
     }
 }
 
@@ -256,7 +239,7 @@ fn parse_scattered<'m>(chain: &[(Foreign<'m>, bool)], framing: Framing, batch: &
     }
     let [short @ .., _, _] = header;
     let short: Option<[u8; VNET_HEADER_BYTES]> = (have == framing.header_bytes).then_some(short);
-    match check(short, bytes - have) {
+    match Offload::from_guest(short, bytes - have) {
         Ok(offload) => {
             let mut skip = framing.header_bytes;
             let pieces = chain.iter().map(|(segment, _)| {

@@ -1,6 +1,5 @@
 //! Golden bytes, both ends against a dull model, and peers that write anything.
 
-use std::boxed::Box;
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;
 use std::vec;
@@ -9,15 +8,10 @@ use std::vec::Vec;
 use proptest::prelude::*;
 
 use super::*;
+use crate::ivshmem::tests::section;
 
 const SHAPE: Shape = Shape { slots: 4, record_bytes: 60, latest_bytes: 24 };
 const BYTES: usize = 512 + 4 * 128 + 4 * 64;
-
-fn section(bytes: usize) -> ForeignMut<'static> {
-    let memory = Box::leak(vec![0xa5u8; bytes + 64].into_boxed_slice());
-    let skip = memory.as_ptr().align_offset(64);
-    ForeignMut::from(&mut memory[skip..skip + bytes])
-}
 
 struct End {
     own: ForeignMut<'static>,

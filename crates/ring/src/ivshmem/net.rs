@@ -23,6 +23,12 @@
 //! Doorbells go by event index: `avail_event` says after which frame the receiver wants to be rung, `used_event` after which
 //! returned buffer the sender does. Zephyr rings always and leaves `used_event` at 0.
 //!
+//! # Offloads
+//!
+//! Between two ends that have agreed on it ([`state::Offloads`](super::state::Offloads)) each frame stands behind a virtio-net header of
+//! [`OFFLOAD_HEADER_BYTES`] ([`crate::virtio::net`], without `num_buffers`; so the IP header is aligned), and both ends take whatever it says: sums that
+//! are left to do, and, where the sections have room ([`Geometry::takes_segments`]), TCP that is not cut. Everything else stays as it is.
+//!
 //! # A wish that comes late
 //!
 //! Linux's sender writes `used_event` without looking at the used index again, which leaves the window of
@@ -63,6 +69,11 @@ const FRAME_ALIGN: u32 = 64;
 const MIN_DATA: u32 = 4 * 68;
 /// The length of each used entry.
 const USED_LEN: u32 = 1;
+
+/// Bytes of the header before a frame, where offloads were agreed on.
+pub const OFFLOAD_HEADER_BYTES: usize = crate::virtio::net::SHORT_HEADER_BYTES;
+/// The longest frame that stands for several segments, with its header.
+const MAX_SEGMENTED_BYTES: u32 = 65535 + 14 + 4 + OFFLOAD_HEADER_BYTES as u32;
 
 const DESCRIPTOR_BYTES: u32 = 16;
 const RING_INDEX: u32 = 2;
@@ -281,6 +292,11 @@ impl Geometry {
     /// The largest MTU of Linux's driver: a quarter of the data area, at most 65,535.
     pub const fn max_mtu(&self) -> u32 {
         if self.data_bytes() / 4 < 65535 { self.data_bytes() / 4 } else { 65535 }
+    }
+
+    /// Whether ends that agreed on offloads take TCP that is not cut: where four such frames find room.
+    pub const fn takes_segments(&self) -> bool {
+        self.data_bytes() / 4 >= MAX_SEGMENTED_BYTES
     }
 
     /// Bytes of the data area that a frame of `len` bytes takes where it need not wrap.

@@ -19,7 +19,8 @@
 //!   64..70    mac: the address that the guest should use on a network link; zero: any
 //!   70..72    mtu of a network link; 0: 1500
 //!   72..104   name of the link, UTF-8, padded with zeros
-//!   104..     zero; to be ignored by readers
+//!   104..108  offers of a network link's maker: bit 0, offloads (crate::ivshmem::net); other bits zero
+//!   108..     zero; to be ignored by readers
 //! ```
 
 use core::fmt;
@@ -37,7 +38,9 @@ pub const MAGIC: [u8; 8] = *b"TMBLIVS1";
 /// The version of the header page that is spoken here.
 pub const VERSION: u32 = 1;
 /// Bytes of a header's fields; the rest of its page is zero.
-pub const HEADER_BYTES: usize = 104;
+pub const HEADER_BYTES: usize = 108;
+/// Bit of a header's offers: offloads.
+const OFFERS_OFFLOADS: u32 = 1;
 /// Bytes of a link's name in a header.
 pub const NAME_BYTES: usize = 32;
 /// Most peers of a region of ours.
@@ -304,13 +307,16 @@ pub struct Header {
     pub mtu: u16,
     /// The link's name.
     pub name: Name,
+    /// Whether peer 0 of a network link takes and gives frames with their offload state, if the guest wants that too
+    /// ([`Offloads`](super::state::Offloads)).
+    pub offloads: bool,
 }
 
 impl Header {
     /// A header of the default network link called `name`.
     pub const fn network(name: Name, vectors: u32) -> Header {
         let layout = Layout::default_network();
-        Header { protocol: protocol::NETWORK, vectors, layout, mac: [0; 6], mtu: 0, name }
+        Header { protocol: protocol::NETWORK, vectors, layout, mac: [0; 6], mtu: 0, name, offloads: false }
     }
 
     /// The MTU of a network link, with its default.
@@ -337,6 +343,8 @@ impl Header {
         fields[64..70].copy_from_slice(&self.mac);
         fields[70..72].copy_from_slice(&self.mtu.to_le_bytes());
         fields[72..104].copy_from_slice(&self.name.0);
+        let offers = if self.offloads { OFFERS_OFFLOADS } else { 0 };
+        fields[104..108].copy_from_slice(&offers.to_le_bytes());
         page[HEADER_BYTES..].fill(0);
         Ok(())
     }
@@ -377,7 +385,8 @@ impl Header {
         let end = name.iter().position(|byte| *byte == 0).unwrap_or(NAME_BYTES);
         core::str::from_utf8(&name[..end]).map_err(|_| RegionError::Name)?;
         let mtu = u16::from_le_bytes([fields[70], fields[71]]);
-        Ok(Header { protocol: word(12), vectors: word(20), layout, mac, mtu, name: Name(name) })
+        let offloads = word(104) & OFFERS_OFFLOADS != 0;
+        Ok(Header { protocol: word(12), vectors: word(20), layout, mac, mtu, name: Name(name), offloads })
     }
 
     /// As [`Header::decode`], from a mapped region: the fields are copied once and judged by the copy.

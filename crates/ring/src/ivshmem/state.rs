@@ -35,6 +35,12 @@
 //! These are the rules of the drivers of Linux and Zephyr, with three answers where the two say nothing: a peer that skips RESET,
 //! and words that are no state, which Linux takes for READY.
 //!
+//! # Who takes offloads
+//!
+//! Where the region's header offers offloads, a guest that wants them says so by [`TAKES_OFFLOADS`] in its words of INIT, READY and RUN,
+//! so that what an earlier driver of it wanted is never mistaken for its own wish. Peer 0, which offers, has plain words. The drivers of
+//! Linux and Zephyr read no header, and never say it; nobody may say it where it was not offered.
+//!
 //! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not on changes only, so a change
 //! that was missed costs nothing.
 
@@ -89,6 +95,33 @@ impl fmt::Display for State {
     }
 }
 
+/// What a guest that takes offloads adds to its words of INIT, READY and RUN.
+pub const TAKES_OFFLOADS: u32 = 1 << 8;
+
+/// One end's part in the agreement on offloads: whether frames stand behind the header of [`net`](super::net).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Offloads {
+    /// They are not offered, or not known: frames are as on a wire.
+    #[default]
+    None,
+    /// This end is peer 0, whose header page offers them.
+    Offered,
+    /// This end is the guest, was offered them, and takes them.
+    Taken,
+}
+
+impl Offloads {
+    /// The state that a peer's word stands for, and whether it takes offloads; `None` for a word that is no state.
+    pub const fn of_peer(self, word: u32) -> (Option<State>, bool) {
+        match (self, State::from_word(word & !TAKES_OFFLOADS)) {
+            (Offloads::Offered, Some(State::Init | State::Ready | State::Run)) if word & TAKES_OFFLOADS != 0 => {
+                (State::from_word(word & !TAKES_OFFLOADS), true)
+            }
+            _ => (State::from_word(word), false),
+        }
+    }
+}
+
 /// Why a machine fell back to RESET.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Cause {
@@ -115,7 +148,7 @@ impl fmt::Display for Cause {
 pub enum Action {
     /// Nothing.
     None,
-    /// Write the state into the own word, and ring the peer on the state vector.
+    /// Write the state into the own word ([`Machine::own_word`]), and ring the peer on the state vector.
     Write(State),
     /// Zero the rings in the own section and start both queues anew ([`net::initialise`](super::net::initialise)); then write
     /// [`State::Ready`] and ring.
@@ -129,17 +162,47 @@ pub enum Action {
 pub struct Machine {
     own: State,
     peer: State,
+    offloads: Offloads,
+    peer_takes: bool,
 }
 
 impl Machine {
     /// In RESET. The caller writes that into its word and rings, since an earlier owner may have left another one there.
     pub const fn new() -> Machine {
-        Machine { own: State::Reset, peer: State::Reset }
+        Machine::with_offloads(Offloads::None)
     }
 
-    /// The own state, which is what the own word is to hold.
+    /// As [`Machine::new`], with this end's part in the agreement on offloads.
+    pub const fn with_offloads(offloads: Offloads) -> Machine {
+        Machine { own: State::Reset, peer: State::Reset, offloads, peer_takes: false }
+    }
+
+    /// The own state.
     pub const fn own(&self) -> State {
         self.own
+    }
+
+    /// What the own word is to hold.
+    pub const fn own_word(&self) -> u32 {
+        match (self.offloads, self.own) {
+            (_, State::Reset) | (Offloads::None | Offloads::Offered, _) => self.own.word(),
+            (Offloads::Taken, own) => own.word() | TAKES_OFFLOADS,
+        }
+    }
+
+    /// The state that a peer's word stands for; `None` for a word that is no state.
+    pub const fn state_of(&self, peer_word: u32) -> Option<State> {
+        self.offloads.of_peer(peer_word).0
+    }
+
+    /// Whether frames stand behind the header of [`net`](super::net), both ways. It does not change while the rings may be
+    /// used: a peer whose word says otherwise of a sudden is one that began anew.
+    pub const fn uses_offloads(&self) -> bool {
+        match self.offloads {
+            Offloads::None => false,
+            Offloads::Offered => self.peer_takes,
+            Offloads::Taken => true,
+        }
     }
 
     /// The peer's state at the last look; RESET where its word was none.
@@ -160,8 +223,9 @@ impl Machine {
     /// Takes the peer's word and says what to do. To be called until it says [`Action::None`]; three times are enough.
     #[must_use = "the caller writes the new state into its word"]
     pub fn step(&mut self, peer_word: u32) -> Action {
-        let known = State::from_word(peer_word);
+        let (known, takes) = self.offloads.of_peer(peer_word);
         self.peer = known.unwrap_or(State::Reset);
+        let changed = core::mem::replace(&mut self.peer_takes, takes) != takes;
         let action = match (self.own, known) {
             (State::Reset, Some(State::Reset | State::Init)) => Action::Write(State::Init),
             (State::Reset, _) => Action::None,
@@ -172,6 +236,8 @@ impl Machine {
             (State::Ready, Some(State::Init)) => Action::None,
             (State::Ready, Some(State::Ready | State::Run)) => Action::Write(State::Run),
             (State::Run, Some(State::Init)) => Action::Fall(Cause::PeerSkipped),
+            // Another driver, which was not seen in RESET.
+            (State::Run, Some(_)) if changed => Action::Fall(Cause::PeerSkipped),
             (State::Run, Some(State::Ready | State::Run)) => Action::None,
         };
         self.own = match action {

@@ -297,7 +297,8 @@ impl Inner {
             let gained = self.poll(index, until);
             state = lock(&self.state);
             state.poller.learn(gained);
-            if gained || self.polling == Polling::Always {
+            // Another thread may have taken what came meanwhile, the answer that this one waits for too.
+            if gained || self.polling == Polling::Always || state.answers.index() != index {
                 return state;
             }
         }

@@ -23,7 +23,7 @@ use std::sync::atomic::Ordering;
 use std::task::Waker;
 use std::time::Duration;
 
-use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::entry::{Ask, Call, Payload, Refusal};
 use tombolo_ring::rpc::{Broken, INLINE_BYTES};
 use tombolo_shm::memory::MemoryError;
@@ -217,15 +217,29 @@ impl Client {
         if bytes.len() <= INLINE_BYTES {
             return self.send(Payload::Inline { len: bytes.len() as u32 }, bytes, None, options);
         }
-        match self.loan(bytes.len() as u64) {
+        self.submit_view(Foreign::from(bytes), options)
+    }
+
+    /// As [`Client::submit`], for bytes that another party may write meanwhile: a request or a reply that is passed on.
+    ///
+    /// # Errors
+    /// [`CallError`], where the request could not be sent.
+    pub fn submit_view(&self, bytes: Foreign<'_>, options: &CallOptions) -> Result<Token, CallError> {
+        let len = bytes.len() as u64;
+        if bytes.len() <= INLINE_BYTES {
+            let mut inline = [0; INLINE_BYTES];
+            let read = bytes.read_into(&mut inline);
+            return self.submit(&inline[..read], options);
+        }
+        match self.loan(len) {
             Some(loan) => {
-                loan.view().write_from(bytes);
+                bytes.copy_to(loan.view());
                 self.submit_loan(loan, options)
             }
             None => {
-                let buffer = SharedBuffer::new(bytes.len() as u64, false)?;
-                buffer.view().write_from(bytes);
-                self.submit_shared(&buffer, 0, bytes.len() as u64, options)
+                let buffer = SharedBuffer::new(len, false)?;
+                bytes.copy_to(buffer.view());
+                self.submit_shared(&buffer, 0, len, options)
             }
         }
     }

@@ -30,7 +30,7 @@ use tombolo_shm::class;
 use super::Engine;
 use super::connection::{Connection, Slot};
 use super::report::{SlowCall, add};
-use super::request::{Reply, Request, Source};
+use super::request::{Ending, Reply, Request, Source};
 use crate::clock::now_ns;
 use crate::deadline::Scope;
 use crate::poll::{POLL_NS, Poller, Polling};
@@ -360,14 +360,14 @@ impl Engine {
         core.active.retain(|p| *p != place);
     }
 
-    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long is
-    /// given up.
+    /// What is done now and then while all workers are busy: what clients ask is taken and judged, and what has waited too long or
+    /// is late is given up.
     pub(super) fn attend(&self, core: &mut Core) {
         let now = now_ns();
         self.collect(core, &mut Vec::with_capacity(EVENTS));
         self.drain(core, now);
-        for (job, queued_ns) in core.schedule.sweep(now) {
-            self.give_up(&job, Status::Expired, queued_ns, now);
+        for (job, queued_ns, status) in core.schedule.sweep(now) {
+            self.give_up(&job, status, queued_ns, now);
         }
     }
 
@@ -419,10 +419,15 @@ impl Engine {
         };
         let ended = now_ns();
         let service_ns = ended.saturating_sub(began);
-        let status = match (served, reply.refusal()) {
-            (Err(_), _) => Status::Failed,
-            (Ok(()), Some(reason)) => Status::Refused(reason),
-            (Ok(()), None) => Status::Served,
+        let status = match (served, reply.ending(), reply.refusal()) {
+            (Err(_), ..) => Status::Failed,
+            (Ok(()), Some(Ending::HangUp), _) => {
+                connection.end();
+                Status::Failed
+            }
+            (Ok(()), Some(Ending::Status(status)), _) => status,
+            (Ok(()), None, Some(reason)) => Status::Refused(reason),
+            (Ok(()), None, None) => Status::Served,
         };
         if status != Status::Served || connection.is_gone() {
             reply.discard();
@@ -464,7 +469,8 @@ impl Engine {
                 return core;
             }
         }
-        if core.arm() {
+        // While this one polled, without the lock, the control thread may have taken what came into the queue: nobody sleeps then.
+        if core.schedule.pending() > 0 || core.arm() {
             return core;
         }
         // Under the lock: who finds nobody idle after this looks at the active clients itself.
@@ -513,5 +519,43 @@ impl Engine {
                 return false;
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+    use crate::client::{CallOptions, Client, ConnectOptions};
+    use crate::provider::{Options, Service};
+
+    #[test]
+    fn a_worker_does_not_sleep_over_what_was_queued_while_it_polled() {
+        let dir = tempfile::tempdir().unwrap();
+        let folder = Some(dir.path().to_path_buf());
+        let options = Options { folder: folder.clone(), polling: Polling::Always, ..Options::default() };
+        let service = Service::register("a", options, |_: &Request<'_>, reply: &mut Reply<'_>| {
+            let _ = reply.write(b"x");
+        });
+        let service = service.unwrap();
+        let client = Client::connect_with("a", &ConnectOptions { folder, ..ConnectOptions::default() }).unwrap();
+        client.call(b"", &CallOptions::default()).unwrap();
+        // The worker polls, ends its poll in vain, and waits for the lock; meanwhile the control thread finds a request.
+        let engine = &service.engine;
+        let token = loop {
+            let mut core = lock(&engine.core);
+            if engine.polling.load(Ordering::Relaxed) {
+                while engine.polling.load(Ordering::Relaxed) {
+                    std::thread::yield_now();
+                }
+                let token = client.submit(b"", &CallOptions::default()).unwrap();
+                engine.attend(&mut core);
+                break token;
+            }
+            drop(core);
+            client.call(b"", &CallOptions::default()).unwrap();
+        };
+        assert!(client.wait(token, Duration::from_secs(5)).is_ok());
     }
 }

@@ -9,31 +9,11 @@ use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerHandle, WorkerSettings};
 use tombolo_switch::counters::PortCounters;
 use tombolo_switch::drop::{Drops, Reason};
-use tombolo_switch::frame::{Batch, Mac, Offload};
+use tombolo_switch::frame::{Batch, Checksum, Mac, Offload, SegmentKind, Segmentation};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::{Remake, Worker};
-
-/// A small seeded generator (SplitMix64), so that a failure repeats.
-pub struct Random(pub u64);
-
-impl Random {
-    pub fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        b ^ (b >> 31)
-    }
-
-    pub fn below(&mut self, n: u64) -> u64 {
-        self.next() % n
-    }
-
-    pub fn chance(&mut self, one_in: u64) -> bool {
-        self.below(one_in) == 0
-    }
-}
 
 #[derive(Default)]
 pub struct Clock {
@@ -432,4 +412,15 @@ pub fn frame(to: Mac, from: Mac, len: usize, tag: u32) -> Vec<u8> {
     let mut bytes = [&to[..], &from, &[0x88, 0xb5], &tag.to_be_bytes()].concat();
     bytes.resize(len.max(bytes.len()), tag as u8);
     bytes
+}
+
+/// A TCP packet of `payload` bytes that is to be cut into segments of `size`, with the offload state of a guest's driver.
+pub fn large(to: [u8; 6], from: [u8; 6], payload: usize, size: u16) -> (Vec<u8>, Offload) {
+    let mut f = [&to[..], &from, &[8, 0, 0x45, 0]].concat();
+    f.extend_from_slice(&((40 + payload) as u16).to_be_bytes());
+    f.extend_from_slice(&[0, 1, 0x40, 0, 64, 6, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
+    f.extend_from_slice(&[0, 7, 0, 9, 0, 0, 0, 1, 0, 0, 0, 2, 0x50, 0x18, 1, 0, 0, 0, 0, 0]);
+    f.resize(54 + payload, 7);
+    let cut = Segmentation { kind: SegmentKind::Tcp4, ecn: false, size, header_bytes: 54 };
+    (f, Offload { checksum: Checksum::Partial { start: 34, offset: 16 }, segmentation: Some(cut) })
 }

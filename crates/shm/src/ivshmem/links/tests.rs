@@ -4,48 +4,13 @@ use crate::memory::cannot_shrink;
 use crate::passing;
 use rustix::net::SocketType;
 use std::path::Path;
-use std::sync::atomic::AtomicU32;
 use std::sync::mpsc::{Receiver, channel};
-use std::time::{Duration, Instant};
+use std::time::Instant;
+use tempfile::TempDir;
 use tombolo_ring::ivshmem::region::Name;
+use tombolo_testing::{PATIENCE, found, until};
 
-const PATIENCE: Duration = Duration::from_secs(20);
-
-/// A folder of the test's own.
-struct Place(PathBuf);
-
-impl Place {
-    fn new() -> Place {
-        static NUMBER: AtomicU32 = AtomicU32::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let path = std::env::temp_dir().join(format!("tmb-links-{}-{number}", std::process::id()));
-        std::fs::create_dir(&path).unwrap();
-        Place(path)
-    }
-
-    fn at(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Place {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
-
-fn until<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let deadline = Instant::now() + PATIENCE;
-    loop {
-        if let Some(found) = look() {
-            return found;
-        }
-        assert!(Instant::now() < deadline, "{what}: not within {PATIENCE:?}");
-        std::thread::sleep(Duration::from_millis(1));
-    }
-}
-
-fn config(place: &Place, name: &str, max_peers: u32, host: bool) -> Config {
+fn config(place: &TempDir, name: &str, max_peers: u32, host: bool) -> Config {
     let layout = Layout::v1(1 << 20, 0, max_peers).unwrap();
     let header = Header { layout, ..Header::network(Name::new(name).unwrap(), 2) };
     Config {
@@ -55,7 +20,7 @@ fn config(place: &Place, name: &str, max_peers: u32, host: bool) -> Config {
         region_bytes: 1 << 20,
         header: Some(header),
         host: host.then_some(0),
-        doors: vec![Door { path: place.at(name), seat: Seat::Any }],
+        doors: vec![Door { path: place.path().join(name), seat: Seat::Any }],
     }
 }
 
@@ -93,7 +58,7 @@ impl Client {
     fn until(&mut self, what: &str, look: impl Fn(&v1::Client) -> bool) {
         until(what, || {
             assert!(self.read(), "{what}: the connection ended");
-            look(&self.says).then_some(())
+            look(&self.says)
         });
     }
 
@@ -104,7 +69,7 @@ impl Client {
     }
 
     fn until_cut(&mut self) {
-        until("the end of the connection", || (!self.read()).then_some(()));
+        until("the end of the connection", || !self.read());
     }
 
     fn peers(&self) -> Vec<u32> {
@@ -113,7 +78,7 @@ impl Client {
 }
 
 fn rung(bell: &Doorbell) {
-    until("a ring", || bell.take().then_some(()));
+    until("a ring", || bell.take());
 }
 
 fn watched() -> (Watcher, Receiver<Event>) {
@@ -127,12 +92,12 @@ fn status(links: &Links, name: &str) -> LinkStatus {
 
 #[test]
 fn peers_come_ring_each_other_and_go() {
-    let (place, links) = (Place::new(), links());
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
     let opened = links.open(config(&place, "lan", 3, true)).unwrap();
     assert!(opened.own.len() == 2 && opened.restored.is_empty());
     let (watcher, events) = watched();
     links.serve("lan", Some(watcher)).unwrap();
-    let mut a = Client::joined(&place.at("lan"));
+    let mut a = Client::joined(&place.path().join("lan"));
     assert_eq!((a.says.id(), a.peers()), (Some(1), vec![0]));
     let Event::Joined { id: 1, bells } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
     // Each rings the other, by vector.
@@ -141,7 +106,7 @@ fn peers_come_ring_each_other_and_go() {
     assert!(!a.says.own()[0].take());
     a.says.peers()[&0][0].ring();
     rung(&opened.own[0]);
-    let b = Client::joined(&place.at("lan"));
+    let b = Client::joined(&place.path().join("lan"));
     a.until("b", |c| c.peers().get(&2).is_some_and(|bells| bells.len() == 2));
     assert_eq!(b.peers(), [0, 1]);
     b.says.peers()[&1][1].ring();
@@ -160,32 +125,32 @@ fn peers_come_ring_each_other_and_go() {
     assert_eq!(states(&before), [(0, 0), (1, 2), (2, 3)]);
     assert!(before.peers.iter().all(|p| p.pid == std::process::id()));
     // Full: another is refused.
-    Client::connect(&place.at("lan")).until_cut();
+    Client::connect(&place.path().join("lan")).until_cut();
     drop(b);
     a.until("b's end", |c| !c.peers().contains_key(&2));
     rung(&a.says.own()[0]);
     rung(&opened.own[0]);
-    let after = until("its end", || Some(status(&links, "lan")).filter(|s| s.peers.len() == 2));
+    let after = found("its end", || Some(status(&links, "lan")).filter(|s| s.peers.len() == 2));
     assert_eq!((states(&after), after.joins, after.leaves, after.refused), (vec![(0, 0), (1, 2)], 2, 1, 1));
     assert_eq!(mapping.view().load_u32(header.layout.state(2).unwrap(), Ordering::Acquire), Some(0));
     let told: Vec<_> = std::iter::from_fn(|| events.try_recv().ok()).collect();
     assert!(matches!(&told[..], [Event::Joined { id: 2, .. }, Event::Left { id: 2 }]), "{told:?}");
     links.close("lan");
     a.until_cut();
-    assert!(!place.at("lan").exists() && links.status().is_empty());
+    assert!(!place.path().join("lan").exists() && links.status().is_empty());
 }
 
 #[test]
 fn a_client_that_reads_nothing_blocks_nobody_and_is_cut_off() {
-    let (place, links) = (Place::new(), links());
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
     links.open(config(&place, "lan", 4, false)).unwrap();
     links.serve("lan", None).unwrap();
-    let mut good = Client::joined(&place.at("lan"));
-    let mut slow = Client::joined(&place.at("lan"));
+    let mut good = Client::joined(&place.path().join("lan"));
+    let mut slow = Client::joined(&place.path().join("lan"));
     let begun = Instant::now();
     let mut waiting = 0;
     while waiting == 0 {
-        let other = Client::joined(&place.at("lan"));
+        let other = Client::joined(&place.path().join("lan"));
         good.until("the other", |c| c.peers().get(&2).is_some_and(|b| b.len() == 2));
         drop(other);
         good.until("the other's end", |c| !c.peers().contains_key(&2));
@@ -194,7 +159,7 @@ fn a_client_that_reads_nothing_blocks_nobody_and_is_cut_off() {
     }
     // Its queue is bounded from here on, however often others come and go.
     for _ in 0..50 {
-        drop(Client::joined(&place.at("lan")));
+        drop(Client::joined(&place.path().join("lan")));
         good.until("the other's end", |c| !c.peers().contains_key(&2));
         let link = status(&links, "lan");
         assert!(link.peers.iter().all(|p| p.waiting <= 2 * 3), "{link:?}");
@@ -208,11 +173,11 @@ fn a_client_that_reads_nothing_blocks_nobody_and_is_cut_off() {
 
 #[test]
 fn a_client_that_talks_is_cut_off() {
-    let (place, links) = (Place::new(), links());
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
     links.open(config(&place, "lan", 4, false)).unwrap();
     links.serve("lan", None).unwrap();
-    let mut good = Client::joined(&place.at("lan"));
-    let mut bad = Client::joined(&place.at("lan"));
+    let mut good = Client::joined(&place.path().join("lan"));
+    let mut bad = Client::joined(&place.path().join("lan"));
     good.until("the other", |c| c.peers().contains_key(&1));
     rustix::io::write(&bad.socket, b"x").unwrap();
     bad.until_cut();
@@ -222,7 +187,7 @@ fn a_client_that_talks_is_cut_off() {
 
 #[test]
 fn two_links_do_not_meet() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let (ours, theirs) = (links(), links());
     for (links, name) in [(&ours, "a"), (&theirs, "b")] {
         links.open(config(&place, name, 4, false)).unwrap();
@@ -232,7 +197,7 @@ fn two_links_do_not_meet() {
     taken.unwrap();
     let error = theirs.serve("c", None).unwrap_err();
     assert!(matches!(error, LinkError::Listen { source: Errno::ADDRINUSE, .. }), "{error}");
-    let (a, b) = (Client::joined(&place.at("a")), Client::joined(&place.at("b")));
+    let (a, b) = (Client::joined(&place.path().join("a")), Client::joined(&place.path().join("b")));
     assert!(a.says.peers().is_empty() && b.says.peers().is_empty());
     let inode = |c: &Client| rustix::fs::fstat(c.says.memory().unwrap()).unwrap().st_ino;
     assert_ne!(inode(&a), inode(&b));
@@ -247,23 +212,23 @@ fn keeper_at(path: PathBuf) -> Launch {
     })
 }
 
-fn kept_links(place: &Place) -> Links {
-    Links::start("test", Some(keeper_at(place.at("keeper"))), Box::new(|_| ())).unwrap()
+fn kept_links(place: &TempDir) -> Links {
+    Links::start("test", Some(keeper_at(place.path().join("keeper"))), Box::new(|_| ())).unwrap()
 }
 
 #[test]
 fn a_restarted_server_takes_up_peers_connections_and_memory() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let first = kept_links(&place);
     let opened = first.open(config(&place, "lan", 4, true)).unwrap();
     first.serve("lan", None).unwrap();
-    let mut a = Client::joined(&place.at("lan"));
-    let b = Client::joined(&place.at("lan"));
+    let mut a = Client::joined(&place.path().join("lan"));
+    let b = Client::joined(&place.path().join("lan"));
     a.until("b", |c| c.peers().get(&2).is_some_and(|bells| bells.len() == 2));
     let mapping = Mapping::new(a.says.memory().unwrap(), 0, 1 << 20, true).unwrap();
     mapping.view_mut().unwrap().store_u32(4096 + 4, 3, Ordering::Release).unwrap();
     mapping.view_mut().unwrap().store_u32(4096 + 8, 3, Ordering::Release).unwrap();
-    until("peers without messages", || status(&first, "lan").peers.iter().all(|p| p.waiting == 0).then_some(()));
+    until("peers without messages", || status(&first, "lan").peers.iter().all(|p| p.waiting == 0));
     drop((first, opened));
     // Nobody serves; what there is goes on.
     b.says.peers()[&1][1].ring();
@@ -273,7 +238,7 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
 
     let second = kept_links(&place);
     let other = Config { region_bytes: 1 << 21, ..config(&place, "lan", 4, true) };
-    second.recall(Keeper::connect(&place.at("keeper")).unwrap()).unwrap();
+    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let same = config(&place, "lan", 4, true);
     assert!(second.remembers(&same, 1) && !second.remembers(&other, 1));
     assert!(!second.remembers(&same, 2), "it has gone meanwhile");
@@ -290,32 +255,32 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     let ours = Mapping::new(&opened.region, 0, 8192, false).unwrap();
     let words = [4, 8].map(|at| ours.view().load_u32(4096 + at, Ordering::Acquire).unwrap());
     assert_eq!(words, [3, 0], "the region is the same, and the state of who went meanwhile is 0");
-    let mut c = Client::joined(&place.at("lan"));
+    let mut c = Client::joined(&place.path().join("lan"));
     a.until("c", |a| a.peers().get(&2).is_some_and(|bells| bells.len() == 2));
     c.says.peers()[&1][0].ring();
     rung(&a.says.own()[0]);
     c.until("a", |c| c.peers().contains_key(&1));
     assert!(matches!(events.try_recv(), Ok(Event::Joined { id: 2, .. })), "of who was there before nothing is told");
     second.end_keeper(PATIENCE);
-    until("the keeper's end", || (!place.at("keeper").exists()).then_some(()));
+    until("the keeper's end", || !place.path().join("keeper").exists());
 }
 
 #[test]
 fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let first = kept_links(&place);
     first.open(config(&place, "lan", 4, true)).unwrap();
     first.serve("lan", None).unwrap();
-    let mut a = Client::joined(&place.at("lan"));
+    let mut a = Client::joined(&place.path().join("lan"));
     drop(first);
     assert!(a.read());
     let second = kept_links(&place);
-    second.recall(Keeper::connect(&place.at("keeper")).unwrap()).unwrap();
+    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let opened = second.open(config(&place, "lan", 3, true)).unwrap();
     assert!(opened.restored.is_empty());
     a.until_cut();
     second.serve("lan", None).unwrap();
-    assert_eq!(Client::joined(&place.at("lan")).says.id(), Some(1));
+    assert_eq!(Client::joined(&place.path().join("lan")).says.id(), Some(1));
     // A link of the earlier daemon that this one does not have is forgotten.
     second.close("lan");
     drop(second);
@@ -323,19 +288,19 @@ fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
 
 #[test]
 fn a_lost_keeper_is_replaced_and_told_everything() {
-    let place = Place::new();
+    let place = tempfile::tempdir().unwrap();
     let (sender, told) = channel();
     let trouble: Trouble = Box::new(move |text| sender.send(text.to_string()).unwrap());
-    let links = Links::start("test", Some(keeper_at(place.at("keeper"))), trouble).unwrap();
+    let links = Links::start("test", Some(keeper_at(place.path().join("keeper"))), trouble).unwrap();
     links.open(config(&place, "lan", 4, true)).unwrap();
     links.serve("lan", None).unwrap();
-    let _a = Client::joined(&place.at("lan"));
+    let _a = Client::joined(&place.path().join("lan"));
     assert!(links.is_kept());
-    Keeper::connect(&place.at("keeper")).unwrap().quit().unwrap();
+    Keeper::connect(&place.path().join("keeper")).unwrap().quit().unwrap();
     let text = told.recv_timeout(PATIENCE).unwrap();
     assert!(text.contains("is lost"), "{text}");
-    let names = until("another keeper with it all", || {
-        let keeper = Keeper::connect(&place.at("keeper")).ok()?;
+    let names = found("another keeper with it all", || {
+        let keeper = Keeper::connect(&place.path().join("keeper")).ok()?;
         let names: Vec<String> = keeper.list().ok()?.into_iter().map(|r| r.name).collect();
         (names.len() == 5).then_some(names)
     });
@@ -345,7 +310,7 @@ fn a_lost_keeper_is_replaced_and_told_everything() {
 
 #[test]
 fn a_machine_without_doorbells_sits_until_its_process_ends() {
-    let (place, links) = (Place::new(), links());
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
     let plain = Config { doors: vec![], ..config(&place, "lan", 2, true) };
     let shape = Shape { vectors: 0, ..plain.shape };
     let opened = links.open(Config { shape, ..plain }).unwrap();
@@ -371,7 +336,7 @@ fn a_machine_without_doorbells_sits_until_its_process_ends() {
 
 #[test]
 fn version_2_over_its_socket() {
-    let (place, links) = (Place::new(), links());
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
     let layout = Layout::v2(4096, 0, 0x7f000, 2);
     let config = Config {
         name: "lan".into(),
@@ -380,12 +345,12 @@ fn version_2_over_its_socket() {
         region_bytes: 1 << 20,
         header: None,
         host: Some(0),
-        doors: vec![Door { path: place.at("lan"), seat: Seat::Any }],
+        doors: vec![Door { path: place.path().join("lan"), seat: Seat::Any }],
     };
     let opened = links.open(config).unwrap();
     let (watcher, events) = watched();
     links.serve("lan", Some(watcher)).unwrap();
-    let socket = std::os::unix::net::UnixStream::connect(place.at("lan")).unwrap();
+    let socket = std::os::unix::net::UnixStream::connect(place.path().join("lan")).unwrap();
     // Each message with its descriptor comes with a call of its own: a descriptor ends what the kernel gives at once.
     let take = || {
         let mut bytes = [0; v2::MAX_BYTES];

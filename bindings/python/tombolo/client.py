@@ -1,0 +1,265 @@
+"""Who calls. Times are seconds, as floats; instants are ns of CLOCK_MONOTONIC (`now_ns`)."""
+
+import ctypes
+import json
+import os
+
+from ._library import NONE, STATUS, CallOptions, ConnectOptions, ReplyInfo, lib
+from .errors import check
+
+POLLING = {"adaptive": 0, "never": 1, "always": 2}
+# A wait is a sequence of these, so that Ctrl-C is seen.
+_SLICE_NS = 200_000_000
+
+
+def now_ns():
+    """Now, on the clock of deadlines."""
+    return lib.tombolo_now_ns()
+
+
+def nanoseconds(seconds):
+    """Seconds as C has them; what is below 0 is none, and None is for ever."""
+    return NONE if seconds is None else min(max(int(seconds * 1e9), 0), NONE)
+
+
+def path(folder):
+    return None if folder is None else os.fsencode(folder)
+
+
+def _bytes(data):
+    """What may be sent: bytes, or anything that has them, or text."""
+    if isinstance(data, str):
+        return data.encode()
+    return data if isinstance(data, bytes) else bytes(data)
+
+
+def _call_options(within, at, timeout, ttl, trace):
+    if within is not None and at is not None:
+        raise TypeError("expected within= or at=, not both")
+    options = CallOptions(trace=trace)
+    if within is not None:
+        options.deadline_kind, options.deadline_ns = 1, nanoseconds(within)
+    elif at is not None:
+        options.deadline_kind, options.deadline_ns = 2, at
+    # 0 would be the default.
+    options.timeout_ns = max(nanoseconds(timeout), 1)
+    if ttl is not None:
+        options.ttl_ns = max(nanoseconds(ttl), 1)
+    return options
+
+
+def _connect_options(folder, **fields):
+    return ConnectOptions(folder=path(folder), **fields)
+
+
+def window(address, length, owner):
+    """A memoryview of C's memory; the owner lives as long as it does."""
+    array = (ctypes.c_ubyte * length).from_address(address)
+    # The view keeps the array, and that keeps whoever would free its memory.
+    array.owner = owner
+    return memoryview(array).cast("B")
+
+
+class Reply:
+    """What a call brought back. Its memory is given back to the service when it goes."""
+
+    def __init__(self, handle):
+        self._handle = handle
+        self._info = ReplyInfo()
+        check(lib.tombolo_reply_get(handle, self._info))
+
+    def __del__(self):
+        lib.tombolo_reply_free(self._handle)
+
+    def __len__(self):
+        return self._info.len
+
+    @property
+    def code(self):
+        """The application's; 0 is success."""
+        return self._info.code
+
+    @property
+    def queued_ns(self):
+        """How long the request waited at the service."""
+        return self._info.queued_ns
+
+    @property
+    def service_ns(self):
+        """How long it was served."""
+        return self._info.service_ns
+
+    @property
+    def data(self):
+        """A copy of the bytes. Raises Reclaimed where the reply was held for too long."""
+        copy = ctypes.create_string_buffer(max(len(self), 1))
+        copied = ctypes.c_size_t()
+        check(lib.tombolo_reply_copy(self._handle, copy, len(self), copied))
+        return copy.raw[: copied.value]
+
+    def view(self):
+        """The bytes where they are, read-only. The service may change those of a large reply; `is_current` tells afterwards."""
+        return window(self._info.data, len(self), self).toreadonly()
+
+    def is_current(self):
+        """Whether what was read of the view until now was this reply's."""
+        return lib.tombolo_reply_check(self._handle) == 0
+
+    def __repr__(self):
+        return f"<tombolo.Reply code={self.code} len={len(self)}>"
+
+
+class Buffer:
+    """Memory that is written here and read by the other side without a copy, to GiB. `view` is a writable memoryview of it."""
+
+    _handle = 0
+
+    def __init__(self, size, populate=False):
+        handle, data = ctypes.c_uint64(), ctypes.c_void_p()
+        check(lib.tombolo_buffer_new(size, populate, handle, data))
+        self._handle, self._address, self._size = handle.value, data.value, size
+
+    def __del__(self):
+        if self._handle:
+            lib.tombolo_buffer_free(self._handle)
+
+    def __len__(self):
+        return self._size
+
+    @property
+    def view(self):
+        return window(self._address, self._size, self)
+
+
+class Loan:
+    """Room for a request in the connection's memory: written in place, then sent by `Client.submit`."""
+
+    _handle = 0
+
+    def __init__(self, client, size):
+        handle, data = ctypes.c_uint64(), ctypes.c_void_p()
+        check(lib.tombolo_loan_new(client, size, handle, data))
+        self._handle, self._address, self._size = handle.value, data.value, size
+
+    def __del__(self):
+        if self._handle:
+            lib.tombolo_loan_free(self._handle)
+
+    def __len__(self):
+        return self._size
+
+    def write(self, data, offset=0):
+        """Copies data to an offset."""
+        data = _bytes(data)
+        if not self._handle:
+            raise ValueError("the loan was sent already")
+        if not 0 <= offset <= self._size - len(data):
+            raise IndexError(f"{len(data)} bytes at {offset} of a loan of {self._size}")
+        ctypes.memmove(self._address + offset, data, len(data))
+
+    def _take(self):
+        handle, self._handle = self._handle, 0
+        return handle
+
+
+class Client:
+    """A connection to a service. Threads may share it. Use `with`, or `close` it."""
+
+    _handle = 0
+
+    def __init__(self, name, *, folder=None, entries=0, arena_bytes=0, patience=5.0, polling="adaptive"):
+        options = _connect_options(
+            folder, entries=entries, arena_bytes=arena_bytes, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling]
+        )
+        handle = ctypes.c_uint64()
+        check(lib.tombolo_connect(name.encode(), options, handle))
+        self._handle = handle.value
+
+    def close(self):
+        """Ends the connection. Replies stay readable."""
+        handle, self._handle = self._handle, 0
+        if handle:
+            lib.tombolo_close(handle)
+
+    def __del__(self):
+        self.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+    def call(self, data, *, within=None, at=None, timeout=30.0, ttl=None, trace=0):
+        """Calls and waits for the reply.
+
+        within: the deadline, so many seconds from now; at: the deadline as an instant; neither: that of the request which this thread
+        serves, if any. timeout: the caller's patience, whatever the deadline; None has no end. ttl: how long the request may wait.
+        """
+        return self.wait(self.submit(data, within=within, at=at, ttl=ttl, trace=trace), timeout)
+
+    def submit(self, data, *, offset=0, length=None, within=None, at=None, ttl=None, trace=0):
+        """Calls without waiting; gives a token. data: bytes, text, a Loan (which is used up), or a Buffer, of which offset and length
+        take a part and which must not be written before the answer."""
+        options = _call_options(within, at, None, ttl, trace)
+        token = ctypes.c_uint64()
+        if isinstance(data, Buffer):
+            length = len(data) - offset if length is None else length
+            check(lib.tombolo_buffer_submit(self._handle, data._handle, offset, length, options, token))
+        elif isinstance(data, Loan):
+            check(lib.tombolo_loan_submit(self._handle, data._take(), options, token))
+        else:
+            data = _bytes(data)
+            check(lib.tombolo_submit(self._handle, data, len(data), options, token))
+        return token.value
+
+    def poll(self, token):
+        """The reply, or None while it has not come. Raises how else the call ended."""
+        reply = ctypes.c_uint64()
+        status = lib.tombolo_poll(self._handle, token, reply)
+        if status == STATUS["pending"]:
+            return None
+        check(status)
+        return Reply(reply.value)
+
+    def wait(self, token, timeout=30.0):
+        """Waits for the reply. After the time the call is cancelled: Timeout."""
+        left = nanoseconds(timeout)
+        end = None if timeout is None else now_ns() + left
+        while left > _SLICE_NS and self.wait_any([token], _SLICE_NS / 1e9) is None:
+            left = NONE if end is None else max(end - now_ns(), 0)
+        reply = ctypes.c_uint64()
+        check(lib.tombolo_wait(self._handle, token, left, reply))
+        return Reply(reply.value)
+
+    def wait_any(self, tokens, timeout=30.0):
+        """Waits until one of these calls can be polled; its index, or None after the time."""
+        which = ctypes.c_size_t()
+        array = (ctypes.c_uint64 * len(tokens))(*tokens)
+        status = lib.tombolo_wait_any(self._handle, array, len(tokens), nanoseconds(timeout), which)
+        if status == STATUS["pending"]:
+            return None
+        check(status)
+        return which.value
+
+    def cancel(self, token):
+        """Asks the service to take a call back; its answer still comes. False where it is not under way any more."""
+        return lib.tombolo_cancel(self._handle, token) == 0
+
+    def loan(self, size):
+        """Room for a request; raises NoRoom where there is none now."""
+        return Loan(self._handle, size)
+
+
+def report(name, *, folder=None):
+    """What a running service tells of itself, as `tombolo service stats NAME --json`."""
+    options = _connect_options(folder)
+    room, needed = 4096, ctypes.c_size_t()
+    while True:
+        text = ctypes.create_string_buffer(room)
+        status = lib.tombolo_report(name.encode(), options, text, room, needed)
+        if status != STATUS["no-room"]:
+            check(status)
+            return json.loads(text.value)
+        # Its numbers may grow meanwhile.
+        room = needed.value + 256

@@ -1,0 +1,186 @@
+"""Who serves.
+
+A handler is called with a `Request` and returns the answer: bytes or text, or (code, bytes or text), or a `Buffer`, or None for an
+empty one. It may raise `Failure(code, text)`. Any other exception is printed, and the caller gets Failed. It runs in a thread of the library's; with several workers, in several at a time, as far as Python's lock lets it.
+"""
+
+import atexit
+import ctypes
+import threading
+import traceback
+import weakref
+
+from ._library import HANDLER, NONE, ServiceOptions, Stats, lib
+from .client import POLLING, Buffer, _bytes, nanoseconds, now_ns, path
+from .errors import NoRoom, check
+
+CLASSES = {"normal": 0, "fifo": 1, "deadline": 2}
+LATE = {"refuse": 0, "best-effort": 1}
+
+
+# Services that run. They end before Python does: a handler must not be called in what is left of it.
+_running = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all():
+    for service in list(_running):
+        service.stop()
+
+
+class Failure(Exception):
+    """What a handler raises to answer with a code of the application's and a text."""
+
+    def __init__(self, code, text=""):
+        super().__init__(code, text)
+        self.code, self.text = code, text
+
+
+class Request:
+    """A request that is being served. Its bytes can be read until the handler returns."""
+
+    def __init__(self, info):
+        self._info = info
+        self.deadline_ns = None if info.deadline_ns == NONE else info.deadline_ns
+        self.trace, self.queued_ns = info.trace, info.queued_ns
+        self.pid, self.uid, self.gid = info.pid, info.uid, info.gid
+        self._len = info.len
+
+    def __len__(self):
+        return self._len
+
+    @property
+    def data(self):
+        """A copy of the bytes."""
+        return self.read()
+
+    def read(self, offset=0, length=None):
+        """A copy of a part of the bytes."""
+        if self._info is None:
+            raise ValueError("the request's handler has returned: its bytes are gone")
+        length = self._len - offset if length is None else length
+        if not 0 <= offset <= self._len or not 0 <= length <= self._len - offset:
+            raise IndexError(f"bytes {offset} to {offset}+{length} of a request of {self._len}")
+        return ctypes.string_at(self._info.data + offset, length)
+
+    @property
+    def left(self):
+        """Seconds until the deadline; 0 when it has passed, None for best effort."""
+        return None if self.deadline_ns is None else max(self.deadline_ns - now_ns(), 0) / 1e9
+
+
+def _put(answer, result):
+    code, result = result if isinstance(result, tuple) else (0, result)
+    check(lib.tombolo_answer_code(answer, code))
+    if isinstance(result, Buffer):
+        check(lib.tombolo_answer_share(answer, result._handle, 0, len(result)))
+    elif result is not None:
+        data = _bytes(result)
+        check(lib.tombolo_answer_write(answer, data, len(data)))
+
+
+class Service:
+    """A service: it runs from here until `stop`, or the end of a `with`. Times are seconds."""
+
+    _handle = 0
+
+    def __init__(
+        self,
+        name,
+        handler,
+        *,
+        workers=1,
+        worker_class="normal",
+        fifo_priority=0,
+        budget=0.001,
+        period=0.010,
+        queue_bound=0,
+        late_policy="refuse",
+        admission=False,
+        uids=(),
+        gids=(),
+        everybody=False,
+        polling="adaptive",
+        ttl=60.0,
+        reply_ttl=60.0,
+        slow=0.010,
+        folder=None,
+        **sizes,
+    ):
+        """sizes: max_clients, max_entries, max_arena_bytes, reply_arena_bytes, max_shared_bytes, as in tombolo.h."""
+        self._serve = handler
+        self._ended = threading.Event()
+        # C calls it until the service has been stopped.
+        self._callback = HANDLER(self._called)
+        uids, gids = ((ctypes.c_uint32 * len(ids))(*ids) for ids in (uids, gids))
+        options = ServiceOptions(
+            workers=workers,
+            worker_class=CLASSES[worker_class],
+            fifo_priority=fifo_priority,
+            budget_ns=nanoseconds(budget),
+            period_ns=nanoseconds(period),
+            queue_bound=queue_bound,
+            late_policy=LATE[late_policy],
+            admission=admission,
+            uids=uids,
+            uid_count=len(uids),
+            gids=gids,
+            gid_count=len(gids),
+            everybody=everybody,
+            polling=POLLING[polling],
+            ttl_ns=nanoseconds(ttl),
+            reply_ttl_ns=nanoseconds(reply_ttl),
+            slow_ns=nanoseconds(slow),
+            folder=path(folder),
+            **sizes,
+        )
+        handle = ctypes.c_uint64()
+        check(lib.tombolo_register(name.encode(), options, self._callback, None, handle))
+        self._handle = handle.value
+        _running.add(self)
+
+    def _called(self, _context, info, answer):
+        request = Request(info.contents)
+        try:
+            try:
+                result = self._serve(request)
+            except Failure as failure:
+                result = (failure.code, failure.text)
+            try:
+                _put(answer, result)
+            except NoRoom:
+                # Answered as refused, which is what the client is to know.
+                pass
+            return 0
+        except BaseException:  # noqa: BLE001: nothing may cross into C
+            traceback.print_exc()
+            return 1
+        finally:
+            request._info = None
+
+    def stop(self):
+        """Ends it: handlers under way are waited for. Not from within one of them."""
+        if self._handle:
+            check(lib.tombolo_stop(self._handle))
+            self._handle = 0
+        self._ended.set()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def __del__(self):
+        if self._handle:
+            self.stop()
+
+    def wait(self, timeout=None):
+        """Waits until it is stopped, by another thread or Ctrl-C; False after the time."""
+        return self._ended.wait(timeout)
+
+    def stats(self):
+        """Counters and times, by their names in tombolo.h."""
+        stats = Stats()
+        check(lib.tombolo_service_stats(self._handle, stats))
+        return {name: getattr(stats, name) for name, _ in Stats._fields_[2:]}

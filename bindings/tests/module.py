@@ -1,0 +1,245 @@
+"""Tests of the Python module: what the calculator does not use, and that its ctypes declarations are those of tombolo.h.
+
+usage: python module.py HEADER, in a Python where the wheel is installed, with TOMBOLO_RUNTIME set to a folder of its own.
+"""
+
+import contextlib
+import ctypes
+import io
+import os
+import re
+import signal
+import sys
+import threading
+import unittest
+from pathlib import Path
+
+import tombolo
+from tombolo import _library
+
+HEADER = ""
+PATIENCE_S = 20
+C_TYPES = {
+    "uint32_t": ctypes.c_uint32, "int32_t": ctypes.c_int32, "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "tombolo_token": ctypes.c_uint64,
+    "const char *": ctypes.c_char_p, "char *": ctypes.c_void_p, "const void *": ctypes.c_void_p, "void *": ctypes.c_void_p,
+    "void **": ctypes.POINTER(ctypes.c_void_p), "size_t *": ctypes.POINTER(ctypes.c_size_t), "const uint32_t *": ctypes.POINTER(ctypes.c_uint32),
+    "tombolo_token *": ctypes.POINTER(ctypes.c_uint64), "const tombolo_token *": ctypes.POINTER(ctypes.c_uint64),
+    "tombolo_answer *": ctypes.c_void_p, "tombolo_handler": _library.HANDLER,
+    "const tombolo_connect_options *": ctypes.POINTER(_library.ConnectOptions), "const tombolo_call_options *": ctypes.POINTER(_library.CallOptions),
+    "const tombolo_service_options *": ctypes.POINTER(_library.ServiceOptions), "tombolo_reply_info *": ctypes.POINTER(_library.ReplyInfo),
+    "tombolo_stats *": ctypes.POINTER(_library.Stats),
+}  # fmt: skip
+for handle in ("client", "reply", "loan", "buffer", "service"):
+    C_TYPES[f"tombolo_{handle}"] = ctypes.c_uint64
+    C_TYPES[f"tombolo_{handle} *"] = ctypes.POINTER(ctypes.c_uint64)
+
+
+def of_c(declaration):
+    """The ctypes type of "const char *name"."""
+    return C_TYPES[re.sub(r"\s*\w+$", "", declaration.strip()).strip()]
+
+
+class Abi(unittest.TestCase):
+    def setUp(self):
+        code = re.sub(r"/\*.*?\*/", "", HEADER, flags=re.S)
+        self.code = re.sub(r"\s+", " ", "\n".join(line for line in code.splitlines() if not line.startswith("#")))
+
+    def test_functions(self):
+        declared = dict(re.findall(r"(?:int32_t|uint32_t|uint64_t|const char \*) ?(tombolo_\w+)\(([^()]*)\);", self.code))
+        self.assertEqual(set(declared), set(_library.OTHERS))
+        for name, arguments in declared.items():
+            found = _library.OTHERS[name][1]
+            wanted = () if arguments == "void" else tuple(of_c(argument) for argument in arguments.split(","))
+            self.assertEqual(found, wanted, name)
+
+    def test_structs(self):
+        structs = [_library.ConnectOptions, _library.CallOptions, _library.ReplyInfo, _library.ServiceOptions, _library.RequestInfo, _library.Stats]
+        for struct in structs:
+            body = re.search(r"typedef struct " + struct.__doc__ + r" \{(.*?)\}", self.code)[1]
+            fields = [(field.split()[-1].lstrip("*"), of_c(field)) for field in body.split(";") if field.strip()]
+            self.assertEqual(list(struct._fields_), fields)
+
+    def test_constants(self):
+        for name, ours in (("tombolo_status", _library.STATUSES), ("tombolo_refusal", ["refusal-" + reason for reason in _library.REFUSALS])):
+            body = re.search(r"typedef enum " + name + r" \{(.*?)\}", self.code)[1]
+            theirs = [(word.strip(), int(value)) for word, value in (pair.split("=") for pair in body.split(","))]
+            self.assertEqual(theirs, [("TOMBOLO_" + word.upper().replace("-", "_"), value) for value, word in enumerate(ours)])
+
+
+def serve(request, gate=None):
+    """Does what the first word of a request says."""
+    word = request.read(length=min(len(request), 20))
+    if word == b"raise":
+        raise KeyError("as asked for")
+    if word == b"fail":
+        raise tombolo.Failure(7, "seven")
+    if word == b"pair":
+        return 3, "three"
+    if word == b"none":
+        return None
+    if word == b"gate":
+        gate.waiting.set()
+        gate.open.wait(PATIENCE_S)
+        return b"open"
+    if word == b"left":
+        return "no deadline" if request.left is None else f"{request.left:.9f}"
+    if word == b"who":
+        return f"{request.pid} {request.trace}"
+    if word == b"nested":
+        with tombolo.Client("inner") as client:
+            return client.call("left").data
+    if word == b"too large":
+        return bytes(2 << 20)
+    if word == b"share":
+        return gate.buffer
+    return request.data
+
+
+class Gate:
+    def __init__(self):
+        self.waiting, self.open = threading.Event(), threading.Event()
+        self.buffer = tombolo.Buffer(8192)
+
+
+class Calls(unittest.TestCase):
+    def setUp(self):
+        self.gate = Gate()
+        self.service = tombolo.Service("tester", lambda request: serve(request, self.gate), ttl=PATIENCE_S)
+        self.client = tombolo.Client("tester")
+
+    def tearDown(self):
+        self.gate.open.set()
+        self.client.close()
+        self.service.stop()
+
+    def test_replies_of_all_sizes(self):
+        for size in (0, 1, 200, 201, 70000, 400000):
+            data = os.urandom(size)
+            reply = self.client.call(data)
+            self.assertEqual((reply.code, reply.data, len(reply)), (0, data, size))
+        for other in ("text", bytearray(b"text"), memoryview(b"text")):
+            self.assertEqual(self.client.call(other).data, b"text")
+
+    def test_a_view_outlives_reply_client_and_service(self):
+        data = os.urandom(50000)
+        view = self.client.call(data).view()[10:]
+        self.client.close()
+        self.service.stop()
+        self.assertTrue(view.readonly)
+        self.assertEqual(bytes(view), data[10:])
+
+    def test_buffers_and_loans(self):
+        buffer = tombolo.Buffer(1 << 20)
+        buffer.view[4096:4102] = b"shared"
+        self.assertEqual(self.client.wait(self.client.submit(buffer, offset=4096, length=6)).data, b"shared")
+        with self.assertRaises(tombolo.errors.Range):
+            self.client.submit(buffer, offset=1 << 20, length=1)
+        loan = self.client.loan(5000)
+        loan.write(b"a" * 2500)
+        loan.write(b"b" * 2500, 2500)
+        with self.assertRaises(IndexError):
+            loan.write(b"c", 5000)
+        self.assertEqual(self.client.wait(self.client.submit(loan)).data, b"a" * 2500 + b"b" * 2500)
+        with self.assertRaises(ValueError):
+            loan.write(b"late")
+        with self.assertRaises(tombolo.errors.UnknownHandle):
+            self.client.submit(loan)
+        with self.assertRaises(tombolo.errors.NoRoom):
+            self.client.loan(1 << 40)
+        self.gate.buffer.view[:6] = b"answer"
+        self.assertEqual(self.client.call("share").data, b"answer" + bytes(8186))
+
+    def test_what_a_handler_returns_and_raises(self):
+        for word, code, data in (("pair", 3, b"three"), ("fail", 7, b"seven"), ("none", 0, b"")):
+            reply = self.client.call(word)
+            self.assertEqual((reply.code, reply.data), (code, data))
+        with contextlib.redirect_stderr(io.StringIO()) as shown, self.assertRaises(tombolo.errors.Failed):
+            self.client.call("raise")
+        self.assertIn("as asked for", shown.getvalue())
+        with self.assertRaises(tombolo.errors.Refused) as caught:
+            self.client.call("too large")
+        self.assertEqual((caught.exception.reason, caught.exception.status), ("reply-memory", "refused"))
+        stats = self.service.stats()
+        self.assertEqual((stats["served"], stats["failed"], stats["refused_reply_memory"]), (3, 1, 1))
+        self.assertEqual(tombolo.report("tester")["answers"]["served"], 3)
+
+    def test_each_end_has_its_class(self):
+        blocked = self.client.submit("gate")
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        queued = self.client.submit("queued")
+        self.assertIsNone(self.client.poll(queued))
+        with self.assertRaises(tombolo.errors.Late):
+            self.client.call("late", within=0.001)
+        self.assertTrue(self.client.cancel(queued))
+        self.assertEqual(self.client.wait_any([blocked, queued]), 1)
+        with self.assertRaises(tombolo.errors.Cancelled):
+            self.client.poll(queued)
+        self.assertFalse(self.client.cancel(queued))
+        with self.assertRaises(tombolo.errors.Expired):
+            self.client.call("expires", ttl=0.001)
+        with self.assertRaises(TimeoutError):
+            self.client.call("times out", timeout=0.001)
+        self.gate.open.set()
+        self.assertEqual(self.client.wait(blocked).data, b"open")
+        with self.assertRaises(tombolo.errors.Running):
+            tombolo.Service("tester", serve)
+        self.service.stop()
+        with self.assertRaises(ConnectionError) as caught:
+            self.client.call("nobody")
+        self.assertIs(type(caught.exception), tombolo.errors.ProviderGone)
+        with self.assertRaises(tombolo.errors.NoService):
+            tombolo.Client("tester")
+        self.client.close()
+        with self.assertRaises(tombolo.errors.UnknownHandle):
+            self.client.call("closed")
+
+    def test_deadlines_are_inherited(self):
+        with tombolo.Service("inner", serve):
+            self.assertEqual(self.client.call("nested").data, b"no deadline")
+            left = float(self.client.call("nested", within=PATIENCE_S).data)
+            self.assertTrue(0 < left <= PATIENCE_S, left)
+        left = float(self.client.call("left", at=tombolo.now_ns() + 10**10).data)
+        self.assertTrue(0 < left <= 10, left)
+        self.assertEqual(self.client.call("who", trace=5).data, f"{os.getpid()} 5".encode())
+        with self.assertRaises(TypeError):
+            self.client.call("both", within=1, at=1)
+
+    def test_other_threads_run_while_one_waits(self):
+        """Both sides wait in C in this one process: without the lock given back neither this nor the handler would ever run."""
+        replies = []
+        waits = threading.Thread(target=lambda: replies.append(self.client.call("gate")))
+        waits.start()
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        self.gate.open.set()
+        waits.join(PATIENCE_S)
+        self.assertEqual(replies[0].data, b"open")
+
+    def test_a_wait_sees_signals(self):
+        """A wait without end in C would not let Python act on Ctrl-C."""
+
+        class Interrupted(Exception):
+            pass
+
+        def interrupt(*_):
+            raise Interrupted
+
+        token = self.client.submit("gate")
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        signal.signal(signal.SIGALRM, interrupt)
+        with self.assertRaises(Interrupted):
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+            self.client.wait(token, None)
+
+    def test_a_request_is_gone_when_its_handler_has_returned(self):
+        kept = []
+        with tombolo.Service("keeper", kept.append), tombolo.Client("keeper") as client:
+            client.call("x")
+            with self.assertRaises(ValueError):
+                kept[0].data  # noqa: B018
+            with self.assertRaises(tombolo.errors.UnknownHandle):
+                tombolo.errors.check(_library.lib.tombolo_answer_code(1, 1))
+
+
+if __name__ == "__main__":
+    HEADER = Path(sys.argv.pop()).read_text()
+    unittest.main()

@@ -1,0 +1,23 @@
+//! The C ABI of [`tombolo_rpc`]: `libtombolo.so` and `libtombolo.a`, with `bindings/include/tombolo.h` as their header.
+//!
+//! # Invariants
+//! * What crosses the boundary is C's: numbers, pointers, `repr(C)` structs (`types`). The header is written by hand, for those who
+//!   read it; `header` (a test) compares each of its prototypes, constants and struct layouts with the source.
+//! * A handle is a number that is looked up (`table`), so that a wrong one is an error and no access to memory.
+//! * Each export runs inside [`status::guard`]: a panic becomes `TOMBOLO_PANIC`, an error a status with its text kept for the thread.
+//! * A pointer from C is used in `pointer` only; it cannot be checked beyond null, alignment and length.
+//!
+//! # Limits
+//! 16 million handles of a kind at a time. A handler that throws through its `extern "C"` frame ends the process.
+
+pub mod client;
+pub mod general;
+#[cfg(test)]
+mod header;
+mod pointer;
+pub mod service;
+mod status;
+mod table;
+#[cfg(test)]
+mod tests;
+mod types;

@@ -1,0 +1,112 @@
+//! What tests of several crates share: waits for conditions, and random numbers that a seed repeats. No program uses it.
+//!
+//! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again, and fail by the name of what did not
+//! come. Random choices come from a [`Random`], whose seed is printed, so that a failure can be run again with `TOMBOLO_SEED`.
+
+use std::time::{Duration, Instant, UNIX_EPOCH};
+
+/// How long a wait lasts before it fails: long enough for a machine that has much else to do.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+/// Between two looks.
+const PAUSE: Duration = Duration::from_millis(1);
+
+/// Waits until `look` finds something, and gives it.
+///
+/// # Panics
+/// When it finds nothing within [`PATIENCE`].
+#[track_caller]
+pub fn found<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
+    let end = Instant::now() + PATIENCE;
+    loop {
+        if let Some(found) = look() {
+            return found;
+        }
+        assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
+        std::thread::sleep(PAUSE);
+    }
+}
+
+/// Waits until `done`.
+///
+/// # Panics
+/// When it is not within [`PATIENCE`].
+#[track_caller]
+pub fn until(what: &str, mut done: impl FnMut() -> bool) {
+    found(what, || done().then_some(()));
+}
+
+/// The seed that `TOMBOLO_SEED` gives, if it does.
+pub fn given_seed() -> Option<u64> {
+    std::env::var("TOMBOLO_SEED").ok().and_then(|text| text.parse().ok())
+}
+
+/// Random numbers that a seed repeats (SplitMix64).
+#[derive(Clone, Debug)]
+pub struct Random(pub u64);
+
+impl Random {
+    /// Seeded by `TOMBOLO_SEED`, else by the time; the seed is printed.
+    pub fn seeded() -> Random {
+        Random::seeded_or(UNIX_EPOCH.elapsed().map_or(1, |t| t.as_nanos() as u64))
+    }
+
+    /// Seeded by `TOMBOLO_SEED`, else by `seed`; the seed is printed.
+    pub fn seeded_or(seed: u64) -> Random {
+        let seed = given_seed().unwrap_or(seed);
+        println!("TOMBOLO_SEED={seed}");
+        Random(seed)
+    }
+
+    /// The next number.
+    pub fn next_u64(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let a = (self.0 ^ (self.0 >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        let b = (a ^ (a >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        b ^ (b >> 31)
+    }
+
+    /// A number below `n`, which is not 0.
+    pub fn below(&mut self, n: u64) -> u64 {
+        self.next_u64() % n
+    }
+
+    /// An index into something of that length, which is not 0.
+    pub fn index(&mut self, len: usize) -> usize {
+        self.below(len as u64) as usize
+    }
+
+    /// A number in `from..=to`.
+    pub fn within(&mut self, from: usize, to: usize) -> usize {
+        from + self.index(to - from + 1)
+    }
+
+    /// True once in `one_in` times, on average.
+    pub fn chance(&mut self, one_in: u64) -> bool {
+        self.below(one_in) == 0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wait_ends_with_what_was_found() {
+        let mut looks = 0;
+        assert_eq!(
+            found("the third look", || {
+                looks += 1;
+                (looks == 3).then_some(looks)
+            }),
+            3
+        );
+    }
+
+    /// The first numbers of the reference implementation (Vigna, splitmix64.c) with the seed 1234567.
+    #[test]
+    fn the_numbers_are_those_of_splitmix64() {
+        let mut random = Random(1_234_567);
+        let first = [6_457_827_717_110_365_317, 3_203_168_211_198_807_973, 9_817_491_932_198_370_423];
+        assert_eq!(first.map(|_| random.next_u64()), first);
+    }
+}
