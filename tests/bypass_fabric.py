@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 
-from bypass_paths import PROGRAM
+from bypass_paths import PROGRAM, has_ended
 from lib import Fabric, Namespace, Skip, need_program, need_root, scratch, timeout, until
 from lib.tap import Inside
 
@@ -133,8 +133,10 @@ def test_what_a_killed_fabric_attached_goes_with_the_next_up_and_down_and_what_o
             fabric.process.popen.wait()
             fabric.cli("down")
             assert set(w.attached()) == {"eth0"}
+            keeper = json.loads(w.bypass("status", "--json"))["keeper"]
             w.bypass("detach")
             assert w.attached() == {}
+            until("the keeper's end", lambda: has_ended(keeper), 5)
 
 
 @timeout(60)

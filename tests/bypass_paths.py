@@ -81,6 +81,14 @@ def is_ip(frame):
     return not frame[0] & 1 and frame[12:14] in (b"\x08\x00", b"\x86\xdd")
 
 
+def has_ended(pid):
+    """A process that is no more, or only waits to be reaped: that has no command line."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
 @contextlib.contextmanager
 def host():
     need_root()
@@ -401,7 +409,7 @@ def test_detach_leaves_nothing_and_gives_the_way_back():
         h.cli("detach")
         assert h.across(h.udp()), "the kernel forwards again"
         assert h.space.ip("-d", "link") == before
-        until("the keeper's end", lambda: not Path(f"/proc/{keeper}/cmdline").exists() or not Path(f"/proc/{keeper}/cmdline").read_bytes(), 5)
+        until("the keeper's end", lambda: has_ended(keeper), 5)
         assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").iterdir())
         assert str(h.folder) not in Path("/proc/mounts").read_text()
         wrong = h.cli("detach", "ta", check=False)
@@ -447,10 +455,11 @@ def test_attach_says_what_is_wrong():
 def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
     with host() as h:
         h.attach()
-        frame, flows = bytearray(bytes(10) + h.udp()), 0
+        frame, flows, turns = bytearray(bytes(10) + h.udp()), 0, 0
 
         def scan():
-            nonlocal flows
+            nonlocal flows, turns
+            turns += 1
             for _ in range(5000):
                 flows += 1
                 # Another source port, and no checksum.
@@ -459,7 +468,7 @@ def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
                 os.write(h.a.fd, frame)
             h.b.drain()
             before = h.status("ta")["learned"]
-            os.write(h.a.fd, frame[:44] + struct.pack("!H", 1 + flows % 1000) + frame[46:])
+            os.write(h.a.fd, frame[:44] + struct.pack("!H", turns) + frame[46:])
             return h.status("ta")["learned"] == before
 
         until("the first frame of a flow not to be learned from", scan, 20)
@@ -471,11 +480,13 @@ def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
         # Traffic of few flows: as before, from the first frame on.
 
         def calm():
+            nonlocal turns
             for _ in range(3000):
                 os.write(h.a.fd, lone)
             h.b.drain()
             before = h.status("ta")["learned"]
-            os.write(h.a.fd, bytes(10) + h.udp(sport=2 + h.status("ta")["taken"] // 3000 % 900))
+            turns += 1
+            os.write(h.a.fd, bytes(10) + h.udp(sport=turns))
             return h.status("ta")["learned"] == before + 1
 
         until("a first frame to be learned from again", calm, 20)

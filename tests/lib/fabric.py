@@ -105,8 +105,8 @@ class Fabric:
                     continue
                 if mark in words:
                     found.append(f"process {entry.name}: {words[:80]}")
-        inside = ["ip", "netns", "exec", str(self.netns)] if self.netns is not None else []
-        look = lambda *argv: subprocess.run([*inside, *argv], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        prefix = inside(self.netns) if self.netns is not None else []
+        look = lambda *argv: subprocess.run([*prefix, *argv], capture_output=True, text=True, check=True).stdout  # noqa: E731
         found += [f"socket {line.split()[-1]}" for line in look("cat", "/proc/net/unix").splitlines() if mark in line]
         if self.netns is not None:
             links = [link["ifname"] for link in json.loads(look("ip", "-j", "link"))]
