@@ -6,7 +6,7 @@ usage: ./x bench cell [--repeats N] [--port fabric|tap] [--accel tcg|kvm]
 Both guests serve HTTP (the cell's httpd; busybox httpd) on microvm, one after the other within each repeat, at fixed addresses,
 so that no lease is waited for. Measured from the host's side of the network:
 
-    first_reply_ms   QEMU's start to the first byte of an HTTP reply (a connection is tried every 2 ms)
+    first_reply_ms   QEMU's exec to the first byte of an HTTP reply (a connection is tried every 2 ms)
     request_us       one GET / with its own connection, one after the other: p50 and p99 of --requests
     bytes_mb_s       GET /bytes/N of 100 MiB
     ping_us          ICMP echo, p50 of --pings
@@ -80,7 +80,7 @@ def start(name, net, space):
 
 
 def first_reply(guest, address, space, seconds):
-    """Seconds from QEMU's start to the first byte of a reply. Connections are tried side by side, since a lost SYN costs a second."""
+    """Seconds from QEMU's exec to the first byte of a reply. Connections are tried side by side, since a lost SYN costs a second."""
     deadline = guest.started + seconds
     poll, pending = select.poll(), {}
     request = f"GET / HTTP/1.0\r\nHost: {address}\r\n\r\n".encode()

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from lib import CellGuest, scratch, timeout, until
-from lib.ivshmem import CHANNEL, NETWORK, OFFERS_OFFLOADS, OFFLOAD_HEADER, PLAIN, READY, RESET, RUN, TAKES_OFFLOADS, NetPeer, Region, Server, header
+from lib.ivshmem import CHANNEL, NETWORK, OFFERS_OFFLOADS, OFFLOAD_HEADER, PLAIN, READY, RESET, RUN, TAKES_OFFLOADS, NetPeer, Region, Server, checksum, header
 from lib.process import core_share
 
 CELL, HOST = "10.0.0.2", "10.0.0.1"
@@ -84,22 +84,14 @@ def memory_above_4_gib(machine, kind):
         talk(peer)
 
 
-def ones_sum(data):
-    """The sum of RFC 1071, not complemented."""
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total > 0xffff:
-        total = (total & 0xffff) + (total >> 16)
-    return total
-
-
 def syn(peer, mac, port, sum_of):
     """A TCP SYN from `port` to the cell's port 7; `sum_of(pseudo header, segment)` is its checksum's field."""
     addresses = socket.inet_aton(HOST) + socket.inet_aton(CELL)
     segment = bytearray(struct.pack("!HHIIBBHHH", port, 7, 1000, 0, 0x50, 2, 8192, 0, 0))
     struct.pack_into("!H", segment, 16, sum_of(addresses + struct.pack("!BBH", 0, 6, len(segment)), bytes(segment)))
     ip = bytearray(struct.pack("!BBHHHBBH", 0x45, 0, 20 + len(segment), port, 0, 64, 6, 0) + addresses)
-    struct.pack_into("!H", ip, 10, ~ones_sum(bytes(ip)) & 0xffff)
-    return peer.ethernet(mac, 0x0800, bytes(ip + segment))
+    struct.pack_into("!H", ip, 10, checksum(bytes(ip)))
+    return peer.frame(mac, 0x0800, bytes(ip + segment))
 
 
 @each
@@ -109,20 +101,20 @@ def offloads_are_carried(machine, kind):
     with network(machine, kind, offers=OFFERS_OFFLOADS) as (peer, region, _server, guest):
         assert region.state(1).value == RUN | TAKES_OFFLOADS
         talk(peer, 100)
-        mac = peer.arp(CELL)
+        mac = peer.resolve(CELL)
 
         def answered(port, sum_of, offload, seconds=5):
             peer.send(syn(peer, mac, port, sum_of), offload=offload)
             return peer.listen(lambda frame: frame[12:14] == b"\x08\x00" and frame[23] == 6 and frame[34:38] == struct.pack("!HH", 7, port), seconds)
 
         # A sum that is left to do, as in a header's golden bytes; a whole one; a wrong one, which nobody vouches for.
-        answer = answered(40001, lambda pseudo, _: ones_sum(pseudo), left_undone)
+        answer = answered(40001, lambda pseudo, _: ~checksum(pseudo) & 0xffff, left_undone)
         assert answer and answer[47] & 0x12 == 0x12, "no SYN-ACK"
         assert peer.last_header == left_undone, peer.last_header.hex()
         length = struct.unpack_from("!H", answer, 16)[0] - 20
         pseudo = answer[26:34] + struct.pack("!BBH", 0, 6, length)
-        assert struct.unpack_from("!H", answer, 50)[0] == ones_sum(pseudo), "the field holds the sum of the pseudo header"
-        assert answered(40002, lambda pseudo, segment: ~ones_sum(pseudo + segment) & 0xffff, PLAIN)
+        assert struct.unpack_from("!H", answer, 50)[0] == ~checksum(pseudo) & 0xffff, "the field holds the sum of the pseudo header"
+        assert answered(40002, lambda pseudo, segment: checksum(pseudo + segment), PLAIN)
         assert not answered(40003, lambda _pseudo, _segment: 0x1234, PLAIN, seconds=0.5)
         # A life later, and headers of every kind of nonsense, they are still agreed on.
         peer.set_state(RESET)

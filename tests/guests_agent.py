@@ -54,7 +54,7 @@ def carries(fabric, linux):
     assert linux.ping("web", count=5, size=1400) == 1.0
     fetch(linux)
     port = fabric.port("linux")
-    assert port["up"] and port["kind"] == "ivshmem", port
+    assert port["up"] and port["kind"] == "ivshmem" and port["details"]["offloads"] == "carried", port
 
 
 @timeout(240)

@@ -45,6 +45,7 @@ accel = "tcg"
 attach = "ivshmem"
 region = "4M"
 machine = "q35"
+args = "offloads=none"
 [tap.host]
 ip = "10.236.0.9"
 [link.control]
@@ -122,6 +123,9 @@ def test_shared_memory_beside_every_other_kind():
             assert lookup(space, f"{name}.{fabric.name}.internal") == address, name
         for port in (8080, 8081):
             until(f"the page through the forward {port}", lambda port=port: page(space, "127.0.0.1", port), PATIENCE_S)
+        # Cells take the offloads that a network link offers, and one that wants none is as well off.
+        carried = {name: fabric.port(name)["details"]["offloads"] for name in ("bell", "plain", "big")}
+        assert carried == {"bell": "carried", "plain": "carried", "big": "none"}, carried
         # What status says of the links.
         bell, plain, big = (link(fabric, name, "network") for name in ("bell", "plain", "big"))
         for report in (bell, plain, big):

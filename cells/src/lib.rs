@@ -3,6 +3,7 @@
 
 extern crate alloc;
 
+pub mod calc;
 pub mod http;
 pub mod iperf;
 pub mod latency;

@@ -4,23 +4,28 @@ import ctypes
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+from .netns import inside
+
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _prepare(parent, nice):
-    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; and its niceness."""
+def _prepare(parent, nice, moment):
+    """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; its niceness; and into the
+    pipe `moment` the time of the exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if nice is not None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     if os.getppid() != parent:
         os._exit(127)
+    os.write(moment, struct.pack("d", time.monotonic()))
 
 
 def until(what, condition, seconds=10, every=0.02):
@@ -87,7 +92,7 @@ class Process:
     Start it from the test's main thread: the kernel ties the child's life to the thread that started it.
     """
 
-    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None):
+    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None, own_mounts=True):
         self.name = name or Path(str(argv[0])).name
         self.lines = []
         self._changed = threading.Condition()
@@ -96,19 +101,25 @@ class Process:
         if cpu is not None:
             command = ["taskset", "-c", str(cpu)] + command
         if netns is not None:
-            command = ["ip", "netns", "exec", str(netns)] + command
+            command = inside(netns, own_mounts) + command
         self.argv = command
         parent = os.getpid()
-        self.started = time.monotonic()
-        self.popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=cwd,
-            env=dict(os.environ, **env) if env else None,
-            preexec_fn=lambda: _prepare(parent, nice),
-        )
+        moment, told = os.pipe()
+        with os.fdopen(moment, "rb") as moment:
+            try:
+                self.popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=cwd,
+                    env=dict(os.environ, **env) if env else None,
+                    preexec_fn=lambda: _prepare(parent, nice, told),
+                )
+            finally:
+                os.close(told)
+            # The exec, not the fork: copying an interpreter takes milliseconds that are not the child's.
+            (self.started,) = struct.unpack("d", moment.read(8))
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

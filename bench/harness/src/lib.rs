@@ -7,6 +7,8 @@
 //!
 //! Failure: a row that cannot be measured is an error, never a zero.
 
+pub mod peer;
+
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::{CpuSet, sched_setaffinity};
 use rustix::time::{ClockId, clock_gettime};
+use tombolo_shm::class::{self, Class};
 
 /// What the programs of a bench return.
 pub type Fallible<T> = Result<T, Box<dyn std::error::Error>>;
@@ -203,10 +206,34 @@ impl Row {
         ));
         Ok(())
     }
+}
 
-    /// The times of the calls so far, ns, in the order in which they were made.
-    pub fn times(&self) -> &[u32] {
-        &self.times
+/// Calls as fast as they go, many at a time, for their rate and what they cost: a fifth of them to warm up, then all of them.
+///
+/// # Errors
+/// The first call's that fails.
+pub fn rate(
+    name: &str,
+    calls: usize,
+    mut other: Option<&mut Other>,
+    mut run: impl FnMut(usize) -> Fallible<()>,
+) -> Fallible<()> {
+    run(calls / 5)?;
+    let row = Row::begin(name, calls, other.as_deref_mut())?;
+    run(calls)?;
+    row.end(other)
+}
+
+/// Runs this thread, and those that it starts, as SCHED_FIFO. False where that is not allowed.
+pub fn real_time() -> bool {
+    class::set(Class::Fifo { priority: 50 }).is_ok()
+}
+
+/// In the other end: keeps its CPU busy until the row is over.
+pub fn burn() {
+    ready();
+    while !ended() {
+        std::hint::spin_loop();
     }
 }
 

@@ -1,15 +1,27 @@
-//! Calls with deadlines, as far as they need no operating system: what a service decides about its requests.
+//! Calls with deadlines, as far as they need no operating system: what a service decides about its requests, and both sides of calls
+//! between two machines.
 //!
-//! Pure: instants in, decisions out, on any clock. Services of this machine ([`tombolo_ring::rpc`] over memfds, in `tombolo-rpc`) and
-//! cells stand on it.
+//! Pure: instants in, decisions out, on any clock. Services of this machine ([`tombolo_ring::rpc`] over memfds, in `tombolo-rpc`),
+//! cells, and processes that call cells (`tombolo-remote`) stand on it.
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
+//! * [`session`]: one side of calls between two peers: slots, answers, time that is left.
+//! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of bytes.
 #![no_std]
 
 extern crate alloc;
 #[cfg(any(test, feature = "std"))]
 extern crate std;
 
+mod call;
+pub mod carrier;
+pub mod frames;
 pub mod queue;
 pub mod schedule;
+pub mod sections;
+pub mod session;
+#[cfg(test)]
+mod tests;
+
+pub use call::{CallError, CallOptions, Reply, Request, Response, ns};

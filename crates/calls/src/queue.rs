@@ -1,7 +1,7 @@
-//! The queue of a service: earliest absolute deadline first, FIFO among equals, and the question whether one more request
-//! can be met.
+//! The queue of a service: ordered by rank, which is the absolute deadline where the earliest comes first, FIFO among equals; and the
+//! question whether one more request can be met.
 //!
-//! A B+ tree ordered by (deadline, arrival): leaves hold the keys and the handles of requests, inner nodes the first key below each of
+//! A B+ tree ordered by (rank, arrival): leaves hold the keys and the handles of requests, inner nodes the first key below each of
 //! their children. A slot also knows, of what is below it, the work in it and the least *slack*: how much later than now the processor may
 //! begin that work and still meet each of its deadlines, worked off in order. Both are sums and minima over the slots of a node, so
 //! insertion, removal, taking the first and the admission question all cost O(log n): ten thousand pending are three levels, and what is
@@ -28,7 +28,7 @@ const FANOUT: usize = 32;
 /// The slack of what has no deadline. Subtracting work from it leaves it larger than any real one.
 const FREE: i64 = i64::MAX / 2;
 
-/// Orders requests: deadline, then arrival. Arrivals are unique.
+/// Orders requests: rank, then arrival. Arrivals are unique.
 type Key = (u64, u64);
 
 /// A request in a leaf, or all that is below a child.
@@ -102,13 +102,14 @@ fn bound(deadline: u64) -> i64 {
 #[derive(Debug)]
 struct Request<T> {
     key: Key,
+    deadline: u64,
     work: i64,
     item: T,
 }
 
 impl<T> Request<T> {
     fn slot(&self, handle: Handle) -> Slot {
-        let slack = bound(self.key.0).saturating_sub(self.work);
+        let slack = bound(self.deadline).saturating_sub(self.work);
         Slot { key: self.key, work: self.work, slack, below: handle }
     }
 }
@@ -276,9 +277,9 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Adds a request with its deadline (`u64::MAX`: best effort, after all others) and the work it brings.
-    pub fn insert(&mut self, deadline: u64, work: u64, item: T) -> Handle {
-        let request = Request { key: (deadline, self.arrivals), work: signed(work), item };
+    /// Adds a request with its rank, its deadline (`u64::MAX`: none), and the work it brings.
+    pub fn insert(&mut self, rank: u64, deadline: u64, work: u64, item: T) -> Handle {
+        let request = Request { key: (rank, self.arrivals), deadline, work: signed(work), item };
         self.arrivals += 1;
         self.len += 1;
         let handle = self.free.pop().unwrap_or_else(|| {
@@ -291,18 +292,23 @@ impl<T> Queue<T> {
         handle
     }
 
-    /// The first request: its handle, and its deadline.
-    pub fn first(&self) -> Option<(Handle, u64)> {
+    /// The first request.
+    pub fn first(&self) -> Option<Handle> {
         let mut at = self.root;
         for _ in 0..self.height {
             at = self.node(at).slots[0].below;
         }
-        self.node(at).slots().first().map(|slot| (slot.below, slot.key.0))
+        self.node(at).slots().first().map(|slot| slot.below)
     }
 
     /// The queued request of that handle.
     pub fn get(&self, handle: Handle) -> Option<&T> {
         self.requests.get(handle as usize)?.as_ref().map(|request| &request.item)
+    }
+
+    /// The same, to be changed; it stays where it is in the order.
+    pub fn get_mut(&mut self, handle: Handle) -> Option<&mut T> {
+        self.requests.get_mut(handle as usize)?.as_mut().map(|request| &mut request.item)
     }
 
     /// Takes a request out.
@@ -314,26 +320,27 @@ impl<T> Queue<T> {
         Some(request.item)
     }
 
-    /// Gives a queued request another deadline; it keeps its handle, and its place among equals by arrival.
-    pub fn change(&mut self, handle: Handle, deadline: u64) {
+    /// Puts a queued request, without a deadline from now on, elsewhere in the order; it keeps its handle, and its place among equals
+    /// by arrival.
+    pub fn postpone(&mut self, handle: Handle, rank: u64) {
         let Some(Some(request)) = self.requests.get_mut(handle as usize) else { return };
         let old = request.key;
-        request.key.0 = deadline;
+        (request.key.0, request.deadline) = (rank, u64::MAX);
         let slot = request.slot(handle);
         self.detach(old);
         self.attach(slot);
     }
 
-    /// Whether a request with that deadline and work would be done in time, and all others that are in time now would still
+    /// Whether a request with that rank, deadline and work would be done in time, and all others that are in time now would still
     /// be, if the work on the queue begins at `start` and goes on in order. Only for a queue that was made to judge.
-    pub fn admits(&self, start: u64, deadline: u64, work: u64) -> bool {
+    pub fn admits(&self, start: u64, rank: u64, deadline: u64, work: u64) -> bool {
         let work = signed(work);
         // Work ahead of it; least slack of those behind it, from the beginning of all.
         let (mut ahead, mut behind) = (0i64, FREE);
         let mut at = self.root;
         for level in (0..=self.height).rev() {
             let slots = self.node(at).slots();
-            let after = slots.partition_point(|slot| slot.key.0 <= deadline);
+            let after = slots.partition_point(|slot| slot.key.0 <= rank);
             // Of an inner node's children the last that begins no later may have both.
             let inside = if level == 0 { after } else { after.saturating_sub(1) };
             ahead = slots[..inside].iter().fold(ahead, |sum, slot| sum.saturating_add(slot.work));
@@ -360,7 +367,7 @@ impl<T> Queue<T> {
     /// Takes all out, in order.
     pub fn drain(&mut self) -> Vec<T> {
         let mut out = Vec::with_capacity(self.len);
-        while let Some((handle, _)) = self.first() {
+        while let Some(handle) = self.first() {
             out.extend(self.remove(handle));
         }
         out
@@ -376,7 +383,7 @@ mod tests {
     fn earliest_first_fifo_among_equals_best_effort_last() {
         let mut queue = Queue::new(true);
         for (deadline, name) in [(u64::MAX, "b1"), (20, "c"), (10, "a"), (20, "d"), (u64::MAX, "b2"), (0, "z")] {
-            queue.insert(deadline, 1, name);
+            queue.insert(deadline, deadline, 1, name);
         }
         assert_eq!(queue.drain(), ["z", "a", "c", "d", "b1", "b2"]);
         assert!(queue.is_empty());
@@ -385,7 +392,7 @@ mod tests {
     #[test]
     fn a_handle_is_good_until_its_request_leaves() {
         let mut queue = Queue::new(true);
-        let (a, b) = (queue.insert(5, 1, 'a'), queue.insert(3, 1, 'b'));
+        let (a, b) = (queue.insert(5, 5, 1, 'a'), queue.insert(3, 3, 1, 'b'));
         assert_eq!(queue.remove(a), Some('a'));
         assert_eq!((queue.remove(a), queue.get(b)), (None, Some(&'b')));
         assert_eq!(queue.remove(99), None);
@@ -394,25 +401,27 @@ mod tests {
     #[test]
     fn admission_looks_at_what_is_ahead_and_at_what_is_behind() {
         let mut queue = Queue::new(true);
-        queue.insert(100, 40, ());
-        queue.insert(200, 40, ());
+        queue.insert(100, 100, 40, ());
+        queue.insert(200, 200, 40, ());
         // From 0: done at 40 and 80.
-        assert!(queue.admits(0, 120, 80 - 1), "80 + 79 <= 200, 40 + 79 <= 120");
-        assert!(!queue.admits(0, 120, 81), "would be done at 121");
-        assert!(queue.admits(0, 50, 50), "first, done at 50; the others at 90 and 130");
-        assert!(!queue.admits(0, 90, 70), "the first one would be done at 110");
-        assert!(queue.admits(0, u64::MAX, 1 << 40), "best effort is behind all of them");
-        assert!(!queue.admits(299, 300, 1), "80 of work are ahead");
+        assert!(queue.admits(0, 120, 120, 80 - 1), "80 + 79 <= 200, 40 + 79 <= 120");
+        assert!(!queue.admits(0, 120, 120, 81), "would be done at 121");
+        assert!(queue.admits(0, 50, 50, 50), "first, done at 50; the others at 90 and 130");
+        assert!(!queue.admits(0, 90, 90, 70), "the first one would be done at 110");
+        assert!(queue.admits(0, u64::MAX, u64::MAX, 1 << 40), "best effort is behind all of them");
+        assert!(!queue.admits(299, 300, 300, 1), "80 of work are ahead");
     }
 
-    /// The dull one: a sorted list.
-    fn admits(list: &[(u64, u64, u64)], start: u64, deadline: u64, work: u64) -> bool {
-        let mut all: Vec<(u64, u64, u64, bool)> = list.iter().map(|(d, a, w)| (*d, *a, *w, false)).collect();
-        all.push((deadline, u64::MAX, work, true));
+    /// The dull one: a list that is sorted by its key, with (deadline, work) of each.
+    type List = Vec<(Key, u64, u64)>;
+
+    fn admits(list: &List, start: u64, rank: u64, deadline: u64, work: u64) -> bool {
+        let mut all: Vec<(Key, u64, u64, bool)> = list.iter().map(|(k, d, w)| (*k, *d, *w, false)).collect();
+        all.push(((rank, u64::MAX), deadline, work, true));
         all.sort();
         let mut time = start;
         let mut behind = false;
-        all.into_iter().all(|(deadline, _, work, new)| {
+        all.into_iter().all(|(_, deadline, work, new)| {
             time += work;
             behind |= new;
             // What is ahead of the new one is not made worse by it.
@@ -448,44 +457,50 @@ mod tests {
     proptest! {
         #[test]
         fn it_is_a_sorted_list(
-            steps in prop::collection::vec((0u8..8, 0u64..60, 1u64..9, any::<prop::sample::Index>()), 1..600),
+            steps in prop::collection::vec((0u8..8, 0u64..60, 0u64..60, 1u64..9, any::<prop::sample::Index>()), 1..600),
             shrinks in any::<bool>(),
+            by_deadline in any::<bool>(),
         ) {
             let mut queue = Queue::new(true);
-            let mut list: Vec<(u64, u64, u64)> = Vec::new();
+            let mut list: List = Vec::new();
             let mut handles = Vec::new();
             let steps_len = steps.len();
-            for (n, (kind, deadline, work, which)) in steps.into_iter().enumerate() {
+            for (n, (kind, rank, deadline, work, which)) in steps.into_iter().enumerate() {
                 // Grows over some levels, then shrinks.
                 let kind = if shrinks && n > steps_len / 2 && kind < 4 { 4 } else { kind };
                 let n = n as u64;
                 let deadline = if deadline > 55 { u64::MAX } else { deadline };
+                let rank = if by_deadline { deadline } else { rank };
                 match kind {
                     0..4 => {
-                        let arrival = queue.arrivals;
-                        handles.push((queue.insert(deadline, work, n), (deadline, arrival, work)));
-                        list.push((deadline, arrival, work));
+                        let key = (rank, queue.arrivals);
+                        handles.push((queue.insert(rank, deadline, work, n), key));
+                        list.push((key, deadline, work));
                         list.sort();
                     }
                     4 if !handles.is_empty() => {
                         let (handle, key) = handles.swap_remove(which.index(handles.len()));
                         prop_assert!(queue.remove(handle).is_some());
-                        list.retain(|k| *k != key);
+                        list.retain(|k| k.0 != key);
                     }
                     5 if !handles.is_empty() => {
-                        let i = which.index(handles.len());
-                        let (handle, old) = handles[i];
-                        queue.change(handle, deadline);
-                        handles[i].1 = (deadline, old.1, old.2);
-                        list.retain(|k| *k != old);
-                        list.push(handles[i].1);
+                        let at = which.index(handles.len());
+                        let (handle, key) = &mut handles[at];
+                        queue.postpone(*handle, rank);
+                        let entry = list.iter_mut().find(|k| k.0 == *key).unwrap();
+                        (entry.0.0, entry.1) = (rank, u64::MAX);
+                        *key = entry.0;
                         list.sort();
                     }
-                    _ => prop_assert_eq!(queue.admits(n % 50, deadline, work), admits(&list, n % 50, deadline, work)),
+                    _ => prop_assert_eq!(
+                        queue.admits(n % 50, rank, deadline, work),
+                        admits(&list, n % 50, rank, deadline, work)
+                    ),
                 }
                 prop_assert_eq!(queue.len(), list.len());
-                prop_assert_eq!(check(&queue), list.iter().map(|k| (k.0, k.1)).collect::<Vec<_>>());
-                prop_assert_eq!(queue.first().map(|f| f.1), list.first().map(|k| k.0));
+                prop_assert_eq!(check(&queue), list.iter().map(|k| k.0).collect::<Vec<_>>());
+                let first = queue.first().map(|handle| queue.requests[handle as usize].as_ref().unwrap().key);
+                prop_assert_eq!(first, list.first().map(|k| k.0));
             }
         }
     }
@@ -495,7 +510,7 @@ mod tests {
         let orders: [fn(u64) -> u64; 3] = [|n| n, |n| 10_000 - n, |n| n.wrapping_mul(0x9e37_79b9_7f4a_7c15)];
         for (order, judges) in orders.into_iter().flat_map(|order| [(order, true), (order, false)]) {
             let mut queue = Queue::new(judges);
-            let mut handles: Vec<Handle> = (0..10_000).map(|n| queue.insert(order(n), 1, ())).collect();
+            let mut handles: Vec<Handle> = (0..10_000).map(|n| queue.insert(order(n), order(n), 1, ())).collect();
             check(&queue);
             assert!(queue.height <= 3, "{}", queue.height);
             // All but one in a hundred are cancelled, all over the queue: the rest does not keep the others' nodes.

@@ -2,7 +2,7 @@
 //! long. Pure: instants in, decisions out.
 //!
 //! # Rules
-//! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines.
+//! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines; or another [`Order`], by choice.
 //! - At most `pending` requests wait; one more is refused.
 //! - With admission on, a request is refused at once when the budgets queued ahead of it do not leave it time, or when
 //!   it would make one that was accepted late. On one worker the test is exact for what is queued, under the assumption that each
@@ -29,11 +29,38 @@ pub enum Late {
     BestEffort,
 }
 
+/// In which order requests are served.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[cfg_attr(feature = "std", derive(serde::Serialize, serde::Deserialize), serde(rename_all = "kebab-case"))]
+pub enum Order {
+    /// Earliest absolute deadline first, best effort last.
+    #[default]
+    Edf,
+    /// As they come.
+    Fifo,
+    /// Priorities: the less time a request has from its arrival to its deadline, the sooner (deadline-monotonic); best effort last.
+    DeadlineMonotonic,
+}
+
+impl Order {
+    /// Where in the queue a request comes that has arrived at `now`.
+    fn rank(self, now: u64, deadline: u64) -> u64 {
+        match self {
+            Order::Edf => deadline,
+            Order::Fifo => 0,
+            Order::DeadlineMonotonic if deadline == BEST_EFFORT => BEST_EFFORT,
+            Order::DeadlineMonotonic => deadline.saturating_sub(now),
+        }
+    }
+}
+
 /// The rules of one service.
 #[derive(Clone, Copy, Debug)]
 pub struct Rules {
     /// Most requests that wait.
     pub pending: usize,
+    /// Who comes first.
+    pub order: Order,
     /// What happens to the late.
     pub late: Late,
     /// Whether what cannot be met is refused at once.
@@ -49,6 +76,7 @@ pub struct Rules {
 #[derive(Debug)]
 struct Waiting<T> {
     item: T,
+    deadline_ns: u64,
     arrived_ns: u64,
     expires_ns: u64,
 }
@@ -116,28 +144,32 @@ impl<T> Schedule<T> {
             return Err((item, Status::Late));
         }
         let deadline = if late { BEST_EFFORT } else { deadline };
+        let rank = self.rules.order.rank(now, deadline);
         let work = self.per_worker(self.rules.budget_ns);
         if self.rules.admission && deadline != BEST_EFFORT {
             let budget = self.rules.budget_ns;
             let left: u64 = self.running.iter().map(|began| budget.saturating_sub(now.saturating_sub(*began))).sum();
             let start = now.saturating_add(self.per_worker(left));
-            if now.saturating_add(budget) > deadline || !self.queue.admits(start, deadline, work) {
+            if now.saturating_add(budget) > deadline || !self.queue.admits(start, rank, deadline, work) {
                 return Err((item, Status::Refused(Refusal::Admission)));
             }
         }
         let ttl = if ttl_ns == 0 { self.rules.ttl_ns } else { ttl_ns };
-        let waiting = Waiting { item, arrived_ns: now, expires_ns: now.saturating_add(ttl) };
-        Ok(self.queue.insert(deadline, work, waiting))
+        let waiting = Waiting { item, deadline_ns: deadline, arrived_ns: now, expires_ns: now.saturating_add(ttl) };
+        Ok(self.queue.insert(rank, deadline, work, waiting))
     }
 
     /// What to do next; `None` where nothing waits.
     pub fn next(&mut self, now: u64) -> Option<Next<T>> {
         loop {
-            let (handle, deadline) = self.queue.first()?;
-            let expired = self.queue.get(handle).is_some_and(|w| w.expires_ns <= now);
-            let late = deadline < now;
+            let handle = self.queue.first()?;
+            let waiting = self.queue.get_mut(handle)?;
+            let expired = waiting.expires_ns <= now;
+            let late = waiting.deadline_ns < now;
             if late && !expired && self.rules.late == Late::BestEffort {
-                self.queue.change(handle, BEST_EFFORT);
+                waiting.deadline_ns = BEST_EFFORT;
+                let rank = self.rules.order.rank(now, BEST_EFFORT);
+                self.queue.postpone(handle, rank);
                 continue;
             }
             let Waiting { item, arrived_ns, .. } = self.queue.remove(handle)?;
@@ -172,24 +204,17 @@ impl<T> Schedule<T> {
     }
 
     /// Takes out all that waits in vain, with how long it waited and its answer: what waited for too long, wherever it is in the
-    /// order, and what is late, where the late are refused. O(n): to be done once in a while.
+    /// order, or is late, where the late are refused. O(n): to be done once in a while.
     pub fn sweep(&mut self, now: u64) -> Vec<(T, u64, Status)> {
-        let expired: Vec<_> =
-            self.queue.handles().filter(|h| self.queue.get(*h).is_some_and(|w| w.expires_ns <= now)).collect();
-        let mut swept = Vec::new();
-        let mut take = |schedule: &mut Self, handle, status| {
-            swept.extend(schedule.remove(now, handle).map(|(item, queued_ns)| (item, queued_ns, status)));
+        let refuses = self.rules.late == Late::Refuse;
+        let judge = |waiting: &Waiting<T>| {
+            let late = refuses && waiting.deadline_ns < now;
+            if waiting.expires_ns <= now { Some(Status::Expired) } else { late.then_some(Status::Late) }
         };
-        for handle in expired {
-            take(self, handle, Status::Expired);
-        }
-        while self.rules.late == Late::Refuse
-            && let Some((handle, deadline)) = self.queue.first()
-            && deadline < now
-        {
-            take(self, handle, Status::Late);
-        }
-        swept
+        let vain: Vec<_> =
+            self.queue.handles().filter_map(|h| self.queue.get(h).and_then(judge).map(|status| (h, status))).collect();
+        let taken = |(handle, status)| self.remove(now, handle).map(|(item, queued_ns)| (item, queued_ns, status));
+        vain.into_iter().filter_map(taken).collect()
     }
 
     /// Takes all out, in order.
@@ -202,8 +227,15 @@ impl<T> Schedule<T> {
 mod tests {
     use super::*;
 
-    const RULES: Rules =
-        Rules { pending: 8, late: Late::Refuse, admission: false, budget_ns: 10, workers: 1, ttl_ns: 1000 };
+    const RULES: Rules = Rules {
+        pending: 8,
+        order: Order::Edf,
+        late: Late::Refuse,
+        admission: false,
+        budget_ns: 10,
+        workers: 1,
+        ttl_ns: 1000,
+    };
 
     fn serve<T>(item: T, queued_ns: u64) -> Option<Next<T>> {
         Some(Next::Serve { item, queued_ns })
@@ -245,6 +277,36 @@ mod tests {
         assert_eq!(s.next(11), serve('x', 11));
         assert_eq!(s.next(11), serve('a', 11));
         assert_eq!(s.next(11), serve('b', 1));
+    }
+
+    #[test]
+    fn other_orders_have_the_same_rules() {
+        let mut s = Schedule::new(Rules { order: Order::Fifo, admission: true, ..RULES });
+        s.offer(0, BEST_EFFORT, 0, 'x').unwrap();
+        s.offer(0, 50, 0, 'a').unwrap();
+        assert_eq!(s.offer(0, 29, 0, 'r'), Err(('r', Status::Refused(Refusal::Admission))), "20 of work are ahead");
+        s.offer(0, 30, 0, 'b').unwrap();
+        assert_eq!(s.next(1), serve('x', 1));
+        assert_eq!(s.next(2), serve('a', 2));
+        assert_eq!(s.next(31), Some(Next::Answer { item: 'b', queued_ns: 31, status: Status::Late }));
+
+        // The late stay where they came, served without a deadline.
+        let mut s = Schedule::new(Rules { order: Order::Fifo, late: Late::BestEffort, ..RULES });
+        s.offer(0, 5, 0, 'a').unwrap();
+        s.offer(0, 50, 0, 'b').unwrap();
+        assert_eq!(s.next(6), serve('a', 6));
+
+        let mut s = Schedule::new(Rules { order: Order::DeadlineMonotonic, admission: true, ..RULES });
+        s.offer(0, 100, 0, 'a').unwrap();
+        s.offer(50, 111, 0, 'b').unwrap();
+        s.offer(60, 120, 0, 'c').unwrap();
+        s.offer(60, BEST_EFFORT, 0, 'x').unwrap();
+        let refused = Err(('r', Status::Refused(Refusal::Admission)));
+        assert_eq!(s.offer(61, 86, 0, 'r'), refused, "ahead of all, and the first would be done at 101");
+        assert_eq!(s.next(60), serve('c', 0), "60 to its deadline when it came, of 61 and 100");
+        assert_eq!(s.next(60), serve('b', 10));
+        assert_eq!(s.next(60), serve('a', 60));
+        assert_eq!(s.next(60), serve('x', 0));
     }
 
     #[test]

@@ -50,6 +50,11 @@
 //! Real-time code talks to another machine by a [`Channel`] ([`Net::channel`]) or over a bare [`Link`] ([`Net::link`]), with no IP
 //! and no switch between them; `cells/src/bin/control.rs` is an example. docs/ivshmem.md has the picture.
 //!
+//! # Calls
+//!
+//! A cell calls a Linux process, or another cell, with a deadline, and serves it, earliest deadline first: [`Calls`], over a link
+//! ([`Net::calls`]) or TCP ([`Net::calls_over`]); `cells/src/bin/calc.rs` is an example, docs/rpc.md has the picture.
+//!
 //! # The end
 //!
 //! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`].
@@ -68,6 +73,7 @@ extern crate std;
 
 mod acpi;
 mod app;
+mod calls;
 mod config;
 mod device;
 mod executor;
@@ -84,6 +90,7 @@ mod tcp;
 mod udp;
 mod virtio;
 
+pub use calls::{Calls, CallsError};
 pub use config::Config;
 pub use icmp::Pinger;
 pub use ivshmem::channel::{Channel, ChannelError, ChannelOptions, ChannelStats};
@@ -94,8 +101,11 @@ pub use net::{Net, ResolveError, Sleep};
 pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
+pub use tombolo_calls::session::{ServeOptions, Stats as CallStats};
+pub use tombolo_calls::{CallError, CallOptions, Reply, Request, Response, schedule::Late};
 pub use tombolo_ring::ivshmem::channel::{ChannelError as ChannelLayoutError, Record};
 pub use tombolo_ring::mem::{Foreign, ForeignMut};
+pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};
 pub use udp::{UdpError, UdpSocket};
 pub use virtio::net::DeviceStats;
 

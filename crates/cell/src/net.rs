@@ -1,5 +1,6 @@
 //! What an app is given: the network, tasks, time, the command line.
 
+use crate::calls::{Calls, CallsError};
 use crate::config::Config;
 use crate::icmp::Pinger;
 use crate::ivshmem::channel::{Channel, ChannelError, ChannelOptions};
@@ -15,6 +16,7 @@ use core::pin::{Pin, pin};
 use core::task::{Context, Poll};
 use smoltcp::socket::dns;
 use smoltcp::wire::{DnsQueryType, IpAddress, IpCidr, IpEndpoint};
+use tombolo_calls::session::ServeOptions;
 
 /// The cell as its app sees it. A clone refers to the same one.
 #[derive(Clone)]
@@ -171,6 +173,22 @@ impl Net {
     /// There is no such link, it was made for something else, or the channel does not fit its sections.
     pub fn channel(&self, name: &str, options: ChannelOptions) -> Result<Channel, ChannelError> {
         Channel::open(self, name, options)
+    }
+
+    /// Calls and serves the peer of the ivshmem link called `name`, which comes and goes.
+    ///
+    /// # Errors
+    /// There is no such link, or it was made for something else.
+    pub fn calls(&self, name: &str, options: &ServeOptions) -> Result<Calls, CallsError> {
+        Calls::open(self, name, options)
+    }
+
+    /// Calls and serves the other side of a TCP connection, whichever of the two opened it, until that ends.
+    ///
+    /// # Errors
+    /// [`CallsError::Greeting`]: the other side is no peer of calls.
+    pub async fn calls_over(&self, stream: TcpStream, options: &ServeOptions) -> Result<Calls, CallsError> {
+        Calls::over(self, stream, options).await
     }
 
     /// The address of a name: itself if it is one, its A record, or its AAAA record.
@@ -384,8 +402,7 @@ mod start {
             Some(pci) => ivshmem::device::Device::find(&platform, pci, &config),
             None => Vec::new(),
         };
-        // A generator of the processor's if there is one; else what differs from start to start.
-        let seed = cpu::hardware_random().unwrap_or_else(|| cpu::tsc().wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        let seed = cpu::seed();
         let device = find_network(&platform, pci.as_mut(), &mut links, &machine.command_line, &config, seed);
         let seed = device.mac().0.iter().fold(seed, |seed, byte| seed.rotate_left(9) ^ u64::from(*byte));
         let stack = RefCell::new(Stack::new(device, &config, platform.clock.now_ns(), seed));

@@ -506,6 +506,11 @@ impl TcpStream {
         self.with(|socket| socket.abort());
     }
 
+    /// Whether the peer has sent its last byte, and all of it was read; or the connection is gone.
+    pub(crate) fn is_ended(&self) -> bool {
+        self.with(|socket| !socket.may_recv() && !socket.can_recv())
+    }
+
     /// Bytes that were written and not yet acknowledged.
     pub fn unacknowledged(&self) -> usize {
         self.with(|socket| socket.send_queue())

@@ -3,6 +3,7 @@
 //! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
 //! commands has a file, with its flags, what they do, and their tests.
 
+mod bridge;
 mod bypass;
 mod call;
 mod capture;
@@ -72,7 +73,7 @@ enum Command {
     /// Let traffic between taps, veths and cards skip the kernel's forwarding, NAT and firewall kept true
     #[command(subcommand)]
     Bypass(bypass::Bypass),
-    /// List and watch the services that run
+    /// List and watch the services that run, and bridge them to cells and guests
     #[command(subcommand)]
     Service(service::Service),
     /// Call a service with a deadline
@@ -101,7 +102,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
         Command::Bypass(bypass) => bypass.run(),
-        Command::Service(service) => service.run(),
+        Command::Service(service) => service.run(select),
         Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
         Command::Version(version) => version.run(),

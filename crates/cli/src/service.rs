@@ -10,9 +10,11 @@ use tombolo_rpc::histogram::Summary;
 use tombolo_rpc::provider::Report;
 use tombolo_rpc::schedule::Late;
 
+use crate::bridge::Bridge;
 use crate::capture::seconds;
 use crate::exit::{Exit, Failure};
 use crate::out::{self, Table, scaled};
+use crate::select::Select;
 use crate::terminal::Screen;
 
 /// How long a service may take to report.
@@ -26,6 +28,8 @@ pub(crate) enum Service {
     Stats(Stats),
     /// Print rates of a service, again and again
     Watch(Watch),
+    /// Pass calls between a cell or guest and the services of this machine
+    Bridge(Bridge),
 }
 
 #[derive(Args, Debug)]
@@ -211,8 +215,9 @@ impl From<folder::FolderError> for Failure {
 }
 
 impl Service {
-    pub(crate) fn run(&self) -> Result<Exit, Failure> {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         match self {
+            Service::Bridge(bridge) => bridge.run(select),
             Service::Ls(ls) => ls.run(),
             Service::Stats(stats) => stats.run(),
             Service::Watch(watch) => watch.run(),

@@ -9,9 +9,10 @@ use tombolo_port::stream::StreamPort;
 use tombolo_ring::ivshmem::channel::{self, Channel, Shape};
 use tombolo_ring::ivshmem::net::{Geometry, Receiver, Sections, Sender, initialise};
 use tombolo_ring::ivshmem::region::{HEADER_BYTES, Header, Layout as LinkLayout};
-use tombolo_ring::ivshmem::state::{Action, Machine};
+use tombolo_ring::ivshmem::state::{Action, Machine, Offloads, TAKES_OFFLOADS};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::{DeviceQueue, Layout, QueueConfig, Region, RegionTable, features};
+use tombolo_rpc_proto::envelope;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
@@ -56,7 +57,7 @@ pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
     let Ok(geometry) = Geometry::new(layout.output_bytes) else { panic!("two pages have room for rings") };
     let Ok(sections) = Sections::new(&geometry, own, peer.as_foreign()) else { panic!("sections of that length") };
     let Ok(channels) = channel::Sections::new(&SHAPE, own, peer.as_foreign()) else { panic!("the shape fits") };
-    let mut machine = Machine::new();
+    let mut machine = Machine::with_offloads(Offloads::Offered);
     let (mut sender, mut receiver) = (Sender::<16>::new(&geometry), Receiver::new(&geometry));
     let mut records_end = Channel::new(&SHAPE);
     let data = peer.as_mut_ptr() as usize + geometry.header_bytes() as usize;
@@ -71,7 +72,8 @@ pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
             0..3 => {
                 let word = region.as_foreign().load_u32(0x1004, Ordering::Acquire).unwrap_or(0);
                 let action = machine.step(word);
-                assert!(!machine.is_up() || word == 3, "up with a peer in {word}");
+                assert!(!machine.is_up() || word & !TAKES_OFFLOADS == 3, "up with a peer in {word}");
+                assert!(!machine.is_up() || machine.uses_offloads() == (word & TAKES_OFFLOADS != 0), "{word:#x}");
                 if action == Action::Initialise {
                     initialise(&geometry, own);
                     sender.restart();
@@ -501,4 +503,19 @@ pub fn stream(input: &[u8], behaviour: &mut Behaviour) {
     assert_eq!((&got, runts, faulted), (&wanted, wanted_runts, bad));
     behaviour.note((got.len(), runts, faulted));
     got.iter().for_each(|frame| behaviour.note_size(frame.len()));
+}
+
+// --- typed calls ---
+
+/// A client's request for a method: what is understood of it is all of its bytes, at their places.
+pub fn typed(input: &[u8], behaviour: &mut Behaviour) {
+    match envelope::parse(input) {
+        Ok((service, method, message)) => {
+            let rest = [service.as_bytes(), b"/", method.as_bytes(), message].concat();
+            assert_eq!(rest, input[4..]);
+            behaviour.note_size(service.len());
+            behaviour.note_size(message.len());
+        }
+        Err(status) => behaviour.note(status.message()),
+    }
 }

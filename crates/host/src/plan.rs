@@ -12,6 +12,7 @@ use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
+use crate::rundir;
 
 /// What was found out about the machine.
 #[derive(Debug, Clone)]
@@ -387,7 +388,7 @@ fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
             doors.push(Door { path, seat: server::Seat::Fixed(id) });
         }
         if link.seats > 0 {
-            let path = short(facts.runtime.join(format!("{}.link.sock", link.name)))?;
+            let path = short(rundir::link_socket(&facts.runtime, &link.name))?;
             doors.push(Door { path, seat: server::Seat::From(link.between.len() as u32) });
         }
     }

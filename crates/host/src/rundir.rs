@@ -163,6 +163,11 @@ pub fn api_socket(root: &Path, fabric: &str) -> PathBuf {
     root.join(fabric).join("api.sock")
 }
 
+/// The socket at which processes take the seats of a direct link, in the fabric's directory.
+pub fn link_socket(directory: &Path, link: &str) -> PathBuf {
+    directory.join(format!("{link}.link.sock"))
+}
+
 /// Names of the fabrics that have a runtime directory with a held lock, sorted.
 pub fn running(root: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(root) else { return vec![] };

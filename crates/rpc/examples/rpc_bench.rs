@@ -25,7 +25,7 @@ use tombolo_ring::mem::Foreign;
 use tombolo_rpc::client::{CallOptions, Client, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
-use tombolo_rpc::schedule::{Late, Next, Rules, Schedule};
+use tombolo_rpc::schedule::{Late, Next, Order, Rules, Schedule};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::class::{self, Class};
 use tombolo_shm::{futex, passing, section};
@@ -289,8 +289,15 @@ fn order_row<Q>(name: &str, calls: usize, queue: &mut Q, put: impl Fn(&mut Q, u6
 
 fn order_rows(calls: usize) -> Fallible<()> {
     for (name, admission) in [("order_10k", true), ("order_10k_without_admission", false)] {
-        let rules =
-            Rules { pending: 20_000, late: Late::Refuse, admission, budget_ns: 1, workers: 1, ttl_ns: u64::MAX };
+        let rules = Rules {
+            pending: 20_000,
+            order: Order::Edf,
+            late: Late::Refuse,
+            admission,
+            budget_ns: 1,
+            workers: 1,
+            ttl_ns: u64::MAX,
+        };
         let mut schedule = Schedule::new(rules);
         let put = |schedule: &mut Schedule<[u64; 3]>, n| {
             let _ = schedule.offer(0, deadline(n), 0, [n; 3]);

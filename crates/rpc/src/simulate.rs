@@ -10,20 +10,7 @@
 //! misses there are the price of that, at most one service's time of blocking each. Above 1, earliest deadline first without
 //! admission does worse than it must: it serves first what is about to be lost.
 
-use tombolo_ring::rpc::entry::BEST_EFFORT;
-
-use crate::schedule::{Late, Next, Rules, Schedule};
-
-/// In which order requests are served.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
-    /// Earliest deadline first.
-    Edf,
-    /// As they come.
-    Fifo,
-    /// By task: the shorter its relative deadline, the sooner (deadline-monotonic).
-    Priority,
-}
+use crate::schedule::{Late, Next, Order, Rules, Schedule};
 
 /// A source of requests.
 #[derive(Clone, Copy, Debug)]
@@ -73,37 +60,76 @@ impl Random {
         z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
         (z ^ z >> 31) % n.max(1)
     }
+
+    /// Uniform between 0 and 1.
+    fn part(&mut self) -> f64 {
+        self.below(1 << 53) as f64 / (1u64 << 53) as f64
+    }
 }
 
-/// Ten tasks whose loads are equal and sum up to `load`; their relative deadlines are from 4 to 40 times a service's 100 µs.
-pub fn task_set(load: f64) -> Vec<Task> {
-    let work_ns = 100_000;
-    let tasks = 10u64;
-    (1..=tasks)
-        .map(|n| {
-            let period_ns = (work_ns as f64 * tasks as f64 / load) as u64;
-            Task { period_ns, work_ns, deadline_ns: 4 * n * work_ns }
-        })
-        .collect()
+/// Which tasks make up a load. All of them ask for the same service, so work is the same for each.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Tasks {
+    /// Ten tasks of equal rates, whose relative deadlines are from 4 to 40 times the work: shorter than their periods, so that this is feasible
+    /// up to a load somewhat below 1 only.
+    Constrained,
+    /// Ten tasks of uniformly random rates (UUniFast, Bini and Buttazzo 2005), each with its period as its deadline: feasible for a preemptive
+    /// earliest-deadline-first order at each load up to 1.
+    Implicit,
 }
 
-/// Runs the tasks for `duration_ns` on one worker.
-pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_ns: u64, seed: u64) -> Outcome {
+impl Tasks {
+    /// A set of that load.
+    pub fn set(self, load: f64, work_ns: u64, seed: u64) -> Vec<Task> {
+        const TASKS: u64 = 10;
+        match self {
+            Tasks::Constrained => (1..=TASKS)
+                .map(|n| {
+                    let period_ns = (work_ns as f64 * TASKS as f64 / load) as u64;
+                    Task { period_ns, work_ns, deadline_ns: 4 * n * work_ns }
+                })
+                .collect(),
+            Tasks::Implicit => {
+                let mut random = Random(!seed);
+                let mut left = load;
+                let shares = (1..=TASKS).rev().map(|more| {
+                    let rest = left * random.part().powf(1.0 / (more - 1) as f64);
+                    let share = if more == 1 { left } else { left - rest };
+                    left = rest;
+                    share
+                });
+                let tasks = shares.map(|share| {
+                    // One that hardly ever asks would make no difference but to the time that it takes to run.
+                    let period_ns = (work_ns as f64 / share.max(1e-3)) as u64;
+                    Task { period_ns, work_ns, deadline_ns: period_ns }
+                });
+                tasks.collect()
+            }
+        }
+    }
+}
+
+/// When each task asks within `duration_ns`: (instant, task), in order. The first instant is random, each later one a period after, with a jitter
+/// of up to a fifth of the period.
+pub fn arrivals(tasks: &[Task], duration_ns: u64, seed: u64) -> Vec<(u64, usize)> {
     let mut random = Random(seed);
-    // (instant, task)
-    let mut arrivals: Vec<(u64, usize)> = Vec::new();
+    let mut arrivals = Vec::new();
     for (index, task) in tasks.iter().enumerate() {
         let mut at = random.below(task.period_ns);
         while at < duration_ns {
-            // Jitter up to a fifth of the period.
             arrivals.push((at + random.below(task.period_ns / 5), index));
             at += task.period_ns;
         }
     }
     arrivals.sort_unstable();
+    arrivals
+}
+
+/// Runs the tasks for `duration_ns` on one worker.
+pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_ns: u64, seed: u64) -> Outcome {
+    let arrivals = arrivals(tasks, duration_ns, seed);
     let budget_ns = tasks.iter().map(|t| t.work_ns).max().unwrap_or(0);
-    let late = if order == Order::Edf { late } else { Late::BestEffort };
-    let rules = Rules { pending: usize::MAX, late, admission, budget_ns, workers: 1, ttl_ns: u64::MAX };
+    let rules = Rules { pending: usize::MAX, order, late, admission, budget_ns, workers: 1, ttl_ns: u64::MAX };
     let mut schedule = Schedule::new(rules);
     let load = tasks.iter().map(|t| t.work_ns as f64 / t.period_ns as f64).sum();
     let mut outcome = Outcome { requests: arrivals.len() as u64, load, ..Outcome::default() };
@@ -111,13 +137,7 @@ pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_n
     let mut offer = |schedule: &mut Schedule<(u64, usize)>, now: u64, outcome: &mut Outcome| {
         while let Some((at, task)) = coming.next_if(|(at, _)| *at <= now) {
             let deadline = at + tasks[task].deadline_ns;
-            let key = match order {
-                Order::Edf => deadline,
-                Order::Fifo => BEST_EFFORT,
-                // Far in the future, so that none is late: only the order counts.
-                Order::Priority => (1 << 62) + tasks[task].deadline_ns,
-            };
-            if schedule.offer(at, key, 0, (deadline, task)).is_err() {
+            if schedule.offer(at, deadline, 0, (deadline, task)).is_err() {
                 outcome.missed += 1;
                 outcome.unserved += 1;
             }
@@ -152,47 +172,61 @@ mod tests {
     use super::*;
 
     const SECOND: u64 = 1_000_000_000;
+    const WORK: u64 = 100_000;
 
-    fn ratio(load: f64, order: Order, admission: bool) -> f64 {
-        let ratios = (0..4).map(|seed| run(&task_set(load), order, admission, Late::Refuse, SECOND, seed).miss_ratio());
-        ratios.sum::<f64>() / 4.0
+    fn once(load: f64, order: Order, admission: bool, late: Late, seed: u64) -> Outcome {
+        run(&Tasks::Constrained.set(load, WORK, seed), order, admission, late, SECOND, seed)
+    }
+
+    fn ratio(load: f64, order: Order, admission: bool, late: Late) -> f64 {
+        (0..4).map(|seed| once(load, order, admission, late, seed).miss_ratio()).sum::<f64>() / 4.0
     }
 
     #[test]
     fn the_load_is_what_was_asked_for() {
-        let outcome = run(&task_set(0.8), Order::Edf, false, Late::Refuse, SECOND, 1);
+        let outcome = once(0.8, Order::Edf, false, Late::Refuse, 1);
         assert!((outcome.load - 0.8).abs() < 0.001);
         assert_eq!(outcome.requests, 8000);
-    }
-
-    #[test]
-    fn earliest_deadline_first_misses_none_where_others_do() {
-        assert_eq!(ratio(0.9, Order::Edf, false), 0.0);
-        assert!(ratio(0.9, Order::Fifo, false) > 0.0, "FIFO");
-    }
-
-    #[test]
-    fn in_overload_only_admission_stays_near_the_bound() {
-        let (edf, fifo) = (ratio(1.2, Order::Edf, false), ratio(1.2, Order::Fifo, false));
-        let (admitted, least) = (ratio(1.2, Order::Edf, true), least_missed(1.2));
-        assert!(admitted >= least - 0.01, "{admitted} below the bound {least}");
-        assert!(admitted < least + 0.05, "{admitted}, bound {least}");
-        // Without it the earliest deadline first serves one that is lost already before one that is not.
-        assert!(edf > admitted && fifo > edf && fifo > 0.8, "{admitted} {edf} {fifo}");
-    }
-
-    #[test]
-    fn admission_refuses_and_keeps_what_it_accepted() {
-        for seed in 0..4 {
-            let outcome = run(&task_set(1.2), Order::Edf, true, Late::Refuse, SECOND, seed);
-            assert_eq!(outcome.missed, outcome.unserved, "all that was accepted was in time");
-            assert!(outcome.miss_ratio() < least_missed(1.2) + 0.1, "{outcome:?}");
+        for seed in 0..20 {
+            let tasks = Tasks::Implicit.set(0.9, WORK, seed);
+            let load: f64 = tasks.iter().map(|t| t.work_ns as f64 / t.period_ns as f64).sum();
+            assert!((load - 0.9).abs() < 0.01, "{load}: {tasks:?}");
         }
     }
 
     #[test]
-    fn priorities_starve_the_last_task_in_overload() {
-        let (edf, priority) = (ratio(0.95, Order::Edf, false), ratio(0.95, Order::Priority, false));
+    fn earliest_deadline_first_misses_none_where_others_do() {
+        assert_eq!(ratio(0.9, Order::Edf, false, Late::Refuse), 0.0);
+        assert!(ratio(0.9, Order::Fifo, false, Late::Refuse) > 0.0, "FIFO");
+    }
+
+    #[test]
+    fn in_overload_only_admission_stays_near_the_bound() {
+        let (edf, admitted) = (ratio(1.2, Order::Edf, false, Late::Refuse), ratio(1.2, Order::Edf, true, Late::Refuse));
+        let (fifo, least) = (ratio(1.2, Order::Fifo, false, Late::BestEffort), least_missed(1.2));
+        assert!(admitted >= least - 0.01, "{admitted} below the bound {least}");
+        assert!(admitted < least + 0.05, "{admitted}, bound {least}");
+        // Without it the earliest deadline first serves one that is lost already before one that is not; and an order that never gives
+        // up loses nearly all.
+        assert!(edf > admitted && fifo > edf && fifo > 0.8, "{admitted} {edf} {fifo}");
+    }
+
+    #[test]
+    fn admission_refuses_and_keeps_what_it_accepted_in_each_order() {
+        for (order, seed) in
+            [Order::Edf, Order::Fifo, Order::DeadlineMonotonic].into_iter().flat_map(|o| (0..4).map(move |s| (o, s)))
+        {
+            let outcome = once(1.2, order, true, Late::Refuse, seed);
+            assert_eq!(outcome.missed, outcome.unserved, "{order:?}: all that was accepted was in time");
+            assert!(outcome.miss_ratio() < least_missed(1.2) + 0.3, "{order:?} {outcome:?}");
+        }
+    }
+
+    #[test]
+    fn priorities_miss_no_less_than_deadlines_below_full_load() {
+        let late = Late::Refuse;
+        let (edf, priority) =
+            (ratio(0.95, Order::Edf, false, late), ratio(0.95, Order::DeadlineMonotonic, false, late));
         assert!(edf <= priority, "{edf} {priority}");
     }
 }

@@ -5,15 +5,12 @@
 //! up again. A peer that breaks the layout costs itself the channel for a moment, counted.
 
 use super::link::{Link, LinkError};
+use super::meeting::{Do, Meeting};
 use super::pace::{Pace, Pauses};
 use crate::Net;
 use core::fmt;
 use tombolo_ring::ivshmem::channel::{self, Record, Sections, Sent, Shape};
 use tombolo_ring::ivshmem::protocol::CHANNEL;
-use tombolo_ring::ivshmem::state::{Action, Machine, State};
-
-/// How long a channel stays down after its peer broke the layout.
-const FAULT_PAUSE_NS: u64 = 10_000_000;
 
 /// What a channel shall be like; both peers say the same.
 #[derive(Clone, Copy, Debug)]
@@ -85,14 +82,11 @@ pub struct ChannelStats {
 
 /// One end of a channel; from [`Net::channel`]. It stays open for as long as the cell lives.
 pub struct Channel {
-    link: Link,
-    peer: u32,
+    meeting: Meeting,
     sections: Sections<'static>,
     ring: channel::Channel,
-    machine: Machine,
-    /// When a channel may come up again that broke.
-    down_until_ns: u64,
-    stats: ChannelStats,
+    sent: u64,
+    received: u64,
 }
 
 impl Channel {
@@ -112,28 +106,19 @@ impl Channel {
         let ChannelOptions { slots, record_bytes, latest_bytes, .. } = options;
         let shape = Shape { slots, record_bytes, latest_bytes };
         let sections = Sections::new(&shape, link.own_output(), other).map_err(ChannelError::Layout)?;
-        let machine = Machine::new();
-        // An earlier life of this machine may have left another word there.
-        link.set_state(machine.own().word());
-        Ok(Channel {
-            link,
-            peer,
-            sections,
-            ring: channel::Channel::new(&shape),
-            machine,
-            down_until_ns: 0,
-            stats: ChannelStats::default(),
-        })
+        let (meeting, ring) = (Meeting::new(link, peer), channel::Channel::new(&shape));
+        Ok(Channel { meeting, sections, ring, sent: 0, received: 0 })
     }
 
     /// The link that the channel runs over.
     pub fn link(&self) -> &Link {
-        &self.link
+        &self.meeting.link
     }
 
     /// The counters.
     pub fn stats(&self) -> ChannelStats {
-        self.stats
+        let Meeting { resets, faults, .. } = self.meeting;
+        ChannelStats { sent: self.sent, received: self.received, resets, faults }
     }
 
     /// Looks at the peer's state and follows it; whether records may go.
@@ -142,50 +127,23 @@ impl Channel {
     }
 
     fn step(&mut self) -> Result<bool, ChannelError> {
-        let theirs = self.link.state(self.peer);
-        if self.machine.is_up() && theirs == State::Run.word() {
-            return Ok(true);
-        }
-        if self.link.now_ns() < self.down_until_ns {
-            return Ok(false);
-        }
-        // Three steps lead from anywhere to where there is nothing to do.
-        for _ in 0..3 {
-            match self.machine.step(self.link.state(self.peer)) {
-                Action::None => break,
-                Action::Write(state) => {
-                    if state == State::Run
-                        && let Err(error) = self.ring.check_peer(&self.sections)
-                    {
-                        return Err(self.fault(error));
-                    }
-                    self.link.set_state(state.word());
-                }
-                Action::Initialise => {
-                    channel::initialise(self.ring.shape(), &self.sections);
-                    self.ring.restart();
-                    self.link.set_state(self.machine.own().word());
-                }
-                Action::Fall(_) => {
-                    self.stats.resets += 1;
-                    self.link.set_state(self.machine.own().word());
-                }
+        let Channel { meeting, sections, ring, .. } = self;
+        let stepped = meeting.step(|what| match what {
+            Do::Clear => {
+                channel::initialise(ring.shape(), sections);
+                ring.restart();
+                Ok(())
             }
-        }
-        let is_up = self.machine.may_use_rings();
-        if !is_up {
-            self.link.assert_state(self.machine.own().word());
-        }
-        Ok(is_up)
+            Do::Check => ring.check_peer(sections),
+            Do::Forget => Ok(()),
+        });
+        stepped.map_err(|error| self.fault(error))
     }
 
     /// What an error of the layout means: the channel begins anew where it is the peer's doing.
     fn fault(&mut self, error: channel::ChannelError) -> ChannelError {
         if error.resets_link() {
-            self.stats.faults += 1;
-            self.machine.reset();
-            self.link.set_state(self.machine.own().word());
-            self.down_until_ns = self.link.now_ns() + FAULT_PAUSE_NS;
+            self.meeting.fault();
         }
         ChannelError::Layout(error)
     }
@@ -199,21 +157,14 @@ impl Channel {
     /// # Errors
     /// [`ChannelError::Layout`] where the peer's channel has another shape.
     pub async fn up(&mut self) -> Result<(), ChannelError> {
-        // Looked at also where the peer rings: the first rings of a machine that starts can go to one that is not yet told of it.
         let mut pace = Pace::new(Pauses::DOWN);
-        pace.busy(self.link.now_ns());
+        pace.busy(self.meeting.link.now_ns());
         loop {
-            let theirs = self.link.state(self.peer);
+            let theirs = self.meeting.theirs();
             if self.step()? {
                 return Ok(());
             }
-            let (link, peer, now_ns) = (&self.link, self.peer, self.link.now_ns());
-            if now_ns < self.down_until_ns {
-                link.net().sleep_until(self.down_until_ns).await;
-            } else {
-                let changed = link.until(|| (link.state(peer) != theirs).then_some(()));
-                link.net().within(pace.next(now_ns) - now_ns, changed).await;
-            }
+            Meeting::change(&self.meeting.link, theirs, self.meeting.down_until_ns(), &mut pace).await;
         }
     }
 
@@ -227,10 +178,11 @@ impl Channel {
         if sent == Sent::Full {
             return Ok(false);
         }
-        self.stats.sent += 1;
-        self.link.expect_answer();
+        self.sent += 1;
+        let Meeting { link, peer, .. } = &self.meeting;
+        link.expect_answer();
         if sent == Sent::Ring {
-            self.link.ring_traffic(self.peer);
+            link.ring_traffic(*peer);
         }
         Ok(true)
     }
@@ -242,7 +194,7 @@ impl Channel {
     pub fn try_recv(&mut self, to: &mut [u8]) -> Result<Option<Record>, ChannelError> {
         self.need_up()?;
         let record = self.ring.recv(&self.sections, to).map_err(|error| self.fault(error))?;
-        self.stats.received += u64::from(record.is_some());
+        self.received += u64::from(record.is_some());
         Ok(record)
     }
 
@@ -281,7 +233,7 @@ impl Channel {
 
     /// A second handle of the link, for the wait, beside the channel that looks.
     fn split(&mut self) -> (Link, &mut Channel) {
-        (self.link.clone(), self)
+        (self.meeting.link.clone(), self)
     }
 
     /// Writes the register. The peer is not rung: it looks when it needs the value.

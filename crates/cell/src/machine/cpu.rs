@@ -67,7 +67,7 @@ pub(crate) fn physical_address_bits() -> u32 {
 }
 
 /// A random word from the processor, where it has a generator.
-pub(crate) fn hardware_random() -> Option<u64> {
+fn hardware_random() -> Option<u64> {
     if cpuid(1).ecx & 1 << 30 == 0 {
         return None;
     }
@@ -80,6 +80,11 @@ pub(crate) fn hardware_random() -> Option<u64> {
         }
     }
     None
+}
+
+/// A number that peers do not know: of a generator of the processor's if there is one, else of what differs from start to start.
+pub(crate) fn seed() -> u64 {
+    hardware_random().unwrap_or_else(|| tsc().wrapping_mul(0x9e37_79b9_7f4a_7c15))
 }
 
 /// The address whose access caused the last page fault.

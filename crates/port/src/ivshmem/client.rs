@@ -39,6 +39,7 @@ use tombolo_shm::ivshmem::v1::{self, News};
 use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink};
 use tombolo_shm::passing;
 
+use super::bare::{BarePeer, Clear};
 use super::channel::ChannelPeer;
 use super::end::{Bells, EndError, EventBells, LinkEnd, Memory};
 use super::peer::NetPeer;
@@ -272,6 +273,23 @@ impl Joined {
         self.expect(users.contains(&self.header.protocol), "0x4000 to 0x7fff, a link for users' own protocols")?;
         self.start(peer, |parts| ChannelPeer::new(parts, shape))
     }
+
+    /// Takes the seat on a link whose protocol is spoken by the caller, with `peer` as the other end. `clear` makes the own output
+    /// section fresh, each time that the link comes up.
+    ///
+    /// # Errors
+    /// [`JoinError::Protocols`] where the link is not of `protocol`, which is `named` so in the error; [`JoinError::End`] where the ids
+    /// do not fit.
+    pub fn bare(
+        self,
+        peer: u32,
+        protocol: u32,
+        named: &'static str,
+        clear: Clear,
+    ) -> Result<Link<BarePeer>, JoinError> {
+        self.expect(self.header.protocol == protocol, named)?;
+        self.start(peer, |parts| BarePeer::new(parts, clear))
+    }
 }
 
 /// Maps all of a region: one that could shrink is watched for that.
@@ -318,6 +336,7 @@ macro_rules! meets {
 
 meets!(NetPeer);
 meets!(ChannelPeer);
+meets!(BarePeer);
 
 /// A link that was joined: its end, and the conversation with its server.
 pub struct Link<P> {
@@ -352,6 +371,11 @@ impl<P: Meets> Link<P> {
         &mut self.peer
     }
 
+    /// The end, to look at.
+    pub fn peer_ref(&self) -> &P {
+        &self.peer
+    }
+
     /// What the region's header page says.
     pub fn header(&self) -> &Header {
         &self.header
@@ -360,6 +384,15 @@ impl<P: Meets> Link<P> {
     /// Whether the server has ended the conversation. The link goes on.
     pub fn server_is_gone(&self) -> bool {
         self.server.gone
+    }
+
+    /// Our doorbells and the server's socket, for a thread that waits while others use the link.
+    ///
+    /// # Errors
+    /// No descriptor is left.
+    pub fn wakers(&self) -> Result<(Vec<Doorbell>, OwnedFd), JoinError> {
+        let socket = rustix::io::fcntl_dupfd_cloexec(&self.server.socket, 3).map_err(JoinError::Socket)?;
+        Ok((duplicates(self.server.client.own()).map_err(JoinError::Socket)?, socket))
     }
 
     /// Waits until the other peer or the server says something, or `timeout` has passed; then does as [`Link::step`].

@@ -49,6 +49,8 @@ pub mod protocol {
     pub const USER_FIRST: u32 = 0x4000;
     /// The record channel, [`channel`](super::channel).
     pub const CHANNEL: u32 = 0x4001;
+    /// Calls with deadlines, [`rpc`](crate::rpc): each output section holds its peer's requests and answers.
+    pub const CALLS: u32 = 0x4002;
     /// Last number for users' own protocols.
     pub const USER_LAST: u32 = 0x7fff;
 }

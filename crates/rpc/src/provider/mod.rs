@@ -40,7 +40,7 @@ pub use request::{Handler, NoReplyMemory, Reply, Request};
 use crate::clock;
 use crate::folder::{self, FolderError, Listener};
 use crate::poll::Polling;
-use crate::schedule::{Late, Rules, Schedule};
+use crate::schedule::{Late, Order, Rules, Schedule};
 use crate::sync::lock;
 use report::{Counters, get};
 use worker::Core;
@@ -96,6 +96,8 @@ pub struct Options {
     pub period: Duration,
     /// Most requests that wait.
     pub queue_bound: usize,
+    /// Who is served first; to compare with, and for callers whose deadlines stand for priorities.
+    pub order: Order,
     /// What happens to requests whose deadline has passed before their service began.
     pub late: Late,
     /// Whether what cannot be met is refused at once.
@@ -132,6 +134,7 @@ impl Default for Options {
             budget: Duration::from_millis(1),
             period: Duration::from_millis(10),
             queue_bound: 16384,
+            order: Order::Edf,
             late: Late::Refuse,
             admission: false,
             access: Access::default(),
@@ -199,6 +202,7 @@ impl Options {
     fn rules(&self) -> Rules {
         Rules {
             pending: self.queue_bound,
+            order: self.order,
             late: self.late,
             admission: self.admission,
             budget_ns: clock::ns(self.budget),

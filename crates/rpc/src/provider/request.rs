@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::INLINE_BYTES;
-use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal};
+use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status};
 use tombolo_shm::memory::Mapping;
 
 use super::connection::{Block, Caller, Connection};
@@ -93,11 +93,26 @@ pub struct Reply<'a> {
     content: Content,
     code: u32,
     refusal: Option<Refusal>,
+    ending: Option<Ending>,
+}
+
+/// How a request ends that is passed on and has no reply.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ending {
+    Status(Status),
+    HangUp,
 }
 
 impl<'a> Reply<'a> {
     pub(crate) fn new(connection: &'a Arc<Connection>) -> Reply<'a> {
-        Reply { connection, inline: [0; INLINE_BYTES], content: Content::Inline(0), code: 0, refusal: None }
+        Reply {
+            connection,
+            inline: [0; INLINE_BYTES],
+            content: Content::Inline(0),
+            code: 0,
+            refusal: None,
+            ending: None,
+        }
     }
 
     /// Replaces what the reply holds.
@@ -164,6 +179,21 @@ impl<'a> Reply<'a> {
     /// The application's code: 0, which it is unless set, is success.
     pub fn set_code(&mut self, code: u32) {
         self.code = code;
+    }
+
+    /// No reply: the request ends so. For who passes it on to another service, and is told that it ended so there.
+    pub fn end(&mut self, status: Status) {
+        self.ending = Some(Ending::Status(status));
+    }
+
+    /// No answer at all: the connection ends, and each of its calls with "provider gone". For who passes requests on to a
+    /// provider that has gone.
+    pub fn hang_up(&mut self) {
+        self.ending = Some(Ending::HangUp);
+    }
+
+    pub(crate) fn ending(&self) -> Option<Ending> {
+        self.ending
     }
 
     pub(crate) fn code(&self) -> u32 {

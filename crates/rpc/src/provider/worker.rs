@@ -30,7 +30,7 @@ use tombolo_shm::class;
 use super::Engine;
 use super::connection::{Connection, Slot};
 use super::report::{SlowCall, add};
-use super::request::{Reply, Request, Source};
+use super::request::{Ending, Reply, Request, Source};
 use crate::clock::now_ns;
 use crate::deadline::Scope;
 use crate::poll::{POLL_NS, Poller, Polling};
@@ -419,10 +419,15 @@ impl Engine {
         };
         let ended = now_ns();
         let service_ns = ended.saturating_sub(began);
-        let status = match (served, reply.refusal()) {
-            (Err(_), _) => Status::Failed,
-            (Ok(()), Some(reason)) => Status::Refused(reason),
-            (Ok(()), None) => Status::Served,
+        let status = match (served, reply.ending(), reply.refusal()) {
+            (Err(_), ..) => Status::Failed,
+            (Ok(()), Some(Ending::HangUp), _) => {
+                connection.end();
+                Status::Failed
+            }
+            (Ok(()), Some(Ending::Status(status)), _) => status,
+            (Ok(()), None, Some(reason)) => Status::Refused(reason),
+            (Ok(()), None, None) => Status::Served,
         };
         if status != Status::Served || connection.is_gone() {
             reply.discard();

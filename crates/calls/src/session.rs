@@ -1,0 +1,470 @@
+//! One side of calls between two peers, both of which may ask and serve: slots and answers as a client, order and lateness as a
+//! provider. Pure: instants in, decisions out; what carries the messages is given with each call ([`Carrier`]).
+//!
+//! # Time
+//! The peers' clocks have nothing to do with each other. A deadline crosses as the ns that were left when the request was given to the
+//! carrier; it becomes an instant of our clock when the request is taken out. What the way took between the two is lost: the
+//! deadline is later by that, never earlier. A request that waits for the carrier's room is not taken at all ([`CallError::Busy`]).
+//!
+//! # One answer per request
+//! A call ends once: with its reply, with what the provider says, with [`CallError::ProviderGone`] when the peer goes
+//! ([`Session::lost`]), or with [`CallError::Timeout`] by its caller, who gives it up ([`Session::abandon`]). Its slot comes back with the
+//! answer, or with the end of the link's life, and is not used before.
+//!
+//! # The peer is hostile
+//! Entries were read once and checked by the carrier; here each token is checked against what is under way. Requests hold copies of
+//! their bytes, no more of them than the carrier's arena has; replies that nobody fetches are bounded as well. What a peer does wrong is
+//! [`Broken`], and its link begins anew.
+//!
+//! # Limits
+//! As many calls each way as the link has entries, at most 64. What is late or has waited for too long is answered when the provider
+//! next looks for something to serve, not before.
+
+use alloc::vec;
+use alloc::vec::Vec;
+use core::task::Waker;
+use core::time::Duration;
+
+use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
+use tombolo_ring::rpc::{Broken, INLINE_BYTES};
+
+use crate::call::{CallError, CallOptions, Reply, Request, Response, ns};
+use crate::carrier::{Carrier, Message};
+use crate::queue::Handle;
+use crate::schedule::{Late, Next, Order, Rules, Schedule};
+
+/// Unfetched replies are kept up to so many times the longest payload.
+const REPLIES: usize = 8;
+
+/// How a side serves what it is asked.
+#[derive(Clone, Copy, Debug)]
+pub struct ServeOptions {
+    /// What happens to requests whose deadline has passed before their service began.
+    pub late: Late,
+    /// Whether what cannot be met is refused at once.
+    pub admission: bool,
+    /// How long one request takes at most; admission counts with it.
+    pub budget: Duration,
+    /// How many requests are served at a time; admission counts with it.
+    pub workers: u32,
+    /// How long a request waits that says nothing else.
+    pub ttl: Duration,
+}
+
+impl Default for ServeOptions {
+    fn default() -> Self {
+        ServeOptions {
+            late: Late::Refuse,
+            admission: false,
+            budget: Duration::from_millis(1),
+            workers: 1,
+            ttl: Duration::from_secs(60),
+        }
+    }
+}
+
+/// Counters of one side, all monotonic.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Calls made.
+    pub asked: u64,
+    /// Calls that got the reply.
+    pub replied: u64,
+    /// Calls that ended since the peer went or broke the protocol.
+    pub lost: u64,
+    /// Requests served.
+    pub served: u64,
+    /// Requests answered as late.
+    pub late: u64,
+    /// Requests refused.
+    pub refused: u64,
+    /// Requests answered as cancelled, expired or failed.
+    pub given_up: u64,
+    /// Requests whose caller went before their answer.
+    pub abandoned: u64,
+}
+
+/// A call of ours.
+#[derive(Debug)]
+enum Slot {
+    Free,
+    Waiting { abandoned: bool, cancelled: bool, waker: Option<Waker>, bytes: usize },
+    Done(Result<Reply, CallError>),
+}
+
+/// A slot of the peer's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Theirs {
+    Free,
+    Queued(Handle),
+    Serving,
+}
+
+/// A payload's bytes as far as they are counted: those that are not in an entry.
+fn long(bytes: usize) -> usize {
+    if bytes > INLINE_BYTES { bytes } else { 0 }
+}
+
+/// One side. See the module's head.
+#[derive(Debug)]
+pub struct Session {
+    slots: Vec<Slot>,
+    turns: Vec<u32>,
+    /// Free slots; the last used first.
+    free: Vec<u32>,
+    /// Long bytes of our calls under way.
+    asked_bytes: usize,
+    /// Long bytes of replies that wait to be fetched.
+    reply_bytes: usize,
+    /// Somebody serves what the peer asks.
+    serves: bool,
+    schedule: Schedule<Request>,
+    theirs: Vec<Theirs>,
+    /// Long bytes of the peer's requests that wait or are served.
+    owed_bytes: usize,
+    epoch: u32,
+    stats: Stats,
+}
+
+impl Session {
+    /// A side with so many slots each way.
+    pub fn new(entries: u32, options: &ServeOptions) -> Session {
+        let rules = Rules {
+            pending: entries as usize,
+            order: Order::Edf,
+            late: options.late,
+            admission: options.admission,
+            budget_ns: ns(options.budget),
+            workers: options.workers,
+            ttl_ns: ns(options.ttl),
+        };
+        Session {
+            slots: (0..entries).map(|_| Slot::Free).collect(),
+            turns: vec![0; entries as usize],
+            free: (0..entries).rev().collect(),
+            asked_bytes: 0,
+            reply_bytes: 0,
+            serves: false,
+            schedule: Schedule::new(rules),
+            theirs: vec![Theirs::Free; entries as usize],
+            owed_bytes: 0,
+            epoch: 0,
+            stats: Stats::default(),
+        }
+    }
+
+    /// From now on somebody serves what the peer asks ([`Session::next`]). Before, requests are answered as failed.
+    pub fn serve(&mut self) {
+        self.serves = true;
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> Stats {
+        self.stats
+    }
+
+    /// Requests of the peer's that wait.
+    pub fn pending(&self) -> usize {
+        self.schedule.pending()
+    }
+
+    /// Our calls that hold a slot: under way, or done and not fetched.
+    pub fn under_way(&self) -> usize {
+        self.slots.len() - self.free.len()
+    }
+
+    /// Asks the peer. The deadline is what is left of it now.
+    ///
+    /// # Errors
+    /// [`CallError::Busy`], [`CallError::TooLong`]: nothing was sent. [`CallError::Broken`]: the link is to begin anew.
+    pub fn submit(
+        &mut self,
+        carrier: &mut (impl Carrier + ?Sized),
+        options: &CallOptions,
+        bytes: &[u8],
+    ) -> Result<Token, CallError> {
+        let most = carrier.most();
+        if bytes.len() > most {
+            return Err(CallError::TooLong { bytes: bytes.len(), most });
+        }
+        let long = long(bytes.len());
+        let slot = *self.free.last().filter(|_| self.asked_bytes + long <= most).ok_or(CallError::Busy)?;
+        let at = slot as usize;
+        let token = Token::new(slot, self.turns[at].wrapping_add(1));
+        let ttl_ms = options.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1));
+        let call = Call {
+            token,
+            deadline_ns: options.left_ns(),
+            time_left: true,
+            trace: options.trace,
+            ttl_ms,
+            payload: Payload::EMPTY,
+        };
+        match carrier.ask(Ask::Call(call), bytes) {
+            Ok(true) => {}
+            Ok(false) => return Err(CallError::Busy),
+            Err(broken) => return Err(CallError::Broken(broken)),
+        }
+        self.free.pop();
+        self.turns[at] = token.turn();
+        self.asked_bytes += long;
+        self.slots[at] = Slot::Waiting { abandoned: false, cancelled: false, waker: None, bytes: long };
+        self.stats.asked += 1;
+        Ok(token)
+    }
+
+    fn slot(&mut self, token: Token) -> Option<&mut Slot> {
+        let at = token.slot() as usize;
+        (self.turns.get(at) == Some(&token.turn())).then(|| &mut self.slots[at])
+    }
+
+    /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it ends.
+    pub fn fetch(&mut self, token: Token, waker: Option<&Waker>) -> Option<Result<Reply, CallError>> {
+        match self.slot(token) {
+            Some(Slot::Waiting { abandoned: false, waker: kept, .. }) => {
+                if let Some(waker) = waker {
+                    kept.get_or_insert_with(|| waker.clone()).clone_from(waker);
+                }
+                None
+            }
+            Some(slot @ Slot::Done(_)) => {
+                let Slot::Done(result) = core::mem::replace(slot, Slot::Free) else { return None };
+                self.free.push(token.slot());
+                if let Ok(reply) = &result {
+                    self.reply_bytes -= long(reply.bytes.len());
+                }
+                Some(result)
+            }
+            _ => Some(Err(CallError::Unknown)),
+        }
+    }
+
+    /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False
+    /// where the token names no call under way, or it was cancelled already.
+    ///
+    /// # Errors
+    /// The link is to begin anew.
+    pub fn cancel(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token) -> Result<bool, Broken> {
+        let Some(Slot::Waiting { cancelled, .. }) = self.slot(token) else { return Ok(false) };
+        if *cancelled || !carrier.ask(Ask::Cancel(token), &[])? {
+            return Ok(false);
+        }
+        *cancelled = true;
+        Ok(true)
+    }
+
+    /// Nobody waits for this call any more. Its slot comes back with its answer; [`Session::cancel`] hastens that.
+    pub fn abandon(&mut self, token: Token) {
+        if let Some(Slot::Waiting { abandoned, waker, .. }) = self.slot(token) {
+            *abandoned = true;
+            *waker = None;
+        } else {
+            // It was done: dropped.
+            self.fetch(token, None);
+        }
+    }
+
+    /// Takes what has come: requests into the queue, answers into their slots. True where anything had.
+    ///
+    /// # Errors
+    /// What no correct peer does: the link is to begin anew ([`Session::lost`]).
+    pub fn drain(&mut self, carrier: &mut (impl Carrier + ?Sized), now_ns: u64) -> Result<bool, Broken> {
+        let most = carrier.most();
+        let mut any = false;
+        // A peer that never stops is not read for ever in one turn.
+        for _ in 0..4 * self.slots.len() {
+            match carrier.take()? {
+                None => break,
+                Some(Message::Call(call, bytes)) => self.asked(carrier, call, bytes, now_ns)?,
+                Some(Message::Cancel(token)) => self.taken_back(carrier, token, now_ns)?,
+                Some(Message::Answer(answer, bytes)) => self.answered(answer, bytes, most)?,
+            }
+            any = true;
+        }
+        Ok(any)
+    }
+
+    fn asked(
+        &mut self,
+        carrier: &mut (impl Carrier + ?Sized),
+        call: Call,
+        bytes: Vec<u8>,
+        now_ns: u64,
+    ) -> Result<(), Broken> {
+        let Call { token, deadline_ns: left_ns, time_left, ttl_ms, trace, .. } = call;
+        let at = token.slot() as usize;
+        if self.theirs.get(at) != Some(&Theirs::Free) {
+            return Err(Broken::Token);
+        }
+        let long = long(bytes.len());
+        if self.owed_bytes + long > carrier.most() {
+            // Its requests overlap in its arena.
+            return Err(Broken::Arena);
+        }
+        let deadline_ns = match (left_ns, time_left) {
+            (BEST_EFFORT, _) => BEST_EFFORT,
+            (left, true) => now_ns.saturating_add(left),
+            // An instant of a clock that we do not share.
+            (_, false) => return Err(Broken::Kind),
+        };
+        self.owed_bytes += long;
+        let request = Request { token, epoch: self.epoch, began_ns: 0, bytes, deadline_ns, trace, queued_ns: 0 };
+        if !self.serves {
+            return self.end(carrier, &request, now_ns, Response::end(Status::Failed));
+        }
+        match self.schedule.offer(now_ns, deadline_ns, u64::from(ttl_ms) * 1_000_000, request) {
+            Ok(handle) => self.theirs[at] = Theirs::Queued(handle),
+            Err((request, status)) => self.end(carrier, &request, now_ns, Response::end(status))?,
+        }
+        Ok(())
+    }
+
+    fn taken_back(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token, now_ns: u64) -> Result<(), Broken> {
+        if let Some(&Theirs::Queued(handle)) = self.theirs.get(token.slot() as usize)
+            && self.schedule.get(handle).is_some_and(|request| request.token == token)
+            && let Some((request, queued_ns)) = self.schedule.remove(now_ns, handle)
+        {
+            let request = Request { queued_ns, ..request };
+            self.end(carrier, &request, now_ns, Response::end(Status::Cancelled))?;
+        }
+        Ok(())
+    }
+
+    fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize) -> Result<(), Broken> {
+        let Answer { token, status, code, queued_ns, service_ns, .. } = answer;
+        let room = (REPLIES * most).saturating_sub(self.reply_bytes);
+        let Some(slot) = self.slot(token) else { return Err(Broken::Token) };
+        let &mut Slot::Waiting { abandoned, ref mut waker, bytes: asked, .. } = slot else { return Err(Broken::Token) };
+        let waker = waker.take();
+        if abandoned {
+            *slot = Slot::Free;
+            self.free.push(token.slot());
+        } else {
+            let long = long(bytes.len());
+            let result = match status {
+                Status::Served if long > room => Err(CallError::ReplyMemory),
+                Status::Served => Ok(Reply { bytes, code, queued_ns, service_ns }),
+                Status::Late => Err(CallError::Late),
+                Status::Refused(why) => Err(CallError::Refused(why)),
+                Status::Cancelled => Err(CallError::Cancelled),
+                Status::Expired => Err(CallError::Expired),
+                Status::Failed => Err(CallError::Failed),
+            };
+            let is_reply = result.is_ok();
+            *slot = Slot::Done(result);
+            if is_reply {
+                self.reply_bytes += long;
+                self.stats.replied += 1;
+            }
+        }
+        self.asked_bytes -= asked;
+        if let Some(waker) = waker {
+            waker.wake();
+        }
+        Ok(())
+    }
+
+    /// The request to serve now, if one waits: the one that is due first. What is late or has waited for too long is answered on the
+    /// way. [`Session::respond`] is to be called when it is served.
+    ///
+    /// # Errors
+    /// What no correct peer does.
+    pub fn next(&mut self, carrier: &mut (impl Carrier + ?Sized), now_ns: u64) -> Result<Option<Request>, Broken> {
+        loop {
+            match self.schedule.next(now_ns) {
+                None => return Ok(None),
+                Some(Next::Serve { item, queued_ns }) => {
+                    self.theirs[item.token.slot() as usize] = Theirs::Serving;
+                    return Ok(Some(Request { queued_ns, began_ns: now_ns, ..item }));
+                }
+                Some(Next::Answer { item, queued_ns, status }) => {
+                    let request = Request { queued_ns, ..item };
+                    self.end(carrier, &request, now_ns, Response::end(status))?;
+                }
+            }
+        }
+    }
+
+    /// A request is served. Its answer goes nowhere where the link has begun anew since.
+    ///
+    /// # Errors
+    /// What no correct peer does.
+    pub fn respond(
+        &mut self,
+        carrier: &mut (impl Carrier + ?Sized),
+        request: &Request,
+        now_ns: u64,
+        response: Response,
+    ) -> Result<(), Broken> {
+        self.schedule.done(request.began_ns);
+        if request.epoch != self.epoch {
+            self.stats.abandoned += 1;
+            return Ok(());
+        }
+        self.end(carrier, request, now_ns, response)
+    }
+
+    /// As [`Session::respond`], where the link is down and nobody is to be answered.
+    pub fn forget(&mut self, request: &Request) {
+        self.schedule.done(request.began_ns);
+        self.stats.abandoned += 1;
+    }
+
+    /// Answers, and gives the peer its slot back.
+    fn end(
+        &mut self,
+        carrier: &mut (impl Carrier + ?Sized),
+        request: &Request,
+        now_ns: u64,
+        response: Response,
+    ) -> Result<(), Broken> {
+        let Response { status, code, bytes } = response;
+        let service_ns = if request.began_ns == 0 { 0 } else { now_ns.saturating_sub(request.began_ns) };
+        let answer = |status, code| Answer {
+            token: request.token,
+            status,
+            code,
+            queued_ns: request.queued_ns,
+            service_ns,
+            payload: Payload::EMPTY,
+        };
+        self.theirs[request.token.slot() as usize] = Theirs::Free;
+        self.owed_bytes -= long(request.bytes.len());
+        let sent = bytes.len() <= carrier.most() && carrier.answer(answer(status, code), &bytes)?;
+        let status = if sent { status } else { Status::Refused(Refusal::ReplyMemory) };
+        if !sent {
+            carrier.answer(answer(status, 0), &[])?;
+        }
+        let stats = &mut self.stats;
+        *match status {
+            Status::Served => &mut stats.served,
+            Status::Late => &mut stats.late,
+            Status::Refused(_) => &mut stats.refused,
+            Status::Cancelled | Status::Expired | Status::Failed => &mut stats.given_up,
+        } += 1;
+        Ok(())
+    }
+
+    /// The peer has gone, or its link begins anew: each call under way ends with `error` at once, its slot comes back when that is
+    /// fetched; the peer's requests are dropped.
+    pub fn lost(&mut self, error: CallError) {
+        self.epoch = self.epoch.wrapping_add(1);
+        self.stats.abandoned += self.schedule.drain().len() as u64;
+        self.theirs.fill(Theirs::Free);
+        (self.owed_bytes, self.asked_bytes) = (0, 0);
+        for (at, slot) in self.slots.iter_mut().enumerate() {
+            let Slot::Waiting { abandoned, waker, .. } = slot else { continue };
+            let (abandoned, waker) = (*abandoned, waker.take());
+            self.stats.lost += 1;
+            if abandoned {
+                *slot = Slot::Free;
+                self.free.push(at as u32);
+            } else {
+                *slot = Slot::Done(Err(error));
+            }
+            if let Some(waker) = waker {
+                waker.wake();
+            }
+        }
+    }
+}

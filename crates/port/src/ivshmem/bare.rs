@@ -1,0 +1,147 @@
+//! A link for a process's own protocol: the two output sections, the states and the doorbells, and nothing else.
+//!
+//! What the sections hold is the user's. Here it is said when they may be looked at: after both peers have cleared theirs, until
+//! one of them stops. Each such time is a *life* of the link, with a number of its own; whoever remembers anything of the
+//! sections forgets it when the number changes. No thread; each call looks at the peer's state first. Nothing blocks but the wait
+//! of [`super::client::Link`].
+
+use std::os::fd::BorrowedFd;
+use std::time::Duration;
+
+use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::ivshmem::vector_traffic;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_shm::doorbell::Doorbell;
+
+use super::end::{Bells, EndError, LinkEnd, Resets};
+use super::meeting::{MAX_STEPS, Meeting, Step};
+use super::peer::{Waiter, Woken};
+
+/// Makes the own output section fresh; the peer does not look at it meanwhile.
+pub type Clear = Box<dyn FnMut(ForeignMut<'_>) + Send>;
+
+/// One end of a link. See the module's head.
+pub struct BarePeer {
+    meeting: Meeting,
+    own: usize,
+    peer: usize,
+    section_bytes: usize,
+    clear: Clear,
+    life: u64,
+    doorbells: Vec<Doorbell>,
+}
+
+impl BarePeer {
+    /// An end of `parts`, whose MTU does not matter.
+    ///
+    /// # Errors
+    /// [`EndError`], which says what does not fit.
+    pub fn new(mut parts: LinkEnd, clear: Clear) -> Result<BarePeer, EndError> {
+        let doorbells = std::mem::take(&mut parts.doorbells);
+        // Checked against the memory, which is mapped.
+        let section_bytes = parts.layout.output_bytes as usize;
+        let (meeting, [own, peer]) = Meeting::new(parts)?;
+        let mut end = BarePeer { meeting, own, peer, section_bytes, clear, life: 0, doorbells };
+        end.step();
+        Ok(end)
+    }
+
+    /// Follows the peer's state. Returns whether the sections may be used.
+    pub fn step(&mut self) -> bool {
+        for _ in 0..MAX_STEPS {
+            match self.meeting.step() {
+                Step::None => break,
+                Step::Again => {}
+                Step::Clear => {
+                    if let Some(own) = self.meeting.memory.bytes().slice(self.own, self.section_bytes) {
+                        (self.clear)(own);
+                    }
+                    self.life += 1;
+                    self.meeting.cleared();
+                }
+                Step::Forget => self.life += 1,
+            }
+        }
+        self.is_up()
+    }
+
+    /// Whether the sections may be used, as of the last look.
+    pub fn is_up(&self) -> bool {
+        self.meeting.machine.may_use_rings()
+    }
+
+    /// The number of the link's life.
+    pub fn life(&self) -> u64 {
+        self.life
+    }
+
+    /// Our state and the peer's, as of the last look.
+    pub fn states(&self) -> (State, State) {
+        (self.meeting.machine.own(), self.meeting.machine.peer())
+    }
+
+    /// Why the link was reset, counted.
+    pub fn resets(&self) -> Resets {
+        self.meeting.resets
+    }
+
+    /// Our output section and the peer's; to be used while the link is up. `None` where the memory has gone.
+    #[inline]
+    pub fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
+        let bytes = self.meeting.memory.bytes();
+        let own = bytes.slice(self.own, self.section_bytes)?;
+        Some((own, bytes.slice(self.peer, self.section_bytes)?.as_foreign()))
+    }
+
+    /// Rings the peer on the vector that stands for data.
+    pub fn ring(&mut self) {
+        self.meeting.ring(vector_traffic(self.meeting.vectors));
+    }
+
+    /// The peer broke the user's protocol: the link goes to RESET, and begins anew where the peer follows. Where the peer has
+    /// stopped meanwhile, that is all there was.
+    pub fn fault(&mut self) {
+        if !self.meeting.peer_stopped() {
+            self.life += 1;
+            self.meeting.reset();
+        }
+        self.step();
+    }
+
+    /// The peer is there, rung by `bells` from now on; `None` where it polls.
+    pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
+        self.meeting.joined(bells);
+        self.step();
+    }
+
+    /// The peer is gone.
+    pub fn peer_left(&mut self) {
+        self.meeting.left();
+        self.step();
+    }
+
+    /// Waits until the peer rings, its state changes, `other` is readable, or `timeout` has passed.
+    pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
+        let mut waiter = Waiter::new(timeout);
+        let was_up = self.is_up();
+        loop {
+            if self.step() != was_up {
+                return true;
+            }
+            match waiter.wait(&self.doorbells, other) {
+                Woken::Over => return false,
+                Woken::Look => {}
+                Woken::Rung => {
+                    self.step();
+                    return true;
+                }
+            }
+        }
+    }
+}
+
+impl Drop for BarePeer {
+    fn drop(&mut self) {
+        self.meeting.close();
+    }
+}

@@ -1,0 +1,197 @@
+//! The bridge between calls with a peer and the services of this machine: a service of this machine's that the peer serves, and one that
+//! serves the peer.
+//!
+//! The service stands in the folder of services while the peer is there, and no longer: a name that nobody can serve is not there. Its
+//! requests are ordered by their deadlines here, then on the way by the peer; a deadline crosses as the time that is left when a
+//! request is passed on. What a call ends with at the peer it ends with here: `late`, `refused`, and so on. When the peer goes,
+//! the clients whose requests it had are hung up on, which is "provider gone" to them.
+//!
+//! What the peer asks is passed on to one service of this machine, with its deadline. While that is not running the peer's
+//! requests are answered as failed.
+//!
+//! Not passed on: cancellations (the request goes on at the other side, and its answer goes nowhere), times to live, and memory that is handed
+//! over: payloads are copied, up to what the link carries.
+
+use std::path::PathBuf;
+use std::sync::Mutex;
+use std::time::Duration;
+
+use tombolo_calls::{CallError, CallOptions, Request, Response};
+use tombolo_ring::rpc::entry::{Refusal, Status};
+use tombolo_rpc::client::{self, Client, ConnectOptions};
+use tombolo_rpc::clock::now_ns;
+use tombolo_rpc::deadline::Deadline;
+use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
+
+use crate::calls::Calls;
+use crate::way::RemoteError;
+
+/// How long a request is waited for that is passed on: as long as requests live by default.
+const PATIENCE: Duration = Duration::from_secs(60);
+/// A look at whether all still is as it was.
+const LOOK: Duration = Duration::from_secs(3600);
+
+/// What a bridge passes on.
+#[derive(Clone, Debug, Default)]
+pub struct Bridge {
+    /// The name under which the peer's service is registered here; none: it is not.
+    pub service: Option<String>,
+    /// Who may call it.
+    pub access: Access,
+    /// The service of this machine that serves the peer; none: the peer's requests are answered as failed.
+    pub target: Option<String>,
+    /// Requests that are passed on at a time, each way.
+    pub workers: u32,
+    /// The folder of services; the user's own where there is none.
+    pub folder: Option<PathBuf>,
+}
+
+/// Why a bridge ended.
+#[derive(Debug, thiserror::Error)]
+pub enum BridgeError {
+    /// The peer's service could not be registered here.
+    #[error(transparent)]
+    Register(#[from] RegisterError),
+    /// Threads.
+    #[error(transparent)]
+    Remote(#[from] RemoteError),
+    /// The link's server has ended: the fabric is down, and its machines with it.
+    #[error("the link's server has ended; start the bridge again when the fabric is up again")]
+    ServerGone,
+    /// The connection to the peer has ended.
+    #[error("the connection to the peer has ended")]
+    Over,
+}
+
+impl Bridge {
+    /// Passes calls on until the connection, or the link's server, ends. `tell` hears when the peer comes (true) and goes.
+    ///
+    /// # Errors
+    /// [`BridgeError`]: always one, since it has no other end.
+    pub fn run(&self, calls: &Calls, mut tell: impl FnMut(bool)) -> BridgeError {
+        match self.pass_on(calls, &mut tell) {
+            Ok(never) => match never {},
+            Err(error) => error,
+        }
+    }
+
+    fn pass_on(&self, calls: &Calls, tell: &mut dyn FnMut(bool)) -> Result<std::convert::Infallible, BridgeError> {
+        let _server = match &self.target {
+            Some(name) => {
+                let target = Target::new(name, self);
+                Some(calls.serve(move |request| target.serve(request))?)
+            }
+            None => None,
+        };
+        loop {
+            if calls.is_over() {
+                return Err(BridgeError::Over);
+            }
+            if calls.server_is_gone() {
+                return Err(BridgeError::ServerGone);
+            }
+            if !calls.wait_up(LOOK) {
+                continue;
+            }
+            let service = self.service.as_ref().map(|name| self.register(name, calls)).transpose()?;
+            tell(true);
+            while !calls.wait_down(LOOK) {}
+            // Those whose requests are under way have been hung up on by now; the name goes.
+            drop(service);
+            tell(false);
+        }
+    }
+
+    fn register(&self, name: &str, calls: &Calls) -> Result<Service, RegisterError> {
+        let options = Options {
+            workers: self.workers,
+            access: self.access.clone(),
+            folder: self.folder.clone(),
+            ..Options::default()
+        };
+        let calls = calls.clone();
+        Service::register(name, options, move |request: &provider::Request<'_>, reply: &mut provider::Reply<'_>| {
+            let options = CallOptions {
+                deadline: request.left_ns().map(Duration::from_nanos),
+                timeout: PATIENCE,
+                trace: request.trace(),
+                ttl: None,
+            };
+            match calls.call(&request.to_vec(), &options) {
+                Ok(answer) => {
+                    reply.set_code(answer.code);
+                    // No room for the reply is answered as such.
+                    let _ = reply.write(&answer.bytes);
+                }
+                Err(CallError::ProviderGone | CallError::Broken(_)) => reply.hang_up(),
+                Err(error) => reply.end(status(error)),
+            }
+        })
+    }
+}
+
+/// How a request ends here that ended so at the peer.
+fn status(error: CallError) -> Status {
+    match error {
+        CallError::Late => Status::Late,
+        CallError::Refused(why) => Status::Refused(why),
+        CallError::Cancelled => Status::Cancelled,
+        CallError::Expired | CallError::Timeout => Status::Expired,
+        CallError::Busy => Status::Refused(Refusal::QueueFull),
+        CallError::TooLong { .. } => Status::Refused(Refusal::Memory),
+        CallError::ReplyMemory => Status::Refused(Refusal::ReplyMemory),
+        CallError::Failed | CallError::ProviderGone | CallError::Broken(_) | CallError::Unknown => Status::Failed,
+    }
+}
+
+/// The service of this machine that serves the peer. It is connected to when it is needed, and again after it went.
+struct Target {
+    name: String,
+    options: ConnectOptions,
+    client: Mutex<Option<Client>>,
+}
+
+impl Target {
+    fn new(name: &str, bridge: &Bridge) -> Target {
+        let options = ConnectOptions { folder: bridge.folder.clone(), ..ConnectOptions::default() };
+        Target { name: name.into(), options, client: Mutex::default() }
+    }
+
+    fn client(&self) -> Option<Client> {
+        let mut client = self.client.lock().unwrap_or_else(|e| e.into_inner());
+        if client.is_none() {
+            *client = Client::connect_with(&self.name, &self.options).ok();
+        }
+        client.clone()
+    }
+
+    fn serve(&self, request: &Request) -> Response {
+        let Some(client) = self.client() else { return Response::end(Status::Failed) };
+        let left_ns = request.left_ns(now_ns());
+        let options = client::CallOptions {
+            deadline: left_ns.map_or(Deadline::Inherit, |_| Deadline::At(request.deadline_ns)),
+            timeout: PATIENCE,
+            trace: request.trace,
+            ttl: None,
+        };
+        let end = client.call(&request.bytes, &options).and_then(|reply| {
+            let code = reply.code();
+            reply.to_vec().map(|bytes| Response::new(bytes).with_code(code))
+        });
+        end.unwrap_or_else(|error| {
+            Response::end(match error {
+                client::CallError::Late => Status::Late,
+                client::CallError::Refused(why) => Status::Refused(why),
+                client::CallError::Cancelled => Status::Cancelled,
+                client::CallError::Expired | client::CallError::Timeout => Status::Expired,
+                client::CallError::Busy(_) => Status::Refused(Refusal::QueueFull),
+                client::CallError::ProviderGone | client::CallError::Broken(_) => {
+                    // The next request looks for the next service of that name.
+                    *self.client.lock().unwrap_or_else(|e| e.into_inner()) = None;
+                    Status::Failed
+                }
+                _ => Status::Failed,
+            })
+        })
+    }
+}

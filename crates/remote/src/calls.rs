@@ -1,0 +1,357 @@
+//! Calls with one peer, from any thread: blocking or not, both ways.
+//!
+//! There is no thread of its own. One of those that wait (a caller, a server) sleeps on the link's doorbells and takes for all of
+//! them what comes; the others wait for it on a condition variable, and one of them takes its place when it has what it
+//! waited for. Who takes something while another one sleeps on the doorbells wakes that one, since the peer has been told that
+//! we are awake. So with nobody waiting nothing happens: a peer that asks is served while somebody serves ([`Calls::serve`]).
+
+use std::fmt;
+use std::net::{SocketAddr, TcpStream};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use tombolo_calls::carrier::Carrier;
+use tombolo_calls::session::{ServeOptions, Session, Stats};
+use tombolo_calls::{CallError, CallOptions, Reply, Request, Response};
+use tombolo_ring::rpc::Broken;
+use tombolo_ring::rpc::entry::{Status, Token};
+use tombolo_rpc::clock::now_ns;
+
+use crate::way::{Naps, RemoteError, Wakers, Way};
+
+/// A wait without a limit is a sequence of such.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+struct State {
+    way: Way,
+    /// One of those that wait sleeps on the doorbells.
+    leader: bool,
+    /// The others.
+    followers: u32,
+    /// Requests that threads of [`Calls::serve`] work on.
+    serving: u32,
+}
+
+struct Shared {
+    state: Mutex<State>,
+    turn: Condvar,
+    wakers: Wakers,
+    workers: u32,
+}
+
+/// One side of calls with a peer: it calls and is called. A clone refers to the same one.
+#[derive(Clone)]
+pub struct Calls(Arc<Shared>);
+
+impl fmt::Debug for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Calls").field("up", &self.is_up()).finish_non_exhaustive()
+    }
+}
+
+impl Calls {
+    fn new((way, wakers): (Way, Wakers), options: &ServeOptions) -> Calls {
+        let state = Mutex::new(State { way, leader: false, followers: 0, serving: 0 });
+        Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
+    }
+
+    /// Takes a seat on the link whose server listens at `path`. The peer need not be there yet, and may come and go.
+    ///
+    /// # Errors
+    /// [`RemoteError`]: no such link, no free seat, or one that was made for something else than calls.
+    pub fn join(path: impl AsRef<Path>, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
+        Ok(Calls::new(Way::join(path.as_ref(), timeout, options)?, options))
+    }
+
+    /// Connects to a peer that listens for calls by TCP. When the connection ends, this is over ([`Calls::is_over`]).
+    ///
+    /// # Errors
+    /// [`RemoteError`]: nobody is there, or it is no peer of calls.
+    pub fn connect(to: SocketAddr, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
+        let stream = TcpStream::connect_timeout(&to, timeout);
+        Calls::over(stream.map_err(|source| RemoteError::Stream { what: "connecting", source })?, timeout, options)
+    }
+
+    /// Over a connection that stands, such as one that a listener took.
+    ///
+    /// # Errors
+    /// [`RemoteError`]: the other side is no peer of calls.
+    pub fn over(stream: TcpStream, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
+        Ok(Calls::new(Way::greet(stream, timeout, options)?, options))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Each change under the lock is whole, whether it panics or not.
+        self.0.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Follows the peer, and has others look where something came for them.
+    fn turn(&self, state: &mut State) {
+        if state.way.turn() {
+            self.tell(state);
+        }
+    }
+
+    /// Has the others look.
+    fn tell(&self, state: &State) {
+        if state.followers > 0 {
+            self.0.turn.notify_all();
+        }
+        if state.leader {
+            self.0.wakers.nudge.ring();
+        }
+    }
+
+    /// Works on the session, where the peer is there. Others look where the link broke by that, or where the connection takes no more.
+    fn with<T>(
+        &self,
+        state: &mut State,
+        work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>,
+    ) -> Option<T> {
+        let was_up = state.way.is_up();
+        let done = state.way.with(work);
+        if was_up != state.way.is_up() || state.way.has_unsent() {
+            self.tell(state);
+        }
+        done
+    }
+
+    /// Waits until `ready` gives something, or `until`.
+    fn wait<T>(&self, until: Instant, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+        let mut naps = Naps::default();
+        let mut state = self.lock();
+        let found = loop {
+            self.turn(&mut state);
+            if let Some(found) = ready(&mut state) {
+                break Some(found);
+            }
+            let left = until.saturating_duration_since(Instant::now()).min(LONGEST_SLEEP);
+            if left.is_zero() {
+                break None;
+            }
+            if state.leader {
+                state.followers += 1;
+                state = self.0.turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
+                state.followers -= 1;
+                continue;
+            }
+            if !state.way.arm() {
+                continue;
+            }
+            state.leader = true;
+            let listens = state.way.listens();
+            drop(state);
+            let is_heard = self.0.wakers.wait(left, listens, &mut naps);
+            state = self.lock();
+            state.leader = false;
+            if is_heard {
+                state.way.hear();
+            }
+        };
+        if state.followers > 0 {
+            // Somebody else's turn to sleep on the doorbells.
+            self.0.turn.notify_all();
+        }
+        found
+    }
+
+    /// Whether the peer is there.
+    pub fn is_up(&self) -> bool {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.is_up()
+    }
+
+    /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
+    pub fn wait_up(&self, timeout: Duration) -> bool {
+        let found = self.wait(Instant::now() + timeout, |state| {
+            let ended = state.way.is_over() || state.way.server_is_gone();
+            (state.way.is_up() || ended).then(|| state.way.is_up())
+        });
+        found.unwrap_or(false)
+    }
+
+    /// Waits until the peer is not there, or the link's server has ended; false where neither is so after `timeout`.
+    pub fn wait_down(&self, timeout: Duration) -> bool {
+        let ended = |state: &mut State| (!state.way.is_up() || state.way.server_is_gone()).then_some(());
+        self.wait(Instant::now() + timeout, ended).is_some()
+    }
+
+    /// Whether the server of the link has ended, with its fabric. The link itself goes on, but nobody tells any more who dies.
+    pub fn server_is_gone(&self) -> bool {
+        let mut state = self.lock();
+        state.way.hear();
+        self.turn(&mut state);
+        state.way.server_is_gone()
+    }
+
+    /// Whether the peer is gone for good: its connection has ended.
+    pub fn is_over(&self) -> bool {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.is_over()
+    }
+
+    /// The counters.
+    pub fn stats(&self) -> Stats {
+        self.lock().way.session.stats()
+    }
+
+    /// Our calls that hold a slot: under way, or done and not fetched.
+    pub fn under_way(&self) -> usize {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.session.under_way()
+    }
+
+    /// Calls, and waits for the reply.
+    ///
+    /// # Errors
+    /// [`CallError`]: what else it ended with; also where the link's server ended meanwhile, [`CallError::ProviderGone`].
+    pub fn call(&self, bytes: &[u8], options: &CallOptions) -> Result<Reply, CallError> {
+        let until = Instant::now() + options.timeout;
+        let was_deaf = self.lock().way.server_is_gone();
+        let token = self.submit(bytes, options)?;
+        let end = self.wait(until, |state| {
+            // Who waits would not be told that the peer dies.
+            let is_lost = !was_deaf && state.way.server_is_gone();
+            let end = state.way.session.fetch(token, None);
+            end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
+        });
+        let end = end.unwrap_or(Err(CallError::Timeout));
+        if matches!(end, Err(CallError::Timeout | CallError::ProviderGone)) {
+            self.give_up(token);
+        }
+        end
+    }
+
+    /// Asks without waiting. What it ends with is fetched by [`Calls::poll`] or [`Calls::wait_for`]; until then it holds a slot.
+    ///
+    /// # Errors
+    /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
+    pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        let sent = self.with(&mut state, |session, way| match session.submit(way, options, bytes) {
+            Err(CallError::Broken(broken)) => Err(broken),
+            other => Ok(other),
+        });
+        sent.unwrap_or(Err(CallError::ProviderGone))
+    }
+
+    /// How a call ended; `None` while it is under way.
+    pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.session.fetch(token, None)
+    }
+
+    /// Waits for the end of a call; `None` where it is still under way after `timeout`.
+    pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
+        self.wait(Instant::now() + timeout, |state| state.way.session.fetch(token, None))
+    }
+
+    /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False
+    /// where the token names no call under way.
+    pub fn cancel(&self, token: Token) -> bool {
+        let mut state = self.lock();
+        self.with(&mut state, |session, way| session.cancel(way, token)).unwrap_or(false)
+    }
+
+    /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
+    pub fn give_up(&self, token: Token) {
+        self.cancel(token);
+        self.lock().way.session.abandon(token);
+    }
+
+    /// Waits for the next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. From the first such call on
+    /// what the peer asks waits for the next; before, it is answered as failed.
+    pub fn next(&self, timeout: Duration) -> Option<Request> {
+        self.lock().way.session.serve();
+        self.wait(Instant::now() + timeout, |state| match self.take(state) {
+            None if state.way.is_over() => Some(None),
+            request => request.map(Some),
+        })
+        .flatten()
+    }
+
+    fn take(&self, state: &mut State) -> Option<Request> {
+        self.with(state, |session, way| session.next(way, now_ns())).flatten()
+    }
+
+    /// Answers a request. Where the peer has gone since, nothing happens.
+    pub fn respond(&self, request: &Request, response: Response) {
+        let mut state = self.lock();
+        if state.way.is_up() {
+            self.with(&mut state, |session, way| session.respond(way, request, now_ns(), response));
+        } else {
+            state.way.session.forget(request);
+        }
+    }
+
+    /// Serves what the peer asks by `handler`, as many requests at a time as [`ServeOptions::workers`] says, until what is returned is dropped.
+    /// There is one thread more than that, so that requests are taken, and their deadlines begin to run on our clock, while
+    /// others are served. A handler that panics costs its request, answered as failed.
+    ///
+    /// # Errors
+    /// [`RemoteError::System`] where no thread can be had.
+    pub fn serve(&self, handler: impl Fn(&Request) -> Response + Send + Sync + 'static) -> Result<Server, RemoteError> {
+        self.lock().way.session.serve();
+        let handler = Arc::new(handler);
+        let mut server = Server { calls: self.clone(), stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
+        for _ in 0..=self.0.workers {
+            let (calls, stop, handler) = (self.clone(), server.stop.clone(), handler.clone());
+            let work = move || calls.work(&stop, &*handler);
+            let spawned = std::thread::Builder::new().name("tombolo-calls".into()).spawn(work);
+            let thread = spawned.map_err(|source| RemoteError::System { what: "starting a thread", source })?;
+            server.threads.push(thread);
+        }
+        Ok(server)
+    }
+
+    /// Serves until the peer is over, or `stop`.
+    fn work(&self, stop: &AtomicBool, handler: &impl Fn(&Request) -> Response) {
+        let mut over = false;
+        while !over {
+            let request = self.wait(Instant::now() + LONGEST_SLEEP, |state| {
+                over = stop.load(Ordering::SeqCst) || state.way.is_over();
+                if over {
+                    return Some(None);
+                }
+                let request = if state.serving < self.0.workers { self.take(state) } else { None };
+                state.serving += u32::from(request.is_some());
+                request.map(Some)
+            });
+            let Some(request) = request.flatten() else { continue };
+            let response = catch_unwind(AssertUnwindSafe(|| handler(&request)));
+            self.respond(&request, response.unwrap_or_else(|_| Response::end(Status::Failed)));
+            self.lock().serving -= 1;
+        }
+    }
+}
+
+/// Serves until it is dropped; a handler under way is waited for.
+#[derive(Debug)]
+pub struct Server {
+    calls: Calls,
+    stop: Arc<AtomicBool>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::SeqCst);
+        let Calls(shared) = &self.calls;
+        // The lock orders it: who has looked at the flag before sleeps by now.
+        drop(self.calls.lock());
+        shared.turn.notify_all();
+        shared.wakers.nudge.ring();
+        for thread in self.threads.drain(..) {
+            let _ = thread.join();
+        }
+    }
+}

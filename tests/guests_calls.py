@@ -1,0 +1,151 @@
+"""Calls with deadlines between cells and processes of this machine in a fabric of the program's own: over direct links by `tombolo service
+bridge`, both ways, and over TCP where a cell has only a network."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+
+from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
+from lib.fabric import PROGRAM
+
+PATIENCE_S = 60
+LINKS = """
+name = "{name}"
+[network.lan]
+[cell.calc]
+app = "calc"
+args = "net=none {calc}"
+accel = "tcg"
+[link.calls]
+between = ["calc"]
+seats = 1
+protocol = 0x4002
+"""
+ASKER = """
+[cell.asker]
+app = "calc"
+args = "net=none role=client link=back count=200 deadline_us=1000000 timeout_ms=5000 {asker}"
+accel = "tcg"
+attach = "ivshmem"
+[link.back]
+between = ["asker"]
+seats = 1
+protocol = 0x4002
+"""
+OVER_TCP = """
+name = "{name}"
+[network.lan]
+subnet = "10.236.7.0/24"
+[cell.calc]
+app = "calc"
+args = "tcp=7000"
+ip = "10.236.7.20"
+accel = "tcg"
+[cell.asker]
+app = "calc"
+args = "role=client tcp=10.236.7.20:7000 count=200 deadline_us=1000000 timeout_ms=5000"
+ip = "10.236.7.21"
+accel = "tcg"
+[tap.host]
+ip = "10.236.7.9"
+"""
+
+
+@contextlib.contextmanager
+def bridge(fabric, *words):
+    """A bridge that runs."""
+    command = [PROGRAM, "service", "bridge", *words]
+    process = Process(command, name="bridge", netns=fabric.netns, env=fabric.env, cwd=fabric.folder)
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def call(fabric, service, text, *words):
+    """One call by `tombolo call`: the reply, or what was said on standard error."""
+    done = fabric.cli("call", service, text, *words, check=False)
+    return done.stdout.strip() if done.returncode == 0 else done.stderr.strip()
+
+
+def registered(fabric, service):
+    until(f"service {service}", lambda: call(fabric, service, "1 + 1") == "2", PATIENCE_S)
+
+
+def report(fabric, machine):
+    """What the client's cell says at its end."""
+    console = fabric.folder / "run" / fabric.name / f"{machine}.console"
+    found = []
+
+    def is_there():
+        text = console.read_text(errors="replace") if console.exists() else ""
+        found[:] = [json.loads(line) for line in text.splitlines() if line.startswith('{"app":"calc"')]
+        return bool(found)
+
+    until(f"the report of {machine}", is_there, PATIENCE_S)
+    return found[0]
+
+
+@timeout(240)
+def test_a_process_calls_a_cell_and_a_cell_calls_a_service_of_this_machine():
+    text = LINKS.format(name=f"c{os.getpid()}", calc="") + ASKER.format(asker="")
+    with scratch() as folder, Fabric(folder, text) as fabric, bridge(fabric, "calls", "--as", "adds") as there:
+        registered(fabric, "adds")
+        assert call(fabric, "adds", "6 * 7", "--deadline", "2s") == "42"
+        assert "late" not in call(fabric, "adds", "1 / 4", "--repeat", "100", "--deadline", "2s", "--json")
+        stats = json.loads(fabric.cli("service", "stats", "adds", "--json").stdout)
+        assert stats["answers"]["served"] >= 102, stats
+        # The reverse: the other cell's requests go to the service, which is served by the first cell.
+        with bridge(fabric, "back", "--no-service", "--to", "adds"):
+            said = report(fabric, "asker")
+            assert (said["replied"], said["late"], said["wrong"]) == (200, 0, 0), said
+        there.signal(signal.SIGKILL)
+        there.wait()
+        # The next bridge takes the seat and the name.
+        with bridge(fabric, "calls", "--as", "adds"):
+            registered(fabric, "adds")
+
+
+@timeout(240)
+def test_deadlines_cross_and_a_cell_that_dies_ends_its_calls_at_once():
+    text = LINKS.format(name=f"d{os.getpid()}", calc="service_us=700000")
+    with scratch() as folder, Fabric(folder, text) as fabric, bridge(fabric, "calls", "--as", "slow"):
+        registered(fabric, "slow")
+        command = [str(PROGRAM), "call", "slow", "2 + 2"]
+        env = dict(os.environ, **fabric.env)
+        pending = lambda: json.loads(fabric.cli("service", "stats", "slow", "--json").stdout)  # noqa: E731
+        before = pending()["answers"]["served"]
+        busy = subprocess.Popen([*command, "--deadline", "10s"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until("the first call to be under way", lambda: pending()["clients"] > 0, 10, every=0.02)
+        late = call(fabric, "slow", "3 + 3", "--deadline", "100ms")
+        assert "deadline had passed" in late, late
+        assert busy.communicate(timeout=20)[0].strip() == "4"
+        assert pending()["answers"]["served"] == before + 1
+        # Killed while it serves.
+        dies = subprocess.Popen([*command, "--timeout", "30s"], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        until("the call to be under way", lambda: pending()["clients"] > 0, 10, every=0.02)
+        os.kill(fabric.machine("calc")["pid"], signal.SIGKILL)
+        killed = time.monotonic()
+        _, said = dies.communicate(timeout=20)
+        took = time.monotonic() - killed
+        assert "has gone" in said, said
+        assert took < 0.5, f"told {took:.3f} s after the kill"
+        # With its cell the name goes: nobody is left to wait for one who does not answer.
+        until("the name to go", lambda: "no service" in call(fabric, "slow", "1 + 1"), 10)
+
+
+@timeout(240)
+def test_calls_go_over_tcp_where_a_cell_has_only_a_network():
+    need_root()
+    with Namespace() as space, scratch() as folder, Fabric(folder, OVER_TCP.format(name=f"t{os.getpid()}"), netns=space) as fabric:
+        said = report(fabric, "asker")
+        assert (said["replied"], said["late"], said["wrong"]) == (200, 0, 0), said
+        with bridge(fabric, "--tcp", "10.236.7.20:7000", "--as", "far") as there:
+            registered(fabric, "far")
+            assert call(fabric, "far", "6 * 7", "--deadline", "2s") == "42"
+            os.kill(fabric.machine("calc")["pid"], signal.SIGKILL)
+            there.signal(signal.SIGTERM)
+            there.wait()
