@@ -451,6 +451,19 @@ def test_attach_says_what_is_wrong():
         assert inside.returncode == 1 and "--netns" in inside.stderr, inside
 
 
+def test_a_flow_slower_than_its_lease_is_not_learned_again_until_it_is_quick():
+    with host() as h:
+        h.attach(words=("--lease", "100"))
+        assert h.across(h.udp()) and h.status("ta")["learned"] == 1
+        for _ in range(3):
+            # Longer than the lease: the span that is tested.
+            time.sleep(0.15)
+            assert h.across(h.udp())
+        assert h.status("ta")["learned"] == 1 and h.status("ta")["by_reason"]["up_lease"] == 3, h.status("ta")
+        assert all(h.across(h.udp()) for _ in range(4))
+        assert h.status("ta")["learned"] >= 2 and h.taken() >= 1, h.status("ta")
+
+
 @timeout(60)
 def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
     with host() as h:

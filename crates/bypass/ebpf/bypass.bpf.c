@@ -99,7 +99,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	if (!(port->flags & PORT_TAKE))
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
-	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || verdict == UP_LEASE || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
+	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
 		__u64 address = (__u64)kernel_context(skb);
 		__u32 slot = pending_slot(address);
 		struct pending *p = bpf_map_lookup_elem(&pending, &slot);
@@ -210,6 +210,11 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	now = bpf_ktime_get_coarse_ns();
 	kernel_skb = kernel_context(skb);
 	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, set, now);
+	if (verdict == UP_LEASE) {
+		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
+		f.slow = now - flow->last_ns >= set->lease_ns;
+		flow->last_ns = now;
+	}
 	if (verdict)
 		return up(skb, set, &f, family, verdict);
 	segments = skb->gso_size;

@@ -83,6 +83,7 @@ struct frame {
 	__u16 check;		/* the transport's checksum */
 	__u8 ttl;
 	__u8 tos;
+	bool slow;		/* its flow has no frame a lease: not worth learning */
 };
 
 /* Two fields of two bytes each as one word that has them in the order of the wire. */
