@@ -125,6 +125,10 @@ class Setting:
         argv = ["ip", "netns", "exec", str(self.router), str(self.folder / "pathload"), *words]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+    def load_pid(self):
+        """The load's process: `ip netns exec` becomes it."""
+        return self.process.pid
+
     def cli(self, *words):
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
         return run(PROGRAM, "bypass", *words, "--netns", str(self.router), env=env)
@@ -204,8 +208,7 @@ class Setting:
 
     def counters(self, load, seconds):
         """perf's counters over a slice, per call of the sender."""
-        target = subprocess.run(["pgrep", "-P", str(self.process.pid)], capture_output=True, text=True).stdout.split() or [str(self.process.pid)]
-        perf = subprocess.Popen(["perf", "stat", "-x,", "-e", COUNTERS, "-p", target[0]], stderr=subprocess.PIPE, text=True)
+        perf = subprocess.Popen(["perf", "stat", "-x,", "-e", COUNTERS, "-p", str(self.load_pid())], stderr=subprocess.PIPE, text=True)
         time.sleep(0.2)
         row = self.ask(load, 0, seconds)
         perf.send_signal(2)
@@ -216,6 +219,13 @@ class Setting:
             with contextlib.suppress(ValueError, IndexError):
                 values[fields[2]] = float(fields[0]) / max(1, row["sent"])
         return values
+
+
+def prepare(folder):
+    """Compiles what the settings need into their folder."""
+    run("gcc", "-O2", "-o", folder / "pathload", ROOT / "bench/pathload.c", "-lpthread")
+    run("clang", "-O2", "-g", "-target", "bpf", f"-I/usr/include/{os.uname().machine}-linux-gnu", "-c", ROOT / "bench/xdp_fib.bpf.c", "-o",
+        folder / "xdp_fib.o")
 
 
 def has_hardware_counters():
@@ -258,9 +268,7 @@ def main():
     perf = not options.no_perf and has_hardware_counters()
     with tempfile.TemporaryDirectory(prefix="tmb-bench-", ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
-        run("gcc", "-O2", "-o", folder / "pathload", ROOT / "bench/pathload.c", "-lpthread")
-        run("clang", "-O2", "-g", "-target", "bpf", f"-I/usr/include/{os.uname().machine}-linux-gnu", "-c", ROOT / "bench/xdp_fib.bpf.c", "-o",
-            folder / "xdp_fib.o")
+        prepare(folder)
         for ends, chosen in matrix(options):
             with contextlib.ExitStack() as stack:
                 settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}

@@ -15,7 +15,7 @@
  *   rr WARM SECONDS ADDRESS               one byte there and back, both ends blocking
  *   udp WARM SECONDS ADDRESS BYTES        one socket that sends, one that receives
  *
- * A's threads run on CPU 0, B's on CPU 1 (CORES 1: all on CPU 0). What happens in the first WARM seconds is not counted. CPU times are the
+ * A's threads run on CPU 0, B's on CPU 1 (CORES 1: all on CPU 0). What happens in the first WARM seconds, and until each flow was sent twice, is not counted. CPU times are the
  * kernel's own, per thread: forwarding is done within A's calls.
  */
 #define _GNU_SOURCE
@@ -449,13 +449,16 @@ static int ascending(const void *a, const void *b)
 	return x < y ? -1 : x > y;
 }
 
-/* Lets the workers run, ends them, and prints what they did. `fds` are shut down first, so that nobody sleeps on. */
-static void measure(double warm, double seconds, const int *fds, unsigned count)
+/* Lets the workers run, ends them, and prints what they did. `fds` are shut down first, so that nobody sleeps on. Counting begins after `warm` seconds,
+ * and not before `calls` were sent, but after two seconds at most: the frames of each flow until it is known. */
+static void measure(double warm, double seconds, const int *fds, unsigned count, uint64_t calls)
 {
 	struct snapshot a, b;
 
 	sampled = 0;
 	pause_s(warm);
+	for (int n = 0; n < 200 && take_snapshot().calls[SENDER] < calls; n++)
+		pause_s(0.01);
 	counting = true;
 	a = take_snapshot();
 	pause_s(seconds);
@@ -508,7 +511,7 @@ static void run_frames(double warm, double seconds, const char *path, unsigned c
 		start(receives_frames, RECEIVER, 1, out, -1, 0);
 		start(sends_frames, SENDER, 0, -1, in, 0);
 	}
-	measure(warm, seconds, NULL, 0);
+	measure(warm, seconds, NULL, 0, flows > 1 ? 2 * flows : 0);
 	close_raw(&ends[0], in);
 	close_raw(&ends[1], out);
 }
@@ -548,7 +551,7 @@ static void run_sockets(const char *what, double warm, double seconds, const cha
 		start(rr ? echoes : receives_stream, RECEIVER, cpus[1], server, -1, 0);
 		start(rr ? asks : sends_stream, SENDER, cpus[0], -1, client, bytes);
 	}
-	measure(warm, seconds, fds, opened);
+	measure(warm, seconds, fds, opened, 0);
 	for (int n = 0; n < opened; n++)
 		close(fds[n]);
 	close(listener);

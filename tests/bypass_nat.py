@@ -3,9 +3,10 @@
 import re
 import struct
 
-from bypass_paths import A, B, host, is_ip, same
+from bypass_paths import A, A6, B, B6, host, is_ip, same
 from lib import need_program, timeout, until
-from lib.tap import (ACK, ETH_IP4, FIN, GSO_TCPV4, NEEDS_CSUM, RST, SYN, TCP, UDP, ethernet, ipv4, transport, vnet_header)
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, FIN, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, RST, SYN, TCP, UDP, echo, ethernet, ipv4, ipv6, transport,
+                     vnet_header)
 
 # The router's own addresses at A's and at B's side.
 NEAR, FAR = "10.1.0.1", "10.2.0.1"
@@ -65,6 +66,8 @@ def exchange(h, tcp_seen, udp_seen):
     no_sum = struct.pack("!HHHH", 4000, 5300, 12, 0) + b"none"
     yield "udp without checksum", h.across(h.to_b(ETH_IP4, ipv4(A, NEAR, UDP, no_sum)))
     yield "udp answer", answer(h, UDP, 53, udp_seen)
+    yield "echo", h.across(h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B, ident=99))))
+    yield "echo answer", h.back(h.to_a(ETH_IP4, ipv4(B, FAR, ICMP, echo(B, FAR, ident=99, reply=True))))
     yield "udp answer partial", answer(h, UDP, 53, udp_seen, b"q" * 99, partial_udp, partial=True)
 
 
@@ -213,3 +216,70 @@ def test_one_way_frames_to_an_open_port_are_taken_after_the_first():
             got = h.across(frame)
             assert got and is_ip(got[1]) and source(got[1])[0] == FAR
         assert h.taken() == 3
+
+
+# The router's own addresses; A's network is hidden behind the one at B's side.
+NEAR6, FAR6 = "fd01::1", "fd02::1"
+NAT6 = """
+table ip6 nat {
+  chain prerouting { type nat hook prerouting priority -100; tcp dport 8080 dnat to [fd02::2]:80; udp dport 5300 dnat to [fd02::2]:53; }
+  chain postrouting { type nat hook postrouting priority 100; oifname "tb" masquerade; }
+}
+table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; iifname "ta" accept; }; }
+"""
+
+
+def exchange6(h, tcp_port, udp_port):
+    """The same over IPv6; the ports are those that B sees."""
+    def there(proto, body, header=bytes(10), to=NEAR6):
+        return h.across(h.to_b(ETH_IP6, ipv6(A6, to, proto, body)), header)
+
+    def back(proto, body, header=bytes(10)):
+        return h.back(h.to_a(ETH_IP6, ipv6(B6, FAR6, proto, body)), header)
+
+    partial_tcp, partial_udp = vnet_header(NEEDS_CSUM, start=54, offset=16), vnet_header(NEEDS_CSUM, start=54, offset=6)
+    yield "tcp", there(TCP, transport(TCP, A6, NEAR6, 3000, 8080, b"there", seq=101, ack=501))
+    yield "tcp partial", there(TCP, transport(TCP, A6, NEAR6, 3000, 8080, b"p" * 333, seq=101, ack=501, partial=True), partial_tcp)
+    yield "tcp answer", back(TCP, transport(TCP, B6, FAR6, 80, tcp_port, b"back", seq=501, ack=101))
+    yield "udp", there(UDP, transport(UDP, A6, NEAR6, 4000, 5300, b"odd"))
+    yield "udp partial", there(UDP, transport(UDP, A6, NEAR6, 4000, 5300, b"q" * 99, partial=True), partial_udp)
+    yield "udp answer", back(UDP, transport(UDP, B6, FAR6, 53, udp_port, b"back"))
+    yield "echo", there(ICMP6, echo(A6, B6, ident=99), to=B6)
+    yield "echo answer", back(ICMP6, echo(B6, FAR6, ident=99, reply=True))
+
+
+def test_translated_frames_of_ipv6_are_byte_for_byte_the_kernels():
+    translated6("tcx")
+
+
+def test_translated_frames_of_ipv6_by_xdp_are_byte_for_byte_the_kernels():
+    translated6("xdp")
+
+
+def translated6(mode):
+    with host() as h:
+        h.rules(NAT6)
+
+        def seen_port(body, proto):
+            frame = h.across(h.to_b(ETH_IP6, ipv6(A6, NEAR6, proto, body)))[1]
+            assert frame[22:38] == bytes.fromhex("fd020000000000000000000000000001") and frame[38:54] == bytes.fromhex("fd020000000000000000000000000002")
+            return struct.unpack("!H", frame[54:56])[0]
+
+        tcp_port = seen_port(transport(TCP, A6, NEAR6, 3000, 8080, b"", flags=SYN, seq=100, ack=0), TCP)
+        assert h.back(h.to_a(ETH_IP6, ipv6(B6, FAR6, TCP, transport(TCP, B6, FAR6, 80, tcp_port, b"", flags=SYN | ACK, seq=500, ack=101))))
+        seen_port(transport(TCP, A6, NEAR6, 3000, 8080, b"", seq=101, ack=501), TCP)
+        udp_port = seen_port(transport(UDP, A6, NEAR6, 4000, 5300, b"first"), UDP)
+        kernel = dict(exchange6(h, tcp_port, udp_port))
+        assert all(kernel.values()), kernel
+        h.attach(words=("--lease", "10000", "--mode", mode))
+
+        def taken():
+            before = h.taken("ta") + h.taken("tb")
+            count = len(list(exchange6(h, tcp_port, udp_port)))
+            return h.taken("ta") + h.taken("tb") - before == count
+
+        until("all kinds to be taken", taken, 10)
+        bypass = dict(exchange6(h, tcp_port, udp_port))
+        assert ("taken_xdp" in h.status("ta")["by_reason"]) == (mode == "xdp")
+        for name, expected in kernel.items():
+            assert same(bypass[name], expected, mode), f"{name}:\nkernel {expected}\nbypass {bypass[name]}"

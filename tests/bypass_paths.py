@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
-from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, ethernet, ipv4,
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, echo, ethernet, ipv4,
                      ipv6, transport, vnet_header)
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
@@ -81,6 +81,14 @@ def is_ip(frame):
     return not frame[0] & 1 and frame[12:14] in (b"\x08\x00", b"\x86\xdd")
 
 
+def has_ended(pid):
+    """A process that is no more, or only waits to be reaped: that has no command line."""
+    try:
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return True
+
+
 @contextlib.contextmanager
 def host():
     need_root()
@@ -124,6 +132,9 @@ def frames(h):
     yield "udp with a partial checksum", partial(34, 6), h.to_b(ETH_IP4, ipv4(A, B, UDP, udp4(b"part" * 50, partial=True)))
     yield "tcp of 60 KB", vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16), h.to_b(
         ETH_IP4, ipv4(A, B, TCP, transport(**tcp, payload=bytes(range(256)) * 234, partial=True)))
+    yield "icmp echo", plain, h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B)))
+    yield "icmp echo with an odd length", plain, h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B, payload=b"odd" * 33)))
+    yield "icmp6 echo", plain, h.to_b(ETH_IP6, ipv6(A6, B6, ICMP6, echo(A6, B6, payload=b"six" * 9)))
     yield "udp6", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six" * 9)))
     yield "udp6 with class and label", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), label=0xB812345))
     yield "udp6 with 2 hops", plain, h.to_b(ETH_IP6, ipv6(A6, B6, UDP, transport(UDP, A6, B6, 1000, 2000, b"six"), hops=2))
@@ -163,7 +174,7 @@ def test_taken_frames_are_byte_for_byte_the_kernels():
 def test_taken_frames_are_the_kernels_with_a_firewall_that_tracks():
     with host() as h:
         h.rules("table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; "
-                "udp dport 2000 accept; tcp dport 80 accept; }; }")
+                "udp dport 2000 accept; tcp dport 80 accept; icmp type echo-request accept; icmpv6 type echo-request accept; }; }")
         h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_checksum=0", "net.netfilter.nf_conntrack_tcp_be_liberal=1")
         establish(h, 3000, 80)
         establish6(h, 3000, 80)
@@ -273,12 +284,13 @@ def test_what_is_not_understood_goes_up_and_is_answered_by_the_kernel():
         h.attach(words=("--lease", "10000"))
         fragment = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"f" * 24), flags=0x2000)
         options = ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"o"), options=b"\x01\x01\x01\x00")
-        ping = struct.pack("!BBHHH", 8, 0, 0, 1, 1) + b"ping"
-        ping = ping[:2] + struct.pack("!H", ~checksum(ping) & 0xFFFF) + ping[4:]
+        # A timestamp request: no echo.
+        stamp = struct.pack("!BBHHHIII", 13, 0, 0, 1, 1, 1, 0, 0)
+        stamp = stamp[:2] + struct.pack("!H", ~checksum(stamp) & 0xFFFF) + stamp[4:]
         extension = ipv6(A6, B6, 60, bytes([UDP, 0, 1, 4, 0, 0, 0, 0]) + transport(UDP, A6, B6, 1000, 2000, b"e"))
         cases = [
             ("up_options", h.to_b(ETH_IP4, options), True),
-            ("up_transport", h.to_b(ETH_IP4, ipv4(A, B, ICMP, ping)), True),
+            ("up_transport", h.to_b(ETH_IP4, ipv4(A, B, ICMP, stamp)), True),
             ("up_options", h.to_b(ETH_IP6, extension), True),
             ("up_ttl", h.udp(ttl=1), False),
             ("up_malformed", h.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, 1000, 2000, b"l"), length=300)), False),
@@ -397,7 +409,7 @@ def test_detach_leaves_nothing_and_gives_the_way_back():
         h.cli("detach")
         assert h.across(h.udp()), "the kernel forwards again"
         assert h.space.ip("-d", "link") == before
-        until("the keeper's end", lambda: not Path(f"/proc/{keeper}/cmdline").exists() or not Path(f"/proc/{keeper}/cmdline").read_bytes(), 5)
+        until("the keeper's end", lambda: has_ended(keeper), 5)
         assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").iterdir())
         assert str(h.folder) not in Path("/proc/mounts").read_text()
         wrong = h.cli("detach", "ta", check=False)
@@ -437,3 +449,57 @@ def test_attach_says_what_is_wrong():
             assert not h.status()["attached"]
         inside = h.space.run("env", f"TOMBOLO_RUNTIME={h.folder}/run", PROGRAM, "bypass", "attach", "ta", check=False)
         assert inside.returncode == 1 and "--netns" in inside.stderr, inside
+
+
+def test_a_flow_slower_than_its_lease_is_not_learned_again_until_it_is_quick():
+    with host() as h:
+        h.attach(words=("--lease", "100"))
+        assert h.across(h.udp()) and h.status("ta")["learned"] == 1
+        for _ in range(3):
+            # Longer than the lease: the span that is tested.
+            time.sleep(0.15)
+            assert h.across(h.udp())
+        assert h.status("ta")["learned"] == 1 and h.status("ta")["by_reason"]["up_lease"] == 3, h.status("ta")
+        assert all(h.across(h.udp()) for _ in range(4))
+        assert h.status("ta")["learned"] >= 2 and h.taken() >= 1, h.status("ta")
+
+
+@timeout(60)
+def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
+    with host() as h:
+        h.attach()
+        frame, flows, turns = bytearray(bytes(10) + h.udp()), 0, 0
+
+        def scan():
+            nonlocal flows, turns
+            turns += 1
+            for _ in range(5000):
+                flows += 1
+                # Another source port, and no checksum.
+                frame[44:46] = struct.pack("!H", 1024 + flows % 60000)
+                frame[50:52] = b"\0\0"
+                os.write(h.a.fd, frame)
+            h.b.drain()
+            before = h.status("ta")["learned"]
+            os.write(h.a.fd, frame[:44] + struct.pack("!H", turns) + frame[46:])
+            return h.status("ta")["learned"] == before
+
+        until("the first frame of a flow not to be learned from", scan, 20)
+        lone = bytes(10) + h.udp(sport=999)
+        before = h.taken()
+        for _ in range(3):
+            os.write(h.a.fd, lone)
+        assert h.taken() == before + 1, h.status("ta")
+        # Traffic of few flows: as before, from the first frame on.
+
+        def calm():
+            nonlocal turns
+            for _ in range(3000):
+                os.write(h.a.fd, lone)
+            h.b.drain()
+            before = h.status("ta")["learned"]
+            turns += 1
+            os.write(h.a.fd, bytes(10) + h.udp(sport=turns))
+            return h.status("ta")["learned"] == before + 1
+
+        until("a first frame to be learned from again", calm, 20)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from .guest import Commands
 from .machine import ROOT, Skip
+from .netns import inside
 from .process import Process, cpu_seconds, until
 
-PROGRAM = ROOT / "target/release/tombolo"
+PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 
 
 class Fabric:
@@ -22,10 +23,10 @@ class Fabric:
     when the daemon was started last, by time.monotonic().
     """
 
-    def __init__(self, folder, text, netns=None, nice=None):
+    def __init__(self, folder, text, netns=None, nice=None, own_mounts=True):
         if not PROGRAM.exists():
-            raise Skip("target/release/tombolo is not built: run ./x build")
-        self.folder, self.netns, self.nice = folder, netns, nice
+            raise Skip(f"{PROGRAM} is not built: run ./x build")
+        self.folder, self.netns, self.nice, self.own_mounts = folder, netns, nice, own_mounts
         self.file = folder / "tombolo.toml"
         self.file.write_text(text)
         self.env = {"TOMBOLO_RUNTIME": str(folder / "run"), "TOMBOLO_STATE": str(folder / "state")}
@@ -39,7 +40,8 @@ class Fabric:
 
     def start(self, seconds=30):
         """Starts the daemon and waits until it answers `status`."""
-        self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder)
+        self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
+                               own_mounts=self.own_mounts)
 
         def answers():
             if not self.process.alive():
@@ -56,7 +58,7 @@ class Fabric:
         """Runs `tombolo WORDS` as a user of this fabric would; gives the CompletedProcess."""
         command = [str(PROGRAM), *map(str, words)]
         if self.netns is not None:
-            command = ["ip", "netns", "exec", str(self.netns), *command]
+            command = [*inside(self.netns, self.own_mounts), *command]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=dict(os.environ, **self.env), cwd=self.folder)
         if check and done.returncode:
             raise AssertionError(f"`tombolo {' '.join(map(str, words))}` ended with {done.returncode}: {done.stderr.strip()}")
@@ -103,8 +105,8 @@ class Fabric:
                     continue
                 if mark in words:
                     found.append(f"process {entry.name}: {words[:80]}")
-        inside = ["ip", "netns", "exec", str(self.netns)] if self.netns is not None else []
-        look = lambda *argv: subprocess.run([*inside, *argv], capture_output=True, text=True, check=True).stdout  # noqa: E731
+        prefix = inside(self.netns) if self.netns is not None else []
+        look = lambda *argv: subprocess.run([*prefix, *argv], capture_output=True, text=True, check=True).stdout  # noqa: E731
         found += [f"socket {line.split()[-1]}" for line in look("cat", "/proc/net/unix").splitlines() if mark in line]
         if self.netns is not None:
             links = [link["ifname"] for link in json.loads(look("ip", "-j", "link"))]

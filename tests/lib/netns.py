@@ -18,6 +18,12 @@ def ip(*words, netns=None):
     return done.stdout
 
 
+def inside(netns, own_mounts=True):
+    """The words before a command that is to run in a namespace: with mounts of its own and that namespace's /sys, as `ip netns exec` has it, or
+    in the network namespace alone."""
+    return ["ip", "netns", "exec", str(netns)] if own_mounts else ["nsenter", f"--net=/run/netns/{netns}"]
+
+
 class Namespace:
     """A network namespace of this process's own, with loopback up. Processes enter it by `Process(…, netns=space)`."""
 

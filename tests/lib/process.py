@@ -11,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 
+from .netns import inside
+
 PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -90,7 +92,7 @@ class Process:
     Start it from the test's main thread: the kernel ties the child's life to the thread that started it.
     """
 
-    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None):
+    def __init__(self, argv, name=None, netns=None, cpu=None, env=None, cwd=None, stdin=False, nice=None, own_mounts=True):
         self.name = name or Path(str(argv[0])).name
         self.lines = []
         self._changed = threading.Condition()
@@ -99,7 +101,7 @@ class Process:
         if cpu is not None:
             command = ["taskset", "-c", str(cpu)] + command
         if netns is not None:
-            command = ["ip", "netns", "exec", str(netns)] + command
+            command = inside(netns, own_mounts) + command
         self.argv = command
         parent = os.getpid()
         moment, told = os.pipe()

@@ -21,7 +21,7 @@ VNET = struct.Struct("<BBHHHH")
 NEEDS_CSUM, GSO_TCPV4 = 1, 1
 CLONE_NEWNET = 0x40000000
 ETH_IP4, ETH_IP6 = 0x0800, 0x86DD
-TCP, UDP, ICMP = 6, 17, 1
+TCP, UDP, ICMP, ICMP6 = 6, 17, 1, 58
 FIN, SYN, RST, ACK = 1, 2, 4, 16
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -139,6 +139,15 @@ def transport(proto, source, destination, sport, dport, payload=b"", flags=ACK, 
     if bad:
         value ^= 0x5555
     return data[:at] + struct.pack("!H", value) + data[at + 2:]
+
+
+def echo(source, destination, ident=7, sequence=1, payload=b"echo", reply=False):
+    """An ICMP echo, or its reply, of the family of the addresses."""
+    six = ":" in source
+    kind = (129 if reply else 128) if six else (0 if reply else 8)
+    data = struct.pack("!BBHHH", kind, 0, 0, ident, sequence) + payload
+    value = ~checksum((pseudo(source, destination, ICMP6, len(data)) if six else b"") + data) & 0xFFFF
+    return data[:2] + struct.pack("!H", value) + data[4:]
 
 
 def ipv4(source, destination, proto, body, ttl=64, tos=0, ident=7, flags=0x4000, options=b"", length=None):

@@ -23,6 +23,8 @@
 #define OURS_1 0x6f6c6f21
 /* A note older than this is of another frame at the same address. Coarse clock: a few milliseconds at least. */
 #define PENDING_NS 100000000ULL
+/* bpf_l4_csum_replace: a change of IPv6 addresses, for which no header's checksum makes up (Linux 6.16; before, it is refused). */
+#define F_IPV6 (1ULL << 7)
 /* How often one connection is wished for. */
 #define WISH_NS 50000000ULL
 
@@ -65,6 +67,23 @@ static __always_inline __u32 pending_slot(__u64 skb)
 	return skb >> 8 & (PENDING_SLOTS - 1);
 }
 
+/* Whether a frame of the flow was seen not long ago; from now on it was. Two flows of one hash only make one of them wait. */
+static __always_inline bool was_seen(const struct key6 *key)
+{
+	__u32 hash = key->ports * 0x9e3779b1 + key->proto, slot, *sight;
+
+#pragma unroll
+	for (int n = 0; n < 4; n++)
+		hash = (hash ^ key->saddr[n] ^ (key->daddr[n] << 16 | key->daddr[n] >> 16)) * 0x85ebca6b;
+	hash ^= hash >> 15;
+	slot = hash & (SIGHTS - 1);
+	sight = bpf_map_lookup_elem(&sights, &slot);
+	if (!sight || *sight == (hash | 1))
+		return true;
+	*sight = hash | 1;
+	return false;
+}
+
 /* A frame goes up: counted, and noted where the kernel's answer to it is worth learning. */
 static __always_inline int up(struct __sk_buff *skb, struct settings *set, const struct frame *f, int family, int verdict)
 {
@@ -80,7 +99,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	if (!(port->flags & PORT_TAKE))
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
-	if (verdict == UP_NO_FLOW || verdict == UP_LEASE || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
+	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
 		__u64 address = (__u64)kernel_context(skb);
 		__u32 slot = pending_slot(address);
 		struct pending *p = bpf_map_lookup_elem(&pending, &slot);
@@ -104,6 +123,14 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	return TCX_NEXT;
 }
 
+/* Where the checksum is in a transport's header. */
+static __always_inline __u32 check_offset(__u32 proto)
+{
+	if (proto == IPPROTO_UDP)
+		return offsetof(struct transport, udp.check);
+	return is_icmp(proto) ? offsetof(struct echo, check) : offsetof(struct transport, tcp.check);
+}
+
 /* Alters the frame as the flow says. 0, or UP_FAILED: unaltered, or altered in its checksum only where it will not matter. */
 static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow, const struct frame *f, int family)
 {
@@ -112,14 +139,14 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 
 	if (skb->len > ETH_HLEN + f->length && bpf_skb_change_tail(skb, ETH_HLEN + f->length, 0))
 		return UP_FAILED;
-	if (family == AF_INET && flow->flags & FLOW_NAT) {
-		bool udp = f->key.proto == IPPROTO_UDP;
-		__u32 at = ETH_HLEN + header +
-			   (udp ? offsetof(struct transport, udp.check) : offsetof(struct transport, tcp.check));
-		__u64 how = udp ? BPF_F_MARK_MANGLED_0 : 0;
+	if (flow->flags & FLOW_NAT) {
+		__u32 proto = f->key.proto, at = ETH_HLEN + header + check_offset(proto);
+		__u64 how = (proto == IPPROTO_UDP ? BPF_F_MARK_MANGLED_0 : 0);
+		__u64 family_flag = family == AF_INET6 ? F_IPV6 : 0;
 
-		/* The helper knows the checksum's state: whole, the pseudo header's only, or the card's. */
-		if (bpf_l4_csum_replace(skb, at, 0, flow->addresses_diff, BPF_F_PSEUDO_HDR | how))
+		/* The helper knows the checksum's state: whole, the pseudo header's only, or the card's. ICMP of IPv4 has no pseudo header. */
+		if (proto != IPPROTO_ICMP &&
+		    bpf_l4_csum_replace(skb, at, 0, flow->addresses_diff, BPF_F_PSEUDO_HDR | how | family_flag))
 			return UP_FAILED;
 		if (flow->ports_diff && bpf_l4_csum_replace(skb, at, 0, flow->ports_diff, how))
 			return UP_FAILED;
@@ -131,19 +158,23 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 	end = (void *)(long)skb->data_end;
 	if (data + ETH_HLEN + header + UDP_BYTES > end)
 		return UP_FAILED;
-	if (family == AF_INET && flow->flags & FLOW_NAT) {
-		struct ip4 *ip = data + ETH_HLEN;
-		struct transport *t = data + ETH_HLEN + IP4_BYTES;
-		__u32 sum = (__u16)~ip->check;
-
-		ip->check = ~fold((__u64)sum + flow->addresses_diff);
-		ip->saddr = flow->saddr;
-		ip->daddr = flow->daddr;
-		t->ports = flow->ports;
-	}
+	if (flow->flags & FLOW_NAT)
+		translate(data + ETH_HLEN, data + ETH_HLEN + header, flow, f->key.proto, family);
 	count_hop(data + ETH_HLEN, family);
 	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
 	return 0;
+}
+
+/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
+static __always_inline bool is_partial(const struct frame *f, int family)
+{
+	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
+
+	sum += (__u64)f->key.saddr[0] + f->key.daddr[0];
+	if (family == AF_INET6)
+		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
+		       f->key.daddr[3];
+	return f->check == fold(sum);
 }
 
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
@@ -179,6 +210,11 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	now = bpf_ktime_get_coarse_ns();
 	kernel_skb = kernel_context(skb);
 	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, set, now);
+	if (verdict == UP_LEASE) {
+		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
+		f.slow = now - flow->last_ns >= set->lease_ns;
+		flow->last_ns = now;
+	}
 	if (verdict)
 		return up(skb, set, &f, family, verdict);
 	segments = skb->gso_size;
@@ -201,8 +237,12 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		c->taken_bytes += bytes;
 		if (segments)
 			c->taken_large++;
-		if (flow->flags & FLOW_XDP)
-			c->taken_able++;
+		if (flow->flags & FLOW_XDP) {
+			if (is_partial(&f, family))
+				c->taken_partial++;
+			else
+				c->taken_able++;
+		}
 		if (flow->flags & FLOW_PEER)
 			c->packets[TAKEN_PEER]++;
 		else
@@ -268,8 +308,7 @@ static __always_inline void wish(const struct nf_conn *conn, int family, __u64 a
 	w->daddr[1] = t->dst.u3.all[1];
 	w->daddr[2] = t->dst.u3.all[2];
 	w->daddr[3] = t->dst.u3.all[3];
-	w->ports = __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? (__u32)t->dst.u.all << 16 | t->src.u.all
-							      : (__u32)t->src.u.all << 16 | t->dst.u.all;
+	w->ports = pair(t->src.u.all, t->dst.u.all);
 	w->family = family;
 	w->proto = t->dst.protonum;
 	w->pad = 0;
@@ -291,6 +330,57 @@ static __always_inline __u32 add(__u32 a, __u32 b)
 	return (sum >> 32) + (sum & 0xffffffff);
 }
 
+static __always_inline bool differ(const __u32 *a, const __u32 *b)
+{
+	return (a[0] ^ b[0]) | (a[1] ^ b[1]) | (a[2] ^ b[2]) | (a[3] ^ b[3]);
+}
+
+/* Puts into the flow what became of the addresses and ports. */
+static __always_inline void note_translation(struct flow6 *whole, const struct key6 *in, const struct key6 *out, int family)
+{
+	struct flow *flow = &whole->flow;
+
+	flow->addresses_diff = add(difference(in->saddr[0], out->saddr[0]), difference(in->daddr[0], out->daddr[0]));
+	if (family == AF_INET6) {
+#pragma unroll
+		for (int n = 1; n < 4; n++)
+			flow->addresses_diff = add(flow->addresses_diff, add(difference(in->saddr[n], out->saddr[n]),
+									     difference(in->daddr[n], out->daddr[n])));
+	}
+	flow->ports_diff = in->ports == out->ports ? 0 : difference(in->ports, out->ports);
+	/* Of IPv4 the other words are zero on both sides. */
+	if (differ(in->saddr, out->saddr) || differ(in->daddr, out->daddr) || in->ports != out->ports)
+		flow->flags |= FLOW_NAT;
+	flow->saddr = out->saddr[0];
+	flow->daddr = out->daddr[0];
+	flow->ports = out->ports;
+	__builtin_memcpy(whole->saddr, out->saddr, sizeof(whole->saddr));
+	__builtin_memcpy(whole->daddr, out->daddr, sizeof(whole->daddr));
+}
+
+/* Whether the flow is known with the very same answer: then its lease begins anew, in place, which is one store. Another entry
+ * would cost more than the frame. Otherwise `flow` takes over the counters. */
+static __always_inline bool renew(struct flow *known, struct flow *flow)
+{
+	const __u64 *old = (const __u64 *)known, *new = (const __u64 *)flow;
+	__u64 differs = 0;
+
+	if (!known)
+		return false;
+	/* `until_ns` is what is new, and `hooks` is to the verifier a pointer, with which nothing is reckoned. */
+#pragma unroll
+	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, packets) / 8; n++)
+		differs |= old[n] ^ new[n];
+	if (known->hooks != flow->hooks)
+		differs = 1;
+	flow->packets = known->packets;
+	flow->bytes = known->bytes;
+	if (differs)
+		return false;
+	known->until_ns = flow->until_ns;
+	return true;
+}
+
 /* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
 static __always_inline int learn(struct __sk_buff *skb, struct settings *set, const struct pending *p, const struct frame *out,
 				 int family, __u64 now)
@@ -299,8 +389,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	struct net *net = kernel_skb->dev->nd_net.net;
 	const struct dst_entry *dst;
 	unsigned long nfct = kernel_skb->_nfct;
-	struct flow flow = {};
-	struct flow *known;
+	struct flow6 whole = {};
+	struct flow *flow = &whole.flow;
 	struct port *in, *output;
 	__u32 iif = p->key.iif, oif = skb->ifindex;
 	void *data;
@@ -313,35 +403,27 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
 	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
 		return 1 + NOT_A_PLAIN_ROUTE;
-	flow.addresses_diff = add(difference(p->key.saddr[0], out->key.saddr[0]), difference(p->key.daddr[0], out->key.daddr[0]));
-	flow.ports_diff = p->key.ports == out->key.ports ? 0 : difference(p->key.ports, out->key.ports);
-	if (p->key.saddr[0] != out->key.saddr[0] || p->key.daddr[0] != out->key.daddr[0] || p->key.ports != out->key.ports)
-		flow.flags |= FLOW_NAT;
-	if (family == AF_INET6 &&
-	    (flow.flags & FLOW_NAT || p->key.saddr[1] != out->key.saddr[1] || p->key.saddr[2] != out->key.saddr[2] ||
-	     p->key.saddr[3] != out->key.saddr[3] || p->key.daddr[1] != out->key.daddr[1] ||
-	     p->key.daddr[2] != out->key.daddr[2] || p->key.daddr[3] != out->key.daddr[3]))
-		return 1 + NOT_NAT66;
+	note_translation(&whole, &p->key, &out->key, family);
 	if (nfct & ~NFCT_INFOMASK) {
 		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, nfct & ~NFCT_INFOMASK);
 
-		flow.conn = nfct & ~NFCT_INFOMASK;
-		flow.conn_status = conn->status & STATUS_BITS;
-		flow.direction = (nfct & NFCT_INFOMASK) >= IP_CT_IS_REPLY;
-		if (!(flow.conn_status & IPS_CONFIRMED) || flow.conn_status & (IPS_DYING | IPS_SEQ_ADJUST | IPS_HELPER) ||
+		flow->conn = nfct & ~NFCT_INFOMASK;
+		flow->conn_status = conn->status & STATUS_BITS;
+		flow->direction = (nfct & NFCT_INFOMASK) >= IP_CT_IS_REPLY;
+		if (!(flow->conn_status & IPS_CONFIRMED) || flow->conn_status & (IPS_DYING | IPS_SEQ_ADJUST | IPS_HELPER) ||
 		    conn->zone.id)
 			return 1 + NOT_A_PLAIN_CONNECTION;
-		if (!connection_is(conn, family, flow.direction, &p->key, out->key.saddr, out->key.daddr, out->key.ports))
+		if (!connection_is(conn, family, flow->direction, &p->key, out->key.saddr, out->key.daddr, out->key.ports))
 			return 1 + NOT_ALTERED_AS_WE_WOULD;
 		if (p->key.proto == IPPROTO_TCP) {
 			if (!(conn->status & IPS_ASSURED) || conn->proto.tcp.state != TCP_CONNTRACK_ESTABLISHED)
 				return 1 + NOT_ESTABLISHED;
 			if (!is_liberal(conn, net)) {
-				wish(conn, family, flow.conn, now);
+				wish(conn, family, flow->conn, now);
 				return 1 + NOT_LIBERAL;
 			}
 		}
-	} else if (flow.flags & FLOW_NAT) {
+	} else if (flow->flags & FLOW_NAT) {
 		/* Addresses changed by rules that track nothing. */
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	}
@@ -350,45 +432,36 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	data = (void *)(long)skb->data;
 	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
 		return 1 + NOT_A_PLAIN_ROUTE;
-	__builtin_memcpy(flow.mac, data, sizeof(flow.mac));
-	__builtin_memcpy(flow.in_mac, p->in_mac, sizeof(flow.in_mac));
-	flow.until_ns = now + set->lease_ns;
-	flow.hooks = hooks(net, family);
-	flow.route_gen = route_generation(net, family);
-	flow.rules_gen = rules_generation(net);
-	flow.epoch = set->epoch;
-	flow.oif = oif;
-	flow.slot = in->slot;
+	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
+	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
+	flow->until_ns = now + set->lease_ns;
+	flow->hooks = hooks(net, family);
+	flow->route_gen = route_generation(net, family);
+	flow->rules_gen = rules_generation(net);
+	flow->epoch = set->epoch;
+	flow->oif = oif;
+	flow->slot = in->slot;
 	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED))
-		flow.flags |= FLOW_PEER;
+		flow->flags |= FLOW_PEER;
 	/* XDP neither queues nor marks, and what captures at the output would miss it. */
-	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow.flags & FLOW_PEER) && !skb->mark)
-		flow.flags |= FLOW_XDP;
-	flow.mtu = forward_mtu(kernel_skb, dst, family);
-	flow.mark = skb->mark;
-	flow.priority = skb->priority;
-	flow.saddr = out->key.saddr[0];
-	flow.daddr = out->key.daddr[0];
-	flow.ports = out->key.ports;
-	flow.last_ns = now;
+	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
+		flow->flags |= FLOW_XDP;
+	flow->mtu = forward_mtu(kernel_skb, dst, family);
+	flow->mark = skb->mark;
+	flow->priority = skb->priority;
+	flow->last_ns = now;
 	if (family == AF_INET) {
 		struct key4 k = { iif, p->key.saddr[0], p->key.daddr[0], p->key.ports, p->key.proto };
 
-		known = bpf_map_lookup_elem(&flows4, &k);
-		if (known) {
-			flow.packets = known->packets;
-			flow.bytes = known->bytes;
-		}
-		bpf_map_update_elem(&flows4, &k, &flow, BPF_ANY);
+		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow))
+			bpf_map_update_elem(&flows4, &k, flow, BPF_ANY);
 	} else {
 		struct key6 k = p->key;
+		struct flow6 *known = bpf_map_lookup_elem(&flows6, &k);
+		bool same = known && !differ(known->saddr, whole.saddr) && !differ(known->daddr, whole.daddr);
 
-		known = bpf_map_lookup_elem(&flows6, &k);
-		if (known) {
-			flow.packets = known->packets;
-			flow.bytes = known->bytes;
-		}
-		bpf_map_update_elem(&flows6, &k, &flow, BPF_ANY);
+		if (!renew(known ? &known->flow : NULL, flow) || !same)
+			bpf_map_update_elem(&flows6, &k, &whole, BPF_ANY);
 	}
 	return 0;
 }
@@ -442,18 +515,6 @@ int tcx_out(struct __sk_buff *skb)
 	else if (skb->protocol == bpf_htons(ETH_P_IPV6))
 		watch(skb, AF_INET6);
 	return TCX_NEXT;
-}
-
-/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
-static __always_inline bool is_partial(const struct frame *f, int family)
-{
-	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
-
-	sum += (__u64)f->key.saddr[0] + f->key.daddr[0];
-	if (family == AF_INET6)
-		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
-		       f->key.daddr[3];
-	return f->check == fold(sum);
 }
 
 static __always_inline int hand_on(const struct flow *flow, __u32 why)
@@ -511,19 +572,18 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	t = data + ETH_HLEN + header;
 	if ((void *)t + (f.key.proto == IPPROTO_TCP ? TCP_BYTES : UDP_BYTES) > end)
 		return XDP_PASS;
-	if (family == AF_INET && flow->flags & FLOW_NAT) {
-		struct ip4 *ip = data + ETH_HLEN;
-		__u32 check = ~fold((__u64)(__u16)~f.check + flow->addresses_diff + flow->ports_diff);
+	if (flow->flags & FLOW_NAT) {
+		__u32 in_addresses = f.key.proto == IPPROTO_ICMP ? 0 : flow->addresses_diff;
+		__u32 check = ~fold((__u64)(__u16)~f.check + in_addresses + flow->ports_diff);
 
-		ip->check = ~fold((__u64)(__u16)~ip->check + flow->addresses_diff);
-		ip->saddr = flow->saddr;
-		ip->daddr = flow->daddr;
-		t->ports = flow->ports;
+		translate(data + ETH_HLEN, t, flow, f.key.proto, family);
 		if (f.key.proto == IPPROTO_TCP) {
 			/* Once more for the verifier, which has forgotten which of the two it is. */
 			if ((void *)t + TCP_BYTES > end)
 				return XDP_ABORTED;
 			t->tcp.check = check;
+		} else if (is_icmp(f.key.proto)) {
+			((struct echo *)t)->check = check;
 		} else if (f.check) {
 			t->udp.check = (__u16)check ? check : 0xffff;
 		}

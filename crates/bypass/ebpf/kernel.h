@@ -27,8 +27,10 @@
 #define PACKET_HOST 0
 #define AF_INET 2
 #define AF_INET6 10
+#define IPPROTO_ICMP 1
 #define IPPROTO_TCP 6
 #define IPPROTO_UDP 17
+#define IPPROTO_ICMPV6 58
 #define NF_INET_FORWARD 2
 
 /* enum ip_conntrack_status */

@@ -2,8 +2,8 @@
 /*
  * Reading and altering headers, the same for tcx and XDP.
  *
- * What is taken: untagged IPv4 without options and IPv6 without extension headers, whole (no fragment), carrying TCP or
- * UDP. Everything else has a verdict that sends it up.
+ * What is taken: untagged IPv4 without options and IPv6 without extension headers, whole (no fragment), carrying TCP, UDP or
+ * an ICMP echo or its reply. Everything else has a verdict that sends it up.
  */
 #ifndef TOMBOLO_PACKET_H
 #define TOMBOLO_PACKET_H
@@ -12,7 +12,12 @@
 
 #define IP4_BYTES 20
 #define IP6_BYTES 40
+/* Of UDP, and of an ICMP echo. */
 #define UDP_BYTES 8
+#define ECHO4 8
+#define ECHO4_REPLY 0
+#define ECHO6 128
+#define ECHO6_REPLY 129
 #define TCP_BYTES 20
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
@@ -62,6 +67,15 @@ struct transport {
 	};
 };
 
+/* An ICMP echo. */
+struct echo {
+	__u8 type;
+	__u8 code;
+	__u16 check;
+	__u16 id;
+	__be16 sequence;
+};
+
 struct frame {
 	struct key6 key;	/* iif is the caller's */
 	__u32 length;		/* of the IP packet, as its header says */
@@ -69,7 +83,37 @@ struct frame {
 	__u16 check;		/* the transport's checksum */
 	__u8 ttl;
 	__u8 tos;
+	bool slow;		/* its flow has no frame a lease: not worth learning */
 };
+
+/* Two fields of two bytes each as one word that has them in the order of the wire. */
+static __always_inline __u32 pair(__u16 first, __u16 second)
+{
+	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? (__u32)second << 16 | first : (__u32)first << 16 | second;
+}
+
+static __always_inline __u16 first_of(__u32 pair)
+{
+	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? pair & 0xffff : pair >> 16;
+}
+
+static __always_inline __u16 second_of(__u32 pair)
+{
+	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? pair >> 16 : pair & 0xffff;
+}
+
+/* An echo's type and code as conntrack has them, in the place of a destination port; here of its counterpart, the reply. */
+static __always_inline __u16 answer_of(__u16 type_and_code, int family)
+{
+	__u16 other = family == AF_INET ? ECHO4 ^ ECHO4_REPLY : ECHO6 ^ ECHO6_REPLY;
+
+	return type_and_code ^ (__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? other : other << 8);
+}
+
+static __always_inline bool is_icmp(__u32 proto)
+{
+	return proto == IPPROTO_ICMP || proto == IPPROTO_ICMPV6;
+}
 
 /* parse: not a verdict; the headers are not all in the linear part. */
 #define SHORT 255
@@ -137,6 +181,17 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		if (f->headers > f->length || bpf_ntohs(t->udp.length) < UDP_BYTES ||
 		    header + bpf_ntohs(t->udp.length) > f->length)
 			return UP_MALFORMED;
+	} else if (f->key.proto == (family == AF_INET ? IPPROTO_ICMP : IPPROTO_ICMPV6)) {
+		const struct echo *e = (void *)t;
+		__u8 type = e->type;
+
+		if (e->code || (family == AF_INET ? type != ECHO4 && type != ECHO4_REPLY : type != ECHO6 && type != ECHO6_REPLY))
+			return UP_TRANSPORT;
+		f->headers = header + UDP_BYTES;
+		if (f->headers > f->length)
+			return UP_MALFORMED;
+		f->check = e->check;
+		f->key.ports = pair(e->id, *(const __u16 *)e);
 	} else {
 		/* An IPv6 extension header is no transport; IPv4 has no such thing. */
 		if (family == AF_INET6 && (f->key.proto == 0 || f->key.proto == 43 || f->key.proto == 60))
@@ -168,6 +223,28 @@ static __always_inline struct flow *look_up(const struct frame *f, int family)
 		return bpf_map_lookup_elem(&flows4, &k);
 	}
 	return bpf_map_lookup_elem(&flows6, &f->key);
+}
+
+/* Writes what was translated in a frame; its checksums are not this function's. */
+static __always_inline void translate(void *ip_header, struct transport *t, const struct flow *flow, __u32 proto, int family)
+{
+	if (family == AF_INET) {
+		struct ip4 *ip = ip_header;
+
+		ip->check = ~fold((__u64)(__u16)~ip->check + flow->addresses_diff);
+		ip->saddr = flow->saddr;
+		ip->daddr = flow->daddr;
+	} else {
+		const struct flow6 *flow6 = (const struct flow6 *)flow;
+		struct ip6 *ip = ip_header;
+
+		__builtin_memcpy(ip->saddr, flow6->saddr, sizeof(ip->saddr));
+		__builtin_memcpy(ip->daddr, flow6->daddr, sizeof(ip->daddr));
+	}
+	if (is_icmp(proto))
+		((struct echo *)t)->id = first_of(flow->ports);
+	else
+		t->ports = flow->ports;
 }
 
 /* One hop less, RFC 1624. The checksum's change is that of the word that holds the TTL. */

@@ -23,7 +23,7 @@ enum verdict {
 	UP_OPTIONS,	/* IPv4 options, IPv6 extension headers */
 	UP_FRAGMENT,
 	UP_TTL,		/* it ends here: the kernel answers */
-	UP_TRANSPORT,	/* neither TCP nor UDP */
+	UP_TRANSPORT,	/* neither TCP, UDP nor an ICMP echo */
 	UP_MALFORMED,	/* lengths or the header's checksum do not agree: the kernel drops it */
 	UP_HANDSHAKE,	/* SYN, FIN or RST: connection tracking must see it */
 	UP_NO_FLOW,	/* the kernel has not forwarded one like it yet */
@@ -48,7 +48,6 @@ enum unlearned {
 	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, or back out where it came in */
-	NOT_NAT66,		/* IPv6 with changed addresses */
 };
 #define UNLEARNED 8
 
@@ -56,7 +55,8 @@ struct counters {
 	__u64 packets[VERDICTS];
 	__u64 taken_bytes;
 	__u64 taken_large;	/* segmentation frames among those taken */
-	__u64 taken_able;	/* those taken by tcx that XDP could have sent out */
+	__u64 taken_able;	/* those taken by tcx that XDP could have taken */
+	__u64 taken_partial;	/* those that it could, but for their unfinished checksums */
 	__u64 learned;
 	__u64 unlearned[UNLEARNED];
 };
@@ -66,6 +66,7 @@ struct counters {
 #define PORT_PEER (1 << 1)	/* frames may go out straight into the veth peer */
 #define PORT_XDP_OUT (1 << 2)	/* the driver takes frames from XDP */
 #define PORT_CAPTURED (1 << 3)	/* a packet socket listens */
+#define PORT_TWICE (1 << 4)	/* most flows here are of one frame: one is worth learning with its second */
 
 struct port {
 	__u32 slot;	/* of `counters` */
@@ -85,7 +86,7 @@ struct key4 {
 	__u32 iif;
 	__u32 saddr;
 	__u32 daddr;
-	__u32 ports;	/* source, then destination, as on the wire */
+	__u32 ports;	/* source, then destination, as on the wire; of an echo its id, then type and code */
 	__u32 proto;
 };
 
@@ -130,6 +131,12 @@ struct flow {
 	__u64 last_ns;
 };
 
+struct flow6 {
+	struct flow flow;
+	__u32 saddr[4];		/* after translation */
+	__u32 daddr[4];
+};
+
 /* A frame that was sent up by the ingress program on this CPU, for the egress program to recognise. */
 struct pending {
 	__u64 skb;
@@ -170,15 +177,17 @@ struct event {
 /* What layout.rs counts on. */
 _Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && sizeof(struct key4) == 20, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
-_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 4 + UNLEARNED), "layout.rs");
+_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 5 + UNLEARNED), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
 _Static_assert(offsetof(struct flow, packets) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
 _Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
 _Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");
+_Static_assert(sizeof(struct flow6) == 160 && offsetof(struct flow6, flow) == 0, "layout.rs");
 _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FAILED == 22, "layout.rs");
 
 #define MAX_PORTS 1024
 #define MAX_FLOWS 65536
+#define SIGHTS 8192
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -212,7 +221,7 @@ struct {
 	__uint(type, BPF_MAP_TYPE_LRU_HASH);
 	__uint(max_entries, MAX_FLOWS);
 	__type(key, struct key6);
-	__type(value, struct flow);
+	__type(value, struct flow6);
 } flows6 SEC(".maps");
 
 struct {
@@ -221,6 +230,14 @@ struct {
 	__type(key, __u32);
 	__type(value, struct pending);
 } pending SEC(".maps");
+
+/* Which flows were seen lately, by a hash: for PORT_TWICE. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, SIGHTS);
+	__type(key, __u32);
+	__type(value, __u32);
+} sights SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);

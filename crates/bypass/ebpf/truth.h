@@ -54,17 +54,6 @@ static __always_inline bool tuple_is(const struct nf_conntrack_tuple *t, int fam
 	       t->dst.u3.all[1] == d[1] && t->dst.u3.all[2] == d[2] && t->dst.u3.all[3] == d[3];
 }
 
-/* Ports as they are on the wire: the source's two bytes come first. */
-static __always_inline __u16 first_port(__u32 ports)
-{
-	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? ports & 0xffff : ports >> 16;
-}
-
-static __always_inline __u16 second_port(__u32 ports)
-{
-	return __BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__ ? ports >> 16 : ports & 0xffff;
-}
-
 /* Whether the entry is of the connection that has `in` on its way in and `saddr, daddr, ports` on its way out. */
 static __always_inline bool connection_is(const struct nf_conn *conn, int family, __u8 direction, const struct key6 *in,
 					  const __u32 *saddr, const __u32 *daddr, __u32 ports)
@@ -72,8 +61,12 @@ static __always_inline bool connection_is(const struct nf_conn *conn, int family
 	const struct nf_conntrack_tuple *there = direction ? &conn->tuplehash[1].tuple : &conn->tuplehash[0].tuple;
 	const struct nf_conntrack_tuple *back = direction ? &conn->tuplehash[0].tuple : &conn->tuplehash[1].tuple;
 
-	return tuple_is(there, family, in->proto, in->saddr, in->daddr, first_port(in->ports), second_port(in->ports)) &&
-	       tuple_is(back, family, in->proto, daddr, saddr, second_port(ports), first_port(ports));
+	/* An echo has the same id both ways, and its type where a port would be. */
+	if (is_icmp(in->proto))
+		return tuple_is(there, family, in->proto, in->saddr, in->daddr, first_of(in->ports), second_of(in->ports)) &&
+		       tuple_is(back, family, in->proto, daddr, saddr, first_of(ports), answer_of(second_of(ports), family));
+	return tuple_is(there, family, in->proto, in->saddr, in->daddr, first_of(in->ports), second_of(in->ports)) &&
+	       tuple_is(back, family, in->proto, daddr, saddr, second_of(ports), first_of(ports));
 }
 
 static __always_inline bool is_liberal(const struct nf_conn *conn, struct net *net)
@@ -93,8 +86,8 @@ static __always_inline int holds(const struct flow *flow, const struct frame *f,
 		return UP_CHANGED;
 	if (flow->conn) {
 		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, flow->conn);
-		const __u32 *saddr = family == AF_INET ? &flow->saddr : f->key.saddr;
-		const __u32 *daddr = family == AF_INET ? &flow->daddr : f->key.daddr;
+		const __u32 *saddr = family == AF_INET ? &flow->saddr : ((const struct flow6 *)flow)->saddr;
+		const __u32 *daddr = family == AF_INET ? &flow->daddr : ((const struct flow6 *)flow)->daddr;
 
 		if ((conn->status & STATUS_BITS) != flow->conn_status)
 			return UP_CONNTRACK;

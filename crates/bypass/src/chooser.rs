@@ -21,6 +21,8 @@ const CALM_WINDOWS: u32 = 3;
 const FEW_PER_S: u64 = 20_000;
 /// In XDP, below this rate it is given up: attaching may cost the peer its offloads.
 const IDLE_PER_S: u64 = 1_000;
+/// Frames a second from which on it matters what they cost.
+const FLEETING_PER_S: u64 = 1_000;
 const IDLE_WINDOWS: u32 = 10;
 const FIRST_PAUSE: Duration = Duration::from_secs(10);
 const LONGEST_PAUSE: Duration = Duration::from_secs(600);
@@ -93,13 +95,22 @@ pub struct Window {
     pub passed: u64,
     /// Segmentation frames.
     pub large: u64,
-    /// Frames with unfinished checksums (XDP sees them).
+    /// Frames with unfinished checksums, which XDP hands on.
     pub partial: u64,
+    /// Frames of flows that are not known.
+    pub unknown: u64,
     /// Whether somebody captures.
     pub captured: bool,
 }
 
 impl Window {
+    /// Whether most frames here are of flows that do not come again: then learning one costs more than it ever gives. Few frames
+    /// leave it as it was.
+    pub fn is_fleeting(&self, before: bool) -> bool {
+        let rate = (self.unknown + self.taken).saturating_mul(1000) / self.length.as_millis().max(1) as u64;
+        if rate < FLEETING_PER_S { before } else { self.unknown > self.taken }
+    }
+
     fn rate(&self) -> u64 {
         let ms = self.length.as_millis().max(1) as u64;
         (self.taken + self.passed).saturating_mul(1000) / ms
@@ -174,6 +185,8 @@ impl Chooser {
             Some(Why::Light)
         } else if window.taken < window.passed {
             Some(Why::NotTaken)
+        } else if window.partial * 10 > window.taken {
+            Some(Why::Partial)
         } else if window.xdp_able * 10 < window.taken * 9 {
             Some(Why::OutputUnsuited)
         } else if now < self.not_before {
@@ -264,6 +277,7 @@ mod tests {
             (Window { large: 1, ..small() }, Why::Large),
             (Window { taken: 100, ..small() }, Why::Light),
             (Window { passed: 600_000, ..small() }, Why::NotTaken),
+            (Window { partial: 100_000, xdp_able: 400_000, ..small() }, Why::Partial),
             (Window { xdp_able: 100_000, ..small() }, Why::OutputUnsuited),
         ] {
             let mut day = Day::new(Wanted::Auto);
@@ -273,6 +287,15 @@ mod tests {
         }
         let mut veth = Chooser::new(Wanted::Auto, false, Mode::Tcx, Duration::ZERO);
         assert_eq!(veth.choose(&small(), SECOND), (Mode::Tcx, Why::Unsuited));
+    }
+
+    #[test]
+    fn flows_are_fleeting_where_most_frames_are_a_flows_only_one() {
+        let fleeting =
+            |unknown, taken, before| Window { unknown, taken, length: SECOND, ..Window::default() }.is_fleeting(before);
+        assert!(fleeting(5000, 0, false) && fleeting(5000, 4000, false));
+        assert!(!fleeting(5000, 6000, true), "most come again");
+        assert!(!fleeting(500, 0, false) && fleeting(0, 500, true), "too few to say anything");
     }
 
     #[test]
@@ -329,7 +352,7 @@ mod tests {
         ) {
             let mut day = Day::new(Wanted::Auto);
             for (taken, passed, large, captured, partial) in windows {
-                let window = Window { taken, passed, large, captured, partial, xdp_able: taken, by_xdp: taken, length: SECOND };
+                let window = Window { taken, passed, large, captured, partial, xdp_able: taken, by_xdp: taken, length: SECOND, unknown: 0 };
                 let (mode, _) = day.feed(window);
                 if large > 0 || captured {
                     prop_assert_eq!(mode, Mode::Tcx);

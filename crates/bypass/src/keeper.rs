@@ -9,7 +9,9 @@
 
 use crate::attachment::{AttachError, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
 use crate::chooser::{Chooser, Why, Window};
-use crate::layout::{Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, PORT_CAPTURED, Port, TAKEN_XDP, WISH_BYTES};
+use crate::layout::{
+    Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, NO_FLOW, PORT_CAPTURED, PORT_TWICE, Port, TAKEN_XDP, WISH_BYTES,
+};
 use crate::maps::{self, Maps};
 use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
 use crate::place::{Interface, Place};
@@ -27,6 +29,8 @@ const TICK: Duration = Duration::from_secs(1);
 const GLANCE: Duration = Duration::from_millis(200);
 /// A flow that was used last this long ago is removed.
 const UNUSED: Duration = Duration::from_secs(60);
+/// How often such flows are looked for.
+const REAP: Duration = Duration::from_secs(15);
 /// How long a keeper may take to start.
 const STARTING: Duration = Duration::from_secs(5);
 
@@ -109,6 +113,7 @@ struct Keeper {
     neighbours: Neighbours,
     watched: HashMap<u32, Watched>,
     last_tick_ns: u64,
+    last_reap_ns: u64,
     /// An interface came, went or changed since this was looked at last.
     links_changed: bool,
 }
@@ -140,8 +145,9 @@ impl Keeper {
             let Some(link) = links.iter().find(|l| l.index == index) else { continue };
             let on = captured.contains(&0) || captured.contains(&index);
             let flags = capabilities(link) | if on { PORT_CAPTURED } else { 0 };
-            let (mode, why) = self.choose(interface, link, &port, length, on)?;
-            changed |= flags != port.flags;
+            let (mode, why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
+            changed |= flags != port.flags & !PORT_TWICE;
+            let flags = flags | if is_fleeting { PORT_TWICE } else { 0 };
             let since_ns = if mode == port.mode { port.since_ns } else { now_ns };
             let now = Port { flags, mode, why: why as u32, since_ns, ..port };
             if now != port {
@@ -151,11 +157,15 @@ impl Keeper {
         if changed {
             self.maps.forget_flows()?;
         }
-        self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
+        // Each flow is looked at for that, two system calls each.
+        if now_ns.saturating_sub(self.last_reap_ns) >= REAP.as_nanos() as u64 {
+            self.last_reap_ns = now_ns;
+            self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
+        }
         Ok(())
     }
 
-    /// Has an interface's mode chosen, and puts the XDP program in or takes it out.
+    /// Has an interface's mode chosen, and puts the XDP program in or takes it out; says too whether its flows are fleeting.
     fn choose(
         &mut self,
         interface: &Interface,
@@ -163,7 +173,7 @@ impl Keeper {
         port: &Port,
         length: Duration,
         captured: bool,
-    ) -> Result<(Mode, Why), AttachError> {
+    ) -> Result<(Mode, Why, bool), AttachError> {
         let now = Duration::from_nanos(self.last_tick_ns);
         let counters = self.maps.counters(port.slot)?;
         let fresh = || Chooser::new(interface.wanted, is_suited(link), port.mode, now);
@@ -176,16 +186,17 @@ impl Keeper {
         let window = window(&watched.last, &counters, length, captured);
         watched.last = counters;
         let (mode, why) = watched.chooser.choose(&window, now);
+        let is_fleeting = window.is_fleeting(port.flags & PORT_TWICE != 0);
         if mode == port.mode {
-            return Ok((mode, why));
+            return Ok((mode, why, is_fleeting));
         }
         if mode == Mode::Tcx {
             detach_xdp(&self.place, link.index);
         } else if let Err(cause) = attach_xdp(&self.place, link.index) {
             eprintln!("{}: XDP could not be attached: {cause}", link.name);
-            return Ok((Mode::Tcx, watched.chooser.refused(now)));
+            return Ok((Mode::Tcx, watched.chooser.refused(now), is_fleeting));
         }
-        Ok((mode, why))
+        Ok((mode, why, is_fleeting))
     }
 }
 
@@ -197,9 +208,10 @@ fn window(before: &Counters, after: &Counters, length: Duration, captured: bool)
         taken: after.taken().saturating_sub(before.taken()),
         xdp_able: after.taken_able.saturating_sub(before.taken_able),
         by_xdp: packets(TAKEN_XDP),
+        unknown: packets(NO_FLOW),
         passed: after.passed().saturating_sub(before.passed()),
         large: after.taken_large.saturating_sub(before.taken_large) + packets(HANDED_LARGE),
-        partial: packets(HANDED_PARTIAL),
+        partial: packets(HANDED_PARTIAL) + after.taken_partial.saturating_sub(before.taken_partial),
         captured,
     }
 }
@@ -218,6 +230,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         neighbours: Neighbours::default(),
         watched: HashMap::new(),
         last_tick_ns: monotonic_ns(),
+        last_reap_ns: monotonic_ns(),
         links_changed: true,
     };
     for change in Routes::open()?.neighbours()? {

@@ -12,12 +12,14 @@ pub const KEY4_BYTES: usize = 20;
 pub const KEY6_BYTES: usize = 44;
 /// Bytes of `struct flow`.
 pub const FLOW_BYTES: usize = 128;
+/// Bytes of `struct flow6`, which begins with a `struct flow`.
+pub const FLOW6_BYTES: usize = 160;
 /// Bytes of `struct port`.
 pub const PORT_BYTES: usize = 24;
 /// Bytes of `struct settings`.
 pub const SETTINGS_BYTES: usize = 16;
 /// Bytes of `struct counters`.
-pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 4 + UNLEARNED_SLOTS);
+pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 5 + UNLEARNED_SLOTS);
 /// Bytes of `struct event`.
 pub const EVENT_BYTES: usize = 72;
 /// Bytes of `struct wish`.
@@ -39,7 +41,7 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_options", "IPv4 options or IPv6 extension headers"),
     ("up_fragment", "a fragment"),
     ("up_ttl", "its hops end here"),
-    ("up_transport", "neither TCP nor UDP"),
+    ("up_transport", "neither TCP, UDP nor an ICMP echo"),
     ("up_malformed", "lengths or the header's checksum do not agree"),
     ("up_handshake", "SYN, FIN or RST"),
     ("up_no_flow", "the kernel has not forwarded one like it yet"),
@@ -61,17 +63,18 @@ pub const HANDED: std::ops::Range<usize> = 18..22;
 pub const HANDED_PARTIAL: usize = 18;
 /// Of `HANDED`: segmentation frames.
 pub const HANDED_LARGE: usize = 19;
+/// Frames whose flow is not known.
+pub const NO_FLOW: usize = 13;
 /// Taken by XDP.
 pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
-pub const UNLEARNED: [(&str, &str); 6] = [
+pub const UNLEARNED: [(&str, &str); 5] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone"),
     ("not_plain_route", "a tunnel, or the way out is not attached"),
-    ("nat66", "IPv6 with changed addresses"),
 ];
 
 /// Frames that come in at the interface may be taken.
@@ -82,6 +85,9 @@ pub const PORT_PEER: u32 = 2;
 pub const PORT_XDP_OUT: u32 = 4;
 /// A packet socket listens on it.
 pub const PORT_CAPTURED: u32 = 8;
+
+/// Most flows here are of one frame: one is learned with its second.
+pub const PORT_TWICE: u32 = 16;
 
 /// Which program takes frames at an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
@@ -190,8 +196,10 @@ pub struct Counters {
     pub taken_bytes: u64,
     /// Segmentation frames among those taken.
     pub taken_large: u64,
-    /// Frames that tcx took and XDP could have sent out.
+    /// Frames that tcx took and XDP could have taken.
     pub taken_able: u64,
+    /// Those that it could have, but for their unfinished checksums.
+    pub taken_partial: u64,
     /// Flows learned, each renewal counted.
     pub learned: u64,
     /// Forwarded frames that nothing was learned from, by reason.
@@ -208,9 +216,10 @@ impl Counters {
         self.taken_bytes += at(VERDICT_SLOTS);
         self.taken_large += at(VERDICT_SLOTS + 1);
         self.taken_able += at(VERDICT_SLOTS + 2);
-        self.learned += at(VERDICT_SLOTS + 3);
+        self.taken_partial += at(VERDICT_SLOTS + 3);
+        self.learned += at(VERDICT_SLOTS + 4);
         for (n, sum) in self.unlearned.iter_mut().enumerate() {
-            *sum += at(VERDICT_SLOTS + 4 + n);
+            *sum += at(VERDICT_SLOTS + 5 + n);
         }
     }
 
@@ -232,11 +241,11 @@ pub struct Tuple {
     pub input: u32,
     /// Source address.
     pub source: IpAddr,
-    /// Source port.
+    /// Source port; an echo's id.
     pub source_port: u16,
     /// Destination address.
     pub destination: IpAddr,
-    /// Destination port.
+    /// Destination port; an echo's type and code.
     pub destination_port: u16,
     /// IP protocol number.
     pub protocol: u8,
@@ -306,8 +315,11 @@ pub struct Flow {
 }
 
 impl Flow {
-    /// From the map.
-    pub fn from_bytes(bytes: &[u8; FLOW_BYTES]) -> Flow {
+    /// From either map: what IPv6's has more stands behind.
+    ///
+    /// # Panics
+    /// With fewer than `FLOW_BYTES`.
+    pub fn from_bytes(bytes: &[u8]) -> Flow {
         Flow {
             until_ns: long(bytes, 0),
             tracked: long(bytes, 16) != 0,

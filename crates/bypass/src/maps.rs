@@ -1,8 +1,8 @@
 //! The maps, pinned and opened again.
 
 use crate::layout::{
-    COUNTERS_BYTES, Counters, FLOW_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port, SETTINGS_BYTES,
-    Settings, Tuple,
+    COUNTERS_BYTES, Counters, FLOW_BYTES, FLOW6_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port,
+    SETTINGS_BYTES, Settings, Tuple,
 };
 use crate::object::chain;
 use crate::place::Place;
@@ -10,7 +10,8 @@ use aya::Ebpf;
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 9] = ["settings", "ports", "counters", "flows4", "flows6", "pending", "wishes", "wished", "events"];
+const NAMES: [&str; 10] =
+    ["settings", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished", "events"];
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -30,7 +31,7 @@ pub struct Maps {
     ports: HashMap<MapData, u32, [u8; PORT_BYTES]>,
     counters: PerCpuArray<MapData, [u8; COUNTERS_BYTES]>,
     flows4: HashMap<MapData, [u8; KEY4_BYTES], [u8; FLOW_BYTES]>,
-    flows6: HashMap<MapData, [u8; KEY6_BYTES], [u8; FLOW_BYTES]>,
+    flows6: HashMap<MapData, [u8; KEY6_BYTES], [u8; FLOW6_BYTES]>,
 }
 
 fn data(place: &Place, name: &'static str) -> Result<MapData, MapsError> {
@@ -153,7 +154,7 @@ impl Maps {
     /// Removes flows that were used last before this moment, and those of other epochs; says how many.
     pub fn reap(&mut self, before_ns: u64) -> Result<usize, MapsError> {
         let epoch = self.settings()?.epoch;
-        let stale = |bytes: &[u8; FLOW_BYTES]| {
+        let stale = |bytes: &[u8]| {
             let flow = Flow::from_bytes(bytes);
             flow.last_ns < before_ns || (flow.epoch != epoch && flow.until_ns < before_ns)
         };

@@ -15,5 +15,5 @@ macro_rules! fuzz {
     };
 }
 
-fuzz!(targets: ring ivshmem gateway nat offload stream);
+fuzz!(targets: ring ivshmem gateway nat offload stream typed);
 fuzz!(calls: calls_link calls_stream);

@@ -118,6 +118,25 @@ fn members_are_held_to_the_address_that_is_known_of_them() {
 }
 
 #[test]
+fn a_bypass_is_of_a_kernel_uplink_and_names_interfaces() {
+    let parse = |text: &str| file::parse(&format!("name = \"b\"\n[network.lan]\n{text}"), Path::new("t.toml"));
+    let bypass = |text: &str| parse(text).unwrap().networks[0].bypass.clone();
+    assert_eq!(bypass("uplink = \"kernel\""), None);
+    assert_eq!(bypass("uplink = \"kernel\"\nbypass = false"), None);
+    assert_eq!(bypass("uplink = \"kernel\"\nbypass = true"), Some(vec![]));
+    assert_eq!(bypass("uplink = \"kernel\"\nbypass = [\"eth0\"]"), Some(vec!["eth0".into()]));
+    for bad in [
+        "bypass = true",
+        "uplink = \"user\"\nbypass = true",
+        "uplink = \"kernel\"\nbypass = []",
+        "uplink = \"kernel\"\nbypass = 1",
+    ] {
+        let error = parse(bad).unwrap_err().to_string();
+        assert!(error.contains("network.lan.bypass"), "{bad}: {error}");
+    }
+}
+
+#[test]
 fn beside_a_kernel_uplink_a_tap_has_an_address_in_another_namespace_only() {
     let text = |more: &str| {
         format!(

@@ -90,8 +90,8 @@ pub enum FabricError {
         /// What was wrong.
         why: String,
     },
-    /// The bypass could not be taken off.
-    #[error("the bypass: {0}; `tombolo bypass detach` takes everything off")]
+    /// The bypass.
+    #[error("the bypass: {0}")]
     Bypass(#[from] AttachError),
     /// A link of shared memory.
     #[error(transparent)]

@@ -1,0 +1,150 @@
+"""`bypass = true` on a network: the traffic of a fabric past the host's kernel, seen in status and metrics, and gone with the fabric."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+
+from bypass_paths import PROGRAM, has_ended
+from lib import Fabric, Namespace, Skip, need_program, need_root, scratch, timeout, until
+from lib.tap import Inside
+
+# The real network behind the host's own interface; the guest's address in the fabric.
+OUT, GUEST = "192.0.2.9", "10.87.0.9"
+
+
+class World:
+    """A host's namespace with an interface to the outside, a guest's namespace, and a fabric of one network between them."""
+
+    def __init__(self, stack, folder, network="bypass = true"):
+        self.folder = folder
+        self.host, self.out, self.guest = (stack.enter_context(Namespace()) for _ in range(3))
+        self.host.ip("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", str(self.out))
+        for space, address in ((self.host, "192.0.2.1"), (self.out, OUT)):
+            space.ip("address", "add", f"{address}/24", "dev", "eth0")
+            space.ip("link", "set", "eth0", "up")
+        self.host.ip("route", "add", "default", "via", OUT)
+        self.text = f"""name = "byp"
+[network.lan]
+uplink = "kernel"
+{network}
+[tap.guest]
+device = "net0"
+netns = "/run/netns/{self.guest}"
+ip = "{GUEST}"
+"""
+
+    def up(self):
+        # In the network namespace alone: pins made among a process's own mounts would end with it.
+        return Fabric(self.folder, self.text, netns=self.host, own_mounts=False)
+
+    def bypass(self, *words):
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
+        command = [str(PROGRAM), "bypass", *words, "--netns", str(self.host)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, env=env, check=True).stdout
+
+    def attached(self):
+        return {i["name"]: i for i in json.loads(self.bypass("status", "--json"))["interfaces"]}
+
+    def talk(self, times=5):
+        """Datagrams from the guest to the outside and back, through the host's masquerade."""
+        with contextlib.suppress(RuntimeError):
+            self.guest.ip("route", "add", "default", "via", "10.87.0.2")
+        with Inside(self.out):
+            server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with Inside(self.guest):
+            client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with server, client:
+            server.bind((OUT, 9))
+            server.settimeout(5)
+            client.settimeout(5)
+            for n in range(times):
+                client.sendto(b"ping%d" % n, (OUT, 9))
+                data, source = server.recvfrom(100)
+                assert data == b"ping%d" % n and source[0] == "192.0.2.1", (data, source)
+                server.sendto(b"pong", source)
+                assert client.recvfrom(100)[0] == b"pong"
+
+
+@contextlib.contextmanager
+def world(network="bypass = true"):
+    need_root()
+    need_program("nft")
+    need_program("nsenter")
+    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) < (6, 6):
+        raise Skip(f"the bypass needs Linux 6.6, this is {os.uname().release}")
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(scratch())
+        yield World(stack, folder, network)
+
+
+def bypass_of(fabric):
+    return next(n for n in fabric.status()["networks"] if n["name"] == "lan")["bypass"]
+
+
+@timeout(90)
+def test_a_networks_traffic_skips_the_kernel_and_status_and_metrics_say_so():
+    with world() as w:
+        with w.up() as fabric:
+            assert bypass_of(fabric)["fault"] is None
+            w.talk(20)
+
+            def taken():
+                w.talk(5)
+                found = {i["name"]: i for i in bypass_of(fabric)["interfaces"]}
+                return set(found) == {"eth0", "tb-byp-lan"} and all(i["taken_frames"] >= 10 for i in found.values()) and found
+
+            found = until("frames to be taken both ways", taken, 10)
+            assert found["eth0"]["mode"] == "tcx" and found["eth0"]["by_reason"]["up_no_flow"] >= 1, found
+            text = fabric.cli("status").stdout
+            assert "bypass tb-byp-lan tcx" in text, text
+            page = subprocess.run(["curl", "-s", "--unix-socket", str(w.folder / "run/byp/api.sock"), "http://x/metrics"],
+                                  capture_output=True, text=True, check=True).stdout
+            assert 'tombolo_bypass_up{network="lan"} 1' in page, page
+            line = next(x for x in page.splitlines() if x.startswith('tombolo_bypass_taken_frames_total{network="lan",interface="eth0"}'))
+            assert int(line.split()[-1]) >= 10
+            fabric.cli("down")
+            assert w.attached() == {}
+            fabric.nothing_left()
+
+
+@timeout(90)
+def test_what_a_killed_fabric_attached_goes_with_the_next_up_and_down_and_what_others_attached_stays():
+    with world() as w:
+        with w.up() as fabric:
+            w.talk()
+            fabric.process.popen.send_signal(signal.SIGKILL)
+            fabric.process.popen.wait()
+            until("the tap's end", lambda: "tb-byp-lan" not in w.host.ip("link"), 5)
+            assert "eth0" in w.attached(), "a killed daemon's traffic flows on"
+            fabric.start()
+            assert set(w.attached()) == {"eth0", "tb-byp-lan"}
+
+            def taken():
+                w.talk()
+                return w.attached()["tb-byp-lan"]["taken"] >= 5
+
+            until("frames to be taken", taken, 10)
+            # By hand as well: then the fabric is not the last that wants it.
+            w.bypass("attach", "eth0")
+            fabric.process.popen.send_signal(signal.SIGKILL)
+            fabric.process.popen.wait()
+            fabric.cli("down")
+            assert set(w.attached()) == {"eth0"}
+            keeper = json.loads(w.bypass("status", "--json"))["keeper"]
+            w.bypass("detach")
+            assert w.attached() == {}
+            until("the keeper's end", lambda: has_ended(keeper), 5)
+
+
+@timeout(60)
+def test_a_bypass_that_cannot_be_is_said_and_the_network_works():
+    with world('bypass = ["nosuch0"]') as w:
+        with w.up() as fabric:
+            fault = bypass_of(fabric)["fault"]
+            assert "no interface nosuch0" in fault, fault
+            assert "the bypass does not work" in fabric.cli("status").stdout
+            w.talk()
+            assert w.attached() == {}

@@ -1,0 +1,158 @@
+"""The bypass and what becomes of interfaces: VLANs, programs that are there, taps that are made anew, and taps as microVMs' monitors use them."""
+
+import os
+import select
+import subprocess
+
+from bypass_paths import A, B, MAC_A, host, is_ip
+from lib import Skip, need_program, until
+from lib.tap import ETH_IP4, UDP, Tap, ethernet, ipv4, transport
+
+
+def tagged(frame, vlan):
+    return frame[:12] + b"\x81\x00" + vlan.to_bytes(2, "big") + frame[12:]
+
+
+def test_tagged_frames_are_taken_where_the_vlan_interfaces_are_attached():
+    with host() as h:
+        for side, name, net in (("ta", "ta.5", "10.5.0"), ("tb", "tb.6", "10.6.0")):
+            vlan = name.split(".")[1]
+            try:
+                h.space.ip("link", "add", "link", side, "name", name, "type", "vlan", "id", vlan)
+            except RuntimeError as error:
+                raise Skip(f"this kernel has no VLAN interfaces (CONFIG_VLAN_8021Q): {error}") from None
+            h.space.ip("address", "add", f"{net}.1/24", "dev", name)
+            h.space.ip("link", "set", name, "up")
+            mac = ":".join(f"{b:02x}" for b in (h.a if side == "ta" else h.b).mac)
+            h.space.ip("neighbour", "replace", f"{net}.2", "lladdr", mac, "dev", name, "nud", "permanent")
+        body = transport(UDP, "10.5.0.2", "10.6.0.2", 1000, 2000, b"tagged")
+        frame = tagged(h.to_b(ETH_IP4, ipv4("10.5.0.2", "10.6.0.2", UDP, body)), 5)
+
+        def across():
+            h.b.drain()
+            h.a.send(frame)
+            return h.b.receive(1, lambda f: f[12:14] == b"\x81\x00" and f[16:18] == b"\x08\x00")
+
+        kernel = across()
+        assert kernel and kernel[1][14:16] == b"\x00\x06", kernel
+        h.attach("ta", "tb", "ta.5", "tb.6", words=("--lease", "10000"))
+        assert across() == kernel
+        assert across() == kernel
+        assert h.status("ta.5")["taken"] == 1 and h.status("ta")["by_reason"]["up_vlan"] == 2, h.status()
+
+
+def test_a_tap_that_is_made_anew_is_attached_again():
+    with host() as h:
+        h.attach("ta", "tb", words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        old = h.status("ta")["index"]
+        h.a.close()
+        until("the tap's end", lambda: "ta:" not in h.space.ip("link"), 5)
+        h.a = Tap(h.space, "ta", "10.1.0.1/24", mac=MAC_A, neighbours=(A,))
+        until("the keeper's notice", lambda: h.status("ta")["index"] != old, 5)
+        assert "anew" in h.status("ta")["why"] or h.status("ta")["why"] == "light traffic", h.status("ta")
+
+        def taken():
+            assert h.across(h.udp()), "a frame was lost"
+            return h.taken() >= 2
+
+        until("frames to be taken again", taken, 5)
+        h.cli("detach")
+        assert not h.status()["attached"]
+
+
+def test_an_xdp_dispatcher_is_recognised_and_left_alone():
+    need_program("clang")
+    with host() as h:
+        source = h.folder / "dispatcher.c"
+        # What libxdp loads is called so; that it calls nothing here makes no difference to who finds it.
+        source.write_text("int xdp_dispatcher(void *context) __attribute__((section(\"xdp\"), used));\n"
+                          "int xdp_dispatcher(void *context) { return 2; }\n"
+                          "char licence[] __attribute__((section(\"license\"), used)) = \"GPL\";\n")
+        subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", h.folder / "dispatcher.o"], check=True)
+        h.space.run("ip", "link", "set", "dev", "ta", "xdpdrv", "obj", h.folder / "dispatcher.o", "sec", "xdp")
+        wrong = h.cli("attach", "ta", "tb", "--mode", "xdp", check=False)
+        assert wrong.returncode == 1 and "libxdp's dispatcher" in wrong.stderr and "--mode auto" in wrong.stderr, wrong
+        assert not h.status()["attached"]
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        # Behind the dispatcher, which passes everything, tcx takes it.
+        assert h.across(h.udp()) and h.taken() == 1
+        h.cli("detach")
+        assert "xdp" in h.space.ip("link", "show", "ta"), "the dispatcher stays"
+
+
+class Monitor:
+    """A microVM's monitor with one network device, as Firecracker 1.x drives a tap: opened by name with a vnet header, TUN_F offloads set
+    by what the guest agreed to, non-blocking, one frame per read and per write, waiting in epoll, edge-triggered for what comes in."""
+
+    def __init__(self, space, name, mac):
+        self.tap = Tap(space, name, mac=mac)
+        self.poll = select.epoll()
+        self.poll.register(self.tap.fd, select.EPOLLIN | select.EPOLLET)
+        self.got = []
+
+    def transmit(self, frames):
+        for frame in frames:
+            assert os.write(self.tap.fd, bytes(10) + frame) == 10 + len(frame)
+
+    def serve(self, seconds):
+        """One turn of the monitor's loop: what came in since, up to the last frame."""
+        if self.poll.poll(seconds):
+            while True:
+                try:
+                    data = os.read(self.tap.fd, 65562)
+                except BlockingIOError:
+                    break
+                if is_ip(data[10:]):
+                    self.got.append((data[:10], data[10:]))
+        return self.got
+
+    def close(self):
+        self.poll.close()
+        self.tap.close()
+
+
+def test_two_monitors_that_drive_taps_as_firecracker_does_lose_and_gain_nothing():
+    with host() as h:
+        # As in docs/bypass.md: made and addressed beforehand, /30 each, the monitor opens them by name.
+        for name, net in (("fc0", "172.16.0"), ("fc1", "172.16.1")):
+            h.space.ip("tuntap", "add", name, "mode", "tap")
+            h.space.ip("address", "add", f"{net}.1/30", "dev", name)
+            h.space.ip("link", "set", name, "up")
+            h.space.ip("neighbour", "replace", f"{net}.2", "lladdr", "06:00:ac:10:00:02", "dev", name, "nud", "permanent")
+        h.attach("fc0", "fc1", words=("--lease", "200"))
+        one, two = Monitor(h.space, "fc0", "06:00:ac:10:00:02"), Monitor(h.space, "fc1", "06:00:ac:10:00:02")
+        try:
+            def frames(a, b, host_mac, count):
+                for n in range(count):
+                    body = transport(UDP, a, b, 1000, 2000, n.to_bytes(4, "big") * 8)
+                    yield ethernet(host_mac, one.tap.mac, ETH_IP4, ipv4(a, b, UDP, body, ident=n & 0xFFFF))
+
+            for turn in range(40):
+                one.transmit(frames("172.16.0.2", "172.16.1.2", one.tap.host_mac, 50))
+                two.transmit(frames("172.16.1.2", "172.16.0.2", two.tap.host_mac, 50))
+                until("all of turn's frames", lambda: len(two.serve(0.5)) >= 50 and len(one.serve(0.5)) >= 50, 5)
+                for monitor in (one, two):
+                    assert [f[42:46] for _, f in monitor.got] == [n.to_bytes(4, "big") for n in range(50)], "order, loss or doubles"
+                    assert all(header == bytes(10) and f[22] == 63 for header, f in monitor.got)
+                    monitor.got.clear()
+            for name in ("fc0", "fc1"):
+                status = h.status(name)
+                assert status["taken"] >= 40 * 50 * 0.9, status
+                assert status["taken"] + status["passed"] >= 2000, status
+        finally:
+            one.close()
+            two.close()
+
+
+def test_a_name_in_two_namespaces_is_two_interfaces():
+    with host() as h, host() as other:
+        other.folder = h.folder
+        h.attach("ta", words=("--lease", "10000"))
+        other.attach("ta", "tb", words=("--lease", "10000"))
+        h.cli("detach")
+        other.across(other.udp())
+        assert other.across(other.udp()) and other.taken() == 1
+        assert other.udp()[26:30] == bytes(map(int, A.split("."))) and B
