@@ -16,7 +16,7 @@ direct   two cells (the app control) on a direct link, with nothing between them
          (`records`) and polled without sleeping (`polled`), and bare doorbells there and back (`rings`); times of round trips. Beside them
          two cells on doorbell links with the switch between them, one pinging the other (`switched`)
 restart  the daemon, which is the links' server too, is killed under traffic and started again at once, with the machines left running:
-             pause_ms, lost           the longest time without a reply to pings of a cell, and pings lost, one each 5 ms
+             pause_ms, lost           the time without a reply to pings of a cell, one each 5 ms, and how many were sent in vain
              daemon_ms                of that, until the new daemon answers `tombolo status`
              stream                   whether a TCP stream between two cells on ivshmem went on afterwards
 mesh     N cells on one network by doorbell links: each pings all others until all have answered

@@ -221,6 +221,12 @@ typedef enum tombolo_late_policy {
     TOMBOLO_LATE_BEST_EFFORT = 1 /* served after all that can still be in time */
 } tombolo_late_policy;
 
+typedef enum tombolo_order {
+    TOMBOLO_ORDER_EDF = 0,                /* earliest absolute deadline first, best effort last */
+    TOMBOLO_ORDER_FIFO = 1,               /* as they come */
+    TOMBOLO_ORDER_DEADLINE_MONOTONIC = 2  /* the less time from arrival to deadline, the sooner; best effort last */
+} tombolo_order;
+
 typedef struct tombolo_service_options {
     uint32_t size;              /* of this struct */
     uint32_t workers;           /* threads that serve; default 1 */
@@ -245,10 +251,12 @@ typedef struct tombolo_service_options {
     uint64_t ttl_ns;            /* of a request that says nothing else; default 60 s */
     uint64_t reply_ttl_ns;      /* how long a client may hold a reply; default 60 s */
     uint64_t slow_ns;           /* calls that take longer are in the report; default 10 ms */
+    uint32_t order;             /* a tombolo_order */
+    uint32_t reserved;          /* 0 */
     const char *folder;         /* of sockets; default the user's own */
 } tombolo_service_options;
 #define TOMBOLO_SERVICE_OPTIONS_INIT \
-    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
+    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
 
 /* A request that is being served; valid until its handler returns. */
 typedef struct tombolo_request {

@@ -379,6 +379,7 @@ struct ServiceOptions {
     std::optional<Nanoseconds> period;
     uint64_t queue_bound = 0;
     tombolo_late_policy late_policy = TOMBOLO_LATE_REFUSE;
+    tombolo_order order = TOMBOLO_ORDER_EDF;
     bool admission = false;
     std::vector<uint32_t> uids;
     std::vector<uint32_t> gids;
@@ -408,6 +409,7 @@ public:
         c.period_ns = detail::ns_or_default(options.period);
         c.queue_bound = options.queue_bound;
         c.late_policy = options.late_policy;
+        c.order = options.order;
         c.admission = options.admission;
         c.uids = options.uids.data();
         c.uid_count = options.uids.size();

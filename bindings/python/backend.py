@@ -30,6 +30,9 @@ def library():
     """The library, optimised, unless the environment names one."""
     named = os.environ.get("TOMBOLO_LIBRARY")
     if named:
+        # pip calls from another folder than its user did.
+        if not Path(named).is_absolute() or not Path(named).is_file():
+            raise FileNotFoundError(f"TOMBOLO_LIBRARY is {named}: expected the absolute path of a libtombolo.so")
         return Path(named)
     command = ["cargo", "build", "--release", "-p", "tombolo-ffi", "--manifest-path", ROOT / "Cargo.toml"]
     subprocess.run(command, check=True)
@@ -52,6 +55,14 @@ def metadata():
 
 def get_requires_for_build_wheel(config_settings=None):
     return []
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    """What pip wants to know first; without it the wheel would be built twice."""
+    folder = Path(metadata_directory) / INFO
+    folder.mkdir()
+    (folder / "METADATA").write_text(metadata())
+    return INFO
 
 
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):

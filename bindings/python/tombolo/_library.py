@@ -96,6 +96,8 @@ class ServiceOptions(Sized):
         ("ttl_ns", c_uint64),
         ("reply_ttl_ns", c_uint64),
         ("slow_ns", c_uint64),
+        ("order", c_uint32),
+        ("reserved", c_uint32),
         ("folder", c_char_p),
     ]
 

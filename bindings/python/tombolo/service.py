@@ -16,6 +16,7 @@ from .errors import NoRoom, check
 
 CLASSES = {"normal": 0, "fifo": 1, "deadline": 2}
 LATE = {"refuse": 0, "best-effort": 1}
+ORDER = {"edf": 0, "fifo": 1, "deadline-monotonic": 2}
 
 
 # Services that run. They end before Python does: a handler must not be called in what is left of it.
@@ -96,6 +97,7 @@ class Service:
         period=0.010,
         queue_bound=0,
         late_policy="refuse",
+        order="edf",
         admission=False,
         uids=(),
         gids=(),
@@ -121,6 +123,7 @@ class Service:
             period_ns=nanoseconds(period),
             queue_bound=queue_bound,
             late_policy=LATE[late_policy],
+            order=ORDER[order],
             admission=admission,
             uids=uids,
             uid_count=len(uids),

@@ -421,6 +421,8 @@ impl Calls {
             self.settle(link);
             self.poll(token)
         });
+        // The peer may have been told that we are awake, and rings were taken: the driver has to say otherwise before it sleeps on.
+        link.look_again();
         end.unwrap_or_else(|| {
             self.give_up(token);
             Err(CallError::Timeout)

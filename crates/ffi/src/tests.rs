@@ -7,7 +7,6 @@ use std::ffi::{CStr, CString, c_void};
 use std::path::Path;
 use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
 
 use crate::client::*;
 use crate::general::*;
@@ -92,11 +91,7 @@ impl Gate {
     }
 
     fn reached(&self) {
-        let end = Instant::now() + Duration::from_secs(20);
-        while self.waiting.load(Ordering::SeqCst) == 0 {
-            assert!(Instant::now() < end, "the handler was not called");
-            std::thread::yield_now();
-        }
+        tombolo_testing::until("the handler is called", || self.waiting.load(Ordering::SeqCst) > 0);
     }
 }
 
@@ -366,6 +361,7 @@ fn wrong_arguments_are_told_apart_and_hurt_nobody() {
         is(Status::Argument, register(c"t", &ServiceSettings { uid_count: 1, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { workers: 1000, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { late_policy: 2, ..options }));
+        is(Status::Option, register(c"t", &ServiceSettings { order: 3, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 1, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 1, fifo_priority: 300, ..options }));
         is(Status::Option, register(c"t", &ServiceSettings { worker_class: 9, ..options }));

@@ -7,7 +7,7 @@ use tombolo_rpc::client::{CallOptions, ConnectOptions};
 use tombolo_rpc::deadline::Deadline;
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Access, Options, Report, WorkerClass};
-use tombolo_rpc::schedule::Late;
+use tombolo_rpc::schedule::{Late, Order};
 
 use crate::status::{Failure, Status};
 
@@ -93,6 +93,8 @@ c_structs! {
         ttl_ns: u64,
         reply_ttl_ns: u64,
         slow_ns: u64,
+        order: u32,
+        reserved: u32,
         folder: *const c_char,
     }
     /// `tombolo_request`
@@ -219,12 +221,19 @@ impl ServiceSettings {
             1 => Late::BestEffort,
             other => return wrong("late_policy", other.into(), "a tombolo_late_policy, 0 or 1"),
         };
+        let order = match self.order {
+            0 => Order::Edf,
+            1 => Order::Fifo,
+            2 => Order::DeadlineMonotonic,
+            other => return wrong("order", other.into(), "a tombolo_order, 0 to 2"),
+        };
         Ok(Options {
             workers: or(self.workers, default.workers),
             class,
             budget: duration(self.budget_ns, default.budget),
             period: duration(self.period_ns, default.period),
             queue_bound: or(usize::try_from(self.queue_bound).unwrap_or(usize::MAX), default.queue_bound),
+            order,
             late,
             admission: self.admission != 0,
             access: Access { uids: uids.into(), gids: gids.into(), everybody: self.everybody != 0 },

@@ -12,6 +12,7 @@
 //!   written to a file, and `TOMBOLO_FUZZ_INPUT=FILE` runs just that.
 //! * `./x fuzz [TARGET] [SECONDS]` runs them from outside; without that they are unit tests of a second each.
 
+pub mod calls;
 pub mod targets;
 
 use std::collections::HashSet;

@@ -12,6 +12,7 @@ use tombolo_ring::ivshmem::region::{HEADER_BYTES, Header, Layout as LinkLayout};
 use tombolo_ring::ivshmem::state::{Action, Machine, Offloads, TAKES_OFFLOADS};
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::{DeviceQueue, Layout, QueueConfig, Region, RegionTable, features};
+use tombolo_rpc_proto::envelope;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
@@ -502,4 +503,19 @@ pub fn stream(input: &[u8], behaviour: &mut Behaviour) {
     assert_eq!((&got, runts, faulted), (&wanted, wanted_runts, bad));
     behaviour.note((got.len(), runts, faulted));
     got.iter().for_each(|frame| behaviour.note_size(frame.len()));
+}
+
+// --- typed calls ---
+
+/// A client's request for a method: what is understood of it is all of its bytes, at their places.
+pub fn typed(input: &[u8], behaviour: &mut Behaviour) {
+    match envelope::parse(input) {
+        Ok((service, method, message)) => {
+            let rest = [service.as_bytes(), b"/", method.as_bytes(), message].concat();
+            assert_eq!(rest, input[4..]);
+            behaviour.note_size(service.len());
+            behaviour.note_size(message.len());
+        }
+        Err(status) => behaviour.note(status.message()),
+    }
 }

@@ -2,17 +2,18 @@
 #![allow(missing_docs)]
 
 use std::path::Path;
-use tombolo_fuzz::{run, targets};
+use tombolo_fuzz::{calls, run, targets};
 
 macro_rules! fuzz {
-    ($($name:ident)+) => {
+    ($module:ident: $($name:ident)+) => {
         $(
             #[test]
             fn $name() {
-                run(stringify!($name), Path::new(env!("CARGO_TARGET_TMPDIR")), targets::$name);
+                run(stringify!($name), Path::new(env!("CARGO_TARGET_TMPDIR")), $module::$name);
             }
         )+
     };
 }
 
-fuzz!(ring ivshmem gateway nat offload stream);
+fuzz!(targets: ring ivshmem gateway nat offload stream typed);
+fuzz!(calls: calls_link calls_stream);

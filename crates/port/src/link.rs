@@ -15,6 +15,7 @@ use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
 use rustix::io::Errno;
 use rustix::thread::{LinkNameSpaceType, move_into_link_name_space};
+use std::fmt;
 use std::fs::File;
 use std::net::IpAddr;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -22,6 +23,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Mac;
+use tombolo_switch::port::Link;
 
 const IFF_UP: u16 = 1;
 const IFF_RUNNING: u16 = 0x40;
@@ -148,6 +150,36 @@ pub struct LinkState {
     pub running: bool,
     /// Longest payload of a frame, in bytes.
     pub mtu: u32,
+}
+
+/// What a port knows of its interface.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Condition {
+    Up,
+    Down,
+    /// The interface was deleted; one of its name may come.
+    Gone,
+}
+
+impl Condition {
+    /// Of an interface that is there.
+    pub(crate) fn of(state: &LinkState) -> Condition {
+        if state.up && state.running { Condition::Up } else { Condition::Down }
+    }
+
+    pub(crate) fn link(self) -> Link {
+        if self == Condition::Up { Link::Up } else { Link::Down }
+    }
+}
+
+impl fmt::Display for Condition {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Condition::Up => "up",
+            Condition::Down => "down",
+            Condition::Gone => "deleted; waiting for one of that name",
+        })
+    }
 }
 
 /// An interface by its name, in its namespace.

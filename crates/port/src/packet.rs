@@ -17,7 +17,7 @@
 //! Sending goes through the interface's queueing discipline, which queues where the device is busy. `qdisc_bypass`
 //! goes past it: less work per frame, frames lost as soon as the device is busy, and unseen by the host's captures.
 
-use crate::link::{Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
+use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, Headers, Piece, Received, Slots};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -89,14 +89,6 @@ pub enum PacketError {
     /// The interface or its namespace.
     #[error(transparent)]
     Link(#[from] LinkError),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Condition {
-    Up,
-    Down,
-    /// The interface was deleted; one of its name may come.
-    Gone,
 }
 
 /// The port.
@@ -182,7 +174,7 @@ impl PacketPort {
 
     fn take_state(&mut self, state: Option<LinkState>) {
         if let Some(state) = state {
-            self.condition = if state.up && state.running { Condition::Up } else { Condition::Down };
+            self.condition = Condition::of(&state);
             self.mtu = state.mtu;
         }
     }
@@ -328,7 +320,7 @@ impl Port for PacketPort {
     }
 
     fn link(&self) -> Link {
-        if self.condition == Condition::Up { Link::Up } else { Link::Down }
+        self.condition.link()
     }
 
     fn caps(&self) -> Caps {
@@ -472,15 +464,10 @@ impl Port for PacketPort {
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
-        let state = match self.condition {
-            Condition::Up => "up",
-            Condition::Down => "down",
-            Condition::Gone => "deleted; waiting for one of that name",
-        };
         vec![
             ("interface", self.name.clone()),
             ("index", self.index.to_string()),
-            ("state", state.into()),
+            ("state", self.condition.to_string()),
             ("mtu", self.mtu.to_string()),
             ("promiscuous", self.promiscuous.to_string()),
             ("qdisc_bypass", self.qdisc_bypass.to_string()),

@@ -19,7 +19,7 @@
 //!
 //! Limits: frames of 65,557 bytes; [`ARENA_BYTES`] a turn, after which the worker is told that there is more.
 
-use crate::link::{Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
+use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest, Piece, TunValue, TunWord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -139,14 +139,6 @@ pub enum TapError {
     /// The interface or its namespace.
     #[error(transparent)]
     Link(#[from] LinkError),
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Condition {
-    Up,
-    Down,
-    /// The interface was deleted; one of its name may come.
-    Gone,
 }
 
 /// The port.
@@ -309,7 +301,7 @@ impl TapPort {
 
     fn take_state(&mut self, state: Option<LinkState>) {
         if let Some(state) = state {
-            self.condition = if state.up && state.running { Condition::Up } else { Condition::Down };
+            self.condition = Condition::of(&state);
             self.mtu = state.mtu;
         }
     }
@@ -437,7 +429,7 @@ impl Port for TapPort {
     }
 
     fn link(&self) -> Link {
-        if self.condition == Condition::Up { Link::Up } else { Link::Down }
+        self.condition.link()
     }
 
     fn caps(&self) -> Caps {
@@ -608,14 +600,9 @@ impl Port for TapPort {
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
-        let state = match self.condition {
-            Condition::Up => "up",
-            Condition::Down => "down",
-            Condition::Gone => "deleted; waiting for one of that name",
-        };
         vec![
             ("interface", self.name.clone()),
-            ("state", state.into()),
+            ("state", self.condition.to_string()),
             ("mtu", self.mtu.to_string()),
             ("vnet_header_bytes", self.header_bytes.to_string()),
             ("monitored", self.monitor.is_some().to_string()),

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use tombolo_port::reactor::{Reactor, Registration};
-use tombolo_port::stream::{Address, StreamPort};
+use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::Drops;
@@ -36,6 +36,17 @@ impl Worker {
         let reactor = Reactor::new().unwrap();
         let port = make(reactor.registrar().registration(Token(0)));
         Worker { port, reactor, drops: Drops::default(), got: Vec::new() }
+    }
+
+    /// With a port that is given its peers.
+    fn given() -> (Worker, StreamFeed) {
+        let mut feed = None;
+        let worker = Worker::new(|registration| {
+            let (port, theirs) = StreamPort::given(1500, registration);
+            feed = Some(theirs);
+            port
+        });
+        (worker, feed.unwrap())
     }
 
     /// Works until `done`; asleep in between, until the port or its timer wakes.
@@ -264,17 +275,12 @@ fn we_connect_to_qemu_stream_and_again_after_it_was_killed() {
 #[test]
 fn qemu_socket_is_given_one_end_of_a_pair() {
     with("qemu-system-x86_64", "qemu_socket_is_given_one_end_of_a_pair", || {
-        let mut feed = None;
-        let mut worker = Worker::new(|r| {
-            let (port, theirs) = StreamPort::given(1500, r);
-            feed = Some(theirs);
-            port
-        });
+        let (mut worker, feed) = Worker::given();
         for _ in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             // Descriptor 0 is the one that any program inherits.
             let peer = qemu("socket,id=s,fd=0", Some(theirs.into()));
-            feed.as_ref().unwrap().give(ours.into()).unwrap();
+            feed.give(ours.into()).unwrap();
             worker.link(Link::Up);
             worker.converse_with_slirp();
             peer.kill();
@@ -329,16 +335,11 @@ fn with_passt(test: &str, body: impl FnOnce()) {
 #[test]
 fn passt_is_given_one_end_of_a_pair_and_another_passt_after_it() {
     with_passt("passt_is_given_one_end_of_a_pair", || {
-        let mut feed = None;
-        let mut worker = Worker::new(|r| {
-            let (port, theirs) = StreamPort::given(1500, r);
-            feed = Some(theirs);
-            port
-        });
+        let (mut worker, feed) = Worker::given();
         for _ in 0..2 {
             let (ours, theirs) = UnixStream::pair().unwrap();
             let peer = passt(&["--fd", "0"], Some(theirs.into()));
-            feed.as_ref().unwrap().give(ours.into()).unwrap();
+            feed.give(ours.into()).unwrap();
             worker.link(Link::Up);
             assert_ne!(worker.arp(), [0; 6]);
             assert_eq!(worker.dhcp(), OUR_IP);

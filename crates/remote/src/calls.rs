@@ -145,9 +145,12 @@ impl Calls {
             state.leader = true;
             let listens = state.way.listens();
             drop(state);
-            self.0.wakers.wait(left, listens, &mut naps);
+            let is_heard = self.0.wakers.wait(left, listens, &mut naps);
             state = self.lock();
             state.leader = false;
+            if is_heard {
+                state.way.hear();
+            }
         };
         if state.followers > 0 {
             // Somebody else's turn to sleep on the doorbells.
@@ -181,6 +184,7 @@ impl Calls {
     /// Whether the server of the link has ended, with its fabric. The link itself goes on, but nobody tells any more who dies.
     pub fn server_is_gone(&self) -> bool {
         let mut state = self.lock();
+        state.way.hear();
         self.turn(&mut state);
         state.way.server_is_gone()
     }

@@ -93,20 +93,24 @@ impl Default for Naps {
 }
 
 impl Wakers {
-    /// Waits until something may have come, at most `left`.
-    pub(crate) fn wait(&self, left: Duration, socket: PollFlags, naps: &mut Naps) {
+    /// Waits until something may have come, at most `left`. Returns whether something is at the socket.
+    pub(crate) fn wait(&self, left: Duration, socket: PollFlags, naps: &mut Naps) -> bool {
         let pause = if self.polled { left.min(naps.0) } else { left };
         naps.0 = (naps.0 * 2).min(LONGEST_NAP);
-        let mut fds: Vec<PollFd<'_>> = self.doorbells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
-        fds.push(PollFd::new(&self.nudge, PollFlags::IN));
+        let bells = || self.doorbells.iter().chain([&self.nudge]);
+        let mut fds: Vec<PollFd<'_>> = bells().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
         if !socket.is_empty() {
             fds.push(PollFd::new(&self.socket, socket));
         }
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
-        let _ = poll(&mut fds, Timespec::try_from(pause).ok().as_ref());
-        for bell in self.doorbells.iter().chain([&self.nudge]) {
+        if poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_err() {
+            return false;
+        }
+        let rung = |fd: &PollFd<'_>| !fd.revents().is_empty();
+        for (bell, _) in bells().zip(&fds).filter(|(_, fd)| rung(fd)) {
             bell.take();
         }
+        fds.get(bells().count()).is_some_and(rung)
     }
 }
 
@@ -118,6 +122,8 @@ struct OnLink {
     /// The link's life that `rings` belong to, and whether the peer's headers were looked at in it.
     life: u64,
     checked: bool,
+    /// The server has said something, or may have.
+    heard: bool,
     /// The conversation with the server failed or ended: it is not listened to any more.
     deaf: bool,
 }
@@ -157,7 +163,8 @@ impl Way {
         let (doorbells, socket) = link.wakers()?;
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
         // No life of a link has that number.
-        let on = OnLink { link, plan, rings: Rings::new(plan), life: u64::MAX, checked: false, deaf: false };
+        let on =
+            OnLink { link, plan, rings: Rings::new(plan), life: u64::MAX, checked: false, heard: true, deaf: false };
         let session = Session::new(plan.entries(), options);
         let way = Way { session, kind: Kind::Link(Box::new(on)), up: false };
         Ok((way, Wakers { doorbells, socket, nudge, polled }))
@@ -216,6 +223,13 @@ impl Way {
     /// Whether nobody tells any more who comes and goes.
     pub(crate) fn server_is_gone(&self) -> bool {
         matches!(&self.kind, Kind::Link(on) if on.deaf)
+    }
+
+    /// Something is at the socket.
+    pub(crate) fn hear(&mut self) {
+        if let Kind::Link(on) = &mut self.kind {
+            on.heard = true;
+        }
     }
 
     /// What of the socket a thread that sleeps listens to.
@@ -303,12 +317,17 @@ impl Way {
         let mut any = self.drain();
         let gone = match &mut self.kind {
             Kind::Link(on) => {
-                // An error of the conversation is no end of the link.
-                let up = on.link.step().unwrap_or_else(|_| {
-                    on.deaf = true;
-                    on.link.peer().step()
-                });
                 let was_deaf = on.deaf;
+                // A system call, which calls do without while the peer's word says that it is there.
+                let up = if was_up && !std::mem::take(&mut on.heard) {
+                    on.link.peer().step()
+                } else {
+                    // An error of the conversation is no end of the link.
+                    on.link.step().unwrap_or_else(|_| {
+                        on.deaf = true;
+                        on.link.peer().step()
+                    })
+                };
                 on.deaf |= on.link.server_is_gone();
                 any |= was_deaf != on.deaf;
                 let life = on.link.peer().life();

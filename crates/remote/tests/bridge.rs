@@ -8,19 +8,13 @@ use tombolo_remote::bridge::{Bridge, BridgeError};
 use tombolo_remote::{CallOptions, Calls, Response, ServeOptions, Status};
 use tombolo_rpc::client::{self, CallError, Client, ConnectOptions};
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
+use tombolo_testing::found;
 
 const SOON: Duration = Duration::from_secs(20);
 
 fn connect(folder: &Path, name: &str) -> Client {
     let options = ConnectOptions { folder: Some(folder.into()), ..ConnectOptions::default() };
-    let end = Instant::now() + SOON;
-    loop {
-        match Client::connect_with(name, &options) {
-            Ok(client) => return client,
-            Err(error) => assert!(Instant::now() < end, "{error}"),
-        }
-        std::thread::yield_now();
-    }
+    found("the service", || Client::connect_with(name, &options).ok())
 }
 
 /// A peer, as a cell would be one, and a bridge to it that runs.
@@ -88,14 +82,8 @@ fn the_peer_calls_a_service_of_this_machine_also_after_that_was_replaced() {
             reply.write(&[&request.to_vec()[..], &[round]].concat()).unwrap();
         });
         let service = service.unwrap();
-        let end = Instant::now() + SOON;
         // The first call may find the connection to the service before this one.
-        let reply = loop {
-            match call(b"round") {
-                Ok(reply) => break reply,
-                Err(error) => assert!(Instant::now() < end, "{error}"),
-            }
-        };
+        let reply = found("a reply", || call(b"round").ok());
         assert_eq!(reply.bytes, [&b"round"[..], &[round]].concat());
         drop(service);
     }

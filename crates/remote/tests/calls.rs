@@ -12,9 +12,12 @@ use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_shm::ivshmem::links::{Config, Door, Links};
 use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
+use tombolo_testing::{found, until};
 
 const SOON: Duration = Duration::from_secs(20);
 const BYTES: u64 = 1 << 20;
+/// Between two looks of a peer that nobody may ring.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A direct link for two, with its server.
 struct Place {
@@ -112,14 +115,10 @@ fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
             a.wait_up(SOON) && other.join().unwrap()
         }));
         let unserved = a.submit(b"x", &within(5)).unwrap();
-        let end = Instant::now() + SOON;
-        let failed = loop {
-            // It looks, and serves nothing.
-            assert!(b.is_up() && Instant::now() < end);
-            if let Some(failed) = a.poll(unserved) {
-                break failed;
-            }
-        };
+        let failed = found("an answer of one that looks, and serves nothing", || {
+            assert!(b.is_up());
+            a.poll(unserved)
+        });
         assert_eq!(failed, Err(CallError::Failed));
         assert!(b.next(Duration::ZERO).is_none(), "from now on it serves");
         // A call without patience; it holds its slot until its answer.
@@ -224,10 +223,7 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         let joined = Joined::connect(place.socket(), SOON).unwrap();
         let peer = 1 - joined.id();
         let mut liar = joined.bare(peer, protocol::CALLS, "calls", clear).unwrap();
-        let end = Instant::now() + SOON;
-        while !liar.wait(Duration::from_millis(20)).unwrap() {
-            assert!(Instant::now() < end, "the link does not come up");
-        }
+        until("the link to come up", || liar.wait(LOOK).unwrap());
         assert!(at == HEADER || a.wait_up(SOON));
         let life = liar.peer().life();
         let (own, _) = liar.peer().sections().unwrap();
@@ -240,10 +236,10 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         let result = call.join().unwrap();
         let lost = matches!(result, Err(CallError::Broken(_) | CallError::ProviderGone));
         assert!(lost, "{at:#x}: {result:?}");
-        while liar.peer().life() == life {
-            liar.wait(Duration::from_millis(20)).unwrap();
-            assert!(Instant::now() < end, "{at:#x}: its link was not reset");
-        }
+        until("the liar's link to be reset", || {
+            liar.wait(LOOK).unwrap();
+            liar.peer().life() != life
+        });
     }
     // An honest one is served as if nothing had been.
     let b = place.join(&ServeOptions::default());

@@ -17,7 +17,7 @@ const VERSION: u8 = 1;
 const HEAD_BYTES: usize = 4;
 
 /// A request for a method. `tombolo-rpc-build` checks that its name is not longer than its length can say.
-pub(crate) fn encode(method: &str, message: &impl Message) -> Vec<u8> {
+pub fn encode(method: &str, message: &impl Message) -> Vec<u8> {
     let len = u16::try_from(method.len()).unwrap_or(u16::MAX);
     let mut bytes = Vec::with_capacity(HEAD_BYTES + method.len() + message.encoded_len());
     bytes.extend([VERSION, 0]);
@@ -28,7 +28,10 @@ pub(crate) fn encode(method: &str, message: &impl Message) -> Vec<u8> {
 }
 
 /// The service, the method and the message's bytes of a request.
-pub(crate) fn parse(bytes: &[u8]) -> Result<(&str, &str, &[u8]), Status> {
+///
+/// # Errors
+/// [`Code::InvalidArgument`], with what is wrong.
+pub fn parse(bytes: &[u8]) -> Result<(&str, &str, &[u8]), Status> {
     let wrong = |what: &str| Status::new(Code::InvalidArgument, format!("not a request of a typed service: {what}"));
     let (head, rest) = bytes.split_first_chunk::<HEAD_BYTES>().ok_or_else(|| wrong("shorter than its head"))?;
     let [version, zero, low, high] = *head;

@@ -21,7 +21,7 @@
 //! Unary methods only. Messages are encoded and decoded by copy.
 
 mod client;
-mod envelope;
+pub mod envelope;
 mod server;
 mod status;
 

@@ -123,6 +123,25 @@ fn what_cannot_be_called_is_told_apart_and_calls_nothing() {
     assert_eq!(history.count(&Nothing {}, &any()).unwrap().value, 1.0, "only that was calculated");
 }
 
+#[test]
+fn no_altered_byte_breaks_the_service() {
+    let dir = tempfile::tempdir().unwrap();
+    let service = serve(dir.path(), Machine::default().router());
+    let client = connect(dir.path());
+    let right = request("calculator.Calculator/Sum", &Numbers { values: vec![1.0, 2.0] }.encode_to_vec());
+    for at in 0..right.len() {
+        for value in [0, 1, 0x0a, 0x7f, 0x80, 0xff] {
+            let mut bytes = right.clone();
+            bytes[at] = value;
+            let reply = client.call(&bytes, &any()).unwrap();
+            let code = Code::from_number(reply.code());
+            let expected = [Code::Ok, Code::InvalidArgument, Code::Unimplemented];
+            assert!(expected.contains(&code), "{value:#x} at {at}: {code:?}");
+        }
+    }
+    assert_eq!(service.report().answers.failed, 0);
+}
+
 /// Answers as its next instruction says.
 struct Instructed {
     orders: Mutex<mpsc::Receiver<Order>>,

@@ -232,6 +232,13 @@ impl Link {
         }
     }
 
+    /// Has the task that waits for the link look again: another one has looked in its place.
+    pub(crate) fn look_again(&self) {
+        if let Some(waker) = self.taken.waker.take() {
+            waker.wake();
+        }
+    }
+
     /// Looks until `look` finds something, and gives that. The cell sleeps between two looks, and the network and other tasks have
     /// their turns; with `busy_poll_us=` on the command line it goes on looking for so long first.
     pub async fn until<T>(&self, mut look: impl FnMut() -> Option<T>) -> T {

@@ -31,7 +31,7 @@
 //! | writes into *our* section (v1 devices allow it) | its own frames; we never read back what we wrote | – |
 //!
 //! # Limits
-//! Two peers; frames as they are on a wire, of an MTU up to a quarter of the section's data area; 4096 frames out, of which
+//! Two peers; frames as they are on a wire, or behind their offload state where both ends agreed on that ([`LinkEnd::offloads`]), of an MTU up to a quarter of the section's data area; 4096 frames out, of which
 //! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
 
 pub mod bare;
