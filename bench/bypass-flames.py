@@ -62,7 +62,7 @@ class Box:
 def boxes(box, name, x, level, scale, total):
     """SVG of a function and of those above it."""
     width = box.samples * scale
-    colour = next(c for pattern, c in COLOURS if re.search(pattern, name.removeprefix("bpf: ") if not name.startswith("bpf: ") else "bpf"))
+    colour = next(colour for pattern, colour in COLOURS if re.search(pattern, name))
     letters = int((width - 4) / CHARACTER)
     text = name if len(name) <= letters else name[:letters - 1] + "…" if letters > 3 else ""
     yield (f'<g><title>{escape(name)}: {100 * box.samples / total:.1f} %</title><rect x="{x:.1f}" y="{level}" width="{max(width - 0.4, 0.3):.1f}" '
@@ -84,14 +84,13 @@ def picture(root, title, ns_per_frame, ns_per_pixel):
 def sample(setting, load, seconds, file):
     """The writer's stacks as a tree, and the CPU time of a frame."""
     setting.settle(load)
-    perf = subprocess.Popen(["perf", "record", "-q", "-F", "4999", "-g", "-p", str(setting.load_pid()), "-o", file], stdout=subprocess.DEVNULL,
-                            stderr=subprocess.PIPE)
-    # It attaches to threads that are there; those that are started later it follows.
+    # Of the writer's CPU: of a process perf samples only the threads that are there already.
+    perf = subprocess.Popen(["perf", "record", "-q", "-F", "4999", "-g", "-C", "0", "-o", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     time.sleep(0.5)
     row = setting.ask(load, 0, seconds)
     perf.send_signal(2)
     perf.communicate(timeout=20)
-    text = subprocess.run(["perf", "script", "-i", file, "-F", "comm,ip,sym,dso"], capture_output=True, text=True, check=True).stdout
+    text = subprocess.run(["perf", "script", "-i", file, "--comms", "pathload", "-F", "comm,ip,sym,dso"], capture_output=True, text=True, check=True).stdout
     root = Box()
     for names in stacks(text):
         root.add(names[1:])
