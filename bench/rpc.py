@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Calls with deadlines, beside a futex and a Unix socket between the same two processes.
+"""Calls with deadlines, beside the floor that the kernel sets and beside peers, all between the same two processes.
 
-usage: ./x bench rpc [--repeats N] [--calls N]
+usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers]
 
-Runs crates/rpc/examples/rpc_bench.rs, which interleaves all rows in each repeat, and crates/rpc/examples/misses.rs (deadlines missed, on a
-virtual clock). The table has the medians over the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both
-processes, per call; "blocking" means that both ends sleep at once. Ratios are ours divided by the peer's: below 1 we are faster.
+Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
+iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. The table has the medians over
+the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" means that both ends sleep at once.
+Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
 
-Peers with RPC semantics of their own (iceoryx2, Cap'n Proto, gRPC, zenoh) are not in this run yet.
+After that crates/rpc/examples/misses.rs counts the deadlines that earliest deadline first misses at a load of 0.9, on a virtual clock.
 """
 
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -21,61 +23,127 @@ from collections import defaultdict
 from common import FIRST, ROOT, BenchError, Results, note, ratio, terminate_cleanly
 
 EXAMPLES = ROOT / "target/release/examples"
+PEERS = ROOT / "target/peers/release"
+# What each peer's program needs besides cargo.
+NEEDS = {"iceoryx2": None, "capnp": "capnp", "tonic": None, "zenoh": None}
 
 
-def lines(command, env=None):
-    """The JSON objects that a program prints, as they come."""
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as process:
-        for line in process.stdout:
-            yield json.loads(line)
-        if process.wait():
-            raise BenchError(f"{command[0]} ended with {process.returncode}")
+def lines(command, seconds=None):
+    """The JSON objects that a program prints, as they come. One that says nothing more for so long is ended."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired as over:
+            process.kill()
+            raise BenchError(f"{command[0]} was not done after {seconds} s") from over
+        if process.returncode:
+            raise BenchError(f"{command[0]} ended with {process.returncode}: {err.strip()[-300:]}")
+        yield from map(json.loads, out.splitlines())
+
+
+def alone(program):
+    """The command that runs a peer where what it leaves behind (iceoryx2 in /tmp and /dev/shm, zenoh in /dev/shm) goes with it."""
+    if os.geteuid() != 0 or ROOT.is_relative_to("/tmp"):
+        return [program]
+    mounts = "mount -t tmpfs peer /dev/shm && mount -t tmpfs peer /tmp && exec \"$@\""
+    return ["unshare", "--mount", "sh", "-c", mounts, "sh", program]
+
+
+def build(example):
+    subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--example", example], cwd=ROOT, check=True)
+
+
+def build_peers():
+    """Builds each peer's program on its own. Returns why each that is missing is."""
+    missing = {}
+    for peer, program in NEEDS.items():
+        if program and not shutil.which(program):
+            missing[peer] = f"the program {program} is not installed (./x setup peers)"
+            continue
+        note(f"building {peer} (the first time takes some minutes)")
+        command = ["cargo", "build", "--release", "--quiet", "--target-dir", str(ROOT / "target/peers"), "-p", f"peer-{peer}"]
+        done = subprocess.run(command, cwd=ROOT / "bench/peers", capture_output=True, text=True)
+        if done.returncode:
+            missing[peer] = f"it does not build here: {done.stderr.strip().splitlines()[-1] if done.stderr.strip() else done.returncode}"
+    return missing
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=20000)
+    parser.add_argument("--no-peers", action="store_true")
     options = parser.parse_args()
     terminate_cleanly()
-    subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--examples"], cwd=ROOT, check=True)
+    build("rpc_bench")
+    build("misses")
+    missing = dict.fromkeys(NEEDS, "left out by --no-peers") if options.no_peers else build_peers()
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
     results = Results("rpc")
     values = defaultdict(lambda: defaultdict(list))
-    for row in lines([str(EXAMPLES / "rpc_bench"), "--repeats", str(options.repeats), "--calls", str(options.calls)]):
-        results.add(**row)
-        for key, value in row.items():
-            if key != "row" and value is not None:
-                values[row["row"]][key].append(value)
-        note(", ".join(f"{key} {value}" for key, value in row.items()))
+
+    def measure(command, seconds=None):
+        for row in lines([*command, "--calls", str(options.calls)], seconds):
+            results.add(**row)
+            for key, value in row.items():
+                if key != "row" and value is not None:
+                    values[row["row"]][key].append(value)
+            note(", ".join(f"{key} {value}" for key, value in row.items()))
+
+    for _ in range(options.repeats):
+        measure([str(EXAMPLES / "rpc_bench")])
+        for peer in NEEDS:
+            if peer in missing:
+                continue
+            try:
+                # Ten times what the slowest takes.
+                measure(alone(str(PEERS / f"peer-{peer}")), 60 + options.calls * 0.02)
+            except BenchError as error:
+                missing[peer] = str(error)
+                note(f"{peer}: {error}")
     medians = {name: {key: statistics.median(of) for key, of in row.items()} for name, row in values.items()}
-    print(f"{'row':24}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>10}{'calls/s':>12}{'cpu us':>9}   (medians of {options.repeats})")
+    keys = ["p50_us", "p99_us", "p999_us", "rate", "cpu_us"]
+    print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   (medians of {options.repeats})")
     for name, row in medians.items():
-        cells = [row.get("p50_us", 0), row.get("p99_us", 0), row.get("p999_us", 0)]
-        print(f"{name:24}" + "".join(f"{cell:10.2f}" for cell in cells) + f"{row.get('rate', 0):12.0f}{row.get('cpu_us', 0):9.2f}")
-    misses = {row["load"]: row for row in lines([str(EXAMPLES / "misses")])}
-    loaded = medians.get("loaded")
-    p50 = {name: row.get("p50_us") for name, row in medians.items()}
+        cells = ["-" if row.get(key) is None else f"{row[key]:.0f}" if key == "rate" else f"{row[key]:.2f}" for key in keys]
+        print(f"{name:30}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 10, 11, 12, 9), strict=True)))
+    for peer, why in missing.items():
+        print(f"{peer}: no figures, {why}")
+    misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
+              if (row["tasks"], row["order"], row["admission"]) == ("constrained", "edf", False)]
+
+    def value(row, key="p50_us"):
+        return medians.get(row, {}).get(key)
+
+    ratios = {name: ratio(value(ours, key), value(theirs, key)) for name, ours, theirs, key in [
+        ("futex_blocking", "blocking", "futex_blocking", "p50_us"),
+        ("unix_blocking", "blocking", "unix_blocking", "p50_us"),
+        ("futex_one_cpu", "blocking_one_cpu", "futex_one_cpu", "p50_us"),
+        ("unix_one_cpu", "blocking_one_cpu", "unix_one_cpu", "p50_us"),
+        ("spin_polled", "polled", "spin", "p50_us"),
+        ("iceoryx2_polled", "polled", "iceoryx2_polled_blocking", "p50_us"),
+        ("binary_heap_order", "order_10k_without_admission", "order_10k_binary_heap", "p50_us"),
+        *((f"{peer}_{row}", ours, f"{peer}_{row}", key)
+          for peer in ("iceoryx2", "iceoryx2_waitset", "capnp", "tonic", "zenoh")
+          for row, ours, key in [("blocking", "blocking", "p50_us"), ("one_cpu", "blocking_one_cpu", "p50_us"), ("64k", "copy_64k", "p50_us"),
+                                 ("16", "outstanding_16", "rate"), ("loaded", "loaded", "p999_us")]),
+    ]}
     results.finish(
-        blocking_us=p50["blocking"],
-        blocking_one_cpu_us=p50["blocking_one_cpu"],
-        adaptive_us=p50["adaptive"],
-        polled_us=p50["polled"],
-        shared_1gib_us=p50["shared_1gib"],
-        copy_64k_us=p50["copy_64k"],
-        rate_16=round(medians["outstanding_16"]["rate"]),
-        cpu_us_16=medians["outstanding_16"].get("cpu_us"),
+        blocking_us=value("blocking"),
+        blocking_one_cpu_us=value("blocking_one_cpu"),
+        adaptive_us=value("adaptive"),
+        polled_us=value("polled"),
+        shared_1gib_us=value("shared_1gib"),
+        copy_64k_us=value("copy_64k"),
+        rate_16=round(value("outstanding_16", "rate")),
+        cpu_us_16=value("outstanding_16", "cpu_us"),
         # Without the right to a real-time class there is no such figure.
-        loaded_p999_us=loaded["p999_us"] if loaded else None,
-        order_10k_us=p50["order_10k"],
-        **{"edf_misses_at_0.9": misses[0.9]["edf"]},
-        ratios={
-            "futex_blocking": ratio(p50["blocking"], p50["futex_blocking"]),
-            "unix_blocking": ratio(p50["blocking"], p50["unix_blocking"]),
-            "futex_one_cpu": ratio(p50["blocking_one_cpu"], p50["futex_one_cpu"]),
-            "unix_one_cpu": ratio(p50["blocking_one_cpu"], p50["unix_one_cpu"]),
-        },
+        loaded_p999_us=value("loaded", "p999_us"),
+        order_10k_us=value("order_10k"),
+        **{"edf_misses_at_0.9": round(statistics.mean(misses), 6)},
+        ratios={name: value for name, value in ratios.items() if value is not None},
+        missing_peers=missing,
     )
 
 

@@ -1,9 +1,11 @@
 //! `tombolo service`: the services that run, and what they do.
 
+use std::collections::BTreeMap;
 use std::io::{self, IsTerminal};
 use std::time::Duration;
 
 use clap::{Args, Subcommand};
+use tombolo_host::api::services;
 use tombolo_rpc::client::{self, ConnectError, ConnectOptions};
 use tombolo_rpc::folder;
 use tombolo_rpc::histogram::Summary;
@@ -46,6 +48,9 @@ pub(crate) struct Stats {
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
+    /// Print the report as Prometheus text, as the API of a fabric has it for all services
+    #[arg(long, conflicts_with = "json")]
+    metrics: bool,
 }
 
 #[derive(Args, Debug)]
@@ -147,9 +152,11 @@ fn text(r: &Report) -> String {
         "refused    {} queue full, {} admission, {} memory, {} reply memory, {} stopping\n",
         a.refused_queue_full, a.refused_admission, a.refused_memory, a.refused_reply_memory, a.refused_stopping,
     ));
+    let reasons: Vec<String> = r.broken_by.iter().map(|(reason, n)| format!("{reason} {n}")).collect();
+    let reasons = if reasons.is_empty() { String::new() } else { format!(" ({})", reasons.join(", ")) };
     out.push_str(&format!(
-        "clients    {} sent away, {} refused; {} replies taken back; {} sleeps, {} polls gained\n",
-        r.broken_clients, r.refused_connections, r.reclaimed_replies, r.sleeps, r.polls_gained,
+        "clients    {} sent away{}, {} connections refused; {} replies taken back; {} sleeps, {} polls gained\n",
+        r.broken_clients, reasons, r.refused_connections, r.reclaimed_replies, r.sleeps, r.polls_gained,
     ));
     out.push_str(&summary("queued", &r.queued));
     out.push_str(&summary("service", &r.service));
@@ -249,6 +256,8 @@ impl Stats {
         let report = report(&self.name)?;
         if self.json {
             out::json(&report)?
+        } else if self.metrics {
+            out::print(&services::render(&BTreeMap::from([(self.name.clone(), Some(report))])))?
         } else {
             out::print(&text(&report))?
         }

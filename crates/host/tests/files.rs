@@ -75,7 +75,7 @@ fn a_folder_gives_its_fabric_a_legal_name_or_none() {
     for path in ["/srv/…/x.toml", "/x.toml"] {
         let error = name(path).unwrap_err().to_string();
         assert!(
-            error.contains(":1:1: name: expected 1 to 24 of a-z, 0-9 and -, found none, and the folder"),
+            error.contains(":1:1: name: expected 1 to 24 of a-z, 0-9 and -, not services, found none, and the folder"),
             "{error}"
         );
         assert!(error.contains("add name = "), "{error}");
@@ -87,6 +87,23 @@ fn a_folder_gives_its_fabric_a_legal_name_or_none() {
     std::fs::create_dir(&folder).unwrap();
     std::fs::write(folder.join("x.toml"), "faulty = true\n").unwrap();
     assert_eq!(file::name_of(&folder.join("x.toml")).unwrap(), "ber-uns");
+}
+
+#[test]
+fn a_fabric_is_not_named_as_the_folder_of_services_is() {
+    // Both are folders of $TOMBOLO_RUNTIME.
+    let dir = tempfile::tempdir().unwrap();
+    let folder = dir.path().join("services");
+    std::fs::create_dir(&folder).unwrap();
+    let path = folder.join("x.toml");
+    for text in ["name = \"services\"\n[network.lan]\n", "[network.lan]\n"] {
+        let error = file::parse(text, &path).unwrap_err().to_string();
+        assert!(error.contains("1 to 24 of a-z, 0-9 and -, not services"), "{error}");
+        std::fs::write(&path, text).unwrap();
+        assert!(file::name_of(&path).is_err());
+    }
+    let named = file::parse("name = \"lab\"\n[network.services]\n", &path).unwrap();
+    assert_eq!((named.name.as_str(), named.networks[0].name.as_str()), ("lab", "services"));
 }
 
 #[test]

@@ -18,6 +18,7 @@ pub mod histogram;
 mod message;
 pub mod poll;
 pub mod provider;
+mod quota;
 pub mod shared;
 pub mod simulate;
 mod socket;

@@ -13,6 +13,7 @@ use tombolo_shm::memory::{Mapping, MemoryError};
 use tombolo_shm::section;
 
 use crate::message::Message;
+use crate::quota::{Charge, Quota};
 use crate::socket;
 
 /// Most memories that one side may hand over in a connection at a time.
@@ -88,28 +89,47 @@ impl Given {
 }
 
 /// The memories that the other side has handed over in a connection, mapped for reading.
-#[derive(Debug, Default)]
-pub(crate) struct Taken(HashMap<u32, Arc<Mapping>>);
+#[derive(Debug)]
+pub(crate) struct Taken {
+    memories: HashMap<u32, (Arc<Mapping>, Charge)>,
+    max_bytes: u64,
+    quota: Quota,
+}
+
+impl Default for Taken {
+    /// Without a bound but that of their number.
+    fn default() -> Self {
+        Taken::new(u64::MAX, Quota::default())
+    }
+}
 
 impl Taken {
+    /// At most `max_bytes` of this connection, and what the quota has left.
+    pub(crate) fn new(max_bytes: u64, quota: Quota) -> Taken {
+        Taken { memories: HashMap::new(), max_bytes, quota }
+    }
+
     pub(crate) fn get(&self, number: u32) -> Option<Arc<Mapping>> {
-        self.0.get(&number).cloned()
+        self.memories.get(&number).map(|(mapping, _)| mapping.clone())
     }
 
     /// Acts on a message; false where it is no message about memory. What is not sealed, too large or one too many is not
     /// taken: requests that name it are refused.
-    pub(crate) fn message(&mut self, message: &Message, fds: &[OwnedFd], max_bytes: u64) -> bool {
+    pub(crate) fn message(&mut self, message: &Message, fds: &[OwnedFd]) -> bool {
         match (message, fds) {
             (Message::Share { number, bytes }, [fd]) => {
-                let total: u64 = self.0.values().map(|m| m.len() as u64).sum();
-                let fits = *bytes <= max_bytes.saturating_sub(total) && self.0.len() < MAX_MEMORIES;
-                if let (true, Ok(mapping)) = (fits, section::adopt(fd, *bytes, false)) {
-                    self.0.insert(*number, Arc::new(mapping));
+                let total: u64 = self.memories.values().map(|(m, _)| m.len() as u64).sum();
+                let fits = *bytes <= self.max_bytes.saturating_sub(total) && self.memories.len() < MAX_MEMORIES;
+                if fits
+                    && let Some(charge) = self.quota.take(*bytes)
+                    && let Ok(mapping) = section::adopt(fd, *bytes, false)
+                {
+                    self.memories.insert(*number, (Arc::new(mapping), charge));
                 }
                 true
             }
             (Message::Forget { number }, _) => {
-                self.0.remove(number);
+                self.memories.remove(number);
                 true
             }
             _ => false,

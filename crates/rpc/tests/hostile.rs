@@ -16,7 +16,9 @@ use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal,
 use tombolo_ring::rpc::ring::{Consumer, Producer};
 use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, WAKE, initialise};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
-use tombolo_rpc::provider::{Options, Reply, Request, Service};
+use tombolo_rpc::poll::Polling;
+use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
+use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::memory::Mapping;
 use tombolo_shm::section;
 use tombolo_testing::until;
@@ -560,4 +562,108 @@ fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
     assert!(begun.elapsed() < Duration::from_secs(5));
     stop.send(()).unwrap();
     provider.join().unwrap();
+}
+
+#[test]
+fn a_client_that_wakes_the_service_for_nothing_is_sent_away() {
+    // By its bell, to a worker that sleeps; by an index that comes and goes, to one that polls.
+    type Disturb = fn(&Raw);
+    let ring: Disturb = |raw| raw.ring();
+    let flicker: Disturb = |raw| {
+        raw.own().store_u32(PUBLISHED, 1, Ordering::Release);
+        raw.own().store_u32(PUBLISHED, 0, Ordering::Release);
+        raw.ring();
+    };
+    for (disturb, polling) in [(ring, Polling::Never), (flicker, Polling::Always)] {
+        let dir = tempfile::tempdir().unwrap();
+        let options = Options { folder: Some(dir.path().into()), polling, ..Options::default() };
+        let service = Service::register("s", options, sum).unwrap();
+        let client = good(dir.path());
+        let raw = Raw::connect(dir.path());
+        let begun = Instant::now();
+        while service.report().broken_clients == 0 {
+            assert!(begun.elapsed() < PATIENCE, "it is still there");
+            for _ in 0..10 {
+                disturb(&raw);
+                std::thread::yield_now();
+            }
+        }
+        assert!(raw.is_closed());
+        let report = service.report();
+        let [(reason, 1)] = &report.broken_by.iter().map(|(k, v)| (&k[..], *v)).collect::<Vec<_>>()[..] else {
+            panic!("{:?}", report.broken_by)
+        };
+        // An index that flickers may be caught at an entry that is none.
+        assert!(*reason == "noise" || (polling == Polling::Always && *reason == "kind"), "{reason}");
+        works(&client);
+    }
+}
+
+#[test]
+fn one_user_does_not_take_all_connections_and_all_memory() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |error: ConnectError, word: &str| {
+        let ConnectError::Refused(why) = &error else { panic!("{error}") };
+        assert!(why.contains(word), "{why}");
+    };
+    let options = Options { folder: Some(dir.path().into()), max_clients_per_uid: 2, ..Options::default() };
+    let service = Service::register("s", options.clone(), sum).unwrap();
+    let clients = [good(dir.path()), good(dir.path())];
+    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "clients of user");
+    drop(clients);
+    until("places come back", || try_connect(dir.path(), PATIENCE).is_ok());
+    assert!(service.report().refused_connections > 0);
+    drop(service);
+
+    // One connection, and half a MiB that it hands over.
+    let geometry = Geometry::new(64, 1 << 20).unwrap();
+    let options =
+        Options { max_clients_per_uid: 128, max_bytes_per_uid: 2 * geometry.section_bytes() + (512 << 10), ..options };
+    let _service = Service::register("s", options, sum).unwrap();
+    let client = good(dir.path());
+    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "bytes");
+    let call = |bytes: u64| {
+        let buffer = SharedBuffer::new(bytes, false).unwrap();
+        client.call_shared(&buffer, 0, bytes, &CallOptions::default()).map(|_| ())
+    };
+    assert!(matches!(call(768 << 10), Err(CallError::Refused(Refusal::Memory))));
+    call(512 << 10).unwrap();
+    // That memory has gone, and comes back with the next that is handed over.
+    call(512 << 10).unwrap();
+    drop(client);
+    until("its memory comes back", || try_connect(dir.path(), PATIENCE).is_ok());
+}
+
+#[test]
+fn the_groups_of_which_a_caller_is_a_member_count() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED: the right to be another user (root)");
+        return;
+    }
+    use std::os::unix::fs::PermissionsExt;
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let access = Access { gids: vec![4242], ..Access::default() };
+    let options = Options { folder: Some(dir.path().into()), access, ..Options::default() };
+    let _service = Service::register("s", options, sum).unwrap();
+    // Asks for the report, and prints the kind of the answer: 19 is the report, 18 a refusal.
+    let ask = "import socket, struct, sys\n\
+        s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])\n\
+        try: s.send(struct.pack('<II', 2, 1) + b'TMBLRPC\\x01')\n\
+        except OSError: pass\n\
+        while True:\n\
+        \x20try: answer = s.recv(65536)\n\
+        \x20except ConnectionResetError: continue\n\
+        \x20break\n\
+        print(struct.unpack('<I', answer[:4])[0])";
+    for (groups, kind) in [("4242", "19"), ("7,4242,9", "19"), ("7", "18")] {
+        let done = std::process::Command::new("setpriv")
+            .env("PATH", "/usr/bin:/bin")
+            .args(["--reuid", "65534", "--regid", "65534", "--groups", groups, "python3", "-c", ask])
+            .arg(dir.path().join("s"))
+            .output()
+            .unwrap();
+        let said = String::from_utf8_lossy(&done.stdout);
+        assert_eq!(said.trim(), kind, "{groups}: {}", String::from_utf8_lossy(&done.stderr));
+    }
 }

@@ -9,12 +9,14 @@
 //! * [`doorbell`] – wake-ups, which are eventfds.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
+//! * [`credentials`] – who is at the other end of a Unix socket.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
 //! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 
 pub mod class;
+pub mod credentials;
 pub mod doorbell;
 pub mod futex;
 pub mod guest;

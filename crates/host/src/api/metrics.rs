@@ -8,17 +8,23 @@ use std::fmt::{Display, Write};
 /// The format's content type.
 pub const CONTENT_TYPE: &str = "text/plain; version=0.0.4; charset=utf-8";
 
-struct Page {
+/// A page that grows.
+#[derive(Default)]
+pub(super) struct Page {
     text: String,
 }
 
 impl Page {
+    pub(super) fn text(self) -> String {
+        self.text
+    }
+
     /// Opens a family: its name, type ("counter", "gauge") and what it counts.
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
+    pub(super) fn family(&mut self, name: &str, kind: &str, help: &str) {
         let _ = writeln!(self.text, "# HELP {name} {help}\n# TYPE {name} {kind}");
     }
 
-    fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
+    pub(super) fn sample(&mut self, name: &str, labels: &[(&str, &str)], value: impl Display) {
         self.text.push_str(name);
         for (i, (label, text)) in labels.iter().enumerate() {
             let escaped = text.replace('\\', r"\\").replace('"', "\\\"").replace('\n', r"\n");
@@ -46,7 +52,7 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("capture_lost_frames_total", "Frames that captures could not keep up with.", |c| c.capture_lost),
 ];
 
-fn seconds(ns: u64) -> String {
+pub(super) fn seconds(ns: u64) -> String {
     format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
 }
 

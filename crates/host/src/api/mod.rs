@@ -10,6 +10,7 @@ pub mod report;
 #[cfg(test)]
 pub(crate) mod samples;
 pub mod server;
+pub mod services;
 #[cfg(test)]
 mod tests;
 

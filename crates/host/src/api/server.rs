@@ -40,7 +40,7 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::report::{Fault, Machines, Ports, SCHEMA};
-use super::{Refusal, Reply, Request, Requests, metrics};
+use super::{Refusal, Reply, Request, Requests, metrics, services};
 
 /// Connections at one time.
 pub const MAX_CONNECTIONS: usize = 128;
@@ -353,7 +353,10 @@ async fn openapi() -> Response {
 
 async fn metrics_text(State(app): State<App>) -> Result<Response, Answer> {
     let status = ask(&app.requests, Request::Status).await?;
-    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], metrics::render(&status)).into_response())
+    // Services are other processes: asking them may wait, which this thread must not.
+    let services = tokio::task::spawn_blocking(services::collect).await.unwrap_or_default();
+    let page = metrics::render(&status) + &services::render(&services);
+    Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], page).into_response())
 }
 
 #[derive(Deserialize)]

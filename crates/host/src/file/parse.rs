@@ -27,7 +27,7 @@ pub fn load(path: &Path) -> Result<Fabric, FileError> {
 pub fn name_of(path: &Path) -> Result<String, FileError> {
     let text = std::fs::read_to_string(path).map_err(|source| FileError::Read { path: path.into(), source })?;
     let (root, _) = DeTable::parse_recoverable(&text);
-    let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(clean_name);
+    let named = root.get_ref().get("name").and_then(|v| v.get_ref().as_str()).and_then(fabric_name);
     let dir = folder_of(path);
     match named.or_else(|| folder_name(&dir)) {
         Some(name) => Ok(name),
@@ -48,7 +48,7 @@ fn folder_name(dir: &Path) -> Option<String> {
     let name = dir.file_name()?.to_str()?.to_ascii_lowercase();
     let words = name.split(|c: char| !c.is_ascii_alphanumeric()).filter(|w| !w.is_empty());
     let name: String = words.collect::<Vec<_>>().join("-").chars().take(24).collect();
-    clean_name(name.trim_end_matches('-'))
+    fabric_name(name.trim_end_matches('-'))
 }
 
 /// Complains that neither the file nor its folder gives the fabric a name.
@@ -103,6 +103,11 @@ fn clean_name(name: &str) -> Option<String> {
     ok.then(|| name.to_string())
 }
 
+/// A fabric's name is that of a folder beside the one in which services listen (`tombolo_rpc::folder`).
+fn fabric_name(name: &str) -> Option<String> {
+    clean_name(name).filter(|name| name != "services")
+}
+
 fn interface_name(name: &str) -> Option<String> {
     let ok = (1..=15).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic() && b != b'/' && b != b':');
     (ok && name != "." && name != "..").then(|| name.to_string())
@@ -155,7 +160,7 @@ type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
 impl<'t> Reader<'_, 't> {
     fn root(&mut self, root: &DeTable<'_>) {
         let mut head = Section::open("", String::new(), 0..0, root, self.out, self.spots, &OPENERS);
-        if let Some(name) = head.text("name", clean_name) {
+        if let Some(name) = head.text("name", fabric_name) {
             self.fabric.name = name;
         }
         if self.fabric.name.is_empty() && !root.contains_key("name") {

@@ -92,7 +92,7 @@ pub const SECTIONS: &[SectionSchema] = &[
         form: "at the head of the file",
         own: &[key(
             "name",
-            "1 to 24 of a-z, 0-9 and -",
+            "1 to 24 of a-z, 0-9 and -, not services",
             "the name of the file's folder",
             "the fabric's name: of its runtime directory, rules and devices",
         )],

@@ -116,9 +116,45 @@ pub enum Broken {
     Token,
     /// An answer's status is unknown.
     Status,
+    /// It woke us again and again for nothing.
+    Noise,
 }
 
 impl Broken {
+    /// Each of them.
+    pub const ALL: [Broken; 12] = [
+        Broken::Header,
+        Broken::Short,
+        Broken::Index,
+        Broken::Wake,
+        Broken::Kind,
+        Broken::Payload,
+        Broken::Inline,
+        Broken::Arena,
+        Broken::Slot,
+        Broken::Token,
+        Broken::Status,
+        Broken::Noise,
+    ];
+
+    /// Its name, for counters.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Broken::Header => "header",
+            Broken::Short => "short",
+            Broken::Index => "index",
+            Broken::Wake => "wake",
+            Broken::Kind => "kind",
+            Broken::Payload => "payload",
+            Broken::Inline => "inline",
+            Broken::Arena => "arena",
+            Broken::Slot => "slot",
+            Broken::Token => "token",
+            Broken::Status => "status",
+            Broken::Noise => "noise",
+        }
+    }
+
     /// What it was, as the end of a sentence that begins "the peer".
     pub const fn text(self) -> &'static str {
         match self {
@@ -133,6 +169,7 @@ impl Broken {
             Broken::Slot => "named a slot that does not exist",
             Broken::Token => "used a token that is in use, or answered what was not asked",
             Broken::Status => "sent an answer of unknown status",
+            Broken::Noise => "woke us again and again for nothing",
         }
     }
 }

@@ -361,7 +361,7 @@ impl Inner {
         let mut taken = lock(&self.taken);
         while taken.get(number).is_none() {
             match socket::receive(&self.socket, false) {
-                Received::Message(message, fds) if taken.message(&message, &fds, u64::MAX) => {}
+                Received::Message(message, fds) if taken.message(&message, &fds) => {}
                 _ => break,
             }
         }

@@ -23,6 +23,7 @@ use tombolo_shm::memory::Mapping;
 
 use crate::cpu;
 use crate::queue::Handle;
+use crate::quota::Charge;
 use crate::shared::{Given, SharedBuffer, Taken};
 use crate::socket::{self, Received};
 use crate::sync::lock;
@@ -91,7 +92,8 @@ pub(crate) struct Connection {
     slots: Vec<AtomicU32>,
     replies: Mutex<Replies>,
     taken: Mutex<Taken>,
-    max_shared_bytes: u64,
+    /// For both sections.
+    _charge: Charge,
     gone: AtomicBool,
     /// The CPU that the client was told last.
     cpu: AtomicU32,
@@ -105,7 +107,8 @@ impl Connection {
         bell: Doorbell,
         own: (Mapping, Geometry),
         peer: (Mapping, Geometry),
-        max_shared_bytes: u64,
+        taken: Taken,
+        charge: Charge,
     ) -> Connection {
         let entries = own.1.entries();
         let replies = Replies {
@@ -126,8 +129,8 @@ impl Connection {
             peer_geometry: peer.1,
             slots: (0..entries).map(|_| AtomicU32::new(FREE)).collect(),
             replies: Mutex::new(replies),
-            taken: Mutex::default(),
-            max_shared_bytes,
+            taken: Mutex::new(taken),
+            _charge: charge,
             gone: AtomicBool::new(false),
             cpu: AtomicU32::new(u32::MAX),
         }
@@ -306,7 +309,7 @@ impl Connection {
         for _ in 0..2 * crate::shared::MAX_MEMORIES {
             match socket::receive(&self.socket, false) {
                 Received::Nothing => return true,
-                Received::Message(message, fds) if taken.message(&message, &fds, self.max_shared_bytes) => {}
+                Received::Message(message, fds) if taken.message(&message, &fds) => {}
                 Received::Message(..) | Received::Malformed(_) | Received::Gone => return false,
             }
         }

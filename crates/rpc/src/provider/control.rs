@@ -14,7 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{SocketFlags, accept_with, sockopt};
 use tombolo_ring::rpc::{Ends, Geometry, Role, initialise};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::section;
+use tombolo_shm::{credentials, section};
 
 use super::Engine;
 use super::connection::{Caller, Connection};
@@ -23,7 +23,9 @@ use super::worker::Place;
 use crate::clock;
 use crate::folder::Listener;
 use crate::message::{Facts, Message};
+use crate::quota::Quota;
 use crate::schedule::Late;
+use crate::shared::Taken;
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
@@ -60,6 +62,17 @@ pub(super) struct Control {
     clients: HashMap<u64, Client>,
     next: u64,
     reclaimed: Instant,
+    /// Memory by user; users who have none in use are left out sooner or later.
+    quotas: HashMap<u32, Quota>,
+}
+
+impl Client {
+    fn caller(&self) -> Caller {
+        match self {
+            Client::Stranger { caller, .. } => *caller,
+            Client::Welcome { connection, .. } => connection.caller,
+        }
+    }
 }
 
 impl Control {
@@ -68,7 +81,15 @@ impl Control {
         epoll::add(&epoll, &listener.socket, epoll::EventData::new_u64(LISTENER), epoll::EventFlags::IN)?;
         epoll::add(&epoll, &engine.control, epoll::EventData::new_u64(BELL), epoll::EventFlags::IN)?;
         let reclaimed = Instant::now();
-        Ok(Control { engine, listener, epoll, clients: HashMap::new(), next: FIRST_CLIENT, reclaimed })
+        Ok(Control {
+            engine,
+            listener,
+            epoll,
+            clients: HashMap::new(),
+            next: FIRST_CLIENT,
+            reclaimed,
+            quotas: HashMap::new(),
+        })
     }
 
     pub(super) fn run(mut self) {
@@ -138,7 +159,8 @@ impl Control {
             let caller =
                 Caller { pid: peer.pid.as_raw_nonzero().get() as u32, uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
             let own = rustix::process::geteuid().as_raw();
-            if !self.engine.options.access.allows(own, caller) {
+            let groups = || credentials::peer_groups(&socket).unwrap_or_default();
+            if !self.engine.options.access.allows(own, caller, groups) {
                 self.refuse(&socket, format!("user {} (group {}) may not call this service", caller.uid, caller.gid));
                 continue;
             }
@@ -150,6 +172,13 @@ impl Control {
                     &socket,
                     format!("{} clients are connected, and the service allows no more", self.clients.len()),
                 );
+                continue;
+            }
+            let of_user = self.clients.values().filter(|c| c.caller().uid == caller.uid).count();
+            if of_user >= self.engine.options.max_clients_per_uid {
+                let why =
+                    format!("{of_user} clients of user {} are connected, and the service allows no more", caller.uid);
+                self.refuse(&socket, why);
                 continue;
             }
             let id = self.next;
@@ -224,14 +253,22 @@ impl Control {
         }
     }
 
+    /// What a user has in use.
+    fn quota(&mut self, uid: u32) -> Quota {
+        self.quotas.retain(|_, quota| !quota.is_free());
+        let max = self.engine.options.max_bytes_per_uid;
+        self.quotas.entry(uid).or_insert_with(|| Quota::new(max)).clone()
+    }
+
     fn connect(
-        &self,
+        &mut self,
         socket: OwnedFd,
         caller: Caller,
         entries: u32,
         arena_bytes: u64,
         fds: Vec<OwnedFd>,
     ) -> Result<Client, String> {
+        let quota = self.quota(caller.uid);
         let options = &self.engine.options;
         let [theirs] = <[OwnedFd; 1]>::try_from(fds)
             .map_err(|fds| format!("{} descriptors came, expected a section", fds.len()))?;
@@ -244,6 +281,14 @@ impl Control {
         let sizes = || format!("{entries} entries and an arena of {arena_bytes} bytes: expected powers of two");
         let peer_geometry = Geometry::new(entries, arena_bytes).ok_or_else(sizes)?;
         let own_geometry = Geometry::new(entries, options.reply_arena_bytes).ok_or_else(sizes)?;
+        let bytes = peer_geometry.section_bytes() + own_geometry.section_bytes();
+        let charge = quota.take(bytes).ok_or_else(|| {
+            let max = options.max_bytes_per_uid;
+            format!(
+                "a connection takes {bytes} bytes, and user {} would have more than {max} in use with it",
+                caller.uid
+            )
+        })?;
         let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let (fd, own) = section::make("tombolo-rpc", own_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let view = own.view_mut().ok_or("the section cannot be written")?;
@@ -252,8 +297,9 @@ impl Control {
         ends.check_peer(Role::Client).map_err(|_| "the section's header is not that of this version".to_string())?;
         let bell = Doorbell::new().map_err(|e| e.to_string())?;
         let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
-        let connection =
-            Connection::new(caller, socket, bell, (own, own_geometry), (peer, peer_geometry), options.max_shared_bytes);
+        let taken = Taken::new(options.max_shared_bytes, quota);
+        let (own, peer) = ((own, own_geometry), (peer, peer_geometry));
+        let connection = Connection::new(caller, socket, bell, own, peer, taken, charge);
         let connection = Arc::new(connection);
         let place = lock(&self.engine.core).add(connection.clone());
         let data = epoll::EventData::new_u64(place.bits());

@@ -62,19 +62,21 @@ pub enum WorkerClass {
 pub struct Access {
     /// Users.
     pub uids: Vec<u32>,
-    /// Groups; of a caller, only the group that it runs as counts, not those that it is a member of besides.
+    /// Groups: of a caller, the one that it runs as and those that it is a member of besides.
     pub gids: Vec<u32>,
     /// Everybody on this machine who can reach the folder.
     pub everybody: bool,
 }
 
 impl Access {
-    fn allows(&self, own_uid: u32, caller: Caller) -> bool {
+    /// `groups` gives those that a caller is a member of besides the one that it runs as; it is asked only where they decide.
+    fn allows(&self, own_uid: u32, caller: Caller, groups: impl FnOnce() -> Vec<u32>) -> bool {
         self.everybody
             || caller.uid == 0
             || caller.uid == own_uid
             || self.uids.contains(&caller.uid)
             || self.gids.contains(&caller.gid)
+            || (!self.gids.is_empty() && groups().iter().any(|group| self.gids.contains(group)))
     }
 
     /// Permissions of the socket: the kernel keeps others out where only the owner may call.
@@ -106,6 +108,11 @@ pub struct Options {
     pub access: Access,
     /// Most clients at a time.
     pub max_clients: usize,
+    /// Most clients of one user at a time, so that no user keeps the others out.
+    pub max_clients_per_uid: usize,
+    /// Most bytes of memory that the clients of one user may have in use together: their sections, those of their replies, and whole
+    /// memories that they hand over.
+    pub max_bytes_per_uid: u64,
     /// Most requests that one client may have under way.
     pub max_entries: u32,
     /// Largest arena that a client may bring for its requests.
@@ -139,6 +146,8 @@ impl Default for Options {
             admission: false,
             access: Access::default(),
             max_clients: 256,
+            max_clients_per_uid: 128,
+            max_bytes_per_uid: 16 << 30,
             max_entries: 1024,
             max_arena_bytes: 64 << 20,
             reply_arena_bytes: 1 << 20,
@@ -267,6 +276,7 @@ impl Engine {
             admission: self.options.admission,
             clients,
             broken_clients: get(&counters.broken_clients),
+            broken_by: counters.broken_by(),
             refused_connections: get(&counters.refused_connections),
             pending,
             answers: counters.answers(),

@@ -1,10 +1,11 @@
 //! What a service tells of itself: counters, times, classes in force, slow calls.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use serde::{Deserialize, Serialize};
+use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::{Refusal, Status};
 
 use crate::histogram::{Histogram, Summary};
@@ -83,6 +84,9 @@ pub struct Report {
     pub clients: u64,
     /// Clients sent away since they broke the protocol.
     pub broken_clients: u64,
+    /// Of these, how many for which reason, by the reason's name (`tombolo_ring::rpc::Broken`); those that are none are left out.
+    #[serde(default)]
+    pub broken_by: BTreeMap<String, u64>,
     /// Connections refused.
     pub refused_connections: u64,
     /// Requests that wait.
@@ -114,6 +118,7 @@ pub(crate) struct Counters {
     failed: AtomicU64,
     pub(crate) abandoned: AtomicU64,
     pub(crate) broken_clients: AtomicU64,
+    broken: [AtomicU64; Broken::ALL.len()],
     pub(crate) refused_connections: AtomicU64,
     pub(crate) reclaimed: AtomicU64,
     pub(crate) sleeps: AtomicU64,
@@ -154,6 +159,19 @@ impl Counters {
         if overran {
             add(&self.overran, 1);
         }
+    }
+
+    /// Counts a client that was sent away.
+    pub(crate) fn sent_away(&self, broken: Broken) {
+        add(&self.broken_clients, 1);
+        if let Some(index) = Broken::ALL.iter().position(|b| *b == broken) {
+            add(&self.broken[index], 1);
+        }
+    }
+
+    pub(crate) fn broken_by(&self) -> BTreeMap<String, u64> {
+        let counts = Broken::ALL.iter().zip(&self.broken).map(|(broken, n)| (broken.name().to_string(), get(n)));
+        counts.filter(|(_, n)| *n > 0).collect()
     }
 
     pub(crate) fn slow(&self, call: SlowCall) {

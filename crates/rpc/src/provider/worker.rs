@@ -47,6 +47,9 @@ const EVENTS: usize = 64;
 const LOOK_NS: u64 = 10_000;
 /// Looks between two readings of the clock.
 const LOOKS: u32 = 32;
+/// How often in a row a client may wake us, or have us look, and ask for nothing. One that keeps the protocol does so once per request at most:
+/// when its ring comes after its request was found.
+const NOISE: u32 = 256;
 
 /// A request that was taken from its client.
 #[derive(Debug)]
@@ -88,7 +91,14 @@ struct Intake {
     consumer: Consumer<Ask>,
     place: Place,
     active: bool,
+    /// Its bell rang, or its index moved, since it was drained last.
+    signalled: bool,
+    /// How often in a row that was for nothing.
+    noise: u32,
 }
+
+/// A client that is polled: the index at which nothing has come.
+type Watched = (Arc<Connection>, u32, Place);
 
 /// What is under the service's lock.
 pub(crate) struct Core {
@@ -135,13 +145,21 @@ impl Core {
         // A client that has asked before it was welcome finds its requests taken with the first ring of its bell.
         let _ = consumer.arm(connection.ends());
         self.clients += 1;
-        self.intakes[index] = Some(Intake { connection, consumer, place, active: false });
+        self.intakes[index] = Some(Intake { connection, consumer, place, active: false, signalled: false, noise: 0 });
         place
     }
 
     /// Whether there are clients that are not looked at in each turn: their bells have to be listened for.
     fn some_are_armed(&self) -> bool {
         self.active.len() < self.clients
+    }
+
+    /// A client's bell rang, or its index moved.
+    fn signal(&mut self, place: Place) {
+        if let Some(intake) = self.intake(place) {
+            intake.signalled = true;
+        }
+        self.activate(place);
     }
 
     /// Looks at this client in each turn from now on, and has it ring for nobody.
@@ -164,6 +182,7 @@ impl Core {
             };
             // What is broken is noticed when it is drained.
             intake.active = !intake.consumer.arm(intake.connection.ends()).unwrap_or(false);
+            intake.signalled |= intake.active;
             found |= intake.active;
             intake.active
         });
@@ -220,7 +239,7 @@ impl Engine {
             self.nudge.ring();
         }
         for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
-            core.activate(Place::from_bits(event));
+            core.signal(Place::from_bits(event));
         }
     }
 
@@ -260,16 +279,17 @@ impl Engine {
     fn drain_one(&self, core: &mut Core, place: Place, now: u64) -> Result<(), Broken> {
         let Core { intakes, schedule, .. } = core;
         let intake = intakes.get_mut(place.index as usize).and_then(Option::as_mut).filter(|i| i.place == place);
-        let Some(Intake { connection, consumer, .. }) = intake else { return Ok(()) };
+        let Some(Intake { connection, consumer, signalled, noise, .. }) = intake else { return Ok(()) };
         let ends = connection.ends();
-        let mut any = false;
+        // Something came; something of it was to the point.
+        let (mut any, mut useful) = (std::mem::take(signalled), false);
         // No more than a ringful at a time, however fast a client asks: the others' turn comes.
         for _ in 0..connection.slots() {
             let mut inline = [0; INLINE_BYTES];
             match consumer.take(ends, &mut inline)? {
                 None => break,
                 Some(Ask::Call(call)) => {
-                    any = true;
+                    (any, useful) = (true, true);
                     self.offer(
                         schedule,
                         Job { connection: connection.clone(), place, call, deadline_ns: 0, inline },
@@ -278,6 +298,7 @@ impl Engine {
                 }
                 Some(Ask::Cancel(token)) => {
                     any = true;
+                    useful |= !connection.is_free(token);
                     if let Slot::Queued(handle) = connection.slot(token.slot())
                         && schedule.get(handle).is_some_and(|job| job.is_of(connection) && job.call.token == token)
                         && let Some((job, queued_ns)) = schedule.remove(now, handle)
@@ -289,8 +310,9 @@ impl Engine {
         }
         if any {
             consumer.took(ends);
+            *noise = if useful { 0 } else { *noise + 1 };
         }
-        Ok(())
+        if *noise > NOISE { Err(Broken::Noise) } else { Ok(()) }
     }
 
     fn offer(&self, schedule: &mut Schedule<Job>, mut job: Job, now: u64) -> Result<(), Broken> {
@@ -322,17 +344,19 @@ impl Engine {
         }
         // Before the client can know of it: who has its answer finds it counted.
         self.counters.answered(answer.status, overran);
-        if connection.answer(answer, inline, now).is_err() && connection.end() {
-            add(&self.counters.broken_clients, 1);
+        if let Err(broken) = connection.answer(answer, inline, now)
+            && connection.end()
+        {
+            self.counters.sent_away(broken);
         }
     }
 
     /// A client that broke the protocol. The control thread sees its socket close and clears up.
-    fn send_away(&self, core: &mut Core, place: Place, _broken: Broken) {
+    fn send_away(&self, core: &mut Core, place: Place, broken: Broken) {
         if let Some(intake) = core.intake(place) {
             intake.active = false;
             if intake.connection.end() {
-                add(&self.counters.broken_clients, 1);
+                self.counters.sent_away(broken);
             }
         }
     }
@@ -460,11 +484,12 @@ impl Engine {
     ) -> MutexGuard<'a, Core> {
         if let Some(watched) = self.watched(&core, poller) {
             drop(core);
-            let gained = self.poll(&watched);
+            let moved = self.poll(&watched);
             self.polling.store(false, Ordering::Relaxed);
-            poller.learn(gained);
+            poller.learn(moved.is_some());
             core = lock(&self.core);
-            if gained {
+            if let Some(place) = moved {
+                core.signal(place);
                 add(&self.counters.polls_gained, 1);
                 return core;
             }
@@ -483,13 +508,13 @@ impl Engine {
         add(&self.counters.sleeps, 1);
         let mut core = lock(&self.core);
         for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
-            core.activate(Place::from_bits(event));
+            core.signal(Place::from_bits(event));
         }
         core
     }
 
     /// The clients to poll, where polling is worth it and nobody else does it.
-    fn watched(&self, core: &Core, poller: &mut Poller) -> Option<Vec<(Arc<Connection>, u32)>> {
+    fn watched(&self, core: &Core, poller: &mut Poller) -> Option<Vec<Watched>> {
         if self.options.polling == Polling::Never || core.active.is_empty() || core.active.len() > POLLED {
             return None;
         }
@@ -500,23 +525,25 @@ impl Engine {
         let here = crate::cpu::current();
         let places = core.active.iter().filter_map(|p| core.intakes[p.index as usize].as_ref());
         let elsewhere = places.filter(|i| always || i.connection.ends().peer_cpu() != Some(here));
-        let watched: Vec<_> = elsewhere.map(|i| (i.connection.clone(), i.consumer.index())).collect();
+        let watched: Vec<_> = elsewhere.map(|i| (i.connection.clone(), i.consumer.index(), i.place)).collect();
         // Relaxed: two that poll at a time do no harm.
         (!watched.is_empty() && !self.polling.swap(true, Ordering::Relaxed)).then_some(watched)
     }
 
-    fn poll(&self, watched: &[(Arc<Connection>, u32)]) -> bool {
+    /// Looks until the index of one of them has moved, and says whose.
+    fn poll(&self, watched: &[Watched]) -> Option<Place> {
         let limit = if self.options.polling == Polling::Always { 1000 * POLL_NS } else { POLL_NS };
         let end = now_ns() + limit;
         loop {
             for _ in 0..LOOKS {
-                if watched.iter().any(|(connection, index)| ring::published(connection.ends()) != *index) {
-                    return true;
+                let moved = watched.iter().find(|(connection, index, _)| ring::published(connection.ends()) != *index);
+                if let Some((.., place)) = moved {
+                    return Some(*place);
                 }
                 std::hint::spin_loop();
             }
             if now_ns() >= end || self.stopping.load(Ordering::Relaxed) {
-                return false;
+                return None;
             }
         }
     }
