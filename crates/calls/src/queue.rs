@@ -8,7 +8,7 @@
 //! touched is in a few nodes whose lines lie side by side. (`crates/rpc/examples/rpc_bench.rs` compares it with a binary heap and a
 //! BTreeMap, which cannot be asked for admission.)
 //!
-//! Invariants: keys ascend, within nodes and over them; no node but an empty root is empty; an inner node's slot is what [`Node::summary`]
+//! Invariants: keys ascend, within nodes and over them; no node but an empty root is empty; an inner node's slot is what `Node::summary`
 //! says of its child. Two neighbours below one parent that would fill less than half a node are joined when one of them shrinks, so that a
 //! queue that was long once does not stay sparse. Requests themselves do not move: a handle names one until it is removed; then
 //! the number may be used again. Nothing is allocated but where the queue is longer than ever before.
