@@ -1,6 +1,6 @@
 //! The services that run beside the fabric (`tombolo_rpc`), as Prometheus text: they are processes of their own, each of which tells of itself.
 //!
-//! A service that does not answer in time is shown as down; it costs a page its patience, and all of them together at most [`TIME_LIMIT`].
+//! A service that does not answer in time is shown as down; it costs a page its patience, and all of them together at most `TIME_LIMIT`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
