@@ -38,6 +38,7 @@ const COUNTERS: &[Counter] = &[
     ("abandoned_total", "Requests whose client had gone.", |r| r.answers.abandoned),
     ("refused_connections_total", "Connections refused.", |r| r.refused_connections),
     ("reclaimed_replies_total", "Replies held for too long and taken back.", |r| r.reclaimed_replies),
+    ("ended_services_total", "Requests whose handler has ended, however.", |r| r.service.count),
     ("sleeps_total", "Times a worker slept.", |r| r.sleeps),
     ("polls_gained_total", "Times polling saved a sleep.", |r| r.polls_gained),
 ];
@@ -98,20 +99,25 @@ pub fn render(services: &BTreeMap<String, Option<Report>>) -> String {
             p.sample("tombolo_service_broken_clients_total", &[("service", name), ("reason", reason)], count);
         }
     }
-    times(p, "queued", "From when a request was seen to when its service began.", &reports, |r| &r.queued);
-    times(p, "service", "How long requests were served.", &reports, |r| &r.service);
+    times(
+        p,
+        "queued",
+        "From when a request was seen to when its service began, at most so for that part of the requests.",
+        &reports,
+        |r| &r.queued,
+    );
+    times(p, "service", "How long requests were served, at most so for that part of them.", &reports, |r| &r.service);
     page.text()
 }
 
 fn times(p: &mut Page, what: &str, help: &str, reports: &[(&str, &Report)], of: fn(&Report) -> &Summary) {
     let metric = format!("tombolo_service_{what}_seconds");
-    p.family(&metric, "summary", help);
+    p.family(&metric, "gauge", help);
     for (name, report) in reports {
         let s = of(report);
         for (part, ns) in [("0.5", s.p50_ns), ("0.99", s.p99_ns), ("0.999", s.p999_ns), ("1", s.max_ns)] {
             p.sample(&metric, &[("service", name), ("quantile", part)], super::metrics::seconds(ns));
         }
-        p.sample(&format!("{metric}_count"), &[("service", name)], s.count);
     }
 }
 
@@ -136,6 +142,7 @@ mod tests {
         }
         let services = BTreeMap::from([("echo".to_string(), Some(service.report())), ("gone".to_string(), None)]);
         let page = render(&services);
+        assert_eq!(crate::api::metrics::check::read(&page).unwrap().len(), 30);
         for line in [
             "tombolo_service_up{service=\"echo\"} 1",
             "tombolo_service_up{service=\"gone\"} 0",
@@ -143,7 +150,7 @@ mod tests {
             "tombolo_service_served_total{service=\"echo\"} 3",
             "tombolo_service_refused_total{service=\"echo\",reason=\"admission\"} 0",
             "tombolo_service_worker{service=\"echo\",worker=\"0\",class=\"normal\"} 1",
-            "tombolo_service_service_seconds_count{service=\"echo\"} 3",
+            "tombolo_service_ended_services_total{service=\"echo\"} 3",
         ] {
             assert!(page.lines().any(|l| l == line), "{line}\n{page}");
         }
