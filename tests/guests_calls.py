@@ -82,7 +82,8 @@ def report(fabric, machine):
 
     def is_there():
         text = console.read_text(errors="replace") if console.exists() else ""
-        found[:] = [json.loads(line) for line in text.splitlines() if line.startswith('{"app":"calc"')]
+        # Whole lines only: the last one may be on its way.
+        found[:] = [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"app":"calc"')]
         return bool(found)
 
     until(f"the report of {machine}", is_there, PATIENCE_S)
