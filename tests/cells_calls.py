@@ -113,9 +113,11 @@ def test_a_cell_whose_call_nobody_answers_gives_it_up_and_one_whose_peer_goes_is
         assert '"timeout":3' in line and '"replied":0' in line, line
         assert guest.wait() is not None
     with calculator(append="role=client count=2 timeout_ms=60000 max_missed=2") as (peer, guest):
-        for _ in range(2):
-            peer.set_state(RESET)
-            peer.wait_run()
+        until("its first call", lambda: peer.asks() == 1, 20)
+        peer.set_state(RESET)
+        peer.wait_run()
+        until("its second", lambda: peer.asks() == 1, 20)
+        peer.set_state(RESET)
         line = guest.wait_line(lambda text: '"app":"calc"' in text, 30)[1]
         assert '"gone":2' in line, line
 

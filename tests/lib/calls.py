@@ -60,6 +60,10 @@ class CallsPeer(NetPeer):
         """How many of our requests the other side has taken."""
         return self.region.u32(self.other + self.half + WAKE).value >> 1
 
+    def asks(self):
+        """How many requests the other side has written."""
+        return self.region.u32(self.other + PUBLISHED).value
+
     def answer(self, seconds=20):
         """The next answer: token, status, code, payload."""
         theirs = self.other + self.half
