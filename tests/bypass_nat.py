@@ -27,6 +27,17 @@ table inet f {
 """
 
 
+def until_all_taken(h, exchange):
+    """Waits until the bypass takes every frame of an exchange: the first are learned from, TCP once the keeper has marked the connection."""
+
+    def taken():
+        before = h.taken("ta") + h.taken("tb")
+        count = len(list(exchange()))
+        return h.taken("ta") + h.taken("tb") - before == count
+
+    until("all kinds to be taken", taken, 10)
+
+
 def source(frame):
     """(address, port) that a frame comes from."""
     return ".".join(map(str, frame[26:30])), struct.unpack("!H", frame[34:36])[0]
@@ -96,13 +107,7 @@ def translated(mode):
         assert all(kernel.values()), kernel
         h.attach(words=("--lease", "10000", "--mode", mode))
 
-        def taken():
-            # The first frames are learned from; TCP once the keeper has marked the connection.
-            before = h.taken("ta") + h.taken("tb")
-            count = len(list(exchange(h, tcp_seen, udp_seen)))
-            return h.taken("ta") + h.taken("tb") - before == count
-
-        until("all kinds to be taken", taken, 10)
+        until_all_taken(h, lambda: exchange(h, tcp_seen, udp_seen))
         before = h.taken("ta") + h.taken("tb")
         bypass = dict(exchange(h, tcp_seen, udp_seen))
         assert h.taken("ta") + h.taken("tb") == before + len(kernel)
@@ -273,12 +278,7 @@ def translated6(mode):
         assert all(kernel.values()), kernel
         h.attach(words=("--lease", "10000", "--mode", mode))
 
-        def taken():
-            before = h.taken("ta") + h.taken("tb")
-            count = len(list(exchange6(h, tcp_port, udp_port)))
-            return h.taken("ta") + h.taken("tb") - before == count
-
-        until("all kinds to be taken", taken, 10)
+        until_all_taken(h, lambda: exchange6(h, tcp_port, udp_port))
         bypass = dict(exchange6(h, tcp_port, udp_port))
         assert ("taken_xdp" in h.status("ta")["by_reason"]) == (mode == "xdp")
         for name, expected in kernel.items():
