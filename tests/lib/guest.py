@@ -147,6 +147,12 @@ class Result(NamedTuple):
     text: str
 
 
+def pings_of(text):
+    """How many requests the runs of `ping -q` in `text` sent, and how many replies came."""
+    runs = re.findall(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
+    return sum(int(sent) for sent, _ in runs), sum(int(received) for _, received in runs)
+
+
 class Commands:
     """Commands in a Linux guest over its console, by the line protocol of tools/guest/init; for a Process that holds one."""
 
@@ -198,9 +204,18 @@ class Commands:
 
     def ping(self, target, count=3, size=56, seconds=20):
         """Pings from within; the share of replies, 0.0 to 1.0."""
-        text = self.run(f"ping -q -c {count} -s {size} -W 2 -i 0.2 {target}", seconds, check=False).text
-        match = re.search(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
-        return int(match[2]) / int(match[1]) if match else 0.0
+        sent, received = pings_of(self.run(f"ping -q -c {count} -s {size} -W 2 -i 0.2 {target}", seconds, check=False).text)
+        return received / sent if sent else 0.0
+
+    def start_pings(self, target):
+        """Pings from within, 20 a second, until `finish_pings`. Each run waits for its last reply: a ping that is ended by a
+        signal counts the one under way as lost."""
+        return self.start(f"rm -f /tmp/enough; (while [ ! -e /tmp/enough ]; do ping -q -c 20 -i 0.05 -W 5 {target} || exit 1; done)")
+
+    def finish_pings(self, handle, seconds=20):
+        """Ends them: how many were sent, and how many replies came. Raises CommandFailed where a run had no reply at all."""
+        self.run("touch /tmp/enough")
+        return pings_of(self.finish(handle, seconds).text)
 
 
 def linux_cmdline(hostname, serve="", *more):
