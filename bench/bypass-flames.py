@@ -15,14 +15,13 @@ import contextlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from html import escape
 from pathlib import Path
 
 from bypass import Setting, prepare
-from common import ROOT, BenchError, note, terminate_cleanly
+from common import ROOT, BenchError, note, run_bench
 
 WIDTH, ROW, CHARACTER = 1180, 17, 6.6
 # What is narrower is not drawn: nobody could read it, and the file stays small.
@@ -105,7 +104,6 @@ def main():
     parser.add_argument("--load", default="udp64_1")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs/flames")
     options = parser.parse_args()
-    terminate_cleanly()
     if not shutil.which("perf"):
         raise BenchError("it needs perf (Debian: apt install linux-perf)")
     seen = {}
@@ -123,9 +121,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, RuntimeError, subprocess.SubprocessError) as error:
-        sys.exit(f"bench bypass-flames: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench bypass-flames: stopped")
+    run_bench(main)

@@ -30,14 +30,13 @@ import select
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, BenchError, Results, note, run, terminate_cleanly
+from common import ROOT, BenchError, Results, note, run, run_bench
 
-from lib import Namespace, Skip, need_program
+from lib import Namespace, need_program
 from lib.tap import ETH_IP4, GSO_TCPV4, NEEDS_CSUM, TCP, UDP, ethernet, ipv4, mac_bytes, transport, vnet_header
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
@@ -259,7 +258,6 @@ def main():
     parser.add_argument("--no-perf", action="store_true", help="no hardware counters")
     options = parser.parse_args()
     options.repeats = options.repeats or (3 if options.short else 5)
-    terminate_cleanly()
     for name in ("nft", "ethtool", "clang", "gcc"):
         need_program(name)
     if (os.cpu_count() or 1) < 2:
@@ -348,9 +346,4 @@ def summarise(results, options):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, RuntimeError, subprocess.SubprocessError, Skip) as error:
-        sys.exit(f"bench bypass: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench bypass: stopped")
+    run_bench(main)

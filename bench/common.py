@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib import Fabric, Process, tsc_khz, until  # noqa: E402
+from lib import Fabric, Process, Skip, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
 # Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
@@ -237,10 +237,17 @@ def ratio(ours, peer, digits=3):
     return round(ours / peer, digits) if ours is not None and peer else None
 
 
-def terminate_cleanly():
-    """SIGTERM and SIGHUP end the bench as Ctrl-C does: with its cleanup."""
+def run_bench(main):
+    """The whole of a bench's program: what stops it is said in one line. SIGTERM and SIGHUP end it as Ctrl-C does, with its cleanup."""
     def stop(*_):
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    name = Path(sys.argv[0]).stem
+    try:
+        main()
+    except (AssertionError, BenchError, EOFError, RuntimeError, Skip, TimeoutError, subprocess.SubprocessError) as error:
+        sys.exit(f"bench {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"bench {name}: stopped")

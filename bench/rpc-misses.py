@@ -19,11 +19,10 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
 import plot
-from common import FIRST, ROOT, BenchError, Results, note, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, note, run_bench
 
 PROGRAM = ROOT / "target/release/examples/misses"
 # Student's t for 95 %, by degrees of freedom; beyond the table it is that of the normal distribution, nearly.
@@ -54,7 +53,6 @@ def main():
     parser.add_argument("--ms", type=int, default=500)
     parser.add_argument("--sim-only", action="store_true")
     options = parser.parse_args()
-    terminate_cleanly()
     subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--example", "misses"], cwd=ROOT, check=True)
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
@@ -107,9 +105,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc-misses: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc-misses: stopped")
+    run_bench(main)

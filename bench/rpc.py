@@ -17,10 +17,9 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
-from common import FIRST, ROOT, BenchError, Results, note, ratio, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, note, ratio, run_bench
 
 EXAMPLES = ROOT / "target/release/examples"
 PEERS = ROOT / "target/peers/release"
@@ -74,7 +73,6 @@ def main():
     parser.add_argument("--calls", type=int, default=20000)
     parser.add_argument("--no-peers", action="store_true")
     options = parser.parse_args()
-    terminate_cleanly()
     build("rpc_bench")
     build("misses")
     missing = dict.fromkeys(NEEDS, "left out by --no-peers") if options.no_peers else build_peers()
@@ -148,9 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc: stopped")
+    run_bench(main)
