@@ -34,7 +34,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, BenchError, Results, note, run, run_bench
+from common import ROOT, BenchError, Results, note, perf, run, run_bench
 
 from lib import Namespace, need_program
 from lib.tap import ETH_IP4, GSO_TCPV4, NEEDS_CSUM, TCP, UDP, ethernet, ipv4, mac_bytes, transport, vnet_header
@@ -207,13 +207,10 @@ class Setting:
 
     def counters(self, load, seconds):
         """perf's counters over a slice, per call of the sender."""
-        perf = subprocess.Popen(["perf", "stat", "-x,", "-e", COUNTERS, "-p", str(self.load_pid())], stderr=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        row = self.ask(load, 0, seconds)
-        perf.send_signal(2)
-        _, text = perf.communicate(timeout=10)
+        with perf("stat", "-x,", "-e", COUNTERS, "-p", self.load_pid()) as said:
+            row = self.ask(load, 0, seconds)
         values = {}
-        for line in text.splitlines():
+        for line in said[0].splitlines():
             fields = line.split(",")
             with contextlib.suppress(ValueError, IndexError):
                 values[fields[2]] = float(fields[0]) / max(1, row["sent"])
@@ -263,7 +260,7 @@ def main():
     if (os.cpu_count() or 1) < 2:
         raise BenchError("it needs two CPUs: one for each end")
     results = Results("bypass")
-    perf = not options.no_perf and has_hardware_counters()
+    with_perf = not options.no_perf and has_hardware_counters()
     with tempfile.TemporaryDirectory(prefix="tmb-bench-", ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
         prepare(folder)
@@ -271,7 +268,7 @@ def main():
             with contextlib.ExitStack() as stack:
                 settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}
                 for number, load in enumerate(chosen):
-                    measure_cell(results, options, settings, ends, load, number == 0 or chosen[number - 1] in ("trip64", "gso_60k"), perf)
+                    measure_cell(results, options, settings, ends, load, number == 0 or chosen[number - 1] in ("trip64", "gso_60k"), with_perf)
     summarise(results, options)
 
 

@@ -237,6 +237,29 @@ def ratio(ours, peer, digits=3):
     return round(ours / peer, digits) if ours is not None and peer else None
 
 
+@contextlib.contextmanager
+def perf(*words):
+    """`perf stat` or `perf record` over what runs within the `with`: it has acknowledged that it counts before that begins. Yields a list,
+    in which afterwards is what perf said on standard error."""
+    (control, commands), (acknowledged, acknowledge) = os.pipe(), os.pipe()
+    said = []
+    command = ["perf", *map(str, words), "-D", "-1", f"--control=fd:{control},{acknowledge}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=(control, acknowledge)) as process:
+        os.close(control)
+        os.close(acknowledge)
+        try:
+            os.write(commands, b"enable\n")
+            if not os.read(acknowledged, 16).startswith(b"ack"):
+                raise BenchError(f"`{' '.join(command)}` ended: {process.stderr.read().strip()}")
+            yield said
+            process.send_signal(signal.SIGINT)
+            said.append(process.communicate(timeout=60)[1])
+        finally:
+            process.kill()
+            os.close(commands)
+            os.close(acknowledged)
+
+
 def run_bench(main):
     """The whole of a bench's program: what stops it is said in one line. SIGTERM and SIGHUP end it as Ctrl-C does, with its cleanup."""
     def stop(*_):
