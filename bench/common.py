@@ -37,6 +37,20 @@ def note(text):
 
 
 @contextlib.contextmanager
+def group_first():
+    """Niceness counts only within a session where the kernel groups tasks by session: within the `with` this session's group goes ahead too."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        yield
+        return
+    group.write_text(str(FIRST))
+    try:
+        yield
+    finally:
+        group.write_text("0")
+
+
+@contextlib.contextmanager
 def private_folder(hugepages=0):
     """A folder for sockets, databases and hugepage files, in a mount namespace of this process's own.
 
@@ -48,10 +62,6 @@ def private_folder(hugepages=0):
     if _libc.unshare(CLONE_NEWNS):
         raise BenchError(f"unshare(CLONE_NEWNS): {os.strerror(ctypes.get_errno())}")
     run("mount", "--make-rprivate", "/")
-    # Niceness counts only within a session where the kernel groups tasks by session, so the session's group goes ahead too.
-    group = Path("/proc/self/autogroup")
-    if group.exists():
-        group.write_text(str(FIRST))
     folder = Path("/run/tombolo-bench") if os.path.isdir("/run") else Path("/tmp/tombolo-bench")
     made = not folder.exists()
     folder.mkdir(exist_ok=True)
@@ -71,10 +81,9 @@ def private_folder(hugepages=0):
             # DPDK keeps its locks and its memory map here, whatever the file prefix.
             Path("/run/dpdk").mkdir(exist_ok=True)
             run("mount", "--bind", folder / "dpdk", "/run/dpdk")
-        yield folder
+        with group_first():
+            yield folder
     finally:
-        if group.exists():
-            group.write_text("0")
         for path in ("/run/dpdk", folder / "huge", folder):
             subprocess.run(["umount", "-l", path], capture_output=True)
         if hugepages:
