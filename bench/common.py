@@ -101,9 +101,9 @@ def run(*argv, **kwargs):
     return done.stdout
 
 
-def fabric_of(folder, text):
+def fabric_of(folder, text, netns=None):
     """A fabric with its files in a new folder within `folder`."""
-    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, nice=FIRST)
+    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, netns=netns, nice=FIRST)
 
 
 class Testpmd(Process):
