@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -209,6 +210,14 @@ def conditions():
     }
 
 
+def cpu_seconds():
+    """CPU time of all the machine's processes so far, and of our own and those that have ended under us."""
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), sum(used.ru_utime + used.ru_stime for used in ours)
+
+
 class Results:
     """Raw results, kept in build/bench/DATE-NAME/ as they come, so that a run cut short keeps what it had."""
 
@@ -216,7 +225,9 @@ class Results:
         self.name = name
         self.folder = ROOT / "build/bench" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         self.folder.mkdir(parents=True)
+        self.arguments = sys.argv[1:]
         self.conditions = conditions()
+        self.begun = (time.monotonic(), *cpu_seconds())
         (self.folder / "conditions.json").write_text(json.dumps(self.conditions, indent=1) + "\n")
         self.raw = self.folder / "raw.jsonl"
         self.rows = []
@@ -234,8 +245,15 @@ class Results:
         values = self.values(key, **match)
         return statistics.median(values) if values else None
 
+    def end(self):
+        """Nothing more is measured: notes how busy the machine was with other work."""
+        if "others_cpus" not in self.conditions:
+            took, every, ours = (now - then for now, then in zip((time.monotonic(), *cpu_seconds()), self.begun, strict=True))
+            self.conditions.update(load_after=os.getloadavg(), others_cpus=round(max(every - ours, 0) / took, 3), took_s=round(took, 1))
+
     def finish(self, **summary):
         """Writes the summary beside the raw data and prints it as the last line."""
+        self.end()
         line = {"bench": self.name, **summary, "raw": str(self.folder.relative_to(ROOT)), "conditions": self.conditions}
         (self.folder / "summary.json").write_text(json.dumps(line, indent=1) + "\n")
         print(json.dumps(line), flush=True)

@@ -111,7 +111,7 @@ def main():
     for peer, why in missing.items():
         print(f"{peer}: no figures, {why}")
     misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
-              if (row["tasks"], row["order"], row["admission"]) == ("constrained", "edf", False)]
+              if (row["tasks"], row["order"], row["admission"]) == ("spread", "edf", False)]
 
     def value(row, key="p50_us"):
         return medians.get(row, {}).get(key)
