@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib import Fabric, Process, tsc_khz, until  # noqa: E402
+from lib import Fabric, Process, Skip, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
 # Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
@@ -37,6 +37,20 @@ def note(text):
 
 
 @contextlib.contextmanager
+def group_first():
+    """Niceness counts only within a session where the kernel groups tasks by session: within the `with` this session's group goes ahead too."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        yield
+        return
+    group.write_text(str(FIRST))
+    try:
+        yield
+    finally:
+        group.write_text("0")
+
+
+@contextlib.contextmanager
 def private_folder(hugepages=0):
     """A folder for sockets, databases and hugepage files, in a mount namespace of this process's own.
 
@@ -48,10 +62,6 @@ def private_folder(hugepages=0):
     if _libc.unshare(CLONE_NEWNS):
         raise BenchError(f"unshare(CLONE_NEWNS): {os.strerror(ctypes.get_errno())}")
     run("mount", "--make-rprivate", "/")
-    # Niceness counts only within a session where the kernel groups tasks by session, so the session's group goes ahead too.
-    group = Path("/proc/self/autogroup")
-    if group.exists():
-        group.write_text(str(FIRST))
     folder = Path("/run/tombolo-bench") if os.path.isdir("/run") else Path("/tmp/tombolo-bench")
     made = not folder.exists()
     folder.mkdir(exist_ok=True)
@@ -71,10 +81,9 @@ def private_folder(hugepages=0):
             # DPDK keeps its locks and its memory map here, whatever the file prefix.
             Path("/run/dpdk").mkdir(exist_ok=True)
             run("mount", "--bind", folder / "dpdk", "/run/dpdk")
-        yield folder
+        with group_first():
+            yield folder
     finally:
-        if group.exists():
-            group.write_text("0")
         for path in ("/run/dpdk", folder / "huge", folder):
             subprocess.run(["umount", "-l", path], capture_output=True)
         if hugepages:
@@ -255,10 +264,40 @@ def ratio(ours, peer, digits=3):
     return round(ours / peer, digits) if ours is not None and peer else None
 
 
-def terminate_cleanly():
-    """SIGTERM and SIGHUP end the bench as Ctrl-C does: with its cleanup."""
+@contextlib.contextmanager
+def perf(*words):
+    """`perf stat` or `perf record` over what runs within the `with`: it has acknowledged that it counts before that begins. Yields a list,
+    in which afterwards is what perf said on standard error."""
+    (control, commands), (acknowledged, acknowledge) = os.pipe(), os.pipe()
+    said = []
+    command = ["perf", *map(str, words), "-D", "-1", f"--control=fd:{control},{acknowledge}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=(control, acknowledge)) as process:
+        os.close(control)
+        os.close(acknowledge)
+        try:
+            os.write(commands, b"enable\n")
+            if not os.read(acknowledged, 16).startswith(b"ack"):
+                raise BenchError(f"`{' '.join(command)}` ended: {process.stderr.read().strip()}")
+            yield said
+            process.send_signal(signal.SIGINT)
+            said.append(process.communicate(timeout=60)[1])
+        finally:
+            process.kill()
+            os.close(commands)
+            os.close(acknowledged)
+
+
+def run_bench(main):
+    """The whole of a bench's program: what stops it is said in one line. SIGTERM and SIGHUP end it as Ctrl-C does, with its cleanup."""
     def stop(*_):
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    name = Path(sys.argv[0]).stem
+    try:
+        main()
+    except (AssertionError, BenchError, EOFError, RuntimeError, Skip, TimeoutError, subprocess.SubprocessError) as error:
+        sys.exit(f"bench {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"bench {name}: stopped")

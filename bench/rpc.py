@@ -18,11 +18,10 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
 import cellcalls
-from common import FIRST, ROOT, BenchError, Results, note, private_folder, ratio, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, note, private_folder, ratio, run_bench
 
 EXAMPLES = ROOT / "target/release/examples"
 PEERS = ROOT / "target/peers/release"
@@ -100,7 +99,6 @@ def main():
     parser.add_argument("--no-cells", action="store_true")
     parser.add_argument("--only-cells", action="store_true")
     options = parser.parse_args()
-    terminate_cleanly()
     if options.only_cells:
         results = Results("rpc")
         results.finish(cells=cells(results, options))
@@ -179,9 +177,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc: stopped")
+    run_bench(main)
