@@ -43,13 +43,13 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_ttl", "its hops end here"),
     ("up_transport", "neither TCP, UDP nor an ICMP echo"),
     ("up_malformed", "lengths or the header's checksum do not agree"),
-    ("up_handshake", "SYN, FIN or RST"),
+    ("up_handshake", "SYN, FIN, RST or no ACK"),
     ("up_no_flow", "the kernel has not forwarded one like it yet"),
     ("up_lease", "the flow's lease ended; the kernel is asked again"),
     ("up_changed", "routes, rules or settings have changed"),
     ("up_conntrack", "the connection's entry is gone or changed"),
     ("up_mtu", "too long for the way out"),
-    ("handed_partial", "by XDP to tcx: its checksum is not finished"),
+    ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none"),
     ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
     ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
@@ -276,7 +276,7 @@ impl Tuple {
             source_port,
             destination: v4(bytes, 8),
             destination_port,
-            protocol: word(bytes, 16) as u8,
+            protocol: bytes[16],
         }
     }
 
@@ -290,7 +290,7 @@ impl Tuple {
             source_port,
             destination: address(bytes, 20),
             destination_port,
-            protocol: word(bytes, 40) as u8,
+            protocol: bytes[40],
         }
     }
 }
