@@ -167,8 +167,14 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 	return 0;
 }
 
-/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
-static __always_inline bool is_partial(const struct frame *f, int family)
+static __always_inline bool is_partial(const struct sk_buff *skb)
+{
+	return BPF_CORE_READ_BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
+}
+
+/* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; UDP
+ * without any may be a tunnel whose packet within is such a one. */
+static __always_inline bool may_be_partial(const struct frame *f, int family)
 {
 	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
 
@@ -176,7 +182,7 @@ static __always_inline bool is_partial(const struct frame *f, int family)
 	if (family == AF_INET6)
 		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
 		       f->key.daddr[3];
-	return f->check == fold(sum);
+	return f->check == fold(sum) || (f->key.proto == IPPROTO_UDP && !f->check);
 }
 
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
@@ -240,7 +246,7 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		if (segments)
 			c->taken_large++;
 		if (flow->flags & FLOW_XDP) {
-			if (is_partial(&f, family))
+			if (is_partial(kernel_skb) || may_be_partial(&f, family))
 				c->taken_partial++;
 			else
 				c->taken_able++;
@@ -448,6 +454,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	/* XDP neither queues nor marks, and what captures at the output would miss it. */
 	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
 		flow->flags |= FLOW_XDP;
+	if (is_partial(kernel_skb))
+		flow->flags |= FLOW_PARTIAL;
 	flow->mtu = forward_mtu(kernel_skb, dst, family);
 	flow->mark = skb->mark;
 	flow->priority = skb->priority;
@@ -561,7 +569,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	if (f.length > flow->mtu)
 		return hand_on(flow, HANDED_LARGE);
 	/* One in 65536 whole frames looks so too; it takes the slower way. */
-	if (is_partial(&f, family))
+	if (flow->flags & FLOW_PARTIAL || may_be_partial(&f, family))
 		return hand_on(flow, HANDED_PARTIAL);
 	if ((__u64)dev->ptype_all.next != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
 		return hand_on(flow, HANDED_CAPTURE);
