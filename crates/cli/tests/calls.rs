@@ -23,7 +23,7 @@ fn says(dir: &Path, args: &[&str], code: i32) -> String {
 fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
     let mut bytes = request.to_vec();
     if bytes == b"slow" {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(Duration::from_secs(1));
     }
     reply.set_code(u32::from(bytes == b"bad"));
     bytes.reverse();
