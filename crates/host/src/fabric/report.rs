@@ -74,6 +74,13 @@ fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
     p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault)
 }
 
+fn network_warnings(network: &NetworkReport) -> impl Iterator<Item = String> {
+    let bypass = network.bypass.as_ref().and_then(|bypass| bypass.fault.as_ref());
+    [("uplink", network.uplink_fault.as_ref()), ("bypass", bypass)]
+        .into_iter()
+        .filter_map(|(what, fault)| Some(format!("the {what} of {} does not work: {}", network.name, fault?)))
+}
+
 impl Running {
     /// Everything at one instant.
     ///
@@ -91,6 +98,7 @@ impl Running {
         ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
         let mut warnings = self.notes.clone();
         warnings.extend(self.machine_warnings());
+        warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
         let links = self.link_reports(&ports);
