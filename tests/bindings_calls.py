@@ -5,6 +5,7 @@ What is called is in build/bindings (tools/bindings.py)."""
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_each_language_is_late_and_loses_each():
                 # The next service of the name replaces the socket, in whichever language it is.
                 ends(start("rust", "6 * 7"), 2, "error: no-service")
                 print(f"all were late at and lost {serving}")
+
+
+def test_a_python_service_that_is_interrupted_ends_without_a_traceback():
+    with services() as environment, calculator("python", environment=environment) as service:
+        service.wait_line(lambda line: line == "serving", PATIENCE_S)
+        service.signal(signal.SIGINT)
+        ends(service, 130, "serving")
+        assert "Traceback" not in service.text, service.tail()
 
 
 def test_the_static_library():

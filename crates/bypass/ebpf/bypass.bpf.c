@@ -67,7 +67,8 @@ static __always_inline __u32 pending_slot(__u64 skb)
 	return skb >> 8 & (PENDING_SLOTS - 1);
 }
 
-/* Whether a frame of the flow was seen not long ago; from now on it was. Two flows of one hash only make one of them wait. */
+/* Whether a frame of the flow was seen not long ago; from now on it was, or it was not: a coin decides whether it takes the place of another flow. Without
+ * the coin two flows of one place, frame by frame in turn, would never be seen. */
 static __always_inline bool was_seen(const struct key6 *key)
 {
 	__u32 hash = key->ports * 0x9e3779b1 + key->proto, slot, *sight;
@@ -80,7 +81,8 @@ static __always_inline bool was_seen(const struct key6 *key)
 	sight = bpf_map_lookup_elem(&sights, &slot);
 	if (!sight || *sight == (hash | 1))
 		return true;
-	*sight = hash | 1;
+	if (!*sight || bpf_get_prandom_u32() & 1)
+		*sight = hash | 1;
 	return false;
 }
 
@@ -165,8 +167,14 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 	return 0;
 }
 
-/* Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card. */
-static __always_inline bool is_partial(const struct frame *f, int family)
+static __always_inline bool is_partial(const struct sk_buff *skb)
+{
+	return BPF_CORE_READ_BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
+}
+
+/* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; UDP
+ * without any may be a tunnel whose packet within is such a one. */
+static __always_inline bool may_be_partial(const struct frame *f, int family)
 {
 	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
 
@@ -174,7 +182,7 @@ static __always_inline bool is_partial(const struct frame *f, int family)
 	if (family == AF_INET6)
 		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
 		       f->key.daddr[3];
-	return f->check == fold(sum);
+	return f->check == fold(sum) || (f->key.proto == IPPROTO_UDP && !f->check);
 }
 
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
@@ -238,7 +246,7 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		if (segments)
 			c->taken_large++;
 		if (flow->flags & FLOW_XDP) {
-			if (is_partial(&f, family))
+			if (is_partial(kernel_skb) || may_be_partial(&f, family))
 				c->taken_partial++;
 			else
 				c->taken_able++;
@@ -398,7 +406,7 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	if (p->family != (__u32)family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
 	    out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
-	if (iif == oif || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
+	if (iif == oif || iif >= 1 << 24 || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
 	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
@@ -446,13 +454,16 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	/* XDP neither queues nor marks, and what captures at the output would miss it. */
 	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
 		flow->flags |= FLOW_XDP;
+	if (is_partial(kernel_skb))
+		flow->flags |= FLOW_PARTIAL;
 	flow->mtu = forward_mtu(kernel_skb, dst, family);
 	flow->mark = skb->mark;
 	flow->priority = skb->priority;
 	flow->last_ns = now;
 	if (family == AF_INET) {
-		struct key4 k = { iif, p->key.saddr[0], p->key.daddr[0], p->key.ports, p->key.proto };
+		struct key4 k;
 
+		key4(&k, &p->key);
 		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow))
 			bpf_map_update_elem(&flows4, &k, flow, BPF_ANY);
 	} else {
@@ -558,7 +569,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	if (f.length > flow->mtu)
 		return hand_on(flow, HANDED_LARGE);
 	/* One in 65536 whole frames looks so too; it takes the slower way. */
-	if (is_partial(&f, family))
+	if (flow->flags & FLOW_PARTIAL || may_be_partial(&f, family))
 		return hand_on(flow, HANDED_PARTIAL);
 	if ((__u64)dev->ptype_all.next != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
 		return hand_on(flow, HANDED_CAPTURE);

@@ -50,6 +50,8 @@
 #define SKB_DST_PTRMASK (~1UL)
 #define DST_METRICS_PTRMASK (~3UL)
 #define RTAX_MTU 2
+/* sk_buff.ip_summed: a card, or whoever needs it, finishes the checksum at csum_start + csum_offset. */
+#define CHECKSUM_PARTIAL 3
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
 
@@ -128,6 +130,7 @@ struct sk_buff {
 	struct net_device *dev;
 	unsigned long _skb_refdst;
 	unsigned long _nfct;
+	__u8 ip_summed : 2;
 };
 
 struct dst_metrics {

@@ -22,6 +22,7 @@
 #define TCP_FIN 0x01
 #define TCP_SYN 0x02
 #define TCP_RST 0x04
+#define TCP_ACK 0x10
 /* More fragments, and the offset. */
 #define IP4_FRAGMENT 0x3fff
 
@@ -163,6 +164,7 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		f->ttl = ip->hops;
 		f->tos = ip->version_class << 4 | ip->class_label >> 4;
 	}
+	f->key.dscp = f->tos >> 2;
 	f->key.ports = t->ports;
 	if (ETH_HLEN + f->length > bytes)
 		return UP_MALFORMED;
@@ -173,7 +175,8 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		f->check = t->tcp.check;
 		if (f->headers < header + TCP_BYTES || f->headers > f->length)
 			return UP_MALFORMED;
-		if (t->tcp.flags & (TCP_FIN | TCP_SYN | TCP_RST))
+		/* Without ACK it is of no connection: tracking calls it invalid. */
+		if ((t->tcp.flags & (TCP_FIN | TCP_SYN | TCP_RST | TCP_ACK)) != TCP_ACK)
 			return UP_HANDSHAKE;
 	} else if (f->key.proto == IPPROTO_UDP) {
 		f->headers = header + UDP_BYTES;
@@ -205,13 +208,14 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 	return 0;
 }
 
-static __always_inline void key4(struct key4 *k, const struct frame *f)
+static __always_inline void key4(struct key4 *k, const struct key6 *key)
 {
-	k->iif = f->key.iif;
-	k->saddr = f->key.saddr[0];
-	k->daddr = f->key.daddr[0];
-	k->ports = f->key.ports;
-	k->proto = f->key.proto;
+	__u32 protocol = key->proto == IPPROTO_UDP ? FLOW_UDP : key->proto == IPPROTO_TCP ? FLOW_TCP : FLOW_ICMP;
+
+	k->input = key->iif << 8 | key->dscp << 2 | protocol;
+	k->saddr = key->saddr[0];
+	k->daddr = key->daddr[0];
+	k->ports = key->ports;
 }
 
 static __always_inline struct flow *look_up(const struct frame *f, int family)
@@ -219,7 +223,7 @@ static __always_inline struct flow *look_up(const struct frame *f, int family)
 	if (family == AF_INET) {
 		struct key4 k;
 
-		key4(&k, f);
+		key4(&k, &f->key);
 		return bpf_map_lookup_elem(&flows4, &k);
 	}
 	return bpf_map_lookup_elem(&flows6, &f->key);

@@ -25,14 +25,14 @@ enum verdict {
 	UP_TTL,		/* it ends here: the kernel answers */
 	UP_TRANSPORT,	/* neither TCP, UDP nor an ICMP echo */
 	UP_MALFORMED,	/* lengths or the header's checksum do not agree: the kernel drops it */
-	UP_HANDSHAKE,	/* SYN, FIN or RST: connection tracking must see it */
+	UP_HANDSHAKE,	/* SYN, FIN, RST or no ACK: connection tracking must see it */
 	UP_NO_FLOW,	/* the kernel has not forwarded one like it yet */
 	UP_LEASE,	/* the flow's lease ended: the kernel is asked again */
 	UP_CHANGED,	/* routes, rules or settings are not those the flow was learned under */
 	UP_CONNTRACK,	/* the connection's entry is gone or is not what it was */
 	UP_MTU,		/* too long for the way out: the kernel answers, or cuts it */
 	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
-	HANDED_PARTIAL,	/* its checksum is not finished */
+	HANDED_PARTIAL,	/* its checksum is not finished, or it has none and might hold a packet whose checksum is not */
 	HANDED_LARGE,	/* a segmentation frame, or too long for the way out */
 	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
 	HANDED_CAPTURE,	/* somebody captures on this interface */
@@ -82,12 +82,18 @@ struct settings {
 	__u64 lease_ns;
 };
 
+enum protocol {
+	FLOW_UDP,
+	FLOW_TCP,
+	FLOW_ICMP,
+};
+
+/* 16 bytes: then a flow's value begins a cache line, behind the kernel's 48 of an element, and nothing of it is in a fourth one. */
 struct key4 {
-	__u32 iif;
+	__u32 input;	/* the interface's number << 8 | DSCP << 2 | enum protocol; numbers beyond 2^24 are not learned. Routes, priorities and rules go by DSCP */
 	__u32 saddr;
 	__u32 daddr;
 	__u32 ports;	/* source, then destination, as on the wire; of an echo its id, then type and code */
-	__u32 proto;
 };
 
 struct key6 {
@@ -95,12 +101,15 @@ struct key6 {
 	__u32 saddr[4];
 	__u32 daddr[4];
 	__u32 ports;
-	__u32 proto;
+	__u8 proto;
+	__u8 dscp;
+	__u16 zero;
 };
 
 #define FLOW_NAT (1 << 0)
 #define FLOW_PEER (1 << 1)
 #define FLOW_XDP (1 << 2)
+#define FLOW_PARTIAL (1 << 3)	/* the checksums of its frames, or of packets within them, are left to others */
 
 /* What the kernel did with a flow's last frame that it saw, and under what it did so. */
 struct flow {
@@ -175,12 +184,13 @@ struct event {
 };
 
 /* What layout.rs counts on. */
-_Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && sizeof(struct key4) == 20, "layout.rs");
+_Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
 _Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 5 + UNLEARNED), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
 _Static_assert(offsetof(struct flow, packets) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
 _Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
+_Static_assert(offsetof(struct key6, proto) == 40, "layout.rs");
 _Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");
 _Static_assert(sizeof(struct flow6) == 160 && offsetof(struct flow6, flow) == 0, "layout.rs");
 _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FAILED == 22, "layout.rs");

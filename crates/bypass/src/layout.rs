@@ -7,7 +7,7 @@ use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Bytes of `struct key4`.
-pub const KEY4_BYTES: usize = 20;
+pub const KEY4_BYTES: usize = 16;
 /// Bytes of `struct key6`.
 pub const KEY6_BYTES: usize = 44;
 /// Bytes of `struct flow`.
@@ -26,6 +26,8 @@ pub const EVENT_BYTES: usize = 72;
 pub const WISH_BYTES: usize = 40;
 /// Most interfaces in one namespace.
 pub const MAX_PORTS: u32 = 1024;
+/// `enum protocol`: numbers of IP. The last one never occurs.
+const PROTOCOLS: [u8; 4] = [17, 6, 1, 0];
 const VERDICT_SLOTS: usize = 32;
 const UNLEARNED_SLOTS: usize = 8;
 
@@ -43,13 +45,13 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_ttl", "its hops end here"),
     ("up_transport", "neither TCP, UDP nor an ICMP echo"),
     ("up_malformed", "lengths or the header's checksum do not agree"),
-    ("up_handshake", "SYN, FIN or RST"),
+    ("up_handshake", "SYN, FIN, RST or no ACK"),
     ("up_no_flow", "the kernel has not forwarded one like it yet"),
     ("up_lease", "the flow's lease ended; the kernel is asked again"),
     ("up_changed", "routes, rules or settings have changed"),
     ("up_conntrack", "the connection's entry is gone or changed"),
     ("up_mtu", "too long for the way out"),
-    ("handed_partial", "by XDP to tcx: its checksum is not finished"),
+    ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none"),
     ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
     ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
@@ -271,12 +273,12 @@ impl Tuple {
     pub fn from_key4(bytes: &[u8; KEY4_BYTES]) -> Tuple {
         let (source_port, destination_port) = ports(bytes, 12);
         Tuple {
-            input: word(bytes, 0),
+            input: word(bytes, 0) >> 8,
             source: v4(bytes, 4),
             source_port,
             destination: v4(bytes, 8),
             destination_port,
-            protocol: word(bytes, 16) as u8,
+            protocol: PROTOCOLS[word(bytes, 0) as usize & 3],
         }
     }
 
@@ -290,7 +292,7 @@ impl Tuple {
             source_port,
             destination: address(bytes, 20),
             destination_port,
-            protocol: word(bytes, 40) as u8,
+            protocol: bytes[40],
         }
     }
 }
@@ -384,10 +386,9 @@ mod tests {
     #[test]
     fn a_key_is_a_tuple_in_the_wires_byte_order() {
         let mut key = [0; KEY4_BYTES];
-        key[..4].copy_from_slice(&5u32.to_ne_bytes());
+        key[..4].copy_from_slice(&(5u32 << 8 | 46 << 2 | 1).to_ne_bytes());
         key[4..12].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
-        key[12..16].copy_from_slice(&[0x30, 0x39, 0, 80]);
-        key[16..].copy_from_slice(&6u32.to_ne_bytes());
+        key[12..].copy_from_slice(&[0x30, 0x39, 0, 80]);
         let tuple = Tuple::from_key4(&key);
         assert_eq!((tuple.input, tuple.source_port, tuple.destination_port, tuple.protocol), (5, 12345, 80, 6));
         assert_eq!(tuple.source.to_string(), "10.0.0.1");
