@@ -209,7 +209,7 @@ def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
         assert linux.ping(WEB, count=2) == 1.0
 
 
-@timeout(240)
+@timeout(600)
 def test_a_guest_that_takes_anothers_ipv6_address_is_not_heard():
     own, other, asked = "fd00:234::21", "fd00:234::99", "fd00:234::20"
     more = f'ip6 = "{own}"\n[port.ear]\nkind = "stream"\n'
@@ -229,14 +229,14 @@ def test_a_guest_that_takes_anothers_ipv6_address_is_not_heard():
         # What a stock guest says by itself passes: its link-local and own address, router solicitations, multicast reports.
         assert "guard" not in fabric.port("linux")["counters"]["rx_drops"], fabric.port("linux")["counters"]
         ask(own)
-        assert ear.listen(solicits(own), 10)
+        assert ear.listen(solicits(own))
         linux.run(f"ip -6 addr add {other}/64 dev eth0 nodad")
         ask(other)
-        assert fabric.port("linux")["counters"]["rx_drops"].get("guard", 0) >= 1, fabric.port("linux")["counters"]
+        until("a frame that the guard drops", lambda: guarded(fabric) >= 1)
         ear.heard.clear()
-        linux.run(f"ip -6 neigh flush dev eth0", check=False)
+        linux.run("ip -6 neigh flush dev eth0", check=False)
         ask(own)
-        assert ear.listen(solicits(own), 10)
+        assert ear.listen(solicits(own))
         assert not any(solicits(other)(frame) for frame in ear.heard)
         assert linux.ping(WEB, count=2) == 1.0
 
