@@ -281,10 +281,10 @@ impl Engine {
             pending,
             answers: counters.answers(),
             reclaimed_replies: get(&counters.reclaimed),
-            sleeps: get(&counters.sleeps),
-            polls_gained: get(&counters.polls_gained),
-            queued: counters.queued.summary(),
-            service: counters.service.summary(),
+            sleeps: counters.sleeps(),
+            polls_gained: counters.polls_gained(),
+            queued: counters.queued(),
+            service: counters.service(),
             slow_calls: counters.slow_calls(),
         }
     }
@@ -330,7 +330,7 @@ impl Service {
             ended: AtomicBool::new(false),
             control: Doorbell::new().map_err(system("eventfd"))?,
             control_rests: AtomicBool::new(false),
-            counters: Counters::default(),
+            counters: Counters::new(workers),
             classes: Mutex::new(vec!["starting".into(); workers]),
             began: Instant::now(),
             options,
