@@ -1,7 +1,8 @@
 //! Calls between two sides in one process: over a link with its real server, with doorbells and without, and over TCP.
 
+mod place;
+
 use std::net::{TcpListener, TcpStream};
-use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -9,51 +10,14 @@ use tombolo_port::ivshmem::bare::Clear;
 use tombolo_port::ivshmem::client::Joined;
 use tombolo_remote::{CallError, CallOptions, Calls, RemoteError, Response, ServeOptions, Status};
 use tombolo_ring::ivshmem::protocol;
-use tombolo_ring::ivshmem::region::{Header, Layout, Name};
-use tombolo_shm::ivshmem::links::{Config, Door, Links};
-use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
+use tombolo_ring::ivshmem::region::Layout;
 use tombolo_testing::{found, until};
 
+use place::{BYTES, Place};
+
 const SOON: Duration = Duration::from_secs(20);
-const BYTES: u64 = 1 << 20;
 /// Between two looks of a peer that nobody may ring.
 const LOOK: Duration = Duration::from_millis(20);
-
-/// A direct link for two, with its server.
-struct Place {
-    folder: tempfile::TempDir,
-    _links: Links,
-}
-
-impl Place {
-    fn new(protocol: u32, vectors: u32) -> Place {
-        let folder = tempfile::tempdir().unwrap();
-        let links = Links::start("calls", None, Box::new(|text| panic!("{text}"))).unwrap();
-        let layout = Layout::v1(BYTES, 0, 2).unwrap();
-        let header = Header { protocol, layout, ..Header::network(Name::new("calls").unwrap(), vectors) };
-        links
-            .open(Config {
-                name: "calls".into(),
-                shape: Shape { dialect: Dialect::V1, max_peers: 2, vectors },
-                layout,
-                region_bytes: BYTES,
-                header: Some(header),
-                host: None,
-                doors: vec![Door { path: folder.path().join("s"), seat: Seat::Any }],
-            })
-            .unwrap();
-        links.serve("calls", None).unwrap();
-        Place { folder, _links: links }
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.folder.path().join("s")
-    }
-
-    fn join(&self, options: &ServeOptions) -> Calls {
-        Calls::join(self.socket(), SOON, options).unwrap()
-    }
-}
 
 /// Two sides, and what is to be kept for them.
 fn pairs(options: &ServeOptions) -> Vec<(Calls, Calls, Option<Place>)> {

@@ -527,8 +527,81 @@ fn a_service_reports_what_it_did() {
     assert!(report.service.max_ns >= 4_000_000 && report.service.p50_ns < 4_000_000, "{:?}", report.service);
     let slow: Vec<_> = report.slow_calls.iter().filter(|c| c.trace == 1003).collect();
     assert_eq!((slow.len(), slow[0].pid, slow[0].request_bytes), (1, std::process::id(), 3));
+    assert!(slow[0].service_ns >= 4_000_000 && slow[0].end == "served" && slow[0].late_by_ns == 0, "{slow:?}");
+    assert_eq!((report.slow_ns, report.slow), (2_000_000, report.slow_calls.len() as u64));
     let class = &report.workers[0];
     assert!(class == "fifo 5" || class.starts_with("normal (asked for fifo 5: "), "{class}");
+}
+
+#[test]
+fn slow_calls_are_told_with_what_they_waited_for_and_how_they_ended() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, entered) = gate();
+    let slow = Options { slow: Duration::from_millis(20), ..options(dir.path()) };
+    let service = Service::register("s", slow, handler).unwrap();
+    let client = connect(dir.path());
+    let submit = |trace, ttl: Option<u64>| {
+        let options = CallOptions { trace, ttl: ttl.map(Duration::from_millis), ..CallOptions::default() };
+        client.submit(&[trace as u8], &options).unwrap()
+    };
+    let served = submit(1, None);
+    assert_eq!(entered.recv_timeout(PATIENCE).unwrap(), 1);
+    let (waited, expired) = (submit(2, None), submit(3, Some(40)));
+    assert!(matches!(client.wait(expired, PATIENCE), Err(CallError::Expired)));
+    go.send(()).unwrap();
+    client.wait(served, PATIENCE).unwrap();
+    go.send(()).unwrap();
+    client.wait(waited, PATIENCE).unwrap();
+    // At once: it is not slow.
+    go.send(()).unwrap();
+    client.wait(submit(4, None), PATIENCE).unwrap();
+    let report = service.report();
+    assert_eq!((report.slow, report.slow_ns), (3, 20_000_000), "{:?}", report.slow_calls);
+    let found = |trace| report.slow_calls.iter().find(|c| c.trace == trace).unwrap();
+    // Each waited or was served for the 40 ms at least that the third waited.
+    assert!(found(1).end == "served" && found(1).service_ns >= 20_000_000, "{:?}", found(1));
+    assert!(found(2).end == "served" && found(2).queued_ns >= 20_000_000, "{:?}", found(2));
+    let third = found(3);
+    assert!(third.end == "expired" && third.queued_ns >= 40_000_000 && third.service_ns == 0, "{third:?}");
+    assert!(found(1).at_ns >= third.at_ns);
+}
+
+#[test]
+fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tell, told) = mpsc::channel();
+    let (go, open) = mpsc::channel::<()>();
+    let (tell, open) = (Mutex::new(tell), Mutex::new(open));
+    let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
+        let (name, tell) = (request.to_vec(), tell.lock().unwrap().clone());
+        assert!(!request.is_taken_back());
+        tell.send((name.clone(), "begun")).unwrap();
+        request.on_taken_back(move || tell.send((name, "taken back")).unwrap());
+        open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        reply.set_code(u32::from(request.is_taken_back()));
+    };
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let hears = |name: &[u8], what| assert_eq!(told.recv_timeout(PATIENCE).unwrap(), (name.to_vec(), what));
+    let client = connect(dir.path());
+    let a = client.submit(b"a", &CallOptions::default()).unwrap();
+    hears(b"a", "begun");
+    assert!(client.cancel(a));
+    hears(b"a", "taken back");
+    go.send(()).unwrap();
+    assert_eq!(client.wait(a, PATIENCE).unwrap().code(), 1, "it was served, since that had begun");
+    // The same slot's next turn: what was taken back before is nobody's any more.
+    let b = client.submit(b"b", &CallOptions::default()).unwrap();
+    hears(b"b", "begun");
+    go.send(()).unwrap();
+    assert_eq!(client.wait(b, PATIENCE).unwrap().code(), 0);
+    assert!(!client.cancel(b));
+    // A caller that goes.
+    client.submit(b"c", &CallOptions::default()).unwrap();
+    hears(b"c", "begun");
+    drop(client);
+    hears(b"c", "taken back");
+    go.send(()).unwrap();
+    assert!(told.try_recv().is_err());
 }
 
 #[test]
