@@ -293,13 +293,13 @@ def awake(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="[default: 14; with --short 10]")
+    parser.add_argument("--rounds", type=int, help="[default: 14; with --short 8]")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a slice [default: 0.05]")
     parser.add_argument("--cells", metavar="PATTERN", help="only those whose `ENDS LOAD` the regular expression finds")
     parser.add_argument("--short", action="store_true", help="fewer loads and rounds")
     parser.add_argument("--no-perf", action="store_true", help="no hardware counters")
     options = parser.parse_args()
-    options.rounds = options.rounds or (10 if options.short else 14)
+    options.rounds = options.rounds or (8 if options.short else 14)
     terminate_cleanly()
     for name in ("nft", "ethtool", "clang", "gcc"):
         need_program(name)
