@@ -34,15 +34,14 @@ import re
 import select
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import FIRST, ROOT, BenchError, Results, group_first, note, run, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, group_first, note, perf, run, run_bench
 from stats import SEED, spread, verdict
 
-from lib import Namespace, Skip, need_program
+from lib import Namespace, need_program
 from lib.tap import ETH_IP4, GSO_TCPV4, NEEDS_CSUM, TCP, UDP, ethernet, ipv4, mac_bytes, transport, vnet_header
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
@@ -238,13 +237,10 @@ class Setting:
 
     def counters(self, load, seconds):
         """perf's counters over a slice, per call of the sender."""
-        perf = subprocess.Popen(["perf", "stat", "-x,", "-e", COUNTERS, "-p", str(self.load_pid())], stderr=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        row = self.ask(load, 0, seconds)
-        perf.send_signal(2)
-        _, text = perf.communicate(timeout=10)
+        with perf("stat", "-x,", "-e", COUNTERS, "-p", self.load_pid()) as said:
+            row = self.ask(load, 0, seconds)
         values = {}
-        for line in text.splitlines():
+        for line in said[0].splitlines():
             fields = line.split(",")
             with contextlib.suppress(ValueError, IndexError):
                 values[fields[2]] = float(fields[0]) / max(1, row["sent"])
@@ -300,13 +296,12 @@ def main():
     parser.add_argument("--no-perf", action="store_true", help="no hardware counters")
     options = parser.parse_args()
     options.rounds = options.rounds or (8 if options.short else 14)
-    terminate_cleanly()
     for name in ("nft", "ethtool", "clang", "gcc"):
         need_program(name)
     if (os.cpu_count() or 1) < 2:
         raise BenchError("it needs two CPUs: one for each end")
     results = Results("bypass")
-    perf = not options.no_perf and has_hardware_counters()
+    with_perf = not options.no_perf and has_hardware_counters()
     order = random.Random(SEED)
     with tempfile.TemporaryDirectory(prefix="tmb-bench-", ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
@@ -317,13 +312,13 @@ def main():
                     settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}
                     for number, load in enumerate(chosen):
                         is_new_kind = number == 0 or chosen[number - 1] in ("trip64", "gso_60k")
-                        measure_cell(results, options, settings, ends, load, is_new_kind, perf, order)
+                        measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order)
                     if ends == "tap-tap" and "udp64_10000" in chosen:
                         measure_flows(results, options, settings, order)
     summarise(results, options)
 
 
-def measure_cell(results, options, settings, ends, load, is_new_kind, perf, order):
+def measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order):
     """All paths of one load, round by round."""
     wanted = {path: settings[path] for path in paths_of(ends, load) if path in settings}
     for setting in wanted.values():
@@ -336,7 +331,7 @@ def measure_cell(results, options, settings, ends, load, is_new_kind, perf, orde
         order.shuffle(turn)
         for path in turn:
             row = wanted[path].measure(load, options.seconds * (MANY_LONGER if load.endswith("_10000") else 1))
-            if perf and number == 0:
+            if with_perf and number == 0:
                 row["perf"] = wanted[path].counters(load, options.seconds)
             results.add(ends=ends, load=load, path=path, round=number, **row)
     for path, setting in wanted.items():
@@ -442,9 +437,4 @@ def summarise(results, options):
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, RuntimeError, subprocess.SubprocessError, Skip) as error:
-        sys.exit(f"bench bypass: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench bypass: stopped")
+    run_bench(main)

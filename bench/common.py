@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib import Fabric, Process, tsc_khz, until  # noqa: E402
+from lib import Fabric, Process, Skip, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
 # Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
@@ -101,9 +101,9 @@ def run(*argv, **kwargs):
     return done.stdout
 
 
-def fabric_of(folder, text):
+def fabric_of(folder, text, netns=None):
     """A fabric with its files in a new folder within `folder`."""
-    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, nice=FIRST)
+    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, netns=netns, nice=FIRST)
 
 
 class Testpmd(Process):
@@ -264,10 +264,40 @@ def ratio(ours, peer, digits=3):
     return round(ours / peer, digits) if ours is not None and peer else None
 
 
-def terminate_cleanly():
-    """SIGTERM and SIGHUP end the bench as Ctrl-C does: with its cleanup."""
+@contextlib.contextmanager
+def perf(*words):
+    """`perf stat` or `perf record` over what runs within the `with`: it has acknowledged that it counts before that begins. Yields a list,
+    in which afterwards is what perf said on standard error."""
+    (control, commands), (acknowledged, acknowledge) = os.pipe(), os.pipe()
+    said = []
+    command = ["perf", *map(str, words), "-D", "-1", f"--control=fd:{control},{acknowledge}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=(control, acknowledge)) as process:
+        os.close(control)
+        os.close(acknowledge)
+        try:
+            os.write(commands, b"enable\n")
+            if not os.read(acknowledged, 16).startswith(b"ack"):
+                raise BenchError(f"`{' '.join(command)}` ended: {process.stderr.read().strip()}")
+            yield said
+            process.send_signal(signal.SIGINT)
+            said.append(process.communicate(timeout=60)[1])
+        finally:
+            process.kill()
+            os.close(commands)
+            os.close(acknowledged)
+
+
+def run_bench(main):
+    """The whole of a bench's program: what stops it is said in one line. SIGTERM and SIGHUP end it as Ctrl-C does, with its cleanup."""
     def stop(*_):
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    name = Path(sys.argv[0]).stem
+    try:
+        main()
+    except (AssertionError, BenchError, EOFError, RuntimeError, Skip, TimeoutError, subprocess.SubprocessError) as error:
+        sys.exit(f"bench {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"bench {name}: stopped")

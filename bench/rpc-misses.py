@@ -21,12 +21,11 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
 import plot
 import publish
-from common import FIRST, ROOT, BenchError, Results, note, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, note, run_bench
 
 PROGRAM = ROOT / "target/release/examples/misses"
 SETS = {"spread": "deadlines of 4 to 40 times the work, feasible up to a load of 1", "implicit": "random rates, each period its deadline, feasible up to a load of 1",
@@ -82,7 +81,6 @@ def main():
     parser.add_argument("--sim-only", action="store_true")
     parser.add_argument("--publish", metavar="FOLDER")
     options = parser.parse_args()
-    terminate_cleanly()
     subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--example", "misses"], cwd=ROOT, check=True)
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
@@ -142,9 +140,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc-misses: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc-misses: stopped")
+    run_bench(main)

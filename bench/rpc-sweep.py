@@ -15,11 +15,10 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 
 import plot
 import publish
-from common import FIRST, ROOT, BenchError, Results, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, run_bench
 
 PARTS = {"p1_us": 0.01, "p25_us": 0.25, "p50_us": 0.5, "p75_us": 0.75, "p99_us": 0.99, "p999_us": 0.999}
 
@@ -83,7 +82,6 @@ def main():
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--publish", metavar="FOLDER")
     options = parser.parse_args()
-    terminate_cleanly()
     subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--example", "rpc_sweep"], cwd=ROOT, check=True)
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
@@ -121,9 +119,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc-sweep: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc-sweep: stopped")
+    run_bench(main)

@@ -35,6 +35,25 @@ between = ["asker"]
 seats = 1
 protocol = 0x4002
 """
+BY_NAME = """
+name = "{name}"
+[network.lan]
+[cell.calc]
+app = "calc"
+args = "net=none service_us=2000000"
+accel = "tcg"
+[link.calls]
+between = ["calc"]
+service = "named"
+[cell.asker]
+app = "calc"
+args = "net=none role=client link=back count=1 deadline_us=0 timeout_ms=30000"
+accel = "tcg"
+attach = "ivshmem"
+[link.back]
+between = ["asker"]
+to = "named"
+"""
 OVER_TCP = """
 name = "{name}"
 [network.lan]
@@ -136,6 +155,33 @@ def test_deadlines_cross_and_a_cell_that_dies_ends_its_calls_at_once():
         assert took < 0.5, f"told {took:.3f} s after the kill"
         # With its cell the name goes: nobody is left to wait for one who does not answer.
         until("the name to go", lambda: "no service" in call(fabric, "slow", "1 + 1"), 10)
+
+
+@timeout(240)
+def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back_is_so_in_the_cell():
+    with scratch() as folder, Fabric(folder, BY_NAME.format(name=f"n{os.getpid()}")) as fabric:
+        assert call(fabric, "named", "6 * 7", "--wait", "60s") == "42"
+        # The other cell's calls went to the service that the first one is.
+        said = report(fabric, "asker")
+        assert (said["replied"], said["wrong"]) == (1, 0), said
+        answers = lambda: json.loads(fabric.cli("service", "stats", "named", "--json").stdout)["answers"]  # noqa: E731
+        before = answers()
+        command, env = [str(PROGRAM), "call", "named"], dict(os.environ, **fabric.env)
+        start = lambda *words: subprocess.Popen([*command, *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)  # noqa: E731
+        # The cell serves one at a time: the others wait in the cell, and end there, before the first is done.
+        calls = [start("1 + 1"), start("2 + 2", "--timeout", "100ms"), start("3 + 3", "--ttl", "50ms")]
+        said = [process.communicate(timeout=30) for process in calls]
+        assert said[0][0].strip() == "2" or said[1][0].strip() == "4" or said[2][0].strip() == "6", said
+        until("the ends of all", lambda: sum(answers().values()) - sum(before.values()) >= 3, 20)
+        ended = {name: count - before[name] for name, count in answers().items() if count != before[name]}
+        # Which of them the cell served first is the scheduler's choice; the other one of the two that would not wait was taken back, or expired.
+        assert ended.get("cancelled", 0) + ended.get("expired", 0) >= 1, (ended, said)
+        # After a crash the next daemon takes the seat and the name.
+        fabric.kill()
+        fabric.start()
+        assert call(fabric, "named", "6 * 7", "--wait", "60s") == "42"
+        fabric.down()
+        assert not list((folder / "run" / "services").glob("*")), "no name is left"
 
 
 @timeout(240)

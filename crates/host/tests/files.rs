@@ -230,3 +230,13 @@ fn the_examples_are_right() {
     }
     assert!(count >= 3);
 }
+
+#[test]
+fn a_link_with_a_service_has_a_seat_for_the_fabric_and_speaks_calls() {
+    let text = "[network.lan]\n[vm.a]\nkernel = \"Cargo.toml\"\n[link.sums]\nbetween = [\"a\"]\nservice = \"sums\"\ncallers = \"everybody\"\n\
+                [link.asks]\nbetween = [\"a\"]\nto = \"host.sums\"\n[link.own]\nbetween = [\"a\"]\nseats = 2\n";
+    let fabric = file::parse(text, Path::new("x.toml")).unwrap();
+    let found: Vec<_> = fabric.links.iter().map(|l| (l.is_bridged(), l.seats, l.protocol, l.everybody)).collect();
+    assert_eq!(found, [(true, 1, 0x4002, true), (true, 1, 0x4002, false), (false, 2, 0x4001, false)]);
+    assert_eq!((fabric.links[0].service.as_deref(), fabric.links[1].to.as_deref()), (Some("sums"), Some("host.sums")));
+}

@@ -210,6 +210,13 @@ impl Calls {
         self.lock().way.session.stats()
     }
 
+    /// Requests of the peer's that wait.
+    pub fn pending(&self) -> usize {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.session.pending()
+    }
+
     /// Our calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> usize {
         let mut state = self.lock();

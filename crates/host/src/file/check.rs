@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
 
+use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
 
 use super::model::*;
@@ -255,6 +256,25 @@ fn links(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         if !(2..=64).contains(&link.max_peers()) {
             let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
             say("between", "2 to 64 ends, with `seats`".into(), found, None);
+        }
+        if link.is_bridged() {
+            if link.between.len() != 1 || link.seats != 1 {
+                let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+                let hint = Some("the fabric takes the seat itself: leave `seats` out".to_string());
+                say("between", "one machine, with `service` or `to`".into(), found, hint);
+            }
+            if link.protocol != protocol::CALLS {
+                let hint = Some("leave `protocol` out".to_string());
+                say("protocol", "0x4002, calls, with `service` or `to`".into(), format!("{:#x}", link.protocol), hint);
+            }
+        }
+        if link.everybody && link.service.is_none() {
+            say("callers", "\"owner\" without `service`".into(), "\"everybody\"".into(), None);
+        }
+        if let Some(name) = &link.service
+            && fabric.links[..i].iter().any(|l| l.service.as_ref() == Some(name))
+        {
+            say("service", "a name that no other link has".into(), format!("{name:?}"), None);
         }
         if link.plain && link.seats > 0 {
             let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());

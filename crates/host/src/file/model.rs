@@ -445,9 +445,20 @@ pub struct Link {
     pub protocol: u32,
     /// Vectors of each peer.
     pub vectors: u32,
+    /// The name under which processes of this machine call what the link's machine serves.
+    pub service: Option<String>,
+    /// The service of this machine that serves what the link's machine asks.
+    pub to: Option<String>,
+    /// Every user of this machine may call `service`, not only the fabric's.
+    pub everybody: bool,
 }
 
 impl Link {
+    /// Whether the fabric itself takes the seat, to pass calls on.
+    pub fn is_bridged(&self) -> bool {
+        self.service.is_some() || self.to.is_some()
+    }
+
     /// All seats.
     pub fn max_peers(&self) -> u32 {
         self.between.len() as u32 + self.seats

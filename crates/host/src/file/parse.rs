@@ -4,6 +4,7 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
 use super::model::*;
@@ -442,12 +443,20 @@ impl<'t> Reader<'_, 't> {
         if s.raw("between").is_none() {
             s.missing("between");
         }
+        let name_of_service =
+            |t: &str| tombolo_rpc::folder::socket_path(Path::new(""), t).is_ok().then(|| t.to_string());
+        let (service, to) = (s.text("service", name_of_service), s.text("to", name_of_service));
+        // The fabric's own seat, and what it speaks there.
+        let (seats, protocol) = if service.is_some() || to.is_some() { (1, CALLS) } else { (0, 0x4001) };
         let link = Link {
-            seats: s.number("seats", 0, 62).unwrap_or(0) as u32,
+            everybody: s.word("callers", &[("owner", false), ("everybody", true)]).unwrap_or(false),
+            service,
+            to,
+            seats: s.number("seats", 0, 62).map_or(seats, |n| n as u32),
             plain: s.flag("plain").unwrap_or(false),
             region: region(&mut s, 64 << 10, 1 << 30),
             rw: s.text("rw", |t| size_bytes(t).filter(|n| n.is_multiple_of(4096))).unwrap_or(0),
-            protocol: s.number("protocol", 0, 0xffff).unwrap_or(0x4001) as u32,
+            protocol: s.number("protocol", 0, 0xffff).map_or(protocol, |n| n as u32),
             vectors: s.number("vectors", 1, 16).unwrap_or(2) as u32,
             between,
             name,

@@ -337,6 +337,7 @@ impl Engine {
     pub(super) fn give_up(&self, job: &Job, status: Status, queued_ns: u64, now: u64) {
         let answer =
             Answer { token: job.call.token, status, code: 0, queued_ns, service_ns: 0, payload: Payload::EMPTY };
+        self.trace(job, status, (queued_ns, 0), now);
         self.send(&job.connection, &answer, &[], now, false);
     }
 
@@ -467,15 +468,23 @@ impl Engine {
         add(&self.counters.calls, 1);
         self.counters.queued.record(queued_ns);
         self.counters.service.record(service_ns);
+        self.trace(&job, status, (queued_ns, service_ns), ended);
         self.send(connection, &answer, bytes, ended, status == Status::Served && ended > *deadline_ns);
+    }
+
+    /// Remembers a call that took longer than it should.
+    #[inline]
+    fn trace(&self, job: &Job, status: Status, (queued_ns, service_ns): (u64, u64), ended: u64) {
         if queued_ns.saturating_add(service_ns) > crate::clock::ns(self.options.slow) {
             self.counters.slow(SlowCall {
-                pid: connection.caller.pid,
-                trace: call.trace,
-                request_bytes: call.payload.len(),
+                pid: job.connection.caller.pid,
+                trace: job.call.trace,
+                request_bytes: job.call.payload.len(),
                 queued_ns,
                 service_ns,
-                late_by_ns: ended.saturating_sub(*deadline_ns),
+                late_by_ns: ended.saturating_sub(job.deadline_ns),
+                end: status.name().into(),
+                at_ns: crate::clock::ns(self.began.elapsed()),
             });
         }
     }
