@@ -64,13 +64,14 @@ impl Bridge {
         }
         let root = rundir::runtime_root()?;
         let fabric = select.name(&root)?;
-        if !rundir::running(&root).contains(&fabric) {
+        let running = rundir::running(&root);
+        if !running.contains(&fabric) {
             let socket = rundir::api_socket(&root, &fabric);
             let was_killed = socket.exists();
             let absent = if was_killed {
                 ClientError::Stale { fabric, socket }
             } else {
-                ClientError::NotRunning { fabric, socket }
+                ClientError::NotRunning { fabric, socket, running }
             };
             return Err(absent.into());
         }

@@ -15,7 +15,7 @@ use tombolo_rpc::schedule::Late;
 use crate::bridge::Bridge;
 use crate::capture::seconds;
 use crate::exit::{Exit, Failure};
-use crate::out::{self, Table, scaled};
+use crate::out::{self, Table, counted, scaled};
 use crate::select::Select;
 use crate::terminal::Screen;
 
@@ -177,7 +177,7 @@ fn text(r: &Report) -> String {
 
 /// The slow calls, youngest last.
 fn slow(r: &Report) -> String {
-    let mut out = format!("slow       {} calls took longer than {}", r.slow, time(r.slow_ns));
+    let mut out = format!("slow       {} took longer than {}", counted(r.slow as usize, "call"), time(r.slow_ns));
     if r.slow_calls.is_empty() {
         out.push('\n');
         return out;
