@@ -39,6 +39,9 @@ pub enum AttachError {
     /// An interface.
     #[error(transparent)]
     Netlink(#[from] NetlinkError),
+    /// The system has no thread for the keeper.
+    #[error("the keeper's second thread: {0}")]
+    Thread(std::io::Error),
     /// A program could not be attached.
     #[error("{interface}: {cause}")]
     Program {
