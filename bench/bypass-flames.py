@@ -15,14 +15,12 @@ import contextlib
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
-import time
 from html import escape
 from pathlib import Path
 
 from bypass import Setting, prepare
-from common import ROOT, BenchError, note, terminate_cleanly
+from common import ROOT, BenchError, note, perf, run_bench
 
 WIDTH, ROW, CHARACTER = 1180, 17, 6.6
 # What is narrower is not drawn: nobody could read it, and the file stays small.
@@ -85,11 +83,8 @@ def sample(setting, load, seconds, file):
     """The writer's stacks as a tree, and the CPU time of a frame."""
     setting.settle(load)
     # Of the writer's CPU: of a process perf samples only the threads that are there already.
-    perf = subprocess.Popen(["perf", "record", "-q", "-F", "4999", "-g", "-C", "0", "-o", file], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
-    time.sleep(0.5)
-    row = setting.ask(load, 0, seconds)
-    perf.send_signal(2)
-    perf.communicate(timeout=20)
+    with perf("record", "-q", "-F", "4999", "-g", "-C", "0", "-o", file):
+        row = setting.ask(load, 0, seconds)
     text = subprocess.run(["perf", "script", "-i", file, "--comms", "pathload", "-F", "comm,ip,sym,dso"], capture_output=True, text=True, check=True).stdout
     root = Box()
     for names in stacks(text):
@@ -105,7 +100,6 @@ def main():
     parser.add_argument("--load", default="udp64_1")
     parser.add_argument("--folder", type=Path, default=ROOT / "docs/flames")
     options = parser.parse_args()
-    terminate_cleanly()
     if not shutil.which("perf"):
         raise BenchError("it needs perf (Debian: apt install linux-perf)")
     seen = {}
@@ -123,9 +117,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, RuntimeError, subprocess.SubprocessError) as error:
-        sys.exit(f"bench bypass-flames: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench bypass-flames: stopped")
+    run_bench(main)

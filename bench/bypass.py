@@ -1,64 +1,81 @@
 #!/usr/bin/env python3
 """The bypass beside the kernel's ways: plain forwarding, forwarding with conntrack and masquerade, a bridge, a plain XDP-FIB redirect.
 
-usage: ./x bench bypass [--cells PATTERN] [--short] [--repeats N] [--seconds S] [--no-perf]
+usage: ./x bench bypass [--cells PATTERN] [--short] [--rounds N] [--seconds S] [--no-perf]
 
-Each cell of the matrix is one load between two ends. All paths of it are set up side by side, in namespaces of the bench's own, and measured in turn, slice
-by slice, so that what else the machine does meets all of them.
+Each cell of the matrix is one load between two ends. All paths of it are set up side by side, in namespaces of the bench's own, and measured in rounds: a short
+slice of each, in an order that is drawn anew for each round, so that what else the machine does meets all of them.
 
     ends    tap-tap, tap-veth, veth-tap, veth-veth. A tap is driven by bench/pathload.c, one frame per system call and with a vnet header, as
             a monitor of microVMs does; frames of the socket loads come from another kernel namespace's tap behind it.
     loads   udp64_F, udp1500_F: UDP frames as fast as one writer makes them, in F flows; trip64: one frame at a time, from write to read;
-            gso_60k: segmentation frames; udp_send: a UDP socket; tcp_W_N_C: N connections that write W bytes at a time, on C cores;
-            tcp_rr: one byte there and back.
-    paths   ip, nat (conntrack and masquerade), bridge, xdpfib, and ours: bypass (mode auto, given time to choose) over each of ip and nat.
-            At tap-tap also two bounds: drop (the tap's write alone, XDP_DROP) and straight (an XDP program that only redirects).
+            gso_60k: segmentation frames of an opened connection; udp_send: a UDP socket; tcp_W_N_C: N connections that write W bytes
+            at a time, on C cores; tcp_rr: one byte there and back.
+    paths   ip and nat (conntrack and masquerade), each set up twice; bridge, xdpfib; and ours: bypass (mode auto, given time to choose) over each
+            of ip and nat. At tap-tap also two bounds: drop (the tap's write alone, XDP_DROP) and straight (an XDP program that only redirects).
 
 `rate` is what the receiver got a second (of trip64 and tcp_rr: what the median time allows), cpu_ns the CPU time per frame (per kilobyte of a stream, per round
-trip), as the kernel accounts it: the writer's, in whose calls the forwarding is done, or all threads' for sockets. A cell is ours divided by the kernel's same
-set-up (nat's by nat): the median over the repeats of ratios within one repeat, their lowest and highest, and the same by CPU time.
-`worst_cell` is the smallest median. Where the machine has hardware counters, `perf stat` adds instructions and cycles per frame.
-Needs root. Nothing is left: namespaces, taps and programs go with the bench.
+trip), as the kernel accounts it: the writer's, in whose calls the forwarding is done, or all threads' for sockets.
+
+A cell is ours divided by the kernel's same set-up (nat's by nat), round by round: the middle of these ratios and the interval in which it lies with 95 %
+(bench/stats.py says which and how). The kernel's rate of a round is the mean of its two set-ups; `equals` is one of them divided by the other, so what this bench
+gives for two paths that are the same: the noise, cell by cell. `faster` and `slower` are said only of what lies outside of it. `worst_cell` is the smallest ratio.
+`retransmitted` and `disordered` count TCP's troubles; `path` says which way our frames went. Where the machine has hardware counters, `perf stat` adds
+instructions and cycles per frame. While it measures, the CPUs are kept from halting. Needs root. Nothing is left: namespaces, taps and programs go with the bench.
 """
 
 import argparse
 import contextlib
 import json
+import math
 import os
+import random
 import re
 import select
 import shutil
-import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 
-from common import ROOT, BenchError, Results, note, run, terminate_cleanly
+from common import FIRST, ROOT, BenchError, Results, group_first, note, perf, run, run_bench
+from stats import SEED, spread, verdict
 
-from lib import Namespace, Skip, need_program
+from lib import Namespace, need_program
 from lib.tap import ETH_IP4, GSO_TCPV4, NEEDS_CSUM, TCP, UDP, ethernet, ipv4, mac_bytes, transport, vnet_header
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
 NEAR = {"a": "10.1.0.1", "b": "10.2.0.1"}
 FAR = {"a": A, "b": B}
+# Whence and whither frames are that no kernel shall answer.
+RAW_A, RAW_B = "10.1.0.3", "10.2.0.3"
+RAW = {"a": RAW_A, "b": RAW_B}
 MAC = {"a": "02:00:00:00:0a:02", "b": "02:00:00:00:0b:02"}
 NAT = """
 table ip nat { chain post { type nat hook postrouting priority 100; oifname "rb" masquerade; }; }
 table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; iifname "ra" accept; }; }
 """
 ENDS = ("tap-tap", "tap-veth", "veth-tap", "veth-veth")
-PATHS = ("ip", "bypass", "nat", "bypass_nat", "bridge", "xdpfib")
+# Ours, the kernel's same set-up, and that once more.
+COMPARED = (("bypass", "ip", "ip_again", ""), ("bypass_nat", "nat", "nat_again", " nat"))
 BOUNDS = ("drop", "straight")
 REFERENCES = ("bridge", "xdpfib", *BOUNDS)
+PATHS = (*(path for compared in COMPARED for path in compared[:3]), "bridge", "xdpfib")
+# Every how many rounds these are measured.
+REFERENCE_ROUNDS = 4
 FRAMES = ("udp64_1", "udp64_100", "udp64_10000", "udp1500_1", "udp1500_100", "udp1500_10000", "trip64", "gso_60k")
 SOCKETS = ("udp_send", "tcp_rr", *(f"tcp_{write}_{n}_{cores}" for write in ("64", "16K") for n in (1, 2, 4) for cores in (1, 2)))
 SHORT = ("udp64_1", "udp64_10000", "udp1500_1", "trip64", "gso_60k", "tcp_rr", "tcp_16K_1_2", "tcp_64_1_2", "udp_send")
-WARM_S = 0.1
+# Until counting begins: connections open, and are known as established.
+WARM_S = {"tcp": 0.04, "other": 0.01}
 # A choice takes three windows of one second.
 CHOOSING_S = 8
+# Slices with 10,000 flows are so much longer: then a round takes longer than a lease, and each slice begins with renewing all of them, before
+# counting begins.
+MANY_LONGER = 3
+# What renewing costs is in the comparison of 10,000 flows with one: its slices are longer than a lease.
+FLOWS_S = 1.2
 COUNTERS = "task-clock,context-switches,instructions,cycles"
 
 
@@ -74,6 +91,7 @@ class Setting:
         self.router = stack.enter_context(Namespace())
         self.far, self.attached, self.process = {}, False, None
         stack.callback(self.close)
+        self.before = {}
         self.router.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.disable_ipv6=1")
         if path == "bridge":
             self.router.ip("link", "add", "br0", "type", "bridge")
@@ -81,7 +99,7 @@ class Setting:
         for side in "ab":
             self.make_side(stack, side)
         self.start_load()
-        if path.endswith("nat"):
+        if "nat" in path:
             subprocess.run(["ip", "netns", "exec", str(self.router), "nft", "-f", "-"], input=NAT, text=True, check=True)
         if path in REFERENCES and path != "bridge":
             section = "xdp" if path == "xdpfib" else path
@@ -114,7 +132,8 @@ class Setting:
             far.ip("neighbour", "replace", FAR[other], "lladdr", MAC[other], "dev", "eth0", "nud", "permanent")
             return
         self.router.ip("address", "add", f"{NEAR[side]}/24", "dev", name)
-        self.router.ip("neighbour", "replace", FAR[side], "lladdr", MAC[side], "dev", name, "nud", "permanent")
+        for address in (FAR[side], RAW[side]):
+            self.router.ip("neighbour", "replace", address, "lladdr", MAC[side], "dev", name, "nud", "permanent")
         near = self.router.ip("-br", "link", "show", name).split()[2]
         far.ip("neighbour", "replace", NEAR[side], "lladdr", near, "dev", "eth0", "nud", "permanent")
         far.ip("route", "add", "default", "via", NEAR[side])
@@ -122,16 +141,17 @@ class Setting:
     def start_load(self):
         space = {side: f"/run/netns/{self.far[side]}" for side in "ab"}
         words = [f"tap:r{side}:{space[side]}" if self.ends[side] == "tap" else f"veth:{space[side]}" for side in "ab"]
-        argv = ["ip", "netns", "exec", str(self.router), str(self.folder / "pathload"), *words]
+        argv = ["nice", "-n", str(FIRST), "ip", "netns", "exec", str(self.router), str(self.folder / "pathload"), *words]
         self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def load_pid(self):
-        """The load's process: `ip netns exec` becomes it."""
+        """The load's process: `nice` becomes `ip`, which becomes it."""
         return self.process.pid
 
     def cli(self, *words):
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
-        return run(PROGRAM, "bypass", *words, "--netns", str(self.router), env=env)
+        # The keeper that it starts is to have its turn among loads that come first.
+        return run("nice", "-n", str(FIRST), PROGRAM, "bypass", *words, "--netns", str(self.router), env=env)
 
     def close(self):
         if self.process:
@@ -146,14 +166,14 @@ class Setting:
     def frame(self, load):
         to = mac_bytes(MAC["b"]) if self.path == "bridge" else self.mac
         if load == "gso_60k":
-            body = transport(TCP, A, B, 3000, 80, bytes(60000), partial=True)
-            return vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16) + ethernet(to, mac_bytes(MAC["a"]), ETH_IP4, ipv4(A, B, TCP, body))
+            body = transport(TCP, RAW_A, RAW_B, 3000, 80, bytes(60000), partial=True)
+            return vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16) + ethernet(to, mac_bytes(MAC["a"]), ETH_IP4, ipv4(RAW_A, RAW_B, TCP, body))
         size = 64 if load == "trip64" else int(load.split("_")[0].removeprefix("udp"))
         # 4 bytes of a frame's size are its check sequence, which no driver sees.
-        body = transport(UDP, A, B, 1024, 9, bytes(size - 42 - 4))
-        return bytes(10) + ethernet(to, mac_bytes(MAC["a"]), ETH_IP4, ipv4(A, B, UDP, body))
+        body = transport(UDP, RAW_A, RAW_B, 1024, 9, bytes(size - 42 - 4))
+        return bytes(10) + ethernet(to, mac_bytes(MAC["a"]), ETH_IP4, ipv4(RAW_A, RAW_B, UDP, body))
 
-    def command(self, load, warm, seconds):
+    def command(self, load, warm, seconds, awake=False):
         parts = load.split("_")
         if load == "tcp_rr":
             return f"rr {warm} {seconds} {B}"
@@ -164,11 +184,11 @@ class Setting:
         file = self.folder / f"frame-{load}-{self.router}"
         if not file.exists():
             file.write_bytes(self.frame(load))
-        return f"trip {warm} {seconds} {file}" if load == "trip64" else f"frames {warm} {seconds} {file} {parts[1] if parts[0] != 'gso' else 1}"
+        return f"trip {warm} {seconds} {file}" if load == "trip64" else f"frames {warm} {seconds} {file} {parts[1] if parts[0] != 'gso' else 1} {int(awake)}"
 
-    def ask(self, load, warm, seconds):
+    def ask(self, load, warm, seconds, awake=False):
         """One load: what bench/pathload.c counted."""
-        self.process.stdin.write(self.command(load, warm, seconds) + "\n")
+        self.process.stdin.write(self.command(load, warm, seconds, awake) + "\n")
         self.process.stdin.flush()
         ready, _, _ = select.select([self.process.stdout], [], [], warm + seconds + 20)
         line = self.process.stdout.readline() if ready else ""
@@ -188,13 +208,22 @@ class Setting:
             if small and (self.ends["a"] != "tap" or self.ends["b"] != "tap" or self.status()["ra"]["mode"] == "xdp"):
                 return
 
-    def measure(self, load, seconds):
+    def way(self):
+        """How many of ours were taken and passed up since this was asked last, by reason; and by which mode."""
+        status = self.status()["ra"]
+        now = dict(status["by_reason"])
+        way = {reason: count - self.before.get(reason, 0) for reason, count in now.items() if count > self.before.get(reason, 0)}
+        self.before = now
+        return {"mode": status["mode"], "why": status["why"], "by_reason": way}
+
+    def measure(self, load, seconds, awake=False):
         """A row."""
-        row = self.ask(load, WARM_S, seconds)
+        row = self.ask(load, WARM_S["tcp" if load.startswith("tcp") else "other"], seconds, awake)
+        if load == "gso_60k" and not row["opened"] and self.path not in REFERENCES:
+            raise BenchError(f"{self.path}, {load}: the connection could not be opened")
         if load in ("trip64", "tcp_rr"):
-            if "p50_ns" not in row:
-                raise BenchError(f"{self.path}, {load}: nothing came back")
-            row["rate"] = 1e9 / row["p50_ns"]
+            # Where nothing came back within the slice, it took at least that long.
+            row["rate"] = 1e9 / row["p50_ns"] if "p50_ns" in row else 1 / row["seconds"]
         elif self.path == "drop":
             row["rate"] = row["sent"] / row["seconds"]
         else:
@@ -208,13 +237,10 @@ class Setting:
 
     def counters(self, load, seconds):
         """perf's counters over a slice, per call of the sender."""
-        perf = subprocess.Popen(["perf", "stat", "-x,", "-e", COUNTERS, "-p", str(self.load_pid())], stderr=subprocess.PIPE, text=True)
-        time.sleep(0.2)
-        row = self.ask(load, 0, seconds)
-        perf.send_signal(2)
-        _, text = perf.communicate(timeout=10)
+        with perf("stat", "-x,", "-e", COUNTERS, "-p", self.load_pid()) as said:
+            row = self.ask(load, 0, seconds)
         values = {}
-        for line in text.splitlines():
+        for line in said[0].splitlines():
             fields = line.split(",")
             with contextlib.suppress(ValueError, IndexError):
                 values[fields[2]] = float(fields[0]) / max(1, row["sent"])
@@ -250,107 +276,165 @@ def matrix(options):
             yield ends, chosen
 
 
+@contextlib.contextmanager
+def awake(folder):
+    """Both CPUs stay awake within the `with`."""
+    process = subprocess.Popen([folder / "pathload", "spin"], stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        process.stdin.close()
+        process.wait()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, help="[default: 5; with --short 3]")
-    parser.add_argument("--seconds", type=float, default=0.2, help="length of a slice [default: 0.2]")
+    parser.add_argument("--rounds", type=int, help="[default: 14; with --short 10]")
+    parser.add_argument("--seconds", type=float, default=0.05, help="length of a slice [default: 0.05]")
     parser.add_argument("--cells", metavar="PATTERN", help="only those whose `ENDS LOAD` the regular expression finds")
-    parser.add_argument("--short", action="store_true", help="fewer loads and repeats")
+    parser.add_argument("--short", action="store_true", help="fewer loads and rounds")
     parser.add_argument("--no-perf", action="store_true", help="no hardware counters")
     options = parser.parse_args()
-    options.repeats = options.repeats or (3 if options.short else 5)
-    terminate_cleanly()
+    options.rounds = options.rounds or (10 if options.short else 14)
     for name in ("nft", "ethtool", "clang", "gcc"):
         need_program(name)
     if (os.cpu_count() or 1) < 2:
         raise BenchError("it needs two CPUs: one for each end")
     results = Results("bypass")
-    perf = not options.no_perf and has_hardware_counters()
+    with_perf = not options.no_perf and has_hardware_counters()
+    order = random.Random(SEED)
     with tempfile.TemporaryDirectory(prefix="tmb-bench-", ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
         prepare(folder)
-        for ends, chosen in matrix(options):
-            with contextlib.ExitStack() as stack:
-                settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}
-                for number, load in enumerate(chosen):
-                    measure_cell(results, options, settings, ends, load, number == 0 or chosen[number - 1] in ("trip64", "gso_60k"), perf)
+        with awake(folder), group_first():
+            for ends, chosen in matrix(options):
+                with contextlib.ExitStack() as stack:
+                    settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}
+                    for number, load in enumerate(chosen):
+                        is_new_kind = number == 0 or chosen[number - 1] in ("trip64", "gso_60k")
+                        measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order)
+                    if ends == "tap-tap" and "udp64_10000" in chosen:
+                        measure_flows(results, options, settings, order)
     summarise(results, options)
 
 
-def measure_cell(results, options, settings, ends, load, is_new_kind, perf):
-    """All paths of one load, slice by slice."""
+def measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order):
+    """All paths of one load, round by round."""
     wanted = {path: settings[path] for path in paths_of(ends, load) if path in settings}
-    if is_new_kind:
-        for setting in wanted.values():
+    for setting in wanted.values():
+        if is_new_kind:
             setting.settle(load)
-    for repeat in range(options.repeats):
-        for path, setting in wanted.items():
-            if path in REFERENCES and repeat % 2:
-                continue
-            row = setting.measure(load, options.seconds)
-            if perf and repeat == 0:
-                row["perf"] = setting.counters(load, options.seconds)
-            if setting.attached and repeat == options.repeats - 1:
-                status = setting.status()["ra"]
-                row.update(mode=status["mode"], why=status["why"], by_reason=status["by_reason"])
-            results.add(ends=ends, load=load, path=path, repeat=repeat, **row)
+        if setting.attached:
+            setting.way()
+    for number in range(options.rounds):
+        turn = [path for path in wanted if path not in REFERENCES or number % REFERENCE_ROUNDS == 0]
+        order.shuffle(turn)
+        for path in turn:
+            row = wanted[path].measure(load, options.seconds * (MANY_LONGER if load.endswith("_10000") else 1))
+            if with_perf and number == 0:
+                row["perf"] = wanted[path].counters(load, options.seconds)
+            results.add(ends=ends, load=load, path=path, round=number, **row)
+    for path, setting in wanted.items():
+        if setting.attached:
+            results.add(ends=ends, load=load, path=path, way=setting.way())
     rates = [f"{path} {results.median('rate', ends=ends, load=load, path=path):.4g}" for path in wanted]
     note(f"{ends:9} {load:13} {'  '.join(rates)}")
 
 
-def spread(values):
-    return {"median": round(statistics.median(values), 3), "low": round(min(values), 3), "high": round(max(values), 3)}
+def measure_flows(results, options, settings, order):
+    """One flow beside 10,000, in slices longer than a lease: what renewing the leases of so many costs is in them. The reader stays awake: whether a writer
+    has to wake it for each frame depends on which of the two is the faster, and would be most of the difference."""
+    for number in range(max(4, options.rounds // 2)):
+        turn = [(path, load) for path in ("bypass", "bypass_nat") for load in ("udp64_1", "udp64_10000")]
+        order.shuffle(turn)
+        for path, load in turn:
+            results.add(flows=load, path=path, round=number, **settings[path].measure(load, FLOWS_S, awake=True))
 
 
-def compare(results, path, kernel, sign):
-    """Cells of a path against the kernel's: name -> rates' and CPU times' ratios, repeat by repeat."""
-    cells = {}
-    for row in results.rows:
-        if row["path"] != path:
-            continue
-        same = dict(ends=row["ends"], load=row["load"], repeat=row["repeat"], path=kernel)
-        rate, spent = results.values("rate", **same), results.values("cpu_ns", **same)
-        cell = cells.setdefault(f"{row['ends']} {row['load']}{sign}", {"rate": [], "cpu": []})
-        # A slice in which the machine let nobody receive says nothing; one in which only ours got nothing says much.
-        if rate and rate[0]:
-            cell["rate"].append(row["rate"] / rate[0])
-        if spent and row["cpu_ns"]:
-            cell["cpu"].append(spent[0] / row["cpu_ns"])
-    return {name: cell for name, cell in cells.items() if cell["rate"]}
+def by_round(results, key, **match):
+    """round -> value."""
+    return {row["round"]: row[key] for row in results.rows if row.get(key) and "round" in row and all(row.get(k) == v for k, v in match.items())}
+
+
+def compare(ours, kernel, again):
+    """A cell by one measure: ours and the noise, from values by round where more is better."""
+    rounds = ours.keys() & kernel.keys() & again.keys()
+    if not rounds:
+        return None
+    cell = spread([ours[n] / math.sqrt(kernel[n] * again[n]) for n in sorted(rounds)])
+    equals = spread([again[n] / kernel[n] for n in sorted(rounds)])
+    return cell | {"equals": equals, "verdict": verdict(cell, equals)}
+
+
+def inverted(values):
+    return {n: 1 / value for n, value in values.items()}
+
+
+def cells(results):
+    """name -> the cell, by rate and by CPU time."""
+    table = {}
+    for ends, load in dict.fromkeys((row["ends"], row["load"]) for row in results.rows if "ends" in row):
+        for path, kernel, again, sign in COMPARED:
+            paths = (path, kernel, again)
+            cell = compare(*(by_round(results, "rate", ends=ends, load=load, path=p) for p in paths))
+            if not cell:
+                continue
+            cell["by_cpu"] = compare(*(inverted(by_round(results, "cpu_ns", ends=ends, load=load, path=p)) for p in paths))
+            for key in ("retransmitted", "disordered"):
+                if load.startswith("tcp"):
+                    cell[key] = {p: sum(results.values(key, ends=ends, load=load, path=p)) for p in paths[:2]}
+            ways = results.values("way", ends=ends, load=load, path=path)
+            if ways:
+                cell["path"] = ways[-1]
+            table[f"{ends} {load}{sign}"] = cell
+    return table
+
+
+def interval(cell):
+    return f"{cell['ratio']:7.2f} ({cell['low']:.2f} to {cell['high']:.2f})"
+
+
+def print_table(table):
+    """For people."""
+    print(f"{'cell':24}{'ours by the kernel':>24}{'equals':>18}            {'by CPU time':>12}             went up   sent again (kernel)")
+    for name, cell in table.items():
+        counts = cell.get("path", {}).get("by_reason", {})
+        total = sum(count for reason, count in counts.items() if not reason.startswith("handed"))
+        passed = sum(count for reason, count in counts.items() if reason.startswith("up"))
+        again = cell.get("retransmitted")
+        words = [interval(cell), f"{cell['equals']['low']:.2f} to {cell['equals']['high']:.2f}", f"{cell['verdict']:7}"]
+        words += [interval(cell["by_cpu"]) if cell["by_cpu"] else "", f"{100 * passed / total:5.1f} %" if total else ""]
+        words += [f"{' '.join(str(count) for count in again.values())}" if again else ""]
+        print(f"{name:24}{words[0]:>24}{words[1]:>18}  {words[2]:9} {words[3]:>24} {words[4]:>8}   {words[5]}")
 
 
 def summarise(results, options):
-    cells = compare(results, "bypass", "ip", "") | compare(results, "bypass_nat", "nat", " nat")
-    if not cells:
+    table = cells(results)
+    if not table:
         raise BenchError("nothing was measured")
-    table = {}
-    for name, cell in cells.items():
-        table[name] = spread(cell["rate"]) | ({"by_cpu": spread(cell["cpu"])} if cell["cpu"] else {})
-    print(f"{'cell':28}{'ratio':>8}{'low':>8}{'high':>8}   {'by CPU':>8}{'low':>8}{'high':>8}")
-    for name, cell in table.items():
-        by_cpu = cell.get("by_cpu", {})
-        numbers = "".join(f"{cell[k]:8.2f}" for k in ("median", "low", "high")) + "   " + "".join(f"{v:8.2f}" for v in by_cpu.values())
-        print(f"{name:28}{numbers}")
+    print_table(table)
     bounds = {}
-    for path in BOUNDS:
-        for name, cell in compare(results, path, "ip", "").items():
-            bounds[path] = spread(cell["rate"]) | {"by_cpu": spread(cell["cpu"]), "cpu_ns": results.median("cpu_ns", path=path)}
-            print(f"{'bound: ' + name + ' ' + path:36}{bounds[path]['median']:8.2f} by CPU {bounds[path]['by_cpu']['median']:8.2f}")
-    worst = min(table, key=lambda name: table[name]["median"])
-    get = lambda name: table.get(name, {}).get("median")  # noqa: E731
-    flows = {path: results.median("rate", ends="tap-tap", load="udp64_10000", path=path) for path in ("bypass", "bypass_nat")}
-    one = {path: results.median("rate", ends="tap-tap", load="udp64_1", path=path) for path in flows}
-    many = {path: round(flows[path] / one[path], 3) if flows[path] and one[path] else None for path in flows}
-    ratios = {"tap_tap_64": get("tap-tap udp64_1"), "tap_tap_64_nat": get("tap-tap udp64_1 nat"), "worst_cell": table[worst]["median"],
+    for bound in BOUNDS:
+        ours, kernel, again = (by_round(results, "rate", ends="tap-tap", load="udp64_1", path=p) for p in (bound, "ip", "ip_again"))
+        if ours:
+            bounds[bound] = compare(ours, kernel, again)
+            print(f"{'bound: ' + bound:24}{interval(bounds[bound]):>24}")
+    flows = {}
+    for path in ("bypass", "bypass_nat"):
+        one, many = (by_round(results, "rate", flows=load, path=path) for load in ("udp64_1", "udp64_10000"))
+        if one:
+            flows[path] = spread([many[n] / one[n] for n in one.keys() & many.keys()])
+            print(f"{'10,000 flows by 1: ' + path:24}{interval(flows[path]):>22}")
+    by_verdict = {word: sum(cell["verdict"] == word for cell in table.values()) for word in ("faster", "equal", "slower")}
+    print(f"of {len(table)} cells {by_verdict['faster']} are faster than the kernel, {by_verdict['equal']} equal within the noise, {by_verdict['slower']} slower")
+    worst = min(table, key=lambda name: table[name]["ratio"])
+    get = lambda name: table.get(name, {}).get("ratio")  # noqa: E731
+    ratios = {"tap_tap_64": get("tap-tap udp64_1"), "tap_tap_64_nat": get("tap-tap udp64_1 nat"), "worst_cell": table[worst]["ratio"],
               "gso_60k": get("tap-tap gso_60k"), "tcp_rr": get("veth-veth tcp_rr")}
-    results.finish(ratios=ratios, worst_cell_name=worst, cells=len(table), flows_10000_to_1=many, bounds=bounds, table=table,
-                   repeats=options.repeats, seconds=options.seconds)
+    results.finish(ratios=ratios, worst_cell_name=worst, worst_cell=table[worst], cells=len(table), verdicts=by_verdict,
+                   slower=[name for name, cell in table.items() if cell["verdict"] == "slower"], flows_10000_to_1=flows, bounds=bounds,
+                   table=table, rounds=options.rounds, seconds=options.seconds)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, RuntimeError, subprocess.SubprocessError, Skip) as error:
-        sys.exit(f"bench bypass: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench bypass: stopped")
+    run_bench(main)

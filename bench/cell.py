@@ -24,11 +24,10 @@ import os
 import re
 import select
 import statistics
-import sys
 import time
 
-from common import FIRST, BenchError, Results, fabric_of, note, private_folder, ratio, terminate_cleanly, until
-from lib import CellGuest, LinuxGuest, Namespace, Net, Skip, http_get
+from common import FIRST, BenchError, Results, fabric_of, note, private_folder, ratio, run_bench, until
+from lib import CellGuest, LinuxGuest, Namespace, Net, http_get
 from lib.http import socket_in
 from lib.process import core_share
 
@@ -165,7 +164,6 @@ def main():
     parser.add_argument("--only", choices=tuple(GUESTS), help="one of the two; no ratios then")
     options = parser.parse_args()
     os.environ["TOMBOLO_ACCEL"] = options.accel
-    terminate_cleanly()
     results = Results("cell")
     guests = [options.only] if options.only else list(GUESTS)
     with Namespace() as space, private_folder() as folder, host_side(options.port, folder, space) as card:
@@ -196,9 +194,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
-        sys.exit(f"bench cell: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench cell: stopped")
+    run_bench(main)

@@ -6,6 +6,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
@@ -17,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
-from lib import Fabric, Process, tsc_khz, until  # noqa: E402
+from lib import Fabric, Process, Skip, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
 # Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
@@ -36,6 +37,20 @@ def note(text):
 
 
 @contextlib.contextmanager
+def group_first():
+    """Niceness counts only within a session where the kernel groups tasks by session: within the `with` this session's group goes ahead too."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        yield
+        return
+    group.write_text(str(FIRST))
+    try:
+        yield
+    finally:
+        group.write_text("0")
+
+
+@contextlib.contextmanager
 def private_folder(hugepages=0):
     """A folder for sockets, databases and hugepage files, in a mount namespace of this process's own.
 
@@ -47,10 +62,6 @@ def private_folder(hugepages=0):
     if _libc.unshare(CLONE_NEWNS):
         raise BenchError(f"unshare(CLONE_NEWNS): {os.strerror(ctypes.get_errno())}")
     run("mount", "--make-rprivate", "/")
-    # Niceness counts only within a session where the kernel groups tasks by session, so the session's group goes ahead too.
-    group = Path("/proc/self/autogroup")
-    if group.exists():
-        group.write_text(str(FIRST))
     folder = Path("/run/tombolo-bench") if os.path.isdir("/run") else Path("/tmp/tombolo-bench")
     made = not folder.exists()
     folder.mkdir(exist_ok=True)
@@ -70,10 +81,9 @@ def private_folder(hugepages=0):
             # DPDK keeps its locks and its memory map here, whatever the file prefix.
             Path("/run/dpdk").mkdir(exist_ok=True)
             run("mount", "--bind", folder / "dpdk", "/run/dpdk")
-        yield folder
+        with group_first():
+            yield folder
     finally:
-        if group.exists():
-            group.write_text("0")
         for path in ("/run/dpdk", folder / "huge", folder):
             subprocess.run(["umount", "-l", path], capture_output=True)
         if hugepages:
@@ -91,9 +101,9 @@ def run(*argv, **kwargs):
     return done.stdout
 
 
-def fabric_of(folder, text):
+def fabric_of(folder, text, netns=None):
     """A fabric with its files in a new folder within `folder`."""
-    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, nice=FIRST)
+    return Fabric(Path(tempfile.mkdtemp(dir=folder)), text, netns=netns, nice=FIRST)
 
 
 class Testpmd(Process):
@@ -200,6 +210,14 @@ def conditions():
     }
 
 
+def cpu_seconds():
+    """CPU time of all the machine's processes so far, and of our own and those that have ended under us."""
+    # proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), sum(used.ru_utime + used.ru_stime for used in ours)
+
+
 class Results:
     """Raw results, kept in build/bench/DATE-NAME/ as they come, so that a run cut short keeps what it had."""
 
@@ -207,7 +225,9 @@ class Results:
         self.name = name
         self.folder = ROOT / "build/bench" / f"{time.strftime('%Y%m%d-%H%M%S')}-{name}"
         self.folder.mkdir(parents=True)
+        self.arguments = sys.argv[1:]
         self.conditions = conditions()
+        self.begun = (time.monotonic(), *cpu_seconds())
         (self.folder / "conditions.json").write_text(json.dumps(self.conditions, indent=1) + "\n")
         self.raw = self.folder / "raw.jsonl"
         self.rows = []
@@ -225,8 +245,15 @@ class Results:
         values = self.values(key, **match)
         return statistics.median(values) if values else None
 
+    def end(self):
+        """Nothing more is measured: notes how busy the machine was with other work."""
+        if "others_cpus" not in self.conditions:
+            took, every, ours = (now - then for now, then in zip((time.monotonic(), *cpu_seconds()), self.begun, strict=True))
+            self.conditions.update(load_after=os.getloadavg(), others_cpus=round(max(every - ours, 0) / took, 3), took_s=round(took, 1))
+
     def finish(self, **summary):
         """Writes the summary beside the raw data and prints it as the last line."""
+        self.end()
         line = {"bench": self.name, **summary, "raw": str(self.folder.relative_to(ROOT)), "conditions": self.conditions}
         (self.folder / "summary.json").write_text(json.dumps(line, indent=1) + "\n")
         print(json.dumps(line), flush=True)
@@ -237,10 +264,40 @@ def ratio(ours, peer, digits=3):
     return round(ours / peer, digits) if ours is not None and peer else None
 
 
-def terminate_cleanly():
-    """SIGTERM and SIGHUP end the bench as Ctrl-C does: with its cleanup."""
+@contextlib.contextmanager
+def perf(*words):
+    """`perf stat` or `perf record` over what runs within the `with`: it has acknowledged that it counts before that begins. Yields a list,
+    in which afterwards is what perf said on standard error."""
+    (control, commands), (acknowledged, acknowledge) = os.pipe(), os.pipe()
+    said = []
+    command = ["perf", *map(str, words), "-D", "-1", f"--control=fd:{control},{acknowledge}"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, pass_fds=(control, acknowledge)) as process:
+        os.close(control)
+        os.close(acknowledge)
+        try:
+            os.write(commands, b"enable\n")
+            if not os.read(acknowledged, 16).startswith(b"ack"):
+                raise BenchError(f"`{' '.join(command)}` ended: {process.stderr.read().strip()}")
+            yield said
+            process.send_signal(signal.SIGINT)
+            said.append(process.communicate(timeout=60)[1])
+        finally:
+            process.kill()
+            os.close(commands)
+            os.close(acknowledged)
+
+
+def run_bench(main):
+    """The whole of a bench's program: what stops it is said in one line. SIGTERM and SIGHUP end it as Ctrl-C does, with its cleanup."""
     def stop(*_):
         raise KeyboardInterrupt
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, stop)
+    name = Path(sys.argv[0]).stem
+    try:
+        main()
+    except (AssertionError, BenchError, EOFError, RuntimeError, Skip, TimeoutError, subprocess.SubprocessError) as error:
+        sys.exit(f"bench {name}: {error}")
+    except KeyboardInterrupt:
+        sys.exit(f"bench {name}: stopped")

@@ -30,11 +30,10 @@ import argparse
 import json
 import re
 import statistics
-import sys
 import time
 
-from common import FIRST, BenchError, Process, Results, fabric_of, note, private_folder, ratio, terminate_cleanly, until
-from lib import CellGuest, Namespace, Net, Skip
+from common import FIRST, BenchError, Process, Results, fabric_of, note, private_folder, ratio, run_bench, until
+from lib import CellGuest, Namespace, Net
 from lib.mesh import Mesh
 
 PREFIX = "10.79"
@@ -291,7 +290,6 @@ def main():
     parser.add_argument("--cells", type=lambda text: [int(n) for n in text.split(",")], default=[2, 8, 32, 64])
     parser.add_argument("--only", choices=tuple(PARTS))
     options = parser.parse_args()
-    terminate_cleanly()
     results = Results("ivshmem")
     with Namespace() as space, private_folder() as folder:
         for name, part in PARTS.items():
@@ -325,9 +323,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
-        sys.exit(f"bench ivshmem: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench ivshmem: stopped")
+    run_bench(main)

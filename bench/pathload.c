@@ -3,20 +3,24 @@
  * Load through a router for bench/bypass.py: frames and sockets from end A to end B, measured while it runs.
  *
  * usage: pathload A B      then commands on standard input, one JSON object on standard output for each
+ *        pathload spin     keeps both CPUs from going idle, for as long as its standard input is open: it runs where nobody else wants
+ *                          to (SCHED_IDLE). In a virtual machine a halted CPU is the hypervisor's, and to be woken takes longer than all that is measured here.
  *
  * An end is tap:NAME:NAMESPACE or veth:NAMESPACE. NAME is a tap of the namespace that this runs in, held open for as long as this runs (a tap
  * that nobody holds loses its carrier, and with it its queue). NAMESPACE is a path; its `eth0` is what the end's own kernel uses: the other end of
  * the veth, or another tap, between which and NAME frames are carried one by one as a monitor of microVMs does it: non-blocking, one per
  * system call, vnet header and all.
  *
- *   frames WARM SECONDS FILE FLOWS        A sends the file's frame (vnet header first) as fast as it can, B counts. FLOWS > 1: the UDP source port counts up
+ *   frames WARM SECONDS FILE FLOWS AWAKE  A sends the file's frame (vnet header first) as fast as it can, B counts. FLOWS > 1: the UDP source port counts up.
+ *                                         AWAKE 1: B never sleeps, so A wakes nobody
+ *                                         A TCP frame's connection is opened first, once, by both ends: `opened` says whether that went well
  *   trip WARM SECONDS FILE                one frame at a time, sent and awaited by one thread: nanoseconds from the write to the read
  *   tcp WARM SECONDS ADDRESS WRITE N CORES    N connections, a thread each at both ends
  *   rr WARM SECONDS ADDRESS               one byte there and back, both ends blocking
  *   udp WARM SECONDS ADDRESS BYTES        one socket that sends, one that receives
  *
  * A's threads run on CPU 0, B's on CPU 1 (CORES 1: all on CPU 0). What happens in the first WARM seconds, and until each flow was sent twice, is not counted. CPU times are the
- * kernel's own, per thread: forwarding is done within A's calls.
+ * kernel's own, per thread: forwarding is done within A's calls. `retransmitted` and `disordered` are segments of the connections, as both ends' TCP counted them.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -47,6 +51,8 @@
 #define MAX_WORKERS 16
 #define MAX_SAMPLES (1 << 20)
 #define PORT 7000
+/* Where tcpi_rcv_ooopack is in the kernel's struct tcp_info (Linux 5.4). */
+#define RCV_OOOPACK 224
 
 enum role { SENDER, RECEIVER, CARRIER, ROLES };
 
@@ -72,11 +78,14 @@ static int home;
 static uint8_t frame[LONGEST];
 static size_t length;
 static unsigned flows;
+static bool stays_awake;
 static volatile bool over, counting;
 static struct worker workers[MAX_WORKERS];
 static unsigned working;
 static uint32_t samples[MAX_SAMPLES];
 static unsigned sampled;
+static bool opened;
+static unsigned retransmitted, disordered;
 
 static void die(const char *what)
 {
@@ -207,6 +216,40 @@ static int connection(const struct end *e, int kind)
 	return fd;
 }
 
+/* The internet checksum over `bytes`, which are even, on top of `sum`. */
+static uint16_t checksum(const uint8_t *data, size_t bytes, uint32_t sum)
+{
+	for (size_t n = 0; n < bytes; n += 2)
+		sum += data[n] << 8 | data[n + 1];
+	while (sum >> 16)
+		sum = (sum & 0xffff) + (sum >> 16);
+	return ~sum;
+}
+
+/* A TCP frame without data: the headers of `like`, the other way round where it is an answer. */
+static size_t control(uint8_t *to, const uint8_t *like, bool answer, uint8_t flags, uint32_t seq, uint32_t ack)
+{
+	uint8_t *mac = to + VNET, *ip = mac + ETH, *tcp = ip + 20;
+
+	memset(to, 0, VNET);
+	memcpy(mac, like + VNET, ETH + 40);
+	if (answer) {
+		memcpy(mac, like + VNET + 6, 6), memcpy(mac + 6, like + VNET, 6);
+		memcpy(ip + 12, like + VNET + ETH + 16, 4), memcpy(ip + 16, like + VNET + ETH + 12, 4);
+		memcpy(tcp, like + VNET + ETH + 22, 2), memcpy(tcp + 2, like + VNET + ETH + 20, 2);
+		ip[8] = 64;
+	}
+	ip[2] = 0, ip[3] = 40, ip[10] = ip[11] = 0;
+	for (int n = 0; n < 4; n++)
+		tcp[4 + n] = seq >> (24 - 8 * n), tcp[8 + n] = ack >> (24 - 8 * n);
+	tcp[12] = 5 << 4, tcp[13] = flags, tcp[14] = tcp[15] = 0xff, tcp[16] = tcp[17] = 0;
+	uint16_t sum = checksum(ip, 20, 0);
+	ip[10] = sum >> 8, ip[11] = sum;
+	sum = checksum(tcp, 20, (uint16_t)~checksum(ip + 12, 8, 6 + 20));
+	tcp[16] = sum >> 8, tcp[17] = sum;
+	return VNET + ETH + 40;
+}
+
 /* Another source port, and the checksum that goes with it. */
 static void next_flow(unsigned n)
 {
@@ -234,6 +277,39 @@ static ssize_t sys_read(int fd, void *data, size_t bytes)
 static bool is_ip(const uint8_t *data, ssize_t got)
 {
 	return got > VNET + ETH && data[VNET + 12] == 8 && data[VNET + 13] == 0;
+}
+
+/* Waits for a TCP frame with these flags. */
+static bool await_flags(int fd, uint8_t *buffer, uint8_t flags)
+{
+	for (int tries = 0; tries < 100; tries++) {
+		struct pollfd p = { .fd = fd, .events = POLLIN };
+		ssize_t got;
+
+		poll(&p, 1, 10);
+		while ((got = sys_read(fd, buffer, LONGEST)) > 0)
+			if (is_ip(buffer, got) && got >= VNET + ETH + 40 && buffer[VNET + ETH + 9] == 6 &&
+			    (buffer[VNET + ETH + 33] & 0x3f) == flags)
+				return true;
+	}
+	return false;
+}
+
+/* Opens the connection of the TCP frame, as its two ends would: connection tracking holds it for established then. */
+static bool open_connection(int a, int b)
+{
+	enum { SYN = 0x02, ACK = 0x10 };
+	static uint8_t buffer[LONGEST], seen[LONGEST];
+	const uint8_t *tcp = frame + VNET + ETH + 20;
+	uint32_t seq = (uint32_t)tcp[4] << 24 | tcp[5] << 16 | tcp[6] << 8 | tcp[7], other = 1 << 20;
+
+	if (sys_write(a, buffer, control(buffer, frame, false, SYN, seq - 1, 0)) < 0 || !await_flags(b, seen, SYN))
+		return false;
+	if (sys_write(b, buffer, control(buffer, seen, true, SYN | ACK, other, seq)) < 0 || !await_flags(a, buffer, SYN | ACK))
+		return false;
+	if (sys_write(a, buffer, control(buffer, frame, false, ACK, seq, other + 1)) < 0 || !await_flags(b, buffer, ACK))
+		return false;
+	return sys_write(b, buffer, control(buffer, seen, true, ACK, other + 1, seq)) > 0 && await_flags(a, buffer, ACK);
 }
 
 static void *sends_frames(void *argument)
@@ -267,7 +343,7 @@ static void *receives_frames(void *argument)
 		if (is_ip(buffer, got)) {
 			w->calls++;
 			w->bytes += got - VNET;
-		} else if (got < 0) {
+		} else if (got < 0 && !stays_awake) {
 			struct pollfd p = { .fd = w->in, .events = POLLIN };
 
 			poll(&p, 1, 10);
@@ -449,6 +525,24 @@ static int ascending(const void *a, const void *b)
 	return x < y ? -1 : x > y;
 }
 
+/* What TCP had to send again, and what came out of order. Of a datagram socket, nothing. */
+static void count_troubles(int fd)
+{
+	/* Longer than the C library's, whose headers are older than its last fields. */
+	union {
+		struct tcp_info known;
+		uint8_t bytes[232];
+	} info = {};
+	socklen_t bytes = sizeof(info);
+	uint32_t late;
+
+	if (getsockopt(fd, IPPROTO_TCP, TCP_INFO, &info, &bytes) || bytes < RCV_OOOPACK + sizeof(late))
+		return;
+	memcpy(&late, info.bytes + RCV_OOOPACK, sizeof(late));
+	retransmitted += info.known.tcpi_total_retrans;
+	disordered += late;
+}
+
 /* Lets the workers run, ends them, and prints what they did. `fds` are shut down first, so that nobody sleeps on. Counting begins after `warm` seconds,
  * and not before `calls` were sent, but after two seconds at most: the frames of each flow until it is known. */
 static void measure(double warm, double seconds, const int *fds, unsigned count, uint64_t calls)
@@ -466,6 +560,8 @@ static void measure(double warm, double seconds, const int *fds, unsigned count,
 	counting = false;
 	over = true;
 	for (unsigned n = 0; n < count; n++)
+		count_troubles(fds[n]);
+	for (unsigned n = 0; n < count; n++)
 		shutdown(fds[n], SHUT_RDWR);
 	for (unsigned n = 0; n < working; n++)
 		pthread_join(workers[n].thread, NULL);
@@ -481,10 +577,11 @@ static void measure(double warm, double seconds, const int *fds, unsigned count,
 		qsort(samples, sampled, sizeof(*samples), ascending);
 		printf(",\"samples\":%u,\"p50_ns\":%u,\"p99_ns\":%u", sampled, samples[sampled / 2], samples[(uint64_t)sampled * 99 / 100]);
 	}
-	printf("}\n");
+	printf(",\"opened\":%s,\"retransmitted\":%u,\"disordered\":%u}\n", opened ? "true" : "false", retransmitted, disordered);
 	fflush(stdout);
 	working = 0;
 	over = false;
+	retransmitted = disordered = 0;
 }
 
 static void load_frame(const char *path)
@@ -505,6 +602,9 @@ static void run_frames(double warm, double seconds, const char *path, unsigned c
 	load_frame(path);
 	flows = count;
 	drain(out);
+	drain(in);
+	if (frame[VNET + ETH + 9] == IPPROTO_TCP && !opened)
+		opened = open_connection(in, out);
 	if (one_by_one) {
 		start(trips, SENDER, 0, out, in, 0);
 	} else {
@@ -557,12 +657,43 @@ static void run_sockets(const char *what, double warm, double seconds, const cha
 	close(listener);
 }
 
+static void *spins(void *argument)
+{
+	struct sched_param none = {};
+
+	pin(*(int *)argument);
+	if (pthread_setschedparam(pthread_self(), SCHED_IDLE, &none))
+		die("SCHED_IDLE");
+	while (!over)
+		;
+	return NULL;
+}
+
+static int spin(void)
+{
+	static int cpus[2] = { 0, 1 };
+	pthread_t threads[2];
+	char end;
+
+	for (int n = 0; n < 2; n++)
+		if (pthread_create(&threads[n], NULL, spins, &cpus[n]))
+			die("pthread_create");
+	while (read(0, &end, 1) > 0)
+		;
+	over = true;
+	for (int n = 0; n < 2; n++)
+		pthread_join(threads[n], NULL);
+	return 0;
+}
+
 int main(int argc, char **argv)
 {
 	char line[512];
 
+	if (argc == 2 && !strcmp(argv[1], "spin"))
+		return spin();
 	if (argc != 3) {
-		fprintf(stderr, "usage: pathload A B\n");
+		fprintf(stderr, "usage: pathload A B | pathload spin\n");
 		return 2;
 	}
 	home = open("/proc/self/ns/net", O_RDONLY);
@@ -579,7 +710,7 @@ int main(int argc, char **argv)
 			return 2;
 		}
 		if (!strcmp(what, "frames"))
-			run_frames(warm, seconds, where, a, false);
+			stays_awake = words == 6 && b, run_frames(warm, seconds, where, a, false);
 		else if (!strcmp(what, "trip"))
 			run_frames(warm, seconds, where, 1, true);
 		else

@@ -7,12 +7,13 @@ from common import BenchError
 
 def svg(path, title, xlabel, ylabel, curves, logscale="", extra=()):
     """Writes a plot. `curves` are (name, style, rows): rows of (x, y) or (x, y, low, high), which are drawn with error bars; a style is how gnuplot
-    draws the curve (`lines`, `dots`), or None for points joined by lines. `logscale` names the axes that are logarithmic."""
+    draws the curve (`lines`, `dots`, `filledcurves` for rows of (x, low, high)), or None for points joined by lines. A curve without a name is not in the
+    legend. `logscale` names the axes that are logarithmic."""
     blocks, plots = [], []
     for number, (name, style, rows) in enumerate(curves):
         blocks += [f"$d{number} << end", *(" ".join(f"{value:.9g}" for value in row) for row in rows), "end"]
         drawn = style or ("yerrorlines" if len(rows[0]) == 4 else "linespoints")
-        plots.append(f"$d{number} with {drawn} title '{name}'")
+        plots.append(f"$d{number} with {drawn} " + (f"title '{name}'" if name else "notitle"))
     script = [
         "set encoding utf8",
         "set terminal svg size 900,540 dynamic background rgb 'white' font 'sans-serif,13'",

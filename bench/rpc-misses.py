@@ -2,15 +2,17 @@
 """Deadlines missed against offered load: earliest deadline first, first come first served, and priorities (deadline-monotonic), with admission and
 without, on the same task sets, beside what no order can do better.
 
-usage: ./x bench rpc-misses [--sim-seeds N] [--seeds N] [--ms N] [--sim-only]
+usage: ./x bench rpc-misses [--sim-seeds N] [--seeds N] [--ms N] [--sim-only] [--publish FOLDER]
 
 Runs crates/rpc/examples/misses.rs twice: on a virtual clock, where the service's own rules decide and nothing else takes time; and for real, a
-service with one worker (SCHED_FIFO where that is allowed) and its client, two processes. Loads are 0.5 to 1.2. Task sets: "constrained", deadlines shorter than
-periods; "implicit", random rates with each period as deadline, feasible up to a load of 1 for an order that interrupts, which a service does not. Above 1
-every set is infeasible, and at least 1 - 1/load of it is missed.
+service with one worker (SCHED_FIFO where that is allowed) and its client, two processes. Loads are 0.5 to 1.2. Task sets: "spread", deadlines of 4 to 40 times
+the work, and "implicit", random rates with each period as deadline, both feasible up to a load of 1 for an order that interrupts, which a service does not; and "tight",
+deadlines of 1.2 to 3 times the work, infeasible at each load.
 
-Miss ratios are means over the seeds, with 95 % confidence intervals (Student's t). build/bench/DATE-rpc-misses/ keeps every run (raw.jsonl), the
-table (misses.csv), and a plot for each kind of set and clock.
+Beside the orders stand two bounds: what the requests that really came demand beyond what time there was (no order misses less of them), and 1 - 1/load,
+which is that of a long run. Miss ratios are means over the seeds, with 95 % confidence intervals (Student's t). build/bench/DATE-rpc-misses/ keeps every
+run (raw.jsonl), the table (misses.csv), and a plot for each kind of set and clock. It takes about eight minutes. `--publish docs/results` writes the
+page of the docs, rpc-misses.md, and what it shows.
 """
 
 import argparse
@@ -19,13 +21,18 @@ import json
 import os
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
 import plot
-from common import FIRST, ROOT, BenchError, Results, note, terminate_cleanly
+import publish
+from common import FIRST, ROOT, BenchError, Results, note, run_bench
 
 PROGRAM = ROOT / "target/release/examples/misses"
+SETS = {"spread": "deadlines of 4 to 40 times the work, feasible up to a load of 1", "implicit": "random rates, each period its deadline, feasible up to a load of 1",
+        "tight": "deadlines of 1.2 to 3 times the work, infeasible"}
+CLOCKS = {"sim": "on a virtual clock", "real": "for real", "real_without_rights": "for real, without the right to a real-time class"}
+COLOURS = {"edf": "#0060ad", "fifo": "#dd181f", "priority": "#2f8f2f"}
+ADMITTED = " with admission"
 # Student's t for 95 %, by degrees of freedom; beyond the table it is that of the normal distribution, nearly.
 T95 = [12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.16, 2.145, 2.131, 2.12, 2.11, 2.101, 2.093]
 
@@ -47,19 +54,38 @@ def rows(*arguments):
             raise BenchError(f"misses {arguments[0]} ended with {process.returncode}")
 
 
+def percent(mean, half=None):
+    return f"{100 * mean:.2f}" + ("" if half is None else f" ± {100 * half:.2f}")
+
+
+def draw(path, how, tasks, rows, bounds):
+    """The plot of one kind of set on one clock. Curves are moved aside by a hair, so that their intervals can be told apart."""
+    curves = []
+    for index, name in enumerate(dict.fromkeys(row["order"] for row in rows)):
+        order, admitted = name.removesuffix(ADMITTED), name.endswith(ADMITTED)
+        style = f"linecolor rgb '{COLOURS[order]}' pointtype {6 if admitted else 7} pointsize 0.5 linewidth 1.5 dashtype {2 if admitted else 1}"
+        points = [(row["load"] + (index - 2.5) * 0.003, *(100 * y for y in (row["missed"], max(row["missed"] - (row["ci95"] or 0), 0), min(row["missed"] + (row["ci95"] or 0), 1))))
+                  for row in sorted(rows, key=lambda row: row["load"]) if row["order"] == name]
+        curves.append((name.replace("edf", "earliest deadline").replace("fifo", "first come"), f"yerrorlines {style}", points))
+    curves.append(("bound: demand of these requests", "lines linewidth 3 linecolor rgb '#000000'", [(load, 100 * demand) for load, (demand, _) in bounds]))
+    curves.append(("bound: 1 - 1/load, long run", "lines linewidth 2 linecolor rgb '#888888' dashtype 3", [(load, 100 * least) for load, (_, least) in bounds]))
+    plot.svg(path, f"Deadlines missed {CLOCKS[how]}: {SETS[tasks]}", "offered load (work per time)", "missed, % of the requests (95 % confidence)", curves,
+             extra=["set key outside bottom center horizontal maxrows 3", "set xrange [0.48:1.22]", "set yrange [0:]"])
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sim-seeds", type=int, default=20)
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--ms", type=int, default=500)
     parser.add_argument("--sim-only", action="store_true")
+    parser.add_argument("--publish", metavar="FOLDER")
     options = parser.parse_args()
-    terminate_cleanly()
     subprocess.run(["cargo", "build", "--release", "--quiet", "-p", "tombolo-rpc", "--example", "misses"], cwd=ROOT, check=True)
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
     results = Results("rpc-misses")
-    ratios, least = defaultdict(list), {}
+    ratios, demands, least = defaultdict(list), defaultdict(dict), {}
     runs = [("sim", "--seeds", str(options.sim_seeds))]
     if not options.sim_only:
         runs.append(("real", "--seeds", str(options.seeds), "--ms", str(options.ms)))
@@ -67,49 +93,51 @@ def main():
         note(f"misses {' '.join(run)}")
         for row in rows(*run):
             results.add(**row)
-            variant = row["order"] + (" with admission" if row["admission"] else "")
-            ratios[row["how"], row["tasks"], variant, row["load"]].append(row["missed"] / max(row["requests"], 1))
+            variant, requests = row["order"] + (ADMITTED if row["admission"] else ""), max(row["requests"], 1)
+            ratios[row["how"], row["tasks"], variant, row["load"]].append(row["missed"] / requests)
+            demands[row["how"], row["tasks"], row["load"]][row["seed"]] = row["demanded"] / requests
             least[row["load"]] = row["least"]
+    results.end()
     table = []
     for (how, tasks, variant, load), values in ratios.items():
         mean, half = interval(values)
+        demand = statistics.mean(demands[how, tasks, load].values())
         table.append({"how": how, "tasks": tasks, "order": variant, "load": load, "runs": len(values), "missed": round(mean, 5),
-                      "ci95": None if half is None else round(half, 5), "least": least[load]})
+                      "ci95": None if half is None else round(half, 5), "demand": round(demand, 5), "least": least[load]})
     with (results.folder / "misses.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, list(table[0]))
         writer.writeheader()
         writer.writerows(table)
-    plots = []
+    plots, sections = [], []
     for how, tasks in dict.fromkeys((row["how"], row["tasks"]) for row in table):
         mine = [row for row in table if (row["how"], row["tasks"]) == (how, tasks)]
-        loads = sorted({row["load"] for row in mine})
+        bounds = sorted({row["load"]: (row["demand"], row["least"]) for row in mine}.items())
         variants = list(dict.fromkeys(row["order"] for row in mine))
-        print(f"\n{how}, {tasks} deadlines: missed of 100 (95 % confidence)\n{'load':>6}{'bound':>8}" + "".join(f"{name:>25}" for name in variants))
-        for load in loads:
-            cells = {row["order"]: f"{100 * row['missed']:.2f}" + ("" if row["ci95"] is None else f" ± {100 * row['ci95']:.2f}")
-                     for row in mine if row["load"] == load}
-            print(f"{load:6.2f}{100 * least[load]:8.2f}" + "".join(f"{cells[name]:>25}" for name in variants))
-        curves = []
-        for name in variants:
-            points = sorted((r["load"], r["missed"], max(r["missed"] - (r["ci95"] or 0), 0), r["missed"] + (r["ci95"] or 0)) for r in mine if r["order"] == name)
-            curves.append((name, None, points))
-        curves.append(("no order misses less", "lines linewidth 2 linecolor rgb 'black' dashtype 2", [(load, least[load]) for load in loads]))
+        print(f"\n{CLOCKS[how]}, {tasks}: missed of 100 (95 % confidence)\n{'load':>6}{'demand':>8}" + "".join(f"{name:>25}" for name in variants))
+        lines = []
+        for load, (demand, _) in bounds:
+            cells = {row["order"]: percent(row["missed"], row["ci95"]) for row in mine if row["load"] == load}
+            lines.append([f"{load:.2f}", percent(demand), *(cells[name] for name in variants)])
+            print(f"{lines[-1][0]:>6}{lines[-1][1]:>8}" + "".join(f"{cell:>25}" for cell in lines[-1][2:]))
         path = results.folder / f"misses-{how}-{tasks}.svg"
-        plot.svg(path, f"Deadlines missed: {how}, {tasks} deadlines", "offered load", "missed per request", curves)
+        draw(path, how, tasks, mine, bounds)
         plots.append(str(path.relative_to(ROOT)))
+        sections.append(f"## {tasks}, {CLOCKS[how]}\n\nMissed of 100 requests; {SETS[tasks]}.\n\n![{tasks}, {CLOCKS[how]}](rpc-{path.name})\n\n"
+                        + publish.table(["load", "bound: demand", *variants], lines))
+    if options.publish:
+        about = ("The same requests, served in three orders, with admission and without: earliest deadline first (edf), as they come (fifo), shortest relative deadline first (priority). A request is missed when its "
+                 "reply is not there at its deadline, for whatever reason. Below the bound no order comes, even one that knows the future and interrupts what it serves. On the virtual clock the service's own rules "
+                 f"decide and nothing but the work takes time ({options.sim_seeds} seeds of half a second, 100 µs of work); the real runs are a service with one worker and its client, two processes "
+                 f"({options.seeds} seeds of {options.ms} ms, 500 µs of CPU time and 50 µs for the call).")
+        publish.page(options.publish, results, "Deadlines missed against load", about, sections)
     at = {(row["how"], row["tasks"], row["order"], row["load"]): row["missed"] for row in table}
     results.finish(
-        **{f"{name}_misses_at_{load}": at.get(("sim", "constrained", name.replace("_", " with "), load)) for name in ("edf", "edf_admission", "fifo", "priority") for load in (0.9, 1.2)},
-        **{f"real_{name}_misses_at_0.9": next((m for (how, tasks, order, load), m in at.items() if how.startswith("real") and (tasks, order, load) == ("constrained", name, 0.9)), None) for name in ("edf", "fifo", "priority")},
+        **{f"{name}_misses_at_{load}": at.get(("sim", "spread", name.replace("_", " with "), load)) for name in ("edf", "edf_admission", "fifo", "priority") for load in (0.9, 1.2)},
+        **{f"real_{name}_misses_at_0.9": next((m for (how, tasks, order, load), m in at.items() if how.startswith("real") and (tasks, order, load) == ("spread", name, 0.9)), None) for name in ("edf", "fifo", "priority")},
         table=str((results.folder / "misses.csv").relative_to(ROOT)),
         plots=plots,
     )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc-misses: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc-misses: stopped")
+    run_bench(main)

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Calls with deadlines, beside the floor that the kernel sets and beside peers, all between the same two processes.
 
-usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers]
+usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only-cells]
 
 Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
 iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. The table has the medians over
 the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" means that both ends sleep at once.
+Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip less what the provider had of it.
 Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
 
 After that crates/rpc/examples/misses.rs counts the deadlines that earliest deadline first misses at a load of 0.9, on a virtual clock.
@@ -17,10 +18,10 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 from collections import defaultdict
 
-from common import FIRST, ROOT, BenchError, Results, note, ratio, terminate_cleanly
+import cellcalls
+from common import FIRST, ROOT, BenchError, Results, note, private_folder, ratio, run_bench
 
 EXAMPLES = ROOT / "target/release/examples"
 PEERS = ROOT / "target/peers/release"
@@ -68,13 +69,40 @@ def build_peers():
     return missing
 
 
+def cells(results, options):
+    """The rows with a cell at one end: medians over the repeats, in us, or why there are none."""
+    if os.geteuid() != 0:
+        return {"missing": "a tap and a namespace need root"}
+    cellcalls.build()
+    calls = max(options.calls // 10, 10)
+    values = defaultdict(lambda: defaultdict(list))
+    with private_folder() as folder:
+        for _ in range(options.repeats):
+            for row in cellcalls.rows(folder, calls):
+                results.add(**row)
+                note(", ".join(f"{key} {value}" for key, value in row.items()))
+                for key, value in row.items():
+                    if key.endswith("_us"):
+                        values[row["row"]][key].append(value)
+    medians = {name: {key: round(statistics.median(of), 1) for key, of in row.items()} for name, row in values.items()}
+    print(f"{'under emulation':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'way us':>12}   ({calls} calls each, medians of {options.repeats})")
+    for name, row in medians.items():
+        print(f"{name:30}{row['p50_us']:10.1f}{row['p99_us']:10.1f}{row['p999_us']:11.1f}{row['way_us']:12.1f}")
+    return {"accel": "tcg", **medians}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--calls", type=int, default=20000)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-cells", action="store_true")
+    parser.add_argument("--only-cells", action="store_true")
     options = parser.parse_args()
-    terminate_cleanly()
+    if options.only_cells:
+        results = Results("rpc")
+        results.finish(cells=cells(results, options))
+        return
     build("rpc_bench")
     build("misses")
     missing = dict.fromkeys(NEEDS, "left out by --no-peers") if options.no_peers else build_peers()
@@ -111,7 +139,7 @@ def main():
     for peer, why in missing.items():
         print(f"{peer}: no figures, {why}")
     misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
-              if (row["tasks"], row["order"], row["admission"]) == ("constrained", "edf", False)]
+              if (row["tasks"], row["order"], row["admission"]) == ("spread", "edf", False)]
 
     def value(row, key="p50_us"):
         return medians.get(row, {}).get(key)
@@ -144,13 +172,9 @@ def main():
         **{"edf_misses_at_0.9": round(statistics.mean(misses), 6)},
         ratios={name: value for name, value in ratios.items() if value is not None},
         missing_peers=missing,
+        cells=None if options.no_cells else cells(results, options),
     )
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (BenchError, TimeoutError, subprocess.CalledProcessError) as error:
-        sys.exit(f"bench rpc: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench rpc: stopped")
+    run_bench(main)

@@ -20,12 +20,9 @@ import argparse
 import contextlib
 import os
 import re
-import sys
 import time
 
-from common import (FIRST, BenchError, OpenVSwitch, Process, Results, Testpmd, fabric_of, note, private_folder, ratio, terminate_cleanly,
-                    tsc_khz, until)
-from lib import Skip
+from common import FIRST, BenchError, OpenVSwitch, Process, Results, Testpmd, fabric_of, note, private_folder, ratio, run_bench, tsc_khz, until
 from lib.process import core_share
 
 FORWARDER_CPU = 1
@@ -217,7 +214,6 @@ def main():
         parser.error(f"--only: there are {', '.join(PEERS)}")
     if len(os.sched_getaffinity(0)) < 2:
         raise BenchError("two CPUs are needed: one for the generator, one for the forwarder")
-    terminate_cleanly()
     results = Results("switch")
     idle, disturbed = None, 0
     with private_folder(HUGEPAGES) as folder:
@@ -259,9 +255,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except (AssertionError, BenchError, TimeoutError, EOFError, Skip) as error:
-        sys.exit(f"bench switch: {error}")
-    except KeyboardInterrupt:
-        sys.exit("bench switch: stopped")
+    run_bench(main)

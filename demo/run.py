@@ -312,7 +312,7 @@ def main():
             table.step("counters", counters)
     finally:
         if standing and not keep:
-            table.step("tombolo down", lambda: tombolo("down", "--fabric", "demo") and "nothing left")
+            table.step("tombolo down", lambda: tombolo("down", "--fabric", "demo").strip())
     code = table.end()
     if keep and standing:
         program = TOMBOLO.relative_to(ROOT)

@@ -5,11 +5,12 @@ What is called is in build/bindings (tools/bindings.py)."""
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import time
 from pathlib import Path
 
-from lib import Process, scratch, timeout
+from lib import Process, scratch, timeout, until
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILT = ROOT / "build/bindings"
@@ -20,9 +21,9 @@ CALCULATORS = {
     "c++": [BUILT / "calculator-cpp"],
     "python": [PYTHON, ROOT / "bindings/examples/calculator.py"],
 }
-PATIENCE_S = 60
+PATIENCE_S = 120
 # Time enough for any machine: what is late is so by far.
-IN_TIME = ["--within-ms", 50000]
+IN_TIME = ["--within-ms", 200000]
 # What is asked, the code that the client ends with, and what it prints.
 QUESTIONS = [
     (["6 * 7", *IN_TIME], 0, "42"),
@@ -46,13 +47,20 @@ def calculator(language, *words, environment):
     return Process([*CALCULATORS[language], *words], name=f"calculator in {language}", env=environment)
 
 
+def connections(environment):
+    """How many clients are connected to the service of that folder: the ends of sockets that are bound there, without the one that listens."""
+    lines = Path("/proc/net/unix").read_text().splitlines()
+    # Flags 00010000: it listens (__SO_ACCEPTCON).
+    return sum(environment["TOMBOLO_RUNTIME"] in line and line.split()[3] != "00010000" for line in lines)
+
+
 def ends(client, code, line):
     """The client ends so; what else it says is for people."""
     found = client.wait(PATIENCE_S)
     assert found == code and line in client.text.splitlines(), f"{client.name} ended with {found}, expected {code} and {line!r}:\n{client.tail()}"
 
 
-@timeout(240)
+@timeout(600)
 def test_each_language_calls_each():
     """16 pairs: results, codes of the application, a deadline that had passed."""
     with services() as environment:
@@ -66,7 +74,7 @@ def test_each_language_calls_each():
                     print(f"{calling} called {serving}")
 
 
-@timeout(240)
+@timeout(600)
 def test_each_language_is_late_and_loses_each():
     """16 pairs: a deadline that passes while the request waits, and a provider that is killed while it serves or has yet to."""
     with services() as environment:
@@ -79,16 +87,25 @@ def test_each_language_is_late_and_loses_each():
                 clients = [start(calling, "6 * 7", *IN_TIME) for calling in CALCULATORS]
                 _, _, first = service.wait_line(lambda line: line == "working", PATIENCE_S)
                 service.wait_line(lambda line: line == "working", PATIENCE_S, first + 1)
+                until("all clients to be connected", lambda: connections(environment) == len(clients))
                 for calling in CALCULATORS:
                     ends(start(calling, "6 * 7", "--within-ms", 50), 2, "error: late")
                 service.kill()
                 killed = time.monotonic()
                 for client in clients:
                     ends(client, 2, "error: provider-gone")
-                assert time.monotonic() - killed < 5, "told at once"
+                assert time.monotonic() - killed < 20, "told at once"
                 # The next service of the name replaces the socket, in whichever language it is.
                 ends(start("rust", "6 * 7"), 2, "error: no-service")
                 print(f"all were late at and lost {serving}")
+
+
+def test_a_python_service_that_is_interrupted_ends_without_a_traceback():
+    with services() as environment, calculator("python", environment=environment) as service:
+        service.wait_line(lambda line: line == "serving", PATIENCE_S)
+        service.signal(signal.SIGINT)
+        ends(service, 130, "serving")
+        assert "Traceback" not in service.text, service.tail()
 
 
 def test_the_static_library():
@@ -106,13 +123,13 @@ def test_the_library_exports_what_the_header_declares():
     assert len(declared) > 25 and exported == declared, f"only in the header: {declared - exported}; only exported: {exported - declared}"
 
 
-@timeout(180)
+@timeout(600)
 def test_the_cpp_wrapper():
     with scratch() as folder:
         subprocess.run([BUILT / "wrapper", folder], check=True, timeout=120)
 
 
-@timeout(180)
+@timeout(600)
 def test_the_python_module():
     with services() as environment:
         command = [PYTHON, ROOT / "bindings/tests/module.py", "-v", ROOT / "bindings/include/tombolo.h"]

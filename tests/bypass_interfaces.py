@@ -4,7 +4,7 @@ import os
 import select
 import subprocess
 
-from bypass_paths import A, B, MAC_A, host, is_ip
+from bypass_paths import A, ARRIVES_S, B, MAC_A, host, is_ip
 from lib import Skip, need_program, until
 from lib.tap import ETH_IP4, UDP, Tap, ethernet, ipv4, transport
 
@@ -31,7 +31,7 @@ def test_tagged_frames_are_taken_where_the_vlan_interfaces_are_attached():
         def across():
             h.b.drain()
             h.a.send(frame)
-            return h.b.receive(1, lambda f: f[12:14] == b"\x81\x00" and f[16:18] == b"\x08\x00")
+            return h.b.receive(ARRIVES_S, lambda f: f[12:14] == b"\x81\x00" and f[16:18] == b"\x08\x00")
 
         kernel = across()
         assert kernel and kernel[1][14:16] == b"\x00\x06", kernel
@@ -81,16 +81,16 @@ def test_a_tap_that_is_made_anew_is_attached_again():
         assert h.across(h.udp()) and h.taken() == 1
         old = h.status("ta")["index"]
         h.a.close()
-        until("the tap's end", lambda: "ta:" not in h.space.ip("link"), 5)
+        until("the tap's end", lambda: "ta:" not in h.space.ip("link"))
         h.a = Tap(h.space, "ta", "10.1.0.1/24", mac=MAC_A, neighbours=(A,))
-        until("the keeper's notice", lambda: h.status("ta")["index"] != old, 5)
+        until("the keeper's notice", lambda: h.status("ta")["index"] != old)
         assert "anew" in h.status("ta")["why"] or h.status("ta")["why"] == "light traffic", h.status("ta")
 
         def taken():
             assert h.across(h.udp()), "a frame was lost"
             return h.taken() >= 2
 
-        until("frames to be taken again", taken, 5)
+        until("frames to be taken again", taken)
         h.cli("detach")
         assert not h.status()["attached"]
 
@@ -166,7 +166,7 @@ def test_two_monitors_that_drive_taps_as_firecracker_does_lose_and_gain_nothing(
             for turn in range(40):
                 one.transmit(frames("172.16.0.2", "172.16.1.2", one.tap.host_mac, 50))
                 two.transmit(frames("172.16.1.2", "172.16.0.2", two.tap.host_mac, 50))
-                until("all of turn's frames", lambda: len(two.serve(0.5)) >= 50 and len(one.serve(0.5)) >= 50, 5)
+                until("all of turn's frames", lambda: len(two.serve(0.5)) >= 50 and len(one.serve(0.5)) >= 50)
                 for monitor in (one, two):
                     assert [f[42:46] for _, f in monitor.got] == [n.to_bytes(4, "big") for n in range(50)], "order, loss or doubles"
                     assert all(header == bytes(10) and f[22] == 63 for header, f in monitor.got)

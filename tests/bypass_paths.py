@@ -19,6 +19,8 @@ from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
 A6, B6 = "fd01::2", "fd02::2"
+# How long a frame may take that arrives. The kernel forwards in its own time where the machine has much else to do.
+ARRIVES_S = 20
 MAC_A, MAC_B = "02:00:00:00:0a:02", "02:00:00:00:0b:02"
 
 
@@ -36,7 +38,7 @@ class Host:
     def cli(self, *words, check=True):
         command = [str(PROGRAM), "bypass", *map(str, words), "--netns", str(self.space)]
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
         if check and done.returncode:
             raise AssertionError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}")
         return done
@@ -64,13 +66,13 @@ class Host:
     def udp(self, payload=b"x" * 22, sport=1000, dport=2000, **more):
         return self.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, sport, dport, payload), **more))
 
-    def across(self, frame, header=bytes(10), seconds=1.0):
-        """What B gets when A sends it: IP frames only."""
+    def across(self, frame, header=bytes(10), seconds=ARRIVES_S):
+        """What B gets when A sends it: IP frames only. One that shall not arrive is waited for by fewer seconds."""
         self.b.drain()
         self.a.send(frame, header)
         return self.b.receive(seconds, is_ip)
 
-    def back(self, frame, header=bytes(10), seconds=1.0):
+    def back(self, frame, header=bytes(10), seconds=ARRIVES_S):
         self.a.drain()
         self.b.send(frame, header)
         return self.a.receive(seconds, is_ip)
@@ -204,17 +206,19 @@ def test_xdp_steps_aside_while_somebody_captures_and_for_outputs_that_are_no_tap
             capture = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
         capture.bind(("ta", 3))
         assert h.across(h.udp())
-        until("the keeper's notice", lambda: h.status("ta")["captured"], 5)
-        capture.settimeout(1)
-        assert capture.recv(2000)[12:14] == b"\x08\x00"
+        until("the keeper's notice", lambda: h.status("ta")["captured"])
+        capture.settimeout(ARRIVES_S)
+        # It hears also what the host's own IPv6 says.
+        while capture.recv(2000)[12:14] != b"\x08\x00":
+            pass
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
         capture.close()
-        until("the keeper's notice", lambda: not h.status("ta")["captured"], 5)
+        until("the keeper's notice", lambda: not h.status("ta")["captured"])
         h.across(h.udp())
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 2
 
 
-@timeout(60)
+@timeout(300)
 def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frames():
     with host() as h:
         h.attach()
@@ -231,7 +235,7 @@ def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frame
                     return
             raise AssertionError(h.status("ta"))
 
-        load(20, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp"))
+        load(120, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp"))
         assert "whole frames" in h.status("ta")["why"]
         big = h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True)))
         gso = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16)
@@ -241,7 +245,7 @@ def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frame
             h.b.drain()
             return h.status("ta")["mode"] == "tcx"
 
-        until("tcx again", stream, 5)
+        until("tcx again", stream)
         assert "segmentation" in h.status("ta")["why"] or "later" in h.status("ta")["why"], h.status("ta")
 
 
@@ -307,17 +311,17 @@ def test_what_is_not_understood_goes_up_and_is_answered_by_the_kernel():
         h.across(h.udp())
         for reason, frame, arrives in cases:
             before = h.status("ta")["by_reason"].get(reason, 0)
-            got = h.across(frame, seconds=0.3)
+            got = h.across(frame, seconds=ARRIVES_S if arrives else 0.3)
             assert bool(got) == arrives, f"{reason}: {got}"
-            assert h.status("ta")["by_reason"][reason] == before + 1, reason
+            until(reason, lambda reason=reason, before=before: h.status("ta")["by_reason"].get(reason, 0) == before + 1)
         # A flow that is known is of no help to a fragment of it.
         before = h.status("ta")["by_reason"].get("up_fragment", 0)
         h.across(h.to_b(ETH_IP4, fragment), seconds=0.2)
-        assert h.status("ta")["by_reason"]["up_fragment"] == before + 1
+        until("up_fragment", lambda: h.status("ta")["by_reason"].get("up_fragment", 0) == before + 1)
         # The kernel's answers: time exceeded.
         h.a.drain()
         h.a.send(h.udp(ttl=1))
-        _, answer = h.a.receive(1, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
+        _, answer = h.a.receive(ARRIVES_S, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
         assert answer[34] == 11, answer
 
 
@@ -371,20 +375,21 @@ def test_a_packet_too_long_for_the_way_out_is_answered_and_cut_as_the_kernel_doe
         assert h.across(h.udp())
         h.a.drain()
         h.a.send(h.udp(b"m" * 1472))
-        _, answer = h.a.receive(1, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
+        _, answer = h.a.receive(ARRIVES_S, lambda f: f[12:14] == b"\x08\x00" and f[23] == ICMP)
         assert (answer[34], answer[35], struct.unpack("!H", answer[40:42])[0]) == (3, 4, 1400)
         h.b.drain()
         h.a.send(h.udp(b"m" * 1472, flags=0))
-        pieces = [h.b.receive(1, is_ip)[1], h.b.receive(1, is_ip)[1]]
+        pieces = [h.b.receive(ARRIVES_S, is_ip)[1], h.b.receive(ARRIVES_S, is_ip)[1]]
         assert all(len(p) <= 1414 for p in pieces)
         assert h.status("ta")["by_reason"]["up_mtu"] == 2
         # A segmentation frame whose segments fit is taken, and one whose segments do not is not.
         big = ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True))
         for size, fits in ((1300, True), (1448, False)):
             header = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, size, 34, 16)
-            h.across(h.to_b(ETH_IP4, big), header, seconds=0.3)
+            seconds = ARRIVES_S if fits else 0.3
+            h.across(h.to_b(ETH_IP4, big), header, seconds)
             before = h.taken()
-            h.across(h.to_b(ETH_IP4, big), header, seconds=0.3)
+            h.across(h.to_b(ETH_IP4, big), header, seconds)
             assert h.taken() - before == fits, size
         assert h.status("ta")["taken_large"] >= 1
 
@@ -400,7 +405,7 @@ def test_a_route_that_changes_under_traffic_is_followed_at_once():
             h.b.drain()
             for n in range(5):
                 h.a.send(h.udp())
-                assert other.receive(1, is_ip), f"frame {n} after the change"
+                assert other.receive(ARRIVES_S, is_ip), f"frame {n} after the change"
             assert not h.b.drain(is_ip), "a frame went the old way"
             h.space.ip("route", "del", B + "/32")
             assert h.across(h.udp()) and not other.drain(is_ip)
@@ -417,13 +422,13 @@ def test_a_neighbour_that_moves_is_followed_by_the_keeper_and_without_it_by_the_
         assert h.across(h.udp())[1][:6] == h.b.mac
         h.space.ip("neighbour", "replace", B, "lladdr", "02:00:00:00:0b:99", "dev", "tb", "nud", "permanent")
         moved = bytes.fromhex("020000000b99")
-        until("the keeper's notice", lambda: h.across(h.udp())[1][:6] == moved, 2)
+        until("the keeper's notice", lambda: h.across(h.udp())[1][:6] == moved)
         h.cli("detach")
         h.attach(words=("--lease", "100", "--no-keeper"))
         h.across(h.udp())
         h.across(h.udp())
         h.space.ip("neighbour", "replace", B, "lladdr", MAC_B, "dev", "tb", "nud", "permanent")
-        until("the lease's end", lambda: h.across(h.udp())[1][:6] == h.b.mac, 1)
+        until("the lease's end", lambda: h.across(h.udp())[1][:6] == h.b.mac)
 
 
 def test_a_rule_that_refuses_a_flow_is_obeyed_from_the_next_frame_on():
@@ -456,8 +461,8 @@ def test_detach_leaves_nothing_and_gives_the_way_back():
         h.cli("detach")
         assert h.across(h.udp()), "the kernel forwards again"
         assert h.space.ip("-d", "link") == before
-        until("the keeper's end", lambda: has_ended(keeper), 5)
-        assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").iterdir())
+        until("the keeper's end", lambda: has_ended(keeper))
+        assert not (h.folder / "run/bypass").exists()
         assert str(h.folder) not in Path("/proc/mounts").read_text()
         wrong = h.cli("detach", "ta", check=False)
         assert wrong.returncode == 2 and "ta is not attached" in wrong.stderr
@@ -468,11 +473,15 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
         h.attach(words=("--lease", "50"))
         h.across(h.udp())
         os.kill(h.status()["keeper"], 9)
-        until("the keeper's end", lambda: h.status()["keeper"] is None, 5)
-        for _ in range(10):
-            assert h.across(h.udp())
-            time.sleep(0.02)  # so that they go on for several leases, not a wait for anything
-        assert h.taken() >= 3
+        until("the keeper's end", lambda: h.status()["keeper"] is None)
+
+        def taken():
+            # Some at once, since what comes more slowly than the lease is not taken.
+            assert all(h.across(h.udp()) for _ in range(5))
+            return h.taken() >= 30
+
+        # Which is for many leases.
+        until("frames to be taken without a keeper", taken)
         assert "attached already" in h.attach().stdout
         assert h.status()["keeper"]
 
@@ -501,11 +510,16 @@ def test_a_flow_slower_than_its_lease_is_not_learned_again_until_it_is_quick():
             time.sleep(0.15)
             assert h.across(h.udp())
         assert h.status("ta")["learned"] == 1 and h.status("ta")["by_reason"]["up_lease"] == 3, h.status("ta")
-        assert all(h.across(h.udp()) for _ in range(4))
-        assert h.status("ta")["learned"] >= 2 and h.taken() >= 1, h.status("ta")
+
+        def taken():
+            assert all(h.across(h.udp()) for _ in range(4))
+            return h.taken() >= 1
+
+        until("quick frames to be taken", taken)
+        assert h.status("ta")["learned"] >= 2, h.status("ta")
 
 
-@timeout(60)
+@timeout(300)
 def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
     with host() as h:
         h.attach()
@@ -520,16 +534,14 @@ def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
                 frame[44:46] = struct.pack("!H", 1024 + flows % 60000)
                 frame[50:52] = b"\0\0"
                 os.write(h.a.fd, frame)
-            h.b.drain()
             before = h.status("ta")["learned"]
-            os.write(h.a.fd, frame[:44] + struct.pack("!H", turns) + frame[46:])
+            assert h.across(bytes(frame[10:44] + struct.pack("!H", turns) + frame[46:]))
             return h.status("ta")["learned"] == before
 
-        until("the first frame of a flow not to be learned from", scan, 20)
+        until("the first frame of a flow not to be learned from", scan)
         lone = bytes(10) + h.udp(sport=999)
         before = h.taken()
-        for _ in range(3):
-            os.write(h.a.fd, lone)
+        assert all(h.across(lone[10:]) for _ in range(3))
         assert h.taken() == before + 1, h.status("ta")
         # Traffic of few flows: as before, from the first frame on.
 
@@ -537,10 +549,9 @@ def test_where_most_flows_are_of_one_frame_one_is_learned_with_its_second():
             nonlocal turns
             for _ in range(3000):
                 os.write(h.a.fd, lone)
-            h.b.drain()
             before = h.status("ta")["learned"]
             turns += 1
-            os.write(h.a.fd, bytes(10) + h.udp(sport=turns))
+            assert h.across(h.udp(sport=turns))
             return h.status("ta")["learned"] == before + 1
 
-        until("a first frame to be learned from again", calm, 20)
+        until("a first frame to be learned from again", calm)

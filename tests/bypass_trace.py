@@ -11,7 +11,7 @@ from bypass_paths import A, B, PROGRAM, host
 def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
     with host() as h:
         h.attach(words=("--lease", "10000"))
-        command = [str(PROGRAM), "bypass", "trace", "ta", "--count", "4", "--seconds", "20", "--json", "--netns", str(h.space)]
+        command = [str(PROGRAM), "bypass", "trace", "ta", "--count", "4", "--seconds", "120", "--json", "--netns", str(h.space)]
         trace = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run")))
         stop = threading.Event()
 
@@ -26,7 +26,7 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
         sender = threading.Thread(target=send)
         sender.start()
         try:
-            text, _ = trace.communicate(timeout=25)
+            text, _ = trace.communicate(timeout=150)
         finally:
             stop.set()
             sender.join()

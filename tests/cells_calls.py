@@ -45,9 +45,10 @@ def test_a_peer_of_another_hand_is_served_on_each_machine_and_device():
 
 
 def test_what_is_late_is_told_so_and_the_most_urgent_is_first():
-    with calculator(append="service_us=50000") as (peer, _guest):
+    # It is still busy when the others come, however long that takes.
+    with calculator(append="service_us=1000000") as (peer, _guest):
         first = peer.ask(b"1 + 1")
-        until("the first request to be taken", lambda: peer.taken() == 1, 20)
+        until("the first request to be taken", lambda: peer.taken() == 1)
         # While that is served: one whose deadline passes meanwhile, two that wait.
         tokens = {peer.ask(b"2 + 2", left_ns=10**7): LATE}
         relaxed, urgent = peer.ask(b"3 + 3", left_ns=10**12), peer.ask(b"4 + 4", left_ns=10**11)
@@ -109,16 +110,16 @@ def test_a_peer_that_lies_loses_its_link_and_is_served_when_it_begins_anew():
 
 def test_a_cell_whose_call_nobody_answers_gives_it_up_and_one_whose_peer_goes_is_told():
     with calculator(append="role=client count=3 timeout_ms=300 max_missed=3 wait=sleep") as (peer, guest):
-        line = guest.wait_line(lambda text: '"app":"calc"' in text, 30)[1]
+        line = guest.wait_line(lambda text: '"app":"calc"' in text)[1]
         assert '"timeout":3' in line and '"replied":0' in line, line
         assert guest.wait() is not None
     with calculator(append="role=client count=2 timeout_ms=60000 max_missed=2") as (peer, guest):
-        until("its first call", lambda: peer.asks() == 1, 20)
+        until("its first call", lambda: peer.asks() == 1)
         peer.set_state(RESET)
         peer.wait_run()
-        until("its second", lambda: peer.asks() == 1, 20)
+        until("its second", lambda: peer.asks() == 1)
         peer.set_state(RESET)
-        line = guest.wait_line(lambda text: '"app":"calc"' in text, 30)[1]
+        line = guest.wait_line(lambda text: '"app":"calc"' in text)[1]
         assert '"gone":2' in line, line
 
 

@@ -9,7 +9,7 @@ from lib import BUILD, Skip, linux_cmdline, timeout, until
 from guests_fabric import with_linux
 
 WEB, LINUX = "10.236.0.20", "10.236.0.21"
-PATIENCE_S = 60
+PATIENCE_S = 120
 SIZE = 10485760
 FILE = """
 name = "{name}"
@@ -44,7 +44,7 @@ def standing(attach, wakeups, iommu):
 
 def fetch(linux):
     """The guest fetches zeros from the cell and counts them."""
-    text = linux.run(f"wget -q -O - http://{WEB}/bytes/{SIZE} | wc -c", seconds=90).text
+    text = linux.run(f"wget -q -O - http://{WEB}/bytes/{SIZE} | wc -c", seconds=240).text
     assert int(text) == SIZE, text
 
 
@@ -57,7 +57,7 @@ def carries(fabric, linux):
     assert port["up"] and port["kind"] == "ivshmem" and port["details"]["offloads"] == "carried", port
 
 
-@timeout(240)
+@timeout(600)
 def test_a_stock_guest_is_woken_by_interrupts_through_vfio():
     with standing("ivshmem", "vfio", iommu=True) as (fabric, linux):
         said = linux.run("cat /tmp/agent.log").text
@@ -71,7 +71,7 @@ def test_a_stock_guest_is_woken_by_interrupts_through_vfio():
         assert int(linux.run(count).text) - before < 20
 
 
-@timeout(240)
+@timeout(600)
 def test_a_guest_without_an_iommu_polls_and_says_why():
     with standing("ivshmem", "auto", iommu=False) as (fabric, linux):
         said = linux.run("cat /tmp/agent.log").text
@@ -86,17 +86,17 @@ def test_a_guest_without_an_iommu_polls_and_says_why():
         assert linux.ping("web", count=2) == 1.0
 
 
-@timeout(240)
+@timeout(600)
 def test_a_plain_device_serves_and_a_killed_agent_is_followed_by_the_next():
     with standing("ivshmem-plain", "auto", iommu=False) as (fabric, linux):
         carries(fabric, linux)
         linux.run("killall -9 tombolo-agent")
-        until("the tap to go with its agent", lambda: linux.run("ip link show eth0", check=False).code != 0, 10)
+        until("the tap to go with its agent", lambda: linux.run("ip link show eth0", check=False).code != 0, PATIENCE_S)
         linux.run("tombolo-agent --tap eth0 >/tmp/agent2.log 2>&1 &")
-        until("the next agent's tap", lambda: linux.run("ip link show eth0", check=False).code == 0, 10)
+        until("the next agent's tap", lambda: linux.run("ip link show eth0", check=False).code == 0, PATIENCE_S)
         linux.run(f"ip addr add {LINUX}/24 dev eth0 && ip link set eth0 up")
         until("a ping after the agent came again", lambda: linux.ping(WEB, count=1) == 1.0, PATIENCE_S)
         fetch(linux)
         # A signal ends it with the tap gone and the link down.
         linux.run("killall -TERM tombolo-agent")
-        until("the link to go down", lambda: not fabric.port("linux")["up"], 10)
+        until("the link to go down", lambda: not fabric.port("linux")["up"], PATIENCE_S)

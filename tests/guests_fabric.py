@@ -15,7 +15,7 @@ from lib import BUILD, CellGuest, Console, Fabric, Net, Process, Skip, StreamPee
 from lib.fabric import PROGRAM
 
 WEB, LINUX, OTHER = "10.234.0.20", "10.234.0.21", "10.235.0.20"
-PATIENCE_S = 40
+PATIENCE_S = 90
 HEAD = """
 name = "{name}"
 [network.lan]
@@ -40,8 +40,8 @@ cmdline = "{cmdline}"
 def with_linux(text):
     """A fabric with the guest `linux` and another machine `web`, and the guest's console once both answer."""
     with scratch() as folder, Fabric(folder, text) as fabric, Console("linux", fabric.name, fabric.env) as linux:
-        linux.wait_address(120)
-        linux.wait_control(30)
+        linux.wait_address(240)
+        linux.wait_control(120)
         until("a ping by name", lambda: linux.ping("web", count=1) == 1.0, PATIENCE_S)
         yield fabric, linux
         # The console that this test holds is no leftover of the fabric.
@@ -64,7 +64,7 @@ def pattern_digest(size):
     return hashlib.sha256((block * (size // len(block) + 1))[:size]).hexdigest()
 
 
-def fetch(linux, size, host="web", seconds=60):
+def fetch(linux, size, host="web", seconds=180):
     """Fetches from a cell by name and compares the checksum. (Debian 12's busybox wget crashes with -T.)"""
     text = linux.run(f"wget -q -O /tmp/page http://{host}/bytes/{size} && sha256sum /tmp/page; rm -f /tmp/page", seconds).text
     assert pattern_digest(size) in text, text
@@ -76,7 +76,7 @@ def talk(linux, size=2_000_000):
     fetch(linux, size)
 
 
-@timeout(240)
+@timeout(600)
 def test_names_bytes_and_reboots():
     with standing() as (fabric, linux):
         assert linux.ping(f"web.{fabric.name}.internal") == 1.0
@@ -89,8 +89,8 @@ def test_names_bytes_and_reboots():
                 linux.send("@0 reboot -f\n")
             else:
                 reset(fabric.folder / "run" / fabric.name / "linux.qmp")
-            linux.wait_address(120, since=seen)
-            linux.wait_control(30, since=seen)
+            linux.wait_address(240, since=seen)
+            linux.wait_control(120, since=seen)
             print(f"{how}: up again", flush=True)
             talk(linux)
             now = fabric.machine("linux")
@@ -103,7 +103,7 @@ def test_names_bytes_and_reboots():
 def reset(path):
     """QEMU's `system_reset` over QMP."""
     with socket.socket(socket.AF_UNIX) as monitor:
-        monitor.settimeout(10)
+        monitor.settimeout(60)
         monitor.connect(str(path))
         with monitor.makefile("rw") as lines:
             lines.readline()
@@ -114,7 +114,7 @@ def reset(path):
                     assert "error" not in answer, answer
 
 
-@timeout(240)
+@timeout(600)
 def test_qemu_10_with_interrupt_vectors():
     program = BUILD / "qemu10/run"
     if not program.exists():
@@ -127,7 +127,7 @@ def test_qemu_10_with_interrupt_vectors():
         assert fabric.port("linux")["counters"]["faults"] == 0
 
 
-@timeout(240)
+@timeout(600)
 def test_two_networks_are_two():
     more = f"""
 [network.other]
@@ -151,8 +151,8 @@ network = "other"
             assert far.arp(OTHER, own="10.235.0.9", seconds=PATIENCE_S), "the other network's cell answers there"
             # The guest takes the other network for its own link, and asks all of it for the cell.
             linux.run("ip route add 10.235.0.0/24 dev eth0")
-            assert linux.ping(OTHER, count=3) == 0.0
-            asked = near.listen(lambda frame: frame[6:12].hex(":") == mac and frame[38:42] == socket.inet_aton(OTHER), 10)
+            assert linux.ping(OTHER, count=3, seconds=2) == 0.0
+            asked = near.listen(lambda frame: frame[6:12].hex(":") == mac and frame[38:42] == socket.inet_aton(OTHER))
             assert asked, "the guest's question is heard in its own network"
             # What was switched before this answer came would have been heard before it.
             assert far.arp(OTHER, own="10.235.0.9")
@@ -162,7 +162,12 @@ network = "other"
             assert linux.run("nslookup far", check=False).code, "a name of another network"
 
 
-@timeout(240)
+def guarded(fabric):
+    """How many of the guest's frames the guard has dropped so far."""
+    return fabric.port("linux")["counters"]["rx_drops"].get("guard", 0)
+
+
+@timeout(600)
 def test_a_spoofed_source_is_dropped_and_counted():
     more = '[port.ear]\nkind = "stream"\n'
     with standing(more) as (fabric, linux), StreamPeer(fabric.folder / "run" / fabric.name / "ear.sock") as ear:
@@ -173,9 +178,11 @@ def test_a_spoofed_source_is_dropped_and_counted():
         # The worst there is: the cell's own address, which would draw its traffic.
         ear.heard.clear()
         linux.run(f"ip link set eth0 down; ip link set eth0 address {web}; ip link set eth0 up; ip addr add {LINUX}/24 dev eth0", check=False)
-        assert linux.ping("10.234.0.9", count=5) == 0.0
-        dropped = fabric.port("linux")["counters"]["rx_drops"].get("guard", 0)
-        assert dropped >= 3, fabric.port("linux")["counters"]
+        def dropped():
+            assert linux.ping("10.234.0.9", count=5, seconds=2) == 0.0
+            return guarded(fabric) >= 3
+
+        until("three frames that the guard drops", dropped, PATIENCE_S)
         others = [port for port in fabric.status()["ports"] if port["name"] != "linux"]
         assert all("guard" not in port["counters"]["rx_drops"] for port in others), others
         assert ear.arp(WEB, own="10.234.0.9") == web
@@ -188,7 +195,7 @@ def test_a_spoofed_source_is_dropped_and_counted():
         until("a ping with its own address", lambda: linux.ping(WEB, count=1) == 1.0, PATIENCE_S)
 
 
-@timeout(240)
+@timeout(600)
 def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
     with standing() as (fabric, linux):
         assert LINUX in fabric.port("linux")["guard"], fabric.port("linux")
@@ -198,7 +205,39 @@ def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
         linux.run("ip addr add 10.234.0.99/24 dev eth0")
         text = linux.run(f"ping -q -c 3 -W 1 -I 10.234.0.99 {WEB}", check=False).text
         assert " 100% packet loss" in text, text
-        assert fabric.port("linux")["counters"]["rx_drops"].get("guard", 0) >= 3, fabric.port("linux")["counters"]
+        until("three frames that the guard drops", lambda: guarded(fabric) >= 3)
+        assert linux.ping(WEB, count=2) == 1.0
+
+
+@timeout(240)
+def test_a_guest_that_takes_anothers_ipv6_address_is_not_heard():
+    own, other, asked = "fd00:234::21", "fd00:234::99", "fd00:234::20"
+    more = f'ip6 = "{own}"\n[port.ear]\nkind = "stream"\n'
+    with standing(more) as (fabric, linux), StreamPeer(fabric.folder / "run" / fabric.name / "ear.sock") as ear:
+        assert own in fabric.port("linux")["guard"], fabric.port("linux")
+
+        def solicits(source):
+            """Whether a frame is a neighbour solicitation from that address."""
+            return lambda frame: frame[12:14] == b"\x86\xdd" and frame[22:38] == socket.inet_pton(socket.AF_INET6, source) and frame[54] == 135
+
+        def ask(source):
+            linux.run(f"ping6 -q -c 2 -W 1 -I {source} {asked}", check=False)
+
+        linux.run(f"ip -6 addr add {own}/64 dev eth0")
+        # Detection of doubled addresses comes first; an address is used when that is over.
+        until("an own address", lambda: "tentative" not in linux.run("ip -6 addr show dev eth0").text, PATIENCE_S)
+        # What a stock guest says by itself passes: its link-local and own address, router solicitations, multicast reports.
+        assert "guard" not in fabric.port("linux")["counters"]["rx_drops"], fabric.port("linux")["counters"]
+        ask(own)
+        assert ear.listen(solicits(own), 10)
+        linux.run(f"ip -6 addr add {other}/64 dev eth0 nodad")
+        ask(other)
+        assert fabric.port("linux")["counters"]["rx_drops"].get("guard", 0) >= 1, fabric.port("linux")["counters"]
+        ear.heard.clear()
+        linux.run(f"ip -6 neigh flush dev eth0", check=False)
+        ask(own)
+        assert ear.listen(solicits(own), 10)
+        assert not any(solicits(other)(frame) for frame in ear.heard)
         assert linux.ping(WEB, count=2) == 1.0
 
 
@@ -214,14 +253,14 @@ accel = "tcg"
 """
 
 
-@timeout(120)
+@timeout(300)
 def test_a_microvm_boots_stock_linux_with_no_further_keys():
     kernel = BUILD / "guest/vmlinux"
     if not kernel.exists():
         raise Skip("build/guest is not there: run ./x guest")
     text = MICROVM.format(name=f"m{os.getpid()}", kernel=kernel, initrd=BUILD / "guest/initramfs.cpio")
     with scratch() as folder, Fabric(folder, text) as fabric, Console("linux", fabric.name, fabric.env) as linux:
-        assert linux.wait_address(60).startswith("10.234.0.")
+        assert linux.wait_address(240).startswith("10.234.0.")
         fabric.cli("down", "--fabric", fabric.name)
 
 
@@ -236,7 +275,7 @@ def blocks(data):
         at += length
 
 
-@timeout(240)
+@timeout(600)
 def test_capture_while_traffic_flows():
     count = 200
     with standing() as (fabric, linux):
@@ -246,7 +285,7 @@ def test_capture_while_traffic_flows():
         with Process(command, env=fabric.env) as capture:
             until("the file", path.exists, PATIENCE_S)
             until("the capture's end", lambda: fetch(linux, 500_000) or not capture.alive(), PATIENCE_S)
-            assert capture.wait(1) == 0, capture.text
+            assert capture.wait() == 0, capture.text
         seen = list(blocks(path.read_bytes()))
         assert seen[0][0] == 0x0A0D0D0A and struct.unpack_from("<I", seen[0][1])[0] == 0x1A2B3C4D
         assert seen[1][0] == 1 and struct.unpack_from("<H", seen[1][1])[0] == 1, "an Ethernet interface"
@@ -267,10 +306,10 @@ def test_capture_while_traffic_flows():
             assert done.returncode == 0 and len(done.stdout.split()) == count, done.stderr
 
 
-@timeout(240)
+@timeout(600)
 def test_ports_come_and_go_under_traffic():
     with standing() as (fabric, linux):
-        pings = linux.start_pings("web")
+        linux.start_pings("web")
         for round_ in range(2):
             fabric.cli("port", "add", "extra", "--kind", "vhost-user", "--mac", "02:00:00:00:bb:01", "--ip", "10.234.0.77", "--fabric", fabric.name)
             path = fabric.folder / "run" / fabric.name / "extra.sock"
@@ -281,8 +320,8 @@ def test_ports_come_and_go_under_traffic():
                 fabric.cli("port", "del", "extra", "--fabric", fabric.name)
                 assert not path.exists(), round_
                 assert all(port["name"] != "extra" for port in fabric.status()["ports"])
-                assert linux.ping("10.234.0.77", count=2) == 0.0
-        sent, received = linux.finish_pings(pings)
+                assert linux.ping("10.234.0.77", count=2, seconds=2) == 0.0
+        sent, received = linux.finish_pings()
         assert 0 < sent == received, (sent, received)
         refused = fabric.cli("port", "del", "web", "--fabric", fabric.name, check=False)
         assert refused.returncode and "cell stop web" in refused.stderr, refused.stderr
@@ -308,13 +347,13 @@ def attacks(dice):
     yield "half a header", b"\x01\x00\x00", False
 
 
-@timeout(240)
+@timeout(600)
 def test_a_hostile_frontend_harms_itself_alone():
     dice = random.Random(20261121)
     more = '[port.foe]\nkind = "vhost-user"\nmac = "02:00:00:00:cc:01"\nip = "10.234.0.66"\n'
     with standing(more) as (fabric, linux):
         path = fabric.folder / "run" / fabric.name / "foe.sock"
-        pings = linux.start_pings("web")
+        linux.start_pings("web")
         told = {}
         for name, data, with_file in attacks(dice):
             before = fabric.port("foe")["counters"]["faults"]
@@ -344,5 +383,5 @@ def test_a_hostile_frontend_harms_itself_alone():
         with CellGuest("httpd", net=Net.vhost_user(path).with_mac("02:00:00:00:cc:01")):
             until("a ping to the port's next guest", lambda: linux.ping("10.234.0.66", count=1) == 1.0, PATIENCE_S)
             fetch(linux, 1_000_000, host="10.234.0.66")
-        sent, received = linux.finish_pings(pings)
+        sent, received = linux.finish_pings()
         assert 0 < sent == received, (sent, received)

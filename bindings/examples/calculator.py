@@ -64,6 +64,9 @@ def main():
         print(f"error: {error.status}")
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        # What a shell says of a program that ^C ended.
+        return 130
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ class CallsPeer(NetPeer):
         """How many requests the other side has written."""
         return self.region.u32(self.other + PUBLISHED).value
 
-    def answer(self, seconds=20):
+    def answer(self, seconds=60):
         """The next answer: token, status, code, payload."""
         theirs = self.other + self.half
         deadline = time.monotonic() + seconds
@@ -91,7 +91,7 @@ class CallsPeer(NetPeer):
         assert got == token, f"an answer to {got:#x}, asked was {token:#x}"
         return tuple(rest)
 
-    def fallen(self, seconds=20):
+    def fallen(self, seconds=60):
         """Waits until the cell has left RUN, and follows it."""
         deadline = time.monotonic() + seconds
         while self.peer_state == 3:

@@ -11,7 +11,7 @@ from pathlib import Path
 from .guest import Commands
 from .machine import ROOT, Skip
 from .netns import inside
-from .process import Process, cpu_seconds, until
+from .process import PATIENCE_S, Process, cpu_seconds, until
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 
@@ -38,7 +38,7 @@ class Fabric:
         self.process = None
         self.start()
 
-    def start(self, seconds=30):
+    def start(self, seconds=PATIENCE_S):
         """Starts the daemon and waits until it answers `status`."""
         self.process = Process([PROGRAM, "up", self.file], name="tombolo", netns=self.netns, nice=self.nice, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
@@ -54,7 +54,7 @@ class Fabric:
             self.process.kill()
             raise
 
-    def cli(self, *words, seconds=30, check=True):
+    def cli(self, *words, seconds=PATIENCE_S, check=True):
         """Runs `tombolo WORDS` as a user of this fabric would; gives the CompletedProcess."""
         command = [str(PROGRAM), *map(str, words)]
         if self.netns is not None:
@@ -120,14 +120,14 @@ class Fabric:
     def nothing_left(self):
         """Asserts that nothing is left of it. What goes with a process may go an instant after `down` has answered."""
         with contextlib.suppress(TimeoutError):
-            until("nothing left", lambda: not self.leftovers(), 5)
+            until("nothing left", lambda: not self.leftovers(), 20)
         leftovers = self.leftovers()
         assert not leftovers, "\n".join(leftovers)
 
-    def down(self, seconds=30):
+    def down(self, seconds=PATIENCE_S):
         """`tombolo down`: the daemon ends, and nothing is left."""
         self.cli("down", "--fabric", self.name, seconds=seconds)
-        self.process.wait(20)
+        self.process.wait()
         self.nothing_left()
 
     def kill(self):
@@ -138,7 +138,7 @@ class Fabric:
     def stop(self):
         """SIGTERM to the daemon, and SIGKILL if it does not end by that."""
         with contextlib.suppress(TimeoutError):
-            self.process.stop(10)
+            self.process.stop(30)
         self.process.kill()
 
     def __enter__(self):

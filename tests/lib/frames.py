@@ -20,7 +20,7 @@ class Station:
         """A frame from here to a MAC address in text."""
         return (mac_bytes(destination) + self.mac + struct.pack("!H", kind) + payload).ljust(60, b"\0")
 
-    def listen(self, wanted, seconds=5):
+    def listen(self, wanted, seconds=20):
         """The first frame for which `wanted(frame)` holds, or None; all frames are kept in `heard`."""
         deadline = time.monotonic() + seconds
         while (left := deadline - time.monotonic()) > 0:
@@ -36,7 +36,7 @@ class Station:
         request = struct.pack("!HHBBH", 1, 0x0800, 6, 4, 1) + self.mac + socket.inet_aton(own) + bytes(6) + socket.inet_aton(address)
         return self.frame("ff:ff:ff:ff:ff:ff", 0x0806, request)
 
-    def arp(self, address, own="0.0.0.0", seconds=10):
+    def arp(self, address, own="0.0.0.0", seconds=30):
         """Asks who has an address until somebody answers; the answer's MAC in text, or None."""
         target = socket.inet_aton(address)
 
@@ -59,7 +59,7 @@ class StreamPeer(Station):
         super().__init__(mac)
         self._buffer = b""
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(10)
+        self.socket.settimeout(30)
         self.socket.connect(str(path))
 
     def __enter__(self):

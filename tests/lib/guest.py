@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from .machine import BUILD, ROOT, Skip
-from .process import Process
+from .process import Process, until
 
 _ids = itertools.count(1)
 _macs = itertools.count(1)
@@ -147,10 +147,9 @@ class Result(NamedTuple):
     text: str
 
 
-def pings_of(text):
-    """How many requests the runs of `ping -q` in `text` sent, and how many replies came."""
-    runs = re.findall(r"(\d+) packets transmitted, (\d+) (?:packets )?received", text)
-    return sum(int(sent) for sent, _ in runs), sum(int(received) for _, received in runs)
+def sequence_numbers(text):
+    """Those of the replies that busybox's ping tells of."""
+    return [int(number) for number in re.findall(r"seq=(\d+) ", text)]
 
 
 class Commands:
@@ -159,7 +158,7 @@ class Commands:
     # True where this process joined a console that may have been running before: "@control" may be long past.
     attached = True
 
-    def wait_control(self, seconds=60, since=0):
+    def wait_control(self, seconds=120, since=0):
         """Waits until commands are taken; gives the seconds since the process's start."""
         deadline = time.monotonic() + seconds
         while True:
@@ -173,7 +172,7 @@ class Commands:
                 if left <= 1.0 or not self.attached:
                     raise
 
-    def wait_address(self, seconds=60, since=0):
+    def wait_address(self, seconds=120, since=0):
         """Waits for eth0's address and gives it without the prefix length."""
         _, line, _ = self.wait_line(lambda line: line.startswith("@net up "), seconds, since)
         return line.split()[2].split("/")[0]
@@ -187,7 +186,7 @@ class Commands:
         self.send(f"{handle[0]} {command}\n")
         return handle
 
-    def finish(self, handle, seconds=30, check=True):
+    def finish(self, handle, seconds=60, check=True):
         """Waits for a started command; its exit code and its output (both streams)."""
         ident, since = handle
         _, line, number = self.wait_line(lambda line: line.startswith(f"{ident}="), seconds, since)
@@ -198,24 +197,35 @@ class Commands:
             raise CommandFailed(f"{self.name}: command ended with {result.code}:\n{text}")
         return result
 
-    def run(self, command, seconds=30, check=True):
+    def run(self, command, seconds=60, check=True):
         """Runs one command line in the guest's shell; raises CommandFailed on another code than 0 unless `check` is off."""
         return self.finish(self.start(command), seconds, check)
 
-    def ping(self, target, count=3, size=56, seconds=20):
-        """Pings from within; the share of replies, 0.0 to 1.0."""
-        sent, received = pings_of(self.run(f"ping -q -c {count} -s {size} -W 2 -i 0.2 {target}", seconds, check=False).text)
-        return received / sent if sent else 0.0
+    def ping(self, target, count=3, size=56, seconds=8):
+        """Pings from within; the share of replies to the first `count` requests, 0.0 to 1.0.
+
+        Not by `ping -c`, which waits for the last reply no longer than a second: it goes on until that reply or a later one, and where none
+        comes for `seconds` longer."""
+        stop = f"awk -F seq= 'NF > 1 {{ print; if ($2 + 0 >= {count - 1}) exit }}'"
+        text = self.run(f"ping -s {size} -i 0.2 -w {count // 5 + seconds} {target} | {stop}", check=False).text
+        return len({number for number in sequence_numbers(text) if number < count}) / count
 
     def start_pings(self, target):
-        """Pings from within, 20 a second, until `finish_pings`. Each run waits for its last reply: a ping that is ended by a
-        signal counts the one under way as lost."""
-        return self.start(f"rm -f /tmp/enough; (while [ ! -e /tmp/enough ]; do ping -q -c 20 -i 0.05 -W 5 {target} || exit 1; done)")
+        """Pings from within, 20 a second, until `finish_pings`."""
+        self.run(f"ping -i 0.05 {target} >/tmp/pings 2>&1 & echo $! >/tmp/pings.pid")
 
-    def finish_pings(self, handle, seconds=20):
-        """Ends them: how many were sent, and how many replies came. Raises CommandFailed where a run had no reply at all."""
-        self.run("touch /tmp/enough")
-        return pings_of(self.finish(handle, seconds).text)
+    def finish_pings(self):
+        """Ends them: how many were sent up to the last one with a reply, and to how many of these replies came. What is under way when they
+        end is no loss; that it goes on until then is waited for."""
+        seen = self._pinged()
+        until("another reply", lambda: self._pinged() > seen)
+        self.run("kill $(cat /tmp/pings.pid)")
+        numbers = sequence_numbers(self.run("grep -o 'seq=[0-9]* ' /tmp/pings").text)
+        return max(numbers) + 1, len(set(numbers))
+
+    def _pinged(self):
+        """How many replies there are so far."""
+        return int(self.run("grep -c seq= /tmp/pings", check=False).text)
 
 
 def linux_cmdline(hostname, serve="", *more):
@@ -242,7 +252,7 @@ class LinuxGuest(Guest, Commands):
                          append=linux_cmdline(hostname, serve, f"net={address}", append), initrd=folder / "initramfs.cpio", name=hostname, acpi=True,
                          **others)
 
-    def poweroff(self, seconds=15):
+    def poweroff(self, seconds=60):
         """Shuts the guest down and gives QEMU's exit code."""
         self.send("@0 poweroff -f\n")
         return self.wait(seconds)

@@ -38,7 +38,7 @@ def socket_in(netns, family=socket.AF_INET, kind=socket.SOCK_STREAM):
         os.close(there)
 
 
-def http_get(host, path="/", port=80, seconds=10, netns=None, keep=True):
+def http_get(host, path="/", port=80, seconds=30, netns=None, keep=True):
     """GET by HTTP/1.0; raises OSError or ValueError. `keep=False` counts the body without holding it (body is then b'')."""
     start = time.monotonic()
     with socket_in(netns) as connection:

@@ -260,7 +260,7 @@ class NetPeer(Station):
             self.set_state(RUN)
         return self.state == RUN and theirs >= READY
 
-    def wait_run(self, seconds=20):
+    def wait_run(self, seconds=60):
         deadline = time.monotonic() + seconds
         while not (self.step() and self.peer_state == RUN):
             if time.monotonic() > deadline:
@@ -352,14 +352,14 @@ class NetPeer(Station):
             self._sleep(min(seconds, 0.05))
         return frame
 
-    def resolve(self, address, own="10.0.0.1", seconds=10):
+    def resolve(self, address, own="10.0.0.1", seconds=30):
         """The MAC, in text, of whoever has an address."""
         mac = self.arp(address, own, seconds)
         if mac is None:
             raise TimeoutError(f"nobody said to have {address} within {seconds} s")
         return mac
 
-    def ping(self, mac, address, own="10.0.0.1", sequence=1, size=56, seconds=5):
+    def ping(self, mac, address, own="10.0.0.1", sequence=1, size=56, seconds=20):
         """An echo request and its reply, both with right checksums: the round trip in seconds, or None."""
         payload = bytes((sequence + i) % 251 for i in range(size))
         echo = struct.pack("!BBHHH", 8, 0, 0, 0x7b, sequence) + payload

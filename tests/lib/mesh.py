@@ -13,11 +13,11 @@ SETTLING_S = 15
 class Mesh:
     """`count` cells with the app `mesh`, each on an ivshmem link of its own; `Fabric(folder, mesh.text)` starts them.
 
-    Times are in seconds since the daemon was started.
+    Times are in seconds since the daemon was started. `progress(what, done)` is told how many cells have got there, where one is given.
     """
 
-    def __init__(self, name, count, accel=None):
-        self.name, self.count = name, count
+    def __init__(self, name, count, accel=None, progress=None):
+        self.name, self.count, self.progress = name, count, progress
         more = f'\naccel = "{accel}"' if accel else ""
         cells = "".join(f"""
 [cell.{self.cell(number)}]
@@ -42,16 +42,24 @@ subnet = "10.79.0.0/16"
         return f"10.79.1.{10 + number}"
 
     def _all_say(self, what, fabric, words, seconds):
-        until(what, lambda: all(words(number) in fabric.console(self.cell(number)) for number in range(self.count)), seconds, every=0.2)
+        waiting = set(range(self.count))
+
+        def all_have():
+            waiting.difference_update([number for number in waiting if words(number) in fabric.console(self.cell(number))])
+            if self.progress:
+                self.progress(what, self.count - len(waiting))
+            return not waiting
+
+        until(what, all_have, seconds, every=0.2)
         return time.monotonic() - fabric.process.started
 
     def wait_addresses(self, fabric, seconds):
         """When every cell has its address."""
-        return self._all_say("every cell's address", fabric, self.address, seconds)
+        return self._all_say("cells have their addresses", fabric, self.address, seconds)
 
     def wait_answers(self, fabric, seconds):
         """When every cell has been answered by every other."""
-        return self._all_say("an answer from every cell to every cell", fabric, lambda _: "@mesh all", seconds)
+        return self._all_say("cells have been answered by all others", fabric, lambda _: "@mesh all", seconds)
 
     @staticmethod
     def quiet_share(fabric):

@@ -62,11 +62,15 @@ class Namespace:
         self.ip("link", "set", "out0", "up")
         self.ip("route", "add", "default", "via", "198.51.100.1")
 
-    def pings(self, address):
-        """Whether one echo request from within is answered within a second."""
-        return self.run("ping", "-q", "-n", "-c", "1", "-W", "1", address, check=False).returncode == 0
+    def pings(self, address, seconds=1):
+        """Whether one echo request from within is answered within so many seconds: one for who asks again until it is."""
+        return self.run("ping", "-q", "-n", "-c", "1", "-W", seconds, address, check=False).returncode == 0
 
-    def run(self, *argv, seconds=30, check=True):
+    def answers(self, address):
+        """Whether one echo request from within is answered, however busy the machine is."""
+        return self.pings(address, seconds=20)
+
+    def run(self, *argv, seconds=60, check=True):
         """Runs a program inside and gives its CompletedProcess."""
         command = ["ip", "netns", "exec", self.name] + [str(word) for word in argv]
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=check)

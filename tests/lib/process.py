@@ -14,6 +14,8 @@ from pathlib import Path
 from .netns import inside
 
 PR_SET_PDEATHSIG = 1
+# How long a wait lasts unless it says otherwise: a machine that has much else to do may let a process stand for tens of seconds.
+PATIENCE_S = 60
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -28,7 +30,7 @@ def _prepare(parent, nice, moment):
     os.write(moment, struct.pack("d", time.monotonic()))
 
 
-def until(what, condition, seconds=10, every=0.02):
+def until(what, condition, seconds=PATIENCE_S, every=0.02):
     """Calls `condition` until it returns something true, which is returned; raises TimeoutError naming `what`."""
     deadline = time.monotonic() + seconds
     while True:
@@ -66,6 +68,22 @@ def children(pid, name=""):
             if int(rest.split()[1]) == pid and head.split("(", 1)[1].startswith(name):
                 found.append(int(entry.name))
     return found
+
+
+def until_idle(what, used_seconds, bound, span_s=1):
+    """Waits until a span of `span_s` seconds in which less than the share `bound` of one core is used. A busy machine may cost a span (a cache that
+    is cold, work that came late); who never comes to rest never has one."""
+    shares = []
+
+    def rests():
+        shares.append(core_share(used_seconds, span_s))
+        return shares[-1] < bound
+
+    try:
+        until(what, rests)
+    except TimeoutError as error:
+        raise AssertionError(f"{error}: {', '.join(f'{100 * share:.2f} %' for share in shares[-9:])} of a core, expected under {100 * bound} %") from None
+    print(f"{what}: {100 * shares[-1]:.2f} % of a core, after {len(shares)} spans")
 
 
 def core_share(used_seconds, span_s):
@@ -149,7 +167,7 @@ class Process:
         self.popen.stdin.write(text.encode())
         self.popen.stdin.flush()
 
-    def wait_line(self, matches, seconds=10, since=0):
+    def wait_line(self, matches, seconds=PATIENCE_S, since=0):
         """The first line from number `since` on for which `matches(line)` is true, as (seconds after start, line, number)."""
         deadline = time.monotonic() + seconds
         number = since
@@ -178,7 +196,7 @@ class Process:
     def alive(self):
         return self.popen.poll() is None
 
-    def wait(self, seconds=10):
+    def wait(self, seconds=PATIENCE_S):
         """Its exit code; TimeoutError with its last lines when it does not end."""
         try:
             code = self.popen.wait(seconds)
@@ -190,7 +208,7 @@ class Process:
     def signal(self, number):
         self.popen.send_signal(number)
 
-    def stop(self, seconds=10):
+    def stop(self, seconds=PATIENCE_S):
         """SIGTERM and its exit code."""
         if self.alive():
             self.signal(signal.SIGTERM)

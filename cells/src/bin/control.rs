@@ -224,8 +224,8 @@ async fn controller(net: &Net, channel: &mut Channel, settings: &Settings) {
             Err(error) => fail(format_args!("{error}")),
         }
     }
-    // The plant ends with it; whether it hears of that is its own affair.
-    let _ = period(net, channel, Wait::Tasks, STOP, 0, net.now_ns() + SECOND_NS).await;
+    // The plant ends with it, and is given its time: one that finds the link down before it has read this would wait for the next controller.
+    let _ = period(net, channel, Wait::Tasks, STOP, 0, net.now_ns() + settings.patience_ns).await;
     let is_reached = (SET_POINT - measured).abs() <= TOLERANCE;
     report(channel.link(), "records", settings, missed, trips, lateness, Some(is_reached));
     exit(if missed <= settings.max_missed && is_reached { ExitCode::Success } else { ExitCode::Failure })

@@ -67,7 +67,8 @@ static __always_inline __u32 pending_slot(__u64 skb)
 	return skb >> 8 & (PENDING_SLOTS - 1);
 }
 
-/* Whether a frame of the flow was seen not long ago; from now on it was. Two flows of one hash only make one of them wait. */
+/* Whether a frame of the flow was seen not long ago; from now on it was, or it was not: a coin decides whether it takes the place of another flow. Without
+ * the coin two flows of one place, frame by frame in turn, would never be seen. */
 static __always_inline bool was_seen(const struct key6 *key)
 {
 	__u32 hash = key->ports * 0x9e3779b1 + key->proto, slot, *sight;
@@ -80,7 +81,8 @@ static __always_inline bool was_seen(const struct key6 *key)
 	sight = bpf_map_lookup_elem(&sights, &slot);
 	if (!sight || *sight == (hash | 1))
 		return true;
-	*sight = hash | 1;
+	if (!*sight || bpf_get_prandom_u32() & 1)
+		*sight = hash | 1;
 	return false;
 }
 
@@ -404,7 +406,7 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	if (p->family != (__u32)family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
 	    out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
-	if (iif == oif || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
+	if (iif == oif || iif >= 1 << 24 || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
 	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
@@ -462,8 +464,9 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	flow->priority = skb->priority;
 	flow->last_ns = now;
 	if (family == AF_INET) {
-		struct key4 k = { iif, p->key.saddr[0], p->key.daddr[0], p->key.ports, p->key.proto, p->key.dscp, 0 };
+		struct key4 k;
 
+		key4(&k, &p->key);
 		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow))
 			bpf_map_update_elem(&flows4, &k, flow, BPF_ANY);
 	} else {

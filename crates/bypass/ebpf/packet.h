@@ -208,15 +208,14 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 	return 0;
 }
 
-static __always_inline void key4(struct key4 *k, const struct frame *f)
+static __always_inline void key4(struct key4 *k, const struct key6 *key)
 {
-	k->iif = f->key.iif;
-	k->saddr = f->key.saddr[0];
-	k->daddr = f->key.daddr[0];
-	k->ports = f->key.ports;
-	k->proto = f->key.proto;
-	k->dscp = f->key.dscp;
-	k->zero = 0;
+	__u32 protocol = key->proto == IPPROTO_UDP ? FLOW_UDP : key->proto == IPPROTO_TCP ? FLOW_TCP : FLOW_ICMP;
+
+	k->input = key->iif << 8 | key->dscp << 2 | protocol;
+	k->saddr = key->saddr[0];
+	k->daddr = key->daddr[0];
+	k->ports = key->ports;
 }
 
 static __always_inline struct flow *look_up(const struct frame *f, int family)
@@ -224,7 +223,7 @@ static __always_inline struct flow *look_up(const struct frame *f, int family)
 	if (family == AF_INET) {
 		struct key4 k;
 
-		key4(&k, f);
+		key4(&k, &f->key);
 		return bpf_map_lookup_elem(&flows4, &k);
 	}
 	return bpf_map_lookup_elem(&flows6, &f->key);

@@ -369,10 +369,7 @@ fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
 
 /// Attaches again what was made again under the name that it was attached by; gives the names.
 pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
-    let _lock = place.lock()?;
-    if !place.exists() {
-        return Ok(vec![]);
-    }
+    let Some(_lock) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(vec![]) };
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let links = routes.links()?;
     let mut again = vec![];
@@ -425,10 +422,12 @@ fn prune(place: &Place, record: &mut Record, maps: &mut Maps, routes: &Routes) -
 
 /// Detaches from these interfaces, or from all where none is named; gives their names. With the last one everything goes.
 pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachError> {
-    let _lock = place.lock()?;
-    if !place.exists() {
+    let lock = place.lock_if_there()?;
+    if lock.is_none() || !place.exists() {
         let left = names.first().cloned();
-        place.remove()?;
+        if lock.is_some() {
+            place.remove()?;
+        }
         return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
     }
     let mut record = place.record()?;
@@ -442,7 +441,7 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
 
 /// A fabric lets go of what it attached; what nobody else asked for is detached. Gives their names.
 pub fn release(place: &Place, owner: &str) -> Result<Vec<String>, AttachError> {
-    let _lock = place.lock()?;
+    let Some(_lock) = place.lock_if_there()? else { return Ok(vec![]) };
     if !place.exists() {
         place.remove()?;
         return Ok(vec![]);

@@ -7,7 +7,7 @@ use serde::Serialize;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 
 /// Bytes of `struct key4`.
-pub const KEY4_BYTES: usize = 20;
+pub const KEY4_BYTES: usize = 16;
 /// Bytes of `struct key6`.
 pub const KEY6_BYTES: usize = 44;
 /// Bytes of `struct flow`.
@@ -26,6 +26,8 @@ pub const EVENT_BYTES: usize = 72;
 pub const WISH_BYTES: usize = 40;
 /// Most interfaces in one namespace.
 pub const MAX_PORTS: u32 = 1024;
+/// `enum protocol`: numbers of IP. The last one never occurs.
+const PROTOCOLS: [u8; 4] = [17, 6, 1, 0];
 const VERDICT_SLOTS: usize = 32;
 const UNLEARNED_SLOTS: usize = 8;
 
@@ -271,12 +273,12 @@ impl Tuple {
     pub fn from_key4(bytes: &[u8; KEY4_BYTES]) -> Tuple {
         let (source_port, destination_port) = ports(bytes, 12);
         Tuple {
-            input: word(bytes, 0),
+            input: word(bytes, 0) >> 8,
             source: v4(bytes, 4),
             source_port,
             destination: v4(bytes, 8),
             destination_port,
-            protocol: bytes[16],
+            protocol: PROTOCOLS[word(bytes, 0) as usize & 3],
         }
     }
 
@@ -384,10 +386,9 @@ mod tests {
     #[test]
     fn a_key_is_a_tuple_in_the_wires_byte_order() {
         let mut key = [0; KEY4_BYTES];
-        key[..4].copy_from_slice(&5u32.to_ne_bytes());
+        key[..4].copy_from_slice(&(5u32 << 8 | 46 << 2 | 1).to_ne_bytes());
         key[4..12].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
-        key[12..16].copy_from_slice(&[0x30, 0x39, 0, 80]);
-        key[16..].copy_from_slice(&6u32.to_ne_bytes());
+        key[12..].copy_from_slice(&[0x30, 0x39, 0, 80]);
         let tuple = Tuple::from_key4(&key);
         assert_eq!((tuple.input, tuple.source_port, tuple.destination_port, tuple.protocol), (5, 12345, 80, 6));
         assert_eq!(tuple.source.to_string(), "10.0.0.1");

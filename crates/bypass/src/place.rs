@@ -205,23 +205,29 @@ impl Place {
         self.pins().is_dir() && self.beside("json").is_file()
     }
 
-    /// Keeps others from changing anything until the file is dropped.
+    /// Keeps others from changing anything until the file is dropped; makes the folder where there is none.
     pub(crate) fn lock(&self) -> Result<File, PlaceError> {
         loop {
             fs::create_dir_all(&self.root).map_err(file(&self.root))?;
-            let wrong = file(&self.root);
-            let lock = match File::open(&self.root) {
-                Ok(lock) => lock,
-                Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
-                Err(e) => return Err(wrong(e)),
-            };
-            lock.lock().map_err(&wrong)?;
-            // Whoever held it may have removed the folder meanwhile; then it is another's that is to be locked.
-            let is = lock.metadata().map_err(&wrong)?.ino();
-            if fs::metadata(&self.root).is_ok_and(|now| now.ino() == is) {
+            if let Some(lock) = self.lock_if_there()? {
                 return Ok(lock);
             }
         }
+    }
+
+    /// The same, but nothing where there is no folder, or where whoever held the lock before removed it: who has only to change or to
+    /// remove must not leave a new one behind.
+    pub(crate) fn lock_if_there(&self) -> Result<Option<File>, PlaceError> {
+        let wrong = file(&self.root);
+        let lock = match File::open(&self.root) {
+            Ok(lock) => lock,
+            Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(e) => return Err(wrong(e)),
+        };
+        lock.lock().map_err(&wrong)?;
+        // Removed meanwhile, and perhaps made anew: then it is another folder that is to be locked.
+        let is = lock.metadata().map_err(&wrong)?.ino();
+        Ok(fs::metadata(&self.root).is_ok_and(|now| now.ino() == is).then_some(lock))
     }
 
     /// Makes the folder for pins, and the bpffs around it.
@@ -348,5 +354,40 @@ fn gone(result: std::io::Result<()>) -> std::io::Result<()> {
     match result {
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
         other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A place of the test's own, of which nothing is there.
+    fn absent(name: &str) -> Place {
+        let root = std::env::temp_dir().join(format!("tombolo-{name}-{}", std::process::id()));
+        Place { root, id: 1 }
+    }
+
+    #[test]
+    fn who_has_nothing_to_change_leaves_no_folder() {
+        let place = absent("no-folder");
+        assert!(place.lock_if_there().unwrap().is_none());
+        assert!(crate::attachment::attach_again(&place).unwrap().is_empty());
+        assert!(crate::attachment::detach(&place, &[]).unwrap().is_empty());
+        assert!(crate::attachment::detach(&place, &["ta".into()]).is_err());
+        assert!(crate::attachment::release(&place, "fabric").unwrap().is_empty());
+        assert!(!place.root.exists());
+    }
+
+    #[test]
+    fn a_folder_that_went_while_its_lock_was_waited_for_is_not_made_again() {
+        let place = absent("gone-folder");
+        let held = place.lock().unwrap();
+        std::thread::scope(|scope| {
+            let waits = scope.spawn(|| place.lock_if_there().unwrap().is_none());
+            fs::remove_dir(&place.root).unwrap();
+            drop(held);
+            assert!(waits.join().unwrap());
+        });
+        assert!(!place.root.exists());
     }
 }

@@ -117,17 +117,25 @@ pub struct Reply {
     pub service_ns: u64,
 }
 
-/// A request that is to be served. It holds a copy of its bytes, which no peer changes any more.
-#[derive(Debug)]
-pub struct Request {
+/// Which request of a side's, among those that wait or are served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RequestId {
     pub(crate) token: Token,
     /// Which life of the link it belongs to.
     pub(crate) epoch: u32,
+}
+
+/// A request that is to be served. It holds a copy of its bytes, which no peer changes any more.
+#[derive(Debug)]
+pub struct Request {
+    pub(crate) id: RequestId,
     pub(crate) began_ns: u64,
     /// Its bytes.
     pub bytes: Vec<u8>,
     /// When the answer is wanted, on our clock: what was left when it was taken, from then on. `u64::MAX`: best effort.
     pub deadline_ns: u64,
+    /// How long it may wait for its service, from when it was taken; the server's choice where there is none.
+    pub ttl: Option<Duration>,
     /// What the caller put in to follow a call through several services.
     pub trace: u64,
     /// How long it waited, ns.
@@ -135,6 +143,16 @@ pub struct Request {
 }
 
 impl Request {
+    /// Which one it is.
+    pub fn id(&self) -> RequestId {
+        self.id
+    }
+
+    /// What is left of its time to live, for whoever passes it on.
+    pub fn ttl_left(&self) -> Option<Duration> {
+        self.ttl.map(|ttl| ttl.saturating_sub(Duration::from_nanos(self.queued_ns)))
+    }
+
     /// What is left until the deadline, in ns; 0 when it has passed, `None` for best effort.
     pub fn left_ns(&self, now_ns: u64) -> Option<u64> {
         (self.deadline_ns != BEST_EFFORT).then(|| self.deadline_ns.saturating_sub(now_ns))

@@ -24,4 +24,4 @@ pub mod session;
 #[cfg(test)]
 mod tests;
 
-pub use call::{CallError, CallOptions, Reply, Request, Response, ns};
+pub use call::{CallError, CallOptions, Reply, Request, RequestId, Response, ns};

@@ -28,7 +28,7 @@ use core::time::Duration;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
 use tombolo_ring::rpc::{Broken, INLINE_BYTES};
 
-use crate::call::{CallError, CallOptions, Reply, Request, Response, ns};
+use crate::call::{CallError, CallOptions, Reply, Request, RequestId, Response, ns};
 use crate::carrier::{Carrier, Message};
 use crate::queue::Handle;
 use crate::schedule::{Late, Next, Order, Rules, Schedule};
@@ -97,7 +97,11 @@ enum Slot {
 enum Theirs {
     Free,
     Queued(Handle),
-    Serving,
+    /// The one of that token; its caller may have taken it back.
+    Serving {
+        token: Token,
+        taken_back: bool,
+    },
 }
 
 /// A payload's bytes as far as they are counted: those that are not in an entry.
@@ -308,7 +312,9 @@ impl Session {
             (_, false) => return Err(Broken::Kind),
         };
         self.owed_bytes += long;
-        let request = Request { token, epoch: self.epoch, began_ns: 0, bytes, deadline_ns, trace, queued_ns: 0 };
+        let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms.into()));
+        let id = RequestId { token, epoch: self.epoch };
+        let request = Request { id, began_ns: 0, bytes, deadline_ns, ttl, trace, queued_ns: 0 };
         if !self.serves {
             return self.end(carrier, &request, now_ns, Response::end(Status::Failed));
         }
@@ -320,14 +326,23 @@ impl Session {
     }
 
     fn taken_back(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token, now_ns: u64) -> Result<(), Broken> {
-        if let Some(&Theirs::Queued(handle)) = self.theirs.get(token.slot() as usize)
-            && self.schedule.get(handle).is_some_and(|request| request.token == token)
-            && let Some((request, queued_ns)) = self.schedule.remove(now_ns, handle)
-        {
-            let request = Request { queued_ns, ..request };
-            self.end(carrier, &request, now_ns, Response::end(Status::Cancelled))?;
+        match self.theirs.get_mut(token.slot() as usize) {
+            Some(Theirs::Serving { token: served, taken_back }) if *served == token => *taken_back = true,
+            Some(&mut Theirs::Queued(handle)) if self.schedule.get(handle).is_some_and(|r| r.id.token == token) => {
+                if let Some((request, queued_ns)) = self.schedule.remove(now_ns, handle) {
+                    let request = Request { queued_ns, ..request };
+                    self.end(carrier, &request, now_ns, Response::end(Status::Cancelled))?;
+                }
+            }
+            _ => {}
         }
         Ok(())
+    }
+
+    /// Whether nobody waits for the answer to this request any more: its caller has taken it back since its service began, or is gone.
+    pub fn is_taken_back(&self, request: RequestId) -> bool {
+        let slot = self.theirs.get(request.token.slot() as usize);
+        request.epoch != self.epoch || slot == Some(&Theirs::Serving { token: request.token, taken_back: true })
     }
 
     fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize) -> Result<(), Broken> {
@@ -374,7 +389,8 @@ impl Session {
             match self.schedule.next(now_ns) {
                 None => return Ok(None),
                 Some(Next::Serve { item, queued_ns }) => {
-                    self.theirs[item.token.slot() as usize] = Theirs::Serving;
+                    let serving = Theirs::Serving { token: item.id.token, taken_back: false };
+                    self.theirs[item.id.token.slot() as usize] = serving;
                     return Ok(Some(Request { queued_ns, began_ns: now_ns, ..item }));
                 }
                 Some(Next::Answer { item, queued_ns, status }) => {
@@ -397,7 +413,7 @@ impl Session {
         response: Response,
     ) -> Result<(), Broken> {
         self.schedule.done(request.began_ns);
-        if request.epoch != self.epoch {
+        if request.id.epoch != self.epoch {
             self.stats.abandoned += 1;
             return Ok(());
         }
@@ -421,14 +437,14 @@ impl Session {
         let Response { status, code, bytes } = response;
         let service_ns = if request.began_ns == 0 { 0 } else { now_ns.saturating_sub(request.began_ns) };
         let answer = |status, code| Answer {
-            token: request.token,
+            token: request.id.token,
             status,
             code,
             queued_ns: request.queued_ns,
             service_ns,
             payload: Payload::EMPTY,
         };
-        self.theirs[request.token.slot() as usize] = Theirs::Free;
+        self.theirs[request.id.token.slot() as usize] = Theirs::Free;
         self.owed_bytes -= long(request.bytes.len());
         let sent = bytes.len() <= carrier.most() && carrier.answer(answer(status, code), &bytes)?;
         let status = if sent { status } else { Status::Refused(Refusal::ReplyMemory) };

@@ -479,6 +479,12 @@ impl Calls {
         .await
     }
 
+    /// Whether nobody waits for the answer any more: the peer has taken the request back since its service began, or is gone. A handler that
+    /// takes long may look, and end early.
+    pub fn is_taken_back(&self, request: &Request) -> bool {
+        self.state.borrow().session.is_taken_back(request.id())
+    }
+
     /// Answers a request. Where the peer has gone since, nothing happens.
     pub fn respond(&self, request: &Request, response: Response) {
         let now_ns = self.now_ns();

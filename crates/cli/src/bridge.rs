@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use clap::Args;
+use tombolo_host::api::client::ClientError;
 use tombolo_host::rundir;
 use tombolo_remote::bridge::{self, BridgeError};
 use tombolo_remote::{Calls, RemoteError, ServeOptions};
@@ -63,6 +64,17 @@ impl Bridge {
         }
         let root = rundir::runtime_root()?;
         let fabric = select.name(&root)?;
+        let running = rundir::running(&root);
+        if !running.contains(&fabric) {
+            let socket = rundir::api_socket(&root, &fabric);
+            let was_killed = socket.exists();
+            let absent = if was_killed {
+                ClientError::Stale { fabric, socket }
+            } else {
+                ClientError::NotRunning { fabric, socket, running }
+            };
+            return Err(absent.into());
+        }
         let socket = rundir::link_socket(&root.join(&fabric), link);
         if !Path::new(&socket).exists() {
             return Err(Failure::failed(format!(

@@ -6,13 +6,18 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use tombolo_rpc::client::{CallError, CallOptions, Client};
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::clock;
 use tombolo_rpc::deadline::Deadline;
 
 use crate::exit::{Exit, Failure};
 use crate::out;
 use crate::service::time;
+
+/// Longest reply, in bytes, that is repeated in a message.
+const MOST_WORDS: usize = 200;
+/// Between two looks for a service that is waited for.
+const LOOK: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Form {
@@ -40,9 +45,15 @@ pub(crate) struct Call {
     /// When the answer is wanted, after the call: 200us, 5ms, 1s [default: best effort]
     #[arg(long, value_name = "TIME", value_parser = duration)]
     deadline: Option<Duration>,
-    /// How long to wait at most
+    /// How long to wait for the answer at most
     #[arg(long, value_name = "TIME", value_parser = duration, default_value = "30s")]
     timeout: Duration,
+    /// How long the request may wait for its service [default: the service's choice]
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    ttl: Option<Duration>,
+    /// Wait so long for the service where it is not there yet
+    #[arg(long, value_name = "TIME", value_parser = duration)]
+    wait: Option<Duration>,
     /// Call so many times and report; the replies are not printed
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
     repeat: Option<u64>,
@@ -89,18 +100,34 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// What a call ended with, in one word.
-fn outcome(result: &Result<u32, CallError>) -> &'static str {
+/// What a call ended with, in a word or two.
+fn outcome(result: &Result<u32, CallError>) -> String {
     match result {
         Ok(0) => "served",
-        Ok(_) => "served with a code",
+        Ok(code) => return format!("code {code}"),
+        Err(CallError::Refused(why)) => return format!("refused ({})", why.name()),
         Err(CallError::Late) => "late",
-        Err(CallError::Refused(_)) => "refused",
+        Err(CallError::Cancelled) => "cancelled",
         Err(CallError::Expired) => "expired",
-        Err(CallError::Timeout) => "timed out",
         Err(CallError::Failed) => "failed",
-        Err(_) => "lost",
+        Err(CallError::ProviderGone) => "provider gone",
+        Err(CallError::Timeout) => "timed out",
+        Err(CallError::Broken(_)) => "protocol broken",
+        Err(CallError::Busy(_)) => "busy",
+        Err(CallError::Memory(_) | CallError::Share { .. } | CallError::Range { .. }) => "no memory",
+        Err(CallError::Reclaimed) => "reply reclaimed",
+        Err(CallError::ReplyMemory) => "reply's memory missing",
+        Err(CallError::Unknown) => "unknown call",
     }
+    .into()
+}
+
+/// The application's code in a message: with the reply, where that is a few words.
+fn code(code: u32, reply: &[u8]) -> String {
+    let words = std::str::from_utf8(reply).ok().map(str::trim);
+    let words = words.filter(|w| (1..=MOST_WORDS).contains(&w.len()) && !w.contains(char::is_control));
+    let words = words.map_or(String::new(), |words| format!(": {words}"));
+    format!("code {code}, the application's own{words}")
 }
 
 impl Call {
@@ -123,12 +150,23 @@ impl Call {
 
     fn options(&self) -> CallOptions {
         let deadline = self.deadline.map_or(Deadline::Inherit, Deadline::In);
-        CallOptions { deadline, timeout: self.timeout, ..CallOptions::default() }
+        CallOptions { deadline, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
+    }
+
+    /// A connection to the service, which may be waited for.
+    fn connect(&self) -> Result<Client, ConnectError> {
+        let until = Instant::now() + self.wait.unwrap_or_default();
+        loop {
+            match Client::connect(&self.name) {
+                Err(ConnectError::NoService { .. }) if Instant::now() < until => std::thread::sleep(LOOK),
+                connected => return connected,
+            }
+        }
     }
 
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
         let bytes = self.bytes()?;
-        let client = Client::connect(&self.name)?;
+        let client = self.connect()?;
         match self.repeat {
             None => self.once(&client, &bytes),
             Some(count) => self.often(&client, &bytes, count),
@@ -138,11 +176,19 @@ impl Call {
     fn once(&self, client: &Client, bytes: &[u8]) -> Result<Exit, Failure> {
         let begun = Instant::now();
         let failed = |e: CallError| Failure::failed(format!("{}: {e}", self.name));
-        let reply = client.call(bytes, &self.options()).map_err(failed)?;
+        let reply = match client.call(bytes, &self.options()) {
+            Err(error) if self.json => {
+                let end = outcome(&Err(error));
+                out::json(&serde_json::json!({ "end": end, "elapsed_ns": clock::ns(begun.elapsed()) }))?;
+                return Ok(Exit::Failed);
+            }
+            reply => reply.map_err(failed)?,
+        };
         let elapsed_ns = clock::ns(begun.elapsed());
         let bytes = reply.to_vec().map_err(failed)?;
         if self.json {
             out::json(&serde_json::json!({
+                "end": outcome(&Ok(reply.code())),
                 "code": reply.code(),
                 "bytes": bytes.len(),
                 "hex": hex(&bytes),
@@ -165,14 +211,14 @@ impl Call {
             }
         }
         if reply.code() != 0 {
-            return Err(Failure::failed(format!("{} answered with code {}", self.name, reply.code())));
+            return Err(Failure::failed(format!("{} answered with {}", self.name, code(reply.code(), &bytes))));
         }
         Ok(Exit::Done)
     }
 
     fn often(&self, client: &Client, bytes: &[u8], count: u64) -> Result<Exit, Failure> {
         let mut times = Vec::new();
-        let mut outcomes = BTreeMap::<&str, u64>::new();
+        let mut outcomes = BTreeMap::<String, u64>::new();
         for n in 0..count {
             if n > 0
                 && let Some(interval) = self.interval
@@ -230,6 +276,8 @@ impl Call {
 
 #[cfg(test)]
 mod tests {
+    use tombolo_remote::Refusal;
+
     use super::*;
 
     #[test]
@@ -240,6 +288,16 @@ mod tests {
         for text in ["5", "ms", "5m", "-1s", "1e30s", "5 ms", ""] {
             assert!(duration(text).is_err(), "{text}");
         }
+    }
+
+    #[test]
+    fn codes_are_told_with_the_words_that_came_with_them() {
+        assert_eq!(code(2, b"division by zero\n"), "code 2, the application's own: division by zero");
+        for reply in [&b""[..], b"\xff\0", b"two\nlines", &[b'x'; 300]] {
+            assert_eq!(code(7, reply), "code 7, the application's own");
+        }
+        assert_eq!(outcome(&Ok(2)), "code 2");
+        assert_eq!(outcome(&Err(CallError::Refused(Refusal::Admission))), "refused (admission)");
     }
 
     #[test]

@@ -24,7 +24,7 @@ pub(crate) enum Cell {
     Ls(Ls),
     /// Join a machine's console: its output, and input from the terminal (Ctrl-] leaves) or a pipe
     Console(Console),
-    /// Stop a machine
+    /// Stop a machine; one that was added while the fabric ran is forgotten with that
     Stop(Stop),
 }
 
@@ -54,6 +54,9 @@ pub(crate) struct Run {
     /// IPv4 address that is leased to it
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
+    /// IPv6 address or prefix that the guard lets it use, besides the link-local one of its MAC; given again for another
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
+    ip6: Vec<String>,
     /// QEMU's machine type: microvm or q35
     #[arg(long, value_name = "TYPE", conflicts_with = "sections")]
     machine: Option<String>,
@@ -140,6 +143,7 @@ impl Run {
             .number("cpus", self.cpus)
             .text("mac", self.mac.as_deref())
             .text("ip", self.ip.as_deref())
+            .list("ip6", &self.ip6)
             .text("machine", self.machine.as_deref())
             .text("accel", self.accel.as_deref())
             .text("attach", self.attach.as_deref())
@@ -179,6 +183,8 @@ impl Cell {
                 let machine = client.stop_machine(&stop.name)?;
                 if stop.json {
                     out::json(&machine)?;
+                } else {
+                    out::print(&status::done("machine", "stopped", [&stop.name[..]].into_iter()))?;
                 }
             }
         }
@@ -269,6 +275,7 @@ mod tests {
             ("--cpus", "2", "cpus = 2"),
             ("--mac", "02:00:00:00:00:01", "mac = \"02:00:00:00:00:01\""),
             ("--ip", "10.87.0.9", "ip = \"10.87.0.9\""),
+            ("--ip6", "fd00::/64", "ip6 = [\"fd00::/64\"]"),
             ("--machine", "q35", "machine = \"q35\""),
             ("--accel", "tcg", "accel = \"tcg\""),
             ("--attach", "stream", "attach = \"stream\""),

@@ -73,7 +73,10 @@ pub(crate) struct Add {
     /// IPv4 address: leased to the peer, or set on the tap
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// Source addresses that it may use: `ip` its own MAC and IPv4 address, `mac` its own MAC, `off` any
+    /// IPv6 address or prefix that the guard `ip` lets it use, besides the link-local one of its MAC; given again for another
+    #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
+    ip6: Vec<String>,
+    /// Source addresses that it may use: `ip` its own MAC and IP addresses, `mac` its own MAC, `off` any
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
     /// Add what the sections [port.NAME] and [tap.NAME] of this file name, all or nothing; - is standard input
@@ -145,6 +148,7 @@ impl Add {
             .text("netns", self.netns.as_deref())
             .text("mac", self.mac.as_deref())
             .text("ip", self.ip.as_deref())
+            .list("ip6", &self.ip6)
             .text("guard", self.guard.as_deref())
             .finish())
     }
@@ -167,7 +171,10 @@ impl Port {
                     }
                 }
             }
-            Port::Del(del) => client.remove_port(&del.name)?,
+            Port::Del(del) => {
+                client.remove_port(&del.name)?;
+                out::print(&status::done("port", "removed", [&del.name[..]].into_iter()))?;
+            }
             Port::Ls(ls) => {
                 let ports = client.status()?.ports;
                 if ls.json {
@@ -224,6 +231,7 @@ mod tests {
             ("--netns red", "netns = \"red\""),
             ("--mac 02:00:00:00:00:01", "mac = \"02:00:00:00:00:01\""),
             ("--ip 10.87.0.9", "ip = \"10.87.0.9\""),
+            ("--ip6 fd00::9", "ip6 = [\"fd00::9\"]"),
             ("--guard off", "guard = \"off\""),
         ] {
             assert!(text(&format!("add p {flag}")).lines().any(|l| l == key), "{flag}");

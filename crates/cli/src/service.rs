@@ -15,7 +15,7 @@ use tombolo_rpc::schedule::Late;
 use crate::bridge::Bridge;
 use crate::capture::seconds;
 use crate::exit::{Exit, Failure};
-use crate::out::{self, Table, scaled};
+use crate::out::{self, Table, counted, scaled};
 use crate::select::Select;
 use crate::terminal::Screen;
 
@@ -28,6 +28,8 @@ pub(crate) enum Service {
     Ls(Ls),
     /// Print what a service has done: answers, times, workers' classes, slow calls
     Stats(Stats),
+    /// Print the last calls that took longer than the service's threshold
+    Slow(Slow),
     /// Print rates of a service, again and again
     Watch(Watch),
     /// Pass calls between a cell or guest and the services of this machine
@@ -51,6 +53,15 @@ pub(crate) struct Stats {
     /// Print the report as Prometheus text, as the API of a fabric has it for all services
     #[arg(long, conflicts_with = "json")]
     metrics: bool,
+}
+
+#[derive(Args, Debug)]
+pub(crate) struct Slow {
+    /// Name of the service
+    name: String,
+    /// Print the calls as JSON
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Args, Debug)]
@@ -139,7 +150,7 @@ fn text(r: &Report) -> String {
         r.pid,
         r.uptime_s,
         r.clients,
-        r.workers.join(", "),
+        classes(&r.workers),
         time(r.budget_ns),
         r.queue_bound,
         if r.admission { "on" } else { "off" },
@@ -160,21 +171,42 @@ fn text(r: &Report) -> String {
     ));
     out.push_str(&summary("queued", &r.queued));
     out.push_str(&summary("service", &r.service));
-    if !r.slow_calls.is_empty() {
-        let mut slow = Table::new(&["SLOW CALL OF", ">TRACE", ">BYTES", ">QUEUED", ">SERVICE", ">LATE BY"]);
-        for c in &r.slow_calls {
-            slow.row(&[
-                &format!("process {}", c.pid),
-                &c.trace.to_string(),
-                &c.request_bytes.to_string(),
-                &time(c.queued_ns),
-                &time(c.service_ns),
-                &time(c.late_by_ns),
-            ]);
-        }
-        out.push_str(&slow.render(out::colour()));
-    }
+    out.push_str(&slow(r));
     out
+}
+
+/// The slow calls, youngest last.
+fn slow(r: &Report) -> String {
+    let mut out = format!("slow       {} took longer than {}", counted(r.slow as usize, "call"), time(r.slow_ns));
+    if r.slow_calls.is_empty() {
+        out.push('\n');
+        return out;
+    }
+    out.push_str(&format!("; the last {}:\n", r.slow_calls.len()));
+    let mut table = Table::new(&["SLOW CALL OF", "END", ">AGO", ">TRACE", ">BYTES", ">QUEUED", ">SERVICE", ">LATE BY"]);
+    let now_ns = (r.uptime_s * 1e9) as u64;
+    for c in &r.slow_calls {
+        table.row(&[
+            &format!("process {}", c.pid),
+            &c.end,
+            &time(now_ns.saturating_sub(c.at_ns)),
+            &c.trace.to_string(),
+            &c.request_bytes.to_string(),
+            &time(c.queued_ns),
+            &time(c.service_ns),
+            &time(c.late_by_ns),
+        ]);
+    }
+    out.push_str(&table.render(out::colour()));
+    out
+}
+
+/// Each class in force once, with the number of workers that run in it.
+fn classes(workers: &[String]) -> String {
+    let mut counts = BTreeMap::<&str, usize>::new();
+    workers.iter().for_each(|class| *counts.entry(class).or_default() += 1);
+    let words: Vec<String> = counts.iter().map(|(class, n)| format!("{n} {class}")).collect();
+    words.join(", ")
 }
 
 fn rates(before: &Report, now: &Report) -> String {
@@ -227,6 +259,7 @@ impl Service {
             Service::Bridge(bridge) => bridge.run(select),
             Service::Ls(ls) => ls.run(),
             Service::Stats(stats) => stats.run(),
+            Service::Slow(slow) => slow.run(),
             Service::Watch(watch) => watch.run(),
         }
     }
@@ -260,6 +293,19 @@ impl Stats {
             out::print(&services::render(&BTreeMap::from([(self.name.clone(), Some(report))])))?
         } else {
             out::print(&text(&report))?
+        }
+        Ok(Exit::Done)
+    }
+}
+
+impl Slow {
+    fn run(&self) -> Result<Exit, Failure> {
+        let report = report(&self.name)?;
+        if self.json {
+            let Report { slow, slow_ns, slow_calls, .. } = report;
+            out::json(&serde_json::json!({ "slow": slow, "slow_ns": slow_ns, "slow_calls": slow_calls }))?;
+        } else {
+            out::print(&self::slow(&report))?;
         }
         Ok(Exit::Done)
     }
@@ -299,6 +345,12 @@ impl Watch {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn workers_are_counted_by_class() {
+        let workers = ["normal", "normal", "fifo 5", "normal"].map(String::from);
+        assert_eq!(classes(&workers), "1 fifo 5, 3 normal");
+    }
 
     #[test]
     fn times_are_for_people() {

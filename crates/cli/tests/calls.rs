@@ -23,7 +23,7 @@ fn says(dir: &Path, args: &[&str], code: i32) -> String {
 fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
     let mut bytes = request.to_vec();
     if bytes == b"slow" {
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(Duration::from_secs(1));
     }
     reply.set_code(u32::from(bytes == b"bad"));
     bytes.reverse();
@@ -48,9 +48,47 @@ fn a_service_is_called_with_text_digits_and_files() {
     let json: serde_json::Value =
         serde_json::from_str(&says(dir.path(), &["call", "mirror", "abc", "--json"], 0)).unwrap();
     assert_eq!((json["text"].as_str(), json["code"].as_u64()), (Some("cba"), Some(0)));
-    assert!(says(dir.path(), &["call", "mirror", "bad"], 1).contains("code 1"));
+    assert!(says(dir.path(), &["call", "mirror", "bad"], 1).contains("code 1, the application's own: dab"));
     assert!(says(dir.path(), &["call", "mirror", "x", "--deadline", "0ns"], 1).contains("deadline"));
     assert!(says(dir.path(), &["call", "mirror", "slow", "--timeout", "1ms"], 1).contains("time limit"));
+    let late = tombolo(dir.path(), &["call", "mirror", "x", "--deadline", "0ns", "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&late.stdout).unwrap();
+    assert_eq!((late.status.code(), json["end"].as_str()), (Some(1), Some("late")));
+}
+
+#[test]
+fn a_service_that_is_not_there_yet_is_waited_for_as_long_as_asked() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = says(dir.path(), &["call", "mirror", "abc", "--wait", "30ms"], 1);
+    assert!(refused.contains("no service \"mirror\" is running"), "{refused}");
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| says(dir.path(), &["call", "mirror", "abc", "--wait", "60s"], 0));
+        // It has looked in vain by then, as a rule; it need not have.
+        std::thread::sleep(Duration::from_millis(50));
+        let _service = service(dir.path(), "mirror");
+        assert_eq!(waits.join().unwrap(), "cba\n");
+    });
+}
+
+#[test]
+fn slow_calls_are_shown_with_their_times() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path(), "mirror");
+    says(dir.path(), &["call", "mirror", "slow"], 0);
+    let shown = says(dir.path(), &["service", "slow", "mirror"], 0);
+    let expected = "slow       1 call took longer than 10.00 ms; the last 1:\n";
+    assert!(shown.starts_with(expected) && shown.contains(" served "), "{shown}");
+    assert!(says(dir.path(), &["service", "stats", "mirror"], 0).contains(expected));
+    let json: serde_json::Value =
+        serde_json::from_str(&says(dir.path(), &["service", "slow", "mirror", "--json"], 0)).unwrap();
+    assert!(json["slow_calls"][0]["service_ns"].as_u64() >= Some(20_000_000), "{json}");
+}
+
+#[test]
+fn a_bridge_says_that_its_fabric_is_not_running() {
+    let dir = tempfile::tempdir().unwrap();
+    let said = says(dir.path(), &["service", "bridge", "calls", "--fabric", "gone"], 1);
+    assert!(said.contains("no fabric named \"gone\" runs"), "{said}");
 }
 
 #[test]
@@ -83,7 +121,7 @@ fn services_are_listed_and_tell_what_they_did() {
         serde_json::from_str(&says(dir.path(), &["service", "stats", "a", "--json"], 0)).unwrap();
     assert_eq!(json["answers"]["served"].as_u64(), Some(7));
     let stats = says(dir.path(), &["service", "stats", "a"], 0);
-    assert!(stats.contains("7 served") && stats.contains("workers    normal"), "{stats}");
+    assert!(stats.contains("7 served") && stats.contains("workers    1 normal"), "{stats}");
     let watched = says(dir.path(), &["service", "watch", "a", "--interval", "0.01", "--count", "2"], 0);
     assert_eq!(watched.lines().filter(|l| l.starts_with('a')).count(), 2, "{watched}");
     drop(services);

@@ -271,7 +271,7 @@ fn a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it() {
     let probes = found("the probe's QEMU", || Some(processes_with(&mark)).filter(|p| !p.is_empty()));
     signal(doctor.id(), Signal::KILL);
     end(&mut doctor);
-    let deadline = Instant::now() + Duration::from_secs(5);
+    let deadline = Instant::now() + PATIENCE;
     while !processes_with(&mark).is_empty() && Instant::now() < deadline {
         std::thread::park_timeout(Duration::from_millis(5));
     }

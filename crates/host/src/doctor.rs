@@ -323,18 +323,22 @@ fn cpus() -> Finding {
     finding("CPUs", "busy polling", result)
 }
 
-fn hugepages() -> Finding {
-    let text = std::fs::read_to_string("/proc/meminfo").unwrap_or_default();
-    let free = text.lines().find_map(|l| l.strip_prefix("HugePages_Free:")).and_then(|v| v.trim().parse::<u64>().ok());
-    let result = match free {
-        Some(n) if n > 0 => Ok(format!("{n} free")),
-        _ => Err((
-            Outcome::Degraded,
-            "none free".into(),
-            "not needed; the bench's DPDK peers want some (sysctl vm.nr_hugepages)",
-        )),
+fn meminfo() -> String {
+    std::fs::read_to_string("/proc/meminfo").unwrap_or_default()
+}
+
+/// Nothing of Tombolo's takes huge pages, but a DPDK program at a vhost-user port has its memory in them.
+fn hugepages(meminfo: &str) -> Finding {
+    let number = |key: &str| -> u64 {
+        let value = meminfo.lines().find_map(|l| l.strip_prefix(key)?.split_whitespace().next()?.parse().ok());
+        value.unwrap_or(0)
     };
-    finding("huge pages", "DPDK peers", result)
+    let (free, all) = (number("HugePages_Free:"), number("HugePages_Total:"));
+    let seen = format!("{free} free of {all}, of {} KiB", number("Hugepagesize:"));
+    let advice =
+        "a fabric takes none, and the benches reserve their own; for such a program: sysctl vm.nr_hugepages=512";
+    let result = if free > 0 { Ok(seen) } else { Err((Outcome::Degraded, seen, advice)) };
+    finding("huge pages", "DPDK programs at vhost-user ports", result)
 }
 
 fn files() -> Finding {
@@ -364,7 +368,7 @@ pub fn examine(mut before: impl FnMut(&str)) -> Report {
         before(name);
         findings.extend(probe());
     };
-    step("the kernel", &|| vec![runtime(), sealed_memory(), pidfd(), cpus(), files(), hugepages()]);
+    step("the kernel", &|| vec![runtime(), sealed_memory(), pidfd(), cpus(), files(), hugepages(&meminfo())]);
     step("QEMU and KVM", &qemu);
     step("uplinks", &|| vec![passt(), tun(), nft(), bypass(), packet_socket(), resolv()]);
     let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
@@ -402,5 +406,17 @@ mod tests {
         assert!(refused.outcome == Outcome::Degraded && refused.advice.contains("root"), "{refused:?}");
         let old = bypass_finding(Err(ProbeError::NoTcx("EINVAL".into())));
         assert!(old.outcome == Outcome::Missing && old.advice.contains("6.6"), "{old:?}");
+    }
+
+    #[test]
+    fn huge_pages_are_for_others_and_free_or_not() {
+        let said = |free: u64| {
+            let f =
+                hugepages(&format!("HugePages_Total:     4\nHugePages_Free:      {free}\nHugepagesize:    2048 kB\n"));
+            (f.outcome, f.seen, f.advice.contains("a fabric takes none"))
+        };
+        assert_eq!(said(3), (Outcome::Works, "3 free of 4, of 2048 KiB".into(), false));
+        assert_eq!(said(0), (Outcome::Degraded, "0 free of 4, of 2048 KiB".into(), true));
+        assert_eq!(hugepages("").seen, "0 free of 0, of 0 KiB");
     }
 }

@@ -9,7 +9,9 @@ use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionErro
 use tombolo_shm::ivshmem::links::{Config, Door};
 use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
-use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Proto, Uplink};
+use tombolo_switch::guard::Guard;
+
+use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Prefix6, Proto, Uplink};
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
 use crate::rundir;
@@ -130,21 +132,33 @@ pub struct UserUplink {
 }
 
 /// The source addresses of a guarded port.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortGuard {
     /// Its Ethernet address.
     pub mac: Mac,
     /// Its IPv4 address, where it is held to that too.
     pub ip: Option<Ipv4Addr>,
+    /// Its IPv6 addresses besides that of its MAC, where it is held to them.
+    pub ip6: Option<Vec<Prefix6>>,
 }
 
 impl PortGuard {
-    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>) -> Option<PortGuard> {
+    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>, ip6: Option<&[Prefix6]>) -> Option<PortGuard> {
         match guard {
-            file::Guard::Ip => Some(PortGuard { mac, ip }),
-            file::Guard::Mac => Some(PortGuard { mac, ip: None }),
+            file::Guard::Ip => Some(PortGuard { mac, ip, ip6: ip6.map(<[Prefix6]>::to_vec) }),
+            file::Guard::Mac => Some(PortGuard { mac, ip: None, ip6: None }),
             file::Guard::Off => None,
         }
+    }
+
+    /// The same for the switch.
+    pub(crate) fn to_switch(&self) -> Guard {
+        let guard = Guard::new(&[self.mac.0], self.ip.as_slice());
+        let guard = match &self.ip6 {
+            Some(list) => guard.with_ipv6(&list.iter().map(|p| (p.base, p.bits)).collect::<Vec<_>>()),
+            None => guard,
+        };
+        guard.pinned()
     }
 }
 
@@ -293,7 +307,7 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
                 Attachment::Ivshmem { link: Box::new(link) }
             }
         };
-        let guard = PortGuard::new(m.guard, nic.mac, nic.ip);
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, m.ip6.as_deref());
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
@@ -432,7 +446,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             ip: t.ip.zip(network.map(|n| n.subnet.prefix)),
             mac: (!t.adopt).then_some(t.mac),
         },
-        guard: PortGuard::new(t.guard, t.mac, t.ip),
+        guard: PortGuard::new(t.guard, t.mac, t.ip, None),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
     }
@@ -462,10 +476,15 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         name: p.name.clone(),
         network: p.network.clone(),
         attachment,
-        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip)),
+        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip, p.ip6.as_deref())),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
     })
+}
+
+/// The name of the port of a network's uplink.
+pub fn uplink_name(network: &str) -> String {
+    format!("uplink-{network}")
 }
 
 /// The port of a network's uplink, and the kernel's part of it.
@@ -473,9 +492,9 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
     // The router's MAC is nobody else's, whatever a port without a guard sends; what it forwards comes from anywhere.
-    let guard = PortGuard::new(file::Guard::Mac, mac, None);
+    let guard = PortGuard::new(file::Guard::Mac, mac, None, None);
     let port = |attachment| PortPlan {
-        name: format!("uplink-{}", n.name),
+        name: uplink_name(&n.name),
         network: n.name.clone(),
         attachment,
         guard: None,
@@ -619,7 +638,7 @@ network = "ops"
         ];
         assert_eq!(names, expected);
         let web = &fabric.machines[0];
-        let guard = |at: usize| plan.ports[at].guard.map(|g| (g.mac, g.ip));
+        let guard = |at: usize| plan.ports[at].guard.as_ref().map(|g| (g.mac, g.ip));
         assert_eq!(guard(0), Some((web.nics[0].mac, web.nics[0].ip)));
         assert_eq!(guard(1), Some((web.nics[1].mac, web.nics[1].ip)));
         assert_eq!(guard(2), None);

@@ -5,6 +5,7 @@
 //! cargo run --release -p tombolo-remote --example link_calls -- SOCKET serve               # until it is ended
 //! ```
 //!
+//! SOCKET is that of a link with a free seat, or `tcp:ADDRESS:PORT` of a peer that listens.
 //! `call` prints a line of JSON: what the calls ended with, how long they took, and the way alone: without the time at the provider.
 
 use std::time::{Duration, Instant};
@@ -21,9 +22,10 @@ fn summary(histogram: &Histogram) -> serde_json::Value {
 }
 
 fn call(calls: &Calls, bytes: &[u8], count: u64) -> Result<(), CallError> {
-    let options = CallOptions::within(Duration::from_millis(100));
+    // Best effort: what a call takes is measured, however long that is.
+    let options = CallOptions::default();
     let (trips, way) = (Histogram::default(), Histogram::default());
-    let (mut replied, mut late, mut reply) = (0u64, 0u64, None);
+    let (mut replied, mut reply) = (0u64, None);
     for _ in 0..count {
         let began = Instant::now();
         match calls.call(bytes, &options) {
@@ -34,12 +36,11 @@ fn call(calls: &Calls, bytes: &[u8], count: u64) -> Result<(), CallError> {
                 replied += 1;
                 reply = Some(String::from_utf8_lossy(&answer.bytes).into_owned());
             }
-            Err(CallError::Late) => late += 1,
             Err(error) => return Err(error),
         }
     }
     let line = serde_json::json!({
-        "calls": count, "replied": replied, "late": late, "reply": reply, "rtt_us": summary(&trips), "way_us": summary(&way),
+        "calls": count, "replied": replied, "reply": reply, "rtt_us": summary(&trips), "way_us": summary(&way),
     });
     println!("{line}");
     Ok(())
@@ -49,7 +50,10 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let usage = "expected: SOCKET call TEXT [COUNT] | SOCKET serve";
     let (socket, what) = (arguments.first().ok_or(usage)?, arguments.get(1).ok_or(usage)?);
-    let calls = Calls::join(socket, PATIENCE, &ServeOptions::default())?;
+    let calls = match socket.strip_prefix("tcp:") {
+        Some(address) => Calls::connect(address.parse()?, PATIENCE, &ServeOptions::default())?,
+        None => Calls::join(socket, PATIENCE, &ServeOptions::default())?,
+    };
     match what.as_str() {
         "call" => {
             let count = arguments.get(3).map_or(Ok(1), |text| text.parse())?;

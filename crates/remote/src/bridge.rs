@@ -9,8 +9,9 @@
 //! What the peer asks is passed on to one service of this machine, with its deadline. While that is not running the peer's
 //! requests are answered as failed.
 //!
-//! Not passed on: cancellations (the request goes on at the other side, and its answer goes nowhere), times to live, and memory that is handed
-//! over: payloads are copied, up to what the link carries.
+//! A request that its caller takes back (or whose caller dies) is taken back at the other side too: it ends as cancelled where its service had not
+//! begun. What is left of its time to live is passed on with it. Not passed on is memory that is handed over: payloads are copied, up to what
+//! the link carries.
 
 use std::path::PathBuf;
 use std::sync::Mutex;
@@ -78,8 +79,8 @@ impl Bridge {
     fn pass_on(&self, calls: &Calls, tell: &mut dyn FnMut(bool)) -> Result<std::convert::Infallible, BridgeError> {
         let _server = match &self.target {
             Some(name) => {
-                let target = Target::new(name, self);
-                Some(calls.serve(move |request| target.serve(request))?)
+                let (target, peer) = (Target::new(name, self), calls.clone());
+                Some(calls.serve(move |request| target.serve(&peer, request))?)
             }
             None => None,
         };
@@ -115,9 +116,13 @@ impl Bridge {
                 deadline: request.left_ns().map(Duration::from_nanos),
                 timeout: PATIENCE,
                 trace: request.trace(),
-                ttl: None,
+                ttl: request.ttl_left(),
             };
-            match calls.call(&request.to_vec(), &options) {
+            let begun = |token| {
+                let calls = calls.clone();
+                request.on_taken_back(move || _ = calls.cancel(token));
+            };
+            match calls.call_with(&request.to_vec(), &options, begun) {
                 Ok(answer) => {
                     reply.set_code(answer.code);
                     // No room for the reply is answered as such.
@@ -165,16 +170,21 @@ impl Target {
         client.clone()
     }
 
-    fn serve(&self, request: &Request) -> Response {
+    fn serve(&self, peer: &Calls, request: &Request) -> Response {
         let Some(client) = self.client() else { return Response::end(Status::Failed) };
         let left_ns = request.left_ns(now_ns());
         let options = client::CallOptions {
             deadline: left_ns.map_or(Deadline::Inherit, |_| Deadline::At(request.deadline_ns)),
             timeout: PATIENCE,
             trace: request.trace,
-            ttl: None,
+            ttl: request.ttl_left(),
         };
-        let end = client.call(&request.bytes, &options).and_then(|reply| {
+        let called = client.submit(&request.bytes, &options).and_then(|token| {
+            let taken_back = client.clone();
+            peer.on_taken_back(request, move || _ = taken_back.cancel(token));
+            client.wait(token, PATIENCE)
+        });
+        let end = called.and_then(|reply| {
             let code = reply.code();
             reply.to_vec().map(|bytes| Response::new(bytes).with_code(code))
         });

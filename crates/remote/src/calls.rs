@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 
 use tombolo_calls::carrier::Carrier;
 use tombolo_calls::session::{ServeOptions, Session, Stats};
-use tombolo_calls::{CallError, CallOptions, Reply, Request, Response};
+use tombolo_calls::{CallError, CallOptions, Reply, Request, RequestId, Response};
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::{Status, Token};
 use tombolo_rpc::clock::now_ns;
@@ -26,8 +26,13 @@ use crate::way::{Naps, RemoteError, Wakers, Way};
 /// A wait without a limit is a sequence of such.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
+/// Called when a request that is being served is taken back.
+type Hook = Box<dyn FnOnce() + Send>;
+
 struct State {
     way: Way,
+    /// For requests that are being served.
+    hooks: Vec<(RequestId, Hook)>,
     /// One of those that wait sleeps on the doorbells.
     leader: bool,
     /// The others.
@@ -55,7 +60,7 @@ impl fmt::Debug for Calls {
 
 impl Calls {
     fn new((way, wakers): (Way, Wakers), options: &ServeOptions) -> Calls {
-        let state = Mutex::new(State { way, leader: false, followers: 0, serving: 0 });
+        let state = Mutex::new(State { way, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
         Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
     }
 
@@ -93,6 +98,10 @@ impl Calls {
     fn turn(&self, state: &mut State) {
         if state.way.turn() {
             self.tell(state);
+            let State { way, hooks, .. } = state;
+            for (_, hook) in hooks.extract_if(.., |(id, _)| way.session.is_taken_back(*id)) {
+                hook();
+            }
         }
     }
 
@@ -201,6 +210,13 @@ impl Calls {
         self.lock().way.session.stats()
     }
 
+    /// Requests of the peer's that wait.
+    pub fn pending(&self) -> usize {
+        let mut state = self.lock();
+        self.turn(&mut state);
+        state.way.session.pending()
+    }
+
     /// Our calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> usize {
         let mut state = self.lock();
@@ -213,9 +229,23 @@ impl Calls {
     /// # Errors
     /// [`CallError`]: what else it ended with; also where the link's server ended meanwhile, [`CallError::ProviderGone`].
     pub fn call(&self, bytes: &[u8], options: &CallOptions) -> Result<Reply, CallError> {
+        self.call_with(bytes, options, |_| ())
+    }
+
+    /// As [`Calls::call`]; `begun` is told the token before the wait, so that somebody else may cancel the call.
+    ///
+    /// # Errors
+    /// As there.
+    pub fn call_with(
+        &self,
+        bytes: &[u8],
+        options: &CallOptions,
+        begun: impl FnOnce(Token),
+    ) -> Result<Reply, CallError> {
         let until = Instant::now() + options.timeout;
         let was_deaf = self.lock().way.server_is_gone();
         let token = self.submit(bytes, options)?;
+        begun(token);
         let end = self.wait(until, |state| {
             // Who waits would not be told that the peer dies.
             let is_lost = !was_deaf && state.way.server_is_gone();
@@ -283,9 +313,22 @@ impl Calls {
         self.with(state, |session, way| session.next(way, now_ns())).flatten()
     }
 
+    /// Has `hook` called when nobody waits for the answer to a request that is being served any more: its caller takes it back, or is
+    /// gone. At once where that was so before; never where it is answered first. Whoever notices calls it, while nobody else can use
+    /// this side: it is to be short, and must not use these [`Calls`].
+    pub fn on_taken_back(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
+        let mut state = self.lock();
+        if state.way.session.is_taken_back(request.id()) {
+            hook();
+        } else {
+            state.hooks.push((request.id(), Box::new(hook)));
+        }
+    }
+
     /// Answers a request. Where the peer has gone since, nothing happens.
     pub fn respond(&self, request: &Request, response: Response) {
         let mut state = self.lock();
+        state.hooks.retain(|(id, _)| *id != request.id());
         if state.way.is_up() {
             self.with(&mut state, |session, way| session.respond(way, request, now_ns(), response));
         } else {

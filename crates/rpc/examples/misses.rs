@@ -3,7 +3,8 @@
 //! usage: misses sim  [--seeds N] [--loads PERCENT]               on a virtual clock, by `tombolo_rpc::simulate`
 //!        misses real [--seeds N] [--loads PERCENT] [--ms N]      a service and its client, two processes, in real time
 //!
-//! Both take the same task sets, arrivals and orders, of the same seeds. In a real run the service has one worker, pinned to CPU 0 and
+//! Both take the same task sets, arrivals and orders, of the same seeds. `demanded` is how many of the run's requests any order misses, `least` the part
+//! that is missed in the long run at that load. In a real run the service has one worker, pinned to CPU 0 and
 //! SCHED_FIFO where that is allowed (the row says so), whose handler uses its budget of CPU time; the client, on CPU 1, submits at the
 //! instants that the seed gives and takes the answers as they come. A request is missed when its reply is not there at its deadline.
 
@@ -17,18 +18,18 @@ use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::deadline::Deadline;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::{Late, Order};
-use tombolo_rpc::simulate::{Outcome, Tasks, arrivals, least_missed, run};
+use tombolo_rpc::simulate::{Outcome, Task, Tasks, arrivals, demand_missed, least_missed, run};
 
 /// A service's time on the virtual clock.
 const SIMULATED_WORK_NS: u64 = 100_000;
 /// A service's time in real runs: long beside what a call costs.
 const REAL_WORK_NS: u64 = 500_000;
-/// What a call costs besides, which a service's budget has to hold too.
-const REAL_OVERHEAD_NS: u64 = 50_000;
-const SIMULATED_NS: u64 = 1_000_000_000;
+/// That, and what a call costs besides: a service's budget, and the work of which the load is made.
+const REAL_TIME_NS: u64 = REAL_WORK_NS + 50_000;
+const SIMULATED_NS: u64 = 500_000_000;
 
 const ORDERS: [(&str, Order); 3] = [("edf", Order::Edf), ("fifo", Order::Fifo), ("priority", Order::DeadlineMonotonic)];
-const SETS: [(&str, Tasks); 2] = [("constrained", Tasks::Constrained), ("implicit", Tasks::Implicit)];
+const SETS: [(&str, Tasks); 3] = [("spread", Tasks::Spread), ("implicit", Tasks::Implicit), ("tight", Tasks::Tight)];
 
 /// What is run once.
 #[derive(Clone, Copy)]
@@ -41,9 +42,9 @@ struct Point {
 }
 
 impl Point {
-    fn print(&self, outcome: &Outcome, how: &str) {
+    fn print(&self, outcome: &Outcome, how: &str, demanded: u64) {
         println!(
-            "{{\"how\":\"{how}\",\"tasks\":\"{}\",\"load\":{:.2},\"order\":\"{}\",\"admission\":{},\"seed\":{},\"requests\":{},\"missed\":{},\"unserved\":{},\"least\":{:.5}}}",
+            "{{\"how\":\"{how}\",\"tasks\":\"{}\",\"load\":{:.2},\"order\":\"{}\",\"admission\":{},\"seed\":{},\"requests\":{},\"missed\":{},\"unserved\":{},\"demanded\":{demanded},\"least\":{:.5}}}",
             self.tasks.0,
             self.load,
             self.order.0,
@@ -69,10 +70,39 @@ fn points(seeds: usize, loads: &[i32]) -> Vec<Point> {
     points
 }
 
+impl Point {
+    /// Its tasks, with so much work each.
+    fn set(&self, work_ns: u64) -> Vec<Task> {
+        self.tasks.1.set(self.load, work_ns, self.seed)
+    }
+
+    /// How many of its requests any order misses.
+    fn demanded(&self, work_ns: u64, duration_ns: u64) -> u64 {
+        let set = self.set(work_ns);
+        let requests =
+            arrivals(&set, duration_ns, self.seed).into_iter().map(|(at, task)| (at, at + set[task].deadline_ns));
+        demand_missed(&requests.collect::<Vec<_>>(), work_ns)
+    }
+}
+
 fn simulated(point: &Point) -> Outcome {
-    let Point { tasks, load, order, admission, seed } = *point;
-    let set = tasks.1.set(load, SIMULATED_WORK_NS, seed);
-    run(&set, order.1, admission, Late::Refuse, SIMULATED_NS, seed)
+    run(&point.set(SIMULATED_WORK_NS), point.order.1, point.admission, Late::Refuse, SIMULATED_NS, point.seed)
+}
+
+/// Runs all points, of which those of one set of requests follow each other.
+fn run_all(
+    points: &[Point],
+    how: &str,
+    (work_ns, duration_ns): (u64, u64),
+    run: impl Fn(&Point) -> Fallible<Outcome>,
+) -> Fallible<()> {
+    for same in points.chunk_by(|a, b| (a.tasks.0, a.load, a.seed) == (b.tasks.0, b.load, b.seed)) {
+        let demanded = same[0].demanded(work_ns, duration_ns);
+        for point in same {
+            point.print(&run(point)?, how, demanded);
+        }
+    }
+    Ok(())
 }
 
 fn thread_cpu_ns() -> u64 {
@@ -92,7 +122,7 @@ fn serve(args: &[String]) -> Fallible<()> {
         class,
         order,
         admission: admission == "true",
-        budget: Duration::from_nanos(REAL_WORK_NS + REAL_OVERHEAD_NS),
+        budget: Duration::from_nanos(REAL_TIME_NS),
         ..Options::default()
     };
     let work = |_: &Request<'_>, reply: &mut Reply<'_>| {
@@ -109,15 +139,14 @@ fn serve(args: &[String]) -> Fallible<()> {
 }
 
 fn real(point: &Point, duration_ns: u64) -> Fallible<Outcome> {
-    let Point { tasks, load, order, admission, seed } = *point;
+    let Point { load, order, admission, seed, .. } = *point;
     let dir = tempfile::tempdir()?;
     let folder: &Path = dir.path();
     let _other = Other::start(&[order.0, &admission.to_string(), folder.to_str().ok_or("a folder that is no text")?])?;
     let options =
         ConnectOptions { folder: Some(folder.into()), entries: 1024, arena_bytes: 0, ..ConnectOptions::default() };
     let client = Client::connect_with("misses", &options)?;
-    // The load is that of what a request takes in all.
-    let set = tasks.1.set(load, REAL_WORK_NS + REAL_OVERHEAD_NS, seed);
+    let set = point.set(REAL_TIME_NS);
     let begin = now_ns() + 1_000_000;
     let mut outcome = Outcome { load, ..Outcome::default() };
     let mut coming =
@@ -169,15 +198,15 @@ fn main() -> Fallible<()> {
     match &how[..] {
         "sim" => {
             let seeds = option("--seeds", 20)?;
-            points(seeds, &loads(5)).iter().for_each(|point| point.print(&simulated(point), "sim"));
+            let sizes = (SIMULATED_WORK_NS, SIMULATED_NS);
+            run_all(&points(seeds, &loads(5)), "sim", sizes, |point| Ok(simulated(point)))?;
         }
         "real" => {
             let (seeds, ms) = (option("--seeds", 3)?, option("--ms", 500)?);
             pin(1);
             let how = if real_time() { "real" } else { "real_without_rights" };
-            for point in points(seeds, &loads(10)) {
-                point.print(&real(&point, ms as u64 * 1_000_000)?, how);
-            }
+            let duration_ns = ms as u64 * 1_000_000;
+            run_all(&points(seeds, &loads(10)), how, (REAL_TIME_NS, duration_ns), |point| real(point, duration_ns))?;
         }
         _ => return Err("expected: misses sim or misses real".into()),
     }

@@ -13,9 +13,8 @@ use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectO
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
-use tombolo_testing::until;
+use tombolo_testing::{PATIENCE, until};
 
-const PATIENCE: Duration = Duration::from_secs(20);
 /// What the documentation promises to those who wait.
 const AT_ONCE: Duration = Duration::from_millis(10);
 const ROLE: &str = "TOMBOLO_RPC_TEST_ROLE";
@@ -283,10 +282,10 @@ fn time_to_error(step: &str) -> Duration {
 fn who_waits_for_a_killed_provider_is_told_at_once() {
     let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
     for step in ["served", "writing the reply", "queued", "several threads"] {
-        // The kernel takes a process apart before it closes its sockets, and the machine may be busy with other things: of a few
-        // tries one shows what ours costs.
-        let best = (0..5).map(|_| time_to_error(step)).inspect(|t| println!("{step}: {t:?}")).min().unwrap();
-        assert!(best < AT_ONCE, "{step}: {best:?}");
+        // The kernel takes a process apart before it closes its sockets, and the machine may be busy with other things: of some tries
+        // one shows what ours costs.
+        let mut tries = (0..20).map(|_| time_to_error(step)).inspect(|t| println!("{step}: {t:?}"));
+        assert!(tries.any(|took| took < AT_ONCE), "{step}: never within {AT_ONCE:?}");
     }
 }
 
@@ -340,7 +339,9 @@ fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
             until("calls are served", || served.load(Ordering::SeqCst) > had + 10);
             // The instant at which it dies, not a wait for anything.
             std::thread::sleep(left);
+            let told = gone.load(Ordering::SeqCst);
             provider.kill();
+            until("a caller is told", || gone.load(Ordering::SeqCst) > told);
         }
         stop.store(true, Ordering::SeqCst);
     });

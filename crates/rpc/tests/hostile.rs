@@ -21,9 +21,8 @@ use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::memory::Mapping;
 use tombolo_shm::section;
-use tombolo_testing::until;
+use tombolo_testing::{PATIENCE, until};
 
-const PATIENCE: Duration = Duration::from_secs(10);
 const GEOMETRY: Geometry = Geometry::new(8, 4096).unwrap();
 
 fn u32s(values: &[u32]) -> Vec<u8> {
@@ -452,6 +451,7 @@ fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 's
             token.is_some()
         });
         act(ends, token.unwrap(), &socket);
+        tombolo_shm::futex::wake(own.view(), PUBLISHED);
         // Until the client leaves.
         while !receive(&socket).0.is_empty() {}
     })
@@ -526,8 +526,8 @@ fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
     for (what, act, check) in cases {
         let provider = answering(dir.path(), act);
         let client = try_connect(dir.path(), PATIENCE).unwrap();
-        let options = CallOptions { timeout: Duration::from_millis(200), ..CallOptions::default() };
-        let error = client.call(b"x", &options).expect_err(what);
+        let timeout = if what == "says nothing" { Duration::from_millis(200) } else { PATIENCE };
+        let error = client.call(b"x", &CallOptions { timeout, ..CallOptions::default() }).expect_err(what);
         assert!(check(&error), "{what}: {error:?}");
         drop(client);
         provider.join().unwrap();

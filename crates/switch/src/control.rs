@@ -127,6 +127,8 @@ pub struct PortStatus {
     /// The text of a panic in its code, while that keeps it out of service; `counters.restarts` says how often it
     /// came back from one.
     pub panic: Option<String>,
+    /// Whether it comes back from a panic by itself.
+    pub lasting: bool,
 }
 
 /// A network as the worker sees it.
@@ -497,6 +499,7 @@ impl Core {
                 counters: slot.counters.clone(),
                 last_fault: slot.last_fault.clone(),
                 panic: slot.panic.clone(),
+                lasting: slot.remake.is_some(),
             }
         });
         WorkerStatus {

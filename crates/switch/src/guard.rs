@@ -4,22 +4,28 @@
 //! With a list of IPv4 addresses the sender fields of ARP and the source field of IPv4 have to be on it, behind
 //! up to two VLAN tags; behind more tags, or where the header is cut short, nothing passes, since nothing could
 //! be checked. A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass.
-//! IPv6 and other protocols pass an IPv4 list; they are not looked at.
+//! With a list of IPv6 addresses, which may be empty, IPv6 is held to that and to the link-local address of the frame's
+//! Ethernet source; so is neighbour discovery, and routers are not played (`ipv6`). Without such a list IPv6 passes
+//! whatever it says, as other protocols do.
+
+mod ipv6;
 
 use crate::frame::{ETHERNET_HEADER_BYTES, Mac};
 use crate::mac::Address;
-use std::net::Ipv4Addr;
+use std::net::{Ipv4Addr, Ipv6Addr};
 
 /// The guard of one port.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Guard {
     sources: Vec<Address>,
     ipv4: Vec<[u8; 4]>,
+    ipv6: Option<ipv6::List>,
     pinned: bool,
 }
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
 const ETHERTYPE_ARP: u16 = 0x0806;
+const ETHERTYPE_IPV6: u16 = 0x86dd;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_QINQ: u16 = 0x88a8;
 
@@ -33,7 +39,15 @@ impl Guard {
         let mut ipv4: Vec<_> = ipv4.iter().map(Ipv4Addr::octets).collect();
         ipv4.sort_unstable();
         ipv4.dedup();
-        Guard { sources, ipv4, pinned: false }
+        Guard { sources, ipv4, ipv6: None, pinned: false }
+    }
+
+    /// The same guard, which lets only these addresses and prefixes (with their bits that count) pass as IPv6 senders, and
+    /// the link-local address of the frame's Ethernet source.
+    #[must_use]
+    pub fn with_ipv6(mut self, entries: &[(Ipv6Addr, u8)]) -> Guard {
+        self.ipv6 = Some(ipv6::List::new(entries));
+        self
     }
 
     /// The same guard, with its source addresses locked to the port: no other port of the network can take
@@ -59,10 +73,15 @@ impl Guard {
         self.ipv4.iter().copied().map(Ipv4Addr::from)
     }
 
+    /// The IPv6 addresses and prefixes that may pass; `None` where any may.
+    pub fn ipv6(&self) -> Option<impl Iterator<Item = (Ipv6Addr, u8)>> {
+        self.ipv6.as_ref().map(ipv6::List::entries)
+    }
+
     /// Whether frames have to be looked into.
     #[inline]
-    pub(crate) fn checks_ipv4(&self) -> bool {
-        !self.ipv4.is_empty()
+    pub(crate) fn checks_senders(&self) -> bool {
+        !self.ipv4.is_empty() || self.ipv6.is_some()
     }
 
     #[inline]
@@ -70,8 +89,8 @@ impl Guard {
         self.sources.is_empty() || self.sources.binary_search(&source).is_ok()
     }
 
-    /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the IPv4 list.
-    pub(crate) fn lets_ipv4_pass(&self, head: &[u8]) -> bool {
+    /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the lists of IPv4 and IPv6.
+    pub(crate) fn lets_sender_pass(&self, head: &[u8]) -> bool {
         let word = |at: usize| head.get(at..at + 2).map(|b| u16::from_be_bytes([b[0], b[1]]));
         let mut at = ETHERNET_HEADER_BYTES - 2;
         for _ in 0..3 {
@@ -79,6 +98,7 @@ impl Guard {
                 Some(ETHERTYPE_VLAN | ETHERTYPE_QINQ) => at += 4,
                 Some(ETHERTYPE_IPV4) => return self.lets_packet_pass(&head[at + 2..]),
                 Some(ETHERTYPE_ARP) => return self.lets_arp_pass(&head[at + 2..], &head[6..12]),
+                Some(ETHERTYPE_IPV6) => return self.lets_ipv6_pass(&head[at + 2..], &head[6..12]),
                 Some(_) => return true,
                 None => return false,
             }
@@ -86,7 +106,15 @@ impl Guard {
         false
     }
 
+    fn lets_ipv6_pass(&self, packet: &[u8], ethernet_source: &[u8]) -> bool {
+        let Ok(mac) = Mac::try_from(ethernet_source) else { return false };
+        self.ipv6.as_ref().is_none_or(|list| list.lets_packet_pass(packet, &mac))
+    }
+
     fn lets_packet_pass(&self, packet: &[u8]) -> bool {
+        if self.ipv4.is_empty() {
+            return true;
+        }
         let Some(Ok(source)) = packet.get(12..16).map(<[u8; 4]>::try_from) else { return false };
         if source == [0; 4] {
             // Only a DHCP client's request (RFC 2131 §4.1): UDP from 68 to 67, header without options.
@@ -96,6 +124,9 @@ impl Guard {
     }
 
     fn lets_arp_pass(&self, arp: &[u8], ethernet_source: &[u8]) -> bool {
+        if self.ipv4.is_empty() {
+            return true;
+        }
         // RFC 826: hardware and protocol type and lengths, operation, sender's hardware and protocol address.
         let Some(fields) = arp.get(..28) else { return false };
         if fields[..6] != [0, 1, 8, 0, 6, 4] || &fields[8..14] != ethernet_source {
@@ -159,11 +190,28 @@ mod tests {
             ];
             for (ethertype, payload, passes) in cases {
                 let f = frame(tags, ethertype, &payload);
-                assert_eq!(guard.lets_ipv4_pass(&f), passes, "tags {tags} type {ethertype:#x} {payload:?}");
+                assert_eq!(guard.lets_sender_pass(&f), passes, "tags {tags} type {ethertype:#x} {payload:?}");
             }
         }
-        assert!(!guard.lets_ipv4_pass(&frame(3, 0x0800, &packet(mine, 6, [0; 4]))), "three tags hide the header");
-        assert!(!guard.lets_ipv4_pass(&frame(1, 0x0800, &[])[..15]), "cut inside the tag");
+        assert!(!guard.lets_sender_pass(&frame(3, 0x0800, &packet(mine, 6, [0; 4]))), "three tags hide the header");
+        assert!(!guard.lets_sender_pass(&frame(1, 0x0800, &[])[..15]), "cut inside the tag");
+    }
+
+    #[test]
+    fn a_list_of_one_family_leaves_the_other_alone() {
+        let four = packet([10, 0, 0, 3], 6, [0; 4]);
+        let mut six = vec![0x60, 0, 0, 0, 0, 20, 6, 64];
+        six.extend_from_slice(&[0xfd; 32]);
+        six.extend_from_slice(&[0; 20]);
+        let only_six = Guard::new(&[MAC], &[]).with_ipv6(&[]);
+        for tags in 0..=2 {
+            let frames = [(0x0800, &four[..]), (0x0806, &arp([2, 0, 0, 0, 0, 8], [9; 4])), (0x86dd, &six)];
+            let passed = frames.map(|(kind, payload)| only_six.lets_sender_pass(&frame(tags, kind, payload)));
+            assert_eq!(passed, [true, true, false], "{tags} tags");
+            let listed = Guard::new(&[MAC], &[]).with_ipv6(&[([0xfd; 16].into(), 128)]);
+            assert!(listed.lets_sender_pass(&frame(tags, 0x86dd, &six)));
+        }
+        assert!(only_six.checks_senders() && !Guard::new(&[MAC], &[]).checks_senders());
     }
 
     #[test]

@@ -233,7 +233,7 @@ impl Network {
                 plan.lose(index, reason, drops);
                 continue;
             }
-            if guard.checks_ipv4() && !guard.lets_ipv4_pass(frame.head()) {
+            if guard.checks_senders() && !guard.lets_sender_pass(frame.head()) {
                 plan.lose(index, Reason::Guard, drops);
                 continue;
             }

@@ -34,8 +34,7 @@
 //! treated the same way, and what it lost is counted.
 //!
 //! A panic inside a port's code is a bug of ours, and others must not pay for it: it is caught at the call, the
-//! port's object is dropped and its slot reports the panic's text. A port that came with a [`Remake`], which the inner
-//! ports do, is made anew in the same slot, with its name, guard, pins and counters, after a pause that doubles from
+//! port's object is dropped and its slot reports the panic's text. A port that came with a [`Remake`] is made anew in the same slot, with its name, guard, pins and counters, after a pause that doubles from
 //! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while it goes on panicking; `restarts` counts that. Any other stays out of
 //! service until the control side removes it. A panic in the loop itself ends the worker, and every [`WorkerHandle`]
 //! call then says so.

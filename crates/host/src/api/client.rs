@@ -22,6 +22,8 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 
+use crate::rundir;
+
 use super::report::{Fault, MachineReport, Machines, PortReport, Ports, Status};
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
@@ -31,12 +33,14 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
     /// No socket.
-    #[error("no fabric named \"{fabric}\" runs: no socket at {}; start it with `tombolo up`", socket.display())]
+    #[error("no fabric named \"{fabric}\" runs: no socket at {}; start it with `tombolo up`{}", socket.display(), others(running))]
     NotRunning {
         /// The fabric.
         fabric: String,
         /// Where its socket was expected.
         socket: PathBuf,
+        /// The fabrics that do run beside that place.
+        running: Vec<String>,
     },
     /// A socket that nobody listens on.
     #[error(
@@ -96,6 +100,12 @@ fn with_hint(fault: &Fault) -> String {
         Some(hint) => format!("{}; {hint}", fault.error),
         None => fault.error.clone(),
     }
+}
+
+/// The fabrics that may have been meant instead.
+fn others(running: &[String]) -> String {
+    let Some(first) = running.first() else { return String::new() };
+    format!(", or name another; running: {} (--fabric {first})", running.join(", "))
 }
 
 impl ClientError {
@@ -385,7 +395,11 @@ impl Client {
         let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
             let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
             match error.kind() {
-                io::ErrorKind::NotFound => ClientError::NotRunning { fabric, socket },
+                io::ErrorKind::NotFound => {
+                    let root = socket.parent().and_then(Path::parent);
+                    let running = root.map(rundir::running).unwrap_or_default();
+                    ClientError::NotRunning { fabric, socket, running }
+                }
                 io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
                 io::ErrorKind::PermissionDenied => ClientError::Denied { fabric, socket },
                 _ => self.broken(error),

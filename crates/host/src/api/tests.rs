@@ -332,8 +332,28 @@ fn down_is_answered_and_then_nobody_listens() {
     std::fs::remove_file(&stand.socket).unwrap();
     let gone = client.capture("web", None, None, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
     assert!(matches!(gone, ClientError::NotRunning { .. }));
-    assert!(gone.to_string().contains("no fabric named \"demo\" runs") && gone.to_string().contains("tombolo up"));
+    assert!(gone.to_string().ends_with("api.sock; start it with `tombolo up`"), "{gone}");
+    assert!(gone.to_string().starts_with("no fabric named \"demo\" runs"), "{gone}");
     stand.thread = Some(std::thread::spawn(|| ()));
+}
+
+#[test]
+fn where_a_fabric_does_not_run_those_that_do_are_named() {
+    let root = tempfile::tempdir().unwrap();
+    let held = ["lab", "shop"].map(|name| {
+        std::fs::create_dir(root.path().join(name)).unwrap();
+        let lock = std::fs::File::create(root.path().join(name).join("lock")).unwrap();
+        lock.lock().unwrap();
+        lock
+    });
+    let said = || {
+        let socket = crate::rundir::api_socket(root.path(), "demo");
+        Client::new("demo", &socket).unwrap().status().unwrap_err().to_string()
+    };
+    let some = said();
+    assert!(some.ends_with("`tombolo up`, or name another; running: lab, shop (--fabric lab)"), "{some}");
+    drop(held);
+    assert!(said().ends_with("api.sock; start it with `tombolo up`"));
 }
 
 #[test]

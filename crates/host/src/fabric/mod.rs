@@ -25,6 +25,7 @@ mod machine;
 mod network;
 mod ports;
 mod report;
+mod services;
 pub mod shared;
 
 use std::collections::BTreeMap;
@@ -169,6 +170,8 @@ pub struct Running {
     pub(crate) machines: BTreeMap<String, RunningMachine>,
     /// Links of shared memory, where there are some.
     pub(crate) shared: Option<shared::SharedMemory>,
+    /// Services of machines by name.
+    pub(crate) bridges: services::Bridges,
     /// Networks whose bypass does not work, and why.
     pub(crate) bypass_faults: BTreeMap<String, String>,
     pub(crate) say: Say,
@@ -245,6 +248,7 @@ impl Running {
             ports: BTreeMap::new(),
             machines: BTreeMap::new(),
             shared: None,
+            bridges: services::Bridges::default(),
             bypass_faults: BTreeMap::new(),
             say,
             notes: vec![],
@@ -353,6 +357,7 @@ impl Running {
         if let Some(links) = self.links() {
             links.forget_rest();
         }
+        self.start_bridges()?;
         self.update_names();
         for machine in &plan.machines {
             match adopted.iter().position(|(name, _)| *name == machine.name) {
@@ -603,6 +608,7 @@ impl Running {
         }
         self.networks.clear();
         self.end_links();
+        self.end_bridges();
         for worker in std::mem::take(&mut self.workers) {
             if let Err(error) = worker.thread.stop() {
                 trouble("a worker", &error);

@@ -13,7 +13,6 @@ use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::uplink::{Away, NatPort};
 use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
-use tombolo_switch::guard::Guard;
 use tombolo_switch::nat;
 use tombolo_switch::port::Port;
 use tombolo_switch::wait::Token;
@@ -21,7 +20,7 @@ use tombolo_switch::worker::Remake;
 
 use super::{FabricError, Running, RunningWorker, describe};
 use crate::file::{self, Proto};
-use crate::plan::{self, Attachment, Plan, PortPlan, UserUplink};
+use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
 use crate::process::{self, Process};
 use crate::qemu::probe::which;
 
@@ -63,7 +62,8 @@ impl Drop for Passt {
 /// A port that was opened for a worker.
 struct Opened {
     port: Box<dyn Port>,
-    /// How it comes back after a panic in its code; the others' peers are not ours to ask to connect again.
+    /// How it comes back after a panic in its code. The server of an ivshmem link has greeted the peer of a port that is gone, and
+    /// does not greet it again.
     remake: Option<Remake>,
     passt: Option<Passt>,
     /// By what the port of a link hears of its peer.
@@ -92,10 +92,7 @@ impl Running {
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
         let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
-        let guard = match plan.guard {
-            Some(guard) => Guard::new(&[guard.mac.0], guard.ip.as_slice()).pinned(),
-            None => Guard::default(),
-        };
+        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default();
         let settings = PortSettings { guard, mac_limit: None };
         let handle = worker.thread.handle();
         let added = match remake {
@@ -141,36 +138,10 @@ impl Running {
     fn open(&self, plan: &PortPlan, registration: Registration) -> Result<Opened, FabricError> {
         let fail = error(plan);
         let mtu = u32::from(plan.mtu);
-        let port: Box<dyn Port> = match &plan.attachment {
-            Attachment::VhostUser { socket, queues, .. } => {
-                let config = VhostUserConfig { socket: Socket::Listen(socket.clone()), queue_pairs: *queues, mtu };
-                Box::new(VhostUserPort::open(config, registration).map_err(|e| fail(&e))?)
-            }
-            Attachment::Stream { socket, connect: true } => {
-                Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
-            }
-            Attachment::Stream { socket, connect: false } => Box::new(
-                StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(|e| fail(&e))?,
-            ),
-            Attachment::Tap { device, adopt, netns, ip, mac } => {
-                let netns = netns.as_deref().map(Netns::open).transpose().map_err(|e| fail(&e))?;
-                let existing = if *adopt { Existing::Adopt } else { Existing::Create };
-                let mac = mac.map(|m| m.0);
-                let config =
-                    TapConfig { netns: netns.clone(), existing, mtu: Some(mtu), mac, ..TapConfig::new(device) };
-                let port = TapPort::open(&config, registration).map_err(|e| fail(&e))?;
-                if let Some((ip, prefix)) = ip {
-                    let link = Interface::open(netns.as_ref(), device).map_err(|e| fail(&e))?;
-                    link.add_address((*ip).into(), *prefix).map_err(|e| fail(&e))?;
-                }
-                Box::new(port)
-            }
+        match &plan.attachment {
             Attachment::Ivshmem { link } => {
                 let (port, handle) = self.open_link(link, plan.mtu, registration)?;
-                return Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) });
-            }
-            Attachment::Packet { device } => {
-                Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(|e| fail(&e))?)
+                Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) })
             }
             Attachment::User(user) => {
                 let (stream, feed) = StreamPort::given(mtu, registration);
@@ -199,10 +170,17 @@ impl Running {
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
                 let passt = Passt { child, feed, away, restarts: 0, fault: None };
-                return Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None });
+                Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None })
             }
-        };
-        Ok(Opened { port, remake: None, passt: None, handle: None })
+            _ => {
+                let port = attach(plan, registration.clone()).map_err(|why| fail(&why))?;
+                // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
+                let hung =
+                    matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
+                let remake = (!hung).then(|| anew(plan, registration));
+                Ok(Opened { port, remake, passt: None, handle: None })
+            }
+        }
     }
 
     fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
@@ -290,10 +268,136 @@ impl Running {
     }
 }
 
+/// Opens a port that needs nothing of the fabric but its plan.
+fn attach(plan: &PortPlan, registration: Registration) -> Result<Box<dyn Port>, String> {
+    fn text(error: impl std::fmt::Display) -> String {
+        error.to_string()
+    }
+    let mtu = u32::from(plan.mtu);
+    Ok(match &plan.attachment {
+        Attachment::VhostUser { socket, queues, .. } => {
+            let config = VhostUserConfig { socket: Socket::Listen(socket.clone()), queue_pairs: *queues, mtu };
+            Box::new(VhostUserPort::open(config, registration).map_err(text)?)
+        }
+        Attachment::Stream { socket, connect: true } => {
+            Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
+        }
+        Attachment::Stream { socket, connect: false } => {
+            Box::new(StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(text)?)
+        }
+        Attachment::Tap { device, adopt, netns, ip, mac } => {
+            let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;
+            let existing = if *adopt { Existing::Adopt } else { Existing::Create };
+            let mac = mac.map(|m| m.0);
+            let config = TapConfig { netns: netns.clone(), existing, mtu: Some(mtu), mac, ..TapConfig::new(device) };
+            let port = TapPort::open(&config, registration).map_err(text)?;
+            if let Some((ip, prefix)) = ip {
+                let link = Interface::open(netns.as_ref(), device).map_err(text)?;
+                link.add_address((*ip).into(), *prefix).map_err(text)?;
+            }
+            Box::new(port)
+        }
+        Attachment::Packet { device } => {
+            Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(text)?)
+        }
+        Attachment::Ivshmem { .. } | Attachment::User(_) => return Err("its peer is the fabric's own to start".into()),
+    })
+}
+
+/// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
+/// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
+fn anew(plan: &PortPlan, registration: Registration) -> Remake {
+    let plan = plan.clone();
+    Box::new(move |_| attach(&plan, registration.clone()))
+}
+
 fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
     let bound = match proto {
         Proto::Tcp => TcpListener::bind(listen).map(drop),
         Proto::Udp => UdpSocket::bind(listen).map(drop),
     };
     bound.map_err(|source| FabricError::Listener { proto: proto.word(), listen, source })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::os::unix::net::UnixStream;
+    use tombolo_port::worker::{WorkerConfig, WorkerThread};
+    use tombolo_switch::Nanos;
+    use tombolo_switch::drop::Drops;
+    use tombolo_switch::frame::Batch;
+    use tombolo_switch::mac::MacSettings;
+    use tombolo_switch::port::{Caps, Fault, Link, Sent};
+    use tombolo_testing::until;
+
+    /// A real port with a bug planted before it.
+    struct Planted(Box<dyn Port>);
+
+    impl Port for Planted {
+        fn kind(&self) -> &'static str {
+            self.0.kind()
+        }
+        fn link(&self) -> Link {
+            Link::Down
+        }
+        fn caps(&self) -> Caps {
+            Caps::plain(1500)
+        }
+        fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+            panic!("planted");
+        }
+        fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+            Ok(0)
+        }
+        fn release(&mut self) -> Result<(), Fault> {
+            Ok(())
+        }
+        fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+            Ok(Sent::default())
+        }
+        fn flush(&mut self) -> Result<(), Fault> {
+            Ok(())
+        }
+        fn arm(&mut self) -> Result<bool, Fault> {
+            Ok(false)
+        }
+        fn disarm(&mut self) {}
+        fn reset(&mut self, _: &Fault) {}
+    }
+
+    #[test]
+    fn a_port_in_which_a_bug_showed_is_open_again_to_its_peers_next_connection() {
+        let dir = tempfile::tempdir().unwrap();
+        let thread = WorkerThread::start(&WorkerConfig { name: "anew".into(), ..WorkerConfig::default() }).unwrap();
+        let handle = thread.handle();
+        let network = handle.add_network("lan", MacSettings::default()).unwrap();
+        let sockets = ["vhost-user", "stream"].map(|name| dir.path().join(name));
+        let attachments = [
+            Attachment::VhostUser { socket: sockets[0].clone(), queues: 1, mac: None },
+            Attachment::Stream { socket: sockets[1].clone(), connect: false },
+        ];
+        for (attachment, socket) in attachments.into_iter().zip(&sockets) {
+            let name = socket.file_name().unwrap().to_str().unwrap().to_string();
+            let network_name = "lan".to_string();
+            let plan = PortPlan { name, network: network_name, attachment, guard: None, mtu: 1500, machine: None };
+            let reserved = handle.reserve().unwrap();
+            let (token, registration) = (reserved.token(), thread.registration(&reserved));
+            let port = Box::new(Planted(attach(&plan, registration.clone()).unwrap()));
+            let first = UnixStream::connect(socket).unwrap();
+            let remake = anew(&plan, registration);
+            let counters =
+                handle.add_lasting_port(reserved, network, &plan.name, port, remake, PortSettings::default()).unwrap();
+            until("the port made anew", || counters.restarts.get() == 1);
+            let status = handle.status().unwrap();
+            let port = status.ports.iter().find(|p| p.token == token).unwrap();
+            // The planted one says nothing of itself.
+            assert!(port.panic.is_none() && port.lasting && !port.details.is_empty(), "{port:?}");
+            drop(first);
+            let _again = UnixStream::connect(socket).unwrap();
+            handle.remove_port(token).unwrap();
+            assert!(UnixStream::connect(socket).is_err());
+        }
+        thread.stop().unwrap();
+    }
 }

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
+use tombolo_switch::guard::Guard;
 use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
@@ -14,7 +15,7 @@ use crate::api::report::{
     WorkerReport,
 };
 use crate::file::{self, Mac, Target, Uplink};
-use crate::plan::Attachment;
+use crate::plan::{self, Attachment};
 
 fn drops(counters: &[Counter; Reason::COUNT]) -> BTreeMap<String, u64> {
     let named = Reason::ALL.iter().map(|r| (r.name().to_string(), counters[*r as usize].get()));
@@ -26,10 +27,23 @@ fn offloads(caps: &Caps) -> Vec<String> {
     all.into_iter().filter(|(_, has)| *has).map(|(name, _)| name.to_string()).collect()
 }
 
+/// The addresses that a guard lets pass.
+fn guarded(guard: &Guard) -> Vec<String> {
+    let mut out: Vec<_> = guard.sources().iter().map(|a| Mac(a.bytes()).to_string()).collect();
+    out.extend(guard.ipv4().map(|ip| ip.to_string()));
+    if let Some(ipv6) = guard.ipv6() {
+        out.push("fe80::/64 by MAC".into());
+        out.extend(ipv6.map(|(ip, bits)| if bits == 128 { ip.to_string() } else { format!("{ip}/{bits}") }));
+    }
+    out
+}
+
 /// What is to be said of a port whose last fault was this.
 fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     if p.panic.is_some() {
-        return Some(format!("port {}: {fault}; `tombolo down` and `tombolo up` bring it back", p.name));
+        let way =
+            if p.lasting { "it is made anew in a moment" } else { "`tombolo down` and `tombolo up` bring it back" };
+        return Some(format!("port {}: {fault}; {way}", p.name));
     }
     let restarts = p.counters.restarts.get();
     if restarts > 0 {
@@ -60,6 +74,13 @@ fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
     p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault)
 }
 
+fn network_warnings(network: &NetworkReport) -> impl Iterator<Item = String> {
+    let bypass = network.bypass.as_ref().and_then(|bypass| bypass.fault.as_ref());
+    [("uplink", network.uplink_fault.as_ref()), ("bypass", bypass)]
+        .into_iter()
+        .filter_map(|(what, fault)| Some(format!("the {what} of {} does not work: {}", network.name, fault?)))
+}
+
 impl Running {
     /// Everything at one instant.
     ///
@@ -77,6 +98,7 @@ impl Running {
         ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
         let mut warnings = self.notes.clone();
         warnings.extend(self.machine_warnings());
+        warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
         let links = self.link_reports(&ports);
@@ -91,7 +113,7 @@ impl Running {
             lifetime_ns: w.started.elapsed().as_nanos() as u64,
         });
         let forwards = self.spec.forwards.iter().map(|f| {
-            let uplink = self.ports.get(&format!("uplink-{}", f.network));
+            let uplink = self.ports.get(&plan::uplink_name(&f.network));
             ForwardReport {
                 proto: f.proto.word().into(),
                 listen: f.listen,
@@ -170,7 +192,7 @@ impl Running {
             gateway: spec.gateway,
             router: spec.router,
             uplink,
-            uplink_fault: self.ports.get(&format!("uplink-{}", spec.name)).and_then(super::ports::RunningPort::fault),
+            uplink_fault: self.ports.get(&plan::uplink_name(&spec.name)).and_then(super::ports::RunningPort::fault),
             domain: spec.domain.clone(),
             mtu: spec.mtu.into(),
             worker: spec.worker.clone(),
@@ -237,10 +259,7 @@ impl Running {
             kind: p.kind.into(),
             up: p.link == Link::Up,
             offloads: p.caps.as_ref().map(offloads).unwrap_or_default(),
-            guard: {
-                let macs = p.guard.sources().iter().map(|a| Mac(a.bytes()).to_string());
-                macs.chain(p.guard.ipv4().map(|ip| ip.to_string())).collect()
-            },
+            guard: guarded(&p.guard),
             details,
             macs: p.macs.into(),
             counters: CounterReport {
@@ -314,6 +333,16 @@ mod tests {
         }
         fn disarm(&mut self) {}
         fn reset(&mut self, _: &Fault) {}
+    }
+
+    #[test]
+    fn a_guard_is_told_as_what_it_lets_pass() {
+        let guard = tombolo_switch::guard::Guard::new(&[[2, 0, 0, 0, 0, 7]], &[[10, 87, 0, 9].into()]);
+        assert_eq!(guarded(&guard), ["02:00:00:00:00:07", "10.87.0.9"]);
+        let entries = [("fd00::7".parse().unwrap(), 128), ("2001:db8::".parse().unwrap(), 64)];
+        let more = ["fe80::/64 by MAC", "2001:db8::/64", "fd00::7"];
+        assert_eq!(guarded(&guard.with_ipv6(&entries))[2..], more);
+        assert_eq!(guarded(&Guard::default()), [""; 0]);
     }
 
     #[test]

@@ -260,7 +260,10 @@ impl Running {
             Dialect::V2 { protocol, .. } => (2, protocol),
         };
         let who = |id: u32| match (direct, port) {
-            (Some(link), _) => link.between.get(id as usize).cloned(),
+            (Some(link), _) => {
+                let fabric = || link.is_bridged().then(|| "fabric".into());
+                link.between.get(id as usize).cloned().or_else(fabric)
+            }
             (None, _) if id == 0 => Some("fabric".into()),
             (None, port) => port.and_then(|p| p.details.get("machine").cloned()),
         };

@@ -1,318 +1,382 @@
 //! What only the whole file can say. Also fills in what depends on it: leased addresses and forward targets.
+//!
+//! Each complaint names the keys that it leans on, and is not made where one of them is at fault itself.
 
 use std::collections::HashMap;
 use std::net::Ipv4Addr;
+use std::path::Path;
 
+use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
 
 use super::model::*;
 use super::parse::{apps, find_app};
-use super::problem::{Complaints, near};
+use super::problem::{Complaints, dotted, near};
 use super::read::Spots;
 
-pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    if fabric.networks.is_empty() {
-        // A misspelt [network] was told already.
-        if out.list.is_empty() {
-            out.say(
-                &(0..0),
-                "network",
-                "at least one section [network.NAME]",
-                "none",
-                Some("add [network.lan]".into()),
-            );
+/// The file as read, and what is said about it.
+struct Check<'f, 'c, 't> {
+    fabric: &'f Fabric,
+    spots: &'f Spots,
+    out: &'c mut Complaints<'t>,
+}
+
+/// A key: dotted path of its section, and its name.
+type Spot<'a> = (&'a str, &'a str);
+
+impl Check<'_, '_, '_> {
+    /// Complains about a key, unless its own value, or one that the complaint leans on, is at fault already.
+    fn fault(
+        &mut self,
+        (at, key): Spot<'_>,
+        leans_on: &[Spot<'_>],
+        expected: impl Into<String>,
+        found: impl Into<String>,
+        hint: Option<String>,
+    ) {
+        if self.out.doubted(at, key) || leans_on.iter().any(|(at, key)| self.out.at_fault(at, key)) {
+            return;
         }
-        return;
+        self.out.say(&self.spots.of(at, key), dotted(at, key), expected, found, hint);
     }
-    networks(fabric, spots, out);
-    members(fabric, spots, out);
-    images(fabric, spots, out);
-    links(fabric, spots, out);
-    let taken = addresses(fabric, spots, out);
+}
+
+pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
+    let mut check = Check { fabric, spots, out };
+    if check.fabric.networks.is_empty() && !check.out.refused("network", None) {
+        let hint = Some("add [network.lan]".to_string());
+        check.fault(("", "network"), &[], "at least one section [network.NAME]", "none", hint);
+    }
+    check.networks();
+    check.members();
+    check.images();
+    check.links();
+    let taken = check.addresses();
     lease(fabric, taken);
-    guards(fabric, spots, out);
+    Check { fabric, spots, out }.guards();
     forwards(fabric, spots, out);
 }
 
-fn networks(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    for (i, n) in fabric.networks.iter().enumerate() {
-        let at = format!("network.{}", n.name);
-        let mut inside = |key: &str, ip: Ipv4Addr| {
-            if !n.subnet.has_host(ip) {
+fn path_of(network: &str) -> String {
+    format!("network.{network}")
+}
+
+fn path_of_machine(m: &Machine) -> String {
+    format!("{}.{}", m.kind.word(), m.name)
+}
+
+impl Check<'_, '_, '_> {
+    fn networks(&mut self) {
+        let fabric = self.fabric;
+        for (i, n) in fabric.networks.iter().enumerate() {
+            let at = &path_of(&n.name)[..];
+            let dhcp = n.dhcp.map_or(vec![], |d| vec![("dhcp", d.from), ("dhcp", d.to)]);
+            let fixed = [("gateway", n.gateway), ("router", n.router)].into_iter().filter_map(|(k, ip)| Some((k, ip?)));
+            for (key, ip) in fixed.chain(dhcp).filter(|(_, ip)| !n.subnet.has_host(*ip)) {
                 let hint = Some("the subnet's first and last address are its own".to_string());
-                out.say(
-                    &spots.of(&at, key),
-                    format!("{at}.{key}"),
-                    format!("a host address inside {}", n.subnet),
-                    ip.to_string(),
-                    hint,
-                );
+                let expected = format!("a host address inside {}", n.subnet);
+                self.fault((at, key), &[(at, "subnet")], expected, ip.to_string(), hint);
             }
-        };
-        if let Some(gateway) = n.gateway {
-            inside("gateway", gateway);
-        }
-        if let Some(router) = n.router {
-            inside("router", router);
-        }
-        if let Some(dhcp) = n.dhcp {
-            inside("dhcp", dhcp.from);
-            inside("dhcp", dhcp.to);
-            if dhcp.from > dhcp.to {
+            if let Some(dhcp) = n.dhcp.filter(|d| d.from > d.to) {
                 let found = format!("{} to {}", dhcp.from, dhcp.to);
-                out.say(
-                    &spots.of(&at, "dhcp"),
-                    format!("{at}.dhcp"),
-                    "a range that does not run backwards",
-                    found,
-                    None,
-                );
+                let leans_on = [(at, "subnet"), (at, "dhcp")];
+                self.fault((at, "dhcp"), &leans_on, "a range that does not run backwards", found, None);
             }
-        }
-        if !fabric.workers.iter().any(|w| w.name == n.worker) {
-            let names: Vec<_> = fabric.workers.iter().map(|w| w.name.as_str()).collect();
-            let expected = format!("the name of a worker ({})", names.join(", "));
-            out.say(
-                &spots.of(&at, "worker"),
-                format!("{at}.worker"),
-                expected,
-                format!("{:?}", n.worker),
-                near(&n.worker, names),
-            );
-        }
-        if let (Some(gateway), true) = (n.gateway, n.router == n.gateway) {
-            let hint = Some(format!("leave `router` out, or use {}", n.subnet.nth(2)));
-            out.say(
-                &spots.of(&at, "router"),
-                format!("{at}.router"),
-                "an address that the gateway does not have",
-                gateway.to_string(),
-                hint,
-            );
-        }
-        for other in &fabric.networks[..i] {
-            if other.subnet.overlaps(n.subnet) {
-                let found = format!("{}, which overlaps {} of network \"{}\"", n.subnet, other.subnet, other.name);
-                out.say(&spots.of(&at, "subnet"), format!("{at}.subnet"), "a subnet of its own", found, None);
+            if !fabric.workers.iter().any(|w| w.name == n.worker) && !self.out.refused("worker", Some(&n.worker)) {
+                let names: Vec<_> = fabric.workers.iter().map(|w| w.name.as_str()).collect();
+                let expected = format!("the name of a worker ({})", names.join(", "));
+                self.fault((at, "worker"), &[], expected, format!("{:?}", n.worker), near(&n.worker, names));
             }
-            if let (Uplink::Bridge { device: a }, Uplink::Bridge { device: b }) = (&other.uplink, &n.uplink)
-                && a == b
-            {
-                let found = format!("\"{a}\", which network \"{}\" has joined", other.name);
-                out.say(&spots.of(&at, "uplink"), format!("{at}.uplink"), "an interface of its own", found, None);
+            if let (Some(gateway), true) = (n.gateway, n.router == n.gateway) {
+                let hint = Some(format!("leave `router` out, or use {}", n.subnet.nth(2)));
+                let leans_on = [(at, "subnet"), (at, "gateway")];
+                let expected = "an address that the gateway does not have";
+                self.fault((at, "router"), &leans_on, expected, gateway.to_string(), hint);
+            }
+            for other in &fabric.networks[..i] {
+                let that = &path_of(&other.name)[..];
+                if other.subnet.overlaps(n.subnet) {
+                    let found = format!("{}, which overlaps {} of network \"{}\"", n.subnet, other.subnet, other.name);
+                    self.fault((at, "subnet"), &[(that, "subnet")], "a subnet of its own", found, None);
+                }
+                if let (Uplink::Bridge { device: a }, Uplink::Bridge { device: b }) = (&other.uplink, &n.uplink)
+                    && a == b
+                {
+                    let found = format!("\"{a}\", which network \"{}\" has joined", other.name);
+                    self.fault((at, "uplink"), &[], "an interface of its own", found, None);
+                }
             }
         }
     }
+
+    fn members(&mut self) {
+        let fabric = self.fabric;
+        for (at, network) in uses(fabric) {
+            let known = network.is_empty() || fabric.network(&network).is_some();
+            if !known && !self.out.refused("network", Some(&network)) {
+                let names: Vec<_> = fabric.networks.iter().map(|n| n.name.as_str()).collect();
+                // A file without any network has that fault alone.
+                let leans_on = if names.is_empty() { &[("", "network")][..] } else { &[] };
+                let expected = format!("the name of a network ({})", names.join(", "));
+                self.fault((&at, "network"), leans_on, expected, format!("{network:?}"), near(&network, names));
+            }
+        }
+        let mut seen: HashMap<&str, String> = HashMap::new();
+        let machines = fabric.machines.iter().map(|m| (m.name.as_str(), m.kind.word()));
+        let taps = fabric.taps.iter().map(|t| (t.name.as_str(), "tap"));
+        let ports = fabric.ports.iter().map(|p| (p.name.as_str(), "port"));
+        for (name, word) in machines.chain(taps).chain(ports) {
+            let at = format!("{word}.{name}");
+            let port_of =
+                |network: &Network| ["gateway", "uplink"].iter().any(|w| name == format!("{w}-{}", network.name));
+            if ["gateway", "uplink", "router"].contains(&name) || fabric.networks.iter().any(port_of) {
+                let found = format!("{name:?}, which is the fabric's own port");
+                self.fault((&at, ""), &[], "a name that the fabric does not use itself", found, None);
+            }
+            if let Some(other) = seen.insert(name, at.clone()) {
+                let found = format!("{name:?}, as in [{other}]");
+                self.fault((&at, ""), &[], "a name that no other member has", found, None);
+            }
+        }
+        let mut devices: HashMap<(&str, Option<&str>), &str> = HashMap::new();
+        for tap in &fabric.taps {
+            let at = &format!("tap.{}", tap.name)[..];
+            if let (Some(ip), None, Some(Uplink::Kernel)) =
+                (tap.ip, &tap.netns, fabric.network(&tap.network).map(|n| &n.uplink))
+            {
+                // The host would have two routes to the subnet, and answers to a forward's masqueraded clients take the wrong.
+                let found = format!("{ip}, a second address of the host in network \"{}\"", tap.network);
+                let hint =
+                    "uplink = \"kernel\" has given the host one: leave `ip` out, or put the device into a `netns`";
+                let expected = "no address for a device of the host beside a kernel uplink";
+                self.fault((at, "ip"), &[(at, "netns"), (at, "network")], expected, found, Some(hint.into()));
+            }
+            if let Some(other) = devices.insert((&tap.device, tap.netns.as_deref()), &tap.name) {
+                let found = format!("{:?}, as in [tap.{other}]", tap.device);
+                let that = &format!("tap.{other}")[..];
+                let leans_on = [(at, "netns"), (that, "device"), (that, "netns")];
+                self.fault((at, "device"), &leans_on, "a device of its own", found, None);
+            }
+        }
+    }
+
+    fn images(&mut self) {
+        for m in &self.fabric.machines {
+            let at = &path_of_machine(m)[..];
+            match &m.boot {
+                Boot::Cell(Image::Path(path)) => self.file((at, "image"), path),
+                Boot::Cell(Image::App(app)) => self.app(at, app),
+                Boot::Vm { kernel, initrd, disk } => {
+                    kernel.iter().for_each(|p| self.file((at, "kernel"), p));
+                    initrd.iter().for_each(|p| self.file((at, "initrd"), p));
+                    disk.iter().for_each(|(p, _)| self.file((at, "disk"), p));
+                }
+            }
+            if m.attach != Attach::VhostUser && m.queues > 1 {
+                let hint = Some("several queue pairs need attach = \"vhost-user\"".to_string());
+                self.fault((at, "queues"), &[], "1", m.queues.to_string(), hint);
+            }
+            if m.iommu && m.machine != MachineType::Q35 {
+                let hint = Some("leave `machine` out".to_string());
+                self.fault((at, "iommu"), &[], "false on a machine that is no q35", "true", hint);
+            }
+            if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
+                let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
+                let expected = "a machine type that boots from a disk";
+                self.fault((at, "machine"), &[(at, "kernel")], expected, "\"microvm\"", hint);
+            }
+        }
+    }
+
+    /// A file that a machine needs.
+    fn file(&mut self, (at, key): Spot<'_>, path: &Path) {
+        let found = match std::fs::metadata(path) {
+            Ok(meta) if meta.is_file() => return,
+            Ok(_) => format!("{}, which is no file", path.display()),
+            Err(error) => format!("{}: {error}", path.display()),
+        };
+        let made_by = if path.parent().is_some_and(|p| p.ends_with("build/guest")) {
+            Some("`./x guest` makes it in Tombolo's source tree")
+        } else if path.ancestors().any(|p| p.ends_with("cells/target")) {
+            Some("`./x cells` makes it in Tombolo's source tree")
+        } else {
+            path.starts_with(&self.fabric.dir).then_some("relative paths start from the folder of the fabric's file")
+        };
+        self.fault((at, key), &[], "the path of a file that can be read", found, made_by.map(str::to_string));
+    }
+
+    /// An app that a cell runs.
+    fn app(&mut self, at: &str, app: &str) {
+        let Err(tried) = find_app(app) else { return };
+        let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
+        let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
+        let mut built = apps();
+        built.sort();
+        let hint = near(app, built.iter().map(String::as_str)).unwrap_or_else(|| {
+            let there = if built.is_empty() { String::new() } else { format!("built are {}; ", built.join(", ")) };
+            format!(
+                "{there}`./x cells` in Tombolo's source tree builds the apps; an image of your own is given by `image`"
+            )
+        });
+        self.fault((at, "app"), &[(at, "image")], "the name of a built app", found, Some(hint));
+    }
+
+    fn links(&mut self) {
+        let fabric = self.fabric;
+        for link in &fabric.links {
+            let at = &format!("link.{}", link.name)[..];
+            if fabric.links.iter().take_while(|l| !std::ptr::eq(*l, link)).any(|l| l.name == link.name) {
+                self.fault((at, ""), &[], "a name that no other link has", format!("{:?}", link.name), None);
+            }
+            for (j, name) in link.between.iter().enumerate() {
+                let known = fabric.machines.iter().any(|m| m.name == *name);
+                if !known && !["cell", "vm"].iter().any(|word| self.out.refused(word, Some(name))) {
+                    let names: Vec<&str> = fabric.machines.iter().map(|m| m.name.as_str()).collect();
+                    let expected = format!("names of cells and VMs ({})", names.join(", "));
+                    let hint = near(name, names).or_else(|| {
+                        let other = fabric.members().any(|m| m == name);
+                        other.then(|| "for processes of your own set `seats`".to_string())
+                    });
+                    self.fault((at, "between"), &[], expected, format!("{name:?}"), hint);
+                }
+                if link.between[..j].contains(name) {
+                    self.fault((at, "between"), &[], "each machine once", format!("{name:?} again"), None);
+                }
+            }
+            let ends = (2..=64).contains(&link.max_peers());
+            if !ends {
+                let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+                self.fault((at, "between"), &[(at, "seats")], "2 to 64 ends, with `seats`", found, None);
+            }
+            if link.is_bridged() {
+                if link.between.len() != 1 || link.seats != 1 {
+                    let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+                    let hint = Some("the fabric takes the seat itself: leave `seats` out".to_string());
+                    let leans_on = [(at, "seats"), (at, "service"), (at, "to")];
+                    self.fault((at, "between"), &leans_on, "one machine, with `service` or `to`", found, hint);
+                }
+                if link.protocol != protocol::CALLS {
+                    let hint = Some("leave `protocol` out".to_string());
+                    let expected = "0x4002, calls, with `service` or `to`";
+                    let found = format!("{:#x}", link.protocol);
+                    self.fault((at, "protocol"), &[(at, "service"), (at, "to")], expected, found, hint);
+                }
+            }
+            if link.everybody && link.service.is_none() {
+                let found = "\"everybody\"";
+                self.fault((at, "callers"), &[(at, "service")], "\"owner\" without `service`", found, None);
+            }
+            if let Some(name) = &link.service
+                && fabric.links.iter().take_while(|l| !std::ptr::eq(*l, link)).any(|l| l.service.as_ref() == Some(name))
+            {
+                self.fault((at, "service"), &[], "a name that no other link has", format!("{name:?}"), None);
+            }
+            if link.plain && link.seats > 0 {
+                let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
+                self.fault((at, "seats"), &[], "0 on a plain link", link.seats.to_string(), hint);
+            }
+            if let (true, Err(error)) = (ends, Layout::v1(link.region, link.rw, link.max_peers())) {
+                let expected = "room for a header, a state table, `rw`, and a page for each end";
+                let leans_on = [(at, "rw"), (at, "between"), (at, "seats")];
+                self.fault((at, "region"), &leans_on, expected, error.to_string(), Some("make `region` larger".into()));
+            }
+        }
+    }
+
+    /// Complains about MACs and addresses used twice or out of place; returns who has which address.
+    fn addresses(&mut self) -> HashMap<(String, Ipv4Addr), String> {
+        let fabric = self.fabric;
+        let mut macs: HashMap<(&str, Mac), String> = HashMap::new();
+        // Of each address the section and key that give it, and the words for that.
+        let mut ips: HashMap<(String, Ipv4Addr), (String, &str, String)> = HashMap::new();
+        for n in &fabric.networks {
+            for (key, ip) in [("gateway", n.gateway), ("router", n.router)] {
+                if let Some(ip) = ip {
+                    ips.insert((n.name.clone(), ip), (path_of(&n.name), key, format!("the network's {key}")));
+                }
+            }
+        }
+        let mut rows: Vec<(String, &str, Option<Mac>, Option<Ipv4Addr>)> = Vec::new();
+        for m in &fabric.machines {
+            rows.extend(m.nics.iter().map(|n| (path_of_machine(m), n.network.as_str(), Some(n.mac), n.ip)));
+        }
+        rows.extend(fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.network.as_str(), Some(t.mac), t.ip)));
+        rows.extend(fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.network.as_str(), p.mac, p.ip)));
+        for (at, network, mac, ip) in rows {
+            let Some(net) = fabric.network(network) else { continue };
+            let (at, net_at) = (&at[..], &path_of(network)[..]);
+            if let Some(mac) = mac
+                && let Some(other) = macs.insert((network, mac), at.into())
+            {
+                // Members of one name have one MAC address, unless the file gives them others.
+                let leans_on = [(at, ""), (at, "network"), (&other, "mac"), (&other, "network")];
+                let found = format!("{mac}, as in [{other}]");
+                self.fault((at, "mac"), &leans_on, "a MAC address that no other member has", found, None);
+            }
+            let Some(ip) = ip else { continue };
+            let placed = [(at, "network"), (net_at, "subnet")];
+            if !net.subnet.has_host(ip) {
+                let expected = format!("a host address inside {} of network \"{network}\"", net.subnet);
+                self.fault((at, "ip"), &placed, expected, ip.to_string(), None);
+            }
+            if let Some((that, key, who)) = ips.insert((network.into(), ip), (at.into(), "ip", format!("[{at}]"))) {
+                let leans_on = [&placed[..], &[(&that, key)]].concat();
+                let found = format!("{ip}, which is that of {who}");
+                self.fault((at, "ip"), &leans_on, "an address that nobody else has", found, None);
+            }
+        }
+        ips.into_iter().map(|(place, (.., who))| (place, who)).collect()
+    }
+
+    /// `guard = "ip"` that was asked for, where there is no address to hold the member to; `ip6` where nobody is held to it.
+    fn guards(&mut self) {
+        let fabric = self.fabric;
+        let machines = fabric.machines.iter().map(|m| (path_of_machine(m), m.guard, m.ip6.is_some()));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, p.ip6.is_some()));
+        for (at, guard, asked) in machines.chain(ports) {
+            if asked && guard != Guard::Ip {
+                let leans_on = [(&at[..], "guard"), (&at, "mac"), (&at, "ip")];
+                let found = format!("it with guard = \"{}\"", guard.word());
+                let hint = Some("set guard = \"ip\"; a port needs `mac` and `ip` for that".to_string());
+                self.fault((&at, "ip6"), &leans_on, "it beside guard = \"ip\" alone", found, hint);
+            }
+        }
+        let machines = fabric.machines.iter().map(|m| {
+            let unknown = m.nics.iter().find(|n| n.ip.is_none());
+            (path_of_machine(m), m.guard, unknown.map(|n| n.network.as_str()))
+        });
+        let of = |network, ip: Option<Ipv4Addr>| ip.is_none().then_some(network);
+        let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.guard, of(t.network.as_str(), t.ip)));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, of(p.network.as_str(), p.ip)));
+        for (at, guard, unknown) in machines.chain(taps).chain(ports) {
+            if let (Guard::Ip, Some(network), true) = (guard, unknown, self.spots.has(&at, "guard")) {
+                let leans_on = address_of(&at, network);
+                let leans_on: Vec<_> = leans_on.iter().map(|(at, key)| (&at[..], *key)).collect();
+                let found = "\"ip\" without a known address";
+                let hint = Some("give it an `ip`, or use \"mac\"".to_string());
+                self.fault((&at, "guard"), &leans_on, "\"mac\" or \"off\" here", found, hint);
+            }
+        }
+    }
+}
+
+/// What decides whether a member of a network has a known address.
+fn address_of(at: &str, network: &str) -> [(String, &'static str); 4] {
+    let net = path_of(network);
+    [(at.into(), "ip"), (at.into(), "network"), (net.clone(), "dhcp"), (net, "subnet")]
 }
 
 /// Every use of a network's name, as (section path, network).
 fn uses(fabric: &Fabric) -> Vec<(String, String)> {
     let mut out = Vec::new();
     for m in &fabric.machines {
-        out.extend(m.nics.iter().map(|n| (format!("{}.{}", m.kind.word(), m.name), n.network.clone())));
+        out.extend(m.nics.iter().map(|n| (path_of_machine(m), n.network.clone())));
     }
     out.extend(fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.network.clone())));
     out.extend(fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.network.clone())));
     let forwards = fabric.forwards.iter().enumerate().map(|(i, f)| (format!("forward[{i}]"), f.network.clone()));
     out.extend(forwards);
     out
-}
-
-fn members(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    for (at, network) in uses(fabric) {
-        if !network.is_empty() && fabric.network(&network).is_none() {
-            let names: Vec<_> = fabric.networks.iter().map(|n| n.name.as_str()).collect();
-            let expected = format!("the name of a network ({})", names.join(", "));
-            out.say(
-                &spots.of(&at, "network"),
-                format!("{at}.network"),
-                expected,
-                format!("{network:?}"),
-                near(&network, names),
-            );
-        }
-    }
-    let mut seen: HashMap<&str, String> = HashMap::new();
-    let machines = fabric.machines.iter().map(|m| (m.name.as_str(), m.kind.word()));
-    let taps = fabric.taps.iter().map(|t| (t.name.as_str(), "tap"));
-    let ports = fabric.ports.iter().map(|p| (p.name.as_str(), "port"));
-    for (name, word) in machines.chain(taps).chain(ports) {
-        let at = format!("{word}.{name}");
-        if ["gateway", "uplink", "router"].contains(&name) {
-            let found = format!("{name:?}, which is the fabric's own port");
-            out.say(&spots.of(&at, ""), &at, "a name that the fabric does not use itself", found, None);
-        }
-        if let Some(other) = seen.insert(name, at.clone()) {
-            out.say(
-                &spots.of(&at, ""),
-                &at,
-                "a name that no other member has",
-                format!("{name:?}, as in [{other}]"),
-                None,
-            );
-        }
-    }
-    let mut devices: HashMap<(&str, Option<&str>), &str> = HashMap::new();
-    for tap in &fabric.taps {
-        if let (Some(ip), None, Some(Uplink::Kernel)) =
-            (tap.ip, &tap.netns, fabric.network(&tap.network).map(|n| &n.uplink))
-        {
-            // The host would have two routes to the subnet, and answers to a forward's masqueraded clients take the wrong.
-            let at = format!("tap.{}", tap.name);
-            let found = format!("{ip}, a second address of the host in network \"{}\"", tap.network);
-            let hint = "uplink = \"kernel\" has given the host one: leave `ip` out, or put the device into a `netns`";
-            out.say(
-                &spots.of(&at, "ip"),
-                format!("{at}.ip"),
-                "no address for a device of the host beside a kernel uplink",
-                found,
-                Some(hint.into()),
-            );
-        }
-        if let Some(other) = devices.insert((&tap.device, tap.netns.as_deref()), &tap.name) {
-            let at = format!("tap.{}", tap.name);
-            let found = format!("{:?}, as in [tap.{other}]", tap.device);
-            out.say(&spots.of(&at, "device"), format!("{at}.device"), "a device of its own", found, None);
-        }
-    }
-}
-
-fn images(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    for m in &fabric.machines {
-        let at = format!("{}.{}", m.kind.word(), m.name);
-        let mut file = |key: &str, path: &std::path::Path| {
-            let found = match std::fs::metadata(path) {
-                Ok(meta) if meta.is_file() => return,
-                Ok(_) => format!("{}, which is no file", path.display()),
-                Err(error) => format!("{}: {error}", path.display()),
-            };
-            let hint = path.is_relative().then(|| "paths start from the file's folder".to_string());
-            out.say(&spots.of(&at, key), format!("{at}.{key}"), "the path of a file that can be read", found, hint);
-        };
-        match &m.boot {
-            Boot::Cell(Image::Path(path)) => file("image", path),
-            Boot::Cell(Image::App(app)) => {
-                if let Err(tried) = find_app(app) {
-                    let tried: Vec<_> = tried.iter().map(|p| p.display().to_string()).collect();
-                    let found = format!("no image for {app:?} (looked at {})", tried.join(", "));
-                    let build =
-                        || "build the cells (cd cells && cargo build --release), set TOMBOLO_APPS, or give `image`";
-                    let apps = apps();
-                    let hint = near(app, apps.iter().map(String::as_str)).unwrap_or_else(|| build().into());
-                    out.say(&spots.of(&at, "app"), format!("{at}.app"), "the name of a built app", found, Some(hint));
-                }
-            }
-            Boot::Vm { kernel, initrd, disk } => {
-                kernel.iter().for_each(|p| file("kernel", p));
-                initrd.iter().for_each(|p| file("initrd", p));
-                disk.iter().for_each(|(p, _)| file("disk", p));
-            }
-        }
-        if m.attach != Attach::VhostUser && m.queues > 1 {
-            let hint = Some("several queue pairs need attach = \"vhost-user\"".to_string());
-            out.say(&spots.of(&at, "queues"), format!("{at}.queues"), "1", m.queues.to_string(), hint);
-        }
-        if m.iommu && m.machine != MachineType::Q35 {
-            let hint = Some("leave `machine` out".to_string());
-            out.say(&spots.of(&at, "iommu"), format!("{at}.iommu"), "false on a machine that is no q35", "true", hint);
-        }
-        if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
-            let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
-            out.say(
-                &spots.of(&at, "machine"),
-                format!("{at}.machine"),
-                "a machine type that boots from a disk",
-                "\"microvm\"",
-                hint,
-            );
-        }
-    }
-}
-
-fn links(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    for (i, link) in fabric.links.iter().enumerate() {
-        let at = format!("link.{}", link.name);
-        let mut say = |key: &str, expected: String, found: String, hint: Option<String>| {
-            out.say(&spots.of(&at, key), format!("{at}.{key}"), expected, found, hint);
-        };
-        if fabric.links[..i].iter().any(|l| l.name == link.name) {
-            say("", "a name that no other link has".into(), format!("{:?}", link.name), None);
-        }
-        for (j, name) in link.between.iter().enumerate() {
-            if !fabric.machines.iter().any(|m| m.name == *name) {
-                let names: Vec<&str> = fabric.machines.iter().map(|m| m.name.as_str()).collect();
-                let expected = format!("names of cells and VMs ({})", names.join(", "));
-                let hint = near(name, names).or_else(|| {
-                    let other = fabric.members().any(|m| m == name);
-                    other.then(|| "for processes of your own set `seats`".to_string())
-                });
-                say("between", expected, format!("{name:?}"), hint);
-            }
-            if link.between[..j].contains(name) {
-                say("between", "each machine once".into(), format!("{name:?} again"), None);
-            }
-        }
-        if !(2..=64).contains(&link.max_peers()) {
-            let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
-            say("between", "2 to 64 ends, with `seats`".into(), found, None);
-        }
-        if link.plain && link.seats > 0 {
-            let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
-            say("seats", "0 on a plain link".into(), link.seats.to_string(), hint);
-        }
-        if (2..=64).contains(&link.max_peers())
-            && let Err(error) = Layout::v1(link.region, link.rw, link.max_peers())
-        {
-            let hint = Some("make `region` larger".to_string());
-            say(
-                "region",
-                "room for a header, a state table, `rw`, and a page for each end".into(),
-                error.to_string(),
-                hint,
-            );
-        }
-    }
-}
-
-/// Complains about MACs and addresses used twice or out of place; returns who has which address.
-fn addresses(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) -> HashMap<(String, Ipv4Addr), String> {
-    let mut macs: HashMap<(String, Mac), String> = HashMap::new();
-    let mut ips: HashMap<(String, Ipv4Addr), String> = HashMap::new();
-    for n in &fabric.networks {
-        if let Some(gateway) = n.gateway {
-            ips.insert((n.name.clone(), gateway), "the network's gateway".into());
-        }
-        if let Some(router) = n.router {
-            ips.insert((n.name.clone(), router), "the network's router".into());
-        }
-    }
-    let mut rows: Vec<(String, &str, Option<Mac>, Option<Ipv4Addr>)> = Vec::new();
-    for m in &fabric.machines {
-        rows.extend(
-            m.nics.iter().map(|n| (format!("{}.{}", m.kind.word(), m.name), n.network.as_str(), Some(n.mac), n.ip)),
-        );
-    }
-    rows.extend(fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.network.as_str(), Some(t.mac), t.ip)));
-    rows.extend(fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.network.as_str(), p.mac, p.ip)));
-    for (at, network, mac, ip) in rows {
-        let Some(net) = fabric.network(network) else { continue };
-        if let Some(mac) = mac
-            && let Some(other) = macs.insert((network.into(), mac), format!("[{at}]"))
-        {
-            let found = format!("{mac}, as in {other}");
-            out.say(&spots.of(&at, "mac"), format!("{at}.mac"), "a MAC address that no other member has", found, None);
-        }
-        let Some(ip) = ip else { continue };
-        if !net.subnet.has_host(ip) {
-            let expected = format!("a host address inside {} of network \"{network}\"", net.subnet);
-            out.say(&spots.of(&at, "ip"), format!("{at}.ip"), expected, ip.to_string(), None);
-        }
-        if let Some(other) = ips.insert((network.into(), ip), format!("[{at}]")) {
-            let found = format!("{ip}, which is that of {other}");
-            out.say(&spots.of(&at, "ip"), format!("{at}.ip"), "an address that nobody else has", found, None);
-        }
-    }
-    ips
 }
 
 /// Gives every device without an address one of its network's range: a place that depends on its MAC, or the next
@@ -341,46 +405,49 @@ fn lease(fabric: &mut Fabric, mut taken: HashMap<(String, Ipv4Addr), String>) {
     }
 }
 
-/// `guard = "ip"` that was asked for, where there is no address to hold the member to.
-fn guards(fabric: &Fabric, spots: &Spots, out: &mut Complaints<'_>) {
-    let machines = fabric
-        .machines
-        .iter()
-        .map(|m| (format!("{}.{}", m.kind.word(), m.name), m.guard, m.nics.iter().all(|n| n.ip.is_some())));
-    let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.guard, t.ip.is_some()));
-    let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, p.ip.is_some()));
-    for (at, guard, known) in machines.chain(taps).chain(ports) {
-        if guard == Guard::Ip && !known && spots.has(&at, "guard") {
-            let found = "\"ip\" without a known address";
-            let hint = Some("give it an `ip`, or use \"mac\"".to_string());
-            out.say(&spots.of(&at, "guard"), format!("{at}.guard"), "\"mac\" or \"off\" here", found, hint);
-        }
-    }
-}
-
+/// Fills in where each forward goes.
 fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut forwards = std::mem::take(&mut fabric.forwards);
+    let mut check = Check { fabric, spots, out };
     for (i, f) in forwards.iter_mut().enumerate() {
-        let at = format!("forward[{i}]");
-        // Port 0 keeps the place of what could not be read, and was complained about there.
+        let at = &format!("forward[{i}]")[..];
         if !f.listen.is_ipv4() {
-            let found = f.listen.to_string();
             let hint = Some("IPv6 listeners are not served yet".to_string());
-            out.say(&spots.of(&at, "listen"), format!("{at}.listen"), "an IPv4 address and port", found, hint);
+            check.fault((at, "listen"), &[], "an IPv4 address and port", f.listen.to_string(), hint);
         }
-        if f.port == 0 {
-            continue;
+        if let Some((network, ip)) = check.target(at, f) {
+            (f.network, f.ip) = (network, ip);
         }
-        let spot = spots.of(&at, "to");
-        let key = format!("{at}.to");
-        let asked = f.network.clone();
-        let on = |n: &str| asked.is_empty() || asked == n;
+    }
+    for i in 0..forwards.len() {
+        let at = &format!("forward[{i}]")[..];
+        if let Some(j) = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j])) {
+            let found = format!("{} {}, as in forward[{j}]", forwards[i].proto.word(), forwards[i].listen);
+            let that = &format!("forward[{j}]")[..];
+            let leans_on = [(at, "proto"), (that, "listen"), (that, "proto")];
+            check.fault((at, "listen"), &leans_on, "a listener that no other forward has", found, None);
+        }
+    }
+    fabric.forwards = forwards;
+}
+
+impl Check<'_, '_, '_> {
+    /// The network and address that a forward goes to.
+    fn target(&mut self, at: &str, f: &Forward) -> Option<(String, Ipv4Addr)> {
+        let fabric = self.fabric;
+        let to = (at, "to");
+        let on = |n: &str| f.network.is_empty() || f.network == n;
         let (network, ip) = match &f.target {
             Target::Ip(ip) => match fabric.networks.iter().find(|n| on(&n.name) && n.subnet.has_host(*ip)) {
                 Some(n) => (n.name.clone(), *ip),
                 None => {
-                    out.say(&spot, key, "an address inside one of the networks", ip.to_string(), None);
-                    continue;
+                    let subnets: Vec<_> = fabric.networks.iter().map(|n| path_of(&n.name)).collect();
+                    let mut leans_on: Vec<Spot<'_>> = subnets.iter().map(|at| (&at[..], "subnet")).collect();
+                    leans_on.extend([("", "network"), (at, "network")]);
+                    if !self.out.refused("network", None) {
+                        self.fault(to, &leans_on, "an address inside one of the networks", ip.to_string(), None);
+                    }
+                    return None;
                 }
             },
             Target::Name(name) => {
@@ -390,21 +457,9 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
                 };
                 match all.iter().find(best).or_else(|| all.iter().find(|(n, ..)| on(n))) {
                     Some(&(n, _, ip, _)) => (n.to_string(), ip),
-                    None if fabric.members().any(|m| m == name) => {
-                        let hint = Some(format!("give \"{name}\" an `ip`, or its network DHCP"));
-                        out.say(
-                            &spot,
-                            key,
-                            "a member with a known address",
-                            format!("{name:?}, whose address is not known"),
-                            hint,
-                        );
-                        continue;
-                    }
                     None => {
-                        let hint = near(name, fabric.members());
-                        out.say(&spot, key, "the name of a member", format!("{name:?}"), hint);
-                        continue;
+                        self.no_target(at, f, name);
+                        return None;
                     }
                 }
             }
@@ -414,23 +469,32 @@ fn forwards(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
         {
             let found = format!("network \"{network}\" with uplink \"{}\"", n.uplink.word());
             let hint = Some(format!("set uplink = \"user\" in [network.{network}]"));
-            out.say(&spot, key, "a member of a network with uplink \"user\" or \"kernel\"", found, hint);
+            let expected = "a member of a network with uplink \"user\" or \"kernel\"";
+            self.fault(to, &[(&path_of(&network), "uplink"), (at, "network")], expected, found, hint);
         }
-        (f.network, f.ip) = (network, ip);
+        Some((network, ip))
     }
-    for i in 0..forwards.len() {
-        let twin = (0..i).find(|&j| Fabric::same_listener(&forwards[i], &forwards[j]));
-        if let Some(j) = twin.filter(|_| forwards[i].listen.port() != 0) {
-            let found = format!("{} {}, as in forward[{j}]", forwards[i].proto.word(), forwards[i].listen);
-            let at = format!("forward[{i}]");
-            out.say(
-                &spots.of(&at, "listen"),
-                format!("{at}.listen"),
-                "a listener that no other forward has",
-                found,
-                None,
-            );
+
+    /// Complains about a forward to a name without an address.
+    fn no_target(&mut self, at: &str, f: &Forward, name: &str) {
+        let fabric = self.fabric;
+        let on: Vec<_> =
+            uses(fabric).into_iter().filter(|(at, _)| at.split_once('.').is_some_and(|(_, n)| n == name)).collect();
+        let mut leans_on = vec![(at.to_string(), "network")];
+        leans_on.extend(on.iter().flat_map(|(that, network)| address_of(that, network)));
+        let leans_on: Vec<_> = leans_on.iter().map(|(at, key)| (&at[..], *key)).collect();
+        if !on.is_empty() && !f.network.is_empty() && on.iter().all(|(_, network)| *network != f.network) {
+            let networks: Vec<_> = on.iter().map(|(_, network)| format!("{network:?}")).collect();
+            let found = format!("{name:?}, which is on {}", networks.join(", "));
+            let hint = Some("leave the forward's `network` out".to_string());
+            self.fault((at, "to"), &leans_on, format!("a member of network {:?}", f.network), found, hint);
+        } else if !on.is_empty() {
+            let found = format!("{name:?}, whose address is not known");
+            let hint = Some(format!("give \"{name}\" an `ip`, or its network DHCP"));
+            self.fault((at, "to"), &leans_on, "a member with a known address", found, hint);
+        } else if !["cell", "vm", "tap", "port"].iter().any(|word| self.out.refused(word, Some(name))) {
+            let hint = near(name, fabric.members());
+            self.fault((at, "to"), &leans_on, "the name of a member", format!("{name:?}"), hint);
         }
     }
-    fabric.forwards = forwards;
 }

@@ -20,7 +20,7 @@ pub mod schema;
 
 pub use model::{
     Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Link, Machine, MachineKind, MachineType, Nic, PortDecl,
-    PortKind, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
+    PortKind, Prefix6, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
 };
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;

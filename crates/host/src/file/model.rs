@@ -1,7 +1,7 @@
 //! What a fabric file means, as owned values. Every default has been filled in.
 
 use std::fmt;
-use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
 /// An Ethernet address.
@@ -111,6 +111,29 @@ impl Subnet {
 impl fmt::Display for Subnet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}/{}", self.base, self.prefix)
+    }
+}
+
+/// IPv6 addresses: one, or those of a prefix.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Prefix6 {
+    /// The address, its other bits zero.
+    pub base: Ipv6Addr,
+    /// How many leading bits count; 128 for one address.
+    pub bits: u8,
+}
+
+impl Prefix6 {
+    /// Parses `fd00::7` or `2001:db8:1::/64`. Bits behind the prefix must be zero, and groups and `::` have no member.
+    pub fn parse(text: &str) -> Option<Self> {
+        let (base, bits) = match text.split_once('/') {
+            Some((base, bits)) => (base, bits.parse().ok().filter(|bits| (1..=128).contains(bits))?),
+            None => (text, 128),
+        };
+        let base: Ipv6Addr = base.parse().ok()?;
+        let rest = u128::MAX.checked_shr(u32::from(bits)).unwrap_or(0);
+        let fits = base.to_bits() & rest == 0 && !base.is_multicast() && !base.is_unspecified();
+        fits.then_some(Self { base, bits })
     }
 }
 
@@ -231,12 +254,23 @@ impl MachineType {
 /// What a port lets through by source address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Guard {
-    /// Only the port's own MAC, and its own IPv4 address where that is known.
+    /// Only the port's own MAC, and its own IP addresses as far as they are known.
     Ip,
     /// Only the port's own MAC.
     Mac,
     /// Anything.
     Off,
+}
+
+impl Guard {
+    /// The file's word.
+    pub fn word(self) -> &'static str {
+        match self {
+            Self::Ip => "ip",
+            Self::Mac => "mac",
+            Self::Off => "off",
+        }
+    }
 }
 
 /// How a machine's network device reaches the fabric.
@@ -366,6 +400,8 @@ pub struct Machine {
     pub queues: u16,
     /// Source-address guard of its ports.
     pub guard: Guard,
+    /// The IPv6 addresses that the guard lets its ports use besides those that their MACs give; `None` for any.
+    pub ip6: Option<Vec<Prefix6>>,
     /// Restart policy.
     pub restart: Restart,
 }
@@ -445,9 +481,20 @@ pub struct Link {
     pub protocol: u32,
     /// Vectors of each peer.
     pub vectors: u32,
+    /// The name under which processes of this machine call what the link's machine serves.
+    pub service: Option<String>,
+    /// The service of this machine that serves what the link's machine asks.
+    pub to: Option<String>,
+    /// Every user of this machine may call `service`, not only the fabric's.
+    pub everybody: bool,
 }
 
 impl Link {
+    /// Whether the fabric itself takes the seat, to pass calls on.
+    pub fn is_bridged(&self) -> bool {
+        self.service.is_some() || self.to.is_some()
+    }
+
     /// All seats.
     pub fn max_peers(&self) -> u32 {
         self.between.len() as u32 + self.seats
@@ -474,6 +521,8 @@ pub struct PortDecl {
     pub ip: Option<Ipv4Addr>,
     /// Source-address guard.
     pub guard: Guard,
+    /// The IPv6 addresses that the guard lets the peer use besides that of its MAC; `None` for any.
+    pub ip6: Option<Vec<Prefix6>>,
 }
 
 /// Transport of a forward.
@@ -608,6 +657,17 @@ mod tests {
         }
         assert!(s.overlaps(Subnet::parse("10.87.0.128/25").unwrap()));
         assert!(!s.overlaps(Subnet::parse("10.87.1.0/24").unwrap()));
+    }
+
+    #[test]
+    fn prefixes_of_ipv6_are_read_strictly() {
+        let read = |text| Prefix6::parse(text).map(|p| (p.base.to_string(), p.bits));
+        assert_eq!(read("fd00::7"), Some(("fd00::7".into(), 128)));
+        assert_eq!(read("2001:db8:1::/64"), Some(("2001:db8:1::".into(), 64)));
+        assert_eq!(read("fe80::1/128"), Some(("fe80::1".into(), 128)));
+        for bad in ["2001:db8::1/64", "::", "ff02::1", "fd00::/0", "fd00::/129", "10.0.0.1", "fd00::7/", "x"] {
+            assert_eq!(read(bad), None, "{bad}");
+        }
     }
 
     #[test]

@@ -4,10 +4,11 @@ use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
+use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
 use super::model::*;
-use super::problem::{Complaints, FileError, near};
+use super::problem::{Complaints, FileError, near, nearest};
 use super::read::{Section, Spots, found, integer};
 use super::{check, schema};
 
@@ -74,6 +75,7 @@ pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
 fn read(text: &str, path: &Path, start: Fabric, addition: bool) -> Result<Fabric, FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut out = Complaints::new(text);
+    out.broken = !errors.is_empty();
     for error in &errors {
         let span = error.span().unwrap_or(text.len()..text.len());
         let there = text.get(span.clone()).filter(|s| !s.trim().is_empty());
@@ -87,6 +89,8 @@ fn read(text: &str, path: &Path, start: Fabric, addition: bool) -> Result<Fabric
     let mut fabric = reader.fabric;
     if errors.is_empty() {
         check::check(&mut fabric, &spots, &mut out);
+    } else {
+        out.explain_by_syntax();
     }
     let problems = out.finish();
     if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, addition }) }
@@ -163,9 +167,14 @@ impl<'t> Reader<'_, 't> {
         if let Some(name) = head.text("name", fabric_name) {
             self.fabric.name = name;
         }
-        if self.fabric.name.is_empty() && !root.contains_key("name") {
+        if self.fabric.name.is_empty()
+            && !root.contains_key("name")
+            && !self.out.broken
+            && !self.out.doubted("", "name")
+        {
             nameless(&self.fabric.dir, self.out);
         }
+        self.strangers(root);
         let mut workers = self.named(root, "worker");
         workers.sort_by_key(|(_, span, _)| span.start);
         for (name, span, table) in workers {
@@ -205,12 +214,30 @@ impl<'t> Reader<'_, 't> {
         self.forwards(root);
     }
 
+    /// Notes which sections a misspelt word of the head keeps from being read.
+    fn strangers(&mut self, root: &DeTable<'_>) {
+        for (word, value) in root {
+            if OPENERS.contains(&word.get_ref().as_ref()) {
+                continue;
+            }
+            let meant = nearest(word.get_ref(), OPENERS);
+            match (value.get_ref(), meant) {
+                (DeValue::Table(tables), _) => {
+                    tables.keys().for_each(|name| self.out.refuse(meant.unwrap_or_default(), name.get_ref()));
+                }
+                (_, Some(meant)) => self.out.refuse(meant, ""),
+                (_, None) => {}
+            }
+        }
+    }
+
     /// The tables `[WORD.NAME]`, with names checked.
     fn named<'a, 'i>(&mut self, root: &'a DeTable<'i>, word: &str) -> Vec<Named<'a, 'i>> {
         let Some(value) = root.get(word) else { return vec![] };
         let form = schema::section(word).form;
         let Some(tables) = value.get_ref().as_table() else {
             self.out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), None);
+            self.out.refuse(word, "");
             return vec![];
         };
         let mut out = Vec::new();
@@ -218,6 +245,7 @@ impl<'t> Reader<'_, 't> {
             let path = format!("{word}.{}", key.get_ref());
             let Some(name) = clean_name(key.get_ref()) else {
                 let there = format!("the name {:?}", key.get_ref());
+                self.out.refuse(word, key.get_ref());
                 self.out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, None);
                 continue;
             };
@@ -226,7 +254,9 @@ impl<'t> Reader<'_, 't> {
                 DeValue::Table(table) => out.push((name, key.span(), table)),
                 other => {
                     let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
-                    let hint = keys.contains(&name.as_str()).then(|| format!("give the {word} a name: {form}"));
+                    let is_key = keys.contains(&name.as_str());
+                    let hint = is_key.then(|| format!("give the {word} a name: {form}"));
+                    self.out.refuse(word, if is_key { "" } else { &name });
                     self.out.say(&value.span(), path, format!("a section {form}"), found(other), hint);
                 }
             }
@@ -245,6 +275,9 @@ impl<'t> Reader<'_, 't> {
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
         let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
+        if s.raw("subnet").is_none() && s.refused("network") {
+            s.doubt("subnet");
+        }
         let gateway = s.text("gateway", |t| t.parse().ok());
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
@@ -276,7 +309,7 @@ impl<'t> Reader<'_, 't> {
 
     fn machine(&mut self, kind: MachineKind, name: String, span: Range<usize>, table: &DeTable<'_>) {
         let fabric = self.fabric.name.clone();
-        let only = self.only_network();
+        let (only, none_at_all) = (self.only_network(), self.fabric.networks.is_empty());
         let dir = self.fabric.dir.clone();
         let file = |text: &str| (!text.is_empty()).then(|| dir.join(text));
         let mut s = self.open(kind.word(), &(name.clone(), span, table));
@@ -299,21 +332,21 @@ impl<'t> Reader<'_, 't> {
             let initrd = s.text("initrd", file);
             let format = s.word("disk_format", &[("raw", "raw"), ("qcow2", "qcow2")]).unwrap_or("raw");
             let disk = s.text("disk", file).map(|path| (path, format.to_string()));
-            if s.raw("kernel").is_none() && s.raw("disk").is_none() {
+            if s.raw("kernel").is_none() && s.raw("disk").is_none() && !s.doubted("disk") {
                 s.missing("kernel");
             }
             let cmdline = s.text("cmdline", |t| Some(t.to_string())).unwrap_or_else(|| "console=ttyS0".into());
             (Boot::Vm { kernel, initrd, disk }, cmdline)
         };
         let networks = s.list("network", true, |t| Some(t.to_string())).or(only.map(|n| vec![n])).unwrap_or_default();
-        if networks.is_empty() && s.raw("network").is_none() {
-            s.missing("network");
+        if s.raw("network").is_none() {
+            no_network(&mut s, networks.is_empty(), none_at_all);
         }
         let count = networks.len();
         let macs = s.list("mac", true, Mac::parse).unwrap_or_default();
         let ips: Vec<Ipv4Addr> = s.list("ip", true, |t| t.parse().ok()).unwrap_or_default();
         for (key, len) in [("mac", macs.len()), ("ip", ips.len())] {
-            if len > count {
+            if len > count && !s.doubted("network") {
                 let spot = s.raw(key).map(|(_, span)| span).unwrap_or(0..0);
                 s.wrong(key, &spot, format!("{len} of them for {count} network(s)"), None);
             }
@@ -356,6 +389,7 @@ impl<'t> Reader<'_, 't> {
             region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
             guard: guard(&mut s).unwrap_or(Guard::Ip),
+            ip6: s.list("ip6", true, Prefix6::parse),
             restart: s
                 .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
                 .unwrap_or(Restart::No),
@@ -373,8 +407,9 @@ impl<'t> Reader<'_, 't> {
 
     fn tap(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
         let (fabric, only) = (self.fabric.name.clone(), self.only_network());
+        let none_at_all = self.fabric.networks.is_empty();
         let mut s = self.open("tap", &(name.clone(), span, table));
-        let network = one_network(&mut s, only);
+        let network = one_network(&mut s, only, none_at_all);
         let device = s.text("device", interface_name).unwrap_or_else(|| name.clone());
         if s.raw("device").is_none() && interface_name(&device).is_none() {
             s.missing("device");
@@ -393,10 +428,10 @@ impl<'t> Reader<'_, 't> {
     }
 
     fn port(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
-        let only = self.only_network();
+        let (only, none_at_all) = (self.only_network(), self.fabric.networks.is_empty());
         let dir = self.fabric.dir.clone();
         let mut s = self.open("port", &(name.clone(), span, table));
-        let network = one_network(&mut s, only);
+        let network = one_network(&mut s, only, none_at_all);
         let socket = s.text("socket", |t| (!t.is_empty()).then(|| dir.join(t)));
         let connect = s.flag("connect").unwrap_or(false);
         let device = s.text("device", interface_name);
@@ -417,7 +452,7 @@ impl<'t> Reader<'_, 't> {
                 PortKind::Packet { device: device.unwrap_or_default() }
             }
             _ => {
-                if connect && socket.is_none() {
+                if connect && socket.is_none() && s.raw("socket").is_none() {
                     s.missing("socket");
                 }
                 PortKind::Stream { socket, connect }
@@ -433,7 +468,8 @@ impl<'t> Reader<'_, 't> {
         if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off) {
             s.missing("mac");
         }
-        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard });
+        let ip6 = s.list("ip6", true, Prefix6::parse);
+        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6 });
     }
 
     fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
@@ -442,12 +478,20 @@ impl<'t> Reader<'_, 't> {
         if s.raw("between").is_none() {
             s.missing("between");
         }
+        let name_of_service =
+            |t: &str| tombolo_rpc::folder::socket_path(Path::new(""), t).is_ok().then(|| t.to_string());
+        let (service, to) = (s.text("service", name_of_service), s.text("to", name_of_service));
+        // The fabric's own seat, and what it speaks there.
+        let (seats, protocol) = if service.is_some() || to.is_some() { (1, CALLS) } else { (0, 0x4001) };
         let link = Link {
-            seats: s.number("seats", 0, 62).unwrap_or(0) as u32,
+            everybody: s.word("callers", &[("owner", false), ("everybody", true)]).unwrap_or(false),
+            service,
+            to,
+            seats: s.number("seats", 0, 62).map_or(seats, |n| n as u32),
             plain: s.flag("plain").unwrap_or(false),
             region: region(&mut s, 64 << 10, 1 << 30),
             rw: s.text("rw", |t| size_bytes(t).filter(|n| n.is_multiple_of(4096))).unwrap_or(0),
-            protocol: s.number("protocol", 0, 0xffff).unwrap_or(0x4001) as u32,
+            protocol: s.number("protocol", 0, 0xffff).map_or(protocol, |n| n as u32),
             vectors: s.number("vectors", 1, 16).unwrap_or(2) as u32,
             between,
             name,
@@ -509,12 +553,22 @@ fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
     s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
 }
 
-fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>) -> String {
+fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>, none_at_all: bool) -> String {
     let network = s.string("network").or(only);
-    if network.is_none() && s.raw("network").is_none() {
-        s.missing("network");
+    if s.raw("network").is_none() {
+        no_network(s, network.is_none(), none_at_all);
     }
     network.unwrap_or_default()
+}
+
+/// A member that names no network: a fault where there is no single one; but a file without any network has that fault alone,
+/// and a network that was not taken may be the one meant.
+fn no_network(s: &mut Section<'_, '_, '_, '_>, unknown: bool, none_at_all: bool) {
+    if s.refused("network") || none_at_all {
+        s.doubt("network");
+    } else if unknown {
+        s.missing("network");
+    }
 }
 
 fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
@@ -557,7 +611,7 @@ fn bypass(s: &mut Section<'_, '_, '_, '_>, uplink: &Uplink) -> Option<Vec<String
             None
         }
     };
-    if wanted.is_some() && *uplink != Uplink::Kernel {
+    if wanted.is_some() && *uplink != Uplink::Kernel && !s.doubted("uplink") {
         let there = format!("it with uplink = \"{}\"", uplink.word());
         s.wrong("bypass", &span, there, Some("the host's kernel forwards only for uplink = \"kernel\"".into()));
     }

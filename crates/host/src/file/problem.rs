@@ -1,5 +1,6 @@
 //! Complaints about a fabric file, and the text they are shown in.
 
+use std::collections::HashSet;
 use std::fmt;
 use std::ops::Range;
 use std::path::PathBuf;
@@ -70,15 +71,65 @@ fn list(path: &std::path::Path, problems: &[Problem], addition: bool) -> String 
     out
 }
 
-/// Turns byte offsets into lines and columns and gathers complaints.
+/// Turns byte offsets into lines and columns and gathers complaints: of each fault its root alone.
+///
+/// A key that could not be read, or was left out where a misspelt one stands, has a default for its value, and whatever does not
+/// fit that default is no fault of the file. So reading notes what is in doubt, and the check of the whole says nothing that
+/// leans on it: the user mends the root, and is told of the rest, if there is any, the next time.
 pub(super) struct Complaints<'a> {
     text: &'a str,
-    pub(super) list: Vec<Problem>,
+    list: Vec<Problem>,
+    /// Dotted paths of keys whose value is not the file's.
+    doubts: HashSet<String>,
+    /// Sections that were not taken, by word and name. An empty word is any word, an empty name any name.
+    refused: Vec<(String, String)>,
+    /// The text is no TOML: what seems to be missing may stand in what could not be read.
+    pub(super) broken: bool,
+}
+
+/// `section.key`; the key alone in the head of the file, the section alone for no key.
+pub(super) fn dotted(section: &str, key: &str) -> String {
+    let dot = if section.is_empty() || key.is_empty() { "" } else { "." };
+    format!("{section}{dot}{key}")
 }
 
 impl<'a> Complaints<'a> {
     pub(super) fn new(text: &'a str) -> Self {
-        Self { text, list: Vec::new() }
+        Self { text, list: Vec::new(), doubts: HashSet::new(), refused: Vec::new(), broken: false }
+    }
+
+    /// Notes that the value of this key, as read, is not the file's.
+    pub(super) fn doubt(&mut self, section: &str, key: &str) {
+        self.doubts.insert(dotted(section, key));
+    }
+
+    /// Whether the value of this key, as read, is not the file's.
+    pub(super) fn doubted(&self, section: &str, key: &str) -> bool {
+        self.doubts.contains(&dotted(section, key))
+    }
+
+    /// Whether there was any complaint about this key so far, or its value is in doubt.
+    pub(super) fn at_fault(&self, section: &str, key: &str) -> bool {
+        let full = dotted(section, key);
+        self.doubts.contains(&full) || self.list.iter().any(|p| p.key == full)
+    }
+
+    /// Notes that a section `[WORD.NAME]` was not taken. An empty word is any word, an empty name any name.
+    pub(super) fn refuse(&mut self, word: &str, name: &str) {
+        self.refused.push((word.into(), name.to_lowercase()));
+    }
+
+    /// Whether a section of that word, and of that name where one is given, was not taken.
+    pub(super) fn refused(&self, word: &str, name: Option<&str>) -> bool {
+        let name = name.map(str::to_lowercase);
+        let named = |n: &String| n.is_empty() || name.as_ref().is_none_or(|name| n == name);
+        self.refused.iter().any(|(w, n)| (w.is_empty() || w == word) && named(n))
+    }
+
+    /// Drops the complaints that a syntax fault explains: those of its lines.
+    pub(super) fn explain_by_syntax(&mut self) {
+        let lines: HashSet<_> = self.list.iter().filter(|p| p.key.is_empty()).map(|p| p.line).collect();
+        self.list.retain(|p| p.key.is_empty() || !lines.contains(&p.line));
     }
 
     /// Line and column, both from 1, of a byte offset. Offsets past the end mean the end.
@@ -115,13 +166,18 @@ impl<'a> Complaints<'a> {
 
 /// The known name closest to `name`, if close enough to be meant, as a hint.
 pub(super) fn near<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Option<String> {
+    nearest(name, known).map(|k| format!("did you mean \"{k}\"?"))
+}
+
+/// The known name closest to `name`, if close enough to be meant.
+pub(super) fn nearest<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let lower = name.to_lowercase();
     known
         .into_iter()
         .map(|k| (strsim::damerau_levenshtein(&lower, &k.to_lowercase()), k))
         .filter(|&(distance, k)| distance <= 1 + k.len().min(name.len()) / 4)
         .min_by_key(|&(distance, _)| distance)
-        .map(|(_, k)| format!("did you mean \"{k}\"?"))
+        .map(|(_, k)| k)
 }
 
 #[cfg(test)]

@@ -6,7 +6,7 @@ use std::ops::Range;
 use toml::de::{DeTable, DeValue};
 
 use super::model::Mac;
-use super::problem::{Complaints, near};
+use super::problem::{Complaints, dotted, near, nearest};
 use super::schema::{self, SectionSchema};
 
 /// Where each key of the file stands, by dotted path.
@@ -16,13 +16,12 @@ pub(super) struct Spots(HashMap<String, Range<usize>>);
 impl Spots {
     /// Whether the file has `section.key`.
     pub(super) fn has(&self, section: &str, key: &str) -> bool {
-        self.0.contains_key(&format!("{section}.{key}"))
+        self.0.contains_key(&dotted(section, key))
     }
 
     /// The span of `section.key`, or of the section, or of the file's head.
     pub(super) fn of(&self, section: &str, key: &str) -> Range<usize> {
-        let full = format!("{section}.{key}");
-        self.0.get(&full).or_else(|| self.0.get(section)).cloned().unwrap_or(0..0)
+        self.0.get(&dotted(section, key)).or_else(|| self.0.get(section)).cloned().unwrap_or(0..0)
     }
 }
 
@@ -48,6 +47,8 @@ pub(super) struct Section<'a, 'i, 'c, 't> {
     table: &'a DeTable<'i>,
     out: &'c mut Complaints<'t>,
     span: Range<usize>,
+    /// Keys that are left out and that a misspelt one of the table means.
+    misspelt: Vec<&'a str>,
 }
 
 impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
@@ -60,32 +61,29 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         table: &'a DeTable<'i>,
         out: &'c mut Complaints<'t>,
         spots: &'c mut Spots,
-        extra: &[&str],
+        extra: &[&'a str],
     ) -> Self {
         let schema = schema::section(schema_name);
         spots.0.insert(path.clone(), span.clone());
+        let mut misspelt = Vec::new();
+        let known = || schema.keys().map(|k| k.name).chain(extra.iter().copied());
         for (key, value) in table {
             let name: &str = key.get_ref();
-            let known = || schema.keys().map(|k| k.name).chain(extra.iter().copied());
-            let full = if path.is_empty() { name.to_string() } else { format!("{path}.{name}") };
-            if !known().any(|k| k == name) {
-                let names: Vec<_> = known().collect();
-                out.say(
-                    &key.span(),
-                    full,
-                    format!("one of the keys {}", names.join(", ")),
-                    "an unknown key",
-                    near(name, known()),
-                );
-            } else {
-                spots.0.insert(format!("{path}.{name}"), value.span());
+            if known().any(|k| k == name) {
+                spots.0.insert(dotted(&path, name), value.span());
+                continue;
             }
+            let names: Vec<_> = known().collect();
+            // What stands there may have been meant for any key that is left out, or for the near one.
+            let left_out = || known().filter(|k| !table.contains_key(*k));
+            let meant = nearest(name, left_out());
+            left_out().filter(|k| meant.is_none_or(|m| m == *k)).for_each(|k| out.doubt(&path, k));
+            misspelt.extend(meant);
+            let hint = near(name, known()).or_else(|| schema::at_home(name));
+            let expected = format!("one of the keys {}", names.join(", "));
+            out.say(&key.span(), dotted(&path, name), expected, "an unknown key", hint);
         }
-        Self { path, schema, table, out, span }
-    }
-
-    fn full(&self, key: &str) -> String {
-        if self.path.is_empty() { key.to_string() } else { format!("{}.{key}", self.path) }
+        Self { path, schema, table, out, span, misspelt }
     }
 
     fn expects(&self, key: &str) -> &'static str {
@@ -101,14 +99,34 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
 
     /// Complains about a key's value with the schema's expectation.
     pub(super) fn wrong(&mut self, key: &str, span: &Range<usize>, found: impl Into<String>, hint: Option<String>) {
-        let (full, expects) = (self.full(key), self.expects(key));
-        self.out.say(span, full, expects, found, hint);
+        let expects = self.expects(key);
+        self.out.doubt(&self.path, key);
+        self.out.say(span, dotted(&self.path, key), expects, found, hint);
     }
 
-    /// Complains that a key is missing.
+    /// Complains that a key is missing, unless it stands there misspelt or may stand where the text is no TOML.
     pub(super) fn missing(&mut self, key: &str) {
-        let (full, expects, span) = (self.full(key), self.expects(key), self.span.clone());
-        self.out.say(&span, full, expects, "nothing", Some(format!("add {key} = … to this section")));
+        self.out.doubt(&self.path, key);
+        if self.misspelt.contains(&key) || self.out.broken {
+            return;
+        }
+        let hint = Some(format!("add {key} = … to this section"));
+        self.out.say(&self.span, dotted(&self.path, key), self.expects(key), "nothing", hint);
+    }
+
+    /// Notes that the value that a key has is not the file's.
+    pub(super) fn doubt(&mut self, key: &str) {
+        self.out.doubt(&self.path, key);
+    }
+
+    /// Whether the value that a key has is not the file's.
+    pub(super) fn doubted(&self, key: &str) -> bool {
+        self.out.doubted(&self.path, key)
+    }
+
+    /// Whether a section of that word was not taken.
+    pub(super) fn refused(&self, word: &str) -> bool {
+        self.out.refused(word, None)
     }
 
     /// A value read by `convert`, which says `None` for one that does not fit.

@@ -44,6 +44,12 @@ const MAC: Key =
 const GUARD: &str = "\"ip\", \"mac\" or \"off\"";
 const GUARDS: &str = "which source addresses it may use: \"mac\" its own Ethernet address, \"ip\" besides that its own IPv4 address in IPv4 \
                       and ARP, \"off\" any";
+const IP6: Key = key(
+    "ip6",
+    "an IPv6 address or prefix like \"fd00::7\" or \"2001:db8:1::/64\", or a list of them",
+    "any",
+    "guard \"ip\": the IPv6 addresses that it may use in IPv6 and neighbour discovery, besides the link-local one of its MAC",
+);
 const REGION: Key = key(
     "region",
     "a power of two from \"1M\" to \"16M\"",
@@ -82,6 +88,7 @@ const MACHINE_KEYS: &[Key] = &[
     REGION,
     QUEUES,
     key("guard", GUARD, "\"ip\" where its address is known, else \"mac\"", GUARDS),
+    IP6,
     key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again"),
 ];
 
@@ -229,6 +236,7 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
             key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
+            IP6,
         ],
         shared: &[],
     },
@@ -258,6 +266,14 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "what is spoken in it; 0x4000 to 0x7fff are your own",
             ),
             VECTORS,
+            key(
+                "service",
+                "a name of a-z A-Z 0-9 . _ -",
+                "none",
+                "what the one machine of the link serves is the service of that name, for `tombolo call` and the libraries",
+            ),
+            key("to", "a name of a-z A-Z 0-9 . _ -", "none", "what the machine asks goes to the service of this name"),
+            key("callers", "\"owner\" or \"everybody\"", "\"owner\"", "which users of the host may call `service`"),
         ],
         shared: &[],
     },
@@ -282,4 +298,12 @@ pub const SECTIONS: &[SectionSchema] = &[
 /// The section of that name, which must exist.
 pub(super) fn section(name: &str) -> &'static SectionSchema {
     SECTIONS.iter().find(|s| s.name == name).expect("callers name sections of the table above")
+}
+
+/// The place of a key that the section at hand does not know, as a hint.
+pub(super) fn at_home(name: &str) -> Option<String> {
+    let homes = SECTIONS.iter().filter(|s| s.keys().any(|k| k.name == name));
+    let homes: Vec<_> =
+        homes.map(|s| if s.name.is_empty() { s.form.into() } else { format!("in {}", s.form) }).collect();
+    (!homes.is_empty()).then(|| format!("its place is {}", homes.join(" or ")))
 }

@@ -15,7 +15,7 @@ use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{Bells, EndError, LinkEnd, Resets};
 use super::meeting::{MAX_STEPS, Meeting, Step};
-use super::peer::{Waiter, Woken};
+use super::peer::wait_until;
 
 /// Makes the own output section fresh; the peer does not look at it meanwhile.
 pub type Clear = Box<dyn FnMut(ForeignMut<'_>) + Send>;
@@ -122,21 +122,8 @@ impl BarePeer {
 
     /// Waits until the peer rings, its state changes, `other` is readable, or `timeout` has passed.
     pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
-        let mut waiter = Waiter::new(timeout);
         let was_up = self.is_up();
-        loop {
-            if self.step() != was_up {
-                return true;
-            }
-            match waiter.wait(&self.doorbells, other) {
-                Woken::Over => return false,
-                Woken::Look => {}
-                Woken::Rung => {
-                    self.step();
-                    return true;
-                }
-            }
-        }
+        wait_until(self, timeout, other, |peer| &peer.doorbells, |peer, _| peer.step() != was_up)
     }
 }
 

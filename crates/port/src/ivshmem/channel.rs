@@ -14,7 +14,7 @@ use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{Bells, EndError, LinkEnd, Memory, Resets};
 use super::meeting::{MAX_STEPS, Meeting, Step};
-use super::peer::{Waiter, Woken};
+use super::peer::wait_until;
 
 /// Why a record was not sent or received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
@@ -199,21 +199,12 @@ impl ChannelPeer {
 
     /// As [`ChannelPeer::wait`], and until `other` is readable.
     pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
-        let mut waiter = Waiter::new(timeout);
         let was_up = self.is_up();
-        loop {
-            if self.step() != was_up || self.on(|channel, sections| channel.arm(sections)).unwrap_or(false) {
-                return true;
-            }
-            match waiter.wait(&self.doorbells, other) {
-                Woken::Over => return false,
-                Woken::Look => {}
-                Woken::Rung => {
-                    self.step();
-                    return true;
-                }
-            }
-        }
+        let look = |peer: &mut ChannelPeer, is_rung: bool| {
+            let has_changed = peer.step() != was_up;
+            has_changed || (!is_rung && peer.on(|channel, sections| channel.arm(sections)).unwrap_or(false))
+        };
+        wait_until(self, timeout, other, |peer| &peer.doorbells, look)
     }
 }
 

@@ -21,44 +21,37 @@ const FIRST_NAP: Duration = Duration::from_micros(50);
 /// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
 
-/// What ended a wait.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Woken {
-    /// Its time is over.
-    Over,
-    /// Nothing did; look again.
-    Look,
-    /// A doorbell, or the other descriptor.
-    Rung,
-}
-
-/// Waits for doorbells, or, where there are none, in pauses that grow.
-pub(super) struct Waiter {
-    end: Instant,
-    nap: Duration,
-}
-
-impl Waiter {
-    pub(super) fn new(timeout: Duration) -> Waiter {
-        Waiter { end: Instant::now() + timeout, nap: FIRST_NAP }
-    }
-
-    pub(super) fn wait(&mut self, doorbells: &[Doorbell], other: Option<BorrowedFd<'_>>) -> Woken {
-        let left = self.end.saturating_duration_since(Instant::now());
-        if left.is_zero() {
-            return Woken::Over;
+/// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout` has passed; without doorbells it looks again and
+/// again, in pauses that grow. Returns whether something may have happened. `look` says that we are about to sleep; after a
+/// doorbell it is called once more, with `true`, when we are not.
+pub(super) fn wait_until<P>(
+    peer: &mut P,
+    timeout: Duration,
+    other: Option<BorrowedFd<'_>>,
+    doorbells: impl Fn(&P) -> &[Doorbell],
+    mut look: impl FnMut(&mut P, bool) -> bool,
+) -> bool {
+    let (end, mut nap) = (Instant::now() + timeout, FIRST_NAP);
+    loop {
+        if look(peer, false) {
+            return true;
         }
-        let polled = doorbells.is_empty();
-        let pause = if polled { left.min(self.nap) } else { left };
-        self.nap = (self.nap * 2).min(LONGEST_NAP);
-        let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
+        let left = end.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return false;
+        }
+        let bells = doorbells(peer);
+        let pause = if bells.is_empty() { left.min(nap) } else { left };
+        nap = (nap * 2).min(LONGEST_NAP);
+        let mut fds: Vec<PollFd<'_>> = bells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
         fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
-        let rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
-        for bell in doorbells {
-            bell.take();
+        let is_rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
+        bells.iter().for_each(|bell| _ = bell.take());
+        if is_rung {
+            look(peer, true);
+            return true;
         }
-        if rung { Woken::Rung } else { Woken::Look }
     }
 }
 
@@ -247,20 +240,8 @@ impl NetPeer {
 
     /// As [`NetPeer::wait`], and until `other` is readable.
     pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
-        let mut waiter = Waiter::new(timeout);
-        loop {
-            if self.end.step() || self.arm() {
-                return true;
-            }
-            match waiter.wait(&self.doorbells, other) {
-                Woken::Over => return false,
-                Woken::Look => {}
-                Woken::Rung => {
-                    self.end.step();
-                    return true;
-                }
-            }
-        }
+        let look = |peer: &mut NetPeer, is_rung: bool| peer.end.step() || (!is_rung && peer.arm());
+        wait_until(self, timeout, other, |peer| &peer.doorbells, look)
     }
 
     fn arm(&mut self) -> bool {

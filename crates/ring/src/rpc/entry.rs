@@ -185,6 +185,20 @@ pub enum Status {
     Failed,
 }
 
+impl Status {
+    /// In one word, as reports have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Status::Served => "served",
+            Status::Late => "late",
+            Status::Refused(_) => "refused",
+            Status::Cancelled => "cancelled",
+            Status::Expired => "expired",
+            Status::Failed => "failed",
+        }
+    }
+}
+
 /// Why a request was not accepted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub enum Refusal {
@@ -212,6 +226,17 @@ impl Refusal {
             Refusal::Memory => 3,
             Refusal::ReplyMemory => 4,
             Refusal::Stopping => 5,
+        }
+    }
+
+    /// In one word, as reports have it.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Refusal::QueueFull => "queue-full",
+            Refusal::Admission => "admission",
+            Refusal::Memory => "memory",
+            Refusal::ReplyMemory => "reply-memory",
+            Refusal::Stopping => "stopping",
         }
     }
 

@@ -79,6 +79,16 @@ struct Replies {
     given: Given,
 }
 
+/// What is called when a request that is being served is taken back.
+#[derive(Default)]
+struct Hooks(Vec<(Token, Box<dyn FnOnce() + Send>)>);
+
+impl std::fmt::Debug for Hooks {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|(token, _)| token)).finish()
+    }
+}
+
 /// One client.
 #[derive(Debug)]
 pub(crate) struct Connection {
@@ -95,6 +105,11 @@ pub(crate) struct Connection {
     /// For both sections.
     _charge: Charge,
     gone: AtomicBool,
+    /// For each slot the turn whose request was taken back while it was served, last.
+    taken_back: Vec<AtomicU32>,
+    hooks: Mutex<Hooks>,
+    /// Whether there may be any, for those who would look in vain.
+    hooked: AtomicBool,
     /// The CPU that the client was told last.
     cpu: AtomicU32,
 }
@@ -132,6 +147,9 @@ impl Connection {
             taken: Mutex::new(taken),
             _charge: charge,
             gone: AtomicBool::new(false),
+            taken_back: (0..entries).map(|_| AtomicU32::new(0)).collect(),
+            hooks: Mutex::default(),
+            hooked: AtomicBool::new(false),
             cpu: AtomicU32::new(u32::MAX),
         }
     }
@@ -197,6 +215,49 @@ impl Connection {
             let _ = rustix::net::shutdown(&self.socket, Shutdown::Both);
         }
         first
+    }
+
+    /// The client takes back a request that is being served.
+    pub(crate) fn take_back(&self, token: Token) {
+        if let Some(turn) = self.taken_back.get(token.slot() as usize) {
+            // Relaxed: the hooks' lock orders it for who waits to hear; who only looks may miss it.
+            turn.store(token.turn(), Ordering::Relaxed);
+        }
+        self.call_hooks(|of| of == token);
+    }
+
+    /// Whether nobody waits any more for the answer to a request that is being served.
+    pub(crate) fn is_taken_back(&self, token: Token) -> bool {
+        let turn = self.taken_back.get(token.slot() as usize);
+        self.is_gone() || turn.is_some_and(|turn| turn.load(Ordering::Relaxed) == token.turn())
+    }
+
+    /// Has `hook` called when that becomes so; at once where it is so.
+    pub(crate) fn on_taken_back(&self, token: Token, hook: Box<dyn FnOnce() + Send>) {
+        let mut hooks = lock(&self.hooks);
+        if self.is_taken_back(token) {
+            drop(hooks);
+            return hook();
+        }
+        hooks.0.push((token, hook));
+        self.hooked.store(true, Ordering::Relaxed);
+    }
+
+    /// The request is served: its hooks are not called any more.
+    #[inline]
+    pub(crate) fn served(&self, token: Token) {
+        // Relaxed: who has set it for this request is this thread.
+        if self.hooked.load(Ordering::Relaxed) {
+            let mut hooks = lock(&self.hooks);
+            hooks.0.retain(|(of, _)| *of != token);
+            self.hooked.store(!hooks.0.is_empty(), Ordering::Relaxed);
+        }
+    }
+
+    /// Calls hooks, without the lock.
+    pub(crate) fn call_hooks(&self, which: impl Fn(Token) -> bool) {
+        let called: Vec<_> = lock(&self.hooks).0.extract_if(.., |(token, _)| which(*token)).collect();
+        called.into_iter().for_each(|(_, hook)| hook());
     }
 
     /// Publishes an answer and wakes the client if it waits.

@@ -125,7 +125,7 @@ pub struct Options {
     pub ttl: Duration,
     /// How long a client may hold a reply.
     pub reply_ttl: Duration,
-    /// Calls that take longer, waiting and service together, are in the report.
+    /// Calls that take longer, waiting and service together, are in the report; so are those that waited for longer and were not served.
     pub slow: Duration,
     /// How workers wait.
     pub polling: Polling,
@@ -285,6 +285,8 @@ impl Engine {
             polls_gained: get(&counters.polls_gained),
             queued: counters.queued.summary(),
             service: counters.service.summary(),
+            slow_ns: clock::ns(self.options.slow),
+            slow: get(&counters.slow),
             slow_calls: counters.slow_calls(),
         }
     }

@@ -15,7 +15,7 @@ use crate::sync::lock;
 /// How many slow calls are remembered.
 const SLOW_CALLS: usize = 32;
 
-/// A call that took longer than the service's threshold.
+/// A call that took longer than the service's threshold, or waited for longer and was not served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlowCall {
     /// The caller's process.
@@ -30,6 +30,12 @@ pub struct SlowCall {
     pub service_ns: u64,
     /// How much after its deadline it was done; 0 if before it.
     pub late_by_ns: u64,
+    /// How it ended: served, late, refused, cancelled, expired or failed.
+    #[serde(default)]
+    pub end: String,
+    /// When that was, ns after the service began.
+    #[serde(default)]
+    pub at_ns: u64,
 }
 
 /// Counters of answers, all since the service began.
@@ -103,7 +109,13 @@ pub struct Report {
     pub queued: Summary,
     /// How long requests were served.
     pub service: Summary,
-    /// The last slow calls, oldest first.
+    /// What a call takes longer than that is in the list below, waiting and service together, ns.
+    #[serde(default)]
+    pub slow_ns: u64,
+    /// How many took longer.
+    #[serde(default)]
+    pub slow: u64,
+    /// The last of them, oldest first.
     pub slow_calls: Vec<SlowCall>,
 }
 
@@ -127,7 +139,8 @@ pub(crate) struct Counters {
     pub(crate) calls: AtomicU64,
     pub(crate) queued: Histogram,
     pub(crate) service: Histogram,
-    slow: Mutex<VecDeque<SlowCall>>,
+    pub(crate) slow: AtomicU64,
+    slow_calls: Mutex<VecDeque<SlowCall>>,
 }
 
 pub(crate) fn add(counter: &AtomicU64, n: u64) {
@@ -175,7 +188,8 @@ impl Counters {
     }
 
     pub(crate) fn slow(&self, call: SlowCall) {
-        let mut slow = lock(&self.slow);
+        add(&self.slow, 1);
+        let mut slow = lock(&self.slow_calls);
         if slow.len() == SLOW_CALLS {
             slow.pop_front();
         }
@@ -183,7 +197,7 @@ impl Counters {
     }
 
     pub(crate) fn slow_calls(&self) -> Vec<SlowCall> {
-        lock(&self.slow).iter().cloned().collect()
+        lock(&self.slow_calls).iter().cloned().collect()
     }
 
     pub(crate) fn answers(&self) -> Answers {

@@ -1,10 +1,11 @@
 //! What a handler is given and what it gives: a request and the reply to it.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::INLINE_BYTES;
-use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status};
+use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status, Token};
 use tombolo_shm::memory::Mapping;
 
 use super::connection::{Block, Caller, Connection};
@@ -18,7 +19,9 @@ pub struct Request<'a> {
     pub(crate) deadline_ns: u64,
     pub(crate) trace: u64,
     pub(crate) queued_ns: u64,
-    pub(crate) caller: Caller,
+    pub(crate) ttl_ms: u32,
+    pub(crate) token: Token,
+    pub(crate) connection: &'a Arc<Connection>,
 }
 
 impl<'a> Request<'a> {
@@ -65,9 +68,27 @@ impl<'a> Request<'a> {
         self.queued_ns
     }
 
+    /// What is left of the time to live that its caller gave it; `None` where that left it to the service. For whoever passes it on.
+    pub fn ttl_left(&self) -> Option<Duration> {
+        let ttl = (self.ttl_ms > 0).then(|| Duration::from_millis(self.ttl_ms.into()))?;
+        Some(ttl.saturating_sub(Duration::from_nanos(self.queued_ns)))
+    }
+
+    /// Whether nobody waits for the answer any more: the caller has taken the request back since its service began, or is gone. A handler
+    /// that takes long may look, and end early. While all workers are busy it is noticed within 10 ms.
+    pub fn is_taken_back(&self) -> bool {
+        self.connection.is_taken_back(self.token)
+    }
+
+    /// Has `hook` called when that becomes so, at once where it is so already, and not any more when the handler has returned. Whoever
+    /// notices calls it while the service's queue is held up: it is to be short.
+    pub fn on_taken_back(&self, hook: impl FnOnce() + Send + 'static) {
+        self.connection.on_taken_back(self.token, Box::new(hook));
+    }
+
     /// Who calls, as the kernel says.
     pub fn caller(&self) -> Caller {
-        self.caller
+        self.connection.caller
     }
 }
 

@@ -299,7 +299,10 @@ impl Engine {
                 Some(Ask::Cancel(token)) => {
                     any = true;
                     useful |= !connection.is_free(token);
-                    if let Slot::Queued(handle) = connection.slot(token.slot())
+                    let slot = connection.slot(token.slot());
+                    if slot == Slot::Serving {
+                        connection.take_back(token);
+                    } else if let Slot::Queued(handle) = slot
                         && schedule.get(handle).is_some_and(|job| job.is_of(connection) && job.call.token == token)
                         && let Some((job, queued_ns)) = schedule.remove(now, handle)
                     {
@@ -334,6 +337,7 @@ impl Engine {
     pub(super) fn give_up(&self, job: &Job, status: Status, queued_ns: u64, now: u64) {
         let answer =
             Answer { token: job.call.token, status, code: 0, queued_ns, service_ns: 0, payload: Payload::EMPTY };
+        self.trace(job, status, (queued_ns, 0), now);
         self.send(&job.connection, &answer, &[], now, false);
     }
 
@@ -366,6 +370,7 @@ impl Engine {
         let Some(Intake { connection, .. }) = core.intake(place).map(|i| &*i) else { return };
         let connection = connection.clone();
         connection.end();
+        connection.call_hooks(|_| true);
         // The client holds the bell too: closing ours would not end its events.
         let _ = epoll::delete(&self.bells, &connection.bell);
         let now = now_ns();
@@ -433,14 +438,15 @@ impl Engine {
         let Some(payload) = payload else {
             return self.give_up(&job, Status::Refused(Refusal::Memory), queued_ns, began);
         };
-        let request =
-            Request { payload, deadline_ns: *deadline_ns, trace: call.trace, queued_ns, caller: connection.caller };
+        let Call { token, trace, ttl_ms, .. } = *call;
+        let request = Request { payload, deadline_ns: *deadline_ns, trace, queued_ns, ttl_ms, token, connection };
         let mut reply = Reply::new(connection);
         let served = {
             let _scope = Scope::enter(*deadline_ns);
             // The reply is discarded after a panic; what the handler itself leaves behind is its own affair.
             catch_unwind(AssertUnwindSafe(|| self.handler.serve(&request, &mut reply)))
         };
+        connection.served(token);
         let ended = now_ns();
         let service_ns = ended.saturating_sub(began);
         let status = match (served, reply.ending(), reply.refusal()) {
@@ -462,15 +468,23 @@ impl Engine {
         add(&self.counters.calls, 1);
         self.counters.queued.record(queued_ns);
         self.counters.service.record(service_ns);
+        self.trace(&job, status, (queued_ns, service_ns), ended);
         self.send(connection, &answer, bytes, ended, status == Status::Served && ended > *deadline_ns);
+    }
+
+    /// Remembers a call that took longer than it should.
+    #[inline]
+    fn trace(&self, job: &Job, status: Status, (queued_ns, service_ns): (u64, u64), ended: u64) {
         if queued_ns.saturating_add(service_ns) > crate::clock::ns(self.options.slow) {
             self.counters.slow(SlowCall {
-                pid: connection.caller.pid,
-                trace: call.trace,
-                request_bytes: call.payload.len(),
+                pid: job.connection.caller.pid,
+                trace: job.call.trace,
+                request_bytes: job.call.payload.len(),
                 queued_ns,
                 service_ns,
-                late_by_ns: ended.saturating_sub(*deadline_ns),
+                late_by_ns: ended.saturating_sub(job.deadline_ns),
+                end: status.name().into(),
+                at_ns: crate::clock::ns(self.began.elapsed()),
             });
         }
     }
