@@ -209,7 +209,7 @@ def test_a_guest_that_takes_anothers_ipv4_address_is_not_heard():
         assert linux.ping(WEB, count=2) == 1.0
 
 
-@timeout(240)
+@timeout(600)
 def test_a_guest_that_takes_anothers_ipv6_address_is_not_heard():
     own, other, asked = "fd00:234::21", "fd00:234::99", "fd00:234::20"
     more = f'ip6 = "{own}"\n[port.ear]\nkind = "stream"\n'
@@ -229,14 +229,14 @@ def test_a_guest_that_takes_anothers_ipv6_address_is_not_heard():
         # What a stock guest says by itself passes: its link-local and own address, router solicitations, multicast reports.
         assert "guard" not in fabric.port("linux")["counters"]["rx_drops"], fabric.port("linux")["counters"]
         ask(own)
-        assert ear.listen(solicits(own), 10)
+        assert ear.listen(solicits(own))
         linux.run(f"ip -6 addr add {other}/64 dev eth0 nodad")
         ask(other)
-        assert fabric.port("linux")["counters"]["rx_drops"].get("guard", 0) >= 1, fabric.port("linux")["counters"]
+        until("a frame that the guard drops", lambda: guarded(fabric) >= 1)
         ear.heard.clear()
-        linux.run(f"ip -6 neigh flush dev eth0", check=False)
+        linux.run("ip -6 neigh flush dev eth0", check=False)
         ask(own)
-        assert ear.listen(solicits(own), 10)
+        assert ear.listen(solicits(own))
         assert not any(solicits(other)(frame) for frame in ear.heard)
         assert linux.ping(WEB, count=2) == 1.0
 
@@ -306,23 +306,35 @@ def test_capture_while_traffic_flows():
             assert done.returncode == 0 and len(done.stdout.split()) == count, done.stderr
 
 
+@contextlib.contextmanager
+def none_lost(fabric, linux):
+    """The guest pings `web` all the while, and each request has its reply. There is no transfer to the guest meanwhile: one whose machine lets it
+    stand has no room for all of that, and loses what comes between."""
+    linux.start_pings("web")
+    yield
+    sent, received = linux.finish_pings()
+    counters = {port["name"]: port["counters"] for port in fabric.status()["ports"]}
+    assert 0 < sent == received, f"{received} replies to {sent} requests; {json.dumps(counters)}"
+
+
 @timeout(600)
 def test_ports_come_and_go_under_traffic():
     with standing() as (fabric, linux):
-        linux.start_pings("web")
         for round_ in range(2):
-            fabric.cli("port", "add", "extra", "--kind", "vhost-user", "--mac", "02:00:00:00:bb:01", "--ip", "10.234.0.77", "--fabric", fabric.name)
             path = fabric.folder / "run" / fabric.name / "extra.sock"
-            assert path.exists() and not fabric.port("extra")["up"]
-            with CellGuest("httpd", net=Net.vhost_user(path).with_mac("02:00:00:00:bb:01")):
-                until("a ping by the new name", lambda: linux.ping("extra", count=1) == 1.0, PATIENCE_S)
+            with contextlib.ExitStack() as stack:
+                with none_lost(fabric, linux):
+                    fabric.cli("port", "add", "extra", "--kind", "vhost-user", "--mac", "02:00:00:00:bb:01", "--ip", "10.234.0.77",
+                               "--fabric", fabric.name)
+                    assert path.exists() and not fabric.port("extra")["up"]
+                    stack.enter_context(CellGuest("httpd", net=Net.vhost_user(path).with_mac("02:00:00:00:bb:01")))
+                    until("a ping by the new name", lambda: linux.ping("extra", count=1) == 1.0, PATIENCE_S)
                 fetch(linux, 1_000_000, host="extra")
-                fabric.cli("port", "del", "extra", "--fabric", fabric.name)
-                assert not path.exists(), round_
-                assert all(port["name"] != "extra" for port in fabric.status()["ports"])
-                assert linux.ping("10.234.0.77", count=2, seconds=2) == 0.0
-        sent, received = linux.finish_pings()
-        assert 0 < sent == received, (sent, received)
+                with none_lost(fabric, linux):
+                    fabric.cli("port", "del", "extra", "--fabric", fabric.name)
+                    assert not path.exists(), round_
+                    assert all(port["name"] != "extra" for port in fabric.status()["ports"])
+                    assert linux.ping("10.234.0.77", count=2, seconds=2) == 0.0
         refused = fabric.cli("port", "del", "web", "--fabric", fabric.name, check=False)
         assert refused.returncode and "cell stop web" in refused.stderr, refused.stderr
 
@@ -353,27 +365,27 @@ def test_a_hostile_frontend_harms_itself_alone():
     more = '[port.foe]\nkind = "vhost-user"\nmac = "02:00:00:00:cc:01"\nip = "10.234.0.66"\n'
     with standing(more) as (fabric, linux):
         path = fabric.folder / "run" / fabric.name / "foe.sock"
-        linux.start_pings("web")
         told = {}
-        for name, data, with_file in attacks(dice):
-            before = fabric.port("foe")["counters"]["faults"]
-            with socket.socket(socket.AF_UNIX) as foe, open(os.devnull, "rb") as null:
-                foe.settimeout(PATIENCE_S)
-                foe.connect(str(path))
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    if with_file:
-                        socket.send_fds(foe, [data], [null.fileno()])
-                    else:
-                        foe.sendall(data)
-                    if name == "half a header":
-                        # Nobody waits for the other half.
-                        assert linux.ping("web", count=3) == 1.0
-                        continue
-                    # It is put out: the socket ends, without our doing.
-                    while foe.recv(65536):
-                        pass
-            until(f"the fault of {name}", lambda: fabric.port("foe")["counters"]["faults"] > before, PATIENCE_S)
-            told[name] = fabric.port("foe")["last_fault"]
+        with none_lost(fabric, linux):
+            for name, data, with_file in attacks(dice):
+                before = fabric.port("foe")["counters"]["faults"]
+                with socket.socket(socket.AF_UNIX) as foe, open(os.devnull, "rb") as null:
+                    foe.settimeout(PATIENCE_S)
+                    foe.connect(str(path))
+                    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                        if with_file:
+                            socket.send_fds(foe, [data], [null.fileno()])
+                        else:
+                            foe.sendall(data)
+                        if name == "half a header":
+                            # Nobody waits for the other half.
+                            assert linux.ping("web", count=3) == 1.0
+                            continue
+                        # It is put out: the socket ends, without our doing.
+                        while foe.recv(65536):
+                            pass
+                until(f"the fault of {name}", lambda: fabric.port("foe")["counters"]["faults"] > before, PATIENCE_S)
+                told[name] = fabric.port("foe")["last_fault"]
         print(json.dumps(told, indent=1))
         assert any("foe" in warning for warning in fabric.status()["warnings"])
         others = [port for port in fabric.status()["ports"] if port["name"] != "foe"]
@@ -383,5 +395,3 @@ def test_a_hostile_frontend_harms_itself_alone():
         with CellGuest("httpd", net=Net.vhost_user(path).with_mac("02:00:00:00:cc:01")):
             until("a ping to the port's next guest", lambda: linux.ping("10.234.0.66", count=1) == 1.0, PATIENCE_S)
             fetch(linux, 1_000_000, host="10.234.0.66")
-        sent, received = linux.finish_pings()
-        assert 0 < sent == received, (sent, received)

@@ -23,6 +23,8 @@ def _prepare(parent, nice, moment):
     """Runs in the child between fork and exec: SIGKILL when the parent goes, even if it is killed; its niceness; and into the
     pipe `moment` the time of the exec."""
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # A shell starts what runs in its background with this one ignored, which is inherited: then no child of a test could be interrupted.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     if nice is not None:
         os.setpriority(os.PRIO_PROCESS, 0, nice)
     if os.getppid() != parent:

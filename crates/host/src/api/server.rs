@@ -52,8 +52,8 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
 const LOOKS_PER_QUESTION: u32 = 10;
-/// How long a machine that has just been started may take to make its console socket.
-const CONSOLE_APPEARS: Duration = Duration::from_secs(5);
+/// How long a machine that runs may take to listen at its console socket; one that does not run is not waited for.
+const CONSOLE_APPEARS: Duration = Duration::from_secs(30);
 /// How long a machine's console socket may take to swallow what was typed.
 const CONSOLE_SWALLOW: Duration = Duration::from_secs(5);
 /// Bytes read from a console at once.
@@ -456,11 +456,8 @@ async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Se
         if let Some((requests, name)) = &follow
             && silent % LOOKS_PER_QUESTION == 0
         {
-            let runs = |s: &super::report::Status| {
-                s.machines.iter().any(|m| m.name == *name && matches!(m.state.as_str(), "running" | "starting"))
-            };
             // What it printed before it ended is read in one more turn.
-            ended = !ask(requests, Request::Status).await.is_ok_and(|s| runs(&s));
+            ended = !runs(requests, name).await;
             continue;
         }
         tokio::select! {
@@ -468,6 +465,13 @@ async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Se
             () = tokio::time::sleep(CONSOLE_LOOK) => {}
         }
     }
+}
+
+/// Whether a machine runs, or is about to.
+async fn runs(requests: &Requests, name: &str) -> bool {
+    ask(requests, Request::Status).await.is_ok_and(|status| {
+        status.machines.iter().any(|m| m.name == name && matches!(m.state.as_str(), "running" | "starting"))
+    })
 }
 
 /// Copies the body to the machine's console as it comes; answers when it has been swallowed.
@@ -489,11 +493,12 @@ async fn type_to_console(
             Answer::from(Refusal::Failed(format!("{what} the console socket {input}: {e}; does it run?")))
         }
     };
-    // A machine that was started a moment ago has not made its socket yet.
+    // A machine that was started a moment ago has not made its socket yet, or has made it and does not listen at it yet.
+    let early = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
     let deadline = Instant::now() + CONSOLE_APPEARS;
     let mut socket = loop {
         match UnixStream::connect(&input).await {
-            Err(e) if e.kind() == io::ErrorKind::NotFound && Instant::now() < deadline => {
+            Err(e) if early(&e) && Instant::now() < deadline && runs(&app.requests, &name).await => {
                 tokio::time::sleep(CONSOLE_LOOK).await;
             }
             result => break result.map_err(failed("connecting to"))?,

@@ -322,6 +322,28 @@ fn a_console_is_read_followed_and_typed_into() {
 }
 
 #[test]
+fn a_console_socket_at_which_nobody_listens_yet_is_waited_for() {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+    let stand = Stand::new();
+    // As QEMU makes it: the file comes by bind, and who connects before listen is refused.
+    let path = stand.dir.path().join("web.tty");
+    std::fs::remove_file(&path).unwrap();
+    let tty = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
+    bind(&tty, &SocketAddrUnix::new(&path).unwrap()).unwrap();
+    std::thread::scope(|scope| {
+        let typist = scope.spawn(|| stand.client().attach("web", &b"hello\n"[..], |_| Ok(ControlFlow::Continue(()))));
+        // A span in which one that did not wait would be done.
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(!typist.is_finished());
+        listen(&tty, 1).unwrap();
+        let mut typed = String::new();
+        let (mut line, _) = std::os::unix::net::UnixListener::from(tty).accept().unwrap();
+        line.read_to_string(&mut typed).unwrap();
+        assert_eq!((typist.join().unwrap().unwrap(), typed.as_str()), (Ending::Enough, "hello\n"));
+    });
+}
+
+#[test]
 fn down_is_answered_and_then_nobody_listens() {
     let mut stand = Stand::new();
     let mut client = stand.client();
