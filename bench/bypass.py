@@ -71,6 +71,8 @@ SHORT = ("udp64_1", "udp64_10000", "udp1500_1", "trip64", "gso_60k", "tcp_rr", "
 WARM_S = {"tcp": 0.04, "other": 0.01}
 # A choice takes three windows of one second.
 CHOOSING_S = 8
+# So many more rounds where each connection keeps a pace of its own, of which the fastest is four times the slowest, on any path.
+MOODS_MORE = 2
 # Slices with 10,000 flows are so much longer: then a round takes longer than a lease, and each slice begins with renewing all of them, before
 # counting begins.
 MANY_LONGER = 3
@@ -289,13 +291,13 @@ def awake(folder):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, help="[default: 14; with --short 10]")
+    parser.add_argument("--rounds", type=int, help="[default: 12; with --short 8]")
     parser.add_argument("--seconds", type=float, default=0.05, help="length of a slice [default: 0.05]")
     parser.add_argument("--cells", metavar="PATTERN", help="only those whose `ENDS LOAD` the regular expression finds")
     parser.add_argument("--short", action="store_true", help="fewer loads and rounds")
     parser.add_argument("--no-perf", action="store_true", help="no hardware counters")
     options = parser.parse_args()
-    options.rounds = options.rounds or (10 if options.short else 14)
+    options.rounds = options.rounds or (8 if options.short else 12)
     for name in ("nft", "ethtool", "clang", "gcc"):
         need_program(name)
     if (os.cpu_count() or 1) < 2:
@@ -326,7 +328,7 @@ def measure_cell(results, options, settings, ends, load, is_new_kind, with_perf,
             setting.settle(load)
         if setting.attached:
             setting.way()
-    for number in range(options.rounds):
+    for number in range(options.rounds * (MOODS_MORE if "16K" in load else 1)):
         turn = [path for path in wanted if path not in REFERENCES or number % REFERENCE_ROUNDS == 0]
         order.shuffle(turn)
         for path in turn:

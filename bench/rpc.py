@@ -5,7 +5,8 @@ usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only
 
 Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
 iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. The table has the medians over
-the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" means that both ends sleep at once.
+the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" and "asleep" mean
+that both ends sleep at once, "outstanding_16" and "loaded" wait as the library does by itself (poll where it gains, then sleep).
 Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip less what the provider had of it.
 Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
 
@@ -152,10 +153,11 @@ def main():
         ("spin_polled", "polled", "spin", "p50_us"),
         ("iceoryx2_polled", "polled", "iceoryx2_polled_blocking", "p50_us"),
         ("binary_heap_order", "order_10k_without_admission", "order_10k_binary_heap", "p50_us"),
-        *((f"{peer}_{row}", ours, f"{peer}_{row}", key)
+        *((f"{peer}_{row}" + ("_asleep" if ours.endswith("_asleep") else ""), ours, f"{peer}_{row}", key)
           for peer in ("iceoryx2", "iceoryx2_waitset", "capnp", "tonic", "zenoh")
           for row, ours, key in [("blocking", "blocking", "p50_us"), ("one_cpu", "blocking_one_cpu", "p50_us"), ("64k", "copy_64k", "p50_us"),
-                                 ("16", "outstanding_16", "rate"), ("loaded", "loaded", "p999_us")]),
+                                 ("16", "outstanding_16", "rate"), ("16", "outstanding_16_asleep", "rate"),
+                                 ("loaded", "loaded", "p999_us"), ("loaded", "loaded_asleep", "p999_us")]),
     ]}
     results.finish(
         blocking_us=value("blocking"),
@@ -166,8 +168,12 @@ def main():
         copy_64k_us=value("copy_64k"),
         rate_16=round(value("outstanding_16", "rate")),
         cpu_us_16=value("outstanding_16", "cpu_us"),
+        rate_16_asleep=round(value("outstanding_16_asleep", "rate")),
+        cpu_us_16_asleep=value("outstanding_16_asleep", "cpu_us"),
         # Without the right to a real-time class there is no such figure.
         loaded_p999_us=value("loaded", "p999_us"),
+        loaded_p999_asleep_us=value("loaded_asleep", "p999_us"),
+        loaded_p999_normal_us=value("loaded_normal", "p999_us"),
         order_10k_us=value("order_10k"),
         **{"edf_misses_at_0.9": round(statistics.mean(misses), 6)},
         ratios={name: value for name, value in ratios.items() if value is not None},

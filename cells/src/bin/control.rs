@@ -227,8 +227,18 @@ async fn controller(net: &Net, channel: &mut Channel, settings: &Settings) {
     // The plant ends with it, and is given its time: one that finds the link down before it has read this would wait for the next controller.
     let _ = period(net, channel, Wait::Tasks, STOP, 0, net.now_ns() + settings.patience_ns).await;
     let is_reached = (SET_POINT - measured).abs() <= TOLERANCE;
+    let is_in_time = missed <= settings.max_missed;
+    if !is_in_time {
+        println!(
+            "control: failed: {missed} of {} periods had no reply in time, and max_missed={} was allowed",
+            settings.count, settings.max_missed
+        );
+    }
+    if !is_reached {
+        println!("control: failed: the plant is at {measured}, expected {SET_POINT}");
+    }
     report(channel.link(), "records", settings, missed, trips, lateness, Some(is_reached));
-    exit(if missed <= settings.max_missed && is_reached { ExitCode::Success } else { ExitCode::Failure })
+    exit(if is_in_time && is_reached { ExitCode::Success } else { ExitCode::Failure })
 }
 
 async fn plant(net: &Net, channel: &mut Channel, settings: &Settings) {

@@ -5,9 +5,13 @@
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
-//! It ends by itself when the place is gone, within one tick. One runs per namespace, by a lock.
+//! It ends by itself when the place is gone, within one tick, and with everything when the namespace was deleted. One runs per namespace, by a lock.
+//! Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which
+//! answers nobody while any namespace of the machine comes or goes.
 
-use crate::attachment::{AttachError, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
+use crate::attachment::{
+    AttachError, Others, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
+};
 use crate::chooser::{Chooser, Why, Window};
 use crate::layout::{
     Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, NO_FLOW, PORT_CAPTURED, PORT_TWICE, Port, TAKEN_XDP, WISH_BYTES,
@@ -15,6 +19,7 @@ use crate::layout::{
 use crate::maps::{self, Maps};
 use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
 use crate::place::{Interface, Place};
+use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
 use std::collections::HashMap;
@@ -32,7 +37,7 @@ const UNUSED: Duration = Duration::from_secs(60);
 /// How often such flows are looked for.
 const REAP: Duration = Duration::from_secs(15);
 /// How long a keeper may take to start.
-const STARTING: Duration = Duration::from_secs(5);
+const STARTING: Duration = Duration::from_secs(30);
 
 /// Starts a keeper for this place with the running program, unless one runs; says whether one runs then. Its output goes to its log, and it
 /// outlives whoever started it.
@@ -137,15 +142,20 @@ impl Keeper {
         self.last_tick_ns = now_ns;
         let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
         let captured = captured(&table);
-        let links = Routes::open()?.links()?;
+        let routes = Routes::open()?;
+        let links = routes.links()?;
         let record = self.place.record()?;
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
             let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
             let Some(link) = links.iter().find(|l| l.index == index) else { continue };
             let on = captured.contains(&0) || captured.contains(&index);
-            let flags = capabilities(link) | if on { PORT_CAPTURED } else { 0 };
-            let (mode, why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
+            let others = Others::at(&routes, link, interface.past_filters)?;
+            let flags = capabilities(link, others) | if on { PORT_CAPTURED } else { 0 };
+            let (mode, mut why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
+            if others.are_overlooked() {
+                why = Why::Overlooked;
+            }
             changed |= flags != port.flags & !PORT_TWICE;
             let flags = flags | if is_fleeting { PORT_TWICE } else { 0 };
             let since_ns = if mode == port.mode { port.since_ns } else { now_ns };
@@ -216,6 +226,31 @@ fn window(before: &Counters, after: &Counters, length: Duration, captured: bool)
     }
 }
 
+/// Waits until there is something to read, but not for long.
+fn glance(fd: &impl std::os::fd::AsFd) -> Result<(), AttachError> {
+    let glance = rustix::event::Timespec::try_from(GLANCE).expect("a fifth of a second");
+    match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&glance)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(e) => Err(crate::netlink::NetlinkError::Call { what: "poll", cause: e }.into()),
+    }
+}
+
+/// Has connections tracked liberally as they are wished for, until the place is gone.
+fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> Result<(), AttachError> {
+    loop {
+        glance(&wishes)?;
+        if !place.exists() {
+            return Ok(());
+        }
+        while let Some(wish) = wishes.next() {
+            if let Some(connection) = connection(&wish) {
+                // One that closed meanwhile needs it no more; one that the kernel does not change is wished for again.
+                let _ = conntrack.be_liberal(&connection);
+            }
+        }
+    }
+}
+
 /// Runs until the place is gone. Gives back at once where another keeper runs.
 pub fn keep(place: &Place) -> Result<(), AttachError> {
     let Some(mut lock) = place.keeper_lock()? else { return Ok(()) };
@@ -223,7 +258,12 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
     let monitor = Monitor::open()?;
     let conntrack = Conntrack::open()?;
-    let mut wishes = maps::wishes(place)?;
+    let wishes = maps::wishes(place)?;
+    let granting = place.clone();
+    let granter = std::thread::Builder::new()
+        .name("bypass-grants".into())
+        .spawn(move || grant(&granting, wishes, &conntrack))
+        .map_err(AttachError::Thread)?;
     let mut keeper = Keeper {
         place: place.clone(),
         maps: Maps::open(place)?,
@@ -238,20 +278,12 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     }
     let mut next_tick = monotonic_ns();
     loop {
-        let glance = rustix::event::Timespec::try_from(GLANCE).expect("a fifth of a second");
-        let mut fds = [PollFd::new(&wishes, PollFlags::IN), PollFd::new(&monitor, PollFlags::IN)];
-        match poll(&mut fds, Some(&glance)) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(e) => return Err(crate::netlink::NetlinkError::Call { what: "poll", cause: e }.into()),
-        }
+        glance(&monitor)?;
         if !keeper.place.exists() {
             return Ok(());
         }
-        while let Some(wish) = wishes.next() {
-            if let Some(connection) = connection(&wish) {
-                // One that closed meanwhile needs it no more; one that the kernel does not change is wished for again.
-                let _ = conntrack.be_liberal(&connection);
-            }
+        if granter.is_finished() {
+            return granter.join().unwrap_or(Ok(()));
         }
         let mut untrue = false;
         for change in monitor.changes()? {
@@ -268,6 +300,10 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         if monotonic_ns() >= next_tick {
             next_tick = monotonic_ns() + TICK.as_nanos() as u64;
+            // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
+            if leave(&keeper.place)? {
+                return Ok(());
+            }
             keeper.tick()?;
         }
     }

@@ -412,11 +412,11 @@ impl Session {
         now_ns: u64,
         response: Response,
     ) -> Result<(), Broken> {
-        self.schedule.done(request.began_ns);
         if request.id.epoch != self.epoch {
-            self.stats.abandoned += 1;
+            self.forget(request);
             return Ok(());
         }
+        self.schedule.done(request.began_ns);
         self.end(carrier, request, now_ns, response)
     }
 

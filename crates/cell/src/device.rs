@@ -4,13 +4,29 @@ use crate::ivshmem::net::{IvshmemNet, Leave as LinkLeave};
 use crate::neighbor::Sighting;
 use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
 use alloc::boxed::Box;
-use smoltcp::phy::{Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
+use core::num::NonZeroUsize;
+use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
 use smoltcp::time::Instant;
 use smoltcp::wire::EthernetAddress;
 
 /// How often a virtio device without interrupts is looked at.
 const POLLING_NS: u64 = 1_000_000;
 const DEFAULT_MTU: usize = 1500;
+const ETHERNET_HEADER_BYTES: usize = 14;
+
+/// What a device tells the stack: frames of the MTU, no sums of TCP and UDP wanted, and frames of `segmented_bytes` to be cut where
+/// it takes those.
+pub(crate) fn capabilities(mtu: usize, segmented_bytes: usize, tcpv4: bool, tcpv6: bool) -> DeviceCapabilities {
+    let segmented = |takes: bool| NonZeroUsize::new(segmented_bytes).filter(|_| takes);
+    let mut caps = DeviceCapabilities::default();
+    caps.medium = Medium::Ethernet;
+    caps.max_transmission_unit = mtu + ETHERNET_HEADER_BYTES;
+    caps.checksum.tcp = Checksum::None;
+    caps.checksum.udp = Checksum::None;
+    caps.segmentation.tcpv4 = segmented(tcpv4);
+    caps.segmentation.tcpv6 = segmented(tcpv6);
+    caps
+}
 
 /// The network device of the cell.
 pub(crate) enum NetDevice {
@@ -200,12 +216,7 @@ impl Device for NetDevice {
         match self {
             NetDevice::Virtio(device) => device.capabilities(),
             NetDevice::Ivshmem(device) => device.capabilities(),
-            NetDevice::None => {
-                let mut caps = DeviceCapabilities::default();
-                caps.medium = Medium::Ethernet;
-                caps.max_transmission_unit = DEFAULT_MTU + 14;
-                caps
-            }
+            NetDevice::None => capabilities(DEFAULT_MTU, 0, false, false),
         }
     }
 }

@@ -64,14 +64,13 @@ impl Bridge {
         }
         let root = rundir::runtime_root()?;
         let fabric = select.name(&root)?;
-        let running = rundir::running(&root);
-        if !running.contains(&fabric) {
+        if !rundir::running(&root).contains(&fabric) {
             let socket = rundir::api_socket(&root, &fabric);
             let was_killed = socket.exists();
             let absent = if was_killed {
                 ClientError::Stale { fabric, socket }
             } else {
-                ClientError::NotRunning { fabric, socket, running }
+                ClientError::not_running(fabric, socket)
             };
             return Err(absent.into());
         }

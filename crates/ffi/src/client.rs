@@ -48,6 +48,41 @@ unsafe fn call_options(options: *const CallSettings) -> Result<CallOptions, Fail
     unsafe { pointer::settings("options", options) }?.options()
 }
 
+/// Submits, and gives out the token of what was.
+///
+/// # Safety
+/// As for every export.
+unsafe fn put_token(to: *mut u64, submit: impl FnOnce() -> Result<Token, Failure>) -> Result<Status, Failure> {
+    // SAFETY: as for this function.
+    unsafe {
+        pointer::put("token", to, 0)?;
+        pointer::put("token", to, submit()?.bits())?;
+    }
+    Ok(Status::Ok)
+}
+
+/// Keeps memory that is lent to the caller, and gives out its handle and where it is.
+///
+/// # Safety
+/// As for every export.
+unsafe fn put_memory<T>(
+    (table, what): (&Table<T>, &str),
+    (handle, data): (*mut Handle, *mut *mut c_void),
+    make: impl FnOnce() -> Result<T, Failure>,
+    at: impl FnOnce(&T) -> *mut u8,
+) -> Result<Status, Failure> {
+    // SAFETY: as for this function.
+    unsafe {
+        pointer::put(what, handle, NO_HANDLE)?;
+        pointer::put("data", data, std::ptr::null_mut())?;
+        let made = make()?;
+        let at = at(&made);
+        pointer::put(what, handle, Handle { id: table.add(made)? })?;
+        pointer::put("data", data, at.cast())?;
+    }
+    Ok(Status::Ok)
+}
+
 /// Gives a reply out, if there is one.
 ///
 /// # Safety
@@ -111,11 +146,10 @@ pub unsafe extern "C" fn tombolo_submit(
 ) -> i32 {
     // SAFETY: as for every export.
     guard(|| unsafe {
-        pointer::put("token", token, 0)?;
-        let (client, options) = (CLIENTS.get(client.id)?, call_options(options)?);
-        let submitted = client.submit_view(pointer::view("data", data, len)?, &options)?;
-        pointer::put("token", token, submitted.bits())?;
-        Ok(Status::Ok)
+        put_token(token, || {
+            let (client, options) = (CLIENTS.get(client.id)?, call_options(options)?);
+            Ok(client.submit_view(pointer::view("data", data, len)?, &options)?)
+        })
     })
 }
 
@@ -175,15 +209,9 @@ pub unsafe extern "C" fn tombolo_cancel(client: Handle, token: u64) -> i32 {
 pub unsafe extern "C" fn tombolo_loan_new(client: Handle, len: u64, loan: *mut Handle, data: *mut *mut c_void) -> i32 {
     // SAFETY: as for every export.
     guard(|| unsafe {
-        pointer::put("loan", loan, NO_HANDLE)?;
-        pointer::put("data", data, std::ptr::null_mut())?;
         let text = "no room for it in the connection's memory now; ask for a larger arena_bytes, or use a buffer";
-        let lent = CLIENTS.get(client.id)?.loan(len).ok_or_else(|| Failure::new(Status::NoRoom, text))?;
-        let at = lent.view().as_mut_ptr();
-        let id = LOANS.add(lent)?;
-        pointer::put("loan", loan, Handle { id })?;
-        pointer::put("data", data, at.cast())?;
-        Ok(Status::Ok)
+        let lend = || CLIENTS.get(client.id)?.loan(len).ok_or_else(|| Failure::new(Status::NoRoom, text));
+        put_memory((&LOANS, "loan"), (loan, data), lend, |lent| lent.view().as_mut_ptr())
     })
 }
 
@@ -198,10 +226,7 @@ pub unsafe extern "C" fn tombolo_loan_submit(
     // SAFETY: as for every export.
     guard(|| unsafe {
         let loan = LOANS.take(loan.id)?;
-        pointer::put("token", token, 0)?;
-        let submitted = CLIENTS.get(client.id)?.submit_loan(loan, &call_options(options)?)?;
-        pointer::put("token", token, submitted.bits())?;
-        Ok(Status::Ok)
+        put_token(token, || Ok(CLIENTS.get(client.id)?.submit_loan(loan, &call_options(options)?)?))
     })
 }
 
@@ -221,15 +246,9 @@ pub unsafe extern "C" fn tombolo_buffer_new(
 ) -> i32 {
     // SAFETY: as for every export.
     guard(|| unsafe {
-        pointer::put("buffer", buffer, NO_HANDLE)?;
-        pointer::put("data", data, std::ptr::null_mut())?;
-        let made =
-            SharedBuffer::new(bytes, populate != 0).map_err(|error| Failure::new(Status::Memory, error.to_string()))?;
-        let at = made.view().as_mut_ptr();
-        let id = BUFFERS.add(made)?;
-        pointer::put("buffer", buffer, Handle { id })?;
-        pointer::put("data", data, at.cast())?;
-        Ok(Status::Ok)
+        let make =
+            || SharedBuffer::new(bytes, populate != 0).map_err(|error| Failure::new(Status::Memory, error.to_string()));
+        put_memory((&BUFFERS, "buffer"), (buffer, data), make, |made| made.view().as_mut_ptr())
     })
 }
 
@@ -245,11 +264,10 @@ pub unsafe extern "C" fn tombolo_buffer_submit(
 ) -> i32 {
     // SAFETY: as for every export.
     guard(|| unsafe {
-        pointer::put("token", token, 0)?;
-        let (client, buffer) = (CLIENTS.get(client.id)?, BUFFERS.get(buffer.id)?);
-        let submitted = client.submit_shared(&buffer, offset, len, &call_options(options)?)?;
-        pointer::put("token", token, submitted.bits())?;
-        Ok(Status::Ok)
+        put_token(token, || {
+            let (client, buffer) = (CLIENTS.get(client.id)?, BUFFERS.get(buffer.id)?);
+            Ok(client.submit_shared(&buffer, offset, len, &call_options(options)?)?)
+        })
     })
 }
 

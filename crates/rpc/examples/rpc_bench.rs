@@ -6,8 +6,8 @@
 //! other end (this program again), pins both, and calls in a closed loop. `bench/rpc.py` runs it in turn with the peers' programs and prints
 //! the medians.
 //!
-//! Both ends sleep at once in the rows named "blocking", as real callers that come seldom do; "polled" never sleeps, "adaptive" is
-//! what a program gets that chooses nothing. "order" is one request in and one out while ten thousand wait, without any process: all of what a
+//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, "adaptive",
+//! "outstanding_16" and "loaded" are what a program gets that does not choose how to wait. "order" is one request in and one out while ten thousand wait, without any process: all of what a
 //! service decides, with admission and without, beside the same done by the standard library's heap and tree.
 
 use std::cmp::Reverse;
@@ -32,6 +32,8 @@ use tombolo_shm::{futex, passing, section};
 
 const SHARED_BYTES: u64 = 1 << 30;
 const PENDING: u64 = 10_000;
+/// The priority of the loaded rows' threads.
+const FIFO: u8 = 50;
 
 fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
     match request.len() {
@@ -97,8 +99,11 @@ fn other(args: &[String]) -> Fallible<()> {
             }
         }
         what => {
-            let class = if what == "fifo" { WorkerClass::Fifo(50) } else { WorkerClass::Normal };
-            let options = Options { folder: Some(dir.into()), polling: polling(what), class, ..Options::default() };
+            let (how, class) = match what.strip_suffix("_fifo") {
+                Some(how) => (how, WorkerClass::Fifo(FIFO)),
+                None => (what, WorkerClass::Normal),
+            };
+            let options = Options { folder: Some(dir.into()), polling: polling(how), class, ..Options::default() };
             let _service = Service::register("bench", options, serve)?;
             ready();
             until_ended();
@@ -150,12 +155,12 @@ fn shared_row(calls: usize) -> Fallible<()> {
     })
 }
 
-/// 16 calls under way from one thread; both sleep when there is nothing to do.
-fn outstanding_row(calls: usize) -> Fallible<()> {
+/// 16 calls under way from one thread; both wait as `what` says when there is nothing to do.
+fn outstanding_row(name: &str, what: &str, calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(0);
-    let mut other = start("blocking", 1, dir.path())?;
-    let client = client(dir.path(), "blocking")?;
+    let mut other = start(what, 1, dir.path())?;
+    let client = client(dir.path(), what)?;
     let options = CallOptions::default();
     let run = |calls: usize| -> Fallible<()> {
         let mut under_way = std::collections::VecDeque::with_capacity(16);
@@ -173,25 +178,26 @@ fn outstanding_row(calls: usize) -> Fallible<()> {
         Ok(())
     };
     run(calls / 5)?;
-    let row = Row::begin("outstanding_16", calls, Some(&mut other))?;
+    let row = Row::begin(name, calls, Some(&mut other))?;
     run(calls)?;
     row.end(Some(&mut other))
 }
 
-/// A busy loop on each CPU; worker and caller run as SCHED_FIFO where that is allowed, else the row says that it is without.
-fn loaded_row(calls: usize) -> Fallible<()> {
+/// A busy loop on each CPU. With `fifo` worker and caller run as SCHED_FIFO where that is allowed, else the row says that it is without.
+fn loaded_row(name: &str, what: &str, fifo: bool, calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     let _hogs = [start("hog", 0, dir.path())?, start("hog", 1, dir.path())?];
-    let mut other = start("fifo", 1, dir.path())?;
+    let provider = if fifo { format!("{what}_fifo") } else { what.into() };
+    let mut other = start(&provider, 1, dir.path())?;
     // A thread of its own, which takes its class with it.
     let (folder, of_row) = (dir.path(), &mut other);
     let measured = std::thread::scope(|scope| {
         let mut row = move || -> Fallible<()> {
             pin(0);
-            let name =
-                if class::set(Class::Fifo { priority: 50 }).is_ok() { "loaded" } else { "loaded_without_rights" };
-            let client = client(folder, "blocking")?;
-            closed_loop(name, calls, Some(&mut *of_row), || {
+            let refused = fifo && class::set(Class::Fifo { priority: FIFO }).is_err();
+            let name = if refused { format!("{name}_without_rights") } else { name.into() };
+            let client = client(folder, what)?;
+            closed_loop(&name, calls, Some(&mut *of_row), || {
                 client.call(&[7; 64], &CallOptions::default())?;
                 Ok(())
             })
@@ -348,8 +354,11 @@ fn main() -> Fallible<()> {
         ("polled", call("polled", (0, 1), 64, 10 * calls)),
         ("copy_64k", call("blocking", (0, 1), 64 << 10, calls / 2)),
         ("shared_1gib", Box::new(move |_| shared_row(calls / 2))),
-        ("outstanding_16", Box::new(move |_| outstanding_row(20 * calls))),
-        ("loaded", Box::new(move |_| loaded_row(calls))),
+        ("outstanding_16", Box::new(move |name| outstanding_row(name, "adaptive", 20 * calls))),
+        ("outstanding_16_asleep", Box::new(move |name| outstanding_row(name, "blocking", 20 * calls))),
+        ("loaded", Box::new(move |name| loaded_row(name, "adaptive", true, 5 * calls))),
+        ("loaded_asleep", Box::new(move |name| loaded_row(name, "blocking", true, calls))),
+        ("loaded_normal", Box::new(move |name| loaded_row(name, "adaptive", false, 5 * calls))),
         ("order", Box::new(move |_| order_rows(10 * calls))),
     ];
     for (name, run) in rows.iter().filter(|(name, _)| only.is_none_or(|only| only == name)) {

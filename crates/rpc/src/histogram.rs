@@ -53,6 +53,13 @@ pub struct Summary {
     pub max_ns: u64,
 }
 
+/// One more, where nobody else counts: no locked instruction.
+#[inline]
+pub(crate) fn bump(counter: &AtomicU64) {
+    // Relaxed: a counter that nothing else depends on, with one writer.
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(1), Ordering::Relaxed);
+}
+
 impl Histogram {
     /// Counts one.
     pub fn record(&self, ns: u64) {
@@ -60,10 +67,26 @@ impl Histogram {
         self.buckets[bucket(ns)].fetch_add(1, Ordering::Relaxed);
     }
 
+    /// As [`Histogram::record`], where nobody else records: no locked instruction.
+    #[inline]
+    pub(crate) fn record_alone(&self, ns: u64) {
+        bump(&self.buckets[bucket(ns)]);
+    }
+
     /// The figures so far; each is the upper end of its bucket.
     pub fn summary(&self) -> Summary {
-        // Relaxed: as for `record`.
-        let counts: Vec<u64> = self.buckets.iter().map(|b| b.load(Ordering::Relaxed)).collect();
+        Histogram::summary_of([self])
+    }
+
+    /// The figures of several together.
+    pub(crate) fn summary_of<'h>(histograms: impl IntoIterator<Item = &'h Histogram>) -> Summary {
+        let mut counts = vec![0; BUCKETS];
+        for histogram in histograms {
+            for (count, bucket) in counts.iter_mut().zip(&histogram.buckets) {
+                // Relaxed: as for `record`.
+                *count += bucket.load(Ordering::Relaxed);
+            }
+        }
         let count: u64 = counts.iter().sum();
         let at = |part: f64| {
             let wanted = ((count as f64 * part).ceil() as u64).clamp(1, count.max(1));

@@ -560,11 +560,14 @@ fn slow_calls_are_told_with_what_they_waited_for_and_how_they_ended() {
     client.wait(served, PATIENCE).unwrap();
     go.send(()).unwrap();
     client.wait(waited, PATIENCE).unwrap();
-    // At once: it is not slow.
+    // At once.
     go.send(()).unwrap();
     client.wait(submit(4, None), PATIENCE).unwrap();
     let report = service.report();
-    assert_eq!((report.slow, report.slow_ns), (3, 20_000_000), "{:?}", report.slow_calls);
+    assert_eq!((report.slow, report.slow_ns), (report.slow_calls.len() as u64, 20_000_000));
+    // The fourth is among them only if this machine held it up.
+    let all_slow = report.slow_calls.iter().all(|c| c.queued_ns + c.service_ns > 20_000_000);
+    assert!(all_slow && report.slow <= 4, "{:?}", report.slow_calls);
     let found = |trace| report.slow_calls.iter().find(|c| c.trace == trace).unwrap();
     // Each waited or was served for the 40 ms at least that the third waited.
     assert!(found(1).end == "served" && found(1).service_ns >= 20_000_000, "{:?}", found(1));

@@ -14,6 +14,7 @@ use rustix::net::*;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
 use tombolo_ring::rpc::ring::{Consumer, Producer};
+use tombolo_ring::rpc::wake::lag;
 use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, WAKE, initialise};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::poll::Polling;
@@ -124,10 +125,11 @@ impl Raw {
         self.ring();
     }
 
-    /// After the first answer, which was taken: requests for as many as the ring of answers holds, and for one more.
+    /// After the first answer, which was taken: requests for as many as the ring of answers holds, for as many as a client may be late to
+    /// say that it took, and for one more.
     fn ask_for_more_than_fits(&mut self) {
-        for n in 0..8 {
-            self.ask(n, Payload::EMPTY);
+        for n in 0..8 + lag(8) {
+            self.ask(n % 8, Payload::EMPTY);
             until("its answer, or the end", || {
                 let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
                 let ended = poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0);

@@ -20,14 +20,15 @@
 use super::device::Device;
 use super::pace::{Pace, Pauses};
 use crate::config::Config;
+use crate::device::capabilities;
 use crate::neighbor::{Sighting, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::fmt;
-use core::num::{NonZeroU16, NonZeroUsize};
-use smoltcp::phy::{Checksum, DeviceCapabilities, Medium, PacketMeta, TxToken};
+use core::num::NonZeroU16;
+use smoltcp::phy::{DeviceCapabilities, PacketMeta, TxToken};
 use smoltcp::wire::EthernetAddress;
 use tombolo_ring::ivshmem::net::{Geometry, NetError, OFFLOAD_HEADER_BYTES, Receiver, Sections, Sender, initialise};
 use tombolo_ring::ivshmem::state::{Action, Machine, Offloads};
@@ -366,15 +367,8 @@ impl IvshmemNet {
     }
 
     pub(crate) fn capabilities(&self) -> DeviceCapabilities {
-        let mut caps = DeviceCapabilities::default();
-        caps.medium = Medium::Ethernet;
-        caps.max_transmission_unit = self.mtu + ETHERNET_HEADER_BYTES;
-        caps.checksum.tcp = Checksum::None;
-        caps.checksum.udp = Checksum::None;
         let segments = self.machine.uses_offloads() && self.geometry.takes_segments();
-        caps.segmentation.tcpv4 = NonZeroUsize::new(MAX_SEGMENTED_BYTES).filter(|_| segments);
-        caps.segmentation.tcpv6 = caps.segmentation.tcpv4;
-        caps
+        capabilities(self.mtu, MAX_SEGMENTED_BYTES, segments, segments)
     }
 }
 

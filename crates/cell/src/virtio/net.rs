@@ -13,12 +13,13 @@
 
 use super::offload;
 use super::{Transport, go, negotiate};
+use crate::device::capabilities;
 use crate::machine::{dma, heap};
 use crate::neighbor::{Sighting, Watch};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
-use core::num::{NonZeroU16, NonZeroUsize};
-use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
+use core::num::NonZeroU16;
+use smoltcp::phy::{Device, DeviceCapabilities, PacketMeta, RxToken, TxToken};
 use smoltcp::time::Instant;
 use smoltcp::wire::EthernetAddress;
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -515,15 +516,8 @@ impl Device for VirtioNet {
     }
 
     fn capabilities(&self) -> DeviceCapabilities {
-        let mut caps = DeviceCapabilities::default();
-        caps.medium = Medium::Ethernet;
-        caps.max_transmission_unit = self.mtu + ETHERNET_HEADER_BYTES;
-        caps.checksum.tcp = Checksum::None;
-        caps.checksum.udp = Checksum::None;
-        let segmented = |feature| NonZeroUsize::new(MAX_SEGMENTED_BYTES).filter(|_| self.features & feature != 0);
-        caps.segmentation.tcpv4 = segmented(HOST_TSO4);
-        caps.segmentation.tcpv6 = segmented(HOST_TSO6);
-        caps
+        let has = |feature| self.features & feature != 0;
+        capabilities(self.mtu, MAX_SEGMENTED_BYTES, has(HOST_TSO4), has(HOST_TSO6))
     }
 }
 

@@ -109,6 +109,13 @@ fn others(running: &[String]) -> String {
 }
 
 impl ClientError {
+    /// There is no socket of a fabric, which would be in its folder beside those of the others.
+    pub fn not_running(fabric: String, socket: PathBuf) -> ClientError {
+        let root = socket.parent().and_then(Path::parent);
+        let running = root.map(rundir::running).unwrap_or_default();
+        ClientError::NotRunning { fabric, socket, running }
+    }
+
     /// Whether the request was wrong in itself (exit code 2), as opposed to having failed.
     pub fn is_misuse(&self) -> bool {
         matches!(self, ClientError::Refused { status: 400, .. })
@@ -395,11 +402,7 @@ impl Client {
         let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
             let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
             match error.kind() {
-                io::ErrorKind::NotFound => {
-                    let root = socket.parent().and_then(Path::parent);
-                    let running = root.map(rundir::running).unwrap_or_default();
-                    ClientError::NotRunning { fabric, socket, running }
-                }
+                io::ErrorKind::NotFound => ClientError::not_running(fabric, socket),
                 io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
                 io::ErrorKind::PermissionDenied => ClientError::Denied { fabric, socket },
                 _ => self.broken(error),

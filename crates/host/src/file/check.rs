@@ -246,31 +246,11 @@ impl Check<'_, '_, '_> {
             let ends = (2..=64).contains(&link.max_peers());
             if !ends {
                 let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
-                self.fault((at, "between"), &[(at, "seats")], "2 to 64 ends, with `seats`", found, None);
+                // A bridge's seat comes with its service.
+                let leans_on = [(at, "seats"), (at, "service"), (at, "to")];
+                self.fault((at, "between"), &leans_on, "2 to 64 ends, with `seats`", found, None);
             }
-            if link.is_bridged() {
-                if link.between.len() != 1 || link.seats != 1 {
-                    let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
-                    let hint = Some("the fabric takes the seat itself: leave `seats` out".to_string());
-                    let leans_on = [(at, "seats"), (at, "service"), (at, "to")];
-                    self.fault((at, "between"), &leans_on, "one machine, with `service` or `to`", found, hint);
-                }
-                if link.protocol != protocol::CALLS {
-                    let hint = Some("leave `protocol` out".to_string());
-                    let expected = "0x4002, calls, with `service` or `to`";
-                    let found = format!("{:#x}", link.protocol);
-                    self.fault((at, "protocol"), &[(at, "service"), (at, "to")], expected, found, hint);
-                }
-            }
-            if link.everybody && link.service.is_none() {
-                let found = "\"everybody\"";
-                self.fault((at, "callers"), &[(at, "service")], "\"owner\" without `service`", found, None);
-            }
-            if let Some(name) = &link.service
-                && fabric.links.iter().take_while(|l| !std::ptr::eq(*l, link)).any(|l| l.service.as_ref() == Some(name))
-            {
-                self.fault((at, "service"), &[], "a name that no other link has", format!("{name:?}"), None);
-            }
+            self.bridged(at, link);
             if link.plain && link.seats > 0 {
                 let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
                 self.fault((at, "seats"), &[], "0 on a plain link", link.seats.to_string(), hint);
@@ -280,6 +260,31 @@ impl Check<'_, '_, '_> {
                 let leans_on = [(at, "rw"), (at, "between"), (at, "seats")];
                 self.fault((at, "region"), &leans_on, expected, error.to_string(), Some("make `region` larger".into()));
             }
+        }
+    }
+
+    /// What a link must be so that the fabric passes calls on.
+    fn bridged(&mut self, at: &str, link: &Link) {
+        if link.is_bridged() {
+            if link.between.len() != 1 || link.seats != 1 {
+                let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+                let hint = Some("the fabric takes the seat itself: leave `seats` out".to_string());
+                self.fault((at, "between"), &[(at, "seats")], "one machine, with `service` or `to`", found, hint);
+            }
+            if link.protocol != protocol::CALLS {
+                let hint = Some("leave `protocol` out".to_string());
+                let expected = "0x4002, calls, with `service` or `to`";
+                self.fault((at, "protocol"), &[], expected, format!("{:#x}", link.protocol), hint);
+            }
+        }
+        if link.everybody && link.service.is_none() {
+            self.fault((at, "callers"), &[(at, "service")], "\"owner\" without `service`", "\"everybody\"", None);
+        }
+        let mut before = self.fabric.links.iter().take_while(|l| !std::ptr::eq(*l, link));
+        if let Some(name) = &link.service
+            && before.any(|l| l.service.as_ref() == Some(name))
+        {
+            self.fault((at, "service"), &[], "a name that no other link has", format!("{name:?}"), None);
         }
     }
 

@@ -21,7 +21,7 @@ use loom::sync::Notify;
 use loom::sync::atomic::AtomicU32;
 use loom::thread;
 
-use super::wake::{self, Waker, Word};
+use super::wake::{self, Told, Waker, Word};
 
 /// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
 const PREEMPTIONS: usize = 3;
@@ -80,9 +80,20 @@ fn produce(ring: &Ring, batches: &[u32]) {
     }
 }
 
+/// When a consumer says what it took.
+#[derive(Clone, Copy)]
+enum Says {
+    /// After each entry.
+    AtOnce,
+    /// When it is due, in a ring of so many entries by its own count.
+    Late(u32),
+}
+
 /// Drain, arm, look again, sleep. `give_ups` times it does not sleep but leaves as after a time-out, and comes back.
-fn consume(ring: &Ring, count: u32, mut give_ups: u32) {
+fn consume(ring: &Ring, count: u32, mut give_ups: u32, says: Says) {
     let mut next = FIRST;
+    let mut told = Told::default();
+    told.took(&ring.word, next);
     let end = FIRST.wrapping_add(count);
     loop {
         let index = wake::available(&ring.index);
@@ -90,17 +101,20 @@ fn consume(ring: &Ring, count: u32, mut give_ups: u32) {
             let entry = AtomicU32::load(ring.entry(next), Ordering::Relaxed);
             assert_eq!(entry, 0x100 + next.wrapping_sub(FIRST), "entry behind an acquired index");
             next = next.wrapping_add(1);
-            wake::took(&ring.word, next);
+            match says {
+                Says::AtOnce => told.took(&ring.word, next),
+                Says::Late(entries) => told.took_some(&ring.word, next, entries),
+            }
         }
         if next == end {
             return;
         }
-        if wake::arm(&ring.word, next, &ring.index) != next {
+        if told.arm(&ring.word, next, &ring.index) != next {
             continue;
         }
         if give_ups > 0 {
             give_ups -= 1;
-            wake::took(&ring.word, next);
+            told.took(&ring.word, next);
             continue;
         }
         ring.bell.wait();
@@ -113,14 +127,14 @@ fn model(run: impl Fn() + Sync + Send + 'static) {
     builder.check(run);
 }
 
-fn run(batches: &'static [u32], size: u32, give_ups: u32) {
+fn run(batches: &'static [u32], size: u32, give_ups: u32, says: Says) {
     model(move || {
         let ring = Arc::new(Ring::new(size));
         let producer = {
             let ring = ring.clone();
             thread::spawn(move || produce(&ring, batches))
         };
-        consume(&ring, batches.iter().sum(), give_ups);
+        consume(&ring, batches.iter().sum(), give_ups, says);
         producer.join().unwrap();
     });
 }
@@ -128,22 +142,33 @@ fn run(batches: &'static [u32], size: u32, give_ups: u32) {
 #[test]
 fn loom_rpc_wake_word_misses_no_wake_up() {
     for batches in [&[3][..], &[1, 2], &[2, 1], &[1, 1, 1]] {
-        run(batches, 3, 0);
+        run(batches, 3, 0, Says::AtOnce);
     }
 }
 
 #[test]
 fn loom_rpc_a_consumer_that_gave_up_is_woken_again() {
     for batches in [&[2][..], &[1, 1]] {
-        run(batches, 3, 1);
+        run(batches, 3, 1, Says::AtOnce);
     }
 }
 
 #[test]
 fn loom_rpc_entries_are_not_written_before_they_are_read() {
     for batches in [&[1, 1, 1][..], &[2, 1]] {
-        run(batches, 2, 0);
+        run(batches, 2, 0, Says::AtOnce);
     }
+}
+
+/// A consumer that stays awake says late what it took: it is woken all the same, and a producer that waits for room gets it when
+/// the consumer sleeps.
+#[test]
+fn loom_rpc_a_consumer_may_say_late_what_it_took() {
+    for (batches, size) in [(&[1, 1, 1][..], 3), (&[2, 1], 3), (&[1, 2], 2), (&[1, 1, 1], 2)] {
+        // A lag of one entry.
+        run(batches, size, 0, Says::Late(4));
+    }
+    run(&[1, 1], 3, 1, Says::Late(4));
 }
 
 /// The model can fail: without the second look the window is open, and `loom` finds it.
@@ -206,7 +231,7 @@ fn loom_rpc_finds_the_lost_second_sleep_without_the_sequence() {
                 }
             })
         };
-        consume(&ring, 2, 0);
+        consume(&ring, 2, 0, Says::AtOnce);
         producer.join().unwrap();
     });
 }
@@ -232,7 +257,7 @@ fn loom_rpc_finds_the_lost_sleep_after_a_needless_wake_up() {
                 }
             })
         };
-        consume(&ring, 2, 0);
+        consume(&ring, 2, 0, Says::AtOnce);
         producer.join().unwrap();
     });
 }

@@ -10,8 +10,8 @@ use core::marker::PhantomData;
 use core::sync::atomic::Ordering;
 
 use super::entry::{Entry, Head};
-use super::wake::{self, Waker, Word};
-use super::{Broken, ENTRY_HEAD_BYTES, Ends, PUBLISHED, WAKE};
+use super::wake::{self, Told, Waker, Word};
+use super::{Broken, ENTRY_HEAD_BYTES, Ends, INLINE_BYTES, LINE_BYTES, PUBLISHED, WAKE};
 use crate::mem::{Foreign, ForeignMut};
 
 /// A word of our own section.
@@ -65,15 +65,44 @@ impl<E: Entry> Producer<E> {
     /// [`Broken::Wake`] where the peer says that it took what was not published.
     #[inline]
     pub fn has_room(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
-        if self.next.wrapping_sub(self.taken) < ends.entries() {
+        self.has_room_for(ends, ends.entries())
+    }
+
+    /// Whether one more answer fits. The consumer says late what it took ([`wake::lag`]), but who uses a slot again has taken its answer:
+    /// there are more answers in a full ring and the next one than there are slots, so one of them was taken, and then the oldest was.
+    ///
+    /// # Errors
+    /// As for [`Producer::has_room`].
+    #[inline]
+    pub fn may_answer(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
+        self.has_room_for(ends, ends.entries() + wake::lag(ends.entries()))
+    }
+
+    #[inline]
+    fn has_room_for(&mut self, ends: Ends<'_>, most: u32) -> Result<bool, Broken> {
+        if self.next.wrapping_sub(self.taken) < most {
             return Ok(true);
         }
         let under_way = wake::under_way(&Peer(ends.peer, WAKE), self.next);
-        if under_way > ends.entries() {
+        if under_way > ends.entries() + wake::lag(ends.entries()) {
             return Err(Broken::Wake);
         }
-        self.taken = self.next.wrapping_sub(under_way);
-        Ok(under_way < ends.entries())
+        self.taken_to(self.next.wrapping_sub(under_way));
+        Ok(self.next.wrapping_sub(self.taken) < most)
+    }
+
+    /// Entries written: the index of the next one.
+    #[inline]
+    pub const fn next(&self) -> u32 {
+        self.next
+    }
+
+    /// The consumer has taken all entries before that index, which was written once: it has answered the last of them.
+    #[inline]
+    pub fn taken_to(&mut self, index: u32) {
+        if self.next.wrapping_sub(index) < self.next.wrapping_sub(self.taken) {
+            self.taken = index;
+        }
     }
 
     /// Writes an entry with the bytes that go with it, which nobody sees before [`Producer::publish`]. The caller has
@@ -105,12 +134,13 @@ pub struct Consumer<E> {
     next: u32,
     /// The published index as it was read last.
     seen: u32,
+    told: Told,
     entry: PhantomData<E>,
 }
 
 impl<E> Default for Consumer<E> {
     fn default() -> Self {
-        Consumer { next: 0, seen: 0, entry: PhantomData }
+        Consumer { next: 0, seen: 0, told: Told::default(), entry: PhantomData }
     }
 }
 
@@ -143,7 +173,20 @@ impl<E: Entry> Consumer<E> {
     /// # Errors
     /// What no correct peer writes.
     #[inline]
-    pub fn take(&mut self, ends: Ends<'_>, inline: &mut [u8; super::INLINE_BYTES]) -> Result<Option<E>, Broken> {
+    pub fn take(&mut self, ends: Ends<'_>, inline: &mut [u8; INLINE_BYTES]) -> Result<Option<E>, Broken> {
+        self.take_to(ends, |_| inline)
+    }
+
+    /// As [`Consumer::take`], where the entry says to which place its payload goes.
+    ///
+    /// # Errors
+    /// As there.
+    #[inline]
+    pub fn take_to<'b>(
+        &mut self,
+        ends: Ends<'_>,
+        place: impl FnOnce(&E) -> &'b mut [u8; INLINE_BYTES],
+    ) -> Result<Option<E>, Broken> {
         if !self.is_ready(ends)? {
             return Ok(None);
         }
@@ -151,15 +194,22 @@ impl<E: Entry> Consumer<E> {
         let head: Head = ends.peer.read_array(at).ok_or(Broken::Short)?;
         let entry = E::parse(&head, ends.peer_geometry)?;
         let from = ends.peer.slice(at + ENTRY_HEAD_BYTES, entry.inline_len()).ok_or(Broken::Inline)?;
-        from.read_into(inline);
+        from.read_into(place(&entry));
         self.next = self.next.wrapping_add(1);
         Ok(Some(entry))
     }
 
     /// Gives the producer the entries back that were taken so far, and says that we are awake.
     #[inline]
-    pub fn took(&self, ends: Ends<'_>) {
-        wake::took(&Own(ends.own, WAKE), self.next);
+    pub fn took(&mut self, ends: Ends<'_>) {
+        self.told.took(&Own(ends.own, WAKE), self.next);
+    }
+
+    /// As [`Consumer::took`], once it is due ([`wake::lag`]): for a consumer that answers what it takes, or uses slots again whose
+    /// answers it took, by which the producer knows as much.
+    #[inline]
+    pub fn took_some(&mut self, ends: Ends<'_>) {
+        self.told.took_some(&Own(ends.own, WAKE), self.next, ends.entries());
     }
 
     /// Says that we are about to sleep. False where an entry waits, and we must not. True gives leave to sleep until the
@@ -169,7 +219,7 @@ impl<E: Entry> Consumer<E> {
     /// [`Broken::Index`].
     #[inline]
     pub fn arm(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
-        let index = wake::arm(&Own(ends.own, WAKE), self.next, &Peer(ends.peer, PUBLISHED));
+        let index = self.told.arm(&Own(ends.own, WAKE), self.next, &Peer(ends.peer, PUBLISHED));
         Ok(self.look(ends, index)? == 0)
     }
 
@@ -180,8 +230,16 @@ impl<E: Entry> Consumer<E> {
     }
 }
 
-/// The peer's published index, for a consumer that polls for it to differ from [`Consumer::index`]. Not checked.
+/// The peer's published index, for a consumer that polls for it to differ from its own [`Consumer::index`]. Not checked. The next entry
+/// is asked for meanwhile: its lines come with the index and not after it.
 #[inline]
-pub fn published(ends: Ends<'_>) -> u32 {
-    wake::available(&Peer(ends.peer, PUBLISHED))
+pub fn look(ends: Ends<'_>, index: u32) -> u32 {
+    let published = wake::available(&Peer(ends.peer, PUBLISHED));
+    let entry = ends.peer_geometry.entry(index);
+    for line in [entry, entry + LINE_BYTES / 2] {
+        if let Some(line) = ends.peer.slice(line, LINE_BYTES / 2) {
+            line.prefetch();
+        }
+    }
+    published
 }

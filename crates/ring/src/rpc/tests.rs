@@ -230,11 +230,46 @@ fn lying_indices_end_the_connection() {
     for slot in 0..4 {
         asks.push(client, &Ask::Cancel(Token::new(slot, 0)), b"");
     }
-    // Took five of four; took a number that was never reached.
-    for lie in [5 << 1, 0x1000 << 1, u32::MAX] {
+    // Took five of four; took a number that was never reached; went back by more than it may be late.
+    for lie in [5 << 1, 0x1000 << 1, u32::MAX - 2] {
         provider.own.store_u32(WAKE, lie, Ordering::Relaxed);
         assert_eq!(asks.has_room(client), Err(Broken::Wake), "{lie}");
+        assert_eq!(asks.may_answer(client), Ok(true), "within what a consumer may be late");
     }
+}
+
+#[test]
+fn a_consumer_says_late_what_it_took_and_the_producer_knows_by_answers() {
+    let (client, provider) = connection();
+    let (mut asks, mut taken) = (Producer::<Ask>::default(), Consumer::<Ask>::default());
+    let word = || provider.own.as_foreign().load_u32(WAKE, Ordering::Relaxed);
+    assert_eq!(taken.arm(provider), Ok(true));
+    for n in 0..4 {
+        assert_eq!(asks.has_room(client), Ok(true), "{n}");
+        asks.push(client, &Ask::Cancel(Token::new(n, 0)), b"");
+    }
+    assert!(asks.publish(client));
+    // A sleeper says at once that it is awake; after that a quarter of the ring may be taken and not said.
+    for said in [1, 1, 3, 3] {
+        assert!(taken.take(provider, &mut [0; INLINE_BYTES]).unwrap().is_some());
+        taken.took_some(provider);
+        assert_eq!(word(), Some(said << 1));
+    }
+    asks.push(client, &Ask::Cancel(Token::new(0, 1)), b"");
+    let _ = asks.publish(client);
+    asks.push(client, &Ask::Cancel(Token::new(1, 1)), b"");
+    asks.push(client, &Ask::Cancel(Token::new(2, 1)), b"");
+    assert_eq!(asks.has_room(client), Ok(false), "three of seven are said to be taken");
+    assert_eq!(asks.may_answer(client), Ok(true), "if these were answers, the fourth had been taken");
+    asks.taken_to(4);
+    assert_eq!(asks.has_room(client), Ok(true), "the fourth was answered");
+    asks.taken_to(2);
+    assert_eq!(asks.has_room(client), Ok(true), "what is known is not forgotten");
+    asks.push(client, &Ask::Cancel(Token::new(3, 1)), b"");
+    assert_eq!(asks.has_room(client), Ok(false));
+    assert_eq!(asks.may_answer(client), Ok(true));
+    asks.push(client, &Ask::Cancel(Token::new(3, 2)), b"");
+    assert_eq!(asks.may_answer(client), Err(Broken::Wake), "six are not said to be taken: nobody is as late as that");
 }
 
 #[test]

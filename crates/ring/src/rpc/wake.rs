@@ -20,6 +20,10 @@
 //! for nothing else: a consumer that has taken all there is, between the producer's publishing and its look at the word,
 //! is left asleep. A wake-up at that `taken` would be remembered, and the next one, which is needed, left out.
 //!
+//! Each write of the word takes its line from the producer, which reads it after each entry. A consumer that stays awake therefore
+//! says late what it took ([`Told`]): at most a quarter of the ring is taken and not said. Where each entry is answered, the producer
+//! does not depend on it: who has the answer knows that the entry was taken, and all before it.
+//!
 //! Indices run free; the word holds 31 bits of them, which is enough to tell up to 2^31 - 1 entries apart.
 //! `crates/ring/src/rpc/loom.rs` runs these functions under every interleaving that the memory model allows.
 
@@ -80,6 +84,43 @@ pub fn arm(word: &impl Word, taken: u32, index: &impl Word) -> u32 {
     // F1, partner F0 in `Waker::wanted`: the wish is visible before the index is read.
     fence(Ordering::SeqCst);
     available(index)
+}
+
+/// How many entries may be taken that the word does not say yet, in a ring of so many.
+#[inline]
+pub const fn lag(entries: u32) -> u32 {
+    entries / 4
+}
+
+/// The consumer's memory of what its word says.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Told {
+    taken: u32,
+    waiting: bool,
+}
+
+impl Told {
+    /// As [`took`], in any case.
+    #[inline]
+    pub fn took(&mut self, word: &impl Word, taken: u32) {
+        *self = Told { taken, waiting: false };
+        took(word, taken);
+    }
+
+    /// As [`took`], once it is due: where the word says that we sleep, or lags behind by more than [`lag`].
+    #[inline]
+    pub fn took_some(&mut self, word: &impl Word, taken: u32, entries: u32) {
+        if self.waiting || taken.wrapping_sub(self.taken) > lag(entries) {
+            self.took(word, taken);
+        }
+    }
+
+    /// As [`arm`], which always says all.
+    #[inline]
+    pub fn arm(&mut self, word: &impl Word, taken: u32, index: &impl Word) -> u32 {
+        *self = Told { taken, waiting: true };
+        arm(word, taken, index)
+    }
 }
 
 /// The producer's memory of whom it woke.

@@ -26,18 +26,15 @@ use super::{CallError, life};
 use crate::clock::{self, now_ns};
 use crate::cpu;
 use crate::message::Facts;
-use crate::poll::{POLL_NS, Poller, Polling};
+use crate::poll::{self, Poller, Polling};
 use crate::shared::{Given, SharedBuffer, Taken};
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
-/// Looks between two readings of the clock.
-const LOOKS: u32 = 32;
 /// The longest sleep; a wait without a limit is a sequence of them.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
 #[derive(Debug)]
-#[expect(clippy::large_enum_variant, reason = "all slots are allocated once, when the client connects")]
 pub(super) enum Slot {
     Free,
     Waiting {
@@ -49,10 +46,35 @@ pub(super) enum Slot {
         abandoned: bool,
         waker: Option<Waker>,
     },
-    Done {
-        answer: Answer,
-        inline: [u8; INLINE_BYTES],
-    },
+    Done(Answer),
+}
+
+/// How long somebody waits. The clock is first looked at when it matters.
+pub(super) struct Limit {
+    timeout_ns: u64,
+    until: Option<u64>,
+    over: bool,
+}
+
+impl Limit {
+    pub(super) fn new(timeout: Duration) -> Limit {
+        Limit { timeout_ns: clock::ns(timeout), until: None, over: false }
+    }
+
+    fn left_ns(&mut self, now: u64) -> u64 {
+        let until = *self.until.get_or_insert(now.saturating_add(self.timeout_ns));
+        until.saturating_sub(now)
+    }
+
+    fn is_over(&mut self, now: u64) -> bool {
+        self.over |= self.left_ns(now) == 0;
+        self.over
+    }
+
+    /// How long the next sleep may last; `None` when the wait is over.
+    fn left(&mut self, now: u64) -> Option<Duration> {
+        (!self.is_over(now)).then(|| Duration::from_nanos(self.left_ns(now)).min(LONGEST_SLEEP))
+    }
 }
 
 #[derive(Debug)]
@@ -60,7 +82,11 @@ pub(super) struct State {
     pub(super) asks: Producer<Ask>,
     answers: Consumer<Answer>,
     pub(super) slots: Vec<Slot>,
+    /// The bytes of short answers, by slot.
+    pub(super) inlines: Vec<[u8; INLINE_BYTES]>,
     pub(super) turns: Vec<u32>,
+    /// Where in the ring the request of each slot was written.
+    pub(super) asked_at: Vec<u32>,
     /// Free slots; the last used first.
     pub(super) free: Vec<u32>,
     pub(super) arena: Arena<Vec<Unit>>,
@@ -109,7 +135,9 @@ impl Inner {
             asks: Producer::default(),
             answers: Consumer::default(),
             slots: (0..entries).map(|_| Slot::Free).collect(),
+            inlines: vec![[0; INLINE_BYTES]; entries as usize],
             turns: vec![0; entries as usize],
+            asked_at: vec![0; entries as usize],
             free: (0..entries).rev().collect(),
             arena: Arena::new(vec![Unit::default(); units(own.1.arena_bytes())]),
             given: Given::default(),
@@ -181,12 +209,13 @@ impl Inner {
         let ends = self.ends();
         let mut any = false;
         for _ in 0..ends.entries() {
-            let mut inline = [0; INLINE_BYTES];
-            match state.answers.take(ends, &mut inline) {
+            let State { answers, inlines, .. } = state;
+            // Slots are below the number of entries, or the entry is broken.
+            match answers.take_to(ends, |answer| &mut inlines[answer.token.slot() as usize]) {
                 Ok(None) => break,
                 Ok(Some(answer)) => {
                     any = true;
-                    if let Err(broken) = self.done(state, answer, inline) {
+                    if let Err(broken) = self.done(state, answer) {
                         state.broken = Some(broken);
                         break;
                     }
@@ -198,7 +227,7 @@ impl Inner {
             }
         }
         if any {
-            state.answers.took(ends);
+            state.answers.took_some(ends);
             if state.leader {
                 // The one that sleeps may be the one whose answer this was; and it is not armed any more.
                 futex::wake(self.peer.view(), PUBLISHED);
@@ -209,7 +238,7 @@ impl Inner {
         }
     }
 
-    fn done(&self, state: &mut State, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<(), Broken> {
+    fn done(&self, state: &mut State, answer: Answer) -> Result<(), Broken> {
         let slot = answer.token.slot();
         let at = slot as usize;
         let known = state.turns.get(at) == Some(&answer.token.turn());
@@ -217,6 +246,7 @@ impl Inner {
             return Err(Broken::Token);
         };
         let (block, abandoned, waker) = (*block, *abandoned, waker.take());
+        state.asks.taken_to(state.asked_at[at].wrapping_add(1));
         if let Some(block) = block {
             state.arena.give(block);
         }
@@ -227,7 +257,7 @@ impl Inner {
             state.slots[at] = Slot::Free;
             state.free.push(slot);
         } else {
-            state.slots[at] = Slot::Done { answer, inline };
+            state.slots[at] = Slot::Done(answer);
         }
         if let Some(waker) = waker {
             state.futures -= 1;
@@ -249,11 +279,11 @@ impl Inner {
         }
     }
 
-    /// Waits until `ready`, the connection is lost, or the instant has come. False for the latter two.
+    /// Waits until `ready`, the connection is lost, or the time is over. False for the latter two.
     pub(super) fn wait<'a>(
         &'a self,
         mut state: MutexGuard<'a, State>,
-        until: u64,
+        mut limit: Limit,
         mut ready: impl FnMut(&mut State) -> bool,
     ) -> (MutexGuard<'a, State>, bool) {
         let done = loop {
@@ -263,22 +293,18 @@ impl Inner {
             if ready(&mut state) {
                 break true;
             }
-            if gone || state.broken.is_some() {
+            if gone || state.broken.is_some() || limit.over {
                 break false;
             }
-            let now = now_ns();
-            if now >= until {
-                break false;
-            }
-            let left = Duration::from_nanos(until - now).min(LONGEST_SLEEP);
             if state.leader {
+                let Some(left) = limit.left(now_ns()) else { continue };
                 state.followers += 1;
                 state = self.turn.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0;
                 state.followers -= 1;
                 continue;
             }
             state.leader = true;
-            state = self.lead(state, until, left);
+            state = self.lead(state, &mut limit);
             state.leader = false;
         };
         if state.followers > 0 {
@@ -288,13 +314,20 @@ impl Inner {
         (state, done)
     }
 
-    /// Polls or sleeps until something may have come.
-    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>, until: u64, left: Duration) -> MutexGuard<'a, State> {
+    /// Polls or sleeps until something may have come, or the time is over.
+    fn lead<'a>(&'a self, mut state: MutexGuard<'a, State>, limit: &mut Limit) -> MutexGuard<'a, State> {
         let ends = self.ends();
         let index = state.answers.index();
-        if self.polls(&mut state) {
+        let polls = self.polls(&mut state);
+        let mut began = None;
+        if polls {
+            let window_ns = state.poller.window_ns();
             drop(state);
-            let gained = self.poll(index, until);
+            let find = || (ring::look(ends, index) != index).then_some(());
+            let over = |now, looked| looked >= window_ns || limit.is_over(now) || self.gone.load(Ordering::Relaxed);
+            let (found, first_look) = poll::look(find, over);
+            began = first_look;
+            let gained = found.is_some();
             state = lock(&self.state);
             state.poller.learn(gained);
             // Another thread may have taken what came meanwhile, the answer that this one waits for too.
@@ -302,6 +335,8 @@ impl Inner {
                 return state;
             }
         }
+        let now = now_ns();
+        let Some(left) = limit.left(now) else { return state };
         match state.answers.arm(ends) {
             Ok(true) => {}
             Ok(false) => return state,
@@ -317,7 +352,9 @@ impl Inner {
             futex::wait(self.peer.view(), PUBLISHED, index, left);
         }
         self.sleepers.fetch_sub(1, Ordering::SeqCst);
-        lock(&self.state)
+        let mut state = lock(&self.state);
+        state.poller.slept(now_ns().saturating_sub(began.unwrap_or(now)), polls);
+        state
     }
 
     fn polls(&self, state: &mut State) -> bool {
@@ -340,22 +377,6 @@ impl Inner {
         cpu
     }
 
-    fn poll(&self, index: u32, until: u64) -> bool {
-        let ends = self.ends();
-        let end = now_ns().saturating_add(POLL_NS).min(until);
-        loop {
-            for _ in 0..LOOKS {
-                if ring::published(ends) != index {
-                    return true;
-                }
-                std::hint::spin_loop();
-            }
-            if now_ns() >= end || self.gone.load(Ordering::Relaxed) {
-                return false;
-            }
-        }
-    }
-
     /// Memory that the provider has handed over. It sent that before the answer that names it.
     fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
         let mut taken = lock(&self.taken);
@@ -369,7 +390,7 @@ impl Inner {
     }
 
     /// What becomes of the call whose answer this is.
-    pub(super) fn outcome(self: &Arc<Self>, answer: Answer, inline: [u8; INLINE_BYTES]) -> Result<Reply, CallError> {
+    pub(super) fn outcome(self: &Arc<Self>, answer: Answer, inline: &[u8; INLINE_BYTES]) -> Result<Reply, CallError> {
         match answer.status {
             Status::Served => {}
             Status::Late => return Err(CallError::Late),
@@ -379,7 +400,7 @@ impl Inner {
             Status::Failed => return Err(CallError::Failed),
         }
         let bytes = match answer.payload {
-            Payload::Inline { .. } => Bytes::Inline(inline),
+            Payload::Inline { .. } => Bytes::Inline(*inline),
             Payload::Arena { .. } => Bytes::Arena,
             Payload::Shared { memory, offset, len } => {
                 let mapping = self.memory(memory).ok_or(CallError::ReplyMemory)?;
@@ -407,8 +428,7 @@ pub(super) fn help(inner: &Inner) {
             state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
             continue;
         }
-        let until = now_ns().saturating_add(clock::ns(LONGEST_SLEEP));
-        state = inner.wait(state, until, |state| state.futures == 0 || closing()).0;
+        state = inner.wait(state, Limit::new(LONGEST_SLEEP), |state| state.futures == 0 || closing()).0;
         if state.broken.is_some() {
             break;
         }

@@ -38,7 +38,7 @@ use crate::deadline::Deadline;
 use crate::message::Facts;
 use crate::shared::SharedBuffer;
 use crate::sync::lock;
-use connection::{Inner, Slot, State, help};
+use connection::{Inner, Limit, Slot, State, help};
 
 /// How a call ended, if not with a reply.
 #[derive(Debug, thiserror::Error)]
@@ -347,6 +347,7 @@ impl Client {
             Payload::Arena { offset, .. } => Some(offset),
             _ => None,
         };
+        state.asked_at[slot as usize] = state.asks.next();
         state.slots[slot as usize] = Slot::Waiting { block, _shared: shared, abandoned: false, waker: None };
         let call = Call { token, deadline_ns, time_left: false, trace: options.trace, ttl_ms, payload };
         state.asks.push(ends, &Ask::Call(call), inline);
@@ -363,14 +364,14 @@ impl Client {
         let slot = state.slots.get(token.slot() as usize);
         let known = match slot {
             Some(Slot::Waiting { abandoned, .. }) => !abandoned,
-            Some(Slot::Done { .. }) => true,
+            Some(Slot::Done(_)) => true,
             _ => false,
         };
         known && state.turns.get(token.slot() as usize) == Some(&token.turn())
     }
 
     fn is_done(state: &State, token: Token) -> bool {
-        matches!(state.slots.get(token.slot() as usize), Some(Slot::Done { .. })) || !Self::is_known(state, token)
+        matches!(state.slots.get(token.slot() as usize), Some(Slot::Done(_))) || !Self::is_known(state, token)
     }
 
     /// Takes the answer out of its slot.
@@ -379,12 +380,10 @@ impl Client {
             return Some(Err(CallError::Unknown));
         }
         let slot = &mut state.slots[token.slot() as usize];
-        if !matches!(slot, Slot::Done { .. }) {
-            return None;
-        }
-        let Slot::Done { answer, inline } = std::mem::replace(slot, Slot::Free) else { return None };
+        let Slot::Done(answer) = *slot else { return None };
+        *slot = Slot::Free;
         state.free.push(token.slot());
-        Some(self.inner.outcome(answer, inline))
+        Some(self.inner.outcome(answer, &state.inlines[token.slot() as usize]))
     }
 
     /// Looks whether the answer has come; `None` while it has not.
@@ -404,9 +403,8 @@ impl Client {
     /// # Errors
     /// [`CallError`]. After [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
     pub fn wait(&self, token: Token, timeout: Duration) -> Result<Reply, CallError> {
-        let until = now_ns().saturating_add(clock::ns(timeout));
         let state = lock(&self.inner.state);
-        let (mut state, _) = self.inner.wait(state, until, |state| Self::is_done(state, token));
+        let (mut state, _) = self.inner.wait(state, Limit::new(timeout), |state| Self::is_done(state, token));
         if let Some(done) = self.fetch(&mut state, token) {
             return done;
         }
@@ -421,10 +419,10 @@ impl Client {
     /// Waits until the answer of any of these calls has come; which one that is. `None` after the time limit, or when there are
     /// no tokens. A connection that is lost counts as an answer of each of its calls.
     pub fn wait_any(&self, tokens: &[Token], timeout: Duration) -> Option<usize> {
-        let until = now_ns().saturating_add(clock::ns(timeout));
         let state = lock(&self.inner.state);
         let first = |state: &State| tokens.iter().position(|t| Self::is_done(state, *t));
-        let (state, _) = self.inner.wait(state, until, |state| tokens.is_empty() || first(state).is_some());
+        let (state, _) =
+            self.inner.wait(state, Limit::new(timeout), |state| tokens.is_empty() || first(state).is_some());
         first(&state).or_else(|| self.inner.failure(&state).and_then(|_| (!tokens.is_empty()).then_some(0)))
     }
 

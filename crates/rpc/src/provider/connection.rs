@@ -268,7 +268,7 @@ impl Connection {
         let ends = self.ends();
         self.set_slot(answer.token.slot(), Slot::Free);
         let mut replies = lock(&self.replies);
-        if !replies.producer.has_room(ends)? {
+        if !replies.producer.may_answer(ends)? {
             return Err(Broken::Token);
         }
         if let Payload::Arena { block, generation, .. } = answer.payload {

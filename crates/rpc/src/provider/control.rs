@@ -118,7 +118,7 @@ impl Control {
                     id => self.read(id),
                 }
             }
-            let now_served = super::report::get(&self.engine.counters.calls);
+            let now_served = self.engine.counters.calls();
             let pending = self.attend();
             quiet = if pending || now_served != served { 0 } else { quiet + 1 };
             served = now_served;

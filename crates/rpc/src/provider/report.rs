@@ -8,7 +8,7 @@ use serde::{Deserialize, Serialize};
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::{Refusal, Status};
 
-use crate::histogram::{Histogram, Summary};
+use crate::histogram::{Histogram, Summary, bump};
 use crate::schedule::Late;
 use crate::sync::lock;
 
@@ -119,10 +119,42 @@ pub struct Report {
     pub slow_calls: Vec<SlowCall>,
 }
 
+/// What one worker counts: nobody else writes it, so that a call costs no locked instruction for it.
 #[derive(Debug, Default)]
-pub(crate) struct Counters {
+#[repr(align(128))]
+pub(crate) struct Tally {
     served: AtomicU64,
     overran: AtomicU64,
+    /// Services that ended, however.
+    calls: AtomicU64,
+    pub(crate) sleeps: AtomicU64,
+    pub(crate) polls_gained: AtomicU64,
+    queued: Histogram,
+    service: Histogram,
+}
+
+impl Tally {
+    /// A service ended.
+    #[inline]
+    pub(crate) fn call(&self, queued_ns: u64, service_ns: u64) {
+        bump(&self.calls);
+        self.queued.record_alone(queued_ns);
+        self.service.record_alone(service_ns);
+    }
+
+    /// What was served is answered.
+    #[inline]
+    pub(crate) fn served(&self, overran: bool) {
+        bump(&self.served);
+        if overran {
+            bump(&self.overran);
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+pub(crate) struct Counters {
+    pub(crate) workers: Vec<Tally>,
     late: AtomicU64,
     refused: [AtomicU64; Refusal::ALL.len()],
     cancelled: AtomicU64,
@@ -133,12 +165,6 @@ pub(crate) struct Counters {
     broken: [AtomicU64; Broken::ALL.len()],
     pub(crate) refused_connections: AtomicU64,
     pub(crate) reclaimed: AtomicU64,
-    pub(crate) sleeps: AtomicU64,
-    pub(crate) polls_gained: AtomicU64,
-    /// Services that ended, however.
-    pub(crate) calls: AtomicU64,
-    pub(crate) queued: Histogram,
-    pub(crate) service: Histogram,
     pub(crate) slow: AtomicU64,
     slow_calls: Mutex<VecDeque<SlowCall>>,
 }
@@ -153,25 +179,54 @@ pub(crate) fn get(counter: &AtomicU64) -> u64 {
 }
 
 impl Counters {
-    /// Counts an answer that was sent.
-    pub(crate) fn answered(&self, status: Status, overran: bool) {
-        add(
-            match status {
-                Status::Served => &self.served,
-                Status::Late => &self.late,
-                Status::Refused(reason) => {
-                    let index = Refusal::ALL.iter().position(|r| *r == reason).unwrap_or(0);
-                    &self.refused[index]
-                }
-                Status::Cancelled => &self.cancelled,
-                Status::Expired => &self.expired,
-                Status::Failed => &self.failed,
-            },
-            1,
-        );
-        if overran {
-            add(&self.overran, 1);
-        }
+    /// For so many workers.
+    pub(crate) fn new(workers: usize) -> Counters {
+        Counters { workers: (0..workers).map(|_| Tally::default()).collect(), ..Counters::default() }
+    }
+
+    fn sum(&self, of: impl Fn(&Tally) -> &AtomicU64) -> u64 {
+        self.workers.iter().map(|tally| get(of(tally))).sum()
+    }
+
+    /// Services that ended, however.
+    pub(crate) fn calls(&self) -> u64 {
+        self.sum(|tally| &tally.calls)
+    }
+
+    /// How often a worker slept.
+    pub(crate) fn sleeps(&self) -> u64 {
+        self.sum(|tally| &tally.sleeps)
+    }
+
+    /// How often polling saved a sleep.
+    pub(crate) fn polls_gained(&self) -> u64 {
+        self.sum(|tally| &tally.polls_gained)
+    }
+
+    /// How long requests waited.
+    pub(crate) fn queued(&self) -> Summary {
+        Histogram::summary_of(self.workers.iter().map(|tally| &tally.queued))
+    }
+
+    /// How long they were served.
+    pub(crate) fn service(&self) -> Summary {
+        Histogram::summary_of(self.workers.iter().map(|tally| &tally.service))
+    }
+
+    /// Counts an answer that was sent, of what was not served; what was is in the worker's tally.
+    pub(crate) fn answered(&self, status: Status) {
+        let counter = match status {
+            Status::Served => return,
+            Status::Late => &self.late,
+            Status::Refused(reason) => {
+                let index = Refusal::ALL.iter().position(|r| *r == reason).unwrap_or(0);
+                &self.refused[index]
+            }
+            Status::Cancelled => &self.cancelled,
+            Status::Expired => &self.expired,
+            Status::Failed => &self.failed,
+        };
+        add(counter, 1);
     }
 
     /// Counts a client that was sent away.
@@ -203,8 +258,8 @@ impl Counters {
     pub(crate) fn answers(&self) -> Answers {
         let refused = |reason| Refusal::ALL.iter().position(|r| *r == reason).map_or(0, |i| get(&self.refused[i]));
         Answers {
-            served: get(&self.served),
-            overran: get(&self.overran),
+            served: self.sum(|tally| &tally.served),
+            overran: self.sum(|tally| &tally.overran),
             late: get(&self.late),
             refused_queue_full: refused(Refusal::QueueFull),
             refused_admission: refused(Refusal::Admission),

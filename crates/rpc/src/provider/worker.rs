@@ -29,11 +29,12 @@ use tombolo_shm::class;
 
 use super::Engine;
 use super::connection::{Connection, Slot};
-use super::report::{SlowCall, add};
+use super::report::{SlowCall, Tally, add};
 use super::request::{Ending, Reply, Request, Source};
 use crate::clock::now_ns;
 use crate::deadline::Scope;
-use crate::poll::{POLL_NS, Poller, Polling};
+use crate::histogram::bump;
+use crate::poll::{self, Poller, Polling};
 use crate::schedule::{Next, Schedule};
 use crate::sync::lock;
 
@@ -45,8 +46,10 @@ const POLLED: usize = 8;
 const EVENTS: usize = 64;
 /// How often a worker that does not sleep listens for bells: a system call each time.
 const LOOK_NS: u64 = 10_000;
-/// Looks between two readings of the clock.
-const LOOKS: u32 = 32;
+/// Buffers that are kept for the short requests to come.
+const SPARE: usize = 256;
+/// How long a poll lasts where workers are to poll always: they look at what else there is after that.
+const ALWAYS_NS: u64 = 20_000_000;
 /// How often in a row a client may wake us, or have us look, and ask for nothing. One that keeps the protocol does so once per request at most:
 /// when its ring comes after its request was found.
 const NOISE: u32 = 256;
@@ -59,8 +62,11 @@ pub(crate) struct Job {
     place: Place,
     call: Call,
     deadline_ns: u64,
-    inline: [u8; INLINE_BYTES],
+    /// Of a short request. On its own, so that a job is moved cheaply, and used again by another.
+    inline: Inline,
 }
+
+type Inline = Box<[u8; INLINE_BYTES]>;
 
 impl Job {
     fn is_of(&self, connection: &Arc<Connection>) -> bool {
@@ -107,11 +113,27 @@ pub(crate) struct Core {
     active: Vec<Place>,
     turn: u32,
     clients: usize,
+    spare: Vec<Inline>,
+}
+
+/// What a worker has for itself.
+struct Worker<'e> {
+    poller: Poller,
+    events: Vec<epoll::Event>,
+    watched: Vec<Watched>,
+    tally: &'e Tally,
 }
 
 impl Core {
     pub(crate) fn new(schedule: Schedule<Job>) -> Core {
-        Core { schedule, intakes: Vec::new(), active: Vec::new(), turn: 0, clients: 0 }
+        Core { schedule, intakes: Vec::new(), active: Vec::new(), turn: 0, clients: 0, spare: Vec::new() }
+    }
+
+    /// A buffer comes back.
+    fn spare(&mut self, inline: Inline) {
+        if self.spare.len() < SPARE {
+            self.spare.push(inline);
+        }
     }
 
     pub(crate) fn pending(&self) -> usize {
@@ -194,15 +216,19 @@ impl Engine {
     /// A worker's life.
     pub(super) fn work(&self, number: usize) {
         self.set_class(number);
-        let mut poller = Poller::default();
-        let mut events = Vec::with_capacity(EVENTS);
+        let mut worker = Worker {
+            poller: Poller::default(),
+            events: Vec::with_capacity(EVENTS),
+            watched: Vec::with_capacity(POLLED),
+            tally: &self.counters.workers[number],
+        };
         let mut next_look = 0;
+        let mut now = now_ns();
         let mut core = lock(&self.core);
         while !self.stopping.load(Ordering::SeqCst) {
-            let now = now_ns();
             if now >= next_look && core.some_are_armed() {
                 next_look = now + LOOK_NS;
-                self.collect(&mut core, &mut events);
+                self.collect(&mut core, &mut worker.events);
             }
             self.drain(&mut core, now);
             match core.schedule.next(now) {
@@ -214,14 +240,24 @@ impl Engine {
                     }
                     drop(core);
                     self.call_control();
-                    let place = item.place;
-                    self.serve(item, queued_ns, now);
+                    let ended = self.serve(&item, queued_ns, now, worker.tally);
+                    // Whatever else it holds is given back without the lock.
+                    let Job { place, inline, .. } = item;
                     core = lock(&self.core);
                     core.schedule.done(now);
                     core.activate(place);
+                    core.spare(inline);
+                    // What has come by now is seen next: a reading of the clock is saved for each request of a row.
+                    now = ended;
                 }
-                Some(Next::Answer { item, queued_ns, status }) => self.give_up(&item, status, queued_ns, now),
-                None => core = self.rest(core, &mut poller, &mut events),
+                Some(Next::Answer { item, queued_ns, status }) => {
+                    self.give_up(&item, status, queued_ns, now);
+                    now = now_ns();
+                }
+                None => {
+                    core = self.rest(core, &mut worker);
+                    now = now_ns();
+                }
             }
         }
         drop(core);
@@ -277,7 +313,7 @@ impl Engine {
     }
 
     fn drain_one(&self, core: &mut Core, place: Place, now: u64) -> Result<(), Broken> {
-        let Core { intakes, schedule, .. } = core;
+        let Core { intakes, schedule, spare, .. } = core;
         let intake = intakes.get_mut(place.index as usize).and_then(Option::as_mut).filter(|i| i.place == place);
         let Some(Intake { connection, consumer, signalled, noise, .. }) = intake else { return Ok(()) };
         let ends = connection.ends();
@@ -285,19 +321,19 @@ impl Engine {
         let (mut any, mut useful) = (std::mem::take(signalled), false);
         // No more than a ringful at a time, however fast a client asks: the others' turn comes.
         for _ in 0..connection.slots() {
-            let mut inline = [0; INLINE_BYTES];
+            if !consumer.is_ready(ends)? {
+                break;
+            }
+            let mut inline = spare.pop().unwrap_or_else(|| Box::new([0; INLINE_BYTES]));
+            any = true;
             match consumer.take(ends, &mut inline)? {
-                None => break,
+                None => {}
                 Some(Ask::Call(call)) => {
-                    (any, useful) = (true, true);
-                    self.offer(
-                        schedule,
-                        Job { connection: connection.clone(), place, call, deadline_ns: 0, inline },
-                        now,
-                    )?;
+                    useful = true;
+                    let job = Job { connection: connection.clone(), place, call, deadline_ns: 0, inline };
+                    self.offer(schedule, connection, job, now)?;
                 }
                 Some(Ask::Cancel(token)) => {
-                    any = true;
                     useful |= !connection.is_free(token);
                     let slot = connection.slot(token.slot());
                     if slot == Slot::Serving {
@@ -312,20 +348,25 @@ impl Engine {
             }
         }
         if any {
-            consumer.took(ends);
+            consumer.took_some(ends);
             *noise = if useful { 0 } else { *noise + 1 };
         }
         if *noise > NOISE { Err(Broken::Noise) } else { Ok(()) }
     }
 
-    fn offer(&self, schedule: &mut Schedule<Job>, mut job: Job, now: u64) -> Result<(), Broken> {
+    fn offer(
+        &self,
+        schedule: &mut Schedule<Job>,
+        connection: &Connection,
+        mut job: Job,
+        now: u64,
+    ) -> Result<(), Broken> {
         let Call { token, deadline_ns, time_left, ttl_ms, .. } = job.call;
-        if !job.connection.is_free(token) {
+        if !connection.is_free(token) {
             return Err(Broken::Token);
         }
         let relative = time_left && deadline_ns != BEST_EFFORT;
         job.deadline_ns = if relative { now.saturating_add(deadline_ns) } else { deadline_ns };
-        let connection = job.connection.clone();
         match schedule.offer(now, job.deadline_ns, u64::from(ttl_ms) * 1_000_000, job) {
             Ok(handle) => connection.set_slot(token.slot(), Slot::Queued(handle)),
             Err((job, status)) => self.give_up(&job, status, 0, now),
@@ -338,16 +379,17 @@ impl Engine {
         let answer =
             Answer { token: job.call.token, status, code: 0, queued_ns, service_ns: 0, payload: Payload::EMPTY };
         self.trace(job, status, (queued_ns, 0), now);
-        self.send(&job.connection, &answer, &[], now, false);
+        self.send(&job.connection, &answer, &[], now, || self.counters.answered(status));
     }
 
-    fn send(&self, connection: &Connection, answer: &Answer, inline: &[u8], now: u64, overran: bool) {
+    /// Counts and sends an answer.
+    fn send(&self, connection: &Connection, answer: &Answer, inline: &[u8], now: u64, count: impl FnOnce()) {
         if connection.is_gone() {
             add(&self.counters.abandoned, 1);
             return;
         }
         // Before the client can know of it: who has its answer finds it counted.
-        self.counters.answered(answer.status, overran);
+        count();
         if let Err(broken) = connection.answer(answer, inline, now)
             && connection.end()
         {
@@ -413,13 +455,13 @@ impl Engine {
         }
     }
 
-    pub(super) fn serve(&self, job: Job, queued_ns: u64, began: u64) {
-        let Job { connection, call, deadline_ns, inline, .. } = &job;
+    /// Serves a request and answers it; returns when the service ended.
+    fn serve(&self, job: &Job, queued_ns: u64, began: u64, tally: &Tally) -> u64 {
+        let Job { connection, call, deadline_ns, inline, .. } = job;
         if connection.is_gone() {
             add(&self.counters.abandoned, 1);
-            return;
+            return began;
         }
-        connection.set_cpu();
         let ends = connection.ends();
         let source = match call.payload {
             Payload::Inline { .. } => Some(Source::Inline),
@@ -436,7 +478,8 @@ impl Engine {
             _ => None,
         };
         let Some(payload) = payload else {
-            return self.give_up(&job, Status::Refused(Refusal::Memory), queued_ns, began);
+            self.give_up(job, Status::Refused(Refusal::Memory), queued_ns, began);
+            return began;
         };
         let Call { token, trace, ttl_ms, .. } = *call;
         let request = Request { payload, deadline_ns: *deadline_ns, trace, queued_ns, ttl_ms, token, connection };
@@ -465,11 +508,15 @@ impl Engine {
         let (payload, bytes) = reply.payload();
         let code = reply.code();
         let answer = Answer { token: call.token, status, code, queued_ns, service_ns, payload };
-        add(&self.counters.calls, 1);
-        self.counters.queued.record(queued_ns);
-        self.counters.service.record(service_ns);
-        self.trace(&job, status, (queued_ns, service_ns), ended);
-        self.send(connection, &answer, bytes, ended, status == Status::Served && ended > *deadline_ns);
+        tally.call(queued_ns, service_ns);
+        self.trace(job, status, (queued_ns, service_ns), ended);
+        self.send(connection, &answer, bytes, ended, || match status {
+            Status::Served => tally.served(ended > *deadline_ns),
+            _ => self.counters.answered(status),
+        });
+        // A hint, which the answer does not wait for.
+        connection.set_cpu();
+        ended
     }
 
     /// Remembers a call that took longer than it should.
@@ -490,21 +537,20 @@ impl Engine {
     }
 
     /// Nothing to serve: polls, or sleeps until a bell rings.
-    fn rest<'a>(
-        &'a self,
-        mut core: MutexGuard<'a, Core>,
-        poller: &mut Poller,
-        events: &mut Vec<epoll::Event>,
-    ) -> MutexGuard<'a, Core> {
-        if let Some(watched) = self.watched(&core, poller) {
+    fn rest<'a>(&'a self, mut core: MutexGuard<'a, Core>, worker: &mut Worker<'_>) -> MutexGuard<'a, Core> {
+        let polls = self.watch(&core, worker);
+        let mut began = None;
+        if polls {
             drop(core);
-            let moved = self.poll(&watched);
+            let (moved, first_look) = self.poll(worker);
+            began = first_look;
+            worker.watched.clear();
             self.polling.store(false, Ordering::Relaxed);
-            poller.learn(moved.is_some());
+            worker.poller.learn(moved.is_some());
             core = lock(&self.core);
             if let Some(place) = moved {
                 core.signal(place);
-                add(&self.counters.polls_gained, 1);
+                bump(&worker.tally.polls_gained);
                 return core;
             }
         }
@@ -515,51 +561,51 @@ impl Engine {
         // Under the lock: who finds nobody idle after this looks at the active clients itself.
         self.idle.fetch_add(1, Ordering::Relaxed);
         drop(core);
-        events.clear();
+        let began = began.unwrap_or_else(now_ns);
+        worker.events.clear();
         // An interruption is a wake-up for nothing.
-        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(events), None);
+        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(&mut worker.events), None);
         self.idle.fetch_sub(1, Ordering::Relaxed);
-        add(&self.counters.sleeps, 1);
+        bump(&worker.tally.sleeps);
+        worker.poller.slept(now_ns().saturating_sub(began), polls);
         let mut core = lock(&self.core);
-        for event in events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
+        for event in worker.events.iter().map(|e| e.data.u64()).filter(|e| *e != NUDGE) {
             core.signal(Place::from_bits(event));
         }
         core
     }
 
-    /// The clients to poll, where polling is worth it and nobody else does it.
-    fn watched(&self, core: &Core, poller: &mut Poller) -> Option<Vec<Watched>> {
+    /// Finds the clients to poll. False where polling is not worth it, or somebody else does it.
+    fn watch(&self, core: &Core, worker: &mut Worker<'_>) -> bool {
+        let Worker { poller, watched, .. } = worker;
         if self.options.polling == Polling::Never || core.active.is_empty() || core.active.len() > POLLED {
-            return None;
+            return false;
         }
         let always = self.options.polling == Polling::Always;
         if !always && (!crate::cpu::several() || !poller.worth_it()) {
-            return None;
+            return false;
         }
         let here = crate::cpu::current();
         let places = core.active.iter().filter_map(|p| core.intakes[p.index as usize].as_ref());
         let elsewhere = places.filter(|i| always || i.connection.ends().peer_cpu() != Some(here));
-        let watched: Vec<_> = elsewhere.map(|i| (i.connection.clone(), i.consumer.index(), i.place)).collect();
+        watched.extend(elsewhere.map(|i| (i.connection.clone(), i.consumer.index(), i.place)));
         // Relaxed: two that poll at a time do no harm.
-        (!watched.is_empty() && !self.polling.swap(true, Ordering::Relaxed)).then_some(watched)
+        let polls = !watched.is_empty() && !self.polling.swap(true, Ordering::Relaxed);
+        if !polls {
+            watched.clear();
+        }
+        polls
     }
 
     /// Looks until the index of one of them has moved, and says whose.
-    fn poll(&self, watched: &[Watched]) -> Option<Place> {
-        let limit = if self.options.polling == Polling::Always { 1000 * POLL_NS } else { POLL_NS };
-        let end = now_ns() + limit;
-        loop {
-            for _ in 0..LOOKS {
-                let moved = watched.iter().find(|(connection, index, _)| ring::published(connection.ends()) != *index);
-                if let Some((.., place)) = moved {
-                    return Some(*place);
-                }
-                std::hint::spin_loop();
-            }
-            if now_ns() >= end || self.stopping.load(Ordering::Relaxed) {
-                return None;
-            }
-        }
+    fn poll(&self, worker: &Worker<'_>) -> (Option<Place>, Option<u64>) {
+        let always = self.options.polling == Polling::Always;
+        let window_ns = if always { ALWAYS_NS } else { worker.poller.window_ns() };
+        let moved = |(connection, index, _): &&Watched| ring::look(connection.ends(), *index) != *index;
+        poll::look(
+            || worker.watched.iter().find(moved).map(|(.., place)| *place),
+            |_, looked| looked >= window_ns || self.stopping.load(Ordering::Relaxed),
+        )
     }
 }
 
