@@ -51,7 +51,7 @@ def test_tagged_frames_cross_a_bridge_of_attached_taps_untouched_and_are_counted
                 h.space.ip("link", "set", name, "master", "br0")
             # The bridge has to know on which side who is.
             here = ethernet(h.a.mac, h.b.mac, 0x88B5, b"here")
-            until("the bridge to forward", lambda: h.b.send(here) or h.a.receive(0.1, lambda f: f == here), 5)
+            until("the bridge to forward", lambda: h.b.send(here) or h.a.receive(0.1, lambda f: f == here))
             plain = ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4(A, "10.2.0.2", UDP, transport(UDP, A, "10.2.0.2", 1000, 2000, b"tagged")))
             frames = [plain[:12] + tag + plain[12:] for tag in tags]
 

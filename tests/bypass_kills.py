@@ -37,7 +37,7 @@ def nothing_is_left(h, before):
     assert h.space.ip("-d", "link") == before
 
 
-@timeout(240)
+@timeout(600)
 def test_attach_killed_at_every_step_leaves_traffic_flowing_and_nothing_that_detach_does_not_take():
     need_program("strace")
     with host() as h:
@@ -61,7 +61,7 @@ def test_attach_killed_at_every_step_leaves_traffic_flowing_and_nothing_that_det
         assert kills >= 20
 
 
-@timeout(240)
+@timeout(600)
 def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_the_next():
     need_program("strace")
     with host() as h:
@@ -82,7 +82,7 @@ def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_t
         assert kills >= 15
 
 
-@timeout(240)
+@timeout(600)
 def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
     need_program("strace")
     with host() as h:
@@ -91,8 +91,8 @@ def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
             strace = subprocess.Popen(traced(h, ["attach", "gone", "ta", "--no-keeper"], "bpf", number, "STOP"), stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True, env=environment(h))
             try:
-                (process,) = until("the command to run", lambda s=strace: children(s.pid, PROGRAM.name[:15]), 5)
-                until("it to stand", lambda p=process, s=strace: s.poll() is not None or stands(p), 10)
+                (process,) = until("the command to run", lambda s=strace: children(s.pid, PROGRAM.name[:15]))
+                until("it to stand", lambda p=process, s=strace: s.poll() is not None or stands(p))
                 h.space.ip("link", "del", "gone")
                 if strace.poll() is None:
                     os.kill(process, signal.SIGCONT)
@@ -137,7 +137,7 @@ def test_a_namespace_that_is_deleted_takes_its_bypass_with_it():
         h.folder = folder
         h.attach("ta", "tb", words=("--lease", "10000"))
         subprocess.run(["ip", "netns", "del", str(space)], check=True)
-        until("the keeper's end", lambda: has_ended(keeper), 10)
+        until("the keeper's end", lambda: has_ended(keeper))
         left = [entry.name for entry in (folder / "run/bypass").iterdir() if entry.name.endswith(".json")]
         assert len(left) == 1, left
         h.across(h.udp())

@@ -145,14 +145,14 @@ def test_a_filter_at_the_ingress_sees_every_frame_unless_it_need_not():
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
         add_filter(h, "ta", "ingress")
-        until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"], 5)
+        until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
         before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
         for _ in range(5):
             assert h.across(h.udp())
         assert seen_by_filter(h, "ta", "ingress") == before + 5 and h.taken() == taken
         assert h.status("ta")["by_reason"]["up_off"] >= 5, h.status("ta")
         h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
-        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() > taken, 5)
+        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() > taken)
 
 
 def test_tcx_programs_that_come_later_see_every_frame():
@@ -161,11 +161,11 @@ def test_tcx_programs_that_come_later_see_every_frame():
         h.across(h.udp())
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
         with tcx_program(h.space, "tb", TCX_EGRESS, SHOT):
-            until("its word", lambda: h.across(h.udp(), seconds=0.1) is None, 5)
+            until("its word", lambda: h.across(h.udp(), seconds=0.1) is None)
             assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(3))
-        until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1, 5)
+        until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
         with tcx_program(h.space, "ta", TCX_INGRESS, SHOT):
-            until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"], 5)
+            until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
             assert h.across(h.udp(), seconds=0.1) is None
         assert h.across(h.udp())
 
@@ -180,11 +180,11 @@ def test_what_a_filter_at_the_output_drops_is_dropped_in_every_mode():
             into = ethernet(h.a.host_mac, h.a.mac, ETH_IP4, ipv4("10.1.0.2", C, UDP, transport(UDP, "10.1.0.2", C, 1, 9, b"in")))
             h.across(h.udp())
             assert h.across(h.udp()) and h.taken() == 1
-            until("frames to go straight into the container", lambda: h.a.send(into) or h.status("ta")["by_reason"].get("taken_peer"), 5)
+            until("frames to go straight into the container", lambda: h.a.send(into) or h.status("ta")["by_reason"].get("taken_peer"))
             for name in ("tb", "vc"):
                 h.space.run("tc", "qdisc", "add", "dev", name, "clsact")
                 h.space.run("tc", "filter", "add", "dev", name, "egress", "bpf", "da", "obj", made, "sec", "shot")
-            until("the keeper's notice", lambda: not h.status("vc")["peer"] and h.across(h.udp(), seconds=0.1) is None, 5)
+            until("the keeper's notice", lambda: not h.status("vc")["peer"] and h.across(h.udp(), seconds=0.1) is None)
             assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(5)), mode
             straight = h.status("ta")["by_reason"]["taken_peer"]
             for _ in range(5):
