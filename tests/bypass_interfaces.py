@@ -41,6 +41,39 @@ def test_tagged_frames_are_taken_where_the_vlan_interfaces_are_attached():
         assert h.status("ta.5")["taken"] == 1 and h.status("ta")["by_reason"]["up_vlan"] == 2, h.status()
 
 
+def test_tagged_frames_cross_a_bridge_of_attached_taps_untouched_and_are_counted():
+    tags = [b"\x81\x00\x00\x05", b"\x81\x00\xe0\x00", b"\x88\xa8\x00\x05\x81\x00\x00\x06"]
+    for mode in ("tcx", "xdp"):
+        with host() as h:
+            h.space.ip("link", "add", "br0", "type", "bridge")
+            h.space.ip("link", "set", "br0", "up")
+            for name in ("ta", "tb"):
+                h.space.ip("link", "set", name, "master", "br0")
+            # The bridge has to know on which side who is.
+            here = ethernet(h.a.mac, h.b.mac, 0x88B5, b"here")
+            until("the bridge to forward", lambda: h.b.send(here) or h.a.receive(0.1, lambda f: f == here), 5)
+            plain = ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4(A, "10.2.0.2", UDP, transport(UDP, A, "10.2.0.2", 1000, 2000, b"tagged")))
+            frames = [plain[:12] + tag + plain[12:] for tag in tags]
+
+            def across(frame):
+                h.b.drain()
+                h.a.send(frame)
+                return h.b.receive(1, lambda f: f[6:12] == h.a.mac)
+
+            kernel = [across(frame) for frame in frames]
+            assert [f[1] for f in kernel] == frames, kernel
+            h.attach(words=("--lease", "10000", "--mode", mode))
+            for _ in range(2):
+                assert [across(frame) for frame in frames] == kernel, mode
+            # To another's MAC address, which is what is counted first; and the third kind is no IP behind its first tag.
+            counts = h.status("ta")["by_reason"]
+            assert counts == {"up_not_ours": 4, "up_protocol": 2}, counts
+            # To the interface's own, behind which the kernel has no VLAN 5: counted as tagged, and gone.
+            h.a.send(tagged(h.to_b(ETH_IP4, plain[14:]), 5))
+            counts = h.status("ta")["by_reason"]
+            assert counts == {"up_not_ours": 4, "up_protocol": 2, "up_vlan": 1} and h.taken() == 0, counts
+
+
 def test_a_tap_that_is_made_anew_is_attached_again():
     with host() as h:
         h.attach("ta", "tb", words=("--lease", "10000"))

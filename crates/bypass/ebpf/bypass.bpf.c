@@ -411,6 +411,9 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
 	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
 		return 1 + NOT_A_PLAIN_ROUTE;
+	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
+	if (dst->dev->ifindex != kernel_skb->dev->ifindex)
+		return 1 + NOT_A_PLAIN_ROUTE;
 	note_translation(&whole, &p->key, &out->key, family);
 	if (nfct & ~NFCT_INFOMASK) {
 		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, nfct & ~NFCT_INFOMASK);

@@ -140,6 +140,7 @@ struct dst_metrics {
 struct lwtunnel_state;
 
 struct dst_entry {
+	struct net_device *dev;
 	unsigned long _metrics;
 	struct lwtunnel_state *lwtstate;
 };

@@ -47,7 +47,7 @@ enum unlearned {
 	NOT_ESTABLISHED,	/* the connection is not established both ways (TCP) */
 	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
-	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, or back out where it came in */
+	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
 };
 #define UNLEARNED 8
 

@@ -12,7 +12,9 @@ use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
 use crate::place::{COMMAND, Interface, Place, PlaceError, Record, Wanted};
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
-use aya::programs::{LinkOrder, ProgramError, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs};
+use aya::programs::{
+    LinkOrder, ProgramError, ProgramInfo, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs,
+};
 use aya_obj::programs::XdpAttachType;
 use std::time::Duration;
 
@@ -23,6 +25,8 @@ const SHORTEST_LEASE: Duration = Duration::from_millis(20);
 
 /// The name of libxdp's program that calls others in turn (xdp-tools, lib/libxdp/xdp-dispatcher.c).
 const DISPATCHER: &str = "xdp_dispatcher";
+/// IFLA_XDP_ATTACHED of a program that runs on sk_buffs (linux/if_link.h).
+const XDP_ATTACHED_SKB: u8 = 2;
 
 /// Why attaching or detaching failed. What was attached before it failed is detached again.
 #[derive(Debug, thiserror::Error)]
@@ -59,7 +63,7 @@ pub enum AttachError {
     /// An XDP program is there, and an interface has room for one.
     #[error(
         "{interface} has an XDP program already ({name}, id {program}{dispatcher}), and there is room for one: \
-         attach with --mode auto or tcx, which works behind it, or take that one off (ip link set dev {interface} xdp off)"
+         attach with --mode auto or tcx, which works behind it, or take that one off ({off})"
     )]
     XdpTaken {
         /// Where.
@@ -70,6 +74,8 @@ pub enum AttachError {
         name: String,
         /// A word more where libxdp put it there.
         dispatcher: &'static str,
+        /// The command that takes it off.
+        off: String,
     },
     /// Not a member of an Ethernet.
     #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
@@ -110,13 +116,46 @@ pub struct Attached {
     pub after: Vec<String>,
 }
 
-/// Which ways out of an interface there are.
-pub(crate) fn capabilities(link: &Link) -> u32 {
+/// What of others stands at an interface's tc hooks.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Others {
+    /// Filters, or programs behind ours, that would not see a frame that is taken here, and shall.
+    overlooked: bool,
+    /// Filters or programs that see what goes out, which neither XDP nor the straight way into a veth's other end passes.
+    at_egress: bool,
+}
+
+impl Others {
+    pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool) -> Result<Others, NetlinkError> {
+        let programs = |hook| SchedClassifier::query_tcx(&link.name, hook).map(|q| q.1).unwrap_or_default();
+        let is = |program: &ProgramInfo, name| program.name_as_str() == Some(name);
+        let behind = || {
+            let ingress = programs(TcAttachType::Ingress);
+            ingress.iter().skip_while(|p| !is(p, TCX_IN)).any(|p| !is(p, TCX_IN))
+        };
+        Ok(Others {
+            overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind()),
+            at_egress: routes.has_egress_filters(link.index)?
+                || programs(TcAttachType::Egress).iter().any(|p| !is(p, TCX_OUT)),
+        })
+    }
+
+    pub(crate) fn are_overlooked(self) -> bool {
+        self.overlooked
+    }
+}
+
+/// What may be done with frames that come in at an interface, and which ways out of it there are.
+pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
+    let take = if others.overlooked { 0 } else { PORT_TAKE };
+    if others.at_egress {
+        return take;
+    }
     // The other end of a veth in this namespace cannot be redirected into, and a queueing discipline shall have its say.
     let peer = link.kind == "veth" && link.peer_elsewhere && link.qdisc == "noqueue" && link.master.is_none();
     // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
     let xdp = is_suited(link) && PLAIN_QUEUES.contains(&link.qdisc.as_str());
-    PORT_TAKE | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
+    take | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
 }
 
 /// Queueing disciplines that nobody would miss: XDP passes them by.
@@ -197,6 +236,8 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     }
     let mut done = vec![];
     let result = attach_locked(place, names, options, fresh, &mut done);
+    // What others left is no reason for this one to fail; the next one tries again.
+    let _ = place.sweep();
     if result.is_err() {
         if fresh {
             place.remove()?;
@@ -251,17 +292,20 @@ fn attach_locked(
                 continue;
             }
             known.wanted = options.wanted;
+            known.past_filters = options.past_filters;
         } else {
             attached.after = attach_programs(place, link, done)?;
             record.interfaces.push(Interface {
                 name: link.name.clone(),
                 index: link.index,
                 wanted: options.wanted,
+                past_filters: options.past_filters,
                 owners: vec![options.owner.clone()],
             });
         }
         let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked };
-        open_port(place, &routes, &mut maps, link, options.wanted, why)?;
+        let others = Others::at(&routes, link, options.past_filters)?;
+        open_port(place, &routes, &mut maps, link, others, options.wanted, why)?;
         report.push(attached);
     }
     if !options.netns.is_empty() {
@@ -289,6 +333,7 @@ fn open_port(
     routes: &Routes,
     maps: &mut Maps,
     link: &Link,
+    others: Others,
     wanted: Wanted,
     why: Why,
 ) -> Result<(), AttachError> {
@@ -299,25 +344,30 @@ fn open_port(
     let mode = if wanted == Wanted::Xdp { Mode::Xdp } else { Mode::Tcx };
     detach_xdp(place, link.index);
     if mode == Mode::Xdp {
-        if let Some((_, program)) = routes.link(&link.name)?.xdp {
-            return Err(xdp_taken(&link.name, program));
+        if let Some((mode, program)) = routes.link(&link.name)?.xdp {
+            return Err(xdp_taken(&link.name, mode, program));
         }
         attach_xdp(place, link.index).map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
     }
     maps.set_port(
         link.index,
-        Port { slot, flags: capabilities(link), mode, why: why as u32, since_ns: monotonic_ns() },
+        Port { slot, flags: capabilities(link, others), mode, why: why as u32, since_ns: monotonic_ns() },
     )?;
     Ok(())
 }
 
 /// Whose program is in the way. libxdp's dispatcher chains programs that libxdp itself loaded; ours is none, and to take its place
 /// would end those behind it.
-fn xdp_taken(interface: &str, program: u32) -> AttachError {
+fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
     let name = loaded_programs().find_map(|p| p.ok().filter(|p| p.id() == program));
     let name = name.and_then(|p| p.name_as_str().map(str::to_owned)).unwrap_or_default();
-    let dispatcher = if name == DISPATCHER { ", libxdp's dispatcher" } else { "" };
-    AttachError::XdpTaken { interface: interface.into(), program, name, dispatcher }
+    let word = if mode == XDP_ATTACHED_SKB { "xdpgeneric" } else { "xdp" };
+    let (dispatcher, off) = if name == DISPATCHER {
+        (", libxdp's dispatcher", format!("xdp-loader unload {interface} --all"))
+    } else {
+        ("", format!("ip link set dev {interface} {word} off"))
+    };
+    AttachError::XdpTaken { interface: interface.into(), program, name, dispatcher, off }
 }
 
 /// Attaches again what was made again under the name that it was attached by; gives the names.
@@ -334,7 +384,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
         detach_all(place, interface.index);
         maps.remove_port(interface.index)?;
         let result = attach_programs(place, link, &mut vec![])
-            .and_then(|_| open_port(place, &routes, &mut maps, link, interface.wanted, Why::MadeAgain));
+            .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters)?))
+            .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
         if let Err(error) = result {
             detach_all(place, link.index);
             return Err(error);
@@ -347,6 +398,16 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
         place.write(&record)?;
     }
     Ok(again)
+}
+
+/// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether.
+pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
+    let _lock = place.lock()?;
+    let abandoned = place.is_abandoned(std::process::id());
+    if abandoned {
+        place.remove()?;
+    }
+    Ok(abandoned)
 }
 
 /// Forgets interfaces that are gone, with what is pinned for them.
@@ -432,14 +493,28 @@ mod tests {
     #[test]
     fn only_a_veth_into_another_namespace_without_a_queue_is_redirected_into() {
         let veth = Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: true, ..Link::default() };
-        assert_ne!(capabilities(&veth) & PORT_PEER, 0);
+        let none = Others::default();
+        assert_ne!(capabilities(&veth, none) & PORT_PEER, 0);
         for other in [
             Link { kind: "tun".into(), ..veth.clone() },
             Link { qdisc: "tbf".into(), ..veth.clone() },
             Link { peer_elsewhere: false, ..veth.clone() },
             Link { master: Some(4), ..veth.clone() },
         ] {
-            assert_eq!(capabilities(&other) & PORT_PEER, 0, "{other:?}");
+            assert_eq!(capabilities(&other, none) & PORT_PEER, 0, "{other:?}");
         }
+    }
+
+    #[test]
+    fn what_others_filters_shall_see_goes_their_way() {
+        let (veth, tap) = (
+            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: true, ..Link::default() },
+            Link { kind: "tun".into(), qdisc: "fq_codel".into(), ..Link::default() },
+        );
+        let (ingress, egress) =
+            (Others { overlooked: true, at_egress: false }, Others { overlooked: false, at_egress: true });
+        assert_eq!(capabilities(&veth, ingress), PORT_PEER);
+        assert_eq!(capabilities(&tap, ingress), PORT_XDP_OUT);
+        assert_eq!((capabilities(&veth, egress), capabilities(&tap, egress)), (PORT_TAKE, PORT_TAKE));
     }
 }

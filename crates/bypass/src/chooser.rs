@@ -57,9 +57,11 @@ pub enum Why {
     NotTaken = 11,
     /// It was made anew under its name, and attached again by the keeper.
     MadeAgain = 12,
+    /// Others' filters or programs behind ours would not see what is taken.
+    Overlooked = 13,
 }
 
-const TEXTS: [&str; 13] = [
+const TEXTS: [&str; 14] = [
     "just attached",
     "as asked for",
     "no native XDP that would not cost the peer its offloads",
@@ -73,6 +75,7 @@ const TEXTS: [&str; 13] = [
     "XDP could not be attached",
     "few of its frames can be taken at all",
     "the interface was made anew",
+    "nothing is taken: filters came to its ingress that would not see it (--past-filters takes it all the same)",
 ];
 
 /// The text of a reason's number.
@@ -361,7 +364,7 @@ mod tests {
         }
 
         #[test]
-        fn every_reason_has_a_text(number in 0u32..13) {
+        fn every_reason_has_a_text(number in 0u32..14) {
             prop_assert_ne!(why(number), "unknown");
         }
     }

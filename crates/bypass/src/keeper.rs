@@ -5,10 +5,13 @@
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
-//! It ends by itself when the place is gone, within one tick. One runs per namespace, by a lock. Connections have a thread of their own: they wait for it
-//! in the midst of their traffic, while all else here asks the kernel for links, which answers nobody while any namespace of the machine comes or goes.
+//! It ends by itself when the place is gone, within one tick, and with everything when the namespace was deleted. One runs per namespace, by a lock.
+//! Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which answers
+//! nobody while any namespace of the machine comes or goes.
 
-use crate::attachment::{AttachError, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, monotonic_ns};
+use crate::attachment::{
+    AttachError, Others, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
+};
 use crate::chooser::{Chooser, Why, Window};
 use crate::layout::{
     Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, NO_FLOW, PORT_CAPTURED, PORT_TWICE, Port, TAKEN_XDP, WISH_BYTES,
@@ -139,15 +142,20 @@ impl Keeper {
         self.last_tick_ns = now_ns;
         let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
         let captured = captured(&table);
-        let links = Routes::open()?.links()?;
+        let routes = Routes::open()?;
+        let links = routes.links()?;
         let record = self.place.record()?;
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
             let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
             let Some(link) = links.iter().find(|l| l.index == index) else { continue };
             let on = captured.contains(&0) || captured.contains(&index);
-            let flags = capabilities(link) | if on { PORT_CAPTURED } else { 0 };
-            let (mode, why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
+            let others = Others::at(&routes, link, interface.past_filters)?;
+            let flags = capabilities(link, others) | if on { PORT_CAPTURED } else { 0 };
+            let (mode, mut why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
+            if others.are_overlooked() {
+                why = Why::Overlooked;
+            }
             changed |= flags != port.flags & !PORT_TWICE;
             let flags = flags | if is_fleeting { PORT_TWICE } else { 0 };
             let since_ns = if mode == port.mode { port.since_ns } else { now_ns };
@@ -292,6 +300,10 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         if monotonic_ns() >= next_tick {
             next_tick = monotonic_ns() + TICK.as_nanos() as u64;
+            // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
+            if leave(&keeper.place)? {
+                return Ok(());
+            }
             keeper.tick()?;
         }
     }

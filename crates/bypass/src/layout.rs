@@ -76,7 +76,7 @@ pub const UNLEARNED: [(&str, &str); 5] = [
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone"),
-    ("not_plain_route", "a tunnel, or the way out is not attached"),
+    ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
 ];
 
 /// Frames that come in at the interface may be taken.

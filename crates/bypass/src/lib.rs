@@ -13,6 +13,7 @@
 //! - `attachment`: attaching and detaching.
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
 //! - `report`, `trace`: what `status` and `trace` show.
+//! - `probe`: whether all this can be on this machine.
 //! - `netlink`: the kernel's answers about interfaces, neighbours and connections.
 //!
 //! # Failure
@@ -27,5 +28,6 @@ pub mod maps;
 pub mod netlink;
 pub mod object;
 pub mod place;
+pub mod probe;
 pub mod report;
 pub mod trace;

@@ -45,8 +45,9 @@ const NDA_LLADDR: u16 = 2;
 /// Neighbour states in which the address does not serve: NUD_INCOMPLETE, NUD_FAILED.
 const NUD_UNUSABLE: u16 = 0x01 | 0x20;
 
-/// TC_H_CLSACT's filters at the ingress.
+/// TC_H_CLSACT's filters, by their parent.
 const TC_INGRESS: u32 = 0xffff_fff2;
+const TC_EGRESS: u32 = 0xffff_fff3;
 
 const NFNL_CONNTRACK_NEW: u16 = 1 << 8;
 const TCP_BE_LIBERAL: u8 = 0x08;
@@ -291,17 +292,26 @@ impl Routes {
 
     /// Whether tc filters (of the older kind, behind a clsact or ingress qdisc) stand at the interface's ingress.
     pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
+        self.has_filters(index, TC_INGRESS)
+    }
+
+    /// The same of its egress.
+    pub fn has_egress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
+        self.has_filters(index, TC_EGRESS)
+    }
+
+    fn has_filters(&self, index: u32, parent: u32) -> Result<bool, NetlinkError> {
         let mut body = [0; 20];
         body[4..8].copy_from_slice(&index.to_ne_bytes());
-        body[12..16].copy_from_slice(&TC_INGRESS.to_ne_bytes());
+        body[12..16].copy_from_slice(&parent.to_ne_bytes());
         let mut found = false;
         let asked = self
             .0
             .ask(&Message::new(RTM_GETTFILTER, NLM_F_DUMP, &body).finish(), |kind, _| found |= kind == RTM_NEWTFILTER);
         match asked {
             Ok(()) => Ok(found),
-            // No such qdisc: so no filters.
-            Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP) => Ok(false),
+            // No such qdisc, or no such interface any more: so no filters.
+            Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP | Errno::NODEV) => Ok(false),
             Err(cause) => Err(NetlinkError::Call { what: "list of filters", cause }),
         }
     }

@@ -97,6 +97,9 @@ pub struct Interface {
     pub index: u32,
     /// The mode that was asked for.
     pub wanted: Wanted,
+    /// Whether filters at its ingress may be left without the frames that are taken.
+    #[serde(default)]
+    pub past_filters: bool,
     /// Who asked for it: `COMMAND`, or fabrics by their names. It is detached when the last of them lets it go.
     #[serde(default = "by_command")]
     pub owners: Vec<String>,
@@ -126,9 +129,14 @@ pub struct Place {
     id: u64,
 }
 
+/// Where a network namespace is, by name or path.
+fn path_of(name: &str) -> PathBuf {
+    if name.contains('/') { PathBuf::from(name) } else { Path::new("/run/netns").join(name) }
+}
+
 /// Moves the calling thread into a network namespace, by name or path. Threads started later are in it too.
 pub fn enter(name: &str) -> Result<(), PlaceError> {
-    let path = if name.contains('/') { PathBuf::from(name) } else { Path::new("/run/netns").join(name) };
+    let path = path_of(name);
     let wrong = |cause: std::io::Error| PlaceError::Namespace { name: name.into(), cause };
     let space = File::open(path).map_err(wrong)?;
     rustix::thread::move_into_link_name_space(space.as_fd(), Some(rustix::thread::LinkNameSpaceType::Network))
@@ -141,6 +149,37 @@ impl Place {
         let own = Path::new("/proc/thread-self/ns/net");
         let id = fs::metadata(own).map_err(file(own))?.ino();
         Ok(Place { root: runtime.join("bypass"), id })
+    }
+
+    /// The places under this one's runtime directory.
+    fn all(&self) -> Vec<Place> {
+        let entries = fs::read_dir(&self.root).into_iter().flatten().flatten();
+        let id = |name: &str| name.strip_suffix(".json")?.parse().ok();
+        entries.filter_map(|e| id(&e.file_name().to_string_lossy())).map(|id| Place { id, ..self.clone() }).collect()
+    }
+
+    /// Whether the namespace was deleted, and only its bypass is still in it: whoever named it when attaching finds it no more under
+    /// that name, and no process but the keeper `but` is in it.
+    pub(crate) fn is_abandoned(&self, but: u32) -> bool {
+        let is_here = |path: PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
+        match self.record() {
+            Ok(record) if !record.netns.is_empty() && !is_here(path_of(&record.netns)) => {}
+            _ => return false,
+        }
+        let processes = fs::read_dir("/proc").into_iter().flatten().flatten();
+        let other =
+            |e: &fs::DirEntry| e.file_name().to_str().and_then(|n| n.parse().ok()).is_some_and(|pid: u32| pid != but);
+        !processes.filter(other).any(|e| is_here(e.path().join("ns/net")))
+    }
+
+    /// Removes what is left of namespaces that are gone, where no keeper did. The caller holds the lock.
+    pub(crate) fn sweep(&self) -> Result<(), PlaceError> {
+        for place in self.all() {
+            if place.id != self.id && place.keeper().is_none() && place.is_abandoned(0) {
+                place.remove()?;
+            }
+        }
+        Ok(())
     }
 
     /// Where the bypass's pins are.
@@ -208,12 +247,14 @@ impl Place {
 
     /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a half-made place.
     pub(crate) fn remove(&self) -> Result<(), PlaceError> {
+        // The record first: killed behind it, what is left is known for that, and removed by the next command.
+        gone(fs::remove_file(self.beside("json"))).map_err(file(&self.beside("json")))?;
         let pins = self.pins();
         for entry in fs::read_dir(&pins).into_iter().flatten().flatten() {
             let path = entry.path();
             fs::remove_file(&path).map_err(file(&path))?;
         }
-        for path in [self.beside("json"), self.beside("keeper"), self.beside("log")] {
+        for path in [self.beside("keeper"), self.beside("log"), self.beside("new")] {
             gone(fs::remove_file(&path)).map_err(file(&path))?;
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
@@ -226,11 +267,10 @@ impl Place {
                 Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => {}
                 Err(cause) => return Err(file(&bpffs)(cause.into())),
             }
-            // Where others' records are the folder stays.
-            if fs::remove_dir(&bpffs).is_ok() {
-                let _ = fs::remove_dir(&self.root);
-            }
+            let _ = fs::remove_dir(&bpffs);
         }
+        // Where others' pins or records are the folder stays.
+        let _ = fs::remove_dir(&self.root);
         Ok(())
     }
 

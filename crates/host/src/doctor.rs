@@ -7,6 +7,7 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
+use tombolo_bypass::probe::ProbeError;
 use tombolo_port::child::die_with_parent;
 
 use crate::qemu::probe::{self, which};
@@ -270,6 +271,34 @@ fn nft() -> Finding {
     finding("nftables", needed, result)
 }
 
+fn bypass() -> Finding {
+    bypass_finding(tombolo_bypass::probe::probe())
+}
+
+fn bypass_finding(probed: Result<tombolo_bypass::probe::Found, ProbeError>) -> Finding {
+    let result = match probed {
+        Ok(found) => {
+            let seen = format!("Linux {}: the kernel took the programs of both modes, tcx and xdp", found.release);
+            if found.limits.is_empty() {
+                Ok(seen)
+            } else {
+                let seen = format!("{seen}; {}", found.limits.join("; "));
+                Err((Outcome::Degraded, seen, "it works with that; Linux 6.17 is without these limits"))
+            }
+        }
+        Err(e @ ProbeError::NotRoot) => Err((
+            Outcome::Degraded,
+            e.to_string(),
+            "run `tombolo doctor` as root, as `tombolo bypass` must be (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON)",
+        )),
+        Err(e) => {
+            let advice = "traffic goes the kernel's way without it; it wants Linux 6.6 or later with BTF and connection tracking built in";
+            Err((Outcome::Missing, e.to_string(), advice))
+        }
+    };
+    finding("bypass", "tombolo bypass, bypass = true", result)
+}
+
 fn packet_socket() -> Finding {
     let needed = "uplink = { bridge = … }, ports of kind \"packet\"";
     // AF_PACKET is 17, which rustix has no name for.
@@ -341,7 +370,7 @@ pub fn examine(mut before: impl FnMut(&str)) -> Report {
     };
     step("the kernel", &|| vec![runtime(), sealed_memory(), pidfd(), cpus(), files(), hugepages(&meminfo())]);
     step("QEMU and KVM", &qemu);
-    step("uplinks", &|| vec![passt(), tun(), nft(), packet_socket(), resolv()]);
+    step("uplinks", &|| vec![passt(), tun(), nft(), bypass(), packet_socket(), resolv()]);
     let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
     findings.insert(0, finding("system", EVERY_FABRIC, Ok(format!("Linux {kernel}"))));
     Report { schema: crate::api::report::SCHEMA, findings }
@@ -364,6 +393,19 @@ mod tests {
         assert!(report.is_usable());
         let text = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
+    }
+
+    #[test]
+    fn the_bypass_is_judged_by_what_the_kernel_took() {
+        let found = |limits| Ok(tombolo_bypass::probe::Found { release: "6.12.1".into(), limits });
+        assert_eq!(bypass_finding(found(vec![])).outcome, Outcome::Works);
+        let limited = bypass_finding(found(vec!["something goes up"]));
+        assert_eq!(limited.outcome, Outcome::Degraded);
+        assert!(limited.seen.contains("6.12.1") && limited.seen.contains("something goes up"), "{limited:?}");
+        let refused = bypass_finding(Err(ProbeError::NotRoot));
+        assert!(refused.outcome == Outcome::Degraded && refused.advice.contains("root"), "{refused:?}");
+        let old = bypass_finding(Err(ProbeError::NoTcx("EINVAL".into())));
+        assert!(old.outcome == Outcome::Missing && old.advice.contains("6.6"), "{old:?}");
     }
 
     #[test]

@@ -1,0 +1,158 @@
+"""The manager of the bypass killed at every step, and what it manages taken away under it: traffic flows on, and nothing stays."""
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from bypass_paths import PROGRAM, Host, has_ended, host
+from lib import Namespace, need_program, scratch, timeout, until
+from lib.process import children
+
+# What attaching and detaching ask of the kernel that stays when they are killed.
+CALLS = ("bpf", "mount", "umount2", "mkdir", "rmdir", "unlink", "rename", "flock")
+
+
+def traced(h, words, call, number, how):
+    """The command, which gets a signal when it enters a system call for the n-th time: strace's command line."""
+    return ["strace", "-qq", "-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal={how}:when={number}", str(PROGRAM),
+            "bypass", *words, "--netns", str(h.space)]
+
+
+def environment(h):
+    return dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+
+
+def is_killed(h, words, call, number):
+    """Runs the command and kills it there; whether it came that far."""
+    done = subprocess.run(traced(h, words, call, number, "KILL"), capture_output=True, text=True, timeout=20, env=environment(h))
+    return done.returncode == -signal.SIGKILL
+
+
+def nothing_is_left(h, before):
+    h.cli("detach")
+    assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").rglob("*"))
+    assert str(h.folder) not in Path("/proc/mounts").read_text()
+    assert h.space.ip("-d", "link") == before
+
+
+@timeout(240)
+def test_attach_killed_at_every_step_leaves_traffic_flowing_and_nothing_that_detach_does_not_take():
+    need_program("strace")
+    with host() as h:
+        before, kills = h.space.ip("-d", "link"), 0
+        for call in CALLS:
+            number = 1
+            while is_killed(h, ["attach", "ta", "tb", "--mode", "xdp", "--no-keeper"], call, number):
+                assert h.across(h.udp()) and h.across(h.udp()), f"{call} {number}"
+                if number % 4 == 1:
+                    # Whoever comes after it attaches over what it left.
+                    done = h.attach(words=("--lease", "10000"))
+                    assert "runs after" not in done.stderr, f"{call} {number}: {done.stderr}"
+                    h.across(h.udp())
+                    assert h.across(h.udp()) and h.taken() >= 1, f"{call} {number}"
+                nothing_is_left(h, before)
+                kills += 1
+                # Of the many calls that make maps and load programs every eighth.
+                number += 1 if call != "bpf" or number < 4 else 8
+            h.cli("detach", check=False)
+        print(f"{kills} kills")
+        assert kills >= 20
+
+
+@timeout(240)
+def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_the_next():
+    need_program("strace")
+    with host() as h:
+        before, kills = h.space.ip("-d", "link"), 0
+        for call in CALLS:
+            number = 1
+            while True:
+                h.attach(words=("--lease", "10000", "--mode", "xdp", "--no-keeper"))
+                h.across(h.udp())
+                if not is_killed(h, ["detach"], call, number):
+                    break
+                assert h.across(h.udp()) and h.across(h.udp()), f"{call} {number}"
+                nothing_is_left(h, before)
+                kills += 1
+                number += 1 if call != "bpf" or number < 4 else 8
+            h.cli("detach", check=False)
+        print(f"{kills} kills")
+        assert kills >= 15
+
+
+@timeout(240)
+def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
+    need_program("strace")
+    with host() as h:
+        for number in (1, 20, 30, 35, 38, 40, 42, 45, 48):
+            h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
+            strace = subprocess.Popen(traced(h, ["attach", "gone", "ta", "--no-keeper"], "bpf", number, "STOP"), stdout=subprocess.PIPE,
+                                      stderr=subprocess.STDOUT, text=True, env=environment(h))
+            try:
+                (process,) = until("the command to run", lambda s=strace: children(s.pid, PROGRAM.name[:15]), 5)
+                until("it to stand", lambda p=process, s=strace: s.poll() is not None or stands(p), 10)
+                h.space.ip("link", "del", "gone")
+                if strace.poll() is None:
+                    os.kill(process, signal.SIGCONT)
+                said, _ = strace.communicate(timeout=20)
+            finally:
+                if strace.poll() is None:
+                    os.kill(process, signal.SIGKILL)
+                    strace.kill()
+            assert "panicked" not in said, said
+            assert strace.returncode == 0 or "gone" in said or "nterface" in said or "evice" in said, (number, strace.returncode, said)
+            assert h.across(h.udp()) and h.across(h.udp())
+            nothing_is_left(h, h.space.ip("-d", "link"))
+
+
+def stands(pid):
+    """Whether it has been stopped for a while, longer than a tracer stops it at each call."""
+    for _ in range(10):
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "Tt":
+                return False
+        except OSError:
+            return False
+        time.sleep(0.02)  # the while
+    return True
+
+
+def lone(folder, space):
+    """A bypass's commands for a namespace that has a tap of its own and nobody behind it."""
+    h = Host.__new__(Host)
+    h.folder, h.space = folder, space
+    space.ip("tuntap", "add", "lone", "mode", "tap")
+    space.ip("link", "set", "lone", "up")
+    return h
+
+
+def test_a_namespace_that_is_deleted_takes_its_bypass_with_it():
+    with host() as h, scratch() as folder, Namespace() as space:
+        other = lone(folder, space)
+        other.attach("lone")
+        keeper = other.status()["keeper"]
+        # One that is alive is left alone by the keeper of the other.
+        h.folder = folder
+        h.attach("ta", "tb", words=("--lease", "10000"))
+        subprocess.run(["ip", "netns", "del", str(space)], check=True)
+        until("the keeper's end", lambda: has_ended(keeper), 10)
+        left = [entry.name for entry in (folder / "run/bypass").iterdir() if entry.name.endswith(".json")]
+        assert len(left) == 1, left
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        h.cli("detach")
+        assert not (folder / "run/bypass").exists()
+
+
+def test_what_a_deleted_namespace_left_without_a_keeper_goes_with_the_next_attach_anywhere():
+    with host() as h, scratch() as folder, Namespace() as space:
+        other = lone(folder, space)
+        other.attach("lone", words=("--no-keeper",))
+        subprocess.run(["ip", "netns", "del", str(space)], check=True)
+        h.folder = folder
+        h.attach("ta", "tb", words=("--no-keeper",))
+        assert len([e for e in (folder / "run/bypass").iterdir() if e.name.endswith(".json")]) == 1
+        h.cli("detach")
+        assert not (folder / "run/bypass").exists()

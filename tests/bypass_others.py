@@ -1,0 +1,207 @@
+"""The bypass on interfaces where others' programs and filters stand: refused or in line, said clearly, and nothing that they shall see is kept from them."""
+
+import contextlib
+import ctypes
+import os
+import re
+import socket
+import struct
+import subprocess
+
+from bypass_paths import Host, host
+from bypass_veth import C, container
+from lib import need_program, until
+from lib.netns import inside
+from lib.tap import ETH_IP4, UDP, Inside, ethernet, ipv4, transport
+
+# Both are named as ip(8) and tc(8) want them: by their sections.
+PROGRAMS = """
+struct __sk_buff { unsigned int len; };
+__attribute__((section("xdp"), used)) int xdp_pass_all(void *context) { return 2; }
+__attribute__((section("shot"), used)) int shoot(struct __sk_buff *skb) { return 2; }
+char licence[] __attribute__((section("license"), used)) = "GPL";
+"""
+
+
+TCX_INGRESS, TCX_EGRESS, SHOT = 46, 47, 2
+SYS_BPF, PROG_LOAD, LINK_CREATE, SCHED_CLS = 321, 5, 28, 3
+libc = ctypes.CDLL(None, use_errno=True)
+
+
+def bpf(command, attributes):
+    """bpf(2); gives its file descriptor."""
+    attributes = ctypes.create_string_buffer(attributes, 128)
+    fd = libc.syscall(SYS_BPF, command, attributes, len(attributes))
+    if fd < 0:
+        raise OSError(ctypes.get_errno(), f"bpf command {command}")
+    return fd
+
+
+@contextlib.contextmanager
+def tcx_program(space, interface, hook, verdict):
+    """A program that says the same of every frame, at the end of the line at a tcx hook (no tool of Debian 12 attaches there)."""
+    code = ctypes.create_string_buffer(struct.pack("<BBhi", 0xB7, 0, 0, verdict) + struct.pack("<BBhi", 0x95, 0, 0, 0))
+    licence = ctypes.create_string_buffer(b"GPL")
+    with Inside(space):
+        program = bpf(PROG_LOAD, struct.pack("<IIQQIIQII16s", SCHED_CLS, 2, ctypes.addressof(code), ctypes.addressof(licence), 0, 0, 0, 0, 0, b"another"))
+        link = bpf(LINK_CREATE, struct.pack("<IIII", program, socket.if_nametoindex(interface), hook, 0))
+    try:
+        yield
+    finally:
+        os.close(link)
+        os.close(program)
+
+
+@contextlib.contextmanager
+def bpffs(folder):
+    """A place for pins, as libxdp wants one."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "bpf", "bpf", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def programs(h):
+    """An object with an XDP program that passes and a tc program that drops."""
+    need_program("clang")
+    source, made = h.folder / "others.c", h.folder / "others.o"
+    source.write_text(PROGRAMS)
+    subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", made], check=True)
+    return made
+
+
+def seen_by_filter(h, name, side):
+    """How many frames the filter there has looked at."""
+    text = h.space.run("tc", "-s", "filter", "show", "dev", name, side).stdout
+    return int(re.search(r"Sent \d+ bytes (\d+) pkt", text)[1])
+
+
+def add_filter(h, name, side):
+    h.space.run("tc", "qdisc", "add", "dev", name, "clsact", check=False)
+    h.space.run("tc", "filter", "add", "dev", name, side, "protocol", "all", "u32", "match", "u32", "0", "0",
+                "action", "mirred", "egress", "mirror", "dev", "lo")
+
+
+def test_a_generic_xdp_program_is_named_with_the_command_that_takes_it_off():
+    with host() as h:
+        h.space.run("ip", "link", "set", "dev", "ta", "xdpgeneric", "obj", programs(h), "sec", "xdp")
+        wrong = h.cli("attach", "ta", "--mode", "xdp", check=False)
+        assert wrong.returncode == 1 and "xdp_pass_all" in wrong.stderr, wrong
+        command = re.search(r"\((ip link set dev ta \S+ off)\)", wrong.stderr)[1]
+        assert not h.status()["attached"]
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        h.cli("detach")
+        assert "xdpgeneric" in h.space.ip("link", "show", "ta"), "what was there stays"
+        h.space.run(*command.split())
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+
+
+def test_what_libxdp_loaded_stays_until_the_named_command():
+    loader = need_program("xdp-loader")
+    with host() as h, bpffs(h.folder / "libxdp") as pins:
+        # Not in mounts of its own, where libxdp's pins would go with each command.
+        def run(*words):
+            return subprocess.run([*inside(h.space, own_mounts=False), *words], capture_output=True, text=True, timeout=20,
+                                  env=dict(os.environ, LIBXDP_BPFFS=str(pins)))
+
+        # Behind libxdp's dispatcher where the kernel replaces programs' functions, else by itself: whatever is there is named.
+        made = run(loader, "load", "-m", "native", "-s", "xdp", "ta", str(programs(h)))
+        assert made.returncode == 0, made
+        chained = "xdp_dispatcher" in run(loader, "status", "ta").stdout
+        wrong = h.cli("attach", "ta", "--mode", "xdp", check=False)
+        assert wrong.returncode == 1 and ("libxdp's dispatcher" if chained else "xdp_pass_all") in wrong.stderr, wrong
+        command = re.search(r"\((xdp-loader unload ta --all|ip link set dev ta xdp off)\)", wrong.stderr)[1]
+        assert command.startswith("xdp-loader") == chained
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        h.cli("detach")
+        assert "xdp_pass_all" in run(loader, "status", "ta").stdout
+        assert run(*command.split()).returncode == 0
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        assert h.status("ta")["mode"] == "xdp"
+
+
+def test_a_filter_at_the_ingress_sees_every_frame_unless_it_need_not():
+    with host() as h:
+        add_filter(h, "ta", "ingress")
+        wrong = h.cli("attach", "ta", "tb", check=False)
+        assert wrong.returncode == 1 and "ta has tc filters" in wrong.stderr and "--past-filters" in wrong.stderr, wrong
+        assert not h.status()["attached"]
+        h.attach(words=("--lease", "10000", "--past-filters"))
+        h.across(h.udp())
+        before = seen_by_filter(h, "ta", "ingress")
+        assert h.across(h.udp()) and h.taken() == 1 and seen_by_filter(h, "ta", "ingress") == before
+        h.cli("detach")
+        h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
+        # One that comes later: the keeper sees it, and until it goes again everything goes by it.
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        add_filter(h, "ta", "ingress")
+        until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"], 5)
+        before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
+        for _ in range(5):
+            assert h.across(h.udp())
+        assert seen_by_filter(h, "ta", "ingress") == before + 5 and h.taken() == taken
+        assert h.status("ta")["by_reason"]["up_off"] >= 5, h.status("ta")
+        h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
+        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() > taken, 5)
+
+
+def test_tcx_programs_that_come_later_see_every_frame():
+    with host() as h:
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+        with tcx_program(h.space, "tb", TCX_EGRESS, SHOT):
+            until("its word", lambda: h.across(h.udp(), seconds=0.1) is None, 5)
+            assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(3))
+        until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1, 5)
+        with tcx_program(h.space, "ta", TCX_INGRESS, SHOT):
+            until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"], 5)
+            assert h.across(h.udp(), seconds=0.1) is None
+        assert h.across(h.udp())
+
+
+def test_what_a_filter_at_the_output_drops_is_dropped_in_every_mode():
+    for mode in ("tcx", "xdp"):
+        with host() as h, container(h) as _:
+            made = programs(h)
+            h.attach("ta", "tb", words=("--lease", "10000", "--mode", mode))
+            h.attach("vc", words=("--lease", "10000", "--mode", "tcx"))
+            assert h.status("vc")["peer"]
+            into = ethernet(h.a.host_mac, h.a.mac, ETH_IP4, ipv4("10.1.0.2", C, UDP, transport(UDP, "10.1.0.2", C, 1, 9, b"in")))
+            h.across(h.udp())
+            assert h.across(h.udp()) and h.taken() == 1
+            until("frames to go straight into the container", lambda: h.a.send(into) or h.status("ta")["by_reason"].get("taken_peer"), 5)
+            for name in ("tb", "vc"):
+                h.space.run("tc", "qdisc", "add", "dev", name, "clsact")
+                h.space.run("tc", "filter", "add", "dev", name, "egress", "bpf", "da", "obj", made, "sec", "shot")
+            until("the keeper's notice", lambda: not h.status("vc")["peer"] and h.across(h.udp(), seconds=0.1) is None, 5)
+            assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(5)), mode
+            straight = h.status("ta")["by_reason"]["taken_peer"]
+            for _ in range(5):
+                h.a.send(into)
+            assert h.status("ta")["by_reason"]["taken_peer"] == straight, mode
+            h.space.run("tc", "qdisc", "del", "dev", "tb", "clsact")
+            assert h.across(h.udp()), "nothing else keeps it"
+
+
+def test_several_bypasses_are_in_line_and_each_goes_without_the_other():
+    with host() as h:
+        other = Host.__new__(Host)
+        other.folder, other.space = h.folder / "other", h.space
+        other.attach("ta", "tb", words=("--lease", "10000"))
+        done = h.attach(words=("--lease", "10000"))
+        assert "ta: runs after tcx_in, which was there before" in done.stderr, done
+        h.across(h.udp())
+        assert h.across(h.udp()) and other.taken() == 1 and h.taken() == 0, "the first in line takes it"
+        other.cli("detach")
+        assert h.across(h.udp()) and h.across(h.udp()) and h.taken() >= 1
