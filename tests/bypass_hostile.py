@@ -180,8 +180,9 @@ def said(frames):
 
 
 def is_packet(frame):
-    """IP of any kind, but for what the router's IPv6 says to its neighbourhood by itself."""
-    by_itself = frame[:2] == b"\x33\x33" and frame[22:24] in (b"\xfe\x80", b"\0\0")
+    """IP of any kind, but for what the router's IPv6 says to its neighbourhood by itself, in its own time: whom it looks for, once a second."""
+    solicits = frame[20] == ICMP6 and frame[54:55] == b"\x87"
+    by_itself = frame[:2] == b"\x33\x33" and (solicits or frame[22:24] in (b"\xfe\x80", b"\0\0"))
     return frame[12:14] == b"\x08\x00" or (frame[12:14] == b"\x86\xdd" and not by_itself)
 
 
