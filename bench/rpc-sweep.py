@@ -12,6 +12,7 @@ and what it shows.
 import argparse
 import csv
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -32,7 +33,7 @@ def size(count):
 
 def figures(row):
     times = sorted(row["ns"])
-    at = {name: times[min(int(len(times) * part), len(times) - 1)] / 1000 for name, part in PARTS.items()}
+    at = {name: times[max(math.ceil(len(times) * part), 1) - 1] / 1000 for name, part in PARTS.items()}
     return {"way": row["way"], "bytes": row["bytes"], "calls": len(times), "min_us": times[0] / 1000, "mean_us": round(statistics.mean(times) / 1000, 3),
             **at, "max_us": times[-1] / 1000}
 
