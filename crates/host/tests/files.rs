@@ -242,6 +242,7 @@ fn a_link_with_a_service_has_a_seat_for_the_fabric_and_speaks_calls() {
                 [link.asks]\nbetween = [\"a\"]\nto = \"host.sums\"\n[link.own]\nbetween = [\"a\"]\nseats = 2\n";
     let fabric = file::parse(text, Path::new("x.toml")).unwrap();
     let found: Vec<_> = fabric.links.iter().map(|l| (l.is_bridged(), l.seats, l.protocol, l.everybody)).collect();
-    assert_eq!(found, [(true, 1, 0x4002, true), (true, 1, 0x4002, false), (false, 2, 0x4001, false)]);
-    assert_eq!((fabric.links[0].service.as_deref(), fabric.links[1].to.as_deref()), (Some("sums"), Some("host.sums")));
+    // By name: asks, own, sums.
+    assert_eq!(found, [(true, 1, 0x4002, false), (false, 2, 0x4001, false), (true, 1, 0x4002, true)]);
+    assert_eq!((fabric.links[2].service.as_deref(), fabric.links[0].to.as_deref()), (Some("sums"), Some("host.sums")));
 }
