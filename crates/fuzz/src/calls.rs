@@ -73,6 +73,15 @@ impl Side {
             }
             _ => behaviour.note(way.arm()?),
         }
+        self.fetch(behaviour);
+        let session = &self.session;
+        let (pending, under_way) = (session.pending(), session.under_way());
+        assert!(pending + self.requests.len() <= self.entries as usize * 2 && under_way <= self.entries as usize);
+        Ok(())
+    }
+
+    /// Takes what has ended; each call does, once.
+    fn fetch(&mut self, behaviour: &mut Behaviour) {
         let session = &mut self.session;
         self.tokens.retain(|token| match session.fetch(*token, None) {
             None => true,
@@ -82,14 +91,13 @@ impl Side {
                 false
             }
         });
-        let (pending, under_way) = (session.pending(), session.under_way());
-        assert!(pending + self.requests.len() <= self.entries as usize * 2 && under_way <= self.entries as usize);
-        Ok(())
     }
 
-    /// The link begins anew: each call ends, once.
+    /// The link begins anew: each call that is under way ends.
     fn lost(&mut self, broken: Broken, behaviour: &mut Behaviour) {
         behaviour.note(std::mem::discriminant(&broken));
+        // What was answered before the peer was found out has its own end.
+        self.fetch(behaviour);
         self.session.lost(CallError::Broken(broken));
         for token in self.tokens.drain(..) {
             assert_eq!(self.session.fetch(token, None), Some(Err(CallError::Broken(broken))));
