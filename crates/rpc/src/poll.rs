@@ -6,8 +6,8 @@
 //! There is no polling at all where both ends share a CPU: the poller would keep the other from running.
 //!
 //! How long a wake-up takes is the machine's affair: 5 µs, or 50 where a halted processor has to be fetched from a hypervisor. Where both
-//! ends sleep, each waits for the other's wake-up and its own, and neither would find that a poll of [`FIRST_NS`] gains. So a sleep
-//! that a poll of up to [`LONGEST_NS`] might have saved makes the next poll longer, until it gains or is as long as that; a long
+//! ends sleep, each waits for the other's wake-up and its own, and neither would find that a poll of `FIRST_NS` gains. So a sleep
+//! that a poll of up to `LONGEST_NS` might have saved makes the next poll longer, until it gains or is as long as that; a long
 //! sleep makes it short again.
 
 use crate::clock::now_ns;
