@@ -223,7 +223,7 @@ impl<E: Entry> Consumer<E> {
         Ok(self.look(ends, index)? == 0)
     }
 
-    /// The published index at which we sleep: an entry waits when [`published`] gives another one.
+    /// The published index at which we sleep: an entry waits when `published` gives another one.
     #[inline]
     pub const fn index(&self) -> u32 {
         self.next
