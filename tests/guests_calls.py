@@ -96,19 +96,13 @@ def registered(fabric, service):
     until(f"service {service}", lambda: call(fabric, service, "1 + 1") == "2", PATIENCE_S)
 
 
-def console_of(fabric, machine):
-    return fabric.folder / "run" / fabric.name / f"{machine}.console"
-
-
 def report(fabric, machine):
     """What the client's cell says at its end."""
-    console = console_of(fabric, machine)
     found = []
 
     def is_there():
-        text = console.read_text(errors="replace") if console.exists() else ""
         # Whole lines only: the last one may be on its way.
-        found[:] = [json.loads(line) for line in text.split("\n")[:-1] if line.startswith('{"app":"calc"')]
+        found[:] = [json.loads(line) for line in fabric.console(machine).split("\n")[:-1] if line.startswith('{"app":"calc"')]
         return bool(found)
 
     until(f"the report of {machine}", is_there, PATIENCE_S)
@@ -188,7 +182,7 @@ def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back
         # The other cell's calls go to the service that the first one is. In its first run it may have asked before the name was there.
         report(fabric, "asker")
         fabric.cli("cell", "stop", "asker", "--fabric", fabric.name, check=False)
-        console_of(fabric, "asker").unlink()
+        fabric.console_path("asker").unlink()
         fabric.cli("cell", "run", "asker", "--fabric", fabric.name)
         said = report(fabric, "asker")
         assert (said["replied"], said["wrong"]) == (1, 0), said

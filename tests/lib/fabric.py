@@ -85,9 +85,13 @@ class Fabric:
         pids = [self.process.pid, *self.machine_pids()]
         return lambda: sum(map(cpu_seconds, pids))
 
+    def console_path(self, machine):
+        """The file of a machine's console, begun anew each time the machine starts."""
+        return self.folder / "run" / self.name / f"{machine}.console"
+
     def console(self, machine):
         """What a machine has written to its console so far."""
-        path = self.folder / "run" / self.name / f"{machine}.console"
+        path = self.console_path(machine)
         return path.read_text(errors="replace") if path.exists() else ""
 
     def leftovers(self):
