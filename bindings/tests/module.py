@@ -9,6 +9,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import unittest
@@ -238,6 +239,45 @@ class Calls(unittest.TestCase):
                 kept[0].data  # noqa: B018
             with self.assertRaises(tombolo.errors.UnknownHandle):
                 tombolo.errors.check(_library.lib.tombolo_answer_code(1, 1))
+
+    def test_a_forked_child_has_connections_of_its_own_and_leaves_its_parents_alone(self):
+        data = os.urandom(100000)
+        reply, waiting = self.client.call(data), self.client.submit("gate")
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        child = os.fork()
+        if child == 0:
+            # Whatever happens, the rest of the tests is not the child's.
+            code = 1
+            try:
+                with self.assertRaises(tombolo.ProviderGone):
+                    self.client.call("x")
+                with self.assertRaises(tombolo.ProviderGone):
+                    self.client.wait(waiting)
+                self.client.close()
+                self.service.stop()
+                del reply
+                self.lose_a_service()
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.gate.open.set()
+        self.assertEqual(self.client.wait(waiting, PATIENCE_S).data, b"open")
+        self.assertEqual(self.client.call(os.urandom(100000)).code, 0, "the connection is still there")
+        self.assertEqual(reply.data, data, "a reply that the child dropped too is still there")
+        self.assertEqual(tombolo.report("tester")["answers"]["refused_stopping"], 0)
+
+    def lose_a_service(self):
+        """A service that is killed while it serves a call of this process's."""
+        program = "import time, tombolo; s = tombolo.Service('mortal', lambda _: time.sleep(600)); print('serving', flush=True); time.sleep(600)"
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as provider:
+            self.assertEqual(provider.stdout.readline(), b"serving\n")
+            with tombolo.Client("mortal") as client:
+                token = client.submit("x")
+                provider.kill()
+                with self.assertRaises(tombolo.ProviderGone):
+                    client.wait(token, PATIENCE_S)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@
 //! protocol, [`CallError::Timeout`] when the caller's own patience ends. A call that timed out is cancelled, and its slot and
 //! memory come back with the answer, which nobody sees.
 //!
+//! # Forks
+//! A connection does not survive one. In a child of the process that connected, each call ends with [`CallError::ProviderGone`], and what the
+//! child drops of the connection, of its loans and of its replies stays the parent's.
+//!
 //! # A hostile provider
 //! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit.
 
@@ -135,11 +139,21 @@ struct Handle(Arc<Inner>);
 impl Drop for Handle {
     fn drop(&mut self) {
         self.0.closing.store(true, Ordering::SeqCst);
+        if !is_ours(&self.0) {
+            return;
+        }
         // The provider sees it, and so does the thread that watches the socket: it wakes the helper.
         let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
         let _state = lock(&self.0.state);
         self.0.turn.notify_all();
     }
+}
+
+/// Whether this process made the connection; a forked child has it from its parent, with whatever was locked at that instant.
+#[inline]
+fn is_ours(inner: &Inner) -> bool {
+    // Relaxed: stored before anybody else has the connection.
+    life::is_ours(inner.life.load(Ordering::Relaxed))
 }
 
 /// A connection to a service. Clones are the same connection.
@@ -167,7 +181,7 @@ impl Loan {
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        if !self.sent {
+        if !self.sent && is_ours(&self.inner) {
             lock(&self.inner.state).arena.give(self.offset);
         }
     }
@@ -246,6 +260,9 @@ impl Client {
 
     /// Room for a request of so many bytes in the connection's memory. `None` where there is none now.
     pub fn loan(&self, len: u64) -> Option<Loan> {
+        if !is_ours(&self.inner) {
+            return None;
+        }
         let offset = {
             let state = &mut *lock(&self.inner.state);
             let free = state.arena.take(len);
@@ -285,6 +302,9 @@ impl Client {
         if offset.checked_add(len).is_none_or(|end| end > buffer.len()) {
             return Err(CallError::Range { offset, len, bytes: buffer.len() });
         }
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
         let given = lock(&self.inner.state).given.give(&self.inner.socket, buffer);
         match given {
             Ok(()) => {}
@@ -317,6 +337,9 @@ impl Client {
         shared: Option<SharedBuffer>,
         options: &CallOptions,
     ) -> Result<Token, CallError> {
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
         let deadline_ns = options.deadline.resolve();
         let ttl_ms = options.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1));
         let inner = &*self.inner;
@@ -388,6 +411,9 @@ impl Client {
 
     /// Looks whether the answer has come; `None` while it has not.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
+        if !is_ours(&self.inner) {
+            return Some(Err(CallError::ProviderGone));
+        }
         let state = &mut *lock(&self.inner.state);
         let failed = self.inner.is_gone();
         self.inner.drain(state);
@@ -403,6 +429,9 @@ impl Client {
     /// # Errors
     /// [`CallError`]. After [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
     pub fn wait(&self, token: Token, timeout: Duration) -> Result<Reply, CallError> {
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
         let state = lock(&self.inner.state);
         let (mut state, _) = self.inner.wait(state, Limit::new(timeout), |state| Self::is_done(state, token));
         if let Some(done) = self.fetch(&mut state, token) {
@@ -419,6 +448,9 @@ impl Client {
     /// Waits until the answer of any of these calls has come; which one that is. `None` after the time limit, or when there are
     /// no tokens. A connection that is lost counts as an answer of each of its calls.
     pub fn wait_any(&self, tokens: &[Token], timeout: Duration) -> Option<usize> {
+        if !is_ours(&self.inner) {
+            return (!tokens.is_empty()).then_some(0);
+        }
         let state = lock(&self.inner.state);
         let first = |state: &State| tokens.iter().position(|t| Self::is_done(state, *t));
         let (state, _) =
@@ -437,6 +469,9 @@ impl Client {
     /// Asks the provider to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had
     /// begun. False where the token names no call under way, or too many cancellations are under way.
     pub fn cancel(&self, token: Token) -> bool {
+        if !is_ours(&self.inner) {
+            return false;
+        }
         let mut guard = lock(&self.inner.state);
         let state = &mut *guard;
         let waiting = matches!(state.slots.get(token.slot() as usize), Some(Slot::Waiting { .. }));
@@ -458,6 +493,9 @@ impl Client {
 
     /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
     fn abandon(&self, token: Token) {
+        if !is_ours(&self.inner) {
+            return;
+        }
         {
             let state = &mut *lock(&self.inner.state);
             if !Self::is_known(state, token) {

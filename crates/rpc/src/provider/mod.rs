@@ -11,6 +11,8 @@
 //! refused and clients see their sockets close; a handler under way is waited for. When its process dies, the kernel closes the
 //! sockets and each waiting client gets its error.
 //!
+//! A child that the process forks does not serve: what it drops of the service stays its parent's.
+//!
 //! # Limits
 //! [`Options`]: pending requests, clients, entries and memory per client.
 
@@ -40,6 +42,7 @@ pub use request::{Handler, NoReplyMemory, Reply, Request};
 use crate::clock;
 use crate::folder::{self, FolderError, Listener};
 use crate::poll::Polling;
+use crate::process;
 use crate::schedule::{Late, Order, Rules, Schedule};
 use crate::sync::lock;
 use report::{Counters, get};
@@ -297,6 +300,8 @@ pub struct Service {
     engine: Arc<Engine>,
     threads: Vec<JoinHandle<()>>,
     control: Option<JoinHandle<()>>,
+    /// Whose threads these are.
+    process: u32,
 }
 
 impl std::fmt::Debug for Service {
@@ -337,7 +342,8 @@ impl Service {
             began: Instant::now(),
             options,
         });
-        let mut service = Service { engine: engine.clone(), threads: Vec::new(), control: None };
+        let mut service =
+            Service { engine: engine.clone(), threads: Vec::new(), control: None, process: process::here() };
         let spawn = |name: String, run: Box<dyn FnOnce() + Send>| {
             let spawned = std::thread::Builder::new().name(name).spawn(run);
             spawned.map_err(|source| RegisterError::System { what: "starting a thread", source })
@@ -359,6 +365,11 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
+        if self.process != process::here() {
+            // In a forked child the service is its parent's: no thread of it is here, and its clients are not to be answered.
+            self.threads.drain(..).chain(self.control.take()).for_each(std::mem::forget);
+            return;
+        }
         // The bells order it.
         self.engine.stopping.store(true, Ordering::SeqCst);
         self.engine.nudge.ring();
