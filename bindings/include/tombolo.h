@@ -247,7 +247,7 @@ typedef struct tombolo_service_options {
     uint32_t max_clients;       /* default 256 */
     uint32_t max_entries;       /* requests under way of one client, up to 4096; default 1024 */
     uint64_t max_arena_bytes;   /* of a client's arena; default 64 MiB */
-    uint64_t reply_arena_bytes; /* for each client's replies: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t reply_arena_bytes; /* for each client's replies: a power of two from 4096 to 64 MiB, or TOMBOLO_NONE; default 1 MiB */
     uint64_t max_shared_bytes;  /* of the whole memories of one client; default 4 GiB, TOMBOLO_NONE for none */
     uint64_t ttl_ns;            /* of a request that says nothing else; default 60 s */
     uint64_t reply_ttl_ns;      /* how long a client may hold a reply; default 60 s */

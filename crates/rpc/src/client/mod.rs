@@ -22,8 +22,8 @@ mod future;
 mod life;
 mod reply;
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -134,18 +134,24 @@ impl CallOptions {
 
 /// Ends the connection with the last client, also where replies are still held, and the helper thread with it.
 #[derive(Debug)]
-struct Handle(Arc<Inner>);
+struct Handle {
+    inner: Arc<Inner>,
+    /// Calls that nobody waits for any more, and that could not be cancelled since the ring was full: the next who calls or waits does.
+    unsaid: Mutex<Vec<Token>>,
+    /// Whether there may be any.
+    any_unsaid: AtomicBool,
+}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.closing.store(true, Ordering::SeqCst);
-        if !is_ours(&self.0) {
+        self.inner.closing.store(true, Ordering::SeqCst);
+        if !is_ours(&self.inner) {
             return;
         }
         // The provider sees it, and so does the thread that watches the socket: it wakes the helper.
-        let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
-        let _state = lock(&self.0.state);
-        self.0.turn.notify_all();
+        let _ = rustix::net::shutdown(&self.inner.socket, rustix::net::Shutdown::Both);
+        let _state = lock(&self.inner.state);
+        self.inner.turn.notify_all();
     }
 }
 
@@ -160,7 +166,7 @@ fn is_ours(inner: &Inner) -> bool {
 #[derive(Clone, Debug)]
 pub struct Client {
     inner: Arc<Inner>,
-    _handle: Arc<Handle>,
+    handle: Arc<Handle>,
 }
 
 /// Room for a request in the connection's memory, to be written in place and then sent by [`Client::submit_loan`].
@@ -206,7 +212,8 @@ impl Client {
         let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
         inner.life.store(id, Ordering::SeqCst);
         inner.set_cpu();
-        Ok(Client { _handle: Arc::new(Handle(inner.clone())), inner })
+        let handle = Handle { inner: inner.clone(), unsaid: Mutex::default(), any_unsaid: AtomicBool::new(false) };
+        Ok(Client { handle: Arc::new(handle), inner })
     }
 
     /// What the service said of itself.
@@ -352,6 +359,7 @@ impl Client {
         if let Some(failure) = inner.failure(state) {
             return Err(failure);
         }
+        self.say_unsaid(state);
         let busy = CallError::Busy(ends.entries() - state.free.len() as u32);
         let Some(slot) = state.free.last().copied() else { return Err(busy) };
         match state.asks.has_room(ends) {
@@ -393,6 +401,12 @@ impl Client {
         known && state.turns.get(token.slot() as usize) == Some(&token.turn())
     }
 
+    /// Whether a token's answer has not come yet, whoever waits for it.
+    fn is_waiting(state: &State, token: Token) -> bool {
+        let at = token.slot() as usize;
+        matches!(state.slots.get(at), Some(Slot::Waiting { .. })) && state.turns.get(at) == Some(&token.turn())
+    }
+
     fn is_done(state: &State, token: Token) -> bool {
         matches!(state.slots.get(token.slot() as usize), Some(Slot::Done(_))) || !Self::is_known(state, token)
     }
@@ -417,6 +431,7 @@ impl Client {
         let state = &mut *lock(&self.inner.state);
         let failed = self.inner.is_gone();
         self.inner.drain(state);
+        self.say_unsaid(state);
         let done = self.fetch(state, token);
         if done.is_none() && (failed || state.broken.is_some()) {
             return self.inner.failure(state).map(Err);
@@ -432,7 +447,8 @@ impl Client {
         if !is_ours(&self.inner) {
             return Err(CallError::ProviderGone);
         }
-        let state = lock(&self.inner.state);
+        let mut state = lock(&self.inner.state);
+        self.say_unsaid(&mut state);
         let (mut state, _) = self.inner.wait(state, Limit::new(timeout), |state| Self::is_done(state, token));
         if let Some(done) = self.fetch(&mut state, token) {
             return done;
@@ -472,48 +488,76 @@ impl Client {
         if !is_ours(&self.inner) {
             return false;
         }
-        let mut guard = lock(&self.inner.state);
-        let state = &mut *guard;
-        let waiting = matches!(state.slots.get(token.slot() as usize), Some(Slot::Waiting { .. }));
-        if !waiting || state.turns.get(token.slot() as usize) != Some(&token.turn()) {
-            return false;
+        let said = self.say_cancel(&mut lock(&self.inner.state), token);
+        if said == Some(true) {
+            self.inner.bell.ring();
         }
+        said.is_some()
+    }
+
+    /// Writes a cancellation, and says whether the bell is to be rung. `None` where the token names no call under way, or there is no room.
+    fn say_cancel(&self, state: &mut State, token: Token) -> Option<bool> {
         let ends = self.inner.ends();
-        if self.inner.failure(state).is_some() || state.asks.has_room(ends) != Ok(true) {
-            return false;
+        let fine = Self::is_waiting(state, token) && self.inner.failure(state).is_none();
+        if !fine || state.asks.has_room(ends) != Ok(true) {
+            return None;
         }
         state.asks.push(ends, &Ask::Cancel(token), &[]);
-        let ring = state.asks.publish(ends);
-        drop(guard);
+        Some(state.asks.publish(ends))
+    }
+
+    /// Cancels what could not be cancelled before.
+    fn say_unsaid(&self, state: &mut State) {
+        // Relaxed: it is set under the state's lock, which we hold.
+        if !self.handle.any_unsaid.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut unsaid = lock(&self.handle.unsaid);
+        let mut ring = false;
+        unsaid.retain(|token| {
+            let said = self.say_cancel(state, *token);
+            ring |= said == Some(true);
+            said.is_none() && Self::is_waiting(state, *token)
+        });
+        self.handle.any_unsaid.store(!unsaid.is_empty(), Ordering::Relaxed);
         if ring {
             self.inner.bell.ring();
         }
-        true
     }
 
-    /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
+    /// Nobody waits for this call any more: it is cancelled, now or as soon as there is room for that, and its slot comes back with its answer.
     fn abandon(&self, token: Token) {
         if !is_ours(&self.inner) {
             return;
         }
-        {
-            let state = &mut *lock(&self.inner.state);
-            if !Self::is_known(state, token) {
-                return;
-            }
-            if let Some(done) = self.fetch(state, token) {
-                // Dropped outside the lock would be as well; a reply takes none.
-                drop(done);
-                return;
-            }
-            if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
-                *abandoned = true;
-                if waker.take().is_some() {
-                    state.futures -= 1;
-                }
+        let mut guard = lock(&self.inner.state);
+        let state = &mut *guard;
+        if !Self::is_known(state, token) {
+            return;
+        }
+        if let Some(done) = self.fetch(state, token) {
+            // Dropped outside the lock would be as well; a reply takes none.
+            drop(done);
+            return;
+        }
+        if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
+            *abandoned = true;
+            if waker.take().is_some() {
+                state.futures -= 1;
             }
         }
-        self.cancel(token);
+        match self.say_cancel(state, token) {
+            Some(ring) => {
+                drop(guard);
+                if ring {
+                    self.inner.bell.ring();
+                }
+            }
+            None => {
+                lock(&self.handle.unsaid).push(token);
+                self.handle.any_unsaid.store(true, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Calls, as a future.
@@ -557,6 +601,7 @@ impl Client {
     pub fn under_way(&self) -> usize {
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
+        self.say_unsaid(state);
         state.slots.len() - state.free.len()
     }
 

@@ -48,6 +48,9 @@ use crate::sync::lock;
 use report::{Counters, get};
 use worker::Core;
 
+/// Largest arena for the replies to one client, who faults all of it in: 64 MiB. Larger replies are in memory of their own.
+pub const MAX_REPLY_ARENA_BYTES: u64 = 64 << 20;
+
 /// In which class workers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerClass {
@@ -120,7 +123,7 @@ pub struct Options {
     pub max_entries: u32,
     /// Largest arena that a client may bring for its requests.
     pub max_arena_bytes: u64,
-    /// Memory for the replies to one client: 0 or a power of two from 4 KiB.
+    /// Memory for the replies to one client: 0 or a power of two from 4 KiB to [`MAX_REPLY_ARENA_BYTES`].
     pub reply_arena_bytes: u64,
     /// Most bytes of whole memories that one client may hand over.
     pub max_shared_bytes: u64,
@@ -199,8 +202,9 @@ impl Options {
         if self.max_entries == 0 || self.max_entries > MAX_ENTRIES {
             return wrong("max_entries", self.max_entries.into(), "1 to 4096");
         }
-        if tombolo_ring::rpc::Geometry::new(1, self.reply_arena_bytes).is_none() {
-            return wrong("reply_arena_bytes", self.reply_arena_bytes, "0 or a power of two from 4096");
+        let geometry = tombolo_ring::rpc::Geometry::new(1, self.reply_arena_bytes);
+        if geometry.is_none() || self.reply_arena_bytes > MAX_REPLY_ARENA_BYTES {
+            return wrong("reply_arena_bytes", self.reply_arena_bytes, "0 or a power of two from 4096 to 67108864");
         }
         if self.queue_bound == 0 || self.queue_bound > 1 << 24 {
             return wrong("queue_bound", self.queue_bound as u64, "1 to 16777216");
