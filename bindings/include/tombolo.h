@@ -168,6 +168,16 @@ int32_t tombolo_poll(tombolo_client client, tombolo_token token, tombolo_reply *
 int32_t tombolo_wait(tombolo_client client, tombolo_token token, uint64_t timeout_ns, tombolo_reply *reply);
 /* Waits until the answer of one of these calls is there to be polled, and says which; else TOMBOLO_PENDING. */
 int32_t tombolo_wait_any(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, size_t *which);
+/* How one of several calls ended. */
+typedef struct tombolo_end {
+    int32_t status;      /* TOMBOLO_OK, or why not */
+    int32_t refusal;     /* a tombolo_refusal: why, where that is TOMBOLO_REFUSED */
+    tombolo_reply reply; /* of TOMBOLO_OK, to be freed; else 0 */
+} tombolo_end;
+
+/* Waits for the answers of all these calls, and writes how each ended, in the order of the tokens: count of them, also where none ended
+ * well. Those whose answer has not come after timeout_ns are cancelled, and end with TOMBOLO_TIMEOUT. */
+int32_t tombolo_wait_all(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, tombolo_end *ends);
 /* Asks the service to take a call back. Its answer still comes: TOMBOLO_CANCELLED, or what it was if service had begun. */
 int32_t tombolo_cancel(tombolo_client client, tombolo_token token);
 
@@ -240,7 +250,7 @@ typedef struct tombolo_service_options {
     uint32_t admission;         /* not 0: what cannot be met is refused at once */
     const uint32_t *uids;       /* who may call, besides root and whoever the service runs as */
     size_t uid_count;
-    const uint32_t *gids;       /* of a caller, only the group that it runs as counts */
+    const uint32_t *gids;       /* of a caller, the group that it runs as and those that it is a member of besides */
     size_t gid_count;
     uint32_t everybody;         /* not 0: everybody who can reach the folder may call */
     uint32_t polling;           /* a tombolo_polling */
@@ -253,11 +263,12 @@ typedef struct tombolo_service_options {
     uint64_t reply_ttl_ns;      /* how long a client may hold a reply; default 60 s */
     uint64_t slow_ns;           /* calls that take longer are in the report; default 10 ms */
     uint32_t order;             /* a tombolo_order */
-    uint32_t reserved;          /* 0 */
+    uint32_t max_clients_per_uid; /* so that no user keeps the others out; default 128 */
+    uint64_t max_bytes_per_uid; /* of all memory that the clients of one user have in use together; default 16 GiB */
     const char *folder;         /* of sockets; default the user's own */
 } tombolo_service_options;
 #define TOMBOLO_SERVICE_OPTIONS_INIT \
-    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
+    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
 
 /* A request that is being served; valid until its handler returns. */
 typedef struct tombolo_request {
