@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 
 use tombolo_bench::{Fallible, Other, Row, closed_loop, option, other_end, pin, ready, until_ended};
 use tombolo_ring::mem::Foreign;
+use tombolo_ring::rpc::INLINE_BYTES;
 use tombolo_rpc::client::{CallOptions, Client, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
@@ -42,8 +43,8 @@ fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
             let word = request.payload().read_array::<8>(0).unwrap_or_default();
             let _ = reply.write(&word);
         }
-        len if len <= 200 => {
-            let mut bytes = [0; 200];
+        len if len <= INLINE_BYTES => {
+            let mut bytes = [0; INLINE_BYTES];
             request.payload().read_into(&mut bytes);
             let _ = reply.write(&bytes[..len]);
         }

@@ -323,7 +323,7 @@ impl Inner {
         if polls {
             let window_ns = state.poller.window_ns();
             drop(state);
-            let find = || (ring::look(ends, index) != index).then_some(());
+            let find = || ring::is_there(ends, index).then_some(());
             let over = |now, looked| looked >= window_ns || limit.is_over(now) || self.gone.load(Ordering::Relaxed);
             let (found, first_look) = poll::look(find, over);
             began = first_look;
