@@ -151,6 +151,8 @@ def main():
         ("futex_one_cpu", "blocking_one_cpu", "futex_one_cpu", "p50_us"),
         ("unix_one_cpu", "blocking_one_cpu", "unix_one_cpu", "p50_us"),
         ("spin_polled", "polled", "spin", "p50_us"),
+        ("futex_16", "outstanding_16_asleep", "futex_16", "rate"),
+        ("futex_16_adaptive", "outstanding_16", "futex_16", "rate"),
         ("iceoryx2_polled", "polled", "iceoryx2_polled_blocking", "p50_us"),
         ("binary_heap_order", "order_10k_without_admission", "order_10k_binary_heap", "p50_us"),
         *((f"{peer}_{row}" + ("_asleep" if ours.endswith("_asleep") else ""), ours, f"{peer}_{row}", key)
