@@ -129,7 +129,7 @@ typedef enum tombolo_polling {
 typedef struct tombolo_connect_options {
     uint32_t size;        /* of this struct */
     uint32_t entries;     /* most calls under way: a power of two up to 4096; default 64 */
-    uint64_t arena_bytes; /* for requests above 200 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t arena_bytes; /* for requests above 192 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
     uint64_t patience_ns; /* how long the service may take to answer; default 5 s */
     uint32_t polling;     /* a tombolo_polling */
     uint32_t reserved;    /* 0 */

@@ -15,7 +15,7 @@ use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
 use tombolo_ring::rpc::ring::{Consumer, Producer};
 use tombolo_ring::rpc::wake::lag;
-use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, WAKE, initialise};
+use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, VERSION, WAKE, initialise};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
@@ -71,8 +71,8 @@ fn dial(dir: &Path) -> OwnedFd {
 }
 
 fn hello(entries: u32, arena_bytes: u64) -> Vec<u8> {
-    let mut bytes = u32s(&[1, 1]);
-    bytes.extend_from_slice(b"TMBLRPC\x01");
+    let mut bytes = u32s(&[1, VERSION]);
+    bytes.extend_from_slice(b"TMBLRPC\x02");
     bytes.extend(u32s(&[entries, 0]));
     bytes.extend_from_slice(&arena_bytes.to_le_bytes());
     bytes
@@ -96,7 +96,7 @@ impl Raw {
         let socket = dial(dir);
         send(&socket, &hello(8, 4096), &[fd.as_fd()]);
         let (welcome, fds) = receive(&socket);
-        assert_eq!(&welcome[..8], &u32s(&[17, 1])[..], "{}", String::from_utf8_lossy(&welcome));
+        assert_eq!(&welcome[..8], &u32s(&[17, VERSION])[..], "{}", String::from_utf8_lossy(&welcome));
         let arena = u64::from_le_bytes(welcome[8..16].try_into().unwrap());
         let peer_geometry = Geometry::new(8, arena).unwrap();
         let [section_fd, bell] = <[OwnedFd; 2]>::try_from(fds).unwrap();
@@ -248,7 +248,7 @@ fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
             raw.ask(0, Payload::Arena { offset: 1, len: u64::MAX, block: 0, generation: 0 })
         }),
         ("an inline payload that is too long", |raw, first| {
-            raw.own().write_array(first + 32, 201u64.to_le_bytes()).unwrap();
+            raw.own().write_array(first + 32, 193u64.to_le_bytes()).unwrap();
             raw.own().write_array(first + 48, [1, 0]).unwrap();
             raw.own().store_u32(PUBLISHED, 1, Ordering::Release).unwrap();
             raw.ring();
@@ -364,7 +364,7 @@ fn hostile_provider(dir: &Path, act: impl FnOnce(OwnedFd) + Send + 'static) -> s
 }
 
 fn welcome(arena_bytes: u64) -> Vec<u8> {
-    let mut bytes = u32s(&[17, 1]);
+    let mut bytes = u32s(&[17, VERSION]);
     for value in [arena_bytes, 0, 1 << 30] {
         bytes.extend_from_slice(&value.to_le_bytes());
     }
@@ -688,7 +688,7 @@ fn the_groups_of_which_a_caller_is_a_member_count() {
     // Asks for the report, and prints the kind of the answer: 19 is the report, 18 a refusal.
     let ask = "import socket, struct, sys\n\
         s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])\n\
-        try: s.send(struct.pack('<II', 2, 1) + b'TMBLRPC\\x01')\n\
+        try: s.send(struct.pack('<II', 2, 2) + b'TMBLRPC\\x02')\n\
         except OSError: pass\n\
         while True:\n\
         \x20try: answer = s.recv(65536)\n\
