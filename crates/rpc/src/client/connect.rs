@@ -1,7 +1,8 @@
 //! How a client connects: its options, the handshake, what can go wrong.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -114,6 +115,19 @@ pub(super) struct Connected {
     pub(super) facts: Facts,
 }
 
+/// Why the kernel keeps this process out of a socket, and what to do about it.
+fn kept_out(path: &Path) -> String {
+    let us = rustix::process::geteuid();
+    match std::fs::metadata(path) {
+        Ok(socket) => format!(
+            "{} is open to its owner alone, user {}, and this process is of user {us}: call as that user, or have the service let others in",
+            path.display(),
+            socket.uid(),
+        ),
+        Err(_) => format!("{}: a folder on the way to it is closed to user {us}: call as its owner", path.display()),
+    }
+}
+
 fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
     let folder = options.folder.clone().map_or_else(folder::services, Ok).map_err(ConnectError::Folder)?;
     let path = folder::socket_path(&folder, name).map_err(ConnectError::Folder)?;
@@ -122,6 +136,9 @@ fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
             if matches!(source.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
         {
             ConnectError::NoService { name: name.into(), path: path.clone() }
+        }
+        FolderError::System { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+            ConnectError::Refused(kept_out(&path))
         }
         error => ConnectError::Folder(error),
     })?;
