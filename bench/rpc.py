@@ -168,6 +168,7 @@ def main():
         polled_us=value("polled"),
         shared_1gib_us=value("shared_1gib"),
         copy_64k_us=value("copy_64k"),
+        copy_64k_adaptive_us=value("copy_64k_adaptive"),
         rate_16=round(value("outstanding_16", "rate")),
         cpu_us_16=value("outstanding_16", "cpu_us"),
         rate_16_asleep=round(value("outstanding_16_asleep", "rate")),

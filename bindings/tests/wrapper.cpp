@@ -176,7 +176,11 @@ void tokens() {
     EXPECT_THROW(tombolo::Timeout, client.call("waits", tombolo::CallOptions().timeout(1ms)));
     EXPECT(!client.wait_any({blocked}, 1ms));
     worker->gate.open();
-    EXPECT(client.wait(blocked, 20s).bytes().empty());
+    std::vector<tombolo::End> ends = client.wait_all({queued, blocked, client.submit("last")}, 20s);
+    EXPECT(ends.size() == 3 && ends[0].status() == TOMBOLO_UNKNOWN_CALL && ends[1].name() == std::string("ok"));
+    EXPECT_THROW(tombolo::UnknownCall, ends[0].reply());
+    EXPECT(ends[1].reply().bytes().empty() && ends[2].reply().bytes() == "last");
+    EXPECT(client.wait_all({}, 1ms).empty());
 }
 
 void deadlines_are_inherited() {

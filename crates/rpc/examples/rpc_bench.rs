@@ -6,9 +6,10 @@
 //! other end (this program again), pins both, and calls in a closed loop. `bench/rpc.py` runs it in turn with the peers' programs and prints
 //! the medians.
 //!
-//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, "adaptive",
+//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, those named "adaptive",
 //! "outstanding_16" and "loaded" are what a program gets that does not choose how to wait. "order" is one request in and one out while ten thousand wait, without any process: all of what a
-//! service decides, with admission and without, beside the same done by the standard library's heap and tree.
+//! service decides, with admission and without, beside the same done by the standard library's heap and tree. "futex_16" is sixteen under way,
+//! asleep, of indices and wake-ups alone: what the machine leaves of "outstanding_16_asleep".
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -456,6 +457,7 @@ fn main() -> Fallible<()> {
         ("spin", Box::new(move |name| word_row(name, "spin", (0, 1), 10 * calls))),
         ("polled", call("polled", (0, 1), 64, 10 * calls)),
         ("copy_64k", call("blocking", (0, 1), 64 << 10, calls / 2)),
+        ("copy_64k_adaptive", call("adaptive", (0, 1), 64 << 10, calls / 2)),
         ("shared_1gib", Box::new(move |_| shared_row(calls / 2))),
         ("outstanding_16", Box::new(move |name| outstanding_row(name, "adaptive", 20 * calls))),
         ("futex_16", Box::new(move |name| index_row(name, 20 * calls))),

@@ -625,6 +625,7 @@ fn options_that_make_no_sense_are_refused() {
         Options { workers: 0, ..options(dir.path()) },
         Options { max_entries: 5000, ..options(dir.path()) },
         Options { reply_arena_bytes: 5000, ..options(dir.path()) },
+        Options { reply_arena_bytes: 128 << 20, ..options(dir.path()) },
         Options { class: WorkerClass::Fifo(100), ..options(dir.path()) },
         Options { queue_bound: 0, ..options(dir.path()) },
     ] {

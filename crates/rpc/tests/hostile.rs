@@ -8,7 +8,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, ftruncate, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::*;
 use tombolo_ring::mem::ForeignMut;
@@ -396,6 +396,14 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
             let (fd, _own) = section::make("hostile", 4096, false).unwrap();
             send(&socket, &welcome(1 << 50), &[fd.as_fd(), fd.as_fd()]);
         }),
+        ("makes the client fault in a huge arena", |socket| {
+            // As large as it says, and without a page of its own.
+            let geometry = Geometry::new(8, 1 << 40).unwrap();
+            let (fd, own) = section::make("hostile", geometry.section_bytes(), false).unwrap();
+            initialise(own.view_mut().unwrap(), geometry, Role::Provider);
+            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(1 << 40), &[fd.as_fd(), bell.as_fd()]);
+        }),
         ("sends a short section", |socket| {
             let (fd, _own) = section::make("hostile", 4096, false).unwrap();
             let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
@@ -427,6 +435,9 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
         match what {
             "closes" => assert!(matches!(error, ConnectError::Gone), "{what}: {error}"),
             "says nothing" => assert!(matches!(error, ConnectError::Silent(_)), "{what}: {error}"),
+            "makes the client fault in a huge arena" => {
+                assert!(matches!(error, ConnectError::Protocol(_)), "{what}: {error}")
+            }
             _ => {}
         }
         provider.join().unwrap();
@@ -459,18 +470,16 @@ fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 's
     })
 }
 
+/// Says that the first request of a connection is served.
+fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
+    let mut answers = Producer::<Answer>::default();
+    answers.push(ends, &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload }, &[]);
+    let _ = answers.publish(ends);
+}
+
 #[test]
 fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
     let dir = tempfile::tempdir().unwrap();
-    fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
-        let mut answers = Producer::<Answer>::default();
-        answers.push(
-            ends,
-            &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload },
-            &[],
-        );
-        let _ = answers.publish(ends);
-    }
     type Act = fn(Ends<'_>, Token, &OwnedFd);
     type Check = fn(&CallError) -> bool;
     let cases: Vec<(&str, Act, Check)> = vec![
@@ -534,6 +543,34 @@ fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
         drop(client);
         provider.join().unwrap();
     }
+}
+
+/// Hands over memory of that size, without a page of its own.
+fn share_sparse(socket: &OwnedFd, number: u32, bytes: u64) {
+    let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&fd, bytes).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+    let mut share = u32s(&[3, number]);
+    share.extend_from_slice(&bytes.to_le_bytes());
+    send(socket, &share, &[fd.as_fd()]);
+}
+
+#[test]
+fn a_reply_longer_than_all_memory_is_no_crash() {
+    let dir = tempfile::tempdir().unwrap();
+    const BYTES: u64 = 1 << 44;
+    let provider = answering(dir.path(), |ends, token, socket| {
+        share_sparse(socket, 3, BYTES);
+        answer(ends, token, Payload::Shared { memory: 3, offset: 0, len: BYTES });
+    });
+    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let reply = client.call(b"x", &CallOptions::default()).unwrap();
+    assert_eq!(reply.len() as u64, BYTES);
+    let error = reply.to_vec().unwrap_err();
+    assert!(matches!(error, CallError::Memory(_)), "{error}");
+    assert_eq!(reply.copy_to(&mut [1; 10]).unwrap(), 10, "a part of it can be read");
+    drop((reply, client));
+    provider.join().unwrap();
 }
 
 #[test]

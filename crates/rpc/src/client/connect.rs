@@ -15,7 +15,7 @@ use tombolo_shm::section::{self, AdoptError};
 use crate::folder::{self, FolderError};
 use crate::message::{Facts, Malformed, Message};
 use crate::poll::Polling;
-use crate::provider::Report;
+use crate::provider::{MAX_REPLY_ARENA_BYTES, Report};
 use crate::socket::{self, Received};
 
 /// How a client connects.
@@ -68,7 +68,7 @@ pub enum ConnectError {
     /// The provider closed the connection, or died.
     #[error("the service went away while we connected")]
     Gone,
-    /// The other side speaks another protocol.
+    /// The other side speaks another protocol, or wants what none of its kind does.
     #[error("{0}")]
     Protocol(String),
     /// The provider's section is not what it should be.
@@ -194,6 +194,12 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
         return Err(Malformed::Bytes.into());
     };
     let [theirs, bell] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
+    if facts.arena_bytes > MAX_REPLY_ARENA_BYTES {
+        return Err(ConnectError::Protocol(format!(
+            "the service's reply memory has {} bytes, expected at most {MAX_REPLY_ARENA_BYTES}, since all of it is faulted in here",
+            facts.arena_bytes
+        )));
+    }
     let peer_geometry = Geometry::new(entries, facts.arena_bytes).ok_or(ConnectError::from(Malformed::Bytes))?;
     let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true)?;
     let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(ConnectError::Broken)?;
