@@ -57,7 +57,7 @@ fn payloads_of_every_size_come_back_as_they_went() {
     let dir = tempfile::tempdir().unwrap();
     let _service = Service::register("s", options(dir.path()), echo).unwrap();
     let client = connect(dir.path());
-    for len in [0, 1, 64, 199, 200, 201, 512, 4096, 65_536, 1 << 20] {
+    for len in [0, 1, 64, 191, 192, 193, 512, 4096, 65_536, 1 << 20] {
         let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + len) as u8).collect();
         let reply = client.call(&bytes, &CallOptions::default()).unwrap_or_else(|e| panic!("{len} bytes: {e}"));
         assert_eq!(reply.to_vec().unwrap(), bytes, "{len} bytes");
@@ -625,6 +625,7 @@ fn options_that_make_no_sense_are_refused() {
         Options { workers: 0, ..options(dir.path()) },
         Options { max_entries: 5000, ..options(dir.path()) },
         Options { reply_arena_bytes: 5000, ..options(dir.path()) },
+        Options { reply_arena_bytes: 128 << 20, ..options(dir.path()) },
         Options { class: WorkerClass::Fifo(100), ..options(dir.path()) },
         Options { queue_bound: 0, ..options(dir.path()) },
     ] {
