@@ -6,7 +6,7 @@
 //! has ended, and only a child that it forked keeps it open. What is no socket is nobody's service, and left alone.
 //!
 //! Two that register one name at a time, or one that removes a stale socket while another replaces it, are kept apart by a
-//! lock on the folder, which the kernel releases however its holder ends; nobody waits for it for longer than [`LOCKED`], since
+//! lock on the folder, which the kernel releases however its holder ends; nobody waits for it for longer than 2 s, since
 //! whoever can read the folder can hold it. A socket is bound under another name and renamed, so
 //! that whoever finds the name finds a listener.
 

@@ -8,9 +8,9 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_shm::memory::{Mapping, MemoryError};
-use tombolo_shm::section;
+use tombolo_shm::section::{self, AdoptError};
 
 use crate::message::Message;
 use crate::quota::{Charge, Quota};
@@ -39,9 +39,25 @@ impl SharedBuffer {
     /// The kernel's, where memory is short.
     pub fn new(bytes: u64, populate: bool) -> Result<SharedBuffer, MemoryError> {
         let (fd, mapping) = section::make("tombolo-rpc-payload", bytes, populate)?;
+        Ok(SharedBuffer::over(fd, mapping))
+    }
+
+    /// A memfd that is there already, whole. It is sealed against shrinking and growing, or whoever reads it could be killed by its maker; sealed
+    /// against writing too, nobody can change it under the reader.
+    ///
+    /// # Errors
+    /// [`AdoptError::Unsealed`] where it is no memfd or lacks those two seals; the kernel's, where it cannot be mapped.
+    pub fn of_memfd(fd: OwnedFd) -> Result<SharedBuffer, AdoptError> {
+        let bytes = section::sealed_bytes(&fd)?;
+        // Where it is sealed against writing, it is mapped for reading.
+        let mapping = Mapping::new(&fd, 0, bytes, true).or_else(|_| Mapping::new(&fd, 0, bytes, false))?;
+        Ok(SharedBuffer::over(fd, mapping))
+    }
+
+    fn over(fd: OwnedFd, mapping: Mapping) -> SharedBuffer {
         // Unique in this process, which is all that a connection asks. It comes round after 2^32 buffers.
         let number = NUMBERS.fetch_add(1, Ordering::Relaxed);
-        Ok(SharedBuffer(Arc::new(Memory { fd, mapping, number })))
+        SharedBuffer(Arc::new(Memory { fd, mapping, number }))
     }
 
     /// Bytes.
@@ -54,10 +70,14 @@ impl SharedBuffer {
         false
     }
 
-    /// The memory, for writing and reading.
+    /// The memory, for writing and reading. Empty where it may not be written: a memfd that was sealed against that ([`SharedBuffer::read`]).
     pub fn view(&self) -> ForeignMut<'_> {
-        // Made by `section::make`, whose mapping is writable.
         self.0.mapping.view_mut().unwrap_or_else(|| ForeignMut::from(&mut [][..]))
+    }
+
+    /// The memory, for reading.
+    pub fn read(&self) -> Foreign<'_> {
+        self.0.mapping.view()
     }
 
     pub(crate) fn number(&self) -> u32 {

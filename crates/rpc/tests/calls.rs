@@ -7,6 +7,7 @@ use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
+use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use tombolo_ring::rpc::entry::Refusal;
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions, report};
 use tombolo_rpc::clock::now_ns;
@@ -376,6 +377,31 @@ fn loans_and_shared_memory_are_written_in_place_and_read_in_place() {
         let buffer = SharedBuffer::new(4096, false).unwrap();
         buffer.view().write_array(0, n.to_le_bytes()).unwrap();
         assert_eq!(client.call_shared(&buffer, 0, 4096, &CallOptions::default()).unwrap().len(), 13, "{n}");
+    }
+}
+
+#[test]
+fn a_memfd_that_is_there_already_is_handed_over_whole() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = Service::register("s", options(dir.path()), echo).unwrap();
+    let client = connect(dir.path());
+    let memfd = || {
+        let fd = memfd_create("theirs", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, 300_000).unwrap();
+        rustix::io::pwrite(&fd, b"there already", 299_987).unwrap();
+        fd
+    };
+    let unsealed = SharedBuffer::of_memfd(memfd()).unwrap_err();
+    assert!(unsealed.to_string().contains("expected seals SHRINK and GROW"), "{unsealed}");
+    assert!(SharedBuffer::of_memfd(std::fs::File::open("/proc/self/exe").unwrap().into()).is_err());
+    for seals in [SealFlags::empty(), SealFlags::WRITE] {
+        let fd = memfd();
+        fcntl_add_seals(&fd, seals | SealFlags::SHRINK | SealFlags::GROW).unwrap();
+        let buffer = SharedBuffer::of_memfd(fd).unwrap();
+        assert_eq!((buffer.len(), buffer.read().read_array(299_987)), (300_000, Some(*b"there already")));
+        assert_eq!(buffer.view().is_empty(), seals == SealFlags::WRITE, "what may not be written is for reading only");
+        let reply = client.call_shared(&buffer, 299_980, 20, &CallOptions::default()).unwrap();
+        assert_eq!(reply.to_vec().unwrap(), [&[0; 7][..], b"there already"].concat());
     }
 }
 

@@ -15,11 +15,11 @@ const TMPFS_MAGIC: u64 = 0x0102_1994;
 /// What an adopted section must be sealed against.
 const NEEDED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
-/// Why a peer's section was not adopted.
+/// Why memory that another made was not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
-    /// The peer could take its pages away under the mapping, or is no memfd.
-    #[error("the peer's section is not a memfd sealed against shrinking and growing; expected seals SHRINK and GROW")]
+    /// Its pages could be taken away under the mapping, or it is no memfd.
+    #[error("the memory is not a memfd sealed against shrinking and growing; expected seals SHRINK and GROW")]
     Unsealed,
     /// The size is not what was agreed on.
     #[error("the peer's section has {found} bytes, expected {wanted}")]
