@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
-use tombolo_bypass::layout::{Event, TAKEN, VERDICTS};
+use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::Routes;
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
@@ -207,7 +207,11 @@ impl Attach {
 impl Detach {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        for name in attachment::detach(&place, &self.interfaces)? {
+        let detached = attachment::detach(&place, &self.interfaces)?;
+        if detached.is_empty() {
+            out::print(NOTHING)?;
+        }
+        for name in detached {
             out::print(&format!("{name} detached\n"))?;
         }
         Ok(Exit::Done)
@@ -230,7 +234,7 @@ impl Status {
         let mut report = report::report(&place, Detail::Flows)?;
         let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
         for interface in report.interfaces.iter_mut().filter(|i| !links.iter().any(|l| l.index == i.index)) {
-            interface.why = GONE;
+            interface.why = report::GONE;
         }
         if self.json {
             out::json(&report)?;
@@ -241,12 +245,11 @@ impl Status {
     }
 }
 
-/// Why an interface that is remembered has its mode, where there is none of its number any more.
-const GONE: &str = "the interface is gone; the keeper attaches one that is made anew under its name";
+const NOTHING: &str = "nothing is attached in this network namespace\n";
 
 fn render(report: &Report) -> String {
     if !report.attached {
-        return "nothing is attached in this network namespace\n".into();
+        return NOTHING.into();
     }
     let keeper = report.keeper.map_or(
         "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
@@ -279,6 +282,23 @@ struct Line<'a> {
     length: u32,
     path: &'static str,
     why: &'static str,
+}
+
+/// A flow's protocol in words, and its ends: only TCP's and UDP's have ports; an echo's id stands with the protocol.
+fn ends(t: &Tuple) -> (String, String, String) {
+    let ported = |address, port| std::net::SocketAddr::new(address, port).to_string();
+    // An echo has its type and code where a destination port would be.
+    let protocol = match (t.protocol, t.destination_port >> 8) {
+        (6, _) => "tcp".into(),
+        (17, _) => "udp".into(),
+        (1, 0 | 8) | (58, 128 | 129) => format!("icmp echo {}", t.source_port),
+        (1 | 58, _) => "icmp".into(),
+        (other, _) => format!("protocol {other}"),
+    };
+    match t.protocol {
+        6 | 17 => (protocol, ported(t.source, t.source_port), ported(t.destination, t.destination_port)),
+        _ => (protocol, t.source.to_string(), t.destination.to_string()),
+    }
 }
 
 impl Trace {
@@ -330,8 +350,7 @@ impl Trace {
 
     fn print(&self, event: &Event, input: &str, output: Option<&str>, start: u64) -> Result<(), Failure> {
         let t = &event.tuple;
-        let source = std::net::SocketAddr::new(t.source, t.source_port).to_string();
-        let destination = std::net::SocketAddr::new(t.destination, t.destination_port).to_string();
+        let (protocol, source, destination) = ends(t);
         let (path, why) = event.what;
         let mut out = std::io::stdout().lock();
         if self.json {
@@ -350,7 +369,6 @@ impl Trace {
             writeln!(out, "{text}")?;
         } else {
             let seconds = event.at_ns.saturating_sub(start) as f64 / 1e9;
-            let protocol = if t.protocol == 6 { "tcp" } else { "udp" };
             let taken = VERDICTS[..TAKEN].iter().any(|v| v.0 == path);
             let arrow = output.map_or(String::new(), |o| format!(" -> {o}"));
             let mark = if taken { "=>" } else { "  " };
