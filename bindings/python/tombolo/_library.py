@@ -185,7 +185,13 @@ OTHERS = {
 
 def _load():
     path = os.environ.get("TOMBOLO_LIBRARY") or Path(__file__).with_name("libtombolo.so")
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"{error}; expected libtombolo.so beside the module, where `pip install bindings/python` puts it, or at the path that "
+            "TOMBOLO_LIBRARY names, such as target/release/libtombolo.so after `./x build`"
+        ) from None
     for name, arguments in FUNCTIONS.items():
         OTHERS[name] = (c_int32, arguments)
     for name, (result, arguments) in OTHERS.items():

@@ -55,7 +55,7 @@ pub(crate) struct Call {
     /// Wait so long for the service where it is not there yet
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     wait: Option<Duration>,
-    /// Call so many times and report; the replies are not printed
+    /// Call so many times and report ends, times, and replies that came after the deadline; none is printed
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     repeat: Option<u64>,
     /// Time between two calls that are repeated
@@ -201,6 +201,7 @@ impl Call {
 
     fn often(&self, client: &Client, bytes: &[u8], count: u64) -> Result<Exit, Failure> {
         let mut times = Vec::new();
+        let mut overran = 0;
         let mut outcomes = BTreeMap::<String, u64>::new();
         for n in 0..count {
             if n > 0
@@ -213,6 +214,7 @@ impl Call {
             let ns = clock::ns(begun.elapsed());
             if result.is_ok() {
                 times.push(ns);
+                overran += u64::from(self.deadline.is_some_and(|deadline| ns > clock::ns(deadline)));
             }
             *outcomes.entry(outcome(&result)).or_default() += 1;
             if let Err(error @ (CallError::ProviderGone | CallError::Broken(_))) = result {
@@ -236,12 +238,19 @@ impl Call {
                 .iter()
                 .filter_map(|(name, ns)| ns.map(|ns| (format!("{}_ns", name.replace('.', "")), ns)))
                 .collect();
-            out::json(
-                &serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times }),
-            )?;
+            let mut report =
+                serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times });
+            if self.deadline.is_some() {
+                report["after_deadline"] = overran.into();
+            }
+            out::json(&report)?;
         } else {
             let words: Vec<String> = outcomes.iter().map(|(what, n)| format!("{n} {what}")).collect();
-            let mut text = format!("{count} calls of {} bytes: {}\n", bytes.len(), words.join(", "));
+            let mut text = format!("{count} calls of {} bytes: {}", bytes.len(), words.join(", "));
+            if self.deadline.is_some() {
+                text.push_str(&format!("; {overran} of the replies came after the deadline"));
+            }
+            text.push('\n');
             for (name, ns) in figures {
                 if let Some(ns) = ns {
                     text.push_str(&format!("{name:6} {}\n", time(ns)));

@@ -103,6 +103,11 @@ fn repeated_calls_are_reported() {
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["outcomes"]["served"].as_u64(), Some(5));
     assert!(json["times"]["max_ns"].as_u64() >= json["times"]["min_ns"].as_u64());
+    assert!(json.get("after_deadline").is_none(), "there was none");
+    let report = says(dir.path(), &["call", "mirror", "slow", "--repeat", "1", "--deadline", "500ms"], 0);
+    assert!(report.contains("1 served; 1 of the replies came after the deadline\n"), "{report}");
+    let json = says(dir.path(), &["call", "mirror", "abc", "--repeat", "3", "--deadline", "60s", "--json"], 0);
+    assert!(json.contains("\"after_deadline\": 0"), "{json}");
     says(dir.path(), &["call", "mirror", "abc", "--repeat", "5", "--deadline", "0ns"], 1);
 }
 

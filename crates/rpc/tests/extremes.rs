@@ -153,6 +153,11 @@ fn payloads_at_the_ends_of_their_memory() {
             Err(error) => assert!(!fits && matches!(error, CallError::Range { .. }), "{offset} {len}: {error}"),
         }
     }
+    let buffers: Vec<_> = (0..65).map(|_| SharedBuffer::new(4096, false).unwrap()).collect();
+    let mut ends = buffers.iter().map(|buffer| client.call_shared(buffer, 0, 1, &call));
+    assert!(ends.by_ref().take(63).all(|end| end.is_ok()), "one is there already");
+    let error = ends.next().unwrap().unwrap_err();
+    assert!(matches!(error, CallError::Share { .. }) && error.to_string().contains("64 memories"), "{error}");
     for bytes in [0, u64::MAX, 1 << 62] {
         assert!(SharedBuffer::new(bytes, false).is_err(), "{bytes}");
     }

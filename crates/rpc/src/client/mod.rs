@@ -40,7 +40,7 @@ pub use tombolo_ring::rpc::entry::Token;
 use crate::clock::{self, now_ns};
 use crate::deadline::Deadline;
 use crate::message::Facts;
-use crate::shared::SharedBuffer;
+use crate::shared::{MAX_MEMORIES, SharedBuffer};
 use crate::sync::lock;
 use connection::{Inner, Limit, Slot, State, help};
 
@@ -78,7 +78,7 @@ pub enum CallError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// The service takes no more memory, or no such large one.
-    #[error("the service takes no memory of {bytes} bytes: {source}")]
+    #[error("the service takes no memory of {bytes} bytes: {}", why_not(*.source))]
     Share {
         /// Its size.
         bytes: u64,
@@ -104,6 +104,15 @@ pub enum CallError {
     /// A token that names no call under way.
     #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
     Unknown,
+}
+
+/// Why memory could not be handed over.
+fn why_not(source: rustix::io::Errno) -> String {
+    match source {
+        rustix::io::Errno::NOBUFS => format!("{MAX_MEMORIES} memories are handed over already; free one"),
+        rustix::io::Errno::AGAIN => "it has not read what was handed over before; wait for its answers".into(),
+        source => source.to_string(),
+    }
 }
 
 /// What a call asks for, besides its bytes.

@@ -1,6 +1,6 @@
 //! The control thread: accepts clients, speaks with them over their sockets, notices that they have gone.
 //!
-//! It sleeps without a time limit while nothing is served. While requests are served it looks at the queue every
+//! It sleeps while nothing is served: until a reply has been held for too long, and without a time limit where none is held. While requests are served it looks at the queue every
 //! [`ATTEND`], so that what clients ask while all workers are busy is refused, cancelled or expired in that time.
 
 use std::collections::HashMap;
@@ -19,7 +19,7 @@ use tombolo_shm::{credentials, section};
 use super::Engine;
 use super::connection::{Caller, Connection};
 use super::report::add;
-use super::worker::Place;
+use super::worker::{Core, Place};
 use crate::clock;
 use crate::folder::Listener;
 use crate::message::{Facts, Message};
@@ -32,10 +32,12 @@ use crate::sync::lock;
 
 /// How often the queue is looked at while requests are served.
 const ATTEND: Duration = Duration::from_millis(10);
-/// Quiet turns after which the thread sleeps without a time limit.
+/// Quiet turns after which the thread rests.
 const QUIET_TURNS: u32 = 20;
 /// How often held replies are looked at.
 const RECLAIM: Duration = Duration::from_secs(1);
+/// The longest sleep while some are held.
+const LONGEST_REST: Duration = Duration::from_secs(3600);
 /// How long a client may be connected without saying what it wants, when others want its place.
 const SILENCE: Duration = Duration::from_secs(2);
 
@@ -74,6 +76,11 @@ fn spare() -> Option<OwnedFd> {
     eventfd(0, EventfdFlags::CLOEXEC).ok()
 }
 
+/// Requests wait, or are served.
+fn is_busy(core: &Core) -> bool {
+    core.pending() > 0 || core.serves()
+}
+
 impl Client {
     fn caller(&self) -> Caller {
         match self {
@@ -106,17 +113,15 @@ impl Control {
         let mut quiet = 0;
         let mut served = 0;
         while !self.engine.ended.load(Ordering::SeqCst) {
-            let rests = quiet >= QUIET_TURNS;
-            if rests {
-                // A worker that serves from now on rings.
-                self.engine.control_rests.store(true, Ordering::SeqCst);
-            }
-            let attend = Timespec { tv_sec: 0, tv_nsec: ATTEND.subsec_nanos().into() };
+            let limit = if quiet >= QUIET_TURNS { self.rest() } else { Some(ATTEND) };
+            let limit = limit.map(|l| Timespec { tv_sec: l.as_secs().cast_signed(), tv_nsec: l.subsec_nanos().into() });
             events.clear();
-            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), (!rests).then_some(&attend));
-            if rests {
+            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), limit.as_ref());
+            if quiet >= QUIET_TURNS {
                 self.engine.control_rests.store(false, Ordering::SeqCst);
-                quiet = 0;
+                if !events.is_empty() {
+                    quiet = 0;
+                }
             }
             for event in &events {
                 match event.data.u64() {
@@ -130,12 +135,29 @@ impl Control {
             }
             let now_served = self.engine.counters.calls();
             let pending = self.attend();
-            quiet = if pending || now_served != served { 0 } else { quiet + 1 };
+            quiet = if pending || now_served != served { 0 } else { QUIET_TURNS.min(quiet + 1) };
             served = now_served;
         }
         for id in self.clients.keys().copied().collect::<Vec<_>>() {
             self.remove(id);
         }
+    }
+
+    /// Has workers ring that begin to serve from now on; for how long the thread may sleep until then. `None`: without a limit.
+    fn rest(&self) -> Option<Duration> {
+        self.engine.control_rests.store(true, Ordering::SeqCst);
+        // Who has begun before, and did not ring, is seen here: both are under the lock.
+        if is_busy(&lock(&self.engine.core)) {
+            return Some(ATTEND);
+        }
+        let held = self.clients.values().filter_map(|client| match client {
+            Client::Welcome { connection, .. } => connection.oldest_held(),
+            Client::Stranger { .. } => None,
+        });
+        let due_ns = held.min()?.saturating_add(clock::ns(self.engine.options.reply_ttl));
+        // A little later than that it has been held for longer.
+        let due = Duration::from_nanos(due_ns.saturating_sub(clock::now_ns())).min(LONGEST_REST) + ATTEND;
+        Some(due.max(RECLAIM.saturating_sub(self.reclaimed.elapsed())))
     }
 
     /// True while requests wait or are served.
@@ -144,7 +166,7 @@ impl Control {
         if self.engine.idle.load(Ordering::Relaxed) == 0 {
             self.engine.attend(core);
         }
-        let busy = core.pending() > 0 || core.serves();
+        let busy = is_busy(core);
         if self.reclaimed.elapsed() >= RECLAIM {
             self.reclaimed = Instant::now();
             let (now, ttl) = (clock::now_ns(), clock::ns(self.engine.options.reply_ttl));

@@ -51,6 +51,9 @@ use worker::Core;
 /// Largest arena for the replies to one client, who faults all of it in: 64 MiB. Larger replies are in memory of their own.
 pub const MAX_REPLY_ARENA_BYTES: u64 = 64 << 20;
 
+/// The shortest budget that `SCHED_DEADLINE` knows (DL_SCALE, sched(7)).
+const DEADLINE_BUDGET_MIN: Duration = Duration::from_nanos(1024);
+
 /// In which class workers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum WorkerClass {
@@ -209,8 +212,14 @@ impl Options {
         if self.queue_bound == 0 || self.queue_bound > 1 << 24 {
             return wrong("queue_bound", self.queue_bound as u64, "1 to 16777216");
         }
-        if matches!(self.class, WorkerClass::Fifo(p) if !(1..=99).contains(&p)) {
-            return wrong("class", 0, "a FIFO priority of 1 to 99");
+        match self.class {
+            WorkerClass::Fifo(priority) if !(1..=99).contains(&priority) => {
+                return wrong("class", priority.into(), "a FIFO priority of 1 to 99");
+            }
+            WorkerClass::Deadline if self.budget < DEADLINE_BUDGET_MIN || self.budget > self.period => {
+                return wrong("budget", clock::ns(self.budget), "for SCHED_DEADLINE, from 1024 ns to the period");
+            }
+            _ => {}
         }
         Ok(())
     }
