@@ -15,6 +15,10 @@ RULES = """table inet f {
   chain forward { type filter hook forward priority 0; }
 }
 """
+NAT = """table ip n { chain post { type nat hook postrouting priority 100; oifname "tb" masquerade; }; }
+table ip6 n { chain post { type nat hook postrouting priority 100; oifname "tb" masquerade; }; }
+table inet f { chain forward { type filter hook forward priority 0; }; }
+"""
 LONG = ("--lease", "10000")
 
 
@@ -83,6 +87,12 @@ AT_ONCE = [
                                             f"neighbour replace {B6} lladdr {MAC_B} dev tb nud permanent")),
     ("IPsec policies", links("xfrm policy add dir fwd src 10.1.0.0/16 dst 0.0.0.0/0 action block", "xfrm policy add dir fwd src fd01::/64 dst ::/0 action block")),
     ("an element of a set", rules("add element inet f banned { 10.1.0.2 }"), 20, RULES + "add rule inet f forward ip saddr @banned drop"),
+    ("a rule against established connections", rules("add rule inet f forward ct state { new, established } drop"), 20, NAT),
+    ("no rules any more", rules("flush ruleset"), 20, NAT),
+    ("no tracking any more", rules("table inet r { chain p { type filter hook prerouting priority -300; notrack; }; }"), 20, NAT),
+    ("a zone of its own", rules("table inet r { chain p { type filter hook prerouting priority -300; ct zone set 3; }; }"), 20, NAT + "add rule inet f forward ct zone 3 drop"),
+    ("another address to hide behind", links("address add 10.2.0.7/24 dev tb", "address del 10.2.0.1/24 dev tb", "address add 10.2.0.1/24 dev tb",
+                                             f"neighbour replace {B} lladdr {MAC_B} dev tb nud permanent"), 20, NAT),
     ("a chain at an interface's ingress", rules("table netdev n { chain c { type filter hook ingress device ta priority 0; udp dport 2000 drop; }; }")),
     ("a chain at an interface's egress", rules("table netdev n { chain c { type filter hook egress device tb priority 0; udp dport 2000 drop; }; }")),
 ]
@@ -130,6 +140,7 @@ def test_nexthop_objects_that_change_or_go_are_followed_at_once():
 TOLD = [
     ("an input renamed", links("link set ta name tx"), RULES + 'add rule inet f forward iifname "tx" drop'),
     ("an output renamed", links("link set tb name ty"), RULES + 'add rule inet f forward oifname "ty" drop'),
+    ("an input in another group", links("link set ta group 5"), RULES + "add rule inet f forward iifgroup 5 drop"),
     ("an input put into a bridge", links("link add br0 type bridge", "link set ta master br0"), ""),
     ("strict sources", settings("net.ipv4.conf.ta.rp_filter=1"), ""),
     ("strict sources everywhere", settings("net.ipv4.conf.all.rp_filter=1"), ""),
@@ -203,10 +214,10 @@ def test_an_interface_that_moves_away_goes_without_our_programs_and_is_attached_
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
         h.space.ip("link", "set", "ta", "netns", str(far))
-        until("the keeper's notice", lambda: names(h) == ["tb"])
         until("our programs to be off it", lambda: len(list((h.folder / "run/bypass/bpf").rglob("link_*"))) == 2)
+        assert "the interface is gone" in h.status("ta")["why"] and names(h) == ["ta", "tb"]
         far.ip("link", "set", "ta", "netns", str(h.space))
-        until("it to be attached again", lambda: names(h) == ["ta", "tb"])
+        until("it to be attached again", lambda: "gone" not in h.status("ta")["why"])
         for words in ("address add 10.1.0.1/24 dev ta", "link set ta up"):
             h.space.ip(*words.split())
 

@@ -4,6 +4,7 @@ Each test has network namespaces of its own: a router with taps (driven here as 
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
@@ -13,8 +14,8 @@ import time
 from pathlib import Path
 
 from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
-from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_TCPV4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, UDP, Inside, Tap, checksum, echo, ethernet, ipv4,
-                     ipv6, transport, vnet_header)
+from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_ECN, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, TUNSETOFFLOAD, UDP, Inside,
+                     Tap, checksum, echo, ethernet, ipv4, ipv6, transport, vnet_header)
 
 PROGRAM = Path(os.environ.get("TOMBOLO_PROGRAM", ROOT / "target/release/tombolo"))
 A, B = "10.1.0.2", "10.2.0.2"
@@ -194,6 +195,68 @@ def test_frames_that_xdp_takes_are_byte_for_byte_the_kernels_and_partial_and_lar
         # Six kinds have unfinished checksums, in a packet within or the 60 KB one among them, and one has none.
         assert counts["handed_partial"] + counts["handed_large"] == counts["taken_tcx"] >= 7, counts
         assert counts["taken_xdp"] >= 17, counts
+
+
+def segmentation_frames(h):
+    """Of every kind that a tap takes, such also whose segments together are no longer than a packet, and such as no sound guest sends: whole checksums."""
+    data = bytes(range(250)) * 12
+    tcp = lambda a, b, payload, **more: transport(TCP, a, b, 1000, 2000, payload, **more)  # noqa: E731
+    udp = lambda a, b, payload, **more: transport(UDP, a, b, 1000, 2000, payload, **more)  # noqa: E731
+    four = lambda proto, body: h.to_b(ETH_IP4, ipv4(A, B, proto, body))  # noqa: E731
+    six = lambda proto, body: h.to_b(ETH_IP6, ipv6(A6, B6, proto, body))  # noqa: E731
+    yield vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1000, 34, 16), four(TCP, tcp(A, B, data, partial=True))
+    yield vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 300, 34, 16), four(TCP, tcp(A, B, data[:900], partial=True))
+    yield vnet_header(NEEDS_CSUM, GSO_TCPV4 | GSO_ECN, 54, 300, 34, 16), four(TCP, tcp(A, B, data[:900], partial=True, flags=ACK | 0x80))
+    yield vnet_header(0, GSO_TCPV4, 54, 300), four(TCP, tcp(A, B, data[:900]))
+    yield vnet_header(NEEDS_CSUM, GSO_UDP_L4, 42, 1000, 34, 6), four(UDP, udp(A, B, data, partial=True))
+    yield vnet_header(NEEDS_CSUM, GSO_TCPV6, 74, 1000, 54, 16), six(TCP, tcp(A6, B6, data, partial=True))
+    yield vnet_header(NEEDS_CSUM, GSO_UDP_L4, 62, 1000, 54, 6), six(UDP, udp(A6, B6, data, partial=True))
+
+
+def test_segmentation_frames_arrive_as_the_kernel_sends_them_to_readers_with_and_without_offloads():
+    for mode in ("tcx", "xdp"):
+        for offloads in (True, False):
+            with host() as h:
+                if not offloads:
+                    fcntl.ioctl(h.b.fd, TUNSETOFFLOAD, 0)
+
+                def sent(header, frame, h=h):
+                    h.b.drain()
+                    h.a.send(frame, header)
+                    # Without the header's length, a hint: test_frames_that_xdp_takes says why.
+                    return [(v[:2] + v[4:], f) for v, f in h.b.drain(is_ip)]
+
+                frames = list(segmentation_frames(h))
+                kernel = [sent(*frame) for frame in frames]
+                assert all(kernel) and (offloads or all(not v[0] and not v[1] for got in kernel for v, _ in got)), kernel
+                h.attach(words=("--lease", "10000", "--mode", mode))
+                # Flows of whole frames, which XDP takes.
+                for kind, a, b, packet in ((ETH_IP4, A, B, ipv4), (ETH_IP6, A6, B6, ipv6)):
+                    for proto in (TCP, UDP):
+                        for _ in range(2):
+                            assert h.across(h.to_b(kind, packet(a, b, proto, transport(proto, a, b, 1000, 2000, b"whole"))))
+                assert h.taken() == 4
+                for expected, frame in zip(kernel, frames):
+                    for _ in range(2):
+                        assert sent(*frame) == expected, f"{mode}, offloads {offloads}, {frame[0]}:\nkernel {expected}\nbypass {sent(*frame)}"
+                counts = h.status("ta")["by_reason"]
+                assert counts["taken_tcx"] == 2 * len(frames) + (4 if mode == "tcx" else 0), counts
+                assert counts.get("handed_large", 0) == (2 * len(frames) if mode == "xdp" else 0), counts
+
+
+def test_what_a_writer_that_blocks_sends_is_taken_in_every_mode():
+    """For such a one the kernel makes an sk_buff before the XDP program runs."""
+    with host() as h:
+        os.set_blocking(h.a.fd, True)
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        for _ in range(3):
+            h.b.drain()
+            h.a.send(h.udp())
+            assert h.b.receive(ARRIVES_S, is_ip)
+        counts = h.status("ta")["by_reason"]
+        assert counts["taken_tcx"] == counts["handed_large"] == 2, counts
+        os.set_blocking(h.a.fd, False)
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
 
 
 def test_tunnels_that_carry_whole_and_unfinished_packets_in_turn_lose_no_mark_in_xdp():

@@ -1,6 +1,7 @@
 """The bypass between veths into containers, whose sockets are real: taken frames must be such that a kernel accepts them."""
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import re
@@ -8,9 +9,9 @@ import socket
 import subprocess
 import threading
 
-from bypass_paths import ARRIVES_S, MAC_B, Host, host
-from lib import Namespace, need_program, until
-from lib.tap import ETH_IP4, UDP, Inside, ethernet, ipv4, transport
+from bypass_paths import ARRIVES_S, MAC_B, Host, host, is_ip
+from lib import Namespace, Skip, need_program, until
+from lib.tap import ETH_IP4, TUNSETOFFLOAD, UDP, Inside, ethernet, ipv4, transport
 
 C = "10.4.0.2"
 
@@ -155,6 +156,44 @@ def test_an_xdp_program_of_a_containers_own_sees_every_frame():
         far.run("ip", "link", "set", "dev", "eth0", "xdpdrv", "off")
         until("the straight way again", lambda: arrives() and h.status("vc")["peer"])
         server.close()
+
+
+def test_segmentation_frames_of_a_tunnel_are_cut_to_the_mtu_as_the_kernel_does():
+    """A container's VXLAN hands over one frame for many packets, whose headers are more than IP's and UDP's."""
+    UDP_SEGMENT, headers = 103, 20 + 8 + 8 + 14 + 20 + 8
+    with host() as h, container(h) as far:
+        fcntl.ioctl(h.b.fd, TUNSETOFFLOAD, 0)
+        h.space.ip("link", "set", "tb", "mtu", "1460")
+        try:
+            far.ip("link", "add", "vx", "type", "vxlan", "id", "42", "remote", "10.2.0.2", "dstport", "4789")
+        except RuntimeError as error:
+            raise Skip(f"this kernel has no VXLAN: {error}") from None
+        far.run("sysctl", "-qw", "net.ipv6.conf.vx.disable_ipv6=1")
+        far.ip("address", "add", "10.99.0.1/24", "dev", "vx")
+        far.ip("link", "set", "vx", "up")
+        far.ip("neighbour", "add", "10.99.0.2", "lladdr", "02:00:00:00:99:02", "dev", "vx", "nud", "permanent")
+        sender = bound(far, socket.SOCK_DGRAM, ("10.99.0.1", 0))
+
+        def lengths(size):
+            h.b.drain()
+            sender.setsockopt(socket.SOL_UDP, UDP_SEGMENT, size)
+            sender.sendto(b"s" * size * 4, ("10.99.0.2", 7))
+            got, whole = [], 0
+            while whole < 4 * size:
+                _, frame = h.b.receive(ARRIVES_S, lambda f: is_ip(f) and f[23] == UDP)
+                got.append(len(frame) - 14)
+                # Of pieces the second one has no headers but IP's.
+                whole += len(frame) - 14 - (20 if int.from_bytes(frame[20:22], "big") & 0x1FFF else headers)
+            return got
+
+        small, large = lengths(1300), lengths(1400)
+        assert small == [1300 + headers] * 4 and large == [1460, 38] * 4, (small, large)
+        h.attach("vc", "tb", words=("--lease", "10000"))
+        lengths(1300)
+        assert lengths(1300) == small and lengths(1400) == large
+        status = h.status("vc")
+        assert status["taken_large"] == 1 and status["by_reason"]["up_mtu"] == 1, status
+        sender.close()
 
 
 def test_a_container_that_goes_takes_its_attachment_with_it():

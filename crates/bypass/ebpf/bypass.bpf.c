@@ -187,6 +187,21 @@ static __always_inline bool may_be_partial(const struct frame *f, int family)
 	return f->check == fold(sum) || f->tunnel;
 }
 
+/* The headers that each packet of a segmentation frame has: a tunnel's are all up to the end of the inner transport's. */
+static __always_inline __u32 segment_headers(struct __sk_buff *skb, const struct sk_buff *kernel_skb, const struct frame *f)
+{
+	__u32 inner, header;
+	__u8 offset = 0;
+
+	if (!BPF_CORE_READ_BITFIELD(kernel_skb, encapsulation))
+		return f->headers;
+	inner = kernel_skb->inner_transport_header - kernel_skb->network_header;
+	bpf_skb_load_bytes(skb, ETH_HLEN + inner + offsetof(struct transport, tcp.offset), &offset, sizeof(offset));
+	/* UDP's is shorter than any of TCP's: what is taken for TCP then is judged too long by a few bytes. */
+	header = (offset >> 4) * 4;
+	return inner + (header > TCP_BYTES ? header : TCP_BYTES);
+}
+
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
 {
 	struct frame f = {};
@@ -228,7 +243,7 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	if (verdict)
 		return up(skb, set, &f, family, verdict);
 	segments = skb->gso_size;
-	if ((segments ? segments + f.headers : f.length) > flow->mtu)
+	if ((segments ? segments + segment_headers(skb, kernel_skb, &f) : f.length) > flow->mtu)
 		return up(skb, set, &f, family, UP_MTU);
 	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
 	if (segments && skb->len != ETH_HLEN + f.length)
@@ -568,6 +583,13 @@ static __always_inline int hand_on(const struct flow *flow, __u32 why)
 	return XDP_PASS;
 }
 
+/* Whether the program runs on an sk_buff, as for what a tap gets as a segmentation frame or from a writer that blocks: those have queues of
+ * their own in the device, which no driver uses. Of the offloads of an sk_buff nothing is seen here. */
+static __always_inline bool is_generic(const struct xdp_rxq_info *rxq, const struct net_device *dev)
+{
+	return (__u64)rxq - (__u64)dev->_rx < (__u64)dev->num_rx_queues * bpf_core_type_size(struct netdev_rx_queue);
+}
+
 static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, int family)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
@@ -597,7 +619,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 		return XDP_PASS;
 	if (!(flow->flags & FLOW_XDP))
 		return hand_on(flow, HANDED_OUTPUT);
-	if (f.length > flow->mtu)
+	if (f.length > flow->mtu || is_generic(buff->rxq, dev))
 		return hand_on(flow, HANDED_LARGE);
 	/* One in 65536 whole frames looks so too; it takes the slower way. */
 	if (flow->flags & FLOW_PARTIAL || may_be_partial(&f, family))

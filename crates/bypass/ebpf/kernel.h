@@ -123,7 +123,11 @@ struct inet6_dev {
 	struct ipv6_devconf cnf;
 };
 
+struct netdev_rx_queue;
+
 struct net_device {
+	struct netdev_rx_queue *_rx;
+	unsigned int num_rx_queues;
 	unsigned int mtu;
 	int ifindex;
 	possible_net_t nd_net;
@@ -137,6 +141,9 @@ struct sk_buff {
 	unsigned long _skb_refdst;
 	unsigned long _nfct;
 	__u8 ip_summed : 2;
+	__u8 encapsulation : 1;
+	__u16 inner_transport_header;
+	__u16 network_header;
 };
 
 struct dst_metrics {
@@ -157,6 +164,10 @@ struct xdp_rxq_info {
 
 struct xdp_buff {
 	struct xdp_rxq_info *rxq;
+};
+
+struct netdev_rx_queue {
+	struct xdp_rxq_info xdp_rxq;
 };
 
 union nf_inet_addr {

@@ -33,7 +33,7 @@ enum verdict {
 	UP_MTU,		/* too long for the way out: the kernel answers, or cuts it */
 	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
 	HANDED_PARTIAL,	/* its checksum is not finished, or it might hold a packet whose checksum is not */
-	HANDED_LARGE,	/* a segmentation frame, or too long for the way out */
+	HANDED_LARGE,	/* a segmentation frame, or another for which there is an sk_buff already, or too long for the way out */
 	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
 	HANDED_CAPTURE,	/* somebody captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */

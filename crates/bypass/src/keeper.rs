@@ -145,7 +145,7 @@ impl Keeper {
         })
     }
 
-    /// Looks at the interfaces; says whether one that stayed is another than it was: its name, which rules go by, its bridge, its MTU.
+    /// Looks at the interfaces; says whether one that stayed is another than it was: its name and group, which rules go by, its bridge.
     fn are_links_others(&mut self) -> Result<bool, AttachError> {
         // Of an XDP program flows do not depend.
         let links = Routes::open()?.links()?.into_iter().map(|l| (l.index, Link { xdp: None, ..l })).collect();

@@ -52,7 +52,10 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_conntrack", "the connection's entry is gone or changed"),
     ("up_mtu", "too long for the way out"),
     ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none, or may be a tunnel's"),
-    ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
+    (
+        "handed_large",
+        "by XDP to tcx: a segmentation frame or another that came as an sk_buff, or too long for the way out",
+    ),
     ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
     ("up_failed", "the kernel had no room for the change"),

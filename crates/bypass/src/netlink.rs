@@ -40,6 +40,7 @@ const IFLA_LINK: u16 = 5;
 const IFLA_QDISC: u16 = 6;
 const IFLA_MASTER: u16 = 10;
 const IFLA_LINKINFO: u16 = 18;
+const IFLA_GROUP: u16 = 27;
 const IFLA_LINK_NETNSID: u16 = 37;
 const IFLA_XDP: u16 = 43;
 const IFLA_TARGET_NETNSID: u16 = 46;
@@ -172,6 +173,8 @@ pub struct Link {
     pub mac: Option<[u8; 6]>,
     /// The interface that it is a member of: a bridge, a bond, a VRF.
     pub master: Option<u32>,
+    /// The group that it is in, which rules may go by.
+    pub group: u32,
     /// Where its other end is, if in another network namespace: that one's id in this one, and its number there.
     pub peer_elsewhere: Option<(i32, u32)>,
     /// The XDP program on it: (mode as in `IFLA_XDP_ATTACHED`, program's id).
@@ -189,6 +192,7 @@ impl Link {
                 IFLA_QDISC => link.qdisc = text(value),
                 IFLA_MTU => link.mtu = u32_at(value, 0)?,
                 IFLA_ADDRESS if u16_at(body, 2)? == ARPHRD_ETHER => link.mac = value.try_into().ok(),
+                IFLA_GROUP => link.group = u32_at(value, 0)?,
                 IFLA_MASTER => link.master = u32_at(value, 0),
                 IFLA_LINK => peer = u32_at(value, 0),
                 IFLA_LINK_NETNSID => space = u32_at(value, 0).map(|id| id as i32),
