@@ -185,6 +185,7 @@ static __always_inline bool may_be_partial(const struct frame *f, int family)
 	return f->check == fold(sum) || (f->key.proto == IPPROTO_UDP && !f->check);
 }
 
+/* Notes that the flow was used, as seldom as does: see `used_ns`. */
 static __always_inline void note_use(struct flow *flow, const struct settings *set, __u64 now)
 {
 	if (now - flow->used_ns >= set->lease_ns / 16)
