@@ -211,11 +211,19 @@ def conditions():
 
 
 def cpu_seconds():
-    """CPU time of all the machine's processes so far, and of our own and those that have ended under us."""
+    """CPU time of all the machine's processes so far, of our own and those that have ended under us, and what the hypervisor gave to others.
+
+    Not by /proc/stat alone, in which work and what was stolen from it look alike: bursts of that have been most of a run."""
+    every = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        # proc(5): utime, stime, and those of children that have ended. The name may hold anything but its last bracket.
+        with contextlib.suppress(OSError):
+            every += sum(int(word) for word in stat.read_text().rpartition(")")[2].split()[11:15])
     # proc(5): user, nice, system, idle, iowait, irq, softirq, steal.
-    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    stolen = int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
     ours = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK"), sum(used.ru_utime + used.ru_stime for used in ours)
+    hertz = os.sysconf("SC_CLK_TCK")
+    return every / hertz, sum(used.ru_utime + used.ru_stime for used in ours), stolen / hertz
 
 
 class Results:
@@ -248,8 +256,9 @@ class Results:
     def end(self):
         """Nothing more is measured: notes how busy the machine was with other work."""
         if "others_cpus" not in self.conditions:
-            took, every, ours = (now - then for now, then in zip((time.monotonic(), *cpu_seconds()), self.begun, strict=True))
-            self.conditions.update(load_after=os.getloadavg(), others_cpus=round(max(every - ours, 0) / took, 3), took_s=round(took, 1))
+            took, every, ours, stolen = (now - then for now, then in zip((time.monotonic(), *cpu_seconds()), self.begun, strict=True))
+            spent = {"others_cpus": max(every - ours, 0), "stolen_cpus": stolen}
+            self.conditions.update(load_after=os.getloadavg(), took_s=round(took, 1), **{what: round(seconds / took, 3) for what, seconds in spent.items()})
 
     def finish(self, **summary):
         """Writes the summary beside the raw data and prints it as the last line."""

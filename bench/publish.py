@@ -21,6 +21,8 @@ def others(conditions):
     load, after = (conditions[key][0] for key in ("load", "load_after"))
     spent = conditions["others_cpus"]
     words = "nothing else ran worth a word" if spent < 0.05 else f"other work took {spent:.2f} of its {conditions['cpus']} CPUs meanwhile, and the figures suffer from it"
+    if conditions["stolen_cpus"] >= 0.01:
+        words += f"; the hypervisor gave {conditions['stolen_cpus']:.2f} of them to others"
     return f"The machine's load was {load:.1f} when the run began and {after:.1f} when it ended; {words}."
 
 

@@ -151,6 +151,8 @@ def main():
         ("futex_one_cpu", "blocking_one_cpu", "futex_one_cpu", "p50_us"),
         ("unix_one_cpu", "blocking_one_cpu", "unix_one_cpu", "p50_us"),
         ("spin_polled", "polled", "spin", "p50_us"),
+        ("futex_16", "outstanding_16_asleep", "futex_16", "rate"),
+        ("futex_16_adaptive", "outstanding_16", "futex_16", "rate"),
         ("iceoryx2_polled", "polled", "iceoryx2_polled_blocking", "p50_us"),
         ("binary_heap_order", "order_10k_without_admission", "order_10k_binary_heap", "p50_us"),
         *((f"{peer}_{row}" + ("_asleep" if ours.endswith("_asleep") else ""), ours, f"{peer}_{row}", key)
@@ -166,6 +168,7 @@ def main():
         polled_us=value("polled"),
         shared_1gib_us=value("shared_1gib"),
         copy_64k_us=value("copy_64k"),
+        copy_64k_adaptive_us=value("copy_64k_adaptive"),
         rate_16=round(value("outstanding_16", "rate")),
         cpu_us_16=value("outstanding_16", "cpu_us"),
         rate_16_asleep=round(value("outstanding_16_asleep", "rate")),

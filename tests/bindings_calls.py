@@ -108,6 +108,21 @@ def test_a_python_service_that_is_interrupted_ends_without_a_traceback():
         assert "Traceback" not in service.text, service.tail()
 
 
+def test_python_without_the_library_says_where_it_is_looked_for():
+    for library in [None, "/no/such/libtombolo.so"]:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT / "bindings/python"), **({"TOMBOLO_LIBRARY": library} if library else {})}
+        found = subprocess.run(["python3", "-c", "import tombolo"], env=environment, capture_output=True, text=True, timeout=PATIENCE_S)
+        last = found.stderr.splitlines()[-1]
+        assert found.returncode == 1 and last.startswith("ImportError") and "target/release/libtombolo.so" in last, found.stderr
+
+
+def test_what_a_calculator_is_asked_wrongly_is_told_with_what_it_expects():
+    for language in ["rust", "c", "c++"]:
+        with services() as environment, calculator(language, "--bogus", environment=environment) as client:
+            found = client.wait(PATIENCE_S)
+            assert found == 2 and "--bogus: expected [--name NAME]" in client.text, f"{language}: {client.tail()}"
+
+
 def test_the_static_library():
     with services() as environment, Process([BUILT / "calculator-c-static"], env=environment) as service:
         service.wait_line(lambda line: line == "serving", PATIENCE_S)

@@ -41,6 +41,30 @@ def test_tagged_frames_are_taken_where_the_vlan_interfaces_are_attached():
         assert h.status("ta.5")["taken"] == 1 and h.status("ta")["by_reason"]["up_vlan"] == 2, h.status()
 
 
+def test_priority_tags_are_forwarded_as_the_kernel_does_and_never_taken():
+    """VLAN 0 is a priority alone: the kernel forwards such a frame as if it had no tag."""
+    for mode in ("tcx", "xdp"):
+        with host() as h:
+            frame = tagged(h.udp(), 0x6000)
+            kernel = h.across(frame)
+            assert kernel and kernel[1][12:14] == b"\x08\x00"
+            h.attach(words=("--lease", "10000", "--mode", mode))
+            h.across(h.udp())
+            assert h.across(h.udp()) and h.taken() == 1
+            for _ in range(3):
+                assert h.across(frame) == kernel
+            assert h.status("ta")["by_reason"]["up_vlan"] == 3 and h.taken() == 1
+
+
+def test_interfaces_without_ethernet_are_refused():
+    with host() as h:
+        h.space.ip("tuntap", "add", "layer3", "mode", "tun")
+        for name in ("lo", "layer3"):
+            wrong = h.cli("attach", "ta", name, check=False)
+            assert wrong.returncode == 2 and f"{name} is no Ethernet interface" in wrong.stderr, wrong
+        assert not h.status()["attached"]
+
+
 def test_tagged_frames_cross_a_bridge_of_attached_taps_untouched_and_are_counted():
     tags = [b"\x81\x00\x00\x05", b"\x81\x00\xe0\x00", b"\x88\xa8\x00\x05\x81\x00\x00\x06"]
     for mode in ("tcx", "xdp"):

@@ -7,12 +7,13 @@ import re
 import socket
 import struct
 import subprocess
+import threading
 
-from bypass_paths import Host, host
+from bypass_paths import A, B, Host, host
 from bypass_veth import C, container
-from lib import need_program, until
+from lib import Skip, need_program, until
 from lib.netns import inside
-from lib.tap import ETH_IP4, UDP, Inside, ethernet, ipv4, transport
+from lib.tap import ETH_IP4, ICMP, UDP, Inside, echo, ethernet, ipv4, transport
 
 # Both are named as ip(8) and tc(8) want them: by their sections.
 PROGRAMS = """
@@ -35,6 +36,65 @@ def bpf(command, attributes):
     if fd < 0:
         raise OSError(ctypes.get_errno(), f"bpf command {command}")
     return fd
+
+
+class Queue:
+    """A process that takes packets from NFQUEUE and judges each by its bytes, as an intrusion prevention does (nfnetlink_queue)."""
+
+    NETLINK_NETFILTER, SUBSYSTEM, PACKET, VERDICT, CONFIG, DROP, ACCEPT = 12, 3 << 8, 0, 1, 2, 0, 1
+
+    def __init__(self, space, number, passes):
+        with Inside(space):
+            self.socket = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, self.NETLINK_NETFILTER)
+        self.socket.bind((0, 0))
+        self.number, self.passes, self.judged = number, passes, 0
+        # NFQA_CFG_CMD: bind; NFQA_CFG_PARAMS: whole packets.
+        self._say(self.CONFIG, 1, struct.pack("!BBH", 1, 0, 2))
+        self._say(self.CONFIG, 2, struct.pack("!IB", 0xFFFF, 2))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _say(self, kind, attribute, value):
+        body = struct.pack("!BBH", 0, 0, self.number) + struct.pack("=HH", 4 + len(value), attribute) + value
+        body += bytes(-len(body) % 4)
+        self.socket.send(struct.pack("=IHHII", 16 + len(body), self.SUBSYSTEM | kind, 1, 0, 0) + body)
+
+    def _serve(self):
+        while True:
+            data = self.socket.recv(1 << 17)
+            if struct.unpack_from("=H", data, 4)[0] != self.SUBSYSTEM | self.PACKET:
+                continue
+            # NFQA_PACKET_HDR, with the packet's number, comes first.
+            number = struct.unpack_from("!I", data, 24)[0]
+            self.judged += 1
+            self._say(self.VERDICT, 2, struct.pack("!II", self.ACCEPT if self.passes(data) else self.DROP, number))
+
+
+def test_what_a_process_judges_by_nfqueue_it_judges_frame_by_frame():
+    need_program("iptables")
+    with host() as h:
+        h.attach(words=("--lease", "10000"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        # As such a process's own rules are: without it everything passes.
+        done = h.space.run("iptables", "-A", "FORWARD", "-p", "udp", "-j", "NFQUEUE", "--queue-num", "7", "--queue-bypass", check=False)
+        if done.returncode:
+            raise Skip(f"this kernel has no NFQUEUE target: {done.stderr.strip()}")
+        h.across(h.udp())
+        queue = Queue(h.space, 7, lambda packet: b"evil" not in packet)
+
+        def is_seen():
+            before = queue.judged
+            return h.across(h.udp()) and queue.judged == before + 1
+
+        until("the keeper's notice of the queue", is_seen)
+        before, taken = queue.judged, h.taken()
+        for turn in range(1, 6):
+            assert h.across(h.udp()) and h.across(h.udp(b"evil" * 5), seconds=0.2) is None
+            assert queue.judged == before + 2 * turn and h.taken() == taken, (turn, queue.judged, h.status("ta"))
+        assert h.status("ta")["unlearned"]["not_at_once"] >= 5
+        # What no rule queues is taken, also where somebody listens.
+        echoes = h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B)))
+        assert all(h.across(echoes) for _ in range(4)) and h.taken() >= taken + 2, h.status("ta")
 
 
 @contextlib.contextmanager

@@ -196,6 +196,35 @@ def test_frames_that_xdp_takes_are_byte_for_byte_the_kernels_and_partial_and_lar
         assert counts["taken_xdp"] >= 17, counts
 
 
+def test_tunnels_that_carry_whole_and_unfinished_packets_in_turn_lose_no_mark_in_xdp():
+    """Each flow is learned from a whole packet. That one whose inner checksum is unfinished comes next shows in no field of UDP's own."""
+    heads = {"vxlan": b"\x08" + bytes(3) + b"\0\0\x2a\0", "vxlan with a group": b"\x88\0\0\x07\0\0\x2a\0", "geneve": b"\0\0\x65\x58\0\0\x2a\0",
+             "geneve with an option": b"\x02\x40\x65\x58\0\0\x2a\0" + b"\x01\x02\x80\x01\0\0\0\x09"}
+    with host() as h:
+        def frame(head, sport, partial, seq):
+            inner = transport(TCP, "10.9.0.1", "10.9.0.2", 5, 6, b"in" * 40, partial=partial, seq=seq)
+            body = head + ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4("10.9.0.1", "10.9.0.2", TCP, inner))
+            start = 34 + 8 + len(head) + 34
+            header = vnet_header(NEEDS_CSUM, start=start, offset=16) if partial else bytes(10)
+            # The outer checksum is right as soon as the inner one is finished (local checksum offload).
+            done = head + ethernet(h.b.mac, h.a.mac, ETH_IP4, ipv4("10.9.0.1", "10.9.0.2", TCP, transport(TCP, "10.9.0.1", "10.9.0.2", 5, 6, b"in" * 40, seq=seq)))
+            outer = transport(UDP, A, B, sport, 4789, done)[:8]
+            return header, h.to_b(ETH_IP4, ipv4(A, B, UDP, outer + body))
+
+        frames = [frame(head, 1000 + n, partial, seq) for n, head in enumerate(heads.values()) for seq in range(3) for partial in (False, True)]
+        kernel = [h.across(f, header) for header, f in frames]
+        assert [bool(got[0][0] & NEEDS_CSUM) for got in kernel] == [False, True] * 12
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        for expected, (header, f) in zip(kernel, frames):
+            got = h.across(f, header)
+            assert same(got, expected, "xdp"), f"kernel {expected}\nbypass {got}"
+        counts = h.status("ta")["by_reason"]
+        assert counts["taken_tcx"] == counts["handed_partial"] == len(frames) - len(heads), counts
+        # What is no tunnel is XDP's as before.
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+
+
 def test_xdp_steps_aside_while_somebody_captures_and_for_outputs_that_are_no_taps():
     with host() as h:
         h.attach(words=("--lease", "10000", "--mode", "xdp"))

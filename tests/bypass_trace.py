@@ -6,6 +6,8 @@ import subprocess
 import threading
 
 from bypass_paths import A, B, PROGRAM, host
+from lib import until
+from lib.tap import ETH_IP4, ICMP, echo, ipv4
 
 
 def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
@@ -40,6 +42,29 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
         assert {(line["input"], line["destination"]) for line in lines} <= {("ta", f"{B}:2000")}
         assert all(line["source"].startswith(A) and line["why"] and line["at_ns"] > 0 for line in lines)
         assert all(line["output"] == "tb" for line in lines if line["path"] == "taken_tcx")
+
+
+def test_a_trace_names_echoes_by_their_id_and_not_by_ports():
+    with host() as h:
+        h.attach(words=("--lease", "10000"))
+        command = [str(PROGRAM), "bypass", "trace", "ta", "--count", "1", "--seconds", "120", "--netns", str(h.space)]
+        trace = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run")))
+
+        def ended():
+            h.a.send(h.to_b(ETH_IP4, ipv4(A, B, ICMP, echo(A, B, ident=99))))
+            return trace.poll() is not None
+
+        until("a line", ended)
+        line = trace.stdout.read()
+        assert f" icmp echo 99 {A} > {B} " in line, line
+
+
+def test_detach_says_so_where_nothing_is_attached():
+    with host() as h:
+        done = h.cli("detach")
+        assert done.stdout == "nothing is attached in this network namespace\n", done
+        h.attach()
+        assert h.cli("detach").stdout == "ta detached\ntb detached\n"
 
 
 def test_status_of_nothing_and_of_something_is_one_schema():

@@ -3,11 +3,13 @@
 import contextlib
 import hashlib
 import os
+import re
 import socket
+import subprocess
 import threading
 
 from bypass_paths import ARRIVES_S, MAC_B, Host, host
-from lib import Namespace, until
+from lib import Namespace, need_program, until
 from lib.tap import ETH_IP4, UDP, Inside, ethernet, ipv4, transport
 
 C = "10.4.0.2"
@@ -104,6 +106,55 @@ def test_tcp_between_containers_arrives_whole_through_nat_and_a_firewall():
         assert "packets 0 " in h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
         client.close()
         listener.close()
+
+
+def test_a_mark_of_the_hosts_does_not_go_along_into_a_container():
+    with host() as h, container(h) as far:
+        h.rules("table inet f { chain before { type filter hook prerouting priority -150; meta mark set 7; }; }")
+        seen = "table inet f { counter arrived { }; counter marked { }; chain c { type filter hook input priority 0; udp dport 9 counter name arrived; " \
+               "udp dport 9 meta mark != 0 counter name marked; udp dport 9 meta priority != none counter name marked; }; }"
+        subprocess.run(["ip", "netns", "exec", str(far), "nft", "-f", "-"], input=seen, text=True, check=True)
+        h.attach("ta", "vc", words=("--lease", "10000"))
+        server = bound(far, socket.SOCK_DGRAM, (C, 9))
+        for _ in range(10):
+            # The router gives an urgent TOS a priority of its own.
+            packet = ipv4("10.1.0.2", C, UDP, transport(UDP, "10.1.0.2", C, 1000, 9, b"hello"), tos=0x10)
+            h.a.send(ethernet(h.a.host_mac, h.a.mac, ETH_IP4, packet))
+            assert server.recvfrom(100)[0] == b"hello"
+        server.close()
+        assert h.status("ta")["by_reason"]["taken_peer"] >= 8
+        counts = [int(n) for n in re.findall(r"packets (\d+)", far.run("nft", "list", "counters").stdout)]
+        assert counts == [10, 0], counts
+
+
+def test_an_xdp_program_of_a_containers_own_sees_every_frame():
+    need_program("clang")
+    with host() as h, container(h) as far:
+        h.attach("ta", "vc", words=("--lease", "10000"))
+        server = bound(far, socket.SOCK_DGRAM, (C, 9))
+        server.settimeout(0.5)
+
+        def arrives():
+            h.a.send(ethernet(h.a.host_mac, h.a.mac, ETH_IP4, ipv4("10.1.0.2", C, UDP, transport(UDP, "10.1.0.2", C, 1000, 9, b"hello"))))
+            try:
+                return server.recvfrom(100)[0] == b"hello"
+            except TimeoutError:
+                return False
+
+        until("frames to go straight", lambda: arrives() and h.status("ta")["by_reason"].get("taken_peer", 0) >= 3)
+        source = h.folder / "drop.c"
+        # XDP_DROP: this container's own firewall.
+        source.write_text('__attribute__((section("xdp"), used)) int drop_all(void *context) { return 1; }\n'
+                          'char licence[] __attribute__((section("license"), used)) = "GPL";\n')
+        subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", h.folder / "drop.o"], check=True)
+        far.run("ip", "link", "set", "dev", "eth0", "xdpdrv", "obj", h.folder / "drop.o", "sec", "xdp")
+        until("the keeper's notice", lambda: not h.status("vc")["peer"])
+        for n in range(5):
+            assert not arrives(), f"frame {n} went past the container's program"
+        assert h.status("ta")["by_reason"].get("taken_tcx", 0) >= 3
+        far.run("ip", "link", "set", "dev", "eth0", "xdpdrv", "off")
+        until("the straight way again", lambda: arrives() and h.status("vc")["peer"])
+        server.close()
 
 
 def test_a_container_that_goes_takes_its_attachment_with_it():

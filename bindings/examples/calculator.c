@@ -111,7 +111,10 @@ int main(int argc, char **argv) {
         else if (has_value && strcmp(argv[at], "--delay-ms") == 0) delay_ms = atol(argv[++at]);
         else if (has_value && strcmp(argv[at], "--within-ms") == 0) options.deadline_ns = strtoull(argv[++at], NULL, 10) * 1000000;
         else if (has_value && strcmp(argv[at], "--timeout-ms") == 0) options.timeout_ns = strtoull(argv[++at], NULL, 10) * 1000000;
-        else text = argv[at];
+        else if (strncmp(argv[at], "--", 2) == 0) {
+            fprintf(stderr, "%s: expected [--name NAME] [--delay-ms MS] to serve, [--name NAME] [--within-ms MS] [--timeout-ms MS] 'A + B' to call\n", argv[at]);
+            return 2;
+        } else text = argv[at];
     }
     if (text != NULL) return call(name, text, &options);
 

@@ -86,7 +86,10 @@ int main(int argc, char **argv) {
         else if (has_value && word == "--delay-ms") delay = std::chrono::milliseconds(std::atol(argv[++at]));
         else if (has_value && word == "--within-ms") within = std::chrono::milliseconds(std::atol(argv[++at]));
         else if (has_value && word == "--timeout-ms") timeout = std::chrono::milliseconds(std::atol(argv[++at]));
-        else text = word;
+        else if (word.rfind("--", 0) == 0) {
+            std::cerr << word << ": expected [--name NAME] [--delay-ms MS] to serve, [--name NAME] [--within-ms MS] [--timeout-ms MS] 'A + B' to call" << std::endl;
+            return 2;
+        } else text = word;
     }
     try {
         if (!text.empty()) return call(name, text, tombolo::CallOptions::within(within).timeout(timeout));

@@ -14,7 +14,8 @@
  * Time     is uint64_t nanoseconds; an instant is one of CLOCK_MONOTONIC (tombolo_now_ns).
  * Memory   A pointer into a request or a reply shows memory that the other side may write at any moment: what is looked at twice
  *          is copied first. It can never be read out of bounds, and never faults while its owner (said at each) lives.
- * fork     A connection and a service do not survive fork().
+ * fork     A connection and a service do not survive fork(). In the child each call on its parent's connection is TOMBOLO_PROVIDER_GONE, and what
+ *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew.
  */
 #ifndef TOMBOLO_H
 #define TOMBOLO_H
@@ -128,7 +129,7 @@ typedef enum tombolo_polling {
 typedef struct tombolo_connect_options {
     uint32_t size;        /* of this struct */
     uint32_t entries;     /* most calls under way: a power of two up to 4096; default 64 */
-    uint64_t arena_bytes; /* for requests above 200 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t arena_bytes; /* for requests above 192 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
     uint64_t patience_ns; /* how long the service may take to answer; default 5 s */
     uint32_t polling;     /* a tombolo_polling */
     uint32_t reserved;    /* 0 */
@@ -167,6 +168,16 @@ int32_t tombolo_poll(tombolo_client client, tombolo_token token, tombolo_reply *
 int32_t tombolo_wait(tombolo_client client, tombolo_token token, uint64_t timeout_ns, tombolo_reply *reply);
 /* Waits until the answer of one of these calls is there to be polled, and says which; else TOMBOLO_PENDING. */
 int32_t tombolo_wait_any(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, size_t *which);
+/* How one of several calls ended. */
+typedef struct tombolo_end {
+    int32_t status;      /* TOMBOLO_OK, or why not */
+    int32_t refusal;     /* a tombolo_refusal: why, where that is TOMBOLO_REFUSED */
+    tombolo_reply reply; /* of TOMBOLO_OK, to be freed; else 0 */
+} tombolo_end;
+
+/* Waits for the answers of all these calls, and writes how each ended, in the order of the tokens: count of them, also where none ended
+ * well. Those whose answer has not come after timeout_ns are cancelled, and end with TOMBOLO_TIMEOUT. */
+int32_t tombolo_wait_all(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, tombolo_end *ends);
 /* Asks the service to take a call back. Its answer still comes: TOMBOLO_CANCELLED, or what it was if service had begun. */
 int32_t tombolo_cancel(tombolo_client client, tombolo_token token);
 
@@ -239,24 +250,25 @@ typedef struct tombolo_service_options {
     uint32_t admission;         /* not 0: what cannot be met is refused at once */
     const uint32_t *uids;       /* who may call, besides root and whoever the service runs as */
     size_t uid_count;
-    const uint32_t *gids;       /* of a caller, only the group that it runs as counts */
+    const uint32_t *gids;       /* of a caller, the group that it runs as and those that it is a member of besides */
     size_t gid_count;
     uint32_t everybody;         /* not 0: everybody who can reach the folder may call */
     uint32_t polling;           /* a tombolo_polling */
     uint32_t max_clients;       /* default 256 */
     uint32_t max_entries;       /* requests under way of one client, up to 4096; default 1024 */
     uint64_t max_arena_bytes;   /* of a client's arena; default 64 MiB */
-    uint64_t reply_arena_bytes; /* for each client's replies: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t reply_arena_bytes; /* for each client's replies: a power of two from 4096 to 64 MiB, or TOMBOLO_NONE; default 1 MiB */
     uint64_t max_shared_bytes;  /* of the whole memories of one client; default 4 GiB, TOMBOLO_NONE for none */
     uint64_t ttl_ns;            /* of a request that says nothing else; default 60 s */
     uint64_t reply_ttl_ns;      /* how long a client may hold a reply; default 60 s */
     uint64_t slow_ns;           /* calls that take longer are in the report; default 10 ms */
     uint32_t order;             /* a tombolo_order */
-    uint32_t reserved;          /* 0 */
+    uint32_t max_clients_per_uid; /* so that no user keeps the others out; default 128 */
+    uint64_t max_bytes_per_uid; /* of all memory that the clients of one user have in use together; default 16 GiB */
     const char *folder;         /* of sockets; default the user's own */
 } tombolo_service_options;
 #define TOMBOLO_SERVICE_OPTIONS_INIT \
-    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
+    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
 
 /* A request that is being served; valid until its handler returns. */
 typedef struct tombolo_request {

@@ -75,9 +75,7 @@ TOMBOLO_ERRORS_(TOMBOLO_ERROR_)
 
 namespace detail {
 
-[[noreturn]] inline void raise(int32_t status) {
-    const std::string text = tombolo_error_text();
-    const int32_t refusal = status == TOMBOLO_REFUSED ? tombolo_error_refusal() : TOMBOLO_REFUSAL_NONE;
+[[noreturn]] inline void raise(int32_t status, int32_t refusal, const std::string &text) {
     switch (status) {
 #define TOMBOLO_ERROR_(Name, STATUS) \
     case STATUS: throw Name(refusal, text);
@@ -89,7 +87,7 @@ namespace detail {
 }
 
 inline void check(int32_t status) {
-    if (status != TOMBOLO_OK) raise(status);
+    if (status != TOMBOLO_OK) raise(status, status == TOMBOLO_REFUSED ? tombolo_error_refusal() : TOMBOLO_REFUSAL_NONE, tombolo_error_text());
 }
 
 // A duration for C: no less than none, and 1 for 0 where 0 would mean the default.
@@ -191,6 +189,26 @@ private:
     tombolo_reply_info info_{};
 };
 
+// How one of several calls ended.
+class End {
+public:
+    explicit End(const tombolo_end &end) : status_(end.status), refusal_(end.refusal) {
+        if (status_ == TOMBOLO_OK) reply_.emplace(end.reply);
+    }
+    int32_t status() const noexcept { return status_; }
+    const char *name() const noexcept { return tombolo_status_name(status_); }
+    // The reply; any other end throws.
+    Reply &reply() {
+        if (!reply_) detail::raise(status_, refusal_, tombolo_status_name(status_));
+        return *reply_;
+    }
+
+private:
+    int32_t status_;
+    int32_t refusal_;
+    std::optional<Reply> reply_;
+};
+
 // Room for a request in the connection's memory, to be written in place.
 class Loan {
 public:
@@ -279,6 +297,12 @@ public:
         if (status == TOMBOLO_PENDING) return std::nullopt;
         detail::check(status);
         return which;
+    }
+    // Waits for all of these calls: how each ended, in their order. Those whose answer has not come after the time are cancelled.
+    std::vector<End> wait_all(const std::vector<Token> &tokens, Nanoseconds timeout) const {
+        std::vector<tombolo_end> ends(tokens.size());
+        detail::check(tombolo_wait_all(owner_.get(), tokens.data(), tokens.size(), detail::ns(timeout), ends.data()));
+        return std::vector<End>(ends.begin(), ends.end());
     }
     // Asks the service to take a call back; false where it is not under way any more.
     bool cancel(Token token) const noexcept { return tombolo_cancel(owner_.get(), token) == TOMBOLO_OK; }
@@ -386,6 +410,8 @@ struct ServiceOptions {
     bool everybody = false;
     tombolo_polling polling = TOMBOLO_POLLING_ADAPTIVE;
     uint32_t max_clients = 0;
+    uint32_t max_clients_per_uid = 0;
+    uint64_t max_bytes_per_uid = 0;
     uint32_t max_entries = 0;
     uint64_t max_arena_bytes = 0;
     uint64_t reply_arena_bytes = 0;
@@ -418,6 +444,8 @@ public:
         c.everybody = options.everybody;
         c.polling = options.polling;
         c.max_clients = options.max_clients;
+        c.max_clients_per_uid = options.max_clients_per_uid;
+        c.max_bytes_per_uid = options.max_bytes_per_uid;
         c.max_entries = options.max_entries;
         c.max_arena_bytes = options.max_arena_bytes;
         c.reply_arena_bytes = options.reply_arena_bytes;

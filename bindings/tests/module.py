@@ -9,6 +9,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import unittest
@@ -27,7 +28,7 @@ C_TYPES = {
     "tombolo_answer *": ctypes.c_void_p, "tombolo_handler": _library.HANDLER,
     "const tombolo_connect_options *": ctypes.POINTER(_library.ConnectOptions), "const tombolo_call_options *": ctypes.POINTER(_library.CallOptions),
     "const tombolo_service_options *": ctypes.POINTER(_library.ServiceOptions), "tombolo_reply_info *": ctypes.POINTER(_library.ReplyInfo),
-    "tombolo_stats *": ctypes.POINTER(_library.Stats),
+    "tombolo_stats *": ctypes.POINTER(_library.Stats), "tombolo_end *": ctypes.POINTER(_library.End), "tombolo_reply": ctypes.c_uint64,
 }  # fmt: skip
 for handle in ("client", "reply", "loan", "buffer", "service"):
     C_TYPES[f"tombolo_{handle}"] = ctypes.c_uint64
@@ -53,7 +54,7 @@ class Abi(unittest.TestCase):
             self.assertEqual(found, wanted, name)
 
     def test_structs(self):
-        structs = [_library.ConnectOptions, _library.CallOptions, _library.ReplyInfo, _library.ServiceOptions, _library.RequestInfo, _library.Stats]
+        structs = [_library.ConnectOptions, _library.CallOptions, _library.ReplyInfo, _library.End, _library.ServiceOptions, _library.RequestInfo, _library.Stats]
         for struct in structs:
             body = re.search(r"typedef struct " + struct.__doc__ + r" \{(.*?)\}", self.code)[1]
             fields = [(field.split()[-1].lstrip("*"), of_c(field)) for field in body.split(";") if field.strip()]
@@ -92,6 +93,13 @@ def serve(request, gate=None):
         return bytes(2 << 20)
     if word == b"share":
         return gate.buffer
+    if word == b"part":
+        return 4, gate.buffer.part(2, 3)
+    if word in (b"in place", b"in vain", b"no room"):
+        loan = request.loan(1 << 40 if word == b"no room" else 5000)
+        loan.write(b"p" * 5000)
+        gate.loan = loan
+        return loan if word == b"in place" else None
     return request.data
 
 
@@ -113,7 +121,7 @@ class Calls(unittest.TestCase):
         self.service.stop()
 
     def test_replies_of_all_sizes(self):
-        for size in (0, 1, 200, 201, 70000, 400000):
+        for size in (0, 1, 192, 193, 70000, 400000):
             data = os.urandom(size)
             reply = self.client.call(data)
             self.assertEqual((reply.code, reply.data, len(reply)), (0, data, size))
@@ -148,6 +156,33 @@ class Calls(unittest.TestCase):
             self.client.loan(1 << 40)
         self.gate.buffer.view[:6] = b"answer"
         self.assertEqual(self.client.call("share").data, b"answer" + bytes(8186))
+        part = self.client.call("part")
+        self.assertEqual((part.code, part.data), (4, b"swe"))
+
+    def test_answers_are_written_in_place(self):
+        self.assertEqual(self.client.call("in place").data, b"p" * 5000)
+        with self.assertRaises(ValueError):
+            self.gate.loan.write(b"late")
+        self.assertEqual(self.client.call("in vain").data, b"")
+        with self.assertRaises(tombolo.Refused) as caught:
+            self.client.call("no room")
+        self.assertEqual(caught.exception.reason, "reply-memory")
+
+    def test_several_are_waited_for(self):
+        blocked = self.client.submit("gate")
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        queued, late = self.client.submit("queued"), self.client.submit("late", at=1)
+        self.assertTrue(self.client.cancel(queued))
+        ends = self.client.wait_all([blocked, late, queued], 0.3)
+        self.assertEqual([type(end) for end in ends], [tombolo.Timeout, tombolo.Late, tombolo.Cancelled])
+        self.gate.open.set()
+        ends = self.client.wait_all([self.client.submit(str(n)) for n in range(10)], float("inf"))
+        self.assertEqual([end.data for end in ends], [b"%d" % n for n in range(10)])
+        self.assertEqual(self.client.wait_all([]), [])
+        for wrong in (-1, 2**64):
+            with self.assertRaises(ValueError):
+                self.client.call("x", at=wrong)
+        self.assertEqual(self.client.call("left", at=2**64 - 1).data, b"no deadline")
 
     def test_what_a_handler_returns_and_raises(self):
         for word, code, data in (("pair", 3, b"three"), ("fail", 7, b"seven"), ("none", 0, b"")):
@@ -238,6 +273,45 @@ class Calls(unittest.TestCase):
                 kept[0].data  # noqa: B018
             with self.assertRaises(tombolo.errors.UnknownHandle):
                 tombolo.errors.check(_library.lib.tombolo_answer_code(1, 1))
+
+    def test_a_forked_child_has_connections_of_its_own_and_leaves_its_parents_alone(self):
+        data = os.urandom(100000)
+        reply, waiting = self.client.call(data), self.client.submit("gate")
+        self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
+        child = os.fork()
+        if child == 0:
+            # Whatever happens, the rest of the tests is not the child's.
+            code = 1
+            try:
+                with self.assertRaises(tombolo.ProviderGone):
+                    self.client.call("x")
+                with self.assertRaises(tombolo.ProviderGone):
+                    self.client.wait(waiting)
+                self.client.close()
+                self.service.stop()
+                del reply
+                self.lose_a_service()
+                code = 0
+            finally:
+                sys.stderr.flush()
+                os._exit(code)
+        self.assertEqual(os.waitpid(child, 0)[1], 0)
+        self.gate.open.set()
+        self.assertEqual(self.client.wait(waiting, PATIENCE_S).data, b"open")
+        self.assertEqual(self.client.call(os.urandom(100000)).code, 0, "the connection is still there")
+        self.assertEqual(reply.data, data, "a reply that the child dropped too is still there")
+        self.assertEqual(tombolo.report("tester")["answers"]["refused_stopping"], 0)
+
+    def lose_a_service(self):
+        """A service that is killed while it serves a call of this process's."""
+        program = "import time, tombolo; s = tombolo.Service('mortal', lambda _: time.sleep(600)); print('serving', flush=True); time.sleep(600)"
+        with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as provider:
+            self.assertEqual(provider.stdout.readline(), b"serving\n")
+            with tombolo.Client("mortal") as client:
+                token = client.submit("x")
+                provider.kill()
+                with self.assertRaises(tombolo.ProviderGone):
+                    client.wait(token, PATIENCE_S)
 
 
 if __name__ == "__main__":

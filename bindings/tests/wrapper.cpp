@@ -112,7 +112,7 @@ public:
 void replies_of_all_sizes() {
     const tombolo::Service service("tester", std::make_shared<Tester>(), here());
     const tombolo::Client client = connect("tester");
-    for (const size_t len : {0, 1, 200, 201, 70000, 3000000}) {
+    for (const size_t len : {0, 1, 192, 193, 70000, 3000000}) {
         std::string bytes(len, 'x');
         for (size_t at = 0; at < len; at++) bytes[at] = static_cast<char>(at * 31);
         // Above the reply memory of a connection the service refuses.
@@ -176,7 +176,11 @@ void tokens() {
     EXPECT_THROW(tombolo::Timeout, client.call("waits", tombolo::CallOptions().timeout(1ms)));
     EXPECT(!client.wait_any({blocked}, 1ms));
     worker->gate.open();
-    EXPECT(client.wait(blocked, 20s).bytes().empty());
+    std::vector<tombolo::End> ends = client.wait_all({queued, blocked, client.submit("last")}, 20s);
+    EXPECT(ends.size() == 3 && ends[0].status() == TOMBOLO_UNKNOWN_CALL && ends[1].name() == std::string("ok"));
+    EXPECT_THROW(tombolo::UnknownCall, ends[0].reply());
+    EXPECT(ends[1].reply().bytes().empty() && ends[2].reply().bytes() == "last");
+    EXPECT(client.wait_all({}, 1ms).empty());
 }
 
 void deadlines_are_inherited() {

@@ -9,7 +9,8 @@ import time
 from .ivshmem import NetPeer
 
 CALLS = 0x4002
-ENTRIES, ENTRY, INLINE = 64, 256, 200
+ENTRIES, ENTRY = 64, 256
+STAMP, PAYLOAD = 56, 64
 PUBLISHED, WAKE, RING = 128, 256, 512 + 4 * ENTRIES
 ARENA = 20480
 CALL, CANCEL = 1, 2
@@ -32,7 +33,7 @@ class CallsPeer(NetPeer):
         """Both halves of the own section, fresh: the zeros are there."""
         self.asked = self.answered = self.taken_requests = self.replied = self.turn = 0
         for start, role in ((self.own, 1), (self.own + self.half, 2)):
-            page = struct.pack("<8sIIIIQQ", b"TMBLRPC\x01", 1, role, ENTRIES, ENTRY, self.arena_bytes, ARENA + self.arena_bytes)
+            page = struct.pack("<8sIIIIQQ", b"TMBLRPC\x02", 2, role, ENTRIES, ENTRY, self.arena_bytes, ARENA + self.arena_bytes)
             self.region.memory[start:start + len(page)] = page
 
     def publish(self, section, index):
@@ -45,7 +46,7 @@ class CallsPeer(NetPeer):
         token = self.turn << 32 | self.asked % ENTRIES if token is None else token
         length = len(payload) if length is None else length
         head = struct.pack("<QQQQQIIBBHI", token, left_ns, 0, offset, length, 0, 0, kind, where, flags, 0)
-        return token, (head + payload).ljust(ENTRY, b"\0")
+        return token, (head.ljust(PAYLOAD, b"\0") + payload).ljust(ENTRY, b"\0")
 
     def ask(self, *words, **fields):
         """Writes a request into the ring and rings; its token."""
@@ -53,7 +54,9 @@ class CallsPeer(NetPeer):
         at = self.own + RING + self.asked % ENTRIES * ENTRY
         self.region.memory[at:at + ENTRY] = entry
         self.asked += 1
-        self.publish(self.own, self.asked)
+        self.region.u32(self.own + PUBLISHED).value = self.asked
+        self.region.u32(at + STAMP).value = self.asked
+        self.notify(1)
         return token
 
     def taken(self):
@@ -81,7 +84,7 @@ class CallsPeer(NetPeer):
         token, _queued, _service, offset, length, _block, _generation, status, where, _reason, code = struct.unpack_from("<QQQQQIIBBHI", entry)
         self.answered += 1
         self.region.u32(self.own + WAKE).value = self.answered << 1
-        start = at + 56 if where == 0 else theirs + ARENA + offset
+        start = at + PAYLOAD if where == 0 else theirs + ARENA + offset
         return token, status, code, self.region.memory[start:start + length]
 
     def call(self, payload, **fields):

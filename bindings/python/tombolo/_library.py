@@ -97,9 +97,16 @@ class ServiceOptions(Sized):
         ("reply_ttl_ns", c_uint64),
         ("slow_ns", c_uint64),
         ("order", c_uint32),
-        ("reserved", c_uint32),
+        ("max_clients_per_uid", c_uint32),
+        ("max_bytes_per_uid", c_uint64),
         ("folder", c_char_p),
     ]
+
+
+class End(ctypes.Structure):
+    """tombolo_end"""
+
+    _fields_ = [("status", c_int32), ("refusal", c_int32), ("reply", c_uint64)]
 
 
 class RequestInfo(ctypes.Structure):
@@ -145,6 +152,7 @@ FUNCTIONS = {
     "tombolo_poll": (_HANDLE, c_uint64, _OUT),
     "tombolo_wait": (_HANDLE, c_uint64, c_uint64, _OUT),
     "tombolo_wait_any": (_HANDLE, _OUT, c_size_t, c_uint64, _SIZE),
+    "tombolo_wait_all": (_HANDLE, _OUT, c_size_t, c_uint64, POINTER(End)),
     "tombolo_cancel": (_HANDLE, c_uint64),
     "tombolo_loan_new": (_HANDLE, c_uint64, _OUT, _POINTER),
     "tombolo_loan_submit": (_HANDLE, _HANDLE, _CALL, _OUT),
@@ -177,7 +185,13 @@ OTHERS = {
 
 def _load():
     path = os.environ.get("TOMBOLO_LIBRARY") or Path(__file__).with_name("libtombolo.so")
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise ImportError(
+            f"{error}; expected libtombolo.so beside the module, where `pip install bindings/python` puts it, or at the path that "
+            "TOMBOLO_LIBRARY names, such as target/release/libtombolo.so after `./x build`"
+        ) from None
     for name, arguments in FUNCTIONS.items():
         OTHERS[name] = (c_int32, arguments)
     for name, (result, arguments) in OTHERS.items():

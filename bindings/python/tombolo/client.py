@@ -2,10 +2,11 @@
 
 import ctypes
 import json
+import math
 import os
 
 from ._library import NONE, STATUS, CallOptions, ConnectOptions, ReplyInfo, lib
-from .errors import check
+from .errors import Error, check
 
 POLLING = {"adaptive": 0, "never": 1, "always": 2}
 # A wait is a sequence of these, so that Ctrl-C is seen.
@@ -18,8 +19,8 @@ def now_ns():
 
 
 def nanoseconds(seconds):
-    """Seconds as C has them; what is below 0 is none, and None is for ever."""
-    return NONE if seconds is None else min(max(int(seconds * 1e9), 0), NONE)
+    """Seconds as C has them; what is below 0 is none, and None is for ever, as is infinity."""
+    return NONE if seconds is None or seconds == math.inf else min(max(int(seconds * 1e9), 0), NONE)
 
 
 def path(folder):
@@ -40,6 +41,8 @@ def _call_options(within, at, timeout, ttl, trace):
     if within is not None:
         options.deadline_kind, options.deadline_ns = 1, nanoseconds(within)
     elif at is not None:
+        if not 0 <= at <= NONE:
+            raise ValueError(f"at={at}: expected an instant in ns, from 0 to 2**64 - 1")
         options.deadline_kind, options.deadline_ns = 2, at
     # 0 would be the default.
     options.timeout_ns = max(nanoseconds(timeout), 1)
@@ -130,8 +133,35 @@ class Buffer:
     def view(self):
         return window(self._address, self._size, self)
 
+    def part(self, offset, length):
+        """A part of it, for a handler to return."""
+        return Part(self, offset, length)
 
-class Loan:
+
+class Part:
+    """A part of a Buffer."""
+
+    def __init__(self, buffer, offset, length):
+        self.buffer, self.offset, self.length = buffer, offset, length
+
+
+class Room:
+    """Memory of a connection's that is written in place."""
+
+    def __len__(self):
+        return self._size
+
+    def write(self, data, offset=0):
+        """Copies data to an offset."""
+        data = _bytes(data)
+        if not self._is_ours():
+            raise ValueError("it was sent already")
+        if not 0 <= offset <= self._size - len(data):
+            raise IndexError(f"{len(data)} bytes at {offset} of room for {self._size}")
+        ctypes.memmove(self._address + offset, data, len(data))
+
+
+class Loan(Room):
     """Room for a request in the connection's memory: written in place, then sent by `Client.submit`."""
 
     _handle = 0
@@ -145,17 +175,8 @@ class Loan:
         if self._handle:
             lib.tombolo_loan_free(self._handle)
 
-    def __len__(self):
-        return self._size
-
-    def write(self, data, offset=0):
-        """Copies data to an offset."""
-        data = _bytes(data)
-        if not self._handle:
-            raise ValueError("the loan was sent already")
-        if not 0 <= offset <= self._size - len(data):
-            raise IndexError(f"{len(data)} bytes at {offset} of a loan of {self._size}")
-        ctypes.memmove(self._address + offset, data, len(data))
+    def _is_ours(self):
+        return self._handle != 0
 
     def _take(self):
         handle, self._handle = self._handle, 0
@@ -241,6 +262,18 @@ class Client:
             return None
         check(status)
         return which.value
+
+    def wait_all(self, tokens, timeout=30.0):
+        """Waits for all of these calls: a list of how each ended, in their order, the Reply or the Error that `wait` would have raised. Those
+        whose answer has not come after the time are cancelled: Timeout."""
+        end = None if timeout is None else now_ns() + nanoseconds(timeout)
+        ends = []
+        for token in tokens:
+            try:
+                ends.append(self.wait(token, None if end is None else max(end - now_ns(), 0) / 1e9))
+            except Error as error:
+                ends.append(error)
+        return ends
 
     def cancel(self, token):
         """Asks the service to take a call back; its answer still comes. False where it is not under way any more."""

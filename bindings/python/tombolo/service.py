@@ -1,7 +1,7 @@
 """Who serves.
 
 A handler is called with a `Request` and returns the answer: bytes or text, or (code, bytes or text), or a `Buffer`, or None for an
-empty one. It may raise `Failure(code, text)`. Any other exception is printed, and the caller gets Failed. It runs in a thread of the library's; with several workers, in several at a time, as far as Python's lock lets it.
+empty one; of a Buffer also a `part`, or what it wrote in place (`Request.loan`). It may raise `Failure(code, text)`. Any other exception is printed, and the caller gets Failed. It runs in a thread of the library's; with several workers, in several at a time, as far as Python's lock lets it.
 """
 
 import atexit
@@ -10,8 +10,8 @@ import threading
 import traceback
 import weakref
 
-from ._library import HANDLER, NONE, ServiceOptions, Stats, lib
-from .client import POLLING, Buffer, _bytes, nanoseconds, now_ns, path
+from ._library import HANDLER, NONE, STATUS, ServiceOptions, Stats, lib
+from .client import POLLING, Buffer, Part, Room, _bytes, nanoseconds, now_ns, path
 from .errors import NoRoom, check
 
 CLASSES = {"normal": 0, "fifo": 1, "deadline": 2}
@@ -40,8 +40,8 @@ class Failure(Exception):
 class Request:
     """A request that is being served. Its bytes can be read until the handler returns."""
 
-    def __init__(self, info):
-        self._info = info
+    def __init__(self, info, answer):
+        self._info, self._answer, self._loan, self._is_refused = info, answer, None, False
         self.deadline_ns = None if info.deadline_ns == NONE else info.deadline_ns
         self.trace, self.queued_ns = info.trace, info.queued_ns
         self.pid, self.uid, self.gid = info.pid, info.uid, info.gid
@@ -64,19 +64,47 @@ class Request:
             raise IndexError(f"bytes {offset} to {offset}+{length} of a request of {self._len}")
         return ctypes.string_at(self._info.data + offset, length)
 
+    def loan(self, size):
+        """Room for an answer in the connection's memory: written in place (`write`), and returned by the handler. Raises NoRoom where there is
+        none; the caller then gets Refused, unless something else is returned."""
+        self._loan = AnswerLoan(self, size)
+        return self._loan
+
     @property
     def left(self):
         """Seconds until the deadline; 0 when it has passed, None for best effort."""
         return None if self.deadline_ns is None else max(self.deadline_ns - now_ns(), 0) / 1e9
 
 
-def _put(answer, result):
+class AnswerLoan(Room):
+    """Room for an answer; of a request the last one."""
+
+    def __init__(self, request, size):
+        if request._info is None:
+            raise ValueError("the request's handler has returned: there is no answer to it any more")
+        data = ctypes.c_void_p()
+        status = lib.tombolo_answer_loan(request._answer, size, data)
+        request._is_refused = status == STATUS["no-room"]
+        check(status)
+        self._request, self._address, self._size = request, data.value, size
+
+    def _is_ours(self):
+        return self._request._info is not None and self._request._loan is self
+
+
+def _put(request, result):
+    answer = request._answer
     code, result = result if isinstance(result, tuple) else (0, result)
     check(lib.tombolo_answer_code(answer, code))
     if isinstance(result, Buffer):
-        check(lib.tombolo_answer_share(answer, result._handle, 0, len(result)))
-    elif result is not None:
-        data = _bytes(result)
+        result = result.part(0, len(result))
+    if isinstance(result, Part):
+        check(lib.tombolo_answer_share(answer, result.buffer._handle, result.offset, result.length))
+    elif isinstance(result, AnswerLoan):
+        if not result._is_ours():
+            raise ValueError("expected what request.loan gave last, for this request")
+    elif result is not None or request._loan is not None:
+        data = _bytes(result or b"")
         check(lib.tombolo_answer_write(answer, data, len(data)))
 
 
@@ -109,7 +137,8 @@ class Service:
         folder=None,
         **sizes,
     ):
-        """sizes: max_clients, max_entries, max_arena_bytes, reply_arena_bytes, max_shared_bytes, as in tombolo.h."""
+        """sizes: max_clients, max_clients_per_uid, max_bytes_per_uid, max_entries, max_arena_bytes, reply_arena_bytes, max_shared_bytes, as in
+        tombolo.h."""
         self._serve = handler
         self._ended = threading.Event()
         # C calls it until the service has been stopped.
@@ -143,23 +172,30 @@ class Service:
         _running.add(self)
 
     def _called(self, _context, info, answer):
-        request = Request(info.contents)
+        request = Request(info.contents, answer)
         try:
             try:
                 result = self._serve(request)
             except Failure as failure:
                 result = (failure.code, failure.text)
+            except NoRoom:
+                # Of a loan of the answer's; elsewhere it is a failure as others.
+                return 0 if request._is_refused else self._failed()
             try:
-                _put(answer, result)
+                _put(request, result)
             except NoRoom:
                 # Answered as refused, which is what the client is to know.
                 pass
             return 0
         except BaseException:  # noqa: BLE001: nothing may cross into C
-            traceback.print_exc()
-            return 1
+            return self._failed()
         finally:
             request._info = None
+
+    @staticmethod
+    def _failed():
+        traceback.print_exc()
+        return 1
 
     def stop(self):
         """Ends it: handlers under way are waited for. Not from within one of them."""

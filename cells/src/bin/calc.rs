@@ -148,7 +148,12 @@ impl Ends {
             Err(CallError::Late) => &mut self.late,
             Err(CallError::Timeout) => &mut self.timeout,
             Err(CallError::ProviderGone) => &mut self.gone,
-            Err(_) => &mut self.other,
+            Err(error) => {
+                if self.other == 0 {
+                    println!("calc: a call ended otherwise, the first with: {error}");
+                }
+                &mut self.other
+            }
         } += 1;
     }
 }

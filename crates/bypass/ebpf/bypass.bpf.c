@@ -116,6 +116,8 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 			p->ttl = f->ttl;
 			p->tos = f->tos;
 			p->family = family;
+			p->rest = f->rest;
+			p->check = f->check;
 			if (data + ETH_HLEN <= (void *)(long)skb->data_end)
 				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
 		}
@@ -172,8 +174,8 @@ static __always_inline bool is_partial(const struct sk_buff *skb)
 	return BPF_CORE_READ_BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
 }
 
-/* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; UDP
- * without any may be a tunnel whose packet within is such a one. */
+/* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; a
+ * tunnel's packet within may be such a one. */
 static __always_inline bool may_be_partial(const struct frame *f, int family)
 {
 	__u64 sum = (__u64)bpf_htons(f->length - (family == AF_INET ? IP4_BYTES : IP6_BYTES)) + bpf_htons(f->key.proto);
@@ -182,7 +184,7 @@ static __always_inline bool may_be_partial(const struct frame *f, int family)
 	if (family == AF_INET6)
 		sum += (__u64)f->key.saddr[1] + f->key.saddr[2] + f->key.saddr[3] + f->key.daddr[1] + f->key.daddr[2] +
 		       f->key.daddr[3];
-	return f->check == fold(sum) || (f->key.proto == IPPROTO_UDP && !f->check);
+	return f->check == fold(sum) || f->tunnel;
 }
 
 /* Notes that the flow was used, as seldom as does: see `used_ns`. */
@@ -392,6 +394,24 @@ static __always_inline bool renew(struct flow *known, const struct flow *flow)
 	return true;
 }
 
+/* Whether the transport's checksum is the one that came in but for the translation: it tells what else of the packet a rule has altered. */
+static __always_inline bool check_follows(const struct flow *flow, const struct pending *p, const struct frame *out, bool partial)
+{
+	__u32 addresses = out->key.proto == IPPROTO_ICMP ? 0 : flow->addresses_diff, was, is;
+
+	if (out->key.proto == IPPROTO_UDP && !p->check)
+		return !out->check;
+	if (partial) {
+		was = fold((__u64)p->check + addresses);
+		is = out->check;
+	} else {
+		was = fold((__u64)(__u16)~p->check + addresses + flow->ports_diff);
+		is = (__u16)~out->check;
+	}
+	/* Zero has two forms. */
+	return was % 0xffff == is % 0xffff;
+}
+
 /* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
 static __always_inline int learn(struct __sk_buff *skb, struct settings *set, const struct pending *p, const struct frame *out,
 				 int family, __u64 now)
@@ -406,8 +426,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	__u32 iif = p->key.iif, oif = skb->ifindex;
 	void *data;
 
-	if (p->family != (__u32)family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
-	    out->ttl != p->ttl - 1)
+	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
+	    out->rest != p->rest || out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	if (iif == oif || iif >= 1 << 24 || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
@@ -418,6 +438,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	if (dst->dev->ifindex != kernel_skb->dev->ifindex)
 		return 1 + NOT_A_PLAIN_ROUTE;
 	note_translation(&whole, &p->key, &out->key, family);
+	if (!check_follows(flow, p, out, is_partial(kernel_skb)))
+		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	if (nfct & ~NFCT_INFOMASK) {
 		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, nfct & ~NFCT_INFOMASK);
 
@@ -446,6 +468,9 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	data = (void *)(long)skb->data;
 	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
 		return 1 + NOT_A_PLAIN_ROUTE;
+	/* Whoever holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
+	if (in->flags & PORT_QUEUED && !(kernel_skb->_skb_refdst & SKB_DST_NOREF))
+		return 1 + NOT_AT_ONCE;
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
 	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
 	flow->until_ns = now + set->lease_ns;
@@ -463,8 +488,11 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	if (is_partial(kernel_skb))
 		flow->flags |= FLOW_PARTIAL;
 	flow->mtu = forward_mtu(kernel_skb, dst, family);
-	flow->mark = skb->mark;
-	flow->priority = skb->priority;
+	/* Neither goes along into another namespace. */
+	if (!(flow->flags & FLOW_PEER)) {
+		flow->mark = skb->mark;
+		flow->priority = skb->priority;
+	}
 	flow->used_ns = now;
 	if (family == AF_INET) {
 		struct key4 k;

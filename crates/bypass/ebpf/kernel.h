@@ -47,7 +47,8 @@
 #define NFCT_INFOMASK 7UL
 #define TCP_CONNTRACK_ESTABLISHED 3
 #define IP_CT_TCP_FLAG_BE_LIBERAL 0x08
-#define SKB_DST_PTRMASK (~1UL)
+#define SKB_DST_NOREF 1UL
+#define SKB_DST_PTRMASK (~SKB_DST_NOREF)
 #define DST_METRICS_PTRMASK (~3UL)
 #define RTAX_MTU 2
 /* sk_buff.ip_summed: a card, or whoever needs it, finishes the checksum at csum_start + csum_offset. */
@@ -70,7 +71,12 @@ struct netns_ipv4 {
 	__u8 sysctl_ip_fwd_use_pmtu;
 };
 
+struct rt6_statistics {
+	__u32 fib_discarded_routes;
+};
+
 struct netns_ipv6 {
+	struct rt6_statistics *rt6_stats;
 	atomic_t fib6_sernum;
 };
 

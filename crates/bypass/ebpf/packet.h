@@ -81,9 +81,11 @@ struct frame {
 	struct key6 key;	/* iif is the caller's */
 	__u32 length;		/* of the IP packet, as its header says */
 	__u32 headers;		/* of IP and the transport */
+	__u32 rest;		/* what else of the IP header may differ from frame to frame: id and fragment bits, or class and label */
 	__u16 check;		/* the transport's checksum */
 	__u8 ttl;
 	__u8 tos;
+	bool tunnel;		/* a packet may be within, with a checksum of its own */
 	bool slow;		/* its flow has no frame a lease: not worth learning */
 };
 
@@ -128,6 +130,20 @@ static __always_inline __u32 fold(__u64 sum)
 	return (sum >> 16) + (sum & 0xffff);
 }
 
+/* Whether UDP's payload begins as VXLAN (RFC 7348 section 5) or Geneve (RFC 8926 section 3.4) do, with a header of eight bytes whose last is
+ * zero. */
+static __always_inline bool may_be_tunnel(const struct transport *t, const void *end)
+{
+	const __u8 *head = (const void *)t + UDP_BYTES;
+	__u16 protocol;
+
+	if ((void *)(head + 8) > end || head[7])
+		return false;
+	protocol = head[2] << 8 | head[3];
+	/* VXLAN: the I flag, and no bit that none of its extensions sets. Geneve: version 0, and what is within. */
+	return (head[0] & 0x78) == 0x08 || (!(head[0] & 0xc0) && (protocol == 0x6558 || protocol == ETH_P_IP || protocol == ETH_P_IPV6));
+}
+
 /* The headers of the frame at `data`, whose length on the wire is `bytes`. 0 or why it is not for us. */
 static __always_inline int parse(void *data, void *end, int family, __u32 bytes, struct frame *f)
 {
@@ -150,6 +166,7 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		f->key.daddr[0] = ip->daddr;
 		f->key.proto = ip->proto;
 		f->length = bpf_ntohs(ip->length);
+		f->rest = words[1];
 		f->ttl = ip->ttl;
 		f->tos = ip->tos;
 	} else {
@@ -161,6 +178,7 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		__builtin_memcpy(f->key.daddr, ip->daddr, sizeof(ip->daddr));
 		f->key.proto = ip->proto;
 		f->length = IP6_BYTES + bpf_ntohs(ip->payload);
+		f->rest = *(const __u32 *)ip;
 		f->ttl = ip->hops;
 		f->tos = ip->version_class << 4 | ip->class_label >> 4;
 	}
@@ -181,6 +199,7 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 	} else if (f->key.proto == IPPROTO_UDP) {
 		f->headers = header + UDP_BYTES;
 		f->check = t->udp.check;
+		f->tunnel = !f->check || may_be_tunnel(t, end);
 		if (f->headers > f->length || bpf_ntohs(t->udp.length) < UDP_BYTES ||
 		    header + bpf_ntohs(t->udp.length) > f->length)
 			return UP_MALFORMED;

@@ -32,7 +32,7 @@ enum verdict {
 	UP_CONNTRACK,	/* the connection's entry is gone or is not what it was */
 	UP_MTU,		/* too long for the way out: the kernel answers, or cuts it */
 	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
-	HANDED_PARTIAL,	/* its checksum is not finished, or it has none and might hold a packet whose checksum is not */
+	HANDED_PARTIAL,	/* its checksum is not finished, or it might hold a packet whose checksum is not */
 	HANDED_LARGE,	/* a segmentation frame, or too long for the way out */
 	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
 	HANDED_CAPTURE,	/* somebody captures on this interface */
@@ -48,6 +48,7 @@ enum unlearned {
 	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
+	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: whoever judged it there judges each frame */
 };
 #define UNLEARNED 8
 
@@ -67,6 +68,7 @@ struct counters {
 #define PORT_XDP_OUT (1 << 2)	/* the driver takes frames from XDP */
 #define PORT_CAPTURED (1 << 3)	/* a packet socket listens */
 #define PORT_TWICE (1 << 4)	/* most flows here are of one frame: one is worth learning with its second */
+#define PORT_QUEUED (1 << 5)	/* a process takes packets from NFQUEUE in this namespace */
 
 struct port {
 	__u32 slot;	/* of `counters` */
@@ -154,8 +156,9 @@ struct pending {
 	__u8 ttl;
 	__u8 tos;
 	__u8 in_mac[6];
-	__u32 family;
-	__u32 pad;
+	__u32 rest;		/* as in struct frame */
+	__u16 check;
+	__u16 family;
 };
 #define PENDING_SLOTS 8
 

@@ -3,8 +3,8 @@
  * Whether what was learned from the kernel is still what the kernel would do: read from the kernel's own memory, per
  * frame, so that it holds without anybody in user space.
  *
- * - Routes: IPv4's generation counter and IPv6's serial number change with every change of a route, a routing rule, an
- *   address, a link's state or its MTU.
+ * - Routes: IPv4's generation counter changes with every change of a route, a routing rule, an address, a link's state or its
+ *   MTU. IPv6's serial number changes with what is added only: what goes is counted elsewhere, and a link's MTU moves IPv4's.
  * - Rules: nftables' generation, and the address of the hooks of the forward chain (another table's hook, or the legacy
  *   iptables' coming and going).
  * - Connections: the conntrack entry itself, at the address where it was. The memory may by now hold another entry or
@@ -32,7 +32,12 @@ static __always_inline __u32 rules_generation(struct net *net)
 
 static __always_inline __u32 route_generation(struct net *net, int family)
 {
-	return family == AF_INET ? net->ipv4.rt_genid.counter : net->ipv6.fib6_sernum.counter;
+	__u32 generation = net->ipv4.rt_genid.counter;
+
+	/* All of them only grow, so their sum changes with each. */
+	if (family == AF_INET6)
+		generation += net->ipv6.fib6_sernum.counter + net->ipv6.rt6_stats->fib_discarded_routes;
+	return generation;
 }
 
 static __always_inline __u64 hooks(struct net *net, int family)

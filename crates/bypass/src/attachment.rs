@@ -5,7 +5,7 @@
 //! refused unless asked for.
 
 use crate::chooser::Why;
-use crate::layout::{Mode, PORT_PEER, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
+use crate::layout::{Mode, PORT_PEER, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
@@ -123,6 +123,10 @@ pub(crate) struct Others {
     overlooked: bool,
     /// Filters or programs that see what goes out, which neither XDP nor the straight way into a veth's other end passes.
     at_egress: bool,
+    /// An XDP program on a veth's other end, which what goes there straight would pass.
+    at_peer: bool,
+    /// A process takes packets from NFQUEUE, anywhere in this namespace.
+    queued: bool,
 }
 
 impl Others {
@@ -137,6 +141,9 @@ impl Others {
             overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind()),
             at_egress: routes.has_egress_filters(link.index)?
                 || programs(TcAttachType::Egress).iter().any(|p| !is(p, TCX_OUT)),
+            at_peer: routes.has_peer_xdp(link)?,
+            // Where the kernel has no such queues there is no such file.
+            queued: std::fs::read("/proc/thread-self/net/netfilter/nfnetlink_queue").is_ok_and(|t| !t.is_empty()),
         })
     }
 
@@ -147,12 +154,14 @@ impl Others {
 
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
 pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
-    let take = if others.overlooked { 0 } else { PORT_TAKE };
+    let queued = if others.queued { PORT_QUEUED } else { 0 };
+    let take = if others.overlooked { 0 } else { PORT_TAKE } | queued;
     if others.at_egress {
         return take;
     }
     // The other end of a veth in this namespace cannot be redirected into, and a queueing discipline shall have its say.
-    let peer = link.kind == "veth" && link.peer_elsewhere && link.qdisc == "noqueue" && link.master.is_none();
+    let straight = link.qdisc == "noqueue" && link.master.is_none() && !others.at_peer;
+    let peer = link.kind == "veth" && link.peer_elsewhere.is_some() && straight;
     // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
     let xdp = is_suited(link) && PLAIN_QUEUES.contains(&link.qdisc.as_str());
     take | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
@@ -370,19 +379,39 @@ fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
     AttachError::XdpTaken { interface: interface.into(), program, name, dispatcher, off }
 }
 
-/// Attaches again what was made again under the name that it was attached by; gives the names.
+/// Interfaces that were renamed are known by their new names; says whether there were any.
+fn follow(record: &mut Record, links: &[Link]) -> bool {
+    let mut renamed = false;
+    for interface in &mut record.interfaces {
+        if let Some(link) = links.iter().find(|l| l.index == interface.index && l.name != interface.name) {
+            interface.name.clone_from(&link.name);
+            renamed = true;
+        }
+    }
+    renamed
+}
+
+/// Lets go of what is gone, perhaps into another namespace, and attaches again what was made again under the name that it was attached by, or
+/// came back; gives the names.
 pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
     let Some(_lock) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(vec![]) };
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let links = routes.links()?;
     let mut again = vec![];
+    let renamed = follow(&mut record, &links);
+    let known: Vec<u32> = record.interfaces.iter().map(|i| i.index).collect();
     for interface in &mut record.interfaces {
-        if links.iter().any(|l| l.index == interface.index) {
+        let is_attached = maps.port(interface.index)?.is_some();
+        if is_attached && links.iter().any(|l| l.index == interface.index) {
             continue;
         }
-        let Some(link) = links.iter().find(|l| l.name == interface.name && l.mac.is_some()) else { continue };
-        detach_all(place, interface.index);
-        maps.remove_port(interface.index)?;
+        if is_attached {
+            maps.remove_port(interface.index)?;
+            detach_all(place, interface.index);
+            maps.forget_flows()?;
+        }
+        let is_it = |l: &&Link| l.name == interface.name && (l.index == interface.index || !known.contains(&l.index));
+        let Some(link) = links.iter().find(is_it).filter(|l| l.mac.is_some()) else { continue };
         let result = attach_programs(place, link, &mut vec![])
             .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters)?))
             .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
@@ -395,6 +424,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
     }
     if !again.is_empty() {
         maps.forget_flows()?;
+    }
+    if renamed || !again.is_empty() {
         place.write(&record)?;
     }
     Ok(again)
@@ -402,7 +433,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
 
 /// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether.
 pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
-    let _lock = place.lock()?;
+    // A keeper that comes late must not make the folder again.
+    let Some(_lock) = place.lock_if_there()? else { return Ok(false) };
     let abandoned = place.is_abandoned(std::process::id());
     if abandoned {
         place.remove()?;
@@ -416,6 +448,7 @@ fn prune(place: &Place, record: &mut Record, maps: &mut Maps, routes: &Routes) -
     let (here, gone) =
         std::mem::take(&mut record.interfaces).into_iter().partition(|i| links.iter().any(|l| l.index == i.index));
     record.interfaces = here;
+    follow(record, &links);
     for interface in gone {
         detach_all(place, interface.index);
         maps.remove_port(interface.index)?;
@@ -434,6 +467,7 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
         return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
     }
     let mut record = place.record()?;
+    follow(&mut record, &Routes::open()?.links()?);
     if let Some(name) = names.iter().find(|n| !record.interfaces.iter().any(|i| i.name == **n)) {
         return Err(AttachError::NotAttached(name.clone()));
     }
@@ -492,13 +526,14 @@ mod tests {
 
     #[test]
     fn only_a_veth_into_another_namespace_without_a_queue_is_redirected_into() {
-        let veth = Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: true, ..Link::default() };
+        let veth =
+            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: Some((0, 2)), ..Link::default() };
         let none = Others::default();
         assert_ne!(capabilities(&veth, none) & PORT_PEER, 0);
         for other in [
             Link { kind: "tun".into(), ..veth.clone() },
             Link { qdisc: "tbf".into(), ..veth.clone() },
-            Link { peer_elsewhere: false, ..veth.clone() },
+            Link { peer_elsewhere: None, ..veth.clone() },
             Link { master: Some(4), ..veth.clone() },
         ] {
             assert_eq!(capabilities(&other, none) & PORT_PEER, 0, "{other:?}");
@@ -508,13 +543,14 @@ mod tests {
     #[test]
     fn what_others_filters_shall_see_goes_their_way() {
         let (veth, tap) = (
-            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: true, ..Link::default() },
+            Link { kind: "veth".into(), qdisc: "noqueue".into(), peer_elsewhere: Some((0, 2)), ..Link::default() },
             Link { kind: "tun".into(), qdisc: "fq_codel".into(), ..Link::default() },
         );
         let (ingress, egress) =
-            (Others { overlooked: true, at_egress: false }, Others { overlooked: false, at_egress: true });
+            (Others { overlooked: true, ..Others::default() }, Others { at_egress: true, ..Others::default() });
         assert_eq!(capabilities(&veth, ingress), PORT_PEER);
         assert_eq!(capabilities(&tap, ingress), PORT_XDP_OUT);
         assert_eq!((capabilities(&veth, egress), capabilities(&tap, egress)), (PORT_TAKE, PORT_TAKE));
+        assert_eq!(capabilities(&veth, Others { at_peer: true, ..Others::default() }), PORT_TAKE);
     }
 }

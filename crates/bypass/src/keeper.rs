@@ -1,7 +1,7 @@
 //! The keeper: a process that helps the attached programs along. Traffic flows without it.
 //!
 //! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
-//! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address changed,
+//! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address, an interface or how it forwards changed,
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
@@ -121,19 +121,36 @@ struct Keeper {
     last_reap_ns: u64,
     /// An interface came, went or changed since this was looked at last.
     links_changed: bool,
+    /// The interfaces as they were then.
+    links: HashMap<u32, Link>,
 }
 
 impl Keeper {
     /// Whether the change makes flows untrue.
-    fn is_untrue(&mut self, change: Change) -> bool {
-        match change {
+    fn is_untrue(&mut self, change: Change) -> Result<bool, AttachError> {
+        Ok(match change {
             Change::Neighbour { index, address, mac } => self.neighbours.note(index, address, mac),
             Change::Link(_) => {
                 self.links_changed = true;
                 false
             }
-            Change::Missed => true,
-        }
+            Change::Forwarding(index) => match u32::try_from(index) {
+                Ok(index) => self.maps.port(index)?.is_some(),
+                Err(_) => true,
+            },
+            Change::Missed => {
+                self.links_changed = true;
+                true
+            }
+        })
+    }
+
+    /// Looks at the interfaces; says whether one that stayed is another than it was: its name, which rules go by, its bridge, its MTU.
+    fn are_links_others(&mut self) -> Result<bool, AttachError> {
+        // Of an XDP program flows do not depend.
+        let links = Routes::open()?.links()?.into_iter().map(|l| (l.index, Link { xdp: None, ..l })).collect();
+        let before = std::mem::replace(&mut self.links, links);
+        Ok(self.links.iter().any(|(index, link)| before.get(index).is_some_and(|old| old != link)))
     }
 
     fn tick(&mut self) -> Result<(), AttachError> {
@@ -272,14 +289,15 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         last_tick_ns: monotonic_ns(),
         last_reap_ns: monotonic_ns(),
         links_changed: true,
+        links: HashMap::new(),
     };
     for change in Routes::open()?.neighbours()? {
-        keeper.is_untrue(change);
+        keeper.is_untrue(change)?;
     }
     let mut next_tick = monotonic_ns();
     loop {
         glance(&monitor)?;
-        if !keeper.place.exists() {
+        if !keeper.place.is_kept_by(&lock) {
             return Ok(());
         }
         if granter.is_finished() {
@@ -287,12 +305,16 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         let mut untrue = false;
         for change in monitor.changes()? {
-            untrue |= keeper.is_untrue(change);
+            untrue |= keeper.is_untrue(change)?;
+        }
+        let links_changed = std::mem::take(&mut keeper.links_changed);
+        if links_changed {
+            untrue |= keeper.are_links_others()?;
         }
         if untrue {
             keeper.maps.forget_flows()?;
         }
-        if std::mem::take(&mut keeper.links_changed) {
+        if links_changed {
             // One that is gone again already is no reason to end.
             if let Err(error) = attach_again(&keeper.place) {
                 eprintln!("an interface that was made anew could not be attached: {error}");

@@ -46,12 +46,12 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("up_transport", "neither TCP, UDP nor an ICMP echo"),
     ("up_malformed", "lengths or the header's checksum do not agree"),
     ("up_handshake", "SYN, FIN, RST or no ACK"),
-    ("up_no_flow", "the kernel has not forwarded one like it yet"),
+    ("up_no_flow", "the kernel has not forwarded one like it yet, or not by an attached interface"),
     ("up_lease", "the flow's lease ended; the kernel is asked again"),
     ("up_changed", "routes, rules or settings have changed"),
     ("up_conntrack", "the connection's entry is gone or changed"),
     ("up_mtu", "too long for the way out"),
-    ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none"),
+    ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none, or may be a tunnel's"),
     ("handed_large", "by XDP to tcx: a segmentation frame, or too long for the way out"),
     ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
@@ -71,12 +71,13 @@ pub const NO_FLOW: usize = 13;
 pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
-pub const UNLEARNED: [(&str, &str); 5] = [
+pub const UNLEARNED: [(&str, &str); 6] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone"),
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
+    ("not_at_once", "it was held on its way, as by NFQUEUE"),
 ];
 
 /// Frames that come in at the interface may be taken.
@@ -90,6 +91,9 @@ pub const PORT_CAPTURED: u32 = 8;
 
 /// Most flows here are of one frame: one is learned with its second.
 pub const PORT_TWICE: u32 = 16;
+
+/// A process takes packets from NFQUEUE in this namespace.
+pub const PORT_QUEUED: u32 = 32;
 
 /// Which program takes frames at an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]

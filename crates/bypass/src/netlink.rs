@@ -19,26 +19,35 @@ const NLA_F_NESTED: u16 = 0x8000;
 
 const RTM_GETLINK: u16 = 18;
 const RTM_NEWLINK: u16 = 16;
+const RTM_DELLINK: u16 = 17;
 const RTM_NEWNEIGH: u16 = 28;
 const RTM_DELNEIGH: u16 = 29;
 const RTM_GETNEIGH: u16 = 30;
 const RTM_NEWTFILTER: u16 = 44;
 const RTM_GETTFILTER: u16 = 46;
-/// Groups that are bits of the address: RTMGRP_LINK, RTMGRP_NEIGH.
-const GROUP_LINK: u32 = 1;
-const GROUP_NEIGH: u32 = 4;
+const RTM_NEWNETCONF: u16 = 80;
+/// Groups that are bits of the address: RTNLGRP_LINK, RTNLGRP_NEIGH, RTNLGRP_IPV4_NETCONF, RTNLGRP_IPV6_NETCONF.
+const GROUP_LINK: u32 = 1 << 0;
+const GROUP_NEIGH: u32 = 1 << 2;
+const GROUP_NETCONF: u32 = 1 << 23 | 1 << 24;
+
+const ARPHRD_ETHER: u16 = 1;
 
 const IFLA_ADDRESS: u16 = 1;
 const IFLA_IFNAME: u16 = 3;
 const IFLA_MTU: u16 = 4;
+const IFLA_LINK: u16 = 5;
 const IFLA_QDISC: u16 = 6;
 const IFLA_MASTER: u16 = 10;
 const IFLA_LINKINFO: u16 = 18;
 const IFLA_LINK_NETNSID: u16 = 37;
 const IFLA_XDP: u16 = 43;
+const IFLA_TARGET_NETNSID: u16 = 46;
 const IFLA_INFO_KIND: u16 = 1;
 const IFLA_XDP_ATTACHED: u16 = 2;
 const IFLA_XDP_PROG_ID: u16 = 4;
+
+const NETCONFA_IFINDEX: u16 = 1;
 
 const NDA_DST: u16 = 1;
 const NDA_LLADDR: u16 = 2;
@@ -163,8 +172,8 @@ pub struct Link {
     pub mac: Option<[u8; 6]>,
     /// The interface that it is a member of: a bridge, a bond, a VRF.
     pub master: Option<u32>,
-    /// Whether its other end is in another network namespace.
-    pub peer_elsewhere: bool,
+    /// Where its other end is, if in another network namespace: that one's id in this one, and its number there.
+    pub peer_elsewhere: Option<(i32, u32)>,
     /// The XDP program on it: (mode as in `IFLA_XDP_ATTACHED`, program's id).
     pub xdp: Option<(u8, u32)>,
 }
@@ -173,14 +182,16 @@ impl Link {
     fn parse(body: &[u8]) -> Option<Link> {
         let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
         let mut link = Link { index: u32_at(body, 4)?, ..Link::default() };
+        let (mut peer, mut space) = (None, None);
         for (kind, value) in attributes(body.get(16..)?) {
             match kind {
                 IFLA_IFNAME => link.name = text(value),
                 IFLA_QDISC => link.qdisc = text(value),
                 IFLA_MTU => link.mtu = u32_at(value, 0)?,
-                IFLA_ADDRESS => link.mac = value.try_into().ok(),
+                IFLA_ADDRESS if u16_at(body, 2)? == ARPHRD_ETHER => link.mac = value.try_into().ok(),
                 IFLA_MASTER => link.master = u32_at(value, 0),
-                IFLA_LINK_NETNSID => link.peer_elsewhere = true,
+                IFLA_LINK => peer = u32_at(value, 0),
+                IFLA_LINK_NETNSID => space = u32_at(value, 0).map(|id| id as i32),
                 IFLA_LINKINFO => {
                     link.kind =
                         attributes(value).find(|a| a.0 == IFLA_INFO_KIND).map(|a| text(a.1)).unwrap_or_default();
@@ -195,6 +206,7 @@ impl Link {
                 _ => {}
             }
         }
+        link.peer_elsewhere = space.map(|space| (space, peer.unwrap_or(0)));
         Some(link)
     }
 }
@@ -211,8 +223,10 @@ pub enum Change {
         /// Where it is.
         mac: Option<[u8; 6]>,
     },
-    /// Something about an interface changed.
+    /// Something about an interface changed, or it went.
     Link(Link),
+    /// How an interface (-1: all of them) forwards was set: forwarding itself, or which sources it believes.
+    Forwarding(i32),
     /// The kernel told more than was read: anything may have changed.
     Missed,
 }
@@ -227,7 +241,11 @@ fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
             let mac = get(NDA_LLADDR).filter(|_| serves).and_then(|v| v.try_into().ok());
             Some(Change::Neighbour { index, address: get(NDA_DST)?.to_vec(), mac })
         }
-        RTM_NEWLINK => Some(Change::Link(Link::parse(body)?)),
+        RTM_NEWLINK | RTM_DELLINK => Some(Change::Link(Link::parse(body)?)),
+        RTM_NEWNETCONF => {
+            let index = attributes(body.get(4..)?).find(|a| a.0 == NETCONFA_IFINDEX)?.1;
+            Some(Change::Forwarding(u32_at(index, 0)? as i32))
+        }
         _ => None,
     }
 }
@@ -290,6 +308,25 @@ impl Routes {
         found.ok_or_else(|| NetlinkError::NoInterface(name.into()))
     }
 
+    /// Whether an XDP program is on the interface's other end, in another namespace.
+    pub fn has_peer_xdp(&self, link: &Link) -> Result<bool, NetlinkError> {
+        let Some((space, index)) = link.peer_elsewhere else { return Ok(false) };
+        let mut body = [0; 16];
+        body[4..8].copy_from_slice(&index.to_ne_bytes());
+        let mut request = Message::new(RTM_GETLINK, NLM_F_ACK, &body);
+        request.put(IFLA_TARGET_NETNSID, &space.to_ne_bytes());
+        let mut found = false;
+        let each = |kind, body: &[u8]| {
+            found |= kind == RTM_NEWLINK && Link::parse(body).is_some_and(|peer| peer.xdp.is_some())
+        };
+        match self.0.ask(&request.finish(), each) {
+            Ok(()) => Ok(found),
+            // The namespace or the interface went meanwhile.
+            Err(Errno::INVAL | Errno::NODEV) => Ok(false),
+            Err(cause) => Err(NetlinkError::Call { what: "the other end's XDP program", cause }),
+        }
+    }
+
     /// Whether tc filters (of the older kind, behind a clsact or ingress qdisc) stand at the interface's ingress.
     pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
         self.has_filters(index, TC_INGRESS)
@@ -327,14 +364,14 @@ impl Routes {
     }
 }
 
-/// Tells of changes of neighbours and interfaces.
+/// Tells of changes of neighbours, interfaces and forwarding.
 #[derive(Debug)]
 pub struct Monitor(Socket);
 
 impl Monitor {
     /// Opens the socket; from here on changes are kept for `changes`.
     pub fn open() -> Result<Monitor, NetlinkError> {
-        Socket::open(None, GROUP_LINK | GROUP_NEIGH).map(Monitor).map_err(failed("monitor"))
+        Socket::open(None, GROUP_LINK | GROUP_NEIGH | GROUP_NETCONF).map(Monitor).map_err(failed("monitor"))
     }
 
     /// What has changed since it was asked last; does not wait.
@@ -458,10 +495,20 @@ mod tests {
     }
 
     #[test]
+    fn a_setting_of_forwarding_is_of_an_interface_or_of_all() {
+        for index in [-1i32, 7] {
+            let mut message = Message(vec![2, 0, 0, 0]);
+            message.put(3, &[1, 0, 0, 0]).put(NETCONFA_IFINDEX, &index.to_ne_bytes());
+            assert_eq!(parse_change(RTM_NEWNETCONF, &message.0), Some(Change::Forwarding(index)));
+        }
+        assert_eq!(parse_change(RTM_NEWNETCONF, &[2]), None);
+    }
+
+    #[test]
     fn the_loopback_interface_is_found_and_a_name_that_is_none_is_named() {
         let routes = Routes::open().unwrap();
         let lo = routes.link("lo").unwrap();
-        assert_eq!((lo.index, lo.peer_elsewhere, lo.xdp), (1, false, None));
+        assert_eq!((lo.index, lo.peer_elsewhere, lo.xdp, lo.mac), (1, None, None, None));
         let error = routes.link("no-such-if").unwrap_err().to_string();
         assert!(error.contains("no-such-if"), "{error}");
     }

@@ -18,11 +18,14 @@ use std::fs::{self, File, TryLockError};
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// BPF_FS_MAGIC.
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
 const VERSION: u32 = 1;
+/// For how long the keeper's lock is tried: much longer than anybody looks at it.
+const GLANCING: Duration = Duration::from_millis(500);
 
 /// Why the place cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -308,11 +311,22 @@ impl Place {
         let path = self.beside("keeper");
         let lock =
             File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
-        match lock.try_lock() {
-            Ok(()) => Ok(Some(lock)),
-            Err(TryLockError::WouldBlock) => Ok(None),
-            Err(TryLockError::Error(cause)) => Err(file(&path)(cause)),
+        let end = Instant::now() + GLANCING;
+        loop {
+            match lock.try_lock() {
+                Ok(()) => return Ok(Some(lock)),
+                // Whoever looks whether there is a keeper holds it for a moment too.
+                Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                Err(TryLockError::WouldBlock) => return Ok(None),
+                Err(TryLockError::Error(cause)) => return Err(file(&path)(cause)),
+            }
         }
+    }
+
+    /// Whether the keeper that holds this lock is still this place's: not where everything was removed, also if it was made anew meanwhile.
+    pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
+        let held = lock.metadata().map(|m| m.ino());
+        self.exists() && fs::metadata(self.beside("keeper")).is_ok_and(|m| held.is_ok_and(|ino| ino == m.ino()))
     }
 
     /// The keeper's process, if one runs.
@@ -375,6 +389,46 @@ mod tests {
         assert!(crate::attachment::detach(&place, &[]).unwrap().is_empty());
         assert!(crate::attachment::detach(&place, &["ta".into()]).is_err());
         assert!(crate::attachment::release(&place, "fabric").unwrap().is_empty());
+        assert!(!place.root.exists());
+    }
+
+    #[test]
+    fn whoever_looks_for_the_keeper_does_not_keep_it_from_its_lock() {
+        let place = absent("glances");
+        drop(place.lock().unwrap());
+        let done = std::sync::atomic::AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            for _ in 0..2 {
+                scope.spawn(|| {
+                    while !done.load(std::sync::atomic::Ordering::Relaxed) {
+                        place.keeper();
+                    }
+                });
+            }
+            let refused = (0..200).filter(|_| place.keeper_lock().unwrap().is_none()).count();
+            done.store(true, std::sync::atomic::Ordering::Relaxed);
+            assert_eq!(refused, 0);
+        });
+        fs::remove_dir_all(&place.root).unwrap();
+    }
+
+    #[test]
+    fn a_place_that_was_made_anew_has_another_keeper() {
+        let place = absent("other-keeper");
+        drop(place.lock().unwrap());
+        let make = || {
+            fs::create_dir_all(place.pins()).unwrap();
+            fs::write(place.beside("json"), "").unwrap();
+            place.keeper_lock().unwrap().unwrap()
+        };
+        let old = make();
+        assert!(place.is_kept_by(&old));
+        place.remove().unwrap();
+        assert!(!place.is_kept_by(&old));
+        drop(place.lock().unwrap());
+        let new = make();
+        assert!(place.is_kept_by(&new) && !place.is_kept_by(&old));
+        place.remove().unwrap();
         assert!(!place.root.exists());
     }
 

@@ -10,6 +10,9 @@ use std::collections::BTreeMap;
 /// The number of the form of this report.
 pub const SCHEMA: u32 = 1;
 
+/// Why an interface that is remembered has its mode, where there is none of its number any more.
+pub const GONE: &str = "the interface is gone; the keeper attaches one that is made anew under its name";
+
 /// The bypass of one network namespace.
 #[derive(Clone, Debug, Serialize)]
 pub struct Report {
@@ -94,16 +97,18 @@ pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();
     for interface in place.record()?.interfaces {
-        let Some(port) = maps.port(interface.index)? else { continue };
-        let counters: Counters = maps.counters(port.slot)?;
+        // One that went has no port any more.
+        let port = maps.port(interface.index)?;
+        let counters = port.map_or(Ok(Counters::default()), |p| maps.counters(p.slot))?;
+        let flags = port.map_or(0, |p| p.flags);
         report.interfaces.push(InterfaceReport {
             index: interface.index,
             wanted: interface.wanted,
-            mode: port.mode,
-            why: crate::chooser::why(port.why),
-            for_ms: now.saturating_sub(port.since_ns) / 1_000_000,
-            peer: port.flags & PORT_PEER != 0,
-            captured: port.flags & PORT_CAPTURED != 0,
+            mode: port.map_or(Mode::Tcx, |p| p.mode),
+            why: port.map_or(GONE, |p| crate::chooser::why(p.why)),
+            for_ms: port.map_or(0, |p| now.saturating_sub(p.since_ns) / 1_000_000),
+            peer: flags & PORT_PEER != 0,
+            captured: flags & PORT_CAPTURED != 0,
             flows: flows.iter().filter(|(t, _)| t.input == interface.index).count(),
             taken: counters.taken(),
             taken_bytes: counters.taken_bytes,

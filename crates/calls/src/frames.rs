@@ -6,7 +6,7 @@
 //!                             8..64 the entry, as in a ring   64.. the payload
 //! ```
 //!
-//! All numbers are little-endian. An entry's payload is "inline" up to 200 bytes and else "in the arena" at offset 0; where it is, is
+//! All numbers are little-endian. An entry's payload is "inline" up to 192 bytes and else "in the arena" at offset 0; where it is, is
 //! behind the entry in either case. The smaller of both sides' entries and payloads hold for both.
 //!
 //! Limits: 64 entries, payloads of 128 KiB. A peer that sends without reading what it is answered is not read from any more.

@@ -148,7 +148,8 @@ impl<T> Schedule<T> {
         let work = self.per_worker(self.rules.budget_ns);
         if self.rules.admission && deadline != BEST_EFFORT {
             let budget = self.rules.budget_ns;
-            let left: u64 = self.running.iter().map(|began| budget.saturating_sub(now.saturating_sub(*began))).sum();
+            let left = self.running.iter().map(|began| budget.saturating_sub(now.saturating_sub(*began)));
+            let left = left.fold(0, u64::saturating_add);
             let start = now.saturating_add(self.per_worker(left));
             if now.saturating_add(budget) > deadline || !self.queue.admits(start, rank, deadline, work) {
                 return Err((item, Status::Refused(Refusal::Admission)));
@@ -307,6 +308,16 @@ mod tests {
         assert_eq!(s.next(60), serve('b', 10));
         assert_eq!(s.next(60), serve('a', 60));
         assert_eq!(s.next(60), serve('x', 0));
+    }
+
+    #[test]
+    fn budgets_without_end_add_up_to_one_without_end() {
+        let mut s = Schedule::new(Rules { admission: true, budget_ns: u64::MAX, workers: 2, ..RULES });
+        for name in ['x', 'y'] {
+            s.offer(0, BEST_EFFORT, 0, name).unwrap();
+            assert_eq!(s.next(0), serve(name, 0));
+        }
+        assert_eq!(s.offer(1, u64::MAX - 1, 0, 'a'), Err(('a', Status::Refused(Refusal::Admission))));
     }
 
     #[test]

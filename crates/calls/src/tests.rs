@@ -174,7 +174,7 @@ fn within(ms: u64) -> CallOptions {
 #[test]
 fn calls_go_both_ways_and_bytes_of_any_length_come_back() {
     for mut pair in Pair::both(&ServeOptions::default()) {
-        for len in [0, 1, 200, 201, 4096, 100_000, 128 << 10] {
+        for len in [0, 1, 192, 193, 4096, 100_000, 128 << 10] {
             let bytes: Vec<u8> = (0..len).map(|i| (i * 7) as u8).collect();
             let there = pair.a.submit(&within(5), &bytes).unwrap();
             let back = pair.b.submit(&CallOptions::default(), &bytes).unwrap();
@@ -390,7 +390,7 @@ fn plans_fill_sections_of_any_size_and_refuse_the_tiny() {
 #[test]
 fn the_greeting_and_a_frame_are_these_bytes() {
     let mut frames = Frames::default();
-    assert_eq!(frames.output(), b"TMBLRPC\x01\x40\0\0\0\0\0\x02\0");
+    assert_eq!(frames.output(), b"TMBLRPC\x02\x40\0\0\0\0\0\x02\0");
     frames.sent(16);
     let call = Call {
         token: Token::new(3, 1),
@@ -408,7 +408,7 @@ fn the_greeting_and_a_frame_are_these_bytes() {
     assert_eq!(frames.output(), want);
     // Byte by byte, as a stream may deliver it.
     let mut other = Frames::default();
-    for byte in b"TMBLRPC\x01\x08\0\0\0\0\x20\0\0".iter().chain(&want) {
+    for byte in b"TMBLRPC\x02\x08\0\0\0\0\x20\0\0".iter().chain(&want) {
         assert!(other.take().unwrap().is_none());
         assert_eq!(other.feed(&[*byte]), 1);
         other.greeted().unwrap();
@@ -422,10 +422,10 @@ fn the_greeting_and_a_frame_are_these_bytes() {
 fn a_stream_that_speaks_something_else_is_refused() {
     for greeting in [
         &b"GET / HTTP/1.1\r\n"[..],
-        b"TMBLRPC\x02\x40\0\0\0\0\0\x02\0",
-        b"TMBLRPC\x01\x03\0\0\0\0\0\x02\0",
-        b"TMBLRPC\x01\0\0\0\0\0\0\x02\0",
-        b"TMBLRPC\x01\x40\0\0\0\x01\0\0\0",
+        b"TMBLRPC\x03\x40\0\0\0\0\0\x02\0",
+        b"TMBLRPC\x02\x03\0\0\0\0\0\x02\0",
+        b"TMBLRPC\x02\0\0\0\0\0\0\x02\0",
+        b"TMBLRPC\x02\x40\0\0\0\x01\0\0\0",
     ] {
         let mut frames = Frames::default();
         frames.feed(greeting);
@@ -433,7 +433,7 @@ fn a_stream_that_speaks_something_else_is_refused() {
     }
     let good = || {
         let mut frames = Frames::default();
-        frames.feed(b"TMBLRPC\x01\x40\0\0\0\0\0\x02\0");
+        frames.feed(b"TMBLRPC\x02\x40\0\0\0\0\0\x02\0");
         frames.greeted().unwrap();
         frames
     };

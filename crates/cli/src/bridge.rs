@@ -17,9 +17,10 @@ use crate::select::Select;
 const PATIENCE: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
+#[command(group = clap::ArgGroup::new("peer").args(["link", "tcp"]).required(true))]
 pub(crate) struct Bridge {
     /// Direct link of the fabric with a free seat, by name, or by the path of its socket
-    #[arg(required_unless_present = "tcp", conflicts_with = "tcp")]
+    #[arg(conflicts_with = "tcp")]
     link: Option<String>,
     /// No link: connect to a peer that listens for calls, such as a forwarded port of a cell
     #[arg(long, value_name = "ADDRESS:PORT")]
@@ -42,7 +43,9 @@ pub(crate) struct Bridge {
 }
 
 fn address(text: &str) -> Result<SocketAddr, Failure> {
-    let mut found = text.to_socket_addrs().map_err(|e| Failure::misused(format!("--tcp {text}: {e}")))?;
+    let mut found = text.to_socket_addrs().map_err(|e| {
+        Failure::misused(format!("--tcp {text}: {e}; expected an address or name and a port, such as 127.0.0.1:7000"))
+    })?;
     found.next().ok_or_else(|| Failure::misused(format!("--tcp {text}: this name has no address")))
 }
 

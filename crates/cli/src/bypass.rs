@@ -1,19 +1,20 @@
 //! `tombolo bypass`: interfaces whose traffic skips the kernel's forwarding.
 
-use std::io::Write;
+use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
-use tombolo_bypass::layout::{Event, TAKEN, VERDICTS};
+use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::Routes;
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
 use tombolo_host::rundir;
 
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out::{self, Table};
 
 #[derive(Subcommand, Debug)]
@@ -56,9 +57,10 @@ pub(crate) struct Attach {
     /// Which program takes the frames
     #[arg(long, value_enum, default_value = "auto")]
     mode: ModeArg,
-    /// How long a flow holds before one frame goes the kernel's way again, in milliseconds [default: 1000]
-    #[arg(long, value_name = "MS")]
-    lease: Option<u64>,
+    /// How long a flow holds before one frame goes the kernel's way again, in milliseconds: 20 to 10000, for all interfaces of the
+    /// namespace [default: 1000, or as it is]
+    #[arg(long, value_name = "MS", value_parser = number::milliseconds, allow_hyphen_values = true)]
+    lease: Option<Duration>,
     /// Attach although older tc filters at the ingress will not see the frames that are taken
     #[arg(long)]
     past_filters: bool,
@@ -96,11 +98,11 @@ pub(crate) struct Trace {
     #[arg(value_name = "INTERFACE")]
     interface: Option<String>,
     /// End after so many lines
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
     /// End after so many seconds
-    #[arg(long, value_name = "SECONDS")]
-    seconds: Option<u64>,
+    #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
+    seconds: Option<Duration>,
     /// Every frame, not only the first of each flow that goes a given way
     #[arg(long)]
     all: bool,
@@ -115,6 +117,17 @@ pub(crate) struct Trace {
 pub(crate) struct Keep {
     #[command(flatten)]
     space: Space,
+}
+
+impl ModeArg {
+    /// As it is typed.
+    fn word(self) -> &'static str {
+        match self {
+            ModeArg::Auto => "auto",
+            ModeArg::Tcx => "tcx",
+            ModeArg::Xdp => "xdp",
+        }
+    }
 }
 
 impl From<AttachError> for Failure {
@@ -161,12 +174,11 @@ impl Attach {
             ModeArg::Tcx => Wanted::Tcx,
             ModeArg::Xdp => Wanted::Xdp,
         };
-        let lease = self.lease.map(Duration::from_millis);
         let netns = self.space.netns.clone().unwrap_or_default();
         let done = attachment::attach(
             &place,
             &self.interfaces,
-            &Options { wanted, lease, past_filters: self.past_filters, netns, owner: COMMAND.into() },
+            &Options { wanted, lease: self.lease, past_filters: self.past_filters, netns, owner: COMMAND.into() },
         )?;
         for attached in done.iter().filter(|a| !a.after.is_empty()) {
             eprintln!(
@@ -184,8 +196,8 @@ impl Attach {
             out::json(&report::report(&place, Detail::Flows)?)?;
         } else {
             for attached in done {
-                let what = if attached.already { "was attached already" } else { "attached" };
-                out::print(&format!("{} {what}\n", attached.interface))?;
+                let what = if attached.already { "was attached already, and now has" } else { "attached in" };
+                out::print(&format!("{} {what} mode {}\n", attached.interface, self.mode.word()))?;
             }
         }
         Ok(exit)
@@ -195,7 +207,11 @@ impl Attach {
 impl Detach {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        for name in attachment::detach(&place, &self.interfaces)? {
+        let detached = attachment::detach(&place, &self.interfaces)?;
+        if detached.is_empty() {
+            out::print(NOTHING)?;
+        }
+        for name in detached {
             out::print(&format!("{name} detached\n"))?;
         }
         Ok(Exit::Done)
@@ -215,7 +231,11 @@ impl Keep {
 impl Status {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        let report = report::report(&place, Detail::Flows)?;
+        let mut report = report::report(&place, Detail::Flows)?;
+        let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
+        for interface in report.interfaces.iter_mut().filter(|i| !links.iter().any(|l| l.index == i.index)) {
+            interface.why = report::GONE;
+        }
         if self.json {
             out::json(&report)?;
         } else {
@@ -225,12 +245,14 @@ impl Status {
     }
 }
 
+const NOTHING: &str = "nothing is attached in this network namespace\n";
+
 fn render(report: &Report) -> String {
     if !report.attached {
-        return "nothing is attached in this network namespace\n".into();
+        return NOTHING.into();
     }
     let keeper = report.keeper.map_or(
-        "no keeper runs: no new TCP connections through connection tracking, no changes of mode".into(),
+        "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
         |pid| format!("keeper {pid}"),
     );
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
@@ -262,6 +284,23 @@ struct Line<'a> {
     why: &'static str,
 }
 
+/// A flow's protocol in words, and its ends: only TCP's and UDP's have ports; an echo's id stands with the protocol.
+fn ends(t: &Tuple) -> (String, String, String) {
+    let ported = |address, port| std::net::SocketAddr::new(address, port).to_string();
+    // An echo has its type and code where a destination port would be.
+    let protocol = match (t.protocol, t.destination_port >> 8) {
+        (6, _) => "tcp".into(),
+        (17, _) => "udp".into(),
+        (1, 0 | 8) | (58, 128 | 129) => format!("icmp echo {}", t.source_port),
+        (1 | 58, _) => "icmp".into(),
+        (other, _) => format!("protocol {other}"),
+    };
+    match t.protocol {
+        6 | 17 => (protocol, ported(t.source, t.source_port), ported(t.destination, t.destination_port)),
+        _ => (protocol, t.source.to_string(), t.destination.to_string()),
+    }
+}
+
 impl Trace {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
@@ -275,7 +314,10 @@ impl Trace {
         if let Some(wanted) = self.interface.as_deref().filter(|w| !links.iter().any(|l| l.name == *w)) {
             return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
         }
-        let end = self.seconds.map(|s| Instant::now() + Duration::from_secs(s));
+        if !self.json && std::io::stderr().is_terminal() {
+            eprintln!("tombolo: waiting for frames; Ctrl-C ends it, and leaves the bypass as it is");
+        }
+        let end = self.seconds.map(|s| Instant::now() + s);
         let start = monotonic_ns();
         let mut told = std::collections::HashMap::new();
         let mut lines = 0;
@@ -308,8 +350,7 @@ impl Trace {
 
     fn print(&self, event: &Event, input: &str, output: Option<&str>, start: u64) -> Result<(), Failure> {
         let t = &event.tuple;
-        let source = std::net::SocketAddr::new(t.source, t.source_port).to_string();
-        let destination = std::net::SocketAddr::new(t.destination, t.destination_port).to_string();
+        let (protocol, source, destination) = ends(t);
         let (path, why) = event.what;
         let mut out = std::io::stdout().lock();
         if self.json {
@@ -328,7 +369,6 @@ impl Trace {
             writeln!(out, "{text}")?;
         } else {
             let seconds = event.at_ns.saturating_sub(start) as f64 / 1e9;
-            let protocol = if t.protocol == 6 { "tcp" } else { "udp" };
             let taken = VERDICTS[..TAKEN].iter().any(|v| v.0 == path);
             let arrow = output.map_or(String::new(), |o| format!(" -> {o}"));
             let mark = if taken { "=>" } else { "  " };

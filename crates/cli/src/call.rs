@@ -11,6 +11,7 @@ use tombolo_rpc::clock;
 use tombolo_rpc::deadline::Deadline;
 
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out;
 use crate::service::time;
 
@@ -33,7 +34,7 @@ enum Form {
 pub(crate) struct Call {
     /// Name of the service
     name: String,
-    /// What to send, as text [default: nothing]
+    /// What to send, as text; after `--` where it begins with a dash [default: nothing]
     #[arg(conflicts_with_all = ["hex", "file"])]
     data: Option<String>,
     /// What to send, in hexadecimal digits
@@ -43,47 +44,29 @@ pub(crate) struct Call {
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
     /// When the answer is wanted, after the call: 200us, 5ms, 1s [default: best effort]
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     deadline: Option<Duration>,
     /// How long to wait for the answer at most
-    #[arg(long, value_name = "TIME", value_parser = duration, default_value = "30s")]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, default_value = "30s")]
     timeout: Duration,
     /// How long the request may wait for its service [default: the service's choice]
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     ttl: Option<Duration>,
     /// Wait so long for the service where it is not there yet
-    #[arg(long, value_name = "TIME", value_parser = duration)]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     wait: Option<Duration>,
-    /// Call so many times and report; the replies are not printed
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    /// Call so many times and report ends, times, and replies that came after the deadline; none is printed
+    #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     repeat: Option<u64>,
     /// Time between two calls that are repeated
-    #[arg(long, value_name = "TIME", value_parser = duration, requires = "repeat")]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, requires = "repeat")]
     interval: Option<Duration>,
     /// How the reply is printed
-    #[arg(long, value_enum, default_value = "text")]
+    #[arg(long, value_enum, default_value = "text", conflicts_with_all = ["json", "repeat"])]
     output: Form,
     /// Print the report of repeated calls, or the reply and its times, as JSON
     #[arg(long)]
     json: bool,
-}
-
-/// "5ms" and the like.
-fn duration(text: &str) -> Result<Duration, String> {
-    let digits = text.trim_end_matches(|c: char| c.is_ascii_alphabetic());
-    let unit_ns = match &text[digits.len()..] {
-        "ns" => 1.0,
-        "us" => 1e3,
-        "ms" => 1e6,
-        "s" => 1e9,
-        _ => return Err("expected a number with ns, us, ms or s, such as 5ms".into()),
-    };
-    let number: f64 = digits.parse().map_err(|_| format!("\"{digits}\" is no number; expected such as 5ms"))?;
-    let ns = number * unit_ns;
-    if !(0.0..1e19).contains(&ns) {
-        return Err("expected at least 0 and less than 300 years".into());
-    }
-    Ok(Duration::from_nanos(ns as u64))
 }
 
 fn bytes_of(digits: &str) -> Result<Vec<u8>, Failure> {
@@ -218,6 +201,7 @@ impl Call {
 
     fn often(&self, client: &Client, bytes: &[u8], count: u64) -> Result<Exit, Failure> {
         let mut times = Vec::new();
+        let mut overran = 0;
         let mut outcomes = BTreeMap::<String, u64>::new();
         for n in 0..count {
             if n > 0
@@ -230,6 +214,7 @@ impl Call {
             let ns = clock::ns(begun.elapsed());
             if result.is_ok() {
                 times.push(ns);
+                overran += u64::from(self.deadline.is_some_and(|deadline| ns > clock::ns(deadline)));
             }
             *outcomes.entry(outcome(&result)).or_default() += 1;
             if let Err(error @ (CallError::ProviderGone | CallError::Broken(_))) = result {
@@ -253,12 +238,19 @@ impl Call {
                 .iter()
                 .filter_map(|(name, ns)| ns.map(|ns| (format!("{}_ns", name.replace('.', "")), ns)))
                 .collect();
-            out::json(
-                &serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times }),
-            )?;
+            let mut report =
+                serde_json::json!({ "calls": count, "bytes": bytes.len(), "outcomes": outcomes, "times": times });
+            if self.deadline.is_some() {
+                report["after_deadline"] = overran.into();
+            }
+            out::json(&report)?;
         } else {
             let words: Vec<String> = outcomes.iter().map(|(what, n)| format!("{n} {what}")).collect();
-            let mut text = format!("{count} calls of {} bytes: {}\n", bytes.len(), words.join(", "));
+            let mut text = format!("{count} calls of {} bytes: {}", bytes.len(), words.join(", "));
+            if self.deadline.is_some() {
+                text.push_str(&format!("; {overran} of the replies came after the deadline"));
+            }
+            text.push('\n');
             for (name, ns) in figures {
                 if let Some(ns) = ns {
                     text.push_str(&format!("{name:6} {}\n", time(ns)));
@@ -279,16 +271,6 @@ mod tests {
     use tombolo_remote::Refusal;
 
     use super::*;
-
-    #[test]
-    fn durations_are_numbers_with_a_unit() {
-        for (text, ns) in [("5ms", 5_000_000), ("1.5s", 1_500_000_000), ("20us", 20_000), ("0ns", 0)] {
-            assert_eq!(duration(text), Ok(Duration::from_nanos(ns)), "{text}");
-        }
-        for text in ["5", "ms", "5m", "-1s", "1e30s", "5 ms", ""] {
-            assert!(duration(text).is_err(), "{text}");
-        }
-    }
 
     #[test]
     fn codes_are_told_with_the_words_that_came_with_them() {

@@ -10,6 +10,7 @@ use clap::Args;
 use tombolo_host::api::client::Ending;
 
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out::{counted, scaled};
 use crate::select::Select;
 
@@ -21,20 +22,14 @@ pub(crate) struct Capture {
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
     /// End after this many frames
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
     /// End after this time
-    #[arg(long, value_name = "S", value_parser = seconds)]
+    #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Option<Duration>,
     /// Bytes kept of each frame [default: all]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
     snaplen: Option<u32>,
-}
-
-/// A span of time in seconds, such as "5" or "0.5".
-pub(crate) fn seconds(text: &str) -> Result<Duration, String> {
-    let seconds = text.strip_suffix('s').unwrap_or(text).parse::<f64>().ok().filter(|s| *s > 0.0 && *s <= 1e9);
-    seconds.map(Duration::from_secs_f64).ok_or_else(|| "expected seconds, such as 5 or 0.5".into())
 }
 
 /// The blocks of a pcapng file (draft-ietf-opsawg-pcapng §3.1), so that what is written ends with a whole one.

@@ -13,6 +13,7 @@ mod down;
 mod exit;
 mod keeper;
 mod manual;
+mod number;
 mod out;
 mod port;
 mod section;

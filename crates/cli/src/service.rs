@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use clap::{Args, Subcommand};
 use tombolo_host::api::services;
+use tombolo_host::file::nearest;
 use tombolo_rpc::client::{self, ConnectError, ConnectOptions};
 use tombolo_rpc::folder;
 use tombolo_rpc::histogram::Summary;
@@ -13,8 +14,8 @@ use tombolo_rpc::provider::Report;
 use tombolo_rpc::schedule::Late;
 
 use crate::bridge::Bridge;
-use crate::capture::seconds;
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out::{self, Table, counted, scaled};
 use crate::select::Select;
 use crate::terminal::Screen;
@@ -69,10 +70,10 @@ pub(crate) struct Watch {
     /// Name of the service
     name: String,
     /// Seconds between two looks
-    #[arg(short, long, value_name = "S", value_parser = seconds, default_value = "1")]
+    #[arg(short, long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true, default_value = "1")]
     interval: Duration,
     /// End after so many looks
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
     /// Print a report as JSON at each look, one a line
     #[arg(long)]
@@ -242,6 +243,12 @@ impl From<ConnectError> for Failure {
     fn from(error: ConnectError) -> Self {
         match error {
             ConnectError::Folder(error @ folder::FolderError::Name(_)) => Failure::misused(error.to_string()),
+            ConnectError::NoService { ref name, ref path } => {
+                let there = path.parent().map(folder::list).unwrap_or_default();
+                let near = nearest(name, there.iter().map(String::as_str));
+                let near = near.map_or(String::new(), |near| format!("; did you mean \"{near}\"?"));
+                Failure::failed(format!("{error}{near}"))
+            }
             error => Failure::failed(error.to_string()),
         }
     }
@@ -267,13 +274,21 @@ impl Service {
 
 impl Ls {
     fn run(&self) -> Result<Exit, Failure> {
-        let names = folder::list(&folder::services()?);
+        let folder = folder::services()?;
+        let names = folder::list(&folder);
         let rows: Vec<_> = names.into_iter().map(|name| (name.clone(), report(&name))).collect();
         let silent = rows.iter().filter(|(_, r)| r.is_err()).count();
         if self.json {
             let reports: Vec<_> = rows.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
             out::json(&serde_json::json!({ "services": reports }))?;
+            for (name, error) in rows.iter().filter_map(|(name, r)| r.as_ref().err().map(|error| (name, error))) {
+                eprintln!("tombolo: {name}: {error}");
+            }
         } else {
+            if rows.is_empty() {
+                // Beside the table: who reads that sees headings alone.
+                eprintln!("tombolo: no service runs (looked in {}; another user's are elsewhere)", folder.display());
+            }
             out::print(&table(&rows))?;
         }
         Ok(match silent {

@@ -6,8 +6,8 @@ use std::time::Duration;
 use clap::Args;
 use tombolo_host::api::report::{CounterReport, Status};
 
-use crate::capture::seconds;
 use crate::exit::{Exit, Failure};
+use crate::number;
 use crate::out::{self, Table, Tone, scaled, span, toned};
 use crate::select::Select;
 use crate::terminal::Screen;
@@ -15,7 +15,7 @@ use crate::terminal::Screen;
 #[derive(Args, Debug)]
 pub(crate) struct Top {
     /// Seconds between two looks
-    #[arg(short, long, value_name = "S", value_parser = seconds, default_value = "1")]
+    #[arg(short, long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true, default_value = "1")]
     interval: Duration,
     /// Print the rates of one interval and end
     #[arg(long)]

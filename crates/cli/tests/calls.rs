@@ -1,5 +1,7 @@
 //! `tombolo service` and `tombolo call` against services that run in this process.
 
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::process::CommandExt;
 use std::path::Path;
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
@@ -101,13 +103,21 @@ fn repeated_calls_are_reported() {
     let json: serde_json::Value = serde_json::from_str(&json).unwrap();
     assert_eq!(json["outcomes"]["served"].as_u64(), Some(5));
     assert!(json["times"]["max_ns"].as_u64() >= json["times"]["min_ns"].as_u64());
+    assert!(json.get("after_deadline").is_none(), "there was none");
+    let report = says(dir.path(), &["call", "mirror", "slow", "--repeat", "1", "--deadline", "500ms"], 0);
+    assert!(report.contains("1 served; 1 of the replies came after the deadline\n"), "{report}");
+    let json = says(dir.path(), &["call", "mirror", "abc", "--repeat", "3", "--deadline", "60s", "--json"], 0);
+    assert!(json.contains("\"after_deadline\": 0"), "{json}");
     says(dir.path(), &["call", "mirror", "abc", "--repeat", "5", "--deadline", "0ns"], 1);
 }
 
 #[test]
 fn services_are_listed_and_tell_what_they_did() {
     let dir = tempfile::tempdir().unwrap();
-    assert_eq!(says(dir.path(), &["service", "ls"], 0).lines().count(), 1, "headings only");
+    let none = tombolo(dir.path(), &["service", "ls"]);
+    assert_eq!(String::from_utf8_lossy(&none.stdout).lines().count(), 1, "headings only");
+    let looked = String::from_utf8_lossy(&none.stderr).into_owned();
+    assert!(none.status.success() && looked.contains(dir.path().join("services").to_str().unwrap()), "{looked}");
     let services = ["b", "a"].map(|name| service(dir.path(), name));
     // As a killed process leaves it.
     let stale = dir.path().join("services/stale");
@@ -127,4 +137,64 @@ fn services_are_listed_and_tell_what_they_did() {
     drop(services);
     assert!(says(dir.path(), &["service", "stats", "a"], 1).contains("no service \"a\" is running"));
     assert!(says(dir.path(), &["call", "a/b", "x"], 2).contains("no name of a service"));
+}
+
+#[test]
+fn what_is_typed_wrongly_is_told_with_what_is_expected() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = service(dir.path(), "mirror");
+    let wrong: [(&[&str], i32, &str); 14] = [
+        (&["call", "mirrow", "x"], 1, "did you mean \"mirror\"?"),
+        (&["call", "mirror", "x", "--deadline", "5"], 2, "expected a number with ns, us, ms or s"),
+        (&["call", "mirror", "x", "--deadline", "-5ms"], 2, "expected at least 0"),
+        (&["call", "mirror", "x", "--deadline", "--json"], 2, "expected a number with ns, us, ms or s"),
+        (&["call", "mirror", "x", "--repeat", "0"], 2, "expected a whole number from 1 on"),
+        (&["call", "mirror", "x", "--repeat", "-1"], 2, "expected a whole number from 1 on"),
+        (&["call", "mirror", "x", "--output", "hex", "--json"], 2, "cannot be used with"),
+        (&["call", "mirror", "--file", "/no/such/file"], 1, "reading /no/such/file"),
+        (&["service", "stats", "Mirror"], 1, "did you mean \"mirror\"?"),
+        (&["service", "watch", "mirror", "--count", "0"], 2, "expected a whole number from 1 on"),
+        (&["service", "watch", "mirror", "-i", "-1"], 2, "expected seconds"),
+        (&["service", "bridge"], 2, "LINK|--tcp"),
+        (&["service", "bridge", "--tcp", "nonsense"], 2, "expected an address or name and a port"),
+        (&["service", "bridge", "--tcp", "127.0.0.1:1", "--as", "x"], 1, "connecting to 127.0.0.1:1"),
+    ];
+    for (args, code, words) in wrong {
+        let said = says(dir.path(), args, code);
+        assert!(said.contains(words), "{args:?}: {said}");
+    }
+    assert_eq!(says(dir.path(), &["call", "mirror", "--deadline", "5s", "--", "-3"], 0), "3-\n");
+}
+
+#[test]
+fn whom_a_service_does_not_let_in_is_told_whose_it_is() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED whom_a_service_does_not_let_in_is_told_whose_it_is: needs root to be another user");
+        return;
+    }
+    const NOBODY: u32 = 65534;
+    let dir = tempfile::tempdir().unwrap();
+    // The tree may be where that user cannot go.
+    let program = dir.path().join("tombolo");
+    std::fs::copy(env!("CARGO_BIN_EXE_tombolo"), &program).unwrap();
+    std::fs::set_permissions(dir.path(), std::fs::Permissions::from_mode(0o755)).unwrap();
+    let _service = service(dir.path(), "mirror");
+    let as_nobody = |args: &[&str]| {
+        let mut command = Command::new(&program);
+        command.args(args).env("TOMBOLO_RUNTIME", dir.path()).current_dir("/").stdin(Stdio::null());
+        let out = command.uid(NOBODY).gid(NOBODY).output().unwrap();
+        let text = [out.stdout, out.stderr].concat();
+        (out.status.code(), String::from_utf8(text).unwrap())
+    };
+    for args in [&["call", "mirror", "x"][..], &["service", "stats", "mirror"], &["service", "ls"]] {
+        let (code, said) = as_nobody(args);
+        assert_eq!(code, Some(1), "{args:?}: {said}");
+        assert!(
+            said.contains("open to its owner alone, user 0, and this process is of user 65534"),
+            "{args:?}: {said}"
+        );
+    }
+    std::fs::set_permissions(dir.path().join("services"), std::fs::Permissions::from_mode(0o700)).unwrap();
+    let (_, said) = as_nobody(&["call", "mirror", "x"]);
+    assert!(said.contains("a folder on the way to it is closed to user 65534"), "{said}");
 }

@@ -14,10 +14,11 @@ use std::time::Duration;
 use tombolo_rpc::client::{self, CallError, CallOptions, Client, ConnectOptions, Loan, Reply, Token};
 use tombolo_rpc::shared::SharedBuffer;
 
+use crate::general::refusal_code;
 use crate::pointer;
 use crate::status::{Failure, Status, guard};
 use crate::table::Table;
-use crate::types::{CallSettings, ConnectSettings, Handle, ReplyInfo};
+use crate::types::{CallSettings, ConnectSettings, End, Handle, ReplyInfo};
 
 static CLIENTS: Table<Client> = Table::new(1, "client");
 static REPLIES: Table<Arc<Reply>> = Table::new(2, "reply");
@@ -193,6 +194,36 @@ pub unsafe extern "C" fn tombolo_wait_any(
             Some(at) => pointer::put("which", which, at).map(|()| Status::Ok),
             None => Ok(Status::Pending),
         }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tombolo_wait_all(
+    client: Handle,
+    tokens: *const u64,
+    count: usize,
+    timeout_ns: u64,
+    ends: *mut End,
+) -> i32 {
+    // SAFETY: as for every export; there are `count` ends.
+    guard(|| unsafe {
+        let tokens: Vec<Token> = pointer::slice("tokens", tokens, count)?.iter().map(|bits| token(*bits)).collect();
+        let client = CLIENTS.get(client.id)?;
+        if count > 0 {
+            // Before anything is waited for, which nobody could be told of.
+            pointer::put("ends", ends, End { status: Status::Pending as i32, refusal: 0, reply: NO_HANDLE })?;
+        }
+        for (at, end) in client.wait_all(&tokens, Duration::from_nanos(timeout_ns)).into_iter().enumerate() {
+            let end = match end.map_err(Failure::from).and_then(|reply| REPLIES.add(Arc::new(reply))) {
+                Ok(id) => End { status: Status::Ok as i32, refusal: 0, reply: Handle { id } },
+                Err(Failure { status, refusal, .. }) => {
+                    End { status: status as i32, refusal: refusal_code(refusal), reply: NO_HANDLE }
+                }
+            };
+            pointer::put("ends", ends.add(at), end)?;
+        }
+        Ok(Status::Ok)
     })
 }
 

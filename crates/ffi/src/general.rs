@@ -40,6 +40,11 @@ pub extern "C" fn tombolo_error_text() -> *const c_char {
 #[unsafe(no_mangle)]
 pub extern "C" fn tombolo_error_refusal() -> i32 {
     let refusal = LAST.try_with(|last| last.borrow().refusal).ok().flatten();
+    refusal_code(refusal)
+}
+
+/// A `tombolo_refusal`.
+pub(crate) fn refusal_code(refusal: Option<Refusal>) -> i32 {
     // `Refusal::ALL` is in the order of the codes, from 1.
     refusal.and_then(|reason| Refusal::ALL.iter().position(|known| *known == reason)).map_or(0, |at| at as i32 + 1)
 }

@@ -14,7 +14,7 @@ use crate::types;
 const HEADER: &str = include_str!("../../../bindings/include/tombolo.h");
 const SOURCES: [&str; 3] = [include_str!("client.rs"), include_str!("general.rs"), include_str!("service.rs")];
 /// How the header writes the source's types; handles are apart.
-const TYPES: [(&str, &str); 21] = [
+const TYPES: [(&str, &str); 22] = [
     ("*const c_char", "const char *"),
     ("*mut c_char", "char *"),
     ("*mut *mut c_void", "void **"),
@@ -26,6 +26,7 @@ const TYPES: [(&str, &str); 21] = [
     ("*const RequestInfo", "const tombolo_request *"),
     ("*mut ReplyInfo", "tombolo_reply_info *"),
     ("*mut Stats", "tombolo_stats *"),
+    ("*mut End", "tombolo_end *"),
     ("*mut AnswerMark", "tombolo_answer *"),
     ("*mut usize", "size_t *"),
     ("*const u64", "const tombolo_token *"),
@@ -143,6 +144,7 @@ fn structs_are_laid_out_as_in_the_source() {
         ("tombolo_connect_options", types::ConnectSettings::layout()),
         ("tombolo_call_options", types::CallSettings::layout()),
         ("tombolo_reply_info", types::ReplyInfo::layout()),
+        ("tombolo_end", types::End::layout()),
         ("tombolo_service_options", types::ServiceSettings::layout()),
         ("tombolo_request", types::RequestInfo::layout()),
         ("tombolo_stats", types::Stats::layout()),

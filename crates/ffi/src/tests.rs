@@ -13,7 +13,7 @@ use crate::general::*;
 use crate::service::*;
 use crate::status::Status;
 use crate::types::{
-    AnswerMark, CallSettings, ConnectSettings, Handle, NONE, ReplyInfo, RequestInfo, ServiceSettings, Stats,
+    AnswerMark, CallSettings, ConnectSettings, End, Handle, NONE, ReplyInfo, RequestInfo, ServiceSettings, Stats,
 };
 
 const NOTHING: Handle = Handle { id: 0 };
@@ -206,7 +206,7 @@ fn read(reply: Handle) -> (u32, Vec<u8>) {
 #[test]
 fn calls_bring_their_replies_of_all_sizes() {
     let world = world(|_| {});
-    for len in [0, 1, 200, 201, 5000, 100_000] {
+    for len in [0, 1, 192, 193, 5000, 100_000] {
         let bytes: Vec<u8> = (0..len).map(|at| at as u8).collect();
         assert_eq!(world.call(&bytes, &call_settings()), Ok((0, bytes)), "{len} bytes");
     }
@@ -264,11 +264,23 @@ fn each_end_of_a_call_has_its_status() {
         is(Status::Cancelled, tombolo_poll(world.client, third, &mut reply));
         assert_eq!(tombolo_error_refusal(), 0);
         is(Status::UnknownCall, tombolo_poll(world.client, third, &mut reply));
+        let (third, fourth) = (world.submit(b"e3"), world.submit(b"e4"));
+        is(Status::Ok, tombolo_cancel(world.client, third));
+        let mut ends = [End { status: 0, refusal: 0, reply: NOTHING }; 3];
+        let all = [fourth, third, 7];
+        is(Status::Ok, tombolo_wait_all(world.client, all.as_ptr(), 3, 20 * SECOND_NS, ends.as_mut_ptr()));
+        let told = ends.map(|end| (end.status, end.refusal, end.reply.id));
+        let (refused, cancelled, unknown) = (Status::Refused, Status::Cancelled, Status::UnknownCall);
+        assert_eq!(told, [(refused as i32, 1, 0), (cancelled as i32, 0, 0), (unknown as i32, 0, 0)]);
+        is(Status::Ok, tombolo_wait_all(world.client, null(), 0, 1, null_mut()));
+        is(Status::Argument, tombolo_wait_all(world.client, all.as_ptr(), 3, 1, null_mut()));
         is(Status::Timeout, tombolo_wait(world.client, blocked, 1, &mut reply));
         let expires = CallSettings { ttl_ns: 1_000_000, ..call_settings() };
         is(Status::Expired, world.call(b"e", &expires).unwrap_err());
         world.gate.open();
-        assert_eq!(world.wait(second), Ok((0, b"e2".to_vec())));
+        is(Status::Ok, tombolo_wait_all(world.client, &second, 1, 20 * SECOND_NS, ends.as_mut_ptr()));
+        assert_eq!(ends[0].status, Status::Ok as i32);
+        assert_eq!(read(ends[0].reply), (0, b"e2".to_vec()));
         is(Status::Ok, tombolo_stop(world.service));
         is(Status::ProviderGone, world.call(b"e", &call_settings()).unwrap_err());
         is(Status::UnknownHandle, tombolo_stop(world.service));

@@ -68,6 +68,12 @@ c_structs! {
         code: u32,
         reserved: u32,
     }
+    /// `tombolo_end`
+    End {
+        status: i32,
+        refusal: i32,
+        reply: Handle,
+    }
     /// `tombolo_service_options`
     ServiceSettings {
         size: u32,
@@ -94,7 +100,8 @@ c_structs! {
         reply_ttl_ns: u64,
         slow_ns: u64,
         order: u32,
-        reserved: u32,
+        max_clients_per_uid: u32,
+        max_bytes_per_uid: u64,
         folder: *const c_char,
     }
     /// `tombolo_request`
@@ -238,6 +245,8 @@ impl ServiceSettings {
             admission: self.admission != 0,
             access: Access { uids: uids.into(), gids: gids.into(), everybody: self.everybody != 0 },
             max_clients: or(self.max_clients as usize, default.max_clients),
+            max_clients_per_uid: or(self.max_clients_per_uid as usize, default.max_clients_per_uid),
+            max_bytes_per_uid: or(self.max_bytes_per_uid, default.max_bytes_per_uid),
             max_entries: or(self.max_entries, default.max_entries),
             max_arena_bytes: or(self.max_arena_bytes, default.max_arena_bytes),
             reply_arena_bytes: bytes(self.reply_arena_bytes, default.reply_arena_bytes),
@@ -247,7 +256,6 @@ impl ServiceSettings {
             slow: duration(self.slow_ns, default.slow),
             polling: polling(self.polling)?,
             folder: folder.map(Into::into),
-            ..default
         })
     }
 }

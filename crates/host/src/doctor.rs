@@ -145,9 +145,9 @@ fn qemu() -> Vec<Finding> {
     };
     let (a, b, c) = qemu.version;
     let mut out = vec![finding("QEMU", machines, Ok(format!("{a}.{b}.{c} at {}", qemu.path.display())))];
-    let emulation = probe::runs_guest(&qemu.path, "tcg");
+    let emulation = probe::emulation(&qemu.path);
     let text = |d: std::time::Duration| format!("a guest of a few instructions ran in {} ms", d.as_millis());
-    let advice = "this QEMU is broken or lacks emulation: install another or name one with $TOMBOLO_QEMU";
+    let advice = "this QEMU is broken or lacks emulation, or the machine is overloaded: try again when it is not, or install another or name one with $TOMBOLO_QEMU";
     out.push(finding("emulation", machines, emulation.map(text).map_err(|e| (Outcome::Missing, e, advice))));
     let kvm = probe::kvm(&qemu.path);
     let works = kvm.is_ok();

@@ -1,13 +1,15 @@
-//! One side of a link with a cell, by the library alone: calls it, or serves it. Try it with `examples/calls.toml`:
+//! One side of a link with a cell, by the library alone: calls it, or serves it. Try it with `examples/calls.toml`, in which
+//! `seats = 1` and `protocol = 0x4002` stand in place of `service`, since that takes the link's one seat for the fabric:
 //!
 //! ```text
 //! cargo run --release -p tombolo-remote --example link_calls -- SOCKET call '6 * 7' 1000   # 1000 calls, one after the other
 //! cargo run --release -p tombolo-remote --example link_calls -- SOCKET serve               # until it is ended
 //! ```
 //!
-//! SOCKET is that of a link with a free seat, or `tcp:ADDRESS:PORT` of a peer that listens.
+//! SOCKET is that of a link with a free seat (`/run/tombolo/calls/calls.link.sock`, where root runs the fabric), or `tcp:ADDRESS:PORT` of a peer that listens.
 //! `call` prints a line of JSON: what the calls ended with, how long they took, and the way alone: without the time at the provider.
 
+use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
 use tombolo_remote::{CallError, CallOptions, Calls, Response, ServeOptions};
@@ -46,7 +48,7 @@ fn call(calls: &Calls, bytes: &[u8], count: u64) -> Result<(), CallError> {
     Ok(())
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+fn run() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let usage = "expected: SOCKET call TEXT [COUNT] | SOCKET serve";
     let (socket, what) = (arguments.first().ok_or(usage)?, arguments.get(1).ok_or(usage)?);
@@ -80,4 +82,14 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         _ => return Err(usage.into()),
     }
     Ok(())
+}
+
+fn main() -> ExitCode {
+    match run() {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("link_calls: {error}");
+            ExitCode::FAILURE
+        }
+    }
 }

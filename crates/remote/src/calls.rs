@@ -77,8 +77,8 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: nobody is there, or it is no peer of calls.
     pub fn connect(to: SocketAddr, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        let stream = TcpStream::connect_timeout(&to, timeout);
-        Calls::over(stream.map_err(|source| RemoteError::Stream { what: "connecting", source })?, timeout, options)
+        let stream = TcpStream::connect_timeout(&to, timeout).map_err(|source| RemoteError::Connect { to, source })?;
+        Calls::over(stream, timeout, options)
     }
 
     /// Over a connection that stands, such as one that a listener took.

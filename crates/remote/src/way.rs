@@ -4,7 +4,7 @@
 //! way, calls under way end at once ([`Session::lost`]). A peer that breaks the protocol has its link reset, or its connection closed.
 
 use std::io::{self, ErrorKind, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -46,6 +46,16 @@ pub enum RemoteError {
     Peers {
         /// How many it can have.
         peers: u32,
+    },
+    /// No connection.
+    #[error(
+        "connecting to {to}: {source}; a peer of calls listens there once it is up, such as the cell `calc` with tcp=PORT"
+    )]
+    Connect {
+        /// Where to.
+        to: SocketAddr,
+        /// The system's answer.
+        source: io::Error,
     },
     /// A TCP connection.
     #[error("{what}: {source}")]

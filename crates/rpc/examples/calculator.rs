@@ -1,9 +1,10 @@
 //! A service that calculates: "2 + 3" is answered by "5". Try it:
 //!
 //! ```text
-//! cargo run -p tombolo-rpc --example calculator &
+//! cargo build --release -p tombolo-rpc --example calculator
+//! target/release/examples/calculator &                    # until it is killed
 //! tombolo call calculator '6 * 7' --deadline 5ms
-//! cargo run -p tombolo-rpc --example calculator -- '1 / 3'
+//! target/release/examples/calculator '1 / 3'
 //! ```
 //!
 //! The same in C, C++ and Python is in bindings/examples; calculator.c there tells the protocol and the arguments.
@@ -15,6 +16,8 @@ use std::time::Duration;
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 
+const USAGE: &str =
+    "expected [--name NAME] [--delay-ms MS] to serve, [--name NAME] [--within-ms MS] [--timeout-ms MS] 'A + B' to call";
 /// The answer's code where the request was no calculation.
 const NOT_UNDERSTOOD: u32 = 1;
 /// The answer's code where there is no result.
@@ -89,19 +92,24 @@ fn call(name: &str, text: &str, options: &CallOptions) -> Result<ExitCode, Box<d
     Ok(ExitCode::from(u8::from(reply.code() != 0)))
 }
 
-fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
+fn milliseconds(text: &str) -> Result<Duration, String> {
+    text.parse().map(Duration::from_millis).map_err(|_| format!("\"{text}\" is no number of milliseconds; {USAGE}"))
+}
+
+fn run() -> Result<ExitCode, Box<dyn std::error::Error>> {
     let (mut name, mut text, mut delay) = (String::from("calculator"), None, Duration::ZERO);
     let mut call_options = CallOptions::within(Duration::from_millis(5));
     let mut words = std::env::args().skip(1);
     while let Some(word) = words.next() {
-        let mut value = || words.next().ok_or(format!("{word}: expected a value"));
+        let mut value = || words.next().ok_or(format!("{word}: expected a value; {USAGE}"));
         match word.as_str() {
             "--name" => name = value()?,
-            "--delay-ms" => delay = Duration::from_millis(value()?.parse()?),
+            "--delay-ms" => delay = milliseconds(&value()?)?,
             "--within-ms" => {
-                call_options.deadline = CallOptions::within(Duration::from_millis(value()?.parse()?)).deadline;
+                call_options.deadline = CallOptions::within(milliseconds(&value()?)?).deadline;
             }
-            "--timeout-ms" => call_options.timeout = Duration::from_millis(value()?.parse()?),
+            "--timeout-ms" => call_options.timeout = milliseconds(&value()?)?,
+            _ if word.starts_with("--") => return Err(format!("{word}: {USAGE}").into()),
             _ => text = Some(word),
         }
     }
@@ -115,4 +123,11 @@ fn main() -> Result<ExitCode, Box<dyn std::error::Error>> {
     loop {
         std::thread::park();
     }
+}
+
+fn main() -> ExitCode {
+    run().unwrap_or_else(|error| {
+        eprintln!("calculator: {error}");
+        ExitCode::from(2)
+    })
 }

@@ -6,9 +6,10 @@
 //! other end (this program again), pins both, and calls in a closed loop. `bench/rpc.py` runs it in turn with the peers' programs and prints
 //! the medians.
 //!
-//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, "adaptive",
+//! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, those named "adaptive",
 //! "outstanding_16" and "loaded" are what a program gets that does not choose how to wait. "order" is one request in and one out while ten thousand wait, without any process: all of what a
-//! service decides, with admission and without, beside the same done by the standard library's heap and tree.
+//! service decides, with admission and without, beside the same done by the standard library's heap and tree. "futex_16" is sixteen under way,
+//! asleep, of indices and wake-ups alone: what the machine leaves of "outstanding_16_asleep".
 
 use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap};
@@ -21,13 +22,16 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use tombolo_bench::{Fallible, Other, Row, closed_loop, option, other_end, pin, ready, until_ended};
-use tombolo_ring::mem::Foreign;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::rpc::INLINE_BYTES;
+use tombolo_ring::rpc::wake::{self, Told, Waker, Word};
 use tombolo_rpc::client::{CallOptions, Client, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::{Late, Next, Order, Rules, Schedule};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::class::{self, Class};
+use tombolo_shm::memory::Mapping;
 use tombolo_shm::{futex, passing, section};
 
 const SHARED_BYTES: u64 = 1 << 30;
@@ -42,8 +46,8 @@ fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
             let word = request.payload().read_array::<8>(0).unwrap_or_default();
             let _ = reply.write(&word);
         }
-        len if len <= 200 => {
-            let mut bytes = [0; 200];
+        len if len <= INLINE_BYTES => {
+            let mut bytes = [0; INLINE_BYTES];
             request.payload().read_into(&mut bytes);
             let _ = reply.write(&bytes[..len]);
         }
@@ -76,10 +80,7 @@ fn other(args: &[String]) -> Fallible<()> {
         }
         "futex" | "spin" => {
             let spins = what == "spin";
-            let (fd, own) = section::make("bench", 4096, true)?;
-            let socket = UnixStream::connect(dir.join("socket"))?;
-            passing::send(&socket, b"x", &[fd.as_fd()], true)?;
-            let peer = section::adopt(receive_fd(&socket)?, 4096, true)?;
+            let (own, peer) = share(&UnixStream::connect(dir.join("socket"))?)?;
             let view = own.view_mut().ok_or("not writable")?;
             ready();
             for n in 1u32.. {
@@ -87,6 +88,16 @@ fn other(args: &[String]) -> Fallible<()> {
                 view.store_u32(0, n, Ordering::Release);
                 if !spins {
                     futex::wake(own.view(), 0);
+                }
+            }
+        }
+        "index" => {
+            let socket = UnixStream::connect(dir.join("socket"))?;
+            let mut indices = Indices::share(&socket)?;
+            ready();
+            loop {
+                for _ in 0..indices.take()? {
+                    indices.send()?;
                 }
             }
         }
@@ -223,12 +234,7 @@ fn word_row(name: &str, what: &str, cpus: (usize, usize), calls: usize) -> Falli
     let dir = tempfile::tempdir()?;
     pin(cpus.0);
     let spins = what == "spin";
-    let ((own, peer), mut other) = connected(what, cpus.1, dir.path(), |socket| {
-        let (fd, own) = section::make("bench", 4096, true)?;
-        let peer = section::adopt(receive_fd(socket)?, 4096, true)?;
-        passing::send(socket, b"x", &[fd.as_fd()], true)?;
-        Ok((own, peer))
-    })?;
+    let ((own, peer), mut other) = connected(what, cpus.1, dir.path(), share)?;
     let view = own.view_mut().ok_or("not writable")?;
     let mut n = 0u32;
     closed_loop(name, calls, Some(&mut other), || {
@@ -240,6 +246,104 @@ fn word_row(name: &str, what: &str, cpus: (usize, usize), calls: usize) -> Falli
         until(peer.view(), n, spins);
         Ok(())
     })
+}
+
+/// Memory of ours, and of the other end, which does the same.
+fn share(socket: &UnixStream) -> Fallible<(Mapping, Mapping)> {
+    let (fd, own) = section::make("bench", 4096, true)?;
+    passing::send(socket, b"x", &[fd.as_fd()], true)?;
+    Ok((own, section::adopt(receive_fd(socket)?, 4096, true)?))
+}
+
+/// A word of ours that the other end sees.
+struct OwnWord<'m>(ForeignMut<'m>, usize);
+/// A word of the other end's.
+struct PeerWord<'m>(Foreign<'m>, usize);
+
+impl Word for OwnWord<'_> {
+    fn load(&self, order: Ordering) -> u32 {
+        self.0.as_foreign().load_u32(self.1, order).unwrap_or(0)
+    }
+    fn store(&self, value: u32, order: Ordering) {
+        self.0.store_u32(self.1, value, order);
+    }
+}
+
+impl Word for PeerWord<'_> {
+    fn load(&self, order: Ordering) -> u32 {
+        self.0.load_u32(self.1, order).unwrap_or(0)
+    }
+    fn store(&self, _: u32, _: Ordering) {}
+}
+
+/// Calls without anything but their wake-ups: an index each way, and the word that says who sleeps. What is left when a call has no payload,
+/// no order, no time and no owner.
+struct Indices {
+    own: Mapping,
+    peer: Mapping,
+    sent: u32,
+    seen: u32,
+    waker: Waker,
+    told: Told,
+}
+
+impl Indices {
+    const INDEX: usize = 0;
+    const WAKE: usize = 128;
+
+    fn share(socket: &UnixStream) -> Fallible<Indices> {
+        let (own, peer) = share(socket)?;
+        Ok(Indices { own, peer, sent: 0, seen: 0, waker: Waker::default(), told: Told::default() })
+    }
+
+    fn send(&mut self) -> Fallible<()> {
+        self.sent = self.sent.wrapping_add(1);
+        let own = self.own.view_mut().ok_or("not writable")?;
+        wake::publish(&OwnWord(own, Self::INDEX), self.sent);
+        if self.waker.wanted(&PeerWord(self.peer.view(), Self::WAKE), self.sent) {
+            futex::wake(self.own.view(), Self::INDEX);
+        }
+        Ok(())
+    }
+
+    /// How many have come since the last time; sleeps at once while there are none.
+    fn take(&mut self) -> Fallible<u32> {
+        let own = OwnWord(self.own.view_mut().ok_or("not writable")?, Self::WAKE);
+        let index = PeerWord(self.peer.view(), Self::INDEX);
+        loop {
+            let come = wake::available(&index).wrapping_sub(self.seen);
+            if come > 0 {
+                self.seen = self.seen.wrapping_add(come);
+                self.told.took_some(&own, self.seen, 16);
+                return Ok(come);
+            }
+            if self.told.arm(&own, self.seen, &index) == self.seen {
+                futex::wait(self.peer.view(), Self::INDEX, self.seen, Duration::from_secs(1));
+            }
+        }
+    }
+}
+
+/// As `outstanding_row`, of indices alone.
+fn index_row(name: &str, calls: usize) -> Fallible<()> {
+    let dir = tempfile::tempdir()?;
+    pin(0);
+    let (mut indices, mut other) = connected("index", 1, dir.path(), Indices::share)?;
+    let mut run = |calls: usize| -> Fallible<()> {
+        let (mut sent, mut taken) = (0, 0);
+        while taken < calls {
+            while sent < calls && sent - taken < 16 {
+                indices.send()?;
+                sent += 1;
+            }
+            taken += indices.take()? as usize;
+        }
+        Ok(())
+    };
+    run(calls / 5)?;
+    let row = Row::begin(name, calls, Some(&mut other))?;
+    run(calls)?;
+    row.end(Some(&mut other))
 }
 
 fn unix_row(name: &str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
@@ -353,8 +457,10 @@ fn main() -> Fallible<()> {
         ("spin", Box::new(move |name| word_row(name, "spin", (0, 1), 10 * calls))),
         ("polled", call("polled", (0, 1), 64, 10 * calls)),
         ("copy_64k", call("blocking", (0, 1), 64 << 10, calls / 2)),
+        ("copy_64k_adaptive", call("adaptive", (0, 1), 64 << 10, calls / 2)),
         ("shared_1gib", Box::new(move |_| shared_row(calls / 2))),
         ("outstanding_16", Box::new(move |name| outstanding_row(name, "adaptive", 20 * calls))),
+        ("futex_16", Box::new(move |name| index_row(name, 20 * calls))),
         ("outstanding_16_asleep", Box::new(move |name| outstanding_row(name, "blocking", 20 * calls))),
         ("loaded", Box::new(move |name| loaded_row(name, "adaptive", true, 5 * calls))),
         ("loaded_asleep", Box::new(move |name| loaded_row(name, "blocking", true, calls))),

@@ -2,25 +2,31 @@
 //!
 //! `$TOMBOLO_RUNTIME/services/NAME`, else `/run/tombolo/services/NAME` for root and `$XDG_RUNTIME_DIR/tombolo/services/NAME` for
 //! others. A service lives as long as somebody listens on its socket: a socket whose listener was killed refuses
-//! connections, and is replaced by the next service of that name and removed by whoever lists the services.
+//! connections, and is replaced by the next service of that name and removed by whoever lists the services. So is one whose listener's process
+//! has ended, and only a child that it forked keeps it open. What is no socket is nobody's service, and left alone.
 //!
 //! Two that register one name at a time, or one that removes a stale socket while another replaces it, are kept apart by a
-//! lock on the folder, which the kernel releases however its holder ends. A socket is bound under another name and renamed, so
+//! lock on the folder, which the kernel releases however its holder ends; nobody waits for it for longer than [`LOCKED`], since
+//! whoever can read the folder can hold it. A socket is bound under another name and renamed, so
 //! that whoever finds the name finds a listener.
 
 use std::fs::{self, File};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::fs::{FlockOperation, flock};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
 
+use crate::process;
+
 const MAX_NAME_BYTES: usize = 64;
+/// How long the folder's lock is waited for: it is held for a few system calls.
+const LOCKED: Duration = Duration::from_secs(2);
 
 /// Why a service's socket could not be used.
 #[derive(Debug, thiserror::Error)]
@@ -101,23 +107,41 @@ pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, FolderErr
         let socket = new_socket(SocketFlags::empty())?;
         set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
         connect(&socket, &address)?;
-        Ok(socket)
+        // Nobody accepts what a child of the listener keeps open.
+        if process::has_ended(&socket) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
     })();
     tried.map_err(|e: Errno| system("connecting to", path)(e.into()))
 }
 
-/// Nobody listens on this socket, and nobody will: its listener has gone.
+/// It is a socket, nobody listens on it, and nobody will: its listener has gone. The kernel refuses connections to what is no socket by
+/// the same word.
 fn is_stale(path: &Path) -> bool {
+    if !fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket()) {
+        return false;
+    }
     let Ok(address) = address(path) else { return false };
     // Non-blocking: a listener whose queue is full is a listener.
-    new_socket(SocketFlags::NONBLOCK).is_ok_and(|probe| connect(&probe, &address) == Err(Errno::CONNREFUSED))
+    new_socket(SocketFlags::NONBLOCK).is_ok_and(|probe| match connect(&probe, &address) {
+        Ok(()) => process::has_ended(&probe),
+        Err(error) => error == Errno::CONNREFUSED,
+    })
 }
 
 /// The lock that keeps changes of the folder apart; released when dropped.
 fn lock(folder: &Path) -> Result<File, FolderError> {
     let file = File::open(folder).map_err(system("opening", folder))?;
-    flock(&file, FlockOperation::LockExclusive).map_err(|e| system("locking", folder)(e.into()))?;
-    Ok(file)
+    let end = Instant::now() + LOCKED;
+    loop {
+        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
+            Ok(()) => return Ok(file),
+            Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+            Err(Errno::WOULDBLOCK) => {
+                let held = format!("another process has held its lock (flock) for {LOCKED:?}; end that one");
+                return Err(system("locking", folder)(io::Error::new(io::ErrorKind::WouldBlock, held)));
+            }
+            Err(error) => return Err(system("locking", folder)(error.into())),
+        }
+    }
 }
 
 /// The socket that a service listens on. Its name goes when this is dropped, unless somebody else has it by then.
@@ -141,8 +165,14 @@ impl Listener {
         let mut builder = fs::DirBuilder::new();
         builder.recursive(true).mode(0o755).create(folder).map_err(system("creating", folder))?;
         let _lock = lock(folder)?;
-        if path.exists() && !is_stale(&path) {
-            return Err(FolderError::Running(name.into()));
+        if let Ok(there) = fs::symlink_metadata(&path) {
+            if !there.file_type().is_socket() {
+                let why = "it is no socket, expected one or nothing; move it away, or register another name";
+                return Err(system("taking the name of", &path)(io::Error::new(io::ErrorKind::AlreadyExists, why)));
+            }
+            if !is_stale(&path) {
+                return Err(FolderError::Running(name.into()));
+            }
         }
         let new = folder.join(format!(".{name}.{}", std::process::id()));
         // Left by a process of our number that was killed between the two steps.
@@ -169,6 +199,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
+        // Where it is not to be had: nobody replaces a socket that still listens, as ours does.
         let _lock = lock(&self.folder);
         if file_of(&self.path) == Some(self.file) {
             let _ = fs::remove_file(&self.path);
@@ -184,12 +215,12 @@ pub fn list(folder: &Path) -> Vec<String> {
         let Ok(name) = entry.file_name().into_string() else { continue };
         let path = entry.path();
         if is_stale(&path) {
-            let _lock = lock(folder);
+            let locked = lock(folder);
             // Again, under the lock: it may have been replaced.
-            if is_stale(&path) {
+            if locked.is_ok() && is_stale(&path) {
                 let _ = fs::remove_file(&path);
             }
-        } else if socket_path(folder, &name).is_ok() {
+        } else if socket_path(folder, &name).is_ok() && fs::metadata(&path).is_ok_and(|m| m.file_type().is_socket()) {
             names.push(name);
         }
     }
@@ -240,6 +271,33 @@ mod tests {
         assert!(!dir.path().join("b").exists(), "listing clears what is stale");
         drop(replaced);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn what_is_no_socket_is_neither_replaced_nor_cleared() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |name: &str| dir.path().join(name);
+        fs::write(at("notes"), "precious").unwrap();
+        fs::create_dir(at("folder")).unwrap();
+        std::os::unix::fs::symlink(at("nowhere"), at("link")).unwrap();
+        assert_eq!(list(dir.path()), [""; 0]);
+        for name in ["notes", "folder", "link"] {
+            let error = Listener::bind(dir.path(), name, 0o600).unwrap_err().to_string();
+            assert!(error.contains("no socket") && error.contains(name), "{error}");
+            assert!(fs::symlink_metadata(at(name)).is_ok(), "{name} is gone");
+        }
+        assert_eq!(fs::read_to_string(at("notes")).unwrap(), "precious");
+    }
+
+    #[test]
+    fn whoever_holds_the_lock_keeps_nobody_for_ever() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        let _held = lock(dir.path()).unwrap();
+        let error = Listener::bind(dir.path(), "b", 0o600).unwrap_err().to_string();
+        assert!(error.contains("lock"), "{error}");
+        drop(listener);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "its own name goes all the same");
     }
 
     #[test]

@@ -17,6 +17,7 @@ pub mod folder;
 pub mod histogram;
 mod message;
 pub mod poll;
+mod process;
 pub mod provider;
 mod quota;
 pub mod shared;

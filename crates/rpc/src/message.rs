@@ -202,9 +202,9 @@ mod tests {
 
     #[test]
     fn messages_are_these_bytes() {
-        let hello = b"\x01\0\0\0\x01\0\0\0TMBLRPC\x01\x40\0\0\0\0\0\0\0\0\0\x10\0\0\0\0\0";
+        let hello = b"\x01\0\0\0\x02\0\0\0TMBLRPC\x02\x40\0\0\0\0\0\0\0\0\0\x10\0\0\0\0\0";
         assert_eq!(all()[0].encode(), hello);
-        let welcome = b"\x11\0\0\0\x01\0\0\0\0\x10\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\x80\0\0\0\0\x03\0\0\0";
+        let welcome = b"\x11\0\0\0\x02\0\0\0\0\x10\0\0\0\0\0\0\x05\0\0\0\0\0\0\0\0\0\0\x80\0\0\0\0\x03\0\0\0";
         assert_eq!(all()[4].encode(), welcome);
         assert_eq!(all()[2].encode(), b"\x03\0\0\0\x03\0\0\0\0\0\0\x40\0\0\0\0");
         for message in all() {
@@ -224,8 +224,8 @@ mod tests {
         assert_eq!(Message::parse(&[5, 0, 0, 0]), Err(Malformed::Bytes));
         assert_eq!(Message::parse(&[18, 0, 0, 0, 0xff]), Err(Malformed::Bytes));
         let mut other = all()[0].encode();
-        other[4] = 2;
-        assert_eq!(Message::parse(&other), Err(Malformed::Version(2)));
+        other[4] = VERSION as u8 + 1;
+        assert_eq!(Message::parse(&other), Err(Malformed::Version(VERSION + 1)));
         let mut other = all()[0].encode();
         other[8] = b'X';
         assert_eq!(Message::parse(&other), Err(Malformed::Bytes));

@@ -57,7 +57,7 @@ fn payloads_of_every_size_come_back_as_they_went() {
     let dir = tempfile::tempdir().unwrap();
     let _service = Service::register("s", options(dir.path()), echo).unwrap();
     let client = connect(dir.path());
-    for len in [0, 1, 64, 199, 200, 201, 512, 4096, 65_536, 1 << 20] {
+    for len in [0, 1, 64, 191, 192, 193, 512, 4096, 65_536, 1 << 20] {
         let bytes: Vec<u8> = (0..len).map(|i| (i * 7 + len) as u8).collect();
         let reply = client.call(&bytes, &CallOptions::default()).unwrap_or_else(|e| panic!("{len} bytes: {e}"));
         assert_eq!(reply.to_vec().unwrap(), bytes, "{len} bytes");
@@ -327,12 +327,14 @@ fn a_reply_that_is_held_too_long_is_taken_back_and_said_so() {
     let service = Service::register("s", short, echo).unwrap();
     let client = connect(dir.path());
     let reply = client.call(&[1; 5000], &CallOptions::default()).unwrap();
-    until("it is taken back", || {
-        // Only a service that serves looks at what is held.
+    until("it is taken back while calls are served", || {
         client.call(b"x", &CallOptions::default()).unwrap();
         service.report().reclaimed_replies == 1
     });
     assert!(!reply.is_current());
+    let second = client.call(&[1; 5000], &CallOptions::default()).unwrap();
+    until("it is taken back while nothing is served", || service.report().reclaimed_replies == 2);
+    assert!(!second.is_current());
     assert!(matches!(reply.to_vec(), Err(CallError::Reclaimed)));
 }
 
@@ -625,10 +627,16 @@ fn options_that_make_no_sense_are_refused() {
         Options { workers: 0, ..options(dir.path()) },
         Options { max_entries: 5000, ..options(dir.path()) },
         Options { reply_arena_bytes: 5000, ..options(dir.path()) },
+        Options { reply_arena_bytes: 128 << 20, ..options(dir.path()) },
         Options { class: WorkerClass::Fifo(100), ..options(dir.path()) },
         Options { queue_bound: 0, ..options(dir.path()) },
     ] {
         assert!(Service::register("s", wrong, echo).is_err());
+    }
+    let class = WorkerClass::Deadline;
+    for budget in [Duration::from_nanos(1000), Duration::from_millis(11)] {
+        let error = Service::register("s", Options { class, budget, ..options(dir.path()) }, echo).unwrap_err();
+        assert!(error.to_string().contains("to the period"), "{error}");
     }
     let _service = Service::register("s", Options { max_clients: 1, ..options(dir.path()) }, echo).unwrap();
     assert!(Service::register("s", options(dir.path()), echo).is_err(), "the name is taken");

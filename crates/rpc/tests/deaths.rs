@@ -3,12 +3,14 @@
 //! The children are this test program again: `child` runs only where the environment says what it is to be.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
+use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, pidfd_getfd, pidfd_open, setrlimit};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
@@ -116,6 +118,13 @@ fn child() {
         say("ready");
         sleep_for_ever();
     }
+    if role == "provider with few descriptors" {
+        let few = Rlimit { current: Some(32), maximum: Some(32) };
+        setrlimit(Resource::Nofile, few).unwrap();
+        let _service = Service::register("s", options(dir), serve).unwrap();
+        say("ready");
+        sleep_for_ever();
+    }
     let client = connect(dir);
     let call = CallOptions::default();
     let (large, buffer) = (vec![5; 50_000], SharedBuffer::new(1 << 20, false).unwrap());
@@ -158,6 +167,42 @@ fn child() {
     }
     say("ready");
     sleep_for_ever();
+}
+
+/// All descriptors of a process, as a child that it forks has them: open for as long as these are.
+fn inherited(pid: u32) -> Vec<OwnedFd> {
+    let process = pidfd_open(Pid::from_raw(pid as i32).unwrap(), PidfdFlags::empty()).unwrap();
+    let numbers = std::fs::read_dir(format!("/proc/{pid}/fd")).unwrap();
+    let numbers = numbers.map(|entry| entry.unwrap().file_name().to_str().unwrap().parse().unwrap());
+    // The descriptor by which our own folder is read is closed by now.
+    numbers.filter_map(|number| pidfd_getfd(&process, number, PidfdGetfdFlags::empty()).ok()).collect()
+}
+
+/// Who connects and says nothing.
+fn stranger(dir: &Path) -> OwnedFd {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, socket_with};
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    rustix::net::connect(&socket, &SocketAddrUnix::new(dir.join("s")).unwrap()).unwrap();
+    socket
+}
+
+/// Clock ticks for which the thread of that name has run.
+fn ticks(name: &str) -> u64 {
+    let tasks = std::fs::read_dir("/proc/self/task").unwrap();
+    let stats = tasks.filter_map(|task| std::fs::read_to_string(task.unwrap().path().join("stat")).ok());
+    let ticks = stats.filter(|stat| stat.contains(&format!("({name})"))).map(|stat| {
+        let fields: Vec<&str> = stat.rsplit_once(')').unwrap().1.split_whitespace().collect();
+        fields[11].parse::<u64>().unwrap() + fields[12].parse::<u64>().unwrap()
+    });
+    ticks.sum()
+}
+
+/// The thread of that name sleeps, or nearly so: of 30 ticks it runs for 10 at most.
+fn assert_rests(name: &str) {
+    let before = ticks(name);
+    std::thread::sleep(Duration::from_millis(300));
+    let ran = ticks(name) - before;
+    assert!(ran <= 10, "{name} ran for {ran} of 30 ticks");
 }
 
 /// Whether nothing is held that was not held before.
@@ -349,4 +394,94 @@ fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
     assert_eq!(folder::list(dir.path()), [""; 0]);
     assert_eq!(std::fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
     until("all is given back", || is_given_back(before));
+}
+
+#[test]
+fn a_killed_provider_is_told_of_and_followed_also_while_a_child_of_its_keeps_its_sockets() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let mut provider = Killed::start("provider", dir.path());
+    provider.says("ready");
+    let client = connect(dir.path());
+    let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+    let token = client.submit(b"h", &call).unwrap();
+    provider.says("serving");
+    let kept = inherited(provider.child.id());
+    assert!(kept.len() > 5, "{kept:?}");
+    let killed = Instant::now();
+    provider.kill();
+    assert!(matches!(client.wait(token, PATIENCE), Err(CallError::ProviderGone)));
+    assert!(killed.elapsed() < PATIENCE / 10, "told at once: {:?}", killed.elapsed());
+    // Also before anybody has waited for the dead process.
+    let error = Client::connect_with("s", &connect_options(dir.path())).unwrap_err();
+    assert!(matches!(error, ConnectError::NoService { .. }), "{error}");
+    assert_eq!(folder::list(dir.path()), [""; 0]);
+    drop(provider);
+    let _next = Service::register("s", options(dir.path()), serve).unwrap();
+    assert!(connect(dir.path()).call(b"x", &call).is_ok());
+    assert_rests("tombolo-rpc-lif");
+    drop(kept);
+}
+
+#[test]
+fn a_killed_client_is_forgotten_also_while_a_child_of_its_keeps_its_sockets() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::register("s", options(dir.path()), serve).unwrap();
+    let before = held();
+    for role in ["connected", "replied", "shared"] {
+        let mut child = Killed::start(role, dir.path());
+        child.says("ready");
+        let kept = inherited(child.child.id());
+        child.kill();
+        until("the client is forgotten", || service.report().clients == 0);
+        drop((child, kept));
+        until(&format!("{role}: all is given back"), || is_given_back(before));
+    }
+}
+
+#[test]
+fn connections_that_end_while_a_forked_child_has_them_too_keep_no_thread_busy() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let service = Service::register("s", options(dir.path()), serve).unwrap();
+    // Both ends are in this process, and so would both be in its child.
+    let client = connect(dir.path());
+    assert!(client.call(b"x", &CallOptions::default()).is_ok());
+    let kept = inherited(std::process::id());
+    drop(client);
+    until("the client is forgotten", || service.report().clients == 0);
+    assert_rests("tombolo-rpc-lif");
+    assert_rests("s-control");
+    assert!(connect(dir.path()).call(b"x", &CallOptions::default()).is_ok());
+    drop(kept);
+}
+
+#[test]
+fn a_service_without_descriptors_says_so_and_goes_on() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let mut provider = Killed::start("provider with few descriptors", dir.path());
+    provider.says("ready");
+    let call = CallOptions::default();
+    let mut clients = vec![connect(dir.path())];
+    let refused = loop {
+        match Client::connect_with("s", &connect_options(dir.path())) {
+            Ok(client) => clients.push(client),
+            Err(error) => break error,
+        }
+        assert!(clients.len() < 32);
+    };
+    assert!(matches!(refused, ConnectError::Refused(_)), "{refused}");
+    // Strangers, who say nothing, take a descriptor each: in the end there is none to accept one with.
+    let strangers: Vec<_> = (0..8).map(|_| stranger(dir.path())).collect();
+    for _ in 0..8 {
+        let error = Client::connect_with("s", &connect_options(dir.path())).unwrap_err().to_string();
+        assert!(error.contains("as many files open as it may"), "{error}");
+    }
+    assert!(clients[0].call(b"x", &call).is_ok(), "who is there is served");
+    drop(strangers);
+    clients.truncate(1);
+    until("places come back", || Client::connect_with("s", &connect_options(dir.path())).is_ok());
+    assert!(clients[0].call(b"x", &call).is_ok());
 }

@@ -8,14 +8,14 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
-use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use rustix::fs::{MemfdFlags, SealFlags, ftruncate, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::*;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
 use tombolo_ring::rpc::ring::{Consumer, Producer};
 use tombolo_ring::rpc::wake::lag;
-use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, WAKE, initialise};
+use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED, Role, VERSION, WAKE, initialise};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
@@ -71,8 +71,8 @@ fn dial(dir: &Path) -> OwnedFd {
 }
 
 fn hello(entries: u32, arena_bytes: u64) -> Vec<u8> {
-    let mut bytes = u32s(&[1, 1]);
-    bytes.extend_from_slice(b"TMBLRPC\x01");
+    let mut bytes = u32s(&[1, VERSION]);
+    bytes.extend_from_slice(b"TMBLRPC\x02");
     bytes.extend(u32s(&[entries, 0]));
     bytes.extend_from_slice(&arena_bytes.to_le_bytes());
     bytes
@@ -96,7 +96,7 @@ impl Raw {
         let socket = dial(dir);
         send(&socket, &hello(8, 4096), &[fd.as_fd()]);
         let (welcome, fds) = receive(&socket);
-        assert_eq!(&welcome[..8], &u32s(&[17, 1])[..], "{}", String::from_utf8_lossy(&welcome));
+        assert_eq!(&welcome[..8], &u32s(&[17, VERSION])[..], "{}", String::from_utf8_lossy(&welcome));
         let arena = u64::from_le_bytes(welcome[8..16].try_into().unwrap());
         let peer_geometry = Geometry::new(8, arena).unwrap();
         let [section_fd, bell] = <[OwnedFd; 2]>::try_from(fds).unwrap();
@@ -248,7 +248,7 @@ fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
             raw.ask(0, Payload::Arena { offset: 1, len: u64::MAX, block: 0, generation: 0 })
         }),
         ("an inline payload that is too long", |raw, first| {
-            raw.own().write_array(first + 32, 201u64.to_le_bytes()).unwrap();
+            raw.own().write_array(first + 32, 193u64.to_le_bytes()).unwrap();
             raw.own().write_array(first + 48, [1, 0]).unwrap();
             raw.own().store_u32(PUBLISHED, 1, Ordering::Release).unwrap();
             raw.ring();
@@ -364,7 +364,7 @@ fn hostile_provider(dir: &Path, act: impl FnOnce(OwnedFd) + Send + 'static) -> s
 }
 
 fn welcome(arena_bytes: u64) -> Vec<u8> {
-    let mut bytes = u32s(&[17, 1]);
+    let mut bytes = u32s(&[17, VERSION]);
     for value in [arena_bytes, 0, 1 << 30] {
         bytes.extend_from_slice(&value.to_le_bytes());
     }
@@ -395,6 +395,14 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
         ("asks for a huge arena", |socket| {
             let (fd, _own) = section::make("hostile", 4096, false).unwrap();
             send(&socket, &welcome(1 << 50), &[fd.as_fd(), fd.as_fd()]);
+        }),
+        ("makes the client fault in a huge arena", |socket| {
+            // As large as it says, and without a page of its own.
+            let geometry = Geometry::new(8, 1 << 40).unwrap();
+            let (fd, own) = section::make("hostile", geometry.section_bytes(), false).unwrap();
+            initialise(own.view_mut().unwrap(), geometry, Role::Provider);
+            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(1 << 40), &[fd.as_fd(), bell.as_fd()]);
         }),
         ("sends a short section", |socket| {
             let (fd, _own) = section::make("hostile", 4096, false).unwrap();
@@ -427,6 +435,9 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
         match what {
             "closes" => assert!(matches!(error, ConnectError::Gone), "{what}: {error}"),
             "says nothing" => assert!(matches!(error, ConnectError::Silent(_)), "{what}: {error}"),
+            "makes the client fault in a huge arena" => {
+                assert!(matches!(error, ConnectError::Protocol(_)), "{what}: {error}")
+            }
             _ => {}
         }
         provider.join().unwrap();
@@ -459,18 +470,16 @@ fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 's
     })
 }
 
+/// Says that the first request of a connection is served.
+fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
+    let mut answers = Producer::<Answer>::default();
+    answers.push(ends, &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload }, &[]);
+    let _ = answers.publish(ends);
+}
+
 #[test]
 fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
     let dir = tempfile::tempdir().unwrap();
-    fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
-        let mut answers = Producer::<Answer>::default();
-        answers.push(
-            ends,
-            &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload },
-            &[],
-        );
-        let _ = answers.publish(ends);
-    }
     type Act = fn(Ends<'_>, Token, &OwnedFd);
     type Check = fn(&CallError) -> bool;
     let cases: Vec<(&str, Act, Check)> = vec![
@@ -534,6 +543,34 @@ fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
         drop(client);
         provider.join().unwrap();
     }
+}
+
+/// Hands over memory of that size, without a page of its own.
+fn share_sparse(socket: &OwnedFd, number: u32, bytes: u64) {
+    let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    ftruncate(&fd, bytes).unwrap();
+    rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).unwrap();
+    let mut share = u32s(&[3, number]);
+    share.extend_from_slice(&bytes.to_le_bytes());
+    send(socket, &share, &[fd.as_fd()]);
+}
+
+#[test]
+fn a_reply_longer_than_all_memory_is_no_crash() {
+    let dir = tempfile::tempdir().unwrap();
+    const BYTES: u64 = 1 << 44;
+    let provider = answering(dir.path(), |ends, token, socket| {
+        share_sparse(socket, 3, BYTES);
+        answer(ends, token, Payload::Shared { memory: 3, offset: 0, len: BYTES });
+    });
+    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let reply = client.call(b"x", &CallOptions::default()).unwrap();
+    assert_eq!(reply.len() as u64, BYTES);
+    let error = reply.to_vec().unwrap_err();
+    assert!(matches!(error, CallError::Memory(_)), "{error}");
+    assert_eq!(reply.copy_to(&mut [1; 10]).unwrap(), 10, "a part of it can be read");
+    drop((reply, client));
+    provider.join().unwrap();
 }
 
 #[test]
@@ -651,7 +688,7 @@ fn the_groups_of_which_a_caller_is_a_member_count() {
     // Asks for the report, and prints the kind of the answer: 19 is the report, 18 a refusal.
     let ask = "import socket, struct, sys\n\
         s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET); s.connect(sys.argv[1])\n\
-        try: s.send(struct.pack('<II', 2, 1) + b'TMBLRPC\\x01')\n\
+        try: s.send(struct.pack('<II', 2, 2) + b'TMBLRPC\\x02')\n\
         except OSError: pass\n\
         while True:\n\
         \x20try: answer = s.recv(65536)\n\

@@ -6,7 +6,7 @@
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, ftruncate, memfd_create};
 use rustix::io::Errno;
-use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap};
+use rustix::mm::{Advice, MapFlags, ProtFlags, madvise, mmap, mmap_anonymous, munmap};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -120,6 +120,24 @@ impl Mapping {
     /// [`MemoryError::Shape`], else the kernel's.
     pub fn of_device(fd: impl AsFd, offset: u64, bytes: u64) -> Result<Mapping, MemoryError> {
         Self::map(fd, offset, bytes, true)
+    }
+
+    /// Zeroed memory of this process alone, which a forked child finds zeroed again (`MADV_WIPEONFORK`).
+    ///
+    /// # Errors
+    /// [`MemoryError::Shape`], else the kernel's.
+    pub fn wiped_on_fork(bytes: u64) -> Result<Mapping, MemoryError> {
+        let system = |what| move |source| MemoryError::System { what, bytes, source };
+        let len = Self::shape(0, bytes)?;
+        // SAFETY: a new mapping at an address that the kernel chooses; no existing memory is touched.
+        let start =
+            unsafe { mmap_anonymous(std::ptr::null_mut(), len, ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE) };
+        let start =
+            NonNull::new(start.map_err(system("mmap"))?.cast()).ok_or(MemoryError::Shape { offset: 0, bytes })?;
+        let mapping = Mapping { start, len, writable: true };
+        // SAFETY: start and len are those of a live mapping; the advice is for children and changes no byte of it here.
+        unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }.map_err(system("madvise"))?;
+        Ok(mapping)
     }
 
     /// Length in bytes.

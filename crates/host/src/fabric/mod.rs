@@ -23,6 +23,8 @@ mod capture;
 mod drive;
 mod machine;
 mod network;
+#[cfg(test)]
+mod planted;
 mod ports;
 mod report;
 mod services;

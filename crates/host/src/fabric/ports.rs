@@ -321,50 +321,13 @@ fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::planted::{Planted, PlantedPort};
     use super::*;
     use std::os::unix::net::UnixStream;
     use tombolo_port::worker::{WorkerConfig, WorkerThread};
-    use tombolo_switch::Nanos;
-    use tombolo_switch::drop::Drops;
-    use tombolo_switch::frame::Batch;
     use tombolo_switch::mac::MacSettings;
-    use tombolo_switch::port::{Caps, Fault, Link, Sent};
+    use tombolo_switch::port::Link;
     use tombolo_testing::until;
-
-    /// A real port with a bug planted before it.
-    struct Planted(Box<dyn Port>);
-
-    impl Port for Planted {
-        fn kind(&self) -> &'static str {
-            self.0.kind()
-        }
-        fn link(&self) -> Link {
-            Link::Down
-        }
-        fn caps(&self) -> Caps {
-            Caps::plain(1500)
-        }
-        fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
-            panic!("planted");
-        }
-        fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
-            Ok(0)
-        }
-        fn release(&mut self) -> Result<(), Fault> {
-            Ok(())
-        }
-        fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
-            Ok(Sent::default())
-        }
-        fn flush(&mut self) -> Result<(), Fault> {
-            Ok(())
-        }
-        fn arm(&mut self) -> Result<bool, Fault> {
-            Ok(false)
-        }
-        fn disarm(&mut self) {}
-        fn reset(&mut self, _: &Fault) {}
-    }
 
     #[test]
     fn a_port_in_which_a_bug_showed_is_open_again_to_its_peers_next_connection() {
@@ -383,7 +346,10 @@ mod tests {
             let plan = PortPlan { name, network: network_name, attachment, guard: None, mtu: 1500, machine: None };
             let reserved = handle.reserve().unwrap();
             let (token, registration) = (reserved.token(), thread.registration(&reserved));
-            let port = Box::new(Planted(attach(&plan, registration.clone()).unwrap()));
+            // The real one has its socket, behind a bug.
+            let real = attach(&plan, registration.clone()).unwrap();
+            let (kind, shows) = (real.kind(), Planted::Bug("planted"));
+            let port = Box::new(PlantedPort { kind, link: Link::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
             let remake = anew(&plan, registration);
             let counters =

@@ -287,52 +287,15 @@ impl Running {
 
 #[cfg(test)]
 mod tests {
+    use super::super::planted::{Planted, PlantedPort};
     use super::*;
     use std::time::{Duration, Instant};
     use tombolo_port::worker::{WorkerConfig, WorkerThread};
-    use tombolo_switch::Nanos;
     use tombolo_switch::control::PortSettings;
-    use tombolo_switch::drop::Drops;
-    use tombolo_switch::frame::Batch;
     use tombolo_switch::mac::MacSettings;
-    use tombolo_switch::port::{Fault, FaultKind, Port, Sent};
 
-    /// A port with a bug, or with a peer that breaks the rules.
-    struct Bad {
-        bug: bool,
-    }
-
-    impl Port for Bad {
-        fn kind(&self) -> &'static str {
-            "gateway"
-        }
-        fn link(&self) -> Link {
-            Link::Up
-        }
-        fn caps(&self) -> Caps {
-            Caps::plain(1500)
-        }
-        fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
-            assert!(!self.bug, "table is empty");
-            Err(Fault { kind: FaultKind::Protocol, detail: "no such word".into() })
-        }
-        fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
-            Ok(0)
-        }
-        fn release(&mut self) -> Result<(), Fault> {
-            Ok(())
-        }
-        fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
-            Ok(Sent::default())
-        }
-        fn flush(&mut self) -> Result<(), Fault> {
-            Ok(())
-        }
-        fn arm(&mut self) -> Result<bool, Fault> {
-            Ok(false)
-        }
-        fn disarm(&mut self) {}
-        fn reset(&mut self, _: &Fault) {}
+    fn bad(shows: Planted) -> Box<PlantedPort> {
+        Box::new(PlantedPort { kind: "gateway", link: Link::Up, shows, _holds: None })
     }
 
     #[test]
@@ -351,16 +314,18 @@ mod tests {
         let handle = thread.handle();
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
         let mut tokens = Vec::new();
-        for (name, bug) in [("gateway-lan", true), ("peer", false)] {
+        for (name, shows) in [("gateway-lan", Planted::Bug("table is empty")), ("peer", Planted::Fault("no such word"))]
+        {
             let reserved = handle.reserve().unwrap();
             let registration = thread.registration(&reserved);
             tokens.push(reserved.token());
-            handle.add_port(reserved, network, name, Box::new(Bad { bug }), PortSettings::default()).unwrap();
+            handle.add_port(reserved, network, name, bad(shows), PortSettings::default()).unwrap();
             registration.wake();
         }
         let reserved = handle.reserve().unwrap();
         // What it is made anew as has a peer that breaks the rules; that it was our bug is still what is told.
-        let (port, again) = (Box::new(Bad { bug: true }), Box::new(|_| Ok(Box::new(Bad { bug: false }) as _)));
+        let port = bad(Planted::Bug("table is empty"));
+        let again = Box::new(|_| Ok(bad(Planted::Fault("no such word")) as _));
         let counters =
             handle.add_lasting_port(reserved, network, "lasting", port, again, PortSettings::default()).unwrap();
         let deadline = Instant::now() + Duration::from_secs(10);

@@ -25,4 +25,4 @@ pub use model::{
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;
 pub use parse::{add, load, name_of, parse};
-pub use problem::{FileError, Problem};
+pub use problem::{FileError, Problem, nearest};

@@ -170,7 +170,7 @@ pub(super) fn near<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> 
 }
 
 /// The known name closest to `name`, if close enough to be meant.
-pub(super) fn nearest<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
+pub fn nearest<'n>(name: &str, known: impl IntoIterator<Item = &'n str>) -> Option<&'n str> {
     let lower = name.to_lowercase();
     known
         .into_iter()

@@ -1,4 +1,4 @@
-//! Entries of the two rings: a request and an answer, 56 bytes before the inline payload.
+//! Entries of the two rings: a request and an answer, 56 bytes that say what it is, a stamp, and the inline payload.
 //!
 //! ```text
 //!            request                          answer
@@ -13,7 +13,9 @@
 //!   49       payload's kind                   payload's kind
 //!   50..52   flags                            reason of a refusal
 //!   52..56   0                                the application's code
-//!   56..256  inline payload                   inline payload
+//!   56..60   stamp: index + 1, written last   the same
+//!   60..64   0                                0
+//!   64..256  inline payload                   inline payload
 //! ```
 //!
 //! All numbers are little-endian. A token's low 32 bits are the slot, its high 32 bits the slot's turn.
@@ -297,7 +299,7 @@ pub struct Answer {
     pub payload: Payload,
 }
 
-/// An entry's bytes before the inline payload.
+/// An entry's bytes before its stamp.
 pub type Head = [u8; ENTRY_HEAD_BYTES];
 
 fn u64_at(head: &Head, at: usize) -> u64 {

@@ -7,7 +7,7 @@
 //!
 //! **What is shown**: a consumer that follows drain, arm, look again, sleep never sleeps while an entry stands for which
 //! it is not going to be woken, also where it gives up waiting (a time-out) and sleeps again; an entry read behind an acquired
-//! index is the one written for it; and an entry is not written again before it has been read, in a ring smaller than
+//! index or stamp is the one written for it; the index is never behind the stamps that were seen; and an entry is not written again before it has been read, in a ring smaller than
 //! what goes through it.
 //!
 //! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most [`PREEMPTIONS`] forced
@@ -41,6 +41,7 @@ struct Ring {
     index: AtomicU32,
     word: AtomicU32,
     entries: [AtomicU32; 3],
+    stamps: [AtomicU32; 3],
     size: u32,
     bell: Notify,
 }
@@ -51,13 +52,22 @@ impl Ring {
             index: AtomicU32::new(FIRST),
             word: AtomicU32::new(FIRST << 1),
             entries: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
+            stamps: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
             size,
             bell: Notify::new(),
         }
     }
 
+    fn place(&self, index: u32) -> usize {
+        (index.wrapping_sub(FIRST) % self.size) as usize
+    }
+
     fn entry(&self, index: u32) -> &AtomicU32 {
-        &self.entries[(index.wrapping_sub(FIRST) % self.size) as usize]
+        &self.entries[self.place(index)]
+    }
+
+    fn stamp(&self, index: u32) -> &AtomicU32 {
+        &self.stamps[self.place(index)]
     }
 }
 
@@ -74,6 +84,10 @@ fn produce(ring: &Ring, batches: &[u32]) {
             index = index.wrapping_add(1);
         }
         wake::publish(&ring.index, index);
+        for n in 0..*batch {
+            let at = index.wrapping_sub(batch - n);
+            wake::stamp(ring.stamp(at), at);
+        }
         if waker.wanted(&ring.word, index) {
             ring.bell.notify();
         }
@@ -91,15 +105,17 @@ enum Says {
 
 /// Drain, arm, look again, sleep. `give_ups` times it does not sleep but leaves as after a time-out, and comes back.
 fn consume(ring: &Ring, count: u32, mut give_ups: u32, says: Says) {
-    let mut next = FIRST;
+    let (mut next, mut seen) = (FIRST, FIRST);
     let mut told = Told::default();
     told.took(&ring.word, next);
     let end = FIRST.wrapping_add(count);
     loop {
-        let index = wake::available(&ring.index);
-        while next != index {
+        while next != end && (seen != next || wake::is_stamped(ring.stamp(next), next)) {
+            if seen == next {
+                seen = next.wrapping_add(1);
+            }
             let entry = AtomicU32::load(ring.entry(next), Ordering::Relaxed);
-            assert_eq!(entry, 0x100 + next.wrapping_sub(FIRST), "entry behind an acquired index");
+            assert_eq!(entry, 0x100 + next.wrapping_sub(FIRST), "entry behind an acquired index or stamp");
             next = next.wrapping_add(1);
             match says {
                 Says::AtOnce => told.took(&ring.word, next),
@@ -109,7 +125,9 @@ fn consume(ring: &Ring, count: u32, mut give_ups: u32, says: Says) {
         if next == end {
             return;
         }
-        if told.arm(&ring.word, next, &ring.index) != next {
+        seen = told.arm(&ring.word, next, &ring.index);
+        assert!(seen.wrapping_sub(next) <= ring.size, "an index behind what its stamps say");
+        if seen != next {
             continue;
         }
         if give_ups > 0 {
@@ -185,6 +203,52 @@ fn loom_rpc_finds_the_missed_wake_up_without_the_second_look() {
             AtomicU32::store(&ring.word, FIRST << 1 | 1, Ordering::Release);
             ring.bell.wait();
         }
+        producer.join().unwrap();
+    });
+}
+
+/// A stamp that is written before its entry is found out.
+#[test]
+#[should_panic(expected = "entry behind an acquired index or stamp")]
+fn loom_rpc_finds_a_stamp_before_its_entry() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                wake::stamp(ring.stamp(FIRST), FIRST);
+                AtomicU32::store(ring.entry(FIRST), 0x100, Ordering::Relaxed);
+                wake::publish(&ring.index, FIRST.wrapping_add(1));
+                if Waker::default().wanted(&ring.word, FIRST.wrapping_add(1)) {
+                    ring.bell.notify();
+                }
+            })
+        };
+        consume(&ring, 1, 0, Says::AtOnce);
+        producer.join().unwrap();
+    });
+}
+
+/// Nor may it be written before the index: a consumer that has taken the entry would find an index that does not count it.
+#[test]
+#[should_panic(expected = "an index behind what its stamps say")]
+fn loom_rpc_finds_a_stamp_before_the_index() {
+    model(|| {
+        let ring = Arc::new(Ring::new(3));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                for index in [FIRST, FIRST.wrapping_add(1)] {
+                    AtomicU32::store(ring.entry(index), 0x100 + index.wrapping_sub(FIRST), Ordering::Relaxed);
+                    wake::stamp(ring.stamp(index), index);
+                    wake::publish(&ring.index, index.wrapping_add(1));
+                    if Waker::default().wanted(&ring.word, index.wrapping_add(1)) {
+                        ring.bell.notify();
+                    }
+                }
+            })
+        };
+        consume(&ring, 2, 0, Says::AtOnce);
         producer.join().unwrap();
     });
 }

@@ -5,11 +5,11 @@
 //!
 //! ```text
 //!   0     header     magic, version, role, geometry; written once
-//!   128   published  how many entries this side has put into its ring
+//!   128   published  how many entries this side has put into its ring; whoever sleeps looks at it
 //!   256   wake       how many entries of the peer's ring this side has taken, and whether it sleeps (see `wake`)
 //!   384   hint       the CPU this side last ran on, plus one; 0 is unknown
 //!   512   marks      one word for each block of the provider's arena (see below)
-//!         ring       `entries` entries of 256 bytes: requests in the client's section, replies in the provider's
+//!         ring       `entries` entries of 256 bytes, each with a stamp: requests in the client's section, replies in the provider's
 //!         arena      payloads that are too long for an entry; which part is in use only its writer knows
 //! ```
 //!
@@ -43,15 +43,19 @@ use core::sync::atomic::Ordering;
 /// The two ends' distance of words that must not share a line: two cache lines, since processors fetch them in pairs.
 pub const LINE_BYTES: usize = 128;
 /// "TMBLRPC" and the layout's version, first in every section.
-pub const MAGIC: u64 = u64::from_le_bytes(*b"TMBLRPC\x01");
+pub const MAGIC: u64 = u64::from_le_bytes(*b"TMBLRPC\x02");
 /// The layout's version; another one is refused.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Bytes of an entry of either ring.
 pub const ENTRY_BYTES: usize = 256;
-/// Bytes of an entry before its inline payload.
+/// Bytes of an entry that say what it is.
 pub const ENTRY_HEAD_BYTES: usize = 56;
+/// Where an entry's stamp is ([`wake::stamp`]): in the line of its head, so that who looks for the one has the other.
+pub const ENTRY_STAMP: usize = ENTRY_HEAD_BYTES;
+/// Where an entry's inline payload begins.
+pub const ENTRY_PAYLOAD: usize = 64;
 /// The longest payload that travels in the entry itself.
-pub const INLINE_BYTES: usize = ENTRY_BYTES - ENTRY_HEAD_BYTES;
+pub const INLINE_BYTES: usize = ENTRY_BYTES - ENTRY_PAYLOAD;
 /// Most entries of a ring.
 pub const MAX_ENTRIES: u32 = 4096;
 /// Largest arena.
@@ -71,7 +75,8 @@ const HEADER_BYTES: usize = 40;
 
 const _: () = assert!(HEADER_BYTES <= LINE_BYTES && ENTRY_BYTES.is_multiple_of(LINE_BYTES));
 const _: () = assert!(PUBLISHED / LINE_BYTES != WAKE / LINE_BYTES && WAKE / LINE_BYTES != HINT / LINE_BYTES);
-const _: () = assert!(ENTRY_HEAD_BYTES + 64 <= LINE_BYTES, "a call with 64 bytes is one line");
+const _: () = assert!(ENTRY_STAMP + 4 <= ENTRY_PAYLOAD && ENTRY_STAMP.is_multiple_of(4));
+const _: () = assert!(ENTRY_PAYLOAD + 64 <= LINE_BYTES, "a call with 64 bytes is one line");
 
 /// Who writes a section.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

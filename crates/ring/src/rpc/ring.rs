@@ -1,7 +1,10 @@
 //! The two ends of a ring: who puts entries in, and who takes them out.
 //!
-//! A [`Producer`] writes entries and its published index in its own section and reads the consumer's wake word in the
+//! A [`Producer`] writes entries, its published index and the entries' stamps in its own section and reads the consumer's wake word in the
 //! peer's; a [`Consumer`] the other way round. Both hold only indices; the memory is given with every call.
+//!
+//! A consumer that is awake finds the next entry by its stamp: one line comes from the other processor, and not the index's before it. The
+//! index is what it looks at before it sleeps.
 //!
 //! A peer's index is checked on every read: at most as many entries under way as the ring has. What fails ends the
 //! connection ([`Broken`]).
@@ -11,7 +14,7 @@ use core::sync::atomic::Ordering;
 
 use super::entry::{Entry, Head};
 use super::wake::{self, Told, Waker, Word};
-use super::{Broken, ENTRY_HEAD_BYTES, Ends, INLINE_BYTES, LINE_BYTES, PUBLISHED, WAKE};
+use super::{Broken, ENTRY_PAYLOAD, ENTRY_STAMP, Ends, INLINE_BYTES, PUBLISHED, WAKE};
 use crate::mem::{Foreign, ForeignMut};
 
 /// A word of our own section.
@@ -46,6 +49,8 @@ impl Word for Peer<'_> {
 pub struct Producer<E> {
     /// Entries written.
     next: u32,
+    /// Entries published.
+    published: u32,
     /// Entries that the consumer is known to have taken: a look at its word is saved while there is room by that.
     taken: u32,
     waker: Waker,
@@ -54,7 +59,7 @@ pub struct Producer<E> {
 
 impl<E> Default for Producer<E> {
     fn default() -> Self {
-        Producer { next: 0, taken: 0, waker: Waker::default(), entry: PhantomData }
+        Producer { next: 0, published: 0, taken: 0, waker: Waker::default(), entry: PhantomData }
     }
 }
 
@@ -112,7 +117,7 @@ impl<E: Entry> Producer<E> {
         let at = ends.own_geometry.entry(self.next);
         debug_assert_eq!(inline.len(), entry.inline_len());
         ends.own.write_array(at, entry.encode());
-        if let Some(to) = ends.own.slice(at + ENTRY_HEAD_BYTES, inline.len()) {
+        if let Some(to) = ends.own.slice(at + ENTRY_PAYLOAD, inline.len()) {
             to.write_from(inline);
         }
         self.next = self.next.wrapping_add(1);
@@ -123,6 +128,10 @@ impl<E: Entry> Producer<E> {
     #[must_use = "a consumer that waits sleeps on if nobody wakes it"]
     pub fn publish(&mut self, ends: Ends<'_>) -> bool {
         wake::publish(&Own(ends.own, PUBLISHED), self.next);
+        while self.published != self.next {
+            wake::stamp(&Own(ends.own, ends.own_geometry.entry(self.published) + ENTRY_STAMP), self.published);
+            self.published = self.published.wrapping_add(1);
+        }
         self.waker.wanted(&Peer(ends.peer, WAKE), self.next)
     }
 }
@@ -132,7 +141,7 @@ impl<E: Entry> Producer<E> {
 pub struct Consumer<E> {
     /// Entries taken.
     next: u32,
-    /// The published index as it was read last.
+    /// The published index, as far as it is known: as it was read before we were to sleep, or by the stamps of entries since.
     seen: u32,
     told: Told,
     entry: PhantomData<E>,
@@ -145,26 +154,19 @@ impl<E> Default for Consumer<E> {
 }
 
 impl<E: Entry> Consumer<E> {
-    fn look(&mut self, ends: Ends<'_>, index: u32) -> Result<u32, Broken> {
-        let waiting = index.wrapping_sub(self.next);
-        if waiting > ends.entries() {
-            return Err(Broken::Index);
-        }
-        self.seen = index;
-        Ok(waiting)
-    }
-
-    /// Whether an entry waits; reads the peer's index only.
+    /// Whether an entry waits. Looks at the stamp of the next entry only: [`Consumer::arm`] looks at the index.
     ///
     /// # Errors
     /// [`Broken::Index`].
     #[inline]
     pub fn is_ready(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
-        if self.seen != self.next {
-            return Ok(true);
+        if self.seen == self.next {
+            if !is_there(ends, self.next) {
+                return Ok(false);
+            }
+            self.seen = self.next.wrapping_add(1);
         }
-        let index = wake::available(&Peer(ends.peer, PUBLISHED));
-        Ok(self.look(ends, index)? > 0)
+        if self.seen.wrapping_sub(self.next) > ends.entries() { Err(Broken::Index) } else { Ok(true) }
     }
 
     /// Takes the next entry; its inline payload is copied to the beginning of `inline`, as long as the entry says. The
@@ -193,7 +195,7 @@ impl<E: Entry> Consumer<E> {
         let at = ends.peer_geometry.entry(self.next);
         let head: Head = ends.peer.read_array(at).ok_or(Broken::Short)?;
         let entry = E::parse(&head, ends.peer_geometry)?;
-        let from = ends.peer.slice(at + ENTRY_HEAD_BYTES, entry.inline_len()).ok_or(Broken::Inline)?;
+        let from = ends.peer.slice(at + ENTRY_PAYLOAD, entry.inline_len()).ok_or(Broken::Inline)?;
         from.read_into(place(&entry));
         self.next = self.next.wrapping_add(1);
         Ok(Some(entry))
@@ -219,8 +221,8 @@ impl<E: Entry> Consumer<E> {
     /// [`Broken::Index`].
     #[inline]
     pub fn arm(&mut self, ends: Ends<'_>) -> Result<bool, Broken> {
-        let index = self.told.arm(&Own(ends.own, WAKE), self.next, &Peer(ends.peer, PUBLISHED));
-        Ok(self.look(ends, index)? == 0)
+        self.seen = self.told.arm(&Own(ends.own, WAKE), self.next, &Peer(ends.peer, PUBLISHED));
+        Ok(self.seen == self.next || !self.is_ready(ends)?)
     }
 
     /// The published index at which we sleep: an entry waits when `published` gives another one.
@@ -230,16 +232,14 @@ impl<E: Entry> Consumer<E> {
     }
 }
 
-/// The peer's published index, for a consumer that polls for it to differ from its own [`Consumer::index`]. Not checked. The next entry
-/// is asked for meanwhile: its lines come with the index and not after it.
+/// Whether the entry of that index has come, for a consumer that polls for its own [`Consumer::index`].
 #[inline]
-pub fn look(ends: Ends<'_>, index: u32) -> u32 {
-    let published = wake::available(&Peer(ends.peer, PUBLISHED));
+pub fn is_there(ends: Ends<'_>, index: u32) -> bool {
     let entry = ends.peer_geometry.entry(index);
-    for line in [entry, entry + LINE_BYTES / 2] {
-        if let Some(line) = ends.peer.slice(line, LINE_BYTES / 2) {
-            line.prefetch();
-        }
+    let there = wake::is_stamped(&Peer(ends.peer, entry + ENTRY_STAMP), index);
+    // While nothing is there: the payload's line then comes with the stamp's and not after it.
+    if let Some(line) = ends.peer.slice(entry + ENTRY_PAYLOAD, 64) {
+        line.prefetch();
     }
-    published
+    there
 }

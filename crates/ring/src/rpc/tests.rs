@@ -1,7 +1,7 @@
 //! Golden bytes, impossible values field by field, the rings beside a dull model, and peers that write what they like.
 
 use super::entry::{Answer, Ask, BEST_EFFORT, Call, Entry, Head, Payload, Refusal, Status, Token};
-use super::ring::{Consumer, Producer};
+use super::ring::{Consumer, Producer, is_there};
 use super::*;
 use proptest::prelude::*;
 use std::boxed::Box;
@@ -56,7 +56,7 @@ fn geometry_takes_powers_of_two_and_lines_are_apart() {
 
 #[test]
 fn the_header_is_these_bytes() {
-    let want = b"TMBLRPC\x01\x01\0\0\0\x02\0\0\0\x04\0\0\0\0\x01\0\0\0\x10\0\0\0\0\0\0\0\x20\0\0\0\0\0\0";
+    let want = b"TMBLRPC\x02\x02\0\0\0\x02\0\0\0\x04\0\0\0\0\x01\0\0\0\x10\0\0\0\0\0\0\0\x20\0\0\0\0\0\0";
     assert_eq!(&GEOMETRY.header(Role::Provider), want);
     let (client, provider) = connection();
     assert_eq!(client.check_peer(Role::Provider), Ok(()));
@@ -144,7 +144,7 @@ fn impossible_requests_are_refused_field_by_field() {
         (with(inline, 48, &[0]), Broken::Kind),
         (with(inline, 48, &[3]), Broken::Kind),
         (with(inline, 49, &[3]), Broken::Payload),
-        (with(inline, 32, &[201]), Broken::Inline),
+        (with(inline, 32, &[193]), Broken::Inline),
         (with(inline, 32, &[0xff; 8]), Broken::Inline),
         (with(arena, 24, &[1]), Broken::Arena),
         (with(arena, 24, &[0xff; 8]), Broken::Arena),
@@ -223,8 +223,8 @@ fn lying_indices_end_the_connection() {
     let mut taken = Consumer::<Ask>::default();
     for lie in [5, 0x8000_0000, u32::MAX] {
         client.own.store_u32(PUBLISHED, lie, Ordering::Relaxed);
-        assert_eq!(taken.is_ready(provider), Err(Broken::Index), "{lie}");
         assert_eq!(taken.arm(provider), Err(Broken::Index), "{lie}");
+        assert_eq!(taken.take(provider, &mut [0; INLINE_BYTES]), Err(Broken::Index), "{lie}");
     }
     let mut asks = Producer::<Ask>::default();
     for slot in 0..4 {
@@ -280,7 +280,34 @@ fn an_index_that_goes_back_ends_the_connection() {
     let _ = asks.publish(client);
     assert!(taken.take(provider, &mut [0; INLINE_BYTES]).unwrap().is_some());
     client.own.store_u32(PUBLISHED, 0, Ordering::Relaxed);
-    assert_eq!(taken.take(provider, &mut [0; INLINE_BYTES]), Err(Broken::Index));
+    assert_eq!(taken.arm(provider), Err(Broken::Index));
+}
+
+#[test]
+fn an_entry_is_found_by_its_stamp_and_by_the_index_alone_before_sleep() {
+    let (client, provider) = connection();
+    let (mut asks, mut taken) = (Producer::<Ask>::default(), Consumer::<Ask>::default());
+    let stamp = |index: u32| GEOMETRY.entry(index) + ENTRY_STAMP;
+    // Twice around the ring: what an entry left behind is no stamp of the next in its place.
+    for n in 0..8 {
+        asks.push(client, &Ask::Cancel(Token::new(n % 4, n)), b"");
+        assert!(!is_there(provider, n) && !taken.is_ready(provider).unwrap(), "{n} is not published yet");
+        let _ = asks.publish(client);
+        assert_eq!(client.own.as_foreign().load_u32(stamp(n), Ordering::Relaxed), Some(n + 1));
+        assert!(is_there(provider, n) && !is_there(provider, n + 4));
+        assert!(taken.take(provider, &mut [0; INLINE_BYTES]).unwrap().is_some());
+        taken.took(provider);
+    }
+    // A producer that was interrupted between the index and the stamp.
+    asks.push(client, &Ask::Cancel(Token::new(0, 8)), b"");
+    client.own.store_u32(PUBLISHED, 9, Ordering::Release);
+    assert_eq!(taken.take(provider, &mut [0; INLINE_BYTES]), Ok(None));
+    assert_eq!(taken.arm(provider), Ok(false), "nobody sleeps over it");
+    assert_eq!(taken.take(provider, &mut [0; INLINE_BYTES]), Ok(Some(Ask::Cancel(Token::new(0, 8)))));
+    // A stamp that the index does not count is noticed before sleep.
+    client.own.store_u32(stamp(9), 10, Ordering::Release);
+    assert!(taken.take(provider, &mut [0; INLINE_BYTES]).is_ok());
+    assert_eq!(taken.arm(provider), Err(Broken::Index));
 }
 
 #[test]
@@ -385,6 +412,7 @@ proptest! {
         let mut answers = Producer::<Answer>::default();
         for (n, (at, word)) in junk.into_iter().enumerate() {
             client.own.write_array(at, word.to_le_bytes());
+            let _ = taken.arm(provider);
             client.own.store_u32(PUBLISHED, u32::from(index[n % 4]) % 6 + taken.index(), Ordering::Relaxed);
             while let Ok(Some(ask)) = taken.take(provider, &mut [0; INLINE_BYTES]) {
                 if let Ask::Call(Call { token, payload, .. }) = ask {

@@ -59,6 +59,22 @@ pub fn available(index: &impl Word) -> u32 {
     index.load(Ordering::Acquire)
 }
 
+/// Producer, after [`publish`]: marks the entry of that index as written. For consumers that are awake: they look for the stamp of the entry
+/// that comes next, and need not fetch the index besides.
+#[inline]
+pub fn stamp(word: &impl Word, index: u32) {
+    // R3, partner A3 in `is_stamped`: who sees the stamp sees the entry, and the index that counts it.
+    word.store(index.wrapping_add(1), Ordering::Release);
+}
+
+/// Consumer: whether the entry of that index, by its own stamp, has been written. Before that the stamp is the one of the entry that was in its
+/// place a ringful ago, or 0.
+#[inline]
+pub fn is_stamped(word: &impl Word, index: u32) -> bool {
+    // A3, partner R3 in `stamp`: the entry may be read after this.
+    word.load(Ordering::Acquire) == index.wrapping_add(1)
+}
+
 /// How many entries the producer has published that the consumer's `word` does not count as taken, for a producer that
 /// wants to know its room.
 #[inline]

@@ -1,7 +1,8 @@
 //! How a client connects: its options, the handshake, what can go wrong.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::path::PathBuf;
+use std::os::unix::fs::MetadataExt;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use rustix::io::Errno;
@@ -14,7 +15,7 @@ use tombolo_shm::section::{self, AdoptError};
 use crate::folder::{self, FolderError};
 use crate::message::{Facts, Malformed, Message};
 use crate::poll::Polling;
-use crate::provider::Report;
+use crate::provider::{MAX_REPLY_ARENA_BYTES, Report};
 use crate::socket::{self, Received};
 
 /// How a client connects.
@@ -67,7 +68,7 @@ pub enum ConnectError {
     /// The provider closed the connection, or died.
     #[error("the service went away while we connected")]
     Gone,
-    /// The other side speaks another protocol.
+    /// The other side speaks another protocol, or wants what none of its kind does.
     #[error("{0}")]
     Protocol(String),
     /// The provider's section is not what it should be.
@@ -114,6 +115,19 @@ pub(super) struct Connected {
     pub(super) facts: Facts,
 }
 
+/// Why the kernel keeps this process out of a socket, and what to do about it.
+fn kept_out(path: &Path) -> String {
+    let us = rustix::process::geteuid();
+    match std::fs::metadata(path) {
+        Ok(socket) => format!(
+            "{} is open to its owner alone, user {}, and this process is of user {us}: call as that user, or have the service let others in",
+            path.display(),
+            socket.uid(),
+        ),
+        Err(_) => format!("{}: a folder on the way to it is closed to user {us}: call as its owner", path.display()),
+    }
+}
+
 fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
     let folder = options.folder.clone().map_or_else(folder::services, Ok).map_err(ConnectError::Folder)?;
     let path = folder::socket_path(&folder, name).map_err(ConnectError::Folder)?;
@@ -122,6 +136,9 @@ fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
             if matches!(source.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
         {
             ConnectError::NoService { name: name.into(), path: path.clone() }
+        }
+        FolderError::System { source, .. } if source.kind() == std::io::ErrorKind::PermissionDenied => {
+            ConnectError::Refused(kept_out(&path))
         }
         error => ConnectError::Folder(error),
     })?;
@@ -177,6 +194,12 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
         return Err(Malformed::Bytes.into());
     };
     let [theirs, bell] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
+    if facts.arena_bytes > MAX_REPLY_ARENA_BYTES {
+        return Err(ConnectError::Protocol(format!(
+            "the service's reply memory has {} bytes, expected at most {MAX_REPLY_ARENA_BYTES}, since all of it is faulted in here",
+            facts.arena_bytes
+        )));
+    }
     let peer_geometry = Geometry::new(entries, facts.arena_bytes).ok_or(ConnectError::from(Malformed::Bytes))?;
     let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true)?;
     let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(ConnectError::Broken)?;

@@ -1,46 +1,63 @@
-//! Notices that providers have gone: one thread per process sleeps on the sockets of all connections.
+//! Notices that providers have gone: one thread per process sleeps on the sockets of all connections, and on the processes at their other
+//! ends.
 //!
-//! A socket closes with its process, however that ends. The thread marks the connection as lost and wakes those who wait on it, again
+//! A socket closes with its process, however that ends, unless a child that it forked keeps it open: then the process itself is the sign. The
+//! thread marks the connection as lost and wakes those who wait on it, again
 //! and again until none is left: between its look at the mark and its sleep a waiter cannot be woken, so one wake-up might come too
-//! early. While nobody dies the thread never runs. A process that forks has no such thread in the child: connections do not
-//! survive a fork.
+//! early. While nobody dies the thread never runs.
+//!
+//! A process that forks has no such thread in the child: its first connection starts one of its own. The connections of its parent do not
+//! survive a fork; in the child they are left alone ([`is_ours`]).
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, OnceLock, Weak};
+use std::sync::{Arc, Mutex, Weak};
 
 use rustix::event::epoll;
 use rustix::io::Errno;
 
 use super::Inner;
+use crate::process;
 use crate::sync::lock;
 
 struct Life {
+    /// The process whose thread it is.
+    process: u32,
     epoll: OwnedFd,
-    watched: Mutex<(u64, HashMap<u64, Weak<Inner>>)>,
+    watched: Mutex<Watched>,
 }
 
-static LIFE: OnceLock<Option<Life>> = OnceLock::new();
-
-fn life() -> Result<&'static Life, Errno> {
-    let made = LIFE.get_or_init(|| {
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).ok()?;
-        let started = std::thread::Builder::new().name("tombolo-rpc-life".into()).spawn(watch);
-        started.ok().map(|_| Life { epoll, watched: Mutex::default() })
-    });
-    made.as_ref().ok_or(Errno::AGAIN)
+#[derive(Default)]
+struct Watched {
+    next: u32,
+    connections: HashMap<u64, (Weak<Inner>, Option<OwnedFd>)>,
 }
 
-fn watch() {
-    // The thread may run before the cell is filled.
-    let Some(life) = LIFE.wait() else { return };
+static LIFE: Mutex<Option<Arc<Life>>> = Mutex::new(None);
+
+/// That of this process, with its thread.
+fn life() -> Result<Arc<Life>, Errno> {
+    let known = &mut *lock(&LIFE);
+    if let Some(life) = known.as_ref().filter(|life| life.process == process::here()) {
+        return Ok(life.clone());
+    }
+    let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
+    let life = Arc::new(Life { process: process::here(), epoll, watched: Mutex::default() });
+    let watched = life.clone();
+    let started = std::thread::Builder::new().name("tombolo-rpc-life".into()).spawn(move || watch(&watched));
+    started.map_err(|_| Errno::AGAIN)?;
+    Ok(known.insert(life).clone())
+}
+
+fn watch(life: &Life) {
     let mut events = Vec::with_capacity(16);
     loop {
         events.clear();
         let _ = epoll::wait(&life.epoll, rustix::buffer::spare_capacity(&mut events), None);
         for event in &events {
-            let inner = lock(&life.watched).1.remove(&event.data.u64()).and_then(|weak| weak.upgrade());
-            if let Some(inner) = inner {
+            let Some((inner, process)) = lock(&life.watched).connections.remove(&event.data.u64()) else { continue };
+            life.forget(process);
+            if let Some(inner) = inner.upgrade() {
                 let _ = epoll::delete(&life.epoll, &inner.socket);
                 inner.lost();
             }
@@ -48,24 +65,50 @@ fn watch() {
     }
 }
 
-/// Watches a connection; returns its number.
-pub(super) fn add(inner: &std::sync::Arc<Inner>) -> Result<u64, Errno> {
+impl Life {
+    /// A forked child may hold the descriptor too: closing ours would not end its events.
+    fn forget(&self, process: Option<OwnedFd>) {
+        if let Some(process) = process {
+            let _ = epoll::delete(&self.epoll, &process);
+        }
+    }
+}
+
+/// Watches a connection; returns its number, which tells the process too.
+pub(super) fn add(inner: &Arc<Inner>) -> Result<u64, Errno> {
     let life = life()?;
+    // Edges: what a forked child keeps open of a connection that ended here is signalled once, and not for ever.
+    let edge = epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
+    let process = process::life_of(&inner.socket);
     let id = {
-        let (next, watched) = &mut *lock(&life.watched);
-        *next += 1;
-        watched.insert(*next, std::sync::Arc::downgrade(inner));
-        *next
+        let watched = &mut *lock(&life.watched);
+        watched.next = watched.next.wrapping_add(1);
+        let id = u64::from(life.process) << 32 | u64::from(watched.next);
+        if let Some(process) = &process {
+            epoll::add(&life.epoll, process, epoll::EventData::new_u64(id), edge | epoll::EventFlags::IN)?;
+        }
+        watched.connections.insert(id, (Arc::downgrade(inner), process));
+        id
     };
     // What the provider sends is read by who needs it; its end is all that is of interest here.
-    let added = epoll::add(&life.epoll, &inner.socket, epoll::EventData::new_u64(id), epoll::EventFlags::RDHUP);
+    let added = epoll::add(&life.epoll, &inner.socket, epoll::EventData::new_u64(id), edge);
     added.inspect_err(|_| remove(id))?;
     Ok(id)
 }
 
+/// Whether this process made the connection of that number. In a forked child it is the parent's, and not to be touched.
+pub(super) fn is_ours(id: u64) -> bool {
+    (id >> 32) as u32 == process::here()
+}
+
 /// The connection ends: its socket is closed next, which ends its events.
 pub(super) fn remove(id: u64) {
-    if let Ok(life) = life() {
-        lock(&life.watched).1.remove(&id);
+    if !is_ours(id) {
+        return;
+    }
+    if let Ok(life) = life()
+        && let Some((_, process)) = lock(&life.watched).connections.remove(&id)
+    {
+        life.forget(process);
     }
 }

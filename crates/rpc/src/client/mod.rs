@@ -9,6 +9,10 @@
 //! protocol, [`CallError::Timeout`] when the caller's own patience ends. A call that timed out is cancelled, and its slot and
 //! memory come back with the answer, which nobody sees.
 //!
+//! # Forks
+//! A connection does not survive one. In a child of the process that connected, each call ends with [`CallError::ProviderGone`], and what the
+//! child drops of the connection, of its loans and of its replies stays the parent's.
+//!
 //! # A hostile provider
 //! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit.
 
@@ -18,8 +22,8 @@ mod future;
 mod life;
 mod reply;
 
-use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Duration;
 
@@ -36,7 +40,7 @@ pub use tombolo_ring::rpc::entry::Token;
 use crate::clock::{self, now_ns};
 use crate::deadline::Deadline;
 use crate::message::Facts;
-use crate::shared::SharedBuffer;
+use crate::shared::{MAX_MEMORIES, SharedBuffer};
 use crate::sync::lock;
 use connection::{Inner, Limit, Slot, State, help};
 
@@ -74,7 +78,7 @@ pub enum CallError {
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// The service takes no more memory, or no such large one.
-    #[error("the service takes no memory of {bytes} bytes: {source}")]
+    #[error("the service takes no memory of {bytes} bytes: {}", why_not(*.source))]
     Share {
         /// Its size.
         bytes: u64,
@@ -100,6 +104,15 @@ pub enum CallError {
     /// A token that names no call under way.
     #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
     Unknown,
+}
+
+/// Why memory could not be handed over.
+fn why_not(source: rustix::io::Errno) -> String {
+    match source {
+        rustix::io::Errno::NOBUFS => format!("{MAX_MEMORIES} memories are handed over already; free one"),
+        rustix::io::Errno::AGAIN => "it has not read what was handed over before; wait for its answers".into(),
+        source => source.to_string(),
+    }
 }
 
 /// What a call asks for, besides its bytes.
@@ -130,23 +143,39 @@ impl CallOptions {
 
 /// Ends the connection with the last client, also where replies are still held, and the helper thread with it.
 #[derive(Debug)]
-struct Handle(Arc<Inner>);
+struct Handle {
+    inner: Arc<Inner>,
+    /// Calls that nobody waits for any more, and that could not be cancelled since the ring was full: the next who calls or waits does.
+    unsaid: Mutex<Vec<Token>>,
+    /// Whether there may be any.
+    any_unsaid: AtomicBool,
+}
 
 impl Drop for Handle {
     fn drop(&mut self) {
-        self.0.closing.store(true, Ordering::SeqCst);
+        self.inner.closing.store(true, Ordering::SeqCst);
+        if !is_ours(&self.inner) {
+            return;
+        }
         // The provider sees it, and so does the thread that watches the socket: it wakes the helper.
-        let _ = rustix::net::shutdown(&self.0.socket, rustix::net::Shutdown::Both);
-        let _state = lock(&self.0.state);
-        self.0.turn.notify_all();
+        let _ = rustix::net::shutdown(&self.inner.socket, rustix::net::Shutdown::Both);
+        let _state = lock(&self.inner.state);
+        self.inner.turn.notify_all();
     }
+}
+
+/// Whether this process made the connection; a forked child has it from its parent, with whatever was locked at that instant.
+#[inline]
+fn is_ours(inner: &Inner) -> bool {
+    // Relaxed: stored before anybody else has the connection.
+    life::is_ours(inner.life.load(Ordering::Relaxed))
 }
 
 /// A connection to a service. Clones are the same connection.
 #[derive(Clone, Debug)]
 pub struct Client {
     inner: Arc<Inner>,
-    _handle: Arc<Handle>,
+    handle: Arc<Handle>,
 }
 
 /// Room for a request in the connection's memory, to be written in place and then sent by [`Client::submit_loan`].
@@ -167,7 +196,7 @@ impl Loan {
 
 impl Drop for Loan {
     fn drop(&mut self) {
-        if !self.sent {
+        if !self.sent && is_ours(&self.inner) {
             lock(&self.inner.state).arena.give(self.offset);
         }
     }
@@ -192,7 +221,8 @@ impl Client {
         let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
         inner.life.store(id, Ordering::SeqCst);
         inner.set_cpu();
-        Ok(Client { _handle: Arc::new(Handle(inner.clone())), inner })
+        let handle = Handle { inner: inner.clone(), unsaid: Mutex::default(), any_unsaid: AtomicBool::new(false) };
+        Ok(Client { handle: Arc::new(handle), inner })
     }
 
     /// What the service said of itself.
@@ -246,6 +276,9 @@ impl Client {
 
     /// Room for a request of so many bytes in the connection's memory. `None` where there is none now.
     pub fn loan(&self, len: u64) -> Option<Loan> {
+        if !is_ours(&self.inner) {
+            return None;
+        }
         let offset = {
             let state = &mut *lock(&self.inner.state);
             let free = state.arena.take(len);
@@ -285,6 +318,9 @@ impl Client {
         if offset.checked_add(len).is_none_or(|end| end > buffer.len()) {
             return Err(CallError::Range { offset, len, bytes: buffer.len() });
         }
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
         let given = lock(&self.inner.state).given.give(&self.inner.socket, buffer);
         match given {
             Ok(()) => {}
@@ -317,6 +353,9 @@ impl Client {
         shared: Option<SharedBuffer>,
         options: &CallOptions,
     ) -> Result<Token, CallError> {
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
         let deadline_ns = options.deadline.resolve();
         let ttl_ms = options.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1));
         let inner = &*self.inner;
@@ -329,6 +368,7 @@ impl Client {
         if let Some(failure) = inner.failure(state) {
             return Err(failure);
         }
+        self.say_unsaid(state);
         let busy = CallError::Busy(ends.entries() - state.free.len() as u32);
         let Some(slot) = state.free.last().copied() else { return Err(busy) };
         match state.asks.has_room(ends) {
@@ -370,6 +410,12 @@ impl Client {
         known && state.turns.get(token.slot() as usize) == Some(&token.turn())
     }
 
+    /// Whether a token's answer has not come yet, whoever waits for it.
+    fn is_waiting(state: &State, token: Token) -> bool {
+        let at = token.slot() as usize;
+        matches!(state.slots.get(at), Some(Slot::Waiting { .. })) && state.turns.get(at) == Some(&token.turn())
+    }
+
     fn is_done(state: &State, token: Token) -> bool {
         matches!(state.slots.get(token.slot() as usize), Some(Slot::Done(_))) || !Self::is_known(state, token)
     }
@@ -388,9 +434,13 @@ impl Client {
 
     /// Looks whether the answer has come; `None` while it has not.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
+        if !is_ours(&self.inner) {
+            return Some(Err(CallError::ProviderGone));
+        }
         let state = &mut *lock(&self.inner.state);
         let failed = self.inner.is_gone();
         self.inner.drain(state);
+        self.say_unsaid(state);
         let done = self.fetch(state, token);
         if done.is_none() && (failed || state.broken.is_some()) {
             return self.inner.failure(state).map(Err);
@@ -403,7 +453,11 @@ impl Client {
     /// # Errors
     /// [`CallError`]. After [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
     pub fn wait(&self, token: Token, timeout: Duration) -> Result<Reply, CallError> {
-        let state = lock(&self.inner.state);
+        if !is_ours(&self.inner) {
+            return Err(CallError::ProviderGone);
+        }
+        let mut state = lock(&self.inner.state);
+        self.say_unsaid(&mut state);
         let (mut state, _) = self.inner.wait(state, Limit::new(timeout), |state| Self::is_done(state, token));
         if let Some(done) = self.fetch(&mut state, token) {
             return done;
@@ -419,6 +473,9 @@ impl Client {
     /// Waits until the answer of any of these calls has come; which one that is. `None` after the time limit, or when there are
     /// no tokens. A connection that is lost counts as an answer of each of its calls.
     pub fn wait_any(&self, tokens: &[Token], timeout: Duration) -> Option<usize> {
+        if !is_ours(&self.inner) {
+            return (!tokens.is_empty()).then_some(0);
+        }
         let state = lock(&self.inner.state);
         let first = |state: &State| tokens.iter().position(|t| Self::is_done(state, *t));
         let (state, _) =
@@ -437,45 +494,79 @@ impl Client {
     /// Asks the provider to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had
     /// begun. False where the token names no call under way, or too many cancellations are under way.
     pub fn cancel(&self, token: Token) -> bool {
-        let mut guard = lock(&self.inner.state);
-        let state = &mut *guard;
-        let waiting = matches!(state.slots.get(token.slot() as usize), Some(Slot::Waiting { .. }));
-        if !waiting || state.turns.get(token.slot() as usize) != Some(&token.turn()) {
+        if !is_ours(&self.inner) {
             return false;
         }
+        let said = self.say_cancel(&mut lock(&self.inner.state), token);
+        if said == Some(true) {
+            self.inner.bell.ring();
+        }
+        said.is_some()
+    }
+
+    /// Writes a cancellation, and says whether the bell is to be rung. `None` where the token names no call under way, or there is no room.
+    fn say_cancel(&self, state: &mut State, token: Token) -> Option<bool> {
         let ends = self.inner.ends();
-        if self.inner.failure(state).is_some() || state.asks.has_room(ends) != Ok(true) {
-            return false;
+        let fine = Self::is_waiting(state, token) && self.inner.failure(state).is_none();
+        if !fine || state.asks.has_room(ends) != Ok(true) {
+            return None;
         }
         state.asks.push(ends, &Ask::Cancel(token), &[]);
-        let ring = state.asks.publish(ends);
-        drop(guard);
+        Some(state.asks.publish(ends))
+    }
+
+    /// Cancels what could not be cancelled before.
+    fn say_unsaid(&self, state: &mut State) {
+        // Relaxed: it is set under the state's lock, which we hold.
+        if !self.handle.any_unsaid.load(Ordering::Relaxed) {
+            return;
+        }
+        let mut unsaid = lock(&self.handle.unsaid);
+        let mut ring = false;
+        unsaid.retain(|token| {
+            let said = self.say_cancel(state, *token);
+            ring |= said == Some(true);
+            said.is_none() && Self::is_waiting(state, *token)
+        });
+        self.handle.any_unsaid.store(!unsaid.is_empty(), Ordering::Relaxed);
         if ring {
             self.inner.bell.ring();
         }
-        true
     }
 
-    /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
+    /// Nobody waits for this call any more: it is cancelled, now or as soon as there is room for that, and its slot comes back with its answer.
     fn abandon(&self, token: Token) {
-        {
-            let state = &mut *lock(&self.inner.state);
-            if !Self::is_known(state, token) {
-                return;
-            }
-            if let Some(done) = self.fetch(state, token) {
-                // Dropped outside the lock would be as well; a reply takes none.
-                drop(done);
-                return;
-            }
-            if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
-                *abandoned = true;
-                if waker.take().is_some() {
-                    state.futures -= 1;
-                }
+        if !is_ours(&self.inner) {
+            return;
+        }
+        let mut guard = lock(&self.inner.state);
+        let state = &mut *guard;
+        if !Self::is_known(state, token) {
+            return;
+        }
+        if let Some(done) = self.fetch(state, token) {
+            // Dropped outside the lock would be as well; a reply takes none.
+            drop(done);
+            return;
+        }
+        if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
+            *abandoned = true;
+            if waker.take().is_some() {
+                state.futures -= 1;
             }
         }
-        self.cancel(token);
+        match self.say_cancel(state, token) {
+            Some(ring) => {
+                drop(guard);
+                if ring {
+                    self.inner.bell.ring();
+                }
+            }
+            None => {
+                lock(&self.handle.unsaid).push(token);
+                self.handle.any_unsaid.store(true, Ordering::Relaxed);
+            }
+        }
     }
 
     /// Calls, as a future.
@@ -519,6 +610,7 @@ impl Client {
     pub fn under_way(&self) -> usize {
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
+        self.say_unsaid(state);
         state.slots.len() - state.free.len()
     }
 

@@ -2,12 +2,13 @@
 
 use std::sync::Arc;
 
+use rustix::io::Errno;
 use tombolo_ring::mem::Foreign;
 use tombolo_ring::rpc::INLINE_BYTES;
 use tombolo_ring::rpc::entry::{Answer, Payload};
-use tombolo_shm::memory::Mapping;
+use tombolo_shm::memory::{Mapping, MemoryError};
 
-use super::{CallError, Inner};
+use super::{CallError, Inner, is_ours};
 
 #[derive(Debug)]
 pub(super) enum Bytes {
@@ -87,9 +88,17 @@ impl Reply {
     /// A copy of the bytes.
     ///
     /// # Errors
-    /// As for [`Reply::copy_to`].
+    /// As for [`Reply::copy_to`]; and [`CallError::Memory`] where there is no memory for a copy: how long a reply in memory of its own is,
+    /// the provider says.
     pub fn to_vec(&self) -> Result<Vec<u8>, CallError> {
-        let mut bytes = vec![0; self.view().len()];
+        let len = self.view().len();
+        let mut bytes = Vec::new();
+        bytes.try_reserve_exact(len).map_err(|_| MemoryError::System {
+            what: "a copy of a reply",
+            bytes: len as u64,
+            source: Errno::NOMEM,
+        })?;
+        bytes.resize(len, 0);
         self.copy_to(&mut bytes)?;
         Ok(bytes)
     }
@@ -97,7 +106,9 @@ impl Reply {
 
 impl Drop for Reply {
     fn drop(&mut self) {
-        if let Payload::Arena { block, generation, .. } = self.answer.payload {
+        if let Payload::Arena { block, generation, .. } = self.answer.payload
+            && is_ours(&self.inner)
+        {
             self.inner.ends().set_mark(block, generation);
         }
     }

@@ -321,6 +321,14 @@ impl Connection {
         replies.free.push(block.id);
     }
 
+    /// When the oldest reply was sent that the client holds.
+    pub(crate) fn oldest_held(&self) -> Option<u64> {
+        let ends = self.ends();
+        let mut replies = lock(&self.replies);
+        replies.collect(&ends);
+        replies.out.iter().filter_map(|id| replies.held[*id as usize].sent_ns).min()
+    }
+
     /// Takes back what the client has held for longer than `ttl_ns`; returns how many blocks.
     pub(crate) fn reclaim(&self, now: u64, ttl_ns: u64) -> u64 {
         let ends = self.ends();

@@ -1,6 +1,6 @@
 //! The control thread: accepts clients, speaks with them over their sockets, notices that they have gone.
 //!
-//! It sleeps without a time limit while nothing is served. While requests are served it looks at the queue every
+//! It sleeps while nothing is served: until a reply has been held for too long, and without a time limit where none is held. While requests are served it looks at the queue every
 //! [`ATTEND`], so that what clients ask while all workers are busy is refused, cancelled or expired in that time.
 
 use std::collections::HashMap;
@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use rustix::event::{Timespec, epoll};
+use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
-use rustix::net::{SocketFlags, accept_with, sockopt};
+use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown, sockopt};
 use tombolo_ring::rpc::{Ends, Geometry, Role, initialise};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::{credentials, section};
@@ -19,10 +19,11 @@ use tombolo_shm::{credentials, section};
 use super::Engine;
 use super::connection::{Caller, Connection};
 use super::report::add;
-use super::worker::Place;
+use super::worker::{Core, Place};
 use crate::clock;
 use crate::folder::Listener;
 use crate::message::{Facts, Message};
+use crate::process;
 use crate::quota::Quota;
 use crate::schedule::Late;
 use crate::shared::Taken;
@@ -31,27 +32,29 @@ use crate::sync::lock;
 
 /// How often the queue is looked at while requests are served.
 const ATTEND: Duration = Duration::from_millis(10);
-/// Quiet turns after which the thread sleeps without a time limit.
+/// Quiet turns after which the thread rests.
 const QUIET_TURNS: u32 = 20;
 /// How often held replies are looked at.
 const RECLAIM: Duration = Duration::from_secs(1);
+/// The longest sleep while some are held.
+const LONGEST_REST: Duration = Duration::from_secs(3600);
 /// How long a client may be connected without saying what it wants, when others want its place.
 const SILENCE: Duration = Duration::from_secs(2);
 
 const LISTENER: u64 = 0;
 const BELL: u64 = 1;
 const FIRST_CLIENT: u64 = 2;
+/// In the number of an event: it is not the client's socket, but its process.
+const PROCESS: u64 = 1 << 63;
 
 enum Client {
     /// Connected, and not welcome yet.
-    Stranger {
-        socket: OwnedFd,
-        caller: Caller,
-        since: Instant,
-    },
+    Stranger { socket: OwnedFd, caller: Caller, since: Instant },
     Welcome {
         connection: Arc<Connection>,
         place: Place,
+        /// Its process, which tells that it has ended also where children of its keep the socket open.
+        process: Option<OwnedFd>,
     },
 }
 
@@ -64,6 +67,18 @@ pub(super) struct Control {
     reclaimed: Instant,
     /// Memory by user; users who have none in use are left out sooner or later.
     quotas: HashMap<u32, Quota>,
+    /// Given up to tell a client that there are no descriptors left.
+    spare: Option<OwnedFd>,
+}
+
+/// A descriptor that is of no use but to be closed.
+fn spare() -> Option<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC).ok()
+}
+
+/// Requests wait, or are served.
+fn is_busy(core: &Core) -> bool {
+    core.pending() > 0 || core.serves()
 }
 
 impl Client {
@@ -89,6 +104,7 @@ impl Control {
             next: FIRST_CLIENT,
             reclaimed,
             quotas: HashMap::new(),
+            spare: spare(),
         })
     }
 
@@ -97,17 +113,15 @@ impl Control {
         let mut quiet = 0;
         let mut served = 0;
         while !self.engine.ended.load(Ordering::SeqCst) {
-            let rests = quiet >= QUIET_TURNS;
-            if rests {
-                // A worker that serves from now on rings.
-                self.engine.control_rests.store(true, Ordering::SeqCst);
-            }
-            let attend = Timespec { tv_sec: 0, tv_nsec: ATTEND.subsec_nanos().into() };
+            let limit = if quiet >= QUIET_TURNS { self.rest() } else { Some(ATTEND) };
+            let limit = limit.map(|l| Timespec { tv_sec: l.as_secs().cast_signed(), tv_nsec: l.subsec_nanos().into() });
             events.clear();
-            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), (!rests).then_some(&attend));
-            if rests {
+            let _ = epoll::wait(&self.epoll, rustix::buffer::spare_capacity(&mut events), limit.as_ref());
+            if quiet >= QUIET_TURNS {
                 self.engine.control_rests.store(false, Ordering::SeqCst);
-                quiet = 0;
+                if !events.is_empty() {
+                    quiet = 0;
+                }
             }
             for event in &events {
                 match event.data.u64() {
@@ -115,19 +129,35 @@ impl Control {
                     BELL => {
                         self.engine.control.take();
                     }
+                    id if id & PROCESS != 0 => self.remove(id & !PROCESS),
                     id => self.read(id),
                 }
             }
             let now_served = self.engine.counters.calls();
             let pending = self.attend();
-            quiet = if pending || now_served != served { 0 } else { quiet + 1 };
+            quiet = if pending || now_served != served { 0 } else { QUIET_TURNS.min(quiet + 1) };
             served = now_served;
         }
-        for (_, client) in self.clients.drain() {
-            if let Client::Welcome { place, .. } = client {
-                self.engine.forget(&mut lock(&self.engine.core), place);
-            }
+        for id in self.clients.keys().copied().collect::<Vec<_>>() {
+            self.remove(id);
         }
+    }
+
+    /// Has workers ring that begin to serve from now on; for how long the thread may sleep until then. `None`: without a limit.
+    fn rest(&self) -> Option<Duration> {
+        self.engine.control_rests.store(true, Ordering::SeqCst);
+        // Who has begun before, and did not ring, is seen here: both are under the lock.
+        if is_busy(&lock(&self.engine.core)) {
+            return Some(ATTEND);
+        }
+        let held = self.clients.values().filter_map(|client| match client {
+            Client::Welcome { connection, .. } => connection.oldest_held(),
+            Client::Stranger { .. } => None,
+        });
+        let due_ns = held.min()?.saturating_add(clock::ns(self.engine.options.reply_ttl));
+        // A little later than that it has been held for longer.
+        let due = Duration::from_nanos(due_ns.saturating_sub(clock::now_ns())).min(LONGEST_REST) + ATTEND;
+        Some(due.max(RECLAIM.saturating_sub(self.reclaimed.elapsed())))
     }
 
     /// True while requests wait or are served.
@@ -136,7 +166,7 @@ impl Control {
         if self.engine.idle.load(Ordering::Relaxed) == 0 {
             self.engine.attend(core);
         }
-        let busy = core.pending() > 0 || core.serves();
+        let busy = is_busy(core);
         if self.reclaimed.elapsed() >= RECLAIM {
             self.reclaimed = Instant::now();
             let (now, ttl) = (clock::now_ns(), clock::ns(self.engine.options.reply_ttl));
@@ -152,8 +182,13 @@ impl Control {
     fn accept(&mut self) {
         // A storm of connections must not keep the thread from its other work.
         for _ in 0..32 {
-            let Ok(socket) = accept_with(&self.listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK) else {
-                return;
+            let socket = match self.accept_one() {
+                Ok(socket) => socket,
+                Err(Errno::MFILE | Errno::NFILE) => {
+                    self.turn_away();
+                    continue;
+                }
+                Err(_) => return,
             };
             let Ok(peer) = sockopt::socket_peercred(&socket) else { continue };
             let caller =
@@ -190,13 +225,55 @@ impl Control {
         }
     }
 
+    fn accept_one(&self) -> Result<OwnedFd, Errno> {
+        accept_with(&self.listener.socket, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK)
+    }
+
+    /// There is no descriptor left for who comes now; one that was kept for it says so. Otherwise it would wait for us, and the listener
+    /// would wake us for it again and again.
+    fn turn_away(&mut self) {
+        match self.spare.take().map(drop).and_then(|()| self.accept_one().ok()) {
+            Some(socket) => {
+                self.refuse(&socket, "the service has as many files open as it may (ulimit -n)".into());
+            }
+            // Others were faster.
+            None => std::thread::sleep(ATTEND),
+        }
+        self.spare = spare();
+    }
+
+    /// Takes a client out, with all that it asked. A child of ours that was forked may hold its descriptors too, so that closing them
+    /// would end neither the connection nor the events.
+    fn remove(&mut self, id: u64) {
+        match self.clients.remove(&id) {
+            None => {}
+            Some(Client::Stranger { socket, .. }) => self.hang_up(&socket),
+            Some(Client::Welcome { connection, place, process }) => {
+                self.engine.forget(&mut lock(&self.engine.core), place);
+                self.hang_up(&connection.socket);
+                if let Some(process) = process {
+                    let _ = epoll::delete(&self.epoll, &process);
+                }
+            }
+        }
+    }
+
+    /// The other side reads what was sent to it, and then the end.
+    fn hang_up(&self, socket: &OwnedFd) {
+        let _ = epoll::delete(&self.epoll, socket);
+        let _ = shutdown(socket, Shutdown::Both);
+    }
+
     /// Sends those away who have gone already, or have said nothing for too long.
     fn clear_strangers(&mut self) {
         let strangers = self.clients.iter().filter(|(_, c)| matches!(c, Client::Stranger { .. })).map(|(id, _)| *id);
         for id in strangers.collect::<Vec<_>>() {
             self.read(id);
         }
-        self.clients.retain(|_, c| !matches!(c, Client::Stranger { since, .. } if since.elapsed() > SILENCE));
+        let silent = |c: &Client| matches!(c, Client::Stranger { since, .. } if since.elapsed() > SILENCE);
+        for id in self.clients.iter().filter(|(_, c)| silent(c)).map(|(id, _)| *id).collect::<Vec<_>>() {
+            self.remove(id);
+        }
     }
 
     fn refuse(&self, socket: impl AsFd, why: String) {
@@ -206,35 +283,28 @@ impl Control {
     }
 
     fn read(&mut self, id: u64) {
-        match self.clients.get(&id) {
-            None => {}
-            Some(Client::Welcome { connection, place }) => {
-                let place = *place;
-                let stays = !connection.is_gone() && connection.read_messages();
-                if !stays {
-                    self.engine.forget(&mut lock(&self.engine.core), place);
-                    self.clients.remove(&id);
-                }
-            }
+        let stays = match self.clients.get(&id) {
+            None => true,
+            Some(Client::Welcome { connection, .. }) => !connection.is_gone() && connection.read_messages(),
             Some(Client::Stranger { socket, .. }) => match socket::receive(socket, false) {
-                Received::Nothing => {}
+                Received::Nothing => true,
                 Received::Message(Message::Ask, _) => {
                     let report = serde_json::to_string(&self.engine.report()).unwrap_or_default();
-                    if socket::send(socket, &Message::Report(report), &[], false).is_err() {
-                        self.clients.remove(&id);
-                    }
+                    socket::send(socket, &Message::Report(report), &[], false).is_ok()
                 }
                 Received::Message(Message::Hello { entries, arena_bytes }, fds) => {
                     self.welcome(id, entries, arena_bytes, fds);
+                    true
                 }
                 Received::Malformed(why) => {
                     self.refuse(socket, why.to_string());
-                    self.clients.remove(&id);
+                    false
                 }
-                Received::Message(..) | Received::Gone => {
-                    self.clients.remove(&id);
-                }
+                Received::Message(..) | Received::Gone => false,
             },
+        };
+        if !stays {
+            self.remove(id);
         }
     }
 
@@ -242,14 +312,23 @@ impl Control {
         let Some(Client::Stranger { socket, caller, .. }) = self.clients.remove(&id) else { return };
         let copy = match socket.try_clone() {
             Ok(copy) => copy,
-            Err(error) => return self.refuse(&socket, error.to_string()),
+            Err(error) => {
+                self.refuse(&socket, error.to_string());
+                return self.hang_up(&socket);
+            }
         };
         match self.connect(socket, caller, entries, arena_bytes, fds) {
-            Ok(client) => {
-                self.clients.insert(id, client);
+            Ok((connection, place)) => {
+                let process = process::life_of(&copy).filter(|process| {
+                    let data = epoll::EventData::new_u64(id | PROCESS);
+                    epoll::add(&self.epoll, process, data, epoll::EventFlags::IN).is_ok()
+                });
+                self.clients.insert(id, Client::Welcome { connection, place, process });
             }
-            // The socket's last descriptor is dropped with it, and its event too.
-            Err(why) => self.refuse(&copy, why),
+            Err(why) => {
+                self.refuse(&copy, why);
+                self.hang_up(&copy);
+            }
         }
     }
 
@@ -267,7 +346,7 @@ impl Control {
         entries: u32,
         arena_bytes: u64,
         fds: Vec<OwnedFd>,
-    ) -> Result<Client, String> {
+    ) -> Result<(Arc<Connection>, Place), String> {
         let quota = self.quota(caller.uid);
         let options = &self.engine.options;
         let [theirs] = <[OwnedFd; 1]>::try_from(fds)
@@ -319,6 +398,6 @@ impl Control {
             self.engine.forget(&mut lock(&self.engine.core), place);
             return Err(error.to_string());
         }
-        Ok(Client::Welcome { connection, place })
+        Ok((connection, place))
     }
 }

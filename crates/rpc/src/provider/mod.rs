@@ -11,6 +11,8 @@
 //! refused and clients see their sockets close; a handler under way is waited for. When its process dies, the kernel closes the
 //! sockets and each waiting client gets its error.
 //!
+//! A child that the process forks does not serve: what it drops of the service stays its parent's.
+//!
 //! # Limits
 //! [`Options`]: pending requests, clients, entries and memory per client.
 
@@ -40,10 +42,17 @@ pub use request::{Handler, NoReplyMemory, Reply, Request};
 use crate::clock;
 use crate::folder::{self, FolderError, Listener};
 use crate::poll::Polling;
+use crate::process;
 use crate::schedule::{Late, Order, Rules, Schedule};
 use crate::sync::lock;
 use report::{Counters, get};
 use worker::Core;
+
+/// Largest arena for the replies to one client, who faults all of it in: 64 MiB. Larger replies are in memory of their own.
+pub const MAX_REPLY_ARENA_BYTES: u64 = 64 << 20;
+
+/// The shortest budget that `SCHED_DEADLINE` knows (DL_SCALE, sched(7)).
+const DEADLINE_BUDGET_MIN: Duration = Duration::from_nanos(1024);
 
 /// In which class workers run.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -117,7 +126,7 @@ pub struct Options {
     pub max_entries: u32,
     /// Largest arena that a client may bring for its requests.
     pub max_arena_bytes: u64,
-    /// Memory for the replies to one client: 0 or a power of two from 4 KiB.
+    /// Memory for the replies to one client: 0 or a power of two from 4 KiB to [`MAX_REPLY_ARENA_BYTES`].
     pub reply_arena_bytes: u64,
     /// Most bytes of whole memories that one client may hand over.
     pub max_shared_bytes: u64,
@@ -196,14 +205,21 @@ impl Options {
         if self.max_entries == 0 || self.max_entries > MAX_ENTRIES {
             return wrong("max_entries", self.max_entries.into(), "1 to 4096");
         }
-        if tombolo_ring::rpc::Geometry::new(1, self.reply_arena_bytes).is_none() {
-            return wrong("reply_arena_bytes", self.reply_arena_bytes, "0 or a power of two from 4096");
+        let geometry = tombolo_ring::rpc::Geometry::new(1, self.reply_arena_bytes);
+        if geometry.is_none() || self.reply_arena_bytes > MAX_REPLY_ARENA_BYTES {
+            return wrong("reply_arena_bytes", self.reply_arena_bytes, "0 or a power of two from 4096 to 67108864");
         }
         if self.queue_bound == 0 || self.queue_bound > 1 << 24 {
             return wrong("queue_bound", self.queue_bound as u64, "1 to 16777216");
         }
-        if matches!(self.class, WorkerClass::Fifo(p) if !(1..=99).contains(&p)) {
-            return wrong("class", 0, "a FIFO priority of 1 to 99");
+        match self.class {
+            WorkerClass::Fifo(priority) if !(1..=99).contains(&priority) => {
+                return wrong("class", priority.into(), "a FIFO priority of 1 to 99");
+            }
+            WorkerClass::Deadline if self.budget < DEADLINE_BUDGET_MIN || self.budget > self.period => {
+                return wrong("budget", clock::ns(self.budget), "for SCHED_DEADLINE, from 1024 ns to the period");
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -297,6 +313,8 @@ pub struct Service {
     engine: Arc<Engine>,
     threads: Vec<JoinHandle<()>>,
     control: Option<JoinHandle<()>>,
+    /// Whose threads these are.
+    process: u32,
 }
 
 impl std::fmt::Debug for Service {
@@ -337,7 +355,8 @@ impl Service {
             began: Instant::now(),
             options,
         });
-        let mut service = Service { engine: engine.clone(), threads: Vec::new(), control: None };
+        let mut service =
+            Service { engine: engine.clone(), threads: Vec::new(), control: None, process: process::here() };
         let spawn = |name: String, run: Box<dyn FnOnce() + Send>| {
             let spawned = std::thread::Builder::new().name(name).spawn(run);
             spawned.map_err(|source| RegisterError::System { what: "starting a thread", source })
@@ -359,6 +378,11 @@ impl Service {
 
 impl Drop for Service {
     fn drop(&mut self) {
+        if self.process != process::here() {
+            // In a forked child the service is its parent's: no thread of it is here, and its clients are not to be answered.
+            self.threads.drain(..).chain(self.control.take()).for_each(std::mem::forget);
+            return;
+        }
         // The bells order it.
         self.engine.stopping.store(true, Ordering::SeqCst);
         self.engine.nudge.ring();

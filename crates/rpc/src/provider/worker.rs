@@ -601,7 +601,7 @@ impl Engine {
     fn poll(&self, worker: &Worker<'_>) -> (Option<Place>, Option<u64>) {
         let always = self.options.polling == Polling::Always;
         let window_ns = if always { ALWAYS_NS } else { worker.poller.window_ns() };
-        let moved = |(connection, index, _): &&Watched| ring::look(connection.ends(), *index) != *index;
+        let moved = |(connection, index, _): &&Watched| ring::is_there(connection.ends(), *index);
         poll::look(
             || worker.watched.iter().find(moved).map(|(.., place)| *place),
             |_, looked| looked >= window_ns || self.stopping.load(Ordering::Relaxed),

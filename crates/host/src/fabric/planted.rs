@@ -1,0 +1,57 @@
+//! For tests: a port that moves nothing and shows a bug, or a fault, as soon as it is served.
+
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::Drops;
+use tombolo_switch::frame::Batch;
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+
+/// What it shows.
+pub(super) enum Planted {
+    /// Of ours, with these words.
+    Bug(&'static str),
+    /// Of a peer that breaks the rules, with these words.
+    Fault(&'static str),
+}
+
+/// The port: what it says of itself, and what is held as long as it is there.
+pub(super) struct PlantedPort {
+    pub(super) kind: &'static str,
+    pub(super) link: Link,
+    pub(super) shows: Planted,
+    pub(super) _holds: Option<Box<dyn Port>>,
+}
+
+impl Port for PlantedPort {
+    fn kind(&self) -> &'static str {
+        self.kind
+    }
+    fn link(&self) -> Link {
+        self.link
+    }
+    fn caps(&self) -> Caps {
+        Caps::plain(1500)
+    }
+    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+        match self.shows {
+            Planted::Bug(words) => panic!("{words}"),
+            Planted::Fault(words) => Err(Fault { kind: FaultKind::Protocol, detail: words.into() }),
+        }
+    }
+    fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+        Ok(0)
+    }
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+        Ok(Sent::default())
+    }
+    fn flush(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn arm(&mut self) -> Result<bool, Fault> {
+        Ok(false)
+    }
+    fn disarm(&mut self) {}
+    fn reset(&mut self, _: &Fault) {}
+}

@@ -1,0 +1,217 @@
+"""What changes in the host while flows are bypassed: routes, settings, rules and interfaces. Two routers that differ in the bypass only see the same
+changes between the same frames, and what leaves them is compared; flows hold for ten seconds, so that none is asked for again by itself."""
+
+from bypass_hostile import is_packet, said, twins
+from bypass_paths import A, A6, B, B6, MAC_B, host
+from lib import Namespace, timeout, until
+from lib.tap import ETH_IP4, ETH_IP6, TCP, UDP, Tap, ipv4, ipv6, transport
+
+# Behind B.
+FAR, FAR6 = "10.9.0.1", "fd09::1"
+ROUTES = ("route add 10.9.0.0/24 via 10.2.0.2", "-6 route add fd09::/64 via fd02::2")
+RULES = """table inet f {
+  set banned { type ipv4_addr; }
+  chain before { type filter hook prerouting priority -150; }
+  chain forward { type filter hook forward priority 0; }
+}
+"""
+LONG = ("--lease", "10000")
+
+
+def links(*commands):
+    return lambda h: [h.space.ip(*command.split()) for command in commands]
+
+
+def settings(*words):
+    return lambda h: h.space.run("sysctl", "-qw", *words)
+
+
+def rules(text):
+    return lambda h: h.rules(text)
+
+
+def flows(h, size):
+    """One frame of each flow."""
+    payload = b"p" * size
+    for to in (B, FAR):
+        yield h.to_b(ETH_IP4, ipv4(A, to, UDP, transport(UDP, A, to, 1000, 2000, payload)))
+    for to in (B6, FAR6):
+        yield h.to_b(ETH_IP6, ipv6(A6, to, UDP, transport(UDP, A6, to, 1000, 2000, payload)))
+
+
+def outcome(h, frame):
+    """What B gets when A sends it, and what A is told. A tap's frames are through the router when the write is done."""
+    h.a.drain()
+    h.b.drain()
+    h.a.send(frame)
+    return [got for _, got in h.b.drain(is_packet)], said(h.a.drain(is_packet))
+
+
+def outcomes(h, size):
+    return [outcome(h, frame) for frame in flows(h, size)]
+
+
+def warm(plain, bypassed, size, mode="tcx"):
+    """Attaches, and has all flows taken."""
+    bypassed.attach(words=(*LONG, "--mode", mode))
+    for _ in range(2):
+        outcomes(bypassed, size)
+    before = bypassed.taken()
+    assert outcomes(plain, size) == outcomes(bypassed, size)
+    assert bypassed.taken() == before + 4, bypassed.status("ta")
+
+
+# What is obeyed from the next frame on: (what is said, the change, the frames' size, what is prepared, rules).
+AT_ONCE = [
+    ("forwarding off", settings("net.ipv4.ip_forward=0", "net.ipv6.conf.all.forwarding=0")),
+    ("forwarding off at the input", settings("net.ipv4.conf.ta.forwarding=0", "net.ipv6.conf.ta.forwarding=0")),
+    ("routes added to nowhere", links("route add blackhole 10.2.0.2/32", "-6 route add blackhole fd02::2/128")),
+    ("routes added that prohibit", links("route add prohibit 10.2.0.2/32", "-6 route add prohibit fd02::2/128")),
+    ("routes replaced", links("route replace unreachable 10.9.0.0/24", "-6 route replace unreachable fd09::/64 metric 1024")),
+    ("routes removed", links("route del 10.9.0.0/24", "-6 route del fd09::/64")),
+    ("routing rules by interface", links("rule add iif ta prohibit", "-6 rule add iif ta prohibit")),
+    ("routing rules by mark", links("rule add fwmark 7 prohibit", "-6 rule add fwmark 7 prohibit"), 20, RULES + "add rule inet f before meta mark set 7"),
+    ("a mark for a routing rule", lambda h: (h.space.ip("rule", "add", "fwmark", "7", "prohibit"), h.space.ip("-6", "rule", "add", "fwmark", "7", "prohibit"),
+                                             h.rules("add rule inet f before meta mark set 7")), 20, RULES),
+    ("a destination that is the host's own", links("address add 10.2.0.2/32 dev tb", "address add fd02::2/128 dev tb nodad")),
+    ("addresses removed", links("address del 10.2.0.1/24 dev tb", "address del fd02::1/64 dev tb")),
+    ("IPv6 off", settings("net.ipv6.conf.tb.disable_ipv6=1")),
+    ("an MTU", links("link set tb mtu 1300"), 1400),
+    ("routes' MTUs", links("route change 10.9.0.0/24 via 10.2.0.2 mtu 1300", "-6 route change fd09::/64 via fd02::2 mtu 1300"), 1400),
+    ("the input's Ethernet address", links("link set ta address 02:00:00:00:0a:99")),
+    ("the output's Ethernet address", links("link set tb address 02:00:00:00:0b:99", f"neighbour replace {B} lladdr {MAC_B} dev tb nud permanent",
+                                            f"neighbour replace {B6} lladdr {MAC_B} dev tb nud permanent")),
+    ("IPsec policies", links("xfrm policy add dir fwd src 10.1.0.0/16 dst 0.0.0.0/0 action block", "xfrm policy add dir fwd src fd01::/64 dst ::/0 action block")),
+    ("an element of a set", rules("add element inet f banned { 10.1.0.2 }"), 20, RULES + "add rule inet f forward ip saddr @banned drop"),
+    ("a chain at an interface's ingress", rules("table netdev n { chain c { type filter hook ingress device ta priority 0; udp dport 2000 drop; }; }")),
+    ("a chain at an interface's egress", rules("table netdev n { chain c { type filter hook egress device tb priority 0; udp dport 2000 drop; }; }")),
+]
+
+
+def obeyed(name, change, size=20, prepared="", mode="tcx"):
+    with twins(rules=prepared, routes=ROUTES) as (plain, bypassed):
+        warm(plain, bypassed, size, mode)
+        before = outcomes(plain, size)
+        for h in (plain, bypassed):
+            change(h)
+        for turn in range(3):
+            kernel, ours = outcomes(plain, size), outcomes(bypassed, size)
+            assert kernel == ours, f"{name}, {mode}, frames {turn} after it:\nkernel {kernel}\nbypass {ours}"
+        assert kernel != before, f"{name}: changes nothing"
+
+
+@timeout(600)
+def test_what_changes_under_traffic_is_obeyed_from_the_next_frame_on():
+    for case in AT_ONCE:
+        print(case[0])
+        obeyed(*case)
+
+
+@timeout(600)
+def test_what_changes_under_traffic_is_obeyed_by_xdp_from_the_next_frame_on():
+    for case in AT_ONCE:
+        print(case[0])
+        obeyed(*case, mode="xdp")
+
+
+def test_nexthop_objects_that_change_or_go_are_followed_at_once():
+    objects = ("nexthop add id 1 via 10.2.0.2 dev tb", "nexthop add id 2 via fd02::2 dev tb", "route add 10.9.0.0/24 nhid 1", "-6 route add fd09::/64 nhid 2")
+    for change in (links("nexthop del id 1", "nexthop del id 2"), links("nexthop replace id 1 blackhole", "-6 nexthop replace id 2 blackhole")):
+        with twins(routes=objects) as (plain, bypassed):
+            warm(plain, bypassed, 20)
+            for h in (plain, bypassed):
+                change(h)
+            kernel = outcomes(plain, 20)
+            assert kernel == outcomes(bypassed, 20)
+            assert not kernel[1][0] and not kernel[3][0], kernel
+
+
+# What no generation tells of, and the keeper is told of by netlink.
+TOLD = [
+    ("an input renamed", links("link set ta name tx"), RULES + 'add rule inet f forward iifname "tx" drop'),
+    ("an output renamed", links("link set tb name ty"), RULES + 'add rule inet f forward oifname "ty" drop'),
+    ("an input put into a bridge", links("link add br0 type bridge", "link set ta master br0"), ""),
+    ("strict sources", settings("net.ipv4.conf.ta.rp_filter=1"), ""),
+    ("strict sources everywhere", settings("net.ipv4.conf.all.rp_filter=1"), ""),
+]
+
+
+@timeout(600)
+def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
+    # A's way back is another, which a host that is strict about sources does not stand; a table of its own has the ways there.
+    odd = ("rule add iif ta lookup 7 pref 5", "route add 10.2.0.2 dev tb table 7", "route add 10.9.0.0/24 via 10.2.0.2 table 7",
+           "route add 10.1.0.2/32 via 10.2.0.2 dev tb")
+    for name, change, prepared in TOLD:
+        print(name)
+        with twins(rules=prepared, routes=(*ROUTES, *(odd if "sources" in name else ()))) as (plain, bypassed):
+            warm(plain, bypassed, 20)
+            before = outcomes(plain, 20)
+            for h in (plain, bypassed):
+                change(h)
+            assert outcomes(plain, 20) != before
+            until(name, lambda p=plain, b=bypassed: outcomes(p, 20) == outcomes(b, 20))
+            counts = bypassed.status()["interfaces"][0]["by_reason"]
+            assert "up_lease" not in counts and counts["up_changed"] >= 1, counts
+
+
+def test_what_rules_write_into_packets_beyond_a_translation_is_not_left_out():
+    """A flow whose packets a rule rewrites is not learned, and keeps being rewritten."""
+    for rule in ("ip id set 5", "ip frag-off set 0", "ip6 flowlabel set 5", "tcp window set 500", "ip dscp set 10", "ip ttl set 20", "ip6 hoplimit set 20"):
+        with twins(rules=RULES + f"add rule inet f forward {rule}") as (plain, bypassed):
+            bypassed.attach(words=LONG)
+            for _ in range(4):
+                for six in (False, True):
+                    a, b = (A6, B6) if six else (A, B)
+                    body = transport(TCP, a, b, 1000, 2000, b"rewritten")
+                    frame = bypassed.to_b(ETH_IP6 if six else ETH_IP4, (ipv6 if six else ipv4)(a, b, TCP, body))
+                    kernel, ours = outcome(plain, frame), outcome(bypassed, frame)
+                    assert kernel == ours and kernel[0], f"{rule}:\nkernel {kernel}\nbypass {ours}"
+            status = bypassed.status("ta")
+            assert status["unlearned"]["altered"] >= 4, (rule, status)
+            assert status["taken"] == (0 if rule.startswith("tcp") else 3), (rule, status)
+
+
+def names(h):
+    return [i["name"] for i in h.status()["interfaces"]]
+
+
+def test_an_interface_that_is_renamed_is_known_by_its_new_name():
+    for keeper in ((), ("--no-keeper",)):
+        with host() as h:
+            h.attach(words=(*LONG, *keeper))
+            h.space.ip("link", "set", "tb", "name", "ty")
+            if not keeper:
+                until("the new name", lambda h=h: names(h) == ["ta", "ty"])
+            # Another one by the old name is another one.
+            other = Tap(h.space, "tb", "10.3.0.1/24", mac="02:00:00:00:0c:02")
+            try:
+                h.attach("tb", words=keeper)
+                assert names(h) == ["ta", "ty", "tb"]
+                h.across(h.udp())
+                before = h.taken()
+                assert h.across(h.udp()) and h.taken() == before + 1
+                h.cli("detach", "ty")
+                assert names(h) == ["ta", "tb"]
+                assert "tb is not attached" not in h.cli("detach", "tb").stderr
+            finally:
+                other.close()
+
+
+def test_an_interface_that_moves_away_goes_without_our_programs_and_is_attached_again_when_it_is_back():
+    with host() as h, Namespace() as far:
+        h.attach(words=LONG)
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.taken() == 1
+        h.space.ip("link", "set", "ta", "netns", str(far))
+        until("the keeper's notice", lambda: names(h) == ["tb"])
+        until("our programs to be off it", lambda: len(list((h.folder / "run/bypass/bpf").rglob("link_*"))) == 2)
+        far.ip("link", "set", "ta", "netns", str(h.space))
+        until("it to be attached again", lambda: names(h) == ["ta", "tb"])
+        for words in ("address add 10.1.0.1/24 dev ta", "link set ta up"):
+            h.space.ip(*words.split())
+
+        def taken():
+            assert h.across(h.udp())
+            return h.taken() >= 1
+
+        until("frames to be taken again", taken)
