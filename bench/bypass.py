@@ -78,6 +78,8 @@ MOODS_MORE = 2
 MANY_LONGER = 3
 # What renewing costs is in the comparison of 10,000 flows with one: its slices are longer than a lease.
 FLOWS_S = 1.2
+# Whose 10,000 flows are compared with one: ours, the kernel's, and the bound, which looks at no frame.
+FLOWS = ("bypass", "bypass_nat", "ip", "nat", "straight")
 COUNTERS = "task-clock,context-switches,instructions,cycles"
 
 
@@ -347,7 +349,7 @@ def measure_flows(results, options, settings, order):
     """One flow beside 10,000, in slices longer than a lease: what renewing the leases of so many costs is in them. The reader stays awake: whether a writer
     has to wake it for each frame depends on which of the two is the faster, and would be most of the difference."""
     for number in range(max(4, options.rounds // 2)):
-        turn = [(path, load) for path in ("bypass", "bypass_nat") for load in ("udp64_1", "udp64_10000")]
+        turn = [(path, load) for path in FLOWS if path in settings for load in ("udp64_1", "udp64_10000")]
         order.shuffle(turn)
         for path, load in turn:
             results.add(flows=load, path=path, round=number, **settings[path].measure(load, FLOWS_S, awake=True))
@@ -410,6 +412,15 @@ def print_table(table):
         print(f"{name:24}{words[0]:>24}{words[1]:>18}  {words[2]:9} {words[3]:>24} {words[4]:>8}   {words[5]}")
 
 
+def many_by_one(results, path):
+    """10,000 flows by one, by rate and by CPU time."""
+    rates, costs = ([by_round(results, key, flows=load, path=path) for load in ("udp64_1", "udp64_10000")] for key in ("rate", "cpu_ns"))
+    rounds = sorted(rates[0].keys() & rates[1].keys())
+    if not rounds:
+        return None
+    return spread([rates[1][n] / rates[0][n] for n in rounds]) | {"by_cpu": spread([costs[0][n] / costs[1][n] for n in rounds])}
+
+
 def summarise(results, options):
     table = cells(results)
     if not table:
@@ -422,11 +433,11 @@ def summarise(results, options):
             bounds[bound] = compare(ours, kernel, again)
             print(f"{'bound: ' + bound:24}{interval(bounds[bound]):>24}")
     flows = {}
-    for path in ("bypass", "bypass_nat"):
-        one, many = (by_round(results, "rate", flows=load, path=path) for load in ("udp64_1", "udp64_10000"))
-        if one:
-            flows[path] = spread([many[n] / one[n] for n in one.keys() & many.keys()])
-            print(f"{'10,000 flows by 1: ' + path:24}{interval(flows[path]):>22}")
+    for path in FLOWS:
+        cell = many_by_one(results, path)
+        if cell:
+            flows[path] = cell
+            print(f"{'10,000 flows by 1: ' + path:30}{interval(cell):>22}   by CPU time {interval(cell['by_cpu'])}")
     by_verdict = {word: sum(cell["verdict"] == word for cell in table.values()) for word in ("faster", "equal", "slower")}
     print(f"of {len(table)} cells {by_verdict['faster']} are faster than the kernel, {by_verdict['equal']} equal within the noise, {by_verdict['slower']} slower")
     worst = min(table, key=lambda name: table[name]["ratio"])

@@ -202,6 +202,13 @@ static __always_inline __u32 segment_headers(struct __sk_buff *skb, const struct
 	return inner + (header > TCP_BYTES ? header : TCP_BYTES);
 }
 
+/* Notes that the flow was used, as seldom as does: see `used_ns`. */
+static __always_inline void note_use(struct flow *flow, const struct settings *set, __u64 now)
+{
+	if (now - flow->used_ns >= set->lease_ns / 16)
+		flow->used_ns = now;
+}
+
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
 {
 	struct frame f = {};
@@ -237,8 +244,8 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, set, now);
 	if (verdict == UP_LEASE) {
 		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
-		f.slow = now - flow->last_ns >= set->lease_ns;
-		flow->last_ns = now;
+		f.slow = now - flow->used_ns >= set->lease_ns;
+		flow->used_ns = now;
 	}
 	if (verdict)
 		return up(skb, set, &f, family, verdict);
@@ -254,9 +261,7 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		return up(skb, set, &f, family, verdict);
 	skb->mark = flow->mark;
 	skb->priority = flow->priority;
-	flow->packets++;
-	flow->bytes += bytes;
-	flow->last_ns = now;
+	note_use(flow, set, now);
 	c = counters_of(flow->slot);
 	if (c) {
 		c->taken_bytes += bytes;
@@ -384,8 +389,8 @@ static __always_inline void note_translation(struct flow6 *whole, const struct k
 }
 
 /* Whether the flow is known with the very same answer: then its lease begins anew, in place, which is one store. Another entry
- * would cost more than the frame. Otherwise `flow` takes over the counters. */
-static __always_inline bool renew(struct flow *known, struct flow *flow)
+ * would cost more than the frame. */
+static __always_inline bool renew(struct flow *known, const struct flow *flow)
 {
 	const __u64 *old = (const __u64 *)known, *new = (const __u64 *)flow;
 	__u64 differs = 0;
@@ -394,12 +399,10 @@ static __always_inline bool renew(struct flow *known, struct flow *flow)
 		return false;
 	/* `until_ns` is what is new, and `hooks` is to the verifier a pointer, with which nothing is reckoned. */
 #pragma unroll
-	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, packets) / 8; n++)
+	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, used_ns) / 8; n++)
 		differs |= old[n] ^ new[n];
 	if (known->hooks != flow->hooks)
 		differs = 1;
-	flow->packets = known->packets;
-	flow->bytes = known->bytes;
 	if (differs)
 		return false;
 	known->until_ns = flow->until_ns;
@@ -505,7 +508,7 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 		flow->mark = skb->mark;
 		flow->priority = skb->priority;
 	}
-	flow->last_ns = now;
+	flow->used_ns = now;
 	if (family == AF_INET) {
 		struct key4 k;
 
@@ -654,9 +657,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	}
 	count_hop(data + ETH_HLEN, family);
 	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
-	flow->packets++;
-	flow->bytes += ETH_HLEN + f.length;
-	flow->last_ns = now;
+	note_use(flow, set, now);
 	c = counters_of(flow->slot);
 	if (c) {
 		c->packets[TAKEN_XDP]++;

@@ -4,7 +4,7 @@
  * asserted below.
  *
  * Writers: `settings` and `ports` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
- * replaced whole, and its two counters are added to by the ingress programs); the manager only removes entries.
+ * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries.
  */
 #ifndef TOMBOLO_TABLES_H
 #define TOMBOLO_TABLES_H
@@ -137,9 +137,8 @@ struct flow {
 	__u32 ports;
 	__u32 addresses_diff;	/* one's complement sum of what changed in the addresses */
 	__u32 ports_diff;
-	__u64 packets;
-	__u64 bytes;
-	__u64 last_ns;
+	__u64 used_ns;		/* to a sixteenth of a lease: with thousands of flows each line that is written must leave the caches again */
+	__u64 whole[2];		/* up to the line's end */
 };
 
 struct flow6 {
@@ -191,7 +190,7 @@ _Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && siz
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
 _Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 5 + UNLEARNED), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
-_Static_assert(offsetof(struct flow, packets) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
+_Static_assert(offsetof(struct flow, used_ns) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
 _Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
 _Static_assert(offsetof(struct key6, proto) == 40, "layout.rs");
 _Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");

@@ -315,12 +315,8 @@ pub struct Flow {
     pub epoch: u32,
     /// Number of the interface where it goes out.
     pub output: u32,
-    /// Packets taken.
-    pub packets: u64,
-    /// Their bytes.
-    pub bytes: u64,
-    /// When it was last used.
-    pub last_ns: u64,
+    /// When it was last used, to a sixteenth of a lease.
+    pub used_ns: u64,
 }
 
 impl Flow {
@@ -334,9 +330,7 @@ impl Flow {
             tracked: long(bytes, 16) != 0,
             epoch: word(bytes, 32),
             output: word(bytes, 40),
-            packets: long(bytes, 104),
-            bytes: long(bytes, 112),
-            last_ns: long(bytes, 120),
+            used_ns: long(bytes, 104),
         }
     }
 }

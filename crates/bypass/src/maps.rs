@@ -156,7 +156,7 @@ impl Maps {
         let epoch = self.settings()?.epoch;
         let stale = |bytes: &[u8]| {
             let flow = Flow::from_bytes(bytes);
-            flow.last_ns < before_ns || (flow.epoch != epoch && flow.until_ns < before_ns)
+            flow.used_ns < before_ns || (flow.epoch != epoch && flow.until_ns < before_ns)
         };
         let old4: Vec<_> = self.flows4.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
         let old6: Vec<_> = self.flows6.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
