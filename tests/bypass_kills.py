@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 from bypass_paths import PROGRAM, Host, has_ended, host
@@ -83,6 +84,34 @@ def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_t
             h.cli("detach", check=False)
         print(f"{kills} kills")
         assert kills >= 15
+
+
+def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_stays_where_not():
+    for mode in ("tcx", "xdp"):
+        with host() as h:
+            def taken(h=h):
+                before = h.taken()
+                assert h.across(h.udp())
+                return h.taken() > before
+
+            h.attach("ta", "tb", words=("--mode", mode, "--if-keeper-dies", "leave"))
+            until("frames to be taken", taken)
+            os.kill(h.status()["keeper"], signal.SIGKILL)
+            until("frames to go the kernel's way", lambda: not taken())
+            assert not any(taken() for _ in range(50))
+            assert h.status()["needs_keeper"] and "so all traffic goes the kernel's way" in h.cli("status")
+            # Another keeper; that it is needed is as it was.
+            h.attach("ta", "tb", words=("--mode", mode))
+            until("frames to be taken again", taken)
+            h.attach("ta", "tb", words=("--mode", mode, "--if-keeper-dies", "stay"))
+            keeper = h.status()["keeper"]
+            os.kill(keeper, signal.SIGKILL)
+            until("the keeper's end", lambda k=keeper: has_ended(k))
+            # Longer than frames are taken without one where it is needed. Of a lease's frames one goes the kernel's way.
+            end = time.monotonic() + 4
+            while time.monotonic() < end:
+                assert taken() or taken()
+            assert taken() or taken()
 
 
 @timeout(600)

@@ -86,6 +86,15 @@ static __always_inline bool was_seen(const struct key6 *key)
 	return false;
 }
 
+/* Up to when frames are taken without another word of the keeper's. */
+static __always_inline __u64 kept_until(void)
+{
+	__u32 zero = 0;
+	__u64 *until = bpf_map_lookup_elem(&kept, &zero);
+
+	return until && *until ? *until : ~0ULL;
+}
+
 /* A frame goes up: counted, and noted where the kernel's answer to it is worth learning. */
 static __always_inline int up(struct __sk_buff *skb, struct settings *set, const struct frame *f, int family, int verdict)
 {
@@ -98,7 +107,8 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	c = counters_of(port->slot);
 	if (!c)
 		return TCX_NEXT;
-	if (!(port->flags & PORT_TAKE))
+	/* Flows end with their leases, none of which is longer than that. */
+	if (!(port->flags & PORT_TAKE) || bpf_ktime_get_coarse_ns() >= kept_until())
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
 	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
@@ -489,6 +499,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
 	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
 	flow->until_ns = now + set->lease_ns;
+	if (flow->until_ns > kept_until())
+		flow->until_ns = kept_until();
 	flow->hooks = hooks(net, family);
 	flow->route_gen = route_generation(net, family);
 	flow->rules_gen = rules_generation(net);

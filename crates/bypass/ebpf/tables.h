@@ -3,7 +3,7 @@
  * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
  * asserted below.
  *
- * Writers: `settings` and `ports` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
+ * Writers: `settings`, `ports` and `kept` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
  * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries.
  */
 #ifndef TOMBOLO_TABLES_H
@@ -16,7 +16,7 @@ enum verdict {
 	TAKEN_TCX,	/* redirected to the output's queue */
 	TAKEN_PEER,	/* redirected straight into the other end of a veth pair */
 	TAKEN_XDP,	/* redirected before there was an sk_buff */
-	UP_OFF,		/* the interface is not to be bypassed now */
+	UP_OFF,		/* the interface is not to be bypassed now, or the keeper that is needed has gone */
 	UP_NOT_OURS,	/* broadcast, multicast, or another's MAC address */
 	UP_PROTOCOL,	/* neither IPv4 nor IPv6: ARP and the like */
 	UP_VLAN,	/* it has a VLAN tag */
@@ -207,6 +207,14 @@ struct {
 	__type(key, __u32);
 	__type(value, struct settings);
 } settings SEC(".maps");
+
+/* Up to when frames are taken, if the keeper does not say more; 0: for ever. On its own, since the keeper writes it again and again. */
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, __u64);
+} kept SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

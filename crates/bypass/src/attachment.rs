@@ -20,6 +20,8 @@ use std::time::Duration;
 
 /// How long a flow holds, unless the user says otherwise.
 pub const LEASE: Duration = Duration::from_secs(1);
+/// How long frames are taken after an attach that needs a keeper: it may take so long to start.
+const NEW_KEEPER: Duration = Duration::from_secs(10);
 const LONGEST_LEASE: Duration = Duration::from_secs(10);
 const SHORTEST_LEASE: Duration = Duration::from_millis(20);
 
@@ -99,6 +101,8 @@ pub struct Options {
     pub lease: Option<Duration>,
     /// Attach although older filters at the ingress will not see what is taken.
     pub past_filters: bool,
+    /// Whether traffic goes the kernel's way again when the keeper has been killed; `None`: as it is, or not.
+    pub needs_keeper: Option<bool>,
     /// How the user named the namespace.
     pub netns: String,
     /// Who asks: `place::COMMAND`, or a fabric's name.
@@ -320,6 +324,9 @@ fn attach_locked(
     if !options.netns.is_empty() {
         record.netns.clone_from(&options.netns);
     }
+    record.needs_keeper = options.needs_keeper.unwrap_or(record.needs_keeper);
+    let until_ns = monotonic_ns() + NEW_KEEPER.as_nanos() as u64;
+    maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
     maps.set(Settings { epoch: before.epoch.wrapping_add(1), lease_ns: lease.as_nanos() as u64, ..before })?;
     place.write(&record)?;
     Ok(report)

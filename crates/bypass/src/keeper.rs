@@ -30,6 +30,8 @@ use std::time::{Duration, Instant};
 
 /// How often the keeper looks at what tells nothing by itself.
 const TICK: Duration = Duration::from_secs(1);
+/// How long frames are taken without a tick, where that needs a keeper.
+const KEPT: Duration = Duration::from_secs(3);
 /// How often it looks whether the place is still there.
 const GLANCE: Duration = Duration::from_millis(200);
 /// A flow that was used last this long ago is removed.
@@ -162,6 +164,9 @@ impl Keeper {
         let routes = Routes::open()?;
         let links = routes.links()?;
         let record = self.place.record()?;
+        if record.needs_keeper {
+            self.maps.keep_until(now_ns + KEPT.as_nanos() as u64)?;
+        }
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
             let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };

@@ -36,7 +36,7 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
-    ("up_off", "the interface is not to be bypassed now"),
+    ("up_off", "the interface is not to be bypassed now, or the keeper that is needed has gone"),
     ("up_not_ours", "broadcast, multicast, or another's Ethernet address"),
     ("up_protocol", "neither IPv4 nor IPv6"),
     ("up_vlan", "a VLAN tag"),

@@ -10,8 +10,8 @@ use aya::Ebpf;
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 10] =
-    ["settings", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished", "events"];
+const NAMES: [&str; 11] =
+    ["settings", "kept", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished", "events"];
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -28,6 +28,7 @@ fn wrong(name: &'static str) -> impl Fn(MapError) -> MapsError {
 /// The open maps.
 pub struct Maps {
     settings: Array<MapData, [u8; SETTINGS_BYTES]>,
+    kept: Array<MapData, u64>,
     ports: HashMap<MapData, u32, [u8; PORT_BYTES]>,
     counters: PerCpuArray<MapData, [u8; COUNTERS_BYTES]>,
     flows4: HashMap<MapData, [u8; KEY4_BYTES], [u8; FLOW_BYTES]>,
@@ -62,6 +63,7 @@ impl Maps {
     pub fn open(place: &Place) -> Result<Maps, MapsError> {
         Ok(Maps {
             settings: Array::try_from(Map::Array(data(place, "settings")?)).map_err(wrong("settings"))?,
+            kept: Array::try_from(Map::Array(data(place, "kept")?)).map_err(wrong("kept"))?,
             ports: HashMap::try_from(Map::HashMap(data(place, "ports")?)).map_err(wrong("ports"))?,
             counters: PerCpuArray::try_from(Map::PerCpuArray(data(place, "counters")?)).map_err(wrong("counters"))?,
             flows4: HashMap::try_from(Map::LruHashMap(data(place, "flows4")?)).map_err(wrong("flows4"))?,
@@ -77,6 +79,11 @@ impl Maps {
     /// Writes the settings.
     pub fn set(&mut self, settings: Settings) -> Result<(), MapsError> {
         self.settings.set(0, settings.to_bytes(), 0).map_err(wrong("settings"))
+    }
+
+    /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this is called again; 0: for ever.
+    pub fn keep_until(&mut self, until_ns: u64) -> Result<(), MapsError> {
+        self.kept.set(0, until_ns, 0).map_err(wrong("kept"))
     }
 
     /// From here on no flow holds until the kernel has forwarded a frame of it again.

@@ -116,13 +116,16 @@ fn by_command() -> Vec<String> {
 }
 
 /// Who attached what.
-#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
     version: u32,
     /// The namespace as the user named it; empty: the one that the command ran in.
     pub netns: String,
     /// The attached interfaces.
     pub interfaces: Vec<Interface>,
+    /// Whether traffic goes the kernel's way again when the keeper has been killed.
+    #[serde(default)]
+    pub needs_keeper: bool,
 }
 
 /// The place of one namespace's bypass.
@@ -283,7 +286,7 @@ impl Place {
         let text = match fs::read_to_string(&path) {
             Ok(text) => text,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(Record { version: VERSION, netns: String::new(), interfaces: vec![] });
+                return Ok(Record { version: VERSION, ..Record::default() });
             }
             Err(cause) => return Err(file(&path)(cause)),
         };

@@ -14,7 +14,7 @@ pub const SCHEMA: u32 = 1;
 pub const GONE: &str = "the interface is gone; the keeper attaches one that is made anew under its name";
 
 /// The bypass of one network namespace.
-#[derive(Clone, Debug, Serialize)]
+#[derive(Clone, Debug, Default, Serialize)]
 pub struct Report {
     /// The form of this report.
     pub schema: u32,
@@ -23,6 +23,8 @@ pub struct Report {
     /// The keeper's process, if it runs. Without it nothing is lost but changes of mode, TCP connections that are opened
     /// from now on through connection tracking, and quickness in seeing a neighbour change.
     pub keeper: Option<u32>,
+    /// Whether all traffic goes the kernel's way while none runs.
+    pub needs_keeper: bool,
     /// How long a flow holds before one frame goes the kernel's way again, in milliseconds.
     pub lease_ms: u64,
     /// Flows that hold now.
@@ -84,7 +86,7 @@ pub enum Detail {
 /// The state of the bypass in the calling thread's namespace.
 pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let mut report =
-        Report { schema: SCHEMA, attached: place.exists(), keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
+        Report { schema: SCHEMA, attached: place.exists(), ..Report::default() };
     if !report.attached {
         return Ok(report);
     }
@@ -93,10 +95,12 @@ pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let now = monotonic_ns();
     let flows = if detail == Detail::Flows { maps.flows()? } else { vec![] };
     let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
+    let record = place.record()?;
     report.keeper = place.keeper();
+    report.needs_keeper = record.needs_keeper;
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();
-    for interface in place.record()?.interfaces {
+    for interface in record.interfaces {
         // One that went has no port any more.
         let port = maps.port(interface.index)?;
         let counters = port.map_or(Ok(Counters::default()), |p| maps.counters(p.slot))?;

@@ -49,6 +49,14 @@ enum ModeArg {
     Xdp,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum IfKeeperDies {
+    /// It stays in the bypass, with what the keeper does left undone
+    Stay,
+    /// It goes the kernel's way within three seconds, until `attach` starts another keeper
+    Leave,
+}
+
 #[derive(Args, Debug)]
 pub(crate) struct Attach {
     /// Names of the interfaces: taps, veths, cards
@@ -64,6 +72,9 @@ pub(crate) struct Attach {
     /// Attach although older tc filters at the ingress will not see the frames that are taken
     #[arg(long)]
     past_filters: bool,
+    /// What becomes of traffic if the keeper is killed, for all interfaces of the namespace [default: stay, or as it is]
+    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "no_keeper")]
+    if_keeper_dies: Option<IfKeeperDies>,
     /// Start no keeper: no changes of mode, and no new TCP connections through connection tracking
     #[arg(long)]
     no_keeper: bool,
@@ -178,7 +189,14 @@ impl Attach {
         let done = attachment::attach(
             &place,
             &self.interfaces,
-            &Options { wanted, lease: self.lease, past_filters: self.past_filters, netns, owner: COMMAND.into() },
+            &Options {
+                wanted,
+                lease: self.lease,
+                past_filters: self.past_filters,
+                needs_keeper: self.if_keeper_dies.map(|then| then == IfKeeperDies::Leave),
+                netns,
+                owner: COMMAND.into(),
+            },
         )?;
         for attached in done.iter().filter(|a| !a.after.is_empty()) {
             eprintln!(
@@ -251,10 +269,11 @@ fn render(report: &Report) -> String {
     if !report.attached {
         return NOTHING.into();
     }
-    let keeper = report.keeper.map_or(
-        "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
-        |pid| format!("keeper {pid}"),
-    );
+    let keeper = match (report.keeper, report.needs_keeper) {
+        (Some(pid), _) => format!("keeper {pid}"),
+        (None, false) => "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
+        (None, true) => "no keeper runs, so all traffic goes the kernel's way, as --if-keeper-dies leave has it; `tombolo bypass attach` starts one".into(),
+    };
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
     for i in &report.interfaces {
@@ -406,7 +425,7 @@ mod tests {
 
     #[test]
     fn an_empty_namespace_says_so() {
-        let report = Report { schema: 1, attached: false, keeper: None, lease_ms: 0, flows: 0, interfaces: vec![] };
+        let report = Report { schema: 1, ..Report::default() };
         assert!(render(&report).contains("nothing is attached"));
     }
 }

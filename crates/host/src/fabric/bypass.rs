@@ -51,6 +51,7 @@ impl Running {
             wanted: Wanted::Auto,
             lease: None,
             past_filters: false,
+            needs_keeper: None,
             netns: String::new(),
             owner: self.spec.name.clone(),
         };
