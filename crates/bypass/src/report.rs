@@ -85,8 +85,7 @@ pub enum Detail {
 
 /// The state of the bypass in the calling thread's namespace.
 pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
-    let mut report =
-        Report { schema: SCHEMA, attached: place.exists(), ..Report::default() };
+    let mut report = Report { schema: SCHEMA, attached: place.exists(), ..Report::default() };
     if !report.attached {
         return Ok(report);
     }
