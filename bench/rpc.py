@@ -135,8 +135,8 @@ def main():
     keys = ["p50_us", "p99_us", "p999_us", "rate", "cpu_us"]
     print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   (medians of {options.repeats})")
     for name, row in medians.items():
-        cells = ["-" if row.get(key) is None else f"{row[key]:.0f}" if key == "rate" else f"{row[key]:.2f}" for key in keys]
-        print(f"{name:30}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (10, 10, 11, 12, 9), strict=True)))
+        figures = ["-" if row.get(key) is None else f"{row[key]:.0f}" if key == "rate" else f"{row[key]:.2f}" for key in keys]
+        print(f"{name:30}" + "".join(f"{cell:>{width}}" for cell, width in zip(figures, (10, 10, 11, 12, 9), strict=True)))
     for peer, why in missing.items():
         print(f"{peer}: no figures, {why}")
     misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
