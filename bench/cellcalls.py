@@ -16,7 +16,8 @@ import subprocess
 from common import FIRST, ROOT, BenchError, Process, fabric_of, until
 from lib import Namespace
 
-SPACE, HOST, CELL = "10.78.0", "10.78.0.1", "10.78.0.10"
+# The first address is the gateway's.
+SPACE, HOST, CELL = "10.78.0", "10.78.0.2", "10.78.0.10"
 PATIENCE_S = 120
 CALLER = ROOT / "target/release/examples/link_calls"
 
