@@ -133,12 +133,24 @@ pub struct Chooser {
     /// When XDP may be tried again, and since when the mode is what it is.
     not_before: Duration,
     since: Duration,
+    /// The window that comes has frames of the mode before: on a busy machine it took its time to change.
+    mixed: bool,
 }
 
 impl Chooser {
     /// An interface in mode `mode`; `suited`: native XDP is there and costs its peer nothing.
     pub fn new(wanted: Wanted, suited: bool, mode: Mode, now: Duration) -> Chooser {
-        Chooser { wanted, suited, mode, calm: 0, idle: 0, pause: FIRST_PAUSE, not_before: Duration::ZERO, since: now }
+        Chooser {
+            wanted,
+            suited,
+            mode,
+            calm: 0,
+            idle: 0,
+            pause: FIRST_PAUSE,
+            not_before: Duration::ZERO,
+            since: now,
+            mixed: false,
+        }
     }
 
     /// The mode it chose last.
@@ -168,6 +180,7 @@ impl Chooser {
             (Wanted::Auto, Mode::Tcx) => self.in_tcx(window, now),
             (Wanted::Auto, Mode::Xdp) => self.in_xdp(window, now),
         };
+        self.mixed = mode != self.mode;
         if mode != self.mode {
             self.mode = mode;
             self.since = now;
@@ -214,7 +227,7 @@ impl Chooser {
             (Why::Large, true)
         } else if window.partial * 10 > window.taken + window.passed {
             (Why::Partial, true)
-        } else if window.rate() >= IDLE_PER_S && window.by_xdp * 2 < window.taken {
+        } else if !self.mixed && window.rate() >= IDLE_PER_S && window.by_xdp * 2 < window.taken {
             (Why::OutputUnsuited, true)
         } else if self.idle >= IDLE_WINDOWS {
             (Why::Light, false)
@@ -314,6 +327,15 @@ mod tests {
             assert_eq!(day.feed(by_xdp()), (Mode::Xdp, Why::Small));
             assert_eq!(day.feed(window), (Mode::Tcx, why));
         }
+    }
+
+    #[test]
+    fn frames_that_tcx_took_before_the_change_are_not_held_against_xdp() {
+        let mut day = Day::new(Wanted::Auto);
+        day.until_xdp();
+        let late = Window { by_xdp: 1000, ..by_xdp() };
+        assert_eq!(day.feed(late), (Mode::Xdp, Why::Small));
+        assert_eq!(day.feed(late), (Mode::Tcx, Why::OutputUnsuited));
     }
 
     #[test]
