@@ -2,6 +2,8 @@
 //!
 //! The children are this test program again: `child` runs only where the environment says what it is to be.
 
+mod support;
+
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::OwnedFd;
 use std::path::Path;
@@ -11,11 +13,13 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, pidfd_getfd, pidfd_open, setrlimit};
-use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_testing::{PATIENCE, until};
+
+use support::{connect, connect_options, options};
 
 /// What the documentation promises to those who wait.
 const AT_ONCE: Duration = Duration::from_millis(10);
@@ -92,18 +96,6 @@ fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
             let _ = reply.write(&request.to_vec());
         }
     }
-}
-
-fn options(dir: &Path) -> Options {
-    Options { folder: Some(dir.into()), ..Options::default() }
-}
-
-fn connect_options(dir: &Path) -> ConnectOptions {
-    ConnectOptions { folder: Some(dir.into()), ..ConnectOptions::default() }
-}
-
-fn connect(dir: &Path) -> Client {
-    Client::connect_with("s", &connect_options(dir)).unwrap()
 }
 
 /// What the children do; no test of its own.

@@ -1,6 +1,7 @@
 //! Values at their ends, names that several want, folders that go, thousands of calls taken back: each call has one end, and all comes back.
 
-use std::path::Path;
+mod support;
+
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc;
 use std::sync::{Arc, Barrier, Mutex};
@@ -15,20 +16,10 @@ use tombolo_rpc::schedule::{Late, Order};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_testing::{PATIENCE, Random, until};
 
+use support::{connect, connect_options, options};
+
 fn echo(request: &Request<'_>, reply: &mut Reply<'_>) {
     let _ = reply.write_view(request.payload());
-}
-
-fn options(dir: &Path) -> Options {
-    Options { folder: Some(dir.into()), ..Options::default() }
-}
-
-fn connect_options(dir: &Path) -> ConnectOptions {
-    ConnectOptions { folder: Some(dir.into()), ..ConnectOptions::default() }
-}
-
-fn connect(dir: &Path) -> Client {
-    Client::connect_with("s", &connect_options(dir)).unwrap()
 }
 
 /// A handler that says when it has begun, and goes on when it is let.
