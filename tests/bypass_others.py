@@ -24,8 +24,8 @@ char licence[] __attribute__((section("license"), used)) = "GPL";
 """
 
 
-TCX_INGRESS, TCX_EGRESS, SHOT = 46, 47, 2
-SYS_BPF, PROG_LOAD, LINK_CREATE, SCHED_CLS = 321, 5, 28, 3
+TCX_INGRESS, TCX_EGRESS, NEXT, SHOT, BEFORE = 46, 47, -1, 2, 1 << 3
+SYS_BPF, MAP_CREATE, MAP_LOOKUP, PROG_LOAD, LINK_CREATE, ARRAY, SCHED_CLS = 321, 0, 1, 5, 28, 2, 3
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -98,18 +98,29 @@ def test_what_a_process_judges_by_nfqueue_it_judges_frame_by_frame():
 
 
 @contextlib.contextmanager
-def tcx_program(space, interface, hook, verdict):
-    """A program that says the same of every frame, at the end of the line at a tcx hook (no tool of Debian 12 attaches there)."""
-    code = ctypes.create_string_buffer(struct.pack("<BBhi", 0xB7, 0, 0, verdict) + struct.pack("<BBhi", 0x95, 0, 0, 0))
+def tcx_program(space, interface, hook, verdict, flags=0):
+    """A program that says the same of every frame, and counts them, at the end of the line at a tcx hook or, by `BEFORE`, at its beginning (no tool of
+    Debian 12 attaches there). Yields what gives its count."""
+    counts = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 8, 1))
+    # *(u32 *)(r10 - 4) = 0; r0 = lookup(counts, r10 - 4); if (r0) lock *(u64 *)r0 += 1; return verdict
+    code = [(0x62, 10, -4, 0), (0xBF, 0xA2, 0, 0), (0x07, 2, 0, -4), (0x18, 0x11, 0, counts), (0, 0, 0, 0), (0x85, 0, 0, 1),
+            (0x15, 0, 2, 0), (0xB7, 1, 0, 1), (0xDB, 0x10, 0, 0), (0xB7, 0, 0, verdict), (0x95, 0, 0, 0)]
+    text = ctypes.create_string_buffer(b"".join(struct.pack("<BBhi", *instruction) for instruction in code))
     licence = ctypes.create_string_buffer(b"GPL")
     with Inside(space):
-        program = bpf(PROG_LOAD, struct.pack("<IIQQIIQII16s", SCHED_CLS, 2, ctypes.addressof(code), ctypes.addressof(licence), 0, 0, 0, 0, 0, b"another"))
-        link = bpf(LINK_CREATE, struct.pack("<IIII", program, socket.if_nametoindex(interface), hook, 0))
+        program = bpf(PROG_LOAD, struct.pack("<IIQQIIQII16s", SCHED_CLS, len(code), ctypes.addressof(text), ctypes.addressof(licence), 0, 0, 0, 0, 0, b"another"))
+        link = bpf(LINK_CREATE, struct.pack("<IIII", program, socket.if_nametoindex(interface), hook, flags))
+
+    def seen():
+        key, count = ctypes.c_uint32(0), ctypes.c_uint64(0)
+        bpf(MAP_LOOKUP, struct.pack("<IIQQ", counts, 0, ctypes.addressof(key), ctypes.addressof(count)))
+        return count.value
+
     try:
-        yield
+        yield seen
     finally:
-        os.close(link)
-        os.close(program)
+        for fd in (link, program, counts):
+            os.close(fd)
 
 
 @contextlib.contextmanager
@@ -228,6 +239,35 @@ def test_tcx_programs_that_come_later_see_every_frame():
             until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
             assert h.across(h.udp(), seconds=0.1) is None
         assert h.across(h.udp())
+
+
+def test_tcx_programs_that_were_there_before_see_every_frame_in_every_mode():
+    for mode in ("tcx", "xdp", "auto"):
+        for interface, hook in (("ta", TCX_INGRESS), ("tb", TCX_EGRESS)):
+            with host() as h, tcx_program(h.space, interface, hook, NEXT) as seen:
+                done = h.attach(words=("--lease", "10000", "--mode", mode))
+                assert ("ta: runs after another, which was there before" in done.stderr) == (interface == "ta"), done
+                h.across(h.udp())
+                before = seen()
+                assert all(h.across(h.udp()) for _ in range(5)) and h.taken() == 5, h.status("ta")
+                assert seen() == before + 5, (mode, interface, before, seen())
+                assert h.status("ta")["by_reason"]["taken_tcx"] == 5, h.status("ta")
+
+
+def test_a_tcx_program_that_comes_before_ours_later_sees_what_xdp_took():
+    with host() as h:
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+        with tcx_program(h.space, "ta", TCX_INGRESS, NEXT, BEFORE) as first:
+            until("the keeper's notice", lambda: h.across(h.udp()) and first())
+            before, count = h.taken(), first()
+            assert all(h.across(h.udp()) for _ in range(5)) and h.taken() >= before + 4, h.status("ta")
+            assert first() == count + 5
+            # A verdict of its own is obeyed, also for flows that are taken.
+            with tcx_program(h.space, "ta", TCX_INGRESS, SHOT, BEFORE):
+                assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(3))
+        until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
 
 
 def test_what_a_filter_at_the_output_drops_is_dropped_in_every_mode():

@@ -509,8 +509,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	flow->slot = in->slot;
 	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED))
 		flow->flags |= FLOW_PEER;
-	/* XDP neither queues nor marks, and what captures at the output would miss it. */
-	if (output->flags & PORT_XDP_OUT && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
+	/* XDP neither queues nor marks, and what captures at the output would miss it, as would programs that see frames before tcx_in does. */
+	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
 		flow->flags |= FLOW_XDP;
 	if (is_partial(kernel_skb))
 		flow->flags |= FLOW_PARTIAL;

@@ -34,7 +34,7 @@ enum verdict {
 	/* These XDP hands on to tcx, which counts the frame again, under what it does with it. */
 	HANDED_PARTIAL,	/* its checksum is not finished, or it might hold a packet whose checksum is not */
 	HANDED_LARGE,	/* a segmentation frame, or another for which there is an sk_buff already, or too long for the way out */
-	HANDED_OUTPUT,	/* the way out is one that only tcx serves */
+	HANDED_OUTPUT,	/* only tcx serves the way out, or others' programs stand before ours there */
 	HANDED_CAPTURE,	/* somebody captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */
 };
@@ -69,6 +69,7 @@ struct counters {
 #define PORT_CAPTURED (1 << 3)	/* a packet socket listens */
 #define PORT_TWICE (1 << 4)	/* most flows here are of one frame: one is worth learning with its second */
 #define PORT_QUEUED (1 << 5)	/* a process takes packets from NFQUEUE in this namespace */
+#define PORT_PRECEDED (1 << 6)	/* others' tcx programs stand before ours at the ingress: XDP would pass them by */
 
 struct port {
 	__u32 slot;	/* of `counters` */

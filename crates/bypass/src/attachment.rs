@@ -5,7 +5,7 @@
 //! refused unless asked for.
 
 use crate::chooser::Why;
-use crate::layout::{Mode, PORT_PEER, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
+use crate::layout::{Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
@@ -125,6 +125,8 @@ pub struct Attached {
 pub(crate) struct Others {
     /// Filters, or programs behind ours, that would not see a frame that is taken here, and shall.
     overlooked: bool,
+    /// Programs before ours at the ingress, which XDP would pass by.
+    preceding: bool,
     /// Filters or programs that see what goes out, which neither XDP nor the straight way into a veth's other end passes.
     at_egress: bool,
     /// An XDP program on a veth's other end, which what goes there straight would pass.
@@ -137,12 +139,11 @@ impl Others {
     pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool) -> Result<Others, NetlinkError> {
         let programs = |hook| SchedClassifier::query_tcx(&link.name, hook).map(|q| q.1).unwrap_or_default();
         let is = |program: &ProgramInfo, name| program.name_as_str() == Some(name);
-        let behind = || {
-            let ingress = programs(TcAttachType::Ingress);
-            ingress.iter().skip_while(|p| !is(p, TCX_IN)).any(|p| !is(p, TCX_IN))
-        };
+        let ingress = programs(TcAttachType::Ingress);
+        let behind = ingress.iter().skip_while(|p| !is(p, TCX_IN)).any(|p| !is(p, TCX_IN));
         Ok(Others {
-            overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind()),
+            overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind),
+            preceding: ingress.first().is_some_and(|p| !is(p, TCX_IN)),
             at_egress: routes.has_egress_filters(link.index)?
                 || programs(TcAttachType::Egress).iter().any(|p| !is(p, TCX_OUT)),
             at_peer: routes.has_peer_xdp(link)?,
@@ -154,12 +155,16 @@ impl Others {
     pub(crate) fn are_overlooked(self) -> bool {
         self.overlooked
     }
+
+    pub(crate) fn precede(self) -> bool {
+        self.preceding
+    }
 }
 
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
 pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
-    let queued = if others.queued { PORT_QUEUED } else { 0 };
-    let take = if others.overlooked { 0 } else { PORT_TAKE } | queued;
+    let ingress = if others.queued { PORT_QUEUED } else { 0 } | if others.preceding { PORT_PRECEDED } else { 0 };
+    let take = if others.overlooked { 0 } else { PORT_TAKE } | ingress;
     if others.at_egress {
         return take;
     }

@@ -59,9 +59,11 @@ pub enum Why {
     MadeAgain = 12,
     /// Others' filters or programs behind ours would not see what is taken.
     Overlooked = 13,
+    /// Others' programs at the ingress stand before ours, which XDP would pass by.
+    Preceded = 14,
 }
 
-const TEXTS: [&str; 14] = [
+const TEXTS: [&str; 15] = [
     "just attached",
     "as asked for",
     "no native XDP that would not cost the peer its offloads",
@@ -76,6 +78,7 @@ const TEXTS: [&str; 14] = [
     "few of its frames can be taken at all",
     "the interface was made anew",
     "nothing is taken: filters came to its ingress that would not see it (--past-filters takes it all the same)",
+    "others' tcx programs at its ingress come before ours, and XDP would pass them by",
 ];
 
 /// The text of a reason's number.

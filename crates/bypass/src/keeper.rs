@@ -177,6 +177,8 @@ impl Keeper {
             let (mode, mut why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
             if others.are_overlooked() {
                 why = Why::Overlooked;
+            } else if others.precede() && why == Why::OutputUnsuited {
+                why = Why::Preceded;
             }
             changed |= flags != port.flags & !PORT_TWICE;
             let flags = flags | if is_fleeting { PORT_TWICE } else { 0 };

@@ -56,7 +56,7 @@ pub const VERDICTS: [(&str, &str); 23] = [
         "handed_large",
         "by XDP to tcx: a segmentation frame or another that came as an sk_buff, or too long for the way out",
     ),
-    ("handed_output", "by XDP to tcx: a way out that only tcx serves"),
+    ("handed_output", "by XDP to tcx: a way out that only tcx serves, or others' programs before ours there"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
     ("up_failed", "the kernel had no room for the change"),
 ];
@@ -97,6 +97,9 @@ pub const PORT_TWICE: u32 = 16;
 
 /// A process takes packets from NFQUEUE in this namespace.
 pub const PORT_QUEUED: u32 = 32;
+
+/// Others' tcx programs stand before ours at the ingress: XDP would pass them by.
+pub const PORT_PRECEDED: u32 = 64;
 
 /// Which program takes frames at an interface.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
