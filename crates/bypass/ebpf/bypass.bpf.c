@@ -95,6 +95,14 @@ static __always_inline __u64 kept_until(void)
 	return until && *until ? *until : ~0ULL;
 }
 
+/* Whether frames are taken now. Where no keeper is needed that costs a look at a map's word, and no reading of the clock. */
+static __always_inline bool is_kept(void)
+{
+	__u64 until = kept_until();
+
+	return until == ~0ULL || bpf_ktime_get_coarse_ns() < until;
+}
+
 /* A frame goes up: counted, and noted where the kernel's answer to it is worth learning. */
 static __always_inline int up(struct __sk_buff *skb, struct settings *set, const struct frame *f, int family, int verdict)
 {
@@ -108,7 +116,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	if (!c)
 		return TCX_NEXT;
 	/* Flows end with their leases, none of which is longer than that. */
-	if (!(port->flags & PORT_TAKE) || bpf_ktime_get_coarse_ns() >= kept_until())
+	if (!(port->flags & PORT_TAKE) || !is_kept())
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
 	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
@@ -449,6 +457,7 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	struct flow *flow = &whole.flow;
 	struct port *in, *output;
 	__u32 iif = p->key.iif, oif = skb->ifindex;
+	__u64 kept;
 	void *data;
 
 	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
@@ -498,9 +507,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 		return 1 + NOT_AT_ONCE;
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
 	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
-	flow->until_ns = now + set->lease_ns;
-	if (flow->until_ns > kept_until())
-		flow->until_ns = kept_until();
+	kept = kept_until();
+	flow->until_ns = now + set->lease_ns < kept ? now + set->lease_ns : kept;
 	flow->hooks = hooks(net, family);
 	flow->route_gen = route_generation(net, family);
 	flow->rules_gen = rules_generation(net);
