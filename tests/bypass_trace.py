@@ -44,6 +44,29 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
         assert all(line["output"] == "tb" for line in lines if line["path"] == "taken_tcx")
 
 
+def test_metrics_are_the_counters_of_status_by_the_names_and_labels_of_a_fabric():
+    with host() as h:
+        assert 'tombolo_bypass_up{network="%s"} 0' % h.space in h.cli("status", "--metrics").stdout
+        h.attach(words=("--lease", "10000"))
+        for _ in range(4):
+            assert h.across(h.udp())
+        page, of = h.cli("status", "--metrics").stdout, h.status("ta")
+        label = f'network="{h.space}",interface="ta"'
+        assert of["taken"] == 3 and of["passed"] >= 1, of
+        expected = {f'tombolo_bypass_up{{network="{h.space}"}}': 1, f'tombolo_bypass_mode{{{label},mode="tcx"}}': 1,
+                    f"tombolo_bypass_taken_frames_total{{{label}}}": of["taken"], f"tombolo_bypass_taken_bytes_total{{{label}}}": of["taken_bytes"],
+                    f'tombolo_bypass_frames_total{{{label},path="taken_tcx"}}': 3, f'tombolo_bypass_frames_total{{{label},path="up_no_flow"}}': 1}
+        lines = dict(line.rsplit(" ", 1) for line in page.splitlines() if not line.startswith("#"))
+        assert {name: int(lines[name]) for name in expected} == expected, page
+        assert int(lines[f"tombolo_bypass_passed_frames_total{{{label}}}"]) >= 1
+        # Every family has its help and type, once.
+        families = {name.split("{")[0] for name in lines}
+        assert all(page.count(f"# TYPE {family} ") == page.count(f"# HELP {family} ") == 1 for family in families), page
+        h.cli("detach")
+        wrong = h.cli("status", "--metrics", "--json", check=False)
+        assert wrong.returncode == 2 and "cannot be used with" in wrong.stderr, wrong
+
+
 def test_a_trace_names_echoes_by_their_id_and_not_by_ports():
     with host() as h:
         h.attach(words=("--lease", "10000"))

@@ -11,6 +11,8 @@ use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::Routes;
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
+use tombolo_host::api::metrics;
+use tombolo_host::api::report::BypassReport;
 use tombolo_host::rundir;
 
 use crate::exit::{Exit, Failure};
@@ -101,6 +103,10 @@ pub(crate) struct Status {
     /// Print it as JSON
     #[arg(long)]
     json: bool,
+    /// Print the counters as Prometheus text: the names and labels of a fabric's metrics, with the namespace as it is
+    /// given in place of a network
+    #[arg(long, conflicts_with = "json")]
+    metrics: bool,
 }
 
 #[derive(Args, Debug)]
@@ -249,18 +255,34 @@ impl Keep {
 impl Status {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        let mut report = report::report(&place, Detail::Flows)?;
+        // Who asks for metrics asks again and again.
+        let mut report = report::report(&place, if self.metrics { Detail::Counters } else { Detail::Flows })?;
         let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
         for interface in report.interfaces.iter_mut().filter(|i| !links.iter().any(|l| l.index == i.index)) {
             interface.why = report::GONE;
         }
         if self.json {
             out::json(&report)?;
+        } else if self.metrics {
+            let name = self.space.netns.as_deref().unwrap_or_default();
+            out::print(&metrics::render_bypass(name, &as_of_a_network(report)))?;
         } else {
             out::print(&render(&report))?;
         }
         Ok(Exit::Done)
     }
+}
+
+/// The report in the form in which a fabric has that of a network.
+fn as_of_a_network(report: Report) -> BypassReport {
+    let fault = if !report.attached {
+        Some(NOTHING.trim_end().into())
+    } else if report.needs_keeper && report.keeper.is_none() {
+        Some("no keeper runs, without which nothing is to be taken".into())
+    } else {
+        None
+    };
+    BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect() }
 }
 
 const NOTHING: &str = "nothing is attached in this network namespace\n";
@@ -427,5 +449,18 @@ mod tests {
     fn an_empty_namespace_says_so() {
         let report = Report { schema: 1, ..Report::default() };
         assert!(render(&report).contains("nothing is attached"));
+        assert!(
+            metrics::render_bypass("lab", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"lab\"} 0\n")
+        );
+    }
+
+    #[test]
+    fn metrics_say_that_nothing_is_taken_where_the_keeper_that_is_needed_is_gone() {
+        let up = |needs_keeper, keeper| {
+            let report = Report { schema: 1, attached: true, needs_keeper, keeper, ..Report::default() };
+            metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"\"} 1\n")
+        };
+        assert!(up(true, Some(7)) && up(false, None) && up(false, Some(7)));
+        assert!(!up(true, None));
     }
 }

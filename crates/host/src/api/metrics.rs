@@ -2,7 +2,7 @@
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
-use super::report::{BypassInterfaceReport, CounterReport, LinkReport, Status};
+use super::report::{BypassInterfaceReport, BypassReport, CounterReport, LinkReport, Status};
 use std::fmt::{Display, Write};
 
 /// The format's content type.
@@ -67,7 +67,7 @@ pub fn render(status: &Status) -> String {
     p.family("tombolo_warnings", "gauge", "What does not work as the file asks.");
     p.sample("tombolo_warnings", &[], status.warnings.len());
     networks(p, status);
-    bypasses(p, status);
+    bypasses(p, status.networks.iter().filter_map(|n| Some((n.name.as_str(), n.bypass.as_ref()?))));
     ports(p, status);
     machines(p, status);
     links(p, status);
@@ -103,17 +103,23 @@ fn networks(p: &mut Page, status: &Status) {
     }
 }
 
-fn bypasses(p: &mut Page, status: &Status) {
+/// The page of a bypass that belongs to no fabric: the families and labels of a fabric's page, under the name of a network.
+pub fn render_bypass(network: &str, bypass: &BypassReport) -> String {
+    let mut page = Page::default();
+    bypasses(&mut page, std::iter::once((network, bypass)));
+    page.text
+}
+
+fn bypasses<'a>(p: &mut Page, all: impl Iterator<Item = (&'a str, &'a BypassReport)> + Clone) {
     type Number = (&'static str, &'static str, fn(&BypassInterfaceReport) -> u64);
     const NUMBERS: &[Number] = &[
         ("taken_frames_total", "Frames that came in here and skipped the kernel's forwarding.", |i| i.taken_frames),
         ("taken_bytes_total", "Bytes of frames that skipped the kernel's forwarding.", |i| i.taken_bytes),
         ("passed_frames_total", "Frames that went the kernel's way.", |i| i.passed_frames),
     ];
-    let all = || status.networks.iter().filter_map(|n| Some((n.name.as_str(), n.bypass.as_ref()?)));
-    let interfaces = || all().flat_map(|(n, b)| b.interfaces.iter().map(move |i| (n, i)));
+    let interfaces = || all.clone().flat_map(|(n, b)| b.interfaces.iter().map(move |i| (n, i)));
     p.family("tombolo_bypass_up", "gauge", "Whether the bypass works; networks that ask for none are left out.");
-    for (network, bypass) in all() {
+    for (network, bypass) in all.clone() {
         p.sample("tombolo_bypass_up", &[("network", network)], u8::from(bypass.fault.is_none()));
     }
     p.family("tombolo_bypass_mode", "gauge", "Which program takes the interface's frames, as a label; always 1.");
@@ -414,6 +420,15 @@ mod tests {
         assert_eq!(slept.2, 2.5);
         let four = page.iter().find(|(_, l, _)| l.get("least").is_some_and(|v| v == "2")).unwrap();
         assert_eq!(four.2, status.ports[0].counters.frames_per_turn[2] as f64);
+    }
+
+    #[test]
+    fn a_bypass_of_no_fabric_has_the_very_lines_of_a_fabrics_page() {
+        let status = samples::status();
+        let network = &status.networks[0];
+        let alone = render_bypass(&network.name, network.bypass.as_ref().unwrap());
+        assert!(check::read(&alone).unwrap().len() >= 6);
+        assert!(render(&status).contains(&alone), "{alone}");
     }
 
     #[test]

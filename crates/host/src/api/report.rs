@@ -104,6 +104,20 @@ pub struct BypassInterfaceReport {
     pub by_reason: BTreeMap<String, u64>,
 }
 
+impl From<tombolo_bypass::report::InterfaceReport> for BypassInterfaceReport {
+    fn from(i: tombolo_bypass::report::InterfaceReport) -> Self {
+        BypassInterfaceReport {
+            name: i.name,
+            mode: i.mode.word().into(),
+            why: i.why.into(),
+            taken_frames: i.taken,
+            taken_bytes: i.taken_bytes,
+            passed_frames: i.passed,
+            by_reason: i.by_reason.into_iter().map(|(reason, n)| (reason.to_string(), n)).collect(),
+        }
+    }
+}
+
 /// A DHCP lease.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LeaseReport {

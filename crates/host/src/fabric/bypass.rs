@@ -11,7 +11,7 @@ use tombolo_bypass::place::{Place, Wanted};
 use tombolo_bypass::{keeper, report};
 
 use super::{FabricError, Running};
-use crate::api::report::{BypassInterfaceReport, BypassReport};
+use crate::api::report::BypassReport;
 use crate::plan::{KernelUplink, Plan, kernel_device};
 use crate::{file, routes, rundir};
 
@@ -80,7 +80,7 @@ impl Running {
         let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
         let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Counters)?));
         let interfaces = match found {
-            Ok(report) => report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(interface).collect(),
+            Ok(report) => report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(Into::into).collect(),
             Err(error) => {
                 fault.get_or_insert(error.to_string());
                 vec![]
@@ -90,17 +90,5 @@ impl Running {
             fault.get_or_insert("somebody detached it; `tombolo down` and `tombolo up` bring it back".into());
         }
         Some(BypassReport { fault, interfaces })
-    }
-}
-
-fn interface(i: report::InterfaceReport) -> BypassInterfaceReport {
-    BypassInterfaceReport {
-        name: i.name,
-        mode: i.mode.word().into(),
-        why: i.why.into(),
-        taken_frames: i.taken,
-        taken_bytes: i.taken_bytes,
-        passed_frames: i.passed,
-        by_reason: i.by_reason.into_iter().map(|(reason, n)| (reason.to_string(), n)).collect(),
     }
 }
