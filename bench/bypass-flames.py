@@ -107,8 +107,8 @@ def main():
         folder = Path(folder)
         prepare(folder)
         for path in TITLES:
-            with contextlib.ExitStack() as stack:
-                seen[path] = sample(Setting(stack, folder, "tap-tap", path), options.load, options.seconds, folder / f"{path}.data")
+            with contextlib.closing(Setting(folder, "tap-tap", path)) as setting:
+                seen[path] = sample(setting, options.load, options.seconds, folder / f"{path}.data")
     options.folder.mkdir(parents=True, exist_ok=True)
     ns_per_pixel = max(ns for _, ns in seen.values()) / WIDTH
     for (path, (root, ns)), name in zip(seen.items(), ("before.svg", "after.svg")):

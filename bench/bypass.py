@@ -22,6 +22,9 @@ A cell is ours divided by the kernel's same set-up (nat's by nat), round by roun
 gives for two paths that are the same: the noise, cell by cell. `faster` and `slower` are said only of what lies outside of it. `worst_cell` is the smallest ratio.
 `retransmitted` and `disordered` count TCP's troubles; `path` says which way our frames went. Where the machine has hardware counters, `perf stat` adds
 instructions and cycles per frame. While it measures, the CPUs are kept from halting. Needs root. Nothing is left: namespaces, taps and programs go with the bench.
+
+A path whose load fails or gives no answer is set up anew, once a cell. Where that fails too the cell is named as not measured, with the reason, and the rest is
+measured; the bench then ends with 1. What is measured is written as it comes: raw.jsonl, and each cell to cells.jsonl when it is done.
 """
 
 import argparse
@@ -38,7 +41,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from common import FIRST, ROOT, BenchError, Results, group_first, note, perf, run, run_bench
+from common import FIRST, ROOT, BenchError, Results, note, perf, run, run_bench
 from stats import SEED, spread, verdict
 
 from lib import Namespace, need_program
@@ -81,6 +84,13 @@ FLOWS_S = 1.2
 # Whose 10,000 flows are compared with one: ours, the kernel's, and the bound, which looks at no frame.
 FLOWS = ("bypass", "bypass_nat", "ip", "nat", "straight")
 COUNTERS = "task-clock,context-switches,instructions,cycles"
+# How long a load's answer may be late, in parts: a machine that stood still for a while has used up one of them.
+PATIENCE_S = (10, 10)
+# How long a killed load may take to end: what it waits for in the kernel comes first.
+ENDING_S = 60
+# After so many cells in which a path could not be measured it is given up, for these ends.
+MOST_FAILURES = 3
+FAILURES = (AssertionError, BenchError, OSError, RuntimeError, subprocess.SubprocessError)
 
 
 def is_socket(load):
@@ -90,11 +100,19 @@ def is_socket(load):
 class Setting:
     """A router `r` with interfaces ra and rb, each a tap or a veth with a namespace behind it (an end of its own), and one path between them."""
 
-    def __init__(self, stack, folder, ends, path):
+    def __init__(self, folder, ends, path):
+        self.stack = contextlib.ExitStack()
+        try:
+            self.make(self.stack, folder, ends, path)
+        except BaseException:
+            self.stack.close()
+            raise
+
+    def make(self, stack, folder, ends, path):
         self.folder, self.path, self.ends = folder, path, dict(zip("ab", ends.split("-")))
         self.router = stack.enter_context(Namespace())
         self.far, self.attached, self.process = {}, False, None
-        stack.callback(self.close)
+        stack.callback(self.end)
         self.before = {}
         self.router.run("sysctl", "-qw", "net.ipv4.ip_forward=1", "net.ipv6.conf.all.disable_ipv6=1")
         if path == "bridge":
@@ -158,11 +176,22 @@ class Setting:
         return run("nice", "-n", str(FIRST), PROGRAM, "bypass", *words, "--netns", str(self.router), env=env)
 
     def close(self):
+        self.stack.close()
+
+    def end(self):
         if self.process:
-            self.process.kill()
-            self.process.communicate()
+            self.end_load()
         if self.attached:
             self.cli("detach")
+
+    def end_load(self):
+        """Gives what it said."""
+        self.process.kill()
+        try:
+            return self.process.communicate(timeout=ENDING_S)[1].strip()
+        except subprocess.TimeoutExpired:
+            note(f"{self.path}: the load, process {self.process.pid}, cannot be ended: it {waits(self.process.pid)}")
+            return ""
 
     def status(self):
         return {i["name"]: i for i in json.loads(self.cli("status", "--json"))["interfaces"]}
@@ -192,14 +221,18 @@ class Setting:
 
     def ask(self, load, warm, seconds, awake=False):
         """One load: what bench/pathload.c counted."""
-        self.process.stdin.write(self.command(load, warm, seconds, awake) + "\n")
-        self.process.stdin.flush()
-        ready, _, _ = select.select([self.process.stdout], [], [], warm + seconds + 20)
-        line = self.process.stdout.readline() if ready else ""
-        if not line:
-            self.process.kill()
-            raise BenchError(f"{self.path}, {load}: no answer from the load: {self.process.stderr.read().strip() or 'it hangs'}")
-        return json.loads(line)
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(self.command(load, warm, seconds, awake) + "\n")
+            self.process.stdin.flush()
+        is_there = any(select.select([self.process.stdout], [], [], warm + seconds + patience)[0] for patience in PATIENCE_S)
+        line = self.process.stdout.readline() if is_there else ""
+        if line.endswith("\n"):
+            return json.loads(line)
+        state = waits(self.process.pid)
+        said = self.end_load()
+        if is_there:
+            raise BenchError(f"{self.path}, {load}: the load ended: {said or f'exit status {self.process.returncode}'}")
+        raise BenchError(f"{self.path}, {load}: no answer from the load within {sum(PATIENCE_S)} s: it {state}. {said}".strip())
 
     def settle(self, load):
         """Gives the mode chooser traffic to choose by: until it has, or had the time to."""
@@ -249,6 +282,67 @@ class Setting:
             with contextlib.suppress(ValueError, IndexError):
                 values[fields[2]] = float(fields[0]) / max(1, row["sent"])
         return values
+
+
+def waits(pid):
+    """What a process's threads do, in words."""
+    places = []
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with contextlib.suppress(OSError):
+            state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+            places.append(f"{(task / 'wchan').read_text().strip('0') or 'its program'} ({state})")
+    return f"is in {', '.join(sorted(places))}" if places else "has ended"
+
+
+class Settings:
+    """The set-ups between two ends, side by side, by path. One that failed is made anew."""
+
+    def __init__(self, stack, folder, ends, paths):
+        self.folder, self.ends = folder, ends
+        # path -> its set-up, or None where there is none that works; how many cells it failed in; why it did last.
+        self.made, self.failures, self.reasons = {}, dict.fromkeys(paths, 0), {}
+        stack.callback(self.close)
+        for path in paths:
+            with contextlib.suppress(*FAILURES):
+                self.get(path)
+
+    def close(self):
+        for path in self.made:
+            self.drop(path)
+
+    def drop(self, path):
+        setting, self.made[path] = self.made.get(path), None
+        try:
+            if setting:
+                setting.close()
+        except FAILURES as error:
+            note(f"{self.ends}: what was set up for {path} is not all gone: {error}")
+
+    def get(self, path):
+        if not self.made.get(path):
+            self.made[path] = Setting(self.folder, self.ends, path)
+        return self.made[path]
+
+    def attempt(self, path, load, work):
+        """What `work` gives with the path's set-up; where it fails, once more with a fresh one. BenchError where that fails too."""
+        if self.failures[path] >= MOST_FAILURES:
+            raise BenchError(f"given up after {MOST_FAILURES} failures: {self.reasons[path]}")
+        for is_last in (False, True):
+            try:
+                is_new = not self.made.get(path)
+                setting = self.get(path)
+                if is_new and setting.attached:
+                    setting.settle(load)
+                    setting.way()
+                return work(setting)
+            except FAILURES as error:
+                reason = f"{type(error).__name__}: {error}" if not isinstance(error, BenchError) else str(error)
+                self.drop(path)
+                if is_last:
+                    self.failures[path] += 1
+                    self.reasons[path] = reason
+                    raise BenchError(reason) from error
+                note(f"{self.ends} {load}: set up anew, after {reason}")
 
 
 def prepare(folder):
@@ -305,54 +399,92 @@ def main():
     if (os.cpu_count() or 1) < 2:
         raise BenchError("it needs two CPUs: one for each end")
     results = Results("bypass")
+    # Cell -> why it could not be measured.
+    missed = {}
     with_perf = not options.no_perf and has_hardware_counters()
     order = random.Random(SEED)
     with tempfile.TemporaryDirectory(prefix="tmb-bench-", ignore_cleanup_errors=True) as folder:
         folder = Path(folder)
         prepare(folder)
-        with awake(folder), group_first():
+        # Not with a group of processes that goes before all others: Linux 6.18 before .45 then leaves others, its own threads among them, without a CPU for up to
+        # a minute, where threads of the group sleep and wake as ours do; and to close a packet socket waits for them.
+        with awake(folder):
             for ends, chosen in matrix(options):
                 with contextlib.ExitStack() as stack:
-                    settings = {path: Setting(stack, folder, ends, path) for path in paths_of(ends, chosen[0])}
+                    settings = Settings(stack, folder, ends, paths_of(ends, chosen[0]))
                     for number, load in enumerate(chosen):
                         is_new_kind = number == 0 or chosen[number - 1] in ("trip64", "gso_60k")
-                        measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order)
+                        measure_cell(results, options, settings, load, is_new_kind, with_perf, order, missed)
                     if ends == "tap-tap" and "udp64_10000" in chosen:
-                        measure_flows(results, options, settings, order)
-    summarise(results, options)
+                        measure_flows(results, options, settings, order, missed)
+    summarise(results, options, missed)
+    if missed:
+        raise BenchError(f"{len(missed)} not measured: " + "; ".join(f"{name}: {reason}" for name, reason in missed.items()))
 
 
-def measure_cell(results, options, settings, ends, load, is_new_kind, with_perf, order):
+def measure_cell(results, options, settings, load, is_new_kind, with_perf, order, missed):
     """All paths of one load, round by round."""
-    wanted = {path: settings[path] for path in paths_of(ends, load) if path in settings}
-    for setting in wanted.values():
+    ends, failed = settings.ends, {}
+    wanted = [path for path in paths_of(ends, load) if path in settings.failures]
+
+    def attempt(path, work):
+        try:
+            return settings.attempt(path, load, work)
+        except BenchError as error:
+            failed[path] = str(error)
+            note(f"{ends} {load}: {path} is not measured: {error}")
+
+    def begin(setting):
         if is_new_kind:
             setting.settle(load)
         if setting.attached:
             setting.way()
+
+    def measure(setting, number):
+        row = setting.measure(load, options.seconds * (MANY_LONGER if load.endswith("_10000") else 1))
+        if with_perf and number == 0:
+            row["perf"] = setting.counters(load, options.seconds)
+        return row
+
+    for path in wanted:
+        attempt(path, begin)
     for number in range(options.rounds * (MOODS_MORE if "16K" in load else 1)):
-        turn = [path for path in wanted if path not in REFERENCES or number % REFERENCE_ROUNDS == 0]
+        turn = [path for path in wanted if path not in failed and (path not in REFERENCES or number % REFERENCE_ROUNDS == 0)]
         order.shuffle(turn)
         for path in turn:
-            row = wanted[path].measure(load, options.seconds * (MANY_LONGER if load.endswith("_10000") else 1))
-            if with_perf and number == 0:
-                row["perf"] = wanted[path].counters(load, options.seconds)
-            results.add(ends=ends, load=load, path=path, round=number, **row)
-    for path, setting in wanted.items():
-        if setting.attached:
-            results.add(ends=ends, load=load, path=path, way=setting.way())
-    rates = [f"{path} {results.median('rate', ends=ends, load=load, path=path):.4g}" for path in wanted]
+            row = attempt(path, lambda setting: measure(setting, number))  # noqa: B023 (it is called at once)
+            if row:
+                results.add(ends=ends, load=load, path=path, round=number, **row)
+    for path in wanted:
+        way = attempt(path, lambda setting: setting.way() if setting.attached else None) if path not in failed else None
+        if way:
+            results.add(ends=ends, load=load, path=path, way=way)
+    for compared in COMPARED:
+        name, reasons = f"{ends} {load}{compared[-1]}", [failed[path] for path in compared[:3] if path in failed]
+        if reasons:
+            missed[name] = reasons[0]
+        cell = None if reasons else cell_of(results, ends, load, compared)
+        results.write("cells.jsonl", {"cell": name, **(cell or {"not_measured": missed.get(name, "no round has all its paths")})})
+    rates = [f"{path} {results.median('rate', ends=ends, load=load, path=path):.4g}" for path in wanted if path not in failed]
     note(f"{ends:9} {load:13} {'  '.join(rates)}")
 
 
-def measure_flows(results, options, settings, order):
+def measure_flows(results, options, settings, order, missed):
     """One flow beside 10,000, in slices longer than a lease: what renewing the leases of so many costs is in them. The reader stays awake: whether a writer
     has to wake it for each frame depends on which of the two is the faster, and would be most of the difference."""
+    failed = set()
     for number in range(max(4, options.rounds // 2)):
-        turn = [(path, load) for path in FLOWS if path in settings for load in ("udp64_1", "udp64_10000")]
+        turn = [(path, load) for path in FLOWS if path in settings.failures for load in ("udp64_1", "udp64_10000")]
         order.shuffle(turn)
         for path, load in turn:
-            results.add(flows=load, path=path, round=number, **settings[path].measure(load, FLOWS_S, awake=True))
+            if path in failed:
+                continue
+            try:
+                row = settings.attempt(path, load, lambda setting: setting.measure(load, FLOWS_S, awake=True))  # noqa: B023 (it is called at once)
+                results.add(flows=load, path=path, round=number, **row)
+            except BenchError as error:
+                failed.add(path)
+                missed[f"10,000 flows by 1: {path}"] = str(error)
 
 
 def by_round(results, key, **match):
@@ -374,23 +506,31 @@ def inverted(values):
     return {n: 1 / value for n, value in values.items()}
 
 
-def cells(results):
-    """name -> the cell, by rate and by CPU time."""
+def cell_of(results, ends, load, compared):
+    """A cell, by rate and by CPU time; None where no round has all of its paths."""
+    paths = compared[:3]
+    cell = compare(*(by_round(results, "rate", ends=ends, load=load, path=p) for p in paths))
+    if not cell:
+        return None
+    cell["by_cpu"] = compare(*(inverted(by_round(results, "cpu_ns", ends=ends, load=load, path=p)) for p in paths))
+    for key in ("retransmitted", "disordered"):
+        if load.startswith("tcp"):
+            cell[key] = {p: sum(results.values(key, ends=ends, load=load, path=p)) for p in paths[:2]}
+    ways = results.values("way", ends=ends, load=load, path=paths[0])
+    if ways:
+        cell["path"] = ways[-1]
+    return cell
+
+
+def cells(results, missed):
+    """name -> the cell, of those that were measured."""
     table = {}
     for ends, load in dict.fromkeys((row["ends"], row["load"]) for row in results.rows if "ends" in row):
-        for path, kernel, again, sign in COMPARED:
-            paths = (path, kernel, again)
-            cell = compare(*(by_round(results, "rate", ends=ends, load=load, path=p) for p in paths))
-            if not cell:
-                continue
-            cell["by_cpu"] = compare(*(inverted(by_round(results, "cpu_ns", ends=ends, load=load, path=p)) for p in paths))
-            for key in ("retransmitted", "disordered"):
-                if load.startswith("tcp"):
-                    cell[key] = {p: sum(results.values(key, ends=ends, load=load, path=p)) for p in paths[:2]}
-            ways = results.values("way", ends=ends, load=load, path=path)
-            if ways:
-                cell["path"] = ways[-1]
-            table[f"{ends} {load}{sign}"] = cell
+        for compared in COMPARED:
+            name = f"{ends} {load}{compared[-1]}"
+            cell = cell_of(results, ends, load, compared) if name not in missed else None
+            if cell:
+                table[name] = cell
     return table
 
 
@@ -421,10 +561,10 @@ def many_by_one(results, path):
     return spread([rates[1][n] / rates[0][n] for n in rounds]) | {"by_cpu": spread([costs[0][n] / costs[1][n] for n in rounds])}
 
 
-def summarise(results, options):
-    table = cells(results)
+def summarise(results, options, missed):
+    table = cells(results, missed)
     if not table:
-        raise BenchError("nothing was measured")
+        raise BenchError("nothing was measured" + "".join(f"; {name}: {reason}" for name, reason in missed.items()))
     print_table(table)
     bounds = {}
     for bound in BOUNDS:
@@ -440,12 +580,14 @@ def summarise(results, options):
             print(f"{'10,000 flows by 1: ' + path:30}{interval(cell):>22}   by CPU time {interval(cell['by_cpu'])}")
     by_verdict = {word: sum(cell["verdict"] == word for cell in table.values()) for word in ("faster", "equal", "slower")}
     print(f"of {len(table)} cells {by_verdict['faster']} are faster than the kernel, {by_verdict['equal']} equal within the noise, {by_verdict['slower']} slower")
+    for name, reason in missed.items():
+        print(f"not measured: {name}: {reason}")
     worst = min(table, key=lambda name: table[name]["ratio"])
     get = lambda name: table.get(name, {}).get("ratio")  # noqa: E731
     ratios = {"tap_tap_64": get("tap-tap udp64_1"), "tap_tap_64_nat": get("tap-tap udp64_1 nat"), "worst_cell": table[worst]["ratio"],
               "gso_60k": get("tap-tap gso_60k"), "tcp_rr": get("veth-veth tcp_rr")}
     results.finish(ratios=ratios, worst_cell_name=worst, worst_cell=table[worst], cells=len(table), verdicts=by_verdict,
-                   slower=[name for name, cell in table.items() if cell["verdict"] == "slower"], flows_10000_to_1=flows, bounds=bounds,
+                   slower=[name for name, cell in table.items() if cell["verdict"] == "slower"], flows_10000_to_1=flows, bounds=bounds, not_measured=missed,
                    table=table, rounds=options.rounds, seconds=options.seconds)
 
 

@@ -242,7 +242,11 @@ class Results:
 
     def add(self, **row):
         self.rows.append(row)
-        with self.raw.open("a") as file:
+        self.write(self.raw.name, row)
+
+    def write(self, name, row):
+        """A line more in a file beside the raw data."""
+        with (self.folder / name).open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def values(self, key, **match):

@@ -74,6 +74,9 @@ struct end {
 };
 
 static struct end ends[2];
+/* The packet sockets of ends that are no taps, from the first command that sends frames to the next one that does not: to close one the kernel
+ * waits for a grace period, which would be in the way of every command. */
+static int raws[2] = { -1, -1 };
 static int home;
 static uint8_t frame[LONGEST];
 static size_t length;
@@ -166,13 +169,16 @@ static struct end open_end(char *text)
 }
 
 /* Where frames are sent or received raw: the tap, or a packet socket at the veth's other end. */
-static int raw(const struct end *e)
+static int raw(int n)
 {
+	const struct end *e = &ends[n];
 	struct sockaddr_ll to = { .sll_family = AF_PACKET, .sll_protocol = htons(ETH_P_IP) };
 	int room = 8 << 20, on = 1, fd;
 
 	if (e->tap >= 0)
 		return e->tap;
+	if (raws[n] >= 0)
+		return raws[n];
 	enter(e->space);
 	fd = socket(AF_PACKET, SOCK_RAW | SOCK_NONBLOCK, 0);
 	to.sll_ifindex = if_nametoindex("eth0");
@@ -184,13 +190,17 @@ static int raw(const struct end *e)
 	if (bind(fd, (struct sockaddr *)&to, sizeof(to)))
 		die("bind");
 	enter(home);
-	return fd;
+	return raws[n] = fd;
 }
 
-static void close_raw(const struct end *e, int fd)
+/* Nobody listens beside the sockets any more. */
+static void close_raws(void)
 {
-	if (fd != e->tap)
-		close(fd);
+	for (int n = 0; n < 2; n++) {
+		if (raws[n] >= 0)
+			close(raws[n]);
+		raws[n] = -1;
+	}
 }
 
 static void drain(int fd)
@@ -597,7 +607,7 @@ static void load_frame(const char *path)
 
 static void run_frames(double warm, double seconds, const char *path, unsigned count, bool one_by_one)
 {
-	int in = raw(&ends[0]), out = raw(&ends[1]);
+	int in = raw(0), out = raw(1);
 
 	load_frame(path);
 	flows = count;
@@ -612,8 +622,6 @@ static void run_frames(double warm, double seconds, const char *path, unsigned c
 		start(sends_frames, SENDER, 0, -1, in, 0);
 	}
 	measure(warm, seconds, NULL, 0, flows > 1 ? 2 * flows : 0);
-	close_raw(&ends[0], in);
-	close_raw(&ends[1], out);
 }
 
 static void run_sockets(const char *what, double warm, double seconds, const char *address, size_t bytes, unsigned count, int cores)
@@ -624,6 +632,7 @@ static void run_sockets(const char *what, double warm, double seconds, const cha
 	int fds[MAX_WORKERS], opened = 0, listener = connection(&ends[1], kind);
 	bool rr = !strcmp(what, "rr");
 
+	close_raws();
 	inet_pton(AF_INET, address, &to.sin_addr);
 	if (bind(listener, (struct sockaddr *)&to, sizeof(to)) || (kind == SOCK_STREAM && listen(listener, 16)))
 		die(address);
