@@ -37,13 +37,13 @@ def note(text):
 
 
 @contextlib.contextmanager
-def group_first():
+def group_first(niceness=FIRST):
     """Niceness counts only within a session where the kernel groups tasks by session: within the `with` this session's group goes ahead too."""
     group = Path("/proc/self/autogroup")
     if not group.exists():
         yield
         return
-    group.write_text(str(FIRST))
+    group.write_text(str(niceness))
     try:
         yield
     finally:
