@@ -229,14 +229,26 @@ public:
     explicit Buffer(uint64_t bytes, bool populate = false) : size_(bytes) {
         detail::check(tombolo_buffer_new(bytes, populate, owner_.out(), &data_));
     }
+    // The memory of a memfd that is there already, whole; sealed against shrinking and growing, or it throws Section. The descriptor stays the
+    // caller's. Where it is sealed against writing, data() is for reading only.
+    static Buffer of_memfd(int fd) {
+        Buffer buffer;
+        int32_t writable = 0;
+        detail::check(tombolo_buffer_of_memfd(fd, buffer.owner_.out(), &buffer.data_, &buffer.size_, &writable));
+        buffer.writable_ = writable != 0;
+        return buffer;
+    }
     char *data() const noexcept { return static_cast<char *>(data_); }
     uint64_t size() const noexcept { return size_; }
+    bool is_writable() const noexcept { return writable_; }
     tombolo_buffer c() const noexcept { return owner_.get(); }
 
 private:
+    Buffer() = default;
     detail::Owner<tombolo_buffer, tombolo_buffer_free> owner_;
     void *data_ = nullptr;
-    uint64_t size_;
+    uint64_t size_ = 0;
+    bool writable_ = true;
 };
 
 // A call under way, of the client that gave it.

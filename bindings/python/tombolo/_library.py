@@ -158,6 +158,7 @@ FUNCTIONS = {
     "tombolo_loan_submit": (_HANDLE, _HANDLE, _CALL, _OUT),
     "tombolo_loan_free": (_HANDLE,),
     "tombolo_buffer_new": (c_uint64, c_int32, _OUT, _POINTER),
+    "tombolo_buffer_of_memfd": (c_int32, _OUT, _POINTER, POINTER(c_uint64), POINTER(c_int32)),
     "tombolo_buffer_submit": (_HANDLE, _HANDLE, c_uint64, c_uint64, _CALL, _OUT),
     "tombolo_buffer_free": (_HANDLE,),
     "tombolo_reply_get": (_HANDLE, POINTER(ReplyInfo)),

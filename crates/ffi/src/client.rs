@@ -285,6 +285,32 @@ pub unsafe extern "C" fn tombolo_buffer_new(
 
 /// See the header.
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn tombolo_buffer_of_memfd(
+    fd: i32,
+    buffer: *mut Handle,
+    data: *mut *mut c_void,
+    bytes: *mut u64,
+    writable: *mut i32,
+) -> i32 {
+    // SAFETY: as for every export.
+    guard(|| unsafe {
+        pointer::put("bytes", bytes, 0)?;
+        pointer::put("writable", writable, 0)?;
+        let (mut len, mut may_write) = (0, false);
+        let make = || {
+            let made = SharedBuffer::of_memfd(pointer::descriptor("fd", fd)?)?;
+            (len, may_write) = (made.len(), made.is_writable());
+            Ok(made)
+        };
+        put_memory((&BUFFERS, "buffer"), (buffer, data), make, |made| made.read().as_ptr().cast_mut())?;
+        pointer::put("bytes", bytes, len)?;
+        pointer::put("writable", writable, may_write.into())?;
+        Ok(Status::Ok)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn tombolo_buffer_submit(
     client: Handle,
     buffer: Handle,

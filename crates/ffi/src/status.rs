@@ -9,6 +9,7 @@ use tombolo_ring::rpc::entry::Refusal;
 use tombolo_rpc::client::{CallError, ConnectError};
 use tombolo_rpc::folder::FolderError;
 use tombolo_rpc::provider::RegisterError;
+use tombolo_rpc::shared::AdoptError;
 
 macro_rules! statuses {
     ($($variant:ident = $code:literal, $name:literal;)*) => {
@@ -137,6 +138,13 @@ impl From<RegisterError> for Failure {
             RegisterError::Option { .. } => Status::Option,
             RegisterError::System { .. } => Status::System,
         };
+        Failure::new(status, error.to_string())
+    }
+}
+
+impl From<AdoptError> for Failure {
+    fn from(error: AdoptError) -> Failure {
+        let status = if let AdoptError::Memory(_) = error { Status::Memory } else { Status::Section };
         Failure::new(status, error.to_string())
     }
 }

@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_shm::memory::{Mapping, MemoryError};
-use tombolo_shm::section::{self, AdoptError};
+use tombolo_shm::section;
+pub use tombolo_shm::section::AdoptError;
 
 use crate::message::Message;
 use crate::quota::{Charge, Quota};
@@ -46,7 +47,7 @@ impl SharedBuffer {
     /// against writing too, nobody can change it under the reader.
     ///
     /// # Errors
-    /// [`AdoptError::Unsealed`] where it is no memfd or lacks those two seals; the kernel's, where it cannot be mapped.
+    /// [`AdoptError`]: it is no memfd of ordinary pages, lacks those two seals or is empty, or cannot be mapped.
     pub fn of_memfd(fd: OwnedFd) -> Result<SharedBuffer, AdoptError> {
         let bytes = section::sealed_bytes(&fd)?;
         // Where it is sealed against writing, it is mapped for reading.
@@ -78,6 +79,11 @@ impl SharedBuffer {
     /// The memory, for reading.
     pub fn read(&self) -> Foreign<'_> {
         self.0.mapping.view()
+    }
+
+    /// Whether it may be written here: not so for a memfd that was sealed against that.
+    pub fn is_writable(&self) -> bool {
+        self.0.mapping.view_mut().is_some()
     }
 
     pub(crate) fn number(&self) -> u32 {

@@ -15,7 +15,7 @@ use tombolo_rpc::deadline::Deadline;
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::Late;
-use tombolo_rpc::shared::SharedBuffer;
+use tombolo_rpc::shared::{AdoptError, SharedBuffer};
 use tombolo_testing::{PATIENCE, until};
 
 fn options(folder: &Path) -> Options {
@@ -393,13 +393,15 @@ fn a_memfd_that_is_there_already_is_handed_over_whole() {
     };
     let unsealed = SharedBuffer::of_memfd(memfd()).unwrap_err();
     assert!(unsealed.to_string().contains("expected seals SHRINK and GROW"), "{unsealed}");
-    assert!(SharedBuffer::of_memfd(std::fs::File::open("/proc/self/exe").unwrap().into()).is_err());
+    let file = SharedBuffer::of_memfd(std::fs::File::open("/proc/self/exe").unwrap().into()).unwrap_err();
+    assert!(matches!(file, AdoptError::NoMemfd { .. } | AdoptError::Unsealed { .. }), "{file}");
     for seals in [SealFlags::empty(), SealFlags::WRITE] {
         let fd = memfd();
         fcntl_add_seals(&fd, seals | SealFlags::SHRINK | SealFlags::GROW).unwrap();
         let buffer = SharedBuffer::of_memfd(fd).unwrap();
         assert_eq!((buffer.len(), buffer.read().read_array(299_987)), (300_000, Some(*b"there already")));
         assert_eq!(buffer.view().is_empty(), seals == SealFlags::WRITE, "what may not be written is for reading only");
+        assert_eq!(buffer.is_writable(), seals != SealFlags::WRITE);
         let reply = client.call_shared(&buffer, 299_980, 20, &CallOptions::default()).unwrap();
         assert_eq!(reply.to_vec().unwrap(), [&[0; 7][..], b"there already"].concat());
     }

@@ -197,7 +197,7 @@ fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
         ("a header of zeros", fine_hello.clone(), vec![empty.as_fd()], "header"),
         ("a small section", fine_hello.clone(), vec![small.as_fd()], "4096 bytes"),
         ("an unsealed section", fine_hello.clone(), vec![unsealed.as_fd()], "seal"),
-        ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "seal"),
+        ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "memfd"),
         ("another version", version, vec![fine.as_fd()], "version 9"),
         ("another magic", magic, vec![fine.as_fd()], "no message"),
         ("no entries", hello(0, 4096), vec![fine.as_fd()], "powers of two"),
