@@ -76,7 +76,10 @@ typedef enum tombolo_status {
     TOMBOLO_UNKNOWN_HANDLE = 30, /* closed already, of another kind, or never given out */
     TOMBOLO_NO_ROOM = 31,        /* no room for the loan or the reply now; or the caller's buffer is too small */
     TOMBOLO_IN_HANDLER = 32,     /* not from within a handler */
-    TOMBOLO_PANIC = 33           /* a bug of the library's, caught */
+    TOMBOLO_PANIC = 33,          /* a bug of the library's, caught */
+
+    /* A call again. */
+    TOMBOLO_REPLY_TOO_LARGE = 34 /* the reply is in memory beyond the connection's max_shared_bytes, and was not taken; the connection goes on */
 } tombolo_status;
 
 /* Why a call was refused. */
@@ -130,12 +133,13 @@ typedef struct tombolo_connect_options {
     uint32_t size;        /* of this struct */
     uint32_t entries;     /* most calls under way: a power of two up to 4096; default 64 */
     uint64_t arena_bytes; /* for requests above 192 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t max_shared_bytes; /* of the service's whole memories at a time, replies that are held included; default 4 GiB, TOMBOLO_NONE for none */
     uint64_t patience_ns; /* how long the service may take to answer; default 5 s */
     uint32_t polling;     /* a tombolo_polling */
     uint32_t reserved;    /* 0 */
     const char *folder;   /* of sockets; default the user's own */
 } tombolo_connect_options;
-#define TOMBOLO_CONNECT_OPTIONS_INIT { sizeof(tombolo_connect_options), 0, 0, 0, 0, 0, NULL }
+#define TOMBOLO_CONNECT_OPTIONS_INIT { sizeof(tombolo_connect_options), 0, 0, 0, 0, 0, 0, NULL }
 
 typedef enum tombolo_deadline {
     TOMBOLO_DEADLINE_INHERIT = 0, /* that of the request which this thread serves, if it serves one; else none */

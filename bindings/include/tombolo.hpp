@@ -67,7 +67,7 @@ public:
     X(Protocol, TOMBOLO_PROTOCOL) X(Section, TOMBOLO_SECTION) X(Name, TOMBOLO_NAME) X(NoPlace, TOMBOLO_NO_PLACE) \
     X(Running, TOMBOLO_RUNNING) X(LongPath, TOMBOLO_LONG_PATH) X(Option, TOMBOLO_OPTION) X(System, TOMBOLO_SYSTEM) \
     X(Argument, TOMBOLO_ARGUMENT) X(UnknownHandle, TOMBOLO_UNKNOWN_HANDLE) X(NoRoom, TOMBOLO_NO_ROOM) \
-    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC)
+    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC) X(ReplyTooLarge, TOMBOLO_REPLY_TOO_LARGE)
 
 #define TOMBOLO_ERROR_(Name, STATUS) using Name = ErrorOf<STATUS>;
 TOMBOLO_ERRORS_(TOMBOLO_ERROR_)
@@ -258,6 +258,7 @@ using Token = tombolo_token;
 struct ConnectOptions {
     uint32_t entries = 0;
     uint64_t arena_bytes = 0;
+    uint64_t max_shared_bytes = 0;
     std::optional<Nanoseconds> patience;
     tombolo_polling polling = TOMBOLO_POLLING_ADAPTIVE;
     std::string folder;
@@ -270,6 +271,7 @@ public:
         tombolo_connect_options c = TOMBOLO_CONNECT_OPTIONS_INIT;
         c.entries = options.entries;
         c.arena_bytes = options.arena_bytes;
+        c.max_shared_bytes = options.max_shared_bytes;
         c.patience_ns = detail::ns_or_default(options.patience);
         c.polling = options.polling;
         c.folder = options.folder.empty() ? nullptr : options.folder.c_str();

@@ -1,5 +1,5 @@
 /*
- * Tests of what C does with memory that is there already: a memfd as a buffer. Prints the name of each test that passed; ends with 1 at the first
+ * Tests of whole memories from C: a memfd as a buffer, and a bound on what a service hands over. Prints the name of each test that passed; ends with 1 at the first
  * that fails.
  *
  *     memory FOLDER     the folder of sockets
@@ -43,10 +43,11 @@ static tombolo_service start(tombolo_buffer *answered) {
     return service;
 }
 
-static tombolo_client connect_to_it(void) {
+static tombolo_client connect_to_it(uint64_t max_shared_bytes) {
     tombolo_client client;
     tombolo_connect_options options = TOMBOLO_CONNECT_OPTIONS_INIT;
     options.folder = folder;
+    options.max_shared_bytes = max_shared_bytes;
     EXPECT(tombolo_connect("memory", &options, &client) == TOMBOLO_OK);
     return client;
 }
@@ -63,7 +64,7 @@ static int memfd(off_t bytes, int seals) {
 static void a_memfd_is_sent_and_answered_whole(void) {
     tombolo_buffer answered = { 0 };
     const tombolo_service service = start(&answered);
-    const tombolo_client client = connect_to_it();
+    const tombolo_client client = connect_to_it(0);
     const int seals[] = { F_SEAL_SHRINK | F_SEAL_GROW, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE };
     for (int at = 0; at < 2; at++) {
         tombolo_buffer buffer;
@@ -124,6 +125,27 @@ static void what_is_no_sealed_memfd_is_told_with_what_it_should_be(void) {
     close(ends[1]);
 }
 
+static void a_reply_beyond_what_the_connection_takes_is_told_apart(void) {
+    tombolo_buffer answered;
+    tombolo_reply reply;
+    void *data;
+    const uint64_t bounds[] = { BYTES - 1, TOMBOLO_NONE, BYTES };
+    EXPECT(tombolo_buffer_new(BYTES, 0, &answered, &data) == TOMBOLO_OK);
+    const tombolo_service service = start(&answered);
+    for (int at = 0; at < 3; at++) {
+        const tombolo_client client = connect_to_it(bounds[at]);
+        /* Twice: the connection goes on. */
+        for (int n = 0; n < 2; n++) {
+            const int32_t status = tombolo_call(client, NULL, 0, NULL, &reply);
+            EXPECT(status == (bounds[at] == BYTES ? TOMBOLO_OK : TOMBOLO_REPLY_TOO_LARGE));
+            if (status == TOMBOLO_OK) EXPECT(tombolo_reply_free(reply) == TOMBOLO_OK);
+            else EXPECT(reply.id == 0 && strstr(tombolo_error_text(), "memory of 300000 bytes, 0 of") != NULL);
+        }
+        EXPECT(tombolo_close(client) == TOMBOLO_OK);
+    }
+    EXPECT(tombolo_stop(service) == TOMBOLO_OK && tombolo_buffer_free(answered) == TOMBOLO_OK);
+}
+
 int main(int argc, char **argv) {
     if (argc != 2) return 2;
     folder = argv[1];
@@ -131,5 +153,7 @@ int main(int argc, char **argv) {
     puts("a_memfd_is_sent_and_answered_whole");
     what_is_no_sealed_memfd_is_told_with_what_it_should_be();
     puts("what_is_no_sealed_memfd_is_told_with_what_it_should_be");
+    a_reply_beyond_what_the_connection_takes_is_told_apart();
+    puts("a_reply_beyond_what_the_connection_takes_is_told_apart");
     return 0;
 }

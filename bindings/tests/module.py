@@ -189,6 +189,15 @@ class Calls(unittest.TestCase):
             with self.assertRaisesRegex(tombolo.errors.Argument, "expected an open descriptor"):
                 tombolo.Buffer.of_memfd(fd)
 
+    def test_replies_beyond_what_the_connection_takes_are_told_apart(self):
+        with tombolo.Client("tester", max_shared_bytes=8191) as client:
+            with self.assertRaises(tombolo.errors.ReplyTooLarge) as caught:
+                client.call("share")
+            self.assertRegex(str(caught.exception), "memory of 8192 bytes.*takes 8191 together.*max_shared_bytes")
+            self.assertEqual(client.call("goes on").data, b"goes on")
+        with tombolo.Client("tester", max_shared_bytes=8192) as client:
+            self.assertEqual(len(client.call("share")), 8192)
+
     def sealed_memfd(self, size):
         fd = os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self.addCleanup(os.close, fd)

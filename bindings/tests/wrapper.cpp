@@ -161,6 +161,18 @@ void memory_of_ones_own() {
     EXPECT_THROW(tombolo::NoRoom, client.loan(uint64_t(1) << 40));
 }
 
+void replies_beyond_what_the_connection_takes() {
+    const tombolo::Service service("tester", std::make_shared<Tester>(), here());
+    tombolo::ConnectOptions options;
+    options.folder = folder;
+    options.max_shared_bytes = 4095;
+    const tombolo::Client client("tester", options);
+    EXPECT_THROW(tombolo::ReplyTooLarge, client.call("share"));
+    EXPECT(client.call("goes on").bytes() == "goes on");
+    options.max_shared_bytes = 4096;
+    EXPECT(tombolo::Client("tester", options).call("share").bytes().size() == 3);
+}
+
 void memory_that_is_there_already() {
     const tombolo::Service service("tester", std::make_shared<Tester>(), here());
     const tombolo::Client client = connect("tester");
@@ -250,6 +262,7 @@ int main(int argc, char **argv) {
         {"replies_of_all_sizes", replies_of_all_sizes},
         {"exceptions_end_in_the_handler", exceptions_end_in_the_handler},
         {"memory_of_ones_own", memory_of_ones_own},
+        {"replies_beyond_what_the_connection_takes", replies_beyond_what_the_connection_takes},
         {"memory_that_is_there_already", memory_that_is_there_already},
         {"tokens", tokens},
         {"deadlines_are_inherited", deadlines_are_inherited},

@@ -15,7 +15,7 @@ NONE = 2**64 - 1
 STATUSES = (
     "ok pending late refused cancelled expired failed provider-gone timeout broken busy memory share range reclaimed reply-memory unknown-call "
     "no-service denied silent connect-gone protocol section name no-place running long-path option system argument unknown-handle no-room "
-    "in-handler panic"
+    "in-handler panic reply-too-large"
 ).split()
 STATUS = {name: value for value, name in enumerate(STATUSES)}
 # tombolo_refusal
@@ -36,6 +36,7 @@ class ConnectOptions(Sized):
         ("size", c_uint32),
         ("entries", c_uint32),
         ("arena_bytes", c_uint64),
+        ("max_shared_bytes", c_uint64),
         ("patience_ns", c_uint64),
         ("polling", c_uint32),
         ("reserved", c_uint32),

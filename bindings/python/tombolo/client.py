@@ -202,10 +202,9 @@ class Client:
 
     _handle = 0
 
-    def __init__(self, name, *, folder=None, entries=0, arena_bytes=0, patience=5.0, polling="adaptive"):
-        options = _connect_options(
-            folder, entries=entries, arena_bytes=arena_bytes, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling]
-        )
+    def __init__(self, name, *, folder=None, patience=5.0, polling="adaptive", **sizes):
+        """sizes: entries, arena_bytes, max_shared_bytes, as in tombolo.h."""
+        options = _connect_options(folder, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling], **sizes)
         handle = ctypes.c_uint64()
         check(lib.tombolo_connect(name.encode(), options, handle))
         self._handle = handle.value

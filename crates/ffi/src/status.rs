@@ -62,6 +62,7 @@ statuses! {
     NoRoom = 31, c"no-room";
     InHandler = 32, c"in-handler";
     Panic = 33, c"panic";
+    ReplyTooLarge = 34, c"reply-too-large";
 }
 
 /// Why a function did not do what it is for.
@@ -95,6 +96,7 @@ impl From<CallError> for Failure {
             CallError::Range { .. } => Status::Range,
             CallError::Reclaimed => Status::Reclaimed,
             CallError::ReplyMemory => Status::ReplyMemory,
+            CallError::ReplyTooLarge { .. } => Status::ReplyTooLarge,
             CallError::Unknown => Status::UnknownCall,
         };
         let refusal = if let CallError::Refused(reason) = error { Some(reason) } else { None };

@@ -418,6 +418,12 @@ fn memory_that_the_service_does_not_allow_is_refused_by_name() {
     assert!(matches!(refused, Err(CallError::Refused(Refusal::Memory))), "{refused:?}");
     let fits = SharedBuffer::new(1 << 20, false).unwrap();
     assert!(client.call_shared(&fits, 0, 10, &CallOptions::default()).is_ok());
+    // What did not fit beside it does when it has gone, by the same name.
+    let waits = SharedBuffer::new(4096, false).unwrap();
+    let refused = client.call_shared(&waits, 0, 10, &CallOptions::default());
+    assert!(matches!(refused, Err(CallError::Refused(Refusal::Memory))), "{refused:?}");
+    drop(fits);
+    assert!(client.call_shared(&waits, 0, 10, &CallOptions::default()).is_ok());
 }
 
 #[test]

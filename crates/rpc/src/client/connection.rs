@@ -13,21 +13,22 @@ use std::time::Duration;
 
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::arena::{Arena, Unit, units};
-use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Status};
+use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Refusal, Status};
 use tombolo_ring::rpc::ring::{self, Consumer, Producer};
 use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::futex;
 use tombolo_shm::memory::Mapping;
 
-use super::connect::Connected;
+use super::connect::{ConnectOptions, Connected};
 use super::reply::{Bytes, Reply};
 use super::{CallError, life};
 use crate::clock::{self, now_ns};
 use crate::cpu;
 use crate::message::Facts;
 use crate::poll::{self, Poller, Polling};
-use crate::shared::{Given, SharedBuffer, Taken};
+use crate::quota::Quota;
+use crate::shared::{Given, Lent, SharedBuffer, Taken, TooLarge};
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
@@ -43,7 +44,7 @@ pub(super) enum Slot {
         /// The request's block in our arena.
         block: Option<u64>,
         /// The request's memory, kept until its answer.
-        _shared: Option<SharedBuffer>,
+        shared: Option<SharedBuffer>,
         /// Nobody waits for it any more.
         abandoned: bool,
         waker: Option<Waker>,
@@ -118,6 +119,7 @@ pub(super) struct Inner {
     pub(super) state: Mutex<State>,
     pub(super) turn: Condvar,
     taken: Mutex<Taken>,
+    max_shared_bytes: u64,
     /// The provider has gone.
     gone: AtomicBool,
     /// The last `Client` has gone.
@@ -130,7 +132,7 @@ pub(super) struct Inner {
 
 impl Inner {
     /// A connection as the handshake left it, with nothing under way.
-    pub(super) fn new(connected: Connected, polling: Polling) -> Inner {
+    pub(super) fn new(connected: Connected, options: &ConnectOptions) -> Inner {
         let Connected { socket, bell, own, peer, facts } = connected;
         let entries = own.1.entries();
         let state = State {
@@ -158,10 +160,11 @@ impl Inner {
             own_geometry: own.1,
             peer_geometry: peer.1,
             facts,
-            polling,
+            polling: options.polling,
             state: Mutex::new(state),
             turn: Condvar::new(),
-            taken: Mutex::default(),
+            taken: Mutex::new(Taken::new(options.max_shared_bytes, Quota::default())),
+            max_shared_bytes: options.max_shared_bytes,
             gone: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             sleepers: AtomicU32::new(0),
@@ -244,9 +247,14 @@ impl Inner {
         let slot = answer.token.slot();
         let at = slot as usize;
         let known = state.turns.get(at) == Some(&answer.token.turn());
-        let Some(Slot::Waiting { block, abandoned, waker, .. }) = state.slots.get_mut(at).filter(|_| known) else {
+        let Some(Slot::Waiting { block, shared, abandoned, waker }) = state.slots.get_mut(at).filter(|_| known) else {
             return Err(Broken::Token);
         };
+        if let Some(buffer) = shared
+            && answer.status == Status::Refused(Refusal::Memory)
+        {
+            state.given.refused(buffer);
+        }
         let (block, abandoned, waker) = (*block, *abandoned, waker.take());
         state.asks.taken_to(state.asked_at[at].wrapping_add(1));
         if let Some(block) = block {
@@ -380,19 +388,22 @@ impl Inner {
     }
 
     /// Memory that the provider has handed over. It sent that before the answer that names it.
-    fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
+    fn memory(&self, number: u32) -> Result<Arc<Lent>, CallError> {
         let mut taken = lock(&self.taken);
         // One that sends without end must not keep us here.
         for _ in 0..MESSAGES {
-            if taken.get(number).is_some() {
-                break;
+            if let Some(memory) = taken.get(number) {
+                return Ok(memory);
             }
             match socket::receive(&self.socket, false) {
                 Received::Message(message, fds) if taken.message(&message, &fds) => {}
                 _ => break,
             }
         }
-        taken.get(number)
+        Err(match taken.too_large(number) {
+            Some(TooLarge { bytes, in_use }) => CallError::ReplyTooLarge { bytes, in_use, max: self.max_shared_bytes },
+            None => CallError::ReplyMemory,
+        })
     }
 
     /// What becomes of the call whose answer this is.
@@ -409,10 +420,10 @@ impl Inner {
             Payload::Inline { .. } => Bytes::Inline(*inline),
             Payload::Arena { .. } => Bytes::Arena,
             Payload::Shared { memory, offset, len } => {
-                let mapping = self.memory(memory).ok_or(CallError::ReplyMemory)?;
+                let memory = self.memory(memory)?;
                 let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
-                range.and_then(|(offset, len)| mapping.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
-                Bytes::Memory(mapping)
+                range.and_then(|(offset, len)| memory.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
+                Bytes::Memory(memory)
             }
         };
         Ok(Reply { inner: self.clone(), answer, bytes })

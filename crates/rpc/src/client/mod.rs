@@ -14,7 +14,8 @@
 //! child drops of the connection, of its loans and of its replies stays the parent's.
 //!
 //! # A hostile provider
-//! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit.
+//! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit. What it has a client map is bounded:
+//! its section when the client connects, and whole memories by [`ConnectOptions::max_shared_bytes`].
 
 mod connect;
 mod connection;
@@ -101,6 +102,20 @@ pub enum CallError {
     /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
     #[error("the reply is in memory that the service did not hand over")]
     ReplyMemory,
+    /// The reply is in memory that goes beyond what this side takes of the service ([`ConnectOptions::max_shared_bytes`]); it was not mapped, and is
+    /// released. The connection goes on.
+    #[error(
+        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection takes {max} together; drop replies that \
+         are held, or connect with a larger max_shared_bytes"
+    )]
+    ReplyTooLarge {
+        /// The size of its memory.
+        bytes: u64,
+        /// Bytes of the service's memories in use by then.
+        in_use: u64,
+        /// Bytes that this connection takes.
+        max: u64,
+    },
     /// A token that names no call under way.
     #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
     Unknown,
@@ -217,7 +232,7 @@ impl Client {
     /// [`ConnectError`].
     pub fn connect_with(name: &str, options: &ConnectOptions) -> Result<Client, ConnectError> {
         let connected = connect::connect(name, options)?;
-        let inner = Arc::new(Inner::new(connected, options.polling));
+        let inner = Arc::new(Inner::new(connected, options));
         let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
         inner.life.store(id, Ordering::SeqCst);
         inner.set_cpu();
@@ -388,7 +403,7 @@ impl Client {
             _ => None,
         };
         state.asked_at[slot as usize] = state.asks.next();
-        state.slots[slot as usize] = Slot::Waiting { block, _shared: shared, abandoned: false, waker: None };
+        state.slots[slot as usize] = Slot::Waiting { block, shared, abandoned: false, waker: None };
         let call = Call { token, deadline_ns, time_left: false, trace: options.trace, ttl_ms, payload };
         state.asks.push(ends, &Ask::Call(call), inline);
         let ring = state.asks.publish(ends);

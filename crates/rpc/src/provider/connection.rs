@@ -24,7 +24,7 @@ use tombolo_shm::memory::Mapping;
 use crate::cpu;
 use crate::queue::Handle;
 use crate::quota::Charge;
-use crate::shared::{Given, SharedBuffer, Taken};
+use crate::shared::{Given, Lent, SharedBuffer, Taken};
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
@@ -358,7 +358,7 @@ impl Connection {
     }
 
     /// Memory that the client has handed over. What it sent before the request that names it has been read by then.
-    pub(crate) fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
+    pub(crate) fn memory(&self, number: u32) -> Option<Arc<Lent>> {
         let mut taken = lock(&self.taken);
         if let Some(memory) = taken.get(number) {
             return Some(memory);
