@@ -15,7 +15,8 @@
  * Memory   A pointer into a request or a reply shows memory that the other side may write at any moment: what is looked at twice
  *          is copied first. It can never be read out of bounds, and never faults while its owner (said at each) lives.
  * fork     A connection and a service do not survive fork(). In the child each call on its parent's connection is TOMBOLO_PROVIDER_GONE, and what
- *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew.
+ *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew. Any thread may fork at any time, but not in a
+ *          handler of a signal, nor by _Fork() or clone() unless the child becomes another program.
  */
 #ifndef TOMBOLO_H
 #define TOMBOLO_H

@@ -66,8 +66,8 @@ unsafe fn put_token(to: *mut u64, submit: impl FnOnce() -> Result<Token, Failure
 ///
 /// # Safety
 /// As for every export.
-unsafe fn put_memory<T>(
-    (table, what): (&Table<T>, &str),
+unsafe fn put_memory<T: Send + Sync>(
+    (table, what): (&'static Table<T>, &str),
     (handle, data): (*mut Handle, *mut *mut c_void),
     make: impl FnOnce() -> Result<T, Failure>,
     at: impl FnOnce(&T) -> *mut u8,

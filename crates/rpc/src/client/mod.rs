@@ -621,16 +621,22 @@ impl Client {
         None
     }
 
-    /// Calls under way or done and not fetched: each holds a slot.
+    /// Calls under way or done and not fetched: each holds a slot. None in a forked child.
     pub fn under_way(&self) -> usize {
+        if !is_ours(&self.inner) {
+            return 0;
+        }
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
         self.say_unsaid(state);
         state.slots.len() - state.free.len()
     }
 
-    /// Bytes of the connection's request memory that are in use.
+    /// Bytes of the connection's request memory that are in use. None in a forked child.
     pub fn arena_used(&self) -> u64 {
+        if !is_ours(&self.inner) {
+            return 0;
+        }
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
         state.arena.used_bytes()
