@@ -132,7 +132,7 @@ struct Locked(File);
 
 impl Drop for Locked {
     fn drop(&mut self) {
-        // Closing it would not do: a child that is forked meanwhile has it open, too. It holds no lock that is released by us.
+        // Closing it would not do: a child that was forked meanwhile has the same open file, and with it the lock.
         let _ = flock(&self.0, FlockOperation::Unlock);
     }
 }

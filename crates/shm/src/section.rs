@@ -4,7 +4,7 @@
 //! be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). Whoever gets the descriptor cannot write, whatever it tries; whoever adopts
 //! one checks the seals first, so that no access can raise SIGBUS.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -19,12 +19,10 @@ const NEEDED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
     /// Somebody else may hold back or take away its pages: a pipe, a file of a disk, huge pages.
-    #[error(
-        "the descriptor is on a file system of type {magic:#x}, expected a memfd of ordinary pages ({TMPFS_MAGIC:#x}); make it with memfd_create"
-    )]
+    #[error("the descriptor is {found}, expected a memfd of ordinary pages; make it with memfd_create")]
     NoMemfd {
-        /// The type, as fstatfs(2) has it; 0 where that tells nothing.
-        magic: u64,
+        /// What it is, as the kernel names it.
+        found: String,
     },
     /// Its pages could be taken away under the mapping.
     #[error("the memory has {}, expected seals SHRINK and GROW; make it with MFD_ALLOW_SEALING and add them with fcntl(F_ADD_SEALS)", seals(*found))]
@@ -54,6 +52,12 @@ fn seals(found: SealFlags) -> String {
     if names.is_empty() { "no seals".into() } else { format!("seals {}", names.join(" and ")) }
 }
 
+/// What a descriptor is, without asking its file system.
+fn name(fd: impl AsFd) -> String {
+    let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    std::fs::read_link(link).map_or_else(|_| "no memory".into(), |name| name.display().to_string())
+}
+
 /// Makes a section of zeros: its descriptor, to be handed over, and the only mapping that can write it. All pages are
 /// there already where `populate` is set.
 ///
@@ -76,12 +80,13 @@ pub fn make(name: &str, bytes: u64, populate: bool) -> Result<(OwnedFd, Mapping)
 /// # Errors
 /// [`AdoptError::NoMemfd`], [`AdoptError::Unsealed`] and [`AdoptError::Empty`] for anything else.
 pub fn sealed_bytes(fd: impl AsFd) -> Result<u64, AdoptError> {
-    // Files of a mounted tmpfs cannot be sealed, and those of hugetlbfs can run out of pages, which is SIGBUS too.
-    let magic = fstatfs(&fd).map_or(0, |fs| fs.f_type as u64);
-    if magic != TMPFS_MAGIC {
-        return Err(AdoptError::NoMemfd { magic });
+    // Before anything else is asked: a file whose file system is the peer's own (FUSE) answers the other questions when the peer likes, but
+    // only memory has seals.
+    let Ok(found) = fcntl_get_seals(&fd) else { return Err(AdoptError::NoMemfd { found: name(&fd) }) };
+    // Files of a mounted tmpfs cannot be sealed, and huge pages can run out, which is SIGBUS too.
+    if !fstatfs(&fd).is_ok_and(|fs| fs.f_type as u64 == TMPFS_MAGIC) {
+        return Err(AdoptError::NoMemfd { found: "memory of huge pages".into() });
     }
-    let found = fcntl_get_seals(&fd).unwrap_or(SealFlags::empty());
     if !found.contains(NEEDED) {
         return Err(AdoptError::Unsealed { found });
     }
@@ -138,7 +143,9 @@ mod tests {
         let error = adopt(&open, 8192, false).unwrap_err();
         assert!(error.to_string().starts_with("the memory has seals GROW, expected"), "{error}");
         let (pipe, _writer) = rustix::pipe::pipe().unwrap();
-        assert!(matches!(adopt(&pipe, 8192, false), Err(AdoptError::NoMemfd { magic }) if magic != 0));
+        assert!(matches!(adopt(&pipe, 8192, false), Err(AdoptError::NoMemfd { found }) if found.starts_with("pipe:")));
+        let file = std::fs::File::open("/proc/self/exe").unwrap();
+        assert!(matches!(adopt(&file, 8192, false), Err(AdoptError::NoMemfd { found }) if found.starts_with('/')));
         let empty = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         fcntl_add_seals(&empty, NEEDED).unwrap();
         assert!(matches!(adopt(&empty, 8192, false), Err(AdoptError::Empty)));

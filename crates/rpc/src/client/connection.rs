@@ -4,6 +4,10 @@
 //! One of the threads that wait is the leader: it polls or sleeps on the provider's word without the lock. The others are followers, on
 //! `turn`. Whoever takes answers wakes the followers; a leader that is done leaves the lead to one of them. What a slot holds and which
 //! turn it is in are only read and written under the lock.
+//!
+//! A future's waker is somebody else's code, which may poll or drop futures then and there. So it is called and dropped without the lock: who
+//! takes an answer leaves the waker in `woken`. Whoever polls takes it up once the lock is free, and else the thread that waits on behalf of
+//! futures, which hears of each answer.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -101,8 +105,22 @@ pub(super) struct State {
     followers: u32,
     /// Futures under way.
     pub(super) futures: u32,
+    /// Wakers of futures that are done.
+    pub(super) woken: Vec<Waker>,
     pub(super) helper: bool,
     poller: Poller,
+}
+
+impl State {
+    /// The wakers of all futures: of those that are done, and of those that will not be.
+    fn take_wakers(&mut self) -> Vec<Waker> {
+        let waiting = self.slots.iter_mut().filter_map(|slot| match slot {
+            Slot::Waiting { waker, .. } => waker.take(),
+            _ => None,
+        });
+        self.futures = 0;
+        self.woken.drain(..).chain(waiting).collect()
+    }
 }
 
 /// A connection.
@@ -149,6 +167,7 @@ impl Inner {
             leader: false,
             followers: 0,
             futures: 0,
+            woken: Vec::new(),
             helper: false,
             poller: Poller::default(),
         };
@@ -187,17 +206,12 @@ impl Inner {
     pub(super) fn lost(&self) {
         self.gone.store(true, Ordering::SeqCst);
         loop {
-            {
+            let wakers = {
                 let state = &mut *lock(&self.state);
                 self.turn.notify_all();
-                for slot in &mut state.slots {
-                    if let Slot::Waiting { waker, .. } = slot
-                        && let Some(waker) = waker.take()
-                    {
-                        waker.wake();
-                    }
-                }
-            }
+                state.take_wakers()
+            };
+            wakers.into_iter().for_each(Waker::wake);
             futex::wake(self.peer.view(), PUBLISHED);
             if self.sleepers.load(Ordering::SeqCst) == 0 {
                 return;
@@ -271,7 +285,7 @@ impl Inner {
         }
         if let Some(waker) = waker {
             state.futures -= 1;
-            waker.wake();
+            state.woken.push(waker);
         }
         Ok(())
     }
@@ -440,21 +454,20 @@ impl Drop for Inner {
 pub(super) fn help(inner: &Inner) {
     let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
     let mut state = lock(&inner.state);
-    while !closing() {
-        if state.futures == 0 {
+    while !closing() && state.broken.is_none() {
+        if !state.woken.is_empty() {
+            let woken = std::mem::take(&mut state.woken);
+            drop(state);
+            woken.into_iter().for_each(Waker::wake);
+            state = lock(&inner.state);
+        } else if state.futures == 0 {
             state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
-            continue;
-        }
-        state = inner.wait(state, Limit::new(LONGEST_SLEEP), |state| state.futures == 0 || closing()).0;
-        if state.broken.is_some() {
-            break;
+        } else {
+            let ready = |state: &mut State| state.futures == 0 || !state.woken.is_empty() || closing();
+            state = inner.wait(state, Limit::new(LONGEST_SLEEP), ready).0;
         }
     }
-    for slot in &mut state.slots {
-        if let Slot::Waiting { waker, .. } = slot
-            && let Some(waker) = waker.take()
-        {
-            waker.wake();
-        }
-    }
+    let wakers = state.take_wakers();
+    drop(state);
+    wakers.into_iter().for_each(Waker::wake);
 }

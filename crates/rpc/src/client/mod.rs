@@ -452,14 +452,18 @@ impl Client {
         if !is_ours(&self.inner) {
             return Some(Err(CallError::ProviderGone));
         }
-        let state = &mut *lock(&self.inner.state);
-        let failed = self.inner.is_gone();
-        self.inner.drain(state);
-        self.say_unsaid(state);
-        let done = self.fetch(state, token);
-        if done.is_none() && (failed || state.broken.is_some()) {
-            return self.inner.failure(state).map(Err);
-        }
+        let (done, woken) = {
+            let state = &mut *lock(&self.inner.state);
+            let failed = self.inner.is_gone();
+            self.inner.drain(state);
+            self.say_unsaid(state);
+            let mut done = self.fetch(state, token);
+            if done.is_none() && (failed || state.broken.is_some()) {
+                done = self.inner.failure(state).map(Err);
+            }
+            (done, std::mem::take(&mut state.woken))
+        };
+        woken.into_iter().for_each(Waker::wake);
         done
     }
 
@@ -554,6 +558,8 @@ impl Client {
         if !is_ours(&self.inner) {
             return;
         }
+        // Before the guard, so that it is dropped after it: without the lock.
+        let waker: Option<Waker>;
         let mut guard = lock(&self.inner.state);
         let state = &mut *guard;
         if !Self::is_known(state, token) {
@@ -564,11 +570,10 @@ impl Client {
             drop(done);
             return;
         }
-        if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
+        if let Slot::Waiting { abandoned, waker: waiting, .. } = &mut state.slots[token.slot() as usize] {
             *abandoned = true;
-            if waker.take().is_some() {
-                state.futures -= 1;
-            }
+            waker = waiting.take();
+            state.futures -= u32::from(waker.is_some());
         }
         match self.say_cancel(state, token) {
             Some(ring) => {
@@ -594,30 +599,32 @@ impl Client {
         if let Some(done) = self.poll(token) {
             return Some(done);
         }
-        let mut guard = lock(&self.inner.state);
-        let state = &mut *guard;
-        match state.slots.get_mut(token.slot() as usize) {
-            Some(Slot::Waiting { waker, .. }) => {
-                if waker.replace(by.clone()).is_none() {
-                    state.futures += 1;
+        let mut own = Some(by.clone());
+        let mut again = false;
+        {
+            let state = &mut *lock(&self.inner.state);
+            match state.slots.get_mut(token.slot() as usize) {
+                Some(Slot::Waiting { waker, .. }) => {
+                    // The one before is dropped without the lock.
+                    std::mem::swap(waker, &mut own);
+                    state.futures += u32::from(own.is_none());
                 }
+                // It came in between.
+                _ => again = true,
             }
-            // It came in between.
-            _ => by.wake_by_ref(),
+            again |= self.inner.is_gone();
+            if !std::mem::replace(&mut state.helper, true) {
+                let inner = self.inner.clone();
+                let started = std::thread::Builder::new().name("tombolo-rpc-async".into()).spawn(move || help(&inner));
+                // Without the thread the executor has to look again and again.
+                state.helper = started.is_ok();
+                again |= started.is_err();
+            }
+            self.inner.turn.notify_all();
         }
-        if self.inner.is_gone() {
+        if again {
             by.wake_by_ref();
         }
-        if !std::mem::replace(&mut state.helper, true) {
-            let inner = self.inner.clone();
-            let started = std::thread::Builder::new().name("tombolo-rpc-async".into()).spawn(move || help(&inner));
-            if started.is_err() {
-                // Without the thread the executor has to look again and again.
-                state.helper = false;
-                by.wake_by_ref();
-            }
-        }
-        self.inner.turn.notify_all();
         None
     }
 

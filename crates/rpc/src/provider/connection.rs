@@ -8,6 +8,7 @@
 //! client may use it again at once.
 
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -254,10 +255,12 @@ impl Connection {
         }
     }
 
-    /// Calls hooks, without the lock.
+    /// Calls hooks, without the lock. One that panics does so for itself: who calls it serves others.
     pub(crate) fn call_hooks(&self, which: impl Fn(Token) -> bool) {
         let called: Vec<_> = lock(&self.hooks).0.extract_if(.., |(token, _)| which(*token)).collect();
-        called.into_iter().for_each(|(_, hook)| hook());
+        for (_, hook) in called {
+            let _ = catch_unwind(AssertUnwindSafe(hook));
+        }
     }
 
     /// Publishes an answer and wakes the client if it waits.
