@@ -139,6 +139,12 @@ def test_the_library_exports_what_the_header_declares():
 
 
 @timeout(600)
+def test_memory_from_c():
+    with scratch() as folder:
+        subprocess.run([BUILT / "memory", folder], check=True, timeout=120)
+
+
+@timeout(600)
 def test_the_cpp_wrapper():
     with scratch() as folder:
         subprocess.run([BUILT / "wrapper", folder], check=True, timeout=120)

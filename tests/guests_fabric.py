@@ -7,6 +7,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import socket
 import struct
 import subprocess
@@ -272,6 +273,22 @@ def test_capture_while_traffic_flows():
         if tshark:
             done = subprocess.run([tshark, "-n", "-r", path, "-T", "fields", "-e", "frame.number"], capture_output=True, text=True, timeout=30)
             assert done.returncode == 0 and len(done.stdout.split()) == count, done.stderr
+
+
+@timeout(600)
+def test_a_console_neither_repeats_nor_loses_a_byte_while_the_daemon_stands():
+    with standing() as (fabric, linux):
+        lines = [f"line {number} of what nobody reads for a while" for number in range(1, 501)]
+        linux.run("for n in $(seq 1 500); do echo line $n of what nobody reads for a while; done >/tmp/lines")
+        fabric.process.signal(signal.SIGSTOP)
+        try:
+            with open(fabric.console_path("linux").with_suffix(".tty"), "w") as tty:
+                tty.write("@alone cat /tmp/lines\n")
+            until("the end of it", lambda: "@alone=0" in fabric.console("linux"), PATIENCE_S)
+        finally:
+            fabric.process.signal(signal.SIGCONT)
+        assert linux.finish(("@alone", 0)).text.split("\n") == lines
+        assert linux.run("cat /tmp/lines").text.split("\n") == lines
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Builds what other languages call services with, into build/bindings: libtombolo, the calculator in each language, the test of the C++
-wrapper, and a Python with the wheel installed.
+"""Builds what other languages call services with, into build/bindings: libtombolo, the calculator in each language, the tests of C
+and of the C++ wrapper, and a Python with the wheel installed.
 
 usage: tools/bindings.py [--debug]
 
@@ -44,6 +44,7 @@ def main():
     calculator = BINDINGS / "examples/calculator.c"
     run(*c, "-o", OUT / "calculator-c", calculator, *shared)
     run(*c, "-o", OUT / "calculator-c-static", calculator, OUT / "libtombolo.a", *STATIC)
+    run(*c, "-o", OUT / "memory", BINDINGS / "tests/memory.c", *shared)
     run(*cpp, "-o", OUT / "calculator-cpp", BINDINGS / "examples/calculator.cpp", *shared)
     run(*cpp, "-pthread", "-o", OUT / "wrapper", BINDINGS / "tests/wrapper.cpp", *shared)
 

@@ -15,7 +15,8 @@
  * Memory   A pointer into a request or a reply shows memory that the other side may write at any moment: what is looked at twice
  *          is copied first. It can never be read out of bounds, and never faults while its owner (said at each) lives.
  * fork     A connection and a service do not survive fork(). In the child each call on its parent's connection is TOMBOLO_PROVIDER_GONE, and what
- *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew.
+ *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew. Any thread may fork at any time, but not in a
+ *          handler of a signal, nor by _Fork() or clone() unless the child becomes another program.
  */
 #ifndef TOMBOLO_H
 #define TOMBOLO_H
@@ -61,7 +62,7 @@ typedef enum tombolo_status {
     TOMBOLO_SILENT = 19,         /* it took the connection and said nothing */
     TOMBOLO_CONNECT_GONE = 20,   /* it went away while we connected */
     TOMBOLO_PROTOCOL = 21,       /* the other side speaks another protocol */
-    TOMBOLO_SECTION = 22,        /* its memory is not as it should be */
+    TOMBOLO_SECTION = 22,        /* its memory is not as it should be; nor is a memfd that is to be a buffer */
 
     /* The name of a service, its folder, its options. */
     TOMBOLO_NAME = 23,           /* not a name: 1 to 64 of a-z A-Z 0-9 . _ -, the first not a dot */
@@ -72,11 +73,14 @@ typedef enum tombolo_status {
     TOMBOLO_SYSTEM = 28,         /* the system refused; the text says what */
 
     /* This library was used wrongly, or is broken. */
-    TOMBOLO_ARGUMENT = 29,       /* a null pointer, text that is not UTF-8, a struct of unknown size */
+    TOMBOLO_ARGUMENT = 29,       /* a null pointer, text that is not UTF-8, a struct of unknown size, a descriptor that is not open */
     TOMBOLO_UNKNOWN_HANDLE = 30, /* closed already, of another kind, or never given out */
     TOMBOLO_NO_ROOM = 31,        /* no room for the loan or the reply now; or the caller's buffer is too small */
     TOMBOLO_IN_HANDLER = 32,     /* not from within a handler */
-    TOMBOLO_PANIC = 33           /* a bug of the library's, caught */
+    TOMBOLO_PANIC = 33,          /* a bug of the library's, caught */
+
+    /* A call again. */
+    TOMBOLO_REPLY_TOO_LARGE = 34 /* the reply is in memory beyond the connection's max_shared_bytes, and was not taken; the connection goes on */
 } tombolo_status;
 
 /* Why a call was refused. */
@@ -130,12 +134,13 @@ typedef struct tombolo_connect_options {
     uint32_t size;        /* of this struct */
     uint32_t entries;     /* most calls under way: a power of two up to 4096; default 64 */
     uint64_t arena_bytes; /* for requests above 192 bytes: a power of two from 4096, or TOMBOLO_NONE; default 1 MiB */
+    uint64_t max_shared_bytes; /* of the service's whole memories at a time, replies that are held included; default 4 GiB, TOMBOLO_NONE for none */
     uint64_t patience_ns; /* how long the service may take to answer; default 5 s */
     uint32_t polling;     /* a tombolo_polling */
     uint32_t reserved;    /* 0 */
     const char *folder;   /* of sockets; default the user's own */
 } tombolo_connect_options;
-#define TOMBOLO_CONNECT_OPTIONS_INIT { sizeof(tombolo_connect_options), 0, 0, 0, 0, 0, NULL }
+#define TOMBOLO_CONNECT_OPTIONS_INIT { sizeof(tombolo_connect_options), 0, 0, 0, 0, 0, 0, NULL }
 
 typedef enum tombolo_deadline {
     TOMBOLO_DEADLINE_INHERIT = 0, /* that of the request which this thread serves, if it serves one; else none */
@@ -191,6 +196,10 @@ int32_t tombolo_loan_free(tombolo_loan loan);
 
 /* Zeroed memory of so many bytes, to GiB; with populate not 0 its pages are there at once. The pointer is valid until it is freed. */
 int32_t tombolo_buffer_new(uint64_t bytes, int32_t populate, tombolo_buffer *buffer, void **data);
+/* The memory of a memfd that is there already, whole. It has a size and is sealed against shrinking and growing (F_SEAL_SHRINK, F_SEAL_GROW), or it
+ * is TOMBOLO_SECTION; the descriptor stays the caller's, who may close it. bytes is its size. The pointer is for reading, and for writing too where
+ * writable is not 0: not so where it is sealed against writing (F_SEAL_WRITE), which keeps its readers from seeing it change. */
+int32_t tombolo_buffer_of_memfd(int32_t fd, tombolo_buffer *buffer, void **data, uint64_t *bytes, int32_t *writable);
 /* Sends a part of it, without waiting and without a copy; it must not be written before the answer. */
 int32_t tombolo_buffer_submit(tombolo_client client, tombolo_buffer buffer, uint64_t offset, uint64_t len, const tombolo_call_options *options, tombolo_token *token);
 /* Frees it. Where calls of it are under way the memory goes with the last of them, but not for the caller. */

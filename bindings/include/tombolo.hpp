@@ -67,7 +67,7 @@ public:
     X(Protocol, TOMBOLO_PROTOCOL) X(Section, TOMBOLO_SECTION) X(Name, TOMBOLO_NAME) X(NoPlace, TOMBOLO_NO_PLACE) \
     X(Running, TOMBOLO_RUNNING) X(LongPath, TOMBOLO_LONG_PATH) X(Option, TOMBOLO_OPTION) X(System, TOMBOLO_SYSTEM) \
     X(Argument, TOMBOLO_ARGUMENT) X(UnknownHandle, TOMBOLO_UNKNOWN_HANDLE) X(NoRoom, TOMBOLO_NO_ROOM) \
-    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC)
+    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC) X(ReplyTooLarge, TOMBOLO_REPLY_TOO_LARGE)
 
 #define TOMBOLO_ERROR_(Name, STATUS) using Name = ErrorOf<STATUS>;
 TOMBOLO_ERRORS_(TOMBOLO_ERROR_)
@@ -229,14 +229,26 @@ public:
     explicit Buffer(uint64_t bytes, bool populate = false) : size_(bytes) {
         detail::check(tombolo_buffer_new(bytes, populate, owner_.out(), &data_));
     }
+    // The memory of a memfd that is there already, whole; sealed against shrinking and growing, or it throws Section. The descriptor stays the
+    // caller's. Where it is sealed against writing, data() is for reading only.
+    static Buffer of_memfd(int fd) {
+        Buffer buffer;
+        int32_t writable = 0;
+        detail::check(tombolo_buffer_of_memfd(fd, buffer.owner_.out(), &buffer.data_, &buffer.size_, &writable));
+        buffer.writable_ = writable != 0;
+        return buffer;
+    }
     char *data() const noexcept { return static_cast<char *>(data_); }
     uint64_t size() const noexcept { return size_; }
+    bool is_writable() const noexcept { return writable_; }
     tombolo_buffer c() const noexcept { return owner_.get(); }
 
 private:
+    Buffer() = default;
     detail::Owner<tombolo_buffer, tombolo_buffer_free> owner_;
     void *data_ = nullptr;
-    uint64_t size_;
+    uint64_t size_ = 0;
+    bool writable_ = true;
 };
 
 // A call under way, of the client that gave it.
@@ -246,6 +258,7 @@ using Token = tombolo_token;
 struct ConnectOptions {
     uint32_t entries = 0;
     uint64_t arena_bytes = 0;
+    uint64_t max_shared_bytes = 0;
     std::optional<Nanoseconds> patience;
     tombolo_polling polling = TOMBOLO_POLLING_ADAPTIVE;
     std::string folder;
@@ -258,6 +271,7 @@ public:
         tombolo_connect_options c = TOMBOLO_CONNECT_OPTIONS_INIT;
         c.entries = options.entries;
         c.arena_bytes = options.arena_bytes;
+        c.max_shared_bytes = options.max_shared_bytes;
         c.patience_ns = detail::ns_or_default(options.patience);
         c.polling = options.polling;
         c.folder = options.folder.empty() ? nullptr : options.folder.c_str();

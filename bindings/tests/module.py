@@ -5,6 +5,7 @@ usage: python module.py HEADER, in a Python where the wheel is installed, with T
 
 import contextlib
 import ctypes
+import fcntl
 import io
 import os
 import re
@@ -24,6 +25,7 @@ C_TYPES = {
     "uint32_t": ctypes.c_uint32, "int32_t": ctypes.c_int32, "uint64_t": ctypes.c_uint64, "size_t": ctypes.c_size_t, "tombolo_token": ctypes.c_uint64,
     "const char *": ctypes.c_char_p, "char *": ctypes.c_void_p, "const void *": ctypes.c_void_p, "void *": ctypes.c_void_p,
     "void **": ctypes.POINTER(ctypes.c_void_p), "size_t *": ctypes.POINTER(ctypes.c_size_t), "const uint32_t *": ctypes.POINTER(ctypes.c_uint32),
+    "uint64_t *": ctypes.POINTER(ctypes.c_uint64), "int32_t *": ctypes.POINTER(ctypes.c_int32),
     "tombolo_token *": ctypes.POINTER(ctypes.c_uint64), "const tombolo_token *": ctypes.POINTER(ctypes.c_uint64),
     "tombolo_answer *": ctypes.c_void_p, "tombolo_handler": _library.HANDLER,
     "const tombolo_connect_options *": ctypes.POINTER(_library.ConnectOptions), "const tombolo_call_options *": ctypes.POINTER(_library.CallOptions),
@@ -158,6 +160,50 @@ class Calls(unittest.TestCase):
         self.assertEqual(self.client.call("share").data, b"answer" + bytes(8186))
         part = self.client.call("part")
         self.assertEqual((part.code, part.data), (4, b"swe"))
+
+    def test_a_memfd_that_is_there_already_is_handed_over_whole(self):
+        sealed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+        for seals in (sealed, sealed | fcntl.F_SEAL_WRITE):
+            with open(os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "r+b") as file:
+                with self.assertRaisesRegex(tombolo.errors.Section, "no seals, expected seals SHRINK and GROW"):
+                    tombolo.Buffer.of_memfd(file)
+                os.pwrite(file.fileno(), b"there already", 299_987)
+                fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
+                buffer = tombolo.Buffer.of_memfd(file)
+            self.assertEqual((len(buffer), buffer.view.readonly), (300_000, seals != sealed))
+            self.assertEqual(bytes(buffer.view[-13:]), b"there already")
+            self.assertEqual(self.client.wait(self.client.submit(buffer, offset=299_980, length=20)).data, bytes(7) + b"there already")
+            self.gate.buffer = buffer
+            self.assertEqual(self.client.call("share").data, bytes(299_987) + b"there already", "for answers, too")
+        buffer = tombolo.Buffer.of_memfd(self.sealed_memfd(4096))
+        buffer.view[:3] = b"abc"
+        self.assertEqual(self.client.wait(self.client.submit(buffer, length=3)).data, b"abc")
+        with self.assertRaisesRegex(tombolo.errors.Section, "0 bytes"):
+            tombolo.Buffer.of_memfd(self.sealed_memfd(0))
+        reader, writer = os.pipe()
+        with self.assertRaisesRegex(tombolo.errors.Section, "expected a memfd"):
+            tombolo.Buffer.of_memfd(reader)
+        for fd in (reader, writer):
+            os.close(fd)
+        for fd in (-1, 1_000_000):
+            with self.assertRaisesRegex(tombolo.errors.Argument, "expected an open descriptor"):
+                tombolo.Buffer.of_memfd(fd)
+
+    def test_replies_beyond_what_the_connection_takes_are_told_apart(self):
+        with tombolo.Client("tester", max_shared_bytes=8191) as client:
+            with self.assertRaises(tombolo.errors.ReplyTooLarge) as caught:
+                client.call("share")
+            self.assertRegex(str(caught.exception), "memory of 8192 bytes.*takes 8191 together.*max_shared_bytes")
+            self.assertEqual(client.call("goes on").data, b"goes on")
+        with tombolo.Client("tester", max_shared_bytes=8192) as client:
+            self.assertEqual(len(client.call("share")), 8192)
+
+    def sealed_memfd(self, size):
+        fd = os.memfd_create("theirs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.addCleanup(os.close, fd)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        return fd
 
     def test_answers_are_written_in_place(self):
         self.assertEqual(self.client.call("in place").data, b"p" * 5000)

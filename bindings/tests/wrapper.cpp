@@ -4,8 +4,10 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
+#include <fcntl.h>
 #include <iostream>
 #include <mutex>
+#include <sys/mman.h>
 #include <thread>
 #include <unistd.h>
 
@@ -159,6 +161,43 @@ void memory_of_ones_own() {
     EXPECT_THROW(tombolo::NoRoom, client.loan(uint64_t(1) << 40));
 }
 
+void replies_beyond_what_the_connection_takes() {
+    const tombolo::Service service("tester", std::make_shared<Tester>(), here());
+    tombolo::ConnectOptions options;
+    options.folder = folder;
+    options.max_shared_bytes = 4095;
+    const tombolo::Client client("tester", options);
+    EXPECT_THROW(tombolo::ReplyTooLarge, client.call("share"));
+    EXPECT(client.call("goes on").bytes() == "goes on");
+    options.max_shared_bytes = 4096;
+    EXPECT(tombolo::Client("tester", options).call("share").bytes().size() == 3);
+}
+
+void memory_that_is_there_already() {
+    const tombolo::Service service("tester", std::make_shared<Tester>(), here());
+    const tombolo::Client client = connect("tester");
+    const int sealed = F_SEAL_SHRINK | F_SEAL_GROW;
+    for (const int seals : {sealed, sealed | F_SEAL_WRITE}) {
+        const int fd = memfd_create("theirs", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+        EXPECT(pwrite(fd, "there already", 13, 299987) == 13);
+        EXPECT_THROW(tombolo::Section, tombolo::Buffer::of_memfd(fd));
+        EXPECT(fcntl(fd, F_ADD_SEALS, seals) == 0);
+        tombolo::Buffer buffer = tombolo::Buffer::of_memfd(fd);
+        close(fd);
+        EXPECT(buffer.size() == 300000 && buffer.is_writable() == (seals == sealed));
+        EXPECT(std::string(buffer.data() + 299987, 13) == "there already");
+        if (buffer.is_writable()) buffer.data()[299987] = 'T';
+        const std::string expected = buffer.is_writable() ? "There already" : "there already";
+        EXPECT(client.wait(client.submit(buffer, 299987, 13), 20s).bytes() == expected);
+    }
+    const int empty = memfd_create("theirs", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+    EXPECT(fcntl(empty, F_ADD_SEALS, sealed) == 0);
+    EXPECT_THROW(tombolo::Section, tombolo::Buffer::of_memfd(empty));
+    close(empty);
+    EXPECT_THROW(tombolo::Section, tombolo::Buffer::of_memfd(STDIN_FILENO));
+    EXPECT_THROW(tombolo::Argument, tombolo::Buffer::of_memfd(-1));
+}
+
 void tokens() {
     const auto worker = std::make_shared<Tester>();
     const tombolo::Service service("tester", worker, here());
@@ -223,6 +262,8 @@ int main(int argc, char **argv) {
         {"replies_of_all_sizes", replies_of_all_sizes},
         {"exceptions_end_in_the_handler", exceptions_end_in_the_handler},
         {"memory_of_ones_own", memory_of_ones_own},
+        {"replies_beyond_what_the_connection_takes", replies_beyond_what_the_connection_takes},
+        {"memory_that_is_there_already", memory_that_is_there_already},
         {"tokens", tokens},
         {"deadlines_are_inherited", deadlines_are_inherited},
         {"owners_move", owners_move},

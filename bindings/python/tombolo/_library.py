@@ -15,7 +15,7 @@ NONE = 2**64 - 1
 STATUSES = (
     "ok pending late refused cancelled expired failed provider-gone timeout broken busy memory share range reclaimed reply-memory unknown-call "
     "no-service denied silent connect-gone protocol section name no-place running long-path option system argument unknown-handle no-room "
-    "in-handler panic"
+    "in-handler panic reply-too-large"
 ).split()
 STATUS = {name: value for value, name in enumerate(STATUSES)}
 # tombolo_refusal
@@ -36,6 +36,7 @@ class ConnectOptions(Sized):
         ("size", c_uint32),
         ("entries", c_uint32),
         ("arena_bytes", c_uint64),
+        ("max_shared_bytes", c_uint64),
         ("patience_ns", c_uint64),
         ("polling", c_uint32),
         ("reserved", c_uint32),
@@ -158,6 +159,7 @@ FUNCTIONS = {
     "tombolo_loan_submit": (_HANDLE, _HANDLE, _CALL, _OUT),
     "tombolo_loan_free": (_HANDLE,),
     "tombolo_buffer_new": (c_uint64, c_int32, _OUT, _POINTER),
+    "tombolo_buffer_of_memfd": (c_int32, _OUT, _POINTER, POINTER(c_uint64), POINTER(c_int32)),
     "tombolo_buffer_submit": (_HANDLE, _HANDLE, c_uint64, c_uint64, _CALL, _OUT),
     "tombolo_buffer_free": (_HANDLE,),
     "tombolo_reply_get": (_HANDLE, POINTER(ReplyInfo)),

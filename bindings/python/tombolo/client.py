@@ -113,14 +113,27 @@ class Reply:
 
 
 class Buffer:
-    """Memory that is written here and read by the other side without a copy, to GiB. `view` is a writable memoryview of it."""
+    """Memory that is written here and read by the other side without a copy, to GiB. `view` is a memoryview of it."""
 
-    _handle = 0
+    _handle, _is_writable = 0, True
 
     def __init__(self, size, populate=False):
         handle, data = ctypes.c_uint64(), ctypes.c_void_p()
         check(lib.tombolo_buffer_new(size, populate, handle, data))
         self._handle, self._address, self._size = handle.value, data.value, size
+
+    @classmethod
+    def of_memfd(cls, fd):
+        """The memory of a memfd that is there already, whole: a number, or what has `fileno()`. It has a size and is sealed against shrinking and
+        growing (fcntl.F_SEAL_SHRINK, F_SEAL_GROW), or this raises Section; sealed against writing too, its view is read-only. The descriptor
+        stays the caller's."""
+        handle, data, size, writable = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int32()
+        fd = fd.fileno() if hasattr(fd, "fileno") else fd
+        check(lib.tombolo_buffer_of_memfd(fd, handle, data, size, writable))
+        buffer = cls.__new__(cls)
+        buffer._handle, buffer._address, buffer._size = handle.value, data.value, size.value
+        buffer._is_writable = writable.value != 0
+        return buffer
 
     def __del__(self):
         if self._handle:
@@ -131,7 +144,8 @@ class Buffer:
 
     @property
     def view(self):
-        return window(self._address, self._size, self)
+        view = window(self._address, self._size, self)
+        return view if self._is_writable else view.toreadonly()
 
     def part(self, offset, length):
         """A part of it, for a handler to return."""
@@ -188,10 +202,9 @@ class Client:
 
     _handle = 0
 
-    def __init__(self, name, *, folder=None, entries=0, arena_bytes=0, patience=5.0, polling="adaptive"):
-        options = _connect_options(
-            folder, entries=entries, arena_bytes=arena_bytes, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling]
-        )
+    def __init__(self, name, *, folder=None, patience=5.0, polling="adaptive", **sizes):
+        """sizes: entries, arena_bytes, max_shared_bytes, as in tombolo.h."""
+        options = _connect_options(folder, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling], **sizes)
         handle = ctypes.c_uint64()
         check(lib.tombolo_connect(name.encode(), options, handle))
         self._handle = handle.value

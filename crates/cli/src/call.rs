@@ -100,6 +100,7 @@ fn outcome(result: &Result<u32, CallError>) -> String {
         Err(CallError::Memory(_) | CallError::Share { .. } | CallError::Range { .. }) => "no memory",
         Err(CallError::Reclaimed) => "reply reclaimed",
         Err(CallError::ReplyMemory) => "reply's memory missing",
+        Err(CallError::ReplyTooLarge { .. }) => "reply too large",
         Err(CallError::Unknown) => "unknown call",
     }
     .into()

@@ -127,7 +127,7 @@ Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-
 - **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
   slow to end. The daemon's log is `log` in the runtime directory; it goes with the fabric.
 - **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
-  output is followed until the machine ends.
+  output is followed until the machine ends. The last 512 KiB to 1 MiB of it are kept in `NAME.console` in the runtime directory.
 ";
 
 #[cfg(test)]

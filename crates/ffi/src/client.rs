@@ -66,8 +66,8 @@ unsafe fn put_token(to: *mut u64, submit: impl FnOnce() -> Result<Token, Failure
 ///
 /// # Safety
 /// As for every export.
-unsafe fn put_memory<T>(
-    (table, what): (&Table<T>, &str),
+unsafe fn put_memory<T: Send + Sync>(
+    (table, what): (&'static Table<T>, &str),
     (handle, data): (*mut Handle, *mut *mut c_void),
     make: impl FnOnce() -> Result<T, Failure>,
     at: impl FnOnce(&T) -> *mut u8,
@@ -280,6 +280,32 @@ pub unsafe extern "C" fn tombolo_buffer_new(
         let make =
             || SharedBuffer::new(bytes, populate != 0).map_err(|error| Failure::new(Status::Memory, error.to_string()));
         put_memory((&BUFFERS, "buffer"), (buffer, data), make, |made| made.view().as_mut_ptr())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn tombolo_buffer_of_memfd(
+    fd: i32,
+    buffer: *mut Handle,
+    data: *mut *mut c_void,
+    bytes: *mut u64,
+    writable: *mut i32,
+) -> i32 {
+    // SAFETY: as for every export.
+    guard(|| unsafe {
+        pointer::put("bytes", bytes, 0)?;
+        pointer::put("writable", writable, 0)?;
+        let (mut len, mut may_write) = (0, false);
+        let make = || {
+            let made = SharedBuffer::of_memfd(pointer::descriptor("fd", fd)?)?;
+            (len, may_write) = (made.len(), made.is_writable());
+            Ok(made)
+        };
+        put_memory((&BUFFERS, "buffer"), (buffer, data), make, |made| made.read().as_ptr().cast_mut())?;
+        pointer::put("bytes", bytes, len)?;
+        pointer::put("writable", writable, may_write.into())?;
+        Ok(Status::Ok)
     })
 }
 

@@ -14,7 +14,7 @@ use crate::types;
 const HEADER: &str = include_str!("../../../bindings/include/tombolo.h");
 const SOURCES: [&str; 3] = [include_str!("client.rs"), include_str!("general.rs"), include_str!("service.rs")];
 /// How the header writes the source's types; handles are apart.
-const TYPES: [(&str, &str); 22] = [
+const TYPES: [(&str, &str); 23] = [
     ("*const c_char", "const char *"),
     ("*mut c_char", "char *"),
     ("*mut *mut c_void", "void **"),
@@ -30,7 +30,8 @@ const TYPES: [(&str, &str); 22] = [
     ("*mut AnswerMark", "tombolo_answer *"),
     ("*mut usize", "size_t *"),
     ("*const u64", "const tombolo_token *"),
-    ("*mut u64", "tombolo_token *"),
+    ("*mut u64", "uint64_t *"),
+    ("*mut i32", "int32_t *"),
     ("Option<Function>", "tombolo_handler "),
     ("i32", "int32_t "),
     ("u32", "uint32_t "),
@@ -58,6 +59,7 @@ fn c_type(rust: &str, name: &str) -> String {
         "Handle" => format!("tombolo_{name} "),
         "*mut Handle" => format!("tombolo_{name} *"),
         "u64" if name == "token" => "tombolo_token ".into(),
+        "*mut u64" if name == "token" => "tombolo_token *".into(),
         _ => TYPES.iter().find(|(known, _)| *known == rust).unwrap_or_else(|| panic!("{rust} is in TYPES")).1.into(),
     }
 }

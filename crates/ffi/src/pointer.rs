@@ -11,6 +11,7 @@
 use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_void};
 use std::mem::MaybeUninit;
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr::{self, NonNull};
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
@@ -107,6 +108,20 @@ pub(crate) unsafe fn window<'a>(what: &str, to: *mut u8, len: usize) -> Result<F
         Some(to) => Ok(unsafe { ForeignMut::new(to, len) }),
         None => argument(what, "null"),
     }
+}
+
+/// A duplicate of a descriptor of C's.
+///
+/// # Safety
+/// It is no number that somebody else closes meanwhile.
+pub(crate) unsafe fn descriptor(what: &str, fd: i32) -> Result<OwnedFd, Failure> {
+    if fd < 0 {
+        return argument(what, format_args!("{fd}, expected an open descriptor"));
+    }
+    // SAFETY: not -1, and used for one call only, which says so where it is not open; the rest is the caller's promise.
+    let borrowed = unsafe { BorrowedFd::borrow_raw(fd) };
+    let copied = borrowed.try_clone_to_owned();
+    copied.or_else(|error| argument(what, format_args!("{fd}, expected an open descriptor: {error}")))
 }
 
 /// A struct of the header that begins with its size as a u32, and whose fields may all be 0.

@@ -61,6 +61,10 @@ pub unsafe extern "C" fn tombolo_stop(service: Handle) -> i32 {
             return Err(Failure::new(Status::InHandler, text));
         }
         let mut service = SERVICES.take(service.id)?;
+        if !service.is_ours() {
+            // In a forked child it is its parent's, and who may have used it there is not here.
+            return Ok(Status::Ok);
+        }
         // Whoever reads its statistics just now is done at once; the handler must not be called once we return.
         while let Err(shared) = Arc::try_unwrap(service).map(drop) {
             service = shared;

@@ -9,6 +9,7 @@ use tombolo_ring::rpc::entry::Refusal;
 use tombolo_rpc::client::{CallError, ConnectError};
 use tombolo_rpc::folder::FolderError;
 use tombolo_rpc::provider::RegisterError;
+use tombolo_rpc::shared::AdoptError;
 
 macro_rules! statuses {
     ($($variant:ident = $code:literal, $name:literal;)*) => {
@@ -61,6 +62,7 @@ statuses! {
     NoRoom = 31, c"no-room";
     InHandler = 32, c"in-handler";
     Panic = 33, c"panic";
+    ReplyTooLarge = 34, c"reply-too-large";
 }
 
 /// Why a function did not do what it is for.
@@ -94,6 +96,7 @@ impl From<CallError> for Failure {
             CallError::Range { .. } => Status::Range,
             CallError::Reclaimed => Status::Reclaimed,
             CallError::ReplyMemory => Status::ReplyMemory,
+            CallError::ReplyTooLarge { .. } => Status::ReplyTooLarge,
             CallError::Unknown => Status::UnknownCall,
         };
         let refusal = if let CallError::Refused(reason) = error { Some(reason) } else { None };
@@ -137,6 +140,13 @@ impl From<RegisterError> for Failure {
             RegisterError::Option { .. } => Status::Option,
             RegisterError::System { .. } => Status::System,
         };
+        Failure::new(status, error.to_string())
+    }
+}
+
+impl From<AdoptError> for Failure {
+    fn from(error: AdoptError) -> Failure {
+        let status = if let AdoptError::Memory(_) = error { Status::Memory } else { Status::Section };
         Failure::new(status, error.to_string())
     }
 }

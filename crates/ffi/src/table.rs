@@ -2,8 +2,13 @@
 //!
 //! A number is made of a kind, a generation and a slot. The slot's generation moves on when its handle is closed, so a number that was
 //! closed names nothing, until the slot was used 2^36 times again.
+//!
+//! A fork finds a table unlocked and whole ([`fork::keep`]): what the parent had open a child can close, for itself.
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{PoisonError, RwLock};
+
+use tombolo_shm::fork;
 
 use crate::status::{Failure, Status};
 
@@ -27,13 +32,25 @@ struct Entries<T> {
 pub(crate) struct Table<T> {
     kind: u64,
     name: &'static str,
-    inner: RwLock<Entries<T>>,
+    entries: RwLock<Entries<T>>,
+    /// Forks take the lock.
+    is_kept: AtomicBool,
 }
 
-impl<T> Table<T> {
+impl<T: Send + Sync + 'static> Table<T> {
     /// `kind` is 1 to 15, one for each table.
     pub(crate) const fn new(kind: u64, name: &'static str) -> Table<T> {
-        Table { kind, name, inner: RwLock::new(Entries { entries: Vec::new(), free: Vec::new() }) }
+        let entries = RwLock::new(Entries { entries: Vec::new(), free: Vec::new() });
+        Table { kind, name, entries, is_kept: AtomicBool::new(false) }
+    }
+
+    fn lock(&'static self) -> &'static RwLock<Entries<T>> {
+        // Acquire, partner below: a fork that comes after it takes the lock.
+        if !self.is_kept.load(Ordering::Acquire) {
+            fork::keep(&self.entries);
+            self.is_kept.store(true, Ordering::Release);
+        }
+        &self.entries
     }
 
     fn unknown(&self, id: u64) -> Failure {
@@ -49,8 +66,8 @@ impl<T> Table<T> {
     }
 
     /// Gives out a number for `value`.
-    pub(crate) fn add(&self, value: T) -> Result<u64, Failure> {
-        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+    pub(crate) fn add(&'static self, value: T) -> Result<u64, Failure> {
+        let mut inner = self.lock().write().unwrap_or_else(PoisonError::into_inner);
         let Entries { entries, free } = &mut *inner;
         let slot = match free.pop() {
             Some(slot) => slot,
@@ -66,9 +83,9 @@ impl<T> Table<T> {
     }
 
     /// Closes a handle, and gives what it stood for.
-    pub(crate) fn take(&self, id: u64) -> Result<T, Failure> {
+    pub(crate) fn take(&'static self, id: u64) -> Result<T, Failure> {
         let parsed = self.parse(id);
-        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        let mut inner = self.lock().write().unwrap_or_else(PoisonError::into_inner);
         let taken = parsed.and_then(|(slot, generation)| {
             let entry = inner.entries.get_mut(slot).filter(|entry| entry.generation == generation)?;
             let value = entry.value.take()?;
@@ -80,11 +97,11 @@ impl<T> Table<T> {
     }
 
     /// What a handle stands for.
-    pub(crate) fn get(&self, id: u64) -> Result<T, Failure>
+    pub(crate) fn get(&'static self, id: u64) -> Result<T, Failure>
     where
         T: Clone,
     {
-        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        let inner = self.lock().read().unwrap_or_else(PoisonError::into_inner);
         let found = self.parse(id).and_then(|(slot, generation)| {
             inner.entries.get(slot).filter(|entry| entry.generation == generation)?.value.clone()
         });
@@ -98,7 +115,9 @@ mod tests {
 
     #[test]
     fn a_closed_or_foreign_number_names_nothing() {
-        let (one, other) = (Table::new(1, "one"), Table::new(2, "other"));
+        static ONE: Table<char> = Table::new(1, "one");
+        static OTHER: Table<char> = Table::new(2, "other");
+        let (one, other) = (&ONE, &OTHER);
         let a = one.add('a').unwrap();
         let b = one.add('b').unwrap();
         assert_eq!((one.get(a).unwrap(), one.get(b).unwrap()), ('a', 'b'));

@@ -314,6 +314,71 @@ fn closing_in_one_thread_does_not_hurt_a_call_in_another() {
 }
 
 #[test]
+fn a_child_forked_at_any_instant_leaves_its_parents_alone_and_connects_anew() {
+    let world = world(|_| {});
+    let enough = std::sync::atomic::AtomicBool::new(false);
+    let connect = || {
+        let mut client = NOTHING;
+        // SAFETY: as the header asks.
+        is(Status::Ok, unsafe { tombolo_connect(c"s".as_ptr(), &connect_settings(&world.folder), &mut client) });
+        client
+    };
+    let echo = |client: Handle| {
+        let mut reply = NOTHING;
+        // SAFETY: as the header asks.
+        match unsafe { tombolo_call(client, c"echo".as_ptr().cast(), 4, null(), &mut reply) } {
+            0 => Ok(read(reply).1),
+            status => Err(status),
+        }
+    };
+    // What a child does: all that touches what other threads were changing when it was forked.
+    let child = || {
+        let (mut buffer, mut data, mut loan) = (NOTHING, null_mut(), NOTHING);
+        is(Status::ProviderGone, echo(world.client).unwrap_err());
+        world.stats();
+        // SAFETY: as the header asks.
+        unsafe {
+            is(Status::NoRoom, tombolo_loan_new(world.client, 100, &mut loan, &mut data));
+            is(Status::Ok, tombolo_close(world.client));
+            is(Status::Ok, tombolo_stop(world.service));
+            is(Status::Ok, tombolo_buffer_new(4096, 0, &mut buffer, &mut data));
+            is(Status::Ok, tombolo_buffer_free(buffer));
+        }
+        let client = connect();
+        assert_eq!(echo(client), Ok(b"echo".to_vec()));
+        // SAFETY: a number.
+        is(Status::Ok, unsafe { tombolo_close(client) });
+        true
+    };
+    let until_enough = |step: &dyn Fn()| {
+        while !enough.load(Ordering::Relaxed) {
+            step();
+        }
+    };
+    let all = std::thread::scope(|scope| {
+        // SAFETY: a number.
+        scope.spawn(|| until_enough(&|| is(Status::Ok, unsafe { tombolo_close(connect()) })));
+        scope.spawn(|| until_enough(&|| drop(echo(world.client))));
+        scope.spawn(|| until_enough(&|| assert!(world.stats().clients > 0)));
+        scope.spawn(|| {
+            until_enough(&|| {
+                let (mut buffer, mut data) = (NOTHING, null_mut());
+                // SAFETY: as the header asks.
+                unsafe {
+                    is(Status::Ok, tombolo_buffer_new(4096, 0, &mut buffer, &mut data));
+                    is(Status::Ok, tombolo_buffer_free(buffer));
+                }
+            })
+        });
+        let all = (0..100).try_for_each(|_| tombolo_testing::fork::in_child(child));
+        enough.store(true, Ordering::Relaxed);
+        all
+    });
+    all.unwrap();
+    assert_eq!(echo(world.client), Ok(b"echo".to_vec()), "the parent's connection is still there");
+}
+
+#[test]
 fn wrong_arguments_are_told_apart_and_hurt_nobody() {
     let world = world(|_| {});
     let (mut client, mut service, mut reply, mut token, mut which) = (NOTHING, NOTHING, NOTHING, 0, 0);

@@ -45,6 +45,7 @@ c_structs! {
         size: u32,
         entries: u32,
         arena_bytes: u64,
+        max_shared_bytes: u64,
         patience_ns: u64,
         polling: u32,
         reserved: u32,
@@ -188,6 +189,7 @@ impl ConnectSettings {
         Ok(ConnectOptions {
             entries: or(self.entries, default.entries),
             arena_bytes: bytes(self.arena_bytes, default.arena_bytes),
+            max_shared_bytes: bytes(self.max_shared_bytes, default.max_shared_bytes),
             patience: duration(self.patience_ns, default.patience),
             polling: polling(self.polling)?,
             folder: folder.map(Into::into),

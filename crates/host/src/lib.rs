@@ -4,12 +4,13 @@
 //! * [`plan`](mod@plan): what that comes to on this machine; pure.
 //! * [`fabric`]: the plan carried out, kept, changed, taken down.
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
-//! * [`qemu`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
+//! * [`qemu`], [`console`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
 //! * [`daemon`]: a fabric with its API, from start to end, signals included.
 //! * [`doctor`]: what this machine can do, probed for real.
 #![warn(unreachable_pub)]
 
 pub mod api;
+pub mod console;
 pub mod daemon;
 pub mod doctor;
 pub mod fabric;

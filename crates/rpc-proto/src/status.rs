@@ -92,9 +92,11 @@ pub(crate) fn code_of(error: &CallError) -> Code {
     match error {
         CallError::Late | CallError::Expired | CallError::Timeout => Code::DeadlineExceeded,
         CallError::Refused(Refusal::Stopping) | CallError::ProviderGone => Code::Unavailable,
-        CallError::Refused(_) | CallError::Busy(_) | CallError::Memory(_) | CallError::Share { .. } => {
-            Code::ResourceExhausted
-        }
+        CallError::Refused(_)
+        | CallError::Busy(_)
+        | CallError::Memory(_)
+        | CallError::Share { .. }
+        | CallError::ReplyTooLarge { .. } => Code::ResourceExhausted,
         CallError::Cancelled => Code::Cancelled,
         CallError::Failed | CallError::Broken(_) => Code::Internal,
         CallError::Range { .. } => Code::OutOfRange,

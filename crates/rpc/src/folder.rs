@@ -128,12 +128,21 @@ fn is_stale(path: &Path) -> bool {
 }
 
 /// The lock that keeps changes of the folder apart; released when dropped.
-fn lock(folder: &Path) -> Result<File, FolderError> {
+struct Locked(File);
+
+impl Drop for Locked {
+    fn drop(&mut self) {
+        // Closing it would not do: a child that was forked meanwhile has the same open file, and with it the lock.
+        let _ = flock(&self.0, FlockOperation::Unlock);
+    }
+}
+
+fn lock(folder: &Path) -> Result<Locked, FolderError> {
     let file = File::open(folder).map_err(system("opening", folder))?;
     let end = Instant::now() + LOCKED;
     loop {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(file),
+            Ok(()) => return Ok(Locked(file)),
             Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
             Err(Errno::WOULDBLOCK) => {
                 let held = format!("another process has held its lock (flock) for {LOCKED:?}; end that one");
@@ -298,6 +307,17 @@ mod tests {
         assert!(error.contains("lock"), "{error}");
         drop(listener);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "its own name goes all the same");
+    }
+
+    #[test]
+    fn the_lock_is_given_back_also_while_a_forked_child_has_it_open() {
+        let dir = tempfile::tempdir().unwrap();
+        let locked = lock(dir.path()).unwrap();
+        // As a child has it: the same open file.
+        let inherited = locked.0.try_clone().unwrap();
+        drop(locked);
+        assert!(lock(dir.path()).is_ok());
+        drop(inherited);
     }
 
     #[test]

@@ -7,30 +7,13 @@
 //! the life of the other side is its socket *and* its process ([`life_of`]).
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::OnceLock;
-use std::sync::atomic::Ordering;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
 use rustix::net::sockopt;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use tombolo_shm::memory::Mapping;
-
-/// The number of this process: another one in a forked child. It is read from a page that a fork wipes, so that a look costs a load.
-#[inline]
-pub(crate) fn here() -> u32 {
-    static PAGE: OnceLock<Option<Mapping>> = OnceLock::new();
-    let page = PAGE.get_or_init(|| Mapping::wiped_on_fork(4096).ok()).as_ref();
-    // Relaxed: the word says nothing of other memory.
-    if let Some(known) = page.and_then(|page| page.view().load_u32(0, Ordering::Relaxed)).filter(|pid| *pid != 0) {
-        return known;
-    }
-    let pid = std::process::id();
-    if let Some(page) = page.and_then(Mapping::view_mut) {
-        page.store_u32(0, pid, Ordering::Relaxed);
-    }
-    pid
-}
+/// The number of this process: another one in a forked child.
+pub(crate) use tombolo_shm::fork::process as here;
 
 /// The process that made the other end of a connected socket. `None` where it is in a namespace that we do not see.
 fn peer(socket: impl AsFd) -> Option<Pid> {

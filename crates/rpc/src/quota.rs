@@ -1,4 +1,4 @@
-//! What one user may take of a service, over all of its connections.
+//! Bounds in bytes: what one user may take of a service, over all of its connections, and what one side may hand over in a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -30,9 +30,14 @@ impl Quota {
         Some(Charge { used: self.used.clone(), bytes })
     }
 
+    /// What is in use of it.
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Relaxed)
+    }
+
     /// Whether nobody uses anything of it.
     pub(crate) fn is_free(&self) -> bool {
-        self.used.load(Ordering::Relaxed) == 0
+        self.used() == 0
     }
 }
 

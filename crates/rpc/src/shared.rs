@@ -10,7 +10,8 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_shm::memory::{Mapping, MemoryError};
-use tombolo_shm::section::{self, AdoptError};
+use tombolo_shm::section;
+pub use tombolo_shm::section::AdoptError;
 
 use crate::message::Message;
 use crate::quota::{Charge, Quota};
@@ -46,7 +47,7 @@ impl SharedBuffer {
     /// against writing too, nobody can change it under the reader.
     ///
     /// # Errors
-    /// [`AdoptError::Unsealed`] where it is no memfd or lacks those two seals; the kernel's, where it cannot be mapped.
+    /// [`AdoptError`]: it is no memfd of ordinary pages, lacks those two seals or is empty, or cannot be mapped.
     pub fn of_memfd(fd: OwnedFd) -> Result<SharedBuffer, AdoptError> {
         let bytes = section::sealed_bytes(&fd)?;
         // Where it is sealed against writing, it is mapped for reading.
@@ -80,6 +81,11 @@ impl SharedBuffer {
         self.0.mapping.view()
     }
 
+    /// Whether it may be written here: not so for a memfd that was sealed against that.
+    pub fn is_writable(&self) -> bool {
+        self.0.mapping.view_mut().is_some()
+    }
+
     pub(crate) fn number(&self) -> u32 {
         self.0.number
     }
@@ -106,53 +112,95 @@ impl Given {
         self.0.push((buffer.number(), Arc::downgrade(&buffer.0)));
         Ok(())
     }
+
+    /// The other side has not taken it. It is handed over anew when it is used next: there may be room for it then.
+    pub(crate) fn refused(&mut self, buffer: &SharedBuffer) {
+        self.0.retain(|(number, _)| *number != buffer.number());
+    }
 }
 
-/// The memories that the other side has handed over in a connection, mapped for reading.
+/// Memory that the other side has handed over, mapped for reading. Whoever reads it holds it: what it takes of the bounds comes back when the
+/// last of them is done, and not when the other side forgets it.
+#[derive(Debug)]
+pub(crate) struct Lent {
+    mapping: Mapping,
+    _charges: [Charge; 2],
+}
+
+impl Lent {
+    pub(crate) fn view(&self) -> Foreign<'_> {
+        self.mapping.view()
+    }
+}
+
+/// Memory that was not taken, since it goes beyond the connection's bound.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TooLarge {
+    /// Its size.
+    pub(crate) bytes: u64,
+    /// What was in use by then.
+    pub(crate) in_use: u64,
+}
+
+/// The memories that the other side has handed over in a connection.
 #[derive(Debug)]
 pub(crate) struct Taken {
-    memories: HashMap<u32, (Arc<Mapping>, Charge)>,
-    max_bytes: u64,
+    memories: HashMap<u32, Arc<Lent>>,
+    /// So that whoever asks for one is told why it is not there; at most [`MAX_MEMORIES`].
+    too_large: HashMap<u32, TooLarge>,
+    bound: Quota,
     quota: Quota,
-}
-
-impl Default for Taken {
-    /// Without a bound but that of their number.
-    fn default() -> Self {
-        Taken::new(u64::MAX, Quota::default())
-    }
 }
 
 impl Taken {
     /// At most `max_bytes` of this connection, and what the quota has left.
     pub(crate) fn new(max_bytes: u64, quota: Quota) -> Taken {
-        Taken { memories: HashMap::new(), max_bytes, quota }
+        Taken { memories: HashMap::new(), too_large: HashMap::new(), bound: Quota::new(max_bytes), quota }
     }
 
-    pub(crate) fn get(&self, number: u32) -> Option<Arc<Mapping>> {
-        self.memories.get(&number).map(|(mapping, _)| mapping.clone())
+    pub(crate) fn get(&self, number: u32) -> Option<Arc<Lent>> {
+        self.memories.get(&number).cloned()
+    }
+
+    /// Whether and why [`Taken::get`] has none of that number.
+    pub(crate) fn too_large(&self, number: u32) -> Option<TooLarge> {
+        self.too_large.get(&number).copied()
     }
 
     /// Acts on a message; false where it is no message about memory. What is not sealed, too large or one too many is not
-    /// taken: requests that name it are refused.
+    /// taken, and closed at once: requests and replies that name it are refused.
     pub(crate) fn message(&mut self, message: &Message, fds: &[OwnedFd]) -> bool {
         match (message, fds) {
             (Message::Share { number, bytes }, [fd]) => {
-                let total: u64 = self.memories.values().map(|(m, _)| m.len() as u64).sum();
-                let fits = *bytes <= self.max_bytes.saturating_sub(total) && self.memories.len() < MAX_MEMORIES;
-                if fits
-                    && let Some(charge) = self.quota.take(*bytes)
-                    && let Ok(mapping) = section::adopt(fd, *bytes, false)
-                {
-                    self.memories.insert(*number, (Arc::new(mapping), charge));
-                }
+                self.forget(*number);
+                self.take(*number, *bytes, fd);
                 true
             }
             (Message::Forget { number }, _) => {
-                self.memories.remove(number);
+                self.forget(*number);
                 true
             }
             _ => false,
+        }
+    }
+
+    fn forget(&mut self, number: u32) {
+        self.memories.remove(&number);
+        self.too_large.remove(&number);
+    }
+
+    fn take(&mut self, number: u32, bytes: u64, fd: &OwnedFd) {
+        if self.memories.len() >= MAX_MEMORIES {
+            return;
+        }
+        let Some(charges) = self.bound.take(bytes).and_then(|bound| Some([bound, self.quota.take(bytes)?])) else {
+            if self.too_large.len() < MAX_MEMORIES {
+                self.too_large.insert(number, TooLarge { bytes, in_use: self.bound.used() });
+            }
+            return;
+        };
+        if let Ok(mapping) = section::adopt(fd, bytes, false) {
+            self.memories.insert(number, Arc::new(Lent { mapping, _charges: charges }));
         }
     }
 }

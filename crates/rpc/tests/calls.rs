@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::path::Path;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
@@ -9,13 +10,13 @@ use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use tombolo_ring::rpc::entry::Refusal;
-use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions, report};
+use tombolo_rpc::client::{CallError, CallFuture, CallOptions, Client, ConnectError, ConnectOptions, report};
 use tombolo_rpc::clock::now_ns;
 use tombolo_rpc::deadline::Deadline;
 use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::Late;
-use tombolo_rpc::shared::SharedBuffer;
+use tombolo_rpc::shared::{AdoptError, SharedBuffer};
 use tombolo_testing::{PATIENCE, until};
 
 fn options(folder: &Path) -> Options {
@@ -393,13 +394,15 @@ fn a_memfd_that_is_there_already_is_handed_over_whole() {
     };
     let unsealed = SharedBuffer::of_memfd(memfd()).unwrap_err();
     assert!(unsealed.to_string().contains("expected seals SHRINK and GROW"), "{unsealed}");
-    assert!(SharedBuffer::of_memfd(std::fs::File::open("/proc/self/exe").unwrap().into()).is_err());
+    let file = SharedBuffer::of_memfd(std::fs::File::open("/proc/self/exe").unwrap().into()).unwrap_err();
+    assert!(matches!(file, AdoptError::NoMemfd { .. } | AdoptError::Unsealed { .. }), "{file}");
     for seals in [SealFlags::empty(), SealFlags::WRITE] {
         let fd = memfd();
         fcntl_add_seals(&fd, seals | SealFlags::SHRINK | SealFlags::GROW).unwrap();
         let buffer = SharedBuffer::of_memfd(fd).unwrap();
         assert_eq!((buffer.len(), buffer.read().read_array(299_987)), (300_000, Some(*b"there already")));
         assert_eq!(buffer.view().is_empty(), seals == SealFlags::WRITE, "what may not be written is for reading only");
+        assert_eq!(buffer.is_writable(), seals != SealFlags::WRITE);
         let reply = client.call_shared(&buffer, 299_980, 20, &CallOptions::default()).unwrap();
         assert_eq!(reply.to_vec().unwrap(), [&[0; 7][..], b"there already"].concat());
     }
@@ -416,6 +419,12 @@ fn memory_that_the_service_does_not_allow_is_refused_by_name() {
     assert!(matches!(refused, Err(CallError::Refused(Refusal::Memory))), "{refused:?}");
     let fits = SharedBuffer::new(1 << 20, false).unwrap();
     assert!(client.call_shared(&fits, 0, 10, &CallOptions::default()).is_ok());
+    // What did not fit beside it does when it has gone, by the same name.
+    let waits = SharedBuffer::new(4096, false).unwrap();
+    let refused = client.call_shared(&waits, 0, 10, &CallOptions::default());
+    assert!(matches!(refused, Err(CallError::Refused(Refusal::Memory))), "{refused:?}");
+    drop(fits);
+    assert!(client.call_shared(&waits, 0, 10, &CallOptions::default()).is_ok());
 }
 
 #[test]
@@ -501,6 +510,63 @@ fn a_call_is_a_future_for_any_executor() {
         }
     };
     assert!(matches!(ended, Err(CallError::ProviderGone)), "{ended:?}");
+}
+
+/// A task of an executor that runs or drops it wherever it is woken: in its waker. Drops all tasks but the first.
+struct Task {
+    futures: Mutex<Vec<CallFuture>>,
+    ended: mpsc::Sender<Vec<u8>>,
+}
+
+impl Wake for Task {
+    fn wake(self: Arc<Self>) {
+        let mut futures = self.futures.lock().unwrap();
+        futures.truncate(1);
+        let Some(mut future) = futures.pop() else { return };
+        drop(futures);
+        match Pin::new(&mut future).poll(&mut Context::from_waker(&Waker::from(self.clone()))) {
+            Poll::Ready(done) => self.ended.send(done.unwrap().to_vec().unwrap()).unwrap(),
+            Poll::Pending => self.futures.lock().unwrap().push(future),
+        }
+    }
+}
+
+#[test]
+fn a_waker_may_poll_and_drop_futures_then_and_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    // By the thread that waits for futures, and by one that waits for another call.
+    for blocks in [false, true] {
+        let (ended, ends) = mpsc::channel();
+        let task = Arc::new(Task { futures: Mutex::default(), ended });
+        for name in [b"a", b"b", b"c"] {
+            let mut future = client.call_async(name, &CallOptions::default());
+            let waker = Waker::from(task.clone());
+            assert!(Pin::new(&mut future).poll(&mut Context::from_waker(&waker)).is_pending());
+            task.futures.lock().unwrap().push(future);
+        }
+        assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+        let cancelled = service.report().answers.cancelled;
+        let waits = blocks.then(|| {
+            let client = client.clone();
+            std::thread::spawn(move || client.call(b"d", &CallOptions::default()).map(|reply| reply.to_vec().unwrap()))
+        });
+        until("the blocking call waits too", || service.report().pending == 2 + u64::from(blocks));
+        go.send(()).unwrap();
+        assert_eq!(ends.recv_timeout(PATIENCE).as_deref(), Ok(&b"a"[..]));
+        // The two others were dropped by the waker: one may be served by now.
+        until("they are taken back", || {
+            if order.try_recv().is_ok() {
+                go.send(()).unwrap();
+            }
+            service.report().answers.cancelled > cancelled && client.under_way() == 0
+        });
+        if let Some(waits) = waits {
+            assert_eq!(waits.join().unwrap().unwrap(), b"d");
+        }
+    }
 }
 
 #[test]
@@ -644,6 +710,46 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
     hears(b"c", "taken back");
     go.send(()).unwrap();
     assert!(told.try_recv().is_err());
+}
+
+#[test]
+fn a_hook_that_panics_costs_the_service_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (go, open) = mpsc::channel::<()>();
+    let open = Mutex::new(open);
+    let (begun, begins) = mpsc::channel();
+    let hooked = Arc::new(AtomicU64::new(0));
+    let handler = {
+        let hooked = hooked.clone();
+        move |request: &Request<'_>, _: &mut Reply<'_>| {
+            if !request.is_empty() {
+                let hooked = hooked.clone();
+                request.on_taken_back(move || {
+                    hooked.fetch_add(1, Ordering::SeqCst);
+                    panic!("as meant");
+                });
+                begun.send(()).unwrap();
+                open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+            }
+        }
+    };
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    // By the control thread, as the only worker is busy; then by whoever sees the client go.
+    let token = client.submit(b"x", &CallOptions::default()).unwrap();
+    begins.recv_timeout(PATIENCE).unwrap();
+    assert!(client.cancel(token));
+    until("its hook is called", || hooked.load(Ordering::SeqCst) == 1);
+    go.send(()).unwrap();
+    assert!(client.wait(token, PATIENCE).is_ok());
+    let other = connect(dir.path());
+    client.submit(b"x", &CallOptions::default()).unwrap();
+    begins.recv_timeout(PATIENCE).unwrap();
+    drop(client);
+    until("its hook is called again", || hooked.load(Ordering::SeqCst) == 2);
+    go.send(()).unwrap();
+    assert!(other.call(b"", &CallOptions::default()).is_ok(), "the worker is still there");
+    assert!(connect(dir.path()).call(b"", &CallOptions::default()).is_ok(), "and who lets clients in");
 }
 
 #[test]

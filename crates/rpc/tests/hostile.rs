@@ -197,7 +197,7 @@ fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
         ("a header of zeros", fine_hello.clone(), vec![empty.as_fd()], "header"),
         ("a small section", fine_hello.clone(), vec![small.as_fd()], "4096 bytes"),
         ("an unsealed section", fine_hello.clone(), vec![unsealed.as_fd()], "seal"),
-        ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "seal"),
+        ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "memfd"),
         ("another version", version, vec![fine.as_fd()], "version 9"),
         ("another magic", magic, vec![fine.as_fd()], "no message"),
         ("no entries", hello(0, 4096), vec![fine.as_fd()], "powers of two"),
@@ -372,15 +372,13 @@ fn welcome(arena_bytes: u64) -> Vec<u8> {
     bytes
 }
 
+/// As [`GEOMETRY`].
+fn small(dir: &Path, patience: Duration) -> ConnectOptions {
+    ConnectOptions { folder: Some(dir.into()), entries: 8, arena_bytes: 4096, patience, ..ConnectOptions::default() }
+}
+
 fn try_connect(dir: &Path, patience: Duration) -> Result<Client, ConnectError> {
-    let options = ConnectOptions {
-        folder: Some(dir.into()),
-        entries: 8,
-        arena_bytes: 4096,
-        patience,
-        ..ConnectOptions::default()
-    };
-    Client::connect_with("s", &options)
+    Client::connect_with("s", &small(dir, patience))
 }
 
 #[test]
@@ -446,6 +444,16 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
 
 /// Welcomes the client properly and then answers its first request as the test says.
 fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 'static) -> std::thread::JoinHandle<()> {
+    let mut act = Some(act);
+    answering_all(dir, 1, move |ends, token, socket| act.take().expect("one request")(ends, token, socket))
+}
+
+/// As [`answering`], for so many requests.
+fn answering_all(
+    dir: &Path,
+    requests: usize,
+    mut act: impl FnMut(Ends<'_>, Token, &OwnedFd) + Send + 'static,
+) -> std::thread::JoinHandle<()> {
     hostile_provider(dir, move |socket| {
         let (hello, fds) = receive(&socket);
         assert_eq!(hello[0], 1);
@@ -456,15 +464,18 @@ fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 's
         send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
         let ends = Ends::new(own.view_mut().unwrap(), GEOMETRY, peer.view(), GEOMETRY).unwrap();
         let mut asks = Consumer::<Ask>::default();
-        let mut token = None;
-        until("a request comes", || {
-            if let Ok(Some(Ask::Call(call))) = asks.take(ends, &mut [0; INLINE_BYTES]) {
-                token = Some(call.token);
-            }
-            token.is_some()
-        });
-        act(ends, token.unwrap(), &socket);
-        tombolo_shm::futex::wake(own.view(), PUBLISHED);
+        for _ in 0..requests {
+            let mut token = None;
+            until("a request comes", || {
+                if let Ok(Some(Ask::Call(call))) = asks.take(ends, &mut [0; INLINE_BYTES]) {
+                    token = Some(call.token);
+                }
+                token.is_some()
+            });
+            asks.took(ends);
+            act(ends, token.unwrap(), &socket);
+            tombolo_shm::futex::wake(own.view(), PUBLISHED);
+        }
         // Until the client leaves.
         while !receive(&socket).0.is_empty() {}
     })
@@ -472,7 +483,11 @@ fn answering(dir: &Path, act: impl FnOnce(Ends<'_>, Token, &OwnedFd) + Send + 's
 
 /// Says that the first request of a connection is served.
 fn answer(ends: Ends<'_>, token: Token, payload: Payload) {
-    let mut answers = Producer::<Answer>::default();
+    answer_next(&mut Producer::default(), ends, token, payload);
+}
+
+/// Says that a request is served.
+fn answer_next(answers: &mut Producer<Answer>, ends: Ends<'_>, token: Token, payload: Payload) {
     answers.push(ends, &Answer { token, status: Status::Served, code: 0, queued_ns: 0, service_ns: 0, payload }, &[]);
     let _ = answers.publish(ends);
 }
@@ -547,7 +562,7 @@ fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
 
 /// Hands over memory of that size, without a page of its own.
 fn share_sparse(socket: &OwnedFd, number: u32, bytes: u64) {
-    let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
+    let fd = memfd_create("hostile-sparse", MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&fd, bytes).unwrap();
     rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW).unwrap();
     let mut share = u32s(&[3, number]);
@@ -563,7 +578,8 @@ fn a_reply_longer_than_all_memory_is_no_crash() {
         share_sparse(socket, 3, BYTES);
         answer(ends, token, Payload::Shared { memory: 3, offset: 0, len: BYTES });
     });
-    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let options = ConnectOptions { max_shared_bytes: u64::MAX, ..small(dir.path(), PATIENCE) };
+    let client = Client::connect_with("s", &options).unwrap();
     let reply = client.call(b"x", &CallOptions::default()).unwrap();
     assert_eq!(reply.len() as u64, BYTES);
     let error = reply.to_vec().unwrap_err();
@@ -571,6 +587,63 @@ fn a_reply_longer_than_all_memory_is_no_crash() {
     assert_eq!(reply.copy_to(&mut [1; 10]).unwrap(), 10, "a part of it can be read");
     drop((reply, client));
     provider.join().unwrap();
+}
+
+/// Bytes of the memories of [`share_sparse`] from `least` bytes on that this process has mapped.
+fn mapped_sparse(least: u64) -> u64 {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let sizes = maps.lines().filter(|line| line.contains("memfd:hostile-sparse")).map(|line| {
+        let (from, to) = line.split_whitespace().next().unwrap().split_once('-').unwrap();
+        u64::from_str_radix(to, 16).unwrap() - u64::from_str_radix(from, 16).unwrap()
+    });
+    sizes.filter(|size| (least..1 << 40).contains(size)).sum()
+}
+
+#[test]
+fn a_provider_that_hands_over_memory_without_end_is_mapped_up_to_the_bound() {
+    const EACH: u64 = 1 << 30;
+    const BOUND: u64 = 4 * EACH;
+    let dir = tempfile::tempdir().unwrap();
+    let mut answers = Producer::default();
+    let mut number = 0;
+    // Each reply is in memory of its own, which the provider says it has taken back at once: a client that holds its replies holds it.
+    let provider = answering_all(dir.path(), 21, move |ends, token, socket| {
+        number += 1;
+        share_sparse(socket, number, EACH);
+        answer_next(&mut answers, ends, token, Payload::Shared { memory: number, offset: 0, len: EACH });
+        if number > 1 {
+            send(socket, &u32s(&[4, number - 1]), &[]);
+        }
+    });
+    assert_eq!(ConnectOptions::default().max_shared_bytes, BOUND);
+    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let mut held = Vec::new();
+    for n in 0..20 {
+        match client.call(b"x", &CallOptions::default()) {
+            Ok(reply) => {
+                assert_eq!((reply.len() as u64, reply.copy_to(&mut [1; 10]).unwrap()), (EACH, 10));
+                held.push(reply);
+            }
+            Err(error) => {
+                assert!(
+                    matches!(error, CallError::ReplyTooLarge { bytes: EACH, in_use: BOUND, max: BOUND }),
+                    "{n}: {error:?}"
+                );
+                let text = error.to_string();
+                assert!(text.contains("larger max_shared_bytes"), "{text}");
+            }
+        }
+        assert_eq!(mapped_sparse(EACH), EACH * held.len() as u64);
+    }
+    assert_eq!(held.len(), 4);
+    // Those held are still there; without them the next is taken.
+    assert_eq!(held[3].copy_to(&mut [1; 10]).unwrap(), 10);
+    drop(held);
+    let reply = client.call(b"x", &CallOptions::default()).unwrap();
+    assert_eq!(reply.copy_to(&mut [1; 10]).unwrap(), 10);
+    drop((reply, client));
+    provider.join().unwrap();
+    assert_eq!(mapped_sparse(EACH), 0, "all is given back");
 }
 
 #[test]

@@ -9,6 +9,7 @@
 //! * [`doorbell`] – wake-ups, which are eventfds.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
+//! * [`fork`] – which process this is after a fork, and locks that nobody holds across one.
 //! * [`credentials`] – who is at the other end of a Unix socket.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
@@ -18,6 +19,7 @@
 pub mod class;
 pub mod credentials;
 pub mod doorbell;
+pub mod fork;
 pub mod futex;
 pub mod guest;
 pub mod ivshmem;

@@ -4,7 +4,7 @@
 //! be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). Whoever gets the descriptor cannot write, whatever it tries; whoever adopts
 //! one checks the seals first, so that no access can raise SIGBUS.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate, memfd_create};
 use rustix::io::Errno;
@@ -18,9 +18,21 @@ const NEEDED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 /// Why memory that another made was not taken.
 #[derive(Debug, thiserror::Error)]
 pub enum AdoptError {
-    /// Its pages could be taken away under the mapping, or it is no memfd.
-    #[error("the memory is not a memfd sealed against shrinking and growing; expected seals SHRINK and GROW")]
-    Unsealed,
+    /// Somebody else may hold back or take away its pages: a pipe, a file of a disk, huge pages.
+    #[error("the descriptor is {found}, expected a memfd of ordinary pages; make it with memfd_create")]
+    NoMemfd {
+        /// What it is, as the kernel names it.
+        found: String,
+    },
+    /// Its pages could be taken away under the mapping.
+    #[error("the memory has {}, expected seals SHRINK and GROW; make it with MFD_ALLOW_SEALING and add them with fcntl(F_ADD_SEALS)", seals(*found))]
+    Unsealed {
+        /// Its seals.
+        found: SealFlags,
+    },
+    /// It was sealed before it had a size.
+    #[error("the memory has 0 bytes, expected some; give it its size with ftruncate before it is sealed")]
+    Empty,
     /// The size is not what was agreed on.
     #[error("the peer's section has {found} bytes, expected {wanted}")]
     Size {
@@ -32,6 +44,18 @@ pub enum AdoptError {
     /// It could not be mapped.
     #[error(transparent)]
     Memory(#[from] MemoryError),
+}
+
+/// Seals in words.
+fn seals(found: SealFlags) -> String {
+    let names: Vec<_> = found.iter_names().map(|(name, _)| name).collect();
+    if names.is_empty() { "no seals".into() } else { format!("seals {}", names.join(" and ")) }
+}
+
+/// What a descriptor is, without asking its file system.
+fn name(fd: impl AsFd) -> String {
+    let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
+    std::fs::read_link(link).map_or_else(|_| "no memory".into(), |name| name.display().to_string())
 }
 
 /// Makes a section of zeros: its descriptor, to be handed over, and the only mapping that can write it. All pages are
@@ -51,19 +75,26 @@ pub fn make(name: &str, bytes: u64, populate: bool) -> Result<(OwnedFd, Mapping)
     Ok((fd, mapping))
 }
 
-/// The size of a peer's section, where it is a memfd on ordinary pages that can neither shrink nor grow.
+/// The size of memory that another made, where it is a memfd on ordinary pages that can neither shrink nor grow.
 ///
 /// # Errors
-/// [`AdoptError::Unsealed`] for anything else.
+/// [`AdoptError::NoMemfd`], [`AdoptError::Unsealed`] and [`AdoptError::Empty`] for anything else.
 pub fn sealed_bytes(fd: impl AsFd) -> Result<u64, AdoptError> {
-    // Files of a mounted tmpfs cannot be sealed, and those of hugetlbfs can run out of pages, which is SIGBUS too.
-    let plain = fstatfs(&fd).is_ok_and(|fs| fs.f_type as u64 == TMPFS_MAGIC);
-    let sealed = fcntl_get_seals(&fd).is_ok_and(|seals| seals.contains(NEEDED));
-    if !(plain && sealed) {
-        return Err(AdoptError::Unsealed);
+    // Before anything else is asked: a file whose file system is the peer's own (FUSE) answers the other questions when the peer likes, but
+    // only memory has seals.
+    let Ok(found) = fcntl_get_seals(&fd) else { return Err(AdoptError::NoMemfd { found: name(&fd) }) };
+    // Files of a mounted tmpfs cannot be sealed, and huge pages can run out, which is SIGBUS too.
+    if !fstatfs(&fd).is_ok_and(|fs| fs.f_type as u64 == TMPFS_MAGIC) {
+        return Err(AdoptError::NoMemfd { found: "memory of huge pages".into() });
+    }
+    if !found.contains(NEEDED) {
+        return Err(AdoptError::Unsealed { found });
     }
     let system = |source: Errno| MemoryError::System { what: "fstat", bytes: 0, source };
-    Ok(fstat(&fd).map_err(system)?.st_size as u64)
+    match fstat(&fd).map_err(system)?.st_size as u64 {
+        0 => Err(AdoptError::Empty),
+        bytes => Ok(bytes),
+    }
 }
 
 /// Maps a peer's section of exactly `wanted` bytes, for reading only.
@@ -106,11 +137,18 @@ mod tests {
     fn what_could_be_taken_away_is_not_adopted() {
         let open = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
         ftruncate(&open, 8192).unwrap();
-        assert!(matches!(adopt(&open, 8192, false), Err(AdoptError::Unsealed)));
+        let error = adopt(&open, 8192, false).unwrap_err();
+        assert!(error.to_string().starts_with("the memory has no seals, expected seals SHRINK and GROW"), "{error}");
         fcntl_add_seals(&open, SealFlags::GROW).unwrap();
-        assert!(matches!(adopt(&open, 8192, false), Err(AdoptError::Unsealed)));
+        let error = adopt(&open, 8192, false).unwrap_err();
+        assert!(error.to_string().starts_with("the memory has seals GROW, expected"), "{error}");
+        let (pipe, _writer) = rustix::pipe::pipe().unwrap();
+        assert!(matches!(adopt(&pipe, 8192, false), Err(AdoptError::NoMemfd { found }) if found.starts_with("pipe:")));
         let file = std::fs::File::open("/proc/self/exe").unwrap();
-        assert!(matches!(adopt(&file, 8192, false), Err(AdoptError::Unsealed)));
+        assert!(matches!(adopt(&file, 8192, false), Err(AdoptError::NoMemfd { found }) if found.starts_with('/')));
+        let empty = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
+        fcntl_add_seals(&empty, NEEDED).unwrap();
+        assert!(matches!(adopt(&empty, 8192, false), Err(AdoptError::Empty)));
         let sealed = sealed_region("test", 4096).unwrap();
         assert!(matches!(adopt(&sealed, 8192, false), Err(AdoptError::Size { found: 4096, wanted: 8192 })));
     }

@@ -3,6 +3,8 @@
 //! A test waits for what it says, never for a time: [`until`] and [`found`] look again and again, and fail by the name of what did not
 //! come. Random choices come from a [`Random`], whose seed is printed, so that a failure can be run again with `TOMBOLO_SEED`.
 
+pub mod fork;
+
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 /// How long a wait lasts before it fails: long enough for a machine that has much else to do.

@@ -100,6 +100,6 @@ pub enum Request {
 pub struct Console {
     /// All that it printed; grows while it runs.
     pub log: PathBuf,
-    /// A Unix socket that takes what is typed, where there is one.
+    /// A named pipe that takes what is typed, where there is one.
     pub input: Option<PathBuf>,
 }

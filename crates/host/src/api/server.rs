@@ -35,12 +35,14 @@ use axum::serve::{IncomingStream, Listener};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
 use serde::Deserialize;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::net::unix::pipe;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
 use super::report::{Fault, Machines, Ports, SCHEMA};
 use super::{Refusal, Reply, Request, Requests, metrics, services};
+use crate::console;
 
 /// Connections at one time.
 pub const MAX_CONNECTIONS: usize = 128;
@@ -52,10 +54,8 @@ pub const MAX_BODY_BYTES: usize = 1 << 20;
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
 const LOOKS_PER_QUESTION: u32 = 10;
-/// How long a machine that runs may take to listen at its console socket; one that does not run is not waited for.
+/// How long a machine that runs may take to hold its console's pipe; one that does not run is not waited for.
 const CONSOLE_APPEARS: Duration = Duration::from_secs(30);
-/// How long a machine's console socket may take to swallow what was typed.
-const CONSOLE_SWALLOW: Duration = Duration::from_secs(5);
 /// Bytes read from a console at once.
 const CONSOLE_CHUNK: usize = 16 << 10;
 /// How long answers under way may take to reach their clients once the fabric has ended.
@@ -436,6 +436,8 @@ async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Se
             if file.metadata()?.len() < offset {
                 offset = 0;
             }
+            // What has been cut off meanwhile cannot be told any more.
+            offset = offset.max(console::start(&file));
             file.read_at(&mut buffer, offset)
         });
         match read {
@@ -474,7 +476,7 @@ async fn runs(requests: &Requests, name: &str) -> bool {
     })
 }
 
-/// Copies the body to the machine's console as it comes; answers when it has been swallowed.
+/// Copies the body to the machine's console as it comes; answers when all of it is there, for the guest to read.
 async fn type_to_console(
     State(app): State<App>,
     InPath(name): InPath<String>,
@@ -490,43 +492,29 @@ async fn type_to_console(
     let failed = |what: &'static str| {
         let input = input.display().to_string();
         move |e: io::Error| {
-            Answer::from(Refusal::Failed(format!("{what} the console socket {input}: {e}; does it run?")))
+            Answer::from(Refusal::Failed(format!("{what} the console's pipe {input}: {e}; does the machine run?")))
         }
     };
-    // A machine that was started a moment ago has not made its socket yet, or has made it and does not listen at it yet.
-    let early = |e: &io::Error| matches!(e.kind(), io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused);
+    // A machine that is about to start has no pipe yet, or does not hold it yet.
+    let early = |e: &io::Error| {
+        e.kind() == io::ErrorKind::NotFound || e.raw_os_error() == Some(rustix::io::Errno::NXIO.raw_os_error())
+    };
     let deadline = Instant::now() + CONSOLE_APPEARS;
-    let mut socket = loop {
-        match UnixStream::connect(&input).await {
+    let mut pipe = loop {
+        match pipe::OpenOptions::new().open_sender(&input) {
             Err(e) if early(&e) && Instant::now() < deadline && runs(&app.requests, &name).await => {
                 tokio::time::sleep(CONSOLE_LOOK).await;
             }
-            result => break result.map_err(failed("connecting to"))?,
+            result => break result.map_err(failed("opening"))?,
         }
     };
     let mut body = request.into_body();
-    let mut output = [0; 4096];
-    let mut open = true;
-    loop {
-        // What the machine prints meanwhile comes here as well as into the log; it is read so that it never blocks.
-        tokio::select! {
-            read = socket.read(&mut output), if open => match read {
-                Ok(0) | Err(_) => open = false,
-                Ok(_) => {}
-            },
-            frame = body.frame() => match frame {
-                Some(Ok(frame)) => if let Ok(data) = frame.into_data() {
-                    socket.write_all(&data).await.map_err(failed("typing into"))?;
-                },
-                // A client that hung up has typed what came until then.
-                Some(Err(_)) | None => break,
-            },
+    // A client that hung up has typed what came until then.
+    while let Some(Ok(frame)) = body.frame().await {
+        if let Ok(data) = frame.into_data() {
+            pipe.write_all(&data).await.map_err(failed("typing into"))?;
         }
     }
-    // Half a close, and then until the other half comes: a whole one makes QEMU drop what it has not read yet.
-    socket.shutdown().await.map_err(failed("typing into"))?;
-    let swallowed = async { while open && matches!(socket.read(&mut output).await, Ok(n) if n > 0) {} };
-    let _ = tokio::time::timeout(CONSOLE_SWALLOW, swallowed).await;
     Ok(StatusCode::NO_CONTENT)
 }
 

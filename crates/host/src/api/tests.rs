@@ -4,6 +4,8 @@ use super::client::{Client, ClientError, Ending};
 use super::report::{MachineReport, Status};
 use super::server::{MAX_STREAMS, OPENAPI, Server};
 use super::{Console, Refusal, Request, samples};
+use crate::console::{KEPT_BYTES, log_path, trim, tty_path};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::Value;
 use std::io::{Read, Write};
 use std::ops::ControlFlow;
@@ -109,17 +111,16 @@ impl Stand {
         let socket = dir.path().join("api.sock");
         // What a killed daemon leaves.
         drop(std::os::unix::net::UnixListener::bind(&socket).unwrap());
-        let console = dir.path().join("web.console");
-        std::fs::write(&console, "boot\n").unwrap();
-        let input = dir.path().join("web.tty");
-        let tty = std::os::unix::net::UnixListener::bind(&input).unwrap();
+        let (mut tty, mut output) = crate::console::make(dir.path(), "web").unwrap();
+        output.write_all(b"boot\n").unwrap();
+        let console = log_path(dir.path(), "web");
+        let input = tty_path(dir.path(), "web");
         let typed = Arc::new(Mutex::new(Vec::new()));
-        let swallowed = typed.clone();
+        let read = typed.clone();
         std::thread::spawn(move || {
-            for mut line in tty.incoming().flatten() {
-                let mut text = Vec::new();
-                let _ = line.read_to_end(&mut text);
-                swallowed.lock().unwrap().extend(text);
+            let mut piece = [0; 64];
+            while let Ok(n) = tty.read(&mut piece) {
+                read.lock().unwrap().extend(&piece[..n]);
             }
         });
         let server = Server::bind(&socket).unwrap();
@@ -322,25 +323,61 @@ fn a_console_is_read_followed_and_typed_into() {
 }
 
 #[test]
-fn a_console_socket_at_which_nobody_listens_yet_is_waited_for() {
-    use rustix::net::{AddressFamily, SocketAddrUnix, SocketType, bind, listen, socket};
+fn a_console_that_no_machine_holds_yet_is_waited_for() {
     let stand = Stand::new();
-    // As QEMU makes it: the file comes by bind, and who connects before listen is refused.
-    let path = stand.dir.path().join("web.tty");
-    std::fs::remove_file(&path).unwrap();
-    let tty = socket(AddressFamily::UNIX, SocketType::STREAM, None).unwrap();
-    bind(&tty, &SocketAddrUnix::new(&path).unwrap()).unwrap();
-    std::thread::scope(|scope| {
-        let typist = scope.spawn(|| stand.client().attach("web", &b"hello\n"[..], |_| Ok(ControlFlow::Continue(()))));
-        // A span in which one that did not wait would be done.
-        std::thread::sleep(Duration::from_millis(50));
-        assert!(!typist.is_finished());
-        listen(&tty, 1).unwrap();
-        let mut typed = String::new();
-        let (mut line, _) = std::os::unix::net::UnixListener::from(tty).accept().unwrap();
-        line.read_to_string(&mut typed).unwrap();
-        assert_eq!((typist.join().unwrap().unwrap(), typed.as_str()), (Ending::Enough, "hello\n"));
+    let path = tty_path(stand.dir.path(), "web");
+    for there in [false, true] {
+        // The pipe that the stand holds has no name any more.
+        std::fs::remove_file(&path).unwrap();
+        let make = || mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+        if there {
+            make();
+        }
+        std::thread::scope(|scope| {
+            let typist =
+                scope.spawn(|| stand.client().attach("web", &b"hello\n"[..], |_| Ok(ControlFlow::Continue(()))));
+            // A span in which one that did not wait would be done.
+            std::thread::sleep(Duration::from_millis(50));
+            assert!(!typist.is_finished());
+            if !there {
+                make();
+            }
+            let mut held = std::fs::OpenOptions::new().read(true).write(true).open(&path).unwrap();
+            assert_eq!(typist.join().unwrap().unwrap(), Ending::Enough);
+            let mut typed = [0; 16];
+            let n = held.read(&mut typed).unwrap();
+            assert_eq!(&typed[..n], b"hello\n");
+        });
+    }
+}
+
+#[test]
+fn who_follows_a_console_that_is_cut_goes_on_where_it_was() {
+    let stand = Stand::new();
+    let mut client = stand.client();
+    let mut log = std::fs::OpenOptions::new().append(true).open(&stand.console).unwrap();
+    log.write_all(&vec![b'x'; KEPT_BYTES as usize]).unwrap();
+    let mut got = Vec::new();
+    let mut cut = false;
+    let end = client.console("web", true, |piece| {
+        got.extend_from_slice(piece);
+        if got.len() == "boot\n".len() + KEPT_BYTES as usize && !cut {
+            trim(&stand.console).unwrap();
+            cut = true;
+            log.write_all(b"bye\n").unwrap();
+            stand.status.lock().unwrap().machines[0].state = "failed".into();
+        }
+        Ok(ControlFlow::Continue(()))
     });
+    assert_eq!(end.unwrap(), Ending::Fabric);
+    assert!(cut && got.len() == "boot\nbye\n".len() + KEPT_BYTES as usize && got.ends_with(b"xbye\n"), "{}", got.len());
+    let mut left = Vec::new();
+    let end = client.console("web", false, |piece| {
+        left.extend_from_slice(piece);
+        Ok(ControlFlow::Continue(()))
+    });
+    assert_eq!(end.unwrap(), Ending::Fabric);
+    assert!(left.starts_with(b"x") && left.ends_with(b"xbye\n") && left.len() < KEPT_BYTES as usize, "{}", left.len());
 }
 
 #[test]

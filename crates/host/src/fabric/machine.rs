@@ -1,8 +1,7 @@
 //! Cells and VMs: started, adopted, watched, ended, and started again where the file asks for that.
 
-use std::io::{Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus, Stdio};
+use std::process::{Child, Command, ExitStatus};
 use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -11,15 +10,14 @@ use tokio::sync::oneshot;
 
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
+use crate::console;
 use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
-use crate::qemu::argv::{console_path, memory_place, monitor_path, tty_path};
+use crate::qemu::argv::{memory_place, monitor_path};
 use crate::qemu::monitor;
 use crate::rundir::Settled;
 
-/// Console bytes that are kept: beyond this the older half is cut off.
-const CONSOLE_BYTES: u64 = 1 << 20;
 /// How often a console's size is looked at.
 const TRIM: Duration = Duration::from_secs(5);
 /// Lines of a console that a report of a death shows.
@@ -86,39 +84,6 @@ pub(crate) async fn ended(process: Process) -> bool {
     }
 }
 
-/// The last lines of a file, without control characters.
-pub(crate) fn tail(path: &Path, lines: usize) -> Vec<String> {
-    let read = || -> std::io::Result<Vec<u8>> {
-        let mut file = std::fs::File::open(path)?;
-        let len = file.metadata()?.len();
-        file.seek(SeekFrom::Start(len.saturating_sub(64 << 10)))?;
-        let mut out = Vec::new();
-        file.take(64 << 10).read_to_end(&mut out)?;
-        Ok(out)
-    };
-    let bytes = read().unwrap_or_default();
-    let text = String::from_utf8_lossy(&bytes);
-    // What a guest prints is not for the terminal of whoever reads about its death.
-    let clean = |l: &str| l.chars().filter(|c| !c.is_control() || *c == '\t').collect::<String>();
-    let all: Vec<String> = text.lines().map(clean).filter(|l| !l.trim().is_empty()).collect();
-    all[all.len().saturating_sub(lines)..].to_vec()
-}
-
-/// Cuts the older half off a console that has grown too long. QEMU appends, so it goes on at the new end.
-fn trim(path: &Path) -> std::io::Result<()> {
-    let mut file = std::fs::OpenOptions::new().read(true).write(true).open(path)?;
-    let len = file.metadata()?.len();
-    if len <= CONSOLE_BYTES {
-        return Ok(());
-    }
-    file.seek(SeekFrom::Start(len - CONSOLE_BYTES / 2))?;
-    let mut keep = Vec::new();
-    file.by_ref().take(CONSOLE_BYTES / 2).read_to_end(&mut keep)?;
-    file.set_len(0)?;
-    file.seek(SeekFrom::Start(0))?;
-    std::io::Write::write_all(&mut file, &keep)
-}
-
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
@@ -148,7 +113,7 @@ impl Running {
     /// Where a machine's console is.
     pub(crate) fn console(&self, name: &str) -> Console {
         let runtime = &self.facts.runtime;
-        Console { log: console_path(runtime, name), input: Some(tty_path(runtime, name)) }
+        Console { log: console::log_path(runtime, name), input: Some(console::tty_path(runtime, name)) }
     }
 
     /// Starts a planned machine.
@@ -158,10 +123,8 @@ impl Running {
             source,
             hint: "`tombolo doctor` says what is missing",
         };
-        let console = console_path(&self.facts.runtime, &plan.name);
-        std::fs::write(&console, "").map_err(spawn)?;
-        let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
-        let stderr = log.try_clone().map_err(spawn)?;
+        let (typed, printed) = console::make(&self.facts.runtime, &plan.name).map_err(spawn)?;
+        let complaints = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
         let plain = plan.seats.iter().filter(|s| s.is_plain()).map(|s| s.link.name.clone());
         let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
         let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
@@ -177,7 +140,7 @@ impl Running {
                     None => command.arg(word),
                 };
             }
-            command.stdin(Stdio::null()).stdout(Stdio::from(log)).stderr(Stdio::from(stderr));
+            command.stdin(typed).stdout(printed).stderr(complaints);
             // A group of its own: a terminal's ^C is for the daemon, which ends its guests in order.
             command.process_group(0);
             command
@@ -194,7 +157,7 @@ impl Running {
             restarts,
             ended,
             stopped: false,
-            console,
+            console: console::log_path(&self.facts.runtime, &plan.name),
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
@@ -208,7 +171,6 @@ impl Running {
 
     /// Takes over a machine that an earlier daemon started.
     pub(crate) fn adopt(&mut self, plan: &MachinePlan, pid: &u32) -> Result<(), FabricError> {
-        let console = console_path(&self.facts.runtime, &plan.name);
         let machine = RunningMachine {
             plan: plan.clone(),
             pid: Some(*pid),
@@ -217,7 +179,7 @@ impl Running {
             restarts: 0,
             ended: None,
             stopped: false,
-            console,
+            console: console::log_path(&self.facts.runtime, &plan.name),
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
@@ -280,7 +242,7 @@ impl Running {
                 };
                 while tokio::time::timeout(TRIM, &mut gone).await.is_err() {
                     // A console that cannot be trimmed is looked at again in five seconds.
-                    let _ = trim(&console);
+                    let _ = console::trim(&console);
                     if me.strong_count() == 0 {
                         return;
                     }
@@ -315,8 +277,8 @@ impl Running {
             // Only a parent is told how.
             None => ("it ended, how is not known since an earlier daemon had started it".into(), false),
         };
-        let mut last_lines = tail(&machine.console, LAST_LINES);
-        last_lines.extend(tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
+        let mut last_lines = console::tail(&machine.console, LAST_LINES);
+        last_lines.extend(console::tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
         let stopped = machine.stopped;
         self.tell_who_is_away();
@@ -382,32 +344,6 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_tail_is_the_last_lines_without_escapes() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("c");
-        std::fs::write(&path, "one\ntwo\r\n\n\u{1b}[31mthree\n").unwrap();
-        assert_eq!(tail(&path, 2), ["two", "[31mthree"]);
-        assert!(tail(&dir.path().join("absent"), 2).is_empty());
-    }
-
-    #[test]
-    fn a_console_is_trimmed_from_its_start() {
-        let dir = tempfile::tempdir().unwrap();
-        let path = dir.path().join("c");
-        let mut text = "x".repeat(CONSOLE_BYTES as usize);
-        trim(&path).unwrap_err();
-        std::fs::write(&path, &text).unwrap();
-        trim(&path).unwrap();
-        assert_eq!(std::fs::metadata(&path).unwrap().len(), CONSOLE_BYTES);
-        text.push_str("the end");
-        std::fs::write(&path, &text).unwrap();
-        trim(&path).unwrap();
-        let left = std::fs::read_to_string(&path).unwrap();
-        assert_eq!(left.len() as u64, CONSOLE_BYTES / 2);
-        assert!(left.ends_with("the end"));
-    }
 
     #[test]
     fn ends_are_judged_by_what_the_kind_means_with_them() {

@@ -230,7 +230,7 @@ impl Running {
                     return;
                 }
                 let how = passt.child.wait().map_or_else(|e| e.to_string(), |s| s.to_string());
-                let last = super::machine::tail(&log, 3).join(" / ");
+                let last = crate::console::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 passt.restarts += 1;
                 passt.fault = Some(format!("passt ended: {how}; {last}"));

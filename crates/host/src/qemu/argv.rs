@@ -47,22 +47,12 @@ pub struct Surroundings<'a> {
     pub kvm: bool,
     /// Name of the fabric.
     pub fabric: &'a str,
-    /// Where console and monitor socket go.
+    /// Where the monitor's socket goes.
     pub runtime: &'a Path,
     /// The image of a cell.
     pub image: Option<&'a Path>,
     /// Rate of the time-stamp counter, which emulation hands on as it is.
     pub tsc: Option<Tsc>,
-}
-
-/// The file that holds a machine's console.
-pub fn console_path(runtime: &Path, machine: &str) -> PathBuf {
-    runtime.join(format!("{machine}.console"))
-}
-
-/// The socket that takes what is typed at a machine's console, and gives what it prints from then on.
-pub fn tty_path(runtime: &Path, machine: &str) -> PathBuf {
-    runtime.join(format!("{machine}.tty"))
 }
 
 /// The socket of a machine's monitor (QMP).
@@ -116,11 +106,8 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
     add(&["-m", &memory, "-smp", &machine.cpus.to_string()]);
     // Shared and named by nothing: the fabric maps it through the vhost-user socket.
     add(&["-object", &format!("memory-backend-memfd,id=mem,size={memory},share=on")]);
-    let console = escape(&console_path(with.runtime, &machine.name));
-    // The log is kept whoever is connected to the socket; QEMU appends to it, so that it can be trimmed.
-    let tty = escape(&tty_path(with.runtime, &machine.name));
-    let chardev = format!("socket,id=console,path={tty},server=on,wait=off,logfile={console},logappend=on");
-    add(&["-chardev", &chardev, "-serial", "chardev:console"]);
+    // Its standard streams are what `crate::console` makes; a ^C that is typed is the guest's.
+    add(&["-chardev", "stdio,id=console,signal=off", "-serial", "chardev:console"]);
     let monitor = escape(&monitor_path(with.runtime, &machine.name));
     add(&["-qmp", &format!("unix:{monitor},server=on,wait=off")]);
     let told: String = shared.iter().filter_map(|s| s.word.as_ref()).map(|word| format!(" {word}")).collect();

@@ -25,6 +25,9 @@ pub struct ConnectOptions {
     pub entries: u32,
     /// Memory for requests that do not fit into an entry: 0 or a power of two from 4 KiB. Larger ones get memory of their own.
     pub arena_bytes: u64,
+    /// Most bytes of whole memories that the service may have handed over at a time: the memory of a reply counts until the service has taken it back
+    /// and the reply was dropped. A reply beyond that is [`CallError::ReplyTooLarge`](super::CallError::ReplyTooLarge).
+    pub max_shared_bytes: u64,
     /// How long the provider may take to answer the connection.
     pub patience: Duration,
     /// How the client waits for answers.
@@ -38,6 +41,7 @@ impl Default for ConnectOptions {
         ConnectOptions {
             entries: 64,
             arena_bytes: 1 << 20,
+            max_shared_bytes: 4 << 30,
             patience: Duration::from_secs(5),
             polling: Polling::Adaptive,
             folder: None,

@@ -4,6 +4,10 @@
 //! One of the threads that wait is the leader: it polls or sleeps on the provider's word without the lock. The others are followers, on
 //! `turn`. Whoever takes answers wakes the followers; a leader that is done leaves the lead to one of them. What a slot holds and which
 //! turn it is in are only read and written under the lock.
+//!
+//! A future's waker is somebody else's code, which may poll or drop futures then and there. So it is called and dropped without the lock: who
+//! takes an answer leaves the waker in `woken`. Whoever polls takes it up once the lock is free, and else the thread that waits on behalf of
+//! futures, which hears of each answer.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -13,21 +17,22 @@ use std::time::Duration;
 
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::arena::{Arena, Unit, units};
-use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Status};
+use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Refusal, Status};
 use tombolo_ring::rpc::ring::{self, Consumer, Producer};
 use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::futex;
 use tombolo_shm::memory::Mapping;
 
-use super::connect::Connected;
+use super::connect::{ConnectOptions, Connected};
 use super::reply::{Bytes, Reply};
 use super::{CallError, life};
 use crate::clock::{self, now_ns};
 use crate::cpu;
 use crate::message::Facts;
 use crate::poll::{self, Poller, Polling};
-use crate::shared::{Given, SharedBuffer, Taken};
+use crate::quota::Quota;
+use crate::shared::{Given, Lent, SharedBuffer, Taken, TooLarge};
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
@@ -43,7 +48,7 @@ pub(super) enum Slot {
         /// The request's block in our arena.
         block: Option<u64>,
         /// The request's memory, kept until its answer.
-        _shared: Option<SharedBuffer>,
+        shared: Option<SharedBuffer>,
         /// Nobody waits for it any more.
         abandoned: bool,
         waker: Option<Waker>,
@@ -100,8 +105,22 @@ pub(super) struct State {
     followers: u32,
     /// Futures under way.
     pub(super) futures: u32,
+    /// Wakers of futures that are done.
+    pub(super) woken: Vec<Waker>,
     pub(super) helper: bool,
     poller: Poller,
+}
+
+impl State {
+    /// The wakers of all futures: of those that are done, and of those that will not be.
+    fn take_wakers(&mut self) -> Vec<Waker> {
+        let waiting = self.slots.iter_mut().filter_map(|slot| match slot {
+            Slot::Waiting { waker, .. } => waker.take(),
+            _ => None,
+        });
+        self.futures = 0;
+        self.woken.drain(..).chain(waiting).collect()
+    }
 }
 
 /// A connection.
@@ -118,6 +137,7 @@ pub(super) struct Inner {
     pub(super) state: Mutex<State>,
     pub(super) turn: Condvar,
     taken: Mutex<Taken>,
+    max_shared_bytes: u64,
     /// The provider has gone.
     gone: AtomicBool,
     /// The last `Client` has gone.
@@ -130,7 +150,7 @@ pub(super) struct Inner {
 
 impl Inner {
     /// A connection as the handshake left it, with nothing under way.
-    pub(super) fn new(connected: Connected, polling: Polling) -> Inner {
+    pub(super) fn new(connected: Connected, options: &ConnectOptions) -> Inner {
         let Connected { socket, bell, own, peer, facts } = connected;
         let entries = own.1.entries();
         let state = State {
@@ -147,6 +167,7 @@ impl Inner {
             leader: false,
             followers: 0,
             futures: 0,
+            woken: Vec::new(),
             helper: false,
             poller: Poller::default(),
         };
@@ -158,10 +179,11 @@ impl Inner {
             own_geometry: own.1,
             peer_geometry: peer.1,
             facts,
-            polling,
+            polling: options.polling,
             state: Mutex::new(state),
             turn: Condvar::new(),
-            taken: Mutex::default(),
+            taken: Mutex::new(Taken::new(options.max_shared_bytes, Quota::default())),
+            max_shared_bytes: options.max_shared_bytes,
             gone: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             sleepers: AtomicU32::new(0),
@@ -184,17 +206,12 @@ impl Inner {
     pub(super) fn lost(&self) {
         self.gone.store(true, Ordering::SeqCst);
         loop {
-            {
+            let wakers = {
                 let state = &mut *lock(&self.state);
                 self.turn.notify_all();
-                for slot in &mut state.slots {
-                    if let Slot::Waiting { waker, .. } = slot
-                        && let Some(waker) = waker.take()
-                    {
-                        waker.wake();
-                    }
-                }
-            }
+                state.take_wakers()
+            };
+            wakers.into_iter().for_each(Waker::wake);
             futex::wake(self.peer.view(), PUBLISHED);
             if self.sleepers.load(Ordering::SeqCst) == 0 {
                 return;
@@ -244,9 +261,14 @@ impl Inner {
         let slot = answer.token.slot();
         let at = slot as usize;
         let known = state.turns.get(at) == Some(&answer.token.turn());
-        let Some(Slot::Waiting { block, abandoned, waker, .. }) = state.slots.get_mut(at).filter(|_| known) else {
+        let Some(Slot::Waiting { block, shared, abandoned, waker }) = state.slots.get_mut(at).filter(|_| known) else {
             return Err(Broken::Token);
         };
+        if let Some(buffer) = shared
+            && answer.status == Status::Refused(Refusal::Memory)
+        {
+            state.given.refused(buffer);
+        }
         let (block, abandoned, waker) = (*block, *abandoned, waker.take());
         state.asks.taken_to(state.asked_at[at].wrapping_add(1));
         if let Some(block) = block {
@@ -263,7 +285,7 @@ impl Inner {
         }
         if let Some(waker) = waker {
             state.futures -= 1;
-            waker.wake();
+            state.woken.push(waker);
         }
         Ok(())
     }
@@ -380,19 +402,22 @@ impl Inner {
     }
 
     /// Memory that the provider has handed over. It sent that before the answer that names it.
-    fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
+    fn memory(&self, number: u32) -> Result<Arc<Lent>, CallError> {
         let mut taken = lock(&self.taken);
         // One that sends without end must not keep us here.
         for _ in 0..MESSAGES {
-            if taken.get(number).is_some() {
-                break;
+            if let Some(memory) = taken.get(number) {
+                return Ok(memory);
             }
             match socket::receive(&self.socket, false) {
                 Received::Message(message, fds) if taken.message(&message, &fds) => {}
                 _ => break,
             }
         }
-        taken.get(number)
+        Err(match taken.too_large(number) {
+            Some(TooLarge { bytes, in_use }) => CallError::ReplyTooLarge { bytes, in_use, max: self.max_shared_bytes },
+            None => CallError::ReplyMemory,
+        })
     }
 
     /// What becomes of the call whose answer this is.
@@ -409,10 +434,10 @@ impl Inner {
             Payload::Inline { .. } => Bytes::Inline(*inline),
             Payload::Arena { .. } => Bytes::Arena,
             Payload::Shared { memory, offset, len } => {
-                let mapping = self.memory(memory).ok_or(CallError::ReplyMemory)?;
+                let memory = self.memory(memory)?;
                 let range = usize::try_from(offset).ok().zip(usize::try_from(len).ok());
-                range.and_then(|(offset, len)| mapping.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
-                Bytes::Memory(mapping)
+                range.and_then(|(offset, len)| memory.view().slice(offset, len)).ok_or(CallError::ReplyMemory)?;
+                Bytes::Memory(memory)
             }
         };
         Ok(Reply { inner: self.clone(), answer, bytes })
@@ -429,21 +454,20 @@ impl Drop for Inner {
 pub(super) fn help(inner: &Inner) {
     let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
     let mut state = lock(&inner.state);
-    while !closing() {
-        if state.futures == 0 {
+    while !closing() && state.broken.is_none() {
+        if !state.woken.is_empty() {
+            let woken = std::mem::take(&mut state.woken);
+            drop(state);
+            woken.into_iter().for_each(Waker::wake);
+            state = lock(&inner.state);
+        } else if state.futures == 0 {
             state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
-            continue;
-        }
-        state = inner.wait(state, Limit::new(LONGEST_SLEEP), |state| state.futures == 0 || closing()).0;
-        if state.broken.is_some() {
-            break;
+        } else {
+            let ready = |state: &mut State| state.futures == 0 || !state.woken.is_empty() || closing();
+            state = inner.wait(state, Limit::new(LONGEST_SLEEP), ready).0;
         }
     }
-    for slot in &mut state.slots {
-        if let Slot::Waiting { waker, .. } = slot
-            && let Some(waker) = waker.take()
-        {
-            waker.wake();
-        }
-    }
+    let wakers = state.take_wakers();
+    drop(state);
+    wakers.into_iter().for_each(Waker::wake);
 }

@@ -7,7 +7,8 @@
 //! early. While nobody dies the thread never runs.
 //!
 //! A process that forks has no such thread in the child: its first connection starts one of its own. The connections of its parent do not
-//! survive a fork; in the child they are left alone ([`is_ours`]).
+//! survive a fork; in the child they are left alone ([`is_ours`]). What tells it that there is no thread yet is behind a lock that forks take
+//! ([`fork::keep`]), so that it is free in the child.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
@@ -15,6 +16,7 @@ use std::sync::{Arc, Mutex, Weak};
 
 use rustix::event::epoll;
 use rustix::io::Errno;
+use tombolo_shm::fork;
 
 use super::Inner;
 use crate::process;
@@ -37,6 +39,7 @@ static LIFE: Mutex<Option<Arc<Life>>> = Mutex::new(None);
 
 /// That of this process, with its thread.
 fn life() -> Result<Arc<Life>, Errno> {
+    fork::keep(&LIFE);
     let known = &mut *lock(&LIFE);
     if let Some(life) = known.as_ref().filter(|life| life.process == process::here()) {
         return Ok(life.clone());
@@ -110,5 +113,34 @@ pub(super) fn remove(id: u64) {
         && let Some((_, process)) = lock(&life.watched).connections.remove(&id)
     {
         life.forget(process);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    use tombolo_testing::fork::in_child;
+
+    use super::*;
+
+    #[test]
+    fn a_child_that_is_forked_at_any_instant_watches_for_itself() {
+        let enough = AtomicBool::new(false);
+        let all = std::thread::scope(|scope| {
+            for _ in 0..3 {
+                scope.spawn(|| {
+                    while !enough.load(Ordering::Relaxed) {
+                        assert!(life().is_ok());
+                    }
+                });
+            }
+            // The first of a process starts its thread, under the lock; each child is the first of its own.
+            let watches = || life().is_ok_and(|life| life.process == std::process::id());
+            let all = (0..300).try_for_each(|_| in_child(|| watches() && in_child(watches).is_ok()));
+            enough.store(true, Ordering::Relaxed);
+            all
+        });
+        all.unwrap();
     }
 }

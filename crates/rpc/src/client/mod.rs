@@ -14,7 +14,8 @@
 //! child drops of the connection, of its loans and of its replies stays the parent's.
 //!
 //! # A hostile provider
-//! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit.
+//! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit. What it has a client map is bounded:
+//! its section when the client connects, and whole memories by [`ConnectOptions::max_shared_bytes`].
 
 mod connect;
 mod connection;
@@ -101,6 +102,20 @@ pub enum CallError {
     /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
     #[error("the reply is in memory that the service did not hand over")]
     ReplyMemory,
+    /// The reply is in memory that goes beyond what this side takes of the service ([`ConnectOptions::max_shared_bytes`]); it was not mapped, and is
+    /// released. The connection goes on.
+    #[error(
+        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection takes {max} together; drop replies that \
+         are held, or connect with a larger max_shared_bytes"
+    )]
+    ReplyTooLarge {
+        /// The size of its memory.
+        bytes: u64,
+        /// Bytes of the service's memories in use by then.
+        in_use: u64,
+        /// Bytes that this connection takes.
+        max: u64,
+    },
     /// A token that names no call under way.
     #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
     Unknown,
@@ -217,7 +232,7 @@ impl Client {
     /// [`ConnectError`].
     pub fn connect_with(name: &str, options: &ConnectOptions) -> Result<Client, ConnectError> {
         let connected = connect::connect(name, options)?;
-        let inner = Arc::new(Inner::new(connected, options.polling));
+        let inner = Arc::new(Inner::new(connected, options));
         let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
         inner.life.store(id, Ordering::SeqCst);
         inner.set_cpu();
@@ -388,7 +403,7 @@ impl Client {
             _ => None,
         };
         state.asked_at[slot as usize] = state.asks.next();
-        state.slots[slot as usize] = Slot::Waiting { block, _shared: shared, abandoned: false, waker: None };
+        state.slots[slot as usize] = Slot::Waiting { block, shared, abandoned: false, waker: None };
         let call = Call { token, deadline_ns, time_left: false, trace: options.trace, ttl_ms, payload };
         state.asks.push(ends, &Ask::Call(call), inline);
         let ring = state.asks.publish(ends);
@@ -437,14 +452,18 @@ impl Client {
         if !is_ours(&self.inner) {
             return Some(Err(CallError::ProviderGone));
         }
-        let state = &mut *lock(&self.inner.state);
-        let failed = self.inner.is_gone();
-        self.inner.drain(state);
-        self.say_unsaid(state);
-        let done = self.fetch(state, token);
-        if done.is_none() && (failed || state.broken.is_some()) {
-            return self.inner.failure(state).map(Err);
-        }
+        let (done, woken) = {
+            let state = &mut *lock(&self.inner.state);
+            let failed = self.inner.is_gone();
+            self.inner.drain(state);
+            self.say_unsaid(state);
+            let mut done = self.fetch(state, token);
+            if done.is_none() && (failed || state.broken.is_some()) {
+                done = self.inner.failure(state).map(Err);
+            }
+            (done, std::mem::take(&mut state.woken))
+        };
+        woken.into_iter().for_each(Waker::wake);
         done
     }
 
@@ -539,6 +558,8 @@ impl Client {
         if !is_ours(&self.inner) {
             return;
         }
+        // Before the guard, so that it is dropped after it: without the lock.
+        let waker: Option<Waker>;
         let mut guard = lock(&self.inner.state);
         let state = &mut *guard;
         if !Self::is_known(state, token) {
@@ -549,11 +570,10 @@ impl Client {
             drop(done);
             return;
         }
-        if let Slot::Waiting { abandoned, waker, .. } = &mut state.slots[token.slot() as usize] {
+        if let Slot::Waiting { abandoned, waker: waiting, .. } = &mut state.slots[token.slot() as usize] {
             *abandoned = true;
-            if waker.take().is_some() {
-                state.futures -= 1;
-            }
+            waker = waiting.take();
+            state.futures -= u32::from(waker.is_some());
         }
         match self.say_cancel(state, token) {
             Some(ring) => {
@@ -579,43 +599,51 @@ impl Client {
         if let Some(done) = self.poll(token) {
             return Some(done);
         }
-        let mut guard = lock(&self.inner.state);
-        let state = &mut *guard;
-        match state.slots.get_mut(token.slot() as usize) {
-            Some(Slot::Waiting { waker, .. }) => {
-                if waker.replace(by.clone()).is_none() {
-                    state.futures += 1;
+        let mut own = Some(by.clone());
+        let mut again = false;
+        {
+            let state = &mut *lock(&self.inner.state);
+            match state.slots.get_mut(token.slot() as usize) {
+                Some(Slot::Waiting { waker, .. }) => {
+                    // The one before is dropped without the lock.
+                    std::mem::swap(waker, &mut own);
+                    state.futures += u32::from(own.is_none());
                 }
+                // It came in between.
+                _ => again = true,
             }
-            // It came in between.
-            _ => by.wake_by_ref(),
+            again |= self.inner.is_gone();
+            if !std::mem::replace(&mut state.helper, true) {
+                let inner = self.inner.clone();
+                let started = std::thread::Builder::new().name("tombolo-rpc-async".into()).spawn(move || help(&inner));
+                // Without the thread the executor has to look again and again.
+                state.helper = started.is_ok();
+                again |= started.is_err();
+            }
+            self.inner.turn.notify_all();
         }
-        if self.inner.is_gone() {
+        if again {
             by.wake_by_ref();
         }
-        if !std::mem::replace(&mut state.helper, true) {
-            let inner = self.inner.clone();
-            let started = std::thread::Builder::new().name("tombolo-rpc-async".into()).spawn(move || help(&inner));
-            if started.is_err() {
-                // Without the thread the executor has to look again and again.
-                state.helper = false;
-                by.wake_by_ref();
-            }
-        }
-        self.inner.turn.notify_all();
         None
     }
 
-    /// Calls under way or done and not fetched: each holds a slot.
+    /// Calls under way or done and not fetched: each holds a slot. None in a forked child.
     pub fn under_way(&self) -> usize {
+        if !is_ours(&self.inner) {
+            return 0;
+        }
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
         self.say_unsaid(state);
         state.slots.len() - state.free.len()
     }
 
-    /// Bytes of the connection's request memory that are in use.
+    /// Bytes of the connection's request memory that are in use. None in a forked child.
     pub fn arena_used(&self) -> u64 {
+        if !is_ours(&self.inner) {
+            return 0;
+        }
         let state = &mut *lock(&self.inner.state);
         self.inner.drain(state);
         state.arena.used_bytes()

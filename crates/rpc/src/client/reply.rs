@@ -6,15 +6,16 @@ use rustix::io::Errno;
 use tombolo_ring::mem::Foreign;
 use tombolo_ring::rpc::INLINE_BYTES;
 use tombolo_ring::rpc::entry::{Answer, Payload};
-use tombolo_shm::memory::{Mapping, MemoryError};
+use tombolo_shm::memory::MemoryError;
 
 use super::{CallError, Inner, is_ours};
+use crate::shared::Lent;
 
 #[derive(Debug)]
 pub(super) enum Bytes {
     Inline([u8; INLINE_BYTES]),
     Arena,
-    Memory(Arc<Mapping>),
+    Memory(Arc<Lent>),
 }
 
 /// The reply to a call. Where it stands in the provider's memory, it is given back when this is dropped.
@@ -61,7 +62,7 @@ impl Reply {
             (Bytes::Arena, Payload::Arena { offset, len, .. }) => {
                 return self.inner.ends().peer_payload(offset, len).unwrap_or(Foreign::empty());
             }
-            (Bytes::Memory(mapping), Payload::Shared { offset, len, .. }) => (mapping.view(), offset, len),
+            (Bytes::Memory(memory), Payload::Shared { offset, len, .. }) => (memory.view(), offset, len),
             _ => return Foreign::empty(),
         };
         // Checked when the reply was made.

@@ -8,6 +8,7 @@
 //! client may use it again at once.
 
 use std::os::fd::OwnedFd;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -24,7 +25,7 @@ use tombolo_shm::memory::Mapping;
 use crate::cpu;
 use crate::queue::Handle;
 use crate::quota::Charge;
-use crate::shared::{Given, SharedBuffer, Taken};
+use crate::shared::{Given, Lent, SharedBuffer, Taken};
 use crate::socket::{self, Received};
 use crate::sync::lock;
 
@@ -254,10 +255,12 @@ impl Connection {
         }
     }
 
-    /// Calls hooks, without the lock.
+    /// Calls hooks, without the lock. One that panics does so for itself: who calls it serves others.
     pub(crate) fn call_hooks(&self, which: impl Fn(Token) -> bool) {
         let called: Vec<_> = lock(&self.hooks).0.extract_if(.., |(token, _)| which(*token)).collect();
-        called.into_iter().for_each(|(_, hook)| hook());
+        for (_, hook) in called {
+            let _ = catch_unwind(AssertUnwindSafe(hook));
+        }
     }
 
     /// Publishes an answer and wakes the client if it waits.
@@ -358,7 +361,7 @@ impl Connection {
     }
 
     /// Memory that the client has handed over. What it sent before the request that names it has been read by then.
-    pub(crate) fn memory(&self, number: u32) -> Option<Arc<Mapping>> {
+    pub(crate) fn memory(&self, number: u32) -> Option<Arc<Lent>> {
         let mut taken = lock(&self.taken);
         if let Some(memory) = taken.get(number) {
             return Some(memory);

@@ -289,7 +289,7 @@ impl Control {
             Some(Client::Stranger { socket, .. }) => match socket::receive(socket, false) {
                 Received::Nothing => true,
                 Received::Message(Message::Ask, _) => {
-                    let report = serde_json::to_string(&self.engine.report()).unwrap_or_default();
+                    let report = serde_json::to_string(&self.engine.report(true)).unwrap_or_default();
                     socket::send(socket, &Message::Report(report), &[], false).is_ok()
                 }
                 Received::Message(Message::Hello { entries, arena_bytes }, fds) => {

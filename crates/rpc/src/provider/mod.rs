@@ -275,17 +275,18 @@ struct Engine {
 }
 
 impl Engine {
-    fn report(&self) -> Report {
-        let (pending, clients) = {
-            let core = lock(&self.core);
-            (core.pending() as u64, core.clients() as u64)
+    /// `whole` is with what is behind locks; in a forked child another thread of its parent's may have held them.
+    fn report(&self, whole: bool) -> Report {
+        let (pending, clients) = match whole.then(|| lock(&self.core)) {
+            Some(core) => (core.pending() as u64, core.clients() as u64),
+            None => (0, 0),
         };
         let counters = &self.counters;
         Report {
             name: self.name.clone(),
             pid: std::process::id(),
             uptime_s: self.began.elapsed().as_secs_f64(),
-            workers: lock(&self.classes).clone(),
+            workers: if whole { lock(&self.classes).clone() } else { Vec::new() },
             budget_ns: clock::ns(self.options.budget),
             queue_bound: self.options.queue_bound as u64,
             late_policy: self.options.late,
@@ -303,7 +304,7 @@ impl Engine {
             service: counters.service(),
             slow_ns: clock::ns(self.options.slow),
             slow: get(&counters.slow),
-            slow_calls: counters.slow_calls(),
+            slow_calls: if whole { counters.slow_calls() } else { Vec::new() },
         }
     }
 }
@@ -370,15 +371,20 @@ impl Service {
         Ok(service)
     }
 
-    /// What it tells of itself.
+    /// What it tells of itself. In a forked child, whose service it is not: what had been counted by then.
     pub fn report(&self) -> Report {
-        self.engine.report()
+        self.engine.report(self.is_ours())
+    }
+
+    /// Whether this process registered it; a forked child did not, and its threads are not there.
+    pub fn is_ours(&self) -> bool {
+        self.process == process::here()
     }
 }
 
 impl Drop for Service {
     fn drop(&mut self) {
-        if self.process != process::here() {
+        if !self.is_ours() {
             // In a forked child the service is its parent's: no thread of it is here, and its clients are not to be answered.
             self.threads.drain(..).chain(self.control.take()).for_each(std::mem::forget);
             return;

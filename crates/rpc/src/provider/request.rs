@@ -6,11 +6,10 @@ use std::time::Duration;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::INLINE_BYTES;
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status, Token};
-use tombolo_shm::memory::Mapping;
 
 use super::connection::{Block, Caller, Connection};
 use crate::clock;
-use crate::shared::SharedBuffer;
+use crate::shared::{Lent, SharedBuffer};
 
 /// A request that is being served.
 #[derive(Debug)]
@@ -259,5 +258,5 @@ impl<F: Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync + 'static> Handler for F 
 pub(crate) enum Source {
     Inline,
     Arena,
-    Memory(Arc<Mapping>),
+    Memory(Arc<Lent>),
 }
