@@ -274,10 +274,11 @@ typedef struct tombolo_service_options {
     uint32_t order;             /* a tombolo_order */
     uint32_t max_clients_per_uid; /* so that no user keeps the others out; default 128 */
     uint64_t max_bytes_per_uid; /* of all memory that the clients of one user have in use together; default 16 GiB */
+    uint64_t max_entries_per_uid; /* requests under way of all clients of one user; default 8192 */
     const char *folder;         /* of sockets; default the user's own */
 } tombolo_service_options;
 #define TOMBOLO_SERVICE_OPTIONS_INIT \
-    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
+    { sizeof(tombolo_service_options), 0, 0, 0, 0, 0, 0, 0, 0, NULL, 0, NULL, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, NULL }
 
 /* A request that is being served; valid until its handler returns. */
 typedef struct tombolo_request {

@@ -426,6 +426,7 @@ struct ServiceOptions {
     uint32_t max_clients = 0;
     uint32_t max_clients_per_uid = 0;
     uint64_t max_bytes_per_uid = 0;
+    uint64_t max_entries_per_uid = 0;
     uint32_t max_entries = 0;
     uint64_t max_arena_bytes = 0;
     uint64_t reply_arena_bytes = 0;
@@ -460,6 +461,7 @@ public:
         c.max_clients = options.max_clients;
         c.max_clients_per_uid = options.max_clients_per_uid;
         c.max_bytes_per_uid = options.max_bytes_per_uid;
+        c.max_entries_per_uid = options.max_entries_per_uid;
         c.max_entries = options.max_entries;
         c.max_arena_bytes = options.max_arena_bytes;
         c.reply_arena_bytes = options.reply_arena_bytes;

@@ -100,6 +100,7 @@ class ServiceOptions(Sized):
         ("order", c_uint32),
         ("max_clients_per_uid", c_uint32),
         ("max_bytes_per_uid", c_uint64),
+        ("max_entries_per_uid", c_uint64),
         ("folder", c_char_p),
     ]
 

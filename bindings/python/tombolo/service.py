@@ -137,8 +137,8 @@ class Service:
         folder=None,
         **sizes,
     ):
-        """sizes: max_clients, max_clients_per_uid, max_bytes_per_uid, max_entries, max_arena_bytes, reply_arena_bytes, max_shared_bytes, as in
-        tombolo.h."""
+        """sizes: max_clients, max_clients_per_uid, max_bytes_per_uid, max_entries_per_uid, max_entries, max_arena_bytes, reply_arena_bytes,
+        max_shared_bytes, as in tombolo.h."""
         self._serve = handler
         self._ended = threading.Event()
         # C calls it until the service has been stopped.

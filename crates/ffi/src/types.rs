@@ -103,6 +103,7 @@ c_structs! {
         order: u32,
         max_clients_per_uid: u32,
         max_bytes_per_uid: u64,
+        max_entries_per_uid: u64,
         folder: *const c_char,
     }
     /// `tombolo_request`
@@ -249,6 +250,7 @@ impl ServiceSettings {
             max_clients: or(self.max_clients as usize, default.max_clients),
             max_clients_per_uid: or(self.max_clients_per_uid as usize, default.max_clients_per_uid),
             max_bytes_per_uid: or(self.max_bytes_per_uid, default.max_bytes_per_uid),
+            max_entries_per_uid: or(self.max_entries_per_uid, default.max_entries_per_uid),
             max_entries: or(self.max_entries, default.max_entries),
             max_arena_bytes: or(self.max_arena_bytes, default.max_arena_bytes),
             reply_arena_bytes: bytes(self.reply_arena_bytes, default.reply_arena_bytes),

@@ -1,9 +1,9 @@
-//! Bounds in bytes: what one user may take of a service, over all of its connections, and what one side may hand over in a connection.
+//! Bounds: what one user may take of a service, over all of its connections, and what one side may hand over in a connection.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes that may be in use together. Clones are the same quota.
+/// Bytes, or entries, that may be in use together. Clones are the same quota.
 #[derive(Clone, Debug)]
 pub(crate) struct Quota {
     used: Arc<AtomicU64>,
@@ -22,12 +22,12 @@ impl Quota {
         Quota { used: Arc::default(), max }
     }
 
-    /// Takes so many bytes of it, if they are left.
-    pub(crate) fn take(&self, bytes: u64) -> Option<Charge> {
-        let fits = |used: u64| used.checked_add(bytes).filter(|sum| *sum <= self.max);
+    /// Takes so much of it, if that is left.
+    pub(crate) fn take(&self, amount: u64) -> Option<Charge> {
+        let fits = |used: u64| used.checked_add(amount).filter(|sum| *sum <= self.max);
         // Relaxed: a count that orders nothing else.
         self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, fits).ok()?;
-        Some(Charge { used: self.used.clone(), bytes })
+        Some(Charge { used: self.used.clone(), amount })
     }
 
     /// What is in use of it.
@@ -41,16 +41,23 @@ impl Quota {
     }
 }
 
+/// What the connections of one user may take together.
+#[derive(Clone, Debug)]
+pub(crate) struct Share {
+    pub(crate) bytes: Quota,
+    pub(crate) entries: Quota,
+}
+
 /// A part of a quota; it is given back when this is dropped.
 #[derive(Debug)]
 pub(crate) struct Charge {
     used: Arc<AtomicU64>,
-    bytes: u64,
+    amount: u64,
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        self.used.fetch_sub(self.bytes, Ordering::Relaxed);
+        self.used.fetch_sub(self.amount, Ordering::Relaxed);
     }
 }
 

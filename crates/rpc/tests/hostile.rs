@@ -712,7 +712,7 @@ fn a_client_that_wakes_the_service_for_nothing_is_sent_away() {
 }
 
 #[test]
-fn one_user_does_not_take_all_connections_and_all_memory() {
+fn one_user_does_not_take_all_connections_all_memory_and_all_of_the_queue() {
     let dir = tempfile::tempdir().unwrap();
     let refused = |error: ConnectError, word: &str| {
         let ConnectError::Refused(why) = &error else { panic!("{error}") };
@@ -731,7 +731,7 @@ fn one_user_does_not_take_all_connections_and_all_memory() {
     let geometry = Geometry::new(64, 1 << 20).unwrap();
     let options =
         Options { max_clients_per_uid: 128, max_bytes_per_uid: 2 * geometry.section_bytes() + (512 << 10), ..options };
-    let _service = Service::register("s", options, sum).unwrap();
+    let service = Service::register("s", options, sum).unwrap();
     let client = good(dir.path());
     refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "bytes");
     let call = |bytes: u64| {
@@ -744,6 +744,15 @@ fn one_user_does_not_take_all_connections_and_all_memory() {
     call(512 << 10).unwrap();
     drop(client);
     until("its memory comes back", || try_connect(dir.path(), PATIENCE).is_ok());
+    drop(service);
+
+    // Two connections of 64 entries each.
+    let options = Options { folder: Some(dir.path().into()), max_entries_per_uid: 128, ..Options::default() };
+    let _service = Service::register("s", options, sum).unwrap();
+    let clients = [good(dir.path()), good(dir.path())];
+    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "8 entries");
+    drop(clients);
+    until("its entries come back", || try_connect(dir.path(), PATIENCE).is_ok());
 }
 
 #[test]

@@ -103,8 +103,8 @@ pub(crate) struct Connection {
     slots: Vec<AtomicU32>,
     replies: Mutex<Replies>,
     taken: Mutex<Taken>,
-    /// For both sections.
-    _charge: Charge,
+    /// For both sections, and their entries.
+    _charges: [Charge; 2],
     gone: AtomicBool,
     /// For each slot the turn whose request was taken back while it was served, last.
     taken_back: Vec<AtomicU32>,
@@ -124,7 +124,7 @@ impl Connection {
         own: (Mapping, Geometry),
         peer: (Mapping, Geometry),
         taken: Taken,
-        charge: Charge,
+        charges: [Charge; 2],
     ) -> Connection {
         let entries = own.1.entries();
         let replies = Replies {
@@ -146,7 +146,7 @@ impl Connection {
             slots: (0..entries).map(|_| AtomicU32::new(FREE)).collect(),
             replies: Mutex::new(replies),
             taken: Mutex::new(taken),
-            _charge: charge,
+            _charges: charges,
             gone: AtomicBool::new(false),
             taken_back: (0..entries).map(|_| AtomicU32::new(0)).collect(),
             hooks: Mutex::default(),

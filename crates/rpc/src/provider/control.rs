@@ -24,7 +24,7 @@ use crate::clock;
 use crate::folder::Listener;
 use crate::message::{Facts, Message};
 use crate::process;
-use crate::quota::Quota;
+use crate::quota::{Quota, Share};
 use crate::schedule::Late;
 use crate::shared::Taken;
 use crate::socket::{self, Received};
@@ -65,8 +65,8 @@ pub(super) struct Control {
     clients: HashMap<u64, Client>,
     next: u64,
     reclaimed: Instant,
-    /// Memory by user; users who have none in use are left out sooner or later.
-    quotas: HashMap<u32, Quota>,
+    /// What users have in use; those who have nothing are left out sooner or later.
+    shares: HashMap<u32, Share>,
     /// Given up to tell a client that there are no descriptors left.
     spare: Option<OwnedFd>,
 }
@@ -103,7 +103,7 @@ impl Control {
             clients: HashMap::new(),
             next: FIRST_CLIENT,
             reclaimed,
-            quotas: HashMap::new(),
+            shares: HashMap::new(),
             spare: spare(),
         })
     }
@@ -333,10 +333,11 @@ impl Control {
     }
 
     /// What a user has in use.
-    fn quota(&mut self, uid: u32) -> Quota {
-        self.quotas.retain(|_, quota| !quota.is_free());
-        let max = self.engine.options.max_bytes_per_uid;
-        self.quotas.entry(uid).or_insert_with(|| Quota::new(max)).clone()
+    fn share(&mut self, uid: u32) -> Share {
+        self.shares.retain(|_, share| !(share.bytes.is_free() && share.entries.is_free()));
+        let options = &self.engine.options;
+        let (bytes, entries) = (Quota::new(options.max_bytes_per_uid), Quota::new(options.max_entries_per_uid));
+        self.shares.entry(uid).or_insert(Share { bytes, entries }).clone()
     }
 
     fn connect(
@@ -347,7 +348,7 @@ impl Control {
         arena_bytes: u64,
         fds: Vec<OwnedFd>,
     ) -> Result<(Arc<Connection>, Place), String> {
-        let quota = self.quota(caller.uid);
+        let share = self.share(caller.uid);
         let options = &self.engine.options;
         let [theirs] = <[OwnedFd; 1]>::try_from(fds)
             .map_err(|fds| format!("{} descriptors came, expected a section", fds.len()))?;
@@ -361,13 +362,14 @@ impl Control {
         let peer_geometry = Geometry::new(entries, arena_bytes).ok_or_else(sizes)?;
         let own_geometry = Geometry::new(entries, options.reply_arena_bytes).ok_or_else(sizes)?;
         let bytes = peer_geometry.section_bytes() + own_geometry.section_bytes();
-        let charge = quota.take(bytes).ok_or_else(|| {
-            let max = options.max_bytes_per_uid;
-            format!(
-                "a connection takes {bytes} bytes, and user {} would have more than {max} in use with it",
-                caller.uid
-            )
-        })?;
+        let too_much = |amount: u64, what: &str, max: u64| {
+            let uid = caller.uid;
+            format!("a connection takes {amount} {what}, and user {uid} would have more than {max} in use with it")
+        };
+        let bytes = share.bytes.take(bytes).ok_or_else(|| too_much(bytes, "bytes", options.max_bytes_per_uid))?;
+        let asked = u64::from(entries);
+        let entries = share.entries.take(asked);
+        let entries = entries.ok_or_else(|| too_much(asked, "entries", options.max_entries_per_uid))?;
         let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let (fd, own) = section::make("tombolo-rpc", own_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let view = own.view_mut().ok_or("the section cannot be written")?;
@@ -376,9 +378,9 @@ impl Control {
         ends.check_peer(Role::Client).map_err(|_| "the section's header is not that of this version".to_string())?;
         let bell = Doorbell::new().map_err(|e| e.to_string())?;
         let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
-        let taken = Taken::new(options.max_shared_bytes, quota);
+        let taken = Taken::new(options.max_shared_bytes, share.bytes);
         let (own, peer) = ((own, own_geometry), (peer, peer_geometry));
-        let connection = Connection::new(caller, socket, bell, own, peer, taken, charge);
+        let connection = Connection::new(caller, socket, bell, own, peer, taken, [bytes, entries]);
         let connection = Arc::new(connection);
         let place = lock(&self.engine.core).add(connection.clone());
         let data = epoll::EventData::new_u64(place.bits());

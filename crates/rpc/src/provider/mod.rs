@@ -122,6 +122,9 @@ pub struct Options {
     /// Most bytes of memory that the clients of one user may have in use together: their sections, those of their replies, and whole
     /// memories that they hand over.
     pub max_bytes_per_uid: u64,
+    /// Most requests that the clients of one user may have under way together: less than [`Options::queue_bound`], so that there is room in the queue
+    /// for others whatever one user asks. Each client counts with the entries that it connected with.
+    pub max_entries_per_uid: u64,
     /// Most requests that one client may have under way.
     pub max_entries: u32,
     /// Largest arena that a client may bring for its requests.
@@ -157,6 +160,7 @@ impl Default for Options {
             max_clients: 256,
             max_clients_per_uid: 128,
             max_bytes_per_uid: 16 << 30,
+            max_entries_per_uid: 8192,
             max_entries: 1024,
             max_arena_bytes: 64 << 20,
             reply_arena_bytes: 1 << 20,
