@@ -86,6 +86,14 @@ def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_t
         assert kills >= 15
 
 
+def traced_frames(h):
+    """What a trace tells of frames, until it has told of two."""
+    command = [PROGRAM, "bypass", "trace", "ta", "--all", "--count", "2", "--seconds", "60", "--netns", str(h.space)]
+    trace = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(h))
+    until("the trace's end", lambda: h.across(h.udp()) and trace.poll() is not None)
+    return trace.communicate()[0]
+
+
 def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_stays_where_not():
     for mode in ("tcx", "xdp"):
         with host() as h:
@@ -96,10 +104,14 @@ def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_s
 
             h.attach("ta", "tb", words=("--lease", "10000", "--mode", mode, "--if-keeper-dies", "leave"))
             until("frames to be taken", taken)
+            # At once: however long it has run, frames are taken no longer than three seconds without it.
             os.kill(h.status()["keeper"], signal.SIGKILL)
+            begin = time.monotonic()
             # Single ones do so anyway, to ask the kernel again.
             until("frames to go the kernel's way", lambda: not any(taken() for _ in range(5)))
+            assert time.monotonic() - begin < 8
             assert not any(taken() for _ in range(50))
+            assert "up_off" in traced_frames(h)
             assert h.status()["needs_keeper"] and "so all traffic goes the kernel's way" in h.cli("status").stdout
             # Another keeper; that it is needed is as it was.
             h.attach("ta", "tb", words=("--mode", mode))

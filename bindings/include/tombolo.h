@@ -88,7 +88,7 @@ typedef enum tombolo_refusal {
     TOMBOLO_REFUSAL_NONE = 0,
     TOMBOLO_REFUSAL_QUEUE_FULL = 1,   /* the service's queue is full */
     TOMBOLO_REFUSAL_ADMISSION = 2,    /* the deadline cannot be met beside what is queued */
-    TOMBOLO_REFUSAL_MEMORY = 3,       /* the payload's memory is unknown, not sealed, or too short */
+    TOMBOLO_REFUSAL_MEMORY = 3,       /* the payload's memory is unknown, not sealed, too short, or beyond the service's bounds */
     TOMBOLO_REFUSAL_REPLY_MEMORY = 4, /* the reply does not fit into the connection's reply memory */
     TOMBOLO_REFUSAL_STOPPING = 5      /* the service is ending */
 } tombolo_refusal;

@@ -285,6 +285,44 @@ class Calls(unittest.TestCase):
         with self.assertRaises(TypeError):
             self.client.call("both", within=1, at=1)
 
+    def test_wrong_arguments_are_told(self):
+        for make in (
+            lambda: tombolo.Client("calls", max_shard_bytes=1),
+            lambda: tombolo.Service("other", serve, max_clientz=1),
+            lambda: tombolo.Client("calls", patience_ns=1),
+            lambda: self.client.call(5),
+        ):
+            self.assertRaises(TypeError, make)
+        for make in (
+            lambda: tombolo.Client("calls", polling="often"),
+            lambda: tombolo.Service("other", serve, late_policy="never"),
+            lambda: tombolo.Buffer(0),
+            lambda: tombolo.Buffer(-1),
+        ):
+            self.assertRaisesRegex(ValueError, "expected", make)
+        self.assertRaises(IndexError, tombolo.Buffer(4096).part, 4096, 1)
+
+    def test_a_file_that_nobody_else_holds_is_kept_until_its_memory_is_taken(self):
+        fd = os.memfd_create("module", os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, 4096)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+            class Lent:
+                """Its descriptor is there for as long as it is."""
+
+                def __init__(self):
+                    self.fd = os.dup(fd)
+
+                def fileno(self):
+                    return self.fd
+
+                def __del__(self):
+                    os.close(self.fd)
+
+            self.assertEqual(len(tombolo.Buffer.of_memfd(Lent())), 4096)
+        finally:
+            os.close(fd)
+
     def test_other_threads_run_while_one_waits(self):
         """Both sides wait in C in this one process: without the lock given back neither this nor the handler would ever run."""
         replies = []

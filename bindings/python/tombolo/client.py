@@ -31,7 +31,24 @@ def _bytes(data):
     """What may be sent: bytes, or anything that has them, or text."""
     if isinstance(data, str):
         return data.encode()
-    return data if isinstance(data, bytes) else bytes(data)
+    # Not bytes(data), which makes zeros of a number.
+    return data if isinstance(data, bytes) else bytes(memoryview(data))
+
+
+def choice(what, value, table):
+    """What C has for one of the words of an argument."""
+    if value not in table:
+        raise ValueError(f"{what}={value!r}: expected one of {', '.join(map(repr, table))}")
+    return table[value]
+
+
+def options_of(kind, sizes, **fields):
+    """Options as C has them. `sizes` is what the caller named besides, of the bounds that have no argument of their own."""
+    known = {name for name, _ in kind._fields_ if name.startswith("max_") or name.endswith(("entries", "arena_bytes"))}
+    unknown = sorted(sizes.keys() - known)
+    if unknown:
+        raise TypeError(f"unexpected {', '.join(unknown)}: expected of {', '.join(sorted(known))}")
+    return kind(**fields, **sizes)
 
 
 def _call_options(within, at, timeout, ttl, trace):
@@ -49,10 +66,6 @@ def _call_options(within, at, timeout, ttl, trace):
     if ttl is not None:
         options.ttl_ns = max(nanoseconds(ttl), 1)
     return options
-
-
-def _connect_options(folder, **fields):
-    return ConnectOptions(folder=path(folder), **fields)
 
 
 def window(address, length, owner):
@@ -118,6 +131,8 @@ class Buffer:
     _handle, _is_writable = 0, True
 
     def __init__(self, size, populate=False):
+        if size < 1:
+            raise ValueError(f"size={size}: expected 1 byte or more")
         handle, data = ctypes.c_uint64(), ctypes.c_void_p()
         check(lib.tombolo_buffer_new(size, populate, handle, data))
         self._handle, self._address, self._size = handle.value, data.value, size
@@ -128,8 +143,9 @@ class Buffer:
         growing (fcntl.F_SEAL_SHRINK, F_SEAL_GROW), or this raises Section; sealed against writing too, its view is read-only. The descriptor
         stays the caller's."""
         handle, data, size, writable = ctypes.c_uint64(), ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_int32()
-        fd = fd.fileno() if hasattr(fd, "fileno") else fd
-        check(lib.tombolo_buffer_of_memfd(fd, handle, data, size, writable))
+        # The object is kept for as long as C has its number.
+        number = fd.fileno() if hasattr(fd, "fileno") else fd
+        check(lib.tombolo_buffer_of_memfd(number, handle, data, size, writable))
         buffer = cls.__new__(cls)
         buffer._handle, buffer._address, buffer._size = handle.value, data.value, size.value
         buffer._is_writable = writable.value != 0
@@ -149,6 +165,8 @@ class Buffer:
 
     def part(self, offset, length):
         """A part of it, for a handler to return."""
+        if not 0 <= offset <= len(self) or not 0 <= length <= len(self) - offset:
+            raise IndexError(f"bytes {offset} to {offset}+{length} of a buffer of {len(self)}")
         return Part(self, offset, length)
 
 
@@ -204,7 +222,8 @@ class Client:
 
     def __init__(self, name, *, folder=None, patience=5.0, polling="adaptive", **sizes):
         """sizes: entries, arena_bytes, max_shared_bytes, as in tombolo.h."""
-        options = _connect_options(folder, patience_ns=max(nanoseconds(patience), 1), polling=POLLING[polling], **sizes)
+        patience_ns, polling = max(nanoseconds(patience), 1), choice("polling", polling, POLLING)
+        options = options_of(ConnectOptions, sizes, folder=path(folder), patience_ns=patience_ns, polling=polling)
         handle = ctypes.c_uint64()
         check(lib.tombolo_connect(name.encode(), options, handle))
         self._handle = handle.value
@@ -299,7 +318,7 @@ class Client:
 
 def report(name, *, folder=None):
     """What a running service tells of itself, as `tombolo service stats NAME --json`."""
-    options = _connect_options(folder)
+    options = options_of(ConnectOptions, {}, folder=path(folder))
     room, needed = 4096, ctypes.c_size_t()
     while True:
         text = ctypes.create_string_buffer(room)

@@ -11,7 +11,7 @@ import traceback
 import weakref
 
 from ._library import HANDLER, NONE, STATUS, ServiceOptions, Stats, lib
-from .client import POLLING, Buffer, Part, Room, _bytes, nanoseconds, now_ns, path
+from .client import POLLING, Buffer, Part, Room, _bytes, choice, nanoseconds, now_ns, options_of, path
 from .errors import NoRoom, check
 
 CLASSES = {"normal": 0, "fifo": 1, "deadline": 2}
@@ -104,7 +104,7 @@ def _put(request, result):
         if not result._is_ours():
             raise ValueError("expected what request.loan gave last, for this request")
     elif result is not None or request._loan is not None:
-        data = _bytes(result or b"")
+        data = _bytes(b"" if result is None else result)
         check(lib.tombolo_answer_write(answer, data, len(data)))
 
 
@@ -144,27 +144,28 @@ class Service:
         # C calls it until the service has been stopped.
         self._callback = HANDLER(self._called)
         uids, gids = ((ctypes.c_uint32 * len(ids))(*ids) for ids in (uids, gids))
-        options = ServiceOptions(
+        options = options_of(
+            ServiceOptions,
+            sizes,
             workers=workers,
-            worker_class=CLASSES[worker_class],
+            worker_class=choice("worker_class", worker_class, CLASSES),
             fifo_priority=fifo_priority,
             budget_ns=nanoseconds(budget),
             period_ns=nanoseconds(period),
             queue_bound=queue_bound,
-            late_policy=LATE[late_policy],
-            order=ORDER[order],
+            late_policy=choice("late_policy", late_policy, LATE),
+            order=choice("order", order, ORDER),
             admission=admission,
             uids=uids,
             uid_count=len(uids),
             gids=gids,
             gid_count=len(gids),
             everybody=everybody,
-            polling=POLLING[polling],
+            polling=choice("polling", polling, POLLING),
             ttl_ns=nanoseconds(ttl),
             reply_ttl_ns=nanoseconds(reply_ttl),
             slow_ns=nanoseconds(slow),
             folder=path(folder),
-            **sizes,
         )
         handle = ctypes.c_uint64()
         check(lib.tombolo_register(name.encode(), options, self._callback, None, handle))

@@ -108,6 +108,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 {
 	__u32 iif = skb->ifindex;
 	struct port *port = bpf_map_lookup_elem(&ports, &iif);
+	bool is_parsed = verdict >= UP_TTL;
 	struct counters *c;
 
 	if (!port)
@@ -140,7 +141,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
 		}
 	}
-	if (set->trace && verdict >= UP_TTL)
+	if (set->trace && is_parsed)
 		tell(set, f, family, 0, 0, verdict);
 	return TCX_NEXT;
 }

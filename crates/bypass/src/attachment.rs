@@ -5,6 +5,7 @@
 //! refused unless asked for.
 
 use crate::chooser::Why;
+use crate::keeper::KEPT;
 use crate::layout::{Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
@@ -20,8 +21,6 @@ use std::time::Duration;
 
 /// How long a flow holds, unless the user says otherwise.
 pub const LEASE: Duration = Duration::from_secs(1);
-/// How long frames are taken after an attach that needs a keeper: it may take so long to start.
-const NEW_KEEPER: Duration = Duration::from_secs(10);
 const LONGEST_LEASE: Duration = Duration::from_secs(10);
 const SHORTEST_LEASE: Duration = Duration::from_millis(20);
 
@@ -330,7 +329,8 @@ fn attach_locked(
         record.netns.clone_from(&options.netns);
     }
     record.needs_keeper = options.needs_keeper.unwrap_or(record.needs_keeper);
-    let until_ns = monotonic_ns() + NEW_KEEPER.as_nanos() as u64;
+    // A keeper that takes longer to start has frames taken from then on.
+    let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
     maps.set(Settings { epoch: before.epoch.wrapping_add(1), lease_ns: lease.as_nanos() as u64, ..before })?;
     place.write(&record)?;

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 /// How often the keeper looks at what tells nothing by itself.
 const TICK: Duration = Duration::from_secs(1);
 /// How long frames are taken without a tick, where that needs a keeper.
-const KEPT: Duration = Duration::from_secs(3);
+pub(crate) const KEPT: Duration = Duration::from_secs(3);
 /// How often it looks whether the place is still there.
 const GLANCE: Duration = Duration::from_millis(200);
 /// A flow that was used last this long ago is removed.

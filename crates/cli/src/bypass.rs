@@ -294,7 +294,7 @@ fn render(report: &Report) -> String {
     let keeper = match (report.keeper, report.needs_keeper) {
         (Some(pid), _) => format!("keeper {pid}"),
         (None, false) => "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
-        (None, true) => "no keeper runs, so all traffic goes the kernel's way, as --if-keeper-dies leave has it; `tombolo bypass attach` starts one".into(),
+        (None, true) => "no keeper runs, so all traffic goes the kernel's way, within three seconds of its end, as --if-keeper-dies leave has it; `tombolo bypass attach` starts one".into(),
     };
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);

@@ -10,7 +10,7 @@
 //!   follows goes on where it was.
 //!
 //! # Limits
-//! [`KEPT_BYTES`] stay at least in half, in whole pages; the pipe holds 64 KiB of what the guest has not read.
+//! Of output the last 512 KiB to 1 MiB are kept (`KEPT_BYTES`), in whole pages; the pipe holds 64 KiB of what the guest has not read.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};

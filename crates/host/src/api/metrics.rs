@@ -134,7 +134,7 @@ fn bypasses<'a>(p: &mut Page, all: impl Iterator<Item = (&'a str, &'a BypassRepo
         }
     }
     let name = "tombolo_bypass_frames_total";
-    p.family(name, "counter", "Frames by the way they went and why; docs/bypass.md lists the names.");
+    p.family(name, "counter", "Frames by the way they went and why, as `tombolo bypass status` and `trace` name them.");
     for (network, i) in interfaces() {
         for (path, count) in &i.by_reason {
             p.sample(name, &[("network", network), ("interface", &i.name), ("path", path)], count);

@@ -208,7 +208,7 @@ pub enum Refusal {
     QueueFull,
     /// The budgets of what is queued ahead do not leave time before the deadline, or it would make another one late.
     Admission,
-    /// The payload's memory is unknown, not sealed, or shorter than the request says.
+    /// The payload's memory is unknown, not sealed, shorter than the request says, or beyond the service's bounds.
     Memory,
     /// The reply does not fit into what is left of the connection's reply memory.
     ReplyMemory,
@@ -247,8 +247,12 @@ impl Refusal {
         match self {
             Refusal::QueueFull => "its queue is full",
             Refusal::Admission => "the deadline cannot be met beside what is queued",
-            Refusal::Memory => "the payload's memory is unknown, not sealed, or too short",
-            Refusal::ReplyMemory => "the reply does not fit into the connection's reply memory",
+            Refusal::Memory => {
+                "the payload's memory is not sealed, too short, or beyond what the service takes of one client or user"
+            }
+            Refusal::ReplyMemory => {
+                "the reply does not fit into the connection's reply memory (the service's reply_arena_bytes); it can hand over larger ones by reference"
+            }
             Refusal::Stopping => "it is ending",
         }
     }
