@@ -158,7 +158,8 @@ fn payloads_at_the_ends_of_their_memory() {
 fn thousands_that_wait_are_taken_back_and_each_has_one_end() {
     let dir = tempfile::tempdir().unwrap();
     let (handler, go, began) = gate();
-    let many = Options { max_entries: 4096, queue_bound: 10_000, ..options(dir.path()) };
+    let bounds = Options { max_entries: 4096, max_entries_per_uid: 3 * 4096, ..options(dir.path()) };
+    let many = Options { queue_bound: 10_000, ..bounds };
     let service = Service::register("s", many, handler).unwrap();
     let clients: Vec<_> = (0..3)
         .map(|_| Client::connect_with("s", &ConnectOptions { entries: 4096, ..connect_options(dir.path()) }).unwrap())
