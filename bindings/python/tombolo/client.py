@@ -51,6 +51,12 @@ def options_of(kind, sizes, **fields):
     return kind(**fields, **sizes)
 
 
+def inside(what, offset, length, size):
+    """Raises where a part is not inside of what it is a part of."""
+    if not 0 <= offset <= size or not 0 <= length <= size - offset:
+        raise IndexError(f"bytes {offset} to {offset}+{length} of {what} of {size}")
+
+
 def _call_options(within, at, timeout, ttl, trace):
     if within is not None and at is not None:
         raise TypeError("expected within= or at=, not both")
@@ -165,8 +171,7 @@ class Buffer:
 
     def part(self, offset, length):
         """A part of it, for a handler to return."""
-        if not 0 <= offset <= len(self) or not 0 <= length <= len(self) - offset:
-            raise IndexError(f"bytes {offset} to {offset}+{length} of a buffer of {len(self)}")
+        inside("a buffer", offset, length, len(self))
         return Part(self, offset, length)
 
 
@@ -318,7 +323,7 @@ class Client:
 
 def report(name, *, folder=None):
     """What a running service tells of itself, as `tombolo service stats NAME --json`."""
-    options = options_of(ConnectOptions, {}, folder=path(folder))
+    options = ConnectOptions(folder=path(folder))
     room, needed = 4096, ctypes.c_size_t()
     while True:
         text = ctypes.create_string_buffer(room)

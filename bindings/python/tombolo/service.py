@@ -11,7 +11,7 @@ import traceback
 import weakref
 
 from ._library import HANDLER, NONE, STATUS, ServiceOptions, Stats, lib
-from .client import POLLING, Buffer, Part, Room, _bytes, choice, nanoseconds, now_ns, options_of, path
+from .client import POLLING, Buffer, Part, Room, _bytes, choice, inside, nanoseconds, now_ns, options_of, path
 from .errors import NoRoom, check
 
 CLASSES = {"normal": 0, "fifo": 1, "deadline": 2}
@@ -60,8 +60,7 @@ class Request:
         if self._info is None:
             raise ValueError("the request's handler has returned: its bytes are gone")
         length = self._len - offset if length is None else length
-        if not 0 <= offset <= self._len or not 0 <= length <= self._len - offset:
-            raise IndexError(f"bytes {offset} to {offset}+{length} of a request of {self._len}")
+        inside("a request", offset, length, self._len)
         return ctypes.string_at(self._info.data + offset, length)
 
     def loan(self, size):
