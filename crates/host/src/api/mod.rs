@@ -5,6 +5,7 @@
 //! `--json`: one schema, described in docs/api.md and by the OpenAPI document.
 
 pub mod client;
+pub mod connections;
 pub mod metrics;
 pub mod report;
 #[cfg(test)]

@@ -6,12 +6,14 @@
 //! # Invariants
 //! - The peer's credentials, taken from the kernel when it connects, decide: root and the daemon's own user may do
 //!   everything, others get 403 whatever they ask. The socket's mode (0600) and its folder's (0700) say the same.
-//! - A client is never waited for: at most [`MAX_CONNECTIONS`] connections (further ones are closed unread) and
-//!   [`MAX_STREAMS`] endless answers (503), so that a `status` or `down` gets through beside forgotten captures.
+//! - A client is never waited for: [`super::connections`] bounds connections and their time, and there are at most
+//!   [`MAX_STREAMS`] endless answers (503), so that a `status` or `down` gets through beside half-sent requests and
+//!   forgotten captures.
 //! - A client that hangs up ends what was started for it: its capture's receiver is dropped with the answer's body.
 //!
 //! # Limits
-//! A body of sections may have [`MAX_BODY_BYTES`]; typed console input is copied as it comes and has no limit.
+//! A body of sections may have [`MAX_BODY_BYTES`]; typed console input is copied as it comes and has no limit, so it
+//! counts as an endless answer.
 
 use std::convert::Infallible;
 use std::io;
@@ -22,31 +24,27 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use axum::Json;
-use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::connect_info::{ConnectInfo, Connected};
 use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Request as HttpRequest, State};
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, post};
-use axum::serve::{IncomingStream, Listener};
+use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
 use serde::Deserialize;
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt, ReadBuf};
+use tokio::io::AsyncWriteExt;
+use tokio::net::UnixListener;
 use tokio::net::unix::pipe;
-use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 
+use super::connections::{self, Limits, Seat};
 use super::report::{Fault, Machines, Ports, SCHEMA};
 use super::{Refusal, Reply, Request, Requests, metrics, services};
 use crate::console;
 
-/// Connections at one time.
-pub const MAX_CONNECTIONS: usize = 128;
-/// Captures and followed consoles at one time, all clients together.
+/// Captures, consoles and attached keyboards at one time, all clients together.
 pub const MAX_STREAMS: usize = 64;
 /// Bytes of a request's body of sections.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
@@ -58,8 +56,6 @@ const LOOKS_PER_QUESTION: u32 = 10;
 const CONSOLE_APPEARS: Duration = Duration::from_secs(30);
 /// Bytes read from a console at once.
 const CONSOLE_CHUNK: usize = 16 << 10;
-/// How long answers under way may take to reach their clients once the fabric has ended.
-const LAST_WORDS: Duration = Duration::from_secs(2);
 
 /// The document that describes the API, served at `/v1/openapi.json`.
 pub const OPENAPI: &str = include_str!("openapi.json");
@@ -83,6 +79,7 @@ pub enum ServerError {
 #[derive(Debug)]
 pub struct Server {
     listener: std::os::unix::net::UnixListener,
+    limits: Limits,
 }
 
 impl Server {
@@ -99,7 +96,13 @@ impl Server {
         let listener = std::os::unix::net::UnixListener::bind(path).map_err(fail("binding"))?;
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(fail("closing to others"))?;
         listener.set_nonblocking(true).map_err(fail("setting up"))?;
-        Ok(Server { listener })
+        Ok(Server { listener, limits: Limits::default() })
+    }
+
+    /// Other limits than the usual ones.
+    #[must_use]
+    pub fn with_limits(self, limits: Limits) -> Server {
+        Server { limits, ..self }
     }
 
     /// Answers until `ended` is done, then lets answers under way reach their clients for two seconds.
@@ -107,26 +110,12 @@ impl Server {
     /// # Errors
     /// If called outside a tokio runtime with input and output.
     pub async fn serve(self, requests: Requests, ended: impl Future<Output = ()> + Send + 'static) -> io::Result<()> {
-        let doors = Doors {
-            listener: UnixListener::from_std(self.listener)?,
-            connections: Arc::new(Semaphore::new(MAX_CONNECTIONS)),
-        };
+        let listener = UnixListener::from_std(self.listener)?;
         let owner = rustix::process::geteuid().as_raw();
         let streams = Arc::new(Semaphore::new(MAX_STREAMS));
-        let service = router(App { requests, owner, streams }).into_make_service_with_connect_info::<Peer>();
-        let (stopping, stopped) = oneshot::channel::<()>();
-        let ended = async move {
-            ended.await;
-            drop(stopping);
-        };
-        let limit = async move {
-            let _ = stopped.await;
-            tokio::time::sleep(LAST_WORDS).await;
-        };
-        tokio::select! {
-            result = axum::serve(doors, service).with_graceful_shutdown(ended) => result,
-            () = limit => Ok(()),
-        }
+        let app = App { requests, owner, streams, body_time: self.limits.body };
+        connections::serve(listener, owner, self.limits, router(app), ended).await;
+        Ok(())
     }
 }
 
@@ -135,71 +124,7 @@ struct App {
     requests: Requests,
     owner: u32,
     streams: Arc<Semaphore>,
-}
-
-/// Who is at the other end, as the kernel says.
-#[derive(Clone, Copy, Debug)]
-struct Peer {
-    uid: u32,
-}
-
-impl Connected<IncomingStream<'_, Doors>> for Peer {
-    fn connect_info(stream: IncomingStream<'_, Doors>) -> Self {
-        *stream.remote_addr()
-    }
-}
-
-struct Doors {
-    listener: UnixListener,
-    connections: Arc<Semaphore>,
-}
-
-impl Listener for Doors {
-    type Io = Connection;
-    type Addr = Peer;
-
-    async fn accept(&mut self) -> (Connection, Peer) {
-        loop {
-            let Ok((stream, _)) = self.listener.accept().await else {
-                // Out of descriptors, for one: what is open has to end first.
-                tokio::time::sleep(Duration::from_millis(100)).await;
-                continue;
-            };
-            let Ok(permit) = self.connections.clone().try_acquire_owned() else { continue };
-            // A peer whose user is not told is nobody.
-            let uid = stream.peer_cred().map_or(u32::MAX, |c| c.uid());
-            return (Connection { stream, _permit: permit }, Peer { uid });
-        }
-    }
-
-    fn local_addr(&self) -> io::Result<Peer> {
-        Ok(Peer { uid: rustix::process::geteuid().as_raw() })
-    }
-}
-
-struct Connection {
-    stream: UnixStream,
-    _permit: OwnedSemaphorePermit,
-}
-
-impl AsyncRead for Connection {
-    fn poll_read(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &mut ReadBuf<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_read(cx, buf)
-    }
-}
-
-impl AsyncWrite for Connection {
-    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
-    }
-
-    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
-    }
-
-    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_shutdown(cx)
-    }
+    body_time: Duration,
 }
 
 /// Every way through the API: method, path, handler. The OpenAPI document is tested to name exactly these.
@@ -279,14 +204,21 @@ impl From<Refusal> for Answer {
 
 async fn check_peer(
     State(app): State<App>,
-    ConnectInfo(peer): ConnectInfo<Peer>,
+    Extension(seat): Extension<Arc<Seat>>,
     request: HttpRequest,
     next: Next,
 ) -> Response {
-    if peer.uid == 0 || peer.uid == app.owner {
-        return next.run(request).await;
+    if seat.uid == 0 || seat.uid == app.owner {
+        seat.works();
+        let response = next.run(request).await;
+        if response.extensions().get::<Endless>().is_some() {
+            seat.is_endless();
+        } else {
+            seat.waits();
+        }
+        return response;
     }
-    let error = format!("user {} may not use this fabric: expected root or its owner, user {}", peer.uid, app.owner);
+    let error = format!("user {} may not use this fabric: expected root or its owner, user {}", seat.uid, app.owner);
     let mut response =
         Answer::new(StatusCode::FORBIDDEN, error).hint("run it as the owner, or with sudo").into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
@@ -373,8 +305,16 @@ async fn capture(
     let Query(CaptureQuery { snaplen }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
     let permit = stream_permit(&app)?;
     let pieces = ask(&app.requests, |reply| Request::Capture { port, snaplen, reply }).await?;
-    Ok(([(header::CONTENT_TYPE, "application/x-pcapng")], Body::new(Pieces { pieces, _permit: permit }))
-        .into_response())
+    Ok(endless("application/x-pcapng", pieces, permit))
+}
+
+/// Marks an answer that goes on for as long as the client wants it.
+#[derive(Clone, Copy)]
+struct Endless;
+
+fn endless(kind: &'static str, pieces: mpsc::Receiver<Vec<u8>>, permit: OwnedSemaphorePermit) -> Response {
+    let body = Body::new(Pieces { pieces, _permit: permit });
+    (Extension(Endless), [(header::CONTENT_TYPE, kind)], body).into_response()
 }
 
 fn stream_permit(app: &App) -> Result<OwnedSemaphorePermit, Answer> {
@@ -419,8 +359,7 @@ async fn console(
     let (sender, pieces) = mpsc::channel(4);
     let follow = follow.unwrap_or(0) != 0;
     tokio::spawn(tail(console.log, follow.then_some((app.requests, name)), sender));
-    let body = Body::new(Pieces { pieces, _permit: permit });
-    Ok(([(header::CONTENT_TYPE, "application/octet-stream")], body).into_response())
+    Ok(endless("application/octet-stream", pieces, permit))
 }
 
 /// Sends a console's file, and what is added to it for as long as the machine to follow runs and the client stays.
@@ -482,6 +421,7 @@ async fn type_to_console(
     InPath(name): InPath<String>,
     request: HttpRequest,
 ) -> Result<StatusCode, Answer> {
+    let _permit = stream_permit(&app)?;
     let known = name.clone();
     let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
     let Some(input) = console.input else {
@@ -521,17 +461,30 @@ async fn type_to_console(
 /// A piece of a fabric file: the body as it is, or `{"toml": …}` of JSON.
 struct Sections(String);
 
-impl<S: Send + Sync> FromRequest<S> for Sections {
+impl FromRequest<App> for Sections {
     type Rejection = Answer;
 
-    async fn from_request(request: HttpRequest, state: &S) -> Result<Self, Answer> {
+    async fn from_request(request: HttpRequest, app: &App) -> Result<Self, Answer> {
         #[derive(Deserialize)]
         #[serde(deny_unknown_fields)]
         struct Wrapped {
             toml: String,
         }
         let json = is_json(request.headers());
-        let bytes = Bytes::from_request(request, state).await.map_err(|e| Answer::new(e.status(), e.body_text()))?;
+        let seat = request.extensions().get::<Arc<Seat>>().cloned();
+        // Until the body is there it is the client's turn.
+        if let Some(seat) = &seat {
+            seat.waits();
+        }
+        let bytes = tokio::time::timeout(app.body_time, Bytes::from_request(request, app)).await;
+        let late = |_| {
+            let error = format!("the body did not come within {} seconds", app.body_time.as_secs_f32());
+            Answer::new(StatusCode::REQUEST_TIMEOUT, error).hint("send as many bytes as Content-Length says")
+        };
+        let bytes = bytes.map_err(late)?.map_err(|e| Answer::new(e.status(), e.body_text()))?;
+        if let Some(seat) = &seat {
+            seat.works();
+        }
         let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error);
         if json {
             let form = |e| wrong(format!("expected {{\"toml\": \"…\"}}, found other JSON: {e}"));

@@ -1,6 +1,7 @@
 //! Server and client over a real socket, before a task that answers as the fabric's task does.
 
 use super::client::{Client, ClientError, Ending};
+use super::connections::Limits;
 use super::report::{MachineReport, Status};
 use super::server::{MAX_STREAMS, OPENAPI, Server};
 use super::{Console, Refusal, Request, samples};
@@ -107,6 +108,10 @@ async fn answer(
 
 impl Stand {
     fn new() -> Stand {
+        Stand::with(Limits::default())
+    }
+
+    fn with(limits: Limits) -> Stand {
         let dir = tempfile::tempdir().unwrap();
         let socket = dir.path().join("api.sock");
         // What a killed daemon leaves.
@@ -123,7 +128,7 @@ impl Stand {
                 read.lock().unwrap().extend(&piece[..n]);
             }
         });
-        let server = Server::bind(&socket).unwrap();
+        let server = Server::bind(&socket).unwrap().with_limits(limits);
         let captures = Arc::new(AtomicUsize::new(0));
         let status = Arc::new(Mutex::new(samples::status()));
         let (end, ended) = oneshot::channel();
@@ -251,6 +256,105 @@ fn two_clients_and_a_silent_third_do_not_wait_for_each_other() {
     });
     assert_eq!(stand.client().status().unwrap(), samples::status());
     drop((silent, half));
+}
+
+/// What a client may leave unfinished.
+const UNFINISHED: [&str; 5] = [
+    "",
+    "GET /v1/sta",
+    "GET /v1/status HTTP/1.1\r\nHost: t\r\nX: ",
+    "POST /v1/ports HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n[port.",
+    "GET /v1/status HTTP/1.1\r\nHost: t\r\nContent-Length: 100\r\n\r\n",
+];
+
+#[test]
+fn half_sent_requests_do_not_lock_their_own_user_out() {
+    let mut stand = Stand::with(Limits { head: 10 * PATIENCE, body: 10 * PATIENCE, ..Limits::default() });
+    let held: Vec<_> = (0..2 * Limits::default().connections)
+        .map(|n| {
+            let mut stream = UnixStream::connect(&stand.socket).unwrap();
+            // A connection that was replaced meanwhile is closed.
+            let _ = stream.write_all(UNFINISHED[n % UNFINISHED.len()].as_bytes());
+            stream
+        })
+        .collect();
+    let begun = Instant::now();
+    let client = stand.client();
+    assert_eq!(client.status().unwrap(), samples::status());
+    client.down().unwrap();
+    assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+    stand.thread.take().unwrap().join().unwrap();
+    stand.thread = Some(std::thread::spawn(|| ()));
+    drop(held);
+}
+
+#[test]
+fn a_request_that_does_not_go_on_is_ended() {
+    let short = Duration::from_millis(100);
+    let stand = Stand::with(Limits { head: short, body: short, stalled: short, ..Limits::default() });
+    for unfinished in UNFINISHED {
+        // The read ends when the server has closed the connection.
+        let answer = stand.raw(unfinished);
+        let status = if unfinished.starts_with("POST") { "HTTP/1.1 408" } else { "" };
+        assert!(answer.starts_with(status), "{unfinished:?}: {answer}");
+    }
+    // Answers that nobody reads: more of them than a socket holds.
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    let asked = "GET /v1/openapi.json HTTP/1.1\r\nHost: t\r\n\r\n".repeat(1000);
+    let ended = loop {
+        match stream.write_all(asked.as_bytes()) {
+            Ok(()) => {}
+            Err(error) => break error,
+        }
+    };
+    let closed = [std::io::ErrorKind::BrokenPipe, std::io::ErrorKind::ConnectionReset];
+    assert!(closed.contains(&ended.kind()), "{ended}");
+    // A capture whose reader pauses is no such answer.
+    let mut stream = UnixStream::connect(&stand.socket).unwrap();
+    stream.write_all(b"GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+    until("the start of a capture", || stand.captures.load(Ordering::SeqCst) == 1);
+    let begun = Instant::now();
+    until("four limits to pass", || begun.elapsed() > 4 * short);
+    assert_eq!(stand.captures.load(Ordering::SeqCst), 1);
+}
+
+#[test]
+fn another_users_connections_take_none_of_the_owners() {
+    if !rustix::process::geteuid().is_root() {
+        eprintln!("SKIPPED another_users_connections_take_none_of_the_owners: it takes root to become another user");
+        return;
+    }
+    let stand = Stand::with(Limits { head: 10 * PATIENCE, ..Limits::default() });
+    for path in [stand.dir.path(), &stand.socket] {
+        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
+    }
+    let socket = stand.socket.clone();
+    // On Linux a thread has a user of its own.
+    let other = std::thread::spawn(move || {
+        let nobody = rustix::process::Uid::from_raw(65534);
+        rustix::thread::set_thread_res_uid(nobody, nobody, nobody).unwrap();
+        let connect = |_| {
+            let mut stream = UnixStream::connect(&socket).unwrap();
+            // One too many is closed at once.
+            let _ = stream.write_all(b"GET /v1/status HTT");
+            stream
+        };
+        (0..300).map(connect).collect::<Vec<_>>()
+    });
+    let held = other.join().unwrap();
+    // All of the owner's connections are there for it.
+    let mine: Vec<_> =
+        (0..Limits::default().connections - 1).map(|_| UnixStream::connect(&stand.socket).unwrap()).collect();
+    assert_eq!(stand.client().status().unwrap().name, "demo");
+    for mut stream in mine {
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(b"GET /v1/nothing HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n").unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(answer.starts_with("HTTP/1.1 404"), "{answer}");
+    }
+    drop(held);
 }
 
 #[test]
