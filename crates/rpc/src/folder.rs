@@ -5,19 +5,22 @@
 //! connections, and is replaced by the next service of that name and removed by whoever lists the services. So is one whose listener's process
 //! has ended, and only a child that it forked keeps it open. What is no socket is nobody's service, and left alone.
 //!
-//! Two that register one name at a time, or one that removes a stale socket while another replaces it, are kept apart by a
-//! lock on the folder, which the kernel releases however its holder ends; nobody waits for it for longer than 2 s, since
-//! whoever can read the folder can hold it. A socket is bound under another name and renamed, so
-//! that whoever finds the name finds a listener.
+//! Processes of one user that register one name at a time, or remove a stale socket while another process replaces it, are
+//! kept apart by a lock that only this user can take: a file of mode 0600, `.lock-UID`, which is there while it is held. The folder itself
+//! is not locked, since everybody who can read it could hold that lock for ever. Users who share a folder that all of them may
+//! write are kept apart by the file system: a name is taken by a rename that replaces nothing, and what is removed as stale is
+//! first moved aside and looked at again. A socket is bound under another name and renamed, so
+//! that a client that finds the name finds a listener.
 
-use std::fs::{self, File};
+use std::fs::{self, File, OpenOptions};
 use std::io;
 use std::os::fd::OwnedFd;
-use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::fs::{FlockOperation, flock};
+use rustix::fs::{CWD, FlockOperation, OFlags, RenameFlags, flock, renameat_with};
 use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, connect, listen, socket_with};
@@ -25,7 +28,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, 
 use crate::process;
 
 const MAX_NAME_BYTES: usize = 64;
-/// How long the folder's lock is waited for: it is held for a few system calls.
+/// How long the lock is waited for: it is held for a few system calls.
 const LOCKED: Duration = Duration::from_secs(2);
 
 /// Why a service's socket could not be used.
@@ -127,29 +130,77 @@ fn is_stale(path: &Path) -> bool {
     })
 }
 
-/// The lock that keeps changes of the folder apart; released when dropped.
-struct Locked(File);
+/// The lock that keeps this user's changes of the folder apart; released, and its file removed, when dropped.
+struct Locked {
+    file: File,
+    path: PathBuf,
+}
 
 impl Drop for Locked {
     fn drop(&mut self) {
+        // Removed while it is held: a process that has opened it meanwhile sees that, and begins again.
+        let _ = fs::remove_file(&self.path);
         // Closing it would not do: a child that was forked meanwhile has the same open file, and with it the lock.
-        let _ = flock(&self.0, FlockOperation::Unlock);
+        let _ = flock(&self.file, FlockOperation::Unlock);
     }
 }
 
 fn lock(folder: &Path) -> Result<Locked, FolderError> {
-    let file = File::open(folder).map_err(system("opening", folder))?;
+    let user = rustix::process::geteuid().as_raw();
+    let path = folder.join(format!(".lock-{user}"));
     let end = Instant::now() + LOCKED;
     loop {
+        // Without waiting: where others may write the folder, it could be a pipe of theirs.
+        let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
+        let opened = OpenOptions::new().read(true).write(true).create(true).mode(0o600).custom_flags(flags).open(&path);
+        let file = opened.map_err(system("opening", &path))?;
+        let there = file.metadata().map_err(system("looking at", &path))?;
+        if !there.is_file() || there.uid() != user || there.mode() & 0o077 != 0 {
+            let (owner, mode) = (there.uid(), there.mode() & 0o7777);
+            let why = format!(
+                "it is of user {owner} with mode {mode:o}, expected a file of user {user} with mode 600; remove it"
+            );
+            return Err(system("locking", &path)(io::Error::new(io::ErrorKind::PermissionDenied, why)));
+        }
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => return Ok(Locked(file)),
+            // Its last holder removed it between our opening and our locking it: then it keeps nobody apart.
+            Ok(()) if file_of(&path) == Some((there.dev(), there.ino())) => return Ok(Locked { file, path }),
+            Ok(()) => {}
             Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
             Err(Errno::WOULDBLOCK) => {
-                let held = format!("another process has held its lock (flock) for {LOCKED:?}; end that one");
-                return Err(system("locking", folder)(io::Error::new(io::ErrorKind::WouldBlock, held)));
+                let held = format!("another process of user {user} has held it for {LOCKED:?}; end that one");
+                return Err(system("locking", &path)(io::Error::new(io::ErrorKind::WouldBlock, held)));
             }
-            Err(error) => return Err(system("locking", folder)(error.into())),
+            Err(error) => return Err(system("locking", &path)(error.into())),
         }
+    }
+}
+
+/// A name in the folder that no service has, and no other process uses.
+fn private(folder: &Path, name: &str, what: &str) -> PathBuf {
+    // Process numbers are not unique where the folder is shared across PID namespaces.
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let (next, now) = (NEXT.fetch_add(1, Ordering::Relaxed), crate::clock::now_ns());
+    folder.join(format!(".{name}.{}.{next}.{now:x}{what}", std::process::id()))
+}
+
+/// Renames where nothing stands in the way. File systems that cannot (none of those that hold `/run`) replace what is there.
+fn rename_to_free(from: &Path, to: &Path) -> io::Result<()> {
+    match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
+        Err(Errno::INVAL | Errno::NOSYS) => fs::rename(from, to),
+        renamed => Ok(renamed?),
+    }
+}
+
+/// Removes a stale socket, and nothing else: a process that does not share our lock may have replaced it since it was looked at.
+fn remove_stale(folder: &Path, path: &Path) {
+    let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+    let aside = private(folder, name.trim_start_matches('.'), ".old");
+    if fs::rename(path, &aside).is_err() {
+        return;
+    }
+    if is_stale(&aside) || rename_to_free(&aside, path).is_err() {
+        let _ = fs::remove_file(&aside);
     }
 }
 
@@ -182,22 +233,25 @@ impl Listener {
             if !is_stale(&path) {
                 return Err(FolderError::Running(name.into()));
             }
+            remove_stale(folder, &path);
         }
-        let new = folder.join(format!(".{name}.{}", std::process::id()));
-        // Left by a process of our number that was killed between the two steps.
-        let _ = fs::remove_file(&new);
+        let new = private(folder, name, "");
         let made = (|| {
             let socket = new_socket(SocketFlags::NONBLOCK)?;
             bind(&socket, &address(&new).map_err(|_| Errno::NAMETOOLONG)?)?;
             fs::set_permissions(&new, fs::Permissions::from_mode(mode))?;
             listen(&socket, 128)?;
-            fs::rename(&new, &path)?;
+            rename_to_free(&new, &path)?;
             io::Result::Ok(socket)
         })();
         let socket = made.map_err(|source| {
             let _ = fs::remove_file(&new);
             if source.raw_os_error() == Some(Errno::NAMETOOLONG.raw_os_error()) {
                 return FolderError::LongPath(new.clone());
+            }
+            if source.kind() == io::ErrorKind::AlreadyExists {
+                // Another user was faster, in a folder that both may write.
+                return FolderError::Running(name.into());
             }
             system("listening on", &path)(source)
         })?;
@@ -227,7 +281,7 @@ pub fn list(folder: &Path) -> Vec<String> {
             let locked = lock(folder);
             // Again, under the lock: it may have been replaced.
             if locked.is_ok() && is_stale(&path) {
-                let _ = fs::remove_file(&path);
+                remove_stale(folder, &path);
             }
         } else if socket_path(folder, &name).is_ok() && fs::metadata(&path).is_ok_and(|m| m.file_type().is_socket()) {
             names.push(name);
@@ -299,14 +353,37 @@ mod tests {
     }
 
     #[test]
-    fn whoever_holds_the_lock_keeps_nobody_for_ever() {
+    fn a_lock_on_the_folder_or_on_a_socket_keeps_no_name_from_being_taken() {
         let dir = tempfile::tempdir().unwrap();
         let listener = Listener::bind(dir.path(), "a", 0o600).unwrap();
-        let _held = lock(dir.path()).unwrap();
+        // As any user can who may read the folder.
+        let folder = File::open(dir.path()).unwrap();
+        flock(&folder, FlockOperation::NonBlockingLockExclusive).unwrap();
+        let began = Instant::now();
+        let other = Listener::bind(dir.path(), "b", 0o600).unwrap();
+        assert_eq!(list(dir.path()), ["a", "b"]);
+        drop((listener, other));
+        assert!(began.elapsed() < LOCKED, "the folder's lock is waited for");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+    }
+
+    #[test]
+    fn only_this_user_can_hold_the_lock_and_not_for_ever() {
+        let dir = tempfile::tempdir().unwrap();
+        let listener = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        let held = lock(dir.path()).unwrap();
+        assert_eq!(fs::metadata(&held.path).unwrap().mode() & 0o7777, 0o600);
         let error = Listener::bind(dir.path(), "b", 0o600).unwrap_err().to_string();
         assert!(error.contains("lock"), "{error}");
         drop(listener);
+        drop(held);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "its own name goes all the same");
+        // What others could open is no lock of ours: said, not waited for.
+        let planted = dir.path().join(format!(".lock-{}", rustix::process::geteuid().as_raw()));
+        fs::write(&planted, "").unwrap();
+        fs::set_permissions(&planted, fs::Permissions::from_mode(0o666)).unwrap();
+        let error = Listener::bind(dir.path(), "b", 0o600).unwrap_err().to_string();
+        assert!(error.contains("mode 666") && error.contains("remove it"), "{error}");
     }
 
     #[test]
@@ -314,10 +391,39 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let locked = lock(dir.path()).unwrap();
         // As a child has it: the same open file.
-        let inherited = locked.0.try_clone().unwrap();
+        let inherited = locked.file.try_clone().unwrap();
         drop(locked);
         assert!(lock(dir.path()).is_ok());
         drop(inherited);
+    }
+
+    #[test]
+    fn of_many_that_take_a_stale_name_one_has_it() {
+        let dir = tempfile::tempdir().unwrap();
+        for _ in 0..20 {
+            // As a killed process leaves it.
+            let killed = std::mem::ManuallyDrop::new(Listener::bind(dir.path(), "a", 0o600).unwrap());
+            rustix::net::shutdown(&killed.socket, rustix::net::Shutdown::Both).unwrap();
+            assert!(is_stale(&dir.path().join("a")));
+            let taken: Vec<_> = std::thread::scope(|scope| {
+                let all: Vec<_> = (0..6).map(|_| scope.spawn(|| Listener::bind(dir.path(), "a", 0o600).ok())).collect();
+                all.into_iter().filter_map(|one| one.join().unwrap()).collect()
+            });
+            assert_eq!(taken.len(), 1);
+            assert_eq!(list(dir.path()), ["a"]);
+            drop(taken);
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "nothing is left");
+        }
+    }
+
+    #[test]
+    fn a_socket_that_was_replaced_is_not_removed_as_stale() {
+        let dir = tempfile::tempdir().unwrap();
+        let live = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        remove_stale(dir.path(), &dir.path().join("a"));
+        assert_eq!(list(dir.path()), ["a"]);
+        drop(live);
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]

@@ -24,6 +24,7 @@ pub mod shared;
 pub mod simulate;
 mod socket;
 mod sync;
+mod warm;
 
 pub use message::Facts;
 pub use tombolo_calls::{queue, schedule};

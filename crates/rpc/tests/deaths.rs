@@ -36,7 +36,29 @@ struct Killed {
 
 impl Killed {
     fn start(role: &str, dir: &Path) -> Killed {
-        let mut child = Command::new(std::env::current_exe().unwrap())
+        Killed::start_by(&mut Command::new(std::env::current_exe().unwrap()), role, dir)
+    }
+
+    fn apart() -> Command {
+        let mut unshare = Command::new("unshare");
+        if !rustix::process::geteuid().is_root() {
+            unshare.args(["--user", "--map-root-user"]);
+        }
+        unshare.args(["--pid", "--fork", "--kill-child"]);
+        unshare
+    }
+
+    fn can_start_apart() -> bool {
+        Killed::apart().arg("true").status().is_ok_and(|status| status.success())
+    }
+
+    /// The same in a PID namespace of its own, whose processes have no number in another one that is not above it.
+    fn start_apart(role: &str, dir: &Path) -> Killed {
+        Killed::start_by(Killed::apart().arg(std::env::current_exe().unwrap()), role, dir)
+    }
+
+    fn start_by(command: &mut Command, role: &str, dir: &Path) -> Killed {
+        let mut child = command
             .args(["child", "--exact", "--nocapture", "--ignored"])
             .env(ROLE, role)
             .env(FOLDER, dir)
@@ -122,6 +144,12 @@ fn child() {
     let (large, buffer) = (vec![5; 50_000], SharedBuffer::new(1 << 20, false).unwrap());
     match role.as_str() {
         "connected" => {}
+        "calls until its provider goes" => {
+            assert_eq!(client.call(b"abc", &call).unwrap().to_vec().unwrap(), b"abc");
+            say("called");
+            while !matches!(client.call(b"x", &call), Err(CallError::ProviderGone)) {}
+            say("provider gone");
+        }
         "loan" => {
             let loan = client.loan(100_000).unwrap();
             loan.view().write_from(&[1; 50_000]);
@@ -159,6 +187,27 @@ fn child() {
     }
     say("ready");
     sleep_for_ever();
+}
+
+#[test]
+fn a_service_and_a_client_in_other_pid_namespaces_call_and_are_missed() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    if !Killed::can_start_apart() {
+        eprintln!("skipped: PID namespaces (unshare --pid) are not to be had here");
+        return;
+    }
+    let dir = tempfile::tempdir().unwrap();
+    // Neither sees a number of the other: both namespaces are beside each other.
+    let mut provider = Killed::start_apart("provider", dir.path());
+    provider.says("ready");
+    let mut client = Killed::start_apart("calls until its provider goes", dir.path());
+    client.says("called");
+    // Its name is not stale, although the process behind it has no number there.
+    assert_eq!(folder::list(dir.path()), ["s"]);
+    // One that is above them sees both.
+    assert!(connect(dir.path()).call(b"x", &CallOptions::default()).is_ok());
+    provider.kill();
+    client.says("provider gone");
 }
 
 /// All descriptors of a process, as a child that it forks has them: open for as long as these are.

@@ -223,6 +223,44 @@ fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
     works(&client);
 }
 
+/// Pages of a memfd that are there, in bytes.
+fn pages_there(fd: impl AsFd) -> u64 {
+    rustix::fs::fstat(fd).unwrap().st_blocks as u64 * 512
+}
+
+#[test]
+fn a_client_s_sparse_memory_stays_sparse_whatever_becomes_of_its_hello() {
+    let dir = tempfile::tempdir().unwrap();
+    // One client takes most of what a user may have in use: one more of that size is refused after all checks of its own.
+    let options = Options { max_bytes_per_uid: 100 << 20, folder: Some(dir.path().into()), ..Options::default() };
+    let _service = Service::register("s", options, sum).unwrap();
+    let geometry = Geometry::new(8, 64 << 20).unwrap();
+    let sparse = || section::make("hostile", geometry.section_bytes(), false).unwrap();
+    let say_hello = |fd: &OwnedFd| {
+        let socket = dial(dir.path());
+        send(&socket, &hello(8, 64 << 20), &[fd.as_fd()]);
+        let answer = receive(&socket).0;
+        (socket, answer.first().copied())
+    };
+    let (refused, welcome) = (Some(18), Some(17));
+    let (fd, _zeros) = sparse();
+    assert_eq!(say_hello(&fd).1, refused, "its header is zeros");
+    assert_eq!(pages_there(&fd), 0, "the header was read without making its page");
+    let (fd, own) = sparse();
+    initialise(own.view_mut().unwrap(), geometry, Role::Client);
+    let before = pages_there(&fd);
+    let first = say_hello(&fd);
+    assert_eq!(first.1, welcome);
+    assert!(pages_there(&fd) <= before + geometry.arena() as u64, "{} bytes", pages_there(&fd));
+    let (fd, own) = sparse();
+    initialise(own.view_mut().unwrap(), geometry, Role::Client);
+    assert_eq!(say_hello(&fd).1, refused, "it is beyond the user's share");
+    assert_eq!(pages_there(&fd), before);
+    // What is refused is not charged: with the first gone there is room.
+    drop(first);
+    until("room", || say_hello(&fd).1 == welcome);
+}
+
 #[test]
 fn a_client_that_breaks_the_protocol_is_sent_away_and_counted() {
     let dir = tempfile::tempdir().unwrap();

@@ -152,9 +152,15 @@ impl Mapping {
 
     /// Has the kernel fill in the pages now, so that no access faults later. What it cannot fill stays to be faulted in.
     pub fn populate(&self) {
+        self.populate_first(self.len as u64);
+    }
+
+    /// The same for the first `bytes` only.
+    pub fn populate_first(&self, bytes: u64) {
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX).min(self.len);
         let advice = if self.writable { Advice::LinuxPopulateWrite } else { Advice::LinuxPopulateRead };
-        // SAFETY: start and len are those of a live mapping; populating changes no byte of it.
-        let _ = unsafe { madvise(self.start.as_ptr().cast(), self.len, advice) };
+        // SAFETY: start is that of a live mapping of at least len bytes; populating changes no byte of it.
+        let _ = unsafe { madvise(self.start.as_ptr().cast(), len, advice) };
     }
 
     /// The mapping, for reading.

@@ -18,8 +18,8 @@ const TALK_BYTES: u64 = 64 << 10;
 /// The process that listens at `socket`, as the kernel has it (SO_PEERCRED, unix(7)). Nothing is said or waited for.
 pub fn listener(socket: &Path) -> Option<u32> {
     let stream = UnixStream::connect(socket).ok()?;
-    let peer = rustix::net::sockopt::socket_peercred(&stream).ok()?;
-    u32::try_from(peer.pid.as_raw_nonzero().get()).ok()
+    let pid = tombolo_shm::credentials::peer(&stream).ok()?.pid_or_zero();
+    (pid != 0).then_some(pid)
 }
 
 /// Presses the power button of the machine whose monitor listens at `socket`. What the guest makes of it is its own matter.

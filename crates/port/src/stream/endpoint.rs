@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::str::FromStr;
+use tombolo_shm::credentials;
 
 /// The address of a stream socket: `unix:PATH`, a plain `/PATH`, or `tcp:IP:PORT`.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]
@@ -164,8 +165,8 @@ pub(crate) fn connected(socket: OwnedFd) -> Result<Progress, Errno> {
 /// Who is at the other end, as far as the kernel vouches for it.
 pub(crate) fn describe_peer(socket: impl AsFd) -> String {
     let unix = sockopt::socket_domain(&socket) == Ok(AddressFamily::UNIX);
-    if let (true, Ok(credentials)) = (unix, sockopt::socket_peercred(&socket)) {
-        return format!("pid {} uid {}", credentials.pid.as_raw_nonzero(), credentials.uid.as_raw());
+    if let (true, Ok(peer)) = (unix, credentials::peer(&socket)) {
+        return format!("pid {} uid {}", peer.pid_or_zero(), peer.uid);
     }
     let address = net::getpeername(&socket).ok().and_then(|a| SocketAddr::try_from(a?).ok());
     address.map_or("unknown".into(), |a| a.to_string())

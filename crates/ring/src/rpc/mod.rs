@@ -240,7 +240,11 @@ impl Geometry {
         self.arena() as u64 + self.arena_bytes
     }
 
-    fn header(&self, role: Role) -> [u8; HEADER_BYTES] {
+    /// Bytes of a section's header.
+    pub const HEADER_BYTES: usize = HEADER_BYTES;
+
+    /// The header of a section of this geometry, at its start.
+    pub fn header(&self, role: Role) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[0..8].copy_from_slice(&MAGIC.to_le_bytes());
         bytes[8..12].copy_from_slice(&VERSION.to_le_bytes());

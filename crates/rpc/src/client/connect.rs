@@ -17,6 +17,7 @@ use crate::message::{Facts, Malformed, Message};
 use crate::poll::Polling;
 use crate::provider::{MAX_REPLY_ARENA_BYTES, Report};
 use crate::socket::{self, Received};
+use crate::warm;
 
 /// How a client connects.
 #[derive(Clone, Debug)]
@@ -205,9 +206,13 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
         )));
     }
     let peer_geometry = Geometry::new(entries, facts.arena_bytes).ok_or(ConnectError::from(Malformed::Bytes))?;
-    let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true)?;
+    let peer = section::adopt(&theirs, peer_geometry.section_bytes(), false)?;
+    if !warm::has_header(&theirs, peer_geometry, Role::Provider) {
+        return Err(ConnectError::Broken(Broken::Header));
+    }
     let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(ConnectError::Broken)?;
     ends.check_peer(Role::Provider).map_err(ConnectError::Broken)?;
+    warm::fault_in(&theirs, &peer, peer_geometry);
     let bell =
         Doorbell::adopt(bell).map_err(|source| ConnectError::System { what: "the service's doorbell", source })?;
     Ok(Connected { socket, bell, own: (own, own_geometry), peer: (peer, peer_geometry), facts })

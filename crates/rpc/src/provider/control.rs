@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, Timespec, epoll, eventfd};
 use rustix::io::Errno;
-use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown, sockopt};
+use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use tombolo_ring::rpc::{Ends, Geometry, Role, initialise};
 use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::{credentials, section};
@@ -29,6 +29,7 @@ use crate::schedule::Late;
 use crate::shared::Taken;
 use crate::socket::{self, Received};
 use crate::sync::lock;
+use crate::warm;
 
 /// How often the queue is looked at while requests are served.
 const ATTEND: Duration = Duration::from_millis(10);
@@ -190,9 +191,8 @@ impl Control {
                 }
                 Err(_) => return,
             };
-            let Ok(peer) = sockopt::socket_peercred(&socket) else { continue };
-            let caller =
-                Caller { pid: peer.pid.as_raw_nonzero().get() as u32, uid: peer.uid.as_raw(), gid: peer.gid.as_raw() };
+            let Ok(peer) = credentials::peer(&socket) else { continue };
+            let caller = Caller { pid: peer.pid_or_zero(), uid: peer.uid, gid: peer.gid };
             let own = rustix::process::geteuid().as_raw();
             let groups = || credentials::peer_groups(&socket).unwrap_or_default();
             if !self.engine.options.access.allows(own, caller, groups) {
@@ -348,6 +348,8 @@ impl Control {
         arena_bytes: u64,
         fds: Vec<OwnedFd>,
     ) -> Result<(Arc<Connection>, Place), String> {
+        // Everything is checked before memory is made, mapped pages are touched or anything is charged: a
+        // refusal costs a few system calls, and leaves nothing behind.
         let share = self.share(caller.uid);
         let options = &self.engine.options;
         let [theirs] = <[OwnedFd; 1]>::try_from(fds)
@@ -361,6 +363,10 @@ impl Control {
         let sizes = || format!("{entries} entries and an arena of {arena_bytes} bytes: expected powers of two");
         let peer_geometry = Geometry::new(entries, arena_bytes).ok_or_else(sizes)?;
         let own_geometry = Geometry::new(entries, options.reply_arena_bytes).ok_or_else(sizes)?;
+        let peer = section::adopt(&theirs, peer_geometry.section_bytes(), false).map_err(|e| e.to_string())?;
+        if !warm::has_header(&theirs, peer_geometry, Role::Client) {
+            return Err("the section's header is not that of this version".into());
+        }
         let bytes = peer_geometry.section_bytes() + own_geometry.section_bytes();
         let too_much = |amount: u64, what: &str, max: u64| {
             let uid = caller.uid;
@@ -370,12 +376,12 @@ impl Control {
         let asked = u64::from(entries);
         let entries = share.entries.take(asked);
         let entries = entries.ok_or_else(|| too_much(asked, "entries", options.max_entries_per_uid))?;
-        let peer = section::adopt(&theirs, peer_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let (fd, own) = section::make("tombolo-rpc", own_geometry.section_bytes(), true).map_err(|e| e.to_string())?;
         let view = own.view_mut().ok_or("the section cannot be written")?;
         initialise(view, own_geometry, Role::Provider);
         let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(|e| e.to_string())?;
-        ends.check_peer(Role::Client).map_err(|_| "the section's header is not that of this version".to_string())?;
+        ends.check_peer(Role::Client).map_err(|e| e.to_string())?;
+        warm::fault_in(&theirs, &peer, peer_geometry);
         let bell = Doorbell::new().map_err(|e| e.to_string())?;
         let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
         let taken = Taken::new(options.max_shared_bytes, share.bytes);

@@ -23,6 +23,7 @@
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
 
+use crate::credentials;
 use crate::listener::Listener;
 use crate::passing::{self, MAX_DESCRIPTORS};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -189,14 +190,14 @@ pub(super) fn sign(fd: impl AsFd) -> PollFlags {
 /// # Errors
 /// The kernel's, where it cannot even wait.
 pub fn serve(listener: Listener) -> Result<(), Errno> {
-    let me = rustix::process::geteuid();
+    let me = rustix::process::geteuid().as_raw();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
     // Gone before the connections are: whoever sees them end starts another keeper in its place.
     let listener = listener;
     loop {
         while let Ok(Some(connection)) = listener.accept() {
-            if sockopt::socket_peercred(&connection).is_ok_and(|c| c.uid == me) {
+            if credentials::peer(&connection).is_ok_and(|c| c.uid == me) {
                 connections.push(connection);
             }
         }

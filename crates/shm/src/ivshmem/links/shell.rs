@@ -6,13 +6,14 @@ use super::{
     Config, Event, Kind, Launch, Link, LinkError, Member, Opened, Trouble, Watcher, duplicate, has_ended, lock, now_ns,
     seat, seat_words,
 };
+use crate::credentials;
 use crate::doorbell::Doorbell;
 use crate::listener::Listener;
 use crate::memory::{Mapping, cannot_shrink, sealed_region};
 use crate::passing;
 use rustix::event::epoll;
 use rustix::io::Errno;
-use rustix::net::{SocketType, sockopt};
+use rustix::net::SocketType;
 use rustix::time::Timespec;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -426,7 +427,7 @@ impl Inner {
     }
 
     fn welcome(&mut self, name: &str, seat: Seat, connection: OwnedFd) -> Option<()> {
-        let pid = sockopt::socket_peercred(&connection).map_or(0, |c| c.pid.as_raw_nonzero().get() as u32);
+        let pid = credentials::peer(&connection).map_or(0, |peer| peer.pid_or_zero());
         let link = self.links.get_mut(name)?;
         let hears = match (seat, link.config.shape.dialect) {
             (Seat::Fixed(_), Dialect::V1) => Hears::Seats,
