@@ -10,6 +10,7 @@ use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_switch::control::PortSettings;
+use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 
 impl Bells for Registers {
@@ -51,16 +52,18 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
         mtu: u32::from(header.mtu()),
         offloads: if header.offloads && own_id == 1 { Offloads::Taken } else { Offloads::None },
     };
+    // The fabric at the other end limits what the guest floods; here nobody is to be protected from it.
+    let settings = PortSettings { storm: Storm::OFF, ..PortSettings::default() };
     let reserved = handle.reserve()?;
     let (port, _) = Ivshmem::new(end, PollSettings::default(), worker.registration(&reserved))
         .map_err(|error| AgentError::Header { address: device.address.clone(), problem: error.to_string() })?;
-    handle.add_port(reserved, network, "ivshmem", Box::new(port), PortSettings::default())?;
+    handle.add_port(reserved, network, "ivshmem", Box::new(port), settings.clone())?;
 
     let reserved = handle.reserve()?;
     let config = TapConfig { mtu: Some(u32::from(header.mtu())), mac, ..TapConfig::new(tap) };
     let port = TapPort::open(&config, worker.registration(&reserved))?;
     let name = port.name().to_owned();
-    handle.add_port(reserved, network, "tap", Box::new(port), PortSettings::default())?;
+    handle.add_port(reserved, network, "tap", Box::new(port), settings)?;
 
     match polled_because {
         None => println!("{name}: {device}, link `{}`, wake-ups by interrupt (vfio)", header.name.as_str()),

@@ -18,6 +18,7 @@ use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::guard::Guard;
+use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::network::{Network, Plan};
 use tombolo_switch::port::Caps;
@@ -139,7 +140,13 @@ fn turn(name: &str, bytes: usize) {
             let port = Memory::new(frames, Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
             let reserved = handle.reserve().expect("a free token");
             handle
-                .add_port(reserved, network, "memory", Box::new(port), PortSettings::default())
+                .add_port(
+                    reserved,
+                    network,
+                    "memory",
+                    Box::new(port),
+                    PortSettings { storm: Storm::OFF, ..PortSettings::default() },
+                )
                 .expect("a port that is added");
         }
         handle

@@ -1,13 +1,14 @@
 //! The control side of a worker: what other threads may ask of it.
 //!
-//! A [`WorkerHandle`] sends commands through a queue and wakes the worker, which does them between two rounds; the
-//! call returns when it is done. So nothing in a frame's path takes a lock, and a command sees a worker at rest.
+//! A [`WorkerHandle`] sends commands through a queue and wakes the worker, which runs them between two turns of its ports; the
+//! call returns when it is done. So an answer waits for one turn at most, however many ports are busy. So nothing in a frame's path takes a lock, and a command sees a worker at rest.
 //! Calls are for control threads: a port must never call its own worker's handle, which would wait for itself.
 
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
 use crate::counters::{Counter, PortCounters};
 use crate::guard::Guard;
+use crate::limit::{Rates, Storm};
 use crate::mac::{MacEntry, MacSettings, MacStats};
 use crate::network::Network;
 use crate::port::{Caps, Link, Port};
@@ -45,6 +46,10 @@ pub struct PortSettings {
     pub guard: Guard,
     /// MAC addresses that may be learned behind it; `None` for the network's limit.
     pub mac_limit: Option<u32>,
+    /// What it may flood.
+    pub storm: Storm,
+    /// What it may carry.
+    pub rates: Rates,
 }
 
 /// Why a worker did not do what it was asked.
@@ -116,6 +121,10 @@ pub struct PortStatus {
     pub details: Vec<(&'static str, String)>,
     /// Its guard.
     pub guard: Guard,
+    /// What it may flood.
+    pub storm: Storm,
+    /// What it may carry.
+    pub rates: Rates,
     /// MAC addresses learned behind it.
     pub macs: u32,
     /// Whether it is being polled.
@@ -340,7 +349,8 @@ impl WorkerHandle {
         if !Arc::ptr_eq(&reserved.tokens, &self.0.tokens) {
             return Err(ControlError::ForeignToken(name.into()));
         }
-        let slot = Slot::new(reserved, network, name, port, remake, settings.guard);
+        let mut slot = Slot::new(reserved, network, name, port, remake, settings.guard);
+        slot.limit(settings.storm, settings.rates);
         // What could not be added comes back, to be dropped by the caller's thread.
         let refused = self.call(move |core| {
             let number = slot.token.token().0 as u16;
@@ -348,6 +358,7 @@ impl WorkerHandle {
                 return Err((ControlError::NoSuchNetwork(network), slot));
             };
             network.join(number, settings.mac_limit);
+            network.set_storm(number, settings.storm);
             let elsewhere = network.set_pins(number, &slot.guard);
             if elsewhere != 0 {
                 network.leave(number);
@@ -384,6 +395,22 @@ impl WorkerHandle {
                 0 => Ok(()),
                 n => Err(ControlError::PinnedElsewhere(n)),
             }
+        })?
+    }
+
+    /// Gives a port other limits, from its next turn on.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn set_limits(&self, token: Token, storm: Storm, rates: Rates) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
+            let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
+            slot.limit(storm, rates);
+            let id = slot.network;
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            network.network.set_storm(token.0 as u16, storm);
+            Ok(())
         })?
     }
 
@@ -494,6 +521,8 @@ impl Core {
                 caps,
                 details,
                 guard: slot.guard.clone(),
+                storm: slot.storm,
+                rates: slot.rates,
                 macs: network.map_or(0, |n| n.network.macs.behind(number)),
                 active: slot.active,
                 counters: slot.counters.clone(),

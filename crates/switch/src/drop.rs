@@ -61,6 +61,16 @@ reasons! {
     GatewayRefused = "gateway_refused",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
+    /// The port sends more broadcast frames than its `storm` limit allows.
+    BroadcastStorm = "broadcast_storm",
+    /// The port sends more multicast frames than its `storm` limit allows.
+    MulticastStorm = "multicast_storm",
+    /// The port sends more frames to unknown addresses than its `storm` limit allows.
+    UnknownStorm = "unknown_storm",
+    /// The frame was to be copied to all ports, and the port's share of such copies and the network's pool are used up.
+    FloodBudget = "flood_budget",
+    /// The destination's `rate` limit was reached.
+    RateLimit = "rate_limit",
 }
 
 impl Reason {

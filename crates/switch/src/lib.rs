@@ -26,6 +26,7 @@ pub mod drop;
 pub mod frame;
 pub mod gateway;
 pub mod guard;
+pub mod limit;
 pub mod mac;
 pub mod nat;
 pub mod network;

@@ -17,6 +17,7 @@
 //! | destination unknown, multicast or broadcast | a copy to every other port whose link is up |
 //! | destination a reserved group address (IEEE 802.1Q table 8-1, all but spanning tree's own) | dropped, `reserved` |
 //! | flooded, and no other port is up | dropped, `no_destination` |
+//! | flooded beyond what storm control allows ([`crate::limit`]) | dropped, `…_storm` or `flood_budget` |
 //!
 //! # Accounting
 //! A frame that came in is counted once: as one of the port's `rx_frames`, and then either as one of its
@@ -28,6 +29,7 @@ use crate::counters::Counter;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame};
 use crate::guard::Guard;
+use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
 
@@ -52,6 +54,9 @@ pub struct Network {
     members: Vec<PortNumber>,
     /// Members whose link is up: where floods go.
     up: Vec<PortNumber>,
+    /// Whether a port is in `up`, by its number.
+    is_up: Vec<bool>,
+    floods: Floods,
 }
 
 /// Facts of a batch that tell whether its frames fit a destination as they are.
@@ -151,12 +156,18 @@ impl Network {
             counters: NetworkCounters::default(),
             members: Vec::new(),
             up: Vec::new(),
+            is_up: Vec::new(),
+            floods: Floods::default(),
         }
     }
 
-    /// Joins `port`, its link down; `mac_limit` as in [`MacTable::add_port`].
+    /// Joins `port`, its link down, without storm control; `mac_limit` as in [`MacTable::add_port`].
     pub fn join(&mut self, port: PortNumber, mac_limit: Option<u32>) {
         self.macs.add_port(port, mac_limit);
+        self.floods.set(port, Storm::OFF);
+        if self.is_up.len() <= port as usize {
+            self.is_up.resize(port as usize + 1, false);
+        }
         self.members.push(port);
     }
 
@@ -164,7 +175,12 @@ impl Network {
     pub fn leave(&mut self, port: PortNumber) {
         self.macs.remove_port(port);
         self.members.retain(|p| *p != port);
-        self.up.retain(|p| *p != port);
+        self.set_link(port, false);
+    }
+
+    /// Sets what `port`, a member, may flood.
+    pub fn set_storm(&mut self, port: PortNumber, storm: Storm) {
+        self.floods.set(port, storm);
     }
 
     /// The ports, in the order in which they joined.
@@ -174,6 +190,9 @@ impl Network {
 
     /// Says whether floods are to reach `port`, a member.
     pub fn set_link(&mut self, port: PortNumber, up: bool) {
+        if let Some(is_up) = self.is_up.get_mut(port as usize) {
+            *is_up = up;
+        }
         match (self.up.iter().position(|p| *p == port), up) {
             (None, true) => self.up.push(port),
             (Some(at), false) => {
@@ -204,7 +223,7 @@ impl Network {
         plan: &mut Plan,
         drops: &mut Drops,
     ) -> Summary {
-        let now = Tick::of(now);
+        let (instant, now) = (now, Tick::of(now));
         self.macs.expire(now);
         let mut summary = Summary::default();
         // The address zero is no station's, so it can stand for "none yet": it never has a verdict kept.
@@ -261,17 +280,26 @@ impl Network {
                     plan.lose(index, Reason::NotTransformable, drops);
                 }
                 Way::Unknown | Way::Group => {
-                    let mut reached = 0;
-                    for port in self.up.iter().filter(|port| **port != from) {
-                        plan.push(*port, index as u16);
-                        reached += 1;
-                    }
+                    let own = self.is_up.get(from as usize).is_some_and(|up| *up);
+                    let (up, reached) = (self.up.len() as u64, self.up.len() as u64 - u64::from(own));
                     if reached == 0 {
                         plan.lose(index, Reason::NoDestination, drops);
-                    } else {
-                        copies += reached;
-                        *(if to == Way::Group { &mut group } else { &mut unknown }) += 1;
+                        continue;
                     }
+                    let why = match to {
+                        Way::Group if destination == Address::BROADCAST => Flooded::Broadcast,
+                        Way::Group => Flooded::Multicast,
+                        _ => Flooded::Unknown,
+                    };
+                    if let Err(reason) = self.floods.admit(instant, from, why, (reached, up)) {
+                        plan.lose(index, reason, drops);
+                        continue;
+                    }
+                    for port in self.up.iter().filter(|port| **port != from) {
+                        plan.push(*port, index as u16);
+                    }
+                    copies += reached;
+                    *(if to == Way::Group { &mut group } else { &mut unknown }) += 1;
                 }
             }
         }

@@ -19,7 +19,9 @@
 //! # Invariants
 //! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of the port that the
 //!   frames came from. It pays a budget's worth per round in place of a turn, so that one that floods, or has others'
-//!   ports cut its frames, gets no more of the worker's time than the rest.
+//!   ports cut its frames, gets no more of the worker's time than the rest. Its next turn takes fewer frames, so that no
+//!   turn costs much more than a budget's worth of copies.
+//! * A control command waits for one turn at most, and a wake-up for [`ROUND_TIME`] and one turn.
 //! * A port's clock is never further behind than [`SERVICE_INTERVAL`] when it gets frames, even while it sleeps.
 //! * All ports of a network belong to one worker, so the path of a frame takes no lock
 //!   (docs/decisions/0001-one-worker-per-network.md).
@@ -49,10 +51,12 @@ use crate::counters::PortCounters;
 use crate::drop::{Drops, Reason};
 use crate::frame::Batch;
 use crate::guard::Guard;
+use crate::limit::{Meter, Rates, Storm};
 use crate::network::{Network, Plan, Summary};
 use crate::offload::{Transformer, Work};
 use crate::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use crate::wait::{CONTROL, Token, Waiter};
+use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::mpsc::Receiver;
@@ -62,6 +66,15 @@ use std::sync::mpsc::Receiver;
 pub const POLL_INTERVAL: Nanos = Nanos(25_000);
 /// A port that is polled without pause gets its control side looked after at least this often.
 pub const SERVICE_INTERVAL: Nanos = Nanos(2_000_000);
+/// A round that takes longer goes on after the waiter was asked and timers have run.
+pub const ROUND_TIME: Nanos = Nanos(1_000_000);
+/// Turns between two looks at the clock within a round.
+const TURNS_PER_LOOK: usize = 4;
+/// A port most of whose frames are lost to storm control gets this part of a budget per turn: frames that are only dropped cost
+/// time too.
+const STORM_PART: usize = 16;
+/// Frames per turn of a port whose sending is limited.
+const LIMITED_BUDGET: usize = 8;
 /// How long a port is left alone after a fault.
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
 /// Longest pause before a port that panicked is made anew, so that a guest that finds a way to make it panic costs
@@ -92,9 +105,8 @@ pub(crate) struct Core {
     /// When the first round began.
     pub(crate) started: Option<Nanos>,
     pub(crate) stopped: bool,
-    active: Vec<u16>,
-    /// Empty between rounds; keeps its memory for the next.
-    next_active: Vec<u16>,
+    /// Ports that want turns, the next one first.
+    active: VecDeque<u16>,
     ready: Vec<Token>,
     /// No deadline of any slot is earlier than this.
     earliest: Nanos,
@@ -104,6 +116,8 @@ pub(crate) struct Core {
     plan: Plan,
     transformer: Transformer,
     spare: Batch<'static>,
+    /// Frames that a rate limit lets pass; keeps its memory.
+    passed: Vec<u16>,
 }
 
 /// A network and its name.
@@ -151,6 +165,12 @@ pub(crate) struct Slot {
     wants_service: bool,
     /// Copies and segments of earlier turns that are not paid for yet.
     debt: u64,
+    /// Most frames of the next turn, where the last one was costly.
+    allowance: usize,
+    pub(crate) storm: Storm,
+    pub(crate) rates: Rates,
+    send: Meter,
+    receive: Meter,
     last_frame_at: Nanos,
     serviced_at: Nanos,
     deadline: Nanos,
@@ -213,8 +233,7 @@ impl Worker {
             now: Nanos(0),
             started: None,
             stopped: false,
-            active: Vec::new(),
-            next_active: Vec::new(),
+            active: VecDeque::new(),
             ready: Vec::new(),
             earliest: NEVER,
             polled_at: Nanos(0),
@@ -222,6 +241,7 @@ impl Worker {
             plan: Plan::default(),
             transformer: Transformer::default(),
             spare: Batch::with_capacity(settings.budget),
+            passed: Vec::new(),
         };
         (Worker { core, commands }, handle)
     }
@@ -266,7 +286,7 @@ impl Worker {
         if core.now >= core.earliest {
             core.run_timers();
         }
-        core.round();
+        core.round(waiter, &self.commands);
         !core.stopped
     }
 }
@@ -331,7 +351,7 @@ impl Core {
             return;
         }
         slot.active = true;
-        self.active.push(index);
+        self.active.push_back(index);
         if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded_call(|| port.disarm())) {
             slot.suffer(trouble, self.now);
         }
@@ -350,22 +370,27 @@ impl Core {
         }
     }
 
-    /// One turn for each port that was active when the round began.
-    fn round(&mut self) {
+    /// One turn for each port that was active when the round began, for at most [`ROUND_TIME`]: those that are left are first in
+    /// the next round. Commands are run between turns.
+    fn round(&mut self, waiter: &mut impl Waiter, commands: &Receiver<Command>) {
         self.moved = 0;
         if self.active.is_empty() {
             return;
         }
         self.counters.rounds.add(1);
-        // Who becomes active meanwhile has its turn in the next round, so nobody can be overtaken for ever.
-        let next = std::mem::take(&mut self.next_active);
-        let mut current = std::mem::replace(&mut self.active, next);
-        for index in current.drain(..) {
+        // A port that becomes active meanwhile queues up behind, so none can be overtaken for ever.
+        for turn in 1..=self.active.len() {
+            let Some(index) = self.active.pop_front() else { break };
             if self.turn(index) {
-                self.active.push(index);
+                self.active.push_back(index);
+            }
+            while let Ok(command) = commands.try_recv() {
+                command(self);
+            }
+            if self.stopped || turn % TURNS_PER_LOOK == 0 && waiter.now().since(self.now) >= ROUND_TIME {
+                break;
             }
         }
-        self.next_active = current;
     }
 
     /// A turn of one port; returns whether it stays active.
@@ -397,6 +422,16 @@ impl Core {
             slot.debt = slot.debt.saturating_sub(budget as u64);
             return Ok(true);
         }
+        let mut budget = budget.min(slot.allowance);
+        if slot.send.is_on() {
+            let pause = slot.send.wait(now);
+            if pause != Nanos(0) {
+                slot.deadline = slot.deadline.min(now.after(pause));
+                return Ok(false);
+            }
+            // Frames may be of 64 KiB, so a turn takes few of them.
+            budget = budget.min(LIMITED_BUDGET);
+        }
         let Some(port) = &mut slot.port else { return Ok(false) };
         let mut batch = std::mem::take(&mut self.spare);
         let mut drops = Drops::default();
@@ -407,8 +442,10 @@ impl Core {
         slot.counters.rx_frames.add(taken as u64 + refused);
         if taken != 0 {
             let from = Source { index, network: slot.network, guard: &slot.guard, counters: &slot.counters };
-            let cost = self.pass_on(from, &mut slot.taps, &batch, &mut drops);
-            slot.debt = cost.saturating_sub(budget as u64);
+            let (cost, bytes) = self.pass_on(from, &mut slot.taps, &batch, &mut drops);
+            slot.debt = cost.saturating_sub(self.settings.budget as u64);
+            slot.send.charge(now, taken as u64, bytes);
+            slot.allowance = allowance(self.settings.budget, taken, cost, &drops);
         }
         self.spare = batch.recycle();
         slot.counters.add_rx_drops(&mut drops);
@@ -433,13 +470,13 @@ impl Core {
     }
 
     /// Decides on a batch of `index` and hands its frames to their destinations; returns how many copies and segments
-    /// that took.
+    /// that took, and the bytes that came.
     #[inline]
-    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) -> u64 {
+    fn pass_on(&mut self, from: Source<'_>, taps: &mut Vec<Tap>, batch: &Batch<'_>, drops: &mut Drops) -> (u64, u64) {
         let Some(Some(NetworkSlot { network, .. })) = self.networks.get_mut(from.network.0 as usize) else {
             // A network goes only after its ports, so this cannot be; the frames are accounted for all the same.
             drops.count(Reason::NoDestination, batch.len() as u64);
-            return 0;
+            return (0, 0);
         };
         self.plan.note_drops(!taps.is_empty());
         let summary = network.decide(self.now, from.index, from.guard, batch, &mut self.plan, drops);
@@ -459,7 +496,7 @@ impl Core {
             }
         }
         self.plan.clear();
-        cost
+        (cost, summary.bytes)
     }
 
     /// Has a destination that slept look at the time, and at what its control side left. Inner ports act on frames
@@ -493,9 +530,17 @@ impl Core {
     /// where there is no such port.
     #[inline]
     fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> Option<u64> {
-        let which = self.plan.frames_to(to);
+        let mut which = self.plan.frames_to(to);
         let slot = self.slots[to as usize].as_mut()?;
         let mut drops = Drops::default();
+        if slot.receive.is_on() {
+            slot.receive.pass(self.now, batch, which, &mut self.passed, &mut drops);
+            slot.counters.add_tx_drops(&mut drops);
+            which = &self.passed;
+            if which.is_empty() {
+                return Some(0);
+            }
+        }
         let Some(port) = &mut slot.port else {
             drops.count(Reason::LinkDown, which.len() as u64);
             slot.counters.add_tx_drops(&mut drops);
@@ -602,6 +647,24 @@ fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Trouble {
     Trouble::Fault(Fault { kind: FaultKind::System, detail })
 }
 
+/// Frames that a port may give in its next turn, after one of `taken` frames that cost `cost` copies: about as many as make
+/// a budget's worth of copies, and few if most were lost to storm control.
+#[inline]
+fn allowance(budget: usize, taken: usize, cost: u64, drops: &Drops) -> usize {
+    let mut next = usize::MAX;
+    if cost > taken as u64 {
+        next = (budget as u64 * taken as u64 / cost) as usize;
+    }
+    if drops.any() {
+        let storm = [Reason::BroadcastStorm, Reason::MulticastStorm, Reason::UnknownStorm, Reason::FloodBudget];
+        let lost: u64 = storm.into_iter().map(|reason| drops.of(reason)).sum();
+        if lost * 2 > taken as u64 {
+            next = next.min(budget / STORM_PART);
+        }
+    }
+    next.max(1)
+}
+
 /// [`Port::receive`] with a panic caught; a function of its own for the sake of the batch's lifetime.
 #[inline]
 fn receive<'m>(
@@ -647,11 +710,22 @@ impl Slot {
             when_up: None,
             wants_service: true,
             debt: 0,
+            allowance: usize::MAX,
+            storm: Storm::default(),
+            rates: Rates::default(),
+            send: Meter::default(),
+            receive: Meter::default(),
             last_frame_at: Nanos(0),
             serviced_at: Nanos(0),
             deadline: NEVER,
             quiet_until: Nanos(0),
         })
+    }
+
+    /// Sets the limits; buckets start full.
+    pub(crate) fn limit(&mut self, storm: Storm, rates: Rates) {
+        (self.storm, self.rates) = (storm, rates);
+        (self.send, self.receive) = (Meter::new(rates.send), Meter::new(rates.receive));
     }
 
     /// Records what happened, and resets the port or drops it.

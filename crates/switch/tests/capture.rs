@@ -33,7 +33,7 @@ fn tshark(file: &[u8], fields: &[&str]) -> Vec<Vec<String>> {
 fn tshark_reads_what_a_port_received_transmitted_and_dropped() {
     let mut bench = Bench::new(WorkerSettings::default());
     let net = bench.network(MacSettings::default());
-    let a = bench.port(net, PortSettings { guard: Guard::new(&[mac(1)], &[]), mac_limit: None });
+    let a = bench.port(net, PortSettings { guard: Guard::new(&[mac(1)], &[]), ..PortSettings::default() });
     let [b] = bench.ports(net);
     let clock_start = Nanos(1_700_000_000_123_456_789);
     let settings = CaptureSettings { clock_start, snap_bytes: 100, ..CaptureSettings::default() };

@@ -28,7 +28,8 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                 1 => Guard::new(&[], &["10.0.0.1".parse().unwrap()]),
                 _ => Guard::default(),
             };
-            let peer = bench.port(net, PortSettings { guard, mac_limit: (n % 5 == 0).then_some(3) });
+            let peer = bench
+                .port(net, PortSettings { guard, mac_limit: (n % 5 == 0).then_some(3), ..PortSettings::default() });
             peer.lock().caps = match n % 3 {
                 0 => Caps::plain(1500),
                 1 => Caps { tso4: false, ..Caps::full(1500) },

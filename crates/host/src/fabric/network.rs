@@ -15,6 +15,7 @@ use tombolo_switch::gateway::{
     DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
 };
 use tombolo_switch::guard::Guard;
+use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::worker::Remake;
 
@@ -111,7 +112,7 @@ impl Running {
         let registration = worker.thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
-        let settings = PortSettings { guard, mac_limit: None };
+        let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
         let again = gateway.clone();
         let remake: Remake = Box::new(move |now| match again.remake(now) {
             Ok(port) => Ok(Box::new(port)),

@@ -93,7 +93,7 @@ impl Running {
         let registration = worker.thread.registration(&reserved);
         let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default();
-        let settings = PortSettings { guard, mac_limit: None };
+        let settings = PortSettings { guard, ..PortSettings::default() };
         let handle = worker.thread.handle();
         let added = match remake {
             Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings),

@@ -10,6 +10,7 @@ use tombolo_switch::control::{NetworkId, PortSettings, WorkerHandle, WorkerSetti
 use tombolo_switch::counters::PortCounters;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, Mac, Offload, SegmentKind, Segmentation};
+use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
@@ -18,7 +19,7 @@ use tombolo_switch::worker::{Remake, Worker};
 #[derive(Default)]
 pub struct Clock {
     pub now: Nanos,
-    ready: Vec<Token>,
+    pub ready: Vec<Token>,
     /// Sleeps that would have lasted for ever.
     pub endless_sleeps: u64,
     /// Sleeps with a timeout that ran out.
@@ -383,8 +384,9 @@ impl Bench {
         peer
     }
 
+    /// Ports without storm control.
     pub fn ports<const N: usize>(&mut self, network: NetworkId) -> [Peer; N] {
-        std::array::from_fn(|_| self.port(network, PortSettings::default()))
+        std::array::from_fn(|_| self.port(network, PortSettings { storm: Storm::OFF, ..PortSettings::default() }))
     }
 
     /// Runs until the worker would sleep for ever. Panics where it never does.
