@@ -258,7 +258,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     assert_eq!(refused.unwrap().unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
 
     // A fabric that starts again with these leases gives the same client the same address, whatever it says.
-    let stored = (*fabric.gateway.leases()).clone();
+    let stored = fabric.gateway.leases();
     fabric.stop();
     let fabric = Fabric::start(&stored);
     let told = fabric.udhcpc("");

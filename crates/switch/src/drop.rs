@@ -59,6 +59,8 @@ reasons! {
     GatewayFull = "gateway_full",
     /// The frame is addressed to the gateway, and is cut short, a fragment, wrongly summed or from a false address.
     GatewayRefused = "gateway_refused",
+    /// The sender's DHCP messages exceed its rate.
+    DhcpRate = "dhcp_rate",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
     /// The port sends more broadcast frames than its `storm` limit allows.

@@ -21,6 +21,7 @@
 mod bypass;
 mod capture;
 mod drive;
+mod leases;
 mod machine;
 mod network;
 #[cfg(test)]
@@ -605,8 +606,9 @@ impl Running {
         for name in names {
             self.drop_port(&name);
         }
+        self.networks.values().for_each(Net::stop_leases);
         for net in self.networks.values() {
-            net.save_leases(&say);
+            net.finish_leases(&say);
         }
         self.networks.clear();
         self.end_links();

@@ -1,8 +1,7 @@
-//! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases in a file.
+//! Workers and networks: a thread with its reactor, a switch in it, a gateway on it, its leases kept.
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,25 +10,24 @@ use tokio::sync::Notify;
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
-use tombolo_switch::gateway::{
-    DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
-};
+use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, Member, Start};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::worker::Remake;
 
+use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
 use crate::resolver::{Resolver, Servers, Timing};
-use crate::rundir::write_whole;
 
 /// A network that runs.
 pub(crate) struct Net {
     pub(crate) id: NetworkId,
-    /// The gateway and its leases' file; none in a network that joins a real one and asks for none.
+    /// None in a network that joins a real one and asks for none.
     pub(crate) gateway: Option<GatewayHandle>,
-    leases: PathBuf,
+    /// Writes the gateway's leases.
+    leases: Option<LeaseKeeper>,
     /// Names that the gateway has from us.
     names: Vec<String>,
 }
@@ -41,17 +39,16 @@ impl Net {
         all.map(|(name, _, n)| (name.to_string(), n)).collect()
     }
 
-    /// Writes the leases to their file, if they changed.
-    pub(crate) fn save_leases(&self, say: &Say) {
-        let Some(store) = self.gateway.as_ref().and_then(|g| g.take_leases()) else { return };
-        save(&self.leases, &store, say);
+    /// Has the last changes of leases written; [`Net::finish_leases`] waits for that.
+    pub(crate) fn stop_leases(&self) {
+        self.leases.iter().for_each(LeaseKeeper::stop);
     }
-}
 
-fn save(path: &std::path::Path, store: &LeaseStore, say: &Say) {
-    let text = serde_json::to_vec_pretty(store).expect("a lease table has no map with keys that are no strings");
-    if let Err(error) = write_whole(path, &text) {
-        say(&format!("leases are not kept: {error}"));
+    /// Waits a little for the last changes of leases to be written.
+    pub(crate) fn finish_leases(&self, say: &Say) {
+        if self.leases.as_ref().is_some_and(|keeper| !keeper.finish()) {
+            say("the last changes of leases are not written: the disk does not answer");
+        }
     }
 }
 
@@ -75,12 +72,12 @@ impl Running {
 
     pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
-        let leases = self.dir().state_file(&format!("{}.leases.json", spec.name))?;
+        let files = LeaseFiles::new(self.dir().state_file(&format!("{}.leases.json", spec.name))?);
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
         let Some(address) = spec.gateway else {
-            self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases, names: vec![] });
+            self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![] });
             return Ok(());
         };
         let config = GatewayConfig {
@@ -95,8 +92,7 @@ impl Running {
             forward: spec.uplink != Uplink::None,
             dhcp: spec.dhcp.map(|d| DhcpConfig { range: (d.from, d.to), lease_secs: d.lease_s, leases_per_port: None }),
         };
-        // A file that cannot be read is a fabric's first start; what is in it no client depends on for long.
-        let stored = std::fs::read(&leases).ok().and_then(|t| serde_json::from_slice(&t).ok()).unwrap_or_default();
+        let stored = files.load(&self.say);
         let now = clock_gettime(ClockId::Monotonic);
         let mut entropy = [0; 16];
         entropy[..8].copy_from_slice(&random().to_le_bytes());
@@ -119,16 +115,22 @@ impl Running {
             Err(error) => Err(error.to_string()),
         });
         handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), remake, settings)?;
-        self.serve_gateway(spec, gateway.clone(), leases.clone());
-        self.networks.insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases, names: vec![] });
+        let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone())
+            .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
+        self.serve_gateway(spec, gateway.clone(), &keeper);
+        self.networks
+            .insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![] });
         Ok(())
     }
 
-    /// Takes what the gateway leaves for the host: changed leases into their file, queries to the name servers.
-    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, leases: PathBuf) {
-        let (news, say) = (Arc::new(Notify::new()), self.say.clone());
-        let bell = news.clone();
-        gateway.set_event_waker(Arc::new(move || bell.notify_one()));
+    /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.
+    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, keeper: &LeaseKeeper) {
+        let news = Arc::new(Notify::new());
+        let (bell, wake_keeper) = (news.clone(), keeper.waker());
+        gateway.set_event_waker(Arc::new(move || {
+            bell.notify_one();
+            wake_keeper();
+        }));
         let me = self.me.clone();
         let mut resolver = Resolver::new(Servers::or_host(spec.dns.clone()), Timing::default());
         tokio::spawn(async move {
@@ -137,9 +139,6 @@ impl Running {
                 // The fabric has gone, and the gateway with it.
                 if me.strong_count() == 0 {
                     return;
-                }
-                if let Some(store) = gateway.take_leases() {
-                    save(&leases, &store, &say);
                 }
                 resolver.serve(&gateway);
             }

@@ -1,6 +1,6 @@
 //! What a running fabric says of itself: the API's reports, filled from the workers' counters.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use tombolo_switch::control::{PortStatus, WorkerStatus};
@@ -161,9 +161,12 @@ impl Running {
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_secs());
         let fixed: Vec<_> = self.spec.addresses().into_iter().filter(|(network, ..)| *network == spec.name).collect();
         let stored = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default();
+        // By address: with thousands of each, a search per lease would keep the control plane busy for seconds.
+        let by_address: BTreeMap<_, _> = stored.leases.iter().map(|lease| (lease.address, lease)).collect();
+        let fixed_addresses: BTreeSet<_> = fixed.iter().map(|(_, _, ip, _)| *ip).collect();
         let mut leases: Vec<LeaseReport> = Vec::new();
         for (_, mac, ip, name) in &fixed {
-            let held = stored.leases.iter().find(|l| l.address == *ip);
+            let held = by_address.get(ip);
             leases.push(LeaseReport {
                 mac: mac.map(|m| m.to_string()).unwrap_or_default(),
                 ip: *ip,
@@ -172,7 +175,7 @@ impl Running {
                 expires_s: held.map(|l| l.expires_unix_secs.saturating_sub(now)),
             });
         }
-        for lease in stored.leases.iter().filter(|l| !fixed.iter().any(|(_, _, ip, _)| *ip == l.address)) {
+        for lease in stored.leases.iter().filter(|l| !fixed_addresses.contains(&l.address)) {
             leases.push(LeaseReport {
                 mac: Mac(lease.mac).to_string(),
                 ip: lease.address,

@@ -1,4 +1,5 @@
-//! What a gateway counts. One writer, the worker that owns its port; any thread reads.
+//! What a gateway counts. Each counter has one writer: the worker that owns its port, or, for `lease_writes` and what
+//! follows it, the thread that keeps leases. Any thread reads.
 
 use crate::counters::Counter;
 
@@ -52,6 +53,10 @@ counters! {
     dhcp_over_quota,
     /// Leases whose client asked for a name that is somebody else's.
     dhcp_name_conflicts,
+    /// DHCP messages dropped because their port sent more than its rate allows.
+    dhcp_throttled,
+    /// Changes of leases that were handed to the host to be kept.
+    lease_changes,
     /// DNS messages that could not be read; those that are queries were answered with an error.
     dns_malformed,
     /// DNS queries answered from the network's own names.
@@ -74,4 +79,10 @@ counters! {
     tcp_refused,
     /// Frames that the gateway wanted to send while its queue was full.
     lost_answers,
+    /// Times that changes of leases were appended to the journal.
+    lease_writes,
+    /// Times that the lease table was written as a snapshot, with which the journal starts afresh.
+    lease_snapshots,
+    /// Times that leases could not be written; it is tried again every second.
+    lease_write_failures,
 }

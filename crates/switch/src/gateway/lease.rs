@@ -12,8 +12,12 @@
 //! Limits: 65,536 dynamic addresses; each source port of the switch holds at most its quota of them, offered
 //! and declined ones included, so that one guest that makes up MAC addresses cannot take them all. An address
 //! is chosen by a keyed hash of the MAC (a client without history gets the same one again after a restart),
-//! then the next free one. All operations are logarithmic but that search, which is bounded by the range and
-//! does not start when the range is full.
+//! then the next free one.
+//!
+//! # Cost
+//! Every operation is logarithmic in the number of leases at most. The search for a free address reads a bitmap
+//! ([`FreeSet`]). Each call ends at most [`EXPIRED_PER_CALL`] leases, so that many that end at one moment are spread
+//! over several turns of the worker. What changed is noted by address, so that the table is never copied.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -26,6 +30,8 @@ use std::net::Ipv4Addr;
 pub(super) const OFFER_SPAN: Nanos = Nanos::SECOND.times(10);
 /// How long an address is left alone after a client declined it.
 pub(super) const DECLINE_SPAN: Nanos = Nanos::SECOND.times(600);
+/// Leases that one call ends at most; the rest is due at once, with the next call.
+pub(super) const EXPIRED_PER_CALL: usize = 64;
 /// Most addresses of a dynamic range.
 pub const MAX_POOL: u32 = 65_536;
 
@@ -74,6 +80,26 @@ pub struct LeaseRecord {
     pub expires_unix_secs: u64,
 }
 
+/// What became of one address since it was last told; the last change of an address says all.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum LeaseChange {
+    /// The lease is in force, in place of any other for the address.
+    Bound(LeaseRecord),
+    /// The address has no lease any more.
+    Freed(Ipv4Addr),
+}
+
+impl LeaseChange {
+    /// The address that changed.
+    pub fn address(&self) -> Ipv4Addr {
+        match self {
+            LeaseChange::Bound(record) => record.address,
+            LeaseChange::Freed(address) => *address,
+        }
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum State {
     Offered,
@@ -112,6 +138,59 @@ pub(crate) struct Claim {
     pub(crate) fixed: Option<Ipv4Addr>,
 }
 
+/// Which addresses of the range the search may still try: a bitmap of two levels, so that finding the next one
+/// reads a few words whatever the range holds.
+#[derive(Debug)]
+struct FreeSet {
+    words: Vec<u64>,
+    /// Bit n says that word n is not zero.
+    summary: Vec<u64>,
+}
+
+impl FreeSet {
+    fn new(size: u32) -> FreeSet {
+        let count = (size as usize).div_ceil(64);
+        let mut set = FreeSet { words: vec![0; count], summary: vec![0; count.div_ceil(64)] };
+        (0..size).for_each(|n| set.set(n, true));
+        set
+    }
+
+    fn set(&mut self, n: u32, free: bool) {
+        let (word, bit) = (n as usize / 64, n % 64);
+        if free {
+            self.words[word] |= 1 << bit;
+        } else {
+            self.words[word] &= !(1 << bit);
+        }
+        let (at, bit) = (word / 64, word % 64);
+        if self.words[word] != 0 {
+            self.summary[at] |= 1 << bit;
+        } else {
+            self.summary[at] &= !(1 << bit);
+        }
+    }
+
+    /// The first free number from `start` on.
+    fn from(&self, start: u32) -> Option<u32> {
+        let above = |word: u64, bit: usize| word & u64::MAX.checked_shl(bit as u32).unwrap_or(0);
+        let word = start as usize / 64;
+        let rest = above(*self.words.get(word)?, start as usize % 64);
+        if rest != 0 {
+            return Some(word as u32 * 64 + rest.trailing_zeros());
+        }
+        let next = word + 1;
+        let first = next / 64;
+        (first..self.summary.len()).find_map(|at| {
+            let full = self.summary[at];
+            let words = if at == first { above(full, next % 64) } else { full };
+            (words != 0).then(|| {
+                let word = at * 64 + words.trailing_zeros() as usize;
+                word as u32 * 64 + self.words[word].trailing_zeros()
+            })
+        })
+    }
+}
+
 #[derive(Debug)]
 pub(crate) struct Leases {
     first: u32,
@@ -125,8 +204,12 @@ pub(crate) struct Leases {
     charged: HashMap<Token, u32>,
     /// Records whose address lies in the dynamic range.
     used: u32,
-    /// Set when a bound lease came, changed or went.
-    pub(crate) changed: bool,
+    /// Addresses of the range without a record, by their distance from `first`; less those in `skipped`.
+    free: FreeSet,
+    /// Addresses that the search found to be reserved; it does not try them again before reservations change.
+    skipped: BTreeSet<u32>,
+    /// Addresses whose bound lease came, changed or went since [`Leases::take_changes`].
+    changed: BTreeSet<u32>,
 }
 
 impl Leases {
@@ -145,7 +228,9 @@ impl Leases {
             by_expiry: BTreeSet::new(),
             charged: HashMap::new(),
             used: 0,
-            changed: false,
+            free: FreeSet::new(last - first + 1),
+            skipped: BTreeSet::new(),
+            changed: BTreeSet::new(),
         }
     }
 
@@ -177,13 +262,26 @@ impl Leases {
         self.by_expiry.first().map(|(at, _)| *at)
     }
 
-    /// Ends what has run out.
+    /// Ends what has run out, at most [`EXPIRED_PER_CALL`] of it; [`Leases::next_expiry`] says whether more is due.
     pub(crate) fn expire(&mut self, now: Nanos) {
-        while let Some(&(at, address)) = self.by_expiry.first() {
-            if at > now {
-                break;
-            }
-            self.free(address);
+        for _ in 0..EXPIRED_PER_CALL {
+            match self.by_expiry.first() {
+                Some(&(at, address)) if at <= now => self.free(address),
+                _ => break,
+            };
+        }
+    }
+
+    /// The addresses that belong to somebody by configuration have changed.
+    pub(crate) fn reservations_changed(&mut self) {
+        for address in std::mem::take(&mut self.skipped) {
+            self.free.set(address - self.first, !self.by_address.contains_key(&address));
+        }
+    }
+
+    fn note_change(&mut self, address: u32, state: State) {
+        if state == State::Bound {
+            self.changed.insert(address);
         }
     }
 
@@ -196,8 +294,11 @@ impl Leases {
         }
         self.forget_name(&lease, address);
         self.discharge(lease.charged);
-        self.used -= u32::from(self.in_range(address));
-        self.changed |= lease.state == State::Bound;
+        if self.in_range(address) {
+            self.used -= 1;
+            self.free.set(address - self.first, true);
+        }
+        self.note_change(address, lease.state);
         Some(lease)
     }
 
@@ -231,8 +332,11 @@ impl Leases {
             self.by_name.insert(name.clone(), address);
         }
         self.by_expiry.insert((lease.expires, address));
-        self.used += u32::from(self.in_range(address));
-        self.changed |= lease.state == State::Bound;
+        if self.in_range(address) {
+            self.used += 1;
+            self.free.set(address - self.first, false);
+        }
+        self.note_change(address, lease.state);
         self.by_address.insert(address, lease);
     }
 
@@ -308,15 +412,18 @@ impl Leases {
         Ok(address)
     }
 
-    fn search(&self, claim: &Claim, reserved: &dyn Fn(Ipv4Addr) -> bool) -> Option<u32> {
-        let (used, size) = self.usage();
-        if used >= size {
-            return None;
+    fn search(&mut self, claim: &Claim, reserved: &dyn Fn(Ipv4Addr) -> bool) -> Option<u32> {
+        let size = self.usage().1;
+        let start = (mix(self.key, claim.mac) % u64::from(size)) as u32;
+        // Each turn but the last takes a reserved address out of the set, until reservations change.
+        loop {
+            let address = self.first + self.free.from(start).or_else(|| self.free.from(0))?;
+            if self.check(claim, address, reserved).is_ok() {
+                return Some(address);
+            }
+            self.free.set(address - self.first, false);
+            self.skipped.insert(address);
         }
-        let start = mix(self.key, claim.mac) % u64::from(size);
-        (0..size)
-            .map(|i| self.first + ((start + u64::from(i)) % u64::from(size)) as u32)
-            .find(|address| self.check(claim, *address, reserved).is_ok())
     }
 
     /// Binds `address` to `claim` until `expires`. The name is taken where no other lease has it; without one the
@@ -373,20 +480,34 @@ impl Leases {
             && let Some(lease) = self.by_address.get_mut(&address)
         {
             lease.name = None;
-            self.changed = true;
+            let state = lease.state;
+            self.note_change(address, state);
         }
+    }
+
+    /// What became of the addresses that changed since the last call.
+    pub(crate) fn take_changes(&mut self, unix_secs: impl Fn(Nanos) -> u64) -> Vec<LeaseChange> {
+        let changed = std::mem::take(&mut self.changed);
+        let change = |address| match self.by_address.get(&address) {
+            Some(lease) if lease.state == State::Bound => LeaseChange::Bound(record(address, lease, &unix_secs)),
+            _ => LeaseChange::Freed(Ipv4Addr::from_bits(address)),
+        };
+        changed.into_iter().map(change).collect()
     }
 
     /// The bound leases as they are kept over a restart.
     pub(crate) fn store(&self, unix_secs: impl Fn(Nanos) -> u64) -> LeaseStore {
         let bound = self.by_address.iter().filter(|(_, lease)| lease.state == State::Bound);
-        let leases = bound.map(|(address, lease)| LeaseRecord {
-            mac: lease.mac,
-            address: Ipv4Addr::from_bits(*address),
-            name: lease.name.clone(),
-            expires_unix_secs: unix_secs(lease.expires),
-        });
-        LeaseStore { leases: leases.collect() }
+        LeaseStore { leases: bound.map(|(address, lease)| record(*address, lease, &unix_secs)).collect() }
+    }
+}
+
+fn record(address: u32, lease: &Lease, unix_secs: &impl Fn(Nanos) -> u64) -> LeaseRecord {
+    LeaseRecord {
+        mac: lease.mac,
+        address: Ipv4Addr::from_bits(address),
+        name: lease.name.clone(),
+        expires_unix_secs: unix_secs(lease.expires),
     }
 }
 

@@ -5,14 +5,14 @@
 //! the NAT's port, with a kernel uplink the host's tap. It serves IPv4 only; IPv6 frames pass the switch untouched.
 //!
 //! # Parts
-//! [`Gateway`] is the pure core: frames and instants in; frames, queries for the host's name servers, and a lease table to be
-//! kept out. [`GatewayPort`] puts it behind the switch's port trait; [`GatewayHandle`] is the host's end, for any
+//! [`Gateway`] is the pure core: frames and instants in; frames, queries for the host's name servers, and changes of
+//! leases to be kept out. [`GatewayPort`] puts it behind the switch's port trait; [`GatewayHandle`] is the host's end, for any
 //! thread: members, leases, queries, answers.
 //!
 //! ```text
 //! guest -> switch -> GatewayPort::transmit -> Gateway::input -+-> answer -> queue -> GatewayPort::receive -> switch
 //!                                                             +-> UpstreamQuery -> GatewayHandle -> host's resolver
-//!                                                             +-> leases changed -> GatewayHandle -> host's file
+//!                                                             +-> LeaseChange -> GatewayHandle -> host's journal
 //! ```
 //!
 //! # Invariants
@@ -27,6 +27,7 @@
 //! | --- | --- |
 //! | answers waiting to be sent | 1024 frames, then `gateway_full` |
 //! | dynamic leases | the range, at most 65,536; half of it per source port unless set otherwise |
+//! | DHCP messages | 100 a second and 300 at once of one source port, then `dhcp_rate` |
 //! | an offer | stands 10 s; a declined address rests 600 s |
 //! | members | 16,384 |
 //! | forwarded queries | 256 outstanding, 64 of one source, 4.5 s each, then SERVFAIL |
@@ -48,6 +49,7 @@ mod lease;
 mod names;
 mod packet;
 mod port;
+mod rate;
 mod tcp;
 #[cfg(test)]
 mod tests;
@@ -55,7 +57,7 @@ mod tests;
 pub use config::{ConfigError, DhcpConfig, GatewayConfig, MAX_DOMAIN_BYTES, MIN_LEASE_SECS};
 pub use counters::GatewayCounters;
 pub use forward::UpstreamQuery;
-pub use lease::{LeaseRecord, LeaseStore, MAX_POOL};
+pub use lease::{LeaseChange, LeaseRecord, LeaseStore, MAX_POOL};
 pub use names::{MAX_MEMBERS, Member};
 pub use port::{GatewayHandle, GatewayPort, Wake};
 
@@ -67,6 +69,7 @@ use forward::{Client, Delivery, Forwarder, NotForwarded};
 use lease::{Claim, Leases, Refusal, State};
 use names::Members;
 use packet::{Inbound, Route};
+use rate::Rates;
 use smoltcp::wire::{DhcpMessageType, Icmpv4DstUnreachable, IpProtocol, TcpPacket};
 use std::collections::VecDeque;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -123,6 +126,7 @@ pub struct Gateway {
     dns_servers: Vec<Ipv4Addr>,
     members: Members,
     leases: Option<Leases>,
+    dhcp_rates: Rates,
     forwarder: Forwarder,
     streams: tcp::Server,
     entropy: Entropy,
@@ -161,6 +165,7 @@ impl Gateway {
             dns_servers,
             members: Members::default(),
             leases,
+            dhcp_rates: Rates::default(),
             forwarder: Forwarder::default(),
             streams,
             entropy,
@@ -196,7 +201,8 @@ impl Gateway {
             // Refused where another record has the address; the first one stands.
             let _ = leases.bind(&claim, record.address, name, &|_| false, now, now.after(span));
         }
-        leases.changed = false;
+        // What was read is kept already; what no longer fits goes with the next snapshot.
+        leases.take_changes(|_| 0);
         self.leases = Some(leases);
     }
 
@@ -231,12 +237,16 @@ impl Gateway {
             if let (Some(address), Some(_)) = (address, mac) {
                 leases.revoke(address, mac);
             }
+            leases.reservations_changed();
         }
         Ok(())
     }
 
     /// Removes the member of that name; whether there was one. Its lease, if any, runs on until it ends.
     pub fn remove_member(&mut self, name: &str) -> bool {
+        if let Some(leases) = &mut self.leases {
+            leases.reservations_changed();
+        }
         self.members.remove(name).is_some()
     }
 
@@ -381,6 +391,11 @@ impl Gateway {
     }
 
     fn dhcp(&mut self, now: Nanos, route: &Route, data: &[u8], source: Source) -> Result<(), Reason> {
+        // Before anything else, so that a flood costs one look-up per message.
+        if !self.dhcp_rates.take(source, now) {
+            self.counters.dhcp_throttled.add(1);
+            return Err(Reason::DhcpRate);
+        }
         let message = dhcp::read(data).filter(|m| m.mac == route.source_mac);
         let Some(message) = message else {
             self.counters.dhcp_refused_messages.add(1);
@@ -771,17 +786,27 @@ impl Gateway {
         std::mem::take(&mut self.queries)
     }
 
-    /// The lease table to be kept, if it changed since the last call.
-    pub fn take_leases(&mut self) -> Option<LeaseStore> {
-        let leases = self.leases.as_mut()?;
-        std::mem::take(&mut leases.changed).then(|| self.leases())
+    /// What became of the leases that changed since the last call, to be kept.
+    pub fn take_lease_changes(&mut self) -> Vec<LeaseChange> {
+        let to_unix = self.to_unix();
+        let changes = self.leases.as_mut().map(|leases| leases.take_changes(to_unix)).unwrap_or_default();
+        self.counters.lease_changes.add(changes.len() as u64);
+        changes
+    }
+
+    /// Wall-clock seconds of the worker's instants, rounded up.
+    fn to_unix(&self) -> impl Fn(Nanos) -> u64 + use<> {
+        let Start { now, unix_secs, .. } = self.start;
+        move |at| unix_secs + at.since(now).0.div_ceil(Nanos::SECOND.0)
+    }
+
+    fn lease_at(&self, address: Ipv4Addr) -> Option<&lease::Lease> {
+        self.leases.as_ref()?.at(address)
     }
 
     /// The bound leases now.
     pub fn leases(&self) -> LeaseStore {
-        let Start { now, unix_secs, .. } = self.start;
-        let to_unix = |at: Nanos| unix_secs + at.since(now).0.div_ceil(Nanos::SECOND.0);
-        self.leases.as_ref().map(|leases| leases.store(to_unix)).unwrap_or_default()
+        self.leases.as_ref().map(|leases| leases.store(self.to_unix())).unwrap_or_default()
     }
 
     /// Facts for status.

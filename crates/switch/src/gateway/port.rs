@@ -3,13 +3,16 @@
 //! ```text
 //! host's threads                                    worker
 //! GatewayHandle: push command, set flag, wake  -->  service: flag set? take the commands, run them
-//! GatewayHandle: take queries, leases          <--  service, flush: leave them, notify
+//! GatewayHandle: take queries, lease changes   <--  service, flush: leave them, notify
 //! ```
 //!
 //! The port is never asleep in the sense of a ring: its frames come from its own `transmit`, after which it says so
 //! ([`Port::answers`]), and its handle wakes it whenever it leaves something.
 //!
-//! Both boxes are behind a mutex that is held for a move of a vector or an `Arc`, never for work.
+//! Both boxes are behind a mutex that is held for a move of a vector or for one entry per change, never for work.
+//! The worker never copies the lease table: it leaves what changed, by address, and the handle applies that to a table
+//! of its own when it is asked. Changes that are not fetched are merged by address, so they are never more than there
+//! are addresses.
 //!
 //! What both ends share outlives the port: settings, members, counters, and the leases as of the last flush. No answer
 //! leaves before the lease that it grants is there, so [`GatewayHandle::remake`] makes a port after a panic in the old
@@ -17,8 +20,8 @@
 //! received from it yet, offers, queries and TCP connections; guests repeat them.
 
 use super::{
-    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseStore, Member, Start, UpstreamQuery,
-    check_member, packet,
+    ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore, Member, Start,
+    UpstreamQuery, check_member, packet,
 };
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
@@ -26,6 +29,8 @@ use crate::frame::{Batch, HEAD_BYTES, Offload};
 use crate::gateway::forward::{Forwarder, MAX_OUTSTANDING};
 use crate::gateway::names::Members;
 use crate::port::{Caps, Fault, Link, Port, Sent};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::net::Ipv4Addr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -42,8 +47,27 @@ enum Command {
 #[derive(Default)]
 struct Outbox {
     queries: Vec<UpstreamQuery>,
-    leases: Arc<LeaseStore>,
-    leases_changed: bool,
+    /// What the handle has not applied to its table yet.
+    leases: HashMap<Ipv4Addr, LeaseChange>,
+}
+
+/// The control side's copy of the lease table. The worker's thread never waits for it, since others copy it whole
+/// under its lock; only [`GatewayHandle::remake`] does, after a panic.
+#[derive(Default)]
+struct Table {
+    leases: BTreeMap<Ipv4Addr, LeaseRecord>,
+    /// Changes that [`GatewayHandle::take_lease_changes`] has not handed out.
+    untaken: BTreeSet<Ipv4Addr>,
+}
+
+impl Table {
+    fn apply(&mut self, change: LeaseChange) {
+        self.untaken.insert(change.address());
+        match change {
+            LeaseChange::Bound(record) => drop(self.leases.insert(record.address, record)),
+            LeaseChange::Freed(address) => drop(self.leases.remove(&address)),
+        }
+    }
 }
 
 struct Shared {
@@ -51,6 +75,8 @@ struct Shared {
     /// Set after a command was pushed; Release, with the Acquire swap of `service`.
     mail: AtomicBool,
     outbox: Mutex<Outbox>,
+    /// Locked before `outbox`, where both are.
+    table: Mutex<Table>,
     wake_port: Mutex<Option<Wake>>,
     wake_host: Mutex<Option<Wake>>,
     /// The control side's copy, by which a change is checked before it is sent.
@@ -138,15 +164,29 @@ impl GatewayHandle {
         std::mem::take(&mut lock(&self.0.outbox).queries)
     }
 
-    /// The lease table to be kept, if it changed since the last call.
-    pub fn take_leases(&self) -> Option<Arc<LeaseStore>> {
-        let mut outbox = lock(&self.0.outbox);
-        std::mem::take(&mut outbox.leases_changed).then(|| outbox.leases.clone())
+    /// The table with all that the worker has left for it.
+    fn table(&self) -> MutexGuard<'_, Table> {
+        let mut table = lock(&self.0.table);
+        let changes = std::mem::take(&mut lock(&self.0.outbox).leases);
+        changes.into_values().for_each(|change| table.apply(change));
+        table
     }
 
-    /// The bound leases as of the worker's last turn.
-    pub fn leases(&self) -> Arc<LeaseStore> {
-        lock(&self.0.outbox).leases.clone()
+    /// What became of the leases that changed since the last call, one change for each address.
+    pub fn take_lease_changes(&self) -> Vec<LeaseChange> {
+        let mut table = self.table();
+        let change = |address| match table.leases.get(&address) {
+            Some(record) => LeaseChange::Bound(record.clone()),
+            None => LeaseChange::Freed(address),
+        };
+        let changes = table.untaken.iter().copied().map(change).collect();
+        table.untaken.clear();
+        changes
+    }
+
+    /// A copy of the bound leases as of the worker's last turn, in the order of their addresses.
+    pub fn leases(&self) -> LeaseStore {
+        LeaseStore { leases: self.table().leases.values().cloned().collect() }
     }
 
     /// A port in place of one whose code panicked, with its leases, members, settings and counters; `now` is the
@@ -167,6 +207,12 @@ impl GatewayHandle {
         let start = Start { now, unix_secs, entropy: key };
         let config = GatewayConfig { forward: shared.forward.load(Ordering::Relaxed), ..shared.config.clone() };
         let mut gateway = Gateway::new(config, &self.leases(), start)?;
+        // Leases that ended meanwhile are not restored.
+        let mut table = self.table();
+        let gone: Vec<_> =
+            table.leases.keys().copied().filter(|address| gateway.lease_at(*address).is_none()).collect();
+        gone.into_iter().for_each(|address| table.apply(LeaseChange::Freed(address)));
+        drop(table);
         gateway.members = lock(&shared.members).clone();
         gateway.counters = shared.counters.clone();
         gateway.forwarder = Forwarder::of_epoch(epoch);
@@ -208,7 +254,11 @@ impl GatewayPort {
         let shared = Arc::new(Shared {
             commands: Mutex::default(),
             mail: AtomicBool::new(false),
-            outbox: Mutex::new(Outbox { leases: Arc::new(gateway.leases()), ..Outbox::default() }),
+            outbox: Mutex::default(),
+            table: Mutex::new(Table {
+                leases: gateway.leases().leases.into_iter().map(|record| (record.address, record)).collect(),
+                untaken: BTreeSet::new(),
+            }),
             wake_port: Mutex::default(),
             wake_host: Mutex::default(),
             members: Mutex::new(gateway.members.clone()),
@@ -250,8 +300,8 @@ impl GatewayPort {
 
     /// Leaves what came up for the host.
     fn publish(&mut self) {
-        let (mut queries, leases) = (self.gateway.take_queries(), self.gateway.take_leases().map(Arc::new));
-        if queries.is_empty() && leases.is_none() {
+        let (mut queries, leases) = (self.gateway.take_queries(), self.gateway.take_lease_changes());
+        if queries.is_empty() && leases.is_empty() {
             return;
         }
         {
@@ -260,10 +310,7 @@ impl GatewayPort {
             // Nobody takes them: the oldest have run out long ago.
             let excess = outbox.queries.len().saturating_sub(MAX_OUTSTANDING);
             outbox.queries.drain(..excess);
-            if let Some(leases) = leases {
-                outbox.leases = leases;
-                outbox.leases_changed = true;
-            }
+            outbox.leases.extend(leases.into_iter().map(|change| (change.address(), change)));
         }
         call(&self.shared.wake_host);
     }

@@ -217,9 +217,11 @@ fn a_client_gets_an_address_resolves_names_and_pings() {
     let config = net.lease(&mut client);
     assert_eq!((config.router, &config.dns_servers[..]), (Some(ROUTER), &[GATEWAY][..]));
     assert_eq!(config.address.prefix_len(), 24);
-    let stored = net.handle.take_leases().expect("a lease to keep");
-    assert_eq!((stored.leases[0].mac, stored.leases[0].address), (mac(1), config.address.address()));
-    assert!(net.handle.take_leases().is_none());
+    let changes = net.handle.take_lease_changes();
+    let kept = matches!(&changes[..], [LeaseChange::Bound(record)]
+        if (record.mac, record.address) == (mac(1), config.address.address()));
+    assert!(kept, "{changes:?}");
+    assert_eq!(net.handle.take_lease_changes(), []);
 
     assert_eq!(net.resolve(&mut client, "db.lab.internal"), Some(IpAddress::Ipv4(ip(100))));
     assert_eq!(net.resolve(&mut client, "nobody.lab.internal"), None);
