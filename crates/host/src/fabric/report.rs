@@ -140,6 +140,7 @@ impl Running {
             links,
             workers,
             warnings,
+            takeover: self.takeover.clone(),
         })
     }
 
