@@ -126,7 +126,7 @@ impl Up {
                     missing.iter().any(|(_, state)| state.starts_with("failed") || state.starts_with("stopped"));
                 if hopeless || Instant::now() >= end {
                     for (name, state) in missing {
-                        out::tell!("tombolo: {name} is not on the network: {state}");
+                        eprintln!("tombolo: {name} is not on the network: {state}");
                     }
                     exit = Exit::Partly;
                     break;
@@ -137,7 +137,9 @@ impl Up {
                 }
             }
         }
-        tell_all(&status);
+        for warning in &status.warnings {
+            eprintln!("tombolo: {warning}");
+        }
         if self.json {
             out::json(&status)?;
         } else {
@@ -168,11 +170,6 @@ fn missing(status: &Status) -> Vec<(String, String)> {
     machines.map(|m| (m.name.clone(), how(m))).collect()
 }
 
-/// What the user should know of a start: what became of an earlier daemon's things, and what does not work.
-fn tell_all(status: &Status) {
-    status.takeover.iter().chain(&status.warnings).for_each(|line| out::tell!("tombolo: {line}"));
-}
-
 fn summary(status: &Status, took: Duration) -> String {
     format!(
         "{} stands after {}: {}, {}, {}, {}",
@@ -189,7 +186,7 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let tty = io::stderr().is_terminal();
     let name = spec.name.clone();
     if tty {
-        out::tell!(
+        eprintln!(
             "starting {name}: {}, {}, {} …",
             out::counted(spec.networks.len(), "network"),
             out::counted(spec.machines.len(), "machine"),
@@ -201,18 +198,20 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let aloud = stands.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
         if tty || aloud.load(Ordering::Relaxed) {
-            out::tell!("tombolo: {line}");
+            eprintln!("tombolo: {line}");
         }
     });
     daemon::run(spec, path, say, |status, took| {
         stands.store(true, Ordering::Relaxed);
-        tell_all(status);
+        for warning in &status.warnings {
+            eprintln!("tombolo: {warning}");
+        }
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
         // Whoever reads our output may have gone; the fabric stands all the same.
         let _ = writeln!(io::stdout(), "{}{rest}", summary(status, took));
     })?;
     if tty {
-        out::tell!("{name} is down");
+        eprintln!("{name} is down");
     }
     Ok(Exit::Done)
 }
@@ -220,7 +219,7 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
 fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
-    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| out::tell!("{} {line}", timestamp(SystemTime::now())));
+    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| eprintln!("{} {line}", timestamp(SystemTime::now())));
     say(&format!("tombolo {} starts on {}", env!("CARGO_PKG_VERSION"), path.display()));
     let tell = |word: &Word| {
         if let Ok(text) = serde_json::to_string(word) {

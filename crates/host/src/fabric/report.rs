@@ -140,7 +140,6 @@ impl Running {
             links,
             workers,
             warnings,
-            takeover: self.takeover.clone(),
         })
     }
 

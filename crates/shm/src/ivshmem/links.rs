@@ -38,7 +38,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
-use tombolo_ring::ivshmem::region::{Header, Layout};
+use tombolo_ring::ivshmem::region::{Header, Layout, PAGE_BYTES};
 
 /// Why a link cannot be.
 #[derive(Debug, thiserror::Error)]
@@ -478,6 +478,17 @@ fn seat(config: &Config, kept: &keeper::Record) -> Option<KeptSeat> {
 }
 
 impl Link {
+    /// Writes the header page of a v1 region. Peers can write to it too, so it is written again for
+    /// each peer that joins.
+    fn write_header(&self) {
+        if let (Some(view), Some(header)) = (self.mapping.view_mut(), &self.config.header) {
+            let mut page = [0; PAGE_BYTES as usize];
+            // A whole page has room for it.
+            let _ = header.encode(&mut page);
+            view.write_from(&page);
+        }
+    }
+
     /// Writes 0 into the state word of a peer that is gone.
     fn clear_state(&self, id: u32) {
         if let (Some(view), Some(at)) = (self.mapping.view_mut(), self.config.layout.state(id)) {

@@ -271,12 +271,6 @@ impl Inner {
         let head =
             (config.layout.state_table_offset + u64::from(config.shape.max_peers) * 4).next_multiple_of(PAGE_BYTES);
         let mapping = Mapping::new(&region, 0, head, true).map_err(memory)?;
-        if let (Some(header), false) = (&config.header, restored) {
-            let mut page = [0; PAGE_BYTES as usize];
-            // A whole page has room for it.
-            let _ = header.encode(&mut page);
-            mapping.view_mut().map(|view| view.write_from(&page));
-        }
         let host = config.host.and_then(|host| bells.get(host as usize));
         let own = host.map(|bells: &Vec<Doorbell>| bells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
         let own = own.transpose().map_err(system("duplicating a doorbell"))?.unwrap_or_default();
@@ -298,6 +292,9 @@ impl Inner {
             cut_talking: 0,
             refused: 0,
         };
+        if !restored {
+            link.write_header();
+        }
         // Those who were not taken up are gone from the state table too.
         out.iter().for_each(|id| link.clear_state(*id));
         let seats = link.config.shape.max_peers;
@@ -452,6 +449,8 @@ impl Inner {
 
     fn seated(&mut self, name: &str, id: u32, member: Member) {
         if let Some(link) = self.links.get_mut(name) {
+            // An earlier peer may have overwritten it, and a new one trusts it.
+            link.write_header();
             link.joins += 1;
             link.members.insert(id, member);
         }

@@ -335,6 +335,26 @@ fn a_machine_without_doorbells_sits_until_its_process_ends() {
 }
 
 #[test]
+fn a_header_page_that_a_peer_overwrote_is_whole_for_the_next_one() {
+    let (place, links) = (tempfile::tempdir().unwrap(), links());
+    links.open(config(&place, "lan", 2, true)).unwrap();
+    links.serve("lan", None).unwrap();
+    let mapping = Mapping::new(links.region("lan").unwrap(), 0, 8192, true).unwrap();
+    let page = || {
+        let mut bytes = [0; 4096];
+        mapping.view().read_into(&mut bytes);
+        bytes
+    };
+    let before = page();
+    let hostile = Client::joined(&place.path().join("lan"));
+    mapping.view_mut().unwrap().write_from(&[0xa5; 4096]);
+    assert_ne!(page(), before);
+    drop(hostile);
+    let _next = Client::joined(&place.path().join("lan"));
+    assert_eq!(page(), before);
+}
+
+#[test]
 fn version_2_over_its_socket() {
     let (place, links) = (tempfile::tempdir().unwrap(), links());
     let layout = Layout::v2(4096, 0, 0x7f000, 2);
