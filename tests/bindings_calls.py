@@ -32,7 +32,7 @@ QUESTIONS = [
     (["6 times 7", *IN_TIME], 1, 'code 1: expected "A + B", with + - * or /'),
     (["inf + 0x10", *IN_TIME], 1, 'code 1: expected "A + B", with + - * or /'),
     (["1 / 0", *IN_TIME], 1, "code 2: division by zero"),
-    (["6 * 7", "--within-ms", 0], 2, "error: late"),
+    (["6 * 7", "--within-ms", 0], 2, "error: deadline-exceeded"),
 ]
 
 
@@ -89,7 +89,7 @@ def test_each_language_is_late_and_loses_each():
                 service.wait_line(lambda line: line == "working", PATIENCE_S, first + 1)
                 until("all clients to be connected", lambda: connections(environment) == len(clients))
                 for calling in CALCULATORS:
-                    ends(start(calling, "6 * 7", "--within-ms", 50), 2, "error: late")
+                    ends(start(calling, "6 * 7", "--within-ms", 50), 2, "error: deadline-exceeded")
                 service.kill()
                 killed = time.monotonic()
                 for client in clients:

@@ -38,13 +38,13 @@ typedef enum tombolo_status {
     TOMBOLO_PENDING = 1,
 
     /* A call ended, in one of these ways. */
-    TOMBOLO_LATE = 2,            /* its deadline had passed before the service could begin */
+    TOMBOLO_LATE = 2,            /* its deadline had passed before the service could begin: it was not served */
     TOMBOLO_REFUSED = 3,         /* not accepted; tombolo_error_refusal() says why */
     TOMBOLO_CANCELLED = 4,       /* taken back before it was served */
     TOMBOLO_EXPIRED = 5,         /* it waited for longer than its time to live */
     TOMBOLO_FAILED = 6,          /* the service's handler broke, or said that it failed */
     TOMBOLO_PROVIDER_GONE = 7,   /* the service died or ended; whether the call was served is not known */
-    TOMBOLO_TIMEOUT = 8,         /* the caller's own patience ended; whether it was served is not known */
+    TOMBOLO_TIMEOUT = 8,         /* the caller's own patience ended before the deadline; whether it was served is not known */
     TOMBOLO_BROKEN = 9,          /* the service broke the protocol; the connection is of no use any more */
 
     /* A call could not be made, or its reply not be read. */
@@ -80,7 +80,8 @@ typedef enum tombolo_status {
     TOMBOLO_PANIC = 33,          /* a bug of the library's, caught */
 
     /* A call again. */
-    TOMBOLO_REPLY_TOO_LARGE = 34 /* the reply is in memory beyond the connection's max_shared_bytes, and was not taken; the connection goes on */
+    TOMBOLO_REPLY_TOO_LARGE = 34, /* the reply is in memory beyond the connection's max_shared_bytes, and was not taken; the connection goes on */
+    TOMBOLO_DEADLINE_EXCEEDED = 35 /* the deadline passed without an answer; whether it was served is not known */
 } tombolo_status;
 
 /* Why a call was refused. */
@@ -152,11 +153,12 @@ typedef struct tombolo_call_options {
     uint32_t size;          /* of this struct */
     uint32_t deadline_kind; /* a tombolo_deadline: what the next field means */
     uint64_t deadline_ns;   /* any */
-    uint64_t timeout_ns;    /* the caller's patience, whatever the deadline; default 30 s, TOMBOLO_NONE without end */
+    uint64_t timeout_ns;    /* how long the caller waits where the deadline is later or there is none; default 30 s (or a deadline WITHIN that is longer), TOMBOLO_NONE without end */
     uint64_t ttl_ns;        /* how long the request may wait at the service, in whole ms; default the service's choice */
     uint64_t trace;         /* carried to the service */
+    uint64_t wait_late_ns;  /* for how long after the deadline a late reply is waited for; 0: the call ends at its deadline, TOMBOLO_DEADLINE_EXCEEDED */
 } tombolo_call_options;
-#define TOMBOLO_CALL_OPTIONS_INIT { sizeof(tombolo_call_options), 0, 0, 0, 0, 0 }
+#define TOMBOLO_CALL_OPTIONS_INIT { sizeof(tombolo_call_options), 0, 0, 0, 0, 0, 0 }
 
 /* Connects to the service of that name. */
 int32_t tombolo_connect(const char *name, const tombolo_connect_options *options, tombolo_client *client);
@@ -169,9 +171,10 @@ int32_t tombolo_call(tombolo_client client, const void *data, size_t len, const 
 int32_t tombolo_submit(tombolo_client client, const void *data, size_t len, const tombolo_call_options *options, tombolo_token *token);
 /* Looks for the answer: TOMBOLO_PENDING while there is none. After any other status the token names nothing any more. */
 int32_t tombolo_poll(tombolo_client client, tombolo_token token, tombolo_reply *reply);
-/* Waits for the answer; after timeout_ns (TOMBOLO_NONE: without end) the call is cancelled: TOMBOLO_TIMEOUT. */
+/* Waits for the answer; after timeout_ns (TOMBOLO_NONE: without end) the call is cancelled: TOMBOLO_TIMEOUT. At its deadline it ends in any case:
+ * TOMBOLO_DEADLINE_EXCEEDED. */
 int32_t tombolo_wait(tombolo_client client, tombolo_token token, uint64_t timeout_ns, tombolo_reply *reply);
-/* Waits until the answer of one of these calls is there to be polled, and says which; else TOMBOLO_PENDING. */
+/* Waits until the answer of one of these calls, or its end at its deadline, is there to be polled, and says which; else TOMBOLO_PENDING. */
 int32_t tombolo_wait_any(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, size_t *which);
 /* How one of several calls ended. */
 typedef struct tombolo_end {
@@ -181,7 +184,8 @@ typedef struct tombolo_end {
 } tombolo_end;
 
 /* Waits for the answers of all these calls, and writes how each ended, in the order of the tokens: count of them, also where none ended
- * well. Those whose answer has not come after timeout_ns are cancelled, and end with TOMBOLO_TIMEOUT. */
+ * well. Those whose answer has not come after timeout_ns are cancelled, and end with TOMBOLO_TIMEOUT, or earlier with
+ * TOMBOLO_DEADLINE_EXCEEDED. */
 int32_t tombolo_wait_all(tombolo_client client, const tombolo_token *tokens, size_t count, uint64_t timeout_ns, tombolo_end *ends);
 /* Asks the service to take a call back. Its answer still comes: TOMBOLO_CANCELLED, or what it was if service had begun. */
 int32_t tombolo_cancel(tombolo_client client, tombolo_token token);
@@ -211,7 +215,7 @@ typedef struct tombolo_reply_info {
     uint64_t queued_ns;  /* how long the request waited at the service */
     uint64_t service_ns; /* how long it was served */
     uint32_t code;       /* the application's; 0 is success */
-    uint32_t reserved;
+    uint32_t late;       /* 1: it came after the call's deadline (wait_late_ns) */
 } tombolo_reply_info;
 
 /* What the reply is. The service may change the bytes of a large one, and takes them back when they are held for too long. */

@@ -67,7 +67,8 @@ public:
     X(Protocol, TOMBOLO_PROTOCOL) X(Section, TOMBOLO_SECTION) X(Name, TOMBOLO_NAME) X(NoPlace, TOMBOLO_NO_PLACE) \
     X(Running, TOMBOLO_RUNNING) X(LongPath, TOMBOLO_LONG_PATH) X(Option, TOMBOLO_OPTION) X(System, TOMBOLO_SYSTEM) \
     X(Argument, TOMBOLO_ARGUMENT) X(UnknownHandle, TOMBOLO_UNKNOWN_HANDLE) X(NoRoom, TOMBOLO_NO_ROOM) \
-    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC) X(ReplyTooLarge, TOMBOLO_REPLY_TOO_LARGE)
+    X(InHandler, TOMBOLO_IN_HANDLER) X(Panic, TOMBOLO_PANIC) X(ReplyTooLarge, TOMBOLO_REPLY_TOO_LARGE) \
+    X(DeadlineExceeded, TOMBOLO_DEADLINE_EXCEEDED)
 
 #define TOMBOLO_ERROR_(Name, STATUS) using Name = ErrorOf<STATUS>;
 TOMBOLO_ERRORS_(TOMBOLO_ERROR_)
@@ -138,7 +139,12 @@ public:
     // With a deadline at an instant of CLOCK_MONOTONIC.
     static CallOptions at(uint64_t instant_ns) { return CallOptions(TOMBOLO_DEADLINE_AT, instant_ns); }
 
-    // The caller's patience, whatever the deadline; 30 s unless it is set.
+    // For how long after the deadline a late reply is waited for (Reply::is_late); unless it is set the call ends at its deadline.
+    CallOptions &wait_late(Nanoseconds late) {
+        options_.wait_late_ns = detail::ns(late);
+        return *this;
+    }
+    // How long the caller waits where the deadline is later or there is none; 30 s unless it is set.
     CallOptions &timeout(Nanoseconds patience) {
         options_.timeout_ns = detail::ns_or_default(patience);
         return *this;
@@ -181,6 +187,8 @@ public:
     std::string_view view() const noexcept { return {static_cast<const char *>(info_.data), static_cast<size_t>(info_.len)}; }
     bool is_current() const noexcept { return tombolo_reply_check(owner_.get()) == TOMBOLO_OK; }
     // How long the request waited at the service, and how long it was served.
+    // Whether it came after the call's deadline.
+    bool is_late() const noexcept { return info_.late != 0; }
     Nanoseconds queued() const noexcept { return Nanoseconds(info_.queued_ns); }
     Nanoseconds service() const noexcept { return Nanoseconds(info_.service_ns); }
 
@@ -298,7 +306,7 @@ public:
         detail::check(status);
         return Reply(reply);
     }
-    // Waits for the reply; after the time the call is cancelled, and throws Timeout.
+    // Waits for the reply; after the time the call is cancelled, and throws Timeout, or at its deadline DeadlineExceeded.
     Reply wait(Token token, Nanoseconds timeout) const {
         tombolo_reply reply;
         detail::check(tombolo_wait(owner_.get(), token, detail::ns(timeout), &reply));

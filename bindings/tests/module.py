@@ -217,10 +217,12 @@ class Calls(unittest.TestCase):
     def test_several_are_waited_for(self):
         blocked = self.client.submit("gate")
         self.assertTrue(self.gate.waiting.wait(PATIENCE_S))
-        queued, late = self.client.submit("queued"), self.client.submit("late", at=1)
+        queued, late = self.client.submit("queued"), self.client.submit("late", at=1, wait_late=None)
+        exceeded = self.client.submit("exceeded", at=1)
         self.assertTrue(self.client.cancel(queued))
-        ends = self.client.wait_all([blocked, late, queued], 0.3)
-        self.assertEqual([type(end) for end in ends], [tombolo.Timeout, tombolo.Late, tombolo.Cancelled])
+        ends = self.client.wait_all([blocked, late, queued, exceeded], 0.3)
+        expected = [tombolo.Timeout, tombolo.Late, tombolo.Cancelled, tombolo.DeadlineExceeded]
+        self.assertEqual([type(end) for end in ends], expected)
         self.gate.open.set()
         ends = self.client.wait_all([self.client.submit(str(n)) for n in range(10)], float("inf"))
         self.assertEqual([end.data for end in ends], [b"%d" % n for n in range(10)])
@@ -250,7 +252,11 @@ class Calls(unittest.TestCase):
         queued = self.client.submit("queued")
         self.assertIsNone(self.client.poll(queued))
         with self.assertRaises(tombolo.errors.Late):
-            self.client.call("late", within=0.001)
+            self.client.call("late", within=0.001, wait_late=PATIENCE_S)
+        # The service hangs: the call ends at its deadline.
+        with self.assertRaises(tombolo.errors.DeadlineExceeded) as caught:
+            self.client.call("exceeds", within=0.01)
+        self.assertIsInstance(caught.exception, TimeoutError)
         self.assertTrue(self.client.cancel(queued))
         self.assertEqual(self.client.wait_any([blocked, queued]), 1)
         with self.assertRaises(tombolo.errors.Cancelled):

@@ -204,9 +204,10 @@ void tokens() {
     const tombolo::Client client = connect("tester");
     const tombolo::Token blocked = client.submit("gate");
     worker->gate.reached();
-    const tombolo::Token queued = client.submit("queued"), late = client.submit("late", tombolo::CallOptions::within(1ms));
+    const tombolo::Token queued = client.submit("queued"), late = client.submit("late", tombolo::CallOptions::within(1ms).wait_late(20s));
     EXPECT(!client.poll(queued));
     EXPECT_THROW(tombolo::Late, client.wait(late, 20s));
+    EXPECT_THROW(tombolo::DeadlineExceeded, client.call("hangs", tombolo::CallOptions::within(1ms)));
     EXPECT(client.cancel(queued));
     EXPECT(client.wait_any({blocked, queued}, 20s) == 1u);
     EXPECT_THROW(tombolo::Cancelled, client.poll(queued));
@@ -229,7 +230,7 @@ void deadlines_are_inherited() {
     EXPECT(client.call("nested").bytes() == "no deadline");
     EXPECT(client.call("nested", tombolo::CallOptions::within(20s)).bytes() == "some");
     EXPECT(client.call("left", tombolo::CallOptions::at(tombolo::now_ns() + 20000000000)).bytes() == "some");
-    EXPECT_THROW(tombolo::Late, client.call("left", tombolo::CallOptions::at(1)));
+    EXPECT_THROW(tombolo::DeadlineExceeded, client.call("left", tombolo::CallOptions::at(1)));
     EXPECT(client.call("who", tombolo::CallOptions().trace(77)).bytes() == std::to_string(getpid()) + " 77");
 }
 

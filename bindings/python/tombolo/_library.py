@@ -15,7 +15,7 @@ NONE = 2**64 - 1
 STATUSES = (
     "ok pending late refused cancelled expired failed provider-gone timeout broken busy memory share range reclaimed reply-memory unknown-call "
     "no-service denied silent connect-gone protocol section name no-place running long-path option system argument unknown-handle no-room "
-    "in-handler panic reply-too-large"
+    "in-handler panic reply-too-large deadline-exceeded"
 ).split()
 STATUS = {name: value for value, name in enumerate(STATUSES)}
 # tombolo_refusal
@@ -54,6 +54,7 @@ class CallOptions(Sized):
         ("timeout_ns", c_uint64),
         ("ttl_ns", c_uint64),
         ("trace", c_uint64),
+        ("wait_late_ns", c_uint64),
     ]
 
 
@@ -66,7 +67,7 @@ class ReplyInfo(ctypes.Structure):
         ("queued_ns", c_uint64),
         ("service_ns", c_uint64),
         ("code", c_uint32),
-        ("reserved", c_uint32),
+        ("late", c_uint32),
     ]
 
 

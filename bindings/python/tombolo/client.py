@@ -9,6 +9,8 @@ from ._library import NONE, STATUS, CallOptions, ConnectOptions, ReplyInfo, lib
 from .errors import Error, check
 
 POLLING = {"adaptive": 0, "never": 1, "always": 2}
+# How long a caller waits that says nothing else.
+_PATIENCE_S = 30.0
 # A wait is a sequence of these, so that Ctrl-C is seen.
 _SLICE_NS = 200_000_000
 
@@ -57,18 +59,16 @@ def inside(what, offset, length, size):
         raise IndexError(f"bytes {offset} to {offset}+{length} of {what} of {size}")
 
 
-def _call_options(within, at, timeout, ttl, trace):
+def _call_options(within, at, ttl, trace, wait_late):
     if within is not None and at is not None:
         raise TypeError("expected within= or at=, not both")
-    options = CallOptions(trace=trace)
+    options = CallOptions(trace=trace, wait_late_ns=nanoseconds(wait_late))
     if within is not None:
         options.deadline_kind, options.deadline_ns = 1, nanoseconds(within)
     elif at is not None:
         if not 0 <= at <= NONE:
             raise ValueError(f"at={at}: expected an instant in ns, from 0 to 2**64 - 1")
         options.deadline_kind, options.deadline_ns = 2, at
-    # 0 would be the default.
-    options.timeout_ns = max(nanoseconds(timeout), 1)
     if ttl is not None:
         options.ttl_ns = max(nanoseconds(ttl), 1)
     return options
@@ -100,6 +100,11 @@ class Reply:
     def code(self):
         """The application's; 0 is success."""
         return self._info.code
+
+    @property
+    def is_late(self):
+        """Whether it came after the call's deadline; only a call with wait_late waits for such a reply."""
+        return bool(self._info.late)
 
     @property
     def queued_ns(self):
@@ -248,18 +253,22 @@ class Client:
     def __exit__(self, *_):
         self.close()
 
-    def call(self, data, *, within=None, at=None, timeout=30.0, ttl=None, trace=0):
-        """Calls and waits for the reply.
+    def call(self, data, *, within=None, at=None, timeout=_PATIENCE_S, ttl=None, trace=0, wait_late=0):
+        """Calls and waits for the reply. A call ends at its deadline, whatever the service does: DeadlineExceeded.
 
         within: the deadline, so many seconds from now; at: the deadline as an instant; neither: that of the request which this thread
-        serves, if any. timeout: the caller's patience, whatever the deadline; None has no end. ttl: how long the request may wait.
+        serves, if any. wait_late: for how long after the deadline a late reply is waited for; it says so (`is_late`). timeout: how long
+        the caller waits where the deadline is later or there is none; None has no end. ttl: how long the request may wait.
         """
-        return self.wait(self.submit(data, within=within, at=at, ttl=ttl, trace=trace), timeout)
+        if timeout == _PATIENCE_S and within is not None:
+            timeout = max(timeout, within)
+        token = self.submit(data, within=within, at=at, ttl=ttl, trace=trace, wait_late=wait_late)
+        return self.wait(token, timeout)
 
-    def submit(self, data, *, offset=0, length=None, within=None, at=None, ttl=None, trace=0):
+    def submit(self, data, *, offset=0, length=None, within=None, at=None, ttl=None, trace=0, wait_late=0):
         """Calls without waiting; gives a token. data: bytes, text, a Loan (which is used up), or a Buffer, of which offset and length
         take a part and which must not be written before the answer."""
-        options = _call_options(within, at, None, ttl, trace)
+        options = _call_options(within, at, ttl, trace, wait_late)
         token = ctypes.c_uint64()
         if isinstance(data, Buffer):
             length = len(data) - offset if length is None else length
@@ -280,8 +289,8 @@ class Client:
         check(status)
         return Reply(reply.value)
 
-    def wait(self, token, timeout=30.0):
-        """Waits for the reply. After the time the call is cancelled: Timeout."""
+    def wait(self, token, timeout=_PATIENCE_S):
+        """Waits for the reply. After the time the call is cancelled: Timeout; at its deadline: DeadlineExceeded."""
         left = nanoseconds(timeout)
         end = None if timeout is None else now_ns() + left
         while left > _SLICE_NS and self.wait_any([token], _SLICE_NS / 1e9) is None:
@@ -290,7 +299,7 @@ class Client:
         check(lib.tombolo_wait(self._handle, token, left, reply))
         return Reply(reply.value)
 
-    def wait_any(self, tokens, timeout=30.0):
+    def wait_any(self, tokens, timeout=_PATIENCE_S):
         """Waits until one of these calls can be polled; its index, or None after the time."""
         which = ctypes.c_size_t()
         array = (ctypes.c_uint64 * len(tokens))(*tokens)
@@ -300,7 +309,7 @@ class Client:
         check(status)
         return which.value
 
-    def wait_all(self, tokens, timeout=30.0):
+    def wait_all(self, tokens, timeout=_PATIENCE_S):
         """Waits for all of these calls: a list of how each ended, in their order, the Reply or the Error that `wait` would have raised. Those
         whose answer has not come after the time are cancelled: Timeout."""
         end = None if timeout is None else now_ns() + nanoseconds(timeout)

@@ -19,7 +19,12 @@ class Refused(Error):
 def _class(status):
     name = "".join(word.capitalize() for word in status.split("-"))
     # Callers that know nothing of this module catch what Python itself has for the same.
-    also = {"timeout": (TimeoutError,), "provider-gone": (ConnectionError,), "no-service": (ConnectionError,)}.get(status, ())
+    also = {
+        "timeout": (TimeoutError,),
+        "deadline-exceeded": (TimeoutError,),
+        "provider-gone": (ConnectionError,),
+        "no-service": (ConnectionError,),
+    }.get(status, ())
     return type(name, (Error, *also), {"status": status, "__doc__": f"The status `{status}` of docs/rpc-languages.md.", "__module__": __name__})
 
 

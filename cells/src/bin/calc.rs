@@ -145,7 +145,7 @@ impl Ends {
         *match end {
             Ok(reply) if reply.bytes == want.as_bytes() => &mut self.replied,
             Ok(_) => &mut self.wrong,
-            Err(CallError::Late) => &mut self.late,
+            Err(CallError::DeadlineExceeded | CallError::Late) => &mut self.late,
             Err(CallError::Timeout) => &mut self.timeout,
             Err(CallError::ProviderGone) => &mut self.gone,
             Err(error) => {

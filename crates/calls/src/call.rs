@@ -12,7 +12,9 @@ use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status, Token};
 pub struct CallOptions {
     /// The answer is wanted so long after the call; `None`: best effort, after all that have a deadline.
     pub deadline: Option<Duration>,
-    /// How long this caller waits at most, whatever the deadline.
+    /// For how long after the deadline a late reply is still waited for; not at all unless this is set.
+    pub wait_late: Duration,
+    /// How long this caller waits at most, where the deadline is later or there is none.
     pub timeout: Duration,
     /// How long the request may wait for its service; the provider's choice where there is none.
     pub ttl: Option<Duration>,
@@ -22,14 +24,31 @@ pub struct CallOptions {
 
 impl Default for CallOptions {
     fn default() -> Self {
-        CallOptions { deadline: None, timeout: Duration::from_secs(30), ttl: None, trace: 0 }
+        CallOptions { deadline: None, wait_late: Duration::ZERO, timeout: CallOptions::TIMEOUT, ttl: None, trace: 0 }
     }
 }
 
 impl CallOptions {
-    /// With a deadline so long after the call.
+    /// How long a caller waits that says nothing else.
+    pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+    /// With a deadline so long after the call, which is waited for.
     pub fn within(left: Duration) -> CallOptions {
-        CallOptions { deadline: Some(left), ..CallOptions::default() }
+        CallOptions { deadline: Some(left), timeout: left.max(CallOptions::TIMEOUT), ..CallOptions::default() }
+    }
+
+    /// How long the call is waited for, and what it ends with if no answer has come by then.
+    pub fn limit(&self) -> (Duration, CallError) {
+        match self.deadline.map(|left| left.saturating_add(self.wait_late)) {
+            Some(left) if left <= self.timeout => (left, CallError::DeadlineExceeded),
+            _ => (self.timeout, CallError::Timeout),
+        }
+    }
+
+    /// When the answer is wanted, and when the call ends by itself, on our clock; `u64::MAX` for best effort.
+    pub(crate) fn instants_ns(&self, now_ns: u64) -> (u64, u64) {
+        let deadline_ns = self.deadline.map_or(BEST_EFFORT, |left| now_ns.saturating_add(ns(left)));
+        (deadline_ns, deadline_ns.saturating_add(ns(self.wait_late)))
     }
 
     /// With what is left of a request's deadline, for a call that is made to serve it.
@@ -52,7 +71,9 @@ pub fn ns(duration: Duration) -> u64 {
 /// How a call ended, if not with a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CallError {
-    /// Its deadline had passed before it could be served.
+    /// Its deadline passed without an answer. Whether the call is served is not known.
+    DeadlineExceeded,
+    /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
     Late,
     /// It was not accepted.
     Refused(Refusal),
@@ -86,6 +107,7 @@ pub enum CallError {
 impl fmt::Display for CallError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
+            CallError::DeadlineExceeded => f.write_str("the deadline passed without an answer"),
             CallError::Late => f.write_str("the deadline had passed before the service could begin"),
             CallError::Refused(why) => write!(f, "the service refused the call: {}", why.text()),
             CallError::Cancelled => f.write_str("the call was cancelled"),
@@ -115,6 +137,8 @@ pub struct Reply {
     pub queued_ns: u64,
     /// How long it was served, ns of the provider's clock.
     pub service_ns: u64,
+    /// How long after the call's deadline it came, ns; 0 where it was in time, or the call had no deadline.
+    pub late_by_ns: u64,
 }
 
 /// Which request of a side's, among those that wait or are served.

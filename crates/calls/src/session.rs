@@ -8,7 +8,7 @@
 //!
 //! # One answer per request
 //! A call ends once: with its reply, with what the provider says, with [`CallError::ProviderGone`] when the peer goes
-//! ([`Session::lost`]), or with [`CallError::Timeout`] by its caller, who gives it up ([`Session::abandon`]). Its slot comes back with the
+//! ([`Session::lost`]), or with [`CallError::DeadlineExceeded`] or [`CallError::Timeout`] by its caller ([`Session::is_overdue`]), who gives it up ([`Session::abandon`]). Its slot comes back with the
 //! answer, or with the end of the link's life, and is not used before.
 //!
 //! # The peer is hostile
@@ -88,7 +88,7 @@ pub struct Stats {
 #[derive(Debug)]
 enum Slot {
     Free,
-    Waiting { abandoned: bool, cancelled: bool, waker: Option<Waker>, bytes: usize },
+    Waiting { abandoned: bool, cancelled: bool, waker: Option<Waker>, bytes: usize, deadline_ns: u64, until_ns: u64 },
     Done(Result<Reply, CallError>),
 }
 
@@ -177,7 +177,7 @@ impl Session {
         self.slots.len() - self.free.len()
     }
 
-    /// Asks the peer. The deadline is what is left of it now.
+    /// Asks the peer. The deadline is what is left of it now, at `now_ns`.
     ///
     /// # Errors
     /// [`CallError::Busy`], [`CallError::TooLong`]: nothing was sent. [`CallError::Broken`]: the link is to begin anew.
@@ -186,6 +186,7 @@ impl Session {
         carrier: &mut (impl Carrier + ?Sized),
         options: &CallOptions,
         bytes: &[u8],
+        now_ns: u64,
     ) -> Result<Token, CallError> {
         let most = carrier.most();
         if bytes.len() > most {
@@ -212,7 +213,9 @@ impl Session {
         self.free.pop();
         self.turns[at] = token.turn();
         self.asked_bytes += long;
-        self.slots[at] = Slot::Waiting { abandoned: false, cancelled: false, waker: None, bytes: long };
+        let (deadline_ns, until_ns) = options.instants_ns(now_ns);
+        self.slots[at] =
+            Slot::Waiting { abandoned: false, cancelled: false, waker: None, bytes: long, deadline_ns, until_ns };
         self.stats.asked += 1;
         Ok(token)
     }
@@ -220,6 +223,23 @@ impl Session {
     fn slot(&mut self, token: Token) -> Option<&mut Slot> {
         let at = token.slot() as usize;
         (self.turns.get(at) == Some(&token.turn())).then(|| &mut self.slots[at])
+    }
+
+    /// Whether a call under way has come to its own end: its deadline, or as much later as its caller waits for a late reply. Its caller gives
+    /// it up then.
+    pub fn is_overdue(&self, token: Token, now_ns: u64) -> bool {
+        let at = token.slot() as usize;
+        let ours = self.turns.get(at) == Some(&token.turn());
+        ours && matches!(self.slots[at], Slot::Waiting { abandoned: false, until_ns, .. } if now_ns >= until_ns)
+    }
+
+    /// When a call under way ends by itself; `u64::MAX` where it does not.
+    pub fn until_ns(&self, token: Token) -> u64 {
+        let at = token.slot() as usize;
+        match self.slots.get(at) {
+            Some(Slot::Waiting { until_ns, .. }) if self.turns[at] == token.turn() => *until_ns,
+            _ => u64::MAX,
+        }
     }
 
     /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it ends.
@@ -281,7 +301,7 @@ impl Session {
                 None => break,
                 Some(Message::Call(call, bytes)) => self.asked(carrier, call, bytes, now_ns)?,
                 Some(Message::Cancel(token)) => self.taken_back(carrier, token, now_ns)?,
-                Some(Message::Answer(answer, bytes)) => self.answered(answer, bytes, most)?,
+                Some(Message::Answer(answer, bytes)) => self.answered(answer, bytes, most, now_ns)?,
             }
             any = true;
         }
@@ -345,12 +365,15 @@ impl Session {
         request.epoch != self.epoch || slot == Some(&Theirs::Serving { token: request.token, taken_back: true })
     }
 
-    fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize) -> Result<(), Broken> {
+    fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize, now_ns: u64) -> Result<(), Broken> {
         let Answer { token, status, code, queued_ns, service_ns, .. } = answer;
         let room = (REPLIES * most).saturating_sub(self.reply_bytes);
         let Some(slot) = self.slot(token) else { return Err(Broken::Token) };
-        let &mut Slot::Waiting { abandoned, ref mut waker, bytes: asked, .. } = slot else { return Err(Broken::Token) };
+        let &mut Slot::Waiting { abandoned, ref mut waker, bytes: asked, deadline_ns, until_ns, .. } = slot else {
+            return Err(Broken::Token);
+        };
         let waker = waker.take();
+        let late_by_ns = now_ns.saturating_sub(deadline_ns);
         if abandoned {
             *slot = Slot::Free;
             self.free.push(token.slot());
@@ -358,8 +381,10 @@ impl Session {
             let long = long(bytes.len());
             let result = match status {
                 Status::Served if long > room => Err(CallError::ReplyMemory),
-                Status::Served => Ok(Reply { bytes, code, queued_ns, service_ns }),
-                Status::Late => Err(CallError::Late),
+                Status::Served => Ok(Reply { bytes, code, queued_ns, service_ns, late_by_ns }),
+                Status::Late if until_ns > deadline_ns => Err(CallError::Late),
+                // Whether its caller or the provider sees first that the deadline is over makes no difference.
+                Status::Late => Err(CallError::DeadlineExceeded),
                 Status::Refused(why) => Err(CallError::Refused(why)),
                 Status::Cancelled => Err(CallError::Cancelled),
                 Status::Expired => Err(CallError::Expired),

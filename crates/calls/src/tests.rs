@@ -36,6 +36,8 @@ enum Way {
 
 struct Side {
     session: Session,
+    /// When it last took what had come.
+    now: u64,
     way: Way,
 }
 
@@ -47,8 +49,10 @@ impl Side {
 
     fn submit(&mut self, options: &CallOptions, bytes: &[u8]) -> Result<Token, CallError> {
         match &mut self.way {
-            Way::Link(rings, own, peer) => self.session.submit(&mut rings.on(*own, *peer).unwrap(), options, bytes),
-            Way::Stream(frames) => self.session.submit(frames, options, bytes),
+            Way::Link(rings, own, peer) => {
+                self.session.submit(&mut rings.on(*own, *peer).unwrap(), options, bytes, self.now)
+            }
+            Way::Stream(frames) => self.session.submit(frames, options, bytes, self.now),
         }
     }
 
@@ -61,6 +65,7 @@ impl Side {
     }
 
     fn drain(&mut self, now: u64) -> Result<bool, Broken> {
+        self.now = now;
         match &mut self.way {
             Way::Link(rings, own, peer) => self.session.drain(&mut rings.on(*own, *peer)?, now),
             Way::Stream(frames) => {
@@ -120,6 +125,7 @@ impl Pair {
         plan.clear(own);
         plan.clear(peer);
         let side = |own: ForeignMut<'static>, peer: ForeignMut<'static>| Side {
+            now: 0,
             session: Session::new(plan.entries(), options),
             way: Way::Link(Box::new(Rings::new(plan)), own, peer.as_foreign()),
         };
@@ -129,8 +135,11 @@ impl Pair {
     }
 
     fn stream(options: &ServeOptions) -> Pair {
-        let side =
-            || Side { session: Session::new(crate::frames::ENTRIES, options), way: Way::Stream(Frames::default()) };
+        let side = || Side {
+            now: 0,
+            session: Session::new(crate::frames::ENTRIES, options),
+            way: Way::Stream(Frames::default()),
+        };
         let mut pair = Pair { a: side(), b: side() };
         pair.turn(0);
         pair.serve()
@@ -199,12 +208,13 @@ fn calls_go_both_ways_and_bytes_of_any_length_come_back() {
 #[test]
 fn the_earliest_deadline_is_served_first_and_the_late_are_told() {
     for mut pair in Pair::both(&ServeOptions::default()) {
-        let names: [(&[u8], CallOptions); 5] = [
+        let names: [(&[u8], CallOptions); 6] = [
             (b"any", CallOptions::default()),
             (b"c", within(30)),
             (b"a", within(10)),
             (b"b", within(20)),
-            (b"lost", within(1)),
+            (b"lost", CallOptions { wait_late: Duration::MAX, ..within(1) }),
+            (b"lost too", within(1)),
         ];
         let tokens = names.map(|(name, options)| pair.a.submit(&options, name).unwrap());
         pair.turn(1000 * MS);
@@ -214,6 +224,7 @@ fn the_earliest_deadline_is_served_first_and_the_late_are_told() {
         let results = tokens.map(|token| pair.result(token).unwrap());
         assert_eq!(results.iter().filter(|r| r.is_ok()).count(), 4);
         assert_eq!(results[4], Err(CallError::Late));
+        assert_eq!(results[5], Err(CallError::DeadlineExceeded));
         assert_eq!(results[2].as_ref().unwrap().queued_ns, 2 * MS);
     }
 }
@@ -571,7 +582,7 @@ proptest! {
                     ended += 1;
                     match result {
                         Ok(reply) => assert_eq!(&reply.bytes, bytes),
-                        Err(CallError::Late | CallError::Cancelled) => {}
+                        Err(CallError::DeadlineExceeded | CallError::Cancelled) => {}
                         Err(other) => panic!("{other}"),
                     }
                     false

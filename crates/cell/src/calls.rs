@@ -398,12 +398,13 @@ impl Calls {
             Some(end) => Poll::Ready(end),
             None => Poll::Pending,
         });
-        match self.net.within(ns(options.timeout), end).await {
+        let (limit, over) = options.limit();
+        match self.net.within(ns(limit), end).await {
             Some(end) => {
                 core::mem::forget(waited);
                 end
             }
-            None => Err(CallError::Timeout),
+            None => Err(over),
         }
     }
 
@@ -415,7 +416,8 @@ impl Calls {
     /// [`CallError`]; over TCP [`CallError::Unknown`].
     pub fn call_alone(&self, bytes: &[u8], options: &CallOptions, spin: bool) -> Result<Reply, CallError> {
         let link = self.link.as_ref().ok_or(CallError::Unknown)?;
-        let until_ns = self.now_ns().saturating_add(ns(options.timeout));
+        let (limit, over) = options.limit();
+        let until_ns = self.now_ns().saturating_add(ns(limit));
         let token = self.submit(bytes, options)?;
         let end = link.until_alone(until_ns, spin, || {
             self.settle(link);
@@ -425,7 +427,7 @@ impl Calls {
         link.look_again();
         end.unwrap_or_else(|| {
             self.give_up(token);
-            Err(CallError::Timeout)
+            Err(over)
         })
     }
 
@@ -434,7 +436,8 @@ impl Calls {
     /// # Errors
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
-        let sent = self.state.borrow_mut().with(|session, way| match session.submit(way, options, bytes) {
+        let now_ns = self.now_ns();
+        let sent = self.state.borrow_mut().with(|session, way| match session.submit(way, options, bytes, now_ns) {
             Err(CallError::Broken(broken)) => Err(broken),
             other => Ok(other),
         });
@@ -444,9 +447,15 @@ impl Calls {
         sent.unwrap_or(Err(CallError::ProviderGone))
     }
 
-    /// How a call ended; `None` while it is under way.
+    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
+    /// more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
-        self.state.borrow_mut().session.fetch(token, None)
+        let end = self.state.borrow_mut().session.fetch(token, None);
+        if end.is_none() && self.state.borrow().session.is_overdue(token, self.now_ns()) {
+            self.give_up(token);
+            return Some(Err(CallError::DeadlineExceeded));
+        }
+        end
     }
 
     /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under way.

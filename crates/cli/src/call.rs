@@ -46,6 +46,9 @@ pub(crate) struct Call {
     /// When the answer is wanted, after the call: 200us, 5ms, 1s [default: best effort]
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     deadline: Option<Duration>,
+    /// Wait so long after the deadline for a late reply [default: the call ends at its deadline]
+    #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, requires = "deadline")]
+    wait_late: Option<Duration>,
     /// How long to wait for the answer at most
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, default_value = "30s")]
     timeout: Duration,
@@ -89,6 +92,7 @@ fn outcome(result: &Result<u32, CallError>) -> String {
         Ok(0) => "served",
         Ok(code) => return format!("code {code}"),
         Err(CallError::Refused(why)) => return format!("refused ({})", why.name()),
+        Err(CallError::DeadlineExceeded) => "deadline exceeded",
         Err(CallError::Late) => "late",
         Err(CallError::Cancelled) => "cancelled",
         Err(CallError::Expired) => "expired",
@@ -134,7 +138,8 @@ impl Call {
 
     fn options(&self) -> CallOptions {
         let deadline = self.deadline.map_or(Deadline::Inherit, Deadline::In);
-        CallOptions { deadline, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
+        let wait_late = self.wait_late.unwrap_or_default();
+        CallOptions { deadline, wait_late, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
     }
 
     /// A connection to the service, which may be waited for.
@@ -180,8 +185,12 @@ impl Call {
                 "elapsed_ns": elapsed_ns,
                 "queued_ns": reply.queued_ns(),
                 "service_ns": reply.service_ns(),
+                "late_by_ns": reply.late_by_ns(),
             }))?;
         } else {
+            if reply.is_late() {
+                eprintln!("{}: the reply came {} after its deadline", self.name, time(reply.late_by_ns()));
+            }
             match self.output {
                 Form::Hex => out::print(&format!("{}\n", hex(&bytes)))?,
                 form => {

@@ -347,7 +347,7 @@ pub unsafe extern "C" fn tombolo_reply_get(reply: Handle, info: *mut ReplyInfo) 
             queued_ns: reply.queued_ns(),
             service_ns: reply.service_ns(),
             code: reply.code(),
-            reserved: 0,
+            late: reply.is_late().into(),
         };
         pointer::put("info", info, found)?;
         Ok(Status::Ok)

@@ -63,6 +63,7 @@ statuses! {
     InHandler = 32, c"in-handler";
     Panic = 33, c"panic";
     ReplyTooLarge = 34, c"reply-too-large";
+    DeadlineExceeded = 35, c"deadline-exceeded";
 }
 
 /// Why a function did not do what it is for.
@@ -82,6 +83,7 @@ impl Failure {
 impl From<CallError> for Failure {
     fn from(error: CallError) -> Failure {
         let status = match &error {
+            CallError::DeadlineExceeded => Status::DeadlineExceeded,
             CallError::Late => Status::Late,
             CallError::Refused(_) => Status::Refused,
             CallError::Cancelled => Status::Cancelled,

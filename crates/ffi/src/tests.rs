@@ -245,7 +245,9 @@ fn loans_and_buffers_are_written_in_place() {
 #[test]
 fn each_end_of_a_call_has_its_status() {
     let world = world(|options| options.queue_bound = 2);
-    let late = CallSettings { deadline_kind: 2, deadline_ns: 1, ..call_settings() };
+    let exceeded = CallSettings { deadline_kind: 2, deadline_ns: 1, ..call_settings() };
+    is(Status::DeadlineExceeded, world.call(b"e", &exceeded).unwrap_err());
+    let late = CallSettings { wait_late_ns: u64::MAX, ..exceeded };
     is(Status::Late, world.call(b"e", &late).unwrap_err());
     is(Status::Failed, world.call(b"f", &call_settings()).unwrap_err());
     let blocked = world.submit(b"b");

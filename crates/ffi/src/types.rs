@@ -59,6 +59,7 @@ c_structs! {
         timeout_ns: u64,
         ttl_ns: u64,
         trace: u64,
+        wait_late_ns: u64,
     }
     /// `tombolo_reply_info`
     ReplyInfo {
@@ -67,7 +68,7 @@ c_structs! {
         queued_ns: u64,
         service_ns: u64,
         code: u32,
-        reserved: u32,
+        late: u32,
     }
     /// `tombolo_end`
     End {
@@ -206,9 +207,14 @@ impl CallSettings {
             2 => Deadline::At(self.deadline_ns),
             other => return wrong("deadline_kind", other.into(), "a tombolo_deadline, 0 to 2"),
         };
+        let patience = match deadline {
+            Deadline::In(left) => CallOptions::within(left).timeout,
+            _ => CallOptions::TIMEOUT,
+        };
         Ok(CallOptions {
             deadline,
-            timeout: duration(self.timeout_ns, CallOptions::default().timeout),
+            wait_late: Duration::from_nanos(self.wait_late_ns),
+            timeout: duration(self.timeout_ns, patience),
             ttl: (self.ttl_ns != 0).then_some(Duration::from_nanos(self.ttl_ns)),
             trace: self.trace,
         })

@@ -53,7 +53,7 @@ impl Side {
             }
             10..13 => {
                 let options = CallOptions::default();
-                let sent = self.session.submit(way, &options, &bytes.repeat(1 + usize::from(step >> 6)));
+                let sent = self.session.submit(way, &options, &bytes.repeat(1 + usize::from(step >> 6)), self.now);
                 behaviour.note(sent.as_ref().map_err(std::mem::discriminant).map(|_| ()));
                 match sent {
                     Ok(token) => self.tokens.push(token),

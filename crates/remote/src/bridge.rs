@@ -114,6 +114,8 @@ impl Bridge {
         Service::register(name, options, move |request: &provider::Request<'_>, reply: &mut provider::Reply<'_>| {
             let options = CallOptions {
                 deadline: request.left_ns().map(Duration::from_nanos),
+                // Whether a late reply is of use is its caller's choice, who takes the call back if not.
+                wait_late: PATIENCE,
                 timeout: PATIENCE,
                 trace: request.trace(),
                 ttl: request.ttl_left(),
@@ -138,7 +140,7 @@ impl Bridge {
 /// How a request ends here that ended so at the peer.
 fn status(error: CallError) -> Status {
     match error {
-        CallError::Late => Status::Late,
+        CallError::Late | CallError::DeadlineExceeded => Status::Late,
         CallError::Refused(why) => Status::Refused(why),
         CallError::Cancelled => Status::Cancelled,
         CallError::Expired | CallError::Timeout => Status::Expired,
@@ -175,6 +177,7 @@ impl Target {
         let left_ns = request.left_ns(now_ns());
         let options = client::CallOptions {
             deadline: left_ns.map_or(Deadline::Inherit, |_| Deadline::At(request.deadline_ns)),
+            wait_late: PATIENCE,
             timeout: PATIENCE,
             trace: request.trace,
             ttl: request.ttl_left(),
@@ -190,7 +193,7 @@ impl Target {
         });
         end.unwrap_or_else(|error| {
             Response::end(match error {
-                client::CallError::Late => Status::Late,
+                client::CallError::Late | client::CallError::DeadlineExceeded => Status::Late,
                 client::CallError::Refused(why) => Status::Refused(why),
                 client::CallError::Cancelled => Status::Cancelled,
                 client::CallError::Expired | client::CallError::Timeout => Status::Expired,

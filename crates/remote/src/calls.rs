@@ -23,6 +23,11 @@ use tombolo_rpc::clock::now_ns;
 
 use crate::way::{Naps, RemoteError, Wakers, Way};
 
+/// So much from now; what is longer than any run is as good as for ever.
+fn after(left: Duration) -> Instant {
+    Instant::now() + left.min(Duration::from_secs(1 << 30))
+}
+
 /// A wait without a limit is a sequence of such.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
@@ -242,7 +247,8 @@ impl Calls {
         options: &CallOptions,
         begun: impl FnOnce(Token),
     ) -> Result<Reply, CallError> {
-        let until = Instant::now() + options.timeout;
+        let (limit, over) = options.limit();
+        let until = after(limit);
         let was_deaf = self.lock().way.server_is_gone();
         let token = self.submit(bytes, options)?;
         begun(token);
@@ -252,8 +258,8 @@ impl Calls {
             let end = state.way.session.fetch(token, None);
             end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
         });
-        let end = end.unwrap_or(Err(CallError::Timeout));
-        if matches!(end, Err(CallError::Timeout | CallError::ProviderGone)) {
+        let end = end.unwrap_or(Err(over));
+        if matches!(end, Err(CallError::DeadlineExceeded | CallError::Timeout | CallError::ProviderGone)) {
             self.give_up(token);
         }
         end
@@ -266,23 +272,33 @@ impl Calls {
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
         let mut state = self.lock();
         self.turn(&mut state);
-        let sent = self.with(&mut state, |session, way| match session.submit(way, options, bytes) {
+        let sent = self.with(&mut state, |session, way| match session.submit(way, options, bytes, now_ns()) {
             Err(CallError::Broken(broken)) => Err(broken),
             other => Ok(other),
         });
         sent.unwrap_or(Err(CallError::ProviderGone))
     }
 
-    /// How a call ended; `None` while it is under way.
+    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
+    /// more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.way.session.fetch(token, None)
+        let end = state.way.session.fetch(token, None);
+        if end.is_none() && state.way.session.is_overdue(token, now_ns()) {
+            drop(state);
+            self.give_up(token);
+            return Some(Err(CallError::DeadlineExceeded));
+        }
+        end
     }
 
-    /// Waits for the end of a call; `None` where it is still under way after `timeout`.
+    /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
-        self.wait(Instant::now() + timeout, |state| state.way.session.fetch(token, None))
+        let until_ns = self.lock().way.session.until_ns(token);
+        let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
+        let end = self.wait(after(timeout.min(left)), |state| state.way.session.fetch(token, None));
+        end.or_else(|| self.poll(token))
     }
 
     /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False

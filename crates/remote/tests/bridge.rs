@@ -74,8 +74,14 @@ fn within(left: Duration) -> client::CallOptions {
 fn a_client_of_this_machine_calls_the_peer_and_is_told_what_became_of_it() {
     let folder = tempfile::tempdir().unwrap();
     let (peer, bridge) = bridged(folder.path());
+    let (go, gate) = std::sync::mpsc::channel();
+    let gate = std::sync::Mutex::new(gate);
     let server = peer
-        .serve(|request| match request.bytes.as_slice() {
+        .serve(move |request| match request.bytes.as_slice() {
+            b"hang" => {
+                gate.lock().unwrap().recv_timeout(SOON).unwrap();
+                Response::new("")
+            }
             b"left" => Response::new(format!("{:?}", request.left_ns(tombolo_rpc::clock::now_ns()))),
             b"late" => Response::end(Status::Late),
             bytes => Response::new([bytes, b"!"].concat()).with_code(9),
@@ -83,6 +89,14 @@ fn a_client_of_this_machine_calls_the_peer_and_is_told_what_became_of_it() {
         .unwrap();
     let client = connect(folder.path(), "cell");
     let call = |bytes: &[u8]| client.call(bytes, &within(Duration::from_secs(10)));
+    let hanging = client.call(b"hang", &within(Duration::from_millis(20)));
+    assert!(matches!(hanging, Err(client::CallError::DeadlineExceeded)), "{hanging:?}");
+    go.send(()).unwrap();
+    let patient = client::CallOptions { wait_late: SOON, ..within(Duration::from_millis(20)) };
+    let token = client.submit(b"hang", &patient).unwrap();
+    std::thread::sleep(Duration::from_millis(25));
+    go.send(()).unwrap();
+    assert!(client.wait(token, SOON).unwrap().is_late());
     let reply = call(b"hello").unwrap();
     assert_eq!((reply.to_vec().unwrap(), reply.code()), (b"hello!".to_vec(), 9));
     let large = vec![5; 50_000];

@@ -88,7 +88,11 @@ fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
         // A call without patience; it holds its slot until its answer.
         let short = CallOptions { timeout: Duration::from_millis(1), ..CallOptions::default() };
         assert_eq!(a.call(b"impatient", &short), Err(CallError::Timeout));
-        let late = a.submit(b"late", &within(1)).unwrap();
+        assert_eq!(a.call(b"past its deadline", &within(1)), Err(CallError::DeadlineExceeded));
+        let exceeded = a.submit(b"the same", &within(1)).unwrap();
+        assert_eq!(a.wait_for(exceeded, SOON), Some(Err(CallError::DeadlineExceeded)));
+        assert_eq!(a.poll(exceeded), Some(Err(CallError::Unknown)));
+        let late = a.submit(b"late", &CallOptions { wait_late: SOON, ..within(1) }).unwrap();
         let back = a.submit(b"back", &within(5_000)).unwrap();
         let urgent = a.submit(b"urgent", &within(4_000)).unwrap();
         assert!(a.cancel(back));
@@ -100,7 +104,8 @@ fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
         let left = request.left_ns(tombolo_rpc::clock::now_ns()).unwrap();
         assert!((1..4_000_000_000).contains(&left), "{left}");
         b.respond(&request, Response::new("done"));
-        assert_eq!(a.wait_for(urgent, SOON).unwrap().unwrap().bytes, b"done");
+        let reply = a.wait_for(urgent, SOON).unwrap().unwrap();
+        assert_eq!((&reply.bytes[..], reply.late_by_ns), (&b"done"[..], 0));
         assert_eq!(a.wait_for(late, SOON), Some(Err(CallError::Late)));
         assert_eq!(a.wait_for(back, SOON), Some(Err(CallError::Cancelled)));
     }

@@ -90,7 +90,9 @@ impl Status {
 /// The code that fits how a call ended.
 pub(crate) fn code_of(error: &CallError) -> Code {
     match error {
-        CallError::Late | CallError::Expired | CallError::Timeout => Code::DeadlineExceeded,
+        CallError::DeadlineExceeded | CallError::Late | CallError::Expired | CallError::Timeout => {
+            Code::DeadlineExceeded
+        }
         CallError::Refused(Refusal::Stopping) | CallError::ProviderGone => Code::Unavailable,
         CallError::Refused(_)
         | CallError::Busy(_)

@@ -70,6 +70,7 @@ fn serve(request: &Request<'_>, reply: &mut Reply<'_>, delay: Duration) {
 /// How a call or a connection failed, as all languages name it.
 fn failed(error: &(dyn std::error::Error + 'static)) -> ExitCode {
     let name = match (error.downcast_ref(), error.downcast_ref()) {
+        (Some(CallError::DeadlineExceeded), _) => "deadline-exceeded",
         (Some(CallError::Late), _) => "late",
         (Some(CallError::Refused(_)), _) => "refused",
         (Some(CallError::Expired), _) => "expired",

@@ -172,11 +172,12 @@ fn a_late_request_is_answered_as_late_or_served_as_the_service_chose() {
         let service = Service::register("s", Options { late, ..options(dir.path()) }, echo).unwrap();
         let client = connect(dir.path());
         assert_eq!(client.facts().late_is_best_effort, late == Late::BestEffort);
-        let past = CallOptions { deadline: Deadline::At(1), ..CallOptions::default() };
+        let past = CallOptions { deadline: Deadline::At(1), wait_late: Duration::MAX, ..CallOptions::default() };
         match (late, client.call(b"x", &past)) {
             (Late::Refuse, Err(CallError::Late)) => assert_eq!(service.report().answers.late, 1),
             (Late::BestEffort, Ok(reply)) => {
                 assert_eq!(reply.to_vec().unwrap(), b"x");
+                assert!(reply.is_late());
                 assert_eq!(service.report().answers.overran, 1);
             }
             (_, other) => panic!("{late:?}: {other:?}"),
@@ -193,7 +194,7 @@ fn what_becomes_late_while_it_waits_is_told_before_a_worker_is_free() {
     let served = client.submit(b"0", &CallOptions::default()).unwrap();
     assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
     // In time when it is taken, and not when the worker would be free.
-    let soon = CallOptions::within(Duration::from_millis(200));
+    let soon = CallOptions { wait_late: PATIENCE, ..CallOptions::within(Duration::from_millis(200)) };
     assert!(matches!(client.call(b"l", &soon), Err(CallError::Late)));
     go.send(()).unwrap();
     assert!(client.wait(served, PATIENCE).is_ok());
@@ -210,7 +211,7 @@ fn while_all_workers_are_busy_requests_are_still_judged() {
     let served = client.submit(b"0", &CallOptions::default()).unwrap();
     assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
     // Late, refused by admission, expired, cancelled, queue full: none of them waits for the worker.
-    let past = CallOptions { deadline: Deadline::At(1), ..CallOptions::default() };
+    let past = CallOptions { deadline: Deadline::At(1), wait_late: Duration::MAX, ..CallOptions::default() };
     assert!(matches!(client.call(b"l", &past), Err(CallError::Late)));
     let soon = CallOptions::within(Duration::from_secs(500));
     assert!(matches!(client.call(b"r", &soon), Err(CallError::Refused(Refusal::Admission))));
@@ -231,6 +232,54 @@ fn while_all_workers_are_busy_requests_are_still_judged() {
     assert_eq!((answers.served, answers.late, answers.expired, answers.cancelled), (3, 1, 1, 1));
     assert_eq!((answers.refused_admission, answers.refused_queue_full), (1, 1));
     assert_eq!(client.under_way(), 0);
+}
+
+#[test]
+fn a_call_ends_at_its_deadline_or_waits_longer_as_its_caller_says() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let client = connect(dir.path());
+    let soon = CallOptions::within(Duration::from_millis(20));
+    let began = std::time::Instant::now();
+    // It is being served, and would be for ever.
+    let error = client.call(&[b'0'; 3000], &soon).unwrap_err();
+    assert!(matches!(error, CallError::DeadlineExceeded), "{error}");
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    let token = client.submit(b"1", &soon).unwrap();
+    assert_eq!(client.wait_any(&[token], PATIENCE), Some(0), "its end is there to be fetched");
+    assert!(matches!(client.poll(token), Some(Err(CallError::DeadlineExceeded))));
+    assert!(matches!(client.poll(token), Some(Err(CallError::Unknown))));
+    let futures = [client.call_async(b"2", &soon), client.call_async(b"3", &CallOptions::within(PATIENCE))];
+    let [second, third] = futures;
+    let (mut second, (woken, wakes)) = (Box::pin(second), mpsc::channel());
+    let waker = Waker::from(Arc::new(Flag(woken)));
+    let second = loop {
+        match second.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(end) => break end,
+            Poll::Pending => wakes.recv_timeout(PATIENCE).expect("a future is woken at its deadline"),
+        }
+    };
+    assert!(matches!(second, Err(CallError::DeadlineExceeded)), "{second:?}");
+    drop(third);
+    assert!(began.elapsed() < PATIENCE, "all at their deadlines");
+    // What timed out is not what exceeded its deadline.
+    let impatient = CallOptions { timeout: Duration::from_millis(1), ..CallOptions::within(PATIENCE) };
+    assert!(matches!(client.call(b"4", &impatient), Err(CallError::Timeout)));
+    go.send(()).unwrap();
+    until("all slots and memory come back", || client.under_way() == 0 && client.arena_used() == 0);
+    // The same with a caller that waits for what is late: the reply says that it is.
+    let patient = CallOptions { wait_late: PATIENCE, ..soon };
+    let token = client.submit(b"5", &patient).unwrap();
+    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'5'));
+    std::thread::sleep(Duration::from_millis(25));
+    go.send(()).unwrap();
+    let late = client.wait(token, PATIENCE).unwrap();
+    assert!(late.is_late() && late.late_by_ns() > 0);
+    go.send(()).unwrap();
+    let reply = client.call(b"6", &CallOptions::within(PATIENCE)).unwrap();
+    assert!(!reply.is_late() && reply.late_by_ns() == 0);
+    assert_eq!(service.report().answers.overran, 2, "the service counts both that it ended after their deadlines");
 }
 
 #[test]

@@ -12,7 +12,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use rustix::process::{Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, pidfd_getfd, pidfd_open, setrlimit};
+use rustix::process::{
+    Pid, PidfdFlags, PidfdGetfdFlags, Resource, Rlimit, Signal, kill_process, pidfd_getfd, pidfd_open, setrlimit,
+};
 use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
@@ -187,6 +189,35 @@ fn child() {
     }
     say("ready");
     sleep_for_ever();
+}
+
+#[test]
+fn calls_to_a_stopped_provider_end_at_their_deadlines() {
+    let _one = ONE.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    let mut provider = Killed::start("provider", dir.path());
+    provider.says("ready");
+    let client = connect(dir.path());
+    client.call(b"x", &CallOptions::default()).unwrap();
+    let pid = Pid::from_raw(provider.child.id() as i32).unwrap();
+    kill_process(pid, Signal::STOP).unwrap();
+    let within = |ms| CallOptions::within(Duration::from_millis(ms));
+    let began = Instant::now();
+    let waited = client.submit(b"x", &within(30)).unwrap();
+    let all = [client.submit(b"x", &within(60)).unwrap(), client.submit(b"x", &within(90)).unwrap()];
+    for end in [client.call(b"x", &within(30)), client.wait(waited, PATIENCE)].into_iter() {
+        assert!(matches!(end, Err(CallError::DeadlineExceeded)), "{end:?}");
+    }
+    assert!(began.elapsed() >= Duration::from_millis(30), "not before it");
+    assert_eq!(client.wait_any(&all, PATIENCE), Some(0));
+    for end in client.wait_all(&all, PATIENCE) {
+        assert!(matches!(end, Err(CallError::DeadlineExceeded)), "{end:?}");
+    }
+    let took = began.elapsed();
+    assert!(took < Duration::from_secs(10), "{took:?}: far from the 30 s of a caller's own patience");
+    kill_process(pid, Signal::CONT).unwrap();
+    until("the slots come back", || client.under_way() == 0);
+    assert!(client.call(b"x", &CallOptions::default()).is_ok());
 }
 
 #[test]

@@ -50,7 +50,8 @@ fn deadlines_at_the_ends_of_the_clock() {
         let _service = Service::register("s", Options { late, order, admission, ..options(dir.path()) }, tell).unwrap();
         let client = connect(dir.path());
         let told = |deadline| {
-            let reply = client.call(b"", &CallOptions { deadline, ..CallOptions::default() })?;
+            let wait = CallOptions { deadline, wait_late: Duration::MAX, ..CallOptions::default() };
+            let reply = client.call(b"", &wait)?;
             Ok::<_, CallError>(u64::from_le_bytes(reply.to_vec()?.try_into().unwrap()))
         };
         for passed in [Deadline::At(0), Deadline::At(1), Deadline::At(now_ns() - 1)] {

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::arena::{Arena, Unit, units};
-use tombolo_ring::rpc::entry::{Answer, Ask, Payload, Refusal, Status};
+use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Payload, Refusal, Status};
 use tombolo_ring::rpc::ring::{self, Consumer, Producer};
 use tombolo_ring::rpc::{Broken, Ends, Geometry, INLINE_BYTES, PUBLISHED};
 use tombolo_shm::doorbell::Doorbell;
@@ -41,6 +41,15 @@ const MESSAGES: usize = 1024;
 /// The longest sleep; a wait without a limit is a sequence of them.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
+/// When an answer came.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Came {
+    /// How long after the deadline.
+    late_by_ns: u64,
+    /// Its caller waits beyond the deadline.
+    waits_late: bool,
+}
+
 #[derive(Debug)]
 pub(super) enum Slot {
     Free,
@@ -52,24 +61,31 @@ pub(super) enum Slot {
         /// Nobody waits for it any more.
         abandoned: bool,
         waker: Option<Waker>,
+        /// When the answer is wanted; `u64::MAX`: best effort.
+        deadline_ns: u64,
+        /// When the call ends by itself: at its deadline, or as much later as its caller waits for a late reply.
+        until_ns: u64,
     },
-    Done(Answer),
+    Done(Answer, Came),
 }
 
 /// How long somebody waits. The clock is first looked at when it matters.
 pub(super) struct Limit {
     timeout_ns: u64,
     until: Option<u64>,
+    /// An instant at which it ends in any case.
+    end_ns: u64,
     over: bool,
 }
 
 impl Limit {
-    pub(super) fn new(timeout: Duration) -> Limit {
-        Limit { timeout_ns: clock::ns(timeout), until: None, over: false }
+    /// So long, and not beyond an instant.
+    pub(super) fn new(timeout: Duration, end_ns: u64) -> Limit {
+        Limit { timeout_ns: clock::ns(timeout), until: None, end_ns, over: false }
     }
 
     fn left_ns(&mut self, now: u64) -> u64 {
-        let until = *self.until.get_or_insert(now.saturating_add(self.timeout_ns));
+        let until = *self.until.get_or_insert(now.saturating_add(self.timeout_ns).min(self.end_ns));
         until.saturating_sub(now)
     }
 
@@ -105,6 +121,8 @@ pub(super) struct State {
     followers: u32,
     /// Futures under way.
     pub(super) futures: u32,
+    /// No future's call ends by itself before this instant; the helper looks for those that do, then.
+    pub(super) futures_end_ns: u64,
     /// Wakers of futures that are done.
     pub(super) woken: Vec<Waker>,
     pub(super) helper: bool,
@@ -112,6 +130,34 @@ pub(super) struct State {
 }
 
 impl State {
+    /// When the call of a slot ends by itself.
+    pub(super) fn until_ns(&self, slot: u32) -> u64 {
+        match self.slots.get(slot as usize) {
+            Some(Slot::Waiting { until_ns, .. }) => *until_ns,
+            _ => u64::MAX,
+        }
+    }
+
+    /// Leaves the wakers of futures whose calls have ended by themselves in `woken`: who polls them finds that.
+    fn end_futures(&mut self, now: u64) {
+        if now < self.futures_end_ns {
+            return;
+        }
+        self.futures_end_ns = u64::MAX;
+        let State { slots, woken, futures, futures_end_ns, .. } = self;
+        for slot in slots {
+            let Slot::Waiting { waker, until_ns, .. } = slot else { continue };
+            if *until_ns > now {
+                if waker.is_some() {
+                    *futures_end_ns = (*futures_end_ns).min(*until_ns);
+                }
+            } else if let Some(waker) = waker.take() {
+                *futures -= 1;
+                woken.push(waker);
+            }
+        }
+    }
+
     /// The wakers of all futures: of those that are done, and of those that will not be.
     fn take_wakers(&mut self) -> Vec<Waker> {
         let waiting = self.slots.iter_mut().filter_map(|slot| match slot {
@@ -167,6 +213,7 @@ impl Inner {
             leader: false,
             followers: 0,
             futures: 0,
+            futures_end_ns: u64::MAX,
             woken: Vec::new(),
             helper: false,
             poller: Poller::default(),
@@ -226,7 +273,7 @@ impl Inner {
             return;
         }
         let ends = self.ends();
-        let mut any = false;
+        let (mut any, mut now) = (false, None);
         for _ in 0..ends.entries() {
             let State { answers, inlines, .. } = state;
             // Slots are below the number of entries, or the entry is broken.
@@ -234,7 +281,7 @@ impl Inner {
                 Ok(None) => break,
                 Ok(Some(answer)) => {
                     any = true;
-                    if let Err(broken) = self.done(state, answer) {
+                    if let Err(broken) = self.done(state, answer, &mut now) {
                         state.broken = Some(broken);
                         break;
                     }
@@ -257,13 +304,21 @@ impl Inner {
         }
     }
 
-    fn done(&self, state: &mut State, answer: Answer) -> Result<(), Broken> {
+    /// `now` is read for the first answer that has a deadline.
+    fn done(&self, state: &mut State, answer: Answer, now: &mut Option<u64>) -> Result<(), Broken> {
         let slot = answer.token.slot();
         let at = slot as usize;
         let known = state.turns.get(at) == Some(&answer.token.turn());
-        let Some(Slot::Waiting { block, shared, abandoned, waker }) = state.slots.get_mut(at).filter(|_| known) else {
+        let Some(Slot::Waiting { block, shared, abandoned, waker, deadline_ns, until_ns }) =
+            state.slots.get_mut(at).filter(|_| known)
+        else {
             return Err(Broken::Token);
         };
+        let late_by_ns = match *deadline_ns {
+            BEST_EFFORT => 0,
+            deadline_ns => now.get_or_insert_with(now_ns).saturating_sub(deadline_ns),
+        };
+        let came = Came { late_by_ns, waits_late: *until_ns > *deadline_ns };
         if let Some(buffer) = shared
             && answer.status == Status::Refused(Refusal::Memory)
         {
@@ -281,13 +336,18 @@ impl Inner {
             state.slots[at] = Slot::Free;
             state.free.push(slot);
         } else {
-            state.slots[at] = Slot::Done(answer);
+            state.slots[at] = Slot::Done(answer, came);
         }
         if let Some(waker) = waker {
             state.futures -= 1;
             state.woken.push(waker);
         }
         Ok(())
+    }
+
+    /// Has the thread that sleeps for all look at its condition again.
+    pub(super) fn wake_leader(&self) {
+        futex::wake(self.peer.view(), PUBLISHED);
     }
 
     pub(super) fn is_gone(&self) -> bool {
@@ -421,10 +481,17 @@ impl Inner {
     }
 
     /// What becomes of the call whose answer this is.
-    pub(super) fn outcome(self: &Arc<Self>, answer: Answer, inline: &[u8; INLINE_BYTES]) -> Result<Reply, CallError> {
+    pub(super) fn outcome(
+        self: &Arc<Self>,
+        answer: Answer,
+        came: Came,
+        inline: &[u8; INLINE_BYTES],
+    ) -> Result<Reply, CallError> {
         match answer.status {
             Status::Served => {}
-            Status::Late => return Err(CallError::Late),
+            Status::Late if came.waits_late => return Err(CallError::Late),
+            // Whether its caller or the provider sees first that the deadline is over makes no difference.
+            Status::Late => return Err(CallError::DeadlineExceeded),
             Status::Refused(reason) => return Err(CallError::Refused(reason)),
             Status::Cancelled => return Err(CallError::Cancelled),
             Status::Expired => return Err(CallError::Expired),
@@ -440,7 +507,7 @@ impl Inner {
                 Bytes::Memory(memory)
             }
         };
-        Ok(Reply { inner: self.clone(), answer, bytes })
+        Ok(Reply { inner: self.clone(), answer, bytes, late_by_ns: came.late_by_ns })
     }
 }
 
@@ -463,8 +530,15 @@ pub(super) fn help(inner: &Inner) {
         } else if state.futures == 0 {
             state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
         } else {
-            let ready = |state: &mut State| state.futures == 0 || !state.woken.is_empty() || closing();
-            state = inner.wait(state, Limit::new(LONGEST_SLEEP), ready).0;
+            let end_ns = state.futures_end_ns;
+            // A future that ends sooner than those known until now cuts the sleep short.
+            let ready = |state: &mut State| {
+                state.futures == 0 || !state.woken.is_empty() || state.futures_end_ns < end_ns || closing()
+            };
+            state = inner.wait(state, Limit::new(LONGEST_SLEEP, end_ns), ready).0;
+            if state.futures_end_ns != u64::MAX {
+                state.end_futures(now_ns());
+            }
         }
     }
     let wakers = state.take_wakers();

@@ -6,8 +6,12 @@
 //! # What a call ends with
 //! Exactly one of: the reply; [`CallError::Late`], [`CallError::Refused`], [`CallError::Cancelled`], [`CallError::Expired`],
 //! [`CallError::Failed`] as the provider says; [`CallError::ProviderGone`] when it dies, [`CallError::Broken`] when it breaks the
-//! protocol, [`CallError::Timeout`] when the caller's own patience ends. A call that timed out is cancelled, and its slot and
-//! memory come back with the answer, which nobody sees.
+//! protocol, [`CallError::DeadlineExceeded`] when its deadline passes without an answer, [`CallError::Timeout`] when the caller's own
+//! patience ends before that. A call that ended so is cancelled, and its slot and memory come back with the answer, which nobody sees.
+//!
+//! # Deadlines
+//! A call ends at its deadline, whatever its provider does: also where that is stopped or hangs. A caller that can use a late reply
+//! says for how long after the deadline it waits ([`CallOptions::wait_late`]); such a reply says that it is late ([`Reply::is_late`]).
 //!
 //! # Forks
 //! A connection does not survive one. In a child of the process that connected, each call ends with [`CallError::ProviderGone`], and what the
@@ -48,7 +52,11 @@ use connection::{Inner, Limit, Slot, State, help};
 /// How a call ended, if not with a reply.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    /// Its deadline had passed before it could be served.
+    /// Its deadline passed without an answer. Whether the call is served is not known. A caller that can use a late answer sets
+    /// [`CallOptions::wait_late`].
+    #[error("the deadline passed without an answer")]
+    DeadlineExceeded,
+    /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
     #[error("the deadline had passed before the service could begin")]
     Late,
     /// It was not accepted.
@@ -66,7 +74,7 @@ pub enum CallError {
     /// The provider has died or ended. Whether the call was served is not known.
     #[error("the service has gone")]
     ProviderGone,
-    /// The caller's own time limit is over. Whether the call is served is not known.
+    /// The caller's own time limit is over, before the deadline. Whether the call is served is not known.
     #[error("no answer came within the time limit")]
     Timeout,
     /// The provider broke the protocol.
@@ -135,7 +143,9 @@ fn why_not(source: rustix::io::Errno) -> String {
 pub struct CallOptions {
     /// When an answer is wanted.
     pub deadline: Deadline,
-    /// How long this caller waits at most, whatever the deadline.
+    /// For how long after the deadline a late reply is still waited for; not at all unless this is set.
+    pub wait_late: Duration,
+    /// How long this caller waits at most, where the deadline is later or there is none.
     pub timeout: Duration,
     /// How long the request may wait at the provider; the service's choice where there is none.
     pub ttl: Option<Duration>,
@@ -145,14 +155,24 @@ pub struct CallOptions {
 
 impl Default for CallOptions {
     fn default() -> Self {
-        CallOptions { deadline: Deadline::Inherit, timeout: Duration::from_secs(30), ttl: None, trace: 0 }
+        CallOptions {
+            deadline: Deadline::Inherit,
+            wait_late: Duration::ZERO,
+            timeout: CallOptions::TIMEOUT,
+            ttl: None,
+            trace: 0,
+        }
     }
 }
 
 impl CallOptions {
-    /// With a deadline so much after the call.
+    /// How long a caller waits that says nothing else.
+    pub const TIMEOUT: Duration = Duration::from_secs(30);
+
+    /// With a deadline so much after the call, which is waited for.
     pub fn within(left: Duration) -> CallOptions {
-        CallOptions { deadline: Deadline::In(left), ..CallOptions::default() }
+        let timeout = left.max(CallOptions::TIMEOUT);
+        CallOptions { deadline: Deadline::In(left), timeout, ..CallOptions::default() }
     }
 }
 
@@ -403,7 +423,9 @@ impl Client {
             _ => None,
         };
         state.asked_at[slot as usize] = state.asks.next();
-        state.slots[slot as usize] = Slot::Waiting { block, shared, abandoned: false, waker: None };
+        let until_ns = deadline_ns.saturating_add(clock::ns(options.wait_late));
+        state.slots[slot as usize] =
+            Slot::Waiting { block, shared, abandoned: false, waker: None, deadline_ns, until_ns };
         let call = Call { token, deadline_ns, time_left: false, trace: options.trace, ttl_ms, payload };
         state.asks.push(ends, &Ask::Call(call), inline);
         let ring = state.asks.publish(ends);
@@ -419,7 +441,7 @@ impl Client {
         let slot = state.slots.get(token.slot() as usize);
         let known = match slot {
             Some(Slot::Waiting { abandoned, .. }) => !abandoned,
-            Some(Slot::Done(_)) => true,
+            Some(Slot::Done(..)) => true,
             _ => false,
         };
         known && state.turns.get(token.slot() as usize) == Some(&token.turn())
@@ -432,7 +454,7 @@ impl Client {
     }
 
     fn is_done(state: &State, token: Token) -> bool {
-        matches!(state.slots.get(token.slot() as usize), Some(Slot::Done(_))) || !Self::is_known(state, token)
+        matches!(state.slots.get(token.slot() as usize), Some(Slot::Done(..))) || !Self::is_known(state, token)
     }
 
     /// Takes the answer out of its slot.
@@ -441,18 +463,26 @@ impl Client {
             return Some(Err(CallError::Unknown));
         }
         let slot = &mut state.slots[token.slot() as usize];
-        let Slot::Done(answer) = *slot else { return None };
+        let Slot::Done(answer, came) = *slot else { return None };
         *slot = Slot::Free;
         state.free.push(token.slot());
-        Some(self.inner.outcome(answer, &state.inlines[token.slot() as usize]))
+        Some(self.inner.outcome(answer, came, &state.inlines[token.slot() as usize]))
     }
 
-    /// Looks whether the answer has come; `None` while it has not.
+    /// Whether a call has ended by itself, at its deadline or as much later as its caller waits.
+    fn is_overdue(state: &State, token: Token) -> bool {
+        // The clock is read for calls only that have a deadline.
+        let until_ns = if Self::is_waiting(state, token) { state.until_ns(token.slot()) } else { u64::MAX };
+        until_ns != u64::MAX && now_ns() >= until_ns
+    }
+
+    /// Looks whether the answer has come; `None` while it has not. From the deadline on [`CallError::DeadlineExceeded`], and the token names
+    /// nothing any more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         if !is_ours(&self.inner) {
             return Some(Err(CallError::ProviderGone));
         }
-        let (done, woken) = {
+        let (done, overdue, woken) = {
             let state = &mut *lock(&self.inner.state);
             let failed = self.inner.is_gone();
             self.inner.drain(state);
@@ -461,35 +491,43 @@ impl Client {
             if done.is_none() && (failed || state.broken.is_some()) {
                 done = self.inner.failure(state).map(Err);
             }
-            (done, std::mem::take(&mut state.woken))
+            let overdue = done.is_none() && Self::is_overdue(state, token);
+            (done, overdue, std::mem::take(&mut state.woken))
         };
         woken.into_iter().for_each(Waker::wake);
+        if overdue {
+            self.abandon(token);
+            return Some(Err(CallError::DeadlineExceeded));
+        }
         done
     }
 
-    /// Waits for one answer.
+    /// Waits for one answer, up to the call's own end at the most.
     ///
     /// # Errors
-    /// [`CallError`]. After [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
+    /// [`CallError`]. After [`CallError::DeadlineExceeded`] and [`CallError::Timeout`] the call is cancelled, and the token names nothing any more.
     pub fn wait(&self, token: Token, timeout: Duration) -> Result<Reply, CallError> {
         if !is_ours(&self.inner) {
             return Err(CallError::ProviderGone);
         }
         let mut state = lock(&self.inner.state);
         self.say_unsaid(&mut state);
-        let (mut state, _) = self.inner.wait(state, Limit::new(timeout), |state| Self::is_done(state, token));
+        let until_ns = state.until_ns(token.slot());
+        let limit = Limit::new(timeout, until_ns);
+        let (mut state, _) = self.inner.wait(state, limit, |state| Self::is_done(state, token));
         if let Some(done) = self.fetch(&mut state, token) {
             return done;
         }
         if let Some(failure) = self.inner.failure(&state) {
             return Err(failure);
         }
+        let overdue = Self::is_overdue(&state, token);
         drop(state);
         self.abandon(token);
-        Err(CallError::Timeout)
+        Err(if overdue { CallError::DeadlineExceeded } else { CallError::Timeout })
     }
 
-    /// Waits until the answer of any of these calls has come; which one that is. `None` after the time limit, or when there are
+    /// Waits until the answer of any of these calls has come, or its deadline; which one that is. `None` after the time limit, or when there are
     /// no tokens. A connection that is lost counts as an answer of each of its calls.
     pub fn wait_any(&self, tokens: &[Token], timeout: Duration) -> Option<usize> {
         if !is_ours(&self.inner) {
@@ -497,13 +535,16 @@ impl Client {
         }
         let state = lock(&self.inner.state);
         let first = |state: &State| tokens.iter().position(|t| Self::is_done(state, *t));
-        let (state, _) =
-            self.inner.wait(state, Limit::new(timeout), |state| tokens.is_empty() || first(state).is_some());
-        first(&state).or_else(|| self.inner.failure(&state).and_then(|_| (!tokens.is_empty()).then_some(0)))
+        let waiting = tokens.iter().filter(|t| Self::is_waiting(&state, **t));
+        let until_ns = waiting.map(|t| state.until_ns(t.slot())).min().unwrap_or(u64::MAX);
+        let limit = Limit::new(timeout, until_ns);
+        let (state, _) = self.inner.wait(state, limit, |state| tokens.is_empty() || first(state).is_some());
+        let ended = first(&state).or_else(|| tokens.iter().position(|t| Self::is_overdue(&state, *t)));
+        ended.or_else(|| self.inner.failure(&state).and_then(|_| (!tokens.is_empty()).then_some(0)))
     }
 
     /// Waits for the answers of all these calls, in the order of the tokens. Those that have not come when the time is over are
-    /// cancelled, and end with [`CallError::Timeout`].
+    /// cancelled, and end with [`CallError::Timeout`], or earlier with [`CallError::DeadlineExceeded`].
     pub fn wait_all(&self, tokens: &[Token], timeout: Duration) -> Vec<Result<Reply, CallError>> {
         let until = now_ns().saturating_add(clock::ns(timeout));
         let left = || Duration::from_nanos(until.saturating_sub(now_ns()));
@@ -600,14 +641,17 @@ impl Client {
             return Some(done);
         }
         let mut own = Some(by.clone());
-        let mut again = false;
+        let (mut again, mut sooner) = (false, false);
         {
             let state = &mut *lock(&self.inner.state);
             match state.slots.get_mut(token.slot() as usize) {
-                Some(Slot::Waiting { waker, .. }) => {
+                Some(Slot::Waiting { waker, until_ns, .. }) => {
                     // The one before is dropped without the lock.
                     std::mem::swap(waker, &mut own);
                     state.futures += u32::from(own.is_none());
+                    // Who sleeps for the futures has to end its sleep sooner.
+                    sooner = *until_ns < state.futures_end_ns;
+                    state.futures_end_ns = state.futures_end_ns.min(*until_ns);
                 }
                 // It came in between.
                 _ => again = true,
@@ -621,6 +665,9 @@ impl Client {
                 again |= started.is_err();
             }
             self.inner.turn.notify_all();
+        }
+        if sooner {
+            self.inner.wake_leader();
         }
         if again {
             by.wake_by_ref();

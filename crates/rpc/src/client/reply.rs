@@ -24,6 +24,7 @@ pub struct Reply {
     pub(super) inner: Arc<Inner>,
     pub(super) answer: Answer,
     pub(super) bytes: Bytes,
+    pub(super) late_by_ns: u64,
 }
 
 impl Reply {
@@ -40,6 +41,16 @@ impl Reply {
     /// The application's code; 0 is success.
     pub fn code(&self) -> u32 {
         self.answer.code
+    }
+
+    /// How long after the call's deadline this side took the reply, ns; 0 where that was in time, or the call had no deadline.
+    pub fn late_by_ns(&self) -> u64 {
+        self.late_by_ns
+    }
+
+    /// Whether it came after the call's deadline.
+    pub fn is_late(&self) -> bool {
+        self.late_by_ns > 0
     }
 
     /// How long the request waited at the provider, ns.
