@@ -7,7 +7,8 @@
 //! ```
 //!
 //! and in the crate `include!(concat!(env!("OUT_DIR"), "/PACKAGE.rs"));`. The crate needs `tombolo-rpc-proto`, whose head says what is
-//! generated, and nothing else. Messages are prost's. No `protoc` is called: the files are read by protox.
+//! generated, and nothing else. Messages are prost's; well-known types (`google/protobuf/*.proto`) are those of prost-types, which
+//! `tombolo_rpc_proto::prost_types` is, with Rust's own types for wrappers and `()` for Empty. No `protoc` is called: the files are read by protox.
 //!
 //! # Failure
 //! A file that is wrong, and a method that streams, is an error with its place; nothing is written then.
@@ -65,7 +66,11 @@ pub fn compile_to(
     let files = protox::compile(protos, includes)?;
     check(&files)?;
     let mut config = Config::new();
-    config.out_dir(out).prost_path("::tombolo_rpc_proto::prost").service_generator(Box::new(Generator));
+    config
+        .out_dir(out)
+        .prost_path("::tombolo_rpc_proto::prost")
+        .prost_types_path("::tombolo_rpc_proto::prost_types")
+        .service_generator(Box::new(Generator));
     Ok(config.compile_fds(files)?)
 }
 
@@ -278,6 +283,29 @@ mod tests {
         ] {
             assert!(code.contains(part), "no {part} in\n{code}");
         }
+    }
+
+    #[test]
+    fn well_known_types_are_those_that_the_runtime_crate_brings() {
+        let code = compiled(
+            "syntax = \"proto3\"; package p;
+             import \"google/protobuf/any.proto\"; import \"google/protobuf/duration.proto\"; import \"google/protobuf/empty.proto\";
+             import \"google/protobuf/struct.proto\"; import \"google/protobuf/timestamp.proto\"; import \"google/protobuf/wrappers.proto\";
+             message Q {
+                 google.protobuf.Any any = 1; google.protobuf.Duration lasts = 2; google.protobuf.Struct more = 3;
+                 google.protobuf.Timestamp at = 4; google.protobuf.BoolValue maybe = 5;
+             }
+             service S { rpc A(google.protobuf.Empty) returns (Q); }",
+        )
+        .unwrap();
+        for name in ["Any", "Duration", "Struct", "Timestamp"] {
+            assert!(code.contains(&format!("::tombolo_rpc_proto::prost_types::{name}")), "no {name} in\n{code}");
+        }
+        // A crate that the user would have to name too.
+        assert!(
+            !code.contains("<::prost") && !code.replace("proto::prost_types", "").contains("::prost_types"),
+            "{code}"
+        );
     }
 
     #[test]

@@ -30,4 +30,5 @@ pub use server::{Call, Context, Methods, Router, unary};
 pub use status::{Code, Status};
 // What generated code, and whoever uses it, needs besides.
 pub use prost;
+pub use prost_types;
 pub use tombolo_rpc;

@@ -10,6 +10,11 @@ pub mod proto {
     include!(concat!(env!("OUT_DIR"), "/calculator.rs"));
 }
 
+/// The same of `proto/known.proto`, whose messages are made of protobuf's well-known types.
+pub mod known {
+    include!(concat!(env!("OUT_DIR"), "/known.rs"));
+}
+
 use proto::{Calculator, CalculatorServer, History, HistoryServer, Nothing, Number, Numbers, Operands};
 
 /// Serves both services.

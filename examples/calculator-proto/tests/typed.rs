@@ -1,5 +1,6 @@
 //! Typed calls end to end: a service and its clients over shared memory.
 
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::pin::pin;
 use std::sync::mpsc;
@@ -8,10 +9,13 @@ use std::task::{Context as Task, Poll, Wake, Waker};
 use std::time::Duration;
 
 use calculator_proto::Machine;
+use calculator_proto::known::{Calendar, CalendarClient, CalendarServer, Event};
 use calculator_proto::proto::{
     Calculator, CalculatorClient, CalculatorServer, HistoryClient, Nothing, Number, Numbers, Operands,
 };
 use tombolo_rpc_proto::prost::Message;
+use tombolo_rpc_proto::prost_types::value::Kind;
+use tombolo_rpc_proto::prost_types::{Any, Duration as ProtoDuration, FieldMask, Struct, Timestamp, Value};
 use tombolo_rpc_proto::tombolo_rpc::client::{CallError, CallOptions, Client, ConnectOptions};
 use tombolo_rpc_proto::tombolo_rpc::deadline::Deadline;
 use tombolo_rpc_proto::tombolo_rpc::provider::{Handler, Options, Service};
@@ -227,4 +231,56 @@ fn a_reply_that_is_no_message_is_an_error_of_its_own() {
     let error = CalculatorClient::new(connect(dir.path())).add(&SIX_SEVEN, &any()).unwrap_err();
     assert!(matches!(error, Error::Undecodable(_)), "{error}");
     assert_eq!(error.code(), Code::DataLoss);
+}
+
+#[derive(Default)]
+struct Events(Mutex<Vec<Event>>);
+
+impl Events {
+    fn last(&self) -> Result<Event, Status> {
+        self.0.lock().unwrap().last().cloned().ok_or_else(|| Status::new(Code::NotFound, "no event"))
+    }
+}
+
+impl Calendar for Events {
+    fn put(&self, _: &Context<'_>, event: Event) -> Result<(), Status> {
+        self.0.lock().unwrap().push(event);
+        Ok(())
+    }
+
+    fn last(&self, _: &Context<'_>, (): ()) -> Result<Event, Status> {
+        Events::last(self)
+    }
+
+    fn count(&self, _: &Context<'_>, (): ()) -> Result<u64, Status> {
+        Ok(self.0.lock().unwrap().len() as u64)
+    }
+
+    fn end(&self, _: &Context<'_>, later: ProtoDuration) -> Result<Timestamp, Status> {
+        let at = Events::last(self)?.at.unwrap_or_default();
+        Ok(Timestamp { seconds: at.seconds + later.seconds, nanos: at.nanos + later.nanos })
+    }
+}
+
+#[test]
+fn messages_of_well_known_types_cross_with_no_dependency_more() {
+    let dir = tempfile::tempdir().unwrap();
+    let _service = serve(dir.path(), Router::new().with(CalendarServer(Events::default())));
+    let client = CalendarClient::new(connect(dir.path()));
+    assert_eq!(client.last(&(), &any()).unwrap_err().code(), Code::NotFound);
+    let words = Value { kind: Some(Kind::StringValue("in the hall".into())) };
+    let event = Event {
+        at: Some(Timestamp { seconds: 1_800_000_000, nanos: 5 }),
+        lasts: Some(ProtoDuration { seconds: 90, nanos: 0 }),
+        note: Some("concert".into()),
+        amount: None,
+        details: Some(Struct { fields: BTreeMap::from([("where".to_string(), words)]) }),
+        payload: Some(Any { type_url: "type.googleapis.com/x".into(), value: vec![1, 2, 3] }),
+        fields: Some(FieldMask { paths: vec!["at".into()] }),
+    };
+    client.put(&event, &any()).unwrap();
+    assert_eq!(client.last(&(), &any()).unwrap(), event);
+    assert_eq!(client.count(&(), &any()).unwrap(), 1);
+    let later = ProtoDuration { seconds: 10, nanos: 1 };
+    assert_eq!(client.end(&later, &any()).unwrap(), Timestamp { seconds: 1_800_000_010, nanos: 6 });
 }
