@@ -233,6 +233,8 @@ pub(crate) fn port(p: &PortReport) -> String {
         ("tx frames", c.tx_frames),
         ("tx bytes", c.tx_bytes),
         ("wake-ups", c.wakeups),
+        ("late wake-ups", c.late_wakeups),
+        ("late signals", c.late_signals),
         ("turns", c.turns),
         ("exhausted budgets", c.exhausted_budgets),
         ("software checksums", c.software_checksums),

@@ -108,6 +108,27 @@ pub trait Fixture: Sized {
     /// The peer breaks the protocol as badly as it can.
     fn break_protocol(&mut self) -> Misdeed;
 
+    /// Whether a wake-up between port and peer can get lost: they share memory, and decide by words in it. The next three are
+    /// asked only then.
+    fn loses_wakeups(&self) -> bool {
+        false
+    }
+
+    /// The peer sends a frame and does not wake the port.
+    fn inject_silently(&mut self, _bytes: &[u8]) {
+        unreachable!("this kind loses no wake-ups")
+    }
+
+    /// The peer's wish for a signal at the next frame becomes visible; it does not look at the ring again.
+    fn wish(&mut self) {
+        unreachable!("this kind loses no wake-ups")
+    }
+
+    /// Whether the peer was signalled since the last call.
+    fn was_signalled(&mut self) -> bool {
+        unreachable!("this kind loses no wake-ups")
+    }
+
     /// The peer spoils what it gives the port for frames, so that [`Port::transmit`] of 64 frames comes on a fault after
     /// some of them.
     fn spoil_transmit(&mut self) -> Misdeed {
@@ -556,6 +577,8 @@ macro_rules! conformance_suite {
             a_peer_that_does_not_read_costs_only_its_own_frames
             a_frame_between_receive_and_arm_is_seen
             a_frame_after_arm_wakes
+            a_lost_wake_up_is_found_by_one_more_look
+            a_wish_that_was_missed_is_found_by_one_more_look
             an_idle_port_sleeps
             a_partial_checksum_is_carried
             segmentation_is_carried

@@ -43,6 +43,11 @@ pub struct PortCounters {
     pub tx_drops: [Counter; Reason::COUNT],
     /// Times that the port was found ready after it had slept.
     pub wakeups: Counter,
+    /// Frames waited although no wake-up had come, at the look that follows a sleep once ([`crate::recheck`]). A wake-up
+    /// that was under way at that moment is counted too.
+    pub late_wakeups: Counter,
+    /// Times that the peer was signalled only at that look, which found its wish.
+    pub late_signals: Counter,
     /// Turns in which the port was asked for frames.
     pub turns: Counter,
     /// Turns in which it gave as many as the budget allows, so that it was asked again before any sleep.

@@ -9,6 +9,7 @@
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
 //! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
+//! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
 //! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`wait`]: how a worker sleeps.
@@ -33,6 +34,7 @@ pub mod network;
 pub mod offload;
 pub mod pcapng;
 pub mod port;
+pub mod recheck;
 pub mod vnet;
 pub mod wait;
 pub mod worker;

@@ -22,6 +22,12 @@
 //! A port that looked only before it armed would sleep on that frame. So `arm` turns wake-ups on first, then
 //! looks again, and says what it found.
 //!
+//! # The window that `recheck` closes
+//! That needs memory fences on both sides, and a peer's may do nothing: QEMU before 8.1 drops those of a guest with one
+//! CPU ([`tombolo_ring::virtio::notify`] draws it). So a port whose peer shares memory asks for one more look
+//! ([`Port::take_recheck`]) when it was armed and when it did not signal its peer; the worker has it look
+//! ([`Port::recheck`]) [`RECHECK_DELAY`](crate::recheck::RECHECK_DELAY) later, once.
+//!
 //! # Faults
 //! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls
 //! [`Port::reset`], and goes on with the other ports. No method blocks, and none panics over what a peer wrote.
@@ -168,6 +174,24 @@ pub trait Port: Send {
     /// A [`Fault`] of the ring.
     fn arm(&mut self) -> Result<bool, Fault>;
 
+    /// Whether a look is due some time after what happened since the last call: the port was armed, or its peer was not
+    /// signalled. Asked at the end of each turn and after each [`Port::flush`]. Ports whose peer cannot miss a wake-up
+    /// (the kernel's, or this process itself) never want one.
+    #[inline]
+    fn take_recheck(&mut self) -> bool {
+        false
+    }
+
+    /// Looks again, some time after [`Port::take_recheck`] asked for it: whether work waits though no wake-up came, and whether
+    /// the peer wishes for a signal by now, which it then gets. Changes nothing of what `arm` or `disarm` set up. Asks
+    /// for no further look.
+    ///
+    /// # Errors
+    /// A [`Fault`] of the ring.
+    fn recheck(&mut self) -> Result<Rechecked, Fault> {
+        Ok(Rechecked::default())
+    }
+
     /// Turns wake-ups off where that saves the peer work.
     fn disarm(&mut self);
 
@@ -178,6 +202,15 @@ pub trait Port: Send {
     fn details(&self) -> Vec<(&'static str, String)> {
         Vec::new()
     }
+}
+
+/// What a [`Port::recheck`] found.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Rechecked {
+    /// Frames wait to be received.
+    pub work: bool,
+    /// The peer was signalled late.
+    pub signalled: bool,
 }
 
 /// What a [`Port::transmit`] took.

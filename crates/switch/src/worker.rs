@@ -4,12 +4,13 @@
 //! It holds the ports that are *active*: those that were woken and have not yet been found empty with their
 //! wake-ups on. Each gets one turn per round: up to *budget* frames are taken, decided on, and copied straight
 //! to their destinations. A port under budget is polled on for the busy-poll time, then armed, looked at once
-//! more (the window is drawn in [`crate::port`]), and sleeps. With nobody active the worker sleeps in its
+//! more (the window is drawn in [`crate::port`]), and sleeps. Where a peer's memory fences may do nothing, it is looked at once
+//! more a little later ([`crate::recheck`]). With nobody active the worker sleeps in its
 //! [`Waiter`]; with somebody active it asks the waiter without sleeping, after each round that moved nothing and
 //! at least every [`POLL_INTERVAL`], so that ports that wake up meanwhile get their turns.
 //!
 //! ```text
-//!            woken, timer, or an answer left by a transmit
+//!            woken, timer, found by a re-check, or an answer left by a transmit
 //!   asleep ------------------------------------------------> active --- budget used up: next round --+
 //!     ^                                                        ^  |                                   |
 //!     |   under budget, busy-poll time over, arm() == false    |  +-----------------------------------+
@@ -54,7 +55,8 @@ use crate::guard::Guard;
 use crate::limit::{Meter, Rates, Storm};
 use crate::network::{Network, Plan, Summary};
 use crate::offload::{Transformer, Work};
-use crate::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use crate::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
+use crate::recheck::Rechecks;
 use crate::wait::{CONTROL, Token, Waiter};
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -110,6 +112,7 @@ pub(crate) struct Core {
     ready: Vec<Token>,
     /// No deadline of any slot is earlier than this.
     earliest: Nanos,
+    rechecks: Rechecks,
     polled_at: Nanos,
     /// Frames that the last round moved.
     moved: usize,
@@ -236,6 +239,7 @@ impl Worker {
             active: VecDeque::new(),
             ready: Vec::new(),
             earliest: NEVER,
+            rechecks: Rechecks::default(),
             polled_at: Nanos(0),
             moved: 0,
             plan: Plan::default(),
@@ -257,9 +261,11 @@ impl Worker {
         let core = &mut self.core;
         core.now = waiter.now();
         core.started.get_or_insert(core.now);
+        core.rechecks.start(core.now);
         if core.active.is_empty() {
             let before = core.now;
-            let timeout = (core.earliest != NEVER).then(|| core.earliest.since(before));
+            let until = core.rechecks.next().map_or(core.earliest, |at| at.min(core.earliest));
+            let timeout = (until != NEVER).then(|| until.since(before));
             waiter.wait(timeout, &mut core.ready);
             core.now = waiter.now();
             core.polled_at = core.now;
@@ -286,6 +292,9 @@ impl Worker {
         if core.now >= core.earliest {
             core.run_timers();
         }
+        while let Some(index) = core.rechecks.take(core.now) {
+            core.recheck(index);
+        }
         core.round(waiter, &self.commands);
         !core.stopped
     }
@@ -311,6 +320,7 @@ impl Core {
     pub(crate) fn remove(&mut self, token: Token) -> Option<Box<Slot>> {
         let slot = self.slots.get_mut(token.0 as usize)?.take()?;
         self.active.retain(|index| *index != token.0 as u16);
+        self.rechecks.forget(token.0 as u16);
         if let Some(network) = self.network(slot.network) {
             network.network.leave(token.0 as u16);
         }
@@ -370,6 +380,22 @@ impl Core {
         }
     }
 
+    /// The look that follows a sleep, or a signal that was not sent, once.
+    fn recheck(&mut self, index: u16) {
+        let Some(Some(slot)) = self.slots.get_mut(usize::from(index)) else { return };
+        let Some(port) = slot.port.as_mut().filter(|_| self.now >= slot.quiet_until) else { return };
+        match guarded(|| port.recheck()) {
+            Ok(Rechecked { work, signalled }) => {
+                slot.counters.late_signals.add(signalled.into());
+                if work && !slot.active {
+                    slot.counters.late_wakeups.add(1);
+                    self.activate(index);
+                }
+            }
+            Err(trouble) => self.fault_of(index, trouble),
+        }
+    }
+
     /// One turn for each port that was active when the round began, for at most [`ROUND_TIME`]: those that are left are first in
     /// the next round. Commands are run between turns.
     fn round(&mut self, waiter: &mut impl Waiter, commands: &Receiver<Command>) {
@@ -398,6 +424,9 @@ impl Core {
         let Some(mut slot) = self.slots[index as usize].take() else { return false };
         let result =
             if slot.port.is_none() || self.now < slot.quiet_until { Ok(false) } else { self.turn_of(index, &mut slot) };
+        if result.is_ok() && slot.port.as_mut().is_some_and(|port| port.take_recheck()) {
+            self.rechecks.note(index);
+        }
         let stays = result.unwrap_or_else(|trouble| {
             slot.suffer(trouble, self.now);
             self.refresh_link(index, &mut slot);
@@ -547,7 +576,7 @@ impl Core {
             return Some(0);
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
-        let (mut work, transformer) = (Work::default(), &mut self.transformer);
+        let (mut work, transformer, rechecks) = (Work::default(), &mut self.transformer, &mut self.rechecks);
         let result = guarded(|| {
             let caps = port.caps();
             let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
@@ -564,6 +593,9 @@ impl Core {
                 transformer.transmit(batch, which, caps, &mut drops, &mut work, hand_over)?
             };
             port.flush()?;
+            if port.take_recheck() {
+                rechecks.note(to);
+            }
             Ok((sent, port.answers()))
         });
         let total = which.len() as u64 + work.segments - work.segmented;
@@ -589,14 +621,14 @@ impl Core {
                 // Whatever was not counted yet went down with the port's rings; see `Port::transmit`.
                 drops.count(Reason::Reset, total.saturating_sub(drops.total()));
                 slot.counters.add_tx_drops(&mut drops);
-                self.fault_of_destination(to, trouble);
+                self.fault_of(to, trouble);
             }
         }
         Some(total)
     }
 
     #[cold]
-    fn fault_of_destination(&mut self, to: u16, trouble: Trouble) {
+    fn fault_of(&mut self, to: u16, trouble: Trouble) {
         let Some(mut slot) = self.slots[to as usize].take() else { return };
         slot.suffer(trouble, self.now);
         self.refresh_link(to, &mut slot);

@@ -11,6 +11,7 @@ use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::{Rate, Rates, Storm};
 use tombolo_switch::mac::{Address, MacSettings};
 use tombolo_switch::port::{Caps, Link};
+use tombolo_switch::recheck::RECHECK_DELAY;
 use tombolo_switch::wait::CONTROL;
 use tombolo_switch::worker::{FAULT_PAUSE, REMAKE_PAUSE_MAX};
 
@@ -219,6 +220,49 @@ fn a_deadline_of_a_port_is_kept_while_all_sleep() {
     assert_eq!(a.lock().services, services + 1);
     let clock = bench.waiter.lock();
     assert_eq!((clock.now, clock.timeouts), (start.after(Nanos::SECOND), 1));
+}
+
+#[test]
+fn a_lost_wake_up_lasts_for_one_more_look_and_an_idle_port_costs_nothing() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b, plain] = bench.ports(net);
+    a.lock().rechecks = true;
+    b.lock().rechecks = true;
+    let looks = |peer: &Peer| peer.lock().looks;
+    a.send(frame(mac(2), mac(1), 64, 1));
+    bench.worker.step(&mut bench.waiter);
+    while b.lock().from_switch.is_empty() {
+        bench.worker.step(&mut bench.waiter);
+    }
+    // The port is polled once more and sleeps; then a frame comes whose wake-up is lost.
+    while !a.lock().armed {
+        bench.worker.step(&mut bench.waiter);
+    }
+    let endless = |bench: &Bench| bench.waiter.lock().endless_sleeps;
+    let (slept_at, slept) = (bench.waiter.lock().now, endless(&bench));
+    a.send_silently(frame(mac(2), mac(1), 64, 2));
+    while b.lock().from_switch.len() < 2 {
+        assert_eq!(endless(&bench), slept, "the worker sleeps on a lost wake-up");
+        bench.worker.step(&mut bench.waiter);
+    }
+    assert_eq!(bench.waiter.lock().now.since(slept_at), RECHECK_DELAY);
+    assert_eq!((a.counters.wakeups.get(), a.counters.late_wakeups.get()), (1, 1));
+    bench.settle();
+    // One look after each sleep of the source; for the destination one after the first flush, and one after the later ones.
+    let (timeouts, _) = bench.waiter.quiet();
+    assert_eq!((looks(&a), looks(&b), looks(&plain)), (2, 2, 0));
+    bench.waiter.advance(Nanos::SECOND);
+    for _ in 0..10 {
+        bench.settle();
+    }
+    assert_eq!((looks(&a), looks(&b), bench.waiter.quiet().0), (2, 2, timeouts), "an idle port is left alone");
+    // A port that goes while a look is due, and a fault of the look.
+    a.send(frame(mac(2), mac(1), 64, 3));
+    b.lock().fault = Some(At::Recheck);
+    bench.ask(|h| h.remove_port(a.token)).unwrap();
+    bench.settle();
+    assert_eq!((b.counters.faults.get(), b.lock().resets), (1, 1));
 }
 
 #[test]

@@ -42,6 +42,10 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("tx_frames_total", "Frames to the peer.", |c| c.tx_frames),
     ("tx_bytes_total", "Bytes of frames to the peer.", |c| c.tx_bytes),
     ("wakeups_total", "Times the port was found ready after it had slept.", |c| c.wakeups),
+    ("late_wakeups_total", "Times frames waited without a wake-up, at the look that follows a sleep.", |c| {
+        c.late_wakeups
+    }),
+    ("late_signals_total", "Times the peer was signalled only at that look.", |c| c.late_signals),
     ("turns_total", "Turns in which the port was asked for frames.", |c| c.turns),
     ("exhausted_budgets_total", "Turns that used up the budget.", |c| c.exhausted_budgets),
     ("faults_total", "Times the peer broke the rules and the port was reset.", |c| c.faults),

@@ -202,6 +202,13 @@ pub struct CounterReport {
     pub tx_drops: BTreeMap<String, u64>,
     /// Times it was found ready after it had slept.
     pub wakeups: u64,
+    /// Times that frames waited without a wake-up, at the one look that follows each sleep: a wake-up was lost, or still on its
+    /// way.
+    #[serde(default)]
+    pub late_wakeups: u64,
+    /// Times that its peer was signalled only at that look.
+    #[serde(default)]
+    pub late_signals: u64,
     /// Turns in which it was asked for frames.
     pub turns: u64,
     /// Turns that used up the budget.

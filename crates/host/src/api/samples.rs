@@ -27,6 +27,8 @@ pub(crate) fn status() -> Status {
         software_segments: next(),
         captured: next(),
         capture_lost: next(),
+        late_wakeups: next(),
+        late_signals: next(),
     };
     Status {
         schema: SCHEMA,

@@ -273,6 +273,8 @@ impl Running {
                 rx_drops: drops(&c.rx_drops),
                 tx_drops: drops(&c.tx_drops),
                 wakeups: c.wakeups.get(),
+                late_wakeups: c.late_wakeups.get(),
+                late_signals: c.late_signals.get(),
                 turns: c.turns.get(),
                 exhausted_budgets: c.exhausted_budgets.get(),
                 frames_per_turn: c.frames_per_turn.iter().map(Counter::get).collect(),

@@ -8,7 +8,7 @@ use std::rc::Rc;
 use std::time::{Duration, Instant};
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::{Offload, SegmentKind};
-use tombolo_switch::port::{Fault, FaultKind, Link};
+use tombolo_switch::port::{Fault, FaultKind, Link, Rechecked};
 use tombolo_switch::wait::Token;
 use tombolo_testing::Random;
 
@@ -217,6 +217,51 @@ pub fn a_frame_after_arm_wakes<F: Fixture>(_: &str) {
         assert!(rig.sleep(DEADLINE), "round {round}: not woken");
         rig.until_woken("the frame is received", |rig| rig.received.len() == round as usize + 1);
     }
+}
+
+/// The peer's fences do nothing, so it did not see that the port sleeps: one more look finds its frame.
+pub fn a_lost_wake_up_is_found_by_one_more_look<F: Fixture>(name: &str) {
+    let mut rig = Rig::<F>::up();
+    if !rig.peer.loses_wakeups() {
+        assert!(!rig.port.take_recheck(), "what needs no second look asks for none");
+        return not_applicable(name, "the kernel or a lock carries its wake-ups");
+    }
+    for round in 0..3 {
+        rig.settle();
+        assert!(rig.port.take_recheck(), "a port that was armed wants a second look");
+        assert!(!rig.port.take_recheck(), "one");
+        assert_eq!(rig.port.recheck(), Ok(Rechecked::default()), "nothing waits");
+        rig.peer.inject_silently(&plain(round, [60])[0].bytes);
+        assert!(rig.port.recheck().unwrap().work, "round {round}: the second look finds the frame");
+        rig.turn(16);
+        assert_eq!(rig.received.len(), round as usize + 1);
+    }
+}
+
+/// The peer's fences do nothing, so its wish became visible after the port had read it: one more look finds it.
+pub fn a_wish_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) {
+    let mut rig = Rig::<F>::up();
+    if !rig.peer.loses_wakeups() {
+        return not_applicable(name, "the kernel or a lock carries its wake-ups");
+    }
+    rig.settle();
+    let frames = plain(0, [60; 3]);
+    let send = |rig: &mut Rig<F>, index: usize| {
+        let (_, _) = (rig.port.recheck().unwrap(), rig.port.take_recheck());
+        assert_eq!(rig.send(&frames[index..=index]), 1);
+        rig.peer.was_signalled()
+    };
+    send(&mut rig, 0);
+    assert!(rig.peer.collect().is_some());
+    rig.peer.wish();
+    assert!(send(&mut rig, 1), "the peer wished for it");
+    assert!(rig.peer.collect().is_some());
+    assert!(!send(&mut rig, 2), "the peer did not say that it sleeps");
+    assert!(rig.port.take_recheck(), "a port that did not signal wants a second look");
+    rig.peer.wish();
+    assert!(rig.port.recheck().unwrap().signalled && rig.peer.was_signalled(), "the second look finds the wish");
+    assert!(!rig.port.recheck().unwrap().signalled && !rig.peer.was_signalled(), "once");
+    assert!(rig.peer.collect().is_some());
 }
 
 /// A connected port without traffic wakes nobody and asks for no timers; one that is polled is looked at seldom.

@@ -58,7 +58,7 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 use crate::reactor::{Registration, Watch};
@@ -144,6 +144,8 @@ pub struct Ivshmem {
     storm: Storm,
     /// Frames received and transmitted since the last service.
     exchanged: u64,
+    /// It was armed, or the peer was not rung, since this was last asked.
+    wants_recheck: bool,
     /// The region's pages are gone, which was said: the link is down for good.
     lost: bool,
 }
@@ -179,6 +181,7 @@ impl Ivshmem {
             poller: Poller::new(poll),
             storm: Storm::default(),
             exchanged: 0,
+            wants_recheck: false,
             lost: false,
         };
         port.listen().map_err(|(vector, source)| OpenError::Watch { vector, source })?;
@@ -351,6 +354,7 @@ impl Port for Ivshmem {
         if ring {
             self.end.ring_traffic();
         }
+        self.wants_recheck |= !ring;
         Ok(())
     }
 
@@ -420,6 +424,7 @@ impl Port for Ivshmem {
         if ring {
             self.end.ring_traffic();
         }
+        self.wants_recheck |= self.end.sender.is_in_doubt();
         if self.doorbells.is_empty() && self.exchanged != 0 && self.poller.is_slow() {
             // An answer is likely, and the next look may be far away.
             self.poller.hurry();
@@ -432,9 +437,36 @@ impl Port for Ivshmem {
         if !self.end.meeting.machine.may_use_rings() {
             return Ok(false);
         }
+        // Where nothing rings us the memory is polled anyway.
+        self.wants_recheck |= !self.doorbells.is_empty();
         match self.end.places.of(&self.end.meeting.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
             Ok(more) => Ok(more),
             Err(error) => self.judge(error).map(|()| false),
+        }
+    }
+
+    #[inline]
+    fn take_recheck(&mut self) -> bool {
+        std::mem::take(&mut self.wants_recheck)
+    }
+
+    fn recheck(&mut self) -> Result<Rechecked, Fault> {
+        if !self.end.meeting.machine.may_use_rings() {
+            return Ok(Rechecked::default());
+        }
+        let End { meeting, places, sender, receiver, .. } = &mut self.end;
+        let found = places.of(&meeting.memory).and_then(|sections| {
+            let signalled = sender.recheck_ring(&sections) | receiver.recheck_ring(&sections);
+            Ok(Rechecked { signalled, work: receiver.has_available(&sections)? })
+        });
+        match found {
+            Ok(found) => {
+                if found.signalled {
+                    self.end.ring_traffic();
+                }
+                Ok(found)
+            }
+            Err(error) => self.judge(error).map(|()| Rechecked::default()),
         }
     }
 

@@ -148,6 +148,13 @@ impl NetPeer {
         self.end.meeting.mute();
     }
 
+    /// As [`NetPeer::flush`], without the peer's being rung.
+    #[cfg(test)]
+    pub(super) fn publish_silently(&mut self) {
+        let End { meeting, places, sender, .. } = &mut self.end;
+        places.of(&meeting.memory).map(|sections| sender.publish(&sections)).unwrap();
+    }
+
     fn down(&self) -> SendError {
         let (own, peer) = self.states();
         SendError::Down { own, peer }
@@ -244,7 +251,8 @@ impl NetPeer {
         wait_until(self, timeout, other, |peer| &peer.doorbells, look)
     }
 
-    fn arm(&mut self) -> bool {
+    /// Asks to be rung for the next frame; whether there is one already.
+    pub(super) fn arm(&mut self) -> bool {
         if !self.end.meeting.machine.may_use_rings() {
             return false;
         }

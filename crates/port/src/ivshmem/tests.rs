@@ -55,6 +55,8 @@ fn parts(region: &OwnedFd, own_id: u32, vectors: u32, doorbells: Vec<Doorbell>) 
 /// A peer, and a thread that follows the port's state as a guest's driver does by its interrupts.
 struct Driven {
     peer: Arc<Mutex<Option<NetPeer>>>,
+    /// The peer's doorbells.
+    rung: Vec<Doorbell>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -62,6 +64,7 @@ struct Driven {
 impl Driven {
     fn new(peer: NetPeer, rung: Vec<OwnedFd>) -> Driven {
         let peer = Arc::new(Mutex::new(Some(peer)));
+        let own = rung.iter().map(|fd| Doorbell::adopt(fd.try_clone().unwrap()).unwrap()).collect();
         let stop = Arc::new(AtomicBool::new(false));
         let thread = {
             let (peer, stop) = (peer.clone(), stop.clone());
@@ -76,7 +79,7 @@ impl Driven {
                 }
             })
         };
-        Driven { peer, stop, thread: Some(thread) }
+        Driven { peer, rung: own, stop, thread: Some(thread) }
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<NetPeer>> {
@@ -166,6 +169,27 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
             let offload = Offload::from_vnet(header.as_slice().try_into().unwrap(), bytes.len()).unwrap();
             OwnedFrame { bytes, offload }
         })
+    }
+
+    fn loses_wakeups(&self) -> bool {
+        VECTORS != 0
+    }
+
+    fn inject_silently(&mut self, bytes: &[u8]) {
+        let header: &[u8] = if OFFLOADS { &[0; OFFLOAD_HEADER_BYTES] } else { &[] };
+        let bytes = [header, bytes].concat();
+        self.peer(|peer| {
+            peer.send(&bytes).unwrap();
+            peer.publish_silently();
+        });
+    }
+
+    fn wish(&mut self) {
+        self.peer(NetPeer::arm);
+    }
+
+    fn was_signalled(&mut self) -> bool {
+        self.driven.as_ref().is_some_and(|driven| driven.rung.iter().fold(false, |any, bell| bell.take() | any))
     }
 
     fn disconnect(&mut self) {

@@ -71,7 +71,7 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
 
 use crate::reactor::Registration;
 use mailbox::{Answer, Command, Mailbox, StartRing};
@@ -293,6 +293,7 @@ impl VhostUserPort {
                 _kick: kick,
                 lens: Vec::new(),
                 gate: if enabled { Gate::Open } else { Gate::Waiting },
+                wants_recheck: false,
             });
         }
         Ok(())
@@ -493,6 +494,33 @@ impl Port for VhostUserPort {
             }
         }
         Ok(more)
+    }
+
+    #[inline]
+    fn take_recheck(&mut self) -> bool {
+        let mut wanted = false;
+        for rings in &mut self.pairs {
+            for ring in [&mut rings.to_guest, &mut rings.from_guest].into_iter().flatten() {
+                wanted |= std::mem::take(&mut ring.wants_recheck);
+            }
+        }
+        wanted
+    }
+
+    fn recheck(&mut self) -> Result<Rechecked, Fault> {
+        let memory = &*self.memory;
+        let mut found = Rechecked::default();
+        for (pair, rings) in self.pairs.iter_mut().enumerate() {
+            let broken = |index| move |error| ring_fault(memory, index, error);
+            if let Some(ring) = &mut rings.to_guest {
+                found.signalled |= ring.recheck_signal(memory).map_err(broken(2 * pair))?;
+            }
+            if let Some(ring) = &mut rings.from_guest {
+                found.signalled |= ring.recheck_signal(memory).map_err(broken(2 * pair + 1))?;
+                found.work |= ring.recheck_work(memory).map_err(broken(2 * pair + 1))?;
+            }
+        }
+        Ok(found)
     }
 
     fn disarm(&mut self) {

@@ -59,6 +59,8 @@ pub(super) struct Ring {
     /// Held for its effect.
     pub(super) _kick: Option<Watch>,
     pub(super) gate: Gate,
+    /// It was armed, or the guest was not interrupted, since this was last asked.
+    pub(super) wants_recheck: bool,
     /// Reused: bytes written into each chain of a batch to the guest.
     pub(super) lens: Vec<u32>,
 }
@@ -102,7 +104,25 @@ impl Ring {
     /// Asks the guest to kick for its next frame, and looks again.
     pub(super) fn arm(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
         // The worker is woken when the gate opens.
-        if self.gate == Gate::Waiting { Ok(false) } else { self.queue.arm(memory) }
+        if self.gate == Gate::Waiting {
+            return Ok(false);
+        }
+        self.wants_recheck = true;
+        self.queue.arm(memory)
+    }
+
+    /// Interrupts the guest late, where its wish became visible since it was last read. Returns whether it did.
+    pub(super) fn recheck_signal(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
+        let signal = self.queue.recheck_signal(memory)?;
+        if signal && let Some(call) = &self.call {
+            call.ring();
+        }
+        Ok(signal)
+    }
+
+    /// Whether the guest has sent something, though it did not kick.
+    pub(super) fn recheck_work(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
+        if self.gate == Gate::Waiting { Ok(false) } else { self.queue.has_available(memory) }
     }
 
     /// Gives all chains of received frames back, and interrupts the guest where it wants that.
@@ -127,9 +147,9 @@ impl Ring {
 
     #[inline]
     fn signal(&mut self, memory: &GuestTable) -> Result<(), RingError> {
-        if self.queue.needs_signal(memory)?
-            && let Some(call) = &self.call
-        {
+        if !self.queue.needs_signal(memory)? {
+            self.wants_recheck = true;
+        } else if let Some(call) = &self.call {
             call.ring();
         }
         Ok(())

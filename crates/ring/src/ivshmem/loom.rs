@@ -5,8 +5,8 @@
 //! Towards the receiver of frames the protocol is that of the virtqueue, and `crates/ring/src/virtio/loom.rs` is its model. Here is
 //! what differs: the sender's wish for returned buffers, which a sender such as Linux's writes without looking again.
 //!
-//! **What runs**: the functions of [`notify`](crate::virtio::notify) and the decision of `Receiver::release` ([`late`]), over
-//! `loom`'s atomics.
+//! **What runs**: the functions of [`notify`](crate::virtio::notify) and the decision of `Receiver::release`
+//! ([`Signals::decide_late`]), over `loom`'s atomics.
 //!
 //! **What is shown**: a sender that keeps one frame more out than it wishes for and sleeps is woken, although it does not look
 //! again; with the decision of the virtqueue it is not always.
@@ -20,8 +20,7 @@ use loom::sync::Notify;
 use loom::sync::atomic::AtomicU16;
 use loom::thread;
 
-use super::net::late;
-use crate::virtio::notify;
+use crate::virtio::notify::{self, Signals, Wish};
 
 const PREEMPTIONS: usize = 3;
 /// Frames that are out when the sender wishes; the index runs over the wrap-around.
@@ -68,17 +67,17 @@ fn careless(by_last_ring: bool) {
         let receiver = {
             let ring = ring.clone();
             thread::spawn(move || {
-                let (mut rung, mut next) = (FIRST, FIRST);
+                let (mut signals, mut next) = (Signals::new(FIRST), FIRST);
                 while next != FIRST.wrapping_add(FRAMES + 1) {
                     if notify::available(&ring.avail) == next {
                         thread::yield_now();
                         continue;
                     }
-                    let old = if by_last_ring { rung } else { next };
                     next = next.wrapping_add(1);
                     notify::publish(&ring.used, next);
-                    if late(notify::wish(&ring.wish), old, next) {
-                        rung = next;
+                    let wish = Wish::After(notify::wish(&ring.wish));
+                    let decide = if by_last_ring { Signals::decide_late } else { Signals::decide };
+                    if decide(&mut signals, wish, next) {
                         ring.doorbell.notify();
                     }
                 }

@@ -49,7 +49,7 @@ use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
 use crate::mem::{Foreign, ForeignMut};
-use crate::virtio::notify::{self, Word};
+use crate::virtio::notify::{self, Signals, Wish, Word};
 
 // --- the drivers' ---
 
@@ -376,6 +376,7 @@ pub struct Sender<const N: usize = DEFAULT_DEPTH> {
     next_avail: Wrapping<u16>,
     /// The available index as last published.
     published: Wrapping<u16>,
+    signals: Signals,
     /// Index of the next used entry to read.
     next_used: Wrapping<u16>,
     /// Where the next frame goes, from the start of the data area.
@@ -396,6 +397,7 @@ impl<const N: usize> Sender<N> {
             geometry: *geometry,
             next_avail: Wrapping(0),
             published: Wrapping(0),
+            signals: Signals::new(0),
             next_used: Wrapping(0),
             head: 0,
             taken_bytes: 0,
@@ -407,6 +409,7 @@ impl<const N: usize> Sender<N> {
     pub const fn restart(&mut self) {
         self.next_avail = Wrapping(0);
         self.published = Wrapping(0);
+        self.signals = Signals::new(0);
         self.next_used = Wrapping(0);
         self.head = 0;
         self.taken_bytes = 0;
@@ -490,10 +493,29 @@ impl<const N: usize> Sender<N> {
         if self.published == self.next_avail {
             return false;
         }
-        let old = core::mem::replace(&mut self.published, self.next_avail);
+        self.published = self.next_avail;
         notify::publish(&OwnWord(sections.own, self.geometry.available_offset() + RING_INDEX), self.published.0);
-        let event = notify::wish(&PeerWord(sections.peer, self.geometry.avail_event_offset()));
-        notify::passes(event, old.0, self.published.0)
+        let wish = self.wish(sections);
+        self.signals.decide(wish, self.published.0)
+    }
+
+    #[inline]
+    fn wish(&self, sections: &Sections<'_>) -> Wish {
+        Wish::After(notify::wish(&PeerWord(sections.peer, self.geometry.avail_event_offset())))
+    }
+
+    /// Whether the last [`Sender::publish`] said no and was not repeated by [`Sender::recheck_ring`].
+    pub const fn is_in_doubt(&self) -> bool {
+        self.signals.is_in_doubt()
+    }
+
+    /// Repeats the last decision of [`Sender::publish`]: whether the peer is to be rung late. To be asked once,
+    /// [`notify::RECHECK_NS`] after it said no.
+    pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
+        self.signals.is_in_doubt() && {
+            let wish = self.wish(sections);
+            self.signals.recheck(wish, self.published.0)
+        }
     }
 
     /// Takes back the places of frames that the peer has returned; says how many.
@@ -558,8 +580,7 @@ pub struct Receiver {
     seen_avail: Wrapping<u16>,
     /// Index of the next used entry to write.
     next_used: Wrapping<u16>,
-    /// The used index at the last ring.
-    rung: Wrapping<u16>,
+    signals: Signals,
     /// Descriptors of frames received and not released, by available index.
     held: [u16; MAX_HELD],
 }
@@ -572,7 +593,7 @@ impl Receiver {
             next_avail: Wrapping(0),
             seen_avail: Wrapping(0),
             next_used: Wrapping(0),
-            rung: Wrapping(0),
+            signals: Signals::new(0),
             held: [0; MAX_HELD],
         }
     }
@@ -582,7 +603,7 @@ impl Receiver {
         self.next_avail = Wrapping(0);
         self.seen_avail = Wrapping(0);
         self.next_used = Wrapping(0);
-        self.rung = Wrapping(0);
+        self.signals = Signals::new(0);
     }
 
     /// Frames received and not released.
@@ -694,15 +715,28 @@ impl Receiver {
             self.next_used += 1;
         }
         notify::publish(&OwnWord(*own, self.geometry.used_offset + RING_INDEX), self.next_used.0);
-        let event = notify::wish(&PeerWord(sections.peer, self.geometry.used_event_offset()));
-        let ring = late(event, self.rung.0, self.next_used.0);
-        if ring {
-            self.rung = self.next_used;
-        } else if (self.next_used - self.rung).0 > 1 << 15 {
-            // A wish that old is none: indices are compared over half of their range.
-            self.rung = self.next_used - Wrapping(1 << 15);
+        let wish = self.wish(sections);
+        // Late: see the module's head.
+        self.signals.decide_late(wish, self.next_used.0)
+    }
+
+    #[inline]
+    fn wish(&self, sections: &Sections<'_>) -> Wish {
+        Wish::After(notify::wish(&PeerWord(sections.peer, self.geometry.used_event_offset())))
+    }
+
+    /// Whether the last [`Receiver::release`] said no and was not repeated by [`Receiver::recheck_ring`].
+    pub const fn is_in_doubt(&self) -> bool {
+        self.signals.is_in_doubt()
+    }
+
+    /// Repeats the last decision of [`Receiver::release`]: whether the peer is to be rung late. To be asked once,
+    /// [`notify::RECHECK_NS`] after it said no.
+    pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
+        self.signals.is_in_doubt() && {
+            let wish = self.wish(sections);
+            self.signals.recheck(wish, self.next_used.0)
         }
-        ring
     }
 
     /// Asks to be rung for the next frame, and looks again. True: there is one already, so the caller goes on instead of
@@ -729,11 +763,4 @@ impl Receiver {
         }
         Ok(self.seen_avail != self.next_avail)
     }
-}
-
-/// Whether the wish `event` is passed by moving from the index at the last ring to `new`: also where it was written after
-/// the question before this one.
-#[inline]
-pub(super) const fn late(event: u16, rung: u16, new: u16) -> bool {
-    notify::passes(event, rung, new)
 }

@@ -8,6 +8,8 @@
 //!   release   used entries for the oldest held chains, one release of used.idx
 //!   signal?   one fence, one look at the driver's wish
 //!   arm       under budget only: say where to wake us, and look again
+//!   ...       once, [`notify::RECHECK_NS`] after `arm` or after a `signal?` that said no:
+//!   recheck   `has_available` and `recheck_signal`, for drivers whose fences do nothing
 //! ```
 //!
 //! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`], fills the views,
@@ -20,7 +22,7 @@
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
-use super::notify::{self, Word};
+use super::notify::{self, Signals, Wish, Word};
 use super::split::{
     self, Areas, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, DESCRIPTOR_BYTES, Descriptor, MAX_INDIRECT_ENTRIES,
 };
@@ -72,7 +74,8 @@ pub struct DeviceQueue {
     /// The used index as last published.
     published: Wrapping<u16>,
     /// The used index when it was last decided whether to signal; unknown at first, when one signal too many is right.
-    signalled: Option<Wrapping<u16>>,
+    decided: Option<Wrapping<u16>>,
+    signals: Signals,
     /// Heads of the held chains, by their available index.
     held: [u16; MAX_HELD],
 }
@@ -104,7 +107,8 @@ impl DeviceQueue {
             seen_avail: Wrapping(0),
             next_used: Wrapping(0),
             published: Wrapping(0),
-            signalled: None,
+            decided: None,
+            signals: Signals::new(0),
             held: [0; MAX_HELD],
         })
     }
@@ -132,7 +136,8 @@ impl DeviceQueue {
         self.seen_avail = Wrapping(index);
         self.next_used = Wrapping(index);
         self.published = Wrapping(index);
-        self.signalled = None;
+        self.decided = None;
+        self.signals = Signals::new(index);
     }
 
     /// Number of descriptors.
@@ -445,24 +450,45 @@ impl DeviceQueue {
     #[inline]
     pub fn needs_signal<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let new = self.published;
-        if self.signalled == Some(new) {
+        if self.decided == Some(new) {
             return Ok(false);
         }
-        let areas = self.areas(memory)?;
-        let old = self.signalled.replace(new);
-        if self.event_idx {
-            let event = notify::wish(&areas.used_event(self.size));
+        let wish = self.wish(&self.areas(memory)?);
+        if self.decided.replace(new).is_none() && self.event_idx {
             // A driver that has not been told anything yet is told: its first wish may be the 0 of a fresh ring.
-            Ok(old.is_none_or(|old| notify::passes(event, old.0, new.0)))
-        } else {
-            Ok(notify::wish(&areas.avail_flags()) & split::AVAIL_NO_INTERRUPT == 0)
+            self.signals.signalled(new.0);
+            return Ok(true);
         }
+        Ok(self.signals.decide(wish, new.0))
+    }
+
+    #[inline]
+    fn wish(&self, areas: &Areas<'_>) -> Wish {
+        if self.event_idx {
+            Wish::After(notify::wish(&areas.used_event(self.size)))
+        } else {
+            Wish::Always(notify::wish(&areas.avail_flags()) & split::AVAIL_NO_INTERRUPT == 0)
+        }
+    }
+
+    /// Whether the last [`DeviceQueue::needs_signal`] said no and was not repeated by [`DeviceQueue::recheck_signal`].
+    #[inline]
+    pub const fn is_in_doubt(&self) -> bool {
+        self.signals.is_in_doubt()
+    }
+
+    /// Repeats the last decision of [`DeviceQueue::needs_signal`]: whether the driver is to be interrupted late. To be asked
+    /// once, [`notify::RECHECK_NS`] after it said no.
+    pub fn recheck_signal<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
+        let Some(decided) = self.decided.filter(|_| self.signals.is_in_doubt()) else { return Ok(false) };
+        let wish = self.wish(&self.areas(memory)?);
+        Ok(self.signals.recheck(wish, decided.0))
     }
 
     /// Has the next [`DeviceQueue::needs_signal`] after something was published say yes: for a new way of signalling,
     /// when what was sent the old way may not have arrived.
     pub const fn forget_signals(&mut self) {
-        self.signalled = None;
+        self.decided = None;
     }
 
     /// Asks the driver to notify of the next chain, and looks again. If this returns true there are chains to take

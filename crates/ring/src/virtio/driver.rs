@@ -10,7 +10,7 @@
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
-use super::notify::{self, Word};
+use super::notify::{self, Signals, Wish, Word};
 use super::split::{self, Areas, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor};
 use super::{RingError, features};
 use crate::mem::ForeignMut;
@@ -63,6 +63,7 @@ pub struct DriverQueue<'m, const N: usize> {
     next_avail: Wrapping<u16>,
     /// The available index as last published.
     published: Wrapping<u16>,
+    signals: Signals,
     /// Index of the next used entry to read.
     next_used: Wrapping<u16>,
     /// The used index as last read.
@@ -104,6 +105,7 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
             free: size,
             next_avail: Wrapping(0),
             published: Wrapping(0),
+            signals: Signals::new(0),
             next_used: Wrapping(0),
             seen_used: Wrapping(0),
             order: [0; N],
@@ -182,14 +184,41 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         if self.published == self.next_avail {
             return false;
         }
-        let old = core::mem::replace(&mut self.published, self.next_avail);
+        self.published = self.next_avail;
         notify::publish(&self.areas.avail_index(), self.published.0);
+        let wish = self.wish();
+        self.signals.decide(wish, self.published.0)
+    }
+
+    fn wish(&self) -> Wish {
         if self.event_idx {
-            let event = notify::wish(&self.areas.avail_event(self.size));
-            notify::passes(event, old.0, self.published.0)
+            Wish::After(notify::wish(&self.areas.avail_event(self.size)))
         } else {
-            notify::wish(&self.areas.used_flags()) & split::USED_NO_NOTIFY == 0
+            Wish::Always(notify::wish(&self.areas.used_flags()) & split::USED_NO_NOTIFY == 0)
         }
+    }
+
+    /// Whether the last [`DriverQueue::publish`] said no and was not repeated by [`DriverQueue::recheck_notify`].
+    pub const fn is_in_doubt(&self) -> bool {
+        self.signals.is_in_doubt()
+    }
+
+    /// Repeats the last decision of [`DriverQueue::publish`]: whether the device is to be notified late. To be asked once,
+    /// [`notify::RECHECK_NS`] after it said no: the fences of one of the two sides may do nothing.
+    pub fn recheck_notify(&mut self) -> bool {
+        if !self.signals.is_in_doubt() {
+            return false;
+        }
+        let wish = self.wish();
+        self.signals.recheck(wish, self.published.0)
+    }
+
+    /// Whether the device has returned chains, without a word to it: the second look some time after [`DriverQueue::arm`].
+    pub fn has_used(&mut self) -> Result<bool, RingError> {
+        if self.seen_used == self.next_used {
+            self.accept_used(notify::available(&self.areas.used_index()))?;
+        }
+        Ok(self.seen_used != self.next_used)
     }
 
     /// The next chain that the device has returned, if there is one.

@@ -7,7 +7,13 @@
 //!
 //! **What is shown**: a consumer that follows drain, arm, re-check, sleep never sleeps while an entry stands that the
 //! producer published without signalling; and an entry read behind an acquired index is the one written before it.
-//! Both for the flag and for the event index, with wrap-around of the index in between.
+//! Both for the flag and for the event index, with wrap-around of the index in between. The same holds, with one more look
+//! ([`notify::RECHECK_NS`]), where the peer's fence does nothing.
+//!
+//! **A peer whose fence does nothing** runs its load before its store, as a CPU's store buffer makes it seem. That a store leaves the
+//! buffer within bounded time is a lock: the peer holds it from its load to its store, and this side takes it before its
+//! second look. So the look comes after each store whose load came before the decision that it repeats; that is all that
+//! the delay has to ensure.
 //!
 //! **What bounds it**: one producer, one consumer, three entries, at most [`PREEMPTIONS`] forced switches of
 //! threads. **What it does not show**: that a signal, once sent, arrives (that is the eventfd's or the
@@ -19,11 +25,11 @@ use std::sync::Arc;
 use std::vec::Vec;
 
 use core::sync::atomic::Ordering;
-use loom::sync::Notify;
 use loom::sync::atomic::AtomicU16;
+use loom::sync::{Mutex, Notify};
 use loom::thread;
 
-use super::notify::{self, Word};
+use super::notify::{self, Signals, Wish, Word};
 
 /// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
 const PREEMPTIONS: usize = 3;
@@ -45,6 +51,8 @@ struct Ring {
     wish: AtomicU16,
     entries: [AtomicU16; ENTRIES as usize],
     doorbell: Notify,
+    /// Held by a peer without fences while a store of its is not visible yet.
+    store_buffer: Mutex<()>,
 }
 
 impl Ring {
@@ -54,7 +62,13 @@ impl Ring {
             wish: AtomicU16::new(wish),
             entries: [AtomicU16::new(0), AtomicU16::new(0), AtomicU16::new(0)],
             doorbell: Notify::new(),
+            store_buffer: Mutex::new(()),
         }
+    }
+
+    /// Waits for so long that what the peer had stored before is visible.
+    fn let_stores_become_visible(&self) {
+        drop(self.store_buffer.lock().unwrap());
     }
 
     fn slot(&self, index: u16) -> &AtomicU16 {
@@ -181,4 +195,151 @@ fn loom_finds_the_missed_wake_up_without_the_fence() {
         }
         producer.join().unwrap();
     });
+}
+
+/// A producer whose fence does nothing: it has read the wish when its index becomes visible.
+fn produce_without_fence(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, u16) -> bool) {
+    let mut index = FIRST;
+    for batch in batches {
+        let old = index;
+        for _ in 0..*batch {
+            AtomicU16::store(ring.slot(index), 0x100 + index.wrapping_sub(FIRST), Ordering::Relaxed);
+            index = index.wrapping_add(1);
+        }
+        let buffer = ring.store_buffer.lock().unwrap();
+        let wish = AtomicU16::load(&ring.wish, Ordering::Relaxed);
+        notify::publish(&ring.index, index);
+        drop(buffer);
+        if wants(wish, old, index) {
+            ring.doorbell.notify();
+        }
+    }
+}
+
+/// As [`consume`], with one more look before it sleeps for ever; without `recheck`, as [`consume`] is.
+fn consume_with_recheck(ring: &Ring, recheck: bool, arm_with: impl Fn(u16) -> u16, disarm: impl Fn(&Ring)) {
+    let mut next = FIRST;
+    let end = FIRST.wrapping_add(ENTRIES);
+    loop {
+        let index = notify::available(&ring.index);
+        while next != index {
+            let entry = AtomicU16::load(ring.slot(next), Ordering::Relaxed);
+            assert_eq!(entry, 0x100 + next.wrapping_sub(FIRST), "entry behind an acquired index");
+            next = next.wrapping_add(1);
+        }
+        if next == end {
+            return;
+        }
+        if notify::arm(&ring.wish, arm_with(next), &ring.index) == next {
+            ring.let_stores_become_visible();
+            if !recheck || notify::available(&ring.index) == next {
+                ring.doorbell.wait();
+            }
+        }
+        disarm(ring);
+    }
+}
+
+fn producer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
+    model(move || {
+        let ring = Arc::new(Ring::new(if flag { 1 } else { FIRST.wrapping_sub(7) }));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || match flag {
+                true => produce_without_fence(&ring, batches, |flag, _, _| flag & 1 == 0),
+                false => produce_without_fence(&ring, batches, notify::passes),
+            })
+        };
+        match flag {
+            true => {
+                let disarm = |ring: &Ring| AtomicU16::store(&ring.wish, 1, Ordering::Relaxed);
+                consume_with_recheck(&ring, recheck, |_| 0, disarm);
+            }
+            false => consume_with_recheck(&ring, recheck, |next| next, |_| ()),
+        }
+        producer.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_one_more_look_finds_what_a_producer_without_fence_announced_to_nobody() {
+    for batches in batches() {
+        producer_without_fence(batches, true, true);
+        producer_without_fence(batches, true, false);
+    }
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_finds_the_stall_by_a_producer_without_fence_by_flag() {
+    producer_without_fence(&[3], false, true);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_finds_the_stall_by_a_producer_without_fence_by_event_index() {
+    producer_without_fence(&[3], false, false);
+}
+
+/// A consumer whose fence does nothing: it has looked at the index when its wish becomes visible. The producer decides as
+/// the rings do, and with `recheck` once more when it has nothing left to publish.
+fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
+    model(move || {
+        let wish = move |word: u16| if flag { Wish::Always(word & 1 == 0) } else { Wish::After(word) };
+        let ring = Arc::new(Ring::new(if flag { 1 } else { FIRST.wrapping_sub(7) }));
+        let producer = {
+            let ring = ring.clone();
+            thread::spawn(move || {
+                let (mut index, mut signals) = (FIRST, Signals::new(FIRST));
+                for batch in batches {
+                    index = index.wrapping_add(*batch);
+                    notify::publish(&ring.index, index);
+                    if signals.decide(wish(notify::wish(&ring.wish)), index) {
+                        ring.doorbell.notify();
+                    }
+                }
+                if recheck && signals.is_in_doubt() {
+                    ring.let_stores_become_visible();
+                    if signals.recheck(wish(notify::wish(&ring.wish)), index) {
+                        ring.doorbell.notify();
+                    }
+                }
+            })
+        };
+        let mut next = notify::available(&ring.index);
+        while next != FIRST.wrapping_add(ENTRIES) {
+            let buffer = ring.store_buffer.lock().unwrap();
+            let index = notify::available(&ring.index);
+            AtomicU16::store(&ring.wish, if flag { 0 } else { next }, Ordering::Relaxed);
+            drop(buffer);
+            if index == next {
+                ring.doorbell.wait();
+            }
+            next = notify::available(&ring.index);
+            if flag {
+                AtomicU16::store(&ring.wish, 1, Ordering::Relaxed);
+            }
+        }
+        producer.join().unwrap();
+    });
+}
+
+#[test]
+fn loom_one_more_look_finds_the_wish_of_a_consumer_without_fence() {
+    for batches in batches() {
+        consumer_without_fence(batches, true, true);
+        consumer_without_fence(batches, true, false);
+    }
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_finds_the_stall_of_a_consumer_without_fence_by_flag() {
+    consumer_without_fence(&[3], false, true);
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_finds_the_stall_of_a_consumer_without_fence_by_event_index() {
+    consumer_without_fence(&[3], false, false);
 }

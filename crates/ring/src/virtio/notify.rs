@@ -19,7 +19,34 @@
 //! another word, which only a sequentially consistent fence keeps in order. With the fences one of the two loads
 //! sees the other side's store: either the consumer finds the entry, or the producer finds the wish.
 //!
-//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory model allows.
+//! # A peer whose fences do nothing
+//!
+//! The proof needs the fences of *both* sides. QEMU before 8.1 translates the fences of a guest with one CPU to
+//! nothing, so the guest's store can stay in the host CPU's store buffer while its load is already done:
+//!
+//! ```text
+//!   peer (its fence does nothing)           this side
+//!   -----------------------------           ---------
+//!   reads the wish: "do not wake me"
+//!                                           writes the wish, fence, looks at index: nothing new
+//!                                           sleeps
+//!   the index leaves the store buffer
+//!   ... nobody looks at it again
+//! ```
+//!
+//! The same happens the other way round: the peer reads the index, this side publishes and reads an old wish, and the peer's
+//! wish becomes visible after that. A store leaves the buffer within well under a microsecond of its execution, and at
+//! the latest when the thread is switched out. So each side repeats its last look once, [`RECHECK_NS`] later:
+//!
+//! * a consumer that went to sleep looks at the index once more, without touching its wish;
+//! * a producer that did not signal reads the wish once more ([`Signals`]) and signals late.
+//!
+//! One look per sleep or unsent signal is enough: what the peer stores after this side's fence has taken effect, it
+//! stores in view of it. Nothing ticks. Where both sides are this project's code the consumer's look alone is enough; the
+//! producer's is for foreign consumers.
+//!
+//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory model allows, with
+//! such a peer too.
 
 use core::sync::atomic::Ordering;
 
@@ -27,6 +54,10 @@ use core::sync::atomic::Ordering;
 use core::sync::atomic::fence;
 #[cfg(loom)]
 use loom::sync::atomic::fence;
+
+/// How long after a decision to sleep, or not to signal, the look that led to it is repeated, in nanoseconds. Far above what
+/// a store needs to become visible, far below what anybody notices.
+pub const RECHECK_NS: u64 = 100_000;
 
 /// A 16-bit word that both sides can see; each has one writer.
 pub trait Word {
@@ -75,4 +106,127 @@ pub fn arm(word: &impl Word, value: u16, index: &impl Word) -> u16 {
 #[inline]
 pub const fn passes(event: u16, old: u16, new: u16) -> bool {
     new.wrapping_sub(event).wrapping_sub(1) < new.wrapping_sub(old)
+}
+
+/// A consumer's wish, as its word says it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Wish {
+    /// To be woken when the index passes this one.
+    After(u16),
+    /// By flag: to be woken for everything, or for nothing.
+    Always(bool),
+}
+
+/// A producer's memory of its signals.
+///
+/// A decision covers what was published since the last decision, as VirtIO 1.3 §2.7.10.1 has it. The re-check covers what was
+/// published since the last *signal*, so it finds every wish that became visible late. A wish costs one signal too many at
+/// most: the consumer may have found what it wished for by itself.
+#[derive(Clone, Copy, Debug)]
+pub struct Signals {
+    /// The index at the last decision.
+    decided: u16,
+    /// The index at the last signal.
+    signalled: u16,
+    /// A decision since the last signal was "no", and was not repeated yet.
+    in_doubt: bool,
+}
+
+impl Signals {
+    /// For a ring that starts at `index`.
+    pub const fn new(index: u16) -> Signals {
+        Signals { decided: index, signalled: index, in_doubt: false }
+    }
+
+    /// Whether the consumer has to be signalled for `published`, by the `wish` that was read after publishing it.
+    #[inline]
+    pub const fn decide(&mut self, wish: Wish, published: u16) -> bool {
+        let since = self.decided;
+        self.decide_since(since, wish, published)
+    }
+
+    /// As [`Signals::decide`], for consumers that do not look again after they wished: also where the wish was written
+    /// after the decision before this one.
+    #[inline]
+    pub const fn decide_late(&mut self, wish: Wish, published: u16) -> bool {
+        let since = self.signalled;
+        self.decide_since(since, wish, published)
+    }
+
+    #[inline]
+    const fn decide_since(&mut self, since: u16, wish: Wish, published: u16) -> bool {
+        let signal = match wish {
+            Wish::After(event) => passes(event, since, published),
+            Wish::Always(always) => always && since != published,
+        };
+        self.decided = published;
+        if signal {
+            self.signalled = published;
+        } else if published.wrapping_sub(self.signalled) > 1 << 15 {
+            // A wish that old is none: indices are compared over half of their range.
+            self.signalled = published.wrapping_sub(1 << 15);
+        }
+        self.in_doubt = !signal;
+        signal
+    }
+
+    /// Repeats the decisions since the last signal with a `wish` that was read at least [`RECHECK_NS`] later.
+    pub const fn recheck(&mut self, wish: Wish, published: u16) -> bool {
+        let signal = self.decide_late(wish, published);
+        self.in_doubt = false;
+        signal
+    }
+
+    /// A signal was sent for `published` without a question.
+    #[inline]
+    pub const fn signalled(&mut self, published: u16) {
+        *self = Signals::new(published);
+    }
+
+    /// Whether [`Signals::recheck`] is due some time after the last decision.
+    #[inline]
+    pub const fn is_in_doubt(&self) -> bool {
+        self.in_doubt
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wish_that_becomes_visible_late_costs_one_signal() {
+        for start in [0u16, 0x7ff0, u16::MAX - 3] {
+            let at = |n: u16| start.wrapping_add(n);
+            let mut signals = Signals::new(start);
+            assert!(signals.decide(Wish::After(at(0)), at(1)) && !signals.is_in_doubt());
+            // The consumer has taken one and sleeps; its wish is not visible yet.
+            assert!(!signals.decide(Wish::After(at(0)), at(2)) && signals.is_in_doubt());
+            assert!(signals.recheck(Wish::After(at(1)), at(2)) && !signals.is_in_doubt());
+            assert!(!signals.recheck(Wish::After(at(1)), at(2)), "once");
+            // More was published before the re-check: it covers all of it.
+            assert!(!signals.decide(Wish::After(at(1)), at(3)) && !signals.decide(Wish::After(at(2)), at(4)));
+            assert!(signals.recheck(Wish::After(at(2)), at(4)));
+            // So does a decision that expects late wishes.
+            assert!(!signals.decide_late(Wish::After(at(3)), at(5)) && signals.decide_late(Wish::After(at(4)), at(6)));
+            // A consumer that took everything and sleeps behind it is left alone.
+            assert!(!signals.recheck(Wish::After(at(6)), at(6)));
+        }
+    }
+
+    #[test]
+    fn a_flag_that_becomes_visible_late_costs_one_signal() {
+        let mut signals = Signals::new(7);
+        assert!(!signals.decide(Wish::Always(false), 8) && signals.is_in_doubt());
+        assert!(signals.recheck(Wish::Always(true), 8));
+        assert!(!signals.recheck(Wish::Always(true), 8) && !signals.is_in_doubt());
+    }
+
+    #[test]
+    fn a_wish_that_nobody_renews_is_signalled_once_in_a_turn_of_the_index() {
+        // A consumer that polls for ever leaves its wish where it was.
+        let mut signals = Signals::new(0);
+        let count = (1..=3 << 16).filter(|n: &u32| signals.decide_late(Wish::After(0), *n as u16)).count();
+        assert_eq!(count, 3);
+    }
 }

@@ -12,7 +12,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Checksum, Mac, Offload, SegmentKind, Segmentation};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::{Remake, Worker};
 
@@ -83,6 +83,7 @@ pub enum At {
     Transmit,
     Flush,
     Arm,
+    Recheck,
     Disarm,
     Reset,
     Details,
@@ -118,6 +119,11 @@ pub struct PeerState {
     pub resets: u64,
     pub flushes: u64,
     pub unflushed: usize,
+    /// Wants one more look after each sleep and each unsent signal, as a port whose peer shares memory.
+    pub rechecks: bool,
+    pub wants_recheck: bool,
+    /// Looks that it had.
+    pub looks: u64,
 }
 
 /// The test's end of a port.
@@ -144,6 +150,11 @@ impl Peer {
         if std::mem::take(&mut state.armed) {
             self.waiter.wake(self.token);
         }
+    }
+
+    /// Sends a frame whose wake-up gets lost.
+    pub fn send_silently(&self, bytes: Vec<u8>) {
+        self.lock().to_switch.push_back((bytes, Offload::NONE));
     }
 
     pub fn wake(&self) {
@@ -265,6 +276,7 @@ impl Port for TestPort {
     fn flush(&mut self) -> Result<(), Fault> {
         let mut state = self.step(At::Flush)?;
         state.flushes += 1;
+        state.wants_recheck |= state.rechecks;
         state.unflushed = 0;
         Ok(())
     }
@@ -281,7 +293,18 @@ impl Port for TestPort {
             state.to_switch.push_back((bytes, Offload::NONE));
         }
         state.armed = true;
+        state.wants_recheck |= state.rechecks;
         Ok(!state.to_switch.is_empty())
+    }
+
+    fn take_recheck(&mut self) -> bool {
+        std::mem::take(&mut self.state.lock().unwrap().wants_recheck)
+    }
+
+    fn recheck(&mut self) -> Result<Rechecked, Fault> {
+        let mut state = self.step(At::Recheck)?;
+        state.looks += 1;
+        Ok(Rechecked { work: !state.to_switch.is_empty(), signalled: false })
     }
 
     fn disarm(&mut self) {
@@ -361,6 +384,9 @@ impl Bench {
             resets: 0,
             flushes: 0,
             unflushed: 0,
+            rechecks: false,
+            wants_recheck: false,
+            looks: 0,
         };
         let state = Arc::new(Mutex::new(state));
         let reserved = self.handle.reserve().unwrap();

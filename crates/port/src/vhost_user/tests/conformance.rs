@@ -87,6 +87,24 @@ impl Fixture for GuestFixture {
         Some(OwnedFrame { bytes, offload })
     }
 
+    fn loses_wakeups(&self) -> bool {
+        true
+    }
+
+    fn inject_silently(&mut self, bytes: &[u8]) {
+        let guest = self.guest();
+        assert!(guest.add_frame(&PLAIN, bytes, &[]));
+        guest.rings[1].publish();
+    }
+
+    fn wish(&mut self) {
+        self.guest().rings[0].arm().unwrap();
+    }
+
+    fn was_signalled(&mut self) -> bool {
+        self.guest().calls[0].take()
+    }
+
     fn disconnect(&mut self) {
         self.guest();
         self.attached = None;

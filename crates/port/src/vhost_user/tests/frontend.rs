@@ -270,6 +270,15 @@ impl Guest {
 
     /// As [`Guest::send`]; false where [`SLOTS`] frames are on their way.
     pub(crate) fn try_send(&mut self, header: &[u8], frame: &[u8], cuts: &[usize]) -> bool {
+        let added = self.add_frame(header, frame, cuts);
+        if added && self.rings[1].publish() {
+            self.kicks[1].ring();
+        }
+        added
+    }
+
+    /// As [`Guest::try_send`], without showing it to the port.
+    pub(crate) fn add_frame(&mut self, header: &[u8], frame: &[u8], cuts: &[usize]) -> bool {
         let bytes = [header, frame].concat();
         while self.rings[1].take_used().unwrap().is_some() {}
         if self.rings[1].outstanding() as u64 == SLOTS {
@@ -284,11 +293,7 @@ impl Guest {
             segments.push(Segment { address: GUEST_BASE + at + from as u64, len: cut as u32, writable: false });
             from += cut;
         }
-        assert!(self.rings[1].add(&segments, 0));
-        if self.rings[1].publish() {
-            self.kicks[1].ring();
-        }
-        true
+        self.rings[1].add(&segments, 0)
     }
 
     /// The next frame with its header, within [`PATIENCE`], sleeping on the call descriptor. Mergeable buffers are put
