@@ -1,8 +1,9 @@
 //! `tombolo capture`: a port's frames as a pcapng file.
 
-use std::fs::File;
+use std::fs::{File, Permissions};
 use std::io::{self, IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::os::unix::fs::{OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -76,6 +77,15 @@ impl Blocks {
     }
 }
 
+/// A file for our own user only: it holds what others said to each other. What is no file, like a pipe, stays as it is.
+fn private(path: &Path) -> io::Result<File> {
+    let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    if file.metadata()?.is_file() {
+        file.set_permissions(Permissions::from_mode(0o600))?;
+    }
+    Ok(file)
+}
+
 impl Capture {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let mut client = select.client()?;
@@ -87,7 +97,7 @@ impl Capture {
         let lost_before = client.port(&self.port)?.counters.capture_lost;
         let mut out: Box<dyn Write> = match path {
             Some(path) => {
-                let file = File::create(path);
+                let file = private(path);
                 Box::new(file.map_err(|e| Failure::failed(format!("writing {}: {e}", path.display())))?)
             }
             None => Box::new(io::stdout()),

@@ -38,7 +38,7 @@ $TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.
 Variables:
   TOMBOLO_FABRIC   the fabric that is meant, as --fabric says it
   TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path has to be short
-  TOMBOLO_STATE    folder of what outlives a fabric: leases
+  TOMBOLO_STATE    folder of what outlives a fabric: leases and logs
   TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script has to exec it
   TOMBOLO_APPS     folder of cell images, looked at before those beside the program, in the source tree and in
                    /usr/lib/tombolo/apps";
@@ -93,6 +93,11 @@ enum Command {
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
+    // What the program and its children make is for its own user: sockets of QEMU, folders of the bypass. This is the one
+    // instant at which the process has a single thread. Manual pages are for everybody.
+    if !matches!(cli.command, Command::Man(_)) {
+        rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
+    }
     let select = &cli.select;
     match cli.command {
         Command::Up(up) => up.run(select),

@@ -52,7 +52,7 @@ pub(crate) struct Add {
     /// Path of its socket [default: NAME.sock in the runtime directory]
     #[arg(long, value_name = "PATH", conflicts_with = "sections")]
     socket: Option<PathBuf>,
-    /// Connect to the socket instead of listening on it (stream)
+    /// Connect to the socket, where the peer listens, instead of listening on it (vhost-user, stream)
     #[arg(long, conflicts_with = "sections")]
     connect: bool,
     /// Queue pairs (vhost-user)

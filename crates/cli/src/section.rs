@@ -64,7 +64,9 @@ mod tests {
             .flag("connect", false)
             .finish();
         let fabric = file::add(&text, std::path::Path::new("request"), &base).unwrap();
-        let file::PortKind::VhostUser { socket, queues } = &fabric.ports[0].kind else { panic!("{text}") };
+        let file::PortKind::VhostUser { socket, queues, connect: false } = &fabric.ports[0].kind else {
+            panic!("{text}")
+        };
         assert_eq!(*queues, 2);
         assert!(socket.as_ref().unwrap().ends_with("a \"b\"\n\u{7f}"));
         let injected = Section::new("port", "p]\n[tap.q").finish();

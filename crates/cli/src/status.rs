@@ -97,7 +97,7 @@ pub(crate) fn machines(machines: &[MachineReport]) -> Table {
         let notes = table.row(&[
             &m.name,
             &m.kind,
-            &m.state,
+            &m.restart_in_s.map_or(m.state.clone(), |s| format!("{}, again in {}", m.state, span(s))),
             &dash(m.uptime_s.map(span).unwrap_or_default()),
             &dash(addresses.join(" ")),
             &format!("{} {}", m.machine, m.accel),

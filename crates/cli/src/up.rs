@@ -6,18 +6,18 @@
 //! first process end, with 0 only if the fabric stands. A daemon that dies before it says anything has closed its pipe.
 
 use std::io::{self, BufRead, BufReader, IsTerminal, Write};
-use std::os::unix::fs::{DirBuilderExt, OpenOptionsExt};
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use clap::Args;
 use serde::{Deserialize, Serialize};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
-use tombolo_host::{daemon, file, rundir};
+use tombolo_host::{daemon, file, log, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -73,7 +73,7 @@ impl Up {
         let log_path = folder.join("log");
         let at =
             |what: &'static str| move |e: io::Error| Failure::failed(format!("{what} {}: {e}", log_path_text(name)));
-        std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder).map_err(at("making the folder of"))?;
+        rundir::make_dir(&folder)?;
         let mut open = std::fs::OpenOptions::new();
         let log = open.append(true).create(true).mode(0o600).open(&log_path).map_err(at("opening the log"))?;
         let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
@@ -198,7 +198,7 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let aloud = stands.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
         if tty || aloud.load(Ordering::Relaxed) {
-            eprintln!("tombolo: {line}");
+            line.lines().for_each(|line| eprintln!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
     });
     daemon::run(spec, path, say, |status, took| {
@@ -216,10 +216,28 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     Ok(Exit::Done)
 }
 
+/// Writes to the daemon's log, which is its standard error until the log is rotated.
+fn log_say(path: &Path) -> tombolo_host::fabric::Say {
+    let folder = file::name_of(path).ok().and_then(|name| Some(rundir::runtime_root().ok()?.join(name)));
+    let log = folder.and_then(|folder| log::Log::open(&folder.join("log")).ok()).map(Mutex::new);
+    Arc::new(move |line: &str| {
+        let head = format!("{} ", timestamp(SystemTime::now()));
+        let Some(log) = &log else {
+            line.lines().for_each(|line| eprintln!("{head}{}", log::shown(line, log::LINE_CHARS)));
+            return;
+        };
+        let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
+        // A full disk is no reason to end; what panics and children say goes to the same file.
+        if let Ok(true) = log.write(&head, line) {
+            let _ = rustix::stdio::dup2_stderr(log.file());
+        }
+    })
+}
+
 fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
-    let say: tombolo_host::fabric::Say = Arc::new(|line: &str| eprintln!("{} {line}", timestamp(SystemTime::now())));
+    let say = log_say(path);
     say(&format!("tombolo {} starts on {}", env!("CARGO_PKG_VERSION"), path.display()));
     let tell = |word: &Word| {
         if let Ok(text) = serde_json::to_string(word) {

@@ -16,12 +16,15 @@ use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
 
+use crate::log::shown;
 use rustix::fs::{CWD, FallocateFlags, FileType, Mode, fallocate, mknodat, seek};
 
 /// Bytes of output that are kept: beyond this the older half is cut off.
 pub(crate) const KEPT_BYTES: u64 = 1 << 20;
 /// Holes are of whole pages.
 const PAGE_BYTES: u64 = 4096;
+/// Characters of a line that a report of a machine's end shows.
+const TAIL_CHARS: usize = 200;
 /// As much of a file's end is searched for its last lines.
 const TAIL_BYTES: u64 = 64 << 10;
 
@@ -44,7 +47,7 @@ pub(crate) fn make(runtime: &Path, machine: &str) -> io::Result<(File, File)> {
     }
     let input = OpenOptions::new().read(true).write(true).open(&tty)?;
     let log = log_path(runtime, machine);
-    File::create(&log)?;
+    crate::rundir::private_file(&log)?;
     Ok((input, OpenOptions::new().append(true).open(&log)?))
 }
 
@@ -65,7 +68,7 @@ pub(crate) fn trim(path: &Path) -> io::Result<()> {
     Ok(fallocate(&log, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0, cut)?)
 }
 
-/// The last lines of a file, without control characters.
+/// The last lines of a file, escaped and cut.
 pub(crate) fn tail(path: &Path, lines: usize) -> Vec<String> {
     let read = || -> io::Result<Vec<u8>> {
         let mut file = File::open(path)?;
@@ -77,10 +80,11 @@ pub(crate) fn tail(path: &Path, lines: usize) -> Vec<String> {
     };
     let bytes = read().unwrap_or_default();
     let text = String::from_utf8_lossy(&bytes);
-    // What a guest prints is not for the terminal of whoever reads about its death.
-    let clean = |l: &str| l.chars().filter(|c| !c.is_control() || *c == '\t').collect::<String>();
-    let all: Vec<String> = text.lines().map(clean).filter(|l| !l.trim().is_empty()).collect();
-    all[all.len().saturating_sub(lines)..].to_vec()
+    let all = text.lines().rev().map(|l| l.trim_end_matches('\r')).filter(|l| !l.trim().is_empty());
+    // What a guest prints is not for the terminal on which its end is reported.
+    let mut last: Vec<String> = all.take(lines).map(|l| shown(l, TAIL_CHARS)).collect();
+    last.reverse();
+    last
 }
 
 #[cfg(test)]
@@ -106,11 +110,13 @@ mod tests {
     }
 
     #[test]
-    fn a_tail_is_the_last_lines_without_escapes() {
+    fn a_tail_is_the_last_lines_escaped_and_cut() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("c");
         std::fs::write(&path, "one\ntwo\r\n\n\u{1b}[31mthree\n").unwrap();
-        assert_eq!(tail(&path, 2), ["two", "[31mthree"]);
+        assert_eq!(tail(&path, 2), ["two", "\\u{1b}[31mthree"]);
+        std::fs::write(&path, "x".repeat(10_000)).unwrap();
+        assert_eq!(tail(&path, 2)[0].chars().count(), TAIL_CHARS + 1);
         assert!(tail(&dir.path().join("absent"), 2).is_empty());
     }
 

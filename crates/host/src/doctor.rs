@@ -3,6 +3,7 @@
 //! A probe never trusts a file's presence: KVM runs a guest, a tap is made, rules are checked by nft in a namespace of
 //! its own, passt is run. Each says what depends on it, so that a missing part is judged by who needs it.
 
+use std::os::unix::fs::DirBuilderExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
@@ -104,9 +105,10 @@ fn in_namespace(args: &[&str], input: &str) -> Result<(), String> {
 fn runtime() -> Finding {
     let check = || -> Result<String, String> {
         let root = crate::rundir::runtime_root().map_err(|e| e.to_string())?;
-        std::fs::create_dir_all(&root).map_err(|e| format!("{}: {e}", root.display()))?;
+        let mut folder = std::fs::DirBuilder::new();
+        folder.recursive(true).mode(0o700).create(&root).map_err(|e| format!("{}: {e}", root.display()))?;
         let probe = root.join(format!("probe-{}", std::process::id()));
-        std::fs::write(&probe, "").map_err(|e| format!("{}: {e}", probe.display()))?;
+        crate::rundir::private_file(&probe).map_err(|e| format!("{}: {e}", probe.display()))?;
         std::fs::remove_file(&probe).map_err(|e| format!("{}: {e}", probe.display()))?;
         Ok(root.display().to_string())
     };

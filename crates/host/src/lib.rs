@@ -16,6 +16,7 @@ pub mod doctor;
 pub mod fabric;
 pub mod file;
 pub mod kernel;
+pub mod log;
 pub mod plan;
 pub mod process;
 pub mod qemu;

@@ -77,10 +77,12 @@ pub enum PlanError {
 /// How a port is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Attachment {
-    /// A vhost-user backend that listens.
+    /// A vhost-user backend.
     VhostUser {
         /// Its socket.
         socket: PathBuf,
+        /// Connect instead of listening.
+        connect: bool,
         /// Queue pairs.
         queues: u16,
         /// MAC told to the guest.
@@ -296,7 +298,7 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
             devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
         }
         let attachment = match m.attach {
-            Attach::VhostUser => Attachment::VhostUser { socket, queues: m.queues, mac: Some(nic.mac) },
+            Attach::VhostUser => Attachment::VhostUser { socket, connect: false, queues: m.queues, mac: Some(nic.mac) },
             Attach::Stream => Attachment::Stream { socket, connect: false },
             Attach::Ivshmem | Attach::IvshmemPlain => {
                 let vectors = if m.attach == Attach::Ivshmem { VECTORS } else { 0 };
@@ -459,8 +461,8 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         None => socket(facts, &p.name),
     };
     let attachment = match &p.kind {
-        PortKind::VhostUser { socket, queues } => {
-            Attachment::VhostUser { socket: path(socket)?, queues: *queues, mac: p.mac }
+        PortKind::VhostUser { socket, queues, connect } => {
+            Attachment::VhostUser { socket: path(socket)?, connect: *connect, queues: *queues, mac: p.mac }
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
         PortKind::Packet { device } => Attachment::Packet { device: device.clone() },

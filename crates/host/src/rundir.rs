@@ -1,7 +1,7 @@
 //! Where a running fabric keeps what must have a name: its lock, its owner record, sockets and consoles.
 //!
 //! `$TOMBOLO_RUNTIME/NAME/`, else `/run/tombolo/NAME/` for root and `$XDG_RUNTIME_DIR/tombolo/NAME/` for others. Leases
-//! outlive `down`: `$TOMBOLO_STATE/NAME/`, else `/var/lib/tombolo/NAME/` or `$XDG_STATE_HOME/tombolo/NAME/`.
+//! and logs outlive `down`: `$TOMBOLO_STATE/NAME/`, else `/var/lib/tombolo/NAME/` or `$XDG_STATE_HOME/tombolo/NAME/`.
 //!
 //! # Invariants
 //! - Whoever holds the exclusive lock of `lock` owns the fabric; the kernel releases it however the owner ends.
@@ -12,7 +12,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -68,7 +68,7 @@ pub enum RunDirError {
     },
 }
 
-fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
+pub(crate) fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
     move |source| RunDirError::System { what, path: path.into(), source }
 }
 
@@ -195,12 +195,24 @@ pub struct RunDir {
     pub leftover: Option<Owner>,
 }
 
-fn make_dir(path: &Path) -> Result<(), RunDirError> {
+/// Makes a folder for our own user only, in a folder that others may look into: that one is the services', too.
+///
+/// # Errors
+/// If it is another user's, or the system refuses.
+pub fn make_dir(path: &Path) -> Result<(), RunDirError> {
+    if let Some(root) = path.parent().filter(|r| !r.exists()) {
+        fs::DirBuilder::new().recursive(true).mode(0o755).create(root).map_err(system("making the folder", root))?;
+        fs::set_permissions(root, fs::Permissions::from_mode(0o755)).map_err(system("setting the mode of", root))?;
+    }
     fs::DirBuilder::new().recursive(true).mode(0o700).create(path).map_err(system("making the folder", path))?;
-    let owner = fs::metadata(path).map_err(system("looking at", path))?.uid();
+    let there = fs::metadata(path).map_err(system("looking at", path))?;
+    let owner = there.uid();
     let expected = rustix::process::geteuid().as_raw();
     if owner != expected {
         return Err(RunDirError::Foreign { path: path.into(), owner, expected });
+    }
+    if there.mode() & 0o077 != 0 {
+        fs::set_permissions(path, fs::Permissions::from_mode(0o700)).map_err(system("closing to others", path))?;
     }
     Ok(())
 }
@@ -292,6 +304,8 @@ impl RunDir {
 
     /// Removes everything; the fabric has ended by itself.
     pub fn remove(self) -> Result<(), RunDirError> {
+        // Logs that cannot be kept do not keep the rest from going.
+        let kept = crate::log::keep(&self.path, &self.state);
         let Ok(entries) = fs::read_dir(&self.path) else { return Ok(()) };
         for entry in entries.flatten() {
             // The lock goes last: a daemon that starts meanwhile must not find a half-removed directory unlocked.
@@ -299,18 +313,27 @@ impl RunDir {
                 fs::remove_file(entry.path()).map_err(system("removing", &entry.path()))?;
             }
         }
-        // Leases stay; without any there is nothing to keep the folder for.
+        // Leases and logs stay; without any there is nothing to keep the folder for.
         let _ = fs::remove_dir(&self.state);
         fs::remove_file(self.path.join("lock")).map_err(system("removing", &self.path))?;
-        fs::remove_dir(&self.path).map_err(system("removing", &self.path))
+        fs::remove_dir(&self.path).map_err(system("removing", &self.path))?;
+        kept
     }
+}
+
+/// Makes a file that only our own user may read, empty, whatever the umask is and whatever was there before.
+pub(crate) fn private_file(path: &Path) -> io::Result<File> {
+    let file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
+    // One that was there already keeps its mode by itself.
+    file.set_permissions(fs::Permissions::from_mode(0o600))?;
+    Ok(file)
 }
 
 /// Writes a file so that a reader sees the old content or the new, never a part, whenever the writer is killed.
 pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> {
     let next = path.with_extension("next");
     let write = || -> io::Result<()> {
-        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&next)?;
+        let mut file = private_file(&next)?;
         file.write_all(bytes)?;
         fs::rename(&next, path)
     };

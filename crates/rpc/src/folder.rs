@@ -218,12 +218,27 @@ fn file_of(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
 }
 
+/// Makes the folder, open for others to look into whatever the umask is; one that is there stays as it is.
+fn make_folder(folder: &Path) -> io::Result<()> {
+    if folder.is_dir() {
+        return Ok(());
+    }
+    if let Some(above) = folder.parent().filter(|p| !p.as_os_str().is_empty()) {
+        make_folder(above)?;
+    }
+    match fs::DirBuilder::new().mode(0o755).create(folder) {
+        Ok(()) => fs::set_permissions(folder, fs::Permissions::from_mode(0o755)),
+        // Another process was first.
+        Err(e) if e.kind() == io::ErrorKind::AlreadyExists => Ok(()),
+        Err(e) => Err(e),
+    }
+}
+
 impl Listener {
     /// Takes the name, replacing a stale socket. `mode` is the socket's permissions.
     pub(crate) fn bind(folder: &Path, name: &str, mode: u32) -> Result<Listener, FolderError> {
         let path = socket_path(folder, name)?;
-        let mut builder = fs::DirBuilder::new();
-        builder.recursive(true).mode(0o755).create(folder).map_err(system("creating", folder))?;
+        make_folder(folder).map_err(system("creating", folder))?;
         let _lock = lock(folder)?;
         if let Ok(there) = fs::symlink_metadata(&path) {
             if !there.file_type().is_socket() {

@@ -19,6 +19,19 @@ pub struct Listener {
     file: Option<(u64, u64)>,
 }
 
+/// Binds a Unix socket at `path` with the mode 0600, whatever the umask is. The file is never open wider, not even for a
+/// moment, and nobody can connect before the caller listens.
+///
+/// # Errors
+/// The kernel's.
+pub fn bind_private(socket: impl AsFd, path: &Path) -> Result<(), Errno> {
+    // On Linux the file takes the mode of the socket, less the umask.
+    rustix::fs::fchmod(&socket, Mode::from_raw_mode(0o600))?;
+    net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+    // A umask may have taken from the owner's rights.
+    rustix::fs::chmod(path, Mode::from_raw_mode(0o600))
+}
+
 impl Listener {
     /// Listens at `path`. The file of a socket on which nobody listens any more is replaced.
     ///
@@ -54,9 +67,7 @@ impl Listener {
     }
 
     fn listen(socket: OwnedFd, path: &Path) -> Result<Listener, Errno> {
-        // The file is made with these rights, so it is never open wider.
-        rustix::fs::fchmod(&socket, Mode::from_raw_mode(0o600))?;
-        net::bind(&socket, &SocketAddrUnix::new(path)?)?;
+        bind_private(&socket, path)?;
         let file = identity(path);
         net::listen(&socket, BACKLOG)?;
         Ok(Listener { socket, path: path.into(), file })

@@ -8,6 +8,9 @@
 //! unread, frames are left out and counted, in the port's `capture_lost` and in the statistics block at the end of
 //! the capture; the worker never waits. A [`Capture`] that is dropped ends the copying with the next frame.
 //!
+//! Captures may share a [`CaptureMemory`]. Of it each may hold as much as is still free, so that many that are not read
+//! leave room for one that is. A reader that cannot go on gives back what waits by [`Capture::discard`].
+//!
 //! What is captured:
 //! * *received*: what came from the peer and was taken, with a comment on those that go nowhere and why.
 //! * *transmitted*: what was handed to the peer, after segments and checksums were made. Where the port did not take
@@ -22,13 +25,38 @@ use crate::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
 use crate::pcapng::{self, Direction, Packet};
 use std::fmt::Write as _;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::Duration;
 use tombolo_ring::mem::ForeignMut;
 
+/// Memory of several captures together, for frames that wait to be read.
+#[derive(Debug)]
+pub struct CaptureMemory {
+    limit_bytes: usize,
+    /// Relaxed: it bounds memory and orders nothing. Taps of several workers may exceed the limit by a parcel each.
+    used_bytes: AtomicUsize,
+}
+
+impl CaptureMemory {
+    /// Memory of so many bytes.
+    pub fn new(limit_bytes: usize) -> CaptureMemory {
+        CaptureMemory { limit_bytes, used_bytes: AtomicUsize::new(0) }
+    }
+
+    /// Bytes of frames that wait, of all captures.
+    pub fn used_bytes(&self) -> usize {
+        self.used_bytes.load(Ordering::Relaxed)
+    }
+
+    /// What one that holds `own` bytes may add: at the end each has as much as is free.
+    fn room(&self, own: usize) -> usize {
+        self.limit_bytes.saturating_sub(self.used_bytes()).saturating_sub(own) / 2
+    }
+}
+
 /// What a capture takes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug)]
 pub struct CaptureSettings {
     /// Bytes of each frame that are kept.
     pub snap_bytes: u32,
@@ -41,6 +69,8 @@ pub struct CaptureSettings {
     /// Bytes of frames that may wait to be read, with [`FRAME_OVERHEAD_BYTES`] for each; beyond that frames are left
     /// out.
     pub queue_bytes: usize,
+    /// Memory that it shares with other captures.
+    pub memory: Option<Arc<CaptureMemory>>,
     /// Time since 1970 at which the worker's clock was zero.
     pub clock_start: Nanos,
 }
@@ -53,18 +83,62 @@ impl Default for CaptureSettings {
             transmitted: true,
             dropped: true,
             queue_bytes: 8 << 20,
+            memory: None,
             clock_start: Nanos(0),
         }
     }
 }
 
+/// Relaxed throughout: numbers, and a flag that may take effect some frames later. The channel orders what is read.
 #[derive(Debug, Default)]
 struct Shared {
-    /// Bytes that were sent and not read. Relaxed: it bounds memory and orders nothing, the channel does that.
-    waiting_bytes: AtomicUsize,
-    /// Frames that were to be captured, and those of them that were left out; written by the worker only.
+    /// Frames that were to be captured; written by the worker only.
     frames: AtomicU64,
+    /// Those of them that were left out by the worker, or discarded by the reader.
     lost: AtomicU64,
+    /// Of those, the discarded ones that are not in the port's counters yet.
+    discarded: AtomicU64,
+    /// The reader cannot go on: all frames are left out.
+    stalled: AtomicBool,
+}
+
+/// Bytes that were sent and not read.
+#[derive(Debug)]
+struct Account {
+    waiting_bytes: AtomicUsize,
+    memory: Option<Arc<CaptureMemory>>,
+}
+
+impl Account {
+    fn room(&self, queue_bytes: usize) -> usize {
+        let own = self.waiting_bytes.load(Ordering::Relaxed);
+        let room = queue_bytes.saturating_sub(own);
+        self.memory.as_ref().map_or(room, |memory| room.min(memory.room(own)))
+    }
+
+    fn charge(self: &Arc<Self>, bytes: usize) -> Charge {
+        self.waiting_bytes.fetch_add(bytes, Ordering::Relaxed);
+        if let Some(memory) = &self.memory {
+            memory.used_bytes.fetch_add(bytes, Ordering::Relaxed);
+        }
+        Charge { bytes, account: self.clone() }
+    }
+}
+
+/// What a parcel holds of the memory, until it is dropped wherever that is.
+#[derive(Debug)]
+struct Charge {
+    bytes: usize,
+    account: Arc<Account>,
+}
+
+impl Drop for Charge {
+    fn drop(&mut self) {
+        self.account.waiting_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        if let Some(memory) = &self.account.memory {
+            memory.used_bytes.fetch_sub(self.bytes, Ordering::Relaxed);
+        }
+    }
 }
 
 /// The worker's end.
@@ -73,6 +147,7 @@ pub(crate) struct Tap {
     settings: CaptureSettings,
     parcels: Sender<Parcel>,
     shared: Arc<Shared>,
+    account: Arc<Account>,
 }
 
 /// Frames of one turn in one direction.
@@ -84,7 +159,11 @@ struct Parcel {
     bytes: Vec<u8>,
     /// Frames that the port did not take, of how many; not known which.
     refused: (u64, u64),
+    charge: Option<Charge>,
 }
+
+/// Bytes beyond which a parcel, and what [`Capture::read`] appends, takes no further frame.
+const PARCEL_BYTES: usize = 32 << 10;
 
 /// What a frame that waits to be read takes beside the bytes that are kept of it.
 pub const FRAME_OVERHEAD_BYTES: usize = size_of::<Record>();
@@ -130,8 +209,10 @@ pub struct Capture {
 pub(crate) fn start(name: Arc<str>, settings: CaptureSettings) -> (Tap, Capture) {
     let (sender, parcels) = mpsc::channel();
     let shared = Arc::new(Shared::default());
-    let tap = Tap { settings, parcels: sender, shared: shared.clone() };
-    (tap, Capture { name, settings, parcels, shared, last_time_ns: settings.clock_start.0, began: false })
+    let account = Arc::new(Account { waiting_bytes: AtomicUsize::new(0), memory: settings.memory.clone() });
+    let last_time_ns = settings.clock_start.0;
+    let tap = Tap { settings: settings.clone(), parcels: sender, shared: shared.clone(), account };
+    (tap, Capture { name, settings, parcels, shared, last_time_ns, began: false })
 }
 
 impl Tap {
@@ -184,10 +265,19 @@ impl Tap {
             return false;
         }
         let time_ns = now.after(self.settings.clock_start).0;
-        let mut parcel = Parcel { time_ns, direction, records: Vec::new(), bytes: Vec::new(), refused };
-        let room = self.settings.queue_bytes.saturating_sub(self.shared.waiting_bytes.load(Ordering::Relaxed));
-        let mut lost = 0;
+        let new = || Parcel { time_ns, direction, records: Vec::new(), bytes: Vec::new(), refused, charge: None };
+        let mut parcel = new();
+        let stalled = self.shared.stalled.load(Ordering::Relaxed);
+        let mut room = if stalled { 0 } else { self.account.room(self.settings.queue_bytes) };
+        let (mut taken, mut lost) = (0, 0);
         for (index, dropped) in frames {
+            if parcel.bytes.len() >= PARCEL_BYTES {
+                taken += parcel.records.len() as u64;
+                room -= parcel.waiting_bytes();
+                if !self.hand_over(std::mem::replace(&mut parcel, new())) {
+                    return false;
+                }
+            }
             let frame = &batch.frames()[index as usize];
             let captured = frame.len().min(self.settings.snap_bytes as usize);
             let start = parcel.bytes.len();
@@ -200,22 +290,23 @@ impl Tap {
             let (captured, original) = (captured as u32, frame.len() as u32);
             parcel.records.push(Record { captured, original, offload: frame.offload, dropped });
         }
-        let taken = parcel.records.len() as u64;
+        taken += parcel.records.len() as u64;
         counters.captured.add(taken);
-        counters.capture_lost.add(lost);
+        counters.capture_lost.add(lost + self.shared.discarded.swap(0, Ordering::Relaxed));
         self.shared.frames.fetch_add(taken + lost, Ordering::Relaxed);
         self.shared.lost.fetch_add(lost, Ordering::Relaxed);
-        if taken == 0 {
-            return true;
-        }
-        self.shared.waiting_bytes.fetch_add(parcel.waiting_bytes(), Ordering::Relaxed);
+        parcel.records.is_empty() || self.hand_over(parcel)
+    }
+
+    fn hand_over(&self, mut parcel: Parcel) -> bool {
+        parcel.charge = Some(self.account.charge(parcel.waiting_bytes()));
         self.parcels.send(parcel).is_ok()
     }
 }
 
 impl Capture {
-    /// Appends pcapng to `out`: whatever was captured since the last call, waiting up to `timeout` for the first
-    /// frame. What all calls append, in order, is a whole file once [`CaptureRead::Ended`] came or
+    /// Appends pcapng to `out`: what was captured since the last call, up to about 32 KiB and a frame, waiting up to
+    /// `timeout` for the first frame. What all calls append, in order, is a whole file once [`CaptureRead::Ended`] came or
     /// [`Capture::finish`] was called.
     pub fn read(&mut self, out: &mut Vec<u8>, timeout: Duration) -> CaptureRead {
         let mut blocks = Vec::new();
@@ -223,7 +314,8 @@ impl Capture {
         let found = match self.parcels.recv_timeout(timeout) {
             Ok(parcel) => {
                 self.append(&mut blocks, parcel);
-                while let Ok(parcel) = self.parcels.try_recv() {
+                while blocks.len() < PARCEL_BYTES {
+                    let Ok(parcel) = self.parcels.try_recv() else { break };
                     self.append(&mut blocks, parcel);
                 }
                 CaptureRead::Data
@@ -250,6 +342,19 @@ impl Capture {
         out.append(&mut blocks);
     }
 
+    /// Gives back the memory of all that waits: those frames are lost, and all that come until [`Capture::resume`].
+    pub fn discard(&mut self) {
+        self.shared.stalled.store(true, Ordering::Relaxed);
+        let lost: u64 = self.parcels.try_iter().map(|parcel| parcel.records.len() as u64).sum();
+        self.shared.lost.fetch_add(lost, Ordering::Relaxed);
+        self.shared.discarded.fetch_add(lost, Ordering::Relaxed);
+    }
+
+    /// Takes frames again after [`Capture::discard`].
+    pub fn resume(&mut self) {
+        self.shared.stalled.store(false, Ordering::Relaxed);
+    }
+
     /// Frames left out so far because they were not read fast enough.
     pub fn lost(&self) -> u64 {
         self.shared.lost.load(Ordering::Relaxed)
@@ -263,7 +368,6 @@ impl Capture {
     }
 
     fn append(&mut self, out: &mut Vec<u8>, parcel: Parcel) {
-        self.shared.waiting_bytes.fetch_sub(parcel.waiting_bytes(), Ordering::Relaxed);
         self.last_time_ns = parcel.time_ns;
         let mut bytes = &parcel.bytes[..];
         let mut comment = String::new();

@@ -4,10 +4,11 @@
 mod support;
 
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 use support::*;
 use tombolo_switch::Nanos;
-use tombolo_switch::capture::{CaptureRead, CaptureSettings, FRAME_OVERHEAD_BYTES};
+use tombolo_switch::capture::{Capture, CaptureMemory, CaptureRead, CaptureSettings, FRAME_OVERHEAD_BYTES};
 use tombolo_switch::control::{PortSettings, WorkerSettings};
 use tombolo_switch::frame::{Checksum, Offload};
 use tombolo_switch::guard::Guard;
@@ -133,4 +134,47 @@ fn a_capture_of_no_bytes_is_bounded_too() {
         // What was read makes room again.
         assert_eq!(capture.read(&mut Vec::new(), Duration::ZERO), CaptureRead::Data);
     }
+}
+
+#[test]
+fn captures_that_are_not_read_share_a_memory_and_give_it_back() {
+    let mut bench = Bench::new(WorkerSettings::default());
+    let net = bench.network(MacSettings::default());
+    let [a, _b] = bench.ports(net);
+    let limit = 1 << 20;
+    let memory = Arc::new(CaptureMemory::new(limit));
+    let settings = CaptureSettings { memory: Some(memory.clone()), ..Default::default() };
+    let start = |bench: &mut Bench| bench.ask(|h| h.capture(a.token, settings.clone())).unwrap();
+    let mut stuck: Vec<_> = (0..16).map(|_| start(&mut bench)).collect();
+    let flood = |bench: &mut Bench| {
+        for n in 0..2000 {
+            a.send(frame(BROADCAST, mac(1), 1500, n));
+            bench.settle();
+        }
+    };
+    flood(&mut bench);
+    assert!(memory.used_bytes() > limit / 2 && memory.used_bytes() <= limit, "{}", memory.used_bytes());
+    // One that comes late has its share, and what it loses is counted.
+    let mut late = start(&mut bench);
+    let lost_before = a.counters.capture_lost.get();
+    flood(&mut bench);
+    assert!(memory.used_bytes() <= limit, "{}", memory.used_bytes());
+    let mut file = Vec::new();
+    assert_eq!(late.read(&mut file, Duration::ZERO), CaptureRead::Data);
+    assert!(file.len() < 64 << 10, "a piece is small: {}", file.len());
+    assert!(a.counters.capture_lost.get() > lost_before + 16 * 1900);
+    // A reader that is stuck gives back all that waits for it, and gets nothing until it goes on.
+    stuck.iter_mut().for_each(Capture::discard);
+    late.finish(&mut file);
+    assert_eq!(memory.used_bytes(), 0);
+    flood(&mut bench);
+    assert_eq!(memory.used_bytes(), 0);
+    let lost = stuck[0].lost();
+    stuck[0].resume();
+    flood(&mut bench);
+    assert!(memory.used_bytes() > limit / 4 && stuck[0].lost() < lost + 2000);
+    assert_eq!(stuck[0].read(&mut file, Duration::ZERO), CaptureRead::Data);
+    drop(stuck);
+    flood(&mut bench);
+    assert_eq!(memory.used_bytes(), 0);
 }

@@ -199,6 +199,12 @@ fn machines(p: &mut Page, status: &Status) {
     for m in &status.machines {
         p.sample("tombolo_machine_restarts_total", &[("machine", &m.name)], m.restarts);
     }
+    p.family("tombolo_machine_restart_seconds", "gauge", "Seconds until a machine that failed is started again.");
+    for m in &status.machines {
+        if let Some(wait) = m.restart_in_s {
+            p.sample("tombolo_machine_restart_seconds", &[("machine", &m.name)], wait);
+        }
+    }
     p.family("tombolo_forward_up", "gauge", "Whether the port forward works.");
     for f in &status.forwards {
         let listen = f.listen.to_string();

@@ -156,6 +156,9 @@ pub struct MachineReport {
     pub last_end: Option<String>,
     /// How often it was started again after it had failed.
     pub restarts: u32,
+    /// Seconds until it is started again, where it failed and `restart` asks for that.
+    #[serde(default)]
+    pub restart_in_s: Option<f64>,
     /// Whether it was found running from before this daemon's start.
     pub adopted: bool,
 }

@@ -81,6 +81,7 @@ pub(crate) fn status() -> Status {
             uptime_s: Some(61.25),
             last_end: Some("exit code 3".into()),
             restarts: 5,
+            restart_in_s: Some(7.5),
             adopted: true,
         }],
         ports: vec![PortReport {

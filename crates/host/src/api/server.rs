@@ -17,7 +17,6 @@
 
 use std::convert::Infallible;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -33,11 +32,13 @@ use axum::routing::{MethodRouter, delete, get, post};
 use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
+use rustix::net::{AddressFamily, SocketFlags, SocketType, listen, socket_with};
 use serde::Deserialize;
 use tokio::io::AsyncWriteExt;
 use tokio::net::UnixListener;
 use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tombolo_shm::listener::bind_private;
 
 use super::connections::{self, Limits, Seat};
 use super::report::{Fault, Machines, Ports, SCHEMA};
@@ -48,6 +49,8 @@ use crate::console;
 pub const MAX_STREAMS: usize = 64;
 /// Bytes of a request's body of sections.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
+/// Connections that may wait to be accepted.
+const BACKLOG: i32 = 1024;
 /// How often a followed console's file is looked at.
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
@@ -93,8 +96,11 @@ impl Server {
             }
             _ => {}
         }
-        let listener = std::os::unix::net::UnixListener::bind(path).map_err(fail("binding"))?;
-        std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o600)).map_err(fail("closing to others"))?;
+        let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None);
+        let socket = socket.map_err(|e| fail("making")(e.into()))?;
+        bind_private(&socket, path).map_err(|e| fail("binding")(e.into()))?;
+        listen(&socket, BACKLOG).map_err(|e| fail("listening on")(e.into()))?;
+        let listener = std::os::unix::net::UnixListener::from(socket);
         listener.set_nonblocking(true).map_err(fail("setting up"))?;
         Ok(Server { listener, limits: Limits::default() })
     }

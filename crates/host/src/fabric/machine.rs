@@ -18,12 +18,16 @@ use crate::qemu::argv::{memory_place, monitor_path};
 use crate::qemu::monitor;
 use crate::rundir::Settled;
 
-/// How often a console's size is looked at.
-const TRIM: Duration = Duration::from_secs(5);
+/// How often the size of a console, and of QEMU's complaints, is looked at.
+const TRIM: Duration = Duration::from_secs(2);
 /// Lines of a console that a report of a death shows.
 const LAST_LINES: usize = 12;
-/// Pause before a failed machine is started again.
-const RESTART_PAUSE: Duration = Duration::from_secs(1);
+/// Pause before a machine that failed is started again; it doubles with each failure in a row.
+const FIRST_PAUSE: Duration = Duration::from_secs(1);
+/// The longest pause.
+const LONGEST_PAUSE: Duration = Duration::from_secs(60);
+/// A machine that ran for so long has not failed in a row.
+const CALM: Duration = Duration::from_secs(60);
 
 /// How a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,6 +47,10 @@ pub(crate) struct RunningMachine {
     child: Option<Child>,
     pub(crate) adopted: bool,
     pub(crate) restarts: u32,
+    /// Failures in a row.
+    failures: u32,
+    /// When it is started again, if it is to be.
+    pub(crate) again_at: Option<Instant>,
     pub(crate) ended: Option<Ended>,
     /// The user asked for its end.
     pub(crate) stopped: bool,
@@ -52,6 +60,16 @@ pub(crate) struct RunningMachine {
 }
 
 impl RunningMachine {
+    /// Takes note of a failure; how long to wait before it is started again.
+    fn failed(&mut self) -> Duration {
+        self.failures = if self.since.elapsed() >= CALM { 1 } else { self.failures.saturating_add(1) };
+        // If it cannot even be started, the next failure counts from here.
+        self.since = Instant::now();
+        let pause = pause_after(self.failures);
+        self.again_at = Some(Instant::now() + pause);
+        pause
+    }
+
     /// Gives the process up, to be ended by the caller; its end is not reported.
     pub(crate) fn let_go(&mut self) -> Option<Process> {
         self.stopped = true;
@@ -84,6 +102,26 @@ pub(crate) async fn ended(process: Process) -> bool {
     }
 }
 
+/// Waits until a process has ended, and meanwhile keeps what it writes from growing; `false` if that cannot be watched, or the
+/// fabric has gone.
+pub(super) async fn ended_trimming(
+    process: Process,
+    logs: &[&Path],
+    fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>,
+) -> bool {
+    let mut gone = std::pin::pin!(ended(process));
+    loop {
+        if let Ok(ended) = tokio::time::timeout(TRIM, &mut gone).await {
+            return ended;
+        }
+        // What cannot be trimmed now is looked at again after the next pause.
+        logs.iter().for_each(|log| drop(console::trim(log)));
+        if fabric.strong_count() == 0 {
+            return false;
+        }
+    }
+}
+
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
@@ -105,6 +143,11 @@ fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     }
 }
 
+/// How long to wait after so many failures in a row.
+fn pause_after(failures: u32) -> Duration {
+    (FIRST_PAUSE * 2u32.saturating_pow(failures.saturating_sub(1).min(16))).min(LONGEST_PAUSE)
+}
+
 impl Running {
     pub(crate) fn machine_spec(&self, name: &str) -> Option<&file::Machine> {
         self.spec.machines.iter().find(|m| m.name == name)
@@ -124,7 +167,7 @@ impl Running {
             hint: "`tombolo doctor` says what is missing",
         };
         let (typed, printed) = console::make(&self.facts.runtime, &plan.name).map_err(spawn)?;
-        let complaints = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
+        let complaints = crate::rundir::private_file(&self.log_path(&plan.name)).map_err(spawn)?;
         let plain = plan.seats.iter().filter(|s| s.is_plain()).map(|s| s.link.name.clone());
         let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
         let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
@@ -148,13 +191,16 @@ impl Running {
         let child = process::spawn_with(&regions, start).map_err(spawn)?;
         let pid = child.id();
         // Of one that is started again it stays known how it ended.
-        let (restarts, ended) = self.machines.get(&plan.name).map_or((0, None), |m| (m.restarts, m.ended.clone()));
+        let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.failures, m.ended.clone()));
+        let (restarts, failures, ended) = before.unwrap_or_default();
         let machine = RunningMachine {
             plan: plan.clone(),
             pid: Some(pid),
             child: Some(child),
             adopted: false,
             restarts,
+            failures,
+            again_at: None,
             ended,
             stopped: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
@@ -177,6 +223,8 @@ impl Running {
             child: None,
             adopted: true,
             restarts: 0,
+            failures: 0,
+            again_at: None,
             ended: None,
             stopped: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
@@ -234,41 +282,38 @@ impl Running {
         let process = Process::open(pid);
         tokio::spawn(async move {
             if let Some(process) = process {
-                let mut gone = std::pin::pin!(ended(process));
-                let console = {
+                let (console, complaints) = {
                     let Some(running) = me.upgrade() else { return };
-                    let path = running.lock().await.machines.get(&name).map(|m| m.console.clone());
-                    path.unwrap_or_default()
+                    let running = running.lock().await;
+                    let console = running.machines.get(&name).map(|m| m.console.clone());
+                    (console.unwrap_or_default(), running.log_path(&name))
                 };
-                while tokio::time::timeout(TRIM, &mut gone).await.is_err() {
-                    // A console that cannot be trimmed is looked at again in five seconds.
-                    let _ = console::trim(&console);
-                    if me.strong_count() == 0 {
-                        return;
-                    }
-                }
+                ended_trimming(process, &[&console, &complaints], &me).await;
             }
             let Some(running) = me.upgrade() else { return };
-            let again = running.lock().await.machine_ended(&name, pid);
-            if !again {
-                return;
-            }
-            tokio::time::sleep(RESTART_PAUSE).await;
-            let mut running = running.lock().await;
-            let plan = running.machines.get(&name).filter(|m| m.pid.is_none() && !m.stopped).map(|m| m.plan.clone());
-            if let Some(plan) = plan
-                && let Err(error) = running.start_machine(&plan)
-            {
+            let mut pause = running.lock().await.machine_ended(&name, pid);
+            drop(running);
+            while let Some(wait) = pause {
+                tokio::time::sleep(wait).await;
+                let Some(running) = me.upgrade() else { return };
+                let mut running = running.lock().await;
+                // It may have been stopped, or started by hand.
+                let due = |m: &&RunningMachine| m.pid.is_none() && !m.stopped && m.again_at.is_some();
+                let Some(machine) = running.machines.get_mut(&name).filter(|m| due(&&**m)) else { return };
+                machine.restarts += 1;
+                let plan = machine.plan.clone();
+                let Err(error) = running.start_machine(&plan) else { return };
                 (running.say)(&format!("{name}: {error}"));
+                pause = running.machines.get_mut(&name).filter(|m| m.pid.is_none()).map(RunningMachine::failed);
             }
         });
     }
 
-    /// Takes note of a machine's end; whether it is to be started again.
-    fn machine_ended(&mut self, name: &str, pid: u32) -> bool {
+    /// Takes note of a machine's end; after which pause it is to be started again.
+    fn machine_ended(&mut self, name: &str, pid: u32) -> Option<Duration> {
         let log = self.log_path(name);
         let spec = self.machine_spec(name).map(|m| (m.kind, m.restart));
-        let Some(machine) = self.machines.get_mut(name).filter(|m| m.pid == Some(pid)) else { return false };
+        let machine = self.machines.get_mut(name).filter(|m| m.pid == Some(pid))?;
         let (kind, restart) = spec.unwrap_or((MachineKind::Vm, Restart::No));
         machine.pid = None;
         let (how, well) = match machine.child.take().map(|mut c| c.wait()) {
@@ -281,15 +326,13 @@ impl Running {
         last_lines.extend(console::tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
         let stopped = machine.stopped;
+        let again = (!stopped && !well && restart == Restart::OnFailure).then(|| machine.failed());
         self.tell_who_is_away();
         if stopped {
-            return false;
+            return None;
         }
-        let again = !well && restart == Restart::OnFailure;
-        if again && let Some(machine) = self.machines.get_mut(name) {
-            machine.restarts += 1;
-        }
-        let mut text = format!("{name}: {how}{}", if again { "; starting it again" } else { "" });
+        let then = again.map(|pause| format!("; starting it again in {} s", pause.as_secs())).unwrap_or_default();
+        let mut text = format!("{name}: {how}{then}");
         for line in &last_lines {
             text.push_str(&format!("\n    | {line}"));
         }
@@ -344,6 +387,12 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_pause_doubles_up_to_a_minute() {
+        let seconds = [1, 2, 3, 4, 5, 6, 7, 8, 1000, u32::MAX].map(|n| pause_after(n).as_secs());
+        assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]);
+    }
 
     #[test]
     fn ends_are_judged_by_what_the_kind_means_with_them() {

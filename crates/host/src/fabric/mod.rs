@@ -215,7 +215,6 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
     let known = Known { boot, qemu: qemu.path.clone(), version: qemu.version, answer: answer.clone() };
     if let (Some(place), Ok(text)) = (place, serde_json::to_vec(&known)) {
         // Without a place to remember it the question is asked again next time.
-        let _ = place.parent().map(std::fs::create_dir_all);
         let _ = crate::rundir::write_whole(&place, &text);
     }
     answer
@@ -716,6 +715,9 @@ pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
 /// The plan of a port that is added while the fabric runs, for messages.
 pub(crate) fn describe(port: &PortPlan) -> String {
     match &port.attachment {
+        plan::Attachment::VhostUser { socket, connect: true, .. } => {
+            format!("vhost-user, connects to {}", socket.display())
+        }
         plan::Attachment::VhostUser { socket, .. } => format!("vhost-user at {}", socket.display()),
         plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
         plan::Attachment::Tap { device, .. } => format!("tap {device}"),

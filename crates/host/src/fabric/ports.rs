@@ -125,7 +125,7 @@ impl Running {
             // A worker that has ended has dropped the port already.
             let _ = worker.thread.handle().remove_port(port.token);
         }
-        if let Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } =
+        if let Attachment::VhostUser { socket, connect: false, .. } | Attachment::Stream { socket, connect: false } =
             &port.plan.attachment
         {
             let _ = std::fs::remove_file(socket);
@@ -188,7 +188,7 @@ impl Running {
         let program = which("passt").ok_or_else(|| spawn(std::io::ErrorKind::NotFound.into()))?;
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|e| spawn(e.into()))?;
-        let log = std::fs::File::create(self.log_path(&plan.name)).map_err(spawn)?;
+        let log = crate::rundir::private_file(&self.log_path(&plan.name)).map_err(spawn)?;
         // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
         let mut command = Command::new(&argv[0]);
@@ -218,7 +218,11 @@ impl Running {
         let (me, say) = (self.me.clone(), self.say.clone());
         let Some(process) = Process::open(pid) else { return };
         tokio::spawn(async move {
-            if !super::machine::ended(process).await {
+            let log = {
+                let Some(running) = me.upgrade() else { return };
+                running.lock().await.log_path(&port)
+            };
+            if !super::machine::ended_trimming(process, &[&log], &me).await {
                 return;
             }
             let pause = {
@@ -275,8 +279,9 @@ fn attach(plan: &PortPlan, registration: Registration) -> Result<Box<dyn Port>, 
     }
     let mtu = u32::from(plan.mtu);
     Ok(match &plan.attachment {
-        Attachment::VhostUser { socket, queues, .. } => {
-            let config = VhostUserConfig { socket: Socket::Listen(socket.clone()), queue_pairs: *queues, mtu };
+        Attachment::VhostUser { socket, connect, queues, .. } => {
+            let socket = if *connect { Socket::Connect(socket.clone()) } else { Socket::Listen(socket.clone()) };
+            let config = VhostUserConfig { socket, queue_pairs: *queues, mtu };
             Box::new(VhostUserPort::open(config, registration).map_err(text)?)
         }
         Attachment::Stream { socket, connect: true } => {
@@ -337,7 +342,7 @@ mod tests {
         let network = handle.add_network("lan", MacSettings::default()).unwrap();
         let sockets = ["vhost-user", "stream"].map(|name| dir.path().join(name));
         let attachments = [
-            Attachment::VhostUser { socket: sockets[0].clone(), queues: 1, mac: None },
+            Attachment::VhostUser { socket: sockets[0].clone(), connect: false, queues: 1, mac: None },
             Attachment::Stream { socket: sockets[1].clone(), connect: false },
         ];
         for (attachment, socket) in attachments.into_iter().zip(&sockets) {

@@ -1,7 +1,7 @@
 //! What a running fabric says of itself: the API's reports, filled from the workers' counters.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
@@ -232,6 +232,13 @@ impl Running {
                 uptime_s: running.pid.map(|_| running.since.elapsed().as_secs_f64()),
                 last_end,
                 restarts: running.restarts,
+                restart_in_s: running
+                    .pid
+                    .is_none()
+                    .then_some(running.again_at)
+                    .flatten()
+                    .filter(|_| !running.stopped)
+                    .map(|at| at.saturating_duration_since(Instant::now()).as_secs_f64()),
                 adopted: running.adopted,
             })
         };

@@ -172,10 +172,6 @@ impl Check<'_, '_, '_> {
                     disk.iter().for_each(|(p, _)| self.file((at, "disk"), p));
                 }
             }
-            if m.attach != Attach::VhostUser && m.queues > 1 {
-                let hint = Some("several queue pairs need attach = \"vhost-user\"".to_string());
-                self.fault((at, "queues"), &[], "1", m.queues.to_string(), hint);
-            }
             if m.iommu && m.machine != MachineType::Q35 {
                 let hint = Some("leave `machine` out".to_string());
                 self.fault((at, "iommu"), &[], "false on a machine that is no q35", "true", hint);
@@ -251,10 +247,6 @@ impl Check<'_, '_, '_> {
                 self.fault((at, "between"), &leans_on, "2 to 64 ends, with `seats`", found, None);
             }
             self.bridged(at, link);
-            if link.plain && link.seats > 0 {
-                let hint = Some("a process needs the link's server to get the memory: leave `plain` out".to_string());
-                self.fault((at, "seats"), &[], "0 on a plain link", link.seats.to_string(), hint);
-            }
             if let (true, Err(error)) = (ends, Layout::v1(link.region, link.rw, link.max_peers())) {
                 let expected = "room for a header, a state table, `rw`, and a page for each end";
                 let leans_on = [(at, "rw"), (at, "between"), (at, "seats")];
@@ -276,9 +268,6 @@ impl Check<'_, '_, '_> {
                 let expected = "0x4002, calls, with `service` or `to`";
                 self.fault((at, "protocol"), &[], expected, format!("{:#x}", link.protocol), hint);
             }
-        }
-        if link.everybody && link.service.is_none() {
-            self.fault((at, "callers"), &[(at, "service")], "\"owner\" without `service`", "\"everybody\"", None);
         }
         let mut before = self.fabric.links.iter().take_while(|l| !std::ptr::eq(*l, link));
         if let Some(name) = &link.service

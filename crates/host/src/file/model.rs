@@ -436,6 +436,8 @@ pub enum PortKind {
         socket: Option<PathBuf>,
         /// Queue pairs.
         queues: u16,
+        /// True: the frontend listens and the fabric connects.
+        connect: bool,
     },
     /// QEMU's framed stream on a socket.
     Stream {

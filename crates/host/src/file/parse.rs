@@ -281,6 +281,7 @@ impl<'t> Reader<'_, 't> {
         let gateway = s.text("gateway", |t| t.parse().ok());
         let uplink = uplink(&mut s);
         let router = s.text("router", |t| t.parse().ok()).unwrap_or_else(|| subnet.nth(2));
+        s.applies("uplink", Some(uplink.word()));
         let router = uplink.forwards().then_some(router);
         // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
         let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
@@ -336,12 +337,28 @@ impl<'t> Reader<'_, 't> {
                 s.missing("kernel");
             }
             let cmdline = s.text("cmdline", |t| Some(t.to_string())).unwrap_or_else(|| "console=ttyS0".into());
+            for on in ["kernel", "disk"] {
+                let given = s.raw(on).map(|_| "");
+                s.applies(on, given);
+            }
             (Boot::Vm { kernel, initrd, disk }, cmdline)
         };
         let networks = s.list("network", true, |t| Some(t.to_string())).or(only.map(|n| vec![n])).unwrap_or_default();
         if s.raw("network").is_none() {
             no_network(&mut s, networks.is_empty(), none_at_all);
         }
+        let attach = s
+            .word(
+                "attach",
+                &[
+                    ("vhost-user", Attach::VhostUser),
+                    ("stream", Attach::Stream),
+                    ("ivshmem", Attach::Ivshmem),
+                    ("ivshmem-plain", Attach::IvshmemPlain),
+                ],
+            )
+            .unwrap_or(Attach::VhostUser);
+        s.applies("attach", Some(attach.word()));
         let count = networks.len();
         let macs = s.list("mac", true, Mac::parse).unwrap_or_default();
         let ips: Vec<Ipv4Addr> = s.list("ip", true, |t| t.parse().ok()).unwrap_or_default();
@@ -375,17 +392,7 @@ impl<'t> Reader<'_, 't> {
             cmdline,
             iommu: !cell && s.flag("iommu").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
-            attach: s
-                .word(
-                    "attach",
-                    &[
-                        ("vhost-user", Attach::VhostUser),
-                        ("stream", Attach::Stream),
-                        ("ivshmem", Attach::Ivshmem),
-                        ("ivshmem-plain", Attach::IvshmemPlain),
-                    ],
-                )
-                .unwrap_or(Attach::VhostUser),
+            attach,
             region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
             guard: guard(&mut s).unwrap_or(Guard::Ip),
@@ -442,8 +449,16 @@ impl<'t> Reader<'_, 't> {
         let version = s.number("version", 1, 2).unwrap_or(1) as u8;
         let region = region(&mut s, 1 << 20, 16 << 20);
         let vectors = s.number("vectors", 1, 16).unwrap_or(2) as u32;
-        let kind = match s.word("kind", &[("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3)]) {
-            Some(0) => PortKind::VhostUser { socket, queues },
+        let kinds = [("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3)];
+        let word = s.word("kind", &kinds);
+        if let Some(kind) = word {
+            s.applies("kind", kinds.iter().find(|(_, k)| *k == kind).map(|(word, _)| *word));
+        }
+        if connect && matches!(word, Some(0 | 1)) && socket.is_none() && s.raw("socket").is_none() {
+            s.missing("socket");
+        }
+        let kind = match word {
+            Some(0) => PortKind::VhostUser { socket, queues, connect },
             Some(3) => PortKind::Ivshmem { socket, version, region, vectors },
             Some(2) => {
                 if s.raw("device").is_none() {
@@ -451,12 +466,7 @@ impl<'t> Reader<'_, 't> {
                 }
                 PortKind::Packet { device: device.unwrap_or_default() }
             }
-            _ => {
-                if connect && socket.is_none() && s.raw("socket").is_none() {
-                    s.missing("socket");
-                }
-                PortKind::Stream { socket, connect }
-            }
+            _ => PortKind::Stream { socket, connect },
         };
         let mac = s.text("mac", Mac::parse);
         let ip = s.text("ip", |t| t.parse().ok());
@@ -496,6 +506,9 @@ impl<'t> Reader<'_, 't> {
             between,
             name,
         };
+        let given = s.raw("service").map(|_| "");
+        s.applies("service", given);
+        s.applies("plain", Some(if link.plain { "true" } else { "false" }));
         self.fabric.links.push(link);
     }
 

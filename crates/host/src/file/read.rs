@@ -91,6 +91,31 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         found.expect("only keys of the schema are read").expects
     }
 
+    /// Complains about keys that stand where they mean nothing: those that depend on `on`, which has the value `value`, or `None`
+    /// where it is not given and has no default.
+    pub(super) fn applies(&mut self, on: &str, value: Option<&str>) {
+        if self.doubted(on) || self.misspelt.contains(&on) {
+            return;
+        }
+        let conditions = schema::CONDITIONS.iter().filter(|c| c.section == self.schema.name && c.on == on);
+        for condition in conditions {
+            let fits = value.is_some_and(|v| condition.values.is_empty() || condition.values.contains(&v));
+            let Some((there, span)) = self.raw(condition.key).filter(|_| !fits) else { continue };
+            let quoted =
+                |v: &str| if matches!(v, "true" | "false") { format!("{on} = {v}") } else { format!("{on} = {v:?}") };
+            let at = value.map_or_else(|| format!("without `{on}`"), |v| format!("with {}", quoted(v)));
+            let place = match condition.values {
+                [] => format!("beside `{on}`"),
+                values => format!("with {}", values.iter().map(|v| quoted(v)).collect::<Vec<_>>().join(" or ")),
+            };
+            let key = condition.key;
+            let hint = Some(format!("`{key}` means something only {place}; leave it out"));
+            self.out.doubt(&self.path, key);
+            let expected = format!("no `{key}` {at}");
+            self.out.say(&span, dotted(&self.path, key), expected, found(there), hint);
+        }
+    }
+
     /// The raw value and its span.
     pub(super) fn raw(&self, key: &str) -> Option<(&'a DeValue<'i>, Range<usize>)> {
         debug_assert!(self.schema.keys().any(|k| k.name == key), "{key} is not in the schema");

@@ -221,7 +221,12 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "NAME.sock in the runtime directory",
                 "socket of a vhost-user, stream or ivshmem port",
             ),
-            key("connect", "true or false", "false", "stream: connect to the socket instead of listening on it"),
+            key(
+                "connect",
+                "true or false",
+                "false",
+                "vhost-user, stream: connect to the socket, where the peer listens, instead of listening on it",
+            ),
             key("device", "an interface name", "", "packet: the interface that joins the network"),
             QUEUES,
             key("version", "1 or 2", "1", "ivshmem: the server protocol; 1 is stock QEMU's"),
@@ -293,6 +298,50 @@ pub const SECTIONS: &[SectionSchema] = &[
         ],
         shared: &[],
     },
+];
+
+/// A key that means something only where another key of its section has one of a few values.
+#[derive(Debug, Clone, Copy)]
+pub struct Condition {
+    /// The word of its section.
+    pub section: &'static str,
+    /// The key.
+    pub key: &'static str,
+    /// The key that decides.
+    pub on: &'static str,
+    /// The values of `on` with which `key` applies; none for any value that is given.
+    pub values: &'static [&'static str],
+}
+
+const fn only(
+    section: &'static str,
+    key: &'static str,
+    on: &'static str,
+    values: &'static [&'static str],
+) -> Condition {
+    Condition { section, key, on, values }
+}
+
+/// Every key that does not always apply. The parser complains about one that stands where it does nothing.
+pub const CONDITIONS: &[Condition] = &[
+    only("network", "router", "uplink", &["user", "kernel"]),
+    only("cell", "queues", "attach", &["vhost-user"]),
+    only("cell", "region", "attach", &["ivshmem", "ivshmem-plain"]),
+    only("vm", "queues", "attach", &["vhost-user"]),
+    only("vm", "region", "attach", &["ivshmem", "ivshmem-plain"]),
+    only("vm", "initrd", "kernel", &[]),
+    only("vm", "cmdline", "kernel", &[]),
+    only("vm", "disk_format", "disk", &[]),
+    only("port", "socket", "kind", &["vhost-user", "stream", "ivshmem"]),
+    only("port", "connect", "kind", &["vhost-user", "stream"]),
+    only("port", "device", "kind", &["packet"]),
+    only("port", "queues", "kind", &["vhost-user"]),
+    only("port", "version", "kind", &["ivshmem"]),
+    only("port", "region", "kind", &["ivshmem"]),
+    only("port", "vectors", "kind", &["ivshmem"]),
+    only("link", "callers", "service", &[]),
+    only("link", "vectors", "plain", &["false"]),
+    only("link", "seats", "plain", &["false"]),
 ];
 
 /// The section of that name, which must exist.

@@ -9,9 +9,12 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
-use rustix::net::{AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, socket_with};
+use rustix::net::{
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, listen, recv, socket_with,
+};
 use rustix::time::Timespec;
 use tombolo_ring::virtio::split::check_size;
 use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
@@ -33,8 +36,12 @@ use super::{Socket, VhostUserConfig, is_from_guest};
 const MAX_CHAIN_BYTES: u32 = 1 << 20;
 /// Most segments of a chain that is taken: Linux has up to 47, a frame of 64 KiB in pages and its headers.
 const MAX_CHAIN_SEGMENTS: u16 = 128;
-/// Time between two attempts to reach a frontend that listens.
-const RECONNECT: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+/// Frontends that may wait to be accepted.
+const BACKLOG: i32 = 16;
+/// Time from one attempt to reach a frontend that listens to the next; it doubles with each.
+const FIRST_RETRY: Duration = Duration::from_millis(10);
+/// The longest time; a connection that lasted so long makes the next time the first again.
+const LONGEST_RETRY: Duration = Duration::from_secs(1);
 
 /// Feature bits that are offered. Not among them: MAC, STATUS and link announcements, which VMMs answer themselves;
 /// UFO and USO, which nothing here can cut.
@@ -429,10 +436,10 @@ impl Source {
         match socket {
             Socket::Connect(path) => Ok(Source::Connect(path.clone())),
             Socket::Listen(path) => {
-                let listener = match UnixListener::bind(path) {
+                let listener = match listen_privately(path) {
                     Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
                         std::fs::remove_file(path)?;
-                        UnixListener::bind(path)?
+                        listen_privately(path)?
                     }
                     other => other?,
                 };
@@ -443,7 +450,7 @@ impl Source {
     }
 
     /// The next frontend; `None` when the port is going.
-    fn next(&self, stop: &Doorbell) -> Option<UnixStream> {
+    fn next(&self, stop: &Doorbell, back_off: &mut BackOff) -> Option<UnixStream> {
         loop {
             let timeout = match self {
                 Source::Listener(listener) => {
@@ -456,10 +463,15 @@ impl Source {
                     None
                 }
                 Source::Connect(path) => {
-                    if let Ok(stream) = connect_now(path) {
-                        return Some(stream);
+                    let mut left = back_off.left(Instant::now());
+                    if left.is_zero() {
+                        if let Ok(stream) = connect_now(path) {
+                            return Some(stream);
+                        }
+                        back_off.failed(Instant::now());
+                        left = back_off.left(Instant::now());
                     }
-                    Some(RECONNECT)
+                    Some(Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() })
                 }
             };
             let mut fds = vec![PollFd::new(stop, PollFlags::IN)];
@@ -475,6 +487,59 @@ impl Source {
     }
 }
 
+/// When to connect again to a frontend that listens. One that is not there, or that ends each connection at once, does not
+/// keep the thread busy.
+struct BackOff {
+    wait: Duration,
+    not_before: Option<Instant>,
+}
+
+impl BackOff {
+    fn new() -> BackOff {
+        BackOff { wait: FIRST_RETRY, not_before: None }
+    }
+
+    fn left(&self, now: Instant) -> Duration {
+        self.not_before.map_or(Duration::ZERO, |at| at.saturating_duration_since(now))
+    }
+
+    /// An attempt came to nothing.
+    fn failed(&mut self, now: Instant) {
+        self.not_before = Some(now + self.wait);
+        self.wait = (self.wait * 2).min(LONGEST_RETRY);
+    }
+
+    /// A connection has ended.
+    fn ended(&mut self, begun: Instant, now: Instant) {
+        if now.saturating_duration_since(begun) >= LONGEST_RETRY {
+            self.wait = FIRST_RETRY;
+        }
+        self.failed(now);
+    }
+}
+
+#[cfg(test)]
+#[test]
+fn a_frontend_that_is_not_there_is_asked_ever_less_often() {
+    let (mut back_off, mut now) = (BackOff::new(), Instant::now());
+    assert!(back_off.left(now).is_zero());
+    let mut attempts = 0;
+    let end = now + Duration::from_secs(60);
+    while now < end {
+        back_off.failed(now);
+        now += back_off.left(now);
+        attempts += 1;
+    }
+    assert!((60..70).contains(&attempts), "{attempts}");
+    // One that hangs up at once is no better; one that stayed is asked again soon.
+    back_off.ended(now, now + Duration::from_millis(1));
+    assert_eq!(back_off.left(now), LONGEST_RETRY + Duration::from_millis(1));
+    let begun = now;
+    now += LONGEST_RETRY;
+    back_off.ended(begun, now);
+    assert_eq!(back_off.left(now), FIRST_RETRY);
+}
+
 /// Connects without waiting for a listener whose backlog is full, which would keep the thread from ending.
 fn connect_now(path: &Path) -> io::Result<UnixStream> {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
@@ -485,6 +550,14 @@ fn connect_now(path: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
+/// Listens at `path`, for our own user only.
+fn listen_privately(path: &Path) -> io::Result<UnixListener> {
+    let socket = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    tombolo_shm::listener::bind_private(&socket, path)?;
+    listen(&socket, BACKLOG)?;
+    Ok(socket.into())
+}
+
 /// Whether the socket at `path` has no listener any more.
 fn is_stale(path: &Path) -> bool {
     UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
@@ -492,7 +565,9 @@ fn is_stale(path: &Path) -> bool {
 
 /// The control thread: one frontend after the other, until the port is gone.
 pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailbox>, stop: &Doorbell) {
-    while let Some(stream) = source.next(stop) {
+    let mut back_off = BackOff::new();
+    while let Some(stream) = source.next(stop, &mut back_off) {
+        let begun = Instant::now();
         let Ok(other_end) = stream.try_clone() else { continue };
         if mailbox.post(Command::Connected(other_end)).is_err() {
             return;
@@ -520,6 +595,7 @@ pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailb
                 break error;
             }
         };
+        back_off.ended(begun, Instant::now());
         match mailbox.post(Command::Closed(fault(error))) {
             Ok(Answer::Old(unmapped_here)) => drop(unmapped_here),
             Ok(_) => {}
