@@ -21,6 +21,7 @@ pub mod queue;
 pub mod schedule;
 pub mod sections;
 pub mod session;
+mod shares;
 #[cfg(test)]
 mod tests;
 

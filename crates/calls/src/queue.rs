@@ -313,11 +313,21 @@ impl<T> Queue<T> {
 
     /// Takes a request out.
     pub fn remove(&mut self, handle: Handle) -> Option<T> {
+        self.remove_with_work(handle).map(|(item, _)| item)
+    }
+
+    /// The same, with the work that it was put in with.
+    pub fn remove_with_work(&mut self, handle: Handle) -> Option<(T, u64)> {
         let request = self.requests.get_mut(handle as usize)?.take()?;
         self.detach(request.key);
         self.free.push(handle);
         self.len -= 1;
-        Some(request.item)
+        Some((request.item, request.work.unsigned_abs()))
+    }
+
+    /// Where a queued request is in the order: its rank, and how many had come before it.
+    pub fn key(&self, handle: Handle) -> Option<(u64, u64)> {
+        self.requests.get(handle as usize)?.as_ref().map(|request| request.key)
     }
 
     /// Puts a queued request, without a deadline from now on, elsewhere in the order; it keeps its handle, and its place among equals

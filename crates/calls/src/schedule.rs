@@ -4,10 +4,14 @@
 //! # Rules
 //! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines; or another [`Order`], by choice.
 //! - At most `pending` requests wait; one more is refused.
-//! - With admission on, a request is refused at once when the budgets queued ahead of it do not leave it time, or when
-//!   it would make one that was accepted late. On one worker the test is exact for what is queued, under the assumption that each
-//!   request takes its budget; what is being served counts with what is left of its budget. Several workers are taken for one
-//!   that is as many times as fast, which is a necessary condition only.
+//! - Shares ([`shares`](crate::shares)): while several clients ask, a client that has had more than its share of the workers' time yields to those that
+//!   have not, as far as these would otherwise lose their own share. Within a client the order is that of deadlines.
+//! - With admission on, a request is refused at once when the work queued ahead of it does not leave it time, or when
+//!   it would make one that was accepted late. Work is what services have taken, measured per client: the mean, and once per question
+//!   four mean deviations on top; the budget counts until a few services were measured. On one worker the test is exact for what is
+//!   queued, under the assumption that each request takes so long; what is being served counts with what is left of that. Several workers
+//!   are taken for one that is as many times as fast, which is a necessary condition only. A client within its share is not refused for
+//!   the requests of clients beyond theirs: it is accepted, too, where its share alone leaves the time.
 //! - A request whose deadline has passed when its service would begin is refused as late, or goes on as best effort, by the
 //!   service's choice. It never runs above what it asked for because it is late.
 //! - What waited for longer than its time to live is given up.
@@ -17,6 +21,7 @@ use alloc::vec::Vec;
 use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status};
 
 use crate::queue::{Handle, Queue};
+use crate::shares::{Estimate, Shares};
 
 /// What happens to a request whose deadline has passed before its service began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -65,8 +70,10 @@ pub struct Rules {
     pub late: Late,
     /// Whether what cannot be met is refused at once.
     pub admission: bool,
-    /// How long a service takes at most, ns; admission counts with it.
+    /// How long a service takes at most, ns; admission counts with it until services were measured.
     pub budget_ns: u64,
+    /// Whether each client has a share of the workers' time. Only where the earliest deadline comes first: other orders compare no instants.
+    pub shares: bool,
     /// Workers, at least 1.
     pub workers: u32,
     /// How long a request waits that says nothing else, ns.
@@ -79,6 +86,19 @@ struct Waiting<T> {
     deadline_ns: u64,
     arrived_ns: u64,
     expires_ns: u64,
+    /// Who asked.
+    client: u32,
+    /// In that client's own queue.
+    own: Handle,
+}
+
+/// A service under way.
+#[derive(Debug)]
+struct Running {
+    client: Option<u32>,
+    began_ns: u64,
+    /// How long it was taken to last.
+    work_ns: u64,
 }
 
 /// What is to be done next.
@@ -107,14 +127,43 @@ pub enum Next<T> {
 pub struct Schedule<T> {
     rules: Rules,
     queue: Queue<Waiting<T>>,
-    /// When each service under way began.
-    running: Vec<u64>,
+    running: Vec<Running>,
+    shares: Shares,
+    /// Of all clients together.
+    service: Estimate,
 }
 
 impl<T> Schedule<T> {
     /// An empty schedule.
     pub fn new(rules: Rules) -> Schedule<T> {
-        Schedule { rules, queue: Queue::new(rules.admission), running: Vec::new() }
+        let shares = Shares::new(rules.shares && rules.order == Order::Edf, rules.workers);
+        Schedule {
+            rules,
+            queue: Queue::new(rules.admission),
+            running: Vec::new(),
+            shares,
+            service: Estimate::default(),
+        }
+    }
+
+    /// A client comes, under a number that no other has now, with the user that it belongs to. One that asks without having come is its
+    /// own user, of that number.
+    pub fn join(&mut self, client: u32, user: u32) {
+        self.shares.join(client, user);
+    }
+
+    /// A client has gone, and its requests are taken out. Its number may be another's from now on.
+    pub fn leave(&mut self, client: u32) {
+        self.shares.leave(client);
+        for running in self.running.iter_mut().filter(|r| r.client == Some(client)) {
+            running.client = None;
+        }
+    }
+
+    /// How long a service for this client takes, and by how much that varies, ns.
+    fn measured(&self, client: u32) -> (u64, u64) {
+        let known = [self.shares.service(client), Some(self.service)].into_iter().flatten();
+        known.filter_map(|estimate| estimate.known()).next().unwrap_or((self.rules.budget_ns, 0))
     }
 
     /// Requests that wait.
@@ -131,11 +180,11 @@ impl<T> Schedule<T> {
         ns / u64::from(self.rules.workers.max(1))
     }
 
-    /// Accepts a request with its absolute deadline, or says why not and gives it back. A `ttl_ns` of 0 is the service's.
+    /// Accepts a client's request with its absolute deadline, or says why not and gives it back. A `ttl_ns` of 0 is the service's.
     ///
     /// # Errors
     /// The answer that the request gets at once: refused, or late.
-    pub fn offer(&mut self, now: u64, deadline: u64, ttl_ns: u64, item: T) -> Result<Handle, (T, Status)> {
+    pub fn offer(&mut self, now: u64, client: u32, deadline: u64, ttl_ns: u64, item: T) -> Result<Handle, (T, Status)> {
         if self.queue.len() >= self.rules.pending {
             return Err((item, Status::Refused(Refusal::QueueFull)));
         }
@@ -145,41 +194,71 @@ impl<T> Schedule<T> {
         }
         let deadline = if late { BEST_EFFORT } else { deadline };
         let rank = self.rules.order.rank(now, deadline);
-        let work = self.per_worker(self.rules.budget_ns);
+        let (service, varies) = if self.rules.admission { self.measured(client) } else { (0, 0) };
+        let work = self.per_worker(service);
         if self.rules.admission && deadline != BEST_EFFORT {
-            let budget = self.rules.budget_ns;
-            let left = self.running.iter().map(|began| budget.saturating_sub(now.saturating_sub(*began)));
+            let left = self.running.iter().map(|r| r.work_ns.saturating_sub(now.saturating_sub(r.began_ns)));
             let left = left.fold(0, u64::saturating_add);
-            let start = now.saturating_add(self.per_worker(left));
-            if now.saturating_add(budget) > deadline || !self.queue.admits(start, rank, deadline, work) {
+            let margin = varies.saturating_mul(4);
+            let start = now.saturating_add(self.per_worker(left)).saturating_add(margin);
+            let fits = now.saturating_add(service).saturating_add(margin) <= deadline;
+            let room = self.queue.admits(start, rank, deadline, work)
+                || self.shares.leaves_time(client, now, start, work, deadline);
+            if !(fits && room) {
                 return Err((item, Status::Refused(Refusal::Admission)));
             }
         }
         let ttl = if ttl_ns == 0 { self.rules.ttl_ns } else { ttl_ns };
-        let waiting = Waiting { item, deadline_ns: deadline, arrived_ns: now, expires_ns: now.saturating_add(ttl) };
-        Ok(self.queue.insert(rank, deadline, work, waiting))
+        let expires_ns = now.saturating_add(ttl);
+        let waiting = Waiting { item, deadline_ns: deadline, arrived_ns: now, expires_ns, client, own: 0 };
+        let handle = self.queue.insert(rank, deadline, work, waiting);
+        let own = self.shares.waits(client, rank, work, handle);
+        if let Some(waiting) = self.queue.get_mut(handle) {
+            waiting.own = own;
+        }
+        Ok(handle)
+    }
+
+    /// Takes a request out of the queue.
+    fn take(&mut self, handle: Handle) -> Option<Waiting<T>> {
+        let waiting = self.queue.remove(handle)?;
+        self.shares.waits_no_more(waiting.client, waiting.own);
+        Some(waiting)
     }
 
     /// What to do next; `None` where nothing waits.
     pub fn next(&mut self, now: u64) -> Option<Next<T>> {
         loop {
-            let handle = self.queue.first()?;
-            let waiting = self.queue.get_mut(handle)?;
+            let first = self.queue.first()?;
+            let waiting = self.queue.get_mut(first)?;
             let expired = waiting.expires_ns <= now;
             let late = waiting.deadline_ns < now;
             if late && !expired && self.rules.late == Late::BestEffort {
                 waiting.deadline_ns = BEST_EFFORT;
+                let (client, own) = (waiting.client, waiting.own);
                 let rank = self.rules.order.rank(now, BEST_EFFORT);
-                self.queue.postpone(handle, rank);
+                self.queue.postpone(first, rank);
+                self.shares.postpone(client, own, rank);
                 continue;
             }
-            let Waiting { item, arrived_ns, .. } = self.queue.remove(handle)?;
+            // What is not served costs no share. Where the first is in time, all are: only who is served first is left to say.
+            let deadline_ns = waiting.deadline_ns;
+            let client = waiting.client;
+            let service_ns = self.service.known().map_or(self.rules.budget_ns, |(mean_ns, _)| mean_ns);
+            let allowance = service_ns.saturating_mul(4);
+            let handle = match expired || late {
+                true => first,
+                false => self.shares.first(now, allowance, client, deadline_ns).unwrap_or(first),
+            };
+            let Waiting { item, arrived_ns, expires_ns, client, .. } = self.take(handle)?;
             let queued_ns = now.saturating_sub(arrived_ns);
-            let status = match (expired, late) {
+            let status = match (expires_ns <= now, late) {
                 (true, _) => Status::Expired,
                 (_, true) => Status::Late,
                 _ => {
-                    self.running.push(now);
+                    let (work_ns, _) = self.measured(client);
+                    self.running.push(Running { client: Some(client), began_ns: now, work_ns });
+                    self.shares.begins(client, now, work_ns);
                     return Some(Next::Serve { item, queued_ns });
                 }
             };
@@ -187,16 +266,25 @@ impl<T> Schedule<T> {
         }
     }
 
-    /// A service that began at `began` has ended.
-    pub fn done(&mut self, began: u64) {
-        if let Some(at) = self.running.iter().position(|b| *b == began) {
-            self.running.swap_remove(at);
+    /// A service for this client that began at `began` has ended at `ended`; `None`: in vain, so that it says nothing of how long services
+    /// take.
+    pub fn done(&mut self, client: u32, began: u64, ended: Option<u64>) {
+        let position = |of| self.running.iter().position(|r| r.began_ns == began && r.client == of);
+        // A client that went meanwhile is not charged any more.
+        let Some(at) = position(Some(client)).or_else(|| position(None)) else { return };
+        let Running { client, work_ns, .. } = self.running.swap_remove(at);
+        let took_ns = ended.map_or(0, |ended| ended.saturating_sub(began));
+        if ended.is_some() {
+            self.service.learn(took_ns);
+        }
+        if let Some(client) = client {
+            self.shares.ends(client, work_ns, took_ns, ended.is_some());
         }
     }
 
     /// Takes a waiting request out, with how long it waited: it was cancelled, or its client has gone.
     pub fn remove(&mut self, now: u64, handle: Handle) -> Option<(T, u64)> {
-        self.queue.remove(handle).map(|w| (w.item, now.saturating_sub(w.arrived_ns)))
+        self.take(handle).map(|w| (w.item, now.saturating_sub(w.arrived_ns)))
     }
 
     /// The waiting request of that handle.
@@ -220,7 +308,11 @@ impl<T> Schedule<T> {
 
     /// Takes all out, in order.
     pub fn drain(&mut self) -> Vec<T> {
-        self.queue.drain().into_iter().map(|w| w.item).collect()
+        let mut all = Vec::with_capacity(self.queue.len());
+        while let Some(handle) = self.queue.first() {
+            all.extend(self.take(handle).map(|w| w.item));
+        }
+        all
     }
 }
 
@@ -234,6 +326,7 @@ mod tests {
         late: Late::Refuse,
         admission: false,
         budget_ns: 10,
+        shares: true,
         workers: 1,
         ttl_ns: 1000,
     };
@@ -246,7 +339,7 @@ mod tests {
     fn the_earliest_deadline_is_next_and_what_waited_is_counted() {
         let mut s = Schedule::new(RULES);
         for (deadline, name) in [(BEST_EFFORT, 'x'), (50, 'b'), (40, 'a')] {
-            s.offer(10, deadline, 0, name).unwrap();
+            s.offer(10, 0, deadline, 0, name).unwrap();
         }
         assert_eq!(s.next(12), serve('a', 2));
         assert_eq!(s.next(13), serve('b', 3));
@@ -257,22 +350,22 @@ mod tests {
     #[test]
     fn one_too_many_is_refused_with_a_reason() {
         let mut s = Schedule::new(Rules { pending: 1, ..RULES });
-        s.offer(0, 9, 0, 1).unwrap();
-        assert_eq!(s.offer(0, 1, 0, 2), Err((2, Status::Refused(Refusal::QueueFull))));
+        s.offer(0, 0, 9, 0, 1).unwrap();
+        assert_eq!(s.offer(0, 0, 1, 0, 2), Err((2, Status::Refused(Refusal::QueueFull))));
     }
 
     #[test]
     fn the_late_are_refused_or_served_last_as_the_service_chose() {
         let mut s = Schedule::new(RULES);
-        s.offer(0, 5, 0, 'a').unwrap();
-        assert_eq!(s.offer(10, 9, 0, 'b'), Err(('b', Status::Late)));
+        s.offer(0, 0, 5, 0, 'a').unwrap();
+        assert_eq!(s.offer(10, 0, 9, 0, 'b'), Err(('b', Status::Late)));
         assert_eq!(s.next(6), Some(Next::Answer { item: 'a', queued_ns: 6, status: Status::Late }));
 
         let mut s = Schedule::new(Rules { late: Late::BestEffort, ..RULES });
-        s.offer(0, BEST_EFFORT, 0, 'x').unwrap();
-        s.offer(0, 5, 0, 'a').unwrap();
-        s.offer(10, 9, 0, 'b').unwrap();
-        s.offer(10, 99, 0, 'c').unwrap();
+        s.offer(0, 0, BEST_EFFORT, 0, 'x').unwrap();
+        s.offer(0, 0, 5, 0, 'a').unwrap();
+        s.offer(10, 0, 9, 0, 'b').unwrap();
+        s.offer(10, 0, 99, 0, 'c').unwrap();
         // A late one comes after all deadlines; among the best effort it keeps its place by arrival.
         assert_eq!(s.next(11), serve('c', 1));
         assert_eq!(s.next(11), serve('x', 11));
@@ -283,27 +376,27 @@ mod tests {
     #[test]
     fn other_orders_have_the_same_rules() {
         let mut s = Schedule::new(Rules { order: Order::Fifo, admission: true, ..RULES });
-        s.offer(0, BEST_EFFORT, 0, 'x').unwrap();
-        s.offer(0, 50, 0, 'a').unwrap();
-        assert_eq!(s.offer(0, 29, 0, 'r'), Err(('r', Status::Refused(Refusal::Admission))), "20 of work are ahead");
-        s.offer(0, 30, 0, 'b').unwrap();
+        s.offer(0, 0, BEST_EFFORT, 0, 'x').unwrap();
+        s.offer(0, 0, 50, 0, 'a').unwrap();
+        assert_eq!(s.offer(0, 0, 29, 0, 'r'), Err(('r', Status::Refused(Refusal::Admission))), "20 of work are ahead");
+        s.offer(0, 0, 30, 0, 'b').unwrap();
         assert_eq!(s.next(1), serve('x', 1));
         assert_eq!(s.next(2), serve('a', 2));
         assert_eq!(s.next(31), Some(Next::Answer { item: 'b', queued_ns: 31, status: Status::Late }));
 
         // The late stay where they came, served without a deadline.
         let mut s = Schedule::new(Rules { order: Order::Fifo, late: Late::BestEffort, ..RULES });
-        s.offer(0, 5, 0, 'a').unwrap();
-        s.offer(0, 50, 0, 'b').unwrap();
+        s.offer(0, 0, 5, 0, 'a').unwrap();
+        s.offer(0, 0, 50, 0, 'b').unwrap();
         assert_eq!(s.next(6), serve('a', 6));
 
         let mut s = Schedule::new(Rules { order: Order::DeadlineMonotonic, admission: true, ..RULES });
-        s.offer(0, 100, 0, 'a').unwrap();
-        s.offer(50, 111, 0, 'b').unwrap();
-        s.offer(60, 120, 0, 'c').unwrap();
-        s.offer(60, BEST_EFFORT, 0, 'x').unwrap();
+        s.offer(0, 0, 100, 0, 'a').unwrap();
+        s.offer(50, 0, 111, 0, 'b').unwrap();
+        s.offer(60, 0, 120, 0, 'c').unwrap();
+        s.offer(60, 0, BEST_EFFORT, 0, 'x').unwrap();
         let refused = Err(('r', Status::Refused(Refusal::Admission)));
-        assert_eq!(s.offer(61, 86, 0, 'r'), refused, "ahead of all, and the first would be done at 101");
+        assert_eq!(s.offer(61, 0, 86, 0, 'r'), refused, "ahead of all, and the first would be done at 101");
         assert_eq!(s.next(60), serve('c', 0), "60 to its deadline when it came, of 61 and 100");
         assert_eq!(s.next(60), serve('b', 10));
         assert_eq!(s.next(60), serve('a', 60));
@@ -314,16 +407,16 @@ mod tests {
     fn budgets_without_end_add_up_to_one_without_end() {
         let mut s = Schedule::new(Rules { admission: true, budget_ns: u64::MAX, workers: 2, ..RULES });
         for name in ['x', 'y'] {
-            s.offer(0, BEST_EFFORT, 0, name).unwrap();
+            s.offer(0, 0, BEST_EFFORT, 0, name).unwrap();
             assert_eq!(s.next(0), serve(name, 0));
         }
-        assert_eq!(s.offer(1, u64::MAX - 1, 0, 'a'), Err(('a', Status::Refused(Refusal::Admission))));
+        assert_eq!(s.offer(1, 0, u64::MAX - 1, 0, 'a'), Err(('a', Status::Refused(Refusal::Admission))));
     }
 
     #[test]
     fn a_deadline_is_met_at_its_very_instant() {
         let mut s = Schedule::new(RULES);
-        s.offer(5, 5, 0, 'a').unwrap();
+        s.offer(5, 0, 5, 0, 'a').unwrap();
         assert_eq!(s.next(5), serve('a', 0));
     }
 
@@ -331,26 +424,26 @@ mod tests {
     fn admission_counts_what_is_queued_and_what_runs() {
         let mut s = Schedule::new(Rules { admission: true, ..RULES });
         let refused = Err((9, Status::Refused(Refusal::Admission)));
-        assert_eq!(s.offer(0, 9, 0, 9), refused, "a budget of 10 before 9");
-        s.offer(0, 10, 0, 1).unwrap();
-        assert_eq!(s.offer(0, 19, 0, 9), refused);
-        s.offer(0, 20, 0, 2).unwrap();
-        assert_eq!(s.offer(0, 15, 0, 9), refused, "it would push the second out");
+        assert_eq!(s.offer(0, 0, 9, 0, 9), refused, "a budget of 10 before 9");
+        s.offer(0, 0, 10, 0, 1).unwrap();
+        assert_eq!(s.offer(0, 0, 19, 0, 9), refused);
+        s.offer(0, 0, 20, 0, 2).unwrap();
+        assert_eq!(s.offer(0, 0, 15, 0, 9), refused, "it would push the second out");
         assert_eq!(s.next(0), serve(1, 0));
         // 4 of 10 are done: 6 left, then 10 of the second, then its own 10.
-        assert_eq!(s.offer(4, 29, 0, 9), refused);
-        s.offer(4, 30, 0, 3).unwrap();
-        s.offer(4, BEST_EFFORT, 0, 4).unwrap();
-        s.done(0);
+        assert_eq!(s.offer(4, 0, 29, 0, 9), refused);
+        s.offer(4, 0, 30, 0, 3).unwrap();
+        s.offer(4, 0, BEST_EFFORT, 0, 4).unwrap();
+        s.done(0, 0, Some(10));
         assert_eq!(s.next(8), serve(2, 8));
     }
 
     #[test]
     fn what_waited_too_long_is_given_up_wherever_it_is() {
         let mut s = Schedule::new(RULES);
-        s.offer(0, BEST_EFFORT, 0, 'x').unwrap();
-        s.offer(0, 5000, 50, 'a').unwrap();
-        s.offer(0, 6000, 2000, 'b').unwrap();
+        s.offer(0, 0, BEST_EFFORT, 0, 'x').unwrap();
+        s.offer(0, 0, 5000, 50, 'a').unwrap();
+        s.offer(0, 0, 6000, 2000, 'b').unwrap();
         assert_eq!(s.sweep(49), []);
         assert_eq!(s.next(50), Some(Next::Answer { item: 'a', queued_ns: 50, status: Status::Expired }));
         assert_eq!(s.sweep(1000), [('x', 1000, Status::Expired)]);
@@ -361,13 +454,13 @@ mod tests {
     fn the_late_are_given_up_where_they_are_refused() {
         let mut s = Schedule::new(RULES);
         for (deadline, item) in [(30, 'c'), (10, 'a'), (BEST_EFFORT, 'x'), (20, 'b')] {
-            s.offer(0, deadline, 0, item).unwrap();
+            s.offer(0, 0, deadline, 0, item).unwrap();
         }
         assert_eq!(s.sweep(10), []);
         assert_eq!(s.sweep(21), [('a', 21, Status::Late), ('b', 21, Status::Late)]);
         assert_eq!(s.sweep(2000), [('c', 2000, Status::Expired), ('x', 2000, Status::Expired)], "once each");
         let mut s = Schedule::new(Rules { late: Late::BestEffort, ..RULES });
-        s.offer(0, 10, 0, 'a').unwrap();
+        s.offer(0, 0, 10, 0, 'a').unwrap();
         assert_eq!(s.sweep(21), []);
         assert_eq!(s.next(21), serve('a', 21));
     }
@@ -375,7 +468,7 @@ mod tests {
     #[test]
     fn a_cancelled_request_leaves_and_its_handle_with_it() {
         let mut s = Schedule::new(RULES);
-        let handle = s.offer(0, 5, 0, 'a').unwrap();
+        let handle = s.offer(0, 0, 5, 0, 'a').unwrap();
         assert_eq!(s.remove(3, handle), Some(('a', 3)));
         assert_eq!(s.remove(3, handle), None);
         assert_eq!(s.next(3), None);

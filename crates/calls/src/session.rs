@@ -43,7 +43,7 @@ pub struct ServeOptions {
     pub late: Late,
     /// Whether what cannot be met is refused at once.
     pub admission: bool,
-    /// How long one request takes at most; admission counts with it.
+    /// How long one request takes at most; admission counts with it until services were measured.
     pub budget: Duration,
     /// How many requests are served at a time; admission counts with it.
     pub workers: u32,
@@ -139,6 +139,8 @@ impl Session {
             late: options.late,
             admission: options.admission,
             budget_ns: ns(options.budget),
+            // One peer asks.
+            shares: false,
             workers: options.workers,
             ttl_ns: ns(options.ttl),
         };
@@ -338,7 +340,7 @@ impl Session {
         if !self.serves {
             return self.end(carrier, &request, now_ns, Response::end(Status::Failed));
         }
-        match self.schedule.offer(now_ns, deadline_ns, u64::from(ttl_ms) * 1_000_000, request) {
+        match self.schedule.offer(now_ns, 0, deadline_ns, u64::from(ttl_ms) * 1_000_000, request) {
             Ok(handle) => self.theirs[at] = Theirs::Queued(handle),
             Err((request, status)) => self.end(carrier, &request, now_ns, Response::end(status))?,
         }
@@ -441,13 +443,13 @@ impl Session {
             self.forget(request);
             return Ok(());
         }
-        self.schedule.done(request.began_ns);
+        self.schedule.done(0, request.began_ns, Some(now_ns));
         self.end(carrier, request, now_ns, response)
     }
 
     /// As [`Session::respond`], where the link is down and nobody is to be answered.
     pub fn forget(&mut self, request: &Request) {
-        self.schedule.done(request.began_ns);
+        self.schedule.done(0, request.began_ns, None);
         self.stats.abandoned += 1;
     }
 

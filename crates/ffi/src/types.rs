@@ -252,6 +252,7 @@ impl ServiceSettings {
             order,
             late,
             admission: self.admission != 0,
+            shares: default.shares,
             access: Access { uids: uids.into(), gids: gids.into(), everybody: self.everybody != 0 },
             max_clients: or(self.max_clients as usize, default.max_clients),
             max_clients_per_uid: or(self.max_clients_per_uid as usize, default.max_clients_per_uid),

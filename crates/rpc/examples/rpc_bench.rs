@@ -405,16 +405,17 @@ fn order_rows(calls: usize) -> Fallible<()> {
             late: Late::Refuse,
             admission,
             budget_ns: 1,
+            shares: true,
             workers: 1,
             ttl_ns: u64::MAX,
         };
         let mut schedule = Schedule::new(rules);
         let put = |schedule: &mut Schedule<[u64; 3]>, n| {
-            let _ = schedule.offer(0, deadline(n), 0, [n; 3]);
+            let _ = schedule.offer(0, 0, deadline(n), 0, [n; 3]);
         };
         let take = |schedule: &mut Schedule<[u64; 3]>| {
             if let Some(Next::Serve { .. }) = schedule.next(0) {
-                schedule.done(0);
+                schedule.done(0, 0, None);
             }
         };
         order_row(name, calls, &mut schedule, put, take);

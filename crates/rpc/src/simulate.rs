@@ -166,7 +166,8 @@ pub fn arrivals(tasks: &[Task], duration_ns: u64, seed: u64) -> Vec<(u64, usize)
 pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_ns: u64, seed: u64) -> Outcome {
     let arrivals = arrivals(tasks, duration_ns, seed);
     let budget_ns = tasks.iter().map(|t| t.work_ns).max().unwrap_or(0);
-    let rules = Rules { pending: usize::MAX, order, late, admission, budget_ns, workers: 1, ttl_ns: u64::MAX };
+    let rules =
+        Rules { pending: usize::MAX, order, late, admission, budget_ns, shares: false, workers: 1, ttl_ns: u64::MAX };
     let mut schedule = Schedule::new(rules);
     let load = tasks.iter().map(|t| t.work_ns as f64 / t.period_ns as f64).sum();
     let mut outcome = Outcome { requests: arrivals.len() as u64, load, ..Outcome::default() };
@@ -174,7 +175,7 @@ pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_n
     let mut offer = |schedule: &mut Schedule<(u64, usize)>, now: u64, outcome: &mut Outcome| {
         while let Some((at, task)) = coming.next_if(|(at, _)| *at <= now) {
             let deadline = at + tasks[task].deadline_ns;
-            if schedule.offer(at, deadline, 0, (deadline, task)).is_err() {
+            if schedule.offer(at, 0, deadline, 0, (deadline, task)).is_err() {
                 outcome.missed += 1;
                 outcome.unserved += 1;
             }
@@ -189,7 +190,7 @@ pub fn run(tasks: &[Task], order: Order, admission: bool, late: Late, duration_n
                 now += tasks[task].work_ns;
                 // What comes meanwhile is judged while this one runs.
                 offer(&mut schedule, now, &mut outcome);
-                schedule.done(began);
+                schedule.done(0, began, Some(now));
                 outcome.missed += u64::from(now > deadline);
             }
             Some(Next::Answer { .. }) => {

@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Barrier, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
@@ -135,7 +135,16 @@ fn many_clients_are_served_at_a_time() {
 fn the_earliest_deadline_is_served_first_and_best_effort_last() {
     let dir = tempfile::tempdir().unwrap();
     let (handler, go, order) = gate();
-    let service = Service::register("s", options(dir.path()), handler).unwrap();
+    let service = Service::register(
+        "s",
+        Options {
+            // Services here take as long as the test does: no debt is to count.
+            budget: Duration::from_secs(1000),
+            ..options(dir.path())
+        },
+        handler,
+    )
+    .unwrap();
     let (a, b) = (connect(dir.path()), connect(dir.path()));
     let first = a.submit(b"0", &CallOptions::default()).unwrap();
     assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
@@ -280,6 +289,49 @@ fn a_call_ends_at_its_deadline_or_waits_longer_as_its_caller_says() {
     let reply = client.call(b"6", &CallOptions::within(PATIENCE)).unwrap();
     assert!(!reply.is_late() && reply.late_by_ns() == 0);
     assert_eq!(service.report().answers.overran, 2, "the service counts both that it ended after their deadlines");
+}
+
+/// How many of 50 calls an honest client gets answered in time, while a greedy one of the same user has 200 under way at each instant, with
+/// deadlines that are always a little earlier.
+fn honest_calls_in_time(shares: bool) -> usize {
+    let dir = tempfile::tempdir().unwrap();
+    // A service that takes time and no CPU, so that a busy machine changes little.
+    let nap = |_: &Request<'_>, reply: &mut Reply<'_>| {
+        std::thread::sleep(Duration::from_millis(1));
+        let _ = reply.write(b"done");
+    };
+    let service = Service::register("s", Options { shares, ..options(dir.path()) }, nap).unwrap();
+    let honest = connect(dir.path());
+    let many = ConnectOptions { entries: 256, folder: Some(dir.path().into()), ..ConnectOptions::default() };
+    let greedy = Client::connect_with("s", &many).unwrap();
+    let enough = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let soon = CallOptions::within(Duration::from_millis(50));
+            let mut tokens = Vec::new();
+            while !enough.load(Ordering::Relaxed) {
+                while tokens.len() < 200
+                    && let Ok(token) = greedy.submit(b"g", &soon)
+                {
+                    tokens.push(token);
+                }
+                greedy.wait_any(&tokens, Duration::from_millis(1));
+                tokens.retain(|token| greedy.poll(*token).is_none());
+            }
+        });
+        until("the greedy one fills the queue", || service.report().pending > 100);
+        let in_time = |_: &usize| honest.call(b"h", &CallOptions::within(Duration::from_millis(60))).is_ok();
+        let in_time = (0..50).filter(in_time).count();
+        enough.store(true, Ordering::Relaxed);
+        in_time
+    })
+}
+
+#[test]
+fn a_greedy_client_with_short_deadlines_makes_no_honest_call_late() {
+    let (with, without) = (honest_calls_in_time(true), honest_calls_in_time(false));
+    println!("in time of 50: {with} with shares, {without} without");
+    assert!(with >= 45 && with > without, "in time of 50: {with} with shares, {without} without");
 }
 
 #[test]

@@ -101,7 +101,8 @@ pub struct Options {
     pub workers: u32,
     /// Their class. What is in force is in the report; that it was refused is no failure.
     pub class: WorkerClass,
-    /// How long one request takes at most: admission counts with it, and it is the runtime of [`WorkerClass::Deadline`].
+    /// How long one request takes at most: admission counts with it until services were measured, and it is the runtime of
+    /// [`WorkerClass::Deadline`].
     pub budget: Duration,
     /// The period of [`WorkerClass::Deadline`].
     pub period: Duration,
@@ -113,6 +114,9 @@ pub struct Options {
     pub late: Late,
     /// Whether what cannot be met is refused at once.
     pub admission: bool,
+    /// Whether each user that calls, and each of its clients, has a share of the workers' time, so that none makes the calls of the others late. Only
+    /// with [`Order::Edf`].
+    pub shares: bool,
     /// Who may call.
     pub access: Access,
     /// Most clients at a time.
@@ -156,6 +160,7 @@ impl Default for Options {
             order: Order::Edf,
             late: Late::Refuse,
             admission: false,
+            shares: true,
             access: Access::default(),
             max_clients: 256,
             max_clients_per_uid: 128,
@@ -235,6 +240,7 @@ impl Options {
             late: self.late,
             admission: self.admission,
             budget_ns: clock::ns(self.budget),
+            shares: self.shares,
             workers: self.workers,
             ttl_ns: clock::ns(self.ttl),
         }

@@ -167,6 +167,7 @@ impl Core {
         // A client that has asked before it was welcome finds its requests taken with the first ring of its bell.
         let _ = consumer.arm(connection.ends());
         self.clients += 1;
+        self.schedule.join(place.index, connection.caller.uid);
         self.intakes[index] = Some(Intake { connection, consumer, place, active: false, signalled: false, noise: 0 });
         place
     }
@@ -244,7 +245,7 @@ impl Engine {
                     // Whatever else it holds is given back without the lock.
                     let Job { place, inline, .. } = item;
                     core = lock(&self.core);
-                    core.schedule.done(now);
+                    core.schedule.done(place.index, now, Some(ended));
                     core.activate(place);
                     core.spare(inline);
                     // What has come by now is seen next: a reading of the clock is saved for each request of a row.
@@ -367,7 +368,7 @@ impl Engine {
         }
         let relative = time_left && deadline_ns != BEST_EFFORT;
         job.deadline_ns = if relative { now.saturating_add(deadline_ns) } else { deadline_ns };
-        match schedule.offer(now, job.deadline_ns, u64::from(ttl_ms) * 1_000_000, job) {
+        match schedule.offer(now, job.place.index, job.deadline_ns, u64::from(ttl_ms) * 1_000_000, job) {
             Ok(handle) => connection.set_slot(token.slot(), Slot::Queued(handle)),
             Err((job, status)) => self.give_up(&job, status, 0, now),
         }
@@ -427,6 +428,7 @@ impl Engine {
             }
         }
         core.intakes[place.index as usize] = None;
+        core.schedule.leave(place.index);
         core.clients -= 1;
         core.active.retain(|p| *p != place);
     }
@@ -508,6 +510,8 @@ impl Engine {
         let (payload, bytes) = reply.payload();
         let code = reply.code();
         let answer = Answer { token: call.token, status, code, queued_ns, service_ns, payload };
+        // Before the answer: a client that has it may forget this memory and hand over more, and finds the room.
+        drop(source);
         tally.call(queued_ns, service_ns);
         self.trace(job, status, (queued_ns, service_ns), ended);
         self.send(connection, &answer, bytes, ended, || match status {
