@@ -197,7 +197,7 @@ impl Gateway {
             if own.contains(&Some(record.address)) {
                 continue;
             }
-            let name = record.name.as_deref().and_then(names::label);
+            let name = record.name.as_deref().and_then(names::label).filter(|name| !names::is_reserved(name));
             // Refused where another record has the address; the first one stands.
             let _ = leases.bind(&claim, record.address, name, &|_| false, now, now.after(span));
         }
@@ -431,7 +431,10 @@ impl Gateway {
         }
         let Some(asked) = asked else { return (None, false) };
         let by_name = self.members.named(asked).is_some_and(|m| m.address.is_some() && m.address == fixed);
-        let taken = self.members.named(asked).is_some() || asked == self.config.name || asked == ROUTER_NAME;
+        let taken = self.members.named(asked).is_some()
+            || asked == self.config.name
+            || asked == ROUTER_NAME
+            || names::is_reserved(asked);
         if taken && !by_name { (None, true) } else { (Some(asked.to_owned()), false) }
     }
 

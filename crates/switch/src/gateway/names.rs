@@ -44,6 +44,46 @@ pub(crate) fn label(text: &str) -> Option<String> {
     fits.then(|| text.to_ascii_lowercase())
 }
 
+/// Names that programs look up by themselves and trust, so that whoever has one takes over a part of its neighbours: proxies
+/// and tunnels (CERT VU#598349), mail settings, configuration servers; and names that mean the
+/// machine itself or no machine (RFC 6761, RFC 8375). Sorted.
+const RESERVED: [&str; 27] = [
+    "alt",
+    "arpa",
+    "autoconfig",
+    "autodiscover",
+    "broadcasthost",
+    "corp",
+    "dns",
+    "example",
+    "home",
+    "internal",
+    "invalid",
+    "ip6-allnodes",
+    "ip6-allrouters",
+    "ip6-localhost",
+    "ip6-localnet",
+    "ip6-loopback",
+    "ip6-mcastprefix",
+    "isatap",
+    "local",
+    "localdomain",
+    "localhost",
+    "onion",
+    "puppet",
+    "salt",
+    "test",
+    "unifi",
+    "wpad",
+];
+
+/// Whether no client gets `name`, a label in small letters, by asking for it; the file may name a member so. Besides [`RESERVED`]
+/// these are names that resolvers read as an address (`inet_aton`): of digits alone, or of hexadecimal ones.
+pub(crate) fn is_reserved(name: &str) -> bool {
+    let hex = name.strip_prefix("0x").is_some_and(|rest| rest.bytes().all(|b| b.is_ascii_hexdigit()));
+    hex || name.bytes().all(|b| b.is_ascii_digit()) || RESERVED.binary_search(&name).is_ok()
+}
+
 /// The members, found by name, MAC and address.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Members {
@@ -122,6 +162,17 @@ mod tests {
         }
         for bad in ["", "-a", "a-", "a.b", "a_b", "ä", "a b", "a\0", &"x".repeat(64)] {
             assert_eq!(label(bad), None, "{bad:?}");
+        }
+    }
+
+    #[test]
+    fn reserved_names_are_sorted_labels_and_numbers_are_no_names() {
+        assert!(RESERVED.is_sorted() && RESERVED.iter().all(|name| label(name).as_deref() == Some(*name)));
+        for name in ["wpad", "localhost", "isatap", "127", "0", "0x7f000001", "0x"] {
+            assert!(is_reserved(name), "{name}");
+        }
+        for name in ["web", "wpad2", "3com", "x7", "0xg", "local-1"] {
+            assert!(!is_reserved(name), "{name}");
         }
     }
 

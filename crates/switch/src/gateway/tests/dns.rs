@@ -95,6 +95,35 @@ fn a_member_without_address_goes_by_what_its_mac_leases() {
 }
 
 #[test]
+fn a_client_takes_no_name_that_others_trust() {
+    let mut world = World::new();
+    let names = [
+        "wpad",
+        "WPAD.lab.internal",
+        "isatap",
+        "localhost",
+        "LocalHost",
+        "autodiscover",
+        "local",
+        "2130706433",
+        "0x7f000001",
+    ];
+    for (n, name) in (1..).zip(names) {
+        let address = world.lease(n, Some(name));
+        assert_eq!(world.count("dhcp_name_conflicts"), u64::from(n), "{name}");
+        assert_eq!((world.address_of(name), world.address_of(&format!("{name}.lab.internal"))), (None, None), "{name}");
+        let [a, b, c, d] = address.octets();
+        let pointer = world.dns(&format!("{d}.{c}.{b}.{a}.in-addr.arpa"), PTR);
+        assert_eq!(pointer.map(|answer| answer[3] & 15), Some(3), "{name}: the address has no name");
+        // One port has half of the range only.
+        world.pass(3601);
+    }
+    // The file's owner may.
+    world.gateway.set_member(Member { name: "wpad".into(), mac: None, address: Some(ip(100)) }).unwrap();
+    assert_eq!(world.address_of("wpad"), Some(ip(100)));
+}
+
+#[test]
 fn a_client_takes_nobodys_name() {
     let mut world = World::new();
     world.gateway.set_member(Member { name: "db".into(), mac: None, address: Some(ip(100)) }).unwrap();
