@@ -9,6 +9,12 @@
 //! the tap only with `route_localnet` on it, and its source must become the tap's address. `route_localnet` would also let
 //! a guest reach the host's loopback services (CVE-2020-8558 elsewhere): the table drops what comes from a tap for 127/8
 //! before anything else looks at it.
+//!
+//! Guests need `ip_forward`, which makes the host forward between all of its networks. The chain `forward` lets through only what
+//! the fabric needs: packets of a network's subnet outwards, answers to them, and connections of its forwards. Everything else from or
+//! to one of the fabric's taps is dropped. Where the host did not forward IPv4 before, what comes from and goes to other
+//! interfaces is dropped too, but for taps of other fabrics, which have chains of their own. The chain stands before `ip_forward` is set
+//! and goes after that is restored.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
@@ -54,9 +60,14 @@ pub fn table(fabric: &str) -> String {
     format!("tombolo_{}", fabric.replace('-', "_"))
 }
 
-/// The rules of all kernel uplinks of a fabric, as input for `nft -f -`: the table is made anew, in one transaction.
-pub fn rules(fabric: &str, uplinks: &[KernelUplink]) -> String {
+/// How the names of all taps of kernel uplinks begin ([`crate::plan::kernel_device`]).
+const DEVICES: &str = "tb-*";
+
+/// The rules of all kernel uplinks of a fabric, as input for `nft -f -`: the table is made anew, in one transaction. `forwarding` tells
+/// whether the host forwarded IPv4 before there were fabrics.
+pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String {
     let table = table(fabric);
+    let (mut inwards, mut outwards) = (String::new(), String::new());
     let mut early = String::new();
     let mut dnat = String::new();
     let mut source = String::new();
@@ -65,15 +76,28 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink]) -> String {
         let _ = writeln!(early, "    iifname \"{device}\" ip daddr 127.0.0.0/8 counter drop");
         let _ = writeln!(source, "    ip saddr {subnet} oifname != \"{device}\" counter masquerade");
         let _ = writeln!(source, "    ip saddr 127.0.0.0/8 oifname \"{device}\" counter masquerade");
+        // Answers and forwards come in, nothing else; what leaves has an address of the network. IPv6 is not routed.
+        let _ = writeln!(inwards, "    oifname \"{device}\" ip daddr {subnet} ct state established,related accept");
+        let _ = writeln!(inwards, "    oifname \"{device}\" ip daddr {subnet} ct status dnat accept");
+        let _ = writeln!(inwards, "    oifname \"{device}\" counter drop");
+        let _ = writeln!(outwards, "    iifname \"{device}\" ip saddr {subnet} accept");
+        let _ = writeln!(outwards, "    iifname \"{device}\" counter drop");
         for f in &uplink.forwards {
             let (ip, port) = (f.listen.ip(), f.listen.port());
             let host = if ip.is_unspecified() { "fib daddr type local".into() } else { format!("ip daddr {ip}") };
             let _ = writeln!(dnat, "    {host} {} dport {port} counter dnat ip to {}:{}", f.proto.word(), f.ip, f.port);
         }
     }
+    let rest = match forwarding {
+        true => String::new(),
+        false => format!(
+            "    iifname \"{DEVICES}\" accept\n    oifname \"{DEVICES}\" accept\n    meta nfproto ipv4 counter drop\n"
+        ),
+    };
     format!(
         "table inet {table} {{}}\ndelete table inet {table}\ntable inet {table} {{\n  \
          chain early {{\n    type filter hook prerouting priority raw; policy accept;\n{early}  }}\n  \
+         chain forward {{\n    type filter hook forward priority filter; policy accept;\n{inwards}{outwards}{rest}  }}\n  \
          chain forwards {{\n    type nat hook prerouting priority dstnat; policy accept;\n{dnat}  }}\n  \
          chain own {{\n    type nat hook output priority -100; policy accept;\n{dnat}  }}\n  \
          chain source {{\n    type nat hook postrouting priority srcnat; policy accept;\n{source}  }}\n}}\n"
@@ -102,8 +126,8 @@ fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
 }
 
 /// Puts the rules in force.
-pub fn apply(fabric: &str, uplinks: &[KernelUplink]) -> Result<(), KernelError> {
-    nft("-f - (making the table)", &rules(fabric, uplinks))
+pub fn apply(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> Result<(), KernelError> {
+    nft("-f - (making the table)", &rules(fabric, uplinks, forwarding))
 }
 
 /// Removes a table; one that is not there is no error.
@@ -116,6 +140,40 @@ pub fn remove(table: &str) -> Result<(), KernelError> {
 /// neighbours of a guest on the same machine answer within milliseconds. The settings go with the tap.
 pub const NEIGHBOURS: [(&str, &str); 3] =
     [("base_reachable_time_ms", "1000"), ("delay_first_probe_time", "1"), ("retrans_time_ms", "250")];
+
+/// Whether this machine forwards IPv4.
+pub const IP_FORWARD: &str = "net/ipv4/ip_forward";
+
+/// The sysctls that setting and restoring [`IP_FORWARD`] changes, with their values, itself first. The kernel's own changes
+/// (ip-sysctl.rst, "ip_forward"; `inet_forward_change` of net/ipv4/devinet.c): each interface's `forwarding` follows it, and
+/// `accept_redirects` of all becomes its opposite. A machine that forwards already is left as it is.
+pub fn forwarding() -> Result<Vec<Sysctl>, KernelError> {
+    let own = get(IP_FORWARD)?;
+    if own.before == "1" {
+        return Ok(vec![own]);
+    }
+    let mut all = vec![own, get("net/ipv4/conf/all/accept_redirects")?];
+    let interfaces = std::fs::read_dir(sysctl_path("net/ipv4/conf"));
+    let names = interfaces.into_iter().flatten().flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    // An interface may go meanwhile.
+    let each =
+        names.filter(|name| name != "all").filter_map(|name| get(&format!("net/ipv4/conf/{name}/forwarding")).ok());
+    all.extend(each.filter(|sysctl| sysctl.before == "1"));
+    Ok(all)
+}
+
+/// Puts sysctls back, in order. One that was not changed is left alone, and one of an interface that is gone is forgotten.
+pub fn restore(sysctls: &[Sysctl]) -> Result<(), KernelError> {
+    for sysctl in sysctls {
+        match get(&sysctl.key) {
+            Ok(now) if now.before == sysctl.before => {}
+            Ok(_) => set(&sysctl.key, &sysctl.before)?,
+            Err(KernelError::Sysctl { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
 
 fn sysctl_path(key: &str) -> PathBuf {
     PathBuf::from("/proc/sys").join(key)
@@ -149,16 +207,22 @@ mod tests {
 
     #[test]
     fn the_table_says_what_the_file_says() {
-        let text = rules("a-b", &uplinks());
+        let text = rules("a-b", &uplinks(), false);
         assert!(text.starts_with("table inet tombolo_a_b {}\ndelete table inet tombolo_a_b\n"));
         for line in [
             "iifname \"tb-a-b-lan\" ip daddr 127.0.0.0/8 counter drop",
             "ip daddr 127.0.0.1 tcp dport 8080 counter dnat ip to 10.87.0.9:80",
             "fib daddr type local udp dport 53 counter dnat ip to 10.87.0.9:5353",
             "ip saddr 10.87.0.0/24 oifname != \"tb-a-b-lan\" counter masquerade",
+            "iifname \"tb-a-b-lan\" ip saddr 10.87.0.0/24 accept",
+            "iifname \"tb-a-b-lan\" counter drop",
+            "oifname \"tb-a-b-lan\" counter drop",
+            "meta nfproto ipv4 counter drop",
         ] {
             assert!(text.contains(line), "{line} is not in\n{text}");
         }
+        let text = rules("a-b", &uplinks(), true);
+        assert!(!text.contains("meta nfproto ipv4 counter drop"), "a host that forwarded before goes on\n{text}");
     }
 
     #[test]
@@ -180,7 +244,7 @@ mod tests {
                 return;
             }
         };
-        child.stdin.take().unwrap().write_all(rules("a-b", &uplinks()).as_bytes()).unwrap();
+        child.stdin.take().unwrap().write_all(rules("a-b", &uplinks(), false).as_bytes()).unwrap();
         let out = child.wait_with_output().unwrap();
         let said = String::from_utf8_lossy(&out.stderr).into_owned();
         if said.contains("unshare failed") || said.contains("Operation not permitted") {

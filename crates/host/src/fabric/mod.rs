@@ -49,7 +49,7 @@ use crate::process;
 use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
 use crate::routes::{self, Clash, Route};
-use crate::rundir::{Addition, RunDir, RunDirError};
+use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
 
 pub use drive::drive;
 pub use machine::Ended;
@@ -402,13 +402,11 @@ impl Running {
     }
 
     fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
-        kernel::remove(table)?;
-        for sysctl in self.dir().owner().sysctls.clone() {
-            // Another fabric may need forwarding still.
-            if !self.other_owners()?.iter().any(|o| o.nft_table.is_some()) {
-                kernel::set(&sysctl.key, &sysctl.before)?;
-            }
+        // Another fabric may need forwarding still. It is off before the chain that bounds it is gone.
+        if !self.other_owners()?.iter().any(|o| o.nft_table.is_some()) {
+            kernel::restore(&self.dir().owner().sysctls.clone())?;
         }
+        kernel::remove(table)?;
         self.dir().record(|o| {
             o.nft_table = None;
             o.sysctls.clear();
@@ -429,24 +427,24 @@ impl Running {
             return Ok(());
         }
         let name = self.spec.name.clone();
-        let mut forwarding = kernel::get("net/ipv4/ip_forward")?;
-        let set = forwarding.before == "1";
-        // Where another fabric has set it, the value from before is the one that it found: the last one down restores that.
-        for theirs in self.other_owners()?.into_iter().flat_map(|o| o.sysctls).filter(|s| s.key == forwarding.key) {
-            if theirs.before != "1" {
-                forwarding.before = theirs.before;
-            }
+        let mut before = kernel::forwarding()?;
+        let set = before.iter().any(|s| s.key == kernel::IP_FORWARD && s.before == "1");
+        // Where another fabric has set it, the values from before are those that it found: the last one down restores them.
+        let was_off = |s: &Sysctl| s.key == kernel::IP_FORWARD && s.before != "1";
+        if let Some(theirs) = self.other_owners()?.into_iter().find(|o| o.sysctls.iter().any(was_off)) {
+            before = theirs.sysctls;
         }
         self.dir().record(|o| {
             o.nft_table = Some(kernel::table(&name));
-            // A value recorded by a killed daemon is the one from before the fabric.
-            if !o.sysctls.iter().any(|s| s.key == forwarding.key) {
-                o.sysctls.push(forwarding.clone());
+            // Values recorded by a killed daemon are those from before the fabric.
+            if o.sysctls.is_empty() {
+                o.sysctls = before.clone();
             }
         })?;
-        kernel::apply(&name, &plan.kernel)?;
+        let forwarded = !self.dir().owner().sysctls.iter().any(was_off);
+        kernel::apply(&name, &plan.kernel, forwarded)?;
         if !set {
-            kernel::set(&forwarding.key, "1")?;
+            kernel::set(kernel::IP_FORWARD, "1")?;
         }
         Ok(())
     }
