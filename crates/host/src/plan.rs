@@ -9,9 +9,11 @@ use tombolo_ring::ivshmem::region::{Header, Layout, Name, PAGE_BYTES, RegionErro
 use tombolo_shm::ivshmem::links::{Config, Door};
 use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
-use tombolo_switch::guard::Guard;
+use tombolo_switch::guard::{Guard, Roles};
 
-use crate::file::{self, Accel, Attach, Boot, Fabric, Image, Mac, Machine, PortKind, Prefix6, Proto, Uplink};
+use crate::file::{
+    self, Accel, Attach, Boot, Fabric, Image, Ip6, Mac, Machine, PortKind, Prefix6, Proto, Traffic, Uplink,
+};
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
 use crate::rundir;
@@ -107,6 +109,8 @@ pub enum Attachment {
         ip: Option<(Ipv4Addr, u8)>,
         /// MAC of its host side; an adopted one keeps its own.
         mac: Option<Mac>,
+        /// Whether it takes addresses and routes from router advertisements; an adopted one keeps its setting.
+        accept_ra: bool,
     },
     /// A packet socket on an interface.
     Packet {
@@ -145,9 +149,14 @@ pub struct PortGuard {
 }
 
 impl PortGuard {
-    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>, ip6: Option<&[Prefix6]>) -> Option<PortGuard> {
+    fn new(guard: file::Guard, mac: Mac, ip: Option<Ipv4Addr>, ip6: &Ip6) -> Option<PortGuard> {
+        let ip6 = match ip6 {
+            Ip6::Unsaid => ip.map(|_| vec![]),
+            Ip6::Any => None,
+            Ip6::Only(list) => Some(list.clone()),
+        };
         match guard {
-            file::Guard::Ip => Some(PortGuard { mac, ip, ip6: ip6.map(<[Prefix6]>::to_vec) }),
+            file::Guard::Ip => Some(PortGuard { mac, ip, ip6 }),
             file::Guard::Mac => Some(PortGuard { mac, ip: None, ip6: None }),
             file::Guard::Off => None,
         }
@@ -175,6 +184,8 @@ pub struct PortPlan {
     pub attachment: Attachment,
     /// The only source addresses that may pass.
     pub guard: Option<PortGuard>,
+    /// What it may do.
+    pub traffic: Traffic,
     /// MTU of its network.
     pub mtu: u16,
     /// The machine that it belongs to.
@@ -309,12 +320,13 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
                 Attachment::Ivshmem { link: Box::new(link) }
             }
         };
-        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, m.ip6.as_deref());
+        let guard = PortGuard::new(m.guard, nic.mac, nic.ip, &m.ip6);
         ports.push(PortPlan {
             name,
             network: nic.network.clone(),
             attachment,
             guard,
+            traffic: m.traffic,
             mtu,
             machine: Some(m.name.clone()),
         });
@@ -447,8 +459,10 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             netns: t.netns.clone(),
             ip: t.ip.zip(network.map(|n| n.subnet.prefix)),
             mac: (!t.adopt).then_some(t.mac),
+            accept_ra: t.accept_ra,
         },
-        guard: PortGuard::new(t.guard, t.mac, t.ip, None),
+        guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6),
+        traffic: t.traffic,
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
     }
@@ -478,7 +492,8 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         name: p.name.clone(),
         network: p.network.clone(),
         attachment,
-        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip, p.ip6.as_deref())),
+        guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip, &p.ip6)),
+        traffic: p.traffic,
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
     })
@@ -494,12 +509,15 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
     // The router's MAC is nobody else's, whatever a port without a guard sends; what it forwards comes from anywhere.
-    let guard = PortGuard::new(file::Guard::Mac, mac, None, None);
+    let guard = PortGuard::new(file::Guard::Mac, mac, None, &Ip6::Any);
+    // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP servers are not ours to refuse.
+    let roles = Roles { gateway: !matches!(n.uplink, Uplink::Bridge { .. }), ..Roles::ALL };
     let port = |attachment| PortPlan {
         name: uplink_name(&n.name),
         network: n.name.clone(),
         attachment,
         guard: None,
+        traffic: Traffic { roles, ..Traffic::default() },
         mtu: n.mtu,
         machine: None,
     };
@@ -514,7 +532,14 @@ pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<K
         (Uplink::Kernel, Some(router)) => {
             let device = kernel_device(&fabric.name, &n.name);
             let ip = Some((router, n.subnet.prefix));
-            let tap = Attachment::Tap { device: device.clone(), adopt: false, netns: None, ip, mac: Some(mac) };
+            let tap = Attachment::Tap {
+                device: device.clone(),
+                adopt: false,
+                netns: None,
+                ip,
+                mac: Some(mac),
+                accept_ra: false,
+            };
             (Some(PortPlan { guard, ..port(tap) }), Some(KernelUplink { network: n.clone(), device, forwards }))
         }
         (Uplink::Bridge { device }, _) => (Some(port(Attachment::Packet { device: device.clone() })), None),

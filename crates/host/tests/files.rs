@@ -5,7 +5,9 @@
 
 use std::path::{Path, PathBuf};
 
-use tombolo_host::file;
+use tombolo_host::file::{self, Ip6};
+use tombolo_switch::guard::Roles;
+use tombolo_switch::limit::{Limit, Rate, Rates, Storm};
 
 fn folder() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/files")
@@ -134,9 +136,40 @@ fn members_are_held_to_the_address_that_is_known_of_them() {
     assert_eq!((port(""), port(mac)), (file::Guard::Off, file::Guard::Mac));
     assert_eq!(port(&format!("{mac}ip = \"10.87.0.9\"\n")), file::Guard::Ip);
     let listed = read(&format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}ip = \"10.87.0.9\"\nip6 = []\n"));
-    assert_eq!(listed.ports[0].ip6, Some(vec![]), "no address but that of its MAC");
-    assert_eq!(read(&format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}")).ports[0].ip6, None);
+    assert_eq!(listed.ports[0].ip6, Ip6::Only(vec![]), "no address but that of its MAC");
+    assert_eq!(read(&format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}")).ports[0].ip6, Ip6::Unsaid);
     assert_eq!(read("[network.lan]\n[tap.t]\nip = \"10.87.0.9\"\n").taps[0].guard, file::Guard::Off);
+    let any = read(&format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}ip = \"10.87.0.9\"\nip6 = \"any\"\n"));
+    assert_eq!(any.ports[0].ip6, Ip6::Any);
+}
+
+#[test]
+fn what_a_port_may_do_and_how_much_is_what_the_file_says() {
+    let read = |more: &str| {
+        let text = format!("[network.lan]\n[tap.t]\n{more}");
+        file::parse(&text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).map(|f| f.taps[0].traffic)
+    };
+    let plain = read("").unwrap();
+    assert_eq!((plain.roles, plain.storm, plain.rates), (Roles::default(), Storm::default(), Rates::default()));
+    let all = read("allow = [\"router-advertisements\", \"dhcp-server\", \"gateway-addresses\"]\n").unwrap();
+    assert_eq!(all.roles, Roles::ALL);
+    assert_eq!(read("allow = \"dhcp-server\"\n").unwrap().roles, Roles { dhcp_server: true, ..Roles::default() });
+    assert_eq!(read("storm = false\n").unwrap().storm, Storm::OFF);
+    let storm = read("storm = { broadcast = 50, unknown = false }\n").unwrap().storm;
+    assert_eq!(storm, Storm { broadcast: Some(Limit::frames(50)), unknown: None, ..Storm::default() });
+    let rates = read("rate = { send = \"100M\", receive = 5000, receive_frames = 7 }\n").unwrap().rates;
+    assert_eq!(rates.send, Rate { bits: Some(100_000_000), frames: None });
+    assert_eq!(rates.receive, Rate { bits: Some(5000), frames: Some(7) });
+    for bad in [
+        "rate = { up = 1 }",
+        "rate = { send = 1 }",
+        "rate = 7",
+        "storm = { broadcast = 0 }",
+        "storm = 9",
+        "allow = [\"all\"]",
+    ] {
+        assert!(read(&format!("{bad}\n")).is_err(), "{bad}");
+    }
 }
 
 #[test]

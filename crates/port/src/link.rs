@@ -58,6 +58,17 @@ pub enum LinkError {
         /// The name given.
         name: String,
     },
+    /// A sysctl that keeps peers from configuring this machine could not be set.
+    #[error(
+        "writing {}: {source}; without it a guest could change this machine's routes. Make /proc/sys/net writable, or \
+         set accept_ra = true for this tap to accept that", path.display()
+    )]
+    Closed {
+        /// The sysctl's file.
+        path: PathBuf,
+        /// The kernel's answer.
+        source: Errno,
+    },
     /// The kernel refused an operation.
     #[error("{what} of interface `{name}`: {source}")]
     System {
@@ -293,6 +304,35 @@ impl Interface {
             errno => Err(failed(Errno::from_raw_os_error(errno))),
         }
     }
+}
+
+/// Sysctls by which a peer on the link could change this machine's configuration, and the values that prevent it.
+const CLOSED: [(&str, &str); 6] = [
+    ("ipv6/conf/{}/accept_ra", "0"),
+    ("ipv6/conf/{}/autoconf", "0"),
+    ("ipv6/conf/{}/accept_redirects", "0"),
+    ("ipv4/conf/{}/accept_redirects", "0"),
+    ("ipv4/conf/{}/secure_redirects", "0"),
+    ("ipv4/conf/{}/accept_source_route", "0"),
+];
+
+/// Sets [`CLOSED`] for the interface `name` of the calling thread's namespace. A machine without IPv6 has nothing to close there.
+///
+/// # Errors
+/// The system's, such as for a read-only `/proc/sys`.
+pub(crate) fn close_configuration(name: &str) -> Result<(), LinkError> {
+    for (key, value) in CLOSED {
+        // /proc/sys/net shows the namespace of the thread that looks.
+        let path = format!("/proc/sys/net/{}", key.replace("{}", name));
+        match std::fs::write(&path, value) {
+            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
+                let source = error.raw_os_error().map_or(Errno::IO, Errno::from_raw_os_error);
+                return Err(LinkError::Closed { path: path.into(), source });
+            }
+            _ => {}
+        }
+    }
+    Ok(())
 }
 
 /// The state of the interface `name` in the namespace of `socket`; `None` where there is none.

@@ -82,6 +82,9 @@ pub struct TapConfig {
     pub persist: bool,
     /// Whether it is set up at once.
     pub up: bool,
+    /// Whether what the peer sends cannot change the host's configuration: with it, router advertisements and redirects are not
+    /// accepted and the interface gives itself no address of a prefix. Applied before the interface is up.
+    pub closed: bool,
 }
 
 impl TapConfig {
@@ -97,6 +100,7 @@ impl TapConfig {
             group: None,
             persist: false,
             up: true,
+            closed: false,
         }
     }
 }
@@ -199,6 +203,9 @@ impl TapPort {
         }
         if let Some(mtu) = config.mtu {
             interface.set_mtu(mtu)?;
+        }
+        if config.closed {
+            Netns::run_in(netns, || crate::link::close_configuration(&name))??;
         }
         if config.up {
             interface.set_up(true)?;

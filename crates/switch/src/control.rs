@@ -7,7 +7,7 @@
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
 use crate::counters::{Counter, PortCounters};
-use crate::guard::Guard;
+use crate::guard::{Guard, Protected};
 use crate::limit::{Rates, Storm};
 use crate::mac::{MacEntry, MacSettings, MacStats};
 use crate::network::Network;
@@ -284,6 +284,18 @@ impl WorkerHandle {
                 None => core.networks.push(slot),
             }
             Ok(NetworkId(id))
+        })?
+    }
+
+    /// Sets the addresses of a network that only ports with the role of the gateway may use.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn protect(&self, id: NetworkId, protected: Protected) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            slot.network.protect(protected);
+            Ok(())
         })?
     }
 

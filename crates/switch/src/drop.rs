@@ -63,6 +63,12 @@ reasons! {
     DhcpRate = "dhcp_rate",
     /// The sender disabled the ring before the frame was taken from it.
     Disabled = "disabled",
+    /// A router advertisement or redirect, or a packet that could hide one, from a port without the role of a router.
+    RogueRouter = "rogue_router",
+    /// An answer to a DHCP client from a port without the role of a DHCP server.
+    RogueDhcp = "rogue_dhcp",
+    /// The frame comes from an address of the gateway or the router, or claims it, and the port is neither.
+    GatewayClaim = "gateway_claim",
     /// The port sends more broadcast frames than its `storm` limit allows.
     BroadcastStorm = "broadcast_storm",
     /// The port sends more multicast frames than its `storm` limit allows.

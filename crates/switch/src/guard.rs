@@ -2,13 +2,18 @@
 //!
 //! A guard without lists lets everything pass. With a list of MAC addresses only these may be a frame's source.
 //! With a list of IPv4 addresses the sender fields of ARP and the source field of IPv4 have to be on it, behind
-//! up to two VLAN tags; behind more tags, or where the header is cut short, nothing passes, since nothing could
-//! be checked. A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass.
+//! any VLAN tags and an LLC/SNAP header; where the header is cut short nothing passes, since nothing could be checked. A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass.
 //! With a list of IPv6 addresses, which may be empty, IPv6 is held to that and to the link-local address of the frame's
 //! Ethernet source; so is neighbour discovery, and routers are not played (`ipv6`). Without such a list IPv6 passes
 //! whatever it says, as other protocols do.
+//!
+//! What no ordinary member does is refused to every port that has no role for it, with or without lists ([`Roles`]).
 
 mod ipv6;
+mod roles;
+
+pub(crate) use roles::refuse;
+pub use roles::{Protected, Roles, link_local};
 
 use crate::frame::{ETHERNET_HEADER_BYTES, Mac};
 use crate::mac::Address;
@@ -21,6 +26,7 @@ pub struct Guard {
     ipv4: Vec<[u8; 4]>,
     ipv6: Option<ipv6::List>,
     pinned: bool,
+    roles: Roles,
 }
 
 const ETHERTYPE_IPV4: u16 = 0x0800;
@@ -28,6 +34,8 @@ const ETHERTYPE_ARP: u16 = 0x0806;
 const ETHERTYPE_IPV6: u16 = 0x86dd;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_QINQ: u16 = 0x88a8;
+/// Stacked tags of equipment from before IEEE 802.1ad.
+const ETHERTYPE_OLD_QINQ: u16 = 0x9100;
 
 impl Guard {
     /// A guard that lets only `sources` pass, or any source where the list is empty, and only `ipv4` as sender
@@ -39,7 +47,7 @@ impl Guard {
         let mut ipv4: Vec<_> = ipv4.iter().map(Ipv4Addr::octets).collect();
         ipv4.sort_unstable();
         ipv4.dedup();
-        Guard { sources, ipv4, ipv6: None, pinned: false }
+        Guard { sources, ipv4, ipv6: None, pinned: false, roles: Roles::default() }
     }
 
     /// The same guard, which lets only these addresses and prefixes (with their bits that count) pass as IPv6 senders, and
@@ -56,6 +64,18 @@ impl Guard {
     pub fn pinned(mut self) -> Guard {
         self.pinned = true;
         self
+    }
+
+    /// The same guard, for a port that may do these things besides.
+    #[must_use]
+    pub fn with_roles(mut self, roles: Roles) -> Guard {
+        self.roles = roles;
+        self
+    }
+
+    /// What the port may do beyond sending its own traffic.
+    pub fn roles(&self) -> Roles {
+        self.roles
     }
 
     /// Whether the source addresses are locked to the port.
@@ -91,24 +111,18 @@ impl Guard {
 
     /// Whether the frame that starts with `head` (its first 128 bytes, or all) passes the lists of IPv4 and IPv6.
     pub(crate) fn lets_sender_pass(&self, head: &[u8]) -> bool {
-        let word = |at: usize| head.get(at..at + 2).map(|b| u16::from_be_bytes([b[0], b[1]]));
-        let mut at = ETHERNET_HEADER_BYTES - 2;
-        for _ in 0..3 {
-            match word(at) {
-                Some(ETHERTYPE_VLAN | ETHERTYPE_QINQ) => at += 4,
-                Some(ETHERTYPE_IPV4) => return self.lets_packet_pass(&head[at + 2..]),
-                Some(ETHERTYPE_ARP) => return self.lets_arp_pass(&head[at + 2..], &head[6..12]),
-                Some(ETHERTYPE_IPV6) => return self.lets_ipv6_pass(&head[at + 2..], &head[6..12]),
-                Some(_) => return true,
-                None => return false,
-            }
+        match network_layer(head) {
+            Some((ETHERTYPE_IPV4, at)) => self.lets_packet_pass(&head[at..]),
+            Some((ETHERTYPE_ARP, at)) => self.lets_arp_pass(&head[at..], &head[6..12]),
+            Some((ETHERTYPE_IPV6, at)) => self.lets_ipv6_pass(&head[at..], &head[6..12]),
+            Some(_) => true,
+            None => false,
         }
-        false
     }
 
     fn lets_ipv6_pass(&self, packet: &[u8], ethernet_source: &[u8]) -> bool {
         let Ok(mac) = Mac::try_from(ethernet_source) else { return false };
-        self.ipv6.as_ref().is_none_or(|list| list.lets_packet_pass(packet, &mac))
+        self.ipv6.as_ref().is_none_or(|list| list.lets_packet_pass(packet, &mac, self.roles.router))
     }
 
     fn lets_packet_pass(&self, packet: &[u8]) -> bool {
@@ -134,6 +148,23 @@ impl Guard {
         }
         let sender = [fields[14], fields[15], fields[16], fields[17]];
         sender == [0; 4] || self.ipv4.binary_search(&sender).is_ok()
+    }
+}
+
+/// The type of what a frame carries, and where that begins: behind all VLAN tags, and behind an LLC/SNAP header (RFC 1042 and
+/// IEEE 802.1H). `None` where the frame, or what is seen of it, ends before that.
+#[inline]
+fn network_layer(head: &[u8]) -> Option<(u16, usize)> {
+    let mut at = ETHERNET_HEADER_BYTES - 2;
+    loop {
+        let field = head.get(at..at + 2)?;
+        at += 2;
+        match u16::from_be_bytes([field[0], field[1]]) {
+            ETHERTYPE_VLAN | ETHERTYPE_QINQ | ETHERTYPE_OLD_QINQ => at += 2,
+            // A length (IEEE 802.3 §3.2.6), so LLC follows.
+            0..0x600 if matches!(head.get(at..at + 6), Some([0xaa, 0xaa, 3, 0, 0, 0 | 0xf8])) => at += 6,
+            kind => return Some((kind, at)),
+        }
     }
 }
 
@@ -193,7 +224,10 @@ mod tests {
                 assert_eq!(guard.lets_sender_pass(&f), passes, "tags {tags} type {ethertype:#x} {payload:?}");
             }
         }
-        assert!(!guard.lets_sender_pass(&frame(3, 0x0800, &packet(mine, 6, [0; 4]))), "three tags hide the header");
+        assert!(guard.lets_sender_pass(&frame(5, 0x0800, &packet(mine, 6, [0; 4]))));
+        assert!(!guard.lets_sender_pass(&frame(5, 0x0800, &packet(other, 6, [0; 4]))), "tags hide nothing");
+        let snap = [&[0xaa, 0xaa, 3, 0, 0, 0, 8, 0][..], &packet(other, 6, [0; 4])].concat();
+        assert!(!guard.lets_sender_pass(&frame(0, snap.len() as u16, &snap)), "nor does SNAP");
         assert!(!guard.lets_sender_pass(&frame(1, 0x0800, &[])[..15]), "cut inside the tag");
     }
 

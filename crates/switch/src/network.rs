@@ -10,6 +10,7 @@
 //! | shorter than a header | dropped, `runt` |
 //! | source is a group, zero, or pinned to another port | dropped, `bad_source` |
 //! | source or sender that the port's guard does not let pass | dropped, `guard` |
+//! | what the port has no role for ([`crate::guard::Roles`]) | dropped, `rogue_router`, `rogue_dhcp`, `gateway_claim` |
 //! | partial checksum of anything but the TCP or UDP header behind the IP headers | dropped, `bad_offload` |
 //! | stands for several segments, and would be flooded | dropped, `not_transformable` |
 //! | destination known, behind another port | one copy there |
@@ -28,7 +29,7 @@ use crate::Nanos;
 use crate::counters::Counter;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame};
-use crate::guard::Guard;
+use crate::guard::{self, Guard, Protected, Roles};
 use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
@@ -57,6 +58,7 @@ pub struct Network {
     /// Whether a port is in `up`, by its number.
     is_up: Vec<bool>,
     floods: Floods,
+    protected: Protected,
 }
 
 /// Facts of a batch that tell whether its frames fit a destination as they are.
@@ -158,6 +160,7 @@ impl Network {
             up: Vec::new(),
             is_up: Vec::new(),
             floods: Floods::default(),
+            protected: Protected::default(),
         }
     }
 
@@ -176,6 +179,11 @@ impl Network {
         self.macs.remove_port(port);
         self.members.retain(|p| *p != port);
         self.set_link(port, false);
+    }
+
+    /// Sets the addresses that only ports with the role of the gateway may use.
+    pub fn protect(&mut self, protected: Protected) {
+        self.protected = protected;
     }
 
     /// Sets what `port`, a member, may flood.
@@ -226,6 +234,7 @@ impl Network {
         let (instant, now) = (now, Tick::of(now));
         self.macs.expire(now);
         let mut summary = Summary::default();
+        let roles = guard.roles();
         // The address zero is no station's, so it can stand for "none yet": it never has a verdict kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
@@ -249,6 +258,12 @@ impl Network {
                 }
             }
             if let Some(reason) = source_reason {
+                plan.lose(index, reason, drops);
+                continue;
+            }
+            if roles != Roles::ALL
+                && let Some(reason) = guard::refuse(frame.head(), len > frame.head().len(), roles, &self.protected)
+            {
                 plan.lose(index, reason, drops);
                 continue;
             }

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::net::IpAddr;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -11,7 +12,7 @@ use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
 use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, Member, Start};
-use tombolo_switch::guard::Guard;
+use tombolo_switch::guard::{Guard, Protected, Roles, link_local};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::worker::Remake;
@@ -76,6 +77,7 @@ impl Running {
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
+        handle.protect(id, self.protected(spec))?;
         let Some(address) = spec.gateway else {
             self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![] });
             return Ok(());
@@ -107,7 +109,7 @@ impl Running {
         let reserved = handle.reserve()?;
         let registration = worker.thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
-        let guard = Guard::new(&[gateway.config().mac], &[]).pinned();
+        let guard = Guard::new(&[gateway.config().mac], &[]).pinned().with_roles(Roles::ALL);
         let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
         let again = gateway.clone();
         let remake: Remake = Box::new(move |now| match again.remake(now) {
@@ -121,6 +123,15 @@ impl Running {
         self.networks
             .insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![] });
         Ok(())
+    }
+
+    /// The addresses of the gateway and the router, which no other port may claim: IPv4, and the IPv6 ones that their MACs give.
+    fn protected(&self, spec: &file::Network) -> Protected {
+        let link_local_of =
+            |role: &str| IpAddr::from(link_local(&Mac::derived(&[&self.spec.name, &spec.name, role]).0));
+        let gateway = spec.gateway.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("gateway")]);
+        let router = spec.router.into_iter().flat_map(|ip| [IpAddr::from(ip), link_local_of("router")]);
+        Protected::new(&gateway.chain(router).collect::<Vec<_>>())
     }
 
     /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.

@@ -92,8 +92,9 @@ impl Running {
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
         let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
-        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default();
-        let settings = PortSettings { guard, ..PortSettings::default() };
+        let file::Traffic { roles, storm, rates } = plan.traffic;
+        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
+        let settings = PortSettings { guard, mac_limit: None, storm, rates };
         let handle = worker.thread.handle();
         let added = match remake {
             Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings),
@@ -290,11 +291,13 @@ fn attach(plan: &PortPlan, registration: Registration) -> Result<Box<dyn Port>, 
         Attachment::Stream { socket, connect: false } => {
             Box::new(StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(text)?)
         }
-        Attachment::Tap { device, adopt, netns, ip, mac } => {
+        Attachment::Tap { device, adopt, netns, ip, mac, accept_ra } => {
             let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;
             let existing = if *adopt { Existing::Adopt } else { Existing::Create };
             let mac = mac.map(|m| m.0);
-            let config = TapConfig { netns: netns.clone(), existing, mtu: Some(mtu), mac, ..TapConfig::new(device) };
+            let closed = !*accept_ra && !*adopt;
+            let config =
+                TapConfig { netns: netns.clone(), existing, mtu: Some(mtu), mac, closed, ..TapConfig::new(device) };
             let port = TapPort::open(&config, registration).map_err(text)?;
             if let Some((ip, prefix)) = ip {
                 let link = Interface::open(netns.as_ref(), device).map_err(text)?;
@@ -348,7 +351,15 @@ mod tests {
         for (attachment, socket) in attachments.into_iter().zip(&sockets) {
             let name = socket.file_name().unwrap().to_str().unwrap().to_string();
             let network_name = "lan".to_string();
-            let plan = PortPlan { name, network: network_name, attachment, guard: None, mtu: 1500, machine: None };
+            let plan = PortPlan {
+                name,
+                network: network_name,
+                attachment,
+                guard: None,
+                traffic: file::Traffic::default(),
+                mtu: 1500,
+                machine: None,
+            };
             let reserved = handle.reserve().unwrap();
             let (token, registration) = (reserved.token(), thread.registration(&reserved));
             // The real one has its socket, behind a bug.

@@ -7,6 +7,7 @@ use tombolo_switch::control::{PortStatus, WorkerStatus};
 use tombolo_switch::counters::Counter;
 use tombolo_switch::drop::Reason;
 use tombolo_switch::guard::Guard;
+use tombolo_switch::limit::{Limit, Storm};
 use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
@@ -36,6 +37,33 @@ fn guarded(guard: &Guard) -> Vec<String> {
         out.extend(ipv6.map(|(ip, bits)| if bits == 128 { ip.to_string() } else { format!("{ip}/{bits}") }));
     }
     out
+}
+
+/// What a port may do beyond the default, and what limits it, in the words of the file.
+fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
+    let roles = p.guard.roles();
+    let words = [
+        (roles.router, "router-advertisements"),
+        (roles.dhcp_server, "dhcp-server"),
+        (roles.gateway, "gateway-addresses"),
+    ];
+    let allow: Vec<_> = words.into_iter().filter(|(has, _)| *has).map(|(_, word)| word).collect();
+    let each = |limit: Option<Limit>| limit.map_or_else(|| "off".into(), |l| l.per_second.to_string());
+    let Storm { broadcast, multicast, unknown, .. } = p.storm;
+    let storm = format!("broadcast {}, multicast {}, unknown {}", each(broadcast), each(multicast), each(unknown));
+    let rates = [
+        ("send", p.rates.send.bits, "bit/s"),
+        ("send", p.rates.send.frames, "frames/s"),
+        ("receive", p.rates.receive.bits, "bit/s"),
+        ("receive", p.rates.receive.frames, "frames/s"),
+    ];
+    let rates: Vec<_> = rates.into_iter().filter_map(|(way, n, unit)| Some(format!("{way} {} {unit}", n?))).collect();
+    let told = [
+        ("allow", (!allow.is_empty()).then(|| allow.join(", "))),
+        ("storm", (p.storm != Storm::default()).then_some(storm)),
+        ("rate", (!rates.is_empty()).then(|| rates.join(", "))),
+    ];
+    told.into_iter().filter_map(|(key, text)| Some((key, text?)))
 }
 
 /// What is to be said of a port whose last fault was this.
@@ -260,6 +288,7 @@ impl Running {
         {
             details.insert("socket".into(), door.path.display().to_string());
         }
+        details.extend(conduct(p).map(|(key, text)| (key.to_string(), text)));
         if let Some(machine) = known.and_then(|k| k.plan.machine.clone()) {
             details.insert("machine".into(), machine);
         }

@@ -325,9 +325,11 @@ impl Check<'_, '_, '_> {
     /// `guard = "ip"` that was asked for, where there is no address to hold the member to; `ip6` where nobody is held to it.
     fn guards(&mut self) {
         let fabric = self.fabric;
-        let machines = fabric.machines.iter().map(|m| (path_of_machine(m), m.guard, m.ip6.is_some()));
-        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, p.ip6.is_some()));
-        for (at, guard, asked) in machines.chain(ports) {
+        let asked = |ip6: &Ip6| *ip6 != Ip6::Unsaid;
+        let machines = fabric.machines.iter().map(|m| (path_of_machine(m), m.guard, asked(&m.ip6)));
+        let taps = fabric.taps.iter().map(|t| (format!("tap.{}", t.name), t.guard, asked(&t.ip6)));
+        let ports = fabric.ports.iter().map(|p| (format!("port.{}", p.name), p.guard, asked(&p.ip6)));
+        for (at, guard, asked) in machines.chain(taps).chain(ports) {
             if asked && guard != Guard::Ip {
                 let leans_on = [(&at[..], "guard"), (&at, "mac"), (&at, "ip")];
                 let found = format!("it with guard = \"{}\"", guard.word());

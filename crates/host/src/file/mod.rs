@@ -19,8 +19,8 @@ mod read;
 pub mod schema;
 
 pub use model::{
-    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Link, Machine, MachineKind, MachineType, Nic, PortDecl,
-    PortKind, Prefix6, Proto, Restart, Subnet, Tap, Target, Uplink, Worker,
+    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, Nic,
+    PortDecl, PortKind, Prefix6, Proto, Restart, Subnet, Tap, Target, Traffic, Uplink, Worker,
 };
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;

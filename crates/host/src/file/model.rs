@@ -4,6 +4,9 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::path::PathBuf;
 
+use tombolo_switch::guard::Roles;
+use tombolo_switch::limit::{Rates, Storm};
+
 /// An Ethernet address.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
@@ -273,6 +276,28 @@ impl Guard {
     }
 }
 
+/// The IPv6 addresses that a port with the guard "ip" may use besides the link-local one of its MAC.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Ip6 {
+    /// The file says nothing: none, where the port is held to an IPv4 address.
+    Unsaid,
+    /// Any.
+    Any,
+    /// These.
+    Only(Vec<Prefix6>),
+}
+
+/// What a port may do beyond sending as itself, and how much of it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Traffic {
+    /// What it may do that ordinary members do not.
+    pub roles: Roles,
+    /// What it may flood.
+    pub storm: Storm,
+    /// What it may send and receive.
+    pub rates: Rates,
+}
+
 /// How a machine's network device reaches the fabric.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Attach {
@@ -400,8 +425,10 @@ pub struct Machine {
     pub queues: u16,
     /// Source-address guard of its ports.
     pub guard: Guard,
-    /// The IPv6 addresses that the guard lets its ports use besides those that their MACs give; `None` for any.
-    pub ip6: Option<Vec<Prefix6>>,
+    /// The IPv6 addresses that the guard lets its ports use besides those that their MACs give.
+    pub ip6: Ip6,
+    /// What each of its ports may do.
+    pub traffic: Traffic,
     /// Restart policy.
     pub restart: Restart,
 }
@@ -425,6 +452,12 @@ pub struct Tap {
     pub mac: Mac,
     /// Source-address guard.
     pub guard: Guard,
+    /// The IPv6 addresses that the guard lets its host side use besides that of its MAC.
+    pub ip6: Ip6,
+    /// What the port may do.
+    pub traffic: Traffic,
+    /// Whether the device takes IPv6 addresses and routes from router advertisements.
+    pub accept_ra: bool,
 }
 
 /// What a bare port speaks.
@@ -523,8 +556,10 @@ pub struct PortDecl {
     pub ip: Option<Ipv4Addr>,
     /// Source-address guard.
     pub guard: Guard,
-    /// The IPv6 addresses that the guard lets the peer use besides that of its MAC; `None` for any.
-    pub ip6: Option<Vec<Prefix6>>,
+    /// The IPv6 addresses that the guard lets the peer use besides that of its MAC.
+    pub ip6: Ip6,
+    /// What the port may do.
+    pub traffic: Traffic,
 }
 
 /// Transport of a forward.

@@ -7,6 +7,9 @@ use std::path::{Path, PathBuf};
 use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
+use tombolo_switch::guard::Roles;
+use tombolo_switch::limit::{Limit, Rates, Storm};
+
 use super::model::*;
 use super::problem::{Complaints, FileError, near, nearest};
 use super::read::{Section, Spots, found, integer};
@@ -396,7 +399,8 @@ impl<'t> Reader<'_, 't> {
             region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,
             guard: guard(&mut s).unwrap_or(Guard::Ip),
-            ip6: s.list("ip6", true, Prefix6::parse),
+            ip6: ip6(&mut s),
+            traffic: traffic(&mut s),
             restart: s
                 .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
                 .unwrap_or(Restart::No),
@@ -428,6 +432,9 @@ impl<'t> Reader<'_, 't> {
             ip: s.text("ip", |t| t.parse().ok()),
             mac: s.text("mac", Mac::parse).unwrap_or_else(|| Mac::derived(&[&fabric, &name, &network])),
             guard: guard(&mut s).unwrap_or(Guard::Off),
+            ip6: ip6(&mut s),
+            traffic: traffic(&mut s),
+            accept_ra: s.flag("accept_ra").unwrap_or(false),
             network,
             name,
         };
@@ -478,8 +485,8 @@ impl<'t> Reader<'_, 't> {
         if mac.is_none() && s.raw("mac").is_none() && (ip.is_some() || guard != Guard::Off) {
             s.missing("mac");
         }
-        let ip6 = s.list("ip6", true, Prefix6::parse);
-        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6 });
+        let (ip6, traffic) = (ip6(&mut s), traffic(&mut s));
+        self.fabric.ports.push(PortDecl { name, network, kind, mac, ip, guard, ip6, traffic });
     }
 
     fn link(&mut self, name: String, span: Range<usize>, table: &DeTable<'_>) {
@@ -564,6 +571,111 @@ fn domain_name(text: &str) -> Option<String> {
 
 fn guard(s: &mut Section<'_, '_, '_, '_>) -> Option<Guard> {
     s.word("guard", &[("ip", Guard::Ip), ("mac", Guard::Mac), ("off", Guard::Off)])
+}
+
+fn ip6(s: &mut Section<'_, '_, '_, '_>) -> Ip6 {
+    match s.raw("ip6") {
+        None => Ip6::Unsaid,
+        Some((value, _)) if value.as_str() == Some("any") => Ip6::Any,
+        Some(_) => s.list("ip6", true, Prefix6::parse).map_or(Ip6::Unsaid, Ip6::Only),
+    }
+}
+
+fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
+    let word = |text: &str| {
+        Some(match text {
+            "router-advertisements" => Roles { router: true, ..Roles::default() },
+            "dhcp-server" => Roles { dhcp_server: true, ..Roles::default() },
+            "gateway-addresses" => Roles { gateway: true, ..Roles::default() },
+            _ => return None,
+        })
+    };
+    let roles = s.list("allow", true, word).unwrap_or_default().into_iter().fold(Roles::default(), |a, b| Roles {
+        router: a.router | b.router,
+        dhcp_server: a.dhcp_server | b.dhcp_server,
+        gateway: a.gateway | b.gateway,
+    });
+    Traffic { roles, storm: storm(s), rates: rates(s) }
+}
+
+/// Each entry of the table `key`, by name; `read` says whether it fits.
+fn entries(
+    s: &mut Section<'_, '_, '_, '_>,
+    key: &str,
+    names: &[&str],
+    mut read: impl FnMut(&str, &DeValue<'_>) -> bool,
+) {
+    let Some((DeValue::Table(table), _)) = s.raw(key) else { return };
+    for (name, value) in table {
+        let word: &str = name.get_ref();
+        if !names.contains(&word) {
+            s.wrong(key, &name.span(), format!("the key {word}"), near(word, names.iter().copied()));
+        } else if !read(word, value.get_ref()) {
+            s.wrong(key, &value.span(), format!("{} for {word}", found(value.get_ref())), None);
+        }
+    }
+}
+
+const MAX_FRAMES_PER_SECOND: i64 = 100_000_000;
+
+fn storm(s: &mut Section<'_, '_, '_, '_>) -> Storm {
+    let mut storm = Storm::default();
+    match s.raw("storm") {
+        None | Some((DeValue::Boolean(true) | DeValue::Table(_), _)) => {}
+        Some((DeValue::Boolean(false), _)) => return Storm::OFF,
+        Some((other, span)) => s.wrong("storm", &span, found(other), None),
+    }
+    entries(s, "storm", &["broadcast", "multicast", "unknown"], |name, value| {
+        let limit = match value {
+            DeValue::Boolean(false) => None,
+            value => match integer(value).filter(|n| (1..=MAX_FRAMES_PER_SECOND).contains(n)) {
+                Some(n) => Some(Limit::frames(n as u64)),
+                None => return false,
+            },
+        };
+        match name {
+            "broadcast" => storm.broadcast = limit,
+            "multicast" => storm.multicast = limit,
+            _ => storm.unknown = limit,
+        }
+        true
+    });
+    storm
+}
+
+/// Bits per second: "100M", "1G", "64K", 10000.
+fn bits(value: &DeValue<'_>) -> Option<u64> {
+    let read = |text: &str| {
+        let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
+        let factor = match unit {
+            "K" => 1_000,
+            "M" => 1_000_000,
+            "G" => 1_000_000_000,
+            _ => return None,
+        };
+        digits.parse::<u64>().ok()?.checked_mul(factor)
+    };
+    let number = integer(value).and_then(|n| u64::try_from(n).ok()).or_else(|| value.as_str().and_then(read));
+    number.filter(|n| (1_000..=1_000_000_000_000).contains(n))
+}
+
+fn rates(s: &mut Section<'_, '_, '_, '_>) -> Rates {
+    let mut rates = Rates::default();
+    if let Some((other, span)) = s.raw("rate").filter(|(value, _)| !matches!(value, DeValue::Table(_))) {
+        s.wrong("rate", &span, found(other), None);
+    }
+    entries(s, "rate", &["send", "receive", "send_frames", "receive_frames"], |name, value| {
+        let frames = || integer(value).filter(|n| (1..=MAX_FRAMES_PER_SECOND).contains(n)).map(|n| n as u64);
+        let place = match name {
+            "send" => &mut rates.send.bits,
+            "receive" => &mut rates.receive.bits,
+            "send_frames" => &mut rates.send.frames,
+            _ => &mut rates.receive.frames,
+        };
+        *place = if name.ends_with("_frames") { frames() } else { bits(value) };
+        place.is_some()
+    });
+    rates
 }
 
 fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>, none_at_all: bool) -> String {

@@ -46,9 +46,28 @@ const GUARDS: &str = "which source addresses it may use: \"mac\" its own Etherne
                       and ARP, \"off\" any";
 const IP6: Key = key(
     "ip6",
-    "an IPv6 address or prefix like \"fd00::7\" or \"2001:db8:1::/64\", or a list of them",
-    "any",
+    "\"any\", an IPv6 address or prefix like \"fd00::7\" or \"2001:db8:1::/64\", or a list of them",
+    "[] where its IPv4 address is known",
     "guard \"ip\": the IPv6 addresses that it may use in IPv6 and neighbour discovery, besides the link-local one of its MAC",
+);
+const ALLOW: Key = key(
+    "allow",
+    "a list of \"router-advertisements\", \"dhcp-server\" and \"gateway-addresses\"",
+    "[]",
+    "what it may do that ordinary members may not: be a router for others, answer DHCP clients, use the addresses of the \
+     gateway and the router",
+);
+const STORM: Key = key(
+    "storm",
+    "false, or { broadcast = …, multicast = …, unknown = … } with frames per second or false",
+    "1000 each",
+    "limits of the frames it sends that are copied to all ports; false is no limit",
+);
+const RATE: Key = key(
+    "rate",
+    "{ send = \"100M\", receive = \"1G\", send_frames = 50000, receive_frames = 50000 }, each if wanted",
+    "no limit",
+    "limits in bits and frames per second: what it sends waits, what it should receive beyond that is dropped",
 );
 const REGION: Key = key(
     "region",
@@ -89,6 +108,9 @@ const MACHINE_KEYS: &[Key] = &[
     QUEUES,
     key("guard", GUARD, "\"ip\" where its address is known, else \"mac\"", GUARDS),
     IP6,
+    ALLOW,
+    STORM,
+    RATE,
     key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again"),
 ];
 
@@ -207,6 +229,16 @@ pub const SECTIONS: &[SectionSchema] = &[
             MAC,
             key("ip", "an IPv4 address inside the network", "none", "address set on the device"),
             key("guard", GUARD, "\"off\"", GUARDS),
+            IP6,
+            ALLOW,
+            STORM,
+            RATE,
+            key(
+                "accept_ra",
+                "true or false",
+                "false",
+                "whether the device takes IPv6 addresses and routes from router advertisements (not where `adopt` is true)",
+            ),
         ],
         shared: &[],
     },
@@ -242,6 +274,9 @@ pub const SECTIONS: &[SectionSchema] = &[
             key("ip", "an IPv4 address inside the network", "from DHCP", "the address leased to `mac`"),
             key("guard", GUARD, "\"ip\" with `ip`, \"mac\" with `mac` alone, else \"off\"", GUARDS),
             IP6,
+            ALLOW,
+            STORM,
+            RATE,
         ],
         shared: &[],
     },

@@ -9,7 +9,7 @@
 //! | source `::` | router solicitation, solicitation of an own address (RFC 4862 §5.4.2), or report of multicast groups (RFC 3590) |
 //! | neighbour or router solicitation | besides, the source link-layer option is the Ethernet source |
 //! | neighbour advertisement | besides, its target is an own address, and the target link-layer option is the Ethernet source |
-//! | router advertisement, redirect | never; who routes for others is not guarded by address |
+//! | router advertisement, redirect | its port has the role of a router ([`super::Roles`]) |
 //!
 //! Neighbour discovery behind extension headers is found; in fragments, which hosts have to ignore (RFC 6980), or longer than what is
 //! seen of a frame, it does not pass, nor does a packet whose headers are cut short before its upper layer.
@@ -23,10 +23,15 @@ pub(super) struct List(Vec<(u128, u8)>);
 
 const HEADER_BYTES: usize = 40;
 const HOP_BY_HOP: u8 = 0;
+const UDP: u8 = 17;
 const ROUTING: u8 = 43;
 const FRAGMENT: u8 = 44;
+const AUTHENTICATION: u8 = 51;
 const ICMPV6: u8 = 58;
 const DESTINATION_OPTIONS: u8 = 60;
+const MOBILITY: u8 = 135;
+const HOST_IDENTITY: u8 = 139;
+const SHIM6: u8 = 140;
 /// More extension headers than that nobody sends.
 const MAX_EXTENSIONS: usize = 8;
 
@@ -34,41 +39,53 @@ const MAX_EXTENSIONS: usize = 8;
 const MLD_REPORT: u8 = 131;
 const MLD_DONE: u8 = 132;
 const ROUTER_SOLICITATION: u8 = 133;
-const ROUTER_ADVERTISEMENT: u8 = 134;
-const NEIGHBOUR_SOLICITATION: u8 = 135;
-const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
-const REDIRECT: u8 = 137;
+pub(super) const ROUTER_ADVERTISEMENT: u8 = 134;
+pub(super) const NEIGHBOUR_SOLICITATION: u8 = 135;
+pub(super) const NEIGHBOUR_ADVERTISEMENT: u8 = 136;
+pub(super) const REDIRECT: u8 = 137;
 const MLD2_REPORT: u8 = 143;
 
 const SOURCE_LINK_LAYER: u8 = 1;
 const TARGET_LINK_LAYER: u8 = 2;
 
 /// What a packet carries.
-enum Upper<'p> {
+pub(super) enum Upper<'p> {
     /// A message of ICMPv6, as far as it is seen, and whether that is all of it.
     Icmp { message: &'p [u8], whole: bool },
+    /// UDP to that port.
+    Udp { to: u16 },
     /// Something else, or a later fragment.
     Other,
     /// It cannot be told.
     Hidden,
 }
 
-fn address(bytes: &[u8]) -> Option<u128> {
+pub(super) fn address(bytes: &[u8]) -> Option<u128> {
     Some(u128::from_be_bytes(bytes.get(..16)?.try_into().ok()?))
 }
 
 /// The link-local address that belongs to an Ethernet address.
-fn link_local(mac: &Mac) -> u128 {
+pub(super) fn link_local(mac: &Mac) -> u128 {
     let [a, b, c, d, e, f] = *mac;
     u128::from_be_bytes([0xfe, 0x80, 0, 0, 0, 0, 0, 0, a ^ 2, b, c, 0xff, 0xfe, d, e, f])
 }
 
-fn upper_layer(packet: &[u8]) -> Upper<'_> {
+/// What `packet`, at least a header, carries.
+pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
     let (mut next, mut at, mut fragment) = (packet[6], HEADER_BYTES, false);
-    let end = HEADER_BYTES + usize::from(u16::from_be_bytes([packet[4], packet[5]]));
+    let end = match u16::from_be_bytes([packet[4], packet[5]]) {
+        // Linux takes a length of zero before hop-by-hop options for that of a jumbogram, and all that is there for its payload.
+        0 if next == HOP_BY_HOP => usize::MAX,
+        bytes => HEADER_BYTES + usize::from(bytes),
+    };
     for _ in 0..=MAX_EXTENSIONS {
         match next {
-            HOP_BY_HOP | ROUTING | DESTINATION_OPTIONS => {
+            AUTHENTICATION => {
+                // RFC 4302 §2.2: in words of four bytes, less two.
+                let Some(&[following, words]) = packet.get(at..at + 2) else { return Upper::Hidden };
+                (next, at) = (following, at + 4 * (usize::from(words) + 2));
+            }
+            HOP_BY_HOP | ROUTING | DESTINATION_OPTIONS | MOBILITY | HOST_IDENTITY | SHIM6 => {
                 let Some(&[following, units]) = packet.get(at..at + 2) else { return Upper::Hidden };
                 (next, at) = (following, at + 8 * (usize::from(units) + 1));
             }
@@ -81,7 +98,14 @@ fn upper_layer(packet: &[u8]) -> Upper<'_> {
             }
             ICMPV6 => {
                 let message = packet.get(at..end.min(packet.len())).unwrap_or_default();
+                if fragment && message.is_empty() {
+                    return Upper::Hidden;
+                }
                 return Upper::Icmp { message, whole: end <= packet.len() && !fragment };
+            }
+            UDP => {
+                let ports = packet.get(at..at + 4).filter(|_| at + 4 <= end);
+                return ports.map_or(Upper::Hidden, |p| Upper::Udp { to: u16::from_be_bytes([p[2], p[3]]) });
             }
             _ => return Upper::Other,
         }
@@ -119,8 +143,8 @@ impl List {
         ip == link_local(mac) || self.0.iter().any(listed)
     }
 
-    /// Whether a packet (the first bytes of it, or all) from that Ethernet source passes.
-    pub(super) fn lets_packet_pass(&self, packet: &[u8], mac: &Mac) -> bool {
+    /// Whether a packet (the first bytes of it, or all) from that Ethernet source passes; `routes` if its port is a router.
+    pub(super) fn lets_packet_pass(&self, packet: &[u8], mac: &Mac, routes: bool) -> bool {
         let Some(source) = packet.get(..HEADER_BYTES).and_then(|header| address(&header[8..])) else { return false };
         let anonymous = source == 0;
         if packet[0] >> 4 != 6 || !anonymous && !self.owns(source, mac) {
@@ -128,7 +152,8 @@ impl List {
         }
         match upper_layer(packet) {
             Upper::Hidden => false,
-            Upper::Other => !anonymous,
+            Upper::Other | Upper::Udp { .. } => !anonymous,
+            Upper::Icmp { message: [ROUTER_ADVERTISEMENT | REDIRECT, ..], .. } => routes && !anonymous,
             Upper::Icmp { message, whole } => self.lets_message_pass(message, whole, anonymous, mac),
         }
     }
@@ -139,7 +164,6 @@ impl List {
         let owns_target = target.is_some_and(|ip| self.owns(ip, mac));
         let tells = |options: Option<&[u8]>, kind| whole && options.is_some_and(|o| options_tell(o, kind, mac));
         match kind {
-            ROUTER_ADVERTISEMENT | REDIRECT => false,
             ROUTER_SOLICITATION => tells(message.get(8..), SOURCE_LINK_LAYER),
             NEIGHBOUR_SOLICITATION => (!anonymous || owns_target) && tells(options, SOURCE_LINK_LAYER),
             NEIGHBOUR_ADVERTISEMENT => !anonymous && owns_target && tells(options, TARGET_LINK_LAYER),
@@ -182,7 +206,7 @@ mod tests {
     }
 
     fn passes(packet: &[u8]) -> bool {
-        list().lets_packet_pass(packet, &MAC)
+        list().lets_packet_pass(packet, &MAC, false)
     }
 
     #[test]
