@@ -30,7 +30,7 @@ use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Mac, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 
 // linux/if_tun.h
@@ -604,6 +604,12 @@ impl Port for TapPort {
         self.pending = None;
         self.look();
         self.pending = None;
+    }
+
+    fn hand_over(&self) -> Option<HandOver> {
+        // A tap that was deleted is waited for by name.
+        let lives = self.condition != Condition::Gone;
+        Some(HandOver { state: Vec::new(), fds: vec![self.fd.try_clone().ok().filter(|_| lives)?] })
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {

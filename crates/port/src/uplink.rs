@@ -21,7 +21,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::nat::{Config, Nat, Verdict};
-use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, HandOver, Link, Port, Sent};
 
 /// Frames of the router's own that may wait to be received by the switch.
 const QUEUE_FRAMES: usize = 1024;
@@ -95,6 +95,27 @@ impl NatPort {
             lost: Drops::default(),
             promised: None,
         }
+    }
+
+    /// A router that continues where that of another process stood, before an uplink that takes up the rest of `handed`
+    /// with `attach`.
+    ///
+    /// # Errors
+    /// Why that cannot be, in words.
+    pub fn take_up(
+        config: Config,
+        mut handed: HandOver,
+        mtu: u32,
+        attach: impl FnOnce(HandOver) -> Result<Box<dyn Port>, String>,
+    ) -> Result<NatPort, String> {
+        let short = || "the stored state of the router ends early".to_string();
+        let (length, rest) = handed.state.split_first_chunk().ok_or_else(short)?;
+        let (table, rest) = rest.split_at_checked(u32::from_le_bytes(*length) as usize).ok_or_else(short)?;
+        let nat = Nat::take_up(config.clone(), table)?;
+        handed.state = rest.to_vec();
+        let mut port = Self::new(config, attach(handed)?, mtu);
+        port.nat = nat;
+        Ok(port)
     }
 
     /// The handle that names the guests that are away.
@@ -311,6 +332,13 @@ impl Port for NatPort {
         self.sending.clear();
         self.uplink.reset(fault);
         self.nat.uplink_restarted();
+    }
+
+    fn hand_over(&self) -> Option<HandOver> {
+        let mut handed = self.uplink.hand_over()?;
+        let table = self.nat.hand_over();
+        handed.state = [&(table.len() as u32).to_le_bytes()[..], &table, &handed.state].concat();
+        Some(handed)
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {

@@ -13,6 +13,7 @@
 //! * [`credentials`] – who is at the other end of a Unix socket.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
+//! * [`store`] – what ports keep in the fd store, which survives the daemon.
 //! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 
@@ -28,3 +29,4 @@ pub mod memory;
 pub mod passing;
 pub mod section;
 mod signal;
+pub mod store;

@@ -7,11 +7,12 @@
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
 use crate::counters::{Counter, PortCounters};
+use crate::frame::Mac;
 use crate::guard::{Guard, Protected};
 use crate::limit::{Rates, Storm};
-use crate::mac::{MacEntry, MacSettings, MacStats};
+use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
-use crate::port::{Caps, Link, Port};
+use crate::port::{Caps, HandOver, Link, Port};
 use crate::wait::Token;
 use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Remake, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -220,6 +221,17 @@ impl Drop for Shared {
         let _ = self.commands.send(Box::new(|core| core.stopped = true));
         (self.wake)();
     }
+}
+
+/// A worker that stands still, and the state of its ports.
+#[derive(Debug)]
+pub struct Paused {
+    /// The ports that can be continued by another process, by name.
+    pub ports: Vec<(Arc<str>, HandOver)>,
+    /// What each network has learned: its name, and addresses with the names of their ports.
+    pub macs: Learned,
+    /// The worker goes on when this is dropped.
+    _go_on: Sender<()>,
 }
 
 /// The control side of a worker; clones share it. When the last one is dropped, the worker ends.
@@ -451,6 +463,45 @@ impl WorkerHandle {
         self.call(move |core| core.set(settings))
     }
 
+    /// Stops the worker between two turns, and asks its ports for what another process needs to continue. The worker
+    /// goes on when the [`Paused`] is dropped.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`].
+    pub fn pause(&self) -> Result<Paused, ControlError> {
+        let (go_on, waits) = mpsc::channel::<()>();
+        let (reply, result) = mpsc::sync_channel(1);
+        let command = Box::new(move |core: &mut Core| {
+            if reply.send(core.hand_over()).is_ok() {
+                // Ends when the sender is dropped.
+                let _ = waits.recv();
+            }
+        });
+        self.0.commands.send(command).map_err(|_| ControlError::Gone)?;
+        (self.0.wake)();
+        let (ports, macs) = result.recv().map_err(|_| ControlError::Gone)?;
+        Ok(Paused { ports, macs, _go_on: go_on })
+    }
+
+    /// Teaches a network addresses that another process had learned: address and the port behind which it is.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn teach(&self, id: NetworkId, addresses: Vec<(Mac, Token)>) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let now = Tick::of(core.now);
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            for (mac, token) in addresses {
+                let (address, port) = (Address::from(mac), token.0 as u16);
+                if address.is_station() && network.network.members().contains(&port) {
+                    // Beyond a limit it is learned from its next frame, or not.
+                    let _ = network.network.macs.learn(now, address, port);
+                }
+            }
+            Ok(())
+        })?
+    }
+
     /// The loop's counters, without asking the worker.
     pub fn counters(&self) -> &Arc<LoopCounters> {
         &self.0.counters
@@ -496,7 +547,25 @@ impl WorkerHandle {
     }
 }
 
+/// By the network's name: addresses with the names of their ports.
+pub type Learned = Vec<(Arc<str>, Vec<(Mac, Arc<str>)>)>;
+
 impl Core {
+    fn hand_over(&self) -> (Vec<(Arc<str>, HandOver)>, Learned) {
+        let ports = self.slots.iter().flatten().filter_map(|slot| {
+            let port = slot.port.as_ref()?;
+            // A panic here must not end the worker; the port starts afresh in the other process.
+            let state = catch_unwind(AssertUnwindSafe(|| port.hand_over())).ok()??;
+            Some((slot.name.clone(), state))
+        });
+        let name = |port: u16| self.slots.get(usize::from(port))?.as_ref().map(|slot| slot.name.clone());
+        let macs = self.networks.iter().flatten().map(|slot| {
+            let learned = slot.network.macs.entries(self.now).filter(|entry| entry.age.is_some());
+            (slot.name.clone(), learned.filter_map(|e| Some((e.address.bytes(), name(e.port)?))).collect())
+        });
+        (ports.collect(), macs.collect())
+    }
+
     fn status(&mut self) -> WorkerStatus {
         let networks = self.networks.iter().enumerate().filter_map(|(id, slot)| {
             let NetworkSlot { name, network } = slot.as_ref()?;

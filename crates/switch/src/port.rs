@@ -35,6 +35,7 @@
 use crate::Nanos;
 use crate::drop::Drops;
 use crate::frame::Batch;
+use std::os::fd::OwnedFd;
 
 /// What a destination takes as it is. What it does not, the switch does in software before it transmits.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -198,6 +199,12 @@ pub trait Port: Send {
     /// Drops everything held for the peer and returns to waiting for one, after `fault`.
     fn reset(&mut self, fault: &Fault);
 
+    /// What the port of another process needs to continue where this one stands. The worker is stopped meanwhile. The
+    /// port must be able to go on itself, since a handover can be called off. `None` where the kind starts afresh.
+    fn hand_over(&self) -> Option<HandOver> {
+        None
+    }
+
     /// Facts of this kind for status: names and values, such as negotiated features or ring sizes.
     fn details(&self) -> Vec<(&'static str, String)> {
         Vec::new()
@@ -211,6 +218,15 @@ pub struct Rechecked {
     pub work: bool,
     /// The peer was signalled late.
     pub signalled: bool,
+}
+
+/// The state of a port at a planned handover.
+#[derive(Debug, Default)]
+pub struct HandOver {
+    /// In the format of the port's kind, which begins with a version.
+    pub state: Vec<u8>,
+    /// Its descriptors, in the order of the format.
+    pub fds: Vec<OwnedFd>,
 }
 
 /// What a [`Port::transmit`] took.

@@ -99,6 +99,26 @@ impl Listener {
         Ok(listener)
     }
 
+    /// The listening socket of another process at `address`; `None` where it is not that.
+    pub(crate) fn adopt(socket: OwnedFd, address: &Address) -> Option<Listener> {
+        if !sockopt::socket_acceptconn(&socket).ok()? {
+            return None;
+        }
+        let named = net::getsockname(&socket).ok()?;
+        let file = match address {
+            Address::Unix(path) => {
+                if SocketAddrUnix::try_from(named).ok()? != SocketAddrUnix::new(path).ok()? {
+                    return None;
+                }
+                let file = std::fs::symlink_metadata(path).ok()?;
+                Some((file.dev(), file.ino()))
+            }
+            Address::Tcp(ip) => (SocketAddr::try_from(named).ok()? == *ip).then_some(None)?,
+        };
+        rustix::io::ioctl_fionbio(&socket, true).ok()?;
+        Some(Listener { socket, address: address.clone(), file })
+    }
+
     /// The next peer, if one waits.
     pub(crate) fn accept(&self) -> Result<Option<OwnedFd>, Errno> {
         tombolo_shm::listener::accept(&self.socket)

@@ -35,6 +35,20 @@ impl Inbox {
         (self.start, self.end) = (0, 0);
     }
 
+    /// What is not taken yet.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.arena[self.start..self.end]
+    }
+
+    /// Holds `bytes` and nothing else; whether there was room.
+    pub(crate) fn refill(&mut self, bytes: &[u8]) -> bool {
+        self.clear();
+        let Some(room) = self.arena.get_mut(..bytes.len()) else { return false };
+        room.copy_from_slice(bytes);
+        self.end = bytes.len();
+        true
+    }
+
     /// Bytes that are not taken yet.
     pub(crate) fn len(&self) -> usize {
         self.end - self.start

@@ -46,7 +46,7 @@ use tombolo_ring::mem::Foreign;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Frame, MAX_FRAME_BYTES, Offload};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 
 /// The first wait before a new attempt to connect.
 const FIRST_RETRY: Nanos = Nanos(10_000_000);
@@ -54,6 +54,13 @@ const FIRST_RETRY: Nanos = Nanos(10_000_000);
 const LONGEST_RETRY: Nanos = Nanos(1_000_000_000);
 /// How long an attempt to connect over TCP may take.
 const CONNECT_TIMEOUT: Nanos = Nanos(5_000_000_000);
+
+// The state at a handover: version u8, flags u8, zero u16, received bytes u32, pending bytes u32 (little-endian), then
+// both. Descriptors: the connection, the listening socket.
+const KEPT_VERSION: u8 = 1;
+const KEPT_HEAD_BYTES: usize = 12;
+const HAS_CONNECTION: u8 = 1;
+const HAS_LISTENER: u8 = 2;
 
 /// Why a stream attachment could not be made.
 #[derive(Debug, thiserror::Error)]
@@ -207,10 +214,74 @@ impl StreamPort {
         mtu: u32,
         registration: Registration,
     ) -> Result<StreamPort, StreamError> {
-        let listener = Listener::bind(address, mode)?;
+        Self::serve(Listener::bind(address, mode)?, address, mtu, registration)
+    }
+
+    fn serve(
+        listener: Listener,
+        address: &Address,
+        mtu: u32,
+        registration: Registration,
+    ) -> Result<StreamPort, StreamError> {
         let failed = |source| StreamError::System { what: "watching", address: address.clone(), source };
         let watch = registration.watch(&listener.socket).map_err(failed)?;
         Ok(Self::new(Role::Listen { listener, _watch: watch }, mtu, registration))
+    }
+
+    /// As [`StreamPort::listen`], with the listening socket of another process where `handed` has it.
+    ///
+    /// # Errors
+    /// As for [`StreamPort::listen`].
+    pub fn listen_on(
+        handed: &mut HandOver,
+        address: &Address,
+        mode: u32,
+        mtu: u32,
+        registration: Registration,
+    ) -> Result<StreamPort, StreamError> {
+        let flags = handed.state.get(1).copied().unwrap_or(0);
+        let kept = if flags & HAS_LISTENER != 0 { handed.fds.pop() } else { None };
+        match kept.and_then(|socket| Listener::adopt(socket, address)) {
+            Some(listener) => Self::serve(listener, address, mtu, registration),
+            None => Self::listen(address, mode, mtu, registration),
+        }
+    }
+
+    /// Continues with the connection of a port of another process. Where that cannot be, the port is as it was, and the
+    /// peer connects again.
+    ///
+    /// # Errors
+    /// Why not, in words.
+    pub fn take_up(&mut self, handed: HandOver) -> Result<(), String> {
+        let short = || "the stored state of the stream ends early".to_string();
+        let (head, rest) = handed.state.split_first_chunk::<KEPT_HEAD_BYTES>().ok_or_else(short)?;
+        let [version, flags, _, _, lengths @ ..] = *head;
+        if version != KEPT_VERSION {
+            return Err(format!("the stored state of the stream has version {version}, expected {KEPT_VERSION}"));
+        }
+        if flags & HAS_CONNECTION == 0 {
+            return Ok(());
+        }
+        let [a, b, c, d, e, f, g, h] = lengths;
+        let lengths = [u32::from_le_bytes([a, b, c, d]), u32::from_le_bytes([e, f, g, h])].map(|n| n as usize);
+        let (received, pending) = rest.split_at_checked(lengths[0]).ok_or_else(short)?;
+        if pending.len() != lengths[1] || pending.len() > LENGTH_BYTES + MAX_FRAME_BYTES {
+            return Err(short());
+        }
+        let socket = handed.fds.into_iter().next().ok_or("the stored state of the stream has no socket")?;
+        check_stream(&socket).map_err(|error| error.to_string())?;
+        self.open(socket).map_err(|fault| fault.detail)?;
+        if !self.inbox.refill(received) {
+            self.connection = None;
+            return Err(format!("the stored state of the stream has {} received bytes", received.len()));
+        }
+        if let Some(connection) = &mut self.connection {
+            connection.pending.extend_from_slice(pending);
+        }
+        if let Role::Connect { retry_at, .. } = &mut self.role {
+            *retry_at = None;
+        }
+        Ok(())
     }
 
     /// Connects to `address`, whenever somebody listens there.
@@ -561,6 +632,27 @@ impl Port for StreamPort {
         }
         // A peer that broke the protocol is waited for longer each time, whatever it sent before.
         self.proved = false;
+    }
+
+    fn hand_over(&self) -> Option<HandOver> {
+        let mut handed = HandOver { state: vec![KEPT_VERSION, 0, 0, 0], fds: Vec::new() };
+        // A connection that is about to end is not worth carrying over: the peer connects again.
+        let alive = self.connection.as_ref().filter(|c| !c.broken && !c.ended && !self.stale);
+        let (received, pending) =
+            alive.map_or((&[][..], &[][..]), |connection| (self.inbox.bytes(), &connection.pending[..]));
+        handed.state.extend((received.len() as u32).to_le_bytes());
+        handed.state.extend((pending.len() as u32).to_le_bytes());
+        handed.state.extend_from_slice(received);
+        handed.state.extend_from_slice(pending);
+        if let Some(connection) = alive {
+            handed.fds.push(connection.socket.try_clone().ok()?);
+            handed.state[1] |= HAS_CONNECTION;
+        }
+        if let Role::Listen { listener, .. } = &self.role {
+            handed.fds.push(listener.socket.try_clone().ok()?);
+            handed.state[1] |= HAS_LISTENER;
+        }
+        Some(handed)
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {

@@ -6,6 +6,7 @@
 
 use std::fs::File;
 use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -19,6 +20,7 @@ use rustix::time::Timespec;
 use tombolo_ring::virtio::split::check_size;
 use tombolo_ring::virtio::{QueueConfig, features as ring_features, net::features as net_features};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::passing;
 use tombolo_switch::port::{Fault, FaultKind};
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight, VhostUserLog,
@@ -27,6 +29,7 @@ use vhost::vhost_user::message::{
 };
 use vhost::vhost_user::{BackendReqHandler, Error, GpuBackend, Result, VhostUserBackendReqHandlerMut};
 
+use super::kept::Shelf;
 use super::mailbox::{Answer, Command, Gone, Mailbox, StartRing};
 use super::memory::{GuestRegion, GuestTable, MAX_REGIONS};
 use super::{Socket, VhostUserConfig, is_from_guest};
@@ -79,29 +82,29 @@ fn offered_protocol_features() -> VhostUserProtocolFeatures {
 
 /// What the frontend said of a ring.
 #[derive(Debug, Default)]
-struct ControlRing {
-    size: u32,
+pub(super) struct ControlRing {
+    pub(super) size: u32,
     /// Descriptor table, available ring, used ring; in the frontend's address space.
-    addresses: Option<[u64; 3]>,
-    base: u16,
-    kick: Option<Doorbell>,
-    call: Option<Arc<Doorbell>>,
+    pub(super) addresses: Option<[u64; 3]>,
+    pub(super) base: u16,
+    pub(super) kick: Option<Doorbell>,
+    pub(super) call: Option<Arc<Doorbell>>,
     /// What the frontend said last; a ring of which it said nothing is enabled unless protocol features were agreed on.
-    enabled: Option<bool>,
+    pub(super) enabled: Option<bool>,
     /// The worker runs it.
     running: bool,
 }
 
 /// The state of one connection.
-struct Connection {
+pub(super) struct Connection {
     mailbox: Arc<Mailbox>,
     offered: u64,
-    features: Option<u64>,
-    protocol_features: u64,
+    pub(super) features: Option<u64>,
+    pub(super) protocol_features: u64,
     queue_pairs: u32,
     mtu: u32,
-    memory: Arc<GuestTable>,
-    rings: Vec<ControlRing>,
+    pub(super) memory: Arc<GuestTable>,
+    pub(super) rings: Vec<ControlRing>,
 }
 
 /// Why a request was refused, in words.
@@ -114,6 +117,19 @@ fn unsupported<T>(what: &'static str) -> Result<T> {
 }
 
 impl Connection {
+    pub(super) fn new(config: &VhostUserConfig, mailbox: Arc<Mailbox>) -> Connection {
+        Connection {
+            mailbox,
+            offered: offered_features(config),
+            features: None,
+            protocol_features: 0,
+            queue_pairs: config.queue_pairs.into(),
+            mtu: config.mtu,
+            memory: Arc::new(GuestTable::empty()),
+            rings: (0..2 * config.queue_pairs).map(|_| ControlRing::default()).collect(),
+        }
+    }
+
     fn post(&self, command: Command) -> Result<Answer> {
         match self.mailbox.post(command) {
             Ok(Answer::Refused(why)) => Err(refused(why)),
@@ -142,9 +158,18 @@ impl Connection {
     /// The protocol has a ring start with the first kick. It is started with the descriptor here, as DPDK's backend does:
     /// a driver that polls need never kick, and looking at a ring that is set up does no harm.
     fn start(&mut self, index: usize) -> Result<()> {
+        if let Some(start) = self.prepare(index)? {
+            self.post(Command::Start(Box::new(start)))?;
+            self.rings[index].running = true;
+        }
+        Ok(())
+    }
+
+    /// Everything that starting a ring takes; `None` for one that runs, or of which not all is known.
+    pub(super) fn prepare(&self, index: usize) -> Result<Option<StartRing>> {
         let features = self.features.unwrap_or(0);
         let ring = &self.rings[index];
-        let (Some(addresses), Some(kick), false) = (ring.addresses, &ring.kick, ring.running) else { return Ok(()) };
+        let (Some(addresses), Some(kick), false) = (ring.addresses, &ring.kick, ring.running) else { return Ok(None) };
         let translate = |address| {
             let found = self.memory.guest_address(address);
             found.ok_or_else(|| refused(format!(
@@ -167,10 +192,12 @@ impl Connection {
             None
         };
         let enabled = ring.enabled.unwrap_or(features & VhostUserVirtioFeatures::PROTOCOL_FEATURES.bits() == 0);
-        let start = StartRing { index, queue, base: ring.base, call: ring.call.clone(), kick, enabled };
-        self.post(Command::Start(Box::new(start)))?;
+        Ok(Some(StartRing { index, queue, base: ring.base, call: ring.call.clone(), kick, enabled }))
+    }
+
+    /// Takes note that a prepared ring was started.
+    pub(super) fn started(&mut self, index: usize) {
         self.rings[index].running = true;
-        Ok(())
     }
 
     /// Stops a ring; its index is remembered as its base.
@@ -432,7 +459,14 @@ pub(super) enum Source {
 
 impl Source {
     /// Opens the socket. A path that a dead daemon left behind is taken over; one on which somebody listens is not.
-    pub(super) fn open(socket: &Socket) -> io::Result<Source> {
+    pub(super) fn open(socket: &Socket, kept: Option<OwnedFd>) -> io::Result<Source> {
+        if let (Socket::Listen(path), Some(kept)) = (socket, kept)
+            && listens_at(&kept, path)
+        {
+            let listener = UnixListener::from(kept);
+            listener.set_nonblocking(true)?;
+            return Ok(Source::Listener(listener));
+        }
         match socket {
             Socket::Connect(path) => Ok(Source::Connect(path.clone())),
             Socket::Listen(path) => {
@@ -449,11 +483,20 @@ impl Source {
         }
     }
 
+    /// Another descriptor of the listening socket.
+    pub(super) fn listener(&self) -> Option<OwnedFd> {
+        match self {
+            Source::Listener(listener) => listener.try_clone().ok().map(OwnedFd::from),
+            Source::Connect(_) => None,
+        }
+    }
+
     /// The next frontend; `None` when the port is going.
-    fn next(&self, stop: &Doorbell, back_off: &mut BackOff) -> Option<UnixStream> {
+    fn next(&self, stop: &Doorbell, back_off: &mut BackOff, shelf: Option<&Shelf>) -> Option<UnixStream> {
         loop {
             let timeout = match self {
                 Source::Listener(listener) => {
+                    let _busy = shelf.map(|shelf| shelf.store.enter());
                     if let Ok((stream, _)) = listener.accept() {
                         // Accepted sockets do not inherit it on Linux, but say so: messages are read blocking.
                         if stream.set_nonblocking(false).is_ok() {
@@ -558,43 +601,166 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     Ok(socket.into())
 }
 
+/// Whether that is the socket that is found at `path`: a path that was removed or replaced leads nowhere.
+fn listens_at(socket: &OwnedFd, path: &Path) -> bool {
+    let name = rustix::net::getsockname(socket).ok().and_then(|name| SocketAddrUnix::try_from(name).ok());
+    let same = name.is_some_and(|name| SocketAddrUnix::new(path).is_ok_and(|expected| name == expected));
+    same && rustix::net::sockopt::socket_acceptconn(socket).unwrap_or(false) && path.exists()
+}
+
 /// Whether the socket at `path` has no listener any more.
 fn is_stale(path: &Path) -> bool {
     UnixStream::connect(path).is_err_and(|error| error.kind() == io::ErrorKind::ConnectionRefused)
 }
 
-/// The control thread: one frontend after the other, until the port is gone.
-pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailbox>, stop: &Doorbell) {
-    let mut back_off = BackOff::new();
-    while let Some(stream) = source.next(stop, &mut back_off) {
-        let begun = Instant::now();
-        let Ok(other_end) = stream.try_clone() else { continue };
-        if mailbox.post(Command::Connected(other_end)).is_err() {
-            return;
+/// Waits until the peer has sent something, or has gone.
+fn wait_for_message(stream: &UnixStream) {
+    let mut fds = [PollFd::new(stream, PollFlags::IN)];
+    // Interrupted or failed: the receive that follows says so, or waits itself.
+    while poll(&mut fds, None).is_err_and(|error| error == rustix::io::Errno::INTR) {}
+}
+
+/// A handler of messages that knows what was agreed on over this connection before.
+///
+/// The crate `vhost` keeps the agreed features to itself, and cannot be told. It is told by the messages that a frontend
+/// sends, over a socket pair. Later messages go through that pair too.
+fn handler_for(connection: &Arc<Mutex<Connection>>) -> io::Result<Pump> {
+    let (its, ours) = UnixStream::pair()?;
+    let handler = BackendReqHandler::from_stream(its, connection.clone());
+    let mut pump = Pump { handler, ours };
+    let (features, protocol) = {
+        let connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
+        (connection.features, connection.protocol_features)
+    };
+    let mut tell = |request: u32, value: Option<u64>| -> io::Result<()> {
+        let bytes = value.map(u64::to_le_bytes);
+        let words = [request, VERSION, bytes.map_or(0, |b| b.len() as u32)];
+        let mut message: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
+        message.extend(bytes.iter().flatten());
+        pump.handle(&message, &[]).map(drop).map_err(|error| io::Error::other(error.to_string()))
+    };
+    if let Some(features) = features {
+        tell(GET_FEATURES, None)?;
+        tell(SET_FEATURES, Some(features))?;
+    }
+    if protocol != 0 {
+        tell(GET_PROTOCOL_FEATURES, None)?;
+        tell(SET_PROTOCOL_FEATURES, Some(protocol))?;
+    }
+    Ok(pump)
+}
+
+/// Hands whole messages to the handler and takes its answers.
+struct Pump {
+    handler: BackendReqHandler<Mutex<Connection>>,
+    ours: UnixStream,
+}
+
+impl Pump {
+    /// Handles one message; returns the answer, which may be empty.
+    fn handle(&mut self, message: &[u8], fds: &[OwnedFd]) -> Result<Vec<u8>> {
+        let fds: Vec<BorrowedFd<'_>> = fds.iter().map(AsFd::as_fd).collect();
+        // Both fit a socket's buffer, which is empty here.
+        match passing::send(&self.ours, message, &fds, false) {
+            Ok(sent) if sent == message.len() => {}
+            Ok(_) => return Err(refused("a message was passed on in part")),
+            Err(error) => return Err(refused(format!("passing a message on: {error}"))),
         }
-        let connection = Connection {
-            mailbox: mailbox.clone(),
-            offered: offered_features(config),
-            features: None,
-            protocol_features: 0,
-            queue_pairs: config.queue_pairs.into(),
-            mtu: config.mtu,
-            memory: Arc::new(GuestTable::empty()),
-            rings: (0..2 * config.queue_pairs).map(|_| ControlRing::default()).collect(),
+        self.handler.handle_request()?;
+        let mut answer = vec![0; MAX_MESSAGE];
+        match recv(&self.ours, &mut answer, RecvFlags::DONTWAIT) {
+            Ok((bytes, _)) => answer.truncate(bytes),
+            Err(_) => answer.clear(),
+        }
+        Ok(answer)
+    }
+}
+
+/// A whole message with its descriptors.
+fn read_message(stream: &UnixStream) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
+    let mut message = vec![0; HEADER_BYTES];
+    let got = passing::receive(stream, &mut message, true).map_err(|e| Error::SocketBroken(e.into()))?;
+    if got.bytes == 0 {
+        return Err(Error::Disconnected);
+    }
+    if got.truncated {
+        return Err(refused("a message with more descriptors than any has"));
+    }
+    let partial = |_| Error::PartialMessage;
+    (&*stream).read_exact(&mut message[got.bytes..]).map_err(partial)?;
+    let bytes = u32::from_le_bytes([message[8], message[9], message[10], message[11]]) as usize;
+    if bytes > MAX_MESSAGE - HEADER_BYTES {
+        return Err(refused(format!("a message of {bytes} bytes, {} are taken", MAX_MESSAGE - HEADER_BYTES)));
+    }
+    message.resize(HEADER_BYTES + bytes, 0);
+    (&*stream).read_exact(&mut message[HEADER_BYTES..]).map_err(partial)?;
+    Ok((message, got.fds))
+}
+
+/// Handles messages until the connection ends; returns why it did.
+fn converse(stream: &UnixStream, connection: &Arc<Mutex<Connection>>, shelf: Option<&Shelf>) -> Error {
+    let mut pump = match handler_for(connection) {
+        Ok(pump) => pump,
+        Err(error) => return refused(format!("taking up a connection: {error}")),
+    };
+    let keep = || {
+        if let Some(shelf) = shelf {
+            shelf.keep(stream, &connection.lock().unwrap_or_else(PoisonError::into_inner));
+        }
+    };
+    loop {
+        wait_for_message(stream);
+        // A daemon that takes over waits until the answer is out, and then reads the next message itself.
+        let _busy = shelf.map(|shelf| shelf.store.enter());
+        if let Some(shelf) = shelf {
+            shelf.doubt();
+        }
+        let handled = match own_message(stream, connection) {
+            Ok(true) => Ok(()),
+            Ok(false) => read_message(stream).and_then(|(message, fds)| {
+                let answer = pump.handle(&message, &fds)?;
+                (&*stream).write_all(&answer).map_err(Error::SocketError)
+            }),
+            Err(error) => Err(error),
         };
-        let Ok(own) = stream.try_clone() else { continue };
-        let connection = Arc::new(Mutex::new(connection));
-        let mut handler = BackendReqHandler::from_stream(stream, connection.clone());
-        let error = loop {
-            let handled = match own_message(&own, &connection) {
-                Ok(true) => Ok(()),
-                Ok(false) => handler.handle_request(),
-                Err(error) => Err(error),
-            };
-            if let Err(error) = handled {
-                break error;
+        match handled {
+            Ok(()) => keep(),
+            Err(error) => return error,
+        }
+    }
+}
+
+/// The control thread: one frontend after the other, until the port is gone. `restored` is a connection of the daemon
+/// before, which the worker has already.
+pub(super) fn run(
+    config: &VhostUserConfig,
+    source: &Source,
+    mailbox: &Arc<Mailbox>,
+    stop: &Doorbell,
+    shelf: Option<&Shelf>,
+    mut restored: Option<(UnixStream, Connection)>,
+) {
+    let mut back_off = BackOff::new();
+    loop {
+        let (stream, connection) = match restored.take() {
+            Some(known) => known,
+            None => {
+                let Some(stream) = source.next(stop, &mut back_off, shelf) else { return };
+                let Ok(other_end) = stream.try_clone() else { continue };
+                if mailbox.post(Command::Connected(other_end)).is_err() {
+                    return;
+                }
+                (stream, Connection::new(config, mailbox.clone()))
             }
         };
+        let begun = Instant::now();
+        let connection = Arc::new(Mutex::new(connection));
+        let error = converse(&stream, &connection, shelf);
+        if let Some(shelf) = shelf {
+            shelf.forget();
+        }
+        // The store may hold it still for an instant.
+        let _ = stream.shutdown(std::net::Shutdown::Both);
         back_off.ended(begun, Instant::now());
         match mailbox.post(Command::Closed(fault(error))) {
             Ok(Answer::Old(unmapped_here)) => drop(unmapped_here),
@@ -605,9 +771,15 @@ pub(super) fn run(config: &VhostUserConfig, source: &Source, mailbox: &Arc<Mailb
 }
 
 // Messages that the crate `vhost` does not take as QEMU sends them; VHOST_USER_* of the specification.
+const GET_FEATURES: u32 = 1;
+const SET_FEATURES: u32 = 2;
+const GET_PROTOCOL_FEATURES: u32 = 15;
+const SET_PROTOCOL_FEATURES: u32 = 16;
 const NET_SET_MTU: u32 = 20;
 const SET_VRING_ENABLE: u32 = 18;
 const HEADER_BYTES: usize = 12;
+/// Longest message, with its header; those of the specification are far shorter.
+const MAX_MESSAGE: usize = 4096;
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 4;
 const FLAG_NEED_REPLY: u32 = 8;

@@ -3,7 +3,7 @@
 //! Descriptors carry the guest's addresses; the addresses of the rings come in the *frontend's* address space. Both are
 //! translated by the same regions.
 
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::virtio::{Backing, GuestMemory, Region, RegionTable, RingError};
@@ -20,20 +20,25 @@ pub(super) struct GuestRegion {
     pub(super) guest_address: u64,
     pub(super) frontend_address: u64,
     pub(super) bytes: u64,
+    /// Where it begins in its file.
+    pub(super) file_offset: u64,
+    /// Held for the next daemon.
+    pub(super) file: Arc<OwnedFd>,
     mapping: Arc<GuestMapping>,
 }
 
 impl GuestRegion {
     /// Maps the region from the frontend's file.
     pub(super) fn map(
-        fd: impl AsFd,
+        file: impl Into<OwnedFd>,
         guest_address: u64,
         frontend_address: u64,
         bytes: u64,
         file_offset: u64,
     ) -> Result<GuestRegion, MemoryError> {
-        let mapping = Arc::new(GuestMapping::new(fd, file_offset, bytes)?);
-        Ok(GuestRegion { guest_address, frontend_address, bytes, mapping })
+        let file = Arc::new(file.into());
+        let mapping = Arc::new(GuestMapping::new(&*file, file_offset, bytes)?);
+        Ok(GuestRegion { guest_address, frontend_address, bytes, file_offset, file, mapping })
     }
 }
 

@@ -46,12 +46,18 @@
 //! answered in order, so behind that index nothing is done, and nothing is lost to the guest's driver.
 //! That is why no in-flight log is kept.
 //!
+//! # Restart of the daemon
+//! With a place in the fd store ([`Shelf`]) the connection, the memory and the eventfds outlive this process. The control
+//! thread stores the state after each message, and marks it as in doubt while it handles one. The next daemon continues
+//! at the used index, without a word to the frontend. See docs/upgrade.md.
+//!
 //! # Limits
 //!
 //! 32 memory regions of 1 TiB in all, in memfds, tmpfs or hugetlbfs; 128 queue pairs; chains of 1 MiB and 128 segments;
 //! eventfds for kick and call, which cannot be made to block us. Not offered: packed rings, migration, RSS.
 
 mod control;
+mod kept;
 mod mailbox;
 mod memory;
 mod ring;
@@ -59,6 +65,7 @@ mod ring;
 mod tests;
 
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -68,12 +75,15 @@ use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
 use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::ivshmem::keeper::Record;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
-use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Rechecked, Sent};
 
 use crate::reactor::Registration;
+use control::Connection;
+pub use kept::Shelf;
 use mailbox::{Answer, Command, Mailbox, StartRing};
 use memory::GuestTable;
 use ring::{Framing, Gate, Ring, Segments, recycle};
@@ -153,6 +163,8 @@ pub struct VhostUserPort {
     mailbox: Arc<Mailbox>,
     stop: Arc<Doorbell>,
     thread: Option<JoinHandle<()>>,
+    /// The listening socket once more, for the next daemon.
+    listener: Option<OwnedFd>,
     /// The frontend's socket, to end the connection from here.
     connection: Option<UnixStream>,
     memory: Arc<GuestTable>,
@@ -173,6 +185,19 @@ impl VhostUserPort {
     /// # Errors
     /// [`OpenError`]; a listening socket whose path somebody listens on already is refused, a stale one is taken over.
     pub fn open(config: VhostUserConfig, registration: Registration) -> Result<VhostUserPort, OpenError> {
+        Self::open_kept(config, registration, None)
+    }
+
+    /// As [`VhostUserPort::open`], with a place in the fd store: the connection is kept there, and one that an earlier
+    /// daemon left there goes on.
+    ///
+    /// # Errors
+    /// As for [`VhostUserPort::open`]. A connection that cannot go on is closed, and the frontend connects again.
+    pub fn open_kept(
+        config: VhostUserConfig,
+        registration: Registration,
+        shelf: Option<Shelf>,
+    ) -> Result<VhostUserPort, OpenError> {
         if !(1..=MAX_QUEUE_PAIRS).contains(&config.queue_pairs) {
             return Err(OpenError::QueuePairs { got: config.queue_pairs });
         }
@@ -180,19 +205,16 @@ impl VhostUserPort {
             Socket::Listen(path) | Socket::Connect(path) => path.clone(),
         };
         let socket = |source| OpenError::Socket { path: path.clone(), source };
-        let source = control::Source::open(&config.socket).map_err(socket)?;
+        let kept_listener = shelf.as_ref().and_then(Shelf::take_listener);
+        let source = control::Source::open(&config.socket, kept_listener).map_err(socket)?;
         let stop = Arc::new(Doorbell::new().map_err(|error| socket(error.into()))?);
         let mailbox = Arc::new(Mailbox::new(registration));
-        let thread = {
-            let (config, mailbox, stop) = (config.clone(), mailbox.clone(), stop.clone());
-            let run = move || control::run(&config, &source, &mailbox, &stop);
-            std::thread::Builder::new().name("vhost-user".into()).spawn(run).map_err(OpenError::Thread)?
-        };
-        Ok(VhostUserPort {
+        let mut port = VhostUserPort {
             pairs: (0..config.queue_pairs).map(|_| Pair::default()).collect(),
-            mailbox,
-            stop,
-            thread: Some(thread),
+            mailbox: mailbox.clone(),
+            stop: stop.clone(),
+            thread: None,
+            listener: source.listener(),
             connection: None,
             memory: Arc::new(GuestTable::empty()),
             features: 0,
@@ -205,8 +227,57 @@ impl VhostUserPort {
             first_pair: 0,
             received: Vec::new(),
             buffers: Vec::new(),
-            config,
-        })
+            config: config.clone(),
+        };
+        let restored = shelf.as_ref().and_then(|shelf| port.take_up(shelf));
+        let run = move || control::run(&config, &source, &mailbox, &stop, shelf.as_ref(), restored);
+        port.thread =
+            Some(std::thread::Builder::new().name("vhost-user".into()).spawn(run).map_err(OpenError::Thread)?);
+        Ok(port)
+    }
+
+    /// Goes on with the connection that an earlier daemon kept, if there is one that can go on.
+    fn take_up(&mut self, shelf: &Shelf) -> Option<(UnixStream, Connection)> {
+        let record = shelf.take()?;
+        let stream = record.fds.first().and_then(|fd| fd.try_clone().ok()).map(UnixStream::from)?;
+        match self.restore(record) {
+            Ok(connection) => {
+                shelf.keep(&stream, &connection);
+                Some((stream, connection))
+            }
+            Err(why) => {
+                shelf.give_up(&why);
+                let _ = stream.shutdown(std::net::Shutdown::Both);
+                self.connection = None;
+                drop(self.let_go());
+                None
+            }
+        }
+    }
+
+    /// Carries out what the control thread would have had carried out step by step.
+    fn restore(&mut self, record: Record) -> Result<Connection, String> {
+        let (stream, mut connection) = kept::read(record, &self.config, self.mailbox.clone())?;
+        let starts: Result<Vec<_>, _> = (0..connection.rings.len()).map(|index| connection.prepare(index)).collect();
+        let starts: Vec<StartRing> = starts.map_err(|error| error.to_string())?.into_iter().flatten().collect();
+        let mut commands = vec![Command::Connected(stream)];
+        commands.extend(connection.features.map(Command::Features));
+        commands.push(Command::Memory(connection.memory.clone()));
+        let calls: Vec<_> = starts.iter().filter_map(|start| start.call.clone()).collect();
+        for start in &starts {
+            connection.started(start.index);
+        }
+        commands.extend(starts.into_iter().map(|start| Command::Start(Box::new(start))));
+        for command in commands {
+            if let Answer::Refused(why) = self.carry_out(command, &mut None) {
+                return Err(why);
+            }
+        }
+        // What was signalled, or not, before the daemon before ended is not known. One signal too many does no harm.
+        for call in calls {
+            call.ring();
+        }
+        Ok(connection)
     }
 
     fn carry_out(&mut self, command: Command, fault: &mut Option<Fault>) -> Answer {
@@ -537,6 +608,12 @@ impl Port for VhostUserPort {
         }
         let memory = self.let_go();
         self.mailbox.discard(memory);
+    }
+
+    fn hand_over(&self) -> Option<HandOver> {
+        // The connection itself is in the store all the time.
+        let listener = self.listener.as_ref()?.try_clone().ok()?;
+        Some(HandOver { state: Vec::new(), fds: vec![listener] })
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {

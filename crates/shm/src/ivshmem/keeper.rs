@@ -1,6 +1,6 @@
-//! The keeper: a small process that holds what ivshmem links consist of while their fabric's daemon is away: regions,
-//! doorbells, and the connections of the machines' VMMs. It knows nothing of links: it keeps records by name, bytes
-//! with descriptors, and gives them back.
+//! The fd store of a fabric (the keeper): a small process that holds what must survive the daemon. For ivshmem links these
+//! are regions, doorbells and the connections of the VMMs; for vhost-user ports the connection, the guest's memory and
+//! the eventfds. It does not interpret what it holds: it keeps records by name, bytes with descriptors, and gives them back.
 //!
 //! A machine without a server goes on ringing and reading: its memory and eventfds are its own. What a killed server takes
 //! with it is the other end of each, and the connection through which the machine hears of others. Those lie here too.
@@ -11,13 +11,22 @@
 //! adopt, and not longer. Its listening socket is made, and connected to, before it is started: there is no instant at
 //! which it runs and cannot be reached, and one that nobody is connected to any more when it starts ends at once.
 //!
+//! # Connections that expect answers
+//! A vhost-user frontend that has sent a request waits for the answer, and its guest may stand still until it comes. Nobody
+//! answers while the daemon is away. Such a connection is kept with PUT_CONNECTION: its first descriptor is shut down as
+//! soon as the peer sends something while no daemon is connected. The frontend then connects again, as after any crash.
+//! DOUBT marks a record while the daemon handles a request, because nobody knows how far a killed daemon got. A record in
+//! doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT. The next PUT ends the doubt.
+//!
 //! # The wire
 //! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except LIST, which is
-//! answered by one ENTRY for each record and an END. A request that was sent is carried out even if its sender is killed
+//! answered by one ENTRY for each record whose name begins with the one given, and an END. A request that was sent is carried out even if its sender is killed
 //! at the next instant.
 //! ```text
-//! 0 kind u8 (1 PUT, 2 FORGET, 3 LIST, 4 QUIT, 5 ENTRY, 6 END) · 1 life u8 · 2 name's bytes u16 LE · 4 name · record
+//! 0 kind u8 (1 PUT, 2 FORGET, 3 LIST, 4 QUIT, 5 ENTRY, 6 END, 7 PUT_CONNECTION, 8 DOUBT, 9 ENTRY_IN_DOUBT, 10 LINGER)
+//! 1 life u8 · 2 name's bytes u16 LE · 4 name · record
 //! ```
+//! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in it is alive.
 //! PUT replaces the record of that name; its descriptors, of which the first `life` are signs of life, come with it.
 //!
 //! # Limits
@@ -33,7 +42,7 @@ use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType, 
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 /// Most records.
 pub const MAX_RECORDS: usize = 4096;
@@ -47,6 +56,10 @@ const LIST: u8 = 3;
 const QUIT: u8 = 4;
 const ENTRY: u8 = 5;
 const END: u8 = 6;
+const PUT_CONNECTION: u8 = 7;
+const DOUBT: u8 = 8;
+const ENTRY_IN_DOUBT: u8 = 9;
+const LINGER: u8 = 10;
 
 /// How long a keeper may take to answer, or to make room for a request, before it counts as lost.
 const PATIENCE: Duration = Duration::from_secs(3);
@@ -62,6 +75,8 @@ pub struct Record {
     pub fds: Vec<OwnedFd>,
     /// How many of the first of them are signs of life.
     pub life: u8,
+    /// The daemon that put it was handling a request of its peer.
+    pub in_doubt: bool,
 }
 
 fn message(kind: u8, life: u8, name: &str, bytes: &[u8]) -> Result<Vec<u8>, Errno> {
@@ -110,6 +125,31 @@ impl Keeper {
         self.say(PUT, life, name, bytes, fds)
     }
 
+    /// As [`Keeper::put`], for a connection whose peer expects answers; see the module's head. Ends its doubt.
+    ///
+    /// # Errors
+    /// As for [`Keeper::put`].
+    pub fn put_connection(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
+        self.say(PUT_CONNECTION, 1, name, bytes, fds)
+    }
+
+    /// Marks a record as in doubt, if there is one.
+    ///
+    /// # Errors
+    /// The keeper is lost.
+    pub fn doubt(&self, name: &str) -> Result<(), Errno> {
+        self.say(DOUBT, 0, name, &[], &[])
+    }
+
+    /// Has it stay for `limit` without a daemon, even if nothing in it is alive; for a restart that follows soon.
+    ///
+    /// # Errors
+    /// The keeper is lost.
+    pub fn linger(&self, limit: Duration) -> Result<(), Errno> {
+        let seconds = u32::try_from(limit.as_secs()).unwrap_or(u32::MAX);
+        self.say(LINGER, 0, "", &seconds.to_le_bytes(), &[])
+    }
+
     /// Has a record forgotten, if there is one.
     ///
     /// # Errors
@@ -141,7 +181,15 @@ impl Keeper {
     /// # Errors
     /// The keeper is lost; `EPROTO` if it is none.
     pub fn list(&self) -> Result<Vec<Record>, Errno> {
-        self.say(LIST, 0, "", &[], &[])?;
+        self.list_of("")
+    }
+
+    /// Those records whose names begin with `prefix`.
+    ///
+    /// # Errors
+    /// As for [`Keeper::list`].
+    pub fn list_of(&self, prefix: &str) -> Result<Vec<Record>, Errno> {
+        self.say(LIST, 0, prefix, &[], &[])?;
         let mut out = Vec::new();
         let mut buffer = [0; MAX_BYTES];
         loop {
@@ -151,8 +199,9 @@ impl Keeper {
             };
             match parse(&buffer[..got.bytes]).filter(|_| !got.truncated) {
                 Some((END, ..)) => return Ok(out),
-                Some((ENTRY, life, name, bytes)) => {
-                    out.push(Record { name: name.into(), bytes: bytes.into(), fds: got.fds, life });
+                Some((kind @ (ENTRY | ENTRY_IN_DOUBT), life, name, bytes)) => {
+                    let in_doubt = kind == ENTRY_IN_DOUBT;
+                    out.push(Record { name: name.into(), bytes: bytes.into(), fds: got.fds, life, in_doubt });
                 }
                 // The end of the stream, or descriptors that this process has no room for.
                 _ => return Err(Errno::PROTO),
@@ -174,6 +223,19 @@ struct Kept {
     life: u8,
     /// Signs of life that have not ended.
     alive: Vec<bool>,
+    /// Its first descriptor is a connection whose peer expects answers.
+    expects_answers: bool,
+    in_doubt: bool,
+}
+
+impl Kept {
+    /// Ends the connection, wherever else it is held.
+    fn shut(&self) {
+        if let Some(connection) = self.fds.first() {
+            // One that the peer has ended is shut already.
+            let _ = net::shutdown(connection, net::Shutdown::Both);
+        }
+    }
 }
 
 /// What shows that the other side of a sign of life has ended: a pidfd becomes readable; of a connection only the
@@ -195,13 +257,26 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let mut connections: Vec<OwnedFd> = Vec::new();
     // Gone before the connections are: whoever sees them end starts another keeper in its place.
     let listener = listener;
+    let mut linger_until: Option<Instant> = None;
     loop {
         while let Ok(Some(connection)) = listener.accept() {
             if credentials::peer(&connection).is_ok_and(|c| c.uid == me) {
                 connections.push(connection);
             }
         }
-        if connections.is_empty() && !records.values().any(|k| k.alive.contains(&true)) {
+        let alone = connections.is_empty();
+        if alone {
+            records.retain(|_, kept| {
+                let doubtful = kept.expects_answers && kept.in_doubt;
+                if doubtful {
+                    kept.shut();
+                }
+                !doubtful
+            });
+        }
+        let lingers =
+            linger_until.map(|until| until.saturating_duration_since(Instant::now())).filter(|d| !d.is_zero());
+        if alone && lingers.is_none() && !records.values().any(|k| k.alive.contains(&true)) {
             return Ok(());
         }
         let mut fds = vec![PollFd::new(&listener, PollFlags::IN)];
@@ -209,17 +284,30 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
         let mut signs = Vec::new();
         for (name, kept) in &records {
             for (i, fd) in kept.fds.iter().enumerate().take(kept.life.into()).filter(|(i, _)| kept.alive[*i]) {
-                fds.push(PollFd::new(fd, sign(fd)));
-                signs.push((name.clone(), i));
+                let expects = alone && kept.expects_answers && i == 0;
+                fds.push(PollFd::new(fd, if expects { PollFlags::IN } else { sign(fd) }));
+                signs.push((name.clone(), i, expects));
             }
         }
-        match poll(&mut fds, None::<&Timespec>) {
+        let limit = lingers.filter(|_| alone).map(|d| Timespec { tv_sec: d.as_secs() as i64 + 1, tv_nsec: 0 });
+        match poll(&mut fds, limit.as_ref()) {
             Ok(_) | Err(Errno::INTR) => {}
             Err(error) => return Err(error),
         }
         let ready: Vec<bool> = fds.iter().map(|fd| !fd.revents().is_empty()).collect();
-        for ((name, i), _) in signs.into_iter().zip(&ready[1 + connections.len()..]).filter(|(_, ready)| **ready) {
-            if let Some(kept) = records.get_mut(&name) {
+        // A daemon that connects at the same instant is heard first: it answers what the peer asks.
+        let daemon_comes = ready[0];
+        for ((name, i, expects), _) in
+            signs.into_iter().zip(&ready[1 + connections.len()..]).filter(|(_, ready)| **ready)
+        {
+            if expects && daemon_comes {
+                continue;
+            }
+            if expects {
+                if let Some(kept) = records.remove(&name) {
+                    kept.shut();
+                }
+            } else if let Some(kept) = records.get_mut(&name) {
                 kept.alive[i] = false;
             }
         }
@@ -230,7 +318,7 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
             // All that it has said, before a younger one is heard: a daemon that follows a killed one asks for what that
             // one's last requests have made.
             while ready[at] && !quit {
-                match request(connection, &mut records, &mut quit) {
+                match request(connection, &mut records, &mut quit, &mut linger_until) {
                     Some(true) => {}
                     Some(false) => break,
                     None => return false,
@@ -245,7 +333,12 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
 }
 
 /// Carries out one request; whether there was one, or `None` if the connection is over.
-fn request(connection: &OwnedFd, records: &mut BTreeMap<String, Kept>, quit: &mut bool) -> Option<bool> {
+fn request(
+    connection: &OwnedFd,
+    records: &mut BTreeMap<String, Kept>,
+    quit: &mut bool,
+    linger_until: &mut Option<Instant>,
+) -> Option<bool> {
     let mut buffer = [0; MAX_BYTES];
     let got = match passing::receive(connection, &mut buffer, false) {
         Ok(got) => got,
@@ -254,29 +347,44 @@ fn request(connection: &OwnedFd, records: &mut BTreeMap<String, Kept>, quit: &mu
     };
     let (kind, life, name, bytes) = parse(&buffer[..got.bytes])?;
     match kind {
-        PUT => {
+        PUT | PUT_CONNECTION => {
             // What came in part is worse than nothing: whoever asks for it finds nothing.
             if got.truncated || usize::from(life) > got.fds.len() || records.len() >= MAX_RECORDS {
-                records.remove(name);
+                if let Some(old) = records.remove(name)
+                    && old.expects_answers
+                {
+                    old.shut();
+                }
                 return Some(true);
             }
-            let kept = Kept { bytes: bytes.into(), alive: vec![true; life.into()], fds: got.fds, life };
+            let (alive, expects_answers) = (vec![true; life.into()], kind == PUT_CONNECTION);
+            let kept = Kept { bytes: bytes.into(), alive, fds: got.fds, life, expects_answers, in_doubt: false };
             records.insert(name.into(), kept);
         }
+        DOUBT => {
+            if let Some(kept) = records.get_mut(name) {
+                kept.in_doubt = true;
+            }
+        }
+        LINGER => {
+            let seconds = u32::from_le_bytes(*bytes.first_chunk()?);
+            *linger_until = Some(Instant::now() + Duration::from_secs(seconds.into()));
+        }
         FORGET => drop(records.remove(name)),
-        LIST => list(connection, records).ok()?,
+        LIST => list(connection, records, name).ok()?,
         QUIT => *quit = true,
         _ => return None,
     }
     Some(true)
 }
 
-fn list(connection: &OwnedFd, records: &BTreeMap<String, Kept>) -> Result<(), Errno> {
+fn list(connection: &OwnedFd, records: &BTreeMap<String, Kept>, prefix: &str) -> Result<(), Errno> {
     sockopt::set_socket_timeout(connection, sockopt::Timeout::Send, Some(PATIENCE))?;
-    for (name, kept) in records {
+    for (name, kept) in records.iter().filter(|(name, _)| name.starts_with(prefix)) {
         let fds: Vec<BorrowedFd<'_>> = kept.fds.iter().map(AsFd::as_fd).collect();
         debug_assert!(fds.len() <= MAX_DESCRIPTORS);
-        passing::send(connection, &message(ENTRY, kept.life, name, &kept.bytes)?, &fds, true)?;
+        let kind = if kept.in_doubt { ENTRY_IN_DOUBT } else { ENTRY };
+        passing::send(connection, &message(kind, kept.life, name, &kept.bytes)?, &fds, true)?;
     }
     passing::send(connection, &message(END, 0, "", &[])?, &[], true).map(drop)
 }
@@ -334,6 +442,8 @@ mod tests {
         let second = Keeper::connect(&place.path).unwrap();
         let expected = [("lan".into(), b"two".to_vec(), 0, 0), ("lan/web".into(), b"one".to_vec(), 2, 1)];
         assert_eq!(names(&second), expected);
+        assert_eq!(second.list_of("lan/").unwrap().len(), 1);
+        assert!(second.list_of("no").unwrap().is_empty());
         let mut all = second.list().unwrap();
         let again = Doorbell::adopt(all.pop().unwrap().fds.pop().unwrap()).unwrap();
         bell.ring();
@@ -394,6 +504,65 @@ mod tests {
         assert_eq!(names(&daemon), [("a".into(), vec![], 0, 0)], "a record without its sign of life is none");
         assert_eq!(daemon.put("c", &[0; MAX_BYTES], &[], 0), Err(Errno::MSGSIZE));
         drop(daemon);
+        thread.join().unwrap().unwrap();
+    }
+
+    /// A connection that is kept, and its peer's end.
+    fn kept_connection(keeper: &Keeper, name: &str) -> (OwnedFd, OwnedFd) {
+        let (ours, theirs) =
+            net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
+        keeper.put_connection(name, b"state", &[ours.as_fd()]).unwrap();
+        (ours, theirs)
+    }
+
+    fn is_shut(peer: &OwnedFd) -> bool {
+        let mut fds = [PollFd::new(peer, PollFlags::RDHUP)];
+        poll(&mut fds, Some(&Timespec { tv_sec: 10, tv_nsec: 0 })).unwrap();
+        fds[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
+    }
+
+    #[test]
+    fn a_peer_that_asks_while_no_daemon_is_there_is_told_so_and_the_others_stay() {
+        let place = Place::new();
+        let (first, thread) = place.start();
+        let (asks_ours, asks) = kept_connection(&first, "asks");
+        let (silent_ours, silent) = kept_connection(&first, "silent");
+        let (doubted_ours, doubted) = kept_connection(&first, "doubted");
+        let (sure_ours, _sure) = kept_connection(&first, "sure");
+        drop((asks_ours, silent_ours, doubted_ours, sure_ours));
+        first.doubt("doubted").unwrap();
+        first.doubt("sure").unwrap();
+        let second = Keeper::connect(&place.path).unwrap();
+        let doubts: Vec<_> = second.list().unwrap().into_iter().map(|r| (r.name, r.in_doubt)).collect();
+        let expected = [("asks", false), ("doubted", true), ("silent", false), ("sure", true)];
+        assert_eq!(doubts, expected.map(|(name, doubt)| (name.to_string(), doubt)));
+        // The next state ends the doubt.
+        let again = second.list().unwrap().pop().unwrap();
+        second.put_connection("sure", b"state", &[again.fds[0].as_fd()]).unwrap();
+        // While a daemon is connected, a question waits for it.
+        rustix::io::write(&asks, b"question").unwrap();
+        assert_eq!(names(&second).len(), 4);
+        drop((first, second));
+        assert!(is_shut(&asks) && is_shut(&doubted));
+        let third = Keeper::connect(&place.path).unwrap();
+        assert_eq!(names(&third).into_iter().map(|n| n.0).collect::<Vec<_>>(), ["silent", "sure"]);
+        rustix::io::write(&silent, b"x").unwrap();
+        third.quit().unwrap();
+        thread.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn it_lingers_for_a_restart_as_long_as_it_was_told() {
+        let place = Place::new();
+        let (first, thread) = place.start();
+        let bell = Doorbell::new().unwrap();
+        first.put("tap", b"", &[bell.as_fd()], 0).unwrap();
+        first.linger(Duration::from_secs(3600)).unwrap();
+        drop(first);
+        let second = Keeper::connect(&place.path).unwrap();
+        assert_eq!(names(&second).len(), 1);
+        second.linger(Duration::ZERO).unwrap();
+        drop(second);
         thread.join().unwrap().unwrap();
     }
 }

@@ -33,7 +33,7 @@ use rustix::time::{ClockId, Timespec, clock_gettime};
 use shell::{Inner, Keeping, OWN, run};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -266,6 +266,18 @@ pub type Launch = Box<dyn FnMut() -> Result<Keeper, String> + Send>;
 /// Told of what goes wrong, in a sentence.
 pub type Trouble = Box<dyn Fn(&str) + Send>;
 
+/// Links that stand still; see [`Links::freeze`].
+pub struct Standstill<'l> {
+    inner: MutexGuard<'l, Inner>,
+}
+
+impl Standstill<'_> {
+    /// The listening sockets, with their paths.
+    pub fn doors(&self) -> impl Iterator<Item = (&Path, BorrowedFd<'_>)> {
+        self.inner.links.values().flat_map(|link| &link.doors).map(|(door, ..)| (door.path(), door.as_fd()))
+    }
+}
+
 /// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the keeper.
 pub struct Links {
     inner: Arc<Mutex<Inner>>,
@@ -314,9 +326,16 @@ impl Links {
         let records = keeper.list()?;
         inner.set_keeper(Some(keeper));
         if let Some(keeping) = &mut inner.keeping {
-            keeping.left = records.into_iter().map(|r| (r.name.clone(), r)).collect();
+            // The rest of the store belongs to ports.
+            let links = records.into_iter().filter(|r| !r.name.starts_with(crate::store::PREFIX));
+            keeping.left = links.map(|r| (r.name.clone(), r)).collect();
         }
         Ok(())
+    }
+
+    /// Listening sockets that an earlier daemon handed over; links that have a door there use them.
+    pub fn adopt_doors(&self, doors: impl IntoIterator<Item = (PathBuf, OwnedFd)>) {
+        lock(&self.inner).handed_doors.extend(doors);
     }
 
     /// Whether the peer of that link could be taken up from what the keeper of an earlier daemon had.
@@ -389,6 +408,11 @@ impl Links {
         let inner = lock(&self.inner);
         let kept = inner.keeping.as_ref().is_some_and(|k| k.keeper.is_some());
         inner.links.values().map(|link| link.status(kept)).collect()
+    }
+
+    /// Nobody comes, goes or is told anything until the guard is dropped: another process takes the links over.
+    pub fn freeze(&self) -> Standstill<'_> {
+        Standstill { inner: lock(&self.inner) }
     }
 
     /// Whether there is a keeper.

@@ -40,6 +40,7 @@
 
 mod flow;
 mod icmp;
+mod kept;
 mod packet;
 
 pub use flow::Protocol;

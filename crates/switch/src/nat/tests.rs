@@ -714,3 +714,40 @@ fn whatever_is_quoted_nothing_panics_and_what_is_damaged_stays_damaged() {
     }
     assert!(passed > 2000, "{passed} errors passed");
 }
+
+#[test]
+fn connections_go_on_in_a_router_that_takes_the_table_over() {
+    let mut nat = nat();
+    let (guest, far) = (("10.87.0.5", 40_000), ("198.51.100.7", 443));
+    let mut out = packet(ROUTER, GUEST, Protocol::Tcp, guest, far, SYN);
+    assert_eq!(nat.outbound(Nanos(1), Some(Token(3)), &mut out), Verdict::Pass);
+    // A forward's first segment, which is held until its guest is heard of.
+    let mut first = packet(ROUTER, PEER, Protocol::Tcp, ("192.0.0.1", 5000), ("192.0.0.2", 1), SYN);
+    let bytes = first.len();
+    assert_eq!(nat.inbound(Nanos(2), &mut first), Verdict::Taken);
+    let table = nat.hand_over();
+    let mut next = Nat::take_up(nat.config.clone(), &table).unwrap();
+    assert_eq!(next.flows(), nat.flows());
+    let sorted = |nat: &Nat| {
+        let mut bytes = nat.hand_over();
+        bytes.sort_unstable();
+        bytes
+    };
+    assert_eq!(sorted(&next), sorted(&nat));
+    let mut back = packet(ROUTER, PEER, Protocol::Tcp, far, ("192.0.0.2", 40_000), SYN | ACK);
+    assert_eq!(next.inbound(Nanos(3), &mut back), Verdict::Pass);
+    assert_eq!((&back[0..6], &back[30..34]), (&GUEST[..], &ip("10.87.0.5").octets()[..]));
+    let mut more = packet(ROUTER, GUEST, Protocol::Tcp, guest, far, ACK);
+    assert_eq!(next.outbound(Nanos(4), Some(Token(9)), &mut more), Verdict::Pass);
+    assert_eq!(next.flows(), nat.flows(), "the same mapping");
+    // The forward's guest answers ARP: what was held is sent.
+    let mut answer = arp(2, OTHER, ip("10.87.0.9"), ROUTER, ip("10.87.0.2"), ROUTER);
+    assert_eq!(next.outbound(Nanos(5), None, &mut answer), Verdict::Taken);
+    let sent: Vec<_> = std::iter::from_fn(|| next.next_for_network()).collect();
+    let [held] = &sent[..] else { panic!("{sent:?}") };
+    assert_eq!((&held[0..6], held.len()), (&OTHER[..], bytes));
+    for cut in 0..table.len() {
+        assert!(Nat::take_up(nat.config.clone(), &table[..cut]).is_err(), "{cut}");
+    }
+    assert!(Nat::take_up(nat.config.clone(), &[2]).unwrap_err().contains("version 2"));
+}

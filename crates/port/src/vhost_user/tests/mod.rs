@@ -3,6 +3,7 @@
 
 mod conformance;
 mod frontend;
+mod restart;
 
 use super::{Socket, VhostUserConfig, VhostUserPort};
 use crate::reactor::{Reactor, Registration};
@@ -16,6 +17,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 use tombolo_ring::virtio::net::features as net;
 use tombolo_ring::virtio::{Descriptor, features as ring};
+use tombolo_shm::store::Store;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::Batch;
@@ -47,6 +49,8 @@ struct Seen {
 struct Worker {
     seen: Shared<Seen>,
     stop: Arc<AtomicBool>,
+    /// Its ports are handed over to the store and then left as an ended process leaves them.
+    leave: Arc<AtomicBool>,
     registration: Registration,
     thread: Option<JoinHandle<()>>,
     folder: PathBuf,
@@ -60,6 +64,13 @@ impl Worker {
     }
 
     fn with_sockets(sockets: [Socket; 2], pairs: u16, folder: PathBuf) -> Worker {
+        Self::with_store(sockets, pairs, folder, None)
+    }
+
+    /// With a store the ports keep their connections there.
+    fn with_store(sockets: [Socket; 2], pairs: u16, folder: PathBuf, store: Option<Arc<Store>>) -> Worker {
+        let (its, leave) = (store.clone(), Arc::new(AtomicBool::new(false)));
+        let leaves = leave.clone();
         let seen = Shared::<Seen>::default();
         let stop = Arc::new(AtomicBool::new(false));
         let (give, registrar) = std::sync::mpsc::channel();
@@ -81,18 +92,28 @@ impl Worker {
                     }
                     ports.iter_mut().for_each(|port| port.disarm());
                 }
+                if let (Some(store), true) = (its, leaves.load(Ordering::SeqCst)) {
+                    for (number, port) in ports.iter().enumerate() {
+                        let handed = port.hand_over().unwrap();
+                        let name = super::Shelf::final_name(&number.to_string());
+                        store.put_state(&name, &handed.state, &[handed.fds[0].as_fd()]).unwrap();
+                    }
+                    std::mem::forget(ports);
+                }
             }
         });
         let registrar = registrar.recv().unwrap();
         let mut token = 0;
         let ports = sockets.map(|socket| {
             let registration = registrar.registration(Token(token));
+            let shelf = store.clone().map(|store| super::Shelf::new(store, &token.to_string()));
             token += 1;
-            VhostUserPort::open(VhostUserConfig { socket, queue_pairs: pairs, mtu: 1500 }, registration).unwrap()
+            let config = VhostUserConfig { socket, queue_pairs: pairs, mtu: 1500 };
+            VhostUserPort::open_kept(config, registration, shelf).unwrap()
         });
         give_ports.send(ports).unwrap();
         let registration = registrar.registration(Token(9));
-        Worker { seen, stop, registration, thread: Some(thread), folder }
+        Worker { seen, stop, leave, registration, thread: Some(thread), folder }
     }
 
     fn each<T>(
@@ -180,6 +201,9 @@ impl Drop for Worker {
         self.stop.store(true, Ordering::SeqCst);
         self.registration.wake();
         let ended = self.thread.take().unwrap().join();
+        if self.leave.load(Ordering::SeqCst) {
+            return ended.unwrap();
+        }
         let left: Vec<_> = std::fs::read_dir(&self.folder).unwrap().flatten().map(|entry| entry.path()).collect();
         let _ = std::fs::remove_dir_all(&self.folder);
         if !std::thread::panicking() {

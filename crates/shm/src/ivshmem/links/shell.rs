@@ -17,6 +17,7 @@ use rustix::net::SocketType;
 use rustix::time::Timespec;
 use std::collections::{BTreeMap, HashMap};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
 use std::sync::Mutex;
 use tombolo_ring::ivshmem::region::PAGE_BYTES;
 
@@ -49,6 +50,8 @@ pub(super) struct Inner {
     next_token: u64,
     pub(super) links: BTreeMap<String, Link>,
     pub(super) keeping: Option<Keeping>,
+    /// Listening sockets of an earlier daemon, by their paths.
+    pub(super) handed_doors: BTreeMap<PathBuf, OwnedFd>,
     retry: bool,
     pub(super) end: bool,
 }
@@ -101,7 +104,16 @@ impl Keeping {
 impl Inner {
     pub(super) fn new(epoll: OwnedFd, keeping: Option<Keeping>) -> Inner {
         let (sources, links) = (HashMap::new(), BTreeMap::new());
-        Inner { epoll, sources, next_token: OWN + 1, links, keeping, retry: false, end: false }
+        Inner {
+            epoll,
+            sources,
+            next_token: OWN + 1,
+            links,
+            keeping,
+            handed_doors: BTreeMap::new(),
+            retry: false,
+            end: false,
+        }
     }
 
     fn watch(&mut self, fd: impl AsFd, source: Source, write: bool) -> Result<u64, Errno> {
@@ -357,7 +369,11 @@ impl Inner {
         let config = self.links.get(name).ok_or_else(unknown)?.config.clone();
         for (at, door) in config.doors.iter().enumerate() {
             let failed = |source| LinkError::Listen { link: name.into(), path: door.path.clone(), source };
-            let listener = Listener::bind(&door.path, SocketType::STREAM).map_err(failed)?;
+            let handed = self.handed_doors.remove(&door.path).and_then(|fd| Listener::adopt(fd, &door.path).ok());
+            let listener = match handed {
+                Some(listener) => listener,
+                None => Listener::bind(&door.path, SocketType::STREAM).map_err(failed)?,
+            };
             let token = self.watch(&listener, Source::Door { link: name.into(), at }, false).map_err(failed)?;
             let link = self.links.get_mut(name).ok_or_else(unknown)?;
             link.doors.push((listener, token, door.seat));

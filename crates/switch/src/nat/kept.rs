@@ -1,0 +1,200 @@
+//! The router's table as bytes, for a daemon that takes over while connections run.
+//!
+//! ```text
+//! version u8 · has peer MAC u8 · peer MAC 6 · next port u16 · then five lists, each a count u32 and its entries:
+//! flows       outside port u16 · inside 7 · MAC 6 · state 13
+//! forwarded   inside 7 · peer 6 · forward's port u16 · state 13
+//! neighbours  address 4 · MAC 6
+//! held        inside 7 · peer 6 · since u64 · flags u8 (1 first segment, 2 sent) · bytes u32 · frame
+//! inside      protocol u8 (0 TCP, 1 UDP, 2 echo) · address 4 · port u16;   peer: address 4 · port u16
+//! state       last use u64 · flags u8 (1 answered, 2 first came in, 4 done out, 8 done in, 16 reset)
+//! ```
+//! Numbers are little-endian, addresses as on the wire. Instants are those of the monotonic clock, which both daemons
+//! share. A mapping is charged to its MAC from then on, since ports of the switch have other numbers.
+
+use std::net::Ipv4Addr;
+
+use super::flow::{Flow, Inside, Source, State, Way};
+use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forwarded, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
+use crate::Nanos;
+use crate::frame::Mac;
+
+const VERSION: u8 = 1;
+const PROTOCOLS: [Protocol; 3] = [Protocol::Tcp, Protocol::Udp, Protocol::Echo];
+
+fn put_inside(out: &mut Vec<u8>, (protocol, address, port): Inside) {
+    out.push(protocol as u8);
+    out.extend(address.octets());
+    out.extend(port.to_le_bytes());
+}
+
+fn put_state(out: &mut Vec<u8>, state: &State) {
+    let flags = [state.answered, state.first == Way::In, state.done[0], state.done[1], state.reset];
+    out.extend(state.last.0.to_le_bytes());
+    out.push(flags.iter().enumerate().map(|(bit, set)| u8::from(*set) << bit).sum());
+}
+
+fn put_forwarded(out: &mut Vec<u8>, (inside, peer, port): &Forwarded) {
+    put_inside(out, *inside);
+    out.extend(peer.octets());
+    out.extend(port.to_le_bytes());
+}
+
+struct Reader<'r>(&'r [u8]);
+
+impl<'r> Reader<'r> {
+    fn take<const N: usize>(&mut self) -> Result<[u8; N], String> {
+        let (taken, rest) = self.0.split_first_chunk().ok_or("the stored table of the router ends early")?;
+        self.0 = rest;
+        Ok(*taken)
+    }
+
+    fn byte(&mut self) -> Result<u8, String> {
+        self.take().map(|[byte]| byte)
+    }
+
+    fn u16(&mut self) -> Result<u16, String> {
+        self.take().map(u16::from_le_bytes)
+    }
+
+    fn count(&mut self) -> Result<u32, String> {
+        self.take().map(u32::from_le_bytes)
+    }
+
+    fn address(&mut self) -> Result<Ipv4Addr, String> {
+        self.take::<4>().map(Ipv4Addr::from)
+    }
+
+    fn inside(&mut self) -> Result<Inside, String> {
+        let number = self.byte()?;
+        let protocol = PROTOCOLS.get(usize::from(number)).ok_or_else(|| format!("protocol {number} in the table"))?;
+        Ok((*protocol, self.address()?, self.u16()?))
+    }
+
+    fn forwarded(&mut self) -> Result<Forwarded, String> {
+        Ok((self.inside()?, self.address()?, self.u16()?))
+    }
+
+    fn state(&mut self, protocol: Protocol) -> Result<State, String> {
+        let last = Nanos(u64::from_le_bytes(self.take()?));
+        let flags = self.byte()?;
+        let bit = |bit: u8| flags & 1 << bit != 0;
+        let first = if bit(1) { Way::In } else { Way::Out };
+        Ok(State { protocol, last, answered: bit(0), first, done: [bit(2), bit(3)], reset: bit(4) })
+    }
+
+    fn bytes(&mut self, len: usize) -> Result<&'r [u8], String> {
+        let (taken, rest) = self.0.split_at_checked(len).ok_or("the stored table of the router ends early")?;
+        self.0 = rest;
+        Ok(taken)
+    }
+}
+
+impl Nat {
+    /// The table, for [`Nat::take_up`] in another process.
+    pub fn hand_over(&self) -> Vec<u8> {
+        let mut out = vec![VERSION, u8::from(self.peer_mac.is_some())];
+        out.extend(self.peer_mac.unwrap_or_default());
+        out.extend(self.next_port.to_le_bytes());
+        // No overflow of the counts: there are at most 65,536 ports of each protocol.
+        out.extend((self.flows.len() as u32).to_le_bytes());
+        for ((_, port), flow) in &self.flows {
+            out.extend(port.to_le_bytes());
+            put_inside(&mut out, flow.inside);
+            out.extend(flow.station);
+            put_state(&mut out, &flow.state);
+        }
+        out.extend((self.forwarded.len() as u32).to_le_bytes());
+        for (key, (port, state)) in &self.forwarded {
+            put_forwarded(&mut out, key);
+            out.extend(port.to_le_bytes());
+            put_state(&mut out, state);
+        }
+        out.extend((self.neighbours.len() as u32).to_le_bytes());
+        for (address, neighbour) in &self.neighbours {
+            out.extend(address.octets());
+            out.extend(neighbour.mac);
+        }
+        out.extend((self.held.len() as u32).to_le_bytes());
+        for held in &self.held {
+            put_forwarded(&mut out, &held.key);
+            out.extend(held.since.0.to_le_bytes());
+            out.push(u8::from(held.is_first) | u8::from(held.sent) << 1);
+            out.extend((held.frame.len() as u32).to_le_bytes());
+            out.extend_from_slice(&held.frame);
+        }
+        out
+    }
+
+    /// A router with the table of another process. What no longer fits `config` is left out.
+    ///
+    /// # Errors
+    /// For a table of another version, or a broken one, in words.
+    pub fn take_up(config: Config, table: &[u8]) -> Result<Nat, String> {
+        let mut nat = Nat::new(config);
+        let mut reader = Reader(table);
+        let version = reader.byte()?;
+        if version != VERSION {
+            return Err(format!("the stored table of the router has version {version}, expected {VERSION}"));
+        }
+        let known = reader.byte()? != 0;
+        let peer: Mac = reader.take()?;
+        nat.next_port = reader.u16()?.max(FIRST_PORT);
+        if known {
+            nat.peer_mac = Some(peer);
+            nat.to_uplink.clear();
+        }
+        for _ in 0..reader.count()? {
+            let port = reader.u16()?;
+            let inside = reader.inside()?;
+            let station: Mac = reader.take()?;
+            let state = reader.state(inside.0)?;
+            nat.put_flow(port, inside, station, state);
+        }
+        for _ in 0..reader.count()? {
+            let key = reader.forwarded()?;
+            let port = reader.u16()?;
+            let state = reader.state(key.0.0)?;
+            let to = (key.0.1, key.0.2);
+            if nat.config.forwards.iter().any(|f| f.protocol == key.0.0 && f.port == port && f.to == to) {
+                nat.forwarded.insert(key, (port, state));
+            }
+        }
+        for _ in 0..reader.count()? {
+            let (address, mac) = (reader.address()?, reader.take()?);
+            nat.neighbours.insert(address, Neighbour { mac, rival: None });
+        }
+        for _ in 0..reader.count()? {
+            let key = reader.forwarded()?;
+            let since = Nanos(u64::from_le_bytes(reader.take()?));
+            let flags = reader.byte()?;
+            let len = reader.count()? as usize;
+            let frame = reader.bytes(len)?.to_vec();
+            if nat.held.len() < HELD && (14..=HELD_BYTES).contains(&len) {
+                nat.held.push_back(Held { key, since, is_first: flags & 1 != 0, sent: flags & 2 != 0, frame });
+            }
+        }
+        Ok(nat)
+    }
+
+    fn put_flow(&mut self, port: u16, inside: Inside, station: Mac, state: State) {
+        let (protocol, source) = (inside.0, Source::Mac(station));
+        let free = port >= FIRST_PORT && !self.flows.contains_key(&(protocol, port));
+        if !free || self.ports.contains_key(&(inside, station)) || !self.in_subnet(inside.1) {
+            return;
+        }
+        let share = self.shares.entry(source).or_default();
+        if share.held >= FLOWS_PER_SOURCE {
+            return;
+        }
+        share.held += 1;
+        let (id, queued) = (self.next_id, state.may_yield());
+        self.next_id += 1;
+        if queued {
+            share.yielding.push_back((protocol, port, id));
+        }
+        self.taken[protocol as usize].set(port, true);
+        self.ports.insert((inside, station), port);
+        self.flows.insert((protocol, port), Flow { inside, station, source, state, queued, id });
+    }
+}
