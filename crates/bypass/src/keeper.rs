@@ -227,11 +227,16 @@ impl Keeper {
         if mode == Mode::Tcx {
             detach_xdp(&self.place, link.index);
         } else if let Err(cause) = attach_xdp(&self.place, link.index) {
-            eprintln!("{}: XDP could not be attached: {cause}", link.name);
+            tell(&format!("{}: XDP could not be attached: {cause}", link.name));
             return Ok((Mode::Tcx, watched.chooser.refused(now), is_fleeting));
         }
         Ok((mode, why, is_fleeting))
     }
+}
+
+/// Writes a line to the log. On a full disk it is lost, where `eprintln!` would panic.
+fn tell(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 /// What happened between two readings of an interface's counters.
@@ -324,7 +329,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         if links_changed {
             // One that is gone again already is no reason to end.
             if let Err(error) = attach_again(&keeper.place) {
-                eprintln!("an interface that was made anew could not be attached: {error}");
+                tell(&format!("an interface that was made anew could not be attached: {error}"));
             }
         }
         if monotonic_ns() >= next_tick {

@@ -103,14 +103,14 @@ impl Bridge {
         let error = bridge.run(&calls, |there| {
             // A line for whoever watches; that nobody does is no failure.
             match (there, &bridge.service) {
-                (true, Some(name)) => eprintln!("tombolo: the peer is there: service {name} is registered"),
-                (true, None) => eprintln!("tombolo: the peer is there"),
-                (false, _) => eprintln!("tombolo: the peer is gone"),
+                (true, Some(name)) => crate::out::tell!("tombolo: the peer is there: service {name} is registered"),
+                (true, None) => crate::out::tell!("tombolo: the peer is there"),
+                (false, _) => crate::out::tell!("tombolo: the peer is gone"),
             }
         });
         match error {
             BridgeError::Over if self.tcp.is_some() => {
-                eprintln!("tombolo: {error}");
+                crate::out::tell!("tombolo: {error}");
                 Ok(Exit::Done)
             }
             error => Err(Failure::failed(error.to_string())),

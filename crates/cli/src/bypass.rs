@@ -205,7 +205,7 @@ impl Attach {
             },
         )?;
         for attached in done.iter().filter(|a| !a.after.is_empty()) {
-            eprintln!(
+            out::tell!(
                 "tombolo: {}: runs after {}, which was there before",
                 attached.interface,
                 attached.after.join(", ")
@@ -213,7 +213,7 @@ impl Attach {
         }
         let mut exit = Exit::Done;
         if !self.no_keeper && !tombolo_bypass::keeper::start(&place)? {
-            eprintln!("tombolo: the keeper did not start; see {}", place.log().display());
+            out::tell!("tombolo: the keeper did not start; see {}", place.log().display());
             exit = Exit::Partly;
         }
         if self.json {
@@ -356,7 +356,7 @@ impl Trace {
             return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
         }
         if !self.json && std::io::stderr().is_terminal() {
-            eprintln!("tombolo: waiting for frames; Ctrl-C ends it, and leaves the bypass as it is");
+            out::tell!("tombolo: waiting for frames; Ctrl-C ends it, and leaves the bypass as it is");
         }
         let end = self.seconds.map(|s| Instant::now() + s);
         let start = monotonic_ns();

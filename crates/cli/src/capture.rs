@@ -105,7 +105,7 @@ impl Capture {
         let deadline = self.seconds.map(|s| Instant::now() + s);
         let tty = path.is_some() && io::stderr().is_terminal();
         if tty && deadline.is_none() && self.count.is_none() {
-            eprintln!("capturing {}; Ctrl-C ends it", self.port);
+            crate::out::tell!("capturing {}; Ctrl-C ends it", self.port);
         }
         let mut blocks = Blocks::default();
         let mut bytes = 0u64;
@@ -119,15 +119,17 @@ impl Capture {
             scaled(bytes as f64, "B")
         );
         if path.is_some() {
-            eprintln!("{what}");
+            crate::out::tell!("{what}");
         }
         // A port that went away, or came anew, has nothing more to say.
         let lost = client.port(&self.port).map_or(0, |p| p.counters.capture_lost.saturating_sub(lost_before));
         if lost > 0 {
-            eprintln!("tombolo: {lost} more frames passed faster than they could be written, and are not in it");
+            crate::out::tell!(
+                "tombolo: {lost} more frames passed faster than they could be written, and are not in it"
+            );
         }
         if end == Ending::Fabric && (self.count.is_some() || deadline.is_some()) {
-            eprintln!("tombolo: the port {} went away before that", self.port);
+            crate::out::tell!("tombolo: the port {} went away before that", self.port);
             return Ok(Exit::Partly);
         }
         Ok(Exit::Done)

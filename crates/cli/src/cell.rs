@@ -220,7 +220,7 @@ impl Console {
             client.console(&self.name, false, |_| Ok(ControlFlow::Break(())))?;
         }
         let raw = if terminal {
-            eprintln!("the console of {}; Ctrl-] leaves it", self.name);
+            out::tell!("the console of {}; Ctrl-] leaves it", self.name);
             Some(Raw::new()?)
         } else {
             None
@@ -229,16 +229,16 @@ impl Console {
         drop(raw);
         let end = match end {
             Err(ClientError::Refused { status: 409, fault }) => {
-                eprintln!("tombolo: {}; reading only", fault.error);
+                out::tell!("tombolo: {}; reading only", fault.error);
                 // It has been told from the start until then.
                 client.console(&self.name, true, printer(seen.get(), &seen))?
             }
             end => end?,
         };
         if end == Ending::Fabric {
-            eprintln!("tombolo: {} has ended; `tombolo cell ls` says how", self.name);
+            out::tell!("tombolo: {} has ended; `tombolo cell ls` says how", self.name);
         } else if terminal {
-            eprintln!();
+            out::tell!();
         }
         Ok(Exit::Done)
     }

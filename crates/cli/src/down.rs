@@ -22,12 +22,12 @@ impl Down {
                 out::print(&told(&name, stood.as_ref().ok()))?;
                 Ok(Exit::Done)
             }
-            Err(error) if error.is_absent() => match daemon::clean_up(&name)? {
-                true => {
-                    eprintln!("tombolo: {name} did not run any more; what its killed daemon had left is cleared up");
+            Err(error) if error.is_absent() => match daemon::clean_up(&name, out::teller())? {
+                Some(_) => {
+                    out::tell!("tombolo: {name} did not run any more; what its killed daemon had left is cleared up");
                     Ok(Exit::Done)
                 }
-                false => Err(error.into()),
+                None => Err(error.into()),
             },
             Err(error) => Err(error.into()),
         }

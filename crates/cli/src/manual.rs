@@ -126,6 +126,8 @@ Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-
 - **Manual pages**: `tombolo man | man -l -`, or all of them by `tombolo man --out DIR`.
 - **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
   slow to end. The daemon's log is `log` in the runtime directory; it goes with the fabric.
+- **After a crash**: the next `up` keeps the machines that still fit the file, and ends, starts again or removes what does
+  not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` does the rest alone.
 - **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
   output is followed until the machine ends. The last 512 KiB to 1 MiB of it are kept in `NAME.console` in the runtime directory.
 ";

@@ -4,6 +4,22 @@ use std::io::{self, IsTerminal, Write};
 
 use crate::exit::Failure;
 
+/// Writes a line to standard error. Unlike `eprintln!` it does not panic where that is full or closed: a daemon whose log
+/// is on a full disk lives on.
+macro_rules! tell {
+    ($($arg:tt)*) => {{
+        use std::io::Write as _;
+        // There is no other place to complain.
+        let _ = writeln!(std::io::stderr(), $($arg)*);
+    }};
+}
+pub(crate) use tell;
+
+/// Says on standard error what happens.
+pub(crate) fn teller() -> tombolo_host::fabric::Say {
+    std::sync::Arc::new(|line: &str| tell!("tombolo: {line}"))
+}
+
 /// Prints text to standard output.
 pub(crate) fn print(text: &str) -> Result<(), Failure> {
     let mut out = io::stdout().lock();

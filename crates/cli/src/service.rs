@@ -282,12 +282,12 @@ impl Ls {
             let reports: Vec<_> = rows.iter().filter_map(|(_, r)| r.as_ref().ok()).collect();
             out::json(&serde_json::json!({ "services": reports }))?;
             for (name, error) in rows.iter().filter_map(|(name, r)| r.as_ref().err().map(|error| (name, error))) {
-                eprintln!("tombolo: {name}: {error}");
+                out::tell!("tombolo: {name}: {error}");
             }
         } else {
             if rows.is_empty() {
                 // Beside the table: who reads that sees headings alone.
-                eprintln!("tombolo: no service runs (looked in {}; another user's are elsewhere)", folder.display());
+                out::tell!("tombolo: no service runs (looked in {}; another user's are elsewhere)", folder.display());
             }
             out::print(&table(&rows))?;
         }
@@ -337,7 +337,7 @@ impl Watch {
             let now = match report(&self.name) {
                 Err(ConnectError::NoService { .. } | ConnectError::Gone) => {
                     drop(screen);
-                    eprintln!("tombolo: the service {} has ended", self.name);
+                    out::tell!("tombolo: the service {} has ended", self.name);
                     return Ok(Exit::Done);
                 }
                 now => now?,

@@ -46,7 +46,7 @@ impl Top {
                 // The fabric went down while we looked: no failure of ours.
                 Err(error) if error.is_absent() => {
                     drop(screen);
-                    eprintln!("tombolo: {} is down", before.name);
+                    out::tell!("tombolo: {} is down", before.name);
                     return Ok(Exit::Done);
                 }
                 now => now?,

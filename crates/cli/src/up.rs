@@ -126,7 +126,7 @@ impl Up {
                     missing.iter().any(|(_, state)| state.starts_with("failed") || state.starts_with("stopped"));
                 if hopeless || Instant::now() >= end {
                     for (name, state) in missing {
-                        eprintln!("tombolo: {name} is not on the network: {state}");
+                        out::tell!("tombolo: {name} is not on the network: {state}");
                     }
                     exit = Exit::Partly;
                     break;
@@ -137,9 +137,7 @@ impl Up {
                 }
             }
         }
-        for warning in &status.warnings {
-            eprintln!("tombolo: {warning}");
-        }
+        tell_all(&status);
         if self.json {
             out::json(&status)?;
         } else {
@@ -170,6 +168,11 @@ fn missing(status: &Status) -> Vec<(String, String)> {
     machines.map(|m| (m.name.clone(), how(m))).collect()
 }
 
+/// What the user should know of a start: what became of an earlier daemon's things, and what does not work.
+fn tell_all(status: &Status) {
+    status.takeover.iter().chain(&status.warnings).for_each(|line| out::tell!("tombolo: {line}"));
+}
+
 fn summary(status: &Status, took: Duration) -> String {
     format!(
         "{} stands after {}: {}, {}, {}, {}",
@@ -186,7 +189,7 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let tty = io::stderr().is_terminal();
     let name = spec.name.clone();
     if tty {
-        eprintln!(
+        out::tell!(
             "starting {name}: {}, {}, {} …",
             out::counted(spec.networks.len(), "network"),
             out::counted(spec.machines.len(), "machine"),
@@ -198,20 +201,18 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let aloud = stands.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
         if tty || aloud.load(Ordering::Relaxed) {
-            line.lines().for_each(|line| eprintln!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
+            line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
     });
     daemon::run(spec, path, say, |status, took| {
         stands.store(true, Ordering::Relaxed);
-        for warning in &status.warnings {
-            eprintln!("tombolo: {warning}");
-        }
+        tell_all(status);
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
         // Whoever reads our output may have gone; the fabric stands all the same.
         let _ = writeln!(io::stdout(), "{}{rest}", summary(status, took));
     })?;
     if tty {
-        eprintln!("{name} is down");
+        out::tell!("{name} is down");
     }
     Ok(Exit::Done)
 }

@@ -91,7 +91,7 @@ async fn live(
         () = signals.came() => None,
     };
     let Some(shared) = started else {
-        fabric::clean_up(&name).await?;
+        fabric::clean_up(&name, say).await?;
         return Err(DaemonError::Interrupted);
     };
     let server = match Server::bind(&folder.join("api.sock")) {
@@ -138,11 +138,11 @@ async fn ask_status(requests: &Requests) -> Option<Status> {
     answer.await.ok()?.ok()
 }
 
-/// Clears up what a killed daemon of this fabric left. Returns whether there was something.
+/// Clears up what a killed daemon of this fabric left. Returns what was done, a sentence each; `None` if nothing was left.
 ///
 /// # Errors
 /// If its daemon runs, or the system refuses.
-pub fn clean_up(fabric: &str) -> Result<bool, DaemonError> {
+pub fn clean_up(fabric: &str, say: Say) -> Result<Option<Vec<String>>, DaemonError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    Ok(runtime.block_on(fabric::clean_up(fabric))?)
+    Ok(runtime.block_on(fabric::clean_up(fabric, say))?)
 }

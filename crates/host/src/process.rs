@@ -1,16 +1,32 @@
 //! Processes of a fabric: found, watched and ended by pidfd, so that a reused pid is never hit.
+//!
+//! # How children are found again
+//! A daemon may be killed at any instant, and its children may be stopped, spinning, or run as another user (passt becomes
+//! `nobody`). So each kind has a mark that is there from the first instruction of its program on, in a place that every
+//! state and user leaves readable: the command line. A child that has not reached its program yet holds the fabric's lock.
+//!
+//! | child | mark |
+//! | --- | --- |
+//! | QEMU | `-name tombolo/FABRIC/NAME` and the path of its monitor's socket |
+//! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
+//! | keeper of links | `tombolo keeper RUNTIME/keeper.sock` |
+//! | nft, probes | none: the kernel kills them with the daemon (`tombolo_port::child`) |
 
 use std::fs;
 use std::io;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::{Mutex, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
+use serde::{Deserialize, Serialize};
+
+/// How long the kernel may take to end a killed process; one that waits for a device in the kernel takes longer.
+const KILLED: Duration = Duration::from_secs(5);
 
 /// A process that is held by its pidfd.
 #[derive(Debug)]
@@ -60,29 +76,98 @@ pub fn arguments(pid: u32) -> Option<Vec<String>> {
     Some(words.map(|w| String::from_utf8_lossy(w).into_owned()).collect())
 }
 
-/// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are
-/// found by `-name tombolo/FABRIC/NAME` of a process of the same user.
-pub fn machines(fabric: &str, runtime: &std::path::Path) -> Vec<(String, Process, Vec<String>)> {
-    let prefix = format!("tombolo/{fabric}/");
-    let me = rustix::process::geteuid().as_raw();
-    let Ok(entries) = fs::read_dir("/proc") else { return vec![] };
-    let mut out = Vec::new();
-    for entry in entries.flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
-        if entry.metadata().map(|m| m.uid()).ok() != Some(me) {
-            continue;
-        }
-        // The pidfd comes first: what is read afterwards is read of a process that we hold, or it reads of nobody.
-        let Some(process) = Process::open(pid) else { continue };
-        let Some(words) = arguments(pid) else { continue };
-        let name = words.windows(2).find(|w| w[0] == "-name").and_then(|w| w[1].strip_prefix(&prefix));
-        let Some(name) = name.map(str::to_string) else { continue };
-        let monitor = crate::qemu::argv::monitor_path(runtime, &name).display().to_string();
-        if words.iter().any(|w| w.contains(&monitor)) && process.is_running() {
-            out.push((name, process, words));
-        }
+/// The environment variable that marks a helper. It is for helpers that are started through a script, which changes the
+/// command line: as its value the helper's name for itself.
+pub const HELPER_VARIABLE: &str = "_TOMBOLO_HELPER";
+
+/// A helper as the owner record has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Recorded {
+    /// What it is for: the port's name.
+    pub name: String,
+    /// The process.
+    pub pid: u32,
+    /// Its start, in clock ticks after boot.
+    pub started_ticks: u64,
+}
+
+/// A passt's name for itself, by which it is found again. passt asks only that the last part is `passt`.
+pub fn helper_name(runtime: &Path, port: &str) -> String {
+    format!("{}/{port}/passt", runtime.display())
+}
+
+/// Every process but this one, held by its pidfd, with its arguments.
+fn all() -> impl Iterator<Item = (Process, Vec<String>)> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    let pids = entries.filter_map(|e| e.file_name().to_str().and_then(|n| n.parse::<u32>().ok()));
+    let others = pids.filter(|pid| *pid != std::process::id());
+    // The pidfd comes first: what is read afterwards is read of a process that we hold, or not at all.
+    others.filter_map(|pid| {
+        let process = Process::open(pid)?;
+        let words = arguments(pid)?;
+        Some((process, words))
+    })
+}
+
+/// Whether a process of that number may be signalled; nobody else's can be one of our children.
+fn is_ours(process: &Process) -> bool {
+    rustix::process::test_kill_process(Pid::from_raw(process.pid as i32).unwrap_or(Pid::INIT)).is_ok()
+}
+
+/// Helpers (passt) of the fabric with this runtime directory that run, in whatever state: (port, process).
+pub fn helpers(runtime: &Path, recorded: &[Recorded]) -> Vec<(String, Process)> {
+    let prefix = format!("{}/", runtime.display());
+    let port = |name: &str| name.strip_prefix(&prefix)?.strip_suffix("/passt").map(str::to_string);
+    let variable = format!("{HELPER_VARIABLE}=");
+    let marked = |pid: u32| {
+        // Readable for root, and for the helper's user if it has not changed its own.
+        let bytes = fs::read(format!("/proc/{pid}/environ")).ok()?;
+        let words = bytes.split(|b| *b == 0).map(String::from_utf8_lossy);
+        words.filter_map(|w| port(w.strip_prefix(&variable)?)).next()
+    };
+    let known = |pid: u32| {
+        let record = recorded.iter().find(|r| r.pid == pid)?;
+        (start_ticks(pid) == Some(record.started_ticks)).then(|| record.name.clone())
+    };
+    let found = all().filter_map(|(process, words)| {
+        let name =
+            words.first().and_then(|w| port(w)).or_else(|| known(process.pid)).or_else(|| marked(process.pid))?;
+        (process.is_running() && is_ours(&process)).then_some((name, process))
+    });
+    found.collect()
+}
+
+/// Keepers of links at this socket that run, in whatever state.
+pub fn keepers(socket: &Path) -> Vec<Process> {
+    let socket = socket.display().to_string();
+    let found = all().filter(|(process, words)| {
+        words.len() == 3 && words[1] == "keeper" && words[2] == socket && process.is_running() && is_ours(process)
+    });
+    found.map(|(process, _)| process).collect()
+}
+
+/// Kills processes that have nothing to save, and waits for their ends. Returns those that are still there.
+pub fn kill_all(processes: &[&Process]) -> Vec<u32> {
+    let deadline = Instant::now() + KILLED;
+    for process in processes {
+        // One that has ended meanwhile is no error, and one that may not be signalled is still there below.
+        let _ = process.signal(Signal::KILL);
     }
-    out
+    let left = processes.iter().filter(|p| !p.wait(deadline.saturating_duration_since(Instant::now())));
+    left.map(|p| p.pid).collect()
+}
+
+/// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are
+/// found by `-name tombolo/FABRIC/NAME`.
+pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<String>)> {
+    let prefix = format!("tombolo/{fabric}/");
+    let found = all().filter_map(|(process, words)| {
+        let name = words.windows(2).find(|w| w[0] == "-name").and_then(|w| w[1].strip_prefix(&prefix))?.to_string();
+        let monitor = crate::qemu::argv::monitor_path(runtime, &name).display().to_string();
+        let same = words.iter().any(|w| w.contains(&monitor));
+        (same && process.is_running() && is_ours(&process)).then_some((name, process, words))
+    });
+    found.collect()
 }
 
 impl Process {
@@ -119,7 +204,7 @@ impl Process {
         if !self.wait(grace) {
             self.signal(Signal::KILL)?;
             // A killed process is gone as soon as the kernel has taken it apart.
-            self.wait(Duration::from_secs(5));
+            self.wait(KILLED);
         }
         Ok(())
     }
@@ -156,5 +241,47 @@ mod tests {
         child.wait().unwrap();
         found[0].1.signal(Signal::KILL).unwrap();
         assert!(start_ticks(std::process::id()).is_some());
+    }
+    /// Starts `sh` under another name for itself; its environment is `variable`.
+    fn disguised(name: &str, variable: Option<&str>) -> Child {
+        use std::os::unix::process::CommandExt;
+        let mut command = Command::new("sh");
+        command.arg0(name).args(["-c", "read x"]).stdin(std::process::Stdio::piped());
+        command.envs(variable.map(|value| (HELPER_VARIABLE, value)));
+        command.spawn().unwrap()
+    }
+
+    #[test]
+    fn helpers_are_found_by_name_variable_or_record_and_killed_while_stopped() {
+        let dir = tempfile::tempdir().unwrap();
+        let name = helper_name(dir.path(), "uplink-lan");
+        let mut children = [disguised(&name, None), disguised("passt", Some(&name)), disguised("passt", None)];
+        let pids: Vec<u32> = children.iter().map(Child::id).collect();
+        let record = Recorded { name: "uplink-ops".into(), pid: pids[2], started_ticks: start_ticks(pids[2]).unwrap() };
+        let elsewhere = Recorded { started_ticks: 0, ..record.clone() };
+        let find = |records: &[Recorded]| {
+            let mut found: Vec<(u32, String)> =
+                helpers(dir.path(), records).into_iter().map(|(name, p)| (p.pid, name)).collect();
+            found.sort();
+            found
+        };
+        // Between fork and exec a child has its parent's command line.
+        tombolo_testing::until("all three", || find(std::slice::from_ref(&record)).len() == 3);
+        let names = ["uplink-lan", "uplink-lan", "uplink-ops"].map(String::from);
+        let mut expected: Vec<_> = pids.iter().copied().zip(names).collect();
+        expected.sort();
+        assert_eq!(find(&[record]), expected);
+        // A number that belongs to another process by now is nobody's record.
+        assert_eq!(find(&[elsewhere]).len(), 2);
+        assert!(helpers(Path::new("/elsewhere"), &[]).is_empty());
+        for child in &children {
+            Process::open(child.id()).unwrap().signal(Signal::STOP).unwrap();
+        }
+        let held: Vec<Process> = pids.iter().filter_map(|pid| Process::open(*pid)).collect();
+        assert!(kill_all(&held.iter().collect::<Vec<_>>()).is_empty());
+        assert!(find(&[]).is_empty());
+        for child in &mut children {
+            child.wait().unwrap();
+        }
     }
 }

@@ -6,8 +6,8 @@
 //! # Invariants
 //! - Whoever holds the exclusive lock of `lock` owns the fabric; the kernel releases it however the owner ends.
 //! - `owner.json` is written (whole, then renamed) before a thing outside this process is made, so a killed owner's
-//!   leftovers are in it. Processes are found by their command lines instead (see [`crate::process`]): there is no
-//!   instant at which one runs and is not findable.
+//!   leftovers are in it. Processes are found by marks that they carry (see [`crate::process`]), so there is no instant at
+//!   which one runs and is not findable.
 //! - The directory is 0700 and its owner's.
 
 use std::fs::{self, File};
@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use crate::process::Process;
+use crate::process::{Process, Recorded};
 
 /// How long a lock is waited for whose recorded owner has gone.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
@@ -112,6 +112,9 @@ pub struct Owner {
     /// its guest agrees on features agrees on other ones with the next backend.
     #[serde(default)]
     pub settled: Vec<Settled>,
+    /// The passts of the user uplinks, beside the marks by which they are found.
+    #[serde(default)]
+    pub helpers: Vec<Recorded>,
 }
 
 /// A running machine that the next daemon may adopt.
@@ -138,7 +141,8 @@ impl Owner {
 /// The folder that holds the runtime directories of all fabrics of this user.
 pub fn runtime_root() -> Result<PathBuf, RunDirError> {
     if let Some(path) = std::env::var_os("TOMBOLO_RUNTIME") {
-        return Ok(path.into());
+        // Children carry the path as their mark, and may be looked for from another folder.
+        return Ok(std::path::absolute(&path).unwrap_or_else(|_| path.into()));
     }
     if rustix::process::geteuid().is_root() {
         return Ok("/run/tombolo".into());
@@ -264,6 +268,7 @@ impl RunDir {
             bypass: leftover.as_ref().is_some_and(|o| o.bypass),
             additions: leftover.as_ref().map(|o| o.additions.clone()).unwrap_or_default(),
             settled: leftover.as_ref().map(|o| o.settled.clone()).unwrap_or_default(),
+            helpers: leftover.as_ref().map(|o| o.helpers.clone()).unwrap_or_default(),
         };
         let mut dir = RunDir { path, state: state_root().join(fabric), _lock: lock, owner, leftover };
         dir.record(|_| ())?;
@@ -354,6 +359,7 @@ mod tests {
             bypass: false,
             additions: vec![],
             settled: vec![],
+            helpers: vec![],
         };
         write_whole(&path.join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
     }

@@ -40,6 +40,9 @@ pub struct Status {
     pub workers: Vec<WorkerReport>,
     /// What does not work as the file asks, in sentences; empty when all is well.
     pub warnings: Vec<String>,
+    /// What this start kept, started again, ended or removed of what an earlier daemon had left, and why, in sentences.
+    #[serde(default)]
+    pub takeover: Vec<String>,
 }
 
 /// A network.

@@ -145,5 +145,6 @@ pub(crate) fn status() -> Status {
             lifetime_ns: 10_000_000_000,
         }],
         warnings: vec!["the uplink of lan does not work".into()],
+        takeover: vec!["web: kept, process 4711 runs on".into()],
     }
 }

@@ -11,10 +11,10 @@ use tokio::sync::oneshot;
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
 use crate::console;
-use crate::file::{self, Boot, MachineKind, Restart};
+use crate::file::{self, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
-use crate::qemu::argv::{memory_place, monitor_path};
+use crate::qemu::argv::{has_disk, memory_place, monitor_path};
 use crate::qemu::monitor;
 use crate::rundir::Settled;
 
@@ -86,10 +86,12 @@ impl Drop for RunningMachine {
     }
 }
 
-/// The monitor of a machine that is asked to shut down before it is ended: one that has a disk to leave in order. A guest
-/// without one has nothing to save, and a cell does not know the button.
-pub(super) fn button(spec: &file::Machine, runtime: &Path) -> Option<PathBuf> {
-    matches!(spec.boot, Boot::Vm { disk: Some(_), .. }).then(|| monitor_path(runtime, &spec.name))
+impl RunningMachine {
+    /// The monitor of a machine that is asked to shut down before it is ended: one that has a disk to leave in order. A
+    /// guest without one has nothing to save, and a cell does not know the button.
+    pub(super) fn button(&self, runtime: &Path) -> Option<PathBuf> {
+        has_disk(&self.plan.argv).then(|| monitor_path(runtime, &self.plan.name))
+    }
 }
 
 /// Waits until a process has ended; `false` if that cannot be watched.
@@ -233,7 +235,6 @@ impl Running {
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, *pid);
-        (self.say)(&format!("{}: runs on as process {pid}; its devices connect again by themselves", plan.name));
         Ok(())
     }
 
@@ -360,13 +361,15 @@ impl Running {
 /// # Errors
 /// If there is none of that name.
 pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
-    let ending = {
+    let (ending, say) = {
         let mut running = shared.running.lock().await;
-        let button = running.machine_spec(name).and_then(|m| button(m, &running.facts.runtime));
+        let say = running.say.clone();
+        let runtime = running.facts.runtime.clone();
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
-        machine.let_go().map(|process| Ending { process, button })
+        let button = machine.button(&runtime);
+        (machine.let_go().map(|process| Ending { process, button }), say)
     };
-    end_all(ending.into_iter().collect()).await;
+    end_all(ending.into_iter().collect(), &say).await;
     let mut running = shared.running.lock().await;
     if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
         running.machine_ended(name, pid);

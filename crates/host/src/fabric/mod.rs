@@ -7,11 +7,13 @@
 //!
 //! # Invariants
 //! - The runtime directory's lock is held from before the first thing is made until after the last is gone.
-//! - What outlives a killed daemon is found again: machines by their command lines, the nftables table and the sysctls
-//!   by the owner record, which is written first, as are interfaces under the bypass. Taps, passt and sockets' listeners end with the process: a tap's
-//!   descriptor, passt's end of its stream and the listeners are this process's alone.
+//! - What outlives a killed daemon is found again: machines and helpers by marks that they carry ([`crate::process`]), the
+//!   nftables table, the sysctls and interfaces under the bypass by the owner record, which is written first. Taps and
+//!   sockets' listeners end with the process. passt ends with its stream, unless it hangs.
 //! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
-//!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made.
+//!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made, with
+//!   the same grace as by `down`.
+//! - What was done with things that an earlier daemon left is said, and stands in the report ([`Running::status`]).
 //! - Either everything of the file stands after `start`, or nothing.
 //!
 //! # Threads
@@ -46,8 +48,8 @@ use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
-use crate::qemu::monitor;
 use crate::qemu::probe::{self, Qemu};
+use crate::qemu::{argv, monitor};
 use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
 
@@ -126,7 +128,7 @@ pub enum FabricError {
         hint: String,
     },
     /// A forward's listener is taken.
-    #[error("forward {proto} {listen}: {source}; another program listens there: end it or choose another port")]
+    #[error("forward {proto} {listen}: {source}; {}", listener_hint(source))]
     Listener {
         /// Transport.
         proto: &'static str,
@@ -148,6 +150,20 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
+}
+
+/// What to do about a listener that the system refuses.
+fn listener_hint(error: &std::io::Error) -> &'static str {
+    match error.kind() {
+        std::io::ErrorKind::AddrInUse => "another program listens there: end it or choose another port",
+        std::io::ErrorKind::PermissionDenied => {
+            "ports below 1024 need root or CAP_NET_BIND_SERVICE: choose another port"
+        }
+        std::io::ErrorKind::AddrNotAvailable => {
+            "expected an address of this machine: choose one that `ip address` lists"
+        }
+        _ => "choose another address or port",
+    }
 }
 
 /// Tells the user what happens while the fabric runs; called with one line.
@@ -180,6 +196,8 @@ pub struct Running {
     pub(crate) say: Say,
     /// What the user should know of this start.
     pub(crate) notes: Vec<String>,
+    /// What this start did with what an earlier daemon had left, a sentence each.
+    pub(crate) takeover: Vec<String>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
 }
 
@@ -254,6 +272,7 @@ impl Running {
             bypass_faults: BTreeMap::new(),
             say,
             notes: vec![],
+            takeover: vec![],
             me: std::sync::Weak::new(),
         }
     }
@@ -304,6 +323,8 @@ impl Running {
     /// What can be refused before anything is made.
     async fn prepare(&mut self) -> Result<Plan, FabricError> {
         let plan = plan::plan(&self.spec, &self.facts)?;
+        // They are of no use without their daemon, and hold the listeners that are looked at below.
+        self.end_helpers().await;
         self.check_routes()?;
         let patience = Instant::now() + Duration::from_secs(3);
         loop {
@@ -370,33 +391,89 @@ impl Running {
         Ok(())
     }
 
+    /// Notes what was done with something that an earlier daemon left, and says it.
+    fn took_over(&mut self, what: String) {
+        (self.say)(&what);
+        self.takeover.push(what);
+    }
+
+    /// Kills the helpers (passt) that an earlier daemon left, in whatever state they are.
+    async fn end_helpers(&mut self) {
+        let Some(dir) = &self.dir else { return };
+        let left = process::helpers(dir.path(), &dir.owner().helpers);
+        if left.is_empty() {
+            return;
+        }
+        let names: Vec<_> = left.iter().map(|(name, p)| (name.clone(), p.pid)).collect();
+        let work = move || process::kill_all(&left.iter().map(|(_, process)| process).collect::<Vec<_>>());
+        // The task does not panic.
+        let there = tokio::task::spawn_blocking(work).await.unwrap_or_default();
+        for (name, pid) in names {
+            self.took_over(match there.contains(&pid) {
+                false => format!("{name}: passt, process {pid}, was ended: its daemon had left it behind"),
+                true => format!("{name}: passt, process {pid}, was killed and has not ended: the kernel holds it"),
+            });
+        }
+        // Those that have ended need no record.
+        let _ = self.dir().record(|o| o.helpers.retain(|h| there.contains(&h.pid)));
+    }
+
+    /// Why a machine that an earlier daemon left cannot be kept; `None` if it can.
+    fn unfit(&self, plan: &Plan, machine: &str, process: &process::Process, words: &[String]) -> Option<String> {
+        let Some(planned) = plan.machines.iter().find(|m| m.name == machine) else {
+            return Some("it is not in the file any more".into());
+        };
+        let settled = self.dir.as_ref()?.owner().settled.iter().find(|s| {
+            s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
+        });
+        let Some(settled) = settled else {
+            // A script may add arguments, and a descriptor's number stands in the place of its name.
+            let asked = planned.argv.iter().skip(1).filter(|w| !w.contains("/proc/self/fd/"));
+            if asked.into_iter().any(|word| !words.contains(word)) {
+                return Some(format!("its section has changed: {}", difference(words, &planned.argv)));
+            }
+            return Some(
+                "its driver was not on the network when its daemon ended, so it could not connect again".into(),
+            );
+        };
+        // What it was started with is in the record, not on its command line: a script may stand between.
+        if planned.argv != settled.argv {
+            return Some(format!("its section has changed: {}", difference(&settled.argv, &planned.argv)));
+        }
+        if !planned.survives {
+            return Some("its attachment cannot connect again under this QEMU".into());
+        }
+        self.lost_link(&planned.seats)
+    }
+
     /// Ends or keeps what a killed daemon left. Returns the machines that are kept.
     async fn reclaim(&mut self, plan: &Plan) -> Result<Vec<(String, u32)>, FabricError> {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
-        for (machine, process, _) in process::machines(&name, &runtime) {
+        for (machine, process, words) in process::machines(&name, &runtime) {
+            let pid = process.pid;
+            let Some(why) = self.unfit(plan, &machine, &process, &words) else {
+                self.took_over(format!("{machine}: kept, process {pid} runs on"));
+                keep.push((machine, pid));
+                continue;
+            };
             let planned = plan.machines.iter().find(|m| m.name == machine);
-            let settled = self.dir().owner().settled.iter().find(|s| {
-                s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
-            });
-            // What it was started with is in the record, not on its command line: a script may stand between.
-            let same = settled.zip(planned).filter(|(s, p)| p.survives && p.argv == s.argv).map(|(_, p)| p);
-            let lost = same.and_then(|p| self.lost_link(&p.seats));
-            if same.is_some() && lost.is_none() {
-                keep.push((machine, process.pid));
-            } else {
-                let why = lost.as_ref().map(|why| format!(": {why}")).unwrap_or_default();
-                (self.say)(&format!("{machine}: ending the process {} that an earlier daemon left{why}", process.pid));
-                self.notes.extend(lost.map(|why| format!("{machine} was started anew: {why}")));
-                end.push(process.into());
+            if planned.is_some_and(|p| self.lost_link(&p.seats).is_some()) {
+                self.notes.push(format!("{machine} was started anew: {why}"));
             }
+            let ending = Ending::left(process, &words, &machine, &runtime);
+            let how = if ending.button.is_some() { ", by its power button first" } else { "" };
+            let then = if planned.is_some() { "started again" } else { "ended" };
+            self.took_over(format!("{machine}: {then}; process {pid} is ended{how}: {why}"));
+            end.push(ending);
         }
-        end_all(end).await;
+        end_all(end, &self.say).await;
         self.end_bypass()?;
         if let Some(table) = self.dir().owner().nft_table.clone()
             && plan.kernel.is_empty()
         {
             self.undo_kernel(&table)?;
+            self.took_over(format!("nftables table {table}: removed: no network has a kernel uplink any more"));
         }
         Ok(keep)
     }
@@ -584,17 +661,25 @@ impl Running {
             }
         };
         let mut processes = Vec::new();
-        for (name, machine) in &mut self.machines {
-            let spec = self.spec.machines.iter().find(|m| m.name == *name);
-            let button = spec.and_then(|m| machine::button(m, &self.facts.runtime));
+        for machine in self.machines.values_mut() {
+            let button = machine.button(&self.facts.runtime);
             processes.extend(machine.let_go().map(|process| Ending { process, button }));
         }
-        end_all(processes).await;
+        end_all(processes, &say).await;
         self.machines.clear();
-        // What a start that failed half-way, or an adoption that did not come about, has left.
+        // What a killed daemon, a start that failed half-way, or an adoption that did not come about, has left.
         if let Some(dir) = &self.dir {
-            let left = process::machines(&self.spec.name, dir.path());
-            end_all(left.into_iter().map(|(_, process, _)| process.into()).collect()).await;
+            let runtime = dir.path().to_path_buf();
+            let left = process::machines(&self.spec.name, &runtime);
+            let mut endings = Vec::new();
+            for (machine, process, words) in left {
+                let pid = process.pid;
+                let ending = Ending::left(process, &words, &machine, &runtime);
+                let how = if ending.button.is_some() { ", by its power button first" } else { "" };
+                self.took_over(format!("{machine}: process {pid} is ended{how}"));
+                endings.push(ending);
+            }
+            end_all(endings, &say).await;
         }
         if let Err(error) = self.end_bypass() {
             trouble("the bypass", &error);
@@ -608,6 +693,7 @@ impl Running {
             net.finish_leases(&say);
         }
         self.networks.clear();
+        self.end_helpers().await;
         self.end_links();
         self.end_bridges();
         for worker in std::mem::take(&mut self.workers) {
@@ -651,6 +737,33 @@ fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say
     Ok(out)
 }
 
+/// What an argument list has that another has not, for people: "now -m 48M, before -m 32M".
+fn difference(before: &[String], now: &[String]) -> String {
+    /// Options with their values; a value alone says little.
+    fn options(argv: &[String]) -> Vec<String> {
+        let mut out: Vec<String> = Vec::new();
+        for word in argv.iter().skip(1) {
+            match out.last_mut() {
+                Some(last) if !word.starts_with('-') => *last = format!("{last} {word}"),
+                _ => out.push(word.clone()),
+            }
+        }
+        out
+    }
+    /// Characters of each side that are shown.
+    const SHOWN: usize = 160;
+    let (before_options, now_options) = (options(before), options(now));
+    let only = |of: &[String], not_in: &[String]| {
+        let all: Vec<&str> = of.iter().filter(|o| !not_in.contains(o)).map(String::as_str).collect();
+        let text = all.join(" ");
+        let cut: String = text.chars().take(SHOWN).collect();
+        if cut.len() < text.len() { format!("{cut}…") } else { cut }
+    };
+    let sides = [("now", only(&now_options, &before_options)), ("before", only(&before_options, &now_options))];
+    let told: Vec<String> = sides.iter().filter(|(_, t)| !t.is_empty()).map(|(w, t)| format!("{w} {t}")).collect();
+    if told.is_empty() { format!("QEMU is {} now", now.first().map_or("", String::as_str)) } else { told.join(", ") }
+}
+
 /// A process that is to end.
 pub(crate) struct Ending {
     process: process::Process,
@@ -658,9 +771,10 @@ pub(crate) struct Ending {
     button: Option<PathBuf>,
 }
 
-impl From<process::Process> for Ending {
-    fn from(process: process::Process) -> Self {
-        Ending { process, button: None }
+impl Ending {
+    /// A machine that an earlier daemon left; whether it has a disk is on its command line.
+    fn left(process: process::Process, words: &[String], machine: &str, runtime: &Path) -> Ending {
+        Ending { process, button: argv::has_disk(words).then(|| argv::monitor_path(runtime, machine)) }
     }
 }
 
@@ -669,14 +783,30 @@ const SHUTDOWN: Duration = Duration::from_secs(15);
 
 /// Ends processes side by side: those with a button by that, if they are off in time; then SIGTERM to all, then SIGKILL
 /// to those that do not end within two seconds.
-pub(crate) async fn end_all(endings: Vec<Ending>) {
+pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
     if endings.is_empty() {
         return;
     }
+    let say = say.clone();
     let work = move || {
-        // A monitor that does not answer is no reason to wait.
-        let pressed = |e: &Ending| e.button.as_ref().is_some_and(|socket| monitor::power_button(socket).is_ok());
-        let (pressed, rest): (Vec<_>, Vec<_>) = endings.iter().partition(|e| pressed(e));
+        // A script that started QEMU and waits for it has the same monitor: the button is pressed once.
+        let mut sockets: Vec<&PathBuf> = endings.iter().filter_map(|e| e.button.as_ref()).collect();
+        sockets.sort();
+        sockets.dedup();
+        // Side by side, since each may take seconds. A monitor that does not answer is no reason to wait.
+        let answered: Vec<&PathBuf> = std::thread::scope(|scope| {
+            let mut pressed = Vec::new();
+            for socket in sockets {
+                pressed.push((socket, scope.spawn(move || monitor::power_button(socket))));
+            }
+            pressed.into_iter().filter_map(|(socket, thread)| thread.join().ok()?.ok().map(|()| socket)).collect()
+        });
+        if !answered.is_empty() {
+            let limit = SHUTDOWN.as_secs();
+            say(&format!("{} machine(s) with disks are asked to shut down and have {limit} s for it", answered.len()));
+        }
+        let is_pressed = |e: &&Ending| e.button.as_ref().is_some_and(|socket| answered.contains(&socket));
+        let (pressed, rest): (Vec<_>, Vec<_>) = endings.iter().partition(is_pressed);
         let deadline = Instant::now() + SHUTDOWN;
         for ending in rest {
             let _ = ending.process.signal(rustix::process::Signal::TERM);
@@ -696,18 +826,19 @@ pub(crate) async fn end_all(endings: Vec<Ending>) {
     let _ = tokio::task::spawn_blocking(work).await;
 }
 
-/// Ends what a killed daemon of this fabric left, without starting anything. Returns whether there was something.
+/// Ends what a killed daemon of this fabric left, without starting anything. Returns what was done, a sentence each;
+/// `None` if nothing was left.
 ///
 /// # Errors
 /// If a daemon runs, or the system refuses.
-pub async fn clean_up(fabric: &str) -> Result<bool, FabricError> {
+pub async fn clean_up(fabric: &str, say: Say) -> Result<Option<Vec<String>>, FabricError> {
     let dir = RunDir::claim(fabric, Path::new(""))?;
-    let left = process::machines(fabric, dir.path());
-    let found = dir.leftover.is_some() || !left.is_empty();
+    let found = dir.leftover.is_some();
     let spec = Fabric::empty(fabric, PathBuf::new());
-    let mut running = Running::new(spec, PathBuf::new(), dir, Arc::new(|_| ()));
+    let mut running = Running::new(spec, PathBuf::new(), dir, say);
     running.take_down(false).await;
-    Ok(found)
+    let done = std::mem::take(&mut running.takeover);
+    Ok((found || !done.is_empty()).then_some(done))
 }
 
 /// The plan of a port that is added while the fabric runs, for messages.
@@ -726,5 +857,35 @@ pub(crate) fn describe(port: &PortPlan) -> String {
             format!("{kind}, {} bytes{}", link.region_bytes, doors.join(","))
         }
         plan::Attachment::User(user) => format!("passt, router {}", user.router),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<String> {
+        text.split(' ').map(String::from).collect()
+    }
+
+    #[test]
+    fn a_changed_section_is_told_by_its_options() {
+        let before = words("qemu -m 32M -smp 1 -device a");
+        assert_eq!(difference(&before, &words("qemu -m 48M -smp 1 -device a")), "now -m 48M, before -m 32M");
+        assert_eq!(difference(&before, &words("qemu -m 32M -smp 1 -device a -device b")), "now -device b");
+        assert_eq!(difference(&before, &words("other -m 32M -smp 1 -device a")), "QEMU is other now");
+        let long = "x".repeat(500);
+        assert!(difference(&before, &words(&format!("qemu -append {long}"))).chars().count() < 400);
+    }
+
+    #[test]
+    fn a_refused_listener_names_the_true_cause() {
+        let told = |kind: std::io::ErrorKind| {
+            let listen = "127.0.0.1:80".parse().unwrap();
+            FabricError::Listener { proto: "tcp", listen, source: kind.into() }.to_string()
+        };
+        assert!(told(std::io::ErrorKind::AddrInUse).contains("another program listens there"));
+        assert!(told(std::io::ErrorKind::PermissionDenied).contains("CAP_NET_BIND_SERVICE"));
+        assert!(told(std::io::ErrorKind::AddrNotAvailable).contains("address of this machine"));
     }
 }

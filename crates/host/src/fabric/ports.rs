@@ -1,7 +1,9 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
 use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
+use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tombolo_port::ivshmem::Handle;
@@ -21,7 +23,7 @@ use tombolo_switch::worker::Remake;
 use super::{FabricError, Running, RunningWorker, describe};
 use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
-use crate::process::{self, Process};
+use crate::process::{self, Process, Recorded};
 use crate::qemu::probe::which;
 
 /// A port that a worker runs.
@@ -40,7 +42,8 @@ impl RunningPort {
     }
 }
 
-/// A running passt. It ends when its stream does, so a killed daemon leaves none.
+/// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and ends it
+/// ([`process::helpers`]).
 struct Passt {
     child: Child,
     feed: StreamFeed,
@@ -53,11 +56,16 @@ struct Passt {
 
 impl Drop for Passt {
     fn drop(&mut self) {
-        // Reaped here; it may have ended by itself.
+        // It may have ended by itself.
         let _ = self.child.kill();
-        let _ = self.child.wait();
+        if Process::open(self.child.id()).is_none_or(|p| p.wait(KILLED)) {
+            let _ = self.child.wait();
+        }
     }
 }
+
+/// How long a killed passt is waited for. One that the kernel holds longer is reaped when the daemon ends.
+const KILLED: Duration = Duration::from_secs(2);
 
 /// A port that was opened for a worker.
 struct Opened {
@@ -113,6 +121,7 @@ impl Running {
         let watched = passt.as_ref().map(|p| p.child.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
+            self.record_passt(&plan.name, pid);
             self.watch_passt(plan.name.clone(), pid);
         }
         (self.say)(&format!("port {} on {}: {}", plan.name, plan.network, describe(plan)));
@@ -193,10 +202,23 @@ impl Running {
         // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
         let mut command = Command::new(&argv[0]);
+        let mark = process::helper_name(&self.facts.runtime, &plan.name);
+        command.arg0(&mark).env(process::HELPER_VARIABLE, &mark);
         command.args(&argv[1..]).stdin(Stdio::from(theirs)).stdout(Stdio::null()).stderr(Stdio::from(log));
         let child = process::spawn(&mut command).map_err(spawn)?;
         feed.give(ours).map_err(|e| FabricError::Port { port: plan.name.clone(), why: e.to_string() })?;
         Ok(child)
+    }
+
+    /// Writes a passt into the owner record, beside the marks that it carries.
+    fn record_passt(&mut self, port: &str, pid: u32) {
+        let Some(started_ticks) = process::start_ticks(pid) else { return };
+        let recorded = Recorded { name: port.into(), pid, started_ticks };
+        // Without the record its marks are left.
+        let _ = self.dir().record(|o| {
+            o.helpers.retain(|h| h.name != recorded.name);
+            o.helpers.push(recorded);
+        });
     }
 
     /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
@@ -254,6 +276,7 @@ impl Running {
                         passt.child = child;
                         passt.fault = None;
                     }
+                    running.record_passt(&port, pid);
                     running.watch_passt(port, pid);
                 }
                 Err(error) => say(&format!("{port}: {error}")),

@@ -168,6 +168,7 @@ impl Running {
             links,
             workers,
             warnings,
+            takeover: self.takeover.clone(),
         })
     }
 

@@ -33,6 +33,9 @@ use crate::process;
 /// How long a keeper may take to end.
 const PATIENCE: Duration = Duration::from_secs(3);
 
+/// How long a keeper that said goodbye may take to be gone.
+const KEEPER_ENDS: Duration = Duration::from_millis(500);
+
 /// The keeper's socket.
 fn keeper_path(runtime: &Path) -> PathBuf {
     runtime.join("keeper.sock")
@@ -104,10 +107,14 @@ impl SharedMemory {
             hint: "`tombolo doctor` says what is missing",
         };
         let links = Links::start(fabric, Some(Box::new(move || launch(&launching, &its))), trouble).map_err(failed)?;
-        if let Ok(keeper) = Keeper::connect(&path)
-            && let Err(error) = links.recall(keeper)
-        {
-            say(&format!("the keeper of the ivshmem links does not answer ({error}): they start anew"));
+        let lost = match Keeper::connect(&path) {
+            Ok(keeper) => links.recall(keeper).err().map(|error| format!("does not answer ({error})")),
+            Err(error) => Some(format!("cannot be reached ({error})")),
+        };
+        let left = if lost.is_some() { process::keepers(&path) } else { vec![] };
+        if let (Some(why), false) = (lost, left.is_empty()) {
+            say(&format!("the keeper of the ivshmem links {why}: it is ended, and they start anew"));
+            process::kill_all(&left.iter().collect::<Vec<_>>());
         }
         Ok(SharedMemory { links, children })
     }
@@ -125,14 +132,19 @@ impl SharedMemory {
     }
 }
 
-/// Ends the keeper of a fabric that has no links now, or no daemon, and waits for its end.
+/// Ends the keeper of a fabric that has no links now, or no daemon, and waits for its end. One that hangs, or whose socket
+/// is gone, is killed.
 pub(crate) fn end_keeper(runtime: &Path) {
-    let Ok(keeper) = Keeper::connect(&keeper_path(runtime)) else { return };
-    if keeper.quit().is_ok() {
+    let path = keeper_path(runtime);
+    if let Ok(keeper) = Keeper::connect(&path)
+        && keeper.quit().is_ok()
+    {
         let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
         let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
         let _ = poll(&mut fds, Some(&limit));
     }
+    let left = process::keepers(&path);
+    process::kill_all(&left.iter().filter(|p| !p.wait(KEEPER_ENDS)).collect::<Vec<_>>());
 }
 
 impl Running {

@@ -60,6 +60,13 @@ pub fn monitor_path(runtime: &Path, machine: &str) -> PathBuf {
     runtime.join(format!("{machine}.qmp"))
 }
 
+/// Whether a QEMU with these arguments has a disk, which its guest should leave in order: the file's `disk`, or one among
+/// its own arguments (`qemu`).
+pub fn has_disk(words: &[String]) -> bool {
+    let is_disk = |word: &String| matches!(word.as_str(), "-drive" | "-blockdev" | "-hda" | "-hdb" | "-hdc" | "-hdd");
+    words.iter().any(is_disk)
+}
+
 /// What QEMU is called with after `-name`: how a running one is recognised as this fabric's.
 pub fn cookie(fabric: &str, machine: &str) -> String {
     format!("tombolo/{fabric}/{machine}")

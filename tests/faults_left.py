@@ -1,0 +1,134 @@
+"""What a killed daemon leaves, in every state that it may be in: a passt that is stopped, VMs with disks. `up` and `down` end it in order and say so."""
+
+import os
+import signal
+import time
+
+from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
+from lib.process import children
+
+# A guest of one sector that obeys its power button: crates/host/src/qemu/monitor.rs has it with comments.
+GUEST = bytes.fromhex("fa ba0206 b80001 ef baf803 b052 ee ba0006 ed f6c401 74fa ba0406 b80020 ef f4")
+
+FORWARD = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+uplink = "user"
+[port.p]
+kind = "stream"
+mac = "02:00:00:00:00:07"
+ip = "10.234.0.7"
+[[forward]]
+listen = "127.0.0.1:8080"
+to = "p:80"
+"""
+
+DISK = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+[vm.db]
+disk = "disk"
+memory = "{memory}"
+accel = "tcg"
+qemu = ["-trace", "qemu_system_shutdown_request", "-trace", "qemu_system_powerdown_request", "-D", "{trace}"]
+"""
+# QEMU's ShutdownCause (qapi/run-state.json).
+GUEST_SHUTDOWN = "reason=6"
+
+
+def is_gone(pid):
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@timeout(300)
+def test_a_stopped_passt_is_ended_by_up_and_by_down():
+    """A passt that is stopped does not see the end of its stream, and holds the forward's listener as another user."""
+    need_root()
+    need_program("passt")
+    with Namespace() as space, scratch() as folder:
+        space.way_out()
+        with Fabric(folder, FORWARD.format(name=f"left{os.getpid()}"), netns=space) as fabric:
+            for then in ("up", "down", "up"):
+                [passt] = children(fabric.process.pid, "passt")
+                os.kill(passt, signal.SIGSTOP)
+                fabric.kill()
+                # It is of no use to anybody, and would never end by itself.
+                assert not is_gone(passt)
+                if then == "up":
+                    fabric.start()
+                    fabric.process.wait_line(lambda line, pid=passt: f"passt, process {pid}, was ended" in line)
+                    assert any(f"passt, process {passt}, was ended" in line for line in fabric.status()["takeover"])
+                else:
+                    told = fabric.cli("down", "--fabric", fabric.name).stderr
+                    assert f"passt, process {passt}, was ended" in told, told
+                    fabric.nothing_left()
+                    fabric.start()
+                assert is_gone(passt)
+            # Also where it stops while its daemon runs.
+            [passt] = children(fabric.process.pid, "passt")
+            os.kill(passt, signal.SIGSTOP)
+            fabric.down()
+            assert is_gone(passt)
+
+
+@timeout(300)
+def test_a_machine_with_a_disk_has_its_grace_also_after_a_crash():
+    """`up` with a changed section, and `down` without a daemon, press the power button, and the guest turns itself off."""
+    with scratch() as folder:
+        disk = bytearray(1 << 20)
+        disk[: len(GUEST)], disk[510:512] = GUEST, b"\x55\xaa"
+        (folder / "disk").write_bytes(disk)
+        name = f"disk{os.getpid()}"
+
+        def text(memory):
+            return DISK.format(name=name, memory=memory, trace=folder / "trace-%d")
+
+        with Fabric(folder, text("16M")) as fabric:
+            def booted():
+                return "R" in fabric.console("db")
+
+            for memory, then in (("24M", "up"), ("24M", "down")):
+                until("the guest to listen to its button", booted)
+                [pid] = fabric.machine_pids()
+                fabric.kill()
+                fabric.file.write_text(text(memory))
+                begun = time.monotonic()
+                if then == "up":
+                    fabric.start()
+                    [told] = [line for line in fabric.status()["takeover"] if line.startswith("db:")]
+                    for part in ("started again", f"process {pid}", "power button", "now -m 24M", "before -m 16M"):
+                        assert part in told, told
+                    assert [m["pid"] for m in fabric.status()["machines"]] != [pid]
+                else:
+                    told = fabric.cli("down", "--fabric", name).stderr
+                    assert f"db: process {pid} is ended, by its power button first" in told, told
+                    fabric.nothing_left()
+                print(f"{then}: {time.monotonic() - begun:.1f} s")
+                assert is_gone(pid)
+                said = (folder / f"trace-{pid}").read_text()
+                assert "qemu_system_powerdown_request" in said and GUEST_SHUTDOWN in said, said
+
+
+@timeout(300)
+def test_up_tells_what_it_keeps_and_what_it_ends():
+    """Two VMs without disks, whose driver never comes: both are ended, each with its reason."""
+    with scratch() as folder:
+        (folder / "disk").write_bytes(bytes(1 << 20))
+        vm = '[vm.{name}]\nkernel = "disk"\nmemory = "16M"\naccel = "tcg"\n'
+        head = f'name = "told{os.getpid()}"\n[network.lan]\nsubnet = "10.234.0.0/24"\n'
+        with Fabric(folder, head + vm.format(name="a") + vm.format(name="b")) as fabric:
+            pids = {machine["name"]: machine["pid"] for machine in fabric.status()["machines"]}
+            fabric.kill()
+            fabric.file.write_text(head + vm.format(name="a"))
+            fabric.cli("up", "-d", fabric.file)
+            try:
+                told = {line.split(":")[0]: line for line in fabric.status()["takeover"]}
+                assert f"started again; process {pids['a']} is ended" in told["a"] and "driver was not on the network" in told["a"], told
+                assert f"ended; process {pids['b']} is ended" in told["b"] and "not in the file any more" in told["b"], told
+            finally:
+                fabric.cli("down", "--fabric", fabric.name)
