@@ -1,7 +1,9 @@
 """What a killed daemon leaves, in every state that it may be in: a passt that is stopped, VMs with disks. `up` and `down` end it in order and say so."""
 
+import contextlib
 import os
 import signal
+import subprocess
 import time
 
 from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
@@ -132,3 +134,90 @@ def test_up_tells_what_it_keeps_and_what_it_ends():
                 assert f"ended; process {pids['b']} is ended" in told["b"] and "not in the file any more" in told["b"], told
             finally:
                 fabric.cli("down", "--fabric", fabric.name)
+
+
+@timeout(300)
+def test_up_right_after_a_kill_waits_for_the_daemon_before():
+    """The kernel takes apart a daemon with many taps for seconds; `up`, and `down`, wait for that instead of refusing."""
+    need_root()
+    taps = "".join(f'[tap.t{number}]\nmac = "02:00:00:00:01:{number:02x}"\n' for number in range(40))
+    text = f'name = "late{os.getpid()}"\n[network.lan]\nsubnet = "10.234.0.0/24"\n{taps}'
+    with Namespace() as space, scratch() as folder, Fabric(folder, text, netns=space) as fabric:
+        before = fabric.process
+        try:
+            for _ in range(2):
+                # Not waited for: the next `up` begins at the same instant.
+                os.kill(fabric.status()["pid"], signal.SIGKILL)
+                begun = time.monotonic()
+                told = fabric.cli("up", "-d", fabric.file).stderr
+                print(f"up stands after {time.monotonic() - begun:.2f} s: {told}")
+                assert sum(port["kind"] == "tap" for port in fabric.status()["ports"]) == 40
+            os.kill(fabric.status()["pid"], signal.SIGKILL)
+            fabric.cli("down", "--fabric", fabric.name)
+            fabric.nothing_left()
+        finally:
+            fabric.cli("down", "--fabric", fabric.name, check=False)
+            before.wait()
+
+
+@contextlib.contextmanager
+def small_disks(*folders):
+    """A file system of 512 KiB at each folder."""
+    mounted = []
+    try:
+        for folder in folders:
+            folder.mkdir()
+            subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k,mode=700", "tmpfs", folder], check=True)
+            mounted.append(folder)
+        yield
+    finally:
+        for folder in mounted:
+            subprocess.run(["umount", "-l", folder], check=False)
+
+
+def fill(folder):
+    with contextlib.suppress(OSError), open(folder / "filler", "wb", buffering=0) as filler:
+        while True:
+            filler.write(bytes(4096))
+
+
+@timeout(300)
+def test_up_on_a_full_disk_restores_the_guests_network():
+    need_root()
+    text = f"""
+name = "full{os.getpid()}"
+[network.lan]
+subnet = "10.234.0.0/24"
+[cell.web]
+app = "httpd"
+ip = "10.234.0.20"
+accel = "tcg"
+[tap.host]
+ip = "10.234.0.9"
+"""
+    with Namespace() as space, scratch() as folder, small_disks(folder / "run", folder / "state"):
+        with Fabric(folder, text, netns=space, own_mounts=False) as fabric:
+            until("a ping", lambda: space.pings("10.234.0.20"))
+            until("the cell in the owner record", lambda: '"web"' in (folder / "run" / fabric.name / "owner.json").read_text())
+            pids = fabric.machine_pids()
+            for round_ in range(2):
+                fabric.kill()
+                fill(folder / "run")
+                fill(folder / "state")
+                fabric.start()
+                # The cell comes through the daemon's end, and has its network again, without a byte of disk.
+                until("a ping on full disks", lambda: space.pings("10.234.0.20"))
+                status = fabric.status()
+                assert fabric.machine_pids() == pids, round_
+                assert any("owner record" in line and "No space left" in line for line in status["warnings"]), status["warnings"]
+            # What is said goes nowhere, and the daemon lives on.
+            fabric.kill()
+            told = fabric.cli("up", "-d", fabric.file).stderr
+            assert "web: kept" in told, told
+            until("a ping with a log that is full", lambda: space.pings("10.234.0.20"))
+            (folder / "run" / "filler").unlink()
+            (folder / "state" / "filler").unlink()
+            # With room again the record is written at the next change.
+            fabric.cli("port", "add", "more", "--kind", "stream", "--fabric", fabric.name)
+            assert not any("owner record" in line for line in fabric.status()["warnings"])
+            fabric.cli("down", "--fabric", fabric.name)

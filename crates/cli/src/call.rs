@@ -189,7 +189,7 @@ impl Call {
             }))?;
         } else {
             if reply.is_late() {
-                eprintln!("{}: the reply came {} after its deadline", self.name, time(reply.late_by_ns()));
+                crate::out::tell!("{}: the reply came {} after its deadline", self.name, time(reply.late_by_ns()));
             }
             match self.output {
                 Form::Hex => out::print(&format!("{}\n", hex(&bytes)))?,

@@ -127,7 +127,10 @@ Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-
 - **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
   slow to end. The daemon's log is `log` in the runtime directory; it goes with the fabric.
 - **After a crash**: the next `up` keeps the machines that still fit the file, and ends, starts again or removes what does
-  not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` does the rest alone.
+  not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` ends all that is left.
+  Both wait for a daemon that is just ending (256 taps take the kernel 22 s), and say so.
+- **Full disk**: `up` needs none of it to give guests that run on their network back. What could not be written is a
+  warning: without the owner record the next start may start machines again, without leases addresses may change.
 - **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
   output is followed until the machine ends. The last 512 KiB to 1 MiB of it are kept in `NAME.console` in the runtime directory.
 ";

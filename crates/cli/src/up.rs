@@ -45,8 +45,16 @@ pub(crate) struct Up {
 /// What the daemon says over the pipe.
 #[derive(Debug, Serialize, Deserialize)]
 enum Word {
-    Stands { status: Box<Status>, seconds: f64 },
-    Failed { code: u8, error: String },
+    Stands {
+        status: Box<Status>,
+        seconds: f64,
+    },
+    Failed {
+        code: u8,
+        error: String,
+    },
+    /// Something is waited for; another word follows.
+    Waits(String),
 }
 
 impl Up {
@@ -75,7 +83,14 @@ impl Up {
             |what: &'static str| move |e: io::Error| Failure::failed(format!("{what} {}: {e}", log_path_text(name)));
         rundir::make_dir(&folder)?;
         let mut open = std::fs::OpenOptions::new();
-        let log = open.append(true).create(true).mode(0o600).open(&log_path).map_err(at("opening the log"))?;
+        let log = match open.append(true).create(true).mode(0o600).open(&log_path) {
+            Ok(log) => log,
+            // A full disk keeps no guest from its network.
+            Err(error) => {
+                out::tell!("tombolo: the daemon runs without a log: {}: {error}", log_path.display());
+                std::fs::OpenOptions::new().write(true).open("/dev/null").map_err(at("opening /dev/null for"))?
+            }
+        };
         let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
         let mut child = Command::new(&program)
             .arg("up")
@@ -89,14 +104,22 @@ impl Up {
             .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
         let mut line = String::new();
         let pipe = child.stdout.take().expect("asked for above");
-        BufReader::new(pipe).read_line(&mut line)?;
-        match serde_json::from_str(&line) {
+        let mut words = BufReader::new(pipe);
+        let word = loop {
+            line.clear();
+            words.read_line(&mut line)?;
+            match serde_json::from_str(&line) {
+                Ok(Word::Waits(what)) => out::tell!("tombolo: {what}"),
+                word => break word,
+            }
+        };
+        match word {
             Ok(Word::Stands { status, seconds }) => self.stands(*status, seconds),
             Ok(Word::Failed { code, error }) => {
                 let _ = child.wait();
                 Err(Failure::Said(if code == Exit::Misused as u8 { Exit::Misused } else { Exit::Failed }, error))
             }
-            Err(_) => {
+            Ok(Word::Waits(_)) | Err(_) => {
                 let how = child.wait()?;
                 let log = std::fs::read_to_string(&log_path).unwrap_or_default();
                 let last: Vec<_> = log.lines().rev().take(5).collect();
@@ -200,7 +223,7 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
     let stands = Arc::new(AtomicBool::new(false));
     let aloud = stands.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
-        if tty || aloud.load(Ordering::Relaxed) {
+        if tty || aloud.load(Ordering::Relaxed) || line.starts_with(rundir::WAITING) {
             line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
     });
@@ -224,7 +247,7 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
     Arc::new(move |line: &str| {
         let head = format!("{} ", timestamp(SystemTime::now()));
         let Some(log) = &log else {
-            line.lines().for_each(|line| eprintln!("{head}{}", log::shown(line, log::LINE_CHARS)));
+            line.lines().for_each(|line| out::tell!("{head}{}", log::shown(line, log::LINE_CHARS)));
             return;
         };
         let mut log = log.lock().unwrap_or_else(PoisonError::into_inner);
@@ -238,14 +261,23 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
 fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
-    let say = log_say(path);
-    say(&format!("tombolo {} starts on {}", env!("CARGO_PKG_VERSION"), path.display()));
-    let tell = |word: &Word| {
+    let send = |word: &Word| {
         if let Ok(text) = serde_json::to_string(word) {
             let mut pipe = io::stdout().lock();
             // Whoever started us may have been killed; the fabric stands all the same.
             let _ = writeln!(pipe, "{text}").and_then(|()| pipe.flush());
         }
+    };
+    let log = log_say(path);
+    let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
+        log(line);
+        if line.starts_with(rundir::WAITING) {
+            send(&Word::Waits(line.to_string()));
+        }
+    });
+    say(&format!("tombolo {} starts on {}", env!("CARGO_PKG_VERSION"), path.display()));
+    let tell = |word: &Word| {
+        send(word);
         // The pipe ends here for its reader.
         if let Ok(null) = std::fs::OpenOptions::new().write(true).open("/dev/null") {
             let _ = rustix::stdio::dup2_stdout(null);

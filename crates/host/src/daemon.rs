@@ -91,7 +91,10 @@ async fn live(
         () = signals.came() => None,
     };
     let Some(shared) = started else {
-        fabric::clean_up(&name, say).await?;
+        // While another daemon was waited for nothing had been made.
+        if rundir::read_owner(&folder).is_some_and(|o| o.pid == std::process::id()) {
+            fabric::clean_up(&name, say).await?;
+        }
         return Err(DaemonError::Interrupted);
     };
     let server = match Server::bind(&folder.join("api.sock")) {

@@ -69,6 +69,41 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
     stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(19)?.parse().ok()
 }
 
+/// What a process is at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Life {
+    /// It runs, or is stopped.
+    Runs,
+    /// It was killed or ends by itself, and the kernel still takes it apart: about ten taps a second, for one.
+    Ending,
+    /// There is none of that number and start.
+    Gone,
+}
+
+/// What the process of that number and start is at.
+pub fn life(pid: u32, started_ticks: u64) -> Life {
+    /// `PF_EXITING` (linux/sched.h), in field 9 of a thread's stat.
+    const EXITING: u32 = 4;
+    /// SIGKILL, in the masks of pending signals.
+    const KILLED: u64 = 1 << 8;
+    if start_ticks(pid) != Some(started_ticks) || !Process::open(pid).is_some_and(|p| p.is_running()) {
+        return Life::Gone;
+    }
+    let ends = |task: &Path| -> Option<bool> {
+        let stat = fs::read_to_string(task.join("stat")).ok()?;
+        let mut fields = stat.rsplit_once(')')?.1.split_ascii_whitespace();
+        let is_dead = matches!(fields.next()?, "Z" | "X");
+        let is_exiting = fields.nth(5)?.parse::<u32>().ok()? & EXITING != 0;
+        let status = fs::read_to_string(task.join("status")).ok()?;
+        let pending = status.lines().filter_map(|l| l.strip_prefix("SigPnd:").or_else(|| l.strip_prefix("ShdPnd:")));
+        let is_killed = pending.filter_map(|m| u64::from_str_radix(m.trim(), 16).ok()).any(|m| m & KILLED != 0);
+        Some(is_dead || is_exiting || is_killed)
+    };
+    let mut tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
+    // A thread that goes while it is looked at is ending.
+    if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
+}
+
 /// The arguments of a process.
 pub fn arguments(pid: u32) -> Option<Vec<String>> {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok()?;

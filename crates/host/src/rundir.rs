@@ -6,7 +6,7 @@
 //! # Invariants
 //! - Whoever holds the exclusive lock of `lock` owns the fabric; the kernel releases it however the owner ends.
 //! - `owner.json` is written (whole, then renamed) before a thing outside this process is made, so a killed owner's
-//!   leftovers are in it. Processes are found by marks that they carry (see [`crate::process`]), so there is no instant at
+//!   leftovers are in it. Processes are found by marks that they carry (see [`process`]), so there is no instant at
 //!   which one runs and is not findable.
 //! - The directory is 0700 and its owner's.
 
@@ -19,10 +19,19 @@ use std::time::{Duration, Instant};
 use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
-use crate::process::{Process, Recorded};
+use crate::fabric::Say;
+use crate::process::{self, Life, Recorded};
 
 /// How long a lock is waited for whose recorded owner has gone.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+/// How long a daemon that is ending is waited for: 256 taps took the kernel 22 s, and a guest may take 15 s to shut down.
+const ENDING_PATIENCE: Duration = Duration::from_secs(180);
+/// How often it is said that a daemon is waited for, and how often that one is looked at.
+const PROGRESS: Duration = Duration::from_secs(2);
+const LOOK: Duration = Duration::from_millis(20);
+
+/// Begins what is said while something is waited for: it is for the user even where no other progress is shown.
+pub const WAITING: &str = "waiting ";
 
 /// Why a runtime directory cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -59,6 +68,19 @@ pub enum RunDirError {
         name: String,
         /// Its daemon, 0 if it has not said yet.
         pid: u32,
+    },
+    /// A daemon that ends does not come to its end.
+    #[error(
+        "the daemon of the fabric \"{name}\" (process {pid}) has been ending for {waited} s: expected its lock, taps and \
+         sockets to be released; found it still there. See /proc/{pid}/stack for what the kernel does, and try again"
+    )]
+    Ending {
+        /// The fabric.
+        name: String,
+        /// Its daemon.
+        pid: u32,
+        /// Seconds that were waited.
+        waited: u64,
     },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
@@ -115,6 +137,9 @@ pub struct Owner {
     /// The passts of the user uplinks, beside the marks by which they are found.
     #[serde(default)]
     pub helpers: Vec<Recorded>,
+    /// The fabric is being taken down.
+    #[serde(default)]
+    pub ending: bool,
 }
 
 /// A running machine that the next daemon may adopt.
@@ -131,10 +156,12 @@ pub struct Settled {
 }
 
 impl Owner {
-    /// Whether that daemon is still there. One that is dead and not reaped is not.
-    fn runs(&self) -> bool {
-        crate::process::start_ticks(self.pid) == Some(self.started_ticks)
-            && Process::open(self.pid).is_some_and(|p| p.is_running())
+    /// What that daemon is at. One that is dead and not reaped is gone; one that takes its fabric down is ending.
+    pub fn life(&self) -> Life {
+        match process::life(self.pid, self.started_ticks) {
+            Life::Runs if self.ending => Life::Ending,
+            life => life,
+        }
     }
 }
 
@@ -197,6 +224,8 @@ pub struct RunDir {
     owner: Owner,
     /// What the daemon before left behind, if it did not end by itself.
     pub leftover: Option<Owner>,
+    /// Why the record on the disk is not the one in memory.
+    unwritten: Option<String>,
 }
 
 /// Makes a folder for our own user only, in a folder that others may look into: that one is the services', too.
@@ -221,57 +250,98 @@ pub fn make_dir(path: &Path) -> Result<(), RunDirError> {
     Ok(())
 }
 
+/// Whether a lock could be taken.
+enum Attempt {
+    Taken(File, Option<Owner>),
+    /// Another has it, and perhaps has written this record.
+    Held(Option<Owner>),
+    /// The file was removed meanwhile by its owner, who ended by itself.
+    Removed,
+}
+
+fn try_lock(path: &Path) -> Result<Attempt, RunDirError> {
+    let lock_path = path.join("lock");
+    make_dir(path)?;
+    let mut open = fs::OpenOptions::new();
+    let lock = open.read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
+    let lock = lock.map_err(system("opening", &lock_path))?;
+    let is_locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
+    let record = read_owner(path);
+    if !is_locked {
+        return Ok(Attempt::Held(record));
+    }
+    let held = lock.metadata().map_err(system("looking at", &lock_path))?;
+    let is_named = fs::metadata(&lock_path).is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino()));
+    Ok(if is_named { Attempt::Taken(lock, record) } else { Attempt::Removed })
+}
+
+/// The owner record in a runtime directory, if there is one.
+pub fn read_owner(path: &Path) -> Option<Owner> {
+    fs::read(path.join("owner.json")).ok().and_then(|text| serde_json::from_slice(&text).ok())
+}
+
 /// Makes the directory and takes its lock; gives the record of the owner before.
 ///
-/// A child that a killed owner had forked and that has not reached its program yet holds the lock still. It is waited for: once the
-/// lock is free, every child there is can be found by its command line.
-fn take_lock(fabric: &str, path: &Path) -> Result<(File, Option<Owner>), RunDirError> {
-    let lock_path = path.join("lock");
-    let patience = Instant::now() + LOCK_PATIENCE;
+/// A daemon that is ending is waited for, until its process is gone: the kernel closes its lock before its taps. So is a
+/// child that a killed owner had forked and that has not reached its program yet, which holds the lock still: once the
+/// lock is free, every child there is can be found.
+async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option<Owner>), RunDirError> {
+    let begun = Instant::now();
+    let mut next_word = begun + Duration::from_millis(500);
     loop {
-        make_dir(path)?;
-        let mut open = fs::OpenOptions::new();
-        let lock = open.read(true).write(true).create(true).truncate(false).mode(0o600).open(&lock_path);
-        let lock = lock.map_err(system("opening", &lock_path))?;
-        let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
-        let record: Option<Owner> =
-            fs::read(path.join("owner.json")).ok().and_then(|t| serde_json::from_slice(&t).ok());
-        if !locked {
-            if record.as_ref().is_some_and(Owner::runs) || Instant::now() >= patience {
-                return Err(RunDirError::Running { name: fabric.into(), pid: record.map_or(0, |o| o.pid) });
+        let (taken, record) = match try_lock(path)? {
+            Attempt::Taken(lock, record) => (Some(lock), record),
+            Attempt::Held(record) => (None, record),
+            Attempt::Removed => continue,
+        };
+        let life = record.as_ref().map_or(Life::Gone, Owner::life);
+        let pid = record.as_ref().map_or(0, |o| o.pid);
+        match (taken, life) {
+            (Some(lock), Life::Gone | Life::Runs) => return Ok((lock, record)),
+            (None, Life::Runs) => return Err(RunDirError::Running { name: fabric.into(), pid }),
+            // The lock is given back: it is taken again once the process is gone.
+            (_, Life::Ending) if begun.elapsed() >= ENDING_PATIENCE => {
+                return Err(RunDirError::Ending { name: fabric.into(), pid, waited: begun.elapsed().as_secs() });
             }
-            std::thread::sleep(Duration::from_millis(5));
-            continue;
+            (None, Life::Gone) if begun.elapsed() >= LOCK_PATIENCE => {
+                return Err(RunDirError::Running { name: fabric.into(), pid });
+            }
+            (_, Life::Ending) if Instant::now() >= next_word => {
+                next_word = Instant::now() + PROGRESS;
+                let since = begun.elapsed().as_secs_f64();
+                say(&format!(
+                    "{WAITING}for the daemon before (process {pid}), which is ending, to release its taps and sockets: {since:.1} s so far"
+                ));
+            }
+            _ => {}
         }
-        // An owner that ended by itself meanwhile has removed the file that it had locked.
-        let held = lock.metadata().map_err(system("looking at", &lock_path))?;
-        if fs::metadata(&lock_path).is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino())) {
-            return Ok((lock, record));
-        }
+        tokio::time::sleep(LOOK).await;
     }
 }
 
 impl RunDir {
-    /// Makes the directory, takes its lock and reads what a killed owner left.
-    pub fn claim(fabric: &str, file: &Path) -> Result<RunDir, RunDirError> {
+    /// Makes the directory, takes its lock and reads what a killed owner left. `say` is told while a daemon that is ending
+    /// is waited for.
+    ///
+    /// # Errors
+    /// If a daemon runs, one does not come to its end, or the system refuses. A record that cannot be written is no error:
+    /// see [`RunDir::unwritten`].
+    pub async fn claim(fabric: &str, file: &Path, say: &Say) -> Result<RunDir, RunDirError> {
         let root = runtime_root()?;
         let path = root.join(fabric);
-        let (lock, leftover) = take_lock(fabric, &path)?;
+        let (lock, leftover) = take_lock(fabric, &path, say).await?;
         let pid = std::process::id();
         let owner = Owner {
             pid,
-            started_ticks: crate::process::start_ticks(pid).unwrap_or(0),
+            started_ticks: process::start_ticks(pid).unwrap_or(0),
             file: file.into(),
+            ending: false,
             // Until they are taken back they are ours to take back.
-            nft_table: leftover.as_ref().and_then(|o| o.nft_table.clone()),
-            sysctls: leftover.as_ref().map(|o| o.sysctls.clone()).unwrap_or_default(),
-            bypass: leftover.as_ref().is_some_and(|o| o.bypass),
-            additions: leftover.as_ref().map(|o| o.additions.clone()).unwrap_or_default(),
-            settled: leftover.as_ref().map(|o| o.settled.clone()).unwrap_or_default(),
-            helpers: leftover.as_ref().map(|o| o.helpers.clone()).unwrap_or_default(),
+            ..leftover.clone().unwrap_or_default()
         };
-        let mut dir = RunDir { path, state: state_root().join(fabric), _lock: lock, owner, leftover };
-        dir.record(|_| ())?;
+        let state = state_root().join(fabric);
+        let mut dir = RunDir { path, state, _lock: lock, owner, leftover, unwritten: None };
+        dir.record(|_| ());
         Ok(dir)
     }
 
@@ -285,10 +355,17 @@ impl RunDir {
         &self.owner
     }
 
-    /// A file for what outlives `down`; its folder is made.
-    pub fn state_file(&self, name: &str) -> Result<PathBuf, RunDirError> {
-        make_dir(&self.state)?;
-        Ok(self.state.join(name))
+    /// A file for what outlives `down`, in the state folder, which is made.
+    ///
+    /// # Errors
+    /// If the folder is another user's, or the system refuses. The path is [`RunDir::state_path`] all the same.
+    pub fn make_state(&self) -> Result<(), RunDirError> {
+        make_dir(&self.state)
+    }
+
+    /// Where a file is that outlives `down`.
+    pub fn state_path(&self, name: &str) -> PathBuf {
+        self.state.join(name)
     }
 
     /// A socket's path, whose length is checked.
@@ -300,11 +377,18 @@ impl RunDir {
         Ok(path)
     }
 
-    /// Changes the owner record and writes it, before what it names is made or after it is gone.
-    pub fn record(&mut self, change: impl FnOnce(&mut Owner)) -> Result<(), RunDirError> {
+    /// Changes the owner record and writes it, before what it names is made or after it is gone. On a full disk the record
+    /// in memory is what counts until there is room again: a network that stands is worth more than its record.
+    pub fn record(&mut self, change: impl FnOnce(&mut Owner)) {
         change(&mut self.owner);
         let text = serde_json::to_vec_pretty(&self.owner).expect("the record has no map with keys that are no strings");
-        write_whole(&self.path.join("owner.json"), &text)
+        self.unwritten = write_whole(&self.path.join("owner.json"), &text).err().map(|e| e.to_string());
+    }
+
+    /// Why the owner record could not be written. What it does not name the next daemon does not know of: it starts
+    /// machines again that it could have kept.
+    pub fn unwritten(&self) -> Option<&str> {
+        self.unwritten.as_deref()
     }
 
     /// Removes everything; the fabric has ended by itself.
@@ -342,41 +426,55 @@ pub(crate) fn write_whole(path: &Path, bytes: &[u8]) -> Result<(), RunDirError> 
         file.write_all(bytes)?;
         fs::rename(&next, path)
     };
-    write().map_err(system("writing", path))
+    let written = write().or_else(|error| match (error.kind(), path.parent()) {
+        // The folder was removed under a running fabric.
+        (io::ErrorKind::NotFound, Some(folder)) => {
+            fs::DirBuilder::new().recursive(true).mode(0o700).create(folder)?;
+            write()
+        }
+        _ => Err(error),
+    });
+    written.map_err(|error| {
+        // A part of a file is of no use, and holds room on a full disk.
+        let _ = fs::remove_file(&next);
+        system("writing", path)(error)
+    })
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::process::Command;
+    use std::sync::{Arc, Mutex};
+    use tombolo_testing::until;
 
     fn record(path: &Path, pid: u32, started_ticks: u64) {
-        let owner = Owner {
-            pid,
-            started_ticks,
-            file: PathBuf::new(),
-            nft_table: None,
-            sysctls: vec![],
-            bypass: false,
-            additions: vec![],
-            settled: vec![],
-            helpers: vec![],
-        };
+        let owner = Owner { pid, started_ticks, ..Owner::default() };
         write_whole(&path.join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
+    }
+
+    fn lock(path: &Path, say: &Say) -> Result<(File, Option<Owner>), RunDirError> {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(take_lock("f", path, say))
+    }
+
+    fn quiet() -> Say {
+        Arc::new(|_| ())
     }
 
     #[test]
     fn a_lock_that_a_dead_owners_child_holds_is_waited_for_and_a_living_owners_is_not() {
         let dir = tempfile::tempdir().unwrap();
-        let (held, _) = take_lock("f", dir.path()).unwrap();
+        let (held, _) = lock(dir.path(), &quiet()).unwrap();
         let me = std::process::id();
-        record(dir.path(), me, crate::process::start_ticks(me).unwrap());
+        record(dir.path(), me, process::start_ticks(me).unwrap());
         let begun = Instant::now();
-        assert!(matches!(take_lock("f", dir.path()), Err(RunDirError::Running { pid, .. }) if pid == me));
+        assert!(matches!(lock(dir.path(), &quiet()), Err(RunDirError::Running { pid, .. }) if pid == me));
         assert!(begun.elapsed() < LOCK_PATIENCE);
         // The same number with another start is another process.
         record(dir.path(), me, 0);
         let waiter = std::thread::scope(|scope| {
-            let waiter = scope.spawn(|| take_lock("f", dir.path()).map(|(_, owner)| owner.map(|o| o.pid)));
+            let waiter = scope.spawn(|| lock(dir.path(), &quiet()).map(|(_, owner)| owner.map(|o| o.pid)));
             // A span in which one that did not wait would be done.
             std::thread::sleep(Duration::from_millis(50));
             assert!(!waiter.is_finished());
@@ -387,12 +485,38 @@ mod tests {
     }
 
     #[test]
+    fn a_daemon_that_is_ending_is_waited_for_with_progress_also_after_its_lock_is_free() {
+        let dir = tempfile::tempdir().unwrap();
+        // It takes its fabric down, until it is killed.
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        until("the program's start", || process::arguments(child.id()).is_some_and(|w| w[0] == "sleep"));
+        let (pid, started_ticks) = (child.id(), process::start_ticks(child.id()).unwrap());
+        assert_eq!(process::life(pid, started_ticks), Life::Runs);
+        let owner = Owner { pid, started_ticks, ending: true, ..Owner::default() };
+        write_whole(&dir.path().join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
+        let said = Arc::new(Mutex::new(Vec::<String>::new()));
+        let (told, heard) = (said.clone(), said.clone());
+        let say: Say = Arc::new(move |line: &str| told.lock().unwrap().push(line.to_string()));
+        std::thread::scope(|scope| {
+            let waiter = scope.spawn(|| lock(dir.path(), &say).map(|(_, owner)| owner.map(|o| o.pid)));
+            until("a word about the wait", || !heard.lock().unwrap().is_empty());
+            assert!(!waiter.is_finished());
+            child.kill().unwrap();
+            child.wait().unwrap();
+            assert_eq!(waiter.join().unwrap().unwrap(), Some(pid));
+        });
+        let said = said.lock().unwrap();
+        assert!(said[0].starts_with(WAITING) && said[0].contains(&format!("process {pid}")), "{said:?}");
+        assert_eq!(process::life(pid, started_ticks), Life::Gone);
+    }
+
+    #[test]
     fn a_lock_on_a_file_that_was_removed_is_none() {
         let dir = tempfile::tempdir().unwrap();
-        let (old, _) = take_lock("f", dir.path()).unwrap();
+        let (old, _) = lock(dir.path(), &quiet()).unwrap();
         fs::remove_file(dir.path().join("lock")).unwrap();
-        let (new, _) = take_lock("f", dir.path()).unwrap();
+        let (new, _) = lock(dir.path(), &quiet()).unwrap();
         assert_ne!(old.metadata().unwrap().ino(), new.metadata().unwrap().ino());
-        assert!(matches!(take_lock("f", dir.path()), Err(RunDirError::Running { .. })));
+        assert!(matches!(lock(dir.path(), &quiet()), Err(RunDirError::Running { .. })));
     }
 }

@@ -169,7 +169,7 @@ impl Running {
             hint: "`tombolo doctor` says what is missing",
         };
         let (typed, printed) = console::make(&self.facts.runtime, &plan.name).map_err(spawn)?;
-        let complaints = crate::rundir::private_file(&self.log_path(&plan.name)).map_err(spawn)?;
+        let complaints = self.complaints(&plan.name).map_err(spawn)?;
         let plain = plan.seats.iter().filter(|s| s.is_plain()).map(|s| s.link.name.clone());
         let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
         let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
@@ -215,6 +215,27 @@ impl Running {
         self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
         Ok(())
+    }
+
+    /// Notes a machine that could not be started, as one that failed.
+    pub(crate) fn note_not_started(&mut self, plan: &MachinePlan, error: &FabricError) {
+        let how = format!("it could not be started: {error}");
+        (self.say)(&format!("{}: {how}", plan.name));
+        let machine = RunningMachine {
+            plan: plan.clone(),
+            pid: None,
+            child: None,
+            adopted: false,
+            restarts: 0,
+            failures: 0,
+            again_at: None,
+            ended: Some(Ended { how, well: false, last_lines: vec![] }),
+            stopped: false,
+            console: console::log_path(&self.facts.runtime, &plan.name),
+            since: Instant::now(),
+        };
+        self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
     }
 
     /// Takes over a machine that an earlier daemon started.
@@ -272,7 +293,7 @@ impl Running {
         let Some(started_ticks) = process::start_ticks(pid) else { return };
         let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
         // Where the record cannot be written, the next daemon starts the machine anew.
-        let _ = self.dir().record(|o| {
+        self.dir().record(|o| {
             o.settled.retain(|s| s.machine != settled.machine);
             o.settled.push(settled);
         });

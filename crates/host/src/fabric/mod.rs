@@ -283,11 +283,11 @@ impl Running {
     /// The first thing that did not work.
     pub async fn start(spec: Fabric, path: &Path, say: Say) -> Result<Shared, FabricError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
-        let mut dir = RunDir::claim(&spec.name, &absolute)?;
+        let mut dir = RunDir::claim(&spec.name, &absolute, &say).await?;
         let spec = match dir.leftover.clone() {
             Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
             Some(_) => {
-                dir.record(|o| o.additions.clear())?;
+                dir.record(|o| o.additions.clear());
                 spec
             }
             None => spec,
@@ -383,10 +383,21 @@ impl Running {
         self.start_bridges()?;
         self.update_names();
         for machine in &plan.machines {
-            match adopted.iter().position(|(name, _)| *name == machine.name) {
-                Some(at) => self.adopt(machine, &adopted[at].1)?,
-                None => self.start_machine(machine)?,
-            }
+            let (_, pid) = match adopted.iter().find(|(name, _)| *name == machine.name) {
+                Some(known) => known,
+                None => match self.start_machine(machine) {
+                    Err(error) if !adopted.is_empty() => {
+                        // Guests that run on, and have their network again, do not end for one that cannot start.
+                        self.note_not_started(machine, &error);
+                        continue;
+                    }
+                    started => {
+                        started?;
+                        continue;
+                    }
+                },
+            };
+            self.adopt(machine, pid)?;
         }
         Ok(())
     }
@@ -415,7 +426,7 @@ impl Running {
             });
         }
         // Those that have ended need no record.
-        let _ = self.dir().record(|o| o.helpers.retain(|h| there.contains(&h.pid)));
+        self.dir().record(|o| o.helpers.retain(|h| there.contains(&h.pid)));
     }
 
     /// Why a machine that an earlier daemon left cannot be kept; `None` if it can.
@@ -487,7 +498,7 @@ impl Running {
         self.dir().record(|o| {
             o.nft_table = None;
             o.sysctls.clear();
-        })?;
+        });
         Ok(())
     }
 
@@ -517,7 +528,7 @@ impl Running {
             if o.sysctls.is_empty() {
                 o.sysctls = before.clone();
             }
-        })?;
+        });
         let forwarded = !self.dir().owner().sysctls.iter().any(was_off);
         kernel::apply(&name, &plan.kernel, forwarded)?;
         if !set {
@@ -563,8 +574,8 @@ impl Running {
         let machines: Vec<_> = plan.machines.iter().filter(|m| names.contains(&m.name)).cloned().collect();
         let old = (std::mem::replace(&mut self.spec, spec), std::mem::replace(&mut self.facts, facts));
         let addition = Addition { names: names.clone(), text: text.into() };
-        let made = self.dir().record(|o| o.additions.push(addition)).map_err(FabricError::from).and_then(|()| {
-            self.start_links(&plan)?;
+        self.dir().record(|o| o.additions.push(addition));
+        let made = self.start_links(&plan).and_then(|()| {
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
             machines.iter().try_for_each(|machine| self.start_machine(machine))
@@ -583,7 +594,7 @@ impl Running {
             self.update_names();
             self.dir().record(|o| {
                 o.additions.pop();
-            })?;
+            });
             return Err(error);
         }
         Ok(names)
@@ -598,7 +609,7 @@ impl Running {
                     addition.names.retain(|n| n != name);
                 }
                 o.additions.retain(|a| !a.names.is_empty());
-            })?;
+            });
         }
         Ok(known)
     }
@@ -660,6 +671,10 @@ impl Running {
                 say(&format!("down: {what}: {error}"));
             }
         };
+        // An `up` that comes meanwhile waits.
+        if let Some(dir) = &mut self.dir {
+            dir.record(|o| o.ending = true);
+        }
         let mut processes = Vec::new();
         for machine in self.machines.values_mut() {
             let button = machine.button(&self.facts.runtime);
@@ -730,7 +745,7 @@ fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say
             }
             Err(error) => {
                 say(&format!("{} was added before and no longer fits: {error}", addition.names.join(", ")));
-                dir.record(|o| o.additions.retain(|a| a != addition))?;
+                dir.record(|o| o.additions.retain(|a| a != addition));
             }
         }
     }
@@ -832,7 +847,7 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
 /// # Errors
 /// If a daemon runs, or the system refuses.
 pub async fn clean_up(fabric: &str, say: Say) -> Result<Option<Vec<String>>, FabricError> {
-    let dir = RunDir::claim(fabric, Path::new(""))?;
+    let dir = RunDir::claim(fabric, Path::new(""), &say).await?;
     let found = dir.leftover.is_some();
     let spec = Fabric::empty(fabric, PathBuf::new());
     let mut running = Running::new(spec, PathBuf::new(), dir, say);

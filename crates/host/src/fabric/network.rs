@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::net::IpAddr;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
@@ -21,6 +22,7 @@ use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
 use crate::resolver::{Resolver, Servers, Timing};
+use crate::rundir::RunDirError;
 
 /// A network that runs.
 pub(crate) struct Net {
@@ -71,9 +73,25 @@ impl Running {
         Ok(())
     }
 
+    /// A file of the state folder. Without the folder, as on a full disk, what belongs there is in memory alone.
+    fn state_file(&mut self, name: &str) -> Result<PathBuf, FabricError> {
+        match self.dir().make_state() {
+            Err(error @ RunDirError::Foreign { .. }) => return Err(error.into()),
+            Err(error) => {
+                let what = format!("leases do not outlive this start: {error}");
+                (self.say)(&what);
+                if !self.notes.contains(&what) {
+                    self.notes.push(what);
+                }
+            }
+            Ok(()) => {}
+        }
+        Ok(self.dir().state_path(name))
+    }
+
     pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
-        let files = LeaseFiles::new(self.dir().state_file(&format!("{}.leases.json", spec.name))?);
+        let files = LeaseFiles::new(self.state_file(&format!("{}.leases.json", spec.name))?);
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;

@@ -198,7 +198,7 @@ impl Running {
         let program = which("passt").ok_or_else(|| spawn(std::io::ErrorKind::NotFound.into()))?;
         let (ours, theirs) = socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)
             .map_err(|e| spawn(e.into()))?;
-        let log = crate::rundir::private_file(&self.log_path(&plan.name)).map_err(spawn)?;
+        let log = self.complaints(&plan.name).map_err(spawn)?;
         // Its end of the stream is its standard input: the one descriptor that needs no flag cleared here.
         let argv = plan::passt_argv(&program, user, plan.mtu, 0);
         let mut command = Command::new(&argv[0]);
@@ -214,8 +214,7 @@ impl Running {
     fn record_passt(&mut self, port: &str, pid: u32) {
         let Some(started_ticks) = process::start_ticks(pid) else { return };
         let recorded = Recorded { name: port.into(), pid, started_ticks };
-        // Without the record its marks are left.
-        let _ = self.dir().record(|o| {
+        self.dir().record(|o| {
             o.helpers.retain(|h| h.name != recorded.name);
             o.helpers.push(recorded);
         });
@@ -234,6 +233,14 @@ impl Running {
 
     pub(crate) fn log_path(&self, name: &str) -> std::path::PathBuf {
         self.facts.runtime.join(format!("{name}.log"))
+    }
+
+    /// The file of a child's complaints. Where it cannot be made, as on a full disk, they are lost; the child is not.
+    pub(crate) fn complaints(&self, name: &str) -> std::io::Result<std::fs::File> {
+        crate::rundir::private_file(&self.log_path(name)).or_else(|error| {
+            (self.say)(&format!("{name}: its log is not kept: {error}"));
+            std::fs::OpenOptions::new().write(true).open("/dev/null")
+        })
     }
 
     /// Starts passt again when it ends, after a pause that grows to ten seconds.

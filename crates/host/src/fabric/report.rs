@@ -125,6 +125,9 @@ impl Running {
             statuses.iter().flat_map(|s| s.ports.iter().map(move |p| (self.port(s, p), p))).collect();
         ports.sort_by(|(a, _), (b, _)| (&a.network, &a.name).cmp(&(&b.network, &b.name)));
         let mut warnings = self.notes.clone();
+        warnings.extend(self.dir.as_ref().and_then(|dir| dir.unwritten()).map(|why| {
+            format!("the owner record is not up to date, so that after a crash machines may be started again: {why}")
+        }));
         warnings.extend(self.machine_warnings());
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
