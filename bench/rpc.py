@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Calls with deadlines, beside the floor that the kernel sets and beside peers, all between the same two processes.
 
-usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only-cells]
+usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only-cells] [--publish FOLDER]
 
 Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
-iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. The table has the medians over
-the repeats. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" and "asleep" mean
+iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. All are measured in turn in each repeat. The table has the medians over
+the repeats and the spread from the least to the most; ratios are formed within each repeat. `--publish docs/results` writes the page rpc.md, from seven repeats at least. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" and "asleep" mean
 that both ends sleep at once, "outstanding_16" and "loaded" wait as the library does by itself (poll where it gains, then sleep).
 Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip less what the provider had of it.
 Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
@@ -98,14 +98,22 @@ def cells(results, options):
     return {"accel": "tcg", **medians, **missing}
 
 
+def spread(values, digits=2):
+    """The least and the most of the repeats."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}" if values else "-"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--publish", metavar="FOLDER")
     parser.add_argument("--calls", type=int, default=20000)
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--no-cells", action="store_true")
     parser.add_argument("--only-cells", action="store_true")
     options = parser.parse_args()
+    if options.publish and options.repeats < 7:
+        raise BenchError(f"--publish with {options.repeats} repeats; expected at least 7, so that the figures have a spread")
     if options.only_cells:
         results = Results("rpc")
         results.finish(cells=cells(results, options))
@@ -139,10 +147,12 @@ def main():
                 note(f"{peer}: {error}")
     medians = {name: {key: statistics.median(of) for key, of in row.items()} for name, row in values.items()}
     keys = ["p50_us", "p99_us", "p999_us", "rate", "cpu_us"]
-    print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   (medians of {options.repeats})")
+    print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   least to most of p50   (medians of {options.repeats})")
+    time_lines = []
     for name, row in medians.items():
         figures = ["-" if row.get(key) is None else f"{row[key]:.0f}" if key == "rate" else f"{row[key]:.2f}" for key in keys]
-        print(f"{name:30}" + "".join(f"{cell:>{width}}" for cell, width in zip(figures, (10, 10, 11, 12, 9), strict=True)))
+        print(f"{name:30}" + "".join(f"{cell:>{width}}" for cell, width in zip(figures, (10, 10, 11, 12, 9), strict=True)) + f"   {spread(values[name]['p50_us'])}")
+        time_lines.append([name, *figures, spread(values[name]["p50_us"])])
     for peer, why in missing.items():
         print(f"{peer}: no figures, {why}")
     misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
@@ -151,7 +161,7 @@ def main():
     def value(row, key="p50_us"):
         return medians.get(row, {}).get(key)
 
-    ratios = {name: ratio(value(ours, key), value(theirs, key)) for name, ours, theirs, key in [
+    pairs = [
         ("futex_blocking", "blocking", "futex_blocking", "p50_us"),
         ("unix_blocking", "blocking", "unix_blocking", "p50_us"),
         ("futex_one_cpu", "blocking_one_cpu", "futex_one_cpu", "p50_us"),
@@ -166,7 +176,22 @@ def main():
           for row, ours, key in [("blocking", "blocking", "p50_us"), ("one_cpu", "blocking_one_cpu", "p50_us"), ("64k", "copy_64k", "p50_us"),
                                  ("16", "outstanding_16", "rate"), ("16", "outstanding_16_asleep", "rate"),
                                  ("loaded", "loaded", "p999_us"), ("loaded", "loaded_asleep", "p999_us")]),
-    ]}
+    ]
+    ratios, ratio_lines = {}, []
+    for name, ours, theirs, key in pairs:
+        # Within each repeat: both were measured within seconds of each other.
+        each = [ratio(a, b) for a, b in zip(values[ours][key], values[theirs][key], strict=False)]
+        each = [one for one in each if one is not None]
+        ratios[name] = round(statistics.median(each), 3) if each else None
+        if each:
+            ratio_lines.append([name, f"{ours}, {key}", f"{statistics.median(each):.3f}", spread(each, 3)])
+    if options.publish:
+        results.end()
+        about = (f"Calls between two processes and what they are compared with, in turn in each of {options.repeats} repeats of {options.calls} calls: medians over the repeats, and the least and the most "
+                 "of the repeats' medians. Rows are explained in [benches.md](../benches.md) and in the head of bench/rpc.py; ratios are ours to the other's, formed within each repeat.")
+        sections = ["## Times, µs\n\n" + publish.table(["row", "p50", "p99", "p99.9", "calls a second", "CPU", "p50, least to most"], time_lines),
+                    "## Ratios\n\n" + publish.table(["ratio", "ours", "median", "least to most"], ratio_lines)]
+        publish.page(options.publish, results, "Calls between processes", about, sections)
     results.finish(
         blocking_us=value("blocking"),
         blocking_one_cpu_us=value("blocking_one_cpu"),

@@ -373,6 +373,9 @@ fn connected<T>(
     })
 }
 
+/// Clients whose requests these are: one has 1024 under way at most.
+const CLIENTS: u64 = 16;
+
 /// A deadline somewhere in the span of those that wait, which moves on with the requests that are taken; far enough that none is late.
 fn deadline(n: u64) -> u64 {
     1_000_000_000 + n * 1000 + (n.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 20) % (2 * PENDING * 1000)
@@ -411,11 +414,11 @@ fn order_rows(calls: usize) -> Fallible<()> {
         };
         let mut schedule = Schedule::new(rules);
         let put = |schedule: &mut Schedule<[u64; 3]>, n| {
-            let _ = schedule.offer(0, 0, deadline(n), 0, [n; 3]);
+            let _ = schedule.offer(0, (n % CLIENTS) as u32, deadline(n), 0, [n; 3]);
         };
         let take = |schedule: &mut Schedule<[u64; 3]>| {
-            if let Some(Next::Serve { .. }) = schedule.next(0) {
-                schedule.done(0, 0, None);
+            if let Some(Next::Serve { item: [n, ..], .. }) = schedule.next(0) {
+                schedule.done((n % CLIENTS) as u32, 0, None);
             }
         };
         order_row(name, calls, &mut schedule, put, take);
