@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 
 use clap::Args;
-use tombolo_host::fabric::shared;
+use tombolo_host::fabric::fdstore;
 
 use crate::exit::{Exit, Failure};
 
@@ -15,7 +15,7 @@ pub(crate) struct Keeper {
 
 impl Keeper {
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
-        shared::keep(&self.path).map_err(Failure::failed)?;
+        fdstore::keep(&self.path).map_err(Failure::failed)?;
         Ok(Exit::Done)
     }
 }

@@ -37,6 +37,9 @@ pub(crate) struct Up {
     /// With --daemon: print the report of `status` as JSON
     #[arg(long, requires = "daemon")]
     json: bool,
+    /// Take over from the daemon that runs this fabric, under its running guests; without one, as `up` alone
+    #[arg(long)]
+    replace: bool,
     /// The daemon itself
     #[arg(long, hide = true, conflicts_with = "daemon")]
     answer_on_stdout: bool,
@@ -65,7 +68,7 @@ impl Up {
         }
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
         if self.answer_on_stdout {
-            return serve_as_daemon(&path);
+            return serve_as_daemon(&path, self.replace);
         }
         let spec = file::load(&path)?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
@@ -73,7 +76,7 @@ impl Up {
                 format!("--fabric: expected \"{name}\", but {} is of the fabric \"{}\"", path.display(), spec.name);
             return Err(Failure::misused(found));
         }
-        if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path) }
+        if self.daemon { self.start_daemon(&spec.name, &path) } else { foreground(spec, &path, self.replace) }
     }
 
     fn start_daemon(&self, name: &str, path: &Path) -> Result<Exit, Failure> {
@@ -96,6 +99,7 @@ impl Up {
             .arg("up")
             .arg(std::path::absolute(path)?)
             .arg("--answer-on-stdout")
+            .args(self.replace.then_some("--replace"))
             .env_remove("TOMBOLO_FABRIC")
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
@@ -208,7 +212,7 @@ fn summary(status: &Status, took: Duration) -> String {
     )
 }
 
-fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
+fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Failure> {
     let tty = io::stderr().is_terminal();
     let name = spec.name.clone();
     if tty {
@@ -227,7 +231,8 @@ fn foreground(spec: file::Fabric, path: &Path) -> Result<Exit, Failure> {
             line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
     });
-    daemon::run(spec, path, say, |status, took| {
+    daemon::run(spec, path, say, replace, |status, took| {
+        notify_service_manager();
         stands.store(true, Ordering::Relaxed);
         tell_all(status);
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
@@ -258,7 +263,22 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
     })
 }
 
-fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
+/// Tells a service manager that asks for it (sd_notify(3)) that the fabric stands, and which process it is now.
+fn notify_service_manager() {
+    use std::os::linux::net::SocketAddrExt;
+    let Some(place) = std::env::var_os("NOTIFY_SOCKET") else { return };
+    let text = format!("READY=1\nMAINPID={}\n", std::process::id());
+    let address = match place.as_encoded_bytes() {
+        [b'@', name @ ..] => std::os::unix::net::SocketAddr::from_abstract_name(name),
+        _ => std::os::unix::net::SocketAddr::from_pathname(&place),
+    };
+    let send = || std::os::unix::net::UnixDatagram::unbound()?.send_to_addr(text.as_bytes(), &address?);
+    if let Err(error) = send() {
+        eprintln!("tombolo: telling the service manager at {}: {error}", place.display());
+    }
+}
+
+fn serve_as_daemon(path: &Path, replace: bool) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
     let send = |word: &Word| {
@@ -286,7 +306,8 @@ fn serve_as_daemon(path: &Path) -> Result<Exit, Failure> {
     let ready_say = say.clone();
     let live = || -> Result<(), Failure> {
         let spec = file::load(path)?;
-        daemon::run(spec, path, say.clone(), |status, took| {
+        daemon::run(spec, path, say.clone(), replace, |status, took| {
+            notify_service_manager();
             ready_say(&summary(status, took));
             tell(&Word::Stands { status: Box::new(status.clone()), seconds: took.as_secs_f64() });
         })?;

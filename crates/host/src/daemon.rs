@@ -3,18 +3,23 @@
 //! It ends after a `down` request, or when SIGINT, SIGTERM or SIGHUP comes. A signal that comes while the fabric is being
 //! taken down is the user's hurry: machines that were given two seconds to end are killed at once. A signal that comes
 //! before the fabric stands takes back what has been made.
+//!
+//! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one; then this process ends
+//! and clears up nothing. See [`crate::fabric::handover`].
 
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use rustix::net::SocketType;
 use rustix::process::Signal as Number;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
+use tombolo_shm::listener::Listener;
 
 use crate::api::report::Status;
 use crate::api::server::{Server, ServerError};
 use crate::api::{Request, Requests};
-use crate::fabric::{self, FabricError, Running, Say};
+use crate::fabric::{self, FabricError, Running, Say, handover};
 use crate::{file, process, rundir};
 
 /// Why a daemon did not stand, or ended badly.
@@ -42,6 +47,32 @@ pub enum DaemonError {
 
 struct Signals([Signal; 3]);
 
+/// Passes daemons that want to take over on to the fabric's task.
+fn serve_handovers(folder: &Path, requests: Requests) -> std::io::Result<tokio::task::JoinHandle<()>> {
+    let listener = Listener::replace(&handover::socket_path(folder), SocketType::STREAM)?;
+    let listener = std::os::unix::net::UnixListener::from(listener.hand_over()?);
+    let listener = tokio::net::UnixListener::from_std(listener)?;
+    let me = rustix::process::geteuid().as_raw();
+    Ok(tokio::spawn(async move {
+        loop {
+            let Ok((socket, _)) = listener.accept().await else {
+                // No descriptor is left; there may be one later.
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            };
+            let user = socket.peer_cred().map(|peer| peer.uid());
+            let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
+            let (Ok(user), Ok(socket)) = (user, socket) else { continue };
+            if user != me && user != 0 {
+                continue;
+            }
+            if requests.send(Request::HandOver { socket }).await.is_err() {
+                return;
+            }
+        }
+    }))
+}
+
 impl Signals {
     fn new() -> std::io::Result<Signals> {
         let kinds = [SignalKind::interrupt(), SignalKind::terminate(), SignalKind::hangup()];
@@ -59,7 +90,7 @@ impl Signals {
     }
 }
 
-/// Runs a fabric to its end. `ready` is called once it stands and answers, with its report and the time that took.
+/// Runs a fabric to its end, with `replace` in place of the daemon that runs it. `ready` is called once it stands and answers, with its report and the time that took.
 ///
 /// # Errors
 /// Why it did not stand; then nothing is left.
@@ -67,10 +98,11 @@ pub fn run(
     spec: file::Fabric,
     path: &Path,
     say: Say,
+    replace: bool,
     ready: impl FnOnce(&Status, Duration),
 ) -> Result<(), DaemonError> {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build()?;
-    let done = runtime.block_on(live(spec, path, say, ready));
+    let done = runtime.block_on(live(spec, path, say, replace, ready));
     // A thread that waits for a process of no interest any more does not hold up the end.
     runtime.shutdown_timeout(Duration::from_millis(100));
     done
@@ -80,14 +112,16 @@ async fn live(
     spec: file::Fabric,
     path: &Path,
     say: Say,
+    replace: bool,
     ready: impl FnOnce(&Status, Duration),
 ) -> Result<(), DaemonError> {
     let begun = Instant::now();
     let name = spec.name.clone();
     let folder = rundir::runtime_root()?.join(&name);
     let mut signals = Signals::new()?;
+    let mut leave = signal(SignalKind::user_defined2())?;
     let started = tokio::select! {
-        started = Running::start(spec, path, say.clone()) => Some(started?),
+        started = Running::start(spec, path, say.clone(), replace) => Some(started?),
         () = signals.came() => None,
     };
     let Some(shared) = started else {
@@ -109,6 +143,17 @@ async fn live(
     let serving = tokio::spawn(server.serve(requests.clone(), async {
         let _ = server_end.await;
     }));
+    let handovers = match serve_handovers(&folder, requests.clone()) {
+        Ok(task) => Some(task),
+        Err(error) => {
+            say(&format!("`up --replace` will not work: {}: {error}", handover::socket_path(&folder).display()));
+            None
+        }
+    };
+    let leaving = tokio::spawn({
+        let requests = requests.clone();
+        async move { while leave.recv().await.is_some() && requests.send(Request::Leave).await.is_ok() {} }
+    });
     let status = ask_status(&requests).await.ok_or(DaemonError::Lost)?;
     ready(&status, begun.elapsed());
     tokio::select! {
@@ -130,6 +175,8 @@ async fn live(
             }
         }
     }
+    leaving.abort();
+    handovers.inspect(|task| task.abort());
     drop((ended, requests));
     serving.await.map_err(|_| DaemonError::Lost)??;
     Ok(())

@@ -12,6 +12,7 @@
 
 use std::fs::{self, File};
 use std::io::{self, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
@@ -219,7 +220,7 @@ pub fn running(root: &Path) -> Vec<String> {
 pub struct RunDir {
     path: PathBuf,
     state: PathBuf,
-    _lock: File,
+    lock: File,
     /// The record as it was last written.
     owner: Owner,
     /// What the daemon before left behind, if it did not end by itself.
@@ -330,6 +331,10 @@ impl RunDir {
         let root = runtime_root()?;
         let path = root.join(fabric);
         let (lock, leftover) = take_lock(fabric, &path, say).await?;
+        Ok(Self::own(fabric, path, file, lock, leftover))
+    }
+
+    fn own(fabric: &str, path: PathBuf, file: &Path, lock: File, leftover: Option<Owner>) -> RunDir {
         let pid = std::process::id();
         let owner = Owner {
             pid,
@@ -340,9 +345,30 @@ impl RunDir {
             ..leftover.clone().unwrap_or_default()
         };
         let state = state_root().join(fabric);
-        let mut dir = RunDir { path, state, _lock: lock, owner, leftover, unwritten: None };
+        let mut dir = RunDir { path, state, lock, owner, leftover, unwritten: None };
         dir.record(|_| ());
-        Ok(dir)
+        dir
+    }
+
+    /// Takes the directory over from a daemon that handed its lock over. That daemon holds it too, until it ends.
+    pub fn inherit(fabric: &str, file: &Path, lock: OwnedFd) -> Result<RunDir, RunDirError> {
+        let path = runtime_root()?.join(fabric);
+        let lock = File::from(lock);
+        let lock_path = path.join("lock");
+        let held = lock.metadata().map_err(system("looking at", &lock_path))?;
+        let named = fs::metadata(&lock_path).map_err(system("looking at", &lock_path))?;
+        let locked = flock(&lock, FlockOperation::NonBlockingLockExclusive).is_ok();
+        let record: Option<Owner> =
+            fs::read(path.join("owner.json")).ok().and_then(|text| serde_json::from_slice(&text).ok());
+        if !locked || (held.dev(), held.ino()) != (named.dev(), named.ino()) {
+            return Err(RunDirError::Running { name: fabric.into(), pid: record.map_or(0, |o| o.pid) });
+        }
+        Ok(Self::own(fabric, path, file, lock, record))
+    }
+
+    /// The lock, for a daemon that takes over.
+    pub fn lock(&self) -> BorrowedFd<'_> {
+        self.lock.as_fd()
     }
 
     /// The directory.

@@ -92,6 +92,14 @@ pub enum Request {
         /// Pieces of a pcapng file, in order, until the receiver is dropped or the port goes.
         reply: Reply<mpsc::Receiver<Vec<u8>>>,
     },
+    /// Another daemon of the same user wants to take the fabric over; see [`crate::fabric::handover`]. The process ends
+    /// if it does.
+    HandOver {
+        /// The connection to it.
+        socket: std::os::unix::net::UnixStream,
+    },
+    /// Leaves the guests to the next daemon. The process ends.
+    Leave,
     /// Stops everything and removes all that the fabric made; the daemon ends after the reply.
     Down(Reply<()>),
 }

@@ -54,6 +54,7 @@ async fn answer(
                     Ok(vec![port])
                 })));
             }
+            Request::HandOver { .. } | Request::Leave => {}
             Request::RemovePort { name, reply } => {
                 let before = status.ports.len();
                 status.ports.retain(|p| p.name != name);

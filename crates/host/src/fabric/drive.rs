@@ -92,6 +92,12 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Capture { port, snaplen, reply } => {
             answer(reply, shared.running.lock().await.capture(&port, snaplen));
         }
+        Request::HandOver { socket } => shared.running.lock().await.hand_over(socket),
+        Request::Leave => {
+            let mut running = shared.running.lock().await;
+            let why = running.leave();
+            (running.say)(&format!("cannot leave the guests to the next daemon: {why}; this one goes on"));
+        }
         Request::Down(reply) => answer(reply, Ok(())),
     }
 }

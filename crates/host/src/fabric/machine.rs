@@ -259,6 +259,34 @@ impl Running {
         Ok(())
     }
 
+    /// Takes note of a machine that did not run under the daemon before either.
+    pub(crate) fn leave_idle(&mut self, plan: &MachinePlan, how: &str) {
+        let ended = (!how.is_empty()).then(|| Ended { how: how.into(), well: false, last_lines: vec![] });
+        let machine = RunningMachine {
+            plan: plan.clone(),
+            pid: None,
+            child: None,
+            adopted: false,
+            restarts: 0,
+            ended,
+            stopped: true,
+            console: console::log_path(&self.facts.runtime, &plan.name),
+            again_at: None,
+            failures: 0,
+            since: Instant::now(),
+        };
+        self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
+    }
+
+    /// Notes all that run as ready to be adopted: in a handover their connections go on, whatever their drivers do.
+    pub(crate) fn note_all_settled(&mut self) {
+        let running: Vec<_> = self.machines.iter().filter_map(|(name, m)| Some((name.clone(), m.pid?))).collect();
+        for (name, pid) in running {
+            self.note_settled(&name, pid);
+        }
+    }
+
     /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
     fn settle(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());

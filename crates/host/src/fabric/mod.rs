@@ -23,6 +23,8 @@
 mod bypass;
 mod capture;
 mod drive;
+pub mod fdstore;
+pub mod handover;
 mod leases;
 mod machine;
 mod network;
@@ -42,6 +44,7 @@ use tokio::sync::Mutex;
 use tombolo_bypass::attachment::AttachError;
 use tombolo_port::worker::{WorkerError, WorkerThread};
 use tombolo_shm::ivshmem::links::LinkError;
+use tombolo_shm::store::Store;
 use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
@@ -54,6 +57,8 @@ use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
 
 pub use drive::drive;
+use fdstore::Finder;
+use handover::{Commit, Prepared, Takeover};
 pub use machine::Ended;
 use machine::RunningMachine;
 use network::Net;
@@ -187,6 +192,17 @@ pub struct Running {
     pub(crate) networks: BTreeMap<String, Net>,
     pub(crate) ports: BTreeMap<String, RunningPort>,
     pub(crate) machines: BTreeMap<String, RunningMachine>,
+    /// The fd store, and how it is found.
+    pub(crate) store: Option<Arc<Store>>,
+    pub(crate) finder: Finder,
+    /// The daemon before put the final state of everything into the store, and this one takes it up.
+    pub(crate) taking_over: bool,
+    /// Records of the handover that were taken.
+    pub(crate) taken: Vec<String>,
+    /// The daemon before, which waits to be told that this one takes over.
+    commit: Option<Commit>,
+    /// What was found out before it was asked.
+    prepared: Option<Prepared>,
     /// Links of shared memory, where there are some.
     pub(crate) shared: Option<shared::SharedMemory>,
     /// Services of machines by name.
@@ -255,9 +271,15 @@ pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
 
 impl Running {
     /// A fabric of which nothing runs yet.
-    fn new(spec: Fabric, file: PathBuf, dir: RunDir, say: Say) -> Running {
-        let facts = facts(&spec, dir.path().into());
+    fn new(spec: Fabric, file: PathBuf, dir: RunDir, facts: Facts, say: Say) -> Running {
+        let finder = Finder::new(dir.path());
         Running {
+            store: None,
+            finder,
+            taking_over: false,
+            taken: vec![],
+            commit: None,
+            prepared: None,
             spec,
             file,
             dir: Some(dir),
@@ -281,9 +303,16 @@ impl Running {
     ///
     /// # Errors
     /// The first thing that did not work.
-    pub async fn start(spec: Fabric, path: &Path, say: Say) -> Result<Shared, FabricError> {
+    ///
+    /// With `replace`, a daemon that runs the fabric is asked to hand over first. On an error before it has done so it
+    /// goes on; on one afterwards the guests run on, and the next `up` takes them up.
+    pub async fn start(spec: Fabric, path: &Path, say: Say, replace: bool) -> Result<Shared, FabricError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
-        let mut dir = RunDir::claim(&spec.name, &absolute, &say).await?;
+        let takeover = if replace { Takeover::begin(&spec, &absolute, &say)? } else { None };
+        let (mut dir, known) = match takeover {
+            Some(Takeover { dir, facts, prepared, store, commit }) => (dir, Some((facts, prepared, store, commit))),
+            None => (RunDir::claim(&spec.name, &absolute, &say).await?, None),
+        };
         let spec = match dir.leftover.clone() {
             Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
             Some(_) => {
@@ -292,10 +321,22 @@ impl Running {
             }
             None => spec,
         };
-        let running = Running::new(spec, absolute, dir, say);
+        let running = match known {
+            Some((facts, prepared, store, commit)) => {
+                let running = Running::new(spec, absolute, dir, facts, say);
+                Running { store: Some(store), commit: Some(commit), prepared: Some(prepared), ..running }
+            }
+            None => {
+                let facts = facts(&spec, dir.path().into());
+                let mut running = Running::new(spec, absolute, dir, facts, say);
+                running.find_store();
+                running
+            }
+        };
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
         running.me = Arc::downgrade(&shared.running);
+        running.taking_over = running.take_state("handover".into()).is_some();
         let plan = match running.prepare().await {
             Ok(plan) => plan,
             Err(error) => {
@@ -309,6 +350,10 @@ impl Running {
             }
         };
         if let Err(error) = running.make(&plan).await {
+            if running.taking_over {
+                // The guests are not this daemon's to end. As after a crash, the next one finds them.
+                return Err(error);
+            }
             running.take_down(true).await;
             return Err(error);
         }
@@ -322,7 +367,14 @@ impl Running {
 
     /// What can be refused before anything is made.
     async fn prepare(&mut self) -> Result<Plan, FabricError> {
+        if let Some(prepared) = &self.prepared {
+            return Ok(prepared.plan.clone());
+        }
         let plan = plan::plan(&self.spec, &self.facts)?;
+        if self.taking_over {
+            // Routes and listeners are there already, and are the fabric's own.
+            return Ok(plan);
+        }
         // They are of no use without their daemon, and hold the listeners that are looked at below.
         self.end_helpers().await;
         self.check_routes()?;
@@ -361,18 +413,34 @@ impl Running {
     }
 
     async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
+        self.start_store(plan);
         self.start_links(plan)?;
-        let adopted = self.reclaim(plan).await?;
+        self.take_doors();
+        let (adopted, mut ending) = self.judge(plan);
+        if !self.taking_over {
+            end_all(std::mem::take(&mut ending), &self.say).await;
+            self.undo_leftover(plan)?;
+        }
         for worker in self.spec.workers.clone() {
             self.start_worker(worker)?;
         }
         for network in self.spec.networks.clone() {
             self.start_network(&network)?;
         }
-        // Kernel rules before the ports: a guest is not let out a moment before its masquerade stands.
-        self.kernel_rules(plan)?;
+        // Kernel rules before the ports: a guest is not let out a moment before its masquerade stands. In a handover the
+        // rules of the daemon before stand, and guests do not wait for new ones.
+        if !self.taking_over {
+            self.kernel_rules(plan)?;
+        }
+        let old = self.commit.take().map(|commit| commit.commit()).transpose()?.flatten();
         for port in &plan.ports {
             self.add_port(port)?;
+        }
+        if self.taking_over {
+            self.teach();
+            end_all(ending, &self.say).await;
+            self.undo_leftover(plan)?;
+            self.kernel_rules(plan)?;
         }
         self.kernel_taps(plan)?;
         self.start_bypass(plan);
@@ -380,25 +448,26 @@ impl Running {
         if let Some(links) = self.links() {
             links.forget_rest();
         }
+        if let Some(old) = old {
+            // The seats of its bridges are free once it has ended, which it is about to.
+            old.wait(Duration::from_secs(1));
+        }
         self.start_bridges()?;
         self.update_names();
         for machine in &plan.machines {
-            let (_, pid) = match adopted.iter().find(|(name, _)| *name == machine.name) {
-                Some(known) => known,
-                None => match self.start_machine(machine) {
-                    Err(error) if !adopted.is_empty() => {
-                        // Guests that run on, and have their network again, do not end for one that cannot start.
-                        self.note_not_started(machine, &error);
-                        continue;
-                    }
-                    started => {
-                        started?;
-                        continue;
-                    }
-                },
-            };
-            self.adopt(machine, pid)?;
+            if let Some((_, pid)) = adopted.iter().find(|(name, _)| *name == machine.name) {
+                self.adopt(machine, pid)?;
+            } else if let Some((how, _)) = self.take_state(format!("idle/{}", machine.name)) {
+                self.leave_idle(machine, &String::from_utf8_lossy(&how));
+            } else {
+                match self.start_machine(machine) {
+                    // Guests that run on, and have their network again, do not end for one that cannot start.
+                    Err(error) if !adopted.is_empty() => self.note_not_started(machine, &error),
+                    started => started?,
+                }
+            }
         }
+        self.settle_store(plan);
         Ok(())
     }
 
@@ -451,17 +520,21 @@ impl Running {
         if planned.argv != settled.argv {
             return Some(format!("its section has changed: {}", difference(&settled.argv, &planned.argv)));
         }
-        if !planned.survives {
+        if !planned.survives && !self.taking_over {
             return Some("its attachment cannot connect again under this QEMU".into());
         }
         self.lost_link(&planned.seats)
     }
 
-    /// Ends or keeps what a killed daemon left. Returns the machines that are kept.
-    async fn reclaim(&mut self, plan: &Plan) -> Result<Vec<(String, u32)>, FabricError> {
+    /// What becomes of the machines that an earlier daemon left: those that are kept, and those that are to be ended.
+    fn judge(&mut self, plan: &Plan) -> (Vec<(String, u32)>, Vec<Ending>) {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
-        for (machine, process, words) in process::machines(&name, &runtime) {
+        let known = self.prepared.take().map(|prepared| prepared.machines);
+        for (machine, process, words) in known.unwrap_or_else(|| process::machines(&name, &runtime)) {
+            if !process.is_running() {
+                continue;
+            }
             let pid = process.pid;
             let Some(why) = self.unfit(plan, &machine, &process, &words) else {
                 self.took_over(format!("{machine}: kept, process {pid} runs on"));
@@ -478,7 +551,11 @@ impl Running {
             self.took_over(format!("{machine}: {then}; process {pid} is ended{how}: {why}"));
             end.push(ending);
         }
-        end_all(end, &self.say).await;
+        (keep, end)
+    }
+
+    /// Takes back what an earlier daemon made for a plan that has changed.
+    fn undo_leftover(&mut self, plan: &Plan) -> Result<(), FabricError> {
         self.end_bypass()?;
         if let Some(table) = self.dir().owner().nft_table.clone()
             && plan.kernel.is_empty()
@@ -486,7 +563,7 @@ impl Running {
             self.undo_kernel(&table)?;
             self.took_over(format!("nftables table {table}: removed: no network has a kernel uplink any more"));
         }
-        Ok(keep)
+        Ok(())
     }
 
     fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
@@ -731,6 +808,19 @@ impl Running {
 
 /// Applies what was added to the fabric while an earlier daemon ran. What no longer fits is said and left out.
 fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say: &Say) -> Result<Fabric, FabricError> {
+    let mut misfits = Vec::new();
+    let out = restore_additions_of(spec, additions, &mut |addition, error| {
+        say(&format!("{} was added before and no longer fits: {error}", addition.names.join(", ")));
+        misfits.push(addition.clone());
+    });
+    if !misfits.is_empty() {
+        dir.record(|o| o.additions.retain(|a| !misfits.contains(a)));
+    }
+    Ok(out)
+}
+
+/// As [`restore_additions`]; `misfit` is told what no longer fits.
+fn restore_additions_of(spec: Fabric, additions: &[Addition], misfit: &mut dyn FnMut(&Addition, &FileError)) -> Fabric {
     let mut out = spec;
     for addition in additions {
         match file::add(&addition.text, Path::new("added"), &out) {
@@ -743,13 +833,10 @@ fn restore_additions(spec: Fabric, additions: &[Addition], dir: &mut RunDir, say
                 more.ports.retain(|p| keep(&p.name));
                 out = more;
             }
-            Err(error) => {
-                say(&format!("{} was added before and no longer fits: {error}", addition.names.join(", ")));
-                dir.record(|o| o.additions.retain(|a| a != addition));
-            }
+            Err(error) => misfit(addition, &error),
         }
     }
-    Ok(out)
+    out
 }
 
 /// What an argument list has that another has not, for people: "now -m 48M, before -m 32M".
@@ -850,7 +937,8 @@ pub async fn clean_up(fabric: &str, say: Say) -> Result<Option<Vec<String>>, Fab
     let dir = RunDir::claim(fabric, Path::new(""), &say).await?;
     let found = dir.leftover.is_some();
     let spec = Fabric::empty(fabric, PathBuf::new());
-    let mut running = Running::new(spec, PathBuf::new(), dir, say);
+    let facts = facts(&spec, dir.path().into());
+    let mut running = Running::new(spec, PathBuf::new(), dir, facts, say);
     running.take_down(false).await;
     let done = std::mem::take(&mut running.takeover);
     Ok((found || !done.is_empty()).then_some(done))

@@ -91,6 +91,8 @@ impl Running {
 
     pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
+        let handed = self.take_state(format!("leases/{}", spec.name));
+        let handed = handed.and_then(|(text, _)| serde_json::from_slice(&text).ok());
         let files = LeaseFiles::new(self.state_file(&format!("{}.leases.json", spec.name))?);
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
@@ -112,7 +114,7 @@ impl Running {
             forward: spec.uplink != Uplink::None,
             dhcp: spec.dhcp.map(|d| DhcpConfig { range: (d.from, d.to), lease_secs: d.lease_s, leases_per_port: None }),
         };
-        let stored = files.load(&self.say);
+        let stored = handed.unwrap_or_else(|| files.load(&self.say));
         let now = clock_gettime(ClockId::Monotonic);
         let mut entropy = [0; 16];
         entropy[..8].copy_from_slice(&random().to_le_bytes());

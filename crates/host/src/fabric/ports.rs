@@ -1,6 +1,7 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
 use std::net::{SocketAddr, TcpListener, UdpSocket};
+use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
@@ -13,14 +14,14 @@ use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::uplink::{Away, NatPort};
-use tombolo_port::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
+use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
-use tombolo_switch::port::Port;
+use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Remake;
 
-use super::{FabricError, Running, RunningWorker, describe};
+use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
 use crate::process::{self, Process, Recorded};
@@ -35,7 +36,51 @@ pub(crate) struct RunningPort {
     passt: Option<Passt>,
 }
 
+/// A passt that this daemon started, or took over.
+enum PasstProcess {
+    Child(Child),
+    Adopted(Process),
+}
+
+impl PasstProcess {
+    fn id(&self) -> u32 {
+        match self {
+            PasstProcess::Child(child) => child.id(),
+            PasstProcess::Adopted(process) => process.pid,
+        }
+    }
+
+    /// Ends it and reaps it.
+    fn end(&mut self) {
+        match self {
+            PasstProcess::Child(child) => {
+                // It may have ended by itself.
+                let _ = child.kill();
+                if Process::open(child.id()).is_none_or(|p| p.wait(KILLED)) {
+                    let _ = child.wait();
+                }
+            }
+            PasstProcess::Adopted(process) => {
+                let _ = process.signal(rustix::process::Signal::KILL);
+            }
+        }
+    }
+
+    /// How it ended, in words.
+    fn how(&mut self) -> String {
+        match self {
+            PasstProcess::Child(child) => child.wait().map_or_else(|e| e.to_string(), |s| s.to_string()),
+            PasstProcess::Adopted(_) => "how is not known, since an earlier daemon had started it".into(),
+        }
+    }
+}
+
 impl RunningPort {
+    /// The passt behind it.
+    pub(crate) fn passt_pid(&self) -> Option<u32> {
+        self.passt.as_ref().filter(|p| p.fault.is_none()).map(|p| p.process.id())
+    }
+
     /// What is wrong with the passt behind it.
     pub(crate) fn fault(&self) -> Option<String> {
         self.passt.as_ref().and_then(|p| p.fault.clone())
@@ -45,7 +90,7 @@ impl RunningPort {
 /// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and ends it
 /// ([`process::helpers`]).
 struct Passt {
-    child: Child,
+    process: PasstProcess,
     feed: StreamFeed,
     /// Which guests its router need not wait for.
     away: Away,
@@ -56,16 +101,18 @@ struct Passt {
 
 impl Drop for Passt {
     fn drop(&mut self) {
-        // It may have ended by itself.
-        let _ = self.child.kill();
-        if Process::open(self.child.id()).is_none_or(|p| p.wait(KILLED)) {
-            let _ = self.child.wait();
-        }
+        self.process.end();
     }
 }
 
 /// How long a killed passt is waited for. One that the kernel holds longer is reaped when the daemon ends.
 const KILLED: Duration = Duration::from_secs(2);
+
+/// What the daemon before left of a port, and of the passt behind it.
+struct Handed {
+    port: HandOver,
+    passt: Option<(Vec<u8>, Vec<OwnedFd>)>,
+}
 
 /// A port that was opened for a worker.
 struct Opened {
@@ -94,12 +141,17 @@ impl Running {
     /// Opens a planned port and hands it to its network's worker.
     pub(crate) fn add_port(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
         let fail = error(plan);
+        // Ports of a vhost-user frontend take it themselves.
+        let own = matches!(plan.attachment, Attachment::VhostUser { .. });
+        let handed = if own { None } else { self.take_port(&plan.name) };
+        let passt = self.take_state(format!("passt/{}", plan.name));
+        let handed = handed.map(|port| Handed { port, passt });
         let (index, worker) = self.worker_of(&plan.network).ok_or_else(|| fail(&"its network has no worker"))?;
         let net = self.networks.get(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let Opened { port, remake, passt, handle: told } = self.open(plan, registration)?;
+        let Opened { port, remake, passt, handle: told } = self.open(plan, registration, handed)?;
         let file::Traffic { roles, storm, rates } = plan.traffic;
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
         let settings = PortSettings { guard, mac_limit: None, storm, rates };
@@ -118,7 +170,7 @@ impl Running {
             }
         }
         added?;
-        let watched = passt.as_ref().map(|p| p.child.id());
+        let watched = passt.as_ref().map(|p| p.process.id());
         self.ports.insert(plan.name.clone(), RunningPort { plan: plan.clone(), worker: index, token, passt });
         if let Some(pid) = watched {
             self.record_passt(&plan.name, pid);
@@ -145,7 +197,7 @@ impl Running {
         }
     }
 
-    fn open(&self, plan: &PortPlan, registration: Registration) -> Result<Opened, FabricError> {
+    fn open(&self, plan: &PortPlan, registration: Registration, handed: Option<Handed>) -> Result<Opened, FabricError> {
         let fail = error(plan);
         let mtu = u32::from(plan.mtu);
         match &plan.attachment {
@@ -154,8 +206,7 @@ impl Running {
                 Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) })
             }
             Attachment::User(user) => {
-                let (stream, feed) = StreamPort::given(mtu, registration);
-                let child = self.start_passt(plan, user, &feed)?;
+                let (mut stream, feed) = StreamPort::given(mtu, registration);
                 let network = self.spec.network(&plan.network).ok_or_else(|| fail(&"its network is not there"))?;
                 let forwards = user.forwards.iter().map(|(proto, _, port, to)| nat::Forward {
                     protocol: if *proto == Proto::Tcp { nat::Protocol::Tcp } else { nat::Protocol::Udp },
@@ -171,7 +222,29 @@ impl Running {
                     peer: plan::PEER.parse().expect("a literal address"),
                     forwards: forwards.collect(),
                 };
-                let port = Box::new(NatPort::new(config.clone(), Box::new(stream), mtu));
+                let running =
+                    handed.and_then(|handed| Some((handed.port, self.running_passt(user, plan.mtu, handed.passt)?)));
+                let (port, process) = match running {
+                    Some((handed, process)) => {
+                        let again = feed.clone();
+                        let attach = |handed| stream.take_up(handed).map(|()| Box::new(stream) as Box<dyn Port>);
+                        match NatPort::take_up(config.clone(), handed, mtu, attach) {
+                            Ok(port) => (port, PasstProcess::Adopted(process)),
+                            Err(why) => {
+                                (self.say)(&format!("{}: starting another passt: {why}", plan.name));
+                                let _ = process.signal(rustix::process::Signal::KILL);
+                                let stream = again.remake(mtu);
+                                let port = NatPort::new(config.clone(), Box::new(stream), mtu);
+                                (port, PasstProcess::Child(self.start_passt(plan, user, &feed)?))
+                            }
+                        }
+                    }
+                    None => {
+                        let process = PasstProcess::Child(self.start_passt(plan, user, &feed)?);
+                        (NatPort::new(config.clone(), Box::new(stream), mtu), process)
+                    }
+                };
+                let port = Box::new(port);
                 let away = port.away();
                 let (again, of_old) = (feed.clone(), away.clone());
                 // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
@@ -179,18 +252,35 @@ impl Running {
                     let stream = Box::new(again.remake(mtu));
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
-                let passt = Passt { child, feed, away, restarts: 0, fault: None };
+                let passt = Passt { process, feed, away, restarts: 0, fault: None };
                 Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None })
             }
             _ => {
-                let port = attach(plan, registration.clone()).map_err(|why| fail(&why))?;
+                let shelf = self.shelf(&plan.name);
+                let handed = handed.map(|handed| handed.port);
+                let attached = attach(plan, registration.clone(), shelf.clone(), handed, &self.say);
+                let port = attached.map_err(|why| fail(&why))?;
                 // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
                 let hung =
                     matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
-                let remake = (!hung).then(|| anew(plan, registration));
+                let remake = (!hung).then(|| anew(plan, registration, shelf, self.say.clone()));
                 Ok(Opened { port, remake, passt: None, handle: None })
             }
         }
+    }
+
+    /// The passt that the daemon before ran, if it is still there and runs as it would be started now. Any other is ended.
+    fn running_passt(&self, user: &UserUplink, mtu: u16, handed: Option<(Vec<u8>, Vec<OwnedFd>)>) -> Option<Process> {
+        let (pid, fds) = handed?;
+        let pid = u32::from_le_bytes(*pid.first_chunk()?);
+        let process = Process { pid, pidfd: fds.into_iter().next()? };
+        let expected = which("passt").map(|program| plan::passt_argv(&program, user, mtu, 0));
+        let same = expected.zip(process::arguments(pid)).is_some_and(|(expected, found)| expected[1..] == found[1..]);
+        if same && process.is_running() {
+            return Some(process);
+        }
+        let _ = process.signal(rustix::process::Signal::KILL);
+        None
     }
 
     fn start_passt(&self, plan: &PortPlan, user: &UserUplink, feed: &StreamFeed) -> Result<Child, FabricError> {
@@ -260,10 +350,10 @@ impl Running {
                 let mut running = running.lock().await;
                 let log = running.log_path(&port);
                 let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) else { return };
-                if passt.child.id() != pid {
+                if passt.process.id() != pid {
                     return;
                 }
-                let how = passt.child.wait().map_or_else(|e| e.to_string(), |s| s.to_string());
+                let how = passt.process.how();
                 let last = crate::console::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 passt.restarts += 1;
@@ -280,7 +370,7 @@ impl Running {
                 Ok(child) => {
                     let pid = child.id();
                     if let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) {
-                        passt.child = child;
+                        passt.process = PasstProcess::Child(child);
                         passt.fault = None;
                     }
                     running.record_passt(&port, pid);
@@ -304,24 +394,52 @@ impl Running {
 }
 
 /// Opens a port that needs nothing of the fabric but its plan.
-fn attach(plan: &PortPlan, registration: Registration) -> Result<Box<dyn Port>, String> {
+///
+/// `handed` is what the port of the daemon before left; where it cannot be continued the peer connects again.
+fn attach(
+    plan: &PortPlan,
+    registration: Registration,
+    shelf: Option<Shelf>,
+    mut handed: Option<HandOver>,
+    say: &Say,
+) -> Result<Box<dyn Port>, String> {
     fn text(error: impl std::fmt::Display) -> String {
         error.to_string()
     }
     let mtu = u32::from(plan.mtu);
+    let lost = |why: String| say(&format!("port {}: its peer has to connect again: {why}", plan.name));
+    let go_on = |mut port: StreamPort, handed: Option<HandOver>| {
+        if let Some(Err(why)) = handed.map(|handed| port.take_up(handed)) {
+            lost(why);
+        }
+        Box::new(port)
+    };
     Ok(match &plan.attachment {
         Attachment::VhostUser { socket, connect, queues, .. } => {
             let socket = if *connect { Socket::Connect(socket.clone()) } else { Socket::Listen(socket.clone()) };
             let config = VhostUserConfig { socket, queue_pairs: *queues, mtu };
-            Box::new(VhostUserPort::open(config, registration).map_err(text)?)
+            Box::new(VhostUserPort::open_kept(config, registration, shelf).map_err(text)?)
         }
         Attachment::Stream { socket, connect: true } => {
-            Box::new(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration))
+            go_on(StreamPort::connect(&Address::Unix(socket.clone()), mtu, registration), handed)
         }
         Attachment::Stream { socket, connect: false } => {
-            Box::new(StreamPort::listen(&Address::Unix(socket.clone()), 0o600, mtu, registration).map_err(text)?)
+            let address = Address::Unix(socket.clone());
+            let port = match &mut handed {
+                Some(handed) => StreamPort::listen_on(handed, &address, 0o600, mtu, registration),
+                None => StreamPort::listen(&address, 0o600, mtu, registration),
+            };
+            go_on(port.map_err(text)?, handed)
         }
         Attachment::Tap { device, adopt, netns, ip, mac, accept_ra } => {
+            if let Some(fd) = handed.and_then(|handed| handed.fds.into_iter().next()) {
+                // Addresses, routes and rules are on it as they were.
+                let port = TapPort::adopt(fd, registration).map_err(text)?;
+                return match port.name() == device {
+                    true => Ok(Box::new(port)),
+                    false => Err(format!("the tap was renamed to {}; rename it back to {device}", port.name())),
+                };
+            }
             let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;
             let existing = if *adopt { Existing::Adopt } else { Existing::Create };
             let mac = mac.map(|m| m.0);
@@ -344,9 +462,9 @@ fn attach(plan: &PortPlan, registration: Registration) -> Result<Box<dyn Port>, 
 
 /// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
 /// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
-fn anew(plan: &PortPlan, registration: Registration) -> Remake {
+fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: Say) -> Remake {
     let plan = plan.clone();
-    Box::new(move |_| attach(&plan, registration.clone()))
+    Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &say))
 }
 
 fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
@@ -393,11 +511,12 @@ mod tests {
             let reserved = handle.reserve().unwrap();
             let (token, registration) = (reserved.token(), thread.registration(&reserved));
             // The real one has its socket, behind a bug.
-            let real = attach(&plan, registration.clone()).unwrap();
+            let say: Say = std::sync::Arc::new(|_| ());
+            let real = attach(&plan, registration.clone(), None, None, &say).unwrap();
             let (kind, shows) = (real.kind(), Planted::Bug("planted"));
             let port = Box::new(PlantedPort { kind, link: Link::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
-            let remake = anew(&plan, registration);
+            let remake = anew(&plan, registration, None, say);
             let counters =
                 handle.add_lasting_port(reserved, network, &plan.name, port, remake, PortSettings::default()).unwrap();
             until("the port made anew", || counters.restarts.get() == 1);

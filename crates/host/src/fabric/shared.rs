@@ -2,103 +2,34 @@
 //!
 //! # Invariants
 //! - Links are open and served before the first machine starts: QEMU reads its greeting in its own start.
-//! - The keeper is a child that leaves the daemon's process group; it is found again by its socket in the runtime directory.
-//!   It ends when the fabric does, and by itself when the daemon and all machines that it knows of are gone.
+//! - What outlives the daemon is in the fd store; see `fdstore`.
 
 use std::os::fd::AsFd;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::sync::{Arc, Mutex, PoisonError};
-use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::SocketType;
-use std::os::unix::process::CommandExt;
 use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
 use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::keeper::{self, Keeper};
 use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
 use tombolo_shm::ivshmem::server::Dialect;
-use tombolo_shm::listener::Listener;
 use tombolo_shm::memory::Mapping;
 
+use super::fdstore::{self, Finder};
 use super::{FabricError, Running, Say};
 use crate::api::report::{LinkPeerReport, LinkReport, RingReport};
 use crate::plan::{Plan, Seat};
 use crate::process;
 
-/// How long a keeper may take to end.
-const PATIENCE: Duration = Duration::from_secs(3);
-
-/// How long a keeper that said goodbye may take to be gone.
-const KEEPER_ENDS: Duration = Duration::from_millis(500);
-
-/// The keeper's socket.
-fn keeper_path(runtime: &Path) -> PathBuf {
-    runtime.join("keeper.sock")
-}
-
-/// The keeper itself: what the hidden subcommand of the program runs. Its standard input is its listening socket, which is
-/// at `path`.
-///
-/// # Errors
-/// In words.
-pub fn keep(path: &Path) -> Result<(), String> {
-    let failed = |what: &str, e: rustix::io::Errno| format!("{what} {}: {e}", path.display());
-    // Fails only for the leader of a process group, which a child that was just started is not.
-    let _ = rustix::process::setsid();
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
-    // Where it may not be raised, the links beyond it are not kept.
-    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
-    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
-    let stdin = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), 3).map_err(|e| failed("taking the socket", e))?;
-    // The one descriptor that keeps the name alive is the one that is dropped at the end.
-    let null = std::fs::File::open("/dev/null").map_err(|e| e.to_string())?;
-    rustix::stdio::dup2_stdin(null).map_err(|e| failed("closing the standard input of", e))?;
-    let listener = Listener::adopt(stdin, path).map_err(|e| failed("listening at", e))?;
-    keeper::serve(listener).map_err(|e| failed("keeping at", e))
-}
-
-/// Keepers that this process has started, to be reaped.
-type Children = Arc<Mutex<Vec<Child>>>;
-
-fn launch(path: &Path, children: &Children) -> Result<Keeper, String> {
-    let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
-    // One that was lost may still be there: killed and not yet through with closing its files, or hung.
-    let listener = Listener::replace(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
-    let keeper = Keeper::connect(path).map_err(|e| failed("connecting to", &e))?;
-    let socket = listener.hand_over().map_err(|e| failed("handing over", &e))?;
-    let mut command = Command::new("/proc/self/exe");
-    command
-        .arg0("tombolo")
-        .arg("keeper")
-        .arg(path)
-        .stdin(Stdio::from(socket))
-        .stdout(Stdio::null())
-        .stderr(Stdio::null())
-        // A terminal's ^C is for the daemon.
-        .process_group(0);
-    let child = process::spawn(&mut command).map_err(|e| failed("starting a keeper for", &e))?;
-    let mut children = children.lock().unwrap_or_else(PoisonError::into_inner);
-    children.retain_mut(|c| !matches!(c.try_wait(), Ok(Some(_))));
-    children.push(child);
-    Ok(keeper)
-}
-
 /// The links of a running fabric.
 pub(crate) struct SharedMemory {
     pub(crate) links: Links,
-    children: Children,
+    finder: Finder,
 }
 
 impl SharedMemory {
-    fn start(fabric: &str, runtime: &Path, say: &Say) -> Result<SharedMemory, FabricError> {
-        let children = Children::default();
-        let (path, its) = (keeper_path(runtime), children.clone());
-        let launching = path.clone();
+    fn start(fabric: &str, finder: &Finder, say: &Say) -> Result<SharedMemory, FabricError> {
+        let its = finder.clone();
         let told = say.clone();
         let trouble = Box::new(move |text: &str| told(text));
         let failed = |source: rustix::io::Errno| FabricError::Spawn {
@@ -106,58 +37,33 @@ impl SharedMemory {
             source: source.into(),
             hint: "`tombolo doctor` says what is missing",
         };
-        let links = Links::start(fabric, Some(Box::new(move || launch(&launching, &its))), trouble).map_err(failed)?;
-        let lost = match Keeper::connect(&path) {
-            Ok(keeper) => links.recall(keeper).err().map(|error| format!("does not answer ({error})")),
-            Err(error) => Some(format!("cannot be reached ({error})")),
-        };
-        let left = if lost.is_some() { process::keepers(&path) } else { vec![] };
-        if let (Some(why), false) = (lost, left.is_empty()) {
-            say(&format!("the keeper of the ivshmem links {why}: it is ended, and they start anew"));
-            process::kill_all(&left.iter().collect::<Vec<_>>());
+        let links = Links::start(fabric, Some(Box::new(move || its.find())), trouble).map_err(failed)?;
+        if let Some(keeper) = finder.running()
+            && let Err(error) = links.recall(keeper)
+        {
+            say(&format!("the keeper of the ivshmem links does not answer ({error}): they start anew"));
         }
-        Ok(SharedMemory { links, children })
+        Ok(SharedMemory { links, finder: finder.clone() })
     }
 
     /// Ends the links and their keeper.
     fn end(self) {
-        self.links.end_keeper(PATIENCE);
+        self.links.end_keeper(fdstore::PATIENCE);
         drop(self.links);
-        for child in self.children.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
-            let _ = process::Process::open(child.id()).is_none_or(|p| p.wait(PATIENCE));
-            // One that hangs keeps nothing of worth any more.
-            let _ = child.kill();
-            let _ = child.wait();
-        }
+        self.finder.reap();
     }
-}
-
-/// Ends the keeper of a fabric that has no links now, or no daemon, and waits for its end. One that hangs, or whose socket
-/// is gone, is killed.
-pub(crate) fn end_keeper(runtime: &Path) {
-    let path = keeper_path(runtime);
-    if let Ok(keeper) = Keeper::connect(&path)
-        && keeper.quit().is_ok()
-    {
-        let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-        let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
-        let _ = poll(&mut fds, Some(&limit));
-    }
-    let left = process::keepers(&path);
-    process::kill_all(&left.iter().filter(|p| !p.wait(KEEPER_ENDS)).collect::<Vec<_>>());
 }
 
 impl Running {
-    /// Starts the thread that serves links, where the plan has some; else ends what an earlier daemon's have left.
+    /// Starts the thread that serves links, where the plan has some.
     pub(crate) fn start_links(&mut self, plan: &Plan) -> Result<(), FabricError> {
         if self.shared.is_some() {
             return Ok(());
         }
         if plan.all_links().next().is_none() {
-            end_keeper(&self.facts.runtime);
             return Ok(());
         }
-        self.shared = Some(SharedMemory::start(&self.spec.name, &self.facts.runtime, &self.say)?);
+        self.shared = Some(SharedMemory::start(&self.spec.name, &self.finder, &self.say)?);
         Ok(())
     }
 
@@ -247,9 +153,12 @@ impl Running {
 
     /// Ends all links, and the keeper.
     pub(crate) fn end_links(&mut self) {
+        if let Some(store) = self.store.take() {
+            store.close();
+        }
         match self.shared.take() {
             Some(shared) => shared.end(),
-            None => end_keeper(&self.facts.runtime),
+            None => self.finder.end(),
         }
     }
 

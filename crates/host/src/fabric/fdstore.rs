@@ -1,0 +1,183 @@
+//! The fd store of a running fabric: the process that holds what outlives the daemon, found or started.
+//!
+//! It is a child that leaves the daemon's process group. The next daemon finds it by its socket in the runtime directory.
+//! It ends when the fabric does, and by itself when the daemon and everything alive that it holds are gone.
+//! Every fabric with vhost-user ports or ivshmem links has one; others get one for the time of a handover.
+
+use std::os::fd::AsFd;
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::SocketType;
+use tombolo_port::vhost_user::Shelf;
+use tombolo_shm::ivshmem::keeper::{self, Keeper};
+use tombolo_shm::listener::Listener;
+use tombolo_shm::store::Store;
+
+use super::{Running, Say};
+use crate::plan::{Attachment, Plan};
+use crate::process;
+
+/// How long a store may take to end.
+pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
+/// How long a store that was told to end may take to be gone.
+const ENDS: Duration = Duration::from_millis(500);
+
+/// The store itself: what the hidden subcommand of the program runs. Its standard input is its listening socket, which is
+/// at `path`.
+///
+/// # Errors
+/// In words.
+pub fn keep(path: &Path) -> Result<(), String> {
+    let failed = |what: &str, e: rustix::io::Errno| format!("{what} {}: {e}", path.display());
+    // Fails only for the leader of a process group, which a child that was just started is not.
+    let _ = rustix::process::setsid();
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile);
+    // Where it may not be raised, what is beyond it is not kept.
+    let raised = rustix::process::Rlimit { current: limit.maximum, ..limit };
+    let _ = rustix::process::setrlimit(rustix::process::Resource::Nofile, raised);
+    let stdin = rustix::io::fcntl_dupfd_cloexec(std::io::stdin(), 3).map_err(|e| failed("taking the socket", e))?;
+    // The one descriptor that keeps the name alive is the one that is dropped at the end.
+    let null = std::fs::File::open("/dev/null").map_err(|e| e.to_string())?;
+    rustix::stdio::dup2_stdin(null).map_err(|e| failed("closing the standard input of", e))?;
+    let listener = Listener::adopt(stdin, path).map_err(|e| failed("listening at", e))?;
+    keeper::serve(listener).map_err(|e| failed("keeping at", e))
+}
+
+/// Finds the fabric's store, or starts one. Clones share the list of started processes.
+#[derive(Clone)]
+pub(crate) struct Finder {
+    path: PathBuf,
+    children: Arc<Mutex<Vec<Child>>>,
+}
+
+impl Finder {
+    pub(crate) fn new(runtime: &Path) -> Finder {
+        Finder { path: runtime.join("keeper.sock"), children: Arc::default() }
+    }
+
+    /// The store that runs. One that was killed may still have its socket for an instant, and one that hangs has it for
+    /// ever: so it has to answer.
+    pub(crate) fn running(&self) -> Option<Keeper> {
+        Keeper::connect(&self.path).ok().filter(|keeper| keeper.list_of("nothing has this name").is_ok())
+    }
+
+    /// The store that runs, or a new one.
+    pub(crate) fn find(&self) -> Result<Keeper, String> {
+        // Held throughout, so that two that look for a store do not start two.
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        match self.running() {
+            Some(keeper) => Ok(keeper),
+            None => {
+                // What does not answer, or cannot be reached, is of no use any more.
+                process::kill_all(&process::keepers(&self.path).iter().collect::<Vec<_>>());
+                self.launch(&mut children)
+            }
+        }
+    }
+
+    fn launch(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
+        let path = &self.path;
+        let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
+        let listener = Listener::replace(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
+        let keeper = Keeper::connect(path).map_err(|e| failed("connecting to", &e))?;
+        let socket = listener.hand_over().map_err(|e| failed("handing over", &e))?;
+        let mut command = Command::new("/proc/self/exe");
+        command
+            .arg0("tombolo")
+            .arg("keeper")
+            .arg(path)
+            .stdin(Stdio::from(socket))
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            // A terminal's ^C is for the daemon.
+            .process_group(0);
+        let child = process::spawn(&mut command).map_err(|e| failed("starting an fd store for", &e))?;
+        children.retain_mut(|c| !matches!(c.try_wait(), Ok(Some(_))));
+        children.push(child);
+        Ok(keeper)
+    }
+
+    /// Ends the store that runs, whoever started it, and waits for its end.
+    pub(crate) fn end(&self) {
+        if let Ok(keeper) = Keeper::connect(&self.path)
+            && keeper.quit().is_ok()
+        {
+            let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
+            let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+            let _ = poll(&mut fds, Some(&limit));
+        }
+        self.reap();
+        // One that hangs, or whose socket is gone.
+        let left = process::keepers(&self.path);
+        process::kill_all(&left.iter().filter(|p| !p.wait(ENDS)).collect::<Vec<_>>());
+    }
+
+    /// Waits for the stores that this process started, which have been told to end.
+    pub(crate) fn reap(&self) {
+        for child in self.children.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
+            let _ = process::Process::open(child.id()).is_none_or(|p| p.wait(PATIENCE));
+            // One that hangs keeps nothing of worth any more.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
+    }
+
+    pub(crate) fn open(&self, say: &Say) -> Result<Arc<Store>, String> {
+        let (finder, say) = (self.clone(), say.clone());
+        let store = Store::open(Box::new(move || finder.find()), Box::new(move |text| say(text)))?;
+        Ok(Arc::new(store))
+    }
+}
+
+/// Whether a plan has what outlives the daemon.
+fn wanted(plan: &Plan) -> bool {
+    let is_kept = |port: &crate::plan::PortPlan| matches!(port.attachment, Attachment::VhostUser { .. });
+    plan.ports.iter().any(is_kept) || plan.all_links().next().is_some()
+}
+
+impl Running {
+    /// Connects to the store that an earlier daemon left, if there is one.
+    pub(crate) fn find_store(&mut self) {
+        if self.store.is_none() && self.finder.running().is_some() {
+            self.open_store();
+        }
+    }
+
+    /// Starts a store where the plan has something for it.
+    pub(crate) fn start_store(&mut self, plan: &Plan) {
+        if self.store.is_none() && wanted(plan) {
+            self.open_store();
+        }
+    }
+
+    fn open_store(&mut self) {
+        match self.finder.open(&self.say) {
+            Ok(store) => self.store = Some(store),
+            Err(why) => {
+                (self.say)(&format!("guests have to connect again after a restart, since there is no fd store: {why}"))
+            }
+        }
+    }
+
+    /// Everything is taken up: the rest of what an earlier daemon left goes, and the store with it if it has no use.
+    pub(crate) fn settle_store(&mut self, plan: &Plan) {
+        let Some(store) = &self.store else { return };
+        store.forget_all(&super::handover::records(store, &self.taken));
+        store.forget_rest();
+        if !wanted(plan) {
+            store.close();
+            self.store = None;
+            self.finder.end();
+        }
+    }
+
+    /// A port's place in the store.
+    pub(crate) fn shelf(&self, port: &str) -> Option<Shelf> {
+        self.store.clone().map(|store| Shelf::new(store, port))
+    }
+}

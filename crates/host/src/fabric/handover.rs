@@ -1,0 +1,351 @@
+//! Planned handover: another daemon takes the fabric over while its guests run. See docs/upgrade.md.
+//!
+//! ```text
+//!   new daemon                                   old daemon
+//!   ----------                                   ----------
+//!   reads the file, checks the plan
+//!   "tombolo handover 1"             ──────►     stops control threads, links and workers
+//!                                                puts every port's final state into the fd store
+//!                                    ◄──────     "ready"
+//!   reads the store, starts workers and networks
+//!   "commit"                         ──────►     (up to here it can go on by itself)
+//!                                    ◄──────     "yours", and exits without clearing up
+//!   opens the ports where the others stood
+//! ```
+//!
+//! # What failure does
+//! - The new daemon fails, ends or says nothing for ten seconds before "commit": the old one goes on.
+//! - The new daemon ends after "commit": everything is in the store, and the next `up` takes it from there.
+//! - The old daemon is killed meanwhile: the lock is free, and what it has put is taken as after a crash.
+//!
+//! The same final state is put when the daemon is told to leave (SIGUSR2): then the store waits for the next daemon.
+//!
+//! # Records
+//! `final/PORT` the state of a port · `passt/PORT` the passt behind it · `macs/NETWORK` learned addresses · `leases/NETWORK` · `idle/MACHINE`
+//! a machine that does not run · `door/SOCKET` where a link listens · `lock` the lock of the runtime directory · `handover` that all of it was put.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tombolo_port::vhost_user::Shelf;
+use tombolo_shm::ivshmem::links;
+use tombolo_shm::store::{Frozen, Store};
+use tombolo_switch::control::Paused;
+use tombolo_switch::port::HandOver;
+use tombolo_switch::wait::Token;
+
+use super::{FabricError, Running, Say, facts, restore_additions_of};
+use crate::file::{self, Fabric};
+use crate::plan::{self, Facts, Plan};
+use crate::process::{self, Process};
+use crate::rundir::{self, Owner, RunDir};
+
+/// The first word, with the version of the conversation.
+const HELLO: &str = "tombolo handover 1";
+/// How long each side waits for the other.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// How long control threads may take to finish what they do.
+const FREEZE: Duration = Duration::from_millis(100);
+/// How long the store waits for the next daemon after one was told to leave.
+const LINGER: Duration = Duration::from_secs(60);
+
+/// Where a daemon is asked to hand over.
+pub fn socket_path(runtime: &Path) -> PathBuf {
+    runtime.join("handover.sock")
+}
+
+fn refused(why: impl Into<String>) -> FabricError {
+    FabricError::State(format!("the running daemon does not hand over: {}", why.into()))
+}
+
+/// All names of a handover's records, those that were taken included.
+pub(crate) fn records(store: &Store, taken: &[String]) -> Vec<String> {
+    let mut names = taken.to_vec();
+    for prefix in ["final/", "passt/", "macs/", "leases/", "door/", "idle/", "lock", "handover"] {
+        names.extend(store.left(prefix));
+    }
+    names
+}
+
+/// What a new daemon has from the old one before it is sure.
+pub(crate) struct Takeover {
+    pub(crate) dir: RunDir,
+    pub(crate) facts: Facts,
+    pub(crate) prepared: Prepared,
+    pub(crate) store: Arc<Store>,
+    pub(crate) commit: Commit,
+}
+
+/// What the new daemon has found out while the old one still worked.
+pub(crate) struct Prepared {
+    pub(crate) plan: Plan,
+    /// The fabric's machines, as [`process::machines`] has them.
+    pub(crate) machines: Vec<(String, Process, Vec<String>)>,
+}
+
+/// The connection to the old daemon, which waits.
+pub(crate) struct Commit {
+    reader: BufReader<UnixStream>,
+    old: Owner,
+}
+
+impl Takeover {
+    /// Asks the daemon that runs this fabric to hand over; `None` where none runs. Checks first what can be checked.
+    pub(crate) fn begin(spec: &Fabric, file: &Path, say: &Say) -> Result<Option<Takeover>, FabricError> {
+        let root = rundir::runtime_root()?;
+        let folder = root.join(&spec.name);
+        if !rundir::running(&root).contains(&spec.name) {
+            return Ok(None);
+        }
+        let read =
+            || std::fs::read(folder.join("owner.json")).ok().and_then(|t| serde_json::from_slice::<Owner>(&t).ok());
+        let owner = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
+        let additions = if owner.file == file { &owner.additions[..] } else { &[] };
+        let full = restore_additions_of(spec.clone(), additions, &mut |_, _| ());
+        let facts = facts(&full, folder.clone());
+        let plan = plan::plan(&full, &facts)?;
+        let machines = process::machines(&spec.name, &folder);
+        let before = owner.additions.clone();
+        let mut commit = Commit::ask(&folder, owner)?;
+        // Written again while it made ready.
+        commit.old = read().ok_or_else(|| refused("its record owner.json cannot be read"))?;
+        if commit.old.additions != before {
+            return Err(refused("its members have just changed; try again"));
+        }
+        let store = super::fdstore::Finder::new(&folder).open(say).map_err(refused)?;
+        // Taken out at once: whoever holds it keeps the fabric from everybody else.
+        let lock = store.take("lock");
+        store.forget("lock");
+        let lock = lock.and_then(|record| record.fds.into_iter().next());
+        let lock = lock.ok_or_else(|| refused("the lock of its runtime directory is not in the fd store"))?;
+        let dir = RunDir::inherit(&spec.name, file, lock)?;
+        Ok(Some(Takeover { dir, facts, prepared: Prepared { plan, machines }, store, commit }))
+    }
+}
+
+impl Commit {
+    fn ask(folder: &Path, old: Owner) -> Result<Commit, FabricError> {
+        let path = socket_path(folder);
+        let failed = |e: std::io::Error| refused(format!("{}: {e}", path.display()));
+        let socket = UnixStream::connect(&path).map_err(failed)?;
+        socket.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+        socket.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
+        let mut commit = Commit { reader: BufReader::new(socket), old };
+        commit.say(HELLO).map_err(failed)?;
+        match commit.hear() {
+            Ok(line) if line == "ready" => Ok(commit),
+            Ok(line) if line.is_empty() => Err(refused("it closed the connection; its log says why")),
+            Ok(line) => Err(refused(line)),
+            Err(error) => Err(refused(error.to_string())),
+        }
+    }
+
+    fn say(&mut self, line: &str) -> std::io::Result<()> {
+        writeln!(self.reader.get_mut(), "{line}")
+    }
+
+    fn hear(&mut self) -> std::io::Result<String> {
+        let mut line = String::new();
+        self.reader.read_line(&mut line)?;
+        Ok(line.trim_end().to_string())
+    }
+
+    /// Takes over for good. After an error the old daemon goes on. Returns the old daemon, which is about to end.
+    pub(crate) fn commit(mut self) -> Result<Option<Process>, FabricError> {
+        let old = Process::open(self.old.pid);
+        let said = self.say("commit").and_then(|()| self.hear());
+        if matches!(&said, Ok(line) if line == "yours") {
+            return Ok(old);
+        }
+        // It may have ended at this very instant: then nobody else has the fabric.
+        if process::start_ticks(self.old.pid) != Some(self.old.started_ticks) || old.is_none_or(|p| !p.is_running()) {
+            return Ok(None);
+        }
+        Err(refused(said.map_or_else(|error| error.to_string(), |line| format!("it answered {line:?} to commit"))))
+    }
+}
+
+/// Everything stands still until this is dropped. The order of the fields is the order in which it goes on.
+struct Standstill<'r> {
+    _paused: Vec<Paused>,
+    _links: Option<links::Standstill<'r>>,
+    _frozen: Frozen,
+}
+
+impl Running {
+    /// Answers a daemon that wants to take over. Does not return if that one does: this process ends.
+    pub(crate) fn hand_over(&mut self, socket: UnixStream) {
+        let say = self.say.clone();
+        let quiet = socket.set_read_timeout(Some(PATIENCE)).and_then(|()| socket.set_write_timeout(Some(PATIENCE)));
+        let mut reader = BufReader::new(socket);
+        let mut line = String::new();
+        if quiet.and_then(|()| reader.read_line(&mut line)).is_err() || line.trim_end() != HELLO {
+            let _ = writeln!(reader.get_mut(), "expected {HELLO:?}, found {:?}", line.trim_end());
+            return say(&format!("handover: a process asked for it in other words: {:?}", line.trim_end()));
+        }
+        match self.stand_still(true) {
+            Ok((standstill, store, names)) => {
+                line.clear();
+                let heard = writeln!(reader.get_mut(), "ready").and_then(|()| reader.read_line(&mut line));
+                if heard.is_ok() && line.trim_end() == "commit" {
+                    say("another daemon has taken over; the guests run on");
+                    let _ = writeln!(reader.get_mut(), "yours");
+                    // Nothing is cleared up: all of it is the other's now.
+                    std::process::exit(0);
+                }
+                // Closed before anything goes on here: a late "commit" finds no one.
+                drop(reader);
+                store.forget_all(&names);
+                drop(standstill);
+                say("handover: the other daemon did not take over; this one goes on");
+            }
+            Err(why) => {
+                let _ = writeln!(reader.get_mut(), "{why}");
+                say(&format!("handover: {why}; this daemon goes on"));
+            }
+        }
+        // The other one had written its own number there.
+        self.dir().record(|_| ());
+    }
+
+    /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be.
+    pub(crate) fn leave(&mut self) -> String {
+        let say = self.say.clone();
+        let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
+            Ok(()) => {
+                std::mem::forget(standstill);
+                Ok(())
+            }
+            Err(error) => {
+                store.forget_all(&names);
+                Err(format!("the fd store is lost: {error}"))
+            }
+        });
+        match result {
+            Ok(()) => {
+                say("leaving the guests to the next daemon, which has a minute to come");
+                std::process::exit(0);
+            }
+            Err(why) => why,
+        }
+    }
+
+    /// Stops everything that acts and puts its state into the store, with the lock for a daemon that waits for it. On an
+    /// error everything goes on.
+    fn stand_still(&mut self, with_lock: bool) -> Result<(Standstill<'_>, Arc<Store>, Vec<String>), String> {
+        if self.store.is_none() {
+            self.store = Some(self.finder.open(&self.say)?);
+        }
+        let store = self.store.clone().ok_or("there is no fd store")?;
+        self.note_all_settled();
+        let frozen = store.freeze(FREEZE);
+        let links = self.links().map(|links| links.freeze());
+        let paused: Result<Vec<Paused>, _> = self.workers.iter().map(|w| w.thread.handle().pause()).collect();
+        let paused = paused.map_err(|error| error.to_string())?;
+        let mut names = Vec::new();
+        match self.put_finals(&store, &paused, links.as_ref(), with_lock, &mut names) {
+            Ok(()) => Ok((Standstill { _paused: paused, _links: links, _frozen: frozen }, store, names)),
+            Err(error) => {
+                store.forget_all(&names);
+                Err(format!("the fd store does not take the state of the ports: {error}"))
+            }
+        }
+    }
+
+    fn put_finals(
+        &self,
+        store: &Store,
+        paused: &[Paused],
+        links: Option<&links::Standstill<'_>>,
+        with_lock: bool,
+        names: &mut Vec<String>,
+    ) -> Result<(), rustix::io::Errno> {
+        let mut put = |name: String, state: &[u8], fds: &[BorrowedFd<'_>]| {
+            let done = store.put_state(&name, state, fds);
+            names.push(name);
+            done
+        };
+        for Paused { ports, macs, .. } in paused {
+            for (port, handed) in ports {
+                let fds: Vec<BorrowedFd<'_>> = handed.fds.iter().map(AsFd::as_fd).collect();
+                put(Shelf::final_name(port), &handed.state, &fds)?;
+            }
+            for (network, learned) in macs {
+                let line = |(mac, port): &([u8; 6], Arc<str>)| format!("{} {port}\n", file::Mac(*mac));
+                put(format!("macs/{network}"), learned.iter().map(line).collect::<String>().as_bytes(), &[])?;
+            }
+        }
+        for (name, port) in &self.ports {
+            if let Some(process) = port.passt_pid().and_then(Process::open) {
+                put(format!("passt/{name}"), &process.pid.to_le_bytes(), &[process.pidfd.as_fd()])?;
+            }
+        }
+        for (name, machine) in self.machines.iter().filter(|(_, m)| m.pid.is_none() && m.again_at.is_none()) {
+            let how = machine.ended.as_ref().map_or("", |ended| &ended.how);
+            put(format!("idle/{name}"), how.as_bytes(), &[])?;
+        }
+        for (name, net) in &self.networks {
+            // Its writer may be behind by the last change.
+            if let Some(Ok(leases)) = net.gateway.as_ref().map(|gateway| serde_json::to_vec(&gateway.leases())) {
+                put(format!("leases/{name}"), &leases, &[])?;
+            }
+        }
+        for (path, door) in links.iter().flat_map(|links| links.doors()) {
+            let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
+            put(format!("door/{name}"), path.as_os_str().as_encoded_bytes(), &[door])?;
+        }
+        // Of a daemon that has ended nobody may hold the lock.
+        if let Some(dir) = self.dir.as_ref().filter(|_| with_lock) {
+            put("lock".into(), &[], &[dir.lock()])?;
+        }
+        put("handover".into(), &std::process::id().to_le_bytes(), &[])
+    }
+
+    /// Takes a state that the daemon before put.
+    pub(crate) fn take_state(&mut self, name: String) -> Option<(Vec<u8>, Vec<OwnedFd>)> {
+        let state = self.store.as_ref()?.take_state(&name)?;
+        self.taken.push(name);
+        Some(state)
+    }
+
+    /// The final state of a port that the daemon before ran.
+    pub(crate) fn take_port(&mut self, port: &str) -> Option<HandOver> {
+        let (state, fds) = self.take_state(Shelf::final_name(port))?;
+        Some(HandOver { state, fds })
+    }
+
+    /// The sockets where the daemon before listened for peers of links.
+    pub(crate) fn take_doors(&mut self) {
+        let names = self.store.as_ref().map(|store| store.left("door/")).unwrap_or_default();
+        for name in names {
+            let Some((path, fds)) = self.take_state(name) else { continue };
+            // The bytes are those of a path; another one is not found among the doors.
+            let path = PathBuf::from(String::from_utf8_lossy(&path).into_owned());
+            if let Some(links) = self.links() {
+                links.adopt_doors(fds.into_iter().map(|fd| (path.clone(), fd)));
+            }
+        }
+    }
+
+    /// Teaches the networks what the daemon before had learned.
+    pub(crate) fn teach(&mut self) {
+        let names: Vec<String> = self.networks.keys().cloned().collect();
+        for name in names {
+            let Some((text, _)) = self.take_state(format!("macs/{name}")) else { continue };
+            let entry = |line: &str| -> Option<([u8; 6], Token)> {
+                let (mac, port) = line.split_once(' ')?;
+                let bytes: Result<Vec<u8>, _> = mac.split(':').map(|byte| u8::from_str_radix(byte, 16)).collect();
+                Some((bytes.ok()?.try_into().ok()?, self.ports.get(port)?.token))
+            };
+            let learned = String::from_utf8_lossy(&text).lines().filter_map(entry).collect();
+            if let (Some(net), Some((_, worker))) = (self.networks.get(&name), self.worker_of(&name)) {
+                // A worker that has ended is reported by itself.
+                let _ = worker.thread.handle().teach(net.id, learned);
+            }
+        }
+    }
+}

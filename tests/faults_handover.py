@@ -1,0 +1,311 @@
+"""One daemon takes over from another while traffic flows: nothing is lost, and the largest gap is measured at each attachment.
+
+`./x handover [N]` hands over N times in a row (100 by default). The tests here do the same a few times.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
+from lib.fabric import PROGRAM
+from lib.frames import StreamPeer, mac_bytes
+from lib.process import children
+
+FILE = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+uplink = "{uplink}"
+[cell.web]
+app = "httpd"
+ip = "10.233.0.20"
+accel = "tcg"
+[cell.mem]
+app = "httpd"
+ip = "10.233.0.21"
+accel = "tcg"
+attach = "ivshmem"
+[tap.host]
+ip = "10.233.0.9"
+[port.peer]
+kind = "stream"
+[[forward]]
+listen = "127.0.0.1:8080"
+to = "web:80"
+"""
+WEB, MEM, PEER = "10.233.0.20", "10.233.0.21", "10.233.0.30"
+PEER_MAC = "02:00:00:00:aa:01"
+PATIENCE_S = 120
+# What a busy machine of two cores may add to a gap: the tests look for lost connections, `./x handover` measures.
+BUSY_S = 3
+
+
+def text(uplink="user"):
+    return FILE.format(name=f"h{os.getpid()}", uplink=uplink)
+
+
+def replace(fabric):
+    """`tombolo up --replace`, in the foreground as the daemon before; waits until that one has ended."""
+    before = fabric.process
+    fabric.process = Process([PROGRAM, "up", "--replace", fabric.file], name="tombolo", netns=fabric.netns, env=fabric.env, cwd=fabric.folder)
+    assert before.wait(PATIENCE_S) == 0, before.tail()
+    fabric.process.wait_line(lambda line: "stands after" in line, PATIENCE_S)
+
+
+class Pings:
+    """Echo requests at a steady pace from the namespace, and when each answer came."""
+
+    def __init__(self, space, address, log, interval_s=0.002):
+        self.log = open(log, "w+")
+        command = ["ip", "netns", "exec", str(space), "ping", "-D", "-n", "-i", str(interval_s), address]
+        self.popen = subprocess.Popen(command, stdout=self.log, stderr=subprocess.STDOUT)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.popen.kill()
+        self.popen.wait()
+        self.log.close()
+
+    def end(self):
+        """(largest gap between two answers in seconds, answers, requests)"""
+        self.popen.send_signal(signal.SIGINT)
+        self.popen.wait()
+        self.log.seek(0)
+        out = self.log.read()
+        times = [float(at) for at in re.findall(r"^\[([0-9.]+)\] .*icmp_seq=", out, re.M)]
+        sent = int(re.search(r"(\d+) packets transmitted", out)[1])
+        return max(b - a for a, b in zip(times, times[1:])), len(times), sent
+
+
+def echo_request(to_mac, own_mac, own, to, number):
+    """An ICMP echo request in a frame; its checksums are right."""
+    def checksum(data):
+        total = sum(struct.unpack(f"!{len(data) // 2}H", data))
+        total = (total >> 16) + (total & 0xFFFF)
+        return ~(total + (total >> 16)) & 0xFFFF
+
+    address = lambda text: bytes(map(int, text.split(".")))  # noqa: E731
+    body = struct.pack("!BBHHH", 8, 0, 0, 7, number & 0xFFFF) + bytes(32)
+    body = body[:2] + struct.pack("!H", checksum(body)) + body[4:]
+    head = struct.pack("!BBHHHBBH4s4s", 0x45, 0, 20 + len(body), 0, 0, 64, 1, 0, address(own), address(to))
+    head = head[:10] + struct.pack("!H", checksum(head)) + head[12:]
+    return mac_bytes(to_mac) + mac_bytes(own_mac) + b"\x08\x00" + head + body
+
+
+class StreamPings(threading.Thread):
+    """The same from a peer of a stream port, in which one lost or doubled byte would end all answers."""
+
+    def __init__(self, path, interval_s=0.002):
+        super().__init__(daemon=True)
+        self.peer, self.interval_s = StreamPeer(path, PEER_MAC), interval_s
+        self.mac = self.peer.arp(WEB, own=PEER)
+        assert self.mac, "no answer to ARP over the stream"
+        self.times, self.sent, self.stop, self.error = [], 0, threading.Event(), None
+        self.start()
+
+    def run(self):
+        due = time.monotonic()
+        try:
+            while not self.stop.is_set():
+                now = time.monotonic()
+                if now >= due:
+                    self.peer.send(echo_request(self.mac, PEER_MAC, PEER, WEB, self.sent))
+                    self.sent += 1
+                    due = max(due + self.interval_s, now)
+                frame = self.peer._next(max(due - time.monotonic(), 0.0005))
+                if frame and frame[12:14] == b"\x08\x00" and frame[23] == 1 and frame[34] == 0:
+                    self.times.append(time.monotonic())
+                elif frame and frame[12:14] == b"\x08\x06" and frame[20:22] == b"\x00\x01" and frame[38:42] == bytes([10, 233, 0, 30]):
+                    own, who = mac_bytes(PEER_MAC), frame[22:28]
+                    self.peer.send(who + own + b"\x08\x06\x00\x01\x08\x00\x06\x04\x00\x02" + own + frame[38:42] + who + frame[28:32])
+        except (OSError, EOFError) as error:
+            self.error = error
+
+    def end(self):
+        self.stop.set()
+        self.join(30)
+        assert self.error is None, self.error
+        return max(b - a for a, b in zip(self.times, self.times[1:])), len(self.times), self.sent
+
+
+@contextlib.contextmanager
+def place():
+    need_root()
+    need_program("passt")
+    with Namespace() as space, scratch() as folder:
+        space.way_out()
+        yield space, folder
+
+
+def all_well(space):
+    for address in (WEB, MEM):
+        until(f"a ping to {address}", lambda a=address: space.pings(a), PATIENCE_S)
+
+
+def facts(fabric):
+    status = fabric.status()
+    return {machine["name"]: machine["pid"] for machine in status["machines"]}
+
+
+class Download(threading.Thread):
+    """One TCP connection whose bytes are checked."""
+
+    def __init__(self, space, host, port, size, digest):
+        super().__init__(daemon=True)
+        self.args, self.digest, self.error = (space, host, port, size), digest, None
+        self.start()
+
+    def run(self):
+        space, host, port, size = self.args
+        try:
+            reply = http_get(host, f"/bytes/{size}", port=port, seconds=60, netns=space)
+            if hashlib.sha256(reply.body).hexdigest() != self.digest:
+                self.error = f"{len(reply.body)} bytes of {host}:{port} are not those that were sent"
+        except (OSError, ValueError) as error:
+            self.error = error
+
+
+def hand_over(space, fabric, folder, rounds, size=20_000_000):
+    """Hands over so many times under traffic; gives the largest gap of each attachment in each round, in seconds."""
+    [digest] = {hashlib.sha256(http_get(h, f"/bytes/{size}", netns=space, seconds=PATIENCE_S).body).hexdigest() for h in (WEB, MEM)}
+    before = facts(fabric)
+    [passt] = children(fabric.process.pid, "passt")
+    socket = fabric.folder / "run" / fabric.name / "peer.sock"
+    stream = StreamPings(socket)
+    gaps = []
+    loads = [Download(space, host, port, size, digest) for host, port in ((WEB, 80), (MEM, 80), ("127.0.0.1", 8080))]
+    done = 0
+    try:
+        for number in range(rounds):
+            for at, load in enumerate(loads):
+                if not load.is_alive():
+                    assert load.error is None, f"round {number}: {load.args[1:3]}: {load.error}"
+                    loads[at], done = Download(*load.args, digest), done + 1
+            with Pings(space, WEB, folder / "web.log") as web, Pings(space, MEM, folder / "mem.log") as mem:
+                since = len(stream.times)
+                until("answers", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
+                control = stream.times[-400:]
+                replace(fabric)
+                since = len(stream.times)
+                until("answers with the next daemon", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
+                times = stream.times[max(since - 400, 0):]
+                row = {"vhost_user": web.end(), "ivshmem": mem.end(), "stream": (max(b - a for a, b in zip(times, times[1:])), 0, 0)}
+            gaps.append({kind: gap for kind, (gap, _, _) in row.items()})
+            # What the machine's other work does to the pace, just before.
+            gaps[-1]["without"] = max(b - a for a, b in zip(control, control[1:]))
+            print(f"round {number}: " + ", ".join(f"{kind} {1000 * gap:.1f} ms" for kind, gap in gaps[-1].items()), flush=True)
+            assert stream.error is None, stream.error
+        for load in loads:
+            load.join(PATIENCE_S)
+            assert not load.is_alive() and load.error is None, f"{load.args[1:3]}: {load.error}"
+    finally:
+        stream.stop.set()
+    stream.end()
+    after = fabric.status()
+    assert facts(fabric) == before, "the machines run on"
+    assert Path(f"/proc/{passt}").exists(), "passt runs on"
+    assert [port["counters"]["faults"] for port in after["ports"]] == [0] * len(after["ports"]), after["warnings"]
+    return gaps, done + len(loads)
+
+
+@timeout(600)
+def test_a_daemon_is_replaced_under_traffic():
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        gaps, _ = hand_over(space, fabric, folder, 3)
+        assert all(gap < BUSY_S for row in gaps for gap in row.values()), gaps
+        fabric.down()
+
+
+@timeout(600)
+def test_a_daemon_goes_on_where_the_next_one_cannot_stand():
+    """A file that is wrong, one that asks for what cannot be, and a process that says it takes over and dies."""
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before, pid = facts(fabric), fabric.process.pid
+        broken = folder / "broken.toml"
+        broken.write_text(fabric.file.read_text().replace('app = "httpd"', 'app = "nothing-of-that-name"'))
+        done = fabric.cli("up", "--replace", broken, check=False)
+        assert done.returncode != 0 and fabric.process.alive(), done.stderr
+        import socket as sockets
+        path = fabric.folder / "run" / fabric.name / "handover.sock"
+        for words in (b"tombolo handover 1\n", b"tombolo handover 99\n", b"\n"):
+            with sockets.socket(sockets.AF_UNIX) as asks:
+                asks.connect(str(path))
+                asks.sendall(words)
+                asks.settimeout(60)
+                answer = asks.recv(4096)
+                assert (answer == b"ready\n") == words.endswith(b" 1\n"), answer
+        all_well(space)
+        assert facts(fabric) == before and fabric.process.alive() and fabric.process.pid == pid
+        # It hands over all the same to one that means it.
+        replace(fabric)
+        all_well(space)
+        assert facts(fabric) == before
+        fabric.down()
+
+
+@timeout(600)
+def test_a_daemon_leaves_and_the_next_one_goes_on():
+    """What a service manager's restart does: SIGUSR2, the end of the process, and `up`."""
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before = facts(fabric)
+        [passt] = children(fabric.process.pid, "passt")
+        for _ in range(2):
+            with Pings(space, WEB, folder / "web.log") as web:
+                fabric.process.signal(signal.SIGUSR2)
+                assert fabric.process.wait(PATIENCE_S) == 0
+                fabric.start()
+                all_well(space)
+                gap, _, _ = web.end()
+            print(f"{1000 * gap:.1f} ms")
+            assert facts(fabric) == before and Path(f"/proc/{passt}").exists()
+        fabric.down()
+
+
+@timeout(600)
+def test_vhost_user_guests_go_on_after_a_crash_without_connecting_again():
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        before = facts(fabric)
+        for _ in range(2):
+            fabric.kill()
+            fabric.start()
+            # QEMU tries once a second; the port is up when the daemon stands, since its connection never ended.
+            assert fabric.port("web")["up"], fabric.port("web")
+            all_well(space)
+            assert facts(fabric) == before
+            assert fabric.port("web")["counters"]["faults"] == 0
+        fabric.down()
+
+
+def main():
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+    with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
+        all_well(space)
+        gaps, downloads = hand_over(space, fabric, folder, rounds)
+        fabric.down()
+    out = {"bench": "handover", "rounds": rounds, "lost": 0, "downloads_checked": downloads}
+    for name, of in (("upgrade_gap_ms", max), ("median_gap_ms", lambda values: sorted(values)[len(values) // 2])):
+        out[name] = {kind: round(1000 * of([row[kind] for row in gaps]), 1) for kind in gaps[0]}
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()
