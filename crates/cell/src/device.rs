@@ -129,6 +129,25 @@ impl NetDevice {
         }
     }
 
+    /// Whether a sleep is to be followed by [`NetDevice::recheck`].
+    pub(crate) fn wants_recheck(&self) -> bool {
+        match self {
+            NetDevice::Virtio(device) => device.wants_recheck(),
+            NetDevice::Ivshmem(device) => device.wants_recheck(),
+            NetDevice::None => false,
+        }
+    }
+
+    /// The look that follows a sleep once, some time after it: whether there is something to do without a wake-up. Tells the other
+    /// side late what it wishes to know by now.
+    pub(crate) fn recheck(&mut self) -> bool {
+        match self {
+            NetDevice::Virtio(device) => device.recheck(),
+            NetDevice::Ivshmem(device) => device.recheck(),
+            NetDevice::None => false,
+        }
+    }
+
     /// When the cell has to look by itself; `None` where it is woken.
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
         match self {

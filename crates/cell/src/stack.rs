@@ -4,7 +4,7 @@
 //!   take up to `budget` frames -> let woken tasks run -> send what is to be sent -> under budget? arm, look again, sleep
 //! ```
 //!
-//! With `busy_poll_us` it goes round for so long after the last frame before it arms.
+//! After a sleep of 100 µs it looks at the device once more, and sleeps on. With `busy_poll_us` it goes round for so long after the last frame before it arms.
 //!
 //! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
 
@@ -28,6 +28,7 @@ use smoltcp::phy::{Device, TxToken};
 use smoltcp::socket::{dhcpv4, dns};
 use smoltcp::time::Instant;
 use smoltcp::wire::{DhcpOption, EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6Cidr};
+use tombolo_ring::virtio::notify::RECHECK_NS;
 
 /// DHCP option 12, the host's name (RFC 2132 §3.14).
 const DHCP_HOST_NAME: u8 = 12;
@@ -416,6 +417,22 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
             let look_at = shared.links.look_at_ns();
             [stack_at, timer_at, closing_at, poll_at, look_at].into_iter().flatten().min()
         };
+        sleep(shared, until_ns);
+    }
+}
+
+/// Sleeps until an interrupt comes, or until `until_ns`. A little later it looks at the device once more, since a machine's
+/// memory fences may do nothing ([`tombolo_ring::virtio::notify`]).
+fn sleep(shared: &Shared, until_ns: Option<u64>) {
+    let recheck_ns = shared.now_ns() + RECHECK_NS;
+    if !shared.stack.borrow().device.wants_recheck() || until_ns.is_some_and(|until| until <= recheck_ns) {
+        return shared.platform.sleep(until_ns);
+    }
+    let interrupts = shared.platform.interrupts();
+    while shared.platform.interrupts() == interrupts && shared.now_ns() < recheck_ns {
+        shared.platform.sleep(Some(recheck_ns));
+    }
+    if shared.platform.interrupts() == interrupts && !shared.stack.borrow_mut().device.recheck() {
         shared.platform.sleep(until_ns);
     }
 }

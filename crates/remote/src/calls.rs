@@ -99,15 +99,17 @@ impl Calls {
         self.0.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Follows the peer, and has others look where something came for them.
-    fn turn(&self, state: &mut State) {
-        if state.way.turn() {
+    /// Follows the peer, and has others look where something came for them. Returns whether anything did.
+    fn turn(&self, state: &mut State) -> bool {
+        let any = state.way.turn();
+        if any {
             self.tell(state);
             let State { way, hooks, .. } = state;
             for (_, hook) in hooks.extract_if(.., |(id, _)| way.session.is_taken_back(*id)) {
                 hook();
             }
         }
+        any
     }
 
     /// Has the others look.
@@ -139,7 +141,9 @@ impl Calls {
         let mut naps = Naps::default();
         let mut state = self.lock();
         let found = loop {
-            self.turn(&mut state);
+            if self.turn(&mut state) {
+                naps.found();
+            }
             if let Some(found) = ready(&mut state) {
                 break Some(found);
             }

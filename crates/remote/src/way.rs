@@ -20,6 +20,7 @@ use tombolo_port::ivshmem::bare::BarePeer;
 use tombolo_port::ivshmem::client::{JoinError, Joined, Link};
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::rpc::Broken;
+use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_rpc::clock::now_ns;
 use tombolo_shm::doorbell::Doorbell;
 
@@ -27,6 +28,8 @@ use tombolo_shm::doorbell::Doorbell;
 const FIRST_NAP: Duration = Duration::from_micros(50);
 /// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
+/// From a sleep to its second look, where peers ring.
+const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 const READ_BYTES: usize = 64 << 10;
 
 /// Why there are no calls with a peer.
@@ -93,29 +96,47 @@ pub(crate) struct Wakers {
     polled: bool,
 }
 
-/// A wait's pauses, where nobody rings.
-pub(crate) struct Naps(Duration);
+/// A wait's pauses.
+pub(crate) struct Naps {
+    /// The next one, where nobody rings.
+    polled: Duration,
+    /// Where peers ring: the last look was the second one of a sleep. The first pause is short, since a machine's memory fences
+    /// may do nothing ([`tombolo_ring::virtio::notify`]).
+    looked_twice: bool,
+}
 
 impl Default for Naps {
     fn default() -> Self {
-        Naps(FIRST_NAP)
+        Naps { polled: FIRST_NAP, looked_twice: false }
+    }
+}
+
+impl Naps {
+    /// Something came, so the next sleep has a second look again.
+    pub(crate) fn found(&mut self) {
+        self.looked_twice = false;
     }
 }
 
 impl Wakers {
     /// Waits until something may have come, at most `left`. Returns whether something is at the socket.
     pub(crate) fn wait(&self, left: Duration, socket: PollFlags, naps: &mut Naps) -> bool {
-        let pause = if self.polled { left.min(naps.0) } else { left };
-        naps.0 = (naps.0 * 2).min(LONGEST_NAP);
+        let pause = if self.polled {
+            left.min(naps.polled)
+        } else if self.doorbells.is_empty() || naps.looked_twice {
+            left
+        } else {
+            left.min(SECOND_LOOK)
+        };
+        naps.polled = (naps.polled * 2).min(LONGEST_NAP);
         let bells = || self.doorbells.iter().chain([&self.nudge]);
         let mut fds: Vec<PollFd<'_>> = bells().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
         if !socket.is_empty() {
             fds.push(PollFd::new(&self.socket, socket));
         }
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
-        if poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_err() {
-            return false;
-        }
+        let Ok(ready) = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()) else { return false };
+        naps.looked_twice = ready == 0;
         let rung = |fd: &PollFd<'_>| !fd.revents().is_empty();
         for (bell, _) in bells().zip(&fds).filter(|(_, fd)| rung(fd)) {
             bell.take();

@@ -26,6 +26,7 @@ use core::fmt;
 use core::future::poll_fn;
 use core::task::{Poll, Waker};
 use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::virtio::notify::RECHECK_NS;
 
 /// A link is not to be had.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -60,7 +61,10 @@ struct Taken {
     /// Rings before the last look.
     seen: Cell<u64>,
     pace: Cell<Pace>,
-    /// When to look again; `None` where peers ring.
+    /// Something was found or sent since the last look that found nothing.
+    has_moved: Cell<bool>,
+    /// When to look again. Where peers ring: once, a little after a look that found nothing, since a machine's memory fences may
+    /// do nothing ([`tombolo_ring::virtio::notify`]); then `None`.
     look_at_ns: Cell<Option<u64>>,
     waker: RefCell<Option<Waker>>,
 }
@@ -68,10 +72,8 @@ struct Taken {
 impl Taken {
     /// Whether a peer has rung since the last look, or it is time to look.
     fn is_due(&self, now_ns: u64) -> bool {
-        match self.look_at_ns.get() {
-            Some(at) => at <= now_ns,
-            None => self.device.rings() != Some(self.seen.get()),
-        }
+        let has_rung = self.device.rings().is_some_and(|rings| rings != self.seen.get());
+        has_rung || self.look_at_ns.get().is_some_and(|at| at <= now_ns)
     }
 }
 
@@ -107,6 +109,7 @@ impl Links {
         let device = free.remove(at);
         let link = Rc::new(Taken {
             seen: Cell::new(device.rings().unwrap_or(0)),
+            has_moved: Cell::new(true),
             pace: Cell::new(Pace::new(shared.config.pauses)),
             look_at_ns: Cell::new(None),
             waker: RefCell::new(None),
@@ -216,15 +219,24 @@ impl Link {
 
     /// Sets when to look next, after a look that found nothing.
     fn after_look(&self) {
-        if !self.has_doorbell() {
+        let now_ns = self.now_ns();
+        if self.has_doorbell() {
+            // Where nothing has moved since the look before, a look at its time was the second one.
+            let next = match self.taken.look_at_ns.get().filter(|at| *at > now_ns) {
+                _ if self.taken.has_moved.replace(false) => Some(now_ns + RECHECK_NS),
+                due => due,
+            };
+            self.taken.look_at_ns.set(next);
+        } else {
             let mut pace = self.taken.pace.get();
-            self.taken.look_at_ns.set(Some(pace.next(self.now_ns())));
+            self.taken.look_at_ns.set(Some(pace.next(now_ns)));
             self.taken.pace.set(pace);
         }
     }
 
     /// Says that something was sent or found, so that a link without doorbell is looked at often for a while.
     pub fn expect_answer(&self) {
+        self.taken.has_moved.set(true);
         if !self.has_doorbell() {
             let mut pace = self.taken.pace.get();
             pace.busy(self.now_ns());

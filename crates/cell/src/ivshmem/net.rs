@@ -110,6 +110,8 @@ pub(crate) struct IvshmemNet {
     pace: Pace,
     /// Frames moved since the last look at the pace.
     is_busy: bool,
+    /// Frames moved, or the link came up, since the last [`IvshmemNet::recheck`].
+    has_moved: bool,
     /// When a link may come up again that broke.
     down_until_ns: u64,
     saw_syn: bool,
@@ -163,6 +165,7 @@ impl IvshmemNet {
             mtu,
             pace: Pace::new(pauses),
             is_busy: false,
+            has_moved: true,
             down_until_ns: 0,
             saw_syn: false,
             watch: Watch::default(),
@@ -247,6 +250,7 @@ impl IvshmemNet {
                 }
             }
             self.is_busy = true;
+            self.has_moved = true;
         }
         self.outgoing.is_up = self.machine.may_use_rings();
         if !self.outgoing.is_up {
@@ -318,6 +322,7 @@ impl IvshmemNet {
         let returned = held > 0 && self.ring.release(&self.outgoing.sections, held);
         let sent = self.outgoing.unpublished > 0 && self.outgoing.ring.publish(&self.outgoing.sections);
         self.is_busy |= self.outgoing.unpublished > 0;
+        self.has_moved |= held > 0 || self.outgoing.unpublished > 0;
         self.outgoing.unpublished = 0;
         if returned || sent {
             self.outgoing.stats.notifications += 1;
@@ -345,6 +350,34 @@ impl IvshmemNet {
         let space = if ring.has_room(self.mtu + ETHERNET_HEADER_BYTES) { Ok(false) } else { ring.arm(sections) };
         match (arrived, space) {
             (Ok(arrived), Ok(space)) => arrived || space,
+            (Err(error), _) | (_, Err(error)) => {
+                self.outgoing.fault = Some(error);
+                true
+            }
+        }
+    }
+
+    /// Whether a sleep is to be followed by [`IvshmemNet::recheck`]: a wish that stands since the last one was seen by now.
+    pub(crate) fn wants_recheck(&self) -> bool {
+        self.device.rings().is_some() && self.outgoing.is_up && self.has_moved
+    }
+
+    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came without a ring. Rings the
+    /// peer late where it wishes for that by now.
+    pub(crate) fn recheck(&mut self) -> bool {
+        self.has_moved = false;
+        if !self.outgoing.is_up {
+            return false;
+        }
+        let Outgoing { ring, sections, .. } = &mut self.outgoing;
+        if ring.recheck_ring(sections) | self.ring.recheck_ring(sections) {
+            self.outgoing.stats.notifications += 1;
+            self.device.ring_traffic(self.peer);
+        }
+        let Outgoing { ring, sections, .. } = &mut self.outgoing;
+        let space = if ring.has_room(self.mtu + ETHERNET_HEADER_BYTES) { Ok(0) } else { ring.reclaim(sections) };
+        match (self.ring.has_available(sections), space) {
+            (Ok(arrived), Ok(space)) => arrived || space != 0,
             (Err(error), _) | (_, Err(error)) => {
                 self.outgoing.fault = Some(error);
                 true

@@ -95,6 +95,14 @@ impl Platform {
         self.io_apics.len()
     }
 
+    /// How many device interrupts came so far, of all together.
+    pub(crate) fn interrupts(&self) -> u64 {
+        (0..*self.next_interrupt.borrow())
+            .filter(|index| *index != apic::TIMER_INTERRUPT)
+            .map(traps::interrupt_count)
+            .sum()
+    }
+
     /// Sleeps until an interrupt comes, or until `until_ns`. It may wake early.
     pub(crate) fn sleep(&self, until_ns: Option<u64>) {
         if until_ns.is_some_and(|until| until <= self.clock.now_ns()) {

@@ -118,6 +118,8 @@ pub(crate) struct VirtioNet {
     mac: EthernetAddress,
     mtu: usize,
     saw_syn: bool,
+    /// A ring moved since the last [`VirtioNet::recheck`].
+    has_moved: bool,
     watch: Watch,
 }
 
@@ -206,6 +208,7 @@ impl VirtioNet {
             mac,
             mtu,
             saw_syn: false,
+            has_moved: true,
             watch: Watch::default(),
         };
         for token in 0..device.receive.size() {
@@ -347,6 +350,7 @@ impl VirtioNet {
 
     /// Shows the device all that was added to both rings, and notifies it where it wants that.
     pub(crate) fn flush(&mut self) {
+        self.has_moved |= self.returned > 0 || self.sender.unpublished > 0;
         if self.returned > 0 {
             self.returned = 0;
             if self.receive.publish() {
@@ -391,6 +395,35 @@ impl VirtioNet {
                 Err(error) => broken("transmit", error),
             };
         }
+        arrived || space
+    }
+
+    /// Whether a sleep is to be followed by [`VirtioNet::recheck`]: a wish that stands since the last one was seen by now. Without
+    /// event indices each turn takes the wish back.
+    pub(crate) fn wants_recheck(&self) -> bool {
+        self.transport.interrupt().is_some() && (self.has_moved || self.features & EVENT_IDX == 0)
+    }
+
+    /// The look that follows a sleep once ([`tombolo_ring::virtio::notify`]): whether frames came without an interrupt.
+    /// Notifies the device late where it wishes for that by now.
+    pub(crate) fn recheck(&mut self) -> bool {
+        self.has_moved = false;
+        for (index, queue) in [(RECEIVE, &mut self.receive), (TRANSMIT, &mut self.sender.queue)] {
+            if queue.recheck_notify() {
+                self.sender.stats.notifications += 1;
+                self.transport.notify(index);
+            }
+        }
+        let arrived = match self.receive.has_used() {
+            Ok(arrived) => arrived,
+            Err(error) => broken("receive", error),
+        };
+        // Without room it waits for what it sent to come back.
+        let space = !self.sender.has_room()
+            && match self.sender.queue.has_used() {
+                Ok(space) => space,
+                Err(error) => broken("transmit", error),
+            };
         arrived || space
     }
 

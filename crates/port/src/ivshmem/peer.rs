@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use tombolo_ring::ivshmem::net::NetError;
 use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_shm::doorbell::Doorbell;
 
 use super::end::{Bells, End, EndError, LinkEnd, Resets};
@@ -20,6 +21,9 @@ use super::end::{Bells, End, EndError, LinkEnd, Resets};
 const FIRST_NAP: Duration = Duration::from_micros(50);
 /// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
+/// With one: from the beginning of a sleep to its second look, since the peer's memory fences may do nothing
+/// ([`tombolo_ring::virtio::notify`]).
+const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
 
 /// Waits until `look` finds something, a doorbell of the peer's or `other` wakes us, or `timeout` has passed; without doorbells it looks again and
 /// again, in pauses that grow. Returns whether something may have happened. `look` says that we are about to sleep; after a
@@ -31,7 +35,7 @@ pub(super) fn wait_until<P>(
     doorbells: impl Fn(&P) -> &[Doorbell],
     mut look: impl FnMut(&mut P, bool) -> bool,
 ) -> bool {
-    let (end, mut nap) = (Instant::now() + timeout, FIRST_NAP);
+    let (end, mut nap, mut looked_twice) = (Instant::now() + timeout, FIRST_NAP, false);
     loop {
         if look(peer, false) {
             return true;
@@ -41,7 +45,12 @@ pub(super) fn wait_until<P>(
             return false;
         }
         let bells = doorbells(peer);
-        let pause = if bells.is_empty() { left.min(nap) } else { left };
+        let pause = match bells.is_empty() {
+            true => left.min(nap),
+            false if looked_twice => left,
+            false => left.min(SECOND_LOOK),
+        };
+        looked_twice = true;
         nap = (nap * 2).min(LONGEST_NAP);
         let mut fds: Vec<PollFd<'_>> = bells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
         fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
@@ -247,8 +256,28 @@ impl NetPeer {
 
     /// As [`NetPeer::wait`], and until `other` is readable.
     pub(super) fn wait_with(&mut self, timeout: Duration, other: Option<BorrowedFd<'_>>) -> bool {
-        let look = |peer: &mut NetPeer, is_rung: bool| peer.end.step() || (!is_rung && peer.arm());
+        let mut is_second = false;
+        let look = |peer: &mut NetPeer, is_rung: bool| {
+            if std::mem::replace(&mut is_second, true) {
+                peer.ring_late();
+            }
+            peer.end.step() || (!is_rung && peer.arm())
+        };
         wait_until(self, timeout, other, |peer| &peer.doorbells, look)
+    }
+
+    /// Rings the peer where its wish became visible since it was last read.
+    fn ring_late(&mut self) {
+        if !self.end.meeting.machine.may_use_rings() {
+            return;
+        }
+        let End { meeting, places, sender, receiver, .. } = &mut self.end;
+        let ring = places
+            .of(&meeting.memory)
+            .is_ok_and(|sections| sender.recheck_ring(&sections) | receiver.recheck_ring(&sections));
+        if ring {
+            self.end.ring_traffic();
+        }
     }
 
     /// Asks to be rung for the next frame; whether there is one already.

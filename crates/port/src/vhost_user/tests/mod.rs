@@ -15,12 +15,17 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
+use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::virtio::net::features as net;
-use tombolo_ring::virtio::{Descriptor, features as ring};
+use tombolo_ring::virtio::notify::passes;
+use tombolo_ring::virtio::split::{RING_INDEX, avail_event};
+use tombolo_ring::virtio::{Descriptor, Layout, features as ring};
 use tombolo_shm::store::Store;
 use tombolo_switch::Nanos;
+use tombolo_switch::control::PortSettings;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::Batch;
+use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Fault, FaultKind, Link, Port};
 use tombolo_switch::wait::{Token, Waiter};
 use tombolo_testing::until;
@@ -743,4 +748,43 @@ fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
     assert!(path.exists());
     drop(open(path.clone()).unwrap());
     assert!(!path.exists());
+}
+
+/// A guest as QEMU before 8.1 makes it of one with one CPU: its read of the port's wish overtakes its publishing of a frame. Here
+/// it always does, and the frame becomes visible only when the port has gone to sleep, so no frame is ever announced.
+#[test]
+fn a_guest_whose_fences_do_nothing_never_stalls() {
+    const FRAMES: u16 = 100;
+    let folder = std::env::temp_dir().join(format!("tombolo-vu-{}-fences", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let thread = crate::worker::WorkerThread::start(&crate::worker::WorkerConfig::default()).unwrap();
+    let network = thread.handle().add_network("net", MacSettings::default()).unwrap();
+    let reserved = thread.handle().reserve().unwrap();
+    let socket = Socket::Listen(folder.join("0"));
+    let config = VhostUserConfig { socket, queue_pairs: 1, mtu: 1500 };
+    let port = Box::new(VhostUserPort::open(config, thread.registration(&reserved)).unwrap());
+    let counters = thread.handle().add_port(reserved, network, "guest", port, PortSettings::default()).unwrap();
+
+    let mut guest = Guest::new(MODERN | ring::EVENT_IDX, 2048);
+    let mut frontend = Frontend::connect(&folder.join("0"));
+    guest.attach(&mut frontend, 0);
+    // The first frame makes the descriptor; every available entry names it, since a fresh ring is zero.
+    guest.send(&PLAIN, &frame(60, 1), &[]);
+    let layout = Layout::new(RING_SIZE);
+    let word = |offset: usize| guest.view((1 << 16) + offset as u64, 2);
+    let available = word(layout.available + RING_INDEX);
+    let (used, wish) = (word(layout.used + RING_INDEX), word(layout.used + avail_event(RING_SIZE)));
+    let read = |word: &ForeignMut<'_>| word.as_foreign().load_u16(0, Ordering::Acquire).unwrap();
+    for index in 1..FRAMES {
+        // Of a sleep before this one.
+        let seen = index - 1;
+        until("the port to take the last frame and to sleep", || read(&used) == index && read(&wish) == index);
+        available.store_u16(0, index + 1, Ordering::Release).unwrap();
+        assert!(!passes(seen, index, index + 1), "by what the guest has read the port is awake");
+    }
+    until("the port to take the last frame", || read(&used) == FRAMES);
+    // All but those that the port found while it was awake for another reason.
+    assert!(counters.late_wakeups.get() > u64::from(FRAMES) / 2, "{} late wake-ups", counters.late_wakeups.get());
+    thread.stop().unwrap();
+    let _ = std::fs::remove_dir_all(&folder);
 }
