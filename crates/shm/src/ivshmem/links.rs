@@ -17,6 +17,9 @@
 //! not connect again, so its machine has to be started anew to come back. A keeper that is lost is replaced and told
 //! everything again; if that fails, links go on, and do not survive the daemon.
 //!
+//! A connection for which no seat is free waits for one for five seconds, since the peer in whose place it comes may have been
+//! killed an instant ago; at most eight wait at a link. Then it is closed, counted, and the reason is logged.
+//!
 //! Limits: those of [`server`](super::server); doorbells and connections are three to five descriptors per peer.
 
 mod shell;
@@ -30,7 +33,7 @@ use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::Shutdown;
 use rustix::time::{ClockId, Timespec, clock_gettime};
-use shell::{Inner, Keeping, OWN, run};
+use shell::{Inner, Keeping, OWN, Waiting, run};
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
@@ -259,6 +262,9 @@ struct Link {
     cut_slow: u64,
     cut_talking: u64,
     refused: u64,
+    /// Connections for which there is no seat yet.
+    waiting: Vec<Waiting>,
+    refusal_told_ns: Option<u64>,
 }
 
 /// Finds, or starts, a keeper.
@@ -309,9 +315,9 @@ impl Links {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         let bell = Arc::new(Doorbell::new()?);
         epoll::add(&epoll, &*bell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
-        let keeping = launch.map(|launch| Keeping::new(launch, trouble));
+        let keeping = launch.map(Keeping::new);
         let poll = rustix::io::fcntl_dupfd_cloexec(&epoll, 3)?;
-        let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping)));
+        let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping, trouble)));
         let (its, its_bell) = (inner.clone(), bell.clone());
         let thread = std::thread::Builder::new()
             .name(format!("{name}-ivshmem"))

@@ -11,7 +11,7 @@ use crate::doorbell::Doorbell;
 use crate::listener::Listener;
 use crate::memory::{Mapping, cannot_shrink, sealed_region};
 use crate::passing;
-use rustix::event::epoll;
+use rustix::event::{PollFd, PollFlags, epoll, poll};
 use rustix::io::Errno;
 use rustix::net::SocketType;
 use rustix::time::Timespec;
@@ -23,6 +23,13 @@ use tombolo_ring::ivshmem::region::PAGE_BYTES;
 
 /// How soon a client is tried again where the kernel had no room for a descriptor on its way.
 const RETRY_NS: u64 = 100_000_000;
+/// How long a connection waits for a seat: that of a peer that was killed is free only when the kernel has taken its process
+/// apart, which takes seconds for a large guest on a busy machine.
+pub(super) const SEAT_WAIT_NS: u64 = 5_000_000_000;
+/// Most connections of a link that wait for a seat.
+pub(super) const MAX_WAITING: usize = 8;
+/// Time between two log lines about refused connections of a link.
+const REFUSAL_LOG_NS: u64 = 10_000_000_000;
 /// The epoll token of the thread's own doorbell; and of what is not watched.
 pub(super) const OWN: u64 = 0;
 
@@ -39,7 +46,6 @@ pub(super) struct Keeping {
     token: u64,
     /// Records of an earlier daemon that no link has taken up yet.
     pub(super) left: BTreeMap<String, keeper::Record>,
-    trouble: Trouble,
     /// It was lost and could not be replaced.
     given_up: bool,
 }
@@ -52,6 +58,7 @@ pub(super) struct Inner {
     pub(super) keeping: Option<Keeping>,
     /// Listening sockets of an earlier daemon, by their paths.
     pub(super) handed_doors: BTreeMap<PathBuf, OwnedFd>,
+    trouble: Trouble,
     retry: bool,
     pub(super) end: bool,
 }
@@ -95,14 +102,26 @@ struct Kept {
     server: Server,
 }
 
+/// The process at the other end of a socket; 0 where the kernel does not say.
+fn peer_pid(connection: &OwnedFd) -> u32 {
+    credentials::peer(connection).map_or(0, |peer| peer.pid_or_zero())
+}
+
+/// A connection for which there is no seat yet.
+pub(super) struct Waiting {
+    seat: Seat,
+    connection: OwnedFd,
+    since_ns: u64,
+}
+
 impl Keeping {
-    pub(super) fn new(launch: Launch, trouble: Trouble) -> Keeping {
-        Keeping { launch, keeper: None, token: OWN, left: BTreeMap::new(), trouble, given_up: false }
+    pub(super) fn new(launch: Launch) -> Keeping {
+        Keeping { launch, keeper: None, token: OWN, left: BTreeMap::new(), given_up: false }
     }
 }
 
 impl Inner {
-    pub(super) fn new(epoll: OwnedFd, keeping: Option<Keeping>) -> Inner {
+    pub(super) fn new(epoll: OwnedFd, keeping: Option<Keeping>, trouble: Trouble) -> Inner {
         let (sources, links) = (HashMap::new(), BTreeMap::new());
         Inner {
             epoll,
@@ -110,6 +129,7 @@ impl Inner {
             next_token: OWN + 1,
             links,
             keeping,
+            trouble,
             handed_doors: BTreeMap::new(),
             retry: false,
             end: false,
@@ -168,6 +188,7 @@ impl Inner {
                 }
             }
             self.pump_all(&name);
+            self.seat_waiting(&name);
         }
     }
 
@@ -189,8 +210,10 @@ impl Inner {
     /// Starts a keeper in place of one that was lost, and tells it everything.
     fn lose_keeper(&mut self, why: &str) {
         self.set_keeper(None);
-        let Some(keeping) = &mut self.keeping else { return };
-        (keeping.trouble)(&format!("the keeper of the ivshmem links is lost ({why}); starting another"));
+        if self.keeping.is_none() {
+            return;
+        }
+        (self.trouble)(&format!("the keeper of the ivshmem links is lost ({why}); starting another"));
         self.find_keeper();
     }
 
@@ -207,7 +230,7 @@ impl Inner {
             }
             Err(error) => {
                 keeping.given_up = true;
-                (keeping.trouble)(&format!(
+                (self.trouble)(&format!(
                     "no keeper for the ivshmem links ({error}): they work, and do not survive a restart of the daemon"
                 ));
             }
@@ -303,6 +326,8 @@ impl Inner {
             cut_slow: 0,
             cut_talking: 0,
             refused: 0,
+            waiting: Vec::new(),
+            refusal_told_ns: None,
         };
         if !restored {
             link.write_header();
@@ -419,14 +444,16 @@ impl Inner {
             let (accepted, seat) = (listener.accept(), *seat);
             match accepted {
                 Ok(Some(connection)) => {
-                    if let Seat::Fixed(id) = seat {
-                        // Whoever sat there may have ended an instant ago.
-                        self.look(name, id);
-                    }
-                    if self.welcome(name, seat, connection).is_none()
-                        && let Some(link) = self.links.get_mut(name)
-                    {
-                        link.refused += 1;
+                    let waiting = Waiting { seat, connection, since_ns: now_ns() };
+                    if let Some(waiting) = self.try_seat(name, waiting) {
+                        let Some(link) = self.links.get_mut(name) else { return };
+                        link.waiting.push(waiting);
+                        if link.waiting.len() > MAX_WAITING {
+                            // The one that has waited longest makes room.
+                            let oldest = link.waiting.remove(0);
+                            self.refuse(name, &oldest);
+                        }
+                        self.retry = true;
                     }
                 }
                 Ok(None) => return,
@@ -439,8 +466,59 @@ impl Inner {
         }
     }
 
+    /// Seats a connection, or gives it back where there is no seat for it now.
+    fn try_seat(&mut self, name: &str, waiting: Waiting) -> Option<Waiting> {
+        if let Seat::Fixed(id) = waiting.seat {
+            // Whoever sat there may have ended an instant ago.
+            self.look(name, id);
+        }
+        match self.links.get(name)?.server.seat(waiting.seat) {
+            Ok(_) => {
+                self.welcome(name, waiting.seat, waiting.connection);
+                None
+            }
+            Err(_) => Some(waiting),
+        }
+    }
+
+    /// Seats connections that wait, as far as there are seats now, and refuses those that have waited for too long.
+    fn seat_waiting(&mut self, name: &str) {
+        let Some(link) = self.links.get_mut(name) else { return };
+        for waiting in std::mem::take(&mut link.waiting) {
+            let mut hang_up = [PollFd::new(&waiting.connection, PollFlags::RDHUP)];
+            if poll(&mut hang_up, Some(&Timespec::default())).is_ok_and(|n| n > 0) {
+                continue;
+            }
+            let Some(waiting) = self.try_seat(name, waiting) else { continue };
+            if now_ns().saturating_sub(waiting.since_ns) >= SEAT_WAIT_NS {
+                self.refuse(name, &waiting);
+            } else if let Some(link) = self.links.get_mut(name) {
+                link.waiting.push(waiting);
+                self.retry = true;
+            }
+        }
+    }
+
+    /// Counts a connection for which there was no seat, and says why; the caller closes it.
+    fn refuse(&mut self, name: &str, waiting: &Waiting) {
+        let Some(link) = self.links.get_mut(name) else { return };
+        link.refused += 1;
+        let (now, Err(why)) = (now_ns(), link.server.seat(waiting.seat)) else { return };
+        if link.refusal_told_ns.is_some_and(|told| now.saturating_sub(told) < REFUSAL_LOG_NS) {
+            return;
+        }
+        link.refusal_told_ns = Some(now);
+        let pid = peer_pid(&waiting.connection);
+        let holders: Vec<String> = link.members.iter().map(|(id, m)| format!("{id} by process {}", m.pid)).collect();
+        (self.trouble)(&format!(
+            "link {name}: process {pid} was refused after {} ms: {why} (seats are taken: {}); end one of them, or raise the link's peers",
+            now.saturating_sub(waiting.since_ns) / 1_000_000,
+            holders.join(", "),
+        ));
+    }
+
     fn welcome(&mut self, name: &str, seat: Seat, connection: OwnedFd) -> Option<()> {
-        let pid = credentials::peer(&connection).map_or(0, |peer| peer.pid_or_zero());
+        let pid = peer_pid(&connection);
         let link = self.links.get_mut(name)?;
         let hears = match (seat, link.config.shape.dialect) {
             (Seat::Fixed(_), Dialect::V1) => Hears::Seats,

@@ -25,7 +25,7 @@ fn config(place: &TempDir, name: &str, max_peers: u32, host: bool) -> Config {
 }
 
 fn links() -> Links {
-    Links::start("test", None, Box::new(|text| panic!("{text}"))).unwrap()
+    Links::start("test", None, Box::new(|text| assert!(text.contains("was refused"), "{text}"))).unwrap()
 }
 
 /// A client: stock QEMU's part of the conversation.
@@ -138,6 +138,35 @@ fn peers_come_ring_each_other_and_go() {
     links.close("lan");
     a.until_cut();
     assert!(!place.path().join("lan").exists() && links.status().is_empty());
+}
+
+#[test]
+fn who_comes_in_place_of_a_dying_peer_waits_for_its_seat() {
+    let place = tempfile::tempdir().unwrap();
+    let (sender, told) = channel();
+    let links = Links::start("test", None, Box::new(move |text| sender.send(text.to_string()).unwrap())).unwrap();
+    links.open(config(&place, "lan", 2, true)).unwrap();
+    links.serve("lan", None).unwrap();
+    let path = place.path().join("lan");
+    for _ in 0..5 {
+        let old = Client::joined(&path);
+        // The next one is there before the kernel has closed the old one's connection.
+        let mut new = Client::connect(&path);
+        assert!(new.read() && new.says.id().is_none(), "it is neither greeted nor refused");
+        drop(old);
+        new.until("the seat", |c| c.own().len() == 2);
+        assert_eq!(new.says.id(), Some(1));
+        drop(new);
+        until("its end", || status(&links, "lan").peers.len() == 1);
+    }
+    assert_eq!(status(&links, "lan").refused, 0);
+    // One that gives up waiting takes no seat; one whose seat does not become free is told why.
+    let _stays = Client::joined(&path);
+    drop(Client::connect(&path));
+    Client::connect(&path).until_cut();
+    let text = told.recv_timeout(PATIENCE).unwrap();
+    assert!(text.contains("was refused after") && text.contains("1 by process"), "{text}");
+    assert_eq!(status(&links, "lan").refused, 1);
 }
 
 #[test]
