@@ -114,7 +114,7 @@ pub(crate) fn open(device: &Device, vectors: usize) -> Result<(Opened, Mapping, 
         .map_err(|source| AgentError::Map { address: device.address.clone(), what: "the memory", source })?;
     let doorbells = events
         .iter()
-        .map(|event| Doorbell::adopt(duplicate(event.as_raw_fd())?).map_err(Into::into))
+        .map(|event| Doorbell::private(duplicate(event.as_raw_fd())?).map_err(Into::into))
         .collect::<Result<_, std::io::Error>>()
         .map_err(|error| system("duplicating an eventfd", error))?;
     Ok((Opened(open), memory, doorbells))
@@ -133,7 +133,7 @@ mod tests {
     #[test]
     fn a_duplicate_is_the_same_file() {
         let event = EventFd::new(EFD_NONBLOCK).unwrap();
-        let bell = Doorbell::adopt(duplicate(event.as_raw_fd()).unwrap()).unwrap();
+        let bell = Doorbell::private(duplicate(event.as_raw_fd()).unwrap()).unwrap();
         event.write(1).unwrap();
         assert!(bell.take());
     }

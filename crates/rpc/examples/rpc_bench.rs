@@ -31,6 +31,7 @@ use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::{Late, Next, Order, Rules, Schedule};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::class::{self, Class};
+use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::memory::Mapping;
 use tombolo_shm::{futex, passing, section};
 
@@ -128,7 +129,11 @@ fn start(what: &str, cpu: usize, dir: &Path) -> Fallible<Other> {
 }
 
 fn receive_fd(socket: &UnixStream) -> Fallible<std::os::fd::OwnedFd> {
-    passing::receive(socket, &mut [0; 8], true)?.fds.pop().ok_or_else(|| "no descriptor came".into())
+    passing::receive(socket, &mut [0; 8], true)?
+        .fds
+        .pop()
+        .map(ForeignFd::keep)
+        .ok_or_else(|| "no descriptor came".into())
 }
 
 fn client(dir: &Path, what: &str) -> Fallible<Client> {

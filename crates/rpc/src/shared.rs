@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::memory::{Mapping, MemoryError};
 use tombolo_shm::section;
 pub use tombolo_shm::section::AdoptError;
@@ -169,7 +170,7 @@ impl Taken {
 
     /// Acts on a message; false where it is no message about memory. What is not sealed, too large or one too many is not
     /// taken, and closed at once: requests and replies that name it are refused.
-    pub(crate) fn message(&mut self, message: &Message, fds: &[OwnedFd]) -> bool {
+    pub(crate) fn message(&mut self, message: &Message, fds: &[ForeignFd]) -> bool {
         match (message, fds) {
             (Message::Share { number, bytes }, [fd]) => {
                 self.forget(*number);
@@ -189,7 +190,7 @@ impl Taken {
         self.too_large.remove(&number);
     }
 
-    fn take(&mut self, number: u32, bytes: u64, fd: &OwnedFd) {
+    fn take(&mut self, number: u32, bytes: u64, fd: &ForeignFd) {
         if self.memories.len() >= MAX_MEMORIES {
             return;
         }

@@ -2,13 +2,14 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
-    recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
+use tombolo_shm::foreign::{self, ForeignFd};
+use tombolo_shm::passing;
 
 use crate::message::{MAX_BYTES, Malformed, Message};
 
@@ -19,7 +20,7 @@ const MAX_FDS: usize = 2;
 #[derive(Debug)]
 pub(crate) enum Received {
     /// A message, with its descriptors.
-    Message(Message, Vec<OwnedFd>),
+    Message(Message, Vec<ForeignFd>),
     /// A packet that is none.
     Malformed(Malformed),
     /// The other side has closed the connection, or died.
@@ -44,7 +45,9 @@ pub(crate) fn send(socket: impl AsFd, message: &Message, fds: &[BorrowedFd<'_>],
 pub(crate) fn receive(socket: impl AsFd, wait: bool) -> Received {
     let mut bytes = vec![0; MAX_BYTES];
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_FDS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
+    // Without room the kernel discards descriptors, and the message comes without them.
+    let room = if foreign::has_room(&socket) { &mut space[..] } else { &mut [] };
+    let mut control = RecvAncillaryBuffer::new(room);
     let flags = RecvFlags::CMSG_CLOEXEC | if wait { RecvFlags::empty() } else { RecvFlags::DONTWAIT };
     let mut reset = false;
     let got = loop {
@@ -61,11 +64,7 @@ pub(crate) fn receive(socket: impl AsFd, wait: bool) -> Received {
         Err(Errno::AGAIN) => return Received::Nothing,
         Err(_) => return Received::Gone,
     };
-    let fds = control.drain().filter_map(|m| match m {
-        RecvAncillaryMessage::ScmRights(fds) => Some(fds.collect::<Vec<_>>()),
-        _ => None,
-    });
-    let fds = fds.flatten().collect();
+    let fds = passing::descriptors(&socket, &mut control);
     match Message::parse(&bytes[..len.min(MAX_BYTES)]) {
         Ok(message) => Received::Message(message, fds),
         Err(malformed) => Received::Malformed(malformed),

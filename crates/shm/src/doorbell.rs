@@ -1,33 +1,45 @@
 //! Doorbells: eventfds that wake whoever waits on them.
+//!
+//! An eventfd that a peer holds too is never written or read in a way that could block, whatever the peer does with
+//! the open file that both share: ringing goes through [`crate::signal`], and rings are taken with `RWF_NOWAIT`
+//! (eventfds have it since Linux 5.8).
 
-use rustix::event::{EventfdFlags, eventfd};
-use rustix::io::Errno;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use rustix::io::{Errno, ReadWriteFlags};
+use std::io::IoSliceMut;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
-/// One doorbell. Rings add up until they are taken; ringing never blocks.
+use crate::foreign::{ForeignFd, Kind};
+use crate::signal::{self, Helper};
+
+/// One doorbell. Rings add up until they are taken; neither ringing nor taking blocks.
 #[derive(Debug)]
 pub struct Doorbell {
     fd: OwnedFd,
-    /// A peer holds it too, and can make a `write` block.
-    shared: bool,
+    /// A peer holds it too, and can make a plain `write` or `read` block.
+    shared: Option<Helper>,
+    /// What has a peer's pipe written when it is rung.
+    pipe: Option<PipeWriter>,
 }
 
 impl Doorbell {
-    /// A new doorbell that nobody has rung.
+    /// A new doorbell that nobody has rung, for this process alone.
     ///
     /// # Errors
     /// The kernel's, where no descriptor is left.
     pub fn new() -> Result<Doorbell, Errno> {
         let fd = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?;
-        Ok(Doorbell { fd, shared: false })
+        Ok(Doorbell { fd, shared: None, pipe: None })
     }
 
-    /// A new doorbell that is to be handed to peers: they may do with it what they like, ringing it does not block.
+    /// A new doorbell that is to be handed to peers, whatever they do with it.
     ///
     /// # Errors
     /// The kernel's, where no descriptor is left.
     pub fn shared() -> Result<Doorbell, Errno> {
-        Ok(Doorbell { shared: true, ..Doorbell::new()? })
+        Ok(Doorbell { shared: Some(Helper::default()), ..Doorbell::new()? })
     }
 
     /// The same doorbell once more.
@@ -35,39 +47,141 @@ impl Doorbell {
     /// # Errors
     /// The kernel's, where no descriptor is left.
     pub fn duplicate(&self) -> Result<Doorbell, Errno> {
-        Ok(Doorbell { fd: rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)?, shared: self.shared })
+        let shared = self.shared.as_ref().map(|_| Helper::default());
+        Ok(Doorbell { fd: rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)?, shared, pipe: None })
     }
 
-    /// A doorbell that a peer handed over. The peer may do with it what it likes: ringing it does not block (see
-    /// `signal.rs`).
+    /// A doorbell that a peer handed over, whatever the peer does with it. Anything else is closed where closing hurts
+    /// nothing ([`crate::foreign`]).
     ///
     /// # Errors
     /// `EINVAL` for what is no eventfd: a pipe or a file of the peer's could block whoever writes to it. Else the
     /// kernel's.
-    pub fn adopt(fd: OwnedFd) -> Result<Doorbell, Errno> {
-        let name = rustix::fs::readlink(format!("/proc/self/fd/{}", fd.as_raw_fd()), Vec::new())?;
-        if name.as_bytes() != b"anon_inode:[eventfd]" {
+    pub fn adopt(fd: impl Into<ForeignFd>) -> Result<Doorbell, Errno> {
+        Self::take_over(fd.into(), Some(Helper::default()))
+    }
+
+    /// As [`Doorbell::adopt`], and takes the writing end of a pipe too, as user-mode Linux has it: each ring adds eight
+    /// bytes, unless the pipe is full. A peer can keep whoever writes to its pipe waiting, by the flags of the open file or by
+    /// holding the pipe's lock in a read, so a thread of its own writes, and rings in between are one.
+    ///
+    /// # Errors
+    /// As for [`Doorbell::adopt`]; `EAGAIN` where [`MAX_PIPES`] pipes are written already, or there is no thread.
+    pub fn adopt_any(fd: impl Into<ForeignFd>) -> Result<Doorbell, Errno> {
+        let fd = fd.into();
+        if fd.kind() != Kind::Pipe {
+            return Doorbell::adopt(fd);
+        }
+        let bell = Doorbell::new()?;
+        let writer = PipeWriter::start(&bell, fd)?;
+        Ok(Doorbell { pipe: Some(writer), ..bell })
+    }
+
+    /// A doorbell that only this process and the kernel hold, made by a library.
+    ///
+    /// # Errors
+    /// As for [`Doorbell::adopt`].
+    pub fn private(fd: OwnedFd) -> Result<Doorbell, Errno> {
+        Self::take_over(fd.into(), None)
+    }
+
+    fn take_over(fd: ForeignFd, shared: Option<Helper>) -> Result<Doorbell, Errno> {
+        if fd.kind() != Kind::Eventfd {
             return Err(Errno::INVAL);
         }
+        let fd = fd.keep();
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         rustix::fs::fcntl_setfl(&fd, flags | rustix::fs::OFlags::NONBLOCK)?;
-        Ok(Doorbell { fd, shared: true })
+        Ok(Doorbell { fd, shared, pipe: None })
+    }
+
+    /// The descriptor that the peer handed over, to be handed on to [`Doorbell::adopt_any`].
+    pub fn peers_fd(&self) -> BorrowedFd<'_> {
+        match &self.pipe {
+            Some(writer) => writer.pipe.as_fd(),
+            None => self.fd.as_fd(),
+        }
     }
 
     /// Wakes whoever waits. A doorbell that was rung 2^64 - 2 times and never taken stays rung.
     #[inline]
     pub fn ring(&self) {
-        if self.shared && crate::signal::signal(self.fd.as_fd()) {
-            return;
+        match &self.shared {
+            // A signal that is lost is counted there.
+            Some(helper) => _ = signal::signal(self.fd.as_fd(), helper),
+            // The only failure is a full counter, which is a rung doorbell.
+            None => _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes()),
         }
-        // The only failure is a full counter, which is a rung doorbell.
-        let _ = rustix::io::write(&self.fd, &1u64.to_ne_bytes());
     }
 
     /// Takes all rings since the last time; `false` where there was none.
     pub fn take(&self) -> bool {
         let mut count = [0; 8];
-        rustix::io::read(&self.fd, &mut count).is_ok()
+        let taken = match self.shared {
+            // u64::MAX: the current position, since an eventfd has no other.
+            Some(_) => {
+                rustix::io::preadv2(&self.fd, &mut [IoSliceMut::new(&mut count)], u64::MAX, ReadWriteFlags::NOWAIT)
+            }
+            None => rustix::io::read(&self.fd, &mut count),
+        };
+        taken.is_ok()
+    }
+}
+
+/// Most pipes that are written at a time.
+pub const MAX_PIPES: usize = 64;
+
+static PIPES: AtomicUsize = AtomicUsize::new(0);
+
+/// A thread that writes to a peer's pipe whenever a doorbell of this process is rung. Dropped, it ends; where the peer keeps
+/// it in `write`, it ends when the peer closes or drains the pipe.
+#[derive(Debug)]
+struct PipeWriter {
+    pipe: Arc<ForeignFd>,
+    bell: OwnedFd,
+    stop: Arc<AtomicBool>,
+}
+
+impl PipeWriter {
+    fn start(bell: &Doorbell, pipe: ForeignFd) -> Result<PipeWriter, Errno> {
+        let (heard, own) = (bell.duplicate()?, rustix::io::fcntl_dupfd_cloexec(bell, 3)?);
+        if PIPES.fetch_add(1, Ordering::Relaxed) >= MAX_PIPES {
+            PIPES.fetch_sub(1, Ordering::Relaxed);
+            return Err(Errno::AGAIN);
+        }
+        let pipe = Arc::new(pipe);
+        let written = pipe.clone();
+        let stop = Arc::new(AtomicBool::new(false));
+        let stopped = stop.clone();
+        let thread = std::thread::Builder::new().name("pipe-bell".into()).stack_size(64 << 10);
+        let started = thread.spawn(move || {
+            loop {
+                // An interrupted wait looks again.
+                let _ = poll(&mut [PollFd::new(&heard, PollFlags::IN)], None);
+                if stopped.load(Ordering::Acquire) {
+                    break;
+                }
+                // A full pipe is a rung doorbell; one that nobody reads any more rings nobody.
+                if heard.take() {
+                    let _ = rustix::io::write(&*written, &1u64.to_ne_bytes());
+                }
+            }
+            drop(written);
+            PIPES.fetch_sub(1, Ordering::Relaxed);
+        });
+        if started.is_err() {
+            PIPES.fetch_sub(1, Ordering::Relaxed);
+            return Err(Errno::AGAIN);
+        }
+        Ok(PipeWriter { pipe, bell: own, stop })
+    }
+}
+
+impl Drop for PipeWriter {
+    fn drop(&mut self) {
+        // Release, partner in the thread: the ring below comes after it.
+        self.stop.store(true, Ordering::Release);
+        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
     }
 }
 
@@ -96,7 +210,7 @@ mod tests {
         let (_reader, writer) = rustix::pipe::pipe().unwrap();
         assert_eq!(Doorbell::adopt(writer).err(), Some(Errno::INVAL));
         let file = std::fs::File::open("/dev/null").unwrap();
-        assert_eq!(Doorbell::adopt(file.into()).err(), Some(Errno::INVAL));
+        assert_eq!(Doorbell::adopt(OwnedFd::from(file)).err(), Some(Errno::INVAL));
     }
 
     /// The peer shares the open file: it makes it blocking again and fills the counter.
@@ -119,5 +233,47 @@ mod tests {
         });
         let answer = rung.recv_timeout(std::time::Duration::from_secs(10));
         assert_eq!(answer, Ok(()), "ringing blocks");
+    }
+
+    /// The peer makes the open file blocking again, and takes the rings after they were seen.
+    #[test]
+    fn a_peer_cannot_make_taking_block() {
+        let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let peer = fd.try_clone().unwrap();
+        let bell = Doorbell::adopt(fd).unwrap();
+        let flags = rustix::fs::fcntl_getfl(&peer).unwrap();
+        rustix::fs::fcntl_setfl(&peer, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
+        let (done, taken) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            let empty = bell.take();
+            bell.ring();
+            done.send((empty, bell.take(), bell.take())).unwrap();
+        });
+        let answer = taken.recv_timeout(std::time::Duration::from_secs(10));
+        assert_eq!(answer, Ok((false, true, false)), "taking blocks");
+    }
+
+    /// The peer never reads its pipe, which blocks.
+    #[test]
+    fn a_pipe_is_rung_and_its_peer_cannot_make_ringing_block() {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        let bell = Doorbell::adopt_any(writer).unwrap();
+        bell.ring();
+        let mut bytes = [0; 8];
+        assert_eq!(rustix::io::read(&reader, &mut bytes), Ok(8));
+        assert_eq!(u64::from_ne_bytes(bytes), 1);
+        let (done, rung) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            for _ in 0..20_000 {
+                bell.ring();
+                std::thread::yield_now();
+            }
+            drop(bell);
+            done.send(()).unwrap();
+        });
+        let answer = rung.recv_timeout(std::time::Duration::from_secs(20));
+        assert_eq!(answer, Ok(()), "ringing blocks");
+        drop(reader);
+        tombolo_testing::until("the thread ends", || PIPES.load(Ordering::Relaxed) == 0);
     }
 }

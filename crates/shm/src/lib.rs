@@ -7,6 +7,7 @@
 //! * [`guest`] – mapping a guest's memory, which its owner can take away.
 //! * [`section`] – memory that one side writes and the other can only read, and which neither can take away.
 //! * [`doorbell`] – wake-ups, which are eventfds.
+//! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the peer.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
 //! * [`fork`] – which process this is after a fork, and locks that nobody holds across one.
@@ -20,6 +21,7 @@
 pub mod class;
 pub mod credentials;
 pub mod doorbell;
+pub mod foreign;
 pub mod fork;
 pub mod futex;
 pub mod guest;
@@ -28,5 +30,5 @@ pub mod listener;
 pub mod memory;
 pub mod passing;
 pub mod section;
-mod signal;
+pub mod signal;
 pub mod store;

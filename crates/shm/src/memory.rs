@@ -11,6 +11,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::NonNull;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 
+use crate::foreign::{self, Kind};
+
 /// Why memory could not be shared.
 #[derive(Debug, thiserror::Error)]
 pub enum MemoryError {
@@ -35,10 +37,10 @@ pub enum MemoryError {
         file_bytes: u64,
     },
     /// The file is on a file system whose pages somebody else may hold back.
-    #[error("the peer's memory is a file of file system type {magic:#x}, expected tmpfs (a memfd) or hugetlbfs")]
+    #[error("the peer's memory is {found}, expected a memfd, or a file of tmpfs or hugetlbfs")]
     FileSystem {
-        /// The type, as fstatfs(2) has it.
-        magic: u64,
+        /// What it is, as the kernel names it.
+        found: String,
     },
     /// A range that cannot be mapped on any machine.
     #[error("a mapping of {bytes} bytes at file offset {offset} is empty, not page-aligned, or too large")]
@@ -60,6 +62,15 @@ pub fn sealed_region(name: &str, bytes: u64) -> Result<OwnedFd, MemoryError> {
     ftruncate(&fd, bytes).map_err(system("ftruncate"))?;
     fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(system("sealing"))?;
     Ok(fd)
+}
+
+/// Refuses a file of any file system but tmpfs and hugetlbfs, without asking it: a peer's own (FUSE) could make whoever asks
+/// it anything, or touches its pages, wait for ever.
+pub fn expect_memory(fd: impl AsFd) -> Result<(), MemoryError> {
+    match foreign::kind(&fd) {
+        Kind::Memory => Ok(()),
+        _ => Err(MemoryError::FileSystem { found: foreign::name(fd) }),
+    }
 }
 
 /// Whether the file behind `fd` is sealed against shrinking: only then can no peer take its pages away under a
@@ -85,10 +96,11 @@ impl Mapping {
     /// Maps `bytes` at `offset` of the file, shared. The range has to lie inside the file as it is now.
     ///
     /// # Errors
-    /// [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the kernel's.
+    /// [`MemoryError::FileSystem`], [`MemoryError::OutsideFile`] and [`MemoryError::Shape`] for what a peer got wrong, else the kernel's.
     pub fn new(fd: impl AsFd, offset: u64, bytes: u64, writable: bool) -> Result<Mapping, MemoryError> {
         let system = |what| move |source| MemoryError::System { what, bytes, source };
         Self::shape(offset, bytes)?;
+        expect_memory(&fd)?;
         let file_bytes = fstat(&fd).map_err(system("fstat"))?.st_size as u64;
         if offset.checked_add(bytes).is_none_or(|end| end > file_bytes) {
             return Err(MemoryError::OutsideFile { offset, bytes, file_bytes });
@@ -138,6 +150,11 @@ impl Mapping {
         // SAFETY: start and len are those of a live mapping; the advice is for children and changes no byte of it here.
         unsafe { madvise(start.as_ptr().cast(), len, Advice::LinuxWipeOnFork) }.map_err(system("madvise"))?;
         Ok(mapping)
+    }
+
+    /// Address of the first byte, for the modules of this crate that share it with the kernel.
+    pub(crate) fn start(&self) -> NonNull<u8> {
+        self.start
     }
 
     /// Length in bytes.

@@ -1,7 +1,8 @@
 //! Descriptors that go through a Unix socket with a message (SCM_RIGHTS, unix(7)).
 //!
 //! A received descriptor is close-on-exec from the instant it arrives. Descriptors that come with a message for which
-//! they are too many are closed, and the caller is told: a peer that sends more than its protocol has broken it.
+//! they are too many are closed, and the caller is told: a peer that sends more than its protocol has broken it. So is one
+//! whose user has too many descriptors waiting to be closed ([`crate::foreign`]): the kernel discards those.
 
 use rustix::io::Errno;
 use rustix::net::{
@@ -10,7 +11,9 @@ use rustix::net::{
 };
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd};
+
+use crate::foreign::{self, ForeignFd};
 
 /// Most descriptors with one message; the kernel allows 253.
 pub const MAX_DESCRIPTORS: usize = 64;
@@ -37,7 +40,7 @@ pub struct Received {
     /// Bytes written into the buffer; 0 at the end of a stream.
     pub bytes: usize,
     /// The descriptors, in the order in which they were sent.
-    pub fds: Vec<OwnedFd>,
+    pub fds: Vec<ForeignFd>,
     /// Bytes or descriptors were cut off, since there was no room for them.
     pub truncated: bool,
 }
@@ -48,23 +51,32 @@ pub struct Received {
 /// The kernel's.
 pub fn receive(socket: impl AsFd, buffer: &mut [u8], wait: bool) -> Result<Received, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAX_DESCRIPTORS))];
-    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let room = if foreign::has_room(&socket) { &mut space[..] } else { &mut [] };
+    let mut control = RecvAncillaryBuffer::new(room);
     let flags = if wait { RecvFlags::CMSG_CLOEXEC } else { RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT };
-    let got = recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
+    let got = recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags)?;
+    let fds = descriptors(&socket, &mut control);
+    let truncated = got.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC);
+    Ok(Received { bytes: got.bytes, fds, truncated })
+}
+
+/// The descriptors that came with a message, which the process at the other end of `socket` sent.
+pub fn descriptors(socket: impl AsFd, control: &mut RecvAncillaryBuffer<'_>) -> Vec<ForeignFd> {
     let mut fds = Vec::new();
     for message in control.drain() {
         if let RecvAncillaryMessage::ScmRights(more) = message {
-            fds.extend(more);
+            fds.extend(more.map(|fd| ForeignFd::new(fd, foreign::user_of(&socket))));
         }
     }
-    let truncated = got.flags.intersects(ReturnFlags::CTRUNC | ReturnFlags::TRUNC);
-    Ok(Received { bytes: got.bytes, fds, truncated })
+    fds
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::doorbell::Doorbell;
+    use std::os::fd::OwnedFd;
+
     use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
     fn pair(kind: SocketType) -> (OwnedFd, OwnedFd) {

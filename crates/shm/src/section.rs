@@ -4,11 +4,12 @@
 //! be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). Whoever gets the descriptor cannot write, whatever it tries; whoever adopts
 //! one checks the seals first, so that no access can raise SIGBUS.
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, fcntl_get_seals, fstat, fstatfs, ftruncate, memfd_create};
 use rustix::io::Errno;
 
+use crate::foreign;
 use crate::memory::{Mapping, MemoryError};
 
 const TMPFS_MAGIC: u64 = 0x0102_1994;
@@ -52,12 +53,6 @@ fn seals(found: SealFlags) -> String {
     if names.is_empty() { "no seals".into() } else { format!("seals {}", names.join(" and ")) }
 }
 
-/// What a descriptor is, without asking its file system.
-fn name(fd: impl AsFd) -> String {
-    let link = format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd());
-    std::fs::read_link(link).map_or_else(|_| "no memory".into(), |name| name.display().to_string())
-}
-
 /// Makes a section of zeros: its descriptor, to be handed over, and the only mapping that can write it. All pages are
 /// there already where `populate` is set.
 ///
@@ -82,7 +77,7 @@ pub fn make(name: &str, bytes: u64, populate: bool) -> Result<(OwnedFd, Mapping)
 pub fn sealed_bytes(fd: impl AsFd) -> Result<u64, AdoptError> {
     // Before anything else is asked: a file whose file system is the peer's own (FUSE) answers the other questions when the peer likes, but
     // only memory has seals.
-    let Ok(found) = fcntl_get_seals(&fd) else { return Err(AdoptError::NoMemfd { found: name(&fd) }) };
+    let Ok(found) = fcntl_get_seals(&fd) else { return Err(AdoptError::NoMemfd { found: foreign::name(&fd) }) };
     // Files of a mounted tmpfs cannot be sealed, and huge pages can run out, which is SIGBUS too.
     if !fstatfs(&fd).is_ok_and(|fs| fs.f_type as u64 == TMPFS_MAGIC) {
         return Err(AdoptError::NoMemfd { found: "memory of huge pages".into() });

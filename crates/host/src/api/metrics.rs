@@ -2,7 +2,7 @@
 //!
 //! Counters restart from zero with the daemon, as Prometheus expects of a process.
 
-use super::report::{BypassInterfaceReport, BypassReport, CounterReport, LinkReport, Status};
+use super::report::{BypassInterfaceReport, BypassReport, CounterReport, DescriptorReport, LinkReport, Status};
 use std::fmt::{Display, Write};
 
 /// The format's content type.
@@ -76,7 +76,28 @@ pub fn render(status: &Status) -> String {
     machines(p, status);
     links(p, status);
     workers(p, status);
+    descriptors(p, &status.descriptors);
     page.text
+}
+
+fn descriptors(p: &mut Page, d: &DescriptorReport) {
+    let name = "tombolo_unusual_signals_total";
+    p.family(
+        name,
+        "counter",
+        "Signals to peers while the system's asynchronous I/O was used up, by what became of them.",
+    );
+    for (way, count) in
+        [("io_uring", d.signals_by_io_uring), ("helper", d.signals_by_helper), ("dropped", d.signals_dropped)]
+    {
+        p.sample(name, &[("way", way)], count);
+    }
+    p.family(
+        "tombolo_held_descriptors",
+        "gauge",
+        "Descriptors of peers whose closing waits for a file system of theirs.",
+    );
+    p.sample("tombolo_held_descriptors", &[], d.held);
 }
 
 fn networks(p: &mut Page, status: &Status) {

@@ -38,11 +38,27 @@ pub struct Status {
     pub links: Vec<LinkReport>,
     /// Worker threads.
     pub workers: Vec<WorkerReport>,
+    /// What peers' descriptors cost the daemon.
+    #[serde(default)]
+    pub descriptors: DescriptorReport,
     /// What does not work as the file asks, in sentences; empty when all is well.
     pub warnings: Vec<String>,
     /// What this start kept, started again, ended or removed of what an earlier daemon had left, and why, in sentences.
     #[serde(default)]
     pub takeover: Vec<String>,
+}
+
+/// What became of signals to peers, and of descriptors that peers handed over, where the usual way was not open.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct DescriptorReport {
+    /// Signals that went through io_uring, since the system's limit of asynchronous I/O (fs.aio-max-nr) was used up.
+    pub signals_by_io_uring: u64,
+    /// Signals that were left to a helper thread, since there was no io_uring either.
+    pub signals_by_helper: u64,
+    /// Signals that were lost, since no helper thread was free.
+    pub signals_dropped: u64,
+    /// Descriptors whose closing waits for a peer's file system now, or for a thread that does.
+    pub held: u64,
 }
 
 /// A network.

@@ -144,6 +144,7 @@ pub(crate) fn status() -> Status {
             slept_ns: 2_500_000_000,
             lifetime_ns: 10_000_000_000,
         }],
+        descriptors: DescriptorReport { signals_by_io_uring: 7, signals_by_helper: 8, signals_dropped: 9, held: 3 },
         warnings: vec!["the uplink of lan does not work".into()],
         takeover: vec!["web: kept, process 4711 runs on".into()],
     }

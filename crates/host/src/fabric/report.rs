@@ -12,8 +12,8 @@ use tombolo_switch::port::{Caps, Link};
 
 use super::{FabricError, Running};
 use crate::api::report::{
-    CounterReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport, SCHEMA, Status,
-    WorkerReport,
+    CounterReport, DescriptorReport, ForwardReport, LeaseReport, LinkReport, MachineReport, NetworkReport, PortReport,
+    SCHEMA, Status, WorkerReport,
 };
 use crate::file::{self, Mac, Target, Uplink};
 use crate::plan::{self, Attachment};
@@ -132,6 +132,8 @@ impl Running {
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
         let ports: Vec<PortReport> = ports.into_iter().map(|(report, _)| report).collect();
+        let hint = |port: &PortReport| Some(format!("port {}: {}", port.name, port.details.get("hint")?));
+        warnings.extend(ports.iter().filter_map(hint));
         let links = self.link_reports(&ports);
         warnings.extend(links.iter().filter_map(link_warning));
         let workers = self.workers.iter().zip(&statuses).map(|(w, s)| WorkerReport {
@@ -170,6 +172,7 @@ impl Running {
             forwards,
             links,
             workers,
+            descriptors: descriptors(),
             warnings,
             takeover: self.takeover.clone(),
         })
@@ -327,6 +330,16 @@ impl Running {
             },
             last_fault: last_fault(worker, p),
         }
+    }
+}
+
+fn descriptors() -> DescriptorReport {
+    let signals = tombolo_shm::signal::counters();
+    DescriptorReport {
+        signals_by_io_uring: signals.by_io_uring,
+        signals_by_helper: signals.by_helper,
+        signals_dropped: signals.dropped,
+        held: tombolo_shm::foreign::held() as u64,
     }
 }
 

@@ -10,7 +10,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::{Offload, SegmentKind};
 use tombolo_switch::port::{Fault, FaultKind, Link, Rechecked};
 use tombolo_switch::wait::Token;
-use tombolo_testing::Random;
+use tombolo_testing::{Random, until};
 
 fn not_applicable(name: &str, reason: &str) {
     println!("not applicable: {name}: {reason}");
@@ -500,7 +500,8 @@ pub fn no_descriptor_leaks_over_a_hundred_peers<F: Fixture>(name: &str) {
         let now = open();
         assert!(now <= settled, "{settled} descriptors became {now}");
         drop(rig);
-        assert_eq!(open(), before_any, "descriptors stay behind the port");
+        // A thread of the port may end a little later than the port.
+        until("no descriptor stays behind the port", || open() == before_any);
     });
 }
 

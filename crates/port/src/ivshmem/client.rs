@@ -34,9 +34,10 @@ use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::{Header, RegionError};
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::ivshmem::v1::{self, News};
-use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink};
+use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink, expect_memory};
 use tombolo_shm::passing;
 
 use super::bare::{BarePeer, Clear};
@@ -105,7 +106,7 @@ struct Server {
     client: v1::Client,
     /// Bytes of a message that came in part.
     partial: Vec<u8>,
-    fds: Vec<OwnedFd>,
+    fds: Vec<ForeignFd>,
     gone: bool,
 }
 
@@ -294,6 +295,7 @@ impl Joined {
 
 /// Maps all of a region: one that could shrink is watched for that.
 fn map(fd: &OwnedFd) -> Result<Memory, MemoryError> {
+    expect_memory(fd)?;
     let stat = rustix::fs::fstat(fd).map_err(|source| MemoryError::System { what: "fstat", bytes: 0, source })?;
     let bytes = u64::try_from(stat.st_size).unwrap_or(0);
     if cannot_shrink(fd) {

@@ -5,7 +5,7 @@
 //! thread then waits for the next frontend, which is how a restarted VMM comes back.
 
 use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
@@ -32,6 +32,7 @@ use vhost::vhost_user::{BackendReqHandler, Error, GpuBackend, Result, VhostUserB
 use super::kept::Shelf;
 use super::mailbox::{Answer, Command, Gone, Mailbox, StartRing};
 use super::memory::{GuestRegion, GuestTable, MAX_REGIONS};
+use super::message::{MAX_BODY_BYTES, Message, word};
 use super::{Socket, VhostUserConfig, is_from_guest};
 
 /// Longest chain that is taken: a frame with the largest header, and room for a driver's padding. Frames longer than the
@@ -108,7 +109,7 @@ pub(super) struct Connection {
 }
 
 /// Why a request was refused, in words.
-fn refused(text: impl Into<String>) -> Error {
+pub(super) fn refused(text: impl Into<String>) -> Error {
     Error::ReqHandlerError(io::Error::other(text.into()))
 }
 
@@ -212,7 +213,13 @@ impl Connection {
     }
 
     /// Replaces the guest's memory; rings that run are stopped for it and go on where they were.
-    fn replace_memory(&mut self, regions: Vec<GuestRegion>) -> Result<()> {
+    fn replace_memory(&mut self, described: Vec<GuestRegion>) -> Result<()> {
+        let mut regions: Vec<GuestRegion> = Vec::with_capacity(described.len());
+        for region in described {
+            if !regions.iter().any(|there| there.is_same(&region)) {
+                regions.push(region);
+            }
+        }
         let table = Arc::new(GuestTable::new(regions).map_err(|error| refused(error.to_string()))?);
         let running: Vec<usize> = (0..self.rings.len()).filter(|index| self.rings[*index].running).collect();
         for index in &running {
@@ -232,7 +239,8 @@ impl Connection {
     }
 
     fn set_call(&mut self, index: u32, file: Option<File>) -> Result<()> {
-        let call = file.map(|file| Doorbell::adopt(file.into())).transpose();
+        // User-mode Linux has a pipe.
+        let call = file.map(|file| Doorbell::adopt_any(OwnedFd::from(file))).transpose();
         let call = call.map_err(|error| refused(format!("the call descriptor of ring {index}: {error}")))?;
         let call = call.map(Arc::new);
         let ring = self.ring(index)?;
@@ -338,7 +346,7 @@ impl VhostUserBackendReqHandlerMut for Connection {
             return Err(refused(format!("ring {index} without a kick descriptor")));
         };
         // Only an eventfd may keep a worker's epoll busy.
-        let kick = Doorbell::adopt(fd.into());
+        let kick = Doorbell::adopt(OwnedFd::from(fd));
         ring.kick = Some(kick.map_err(|error| refused(format!("the kick descriptor of ring {index}: {error}")))?);
         self.start(usize::from(index))
     }
@@ -412,9 +420,13 @@ impl VhostUserBackendReqHandlerMut for Connection {
         fd: File,
         _postcopy: Option<bool>,
     ) -> Result<Option<vhost::VhostUserMemoryRegionBase>> {
+        let added = Self::map(region, fd)?;
         let mut regions = self.memory.regions().to_vec();
-        regions.push(Self::map(region, fd)?);
-        self.replace_memory(regions)?;
+        // QEMU 7.2 adds and removes each region once for each queue pair. No ring has to stop for that.
+        if !regions.iter().any(|there| there.is_same(&added)) {
+            regions.push(added);
+            self.replace_memory(regions)?;
+        }
         Ok(None)
     }
 
@@ -423,10 +435,8 @@ impl VhostUserBackendReqHandlerMut for Connection {
         let mut regions = self.memory.regions().to_vec();
         let before = regions.len();
         regions.retain(|r| (r.guest_address, r.frontend_address, r.bytes) != (guest, frontend, bytes));
-        if regions.len() == before {
-            return Err(refused(format!("no memory region of {bytes} bytes at {guest:#x} to be removed")));
-        }
-        self.replace_memory(regions)
+        // One that is gone already was removed for another queue pair.
+        if regions.len() == before { Ok(()) } else { self.replace_memory(regions) }
     }
 
     fn set_device_state_fd(
@@ -667,34 +677,13 @@ impl Pump {
             Err(error) => return Err(refused(format!("passing a message on: {error}"))),
         }
         self.handler.handle_request()?;
-        let mut answer = vec![0; MAX_MESSAGE];
+        let mut answer = vec![0; MAX_BODY_BYTES as usize];
         match recv(&self.ours, &mut answer, RecvFlags::DONTWAIT) {
             Ok((bytes, _)) => answer.truncate(bytes),
             Err(_) => answer.clear(),
         }
         Ok(answer)
     }
-}
-
-/// A whole message with its descriptors.
-fn read_message(stream: &UnixStream) -> Result<(Vec<u8>, Vec<OwnedFd>)> {
-    let mut message = vec![0; HEADER_BYTES];
-    let got = passing::receive(stream, &mut message, true).map_err(|e| Error::SocketBroken(e.into()))?;
-    if got.bytes == 0 {
-        return Err(Error::Disconnected);
-    }
-    if got.truncated {
-        return Err(refused("a message with more descriptors than any has"));
-    }
-    let partial = |_| Error::PartialMessage;
-    (&*stream).read_exact(&mut message[got.bytes..]).map_err(partial)?;
-    let bytes = u32::from_le_bytes([message[8], message[9], message[10], message[11]]) as usize;
-    if bytes > MAX_MESSAGE - HEADER_BYTES {
-        return Err(refused(format!("a message of {bytes} bytes, {} are taken", MAX_MESSAGE - HEADER_BYTES)));
-    }
-    message.resize(HEADER_BYTES + bytes, 0);
-    (&*stream).read_exact(&mut message[HEADER_BYTES..]).map_err(partial)?;
-    Ok((message, got.fds))
 }
 
 /// Handles messages until the connection ends; returns why it did.
@@ -715,14 +704,13 @@ fn converse(stream: &UnixStream, connection: &Arc<Mutex<Connection>>, shelf: Opt
         if let Some(shelf) = shelf {
             shelf.doubt();
         }
-        let handled = match own_message(stream, connection) {
-            Ok(true) => Ok(()),
-            Ok(false) => read_message(stream).and_then(|(message, fds)| {
-                let answer = pump.handle(&message, &fds)?;
-                (&*stream).write_all(&answer).map_err(Error::SocketError)
-            }),
-            Err(error) => Err(error),
-        };
+        let handled = Message::receive(stream).and_then(|message| {
+            if own_message(stream, &message, connection)? {
+                return Ok(());
+            }
+            let answer = pump.handle(&message.bytes(), &message.fds)?;
+            (&*stream).write_all(&answer).map_err(Error::SocketError)
+        });
         match handled {
             Ok(()) => keep(),
             Err(error) => return error,
@@ -777,47 +765,34 @@ const GET_PROTOCOL_FEATURES: u32 = 15;
 const SET_PROTOCOL_FEATURES: u32 = 16;
 const NET_SET_MTU: u32 = 20;
 const SET_VRING_ENABLE: u32 = 18;
-const HEADER_BYTES: usize = 12;
-/// Longest message, with its header; those of the specification are far shorter.
-const MAX_MESSAGE: usize = 4096;
 const VERSION: u32 = 1;
 const FLAG_REPLY: u32 = 4;
 const FLAG_NEED_REPLY: u32 = 8;
 
-/// Handles the next message if it is one that the crate `vhost` would refuse: QEMU's network device enables rings before
+/// Handles the message if it is one that the crate `vhost` would refuse: QEMU's network device enables rings before
 /// it acknowledges features (and 7.2 never acknowledges the bit that the crate asks for then), and the crate does not know
-/// the network's message about the MTU. Says whether it did; other messages are left in the socket.
-fn own_message(stream: &UnixStream, connection: &Mutex<Connection>) -> Result<bool> {
-    let mut header = [0; HEADER_BYTES];
-    let peek = RecvFlags::PEEK | RecvFlags::WAITALL;
-    match recv(stream, &mut header, peek) {
-        Ok((_, HEADER_BYTES)) => {}
-        // The end of the stream, or an error: found again, and named, by the crate.
-        _ => return Ok(false),
-    }
-    let word = |bytes: &[u8], at: usize| u32::from_le_bytes([bytes[at], bytes[at + 1], bytes[at + 2], bytes[at + 3]]);
-    let (request, flags, bytes) = (word(&header, 0), word(&header, 4), word(&header, 8));
-    if !matches!(request, SET_VRING_ENABLE | NET_SET_MTU) {
+/// the network's message about the MTU. Says whether it did.
+fn own_message(stream: &UnixStream, message: &Message, connection: &Mutex<Connection>) -> Result<bool> {
+    let Message { request, flags, body, .. } = message;
+    if !matches!(*request, SET_VRING_ENABLE | NET_SET_MTU) {
         return Ok(false);
     }
+    let bytes = body.len();
     if flags & !FLAG_NEED_REPLY != VERSION || bytes != 8 {
         return Err(refused(format!("request {request} with flags {flags:#x} and {bytes} bytes, expected 8 bytes")));
     }
-    // Descriptors that came along are closed by the kernel, since nothing is there to take them.
-    let mut message = [0; HEADER_BYTES + 8];
-    (&*stream).read_exact(&mut message).map_err(|_| Error::PartialMessage)?;
     let mut connection = connection.lock().unwrap_or_else(PoisonError::into_inner);
-    let (first, second) = (word(&message, HEADER_BYTES), word(&message, HEADER_BYTES + 4));
+    let (first, second) = (word(body, 0), word(body, 4));
     // A frontend may be told no here, and go on.
     let mut no = false;
-    match (request, second) {
+    match (*request, second) {
         (SET_VRING_ENABLE, 0 | 1) => connection.set_vring_enable(first, second == 1)?,
         (SET_VRING_ENABLE, _) => return Err(refused(format!("ring {first} enabled with {second}, expected 0 or 1"))),
         _ => no = second != 0 || first > connection.mtu,
     }
     let acknowledged = connection.protocol_features & VhostUserProtocolFeatures::REPLY_ACK.bits() != 0;
     if flags & FLAG_NEED_REPLY != 0 && acknowledged {
-        let words = [request, VERSION | FLAG_REPLY, 8, u32::from(no), 0];
+        let words = [*request, VERSION | FLAG_REPLY, 8, u32::from(no), 0];
         let reply: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).collect();
         (&*stream).write_all(&reply).map_err(Error::SocketError)?;
     }

@@ -121,7 +121,7 @@ fn write<'c>(stream: &'c UnixStream, connection: &'c Connection) -> (Vec<u8>, Ve
             out.extend(word.to_le_bytes());
         }
         fds.extend(ring.kick.iter().map(AsFd::as_fd));
-        fds.extend(ring.call.iter().map(|call| call.as_fd()));
+        fds.extend(ring.call.iter().map(|call| call.peers_fd()));
     }
     (out, fds)
 }
@@ -199,7 +199,9 @@ pub(super) fn read(
             if flags & flag == 0 {
                 return Ok(None);
             }
-            Doorbell::adopt(reader.fd()?).map(Some).map_err(|error| format!("a descriptor of ring {index}: {error}"))
+            Doorbell::adopt_any(reader.fd()?)
+                .map(Some)
+                .map_err(|error| format!("a descriptor of ring {index}: {error}"))
         };
         let (kick, call) = (bell(KICK)?, bell(CALL)?.map(Arc::new));
         if flags & AGREED != 0 {

@@ -3,6 +3,7 @@
 //! Descriptors carry the guest's addresses; the addresses of the rings come in the *frontend's* address space. Both are
 //! translated by the same regions.
 
+use rustix::fs::fstat;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use tombolo_ring::mem::ForeignMut;
@@ -39,6 +40,14 @@ impl GuestRegion {
         let file = Arc::new(file.into());
         let mapping = Arc::new(GuestMapping::new(&*file, file_offset, bytes)?);
         Ok(GuestRegion { guest_address, frontend_address, bytes, file_offset, file, mapping })
+    }
+
+    /// Whether `other` is the same memory at the same place, described once more. The files are known to be memory, so their
+    /// file system is the kernel's own and answers at once.
+    pub(super) fn is_same(&self, other: &GuestRegion) -> bool {
+        let file = |r: &GuestRegion| fstat(&*r.file).ok().map(|stat| (stat.st_dev, stat.st_ino));
+        let place = |r: &GuestRegion| (r.guest_address, r.frontend_address, r.bytes, r.file_offset);
+        place(self) == place(other) && file(self).is_some_and(|of_self| file(other) == Some(of_self))
     }
 }
 
@@ -150,6 +159,25 @@ mod tests {
         assert_eq!(table.guest_address(0x6fff_ffff), None);
         assert!(table.view(0x10_0010, 0x2ff0).is_some());
         assert!(table.view(0x10_0010, 0x2ff1).is_none());
+    }
+
+    #[test]
+    fn only_the_same_memory_at_the_same_place_is_the_same() {
+        let (one, other) = (sealed_region("t", 0x2000).unwrap(), sealed_region("t", 0x2000).unwrap());
+        let map = |fd: &OwnedFd, guest, frontend, bytes, offset| {
+            GuestRegion::map(fd.try_clone().unwrap(), guest, frontend, bytes, offset).unwrap()
+        };
+        let first = map(&one, 0, 0x10_0000, 0x1000, 0);
+        assert!(first.is_same(&map(&one, 0, 0x10_0000, 0x1000, 0)));
+        for different in [
+            map(&other, 0, 0x10_0000, 0x1000, 0),
+            map(&one, 0x1000, 0x10_0000, 0x1000, 0),
+            map(&one, 0, 0x20_0000, 0x1000, 0),
+            map(&one, 0, 0x10_0000, 0x2000, 0),
+            map(&one, 0, 0x10_0000, 0x1000, 0x1000),
+        ] {
+            assert!(!first.is_same(&different), "{different:?}");
+        }
     }
 
     #[test]

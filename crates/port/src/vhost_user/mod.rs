@@ -60,6 +60,7 @@ mod control;
 mod kept;
 mod mailbox;
 mod memory;
+mod message;
 mod ring;
 #[cfg(test)]
 mod tests;
@@ -68,8 +69,8 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::sync::Arc;
-use std::thread::JoinHandle;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
 
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
@@ -162,7 +163,8 @@ pub struct VhostUserPort {
     config: VhostUserConfig,
     mailbox: Arc<Mailbox>,
     stop: Arc<Doorbell>,
-    thread: Option<JoinHandle<()>>,
+    /// Disconnected when the control thread has ended.
+    thread_ends: Option<mpsc::Receiver<()>>,
     /// The listening socket once more, for the next daemon.
     listener: Option<OwnedFd>,
     /// The frontend's socket, to end the connection from here.
@@ -213,7 +215,7 @@ impl VhostUserPort {
             pairs: (0..config.queue_pairs).map(|_| Pair::default()).collect(),
             mailbox: mailbox.clone(),
             stop: stop.clone(),
-            thread: None,
+            thread_ends: None,
             listener: source.listener(),
             connection: None,
             memory: Arc::new(GuestTable::empty()),
@@ -230,9 +232,13 @@ impl VhostUserPort {
             config: config.clone(),
         };
         let restored = shelf.as_ref().and_then(|shelf| port.take_up(shelf));
-        let run = move || control::run(&config, &source, &mailbox, &stop, shelf.as_ref(), restored);
-        port.thread =
-            Some(std::thread::Builder::new().name("vhost-user".into()).spawn(run).map_err(OpenError::Thread)?);
+        let (running, ends) = mpsc::channel();
+        let run = move || {
+            let _running: mpsc::Sender<()> = running;
+            control::run(&config, &source, &mailbox, &stop, shelf.as_ref(), restored);
+        };
+        std::thread::Builder::new().name("vhost-user".into()).spawn(run).map_err(OpenError::Thread)?;
+        port.thread_ends = Some(ends);
         Ok(port)
     }
 
@@ -620,14 +626,32 @@ impl Port for VhostUserPort {
         let rings = self.pairs.iter().flat_map(|pair| [&pair.to_guest, &pair.from_guest]).flatten();
         let sizes: Vec<String> = rings.map(|ring| ring.queue.size().to_string()).collect();
         let memory: u64 = self.memory.regions().iter().map(|region| region.bytes).sum();
-        vec![
+        let runs = self.pairs.iter().any(|pair| pair.to_guest.is_some());
+        let hint = mtu_hint(self.config.mtu, self.features).filter(|_| runs).map(|hint| ("hint", hint));
+        let mut details = vec![
             ("frontend", if self.connection.is_some() { "connected" } else { "none" }.into()),
             ("features", format!("{:#x}", self.features)),
             ("ring_sizes", sizes.join(" ")),
             ("memory_bytes", memory.to_string()),
             ("memory_regions", self.memory.regions().len().to_string()),
-        ]
+        ];
+        details.extend(hint);
+        details
     }
+}
+
+/// How long the end of a port waits for that of its control thread.
+const THREAD_END: Duration = Duration::from_millis(500);
+
+/// What is to be said of a guest whose driver did not take the network's MTU from the device. Ethernet's own needs no taking.
+fn mtu_hint(mtu: u32, features: u64) -> Option<String> {
+    const ETHERNET_MTU: u32 = 1500;
+    (mtu != ETHERNET_MTU && features & net_features::MTU == 0).then(|| {
+        format!(
+            "the guest's driver did not take the network's MTU of {mtu} from its device (VIRTIO_NET_F_MTU); unless DHCP sets it, \
+             set it in the guest (ip link set eth0 mtu {mtu}), or frames are dropped as too long or stay short"
+        )
+    })
 }
 
 impl Drop for VhostUserPort {
@@ -637,9 +661,11 @@ impl Drop for VhostUserPort {
         if let Some(connection) = self.connection.take() {
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
-        if let Some(thread) = self.thread.take() {
-            // It waits for the stop bell, for the stream that was shut down, or for the mailbox that was closed.
-            let _ = thread.join();
+        // The control thread sees the stop bell, the stream that was shut down, or the mailbox that was closed, and ends
+        // by itself, usually at once. Unmapping a large guest takes time, and ports are dropped by the control plane, so it is
+        // not waited for without end.
+        if let Some(ends) = self.thread_ends.take() {
+            let _ = ends.recv_timeout(THREAD_END);
         }
         if let Socket::Listen(path) = &self.config.socket {
             let _ = std::fs::remove_file(path);

@@ -9,6 +9,7 @@ use rustix::io::Errno;
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use tombolo_ring::rpc::{Broken, Ends, Geometry, Role, initialise};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::memory::{Mapping, MemoryError};
 use tombolo_shm::section::{self, AdoptError};
 
@@ -157,7 +158,7 @@ fn ask(
     message: &Message,
     fds: &[std::os::fd::BorrowedFd<'_>],
     options: &ConnectOptions,
-) -> Result<(Message, Vec<OwnedFd>), ConnectError> {
+) -> Result<(Message, Vec<ForeignFd>), ConnectError> {
     // Where the service refused us already, its reason waits to be read.
     let sent = socket::send(socket, message, fds, true);
     match socket::receive(socket, true) {
@@ -198,7 +199,7 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
     let (Message::Welcome(facts), fds) = ask(&socket, &hello, &[fd.as_fd()], options)? else {
         return Err(Malformed::Bytes.into());
     };
-    let [theirs, bell] = <[OwnedFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
+    let [theirs, bell] = <[ForeignFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
     if facts.arena_bytes > MAX_REPLY_ARENA_BYTES {
         return Err(ConnectError::Protocol(format!(
             "the service's reply memory has {} bytes, expected at most {MAX_REPLY_ARENA_BYTES}, since all of it is faulted in here",

@@ -14,6 +14,7 @@ use rustix::io::Errno;
 use rustix::net::{Shutdown, SocketFlags, accept_with, shutdown};
 use tombolo_ring::rpc::{Ends, Geometry, Role, initialise};
 use tombolo_shm::doorbell::Doorbell;
+use tombolo_shm::foreign::ForeignFd;
 use tombolo_shm::{credentials, section};
 
 use super::Engine;
@@ -308,7 +309,7 @@ impl Control {
         }
     }
 
-    fn welcome(&mut self, id: u64, entries: u32, arena_bytes: u64, fds: Vec<OwnedFd>) {
+    fn welcome(&mut self, id: u64, entries: u32, arena_bytes: u64, fds: Vec<ForeignFd>) {
         let Some(Client::Stranger { socket, caller, .. }) = self.clients.remove(&id) else { return };
         let copy = match socket.try_clone() {
             Ok(copy) => copy,
@@ -346,13 +347,13 @@ impl Control {
         caller: Caller,
         entries: u32,
         arena_bytes: u64,
-        fds: Vec<OwnedFd>,
+        fds: Vec<ForeignFd>,
     ) -> Result<(Arc<Connection>, Place), String> {
         // Everything is checked before memory is made, mapped pages are touched or anything is charged: a
         // refusal costs a few system calls, and leaves nothing behind.
         let share = self.share(caller.uid);
         let options = &self.engine.options;
-        let [theirs] = <[OwnedFd; 1]>::try_from(fds)
+        let [theirs] = <[ForeignFd; 1]>::try_from(fds)
             .map_err(|fds| format!("{} descriptors came, expected a section", fds.len()))?;
         if entries > options.max_entries || arena_bytes > options.max_arena_bytes {
             return Err(format!(
@@ -382,7 +383,7 @@ impl Control {
         let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(|e| e.to_string())?;
         ends.check_peer(Role::Client).map_err(|e| e.to_string())?;
         warm::fault_in(&theirs, &peer, peer_geometry);
-        let bell = Doorbell::new().map_err(|e| e.to_string())?;
+        let bell = Doorbell::shared().map_err(|e| e.to_string())?;
         let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
         let taken = Taken::new(options.max_shared_bytes, share.bytes);
         let (own, peer) = ((own, own_geometry), (peer, peer_geometry));

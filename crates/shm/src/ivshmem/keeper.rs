@@ -33,6 +33,7 @@
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
 
 use crate::credentials;
+use crate::foreign::ForeignFd;
 use crate::listener::Listener;
 use crate::passing::{self, MAX_DESCRIPTORS};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -201,7 +202,13 @@ impl Keeper {
                 Some((END, ..)) => return Ok(out),
                 Some((kind @ (ENTRY | ENTRY_IN_DOUBT), life, name, bytes)) => {
                     let in_doubt = kind == ENTRY_IN_DOUBT;
-                    out.push(Record { name: name.into(), bytes: bytes.into(), fds: got.fds, life, in_doubt });
+                    out.push(Record {
+                        name: name.into(),
+                        bytes: bytes.into(),
+                        fds: got.fds.into_iter().map(ForeignFd::keep).collect(),
+                        life,
+                        in_doubt,
+                    });
                 }
                 // The end of the stream, or descriptors that this process has no room for.
                 _ => return Err(Errno::PROTO),
@@ -357,8 +364,16 @@ fn request(
                 }
                 return Some(true);
             }
+            // From a daemon of this process's own user.
             let (alive, expects_answers) = (vec![true; life.into()], kind == PUT_CONNECTION);
-            let kept = Kept { bytes: bytes.into(), alive, fds: got.fds, life, expects_answers, in_doubt: false };
+            let kept = Kept {
+                bytes: bytes.into(),
+                alive,
+                fds: got.fds.into_iter().map(ForeignFd::keep).collect(),
+                life,
+                expects_answers,
+                in_doubt: false,
+            };
             records.insert(name.into(), kept);
         }
         DOUBT => {

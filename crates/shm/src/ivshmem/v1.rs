@@ -16,6 +16,7 @@
 //! Limits: ids to [`MAX_PEERS`], [`MAX_VECTORS`] vectors.
 
 use crate::doorbell::Doorbell;
+use crate::foreign::{self, ForeignFd, Kind};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::OwnedFd;
@@ -75,6 +76,12 @@ pub enum ReadError {
         peer: u32,
         /// Why not.
         source: Errno,
+    },
+    /// Shared memory whose pages somebody else may hold back.
+    #[error("the server sent {found} as the shared memory, expected a memfd, or a file of tmpfs or hugetlbfs")]
+    NoMemory {
+        /// What it is, as the kernel names it.
+        found: String,
     },
     /// More vectors than the reader takes.
     #[error("the server sent more than {MAX_VECTORS} vectors of peer {peer}")]
@@ -164,7 +171,7 @@ impl Client {
     ///
     /// # Errors
     /// What the server did against the protocol. The conversation cannot go on then.
-    pub fn take(&mut self, bytes: [u8; MESSAGE_BYTES], fds: Vec<OwnedFd>) -> Result<News, ReadError> {
+    pub fn take(&mut self, bytes: [u8; MESSAGE_BYTES], fds: Vec<ForeignFd>) -> Result<News, ReadError> {
         let number = decode(bytes);
         let count = fds.len();
         let mut fds = fds.into_iter();
@@ -182,7 +189,10 @@ impl Client {
                     return Err(ReadError::Number { expected: "-1, with the shared memory,", found: number });
                 }
                 let (Some(memory), None) = (fds.next(), fds.next()) else { return Err(bad("1, the shared memory")) };
-                self.memory = Some(memory);
+                if memory.kind() != Kind::Memory {
+                    return Err(ReadError::NoMemory { found: foreign::name(&memory) });
+                }
+                self.memory = Some(memory.keep());
                 self.stage = Stage::Open;
                 return Ok(News::Memory);
             }
@@ -225,12 +235,12 @@ mod tests {
     use crate::memory::sealed_region;
     use std::os::fd::AsFd;
 
-    fn bell() -> OwnedFd {
-        Doorbell::new().unwrap().as_fd().try_clone_to_owned().unwrap()
+    fn bell() -> ForeignFd {
+        Doorbell::new().unwrap().as_fd().try_clone_to_owned().unwrap().into()
     }
 
-    fn memory() -> OwnedFd {
-        sealed_region("test", 4096).unwrap()
+    fn memory() -> ForeignFd {
+        sealed_region("test", 4096).unwrap().into()
     }
 
     #[test]

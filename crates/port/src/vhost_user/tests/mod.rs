@@ -419,8 +419,72 @@ fn memory_comes_and_goes_in_slots_while_rings_run() {
     talk(&mut a, &mut b);
     assert!(fa.tell(REM_MEM_REG, &slot(&other), &[]));
     talk(&mut a, &mut b);
-    assert!(!fa.tell(REM_MEM_REG, &slot(&other), &[]), "removed twice");
+    // QEMU 7.2 says everything once for each queue pair.
+    assert!(fa.tell(REM_MEM_REG, &slot(&other), &[]), "removed twice");
+    assert!(fa.tell(ADD_MEM_REG, &slot(&a.region()), &[a.file.as_fd()]), "added twice");
+    let again = a.file.try_clone().unwrap();
+    assert!(fa.tell(ADD_MEM_REG, &slot(&a.region()), &[again.as_fd()]), "by another descriptor");
+    talk(&mut a, &mut b);
+    assert!(worker.seen.lock().unwrap().faults.iter().all(Vec::is_empty));
+    // Other memory at the same place is no repetition.
+    let bytes = tombolo_shm::memory::sealed_region("other", frontend::MEMORY_BYTES).unwrap();
+    assert!(!fa.tell(ADD_MEM_REG, &slot(&a.region()), &[bytes.as_fd()]));
     assert_eq!(worker.fault(0, 0).kind, FaultKind::Protocol);
+}
+
+/// User-mode Linux 6.1: a table of fixed length with unused entries, and pipes instead of call eventfds.
+#[test]
+fn user_mode_linux_is_taken() {
+    let worker = Worker::new("uml", 1);
+    let (mut b, _fb) = worker.guest(1, FULL, 2048);
+    let mut a = Guest::new(FULL, 2048);
+    let mut fa = worker.connect(0);
+    fa.negotiate(FULL);
+    let table = [words(&[1]), a.region().to_vec(), vec![0; 7 * 32]].concat();
+    assert!(fa.tell(SET_MEM_TABLE, &table, &[a.file.as_fd()]));
+    a.start_rings(&fa, 0);
+    let pipes = [0u64, 1].map(|ring| {
+        let (reader, writer) = rustix::pipe::pipe().unwrap();
+        assert!(fa.tell(SET_VRING_CALL, &words(&[ring]), &[writer.as_fd()]));
+        reader
+    });
+    talk(&mut a, &mut b);
+    for pipe in &pipes {
+        let mut bytes = [0; 8];
+        assert_eq!(rustix::io::read(pipe, &mut bytes), Ok(8), "the call is a pipe's");
+    }
+    // A kick from a pipe would keep the worker's epoll at the peer's wish.
+    let (kick, _writer) = rustix::pipe::pipe().unwrap();
+    assert!(!fa.tell(SET_VRING_KICK, &words(&[0]), &[kick.as_fd()]));
+    assert!(worker.fault(0, 0).detail.contains("expected an eventfd"));
+}
+
+/// A descriptor whose `close` blocks, with a message that has none: the port goes on, and lets itself be removed.
+#[test]
+fn a_descriptor_whose_close_blocks_holds_nothing_up() {
+    let worker = Worker::new("close", 1);
+    let (slow, peer) = lingering();
+    let fa = worker.connect(0);
+    assert!(fa.raw(&Frontend::message(GET_FEATURES, 1, &[]), &[slow.as_fd()]).is_ok());
+    drop(slow);
+    assert!(fa.is_closed());
+    assert!(worker.fault(0, 0).detail.contains("expected no descriptor"));
+    let mut fa = worker.connect(0);
+    fa.negotiate(FULL);
+    drop(worker);
+    drop(peer);
+}
+
+/// A socket whose `close` waits for a peer that does not read, for a minute; and the peer.
+fn lingering() -> (std::net::TcpStream, std::net::TcpStream) {
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let slow = std::net::TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let peer = listener.accept().unwrap().0;
+    slow.set_nonblocking(true).unwrap();
+    while std::io::Write::write(&mut &slow, &[0; 1 << 16]).is_ok() {}
+    slow.set_nonblocking(false).unwrap();
+    rustix::net::sockopt::set_socket_linger(&slow, Some(Duration::from_secs(60))).unwrap();
+    (slow, peer)
 }
 
 /// QEMU 7.2's network device enables rings first, and acknowledges no protocol features in SET_FEATURES.
@@ -508,6 +572,16 @@ fn a_flow_stays_on_its_pair() {
         pairs.insert(pair(&ip4(6, port, 0, 0)));
     }
     assert!(pairs.len() > 8, "32 flows fell on {} of 64 pairs", pairs.len());
+}
+
+#[test]
+fn a_driver_that_takes_no_mtu_is_hinted_at() {
+    let taken = tombolo_ring::virtio::net::features::MTU;
+    let hint = super::mtu_hint(9000, FULL & !taken).unwrap();
+    assert!(hint.contains("MTU of 9000") && hint.contains("ip link set eth0 mtu 9000"), "{hint}");
+    assert!(super::mtu_hint(1400, FULL & !taken).is_some());
+    assert_eq!(super::mtu_hint(9000, FULL | taken), None);
+    assert_eq!(super::mtu_hint(1500, FULL & !taken), None, "what Ethernet has needs no taking");
 }
 
 #[test]
@@ -641,7 +715,7 @@ fn impossible_memory_costs_the_connection_and_nothing_else() {
     attack("empty", "", &[[0, 0, 0, 0]]);
     // Rings that are in no region any more: they cannot go on.
     attack("rings-gone", "no memory region", &[[GUEST_BASE, MEMORY_BYTES, 0x1000, 0]]);
-    survive("a-file-of-procfs", protocol, "file system", |_, _, f| {
+    survive("a-file-of-procfs", protocol, "expected a memfd", |_, _, f| {
         let region = words(&[1, GUEST_BASE, 4096, FRONTEND_BASE, 0]);
         let file = std::fs::File::open("/proc/self/maps").unwrap();
         assert!(!f.tell(SET_MEM_TABLE, &region, &[file.as_fd()]));
@@ -653,7 +727,7 @@ fn impossible_memory_costs_the_connection_and_nothing_else() {
         f.ask(GET_VRING_BASE, &state(0, 0)).unwrap();
         assert!(!f.tell(SET_VRING_KICK, &words(&[0]), &[g.file.as_fd()]));
     });
-    survive("not-a-file", protocol, "memory region", |_, g, f| {
+    survive("not-a-file", protocol, "expected a memfd", |_, g, f| {
         let region = words(&[1, GUEST_BASE, 4096, FRONTEND_BASE, 0]);
         assert!(!f.tell(SET_MEM_TABLE, &region, &[g.kicks[0].as_fd()]));
     });

@@ -1,20 +1,13 @@
-//! Signalling an eventfd that a peer holds too, without ever blocking.
+//! Signals by asynchronous I/O: one system call each, from a context per thread.
 //!
-//! `write` on an eventfd blocks when its counter is full, unless the open file is non-blocking; but that flag belongs
-//! to the open file, which the peer shares: it can clear the flag, fill the counter, and have a worker of ours sleep
-//! in `write` for ever. Looking with `poll` first leaves a gap, and there is no `RWF_NOWAIT` for eventfds.
+//! A read of no bytes from the eventfd, which the kernel refuses without looking at the counter, is submitted
+//! with the eventfd as its completion signal (`IOCB_FLAG_RESFD`). It completes within the system call.
 //!
-//! The kernel itself signals eventfds without blocking. So the kernel is asked to: a read of no bytes from the eventfd,
-//! which it refuses without a look at the counter, is submitted as asynchronous I/O whose completion signals the
-//! eventfd (`IOCB_FLAG_RESFD`). It completes within the one system call. A full counter stays full, which is a rung bell.
-//!
-//! Each thread has a context of its own. Where the kernel has no asynchronous I/O on eventfds (before Linux 5.8, or
-//! where it is configured out) the caller is told, and writes.
+//! The number of contexts of the whole system is limited (`fs.aio-max-nr`), and any local user can use them up.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
-use std::cell::RefCell;
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 // --- the kernel's (include/uapi/linux/aio_abi.h) ---
@@ -50,25 +43,32 @@ struct IoEvent {
 }
 const _: () = assert!(size_of::<IoEvent>() == 32);
 
-// --- ours ---
+// --- tuning ---
 
 /// Signals between two clearings of the completions.
 const BATCH: usize = 64;
 
-struct Context {
+/// A thread's own context.
+pub(super) struct Context {
     id: u64,
     pending: usize,
 }
 
 impl Context {
-    fn new() -> Option<Context> {
+    /// `None` where the system's limit is reached, or the kernel has no asynchronous I/O.
+    pub(super) fn new() -> Option<Context> {
+        Self::sized(2 * BATCH)
+    }
+
+    fn sized(events: usize) -> Option<Context> {
         let mut id = 0u64;
         // SAFETY: io_setup writes the context's identifier into `id`, which must be 0 before.
-        let done = unsafe { libc::syscall(libc::SYS_io_setup, 2 * BATCH, &raw mut id) };
+        let done = unsafe { libc::syscall(libc::SYS_io_setup, events, &raw mut id) };
         (done == 0).then_some(Context { id, pending: 0 })
     }
 
-    fn signal(&mut self, fd: BorrowedFd<'_>) -> bool {
+    /// Signals the eventfd. False where the kernel did not take the request; then nothing was done.
+    pub(super) fn signal(&mut self, fd: BorrowedFd<'_>) -> bool {
         let request = Iocb {
             opcode: IOCB_CMD_PREAD,
             // Descriptors that are open are not negative.
@@ -78,8 +78,8 @@ impl Context {
             ..Iocb::default()
         };
         let requests = [&raw const request];
-        // SAFETY: one pointer to one request, both alive during the call; it reads no bytes into no buffer, so nothing
-        // of ours is written, now or later.
+        // SAFETY: one pointer to one request, both alive during the call; it reads no bytes into no buffer, so no
+        // memory of this process is written, now or later.
         let submitted = unsafe { libc::syscall(libc::SYS_io_submit, self.id, 1usize, requests.as_ptr()) };
         self.pending += 1;
         if self.pending >= BATCH {
@@ -101,18 +101,18 @@ impl Context {
 
 impl Drop for Context {
     fn drop(&mut self) {
-        // SAFETY: a context of our own, in which no request is under way: each completes when it is submitted.
+        // SAFETY: no request of this context is under way: each completes when it is submitted. In a forked child the
+        // identifier names nothing, and the kernel refuses it.
         unsafe { libc::syscall(libc::SYS_io_destroy, self.id) };
     }
 }
 
-thread_local! {
-    /// `None` inside: this kernel has no asynchronous I/O, or no context was left.
-    static CONTEXT: RefCell<Option<Context>> = RefCell::new(Context::new());
-}
-
-/// Signals the eventfd `fd` and never blocks. False where that is not possible here; then nothing was done.
-#[inline]
-pub(crate) fn signal(fd: BorrowedFd<'_>) -> bool {
-    CONTEXT.try_with(|context| context.borrow_mut().as_mut().is_some_and(|context| context.signal(fd))).unwrap_or(false)
+/// For a test: contexts that take up what is left of the system's limit, until they are dropped.
+#[cfg(test)]
+pub(super) fn take_all() -> Vec<Context> {
+    let mut taken = Vec::new();
+    for events in [8192, 1024, 128, 16, 1] {
+        taken.extend(std::iter::from_fn(|| Context::sized(events)).take(8192));
+    }
+    taken
 }
