@@ -88,7 +88,7 @@ def bypass_of(fabric):
 def test_a_networks_traffic_skips_the_kernel_and_status_and_metrics_say_so():
     with world() as w:
         with w.up() as fabric:
-            assert bypass_of(fabric)["fault"] is None
+            assert bypass_of(fabric)["fault"] is None, bypass_of(fabric)["fault"]
             w.talk(20)
 
             def taken():

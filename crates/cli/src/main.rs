@@ -8,6 +8,7 @@ mod bypass;
 mod call;
 mod capture;
 mod cell;
+mod confine;
 mod doctor;
 mod down;
 mod exit;
@@ -39,6 +40,7 @@ Variables:
   TOMBOLO_FABRIC   the fabric that is meant, as --fabric says it
   TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path has to be short
   TOMBOLO_STATE    folder of what outlives a fabric: leases and logs
+  TOMBOLO_CONFINE  off: neither the daemon nor its machines are confined (docs/security.md)
   TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script has to exec it
   TOMBOLO_APPS     folder of cell images, looked at before those beside the program, in the source tree and in
                    /usr/lib/tombolo/apps";
@@ -90,6 +92,9 @@ enum Command {
     /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
     #[command(hide = true)]
     Keeper(keeper::Keeper),
+    /// Start a machine's QEMU confined; the daemon uses it
+    #[command(hide = true)]
+    Confine(confine::Confine),
 }
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
@@ -115,6 +120,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
         Command::Keeper(keeper) => keeper.run(),
+        Command::Confine(confine) => confine.run(),
     }
 }
 

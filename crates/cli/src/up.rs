@@ -17,7 +17,7 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
-use tombolo_host::{daemon, file, log, rundir};
+use tombolo_host::{confine, daemon, file, log, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -231,6 +231,7 @@ fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Fa
             line.lines().for_each(|line| out::tell!("tombolo: {}", log::shown(line, log::LINE_CHARS)));
         }
     });
+    confine::daemon().iter().for_each(|note| out::tell!("tombolo: {note}"));
     daemon::run(spec, path, say, replace, |status, took| {
         notify_service_manager();
         stands.store(true, Ordering::Relaxed);
@@ -306,6 +307,7 @@ fn serve_as_daemon(path: &Path, replace: bool) -> Result<Exit, Failure> {
     let ready_say = say.clone();
     let live = || -> Result<(), Failure> {
         let spec = file::load(path)?;
+        confine::daemon().iter().for_each(|note| say(note));
         daemon::run(spec, path, say.clone(), replace, |status, took| {
             notify_service_manager();
             ready_say(&summary(status, took));

@@ -190,6 +190,27 @@ fn qemu() -> Vec<Finding> {
     out
 }
 
+fn confinement() -> Vec<Finding> {
+    let needed = "confinement of the daemon and its machines";
+    let part = |what: &str, probe: Result<(), String>, seen: &str, option: &'static str| {
+        finding(what, needed, probe.map(|()| seen.to_string()).map_err(|e| (Outcome::Degraded, e, option)))
+    };
+    vec![
+        part(
+            "seccomp",
+            crate::confine::probe_seccomp(),
+            "system calls can be denied",
+            "fabrics work all the same, less confined; the kernel needs CONFIG_SECCOMP_FILTER",
+        ),
+        part(
+            "Landlock",
+            crate::confine::probe_landlock(),
+            "QEMU can be kept from writing files",
+            "fabrics work all the same, less confined; the kernel needs CONFIG_SECURITY_LANDLOCK and landlock in lsm=, 6.2 or later",
+        ),
+    ]
+}
+
 fn passt() -> Finding {
     let needed = "uplink = \"user\"";
     let advice = "install passt (Debian: apt install passt)";
@@ -372,6 +393,7 @@ pub fn examine(mut before: impl FnMut(&str)) -> Report {
     };
     step("the kernel", &|| vec![runtime(), sealed_memory(), pidfd(), cpus(), files(), hugepages(&meminfo())]);
     step("QEMU and KVM", &qemu);
+    step("confinement", &confinement);
     step("uplinks", &|| vec![passt(), tun(), nft(), bypass(), packet_socket(), resolv()]);
     let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
     findings.insert(0, finding("system", EVERY_FABRIC, Ok(format!("Linux {kernel}"))));

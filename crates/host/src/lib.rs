@@ -5,11 +5,13 @@
 //! * [`fabric`]: the plan carried out, kept, changed, taken down.
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
 //! * [`qemu`], [`console`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
+//! * [`confine`]: takes from the daemon and its machines what they do not need.
 //! * [`daemon`]: a fabric with its API, from start to end, signals included.
 //! * [`doctor`]: what this machine can do, probed for real.
 #![warn(unreachable_pub)]
 
 pub mod api;
+pub mod confine;
 pub mod console;
 pub mod daemon;
 pub mod doctor;

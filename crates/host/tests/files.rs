@@ -279,3 +279,39 @@ fn a_link_with_a_service_has_a_seat_for_the_fabric_and_speaks_calls() {
     assert_eq!(found, [(true, 1, 0x4002, false), (false, 2, 0x4001, false), (true, 1, 0x4002, true)]);
     assert_eq!((fabric.links[2].service.as_deref(), fabric.links[0].to.as_deref()), (Some("sums"), Some("host.sums")));
 }
+
+/// Every source file below `folder` that may hold a test.
+fn sources(folder: &Path, out: &mut String) {
+    for entry in std::fs::read_dir(folder).unwrap().flatten() {
+        let path = entry.path();
+        let name = entry.file_name().into_string().unwrap_or_default();
+        if path.is_dir() && name != "target" {
+            sources(&path, out);
+        } else if name.ends_with(".rs") || name.ends_with(".py") {
+            out.push_str(&std::fs::read_to_string(&path).unwrap_or_default());
+        }
+    }
+}
+
+#[test]
+fn every_test_that_the_threat_model_names_is_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let text = std::fs::read_to_string(root.join("docs/security.md")).unwrap();
+    let mut all = String::new();
+    ["crates", "tests"].iter().for_each(|folder| sources(&root.join(folder), &mut all));
+    let promises = text.split("## Promises").nth(1).unwrap().split("## Confinement").next().unwrap();
+    let mut named = 0;
+    for row in
+        promises.lines().filter(|l| l.starts_with("| ") && !l.starts_with("| promise") && !l.starts_with("| ---"))
+    {
+        let tests = row.trim_end_matches('|').rsplit('|').next().unwrap();
+        // In backticks is each second piece.
+        for name in tests.split('`').skip(1).step_by(2) {
+            let there =
+                root.join(name).is_file() || ["fn ", "def "].iter().any(|word| all.contains(&format!("{word}{name}(")));
+            assert!(there, "docs/security.md names {name}, which is no test");
+            named += 1;
+        }
+    }
+    assert!(named > 25, "{named}");
+}

@@ -1,7 +1,7 @@
 //! Cells and VMs: started, adopted, watched, ended, and started again where the file asks for that.
 
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitStatus};
+use std::process::{Child, ExitStatus};
 use std::time::{Duration, Instant};
 
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -10,8 +10,9 @@ use tokio::sync::oneshot;
 
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
+use crate::confine::{self, Writes};
 use crate::console;
-use crate::file::{self, MachineKind, Restart};
+use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
 use crate::qemu::argv::{has_disk, memory_place, monitor_path};
@@ -174,9 +175,16 @@ impl Running {
         let plain: Vec<String> = plain.filter(|_| self.links().is_some()).collect();
         let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
         let regions = regions.collect::<Result<Vec<_>, _>>()?;
+        let spec = self.machine_spec(&plan.name);
+        let disk = spec.and_then(|m| match &m.boot {
+            Boot::Vm { disk: Some((path, _)), .. } => Some(path.clone()),
+            _ => None,
+        });
+        let writes = Writes { runtime: self.facts.runtime.clone(), files: disk.into_iter().collect() };
+        let has_own_arguments = spec.is_none_or(|m| !m.qemu.is_empty());
         let start = |numbers: &[i32]| {
-            let mut command = Command::new(&plan.argv[0]);
-            for word in &plan.argv[1..] {
+            let (mut command, words) = confine::command(&plan.argv, &writes, has_own_arguments);
+            for word in &words {
                 let place = plain.iter().position(|name| word.ends_with(&memory_place(name)));
                 match place {
                     Some(i) => {
