@@ -406,14 +406,19 @@ fn order_row<Q>(name: &str, calls: usize, queue: &mut Q, put: impl Fn(&mut Q, u6
 }
 
 fn order_rows(calls: usize) -> Fallible<()> {
-    for (name, admission) in [("order_10k", true), ("order_10k_without_admission", false)] {
+    for (name, admission, shares) in [
+        ("order_10k", true, true),
+        ("order_10k_without_admission", false, true),
+        ("order_10k_without_shares", true, false),
+        ("order_10k_without_both", false, false),
+    ] {
         let rules = Rules {
             pending: 20_000,
             order: Order::Edf,
             late: Late::Refuse,
             admission,
             budget_ns: 1,
-            shares: true,
+            shares,
             workers: 1,
             ttl_ns: u64::MAX,
         };
