@@ -221,3 +221,74 @@ ip = "10.234.0.9"
             fabric.cli("port", "add", "more", "--kind", "stream", "--fabric", fabric.name)
             assert not any("owner record" in line for line in fabric.status()["warnings"])
             fabric.cli("down", "--fabric", fabric.name)
+
+
+def sockets(fabric):
+    return {path.name for path in (fabric.folder / "run" / fabric.name).iterdir() if path.is_socket()}
+
+
+DELETED = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+[cell.web]
+app = "httpd"
+ip = "10.234.0.20"
+accel = "tcg"
+restart = "on-failure"
+[tap.host]
+ip = "10.234.0.9"
+[port.p]
+kind = "stream"
+"""
+
+
+@timeout(300)
+def test_deleted_runtime_files_come_back():
+    need_root()
+    with Namespace() as space, scratch() as folder:
+        with Fabric(folder, DELETED.format(name=f"gone{os.getpid()}"), netns=space) as fabric:
+            run = folder / "run" / fabric.name
+            until("a ping", lambda: space.pings("10.234.0.20"))
+            before, pids = sockets(fabric), fabric.machine_pids()
+            # One after the other: `status` works at once, and those that nobody uses come back.
+            for name in ("api.sock", "p.sock", "owner.json", "lock"):
+                (run / name).unlink()
+                assert fabric.status()["machines"], name
+                until(f"{name} to come back", lambda name=name: (run / name).exists())
+            # A socket whose peer is connected comes back with the peer's end; the machine is started again once.
+            [web] = [name for name in before if name.startswith("web") and not name.endswith(".qmp")]
+            (run / web).unlink()
+            until("a warning", lambda: any("its socket was deleted" in line for line in fabric.status()["warnings"]))
+            assert space.pings("10.234.0.20")
+            os.kill(pids[0], signal.SIGKILL)
+            until("the cell's next start", lambda: fabric.machine_pids() not in ([], pids))
+            until("a ping to it", lambda: space.pings("10.234.0.20"))
+            assert fabric.machine("web")["restarts"] <= 2, fabric.machine("web")
+            assert (run / web).exists()
+            # The whole folder, twice: every command finds the fabric.
+            for _ in range(2):
+                subprocess.run(["rm", "-rf", run], check=False)
+                assert fabric.status()["name"] == fabric.name
+                refused = fabric.cli("up", "-d", fabric.file, check=False)
+                assert refused.returncode == 1 and f"running already (process {fabric.status()['pid']})" in refused.stderr, refused.stderr
+                assert space.pings("10.234.0.20")
+            fabric.down()
+
+
+@timeout(300)
+def test_a_daemon_without_its_files_is_found_and_ended():
+    """A stopped daemon cannot make its files again: all commands say that it runs, and `down` ends it and its taps."""
+    need_root()
+    with Namespace() as space, scratch() as folder:
+        with Fabric(folder, DELETED.format(name=f"lost{os.getpid()}"), netns=space) as fabric:
+            daemon = fabric.status()["pid"]
+            os.kill(daemon, signal.SIGSTOP)
+            subprocess.run(["rm", "-rf", folder / "run" / fabric.name], check=True)
+            said = fabric.cli("status", "--fabric", fabric.name, check=False)
+            assert said.returncode == 1 and f"runs (process {daemon})" in said.stderr, said.stderr
+            said = fabric.cli("up", "-d", fabric.file, check=False)
+            assert said.returncode == 1 and f"running already (process {daemon})" in said.stderr, said.stderr
+            fabric.cli("down", "--fabric", fabric.name)
+            assert is_gone(daemon)
+            fabric.nothing_left()

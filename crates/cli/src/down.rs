@@ -17,6 +17,11 @@ impl Down {
         let name = client.fabric().to_string();
         // What is going to be gone; a fabric that cannot say may end all the same.
         let stood = client.status();
+        if stood.as_ref().is_err_and(|error| error.is_unanswered()) {
+            daemon::end(&name, &out::teller())?;
+            out::print(&told(&name, None))?;
+            return Ok(Exit::Done);
+        }
         match client.down() {
             Ok(()) => {
                 out::print(&told(&name, stood.as_ref().ok()))?;

@@ -129,6 +129,9 @@ Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-
 - **After a crash**: the next `up` keeps the machines that still fit the file, and ends, starts again or removes what does
   not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` ends all that is left.
   Both wait for a daemon that is just ending (256 taps take the kernel 22 s), and say so.
+- **Deleted files**: a running daemon makes runtime files again that were deleted; the socket of a port whose peer is
+  connected comes back when the peer goes, a console when its machine is started again. `status`, `up` and `down` find a
+  daemon by the lock that it holds, and `down` ends one that does not answer by a signal.
 - **Full disk**: `up` needs none of it to give guests that run on their network back. What could not be written is a
   warning: without the owner record the next start may start machines again, without leases addresses may change.
 - **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the

@@ -8,6 +8,7 @@
 //! and clears up nothing. See [`crate::fabric::handover`].
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::net::SocketType;
@@ -19,7 +20,7 @@ use tombolo_shm::listener::Listener;
 use crate::api::report::Status;
 use crate::api::server::{Server, ServerError};
 use crate::api::{Request, Requests};
-use crate::fabric::{self, FabricError, Running, Say, handover};
+use crate::fabric::{self, FabricError, Running, Say, handover, heal};
 use crate::{file, process, rundir};
 
 /// Why a daemon did not stand, or ended badly.
@@ -138,11 +139,10 @@ async fn live(
             return Err(error.into());
         }
     };
+    let me = Arc::downgrade(&shared.running);
     let (requests, mut end) = fabric::drive(shared);
     let (ended, server_end) = oneshot::channel::<()>();
-    let serving = tokio::spawn(server.serve(requests.clone(), async {
-        let _ = server_end.await;
-    }));
+    let serving = tokio::spawn(heal::keep(me, server, folder.clone(), requests.clone(), server_end));
     let handovers = match serve_handovers(&folder, requests.clone()) {
         Ok(task) => Some(task),
         Err(error) => {
@@ -178,7 +178,7 @@ async fn live(
     leaving.abort();
     handovers.inspect(|task| task.abort());
     drop((ended, requests));
-    serving.await.map_err(|_| DaemonError::Lost)??;
+    serving.await.map_err(|_| DaemonError::Lost)?;
     Ok(())
 }
 
@@ -186,6 +186,37 @@ async fn ask_status(requests: &Requests) -> Option<Status> {
     let (reply, answer) = oneshot::channel();
     requests.send(Request::Status(reply)).await.ok()?;
     answer.await.ok()?.ok()
+}
+
+/// How long a daemon that was asked to end by a signal may take: guests with disks have 15 s.
+const ENDS: Duration = Duration::from_secs(30);
+/// How often it is said that it is waited for.
+const PROGRESS: Duration = Duration::from_secs(2);
+
+/// Ends a daemon that does not answer, found by the lock that it holds wherever that file is by now: by SIGTERM, which takes
+/// the fabric down in order, and by SIGKILL if it does not end. Then clears up.
+///
+/// # Errors
+/// If there is no such daemon, or the system refuses.
+pub fn end(fabric: &str, say: &Say) -> Result<(), DaemonError> {
+    let folder = rundir::runtime_root()?.join(fabric);
+    let found = rundir::daemon_of(&folder).and_then(process::Process::open);
+    // Looked up again while it is held, so that it is no other process of that number.
+    if let Some(daemon) = found.filter(|d| rundir::daemon_of(&folder) == Some(d.pid)) {
+        say(&format!("the daemon (process {}) does not answer: it is asked to end by a signal", daemon.pid));
+        daemon.signal(Number::TERM)?;
+        // One that was stopped cannot hear the other.
+        daemon.signal(Number::CONT)?;
+        let begun = Instant::now();
+        while !daemon.wait(PROGRESS) && begun.elapsed() < ENDS {
+            say(&format!("{}for process {}: {} s so far", rundir::WAITING, daemon.pid, begun.elapsed().as_secs()));
+        }
+        if daemon.is_running() {
+            say(&format!("process {} did not end within {} s: it is killed", daemon.pid, ENDS.as_secs()));
+            daemon.signal(Number::KILL)?;
+        }
+    }
+    clean_up(fabric, say.clone()).map(|_| ())
 }
 
 /// Clears up what a killed daemon of this fabric left. Returns what was done, a sentence each; `None` if nothing was left.

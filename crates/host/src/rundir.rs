@@ -200,9 +200,47 @@ pub fn link_socket(directory: &Path, link: &str) -> PathBuf {
     directory.join(format!("{link}.link.sock"))
 }
 
-/// Names of the fabrics that have a runtime directory with a held lock, sorted.
+/// Daemons by the locks that they hold, found in their open files: also where the name of the lock, or the whole directory,
+/// was deleted. (fabric, process, whether the name is gone).
+fn holders(root: &Path) -> Vec<(String, u32, bool)> {
+    let fabric = |target: &Path| -> Option<(String, bool)> {
+        let text = target.to_str()?;
+        let (text, is_deleted) = text.strip_suffix(" (deleted)").map_or((text, false), |t| (t, true));
+        let name = Path::new(text).strip_prefix(root).ok()?.to_str()?.strip_suffix("/lock")?;
+        Some((name.to_string(), is_deleted))
+    };
+    let mut out = Vec::new();
+    for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        // Another user's are not to be seen.
+        for file in fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten() {
+            let Some((name, is_deleted)) = fs::read_link(file.path()).ok().and_then(|t| fabric(&t)) else { continue };
+            // A command that only looks has it open and not locked.
+            let info = fs::read_to_string(entry.path().join("fdinfo").join(file.file_name())).unwrap_or_default();
+            let is_locked = info.lines().any(|l| l.starts_with("lock:") && l.contains("FLOCK") && l.contains("WRITE"));
+            if is_locked && process::start_ticks(pid).is_some_and(|t| process::life(pid, t) == Life::Runs) {
+                out.push((name, pid, is_deleted));
+            }
+        }
+    }
+    out
+}
+
+/// The process that runs the fabric of this runtime directory, by the lock that it holds, whatever is left of its files.
+pub fn daemon_of(folder: &Path) -> Option<u32> {
+    let (root, name) = (folder.parent()?, folder.file_name()?.to_str()?);
+    let named =
+        File::open(folder.join("lock")).is_ok_and(|l| flock(&l, FlockOperation::NonBlockingLockShared).is_err());
+    let recorded = read_owner(folder).filter(|o| process::life(o.pid, o.started_ticks) == Life::Runs);
+    match recorded.filter(|_| named) {
+        Some(owner) => Some(owner.pid),
+        None => holders(root).into_iter().find(|(n, ..)| n == name).map(|(_, pid, _)| pid),
+    }
+}
+
+/// Names of the fabrics that run, sorted: those whose lock is held, also where its file was deleted.
 pub fn running(root: &Path) -> Vec<String> {
-    let Ok(entries) = fs::read_dir(root) else { return vec![] };
+    let entries = fs::read_dir(root).into_iter().flatten();
     let mut out: Vec<String> = entries
         .flatten()
         .filter(|e| {
@@ -211,7 +249,9 @@ pub fn running(root: &Path) -> Vec<String> {
         })
         .filter_map(|e| e.file_name().into_string().ok())
         .collect();
+    out.extend(holders(root).into_iter().filter(|(.., is_deleted)| *is_deleted).map(|(name, ..)| name));
     out.sort();
+    out.dedup();
     out
 }
 
@@ -288,6 +328,7 @@ pub fn read_owner(path: &Path) -> Option<Owner> {
 /// lock is free, every child there is can be found.
 async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option<Owner>), RunDirError> {
     let begun = Instant::now();
+    let root = path.parent().unwrap_or(path);
     let mut next_word = begun + Duration::from_millis(500);
     loop {
         let (taken, record) = match try_lock(path)? {
@@ -298,6 +339,10 @@ async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option
         let life = record.as_ref().map_or(Life::Gone, Owner::life);
         let pid = record.as_ref().map_or(0, |o| o.pid);
         match (taken, life) {
+            // Nothing is recorded: it is the first start, or a daemon runs whose files were deleted and not made again yet.
+            (Some(_), Life::Gone) if record.is_none() && deleted(fabric, root).is_some() => {
+                return Err(RunDirError::Running { name: fabric.into(), pid: deleted(fabric, root).unwrap_or(0) });
+            }
             (Some(lock), Life::Gone | Life::Runs) => return Ok((lock, record)),
             (None, Life::Runs) => return Err(RunDirError::Running { name: fabric.into(), pid }),
             // The lock is given back: it is taken again once the process is gone.
@@ -318,6 +363,13 @@ async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option
         }
         tokio::time::sleep(LOOK).await;
     }
+}
+
+/// A daemon of that fabric, other than this process, whose lock has no name any more.
+fn deleted(fabric: &str, root: &Path) -> Option<u32> {
+    let me = std::process::id();
+    let of_it = |(name, pid, is_deleted): &(String, u32, bool)| name == fabric && *pid != me && *is_deleted;
+    holders(root).into_iter().find(of_it).map(|(_, pid, _)| pid)
 }
 
 impl RunDir {
@@ -411,6 +463,33 @@ impl RunDir {
         self.unwritten = write_whole(&self.path.join("owner.json"), &text).err().map(|e| e.to_string());
     }
 
+    /// Makes the directory, the lock and the record again where they were deleted. Returns whether something was.
+    ///
+    /// # Errors
+    /// If another daemon has taken the directory meanwhile, or the system refuses.
+    pub fn restore(&mut self) -> Result<bool, RunDirError> {
+        let lock_path = self.path.join("lock");
+        let held = self.lock.metadata().map_err(system("looking at", &lock_path))?;
+        let is_named =
+            fs::metadata(&lock_path).is_ok_and(|named| (named.dev(), named.ino()) == (held.dev(), held.ino()));
+        if !is_named {
+            match try_lock(&self.path)? {
+                Attempt::Taken(lock, _) => self.lock = lock,
+                Attempt::Held(record) => {
+                    let name = self.path.file_name().and_then(|n| n.to_str()).unwrap_or_default().to_string();
+                    return Err(RunDirError::Running { name, pid: record.map_or(0, |o| o.pid) });
+                }
+                // Deleted again: so is this looked at again.
+                Attempt::Removed => {}
+            }
+        }
+        let is_recorded = self.path.join("owner.json").exists();
+        if !is_recorded {
+            self.record(|_| ());
+        }
+        Ok(!is_named || !is_recorded)
+    }
+
     /// Why the owner record could not be written. What it does not name the next daemon does not know of: it starts
     /// machines again that it could have kept.
     pub fn unwritten(&self) -> Option<&str> {
@@ -419,13 +498,17 @@ impl RunDir {
 
     /// Removes everything; the fabric has ended by itself.
     pub fn remove(self) -> Result<(), RunDirError> {
+        let is_gone = |error: &io::Error| error.kind() == io::ErrorKind::NotFound;
         // Logs that cannot be kept do not keep the rest from going.
         let kept = crate::log::keep(&self.path, &self.state);
         let Ok(entries) = fs::read_dir(&self.path) else { return Ok(()) };
         for entry in entries.flatten() {
             // The lock goes last: a daemon that starts meanwhile must not find a half-removed directory unlocked.
             if entry.file_name() != "lock" {
-                fs::remove_file(entry.path()).map_err(system("removing", &entry.path()))?;
+                match fs::remove_file(entry.path()) {
+                    Err(error) if !is_gone(&error) => return Err(system("removing", &entry.path())(error)),
+                    _ => {}
+                }
             }
         }
         // Leases and logs stay; without any there is nothing to keep the folder for.

@@ -29,6 +29,10 @@ use super::report::{Fault, MachineReport, Machines, PortReport, Ports, Status};
 /// How long a question may take; what starts or stops machines takes as long as it takes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 
+/// How long the socket of a daemon that runs is waited for, and how often it is looked for.
+const COMES_BACK: Duration = Duration::from_secs(3);
+const LOOK_AGAIN: Duration = Duration::from_millis(100);
+
 /// Why a request has no answer, or not the one asked for.
 #[derive(Debug, thiserror::Error)]
 pub enum ClientError {
@@ -52,6 +56,20 @@ pub enum ClientError {
         fabric: String,
         /// Its socket.
         socket: PathBuf,
+    },
+    /// A daemon that runs and cannot be asked.
+    #[error(
+        "the fabric \"{fabric}\" runs (process {pid}), but nothing answers at {}: it is just starting or ending, or its \
+         runtime files were deleted and cannot be made again; `tombolo down --fabric {fabric}` ends it",
+        socket.display()
+    )]
+    Unreachable {
+        /// The fabric.
+        fabric: String,
+        /// Its socket.
+        socket: PathBuf,
+        /// Its daemon.
+        pid: u32,
     },
     /// The socket may not be opened.
     #[error("no permission for {}: the fabric \"{fabric}\" belongs to another user; run this as its owner, or with sudo", socket.display())]
@@ -119,6 +137,11 @@ impl ClientError {
     /// Whether the request was wrong in itself (exit code 2), as opposed to having failed.
     pub fn is_misuse(&self) -> bool {
         matches!(self, ClientError::Refused { status: 400, .. })
+    }
+
+    /// Whether its daemon runs and does not answer.
+    pub fn is_unanswered(&self) -> bool {
+        matches!(self, ClientError::Unreachable { .. } | ClientError::Timeout { .. })
     }
 
     /// Whether there is no such fabric any more, or not yet.
@@ -398,16 +421,32 @@ impl Client {
         ClientError::Broken { fabric: self.fabric.clone(), socket: self.socket.clone(), what: what.to_string() }
     }
 
-    async fn send(&self, method: Method, path: &str, body: Outgoing) -> Result<Response<Incoming>, ClientError> {
-        let stream = UnixStream::connect(&self.socket).await.map_err(|error| {
+    /// Connects. A socket that is not there, or that nobody listens on, is waited for while its daemon holds its lock: it
+    /// starts, or makes the socket again that was deleted.
+    async fn connect(&self) -> Result<UnixStream, ClientError> {
+        let patience = Instant::now() + COMES_BACK;
+        loop {
+            let error = match UnixStream::connect(&self.socket).await {
+                Ok(stream) => return Ok(stream),
+                Err(error) => error,
+            };
             let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
-            match error.kind() {
+            let absent = match error.kind() {
                 io::ErrorKind::NotFound => ClientError::not_running(fabric, socket),
                 io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
-                io::ErrorKind::PermissionDenied => ClientError::Denied { fabric, socket },
-                _ => self.broken(error),
+                io::ErrorKind::PermissionDenied => return Err(ClientError::Denied { fabric, socket }),
+                _ => return Err(self.broken(error)),
+            };
+            let Some(pid) = self.socket.parent().and_then(rundir::daemon_of) else { return Err(absent) };
+            if Instant::now() >= patience {
+                return Err(ClientError::Unreachable { fabric: self.fabric.clone(), socket: self.socket.clone(), pid });
             }
-        })?;
+            tokio::time::sleep(LOOK_AGAIN).await;
+        }
+    }
+
+    async fn send(&self, method: Method, path: &str, body: Outgoing) -> Result<Response<Incoming>, ClientError> {
+        let stream = self.connect().await?;
         let (mut sender, connection) =
             hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.broken(e))?;
         self.links.borrow_mut().spawn(connection);

@@ -296,7 +296,7 @@ impl Running {
     }
 
     /// Writes into the owner record that the machine can be adopted, once all of its ports have been up.
-    fn settle(&self, name: &str, pid: u32) {
+    pub(crate) fn settle(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
         let own = self.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
         let waits = own.map(|p| {

@@ -25,6 +25,7 @@ mod capture;
 mod drive;
 pub mod fdstore;
 pub mod handover;
+pub(crate) mod heal;
 mod leases;
 mod machine;
 mod network;
@@ -214,6 +215,10 @@ pub struct Running {
     pub(crate) notes: Vec<String>,
     /// What this start did with what an earlier daemon had left, a sentence each.
     pub(crate) takeover: Vec<String>,
+    /// Runtime files that were deleted and are not there again, a sentence each.
+    pub(crate) missing: Vec<String>,
+    /// Ports that could not be made again after their sockets were deleted.
+    pub(crate) unmade: Vec<PortPlan>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
 }
 
@@ -295,6 +300,8 @@ impl Running {
             say,
             notes: vec![],
             takeover: vec![],
+            missing: vec![],
+            unmade: vec![],
             me: std::sync::Weak::new(),
         }
     }

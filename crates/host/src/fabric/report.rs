@@ -128,6 +128,7 @@ impl Running {
         warnings.extend(self.dir.as_ref().and_then(|dir| dir.unwritten()).map(|why| {
             format!("the owner record is not up to date, so that after a crash machines may be started again: {why}")
         }));
+        warnings.extend(self.missing.iter().cloned());
         warnings.extend(self.machine_warnings());
         warnings.extend(networks.iter().flat_map(network_warnings));
         warnings.extend(ports.iter().filter_map(|(report, p)| port_warning(p, report.last_fault.as_deref()?)));
