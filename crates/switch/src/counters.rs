@@ -41,6 +41,8 @@ pub struct PortCounters {
     pub rx_drops: [Counter; Reason::COUNT],
     /// Frames that were to go to this port and were dropped, by [`Reason`].
     pub tx_drops: [Counter; Reason::COUNT],
+    /// Frames that waited for a buffer of the peer before they were given to it or dropped.
+    pub queued_frames: Counter,
     /// Times that the port was found ready after it had slept.
     pub wakeups: Counter,
     /// Frames waited although no wake-up had come, at the look that follows a sleep once ([`crate::recheck`]). A wake-up

@@ -38,6 +38,10 @@ reasons! {
     BadSource = "bad_source",
     /// The destination has no buffer free: its guest or peer does not keep up.
     NoBuffer = "no_buffer",
+    /// The destination had no buffer free for as long as a frame may wait for one.
+    QueueTimeout = "queue_timeout",
+    /// The frames that wait for a buffer of the destination fill its queue, or the sender's share of it.
+    QueueFull = "queue_full",
     /// The destination's buffers are too small for the frame.
     SmallBuffer = "small_buffer",
     /// The destination is not connected, or its rings are not enabled.
@@ -91,11 +95,13 @@ impl Reason {
 pub struct Drops {
     by_reason: [u64; Reason::COUNT],
     any: bool,
+    /// Frames of the batch in hand that are counted as [`Reason::NoBuffer`] and may be queued instead.
+    refused: Vec<u16>,
 }
 
 impl Default for Drops {
     fn default() -> Self {
-        Drops { by_reason: [0; Reason::COUNT], any: false }
+        Drops { by_reason: [0; Reason::COUNT], any: false, refused: Vec::new() }
     }
 }
 
@@ -105,6 +111,64 @@ impl Drops {
     pub fn count(&mut self, reason: Reason, n: u64) {
         self.by_reason[reason as usize] += n;
         self.any |= n != 0;
+    }
+
+    /// Frames of the batch that is being transmitted, by their indices, for which the peer has no buffer at the moment.
+    /// They are counted as [`Reason::NoBuffer`], unless the worker has them wait for one. A port refuses every frame behind
+    /// one that it refused, as far as they share a ring, so that their order is kept.
+    #[inline]
+    pub fn refuse(&mut self, which: &[u16]) {
+        self.count(Reason::NoBuffer, which.len() as u64);
+        self.refused.extend_from_slice(which);
+    }
+
+    /// Whether frames were refused, and neither taken nor forgotten.
+    #[inline]
+    pub(crate) fn has_refused(&self) -> bool {
+        !self.refused.is_empty()
+    }
+
+    /// Hands the refused frames to `queue`, and returns how many it took. Those are not counted any more; the others are
+    /// counted as [`Reason::QueueFull`].
+    pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16) -> bool) -> u64 {
+        let mut taken = 0;
+        let refused = std::mem::take(&mut self.refused);
+        for index in &refused {
+            self.by_reason[Reason::NoBuffer as usize] -= 1;
+            if queue(*index) {
+                taken += 1;
+            } else {
+                self.by_reason[Reason::QueueFull as usize] += 1;
+            }
+        }
+        self.refused = refused;
+        self.refused.clear();
+        taken
+    }
+
+    /// Puts those of `which` into `rest` that were not refused.
+    pub(crate) fn without_refused(&self, which: &[u16], rest: &mut Vec<u16>) {
+        rest.clear();
+        rest.extend(which.iter().filter(|index| !self.refused.contains(index)));
+    }
+
+    /// Leaves the refused frames counted as they are.
+    #[inline]
+    pub(crate) fn forget_refused(&mut self) {
+        self.refused.clear();
+    }
+
+    /// As new, with the memory of `spare` for refused frames.
+    #[inline]
+    pub(crate) fn reusing(mut spare: Vec<u16>) -> Drops {
+        spare.clear();
+        Drops { refused: spare, ..Drops::default() }
+    }
+
+    /// The memory back, for [`Drops::reusing`].
+    #[inline]
+    pub(crate) fn into_spare(self) -> Vec<u16> {
+        self.refused
     }
 
     /// Whether anything was counted since the last [`Drops::drain`].

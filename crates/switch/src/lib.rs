@@ -32,6 +32,7 @@ pub mod mac;
 pub mod nat;
 pub mod network;
 pub mod offload;
+mod overflow;
 pub mod pcapng;
 pub mod port;
 pub mod recheck;

@@ -142,7 +142,8 @@ pub trait Port: Send {
     fn release(&mut self) -> Result<(), Fault>;
 
     /// Copies the frames `which` (indices into `batch`, in order) into the peer's buffers; the peer sees them
-    /// at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`. Each frame is within
+    /// at [`Port::flush`] at the latest. Frames that do not fit are counted in `drops`. Those for which the peer has no
+    /// buffer *now* are best refused ([`Drops::refuse`]), and then wait a little in a queue of the worker's. Each frame is within
     /// what [`Port::caps`] said. Returns frames and bytes taken.
     ///
     /// Each frame is accounted for once: it is one of [`Sent::frames`] or one of `drops`.

@@ -29,7 +29,8 @@
 //! * While a port's batch lives its slot is out of the table; a frame never goes back to its own port, so the
 //!   destinations are all in the table.
 //! * A token is the index of a slot. It is reserved before the port is made and free again after it is removed.
-//! * Every frame is accounted for; see [`crate::network`].
+//! * Every frame is accounted for; see [`crate::network`]. One that waits for a buffer of its destination
+//!   (`overflow.rs`) is counted when it leaves that queue.
 //!
 //! # Failure
 //! A [`Fault`] is recorded, the port is reset, and it is left alone for [`FAULT_PAUSE`], so that a peer that breaks
@@ -55,6 +56,7 @@ use crate::guard::Guard;
 use crate::limit::{Meter, Rates, Storm};
 use crate::network::{Network, Plan, Summary};
 use crate::offload::{Transformer, Work};
+use crate::overflow::Overflow;
 use crate::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
 use crate::recheck::Rechecks;
 use crate::wait::{CONTROL, Token, Waiter};
@@ -113,6 +115,12 @@ pub(crate) struct Core {
     /// No deadline of any slot is earlier than this.
     earliest: Nanos,
     rechecks: Rechecks,
+    /// Slots with frames that wait for a buffer of their peer, and when the first of them is tried again.
+    waiting: Vec<u16>,
+    waiting_at: Nanos,
+    /// Reused memory for what a port refuses, and for the frames of a batch that a capture is shown.
+    refused: Vec<u16>,
+    shown: Vec<u16>,
     polled_at: Nanos,
     /// Frames that the last round moved.
     moved: usize,
@@ -162,6 +170,7 @@ pub(crate) struct Slot {
     remake_pause: Nanos,
     remade_at: Nanos,
     pub(crate) taps: Vec<Tap>,
+    overflow: Overflow,
     pub(crate) active: bool,
     pub(crate) up: bool,
     when_up: Option<WhenUp>,
@@ -240,6 +249,10 @@ impl Worker {
             ready: Vec::new(),
             earliest: NEVER,
             rechecks: Rechecks::default(),
+            waiting: Vec::new(),
+            waiting_at: NEVER,
+            refused: Vec::new(),
+            shown: Vec::new(),
             polled_at: Nanos(0),
             moved: 0,
             plan: Plan::default(),
@@ -264,7 +277,8 @@ impl Worker {
         core.rechecks.start(core.now);
         if core.active.is_empty() {
             let before = core.now;
-            let until = core.rechecks.next().map_or(core.earliest, |at| at.min(core.earliest));
+            let due = core.earliest.min(core.waiting_at);
+            let until = core.rechecks.next().map_or(due, |at| at.min(due));
             let timeout = (until != NEVER).then(|| until.since(before));
             waiter.wait(timeout, &mut core.ready);
             core.now = waiter.now();
@@ -294,6 +308,9 @@ impl Worker {
         }
         while let Some(index) = core.rechecks.take(core.now) {
             core.recheck(index);
+        }
+        if core.now >= core.waiting_at {
+            core.drain_waiting();
         }
         core.round(waiter, &self.commands);
         !core.stopped
@@ -561,29 +578,53 @@ impl Core {
     fn deliver(&mut self, to: u16, batch: &Batch<'_>, summary: Summary) -> Option<u64> {
         let mut which = self.plan.frames_to(to);
         let slot = self.slots[to as usize].as_mut()?;
-        let mut drops = Drops::default();
+        let mut drops = Drops::reusing(std::mem::take(&mut self.refused));
         if slot.receive.is_on() {
             slot.receive.pass(self.now, batch, which, &mut self.passed, &mut drops);
             slot.counters.add_tx_drops(&mut drops);
             which = &self.passed;
             if which.is_empty() {
+                self.refused = drops.into_spare();
                 return Some(0);
             }
         }
         let Some(port) = &mut slot.port else {
             drops.count(Reason::LinkDown, which.len() as u64);
             slot.counters.add_tx_drops(&mut drops);
+            self.refused = drops.into_spare();
             return Some(0);
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
         let (mut work, transformer, rechecks) = (Work::default(), &mut self.transformer, &mut self.rechecks);
+        let (overflow, shown) = (&mut slot.overflow, &mut self.shown);
+        let (mut queued, mut late) = (0, 0);
         let result = guarded(|| {
             let caps = port.caps();
+            if overflow.waits() {
+                drain(overflow, &mut **port, now, taps, counters)?;
+            }
             let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
-                let sent = port.transmit(batch, which, drops)?;
-                if !taps.is_empty() {
+                let mut sent = Sent::default();
+                if overflow.waits() {
+                    // Behind those that wait already.
+                    drops.refuse(which);
+                } else {
+                    sent = port.transmit(batch, which, drops)?;
+                }
+                if drops.has_refused() {
+                    if !taps.is_empty() {
+                        drops.without_refused(which, shown);
+                    }
+                    queued += overflow.take(now, batch, caps, drops, &mut late);
+                    if !taps.is_empty() {
+                        taps.retain(|tap| tap.transmitted(now, batch, shown, 0, counters));
+                    }
+                } else if !taps.is_empty() {
                     let refused = (which.len() as u64).saturating_sub(sent.frames);
                     taps.retain(|tap| tap.transmitted(now, batch, which, refused, counters));
+                }
+                if sent.frames != 0 {
+                    overflow.took();
                 }
                 Ok(sent)
             };
@@ -605,9 +646,19 @@ impl Core {
             slot.counters.software_segments.add(work.segments);
         }
         let result = match result {
-            Ok((sent, _)) if sent.frames + drops.total() != total => Err(unaccounted(sent, &drops, total)),
+            Ok((sent, _)) if sent.frames + drops.total() + queued != total => {
+                Err(Trouble::Fault(unaccounted(sent, &drops, total)))
+            }
             other => other,
         };
+        if slot.overflow.is_live() {
+            slot.counters.queued_frames.add(queued);
+            slot.counters.tx_drops[Reason::QueueFull as usize].add(late);
+            if !std::mem::replace(&mut slot.overflow.listed, true) {
+                self.waiting.push(to);
+            }
+            self.waiting_at = self.waiting_at.min(slot.overflow.next_try);
+        }
         match result {
             Ok((sent, answers)) => {
                 slot.counters.tx_frames.add(sent.frames);
@@ -619,12 +670,53 @@ impl Core {
             }
             Err(trouble) => {
                 // Whatever was not counted yet went down with the port's rings; see `Port::transmit`.
-                drops.count(Reason::Reset, total.saturating_sub(drops.total()));
+                drops.count(Reason::Reset, total.saturating_sub(drops.total() + queued));
                 slot.counters.add_tx_drops(&mut drops);
                 self.fault_of(to, trouble);
             }
         }
+        self.refused = drops.into_spare();
         Some(total)
+    }
+
+    /// Tries the ports again for which frames wait.
+    #[cold]
+    fn drain_waiting(&mut self) {
+        let now = self.now;
+        self.waiting_at = NEVER;
+        for at in (0..self.waiting.len()).rev() {
+            let index = self.waiting[at];
+            let slot = self.slots.get_mut(usize::from(index)).and_then(Option::as_mut);
+            let Some(slot) = slot.filter(|slot| slot.overflow.listed) else {
+                self.waiting.swap_remove(at);
+                continue;
+            };
+            let mut trouble = None;
+            if slot.overflow.next_try <= now
+                && let Some(port) = &mut slot.port
+            {
+                let (overflow, taps, counters) = (&mut slot.overflow, &mut slot.taps, &slot.counters);
+                let rechecks = &mut self.rechecks;
+                trouble = guarded(|| {
+                    drain(overflow, &mut **port, now, taps, counters)?;
+                    port.flush()?;
+                    if port.take_recheck() {
+                        rechecks.note(index);
+                    }
+                    Ok(())
+                })
+                .err();
+            }
+            if slot.overflow.is_live() && trouble.is_none() {
+                self.waiting_at = self.waiting_at.min(slot.overflow.next_try);
+            } else {
+                slot.overflow.listed = false;
+                self.waiting.swap_remove(at);
+            }
+            if let Some(trouble) = trouble {
+                self.fault_of(index, trouble);
+            }
+        }
     }
 
     #[cold]
@@ -644,6 +736,9 @@ impl Core {
         };
         if up != slot.up {
             slot.up = up;
+            let mut lost = Drops::default();
+            slot.overflow.clear(Reason::LinkDown, &mut lost);
+            slot.counters.add_tx_drops(&mut lost);
             if let Some(network) = self.network(slot.network) {
                 network.network.set_link(index, up);
             }
@@ -667,16 +762,49 @@ impl Core {
     }
 }
 
+/// Hands what waits for `port` to it, and counts what becomes of it. The caller flushes.
+#[cold]
+fn drain(
+    overflow: &mut Overflow,
+    port: &mut dyn Port,
+    now: Nanos,
+    taps: &mut Vec<Tap>,
+    counters: &PortCounters,
+) -> Result<(), Fault> {
+    let mut drops = Drops::reusing(overflow.spare());
+    let caps = port.caps();
+    let mut shown = Vec::new();
+    let done = overflow.drain(now, caps, &mut drops, |batch, which, drops| {
+        let before = drops.total();
+        let sent = port.transmit(batch, which, drops)?;
+        if sent.frames + (drops.total() - before) != which.len() as u64 {
+            return Err(unaccounted(sent, drops, which.len() as u64));
+        }
+        if !taps.is_empty() {
+            drops.without_refused(which, &mut shown);
+            taps.retain(|tap| tap.transmitted(now, batch, &shown, 0, counters));
+        }
+        Ok(sent)
+    });
+    if let Ok(sent) = &done {
+        counters.tx_frames.add(sent.frames);
+        counters.tx_bytes.add(sent.bytes);
+    }
+    counters.add_tx_drops(&mut drops);
+    overflow.keep_spare(drops.into_spare());
+    done.map(drop)
+}
+
 /// A port's code has lost frames without a word, or counted some twice: a bug of ours, which costs that port only.
 #[cold]
-fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Trouble {
+fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Fault {
     let detail = format!(
         "{total} frames were handed to the port's code, which says that it sent {} and dropped {}; this is a defect of \
          tombolo, the port was reset",
         sent.frames,
         drops.total()
     );
-    Trouble::Fault(Fault { kind: FaultKind::System, detail })
+    Fault { kind: FaultKind::System, detail }
 }
 
 /// Frames that a port may give in its next turn, after one of `taken` frames that cost `cost` copies: about as many as make
@@ -737,6 +865,7 @@ impl Slot {
             remake_pause: Nanos(0),
             remade_at: Nanos(0),
             taps: Vec::new(),
+            overflow: Overflow::default(),
             active: false,
             up: false,
             when_up: None,
@@ -764,6 +893,9 @@ impl Slot {
     #[cold]
     fn suffer(&mut self, trouble: Trouble, now: Nanos) {
         self.counters.faults.add(1);
+        let mut lost = Drops::default();
+        self.overflow.clear(Reason::Reset, &mut lost);
+        self.counters.add_tx_drops(&mut lost);
         let text = match trouble {
             Trouble::Panic(text) => text,
             Trouble::Fault(fault) => {

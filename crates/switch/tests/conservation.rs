@@ -30,6 +30,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             };
             let peer = bench
                 .port(net, PortSettings { guard, mac_limit: (n % 5 == 0).then_some(3), ..PortSettings::default() });
+            peer.lock().refuses = n % 2 == 0;
             peer.lock().caps = match n % 3 {
                 0 => Caps::plain(1500),
                 1 => Caps { tso4: false, ..Caps::full(1500) },
@@ -124,6 +125,8 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             Reason::Guard,
             Reason::BadSource,
             Reason::NoBuffer,
+            Reason::QueueTimeout,
+            Reason::QueueFull,
             Reason::LinkDown,
             Reason::Hairpin,
             Reason::Reserved,

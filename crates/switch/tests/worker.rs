@@ -240,7 +240,9 @@ fn a_lost_wake_up_lasts_for_one_more_look_and_an_idle_port_costs_nothing() {
         bench.worker.step(&mut bench.waiter);
     }
     let endless = |bench: &Bench| bench.waiter.lock().endless_sleeps;
-    let (slept_at, slept) = (bench.waiter.lock().now, endless(&bench));
+    // Two statements: the lock of the first is let go at its end.
+    let slept_at = bench.waiter.lock().now;
+    let slept = endless(&bench);
     a.send_silently(frame(mac(2), mac(1), 64, 2));
     while b.lock().from_switch.len() < 2 {
         assert_eq!(endless(&bench), slept, "the worker sleeps on a lost wake-up");
@@ -648,6 +650,75 @@ fn a_storm_of_all_neighbours_leaves_room_for_others_frames() {
     // Nothing is lost without a name.
     let all: u64 = loud.iter().map(|p| p.counters.rx_frames.get()).sum();
     assert_eq!(all, 64 * 4000);
+}
+
+#[test]
+fn a_burst_waits_for_a_guest_with_few_buffers() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    b.send(frame(mac(1), mac(2), 64, 0));
+    bench.settle();
+    // Eight buffers, which the guest empties only after each try.
+    b.lock().room = 8;
+    b.lock().refuses = true;
+    b.lock().caps = Caps::plain(1500);
+    let burst: Vec<_> = (0..40).map(|tag| frame(mac(2), mac(1), 1514, tag)).collect();
+    burst.iter().for_each(|frame| a.send(frame.clone()));
+    // And one that is cut into 20 segments.
+    let (bytes, offload) = large(mac(2), mac(1), 20 * 1000, 1000);
+    a.send_with(bytes, offload);
+    let mut got = Vec::new();
+    for _ in 0..200 {
+        bench.worker.step(&mut bench.waiter);
+        let read = b.take_bytes();
+        assert!(read.len() <= 8);
+        got.extend(read);
+    }
+    assert_eq!(got.len(), 60);
+    assert_eq!(got[..40], burst);
+    assert_eq!(b.counters.tx_frames.get(), 60);
+    assert_eq!(b.counters.queued_frames.get(), 52);
+    assert_eq!(b.counters.tx_drops.iter().map(|n| n.get()).sum::<u64>(), 0);
+    assert_eq!(b.lock().unflushed, 0, "what was handed over later was published, too");
+    // With nothing to do the worker sleeps for ever.
+    bench.settle();
+    let quiet = bench.waiter.quiet();
+    bench.settle();
+    assert_eq!(bench.waiter.quiet(), quiet);
+}
+
+#[test]
+fn a_guest_that_stops_reading_costs_its_neighbours_nothing_and_is_given_up() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, dead, live] = bench.ports(net);
+    for (peer, own) in [(&dead, 2), (&live, 3)] {
+        peer.send(frame(mac(1), mac(own), 64, 0));
+    }
+    bench.settle();
+    live.take();
+    dead.take();
+    dead.lock().room = 0;
+    dead.lock().refuses = true;
+    for tag in 0..2000 {
+        a.send(frame(mac(2), mac(1), 1514, tag));
+        a.send(frame(mac(3), mac(1), 64, tag));
+    }
+    bench.settle();
+    assert_eq!(live.take().len(), 2000);
+    let lost = [Reason::QueueTimeout, Reason::QueueFull, Reason::NoBuffer].map(|reason| dead.tx_drops(reason));
+    assert_eq!(lost.iter().sum::<u64>(), 2000, "{lost:?}");
+    assert_eq!(lost[0], 256);
+    // No more copies for it until it takes a frame.
+    let before = dead.counters.queued_frames.get();
+    a.send(frame(mac(2), mac(1), 64, 1));
+    bench.settle();
+    assert_eq!(dead.counters.queued_frames.get(), before);
+    dead.lock().room = usize::MAX;
+    a.send(frame(mac(2), mac(1), 64, 2));
+    bench.settle();
+    assert_eq!(dead.take_bytes().last(), Some(&frame(mac(2), mac(1), 64, 2)));
 }
 
 #[test]

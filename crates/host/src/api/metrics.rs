@@ -41,6 +41,11 @@ const PORT_COUNTERS: &[PortCounter] = &[
     ("rx_bytes_total", "Bytes of frames from the peer.", |c| c.rx_bytes),
     ("tx_frames_total", "Frames to the peer.", |c| c.tx_frames),
     ("tx_bytes_total", "Bytes of frames to the peer.", |c| c.tx_bytes),
+    (
+        "queued_frames_total",
+        "Frames that waited for a buffer of the peer before they were given to it or dropped.",
+        |c| c.queued_frames,
+    ),
     ("wakeups_total", "Times the port was found ready after it had slept.", |c| c.wakeups),
     ("late_wakeups_total", "Times frames waited without a wake-up, at the look that follows a sleep.", |c| {
         c.late_wakeups

@@ -222,6 +222,9 @@ pub struct CounterReport {
     pub rx_drops: BTreeMap<String, u64>,
     /// Frames for the peer that were dropped, by reason.
     pub tx_drops: BTreeMap<String, u64>,
+    /// Frames that waited for a buffer of the peer before they were given to it or dropped.
+    #[serde(default)]
+    pub queued_frames: u64,
     /// Times it was found ready after it had slept.
     pub wakeups: u64,
     /// Times that frames waited without a wake-up, at the one look that follows each sleep: a wake-up was lost, or still on its

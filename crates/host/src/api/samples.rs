@@ -17,6 +17,7 @@ pub(crate) fn status() -> Status {
         tx_bytes: next(),
         rx_drops: BTreeMap::from([("guard-source".into(), next()), ("bad-length".into(), next())]),
         tx_drops: BTreeMap::from([("peer-slow".into(), next())]),
+        queued_frames: next(),
         wakeups: next(),
         turns: next(),
         exhausted_budgets: next(),

@@ -316,6 +316,7 @@ impl Running {
                 tx_bytes: c.tx_bytes.get(),
                 rx_drops: drops(&c.rx_drops),
                 tx_drops: drops(&c.tx_drops),
+                queued_frames: c.queued_frames.get(),
                 wakeups: c.wakeups.get(),
                 late_wakeups: c.late_wakeups.get(),
                 late_signals: c.late_signals.get(),

@@ -369,10 +369,10 @@ impl Port for Ivshmem {
         let with_headers = self.end.meeting.machine.uses_offloads();
         let header_bytes = if with_headers { OFFLOAD_HEADER_BYTES } else { 0 };
         let End { meeting, places, sender, .. } = &mut self.end;
-        let (mut too_long, mut no_buffer) = (0, 0);
+        let (mut too_long, mut refused) = (0, &[][..]);
         let result = places.of(&meeting.memory).and_then(|sections| {
             sender.reclaim(&sections)?;
-            for index in which {
+            for (at, index) in which.iter().enumerate() {
                 let frame = &batch.frames()[usize::from(*index)];
                 if frame.len() > longest && frame.offload.segmentation.is_none() {
                     too_long += 1;
@@ -384,8 +384,9 @@ impl Port for Ivshmem {
                     place = sender.push(&sections, bytes);
                 }
                 let Some(place) = place else {
-                    no_buffer += 1;
-                    continue;
+                    // Those behind it, too, so that their order is kept.
+                    refused = &which[at..];
+                    break;
                 };
                 if with_headers {
                     // Cannot fail: the place has room for it.
@@ -398,10 +399,10 @@ impl Port for Ivshmem {
             Ok(())
         });
         drops.count(Reason::TooLong, too_long);
-        drops.count(Reason::NoBuffer, no_buffer);
+        drops.refuse(refused);
         self.exchanged += sent.frames;
         let Err(error) = result else { return Ok(sent) };
-        let lost = which.len() as u64 - too_long - no_buffer;
+        let lost = which.len() as u64 - too_long - refused.len() as u64;
         match self.judge(error) {
             Ok(()) => {
                 drops.count(Reason::LinkDown, lost);

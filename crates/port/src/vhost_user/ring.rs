@@ -214,7 +214,7 @@ impl Ring {
                 }
                 Err(Reason::NoBuffer) => {
                     // Nor will there be one for the frames behind it before the guest has run.
-                    drops.count(Reason::NoBuffer, left.len() as u64);
+                    drops.refuse(left);
                     break;
                 }
                 Err(reason) => drops.count(reason, 1),

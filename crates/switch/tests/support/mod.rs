@@ -101,6 +101,8 @@ pub struct PeerState {
     pub from_switch: Vec<Delivered>,
     /// Room for frames from the switch; more are dropped for want of a buffer.
     pub room: usize,
+    /// Frames without room are refused, so that they wait for some.
+    pub refuses: bool,
     pub armed: bool,
     pub link: Link,
     pub caps: Caps,
@@ -243,7 +245,7 @@ impl Port for TestPort {
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
         let mut state = self.step(At::Transmit)?;
         let mut sent = Sent::default();
-        for index in which {
+        for (at, index) in which.iter().enumerate() {
             let frame = &batch.frames()[*index as usize];
             if state.forgets > 0 {
                 state.forgets -= 1;
@@ -252,6 +254,10 @@ impl Port for TestPort {
             if state.link == Link::Down {
                 drops.count(Reason::LinkDown, 1);
                 continue;
+            }
+            if state.from_switch.len() >= state.room && state.refuses {
+                drops.refuse(&which[at..]);
+                break;
             }
             if state.from_switch.len() >= state.room {
                 drops.count(Reason::NoBuffer, 1);
@@ -370,6 +376,7 @@ impl Bench {
             to_switch: VecDeque::new(),
             from_switch: Vec::new(),
             room: usize::MAX,
+            refuses: false,
             armed: false,
             link: Link::Up,
             caps: Caps::full(1500),

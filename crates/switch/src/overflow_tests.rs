@@ -1,0 +1,264 @@
+use super::*;
+use crate::frame::Segmentation;
+use std::collections::{BTreeMap, VecDeque};
+
+const CAPS: Caps = Caps::full(1500);
+
+/// A frame whose bytes tell its source, its number and its length.
+fn bytes(source: u32, number: u32, len: usize) -> Vec<u8> {
+    let mut bytes: Vec<u8> = (0..len).map(|at| (at as u32 * 7 + number * 13 + source) as u8).collect();
+    bytes[..4].copy_from_slice(&source.to_be_bytes());
+    bytes[4..8].copy_from_slice(&number.to_be_bytes());
+    bytes
+}
+
+/// A destination with room for so many frames, and its queue.
+#[derive(Default)]
+struct World {
+    overflow: Overflow,
+    room: usize,
+    got: Vec<Vec<u8>>,
+    drops: Drops,
+    late: u64,
+    now: Nanos,
+}
+
+impl World {
+    /// Sends frames of one source as the worker does; returns how many were queued.
+    fn send(&mut self, source: u32, frames: &[Vec<u8>]) -> u64 {
+        let mut batch = Batch::with_capacity(frames.len());
+        batch.set_ingress(Token(source));
+        for frame in frames {
+            batch.push(frame[..].into(), Offload::NONE);
+        }
+        let which: Vec<u16> = (0..frames.len() as u16).collect();
+        self.drain();
+        let direct = if self.overflow.waits() { 0 } else { self.room.min(frames.len()) };
+        self.room -= direct;
+        self.got.extend_from_slice(&frames[..direct]);
+        if direct != 0 {
+            self.overflow.took();
+        }
+        self.drops.refuse(&which[direct..]);
+        self.overflow.take(self.now, &batch, CAPS, &mut self.drops, &mut self.late)
+    }
+
+    fn drain(&mut self) {
+        let World { overflow, room, got, drops, now, .. } = self;
+        overflow
+            .drain(*now, CAPS, drops, |batch, which, drops| {
+                let n = which.len().min(*room);
+                *room -= n;
+                let mut sent = Sent::default();
+                for index in &which[..n] {
+                    let frame = &batch.frames()[usize::from(*index)];
+                    let mut bytes = Vec::new();
+                    batch.append_to(frame, &mut bytes);
+                    sent.frames += 1;
+                    sent.bytes += bytes.len() as u64;
+                    got.push(bytes);
+                }
+                drops.refuse(&which[n..]);
+                Ok(sent)
+            })
+            .unwrap();
+    }
+
+    fn pass(&mut self, by: Nanos) {
+        self.now = self.now.after(by);
+        self.drain();
+    }
+
+    /// What holds whatever happened: each cell is free or in one frame, and lanes know what they have.
+    fn check(&self) {
+        let Some(store) = &self.overflow.store else { return };
+        let mut free = 0;
+        let mut cell = store.free;
+        while free < store.free_cells {
+            free += 1;
+            cell = store.next[usize::from(cell)];
+        }
+        let (mut held, mut waiting) = (0, 0);
+        for lane in &store.lanes {
+            let (mut first, mut before, mut cells) = (lane.first, NIL, 0);
+            while first != NIL {
+                let frame = store.frames[usize::from(first)];
+                assert_eq!(frame.before, before);
+                assert_eq!(usize::from(frame.cells), (frame.len as usize).div_ceil(CELL_BYTES));
+                (cells, waiting) = (cells + frame.cells, waiting + 1);
+                (before, first) = (first, frame.behind);
+            }
+            assert_eq!((lane.cells, lane.last), (cells, before));
+            held += cells;
+        }
+        assert_eq!((held + store.free_cells, waiting), (CELLS, store.waiting));
+    }
+}
+
+#[test]
+fn frames_come_out_as_they_went_in_whatever_their_length() {
+    let mut world = World::default();
+    let lens = [14, 60, 127, 128, 129, 1514, 1535, 1536, 1537, 3000, 9018, 65_000];
+    let frames: Vec<_> = lens.iter().enumerate().map(|(n, len)| bytes(1, n as u32, *len)).collect();
+    assert_eq!(world.send(1, &frames), frames.len() as u64);
+    world.check();
+    world.room = 5;
+    world.drain();
+    assert_eq!(world.got, frames[..5]);
+    world.room = 100;
+    world.pass(FIRST_TRY);
+    assert_eq!(world.got, frames);
+    assert_eq!(world.drops.total(), 0);
+    world.check();
+}
+
+#[test]
+fn offloads_stay_with_their_frames_and_go_to_the_same_capabilities_only() {
+    let cut = Segmentation { kind: crate::frame::SegmentKind::Tcp4, ecn: false, size: 1448, header_bytes: 54 };
+    let offload = Offload { checksum: crate::frame::Checksum::Valid, segmentation: Some(cut) };
+    let frame = bytes(1, 1, 30_000);
+    let mut world = World::default();
+    let queue = |overflow: &mut Overflow, drops: &mut Drops| {
+        let mut batch = Batch::with_capacity(1);
+        batch.push(frame[..].into(), offload);
+        drops.refuse(&[0]);
+        assert_eq!(overflow.take(Nanos(0), &batch, CAPS, drops, &mut 0), 1);
+    };
+    queue(&mut world.overflow, &mut world.drops);
+    let mut seen = None;
+    let send = |batch: &Batch<'_>, _: &[u16], _: &mut Drops| {
+        seen = Some(batch.frames()[0].offload);
+        Ok(Sent { frames: 1, bytes: 30_000 })
+    };
+    world.overflow.drain(Nanos(0), CAPS, &mut world.drops, send).unwrap();
+    assert_eq!(seen, Some(offload));
+    queue(&mut world.overflow, &mut world.drops);
+    let never = |_: &Batch<'_>, _: &[u16], _: &mut Drops| panic!("not for this driver");
+    world.overflow.drain(Nanos(0), Caps::plain(1500), &mut world.drops, never).unwrap();
+    assert_eq!(world.drops.of(Reason::Reset), 1);
+}
+
+#[test]
+fn a_source_that_floods_leaves_the_others_their_share_and_their_turns() {
+    let mut world = World::default();
+    let flood: Vec<_> = (0..1000).map(|n| bytes(1, n, 1514)).collect();
+    assert_eq!(world.send(1, &flood), u64::from(CELLS));
+    let few: Vec<_> = (0..50).map(|n| bytes(2, n, 1514)).collect();
+    assert_eq!(world.send(2, &few), 50, "the flood gives way");
+    assert_eq!((world.late, world.drops.of(Reason::QueueFull)), (50, 1000 - u64::from(CELLS)));
+    world.check();
+    // In turn, although the flood came first.
+    world.room = 100;
+    world.drain();
+    let of = |source: u32| move |frame: &&Vec<u8>| frame[..4] == source.to_be_bytes();
+    assert_eq!(world.got.iter().filter(of(2)).count(), 50);
+    assert_eq!(world.got.iter().filter(of(2)).cloned().collect::<Vec<_>>(), few);
+    // A second flood gets half and no more.
+    let mut world = World::default();
+    world.send(1, &flood);
+    let other: Vec<_> = (0..1000).map(|n| bytes(2, n, 1514)).collect();
+    assert_eq!(world.send(2, &other), u64::from(CELLS) / 2);
+    world.check();
+}
+
+#[test]
+fn a_destination_that_takes_nothing_is_given_up_until_it_takes_something() {
+    let mut world = World::default();
+    assert_eq!(world.send(1, &[bytes(1, 0, 100)]), 1);
+    world.pass(Nanos(HOLD.0 - 1));
+    assert!(world.overflow.waits());
+    world.pass(Nanos(1));
+    assert!(!world.overflow.waits());
+    assert_eq!(world.drops.of(Reason::QueueTimeout), 1);
+    assert_eq!(world.send(1, &[bytes(1, 1, 100)]), 0, "no more work for a dead guest");
+    assert_eq!(world.drops.of(Reason::NoBuffer), 1);
+    world.room = 1;
+    assert_eq!(world.send(1, &[bytes(1, 2, 100), bytes(1, 3, 100)]), 1, "it lives again");
+    world.room = 1;
+    world.pass(FIRST_TRY);
+    assert_eq!(world.got.len(), 2);
+    // The memory goes when it was not needed for a while.
+    assert!(world.overflow.is_live());
+    world.pass(KEEP);
+    assert!(!world.overflow.is_live());
+}
+
+#[test]
+fn a_slow_destination_is_tried_less_often_and_a_quick_one_at_once() {
+    let mut world = World::default();
+    world.send(1, &[bytes(1, 0, 100), bytes(1, 1, 100)]);
+    let mut tries = 0;
+    while world.overflow.waits() {
+        let pause = world.overflow.next_try.since(world.now);
+        assert!(pause >= FIRST_TRY && pause <= LAST_TRY, "{pause:?}");
+        world.pass(pause);
+        tries += 1;
+    }
+    assert!((10..100).contains(&tries), "{tries} tries within HOLD");
+}
+
+#[test]
+fn what_a_fault_loses_is_counted_once() {
+    let mut world = World::default();
+    world.send(1, &(0..40).map(|n| bytes(1, n, 100)).collect::<Vec<_>>());
+    let mut calls = 0;
+    let fault = Fault { kind: crate::port::FaultKind::Ring, detail: String::new() };
+    let done = world.overflow.drain(Nanos(0), CAPS, &mut world.drops, |_, which, drops| {
+        calls += 1;
+        if calls == 1 {
+            return Ok(Sent { frames: which.len() as u64, bytes: 0 });
+        }
+        drops.count(Reason::TooLong, 3);
+        Err(fault.clone())
+    });
+    assert_eq!(done, Err(fault));
+    assert_eq!((world.drops.of(Reason::TooLong), world.drops.of(Reason::Reset), world.overflow.waiting()), (3, 37, 0));
+    world.check();
+}
+
+/// Beside a dull one: per source a queue, nothing but order and accounts.
+#[test]
+fn random_work_keeps_order_and_accounts() {
+    let seed = std::env::var("TOMBOLO_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x5eed_u64);
+    println!("TOMBOLO_SEED={seed}");
+    let mut state = seed | 1;
+    let mut random = move |below: u64| {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state % below
+    };
+    let mut world = World::default();
+    let (mut numbers, mut sent) = ([0u32; 5], 0u64);
+    for _ in 0..1200 {
+        match random(4) {
+            0 | 1 => {
+                let source = random(5) as u32;
+                let frames: Vec<_> = (0..random(40))
+                    .map(|_| {
+                        numbers[source as usize] += 1;
+                        let len = [14, 60, 1514, 1536, 2000, 9000][random(6) as usize];
+                        bytes(source, numbers[source as usize], len)
+                    })
+                    .collect();
+                sent += frames.len() as u64;
+                world.send(source, &frames);
+            }
+            2 => world.room = random(30) as usize,
+            _ => world.pass(Nanos(random(12_000_000))),
+        }
+        world.check();
+        let left = world.overflow.waiting() as u64;
+        assert_eq!(world.got.len() as u64 + world.drops.total() + world.late + left, sent);
+    }
+    let mut last: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut lens: BTreeMap<u32, VecDeque<usize>> = BTreeMap::new();
+    for frame in &world.got {
+        let source = u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]]);
+        let number = u32::from_be_bytes([frame[4], frame[5], frame[6], frame[7]]);
+        assert_eq!(*frame, bytes(source, number, frame.len()), "bytes changed");
+        assert!(last.insert(source, number).is_none_or(|before| before < number), "order of source {source}");
+        lens.entry(source).or_default().push_back(frame.len());
+    }
+    assert!(world.got.len() > 500 && world.drops.of(Reason::QueueTimeout) > 0 && world.late > 0, "the test tests");
+}
