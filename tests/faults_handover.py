@@ -199,15 +199,12 @@ def hand_over(space, fabric, folder, rounds, size=20_000_000):
             with Pings(space, WEB, folder / "web.log") as web, Pings(space, MEM, folder / "mem.log") as mem:
                 since = len(stream.times)
                 until("answers", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
-                control = stream.times[-400:]
                 replace(fabric)
                 since = len(stream.times)
                 until("answers with the next daemon", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
                 times = stream.times[max(since - 400, 0):]
                 row = {"vhost_user": web.end(), "ivshmem": mem.end(), "stream": (max(b - a for a, b in zip(times, times[1:])), 0, 0)}
             gaps.append({kind: gap for kind, (gap, _, _) in row.items()})
-            # What the machine's other work does to the pace, just before.
-            gaps[-1]["without"] = max(b - a for a, b in zip(control, control[1:]))
             print(f"round {number}: " + ", ".join(f"{kind} {1000 * gap:.1f} ms" for kind, gap in gaps[-1].items()), flush=True)
             assert stream.error is None, stream.error
         for load in loads:
