@@ -134,6 +134,7 @@ def test_up_tells_what_it_keeps_and_what_it_ends():
                 assert f"ended; process {pids['b']} is ended" in told["b"] and "not in the file any more" in told["b"], told
             finally:
                 fabric.cli("down", "--fabric", fabric.name)
+                fabric.nothing_left()
 
 
 @timeout(300)
@@ -221,6 +222,23 @@ ip = "10.234.0.9"
             fabric.cli("port", "add", "more", "--kind", "stream", "--fabric", fabric.name)
             assert not any("owner record" in line for line in fabric.status()["warnings"])
             fabric.cli("down", "--fabric", fabric.name)
+
+
+@timeout(300)
+def test_a_passt_that_stops_is_replaced_while_its_daemon_runs():
+    need_root()
+    need_program("passt")
+    with Namespace() as space, scratch() as folder:
+        space.way_out()
+        with Fabric(folder, FORWARD.format(name=f"dog{os.getpid()}"), netns=space) as fabric:
+            [passt] = children(fabric.process.pid, "passt")
+            os.kill(passt, signal.SIGSTOP)
+            begun = time.monotonic()
+            until("another passt", lambda: children(fabric.process.pid, "passt") not in ([], [passt]))
+            print(f"replaced after {time.monotonic() - begun:.1f} s")
+            until("its count", lambda: fabric.status()["networks"][0]["counters"]["passt_hangs"] == 1)
+            fabric.process.wait_line(lambda line: "ended by the watchdog" in line)
+            fabric.down()
 
 
 def sockets(fabric):

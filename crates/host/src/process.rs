@@ -104,6 +104,12 @@ pub fn life(pid: u32, started_ticks: u64) -> Life {
     if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
 }
 
+/// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is not.
+pub fn is_stopped(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
+}
+
 /// The arguments of a process.
 pub fn arguments(pid: u32) -> Option<Vec<String>> {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok()?;

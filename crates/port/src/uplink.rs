@@ -13,7 +13,7 @@
 
 use std::collections::VecDeque;
 use std::net::Ipv4Addr;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use tombolo_ring::mem::Foreign;
@@ -35,6 +35,7 @@ pub struct Away(Arc<AwayList>);
 
 #[derive(Debug, Default)]
 struct AwayList {
+    pulse: Pulse,
     changed: AtomicBool,
     guests: Mutex<Vec<Ipv4Addr>>,
 }
@@ -47,12 +48,104 @@ impl Away {
         self.0.changed.store(true, Ordering::Release);
     }
 
+    /// Has the router ask the uplink whether it lives, when its port is served next; see [`Away::beat`].
+    pub fn ask(&self) {
+        // Relaxed: a flag that says nothing of other memory; so are the counters of the pulse.
+        self.0.pulse.wanted.store(true, Ordering::Relaxed);
+    }
+
+    /// The uplink's signs of life so far.
+    pub fn beat(&self) -> Beat {
+        let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
+        let Pulse { asked, answers, frames, repeats, .. } = &self.0.pulse;
+        Beat { asked: read(asked), answers: read(answers), frames: read(frames), repeats: read(repeats) }
+    }
+
     fn take(&self) -> Option<Vec<Ipv4Addr>> {
         // Looked at for every turn: written only where there is news. A0, with R0.
         if !self.0.changed.load(Ordering::Acquire) || !self.0.changed.swap(false, Ordering::Acquire) {
             return None;
         }
         Some(self.0.guests.lock().unwrap_or_else(PoisonError::into_inner).clone())
+    }
+}
+
+/// Signs of life of the uplink. The watcher writes `wanted`, the port the rest.
+#[derive(Debug, Default)]
+struct Pulse {
+    wanted: AtomicBool,
+    asked: AtomicU64,
+    answers: AtomicU64,
+    frames: AtomicU64,
+    repeats: AtomicU64,
+}
+
+/// What [`Away::beat`] tells.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Beat {
+    /// Questions sent.
+    pub asked: u64,
+    /// Answers received.
+    pub answers: u64,
+    /// Frames received.
+    pub frames: u64,
+    /// How often the uplink has repeated one TCP segment in a row, once that is a storm; else 0.
+    pub repeats: u64,
+}
+
+/// A segment that comes so often in a row, at no less than [`STORM_PER_SECOND`] for [`STORM_NS`], is a storm. Duplicate
+/// acknowledgements come in bursts of a window's segments, a few thousand, and then something changes.
+const STORM_REPEATS: u64 = 5000;
+const STORM_PER_SECOND: u64 = 1000;
+const STORM_NS: u64 = 1_000_000_000;
+/// Connections whose last segment is remembered.
+const REMEMBERED: usize = 64;
+
+/// Finds a TCP segment that is repeated without end. Costs a look at one slot for each frame.
+#[derive(Debug)]
+struct Repeats {
+    slots: [Repeated; REMEMBERED],
+}
+
+#[derive(Clone, Copy, Debug, Default)]
+struct Repeated {
+    flow: u64,
+    segment: u64,
+    count: u64,
+    since: Nanos,
+}
+
+impl Repeats {
+    /// Looks at a frame; returns the count of repeats of a storm.
+    fn see(&mut self, now: Nanos, frame: &[u8]) -> Option<u64> {
+        /// FNV-1a.
+        fn hash(parts: [&[u8]; 2]) -> u64 {
+            let bytes = parts.into_iter().flatten();
+            bytes.fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
+        }
+        // Ethernet, IPv4, TCP (RFC 9293 §3.1): ports, sequence and acknowledgement, flags and window.
+        let ip = frame.get(14..)?;
+        if frame.get(12..14)? != [8, 0] || *ip.get(9)? != 6 {
+            return None;
+        }
+        let tcp = ip.get(usize::from(ip[0] & 15) * 4..)?;
+        let flow = hash([ip.get(12..20)?, tcp.get(..4)?]);
+        let segment = hash([ip.get(2..4)?, tcp.get(4..16)?]);
+        let slot = &mut self.slots[flow as usize % REMEMBERED];
+        if (slot.flow, slot.segment) != (flow, segment) {
+            *slot = Repeated { flow, segment, count: 1, since: now };
+            return None;
+        }
+        slot.count += 1;
+        let span = now.since(slot.since).0;
+        if slot.count < STORM_REPEATS || span < STORM_NS {
+            return None;
+        }
+        if slot.count.saturating_mul(1_000_000_000) / span >= STORM_PER_SECOND {
+            return Some(slot.count);
+        }
+        *slot = Repeated { flow, segment, count: 1, since: now };
+        None
     }
 }
 
@@ -72,6 +165,7 @@ pub struct NatPort {
     lost: Drops,
     /// When the worker was told to come back.
     promised: Option<Nanos>,
+    repeats: Repeats,
 }
 
 impl NatPort {
@@ -94,6 +188,7 @@ impl NatPort {
             sending: Vec::new(),
             lost: Drops::default(),
             promised: None,
+            repeats: Repeats { slots: [Repeated::default(); REMEMBERED] },
         }
     }
 
@@ -203,6 +298,17 @@ impl NatPort {
         drop(inner);
         let released = self.uplink.release();
         let mut back = Vec::new();
+        let pulse = &self.away.0.pulse;
+        pulse.frames.fetch_add(taken.len() as u64, Ordering::Relaxed);
+        for frame in &taken {
+            // An ARP answer (RFC 826).
+            if frame.get(12..14) == Some(&[8, 6]) && frame.get(20..22) == Some(&[0, 2]) {
+                pulse.answers.fetch_add(1, Ordering::Relaxed);
+            }
+            if let Some(count) = self.repeats.see(self.now, frame) {
+                pulse.repeats.store(count, Ordering::Relaxed);
+            }
+        }
         for mut frame in taken {
             match self.nat.inbound(self.now, &mut frame) {
                 Verdict::Pass => self.sending.push(frame),
@@ -247,6 +353,13 @@ impl Port for NatPort {
         self.look_who_is_away();
         if was == Link::Down && self.uplink.link() == Link::Up {
             self.nat.uplink_restarted();
+            self.away.0.pulse.repeats.store(0, Ordering::Relaxed);
+        }
+        let pulse = &self.away.0.pulse;
+        if pulse.wanted.load(Ordering::Relaxed) && self.uplink.link() == Link::Up {
+            pulse.wanted.store(false, Ordering::Relaxed);
+            pulse.asked.fetch_add(1, Ordering::Relaxed);
+            self.nat.ask_for_life();
         }
         let (lost, again) = self.nat.poll(now);
         self.lost.count(Reason::NoDestination, lost);
@@ -432,6 +545,57 @@ mod tests {
         drop(batch);
         port.release().unwrap();
         (frames, drops)
+    }
+
+    #[test]
+    fn an_uplink_that_lives_answers_and_one_that_storms_is_found() {
+        let (_reactor, mut port, passt) = introduced(64);
+        let away = port.away();
+        let before = away.beat();
+        away.ask();
+        port.service(Nanos::SECOND.times(2)).unwrap();
+        assert_eq!(passt.receive().expect("a question").bytes[12..14], [8, 6]);
+        assert_eq!((away.beat().asked, away.beat().answers), (before.asked + 1, before.answers));
+        passt.send(&arp_answer(PASST, [192, 0, 0, 1]), Offload::NONE).unwrap();
+        take(&mut port, 8);
+        assert_eq!(away.beat().answers, before.answers + 1);
+
+        // One segment again and again, 2000 times a second; a frame of another connection between them changes nothing.
+        let mut at = Nanos::SECOND.times(3);
+        let mut other = syn();
+        other[34] ^= 1;
+        let mut sent = 0;
+        while away.beat().repeats == 0 {
+            assert!(sent < 2 * STORM_REPEATS, "{:?}", away.beat());
+            at = at.after(Nanos(500_000));
+            port.service(at).unwrap();
+            passt.send(&syn(), Offload::NONE).unwrap();
+            other[38] = other[38].wrapping_add(1);
+            passt.send(&other, Offload::NONE).unwrap();
+            take(&mut port, 8);
+            while passt.receive().is_some() {}
+            sent += 1;
+        }
+        assert!(away.beat().repeats >= STORM_REPEATS);
+    }
+
+    #[test]
+    fn segments_that_change_or_come_slowly_are_no_storm() {
+        let mut repeats = Repeats { slots: [Repeated::default(); REMEMBERED] };
+        let mut segment = syn();
+        for n in 0..4 * STORM_REPEATS {
+            // A burst of duplicate acknowledgements of 4000, then the next sequence number.
+            segment[38] = (n / 4000) as u8;
+            assert_eq!(repeats.see(Nanos(n * 300_000), &segment), None);
+        }
+        for n in 0..2 * STORM_REPEATS {
+            assert_eq!(
+                repeats.see(Nanos(n * 2_000_000), &syn()),
+                None,
+                "500 a second, as a client that asks for a port"
+            );
+        }
+        assert_eq!(repeats.see(Nanos(0), &syn()[..20]), None);
     }
 
     /// The uplink has said where it is.

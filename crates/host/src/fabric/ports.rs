@@ -13,7 +13,7 @@ use tombolo_port::packet::{PacketConfig, PacketPort};
 use tombolo_port::reactor::Registration;
 use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
-use tombolo_port::uplink::{Away, NatPort};
+use tombolo_port::uplink::{Away, Beat, NatPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
@@ -82,6 +82,15 @@ impl RunningPort {
     }
 
     /// What is wrong with the passt behind it.
+    /// Counters of the passt behind it.
+    pub(crate) fn passt_counters(&self) -> Vec<(String, u64)> {
+        let Some(passt) = &self.passt else { return vec![] };
+        let all =
+            [("passt_restarts", passt.restarts.into()), ("passt_hangs", passt.hangs), ("passt_storms", passt.storms)];
+        all.map(|(name, n)| (name.to_string(), n)).to_vec()
+    }
+
+    /// What is wrong with the passt behind it.
     pub(crate) fn fault(&self) -> Option<String> {
         self.passt.as_ref().and_then(|p| p.fault.clone())
     }
@@ -97,6 +106,64 @@ struct Passt {
     restarts: u32,
     /// How it ended, until it is started again.
     fault: Option<String>,
+    /// Why the watchdog has ended it.
+    blame: Option<Blame>,
+    hangs: u64,
+    storms: u64,
+}
+
+/// What the watchdog finds wrong with a passt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Blame {
+    Stopped,
+    Silent,
+    Storm(u64),
+}
+
+impl std::fmt::Display for Blame {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Blame::Stopped => write!(f, "ended by the watchdog: it was stopped by a signal"),
+            Blame::Silent => write!(f, "ended by the watchdog: it hung, and answered nothing for {SILENT_LOOKS} looks"),
+            Blame::Storm(times) => write!(f, "ended by the watchdog: it repeated one segment {times} times"),
+        }
+    }
+}
+
+/// How often a passt is looked at and asked whether it lives: one frame each way, which costs nothing that can be measured.
+const LOOK: Duration = Duration::from_secs(2);
+/// Looks in a row at which it was stopped, or had answered nothing; the latter before its first answer, when it starts.
+const STOPPED_LOOKS: u32 = 2;
+const SILENT_LOOKS: u32 = 4;
+const FIRST_LOOKS: u32 = 15;
+
+/// Watches over a passt: Debian's has been seen to repeat one segment 18.9 million times, and one that hangs takes the way
+/// out from all guests. Looks are counted and not seconds, so that a machine that stood still accuses nobody.
+#[derive(Debug, Default)]
+struct Watchdog {
+    last: Beat,
+    stopped: u32,
+    silent: u32,
+    has_answered: bool,
+}
+
+impl Watchdog {
+    fn look(&mut self, beat: Beat, is_stopped: bool) -> Option<Blame> {
+        self.stopped = if is_stopped { self.stopped + 1 } else { 0 };
+        let answered = beat.answers != self.last.answers;
+        // Without a question sent since, as where the port is down, silence says nothing.
+        let is_silent = !answered && beat.frames == self.last.frames && beat.asked != self.last.asked;
+        self.silent = if is_silent { self.silent + 1 } else { 0 };
+        self.has_answered |= answered;
+        self.last = beat;
+        let limit = if self.has_answered { SILENT_LOOKS } else { FIRST_LOOKS };
+        match beat.repeats {
+            0 if self.stopped >= STOPPED_LOOKS => Some(Blame::Stopped),
+            0 if self.silent >= limit => Some(Blame::Silent),
+            0 => None,
+            times => Some(Blame::Storm(times)),
+        }
+    }
 }
 
 impl Drop for Passt {
@@ -252,7 +319,7 @@ impl Running {
                     let stream = Box::new(again.remake(mtu));
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
-                let passt = Passt { process, feed, away, restarts: 0, fault: None };
+                let passt = Passt { process, feed, away, restarts: 0, fault: None, blame: None, hangs: 0, storms: 0 };
                 Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None })
             }
             _ => {
@@ -337,6 +404,7 @@ impl Running {
     fn watch_passt(&self, port: String, pid: u32) {
         let (me, say) = (self.me.clone(), self.say.clone());
         let Some(process) = Process::open(pid) else { return };
+        self.guard_passt(&port, pid);
         tokio::spawn(async move {
             let log = {
                 let Some(running) = me.upgrade() else { return };
@@ -353,7 +421,14 @@ impl Running {
                 if passt.process.id() != pid {
                     return;
                 }
-                let how = passt.process.how();
+                let status = passt.process.how();
+                let blame = passt.blame.take();
+                match blame {
+                    Some(Blame::Storm(_)) => passt.storms += 1,
+                    Some(_) => passt.hangs += 1,
+                    None => {}
+                }
+                let how = blame.map_or(status, |blame| blame.to_string());
                 let last = crate::console::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 passt.restarts += 1;
@@ -377,6 +452,36 @@ impl Running {
                     running.watch_passt(port, pid);
                 }
                 Err(error) => say(&format!("{port}: {error}")),
+            }
+        });
+    }
+
+    /// Ends a passt that hangs or storms; [`Running::watch_passt`] starts the next one.
+    fn guard_passt(&self, port: &str, pid: u32) {
+        let Some(passt) = self.ports.get(port).and_then(|p| p.passt.as_ref()) else { return };
+        let (away, feed, me, port) = (passt.away.clone(), passt.feed.clone(), self.me.clone(), port.to_string());
+        let Some(process) = Process::open(pid) else { return };
+        let mut watchdog = Watchdog { last: away.beat(), ..Watchdog::default() };
+        tokio::spawn(async move {
+            loop {
+                tokio::time::sleep(LOOK).await;
+                let Some(running) = me.upgrade() else { return };
+                if !process.is_running() {
+                    return;
+                }
+                let blame = watchdog.look(away.beat(), process::is_stopped(pid));
+                away.ask();
+                feed.wake();
+                let Some(blame) = blame else { continue };
+                let mut running = running.lock().await;
+                if let Some(passt) =
+                    running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()).filter(|p| p.process.id() == pid)
+                {
+                    passt.blame = Some(blame);
+                    // One that has ended meanwhile is reported by its status.
+                    let _ = process.signal(rustix::process::Signal::KILL);
+                }
+                return;
             }
         });
     }
@@ -477,6 +582,28 @@ fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_watchdog_blames_a_passt_that_is_stopped_silent_or_storms_and_no_other() {
+        let beat = |asked, answers, frames, repeats| Beat { asked, answers, frames, repeats };
+        let mut dog = Watchdog::default();
+        assert_eq!(dog.look(beat(1, 1, 1, 0), false), None);
+        // Frames are life as well, and so is a port that could not ask.
+        assert!((2..50).all(|n| dog.look(beat(n, 1, n, 0), false).is_none()));
+        assert!((0..50).all(|_| dog.look(beat(49, 1, 49, 0), false).is_none()));
+        let blamed: Vec<_> = (50..54).map(|n| dog.look(beat(n, 1, 49, 0), false)).collect();
+        assert_eq!(blamed, [None, None, None, Some(Blame::Silent)]);
+        assert_eq!(dog.look(beat(60, 2, 60, 7000), false), Some(Blame::Storm(7000)));
+        let mut dog = Watchdog::default();
+        assert_eq!(
+            [true, false, true, true].map(|t| dog.look(beat(0, 0, 0, 0), t)),
+            [None, None, None, Some(Blame::Stopped)]
+        );
+        // One that starts has longer.
+        let mut dog = Watchdog::default();
+        assert!((1..15).all(|n| dog.look(beat(n, 0, 0, 0), false).is_none()));
+        assert_eq!(dog.look(beat(15, 0, 0, 0), false), Some(Blame::Silent));
+    }
+
     use super::super::planted::{Planted, PlantedPort};
     use super::*;
     use std::os::unix::net::UnixStream;

@@ -238,7 +238,11 @@ impl Running {
             macs: n.macs as u64,
             flooded_unknown: n.flooded_unknown,
             leases,
-            counters: net.counters(),
+            counters: {
+                let uplink = self.ports.get(&plan::uplink_name(&spec.name));
+                let passt = uplink.map(super::ports::RunningPort::passt_counters).unwrap_or_default();
+                net.counters().into_iter().chain(passt).collect()
+            },
             bypass: self.bypass_report(spec),
         })
     }

@@ -116,6 +116,11 @@ impl StreamFeed {
         Ok(())
     }
 
+    /// Has the port served.
+    pub fn wake(&self) {
+        self.registration.wake();
+    }
+
     /// A port in place of the one that this feed was made with, which is gone; it waits for the next socket. The peer
     /// of the old one saw the end of its stream.
     pub fn remake(&self, mtu: u32) -> StreamPort {

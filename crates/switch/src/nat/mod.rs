@@ -273,6 +273,11 @@ impl Nat {
         self.to_uplink.push_back(question);
     }
 
+    /// Asks the uplink for its own address, which it answers as long as it lives.
+    pub fn ask_for_life(&mut self) {
+        self.ask_peer(None);
+    }
+
     fn in_subnet(&self, ip: Ipv4Addr) -> bool {
         let mask = u32::MAX.checked_shl(32 - u32::from(self.config.prefix)).unwrap_or(0);
         u32::from(ip) & mask == u32::from(self.config.subnet) & mask
