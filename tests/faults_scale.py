@@ -1,11 +1,11 @@
-"""Sixty-four ports on one network are ordinary: all reported, all reached by a broadcast, and next to nothing when idle."""
+"""128 ports on one network are ordinary: all reported, all reached by a broadcast, and next to nothing when idle."""
 
 import os
 
 from lib import Fabric, Namespace, StreamPeer, need_root, scratch, timeout, until
 from lib.process import until_idle
 
-PORTS = 64
+PORTS = 128
 IDLE_S = 3.0
 BOUND = 0.01
 
@@ -21,7 +21,7 @@ def assert_idle(fabric):
 
 
 @timeout(300)
-def test_64_connected_ports():
+def test_128_connected_ports():
     with scratch() as folder, Fabric(folder, text(["stream"])) as fabric:
         peers = []
         try:
@@ -55,7 +55,7 @@ def test_64_connected_ports():
                 counters = port["counters"]
                 assert counters["rx_frames"] == 1 and counters["tx_frames"] >= PORTS - 1 and port["macs"] == 1, port
                 assert not counters["rx_drops"] and not counters["tx_drops"] and not counters["faults"], port
-            # Idle again, with sixty-four ports that have been used.
+            # Idle again, with ports that have been used.
             assert_idle(fabric)
         finally:
             for peer in peers:
@@ -64,7 +64,7 @@ def test_64_connected_ports():
 
 
 @timeout(300)
-def test_64_waiting_ports_and_a_tap():
+def test_128_waiting_ports_and_a_tap():
     need_root()
     with Namespace() as space, scratch() as folder:
         with Fabric(folder, text(["vhost-user", "stream"]) + '[tap.host]\nip = "10.236.0.9"\n', netns=space) as fabric:

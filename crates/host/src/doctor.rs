@@ -164,6 +164,15 @@ fn qemu() -> Vec<Finding> {
         Ok("not affected".into())
     };
     out.push(finding("MSI-X over vhost-user", "speed of q35 machines", trap));
+    let fences = if !works && qemu.drops_fences() {
+        let seen = format!("QEMU {a}.{b} drops the memory fences of an emulated guest with one CPU");
+        let advice = "tombolo finds a wake-up that is lost by that within 0.2 ms (late_wakeups, late_signals of a port); \
+                      KVM or QEMU 8.1 loses none";
+        Err((Outcome::Degraded, seen, advice))
+    } else {
+        Ok("kept".into())
+    };
+    out.push(finding("memory fences", "latency of cells and VMs with one CPU", fences));
     let stream = if qemu.stream_reconnects() {
         Ok("they connect again by themselves".into())
     } else {

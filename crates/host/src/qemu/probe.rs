@@ -28,6 +28,12 @@ pub struct Qemu {
 }
 
 impl Qemu {
+    /// Whether it emulates the memory fences of a guest with one CPU as nothing, so that wake-ups between the guest and other
+    /// processes get lost and are found late.
+    pub fn drops_fences(&self) -> bool {
+        self.version < (8, 1, 0)
+    }
+
     /// Whether virtio-net-pci with MSI-X over vhost-user crashes it under emulation: seen on 7.2, not on 10.0; the versions
     /// between were not to be had, so they are taken for broken.
     pub fn msix_trap(&self) -> bool {
@@ -207,6 +213,7 @@ mod tests {
         assert_eq!(version("nonsense"), None);
         let old = Qemu { path: "q".into(), version: (7, 2, 22) };
         let new = Qemu { path: "q".into(), version: (10, 0, 0) };
+        assert!(old.drops_fences() && !new.drops_fences());
         assert!(old.msix_trap() && !new.msix_trap() && !old.stream_reconnects() && new.stream_reconnects());
     }
 
