@@ -104,7 +104,7 @@ fn a_client_of_this_machine_calls_the_peer_and_is_told_what_became_of_it() {
     let left = String::from_utf8(call(b"left").unwrap().to_vec().unwrap()).unwrap();
     let left: u64 = left.trim_start_matches("Some(").trim_end_matches(')').parse().unwrap();
     assert!((1..10_000_000_000).contains(&left), "{left}");
-    assert!(matches!(call(b"late"), Err(CallError::Late)));
+    assert!(matches!(call(b"late"), Err(CallError::DeadlineExceeded)), "its caller does not wait beyond the deadline");
     assert!(matches!(call(&vec![0; 1 << 20]), Err(CallError::Refused(_))), "longer than the way carries");
     drop(server);
     drop(peer);
