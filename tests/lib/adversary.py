@@ -278,8 +278,9 @@ class Arena:
         try:
             time.sleep(ATTACK_S / 2)  # in the midst of the attack
             asked = time.monotonic()
-            if self.fabric.cli("status", "--json", check=False, seconds=60).returncode:
-                escapes.append("`status` failed during the attack")
+            answer = self.fabric.cli("status", "--json", check=False, seconds=60)
+            if answer.returncode:
+                escapes.append(f"`status` failed during the attack: {answer.stderr.strip()}")
             status_s = time.monotonic() - asked
             said, _ = program.communicate(timeout=30)
         except subprocess.TimeoutExpired:
