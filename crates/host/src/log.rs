@@ -7,7 +7,7 @@
 //! - The daemon's log has at most [`LOG_BYTES`] and one predecessor of that size, `log.1`.
 //! - A line has at most [`LINE_CHARS`] characters and none that a terminal obeys ([`shown`]).
 //! - After `down` the logs of the last two runs are kept in the state folder, `logs` and `logs.1`, each of at most
-//!   [`KEPT_BYTES`] ([`keep`]).
+//!   [`KEPT_BYTES`] (`keep`).
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
