@@ -157,7 +157,7 @@ fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {
     for command in ["status", "port ls", "port stats vm"] {
         let said = home.ok(command);
         let squeezed = said.split_whitespace().collect::<Vec<_>>().join(" ");
-        assert!(squeezed.contains("protocol: vhost-user message: "), "{said}");
+        assert!(squeezed.contains("protocol: vhost-user: request "), "{said}");
     }
     let warned = home.ok("status");
     assert!(warned.contains("! port vm: its peer broke the rules 1 time(s), last: protocol: "), "{warned}");

@@ -207,7 +207,8 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
         let text = target.to_str()?;
         let (text, is_deleted) = text.strip_suffix(" (deleted)").map_or((text, false), |t| (t, true));
         let name = Path::new(text).strip_prefix(root).ok()?.to_str()?.strip_suffix("/lock")?;
-        Some((name.to_string(), is_deleted))
+        // A folder further down is of another root.
+        (!name.contains('/')).then(|| (name.to_string(), is_deleted))
     };
     let mut out = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
