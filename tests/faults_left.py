@@ -222,6 +222,7 @@ ip = "10.234.0.9"
             fabric.cli("port", "add", "more", "--kind", "stream", "--fabric", fabric.name)
             assert not any("owner record" in line for line in fabric.status()["warnings"])
             fabric.cli("down", "--fabric", fabric.name)
+            fabric.nothing_left()
 
 
 @timeout(300)
