@@ -417,7 +417,7 @@ mod tests {
     fn every_probe_says_what_it_saw_and_what_to_do_about_a_failure() {
         let mut steps = Vec::new();
         let report = examine(|name| steps.push(name.to_string()));
-        assert_eq!(steps.len(), 3);
+        assert_eq!(steps.len(), 4);
         assert!(report.findings.len() >= 14);
         for f in &report.findings {
             assert!(!f.seen.is_empty(), "{f:?}");
