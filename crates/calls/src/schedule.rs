@@ -4,7 +4,7 @@
 //! # Rules
 //! - Earliest absolute deadline first, FIFO among equals, best effort after all deadlines; or another [`Order`], by choice.
 //! - At most `pending` requests wait; one more is refused.
-//! - Shares ([`shares`](crate::shares)): while several clients ask, a client that has had more than its share of the workers' time yields to those that
+//! - Shares (`shares`): while several clients ask, a client that has had more than its share of the workers' time yields to those that
 //!   have not, as far as these would otherwise lose their own share. Within a client the order is that of deadlines.
 //! - With admission on, a request is refused at once when the work queued ahead of it does not leave it time, or when
 //!   it would make one that was accepted late. Work is what services have taken, measured per client: the mean, and once per question

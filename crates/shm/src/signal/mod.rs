@@ -7,8 +7,8 @@
 //! The kernel itself signals eventfds without blocking, when asynchronous work completes. A full counter stays full,
 //! which is a rung doorbell. The ways, in the order in which they are tried:
 //!
-//! 1. [`aio`]: one system call. The system has a limit of contexts that any local user can use up.
-//! 2. [`uring`]: three system calls. Administrators and containers may switch io_uring off.
+//! 1. `aio`: one system call. The system has a limit of contexts that any local user can use up.
+//! 2. `uring`: three system calls. Administrators and containers may switch io_uring off.
 //! 3. A helper thread that writes, and may block. A doorbell has one helper at most, and the process
 //!    [`MAX_HELPERS`]; a helper that a peer keeps blocked ends when the peer closes or drains the eventfd.
 //! 4. The signal is dropped and counted ([`Counters::dropped`]).
