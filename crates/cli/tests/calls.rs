@@ -55,7 +55,7 @@ fn a_service_is_called_with_text_digits_and_files() {
     assert!(says(dir.path(), &["call", "mirror", "slow", "--timeout", "1ms"], 1).contains("time limit"));
     let late = tombolo(dir.path(), &["call", "mirror", "x", "--deadline", "0ns", "--json"]);
     let json: serde_json::Value = serde_json::from_slice(&late.stdout).unwrap();
-    assert_eq!((late.status.code(), json["end"].as_str()), (Some(1), Some("late")));
+    assert_eq!((late.status.code(), json["end"].as_str()), (Some(1), Some("deadline exceeded")));
 }
 
 #[test]
@@ -104,7 +104,8 @@ fn repeated_calls_are_reported() {
     assert_eq!(json["outcomes"]["served"].as_u64(), Some(5));
     assert!(json["times"]["max_ns"].as_u64() >= json["times"]["min_ns"].as_u64());
     assert!(json.get("after_deadline").is_none(), "there was none");
-    let report = says(dir.path(), &["call", "mirror", "slow", "--repeat", "1", "--deadline", "500ms"], 0);
+    let report =
+        says(dir.path(), &["call", "mirror", "slow", "--repeat", "1", "--deadline", "500ms", "--wait-late", "30s"], 0);
     assert!(report.contains("1 served; 1 of the replies came after the deadline\n"), "{report}");
     let json = says(dir.path(), &["call", "mirror", "abc", "--repeat", "3", "--deadline", "60s", "--json"], 0);
     assert!(json.contains("\"after_deadline\": 0"), "{json}");

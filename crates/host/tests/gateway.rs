@@ -22,6 +22,7 @@ use tombolo_switch::drop::Reason;
 use tombolo_switch::gateway::{
     DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
 };
+use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::mac::MacSettings;
 
 const TAP: &str = "tmbgw0";
@@ -78,7 +79,9 @@ impl Fabric {
         let reserved = handle.reserve().unwrap();
         let registration = thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
-        handle.add_port(reserved, network, "gateway", Box::new(port), PortSettings::default()).unwrap();
+        let guard = Guard::default().with_roles(Roles::ALL);
+        let settings = PortSettings { guard, ..PortSettings::default() };
+        handle.add_port(reserved, network, "gateway", Box::new(port), settings).unwrap();
         gateway.set_member(Member { name: "db".into(), mac: None, address: Some(ip(100)) }).unwrap();
 
         let reserved = handle.reserve().unwrap();

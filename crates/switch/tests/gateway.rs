@@ -16,6 +16,7 @@ use tombolo_switch::frame::Batch;
 use tombolo_switch::gateway::{
     DhcpConfig, Gateway, GatewayConfig, GatewayHandle, GatewayPort, LeaseStore, Member, Start,
 };
+use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
 use tombolo_switch::worker::Remake;
@@ -100,7 +101,9 @@ fn trapped() -> (Bench, GatewayHandle, [Peer; 2], Arc<AtomicBool>) {
     let reserved = bench.handle.reserve().unwrap();
     let (waiter, token) = (bench.waiter.clone(), reserved.token());
     handle.set_port_waker(Arc::new(move || waiter.wake(token)));
-    let settings = PortSettings::default();
+    // As the host adds it.
+    let guard = Guard::default().with_roles(Roles::ALL);
+    let settings = PortSettings { guard, ..PortSettings::default() };
     let sprung = Arc::<AtomicBool>::default();
     let port = Box::new(Trap { port, sprung: sprung.clone() });
     let (again, trap) = (handle.clone(), sprung.clone());

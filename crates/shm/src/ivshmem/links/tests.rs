@@ -270,7 +270,8 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let same = config(&place, "lan", 4, true);
     assert!(second.remembers(&same, 1) && !second.remembers(&other, 1));
-    assert!(!second.remembers(&same, 2), "it has gone meanwhile");
+    // A child that another test forks may hold its end for an instant.
+    until("the end of the one that has gone", || !second.remembers(&same, 2));
     let opened = second.open(same).unwrap();
     second.forget_rest();
     let [(1, bells)] = &opened.restored[..] else { panic!("{:?}", opened.restored) };
