@@ -434,6 +434,8 @@ impl WorkerHandle {
             let id = slot.network;
             let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
             network.network.set_storm(token.0 as u16, storm);
+            // A pause of the old rate is over.
+            core.activate(token.0 as u16);
             Ok(())
         })?
     }

@@ -152,9 +152,9 @@ impl Drops {
         rest.extend(which.iter().filter(|index| !self.refused.contains(index)));
     }
 
-    /// Leaves the refused frames counted as they are.
+    /// Leaves the refused frames counted as they are: they are lost and do not wait.
     #[inline]
-    pub(crate) fn forget_refused(&mut self) {
+    pub fn forget_refused(&mut self) {
         self.refused.clear();
     }
 

@@ -366,7 +366,7 @@ impl Core {
     }
 
     /// Sees to it that a port gets a turn in this round, with its control side looked after.
-    fn activate(&mut self, index: u16) {
+    pub(crate) fn activate(&mut self, index: u16) {
         let Some(slot) = &mut self.slots[index as usize] else { return };
         slot.wants_service = true;
         if slot.active || (slot.port.is_none() && slot.remake.is_none()) {
@@ -563,7 +563,8 @@ impl Core {
         let Some(mut slot) = self.slots[to as usize].take() else { return };
         slot.serviced_at = now;
         match slot.port.as_mut().map(|port| guarded(|| port.service(now))) {
-            Some(Ok(next)) => slot.deadline = next.unwrap_or(NEVER),
+            // An earlier deadline stays: it may be the end of a rate limit's pause.
+            Some(Ok(next)) => slot.deadline = slot.deadline.min(next.unwrap_or(NEVER)),
             Some(Err(trouble)) => slot.suffer(trouble, now),
             None => {}
         }

@@ -783,6 +783,28 @@ fn what_a_port_sends_is_slowed_down_to_its_rate_and_nothing_is_lost() {
 }
 
 #[test]
+fn a_port_that_receives_during_the_pause_of_its_rate_limit_goes_on_afterwards() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
+    sink.send(frame(mac(1), mac(2), 64, 0));
+    let rates = Rates { send: Rate { frames: Some(1000), bits: None }, ..Rates::default() };
+    bench.settle();
+    bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
+    (0..300).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
+    let mut got = 0;
+    for _ in 0..1000 {
+        // Longer than the interval in which a port that gets frames is looked after.
+        bench.waiter.advance(Nanos(3_000_000));
+        sink.send(frame(mac(1), mac(2), 64, 0));
+        bench.worker.step(&mut bench.waiter);
+        got += sink.take().len();
+        a.take();
+    }
+    assert_eq!(got, 300);
+}
+
+#[test]
 fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
     let mut bench = bench();
     let net = bench.network(MacSettings::default());

@@ -284,7 +284,9 @@ impl Running {
                 put(format!("passt/{name}"), &process.pid.to_le_bytes(), &[process.pidfd.as_fd()])?;
             }
         }
-        for (name, machine) in self.machines.iter().filter(|(_, m)| m.pid.is_none() && m.again_at.is_none()) {
+        for (name, machine) in
+            self.machines.iter().filter(|(_, m)| m.pid.is_none() && (m.stopped || m.again_at.is_none()))
+        {
             let how = machine.ended.as_ref().map_or("", |ended| &ended.how);
             put(format!("idle/{name}"), how.as_bytes(), &[])?;
         }

@@ -71,7 +71,9 @@ pub(super) fn is_missing(path: &Path) -> bool {
 /// The socket in the runtime directory at which a port's peers find it.
 fn own_socket(plan: &PortPlan) -> Option<&Path> {
     match &plan.attachment {
-        Attachment::VhostUser { socket, .. } | Attachment::Stream { socket, connect: false } => Some(socket),
+        Attachment::VhostUser { socket, connect: false, .. } | Attachment::Stream { socket, connect: false } => {
+            Some(socket)
+        }
         _ => None,
     }
 }

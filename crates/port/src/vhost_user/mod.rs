@@ -542,6 +542,10 @@ impl Port for VhostUserPort {
                 }
             }
         }
+        if open > 1 {
+            // Frames that wait for a pair that is stuck would hold up those of the others.
+            drops.forget_refused();
+        }
         *buffers = recycle(segments);
         if let Some(fault) = fault.or_else(|| memory_fault(memory)) {
             // Nobody will see what was written; the caller counts all that `drops` does not hold.

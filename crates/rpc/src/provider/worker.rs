@@ -241,15 +241,15 @@ impl Engine {
                     }
                     drop(core);
                     self.call_control();
-                    let ended = self.serve(&item, queued_ns, now, worker.tally);
+                    let served = self.serve(&item, queued_ns, now, worker.tally);
                     // Whatever else it holds is given back without the lock.
                     let Job { place, inline, .. } = item;
                     core = lock(&self.core);
-                    core.schedule.done(place.index, now, Some(ended));
+                    core.schedule.done(place.index, now, served);
                     core.activate(place);
                     core.spare(inline);
                     // What has come by now is seen next: a reading of the clock is saved for each request of a row.
-                    now = ended;
+                    now = served.unwrap_or(now);
                 }
                 Some(Next::Answer { item, queued_ns, status }) => {
                     self.give_up(&item, status, queued_ns, now);
@@ -457,12 +457,12 @@ impl Engine {
         }
     }
 
-    /// Serves a request and answers it; returns when the service ended.
-    fn serve(&self, job: &Job, queued_ns: u64, began: u64, tally: &Tally) -> u64 {
+    /// Serves a request and answers it; returns when the service ended, and `None` where there was none.
+    fn serve(&self, job: &Job, queued_ns: u64, began: u64, tally: &Tally) -> Option<u64> {
         let Job { connection, call, deadline_ns, inline, .. } = job;
         if connection.is_gone() {
             add(&self.counters.abandoned, 1);
-            return began;
+            return None;
         }
         let ends = connection.ends();
         let source = match call.payload {
@@ -481,7 +481,7 @@ impl Engine {
         };
         let Some(payload) = payload else {
             self.give_up(job, Status::Refused(Refusal::Memory), queued_ns, began);
-            return began;
+            return None;
         };
         let Call { token, trace, ttl_ms, .. } = *call;
         let request = Request { payload, deadline_ns: *deadline_ns, trace, queued_ns, ttl_ms, token, connection };
@@ -520,7 +520,7 @@ impl Engine {
         });
         // A hint, which the answer does not wait for.
         connection.set_cpu();
-        ended
+        Some(ended)
     }
 
     /// Remembers a call that took longer than it should.

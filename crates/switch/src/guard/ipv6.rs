@@ -98,7 +98,8 @@ pub(super) fn upper_layer(packet: &[u8]) -> Upper<'_> {
             }
             ICMPV6 => {
                 let message = packet.get(at..end.min(packet.len())).unwrap_or_default();
-                if fragment && message.is_empty() {
+                // Beyond what is seen of the frame it may be anything.
+                if message.is_empty() && (fragment || end > packet.len()) {
                     return Upper::Hidden;
                 }
                 return Upper::Icmp { message, whole: end <= packet.len() && !fragment };

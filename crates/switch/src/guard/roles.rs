@@ -77,7 +77,17 @@ pub(crate) fn refuse(head: &[u8], more: bool, roles: Roles, protected: &Protecte
         // A frame that ends there holds no packet.
         return (more && !(roles.router && roles.dhcp_server)).then_some(Reason::RogueRouter);
     };
-    let packet = &head[at..];
+    let packet = head.get(at..).unwrap_or_default();
+    // So many tags or headers come first that the packet's own header is out of sight.
+    let need = match kind {
+        ETHERTYPE_IPV4 => 20,
+        ETHERTYPE_IPV6 => 40,
+        ETHERTYPE_ARP => 18,
+        _ => 0,
+    };
+    if more && packet.len() < need && roles != Roles::ALL {
+        return Some(Reason::RogueRouter);
+    }
     match kind {
         ETHERTYPE_IPV4 => ipv4(packet, more, roles, protected),
         ETHERTYPE_IPV6 => ipv6(packet, roles, protected),
@@ -116,7 +126,7 @@ fn ipv6(packet: &[u8], roles: Roles, protected: &Protected) -> Option<Reason> {
         return Some(Reason::GatewayClaim);
     }
     match ipv6::upper_layer(packet) {
-        Upper::Icmp { message, .. } => {
+        Upper::Icmp { message, whole } => {
             let claims = match *message.first()? {
                 ipv6::ROUTER_ADVERTISEMENT | ipv6::REDIRECT => {
                     return (!roles.router).then_some(Reason::RogueRouter);
@@ -126,7 +136,9 @@ fn ipv6(packet: &[u8], roles: Roles, protected: &Protected) -> Option<Reason> {
                 _ => false,
             };
             let target = message.get(8..).and_then(ipv6::address);
-            (claims && !roles.gateway && is_protected(target)).then_some(Reason::GatewayClaim)
+            // A target that is out of sight may be any.
+            let claimed = is_protected(target) || target.is_none() && !whole;
+            (claims && !roles.gateway && claimed).then_some(Reason::GatewayClaim)
         }
         Upper::Udp { to } => (!roles.dhcp_server && to == DHCPV6_CLIENT).then_some(Reason::RogueDhcp),
         Upper::Hidden => {
@@ -135,7 +147,9 @@ fn ipv6(packet: &[u8], roles: Roles, protected: &Protected) -> Option<Reason> {
                 ip.is_unicast_link_local() || ip.is_multicast() || ip.is_unspecified()
             };
             let trusted = roles.router && roles.dhcp_server;
-            (!trusted && (on_link(source) || on_link(destination))).then_some(Reason::RogueRouter)
+            // Neighbour discovery has this hop limit, also between global addresses (RFC 4861 §7.1).
+            let discovers = packet[7] == 255;
+            (!trusted && (on_link(source) || on_link(destination) || discovers)).then_some(Reason::RogueRouter)
         }
         Upper::Other => None,
     }
@@ -294,11 +308,26 @@ mod tests {
         zero[5] = 0;
         assert_eq!(told(&frame(&[], 0x86dd, &zero), Roles::default()), Some(RogueRouter));
         // Between global addresses a long chain is somebody's source routing.
-        let global = frame(&[], 0x86dd, &v6("2001:db8::7", "2001:db8::9", 43, &[&[6, 12][..], &[0; 130]].concat()));
-        assert_eq!(told(&global, Roles::default()), None);
-        // More tags than the head shows.
-        let tags = frame(&[0x81, 0, 0, 0].repeat(29), 0x86dd, &v6("fe80::7", "ff02::1", 58, &RA));
-        assert_eq!(told(&tags, Roles::default()), Some(RogueRouter));
+        let tcp = v6("2001:db8::7", "2001:db8::9", 43, &[&[6, 12][..], &[0; 130]].concat());
+        assert_eq!(told(&frame(&[], 0x86dd, &tcp), Roles::default()), None);
+        // The same with ICMPv6 may be neighbour discovery, unless it was routed.
+        let mut icmp = v6("2001:db8::7", "2001:db8::9", 43, &[&[58, 12][..], &[0; 130]].concat());
+        assert_eq!(told(&frame(&[], 0x86dd, &icmp), Roles::default()), Some(RogueRouter));
+        icmp[7] = 64;
+        assert_eq!(told(&frame(&[], 0x86dd, &icmp), Roles::default()), None);
+        // One long header in place of many.
+        for units in 0..=20 {
+            let header = [&[58, units][..], &vec![0; 8 * usize::from(units) + 6]].concat();
+            assert_eq!(on_link(60, &[&header[..], &RA].concat()), Some(RogueRouter), "{units} units");
+        }
+        // Tags that move the packet out of the head.
+        for count in 1..=40 {
+            let tags = frame(&[0x81, 0, 0, 0].repeat(count), 0x86dd, &v6("fe80::7", "ff02::1", 58, &RA));
+            assert_eq!(told(&tags, Roles::default()), Some(RogueRouter), "{count} tags");
+            let claim =
+                frame(&[0x81, 0, 0, 0].repeat(count), 0x0800, &[v4(GATEWAY, 6, 0, &[0; 8]), vec![0; 40]].concat());
+            assert!(told(&claim, Roles::default()).is_some(), "{count} tags");
+        }
     }
 
     #[test]
