@@ -198,15 +198,24 @@ pub fn kill_all(processes: &[&Process]) -> Vec<u32> {
     left.map(|p| p.pid).collect()
 }
 
+/// Whether a process runs as this one's user. Only passt changes its user; another user's process may carry any words.
+pub fn is_same_user(pid: u32) -> bool {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).unwrap_or_default();
+    // Real, effective, saved and file system user (proc_pid_status(5)).
+    let ids = status.lines().find_map(|line| line.strip_prefix("Uid:"));
+    let effective = ids.and_then(|ids| ids.split_whitespace().nth(1)?.parse::<u32>().ok());
+    effective == Some(rustix::process::geteuid().as_raw())
+}
+
 /// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are
-/// found by `-name tombolo/FABRIC/NAME`.
+/// found by `-name tombolo/FABRIC/NAME` of a process of the same user.
 pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<String>)> {
     let prefix = format!("tombolo/{fabric}/");
     let found = all().filter_map(|(process, words)| {
         let name = words.windows(2).find(|w| w[0] == "-name").and_then(|w| w[1].strip_prefix(&prefix))?.to_string();
         let monitor = crate::qemu::argv::monitor_path(runtime, &name).display().to_string();
         let same = words.iter().any(|w| w.contains(&monitor));
-        (same && process.is_running() && is_ours(&process)).then_some((name, process, words))
+        (same && process.is_running() && is_same_user(process.pid)).then_some((name, process, words))
     });
     found.collect()
 }

@@ -210,12 +210,23 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
         // A folder further down is of another root.
         (!name.contains('/')).then(|| (name.to_string(), is_deleted))
     };
+    let device = |path: &Path| fs::metadata(path).ok().map(|m| m.dev());
+    let here = device(root);
     let mut out = Vec::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
         let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<u32>().ok()) else { continue };
+        // What another user has open is not asked for: it may be on a file system that never answers.
+        if !process::is_same_user(pid) {
+            continue;
+        }
         // Another user's are not to be seen.
         for file in fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten() {
             let Some((name, is_deleted)) = fs::read_link(file.path()).ok().and_then(|t| fabric(&t)) else { continue };
+            // In a container the same path is another file. A folder of a fabric may be a mount of its own.
+            let same = |path: &Path| here.is_none() || here == device(path) || device(&root.join(&name)) == device(path);
+            if !same(&file.path()) {
+                continue;
+            }
             // A command that only looks has it open and not locked.
             let info = fs::read_to_string(entry.path().join("fdinfo").join(file.file_name())).unwrap_or_default();
             let is_locked = info.lines().any(|l| l.starts_with("lock:") && l.contains("FLOCK") && l.contains("WRITE"));
