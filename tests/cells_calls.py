@@ -109,11 +109,11 @@ def test_a_peer_that_lies_loses_its_link_and_is_served_when_it_begins_anew():
 
 
 def test_a_cell_whose_call_nobody_answers_gives_it_up_and_one_whose_peer_goes_is_told():
-    with calculator(append="role=client count=3 timeout_ms=300 max_missed=3 wait=sleep") as (peer, guest):
+    with calculator(append="role=client count=3 deadline_us=0 timeout_ms=300 max_missed=3 wait=sleep") as (peer, guest):
         line = guest.wait_line(lambda text: '"app":"calc"' in text)[1]
         assert '"timeout":3' in line and '"replied":0' in line, line
         assert guest.wait() is not None
-    with calculator(append="role=client count=2 timeout_ms=60000 max_missed=2") as (peer, guest):
+    with calculator(append="role=client count=2 deadline_us=0 timeout_ms=60000 max_missed=2") as (peer, guest):
         until("its first call", lambda: peer.asks() == 1)
         peer.set_state(RESET)
         peer.wait_run()
