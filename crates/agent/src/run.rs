@@ -10,6 +10,7 @@ use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::state::Offloads;
 use tombolo_switch::control::PortSettings;
+use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 
@@ -52,8 +53,10 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
         mtu: u32::from(header.mtu()),
         offloads: if header.offloads && own_id == 1 { Offloads::Taken } else { Offloads::None },
     };
-    // The fabric at the other end limits what the guest floods; here nobody is to be protected from it.
-    let settings = PortSettings { storm: Storm::OFF, ..PortSettings::default() };
+    // The fabric at the other end limits what the guest may send and flood. Here both sides may do everything: the
+    // fabric's side is the guest's router and DHCP server.
+    let guard = Guard::default().with_roles(Roles::ALL);
+    let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
     let reserved = handle.reserve()?;
     let (port, _) = Ivshmem::new(end, PollSettings::default(), worker.registration(&reserved))
         .map_err(|error| AgentError::Header { address: device.address.clone(), problem: error.to_string() })?;

@@ -223,7 +223,8 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
         for file in fs::read_dir(entry.path().join("fd")).into_iter().flatten().flatten() {
             let Some((name, is_deleted)) = fs::read_link(file.path()).ok().and_then(|t| fabric(&t)) else { continue };
             // In a container the same path is another file. A folder of a fabric may be a mount of its own.
-            let same = |path: &Path| here.is_none() || here == device(path) || device(&root.join(&name)) == device(path);
+            let same =
+                |path: &Path| here.is_none() || here == device(path) || device(&root.join(&name)) == device(path);
             if !same(&file.path()) {
                 continue;
             }
