@@ -22,6 +22,8 @@ from = "10.231.1.0"
 to = "10.231.200.255"
 [port.busy]
 kind = "stream"
+# The DHCP server's own limit is looked at, not that of broadcasts.
+storm = false
 guard = "off"
 [port.a]
 kind = "stream"
