@@ -23,6 +23,7 @@ from .flows import HttpFlow, StreamFlow
 from .frames import StreamPeer
 from .hostile import ATTACK_S, MARK, Target, load
 from .hostile.ivshmem import Client
+from .ivshmem import checksum
 from .netns import Namespace
 from .tap import Inside
 from .process import cpu_seconds, rss_bytes, scratch, until
@@ -130,13 +131,6 @@ def raw_icmp(space):
     """A raw ICMP socket in a namespace (socket_in makes sockets of protocol 0 only)."""
     with Inside(space):
         return socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP)
-
-
-def checksum(data):
-    total = sum(struct.unpack(f"!{len(data) // 2}H", data))
-    while total > 0xFFFF:
-        total = (total & 0xFFFF) + (total >> 16)
-    return ~total & 0xFFFF
 
 
 class Sniffer(threading.Thread):
