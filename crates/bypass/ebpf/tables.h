@@ -200,7 +200,7 @@ _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FAILED == 22, "l
 
 #define MAX_PORTS 1024
 #define MAX_FLOWS 65536
-#define SIGHTS 8192
+#define SIGHTS 65536
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
@@ -252,9 +252,10 @@ struct {
 	__type(value, struct pending);
 } pending SEC(".maps");
 
-/* Which flows were seen lately, by a hash: for PORT_TWICE. */
+/* Which flows were seen lately, by a hash: for PORT_TWICE. All CPUs share it, since a sender that moves between CPUs sends
+ * its second frame from another one. A race between two of them costs at most one more frame on the kernel's path. */
 struct {
-	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, SIGHTS);
 	__type(key, __u32);
 	__type(value, __u32);
