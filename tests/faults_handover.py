@@ -292,6 +292,89 @@ def test_vhost_user_guests_go_on_after_a_crash_without_connecting_again():
         fabric.down()
 
 
+CHANGED = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+[cell.web]
+app = "httpd"
+ip = "10.233.0.20"
+accel = "tcg"
+[tap.host]
+ip = "10.233.0.9"
+[port.peer]
+kind = "stream"
+"""
+
+
+@contextlib.contextmanager
+def small():
+    """A fabric without a user uplink, whose cell answers."""
+    need_root()
+    with Namespace() as space, scratch() as folder:
+        with Fabric(folder, CHANGED.format(name=f"c{os.getpid()}"), netns=space) as fabric:
+            until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+            yield space, folder, fabric
+
+
+def tap_number(space):
+    shown = subprocess.run(["ip", "-n", str(space), "-j", "address"], capture_output=True, text=True, check=True).stdout
+    [number] = [link["ifindex"] for link in json.loads(shown) if any(a["local"] == "10.233.0.9" for a in link["addr_info"])]
+    return number
+
+
+@timeout(300)
+def test_a_changed_file_that_a_handover_cannot_carry_out_is_refused():
+    """The new daemon says which section, and the old one goes on as if nothing had been asked."""
+    with small() as (space, folder, fabric):
+        before, daemon, tap = facts(fabric), fabric.process.pid, tap_number(space)
+        good = fabric.file.read_text()
+        other = folder / "tombolo.toml"
+        for change, told in (
+            (good.replace("10.233.0.9", "10.233.0.8"), "[tap.host] expected ip = 10.233.0.9/24"),
+            (good.replace("[tap.host]", '[tap.host]\nmac = "02:00:00:00:00:99"'), "[tap.host] expected mac = "),
+            (good.replace("[tap.host]", "[tap.host]\naccept_ra = true"), "[tap.host] expected accept_ra = false"),
+            (good.replace('/24"', '/24"\nmtu = 1400'), "[tap.host] expected mtu = 1500"),
+            (good.replace("10.233.0.0/24", "10.233.0.0/25"), "[network.lan] expected subnet = 10.233.0.0/24"),
+            (good + '[tap.more]\ndevice = "lo"\n', "expected no interface lo"),
+            (good + '[port.more]\nkind = "packet"\ndevice = "absent0"\n', "absent0"),
+        ):
+            other.write_text(change)
+            done = fabric.cli("up", "--replace", other, check=False)
+            assert done.returncode != 0 and told in done.stderr, (told, done.stderr)
+            assert fabric.status()["pid"] == daemon and facts(fabric) == before and tap_number(space) == tap
+        assert space.pings(WEB)
+        # What a handover can do it does.
+        other.write_text(good + '[tap.more]\nip = "10.233.0.7"\n')
+        replace(fabric)
+        assert facts(fabric) == before and tap_number(space) == tap
+        until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+        fabric.down()
+
+
+@timeout(300)
+def test_a_failure_after_the_handover_leaves_everything_to_the_next_up():
+    """A socket's place is a directory, which shows only when the port is opened: the old daemon has ended by then."""
+    with small() as (space, folder, fabric):
+        before, tap = facts(fabric), tap_number(space)
+        good = fabric.file.read_text()
+        (folder / "taken").mkdir()
+        fabric.file.write_text(good + f'[port.more]\nkind = "stream"\nsocket = "{folder}/taken"\n')
+        old = fabric.process
+        for words in (["up", "--replace"], ["up"]):
+            done = fabric.cli(*words, fabric.file, check=False)
+            assert done.returncode != 0 and "port more" in done.stderr and "`tombolo up`" in done.stderr, done.stderr
+            assert old.wait(PATIENCE_S) == 0
+            assert all(Path(f"/proc/{pid}").exists() for pid in before.values()), "the machines run on"
+            assert tap_number(space) == tap, "the tap is kept"
+        fabric.file.write_text(good)
+        fabric.start()
+        assert facts(fabric) == before and tap_number(space) == tap
+        until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+        assert fabric.port("web")["counters"]["faults"] == 0
+        fabric.down()
+
+
 def main():
     rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 100
     with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:

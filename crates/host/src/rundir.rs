@@ -21,6 +21,7 @@ use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
 
 use crate::fabric::Say;
+use crate::fabric::standing::Standing;
 use crate::process::{self, Life, Recorded};
 
 /// How long a lock is waited for whose recorded owner has gone.
@@ -141,6 +142,9 @@ pub struct Owner {
     /// The fabric is being taken down.
     #[serde(default)]
     pub ending: bool,
+    /// What a handover leaves as it is; not in a record of a daemon that does not stand yet, or of an older version.
+    #[serde(default)]
+    pub standing: Option<Standing>,
 }
 
 /// A running machine that the next daemon may adopt.

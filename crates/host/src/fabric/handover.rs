@@ -15,7 +15,8 @@
 //!
 //! # What failure does
 //! - The new daemon fails, ends or says nothing for ten seconds before "commit": the old one goes on.
-//! - The new daemon ends after "commit": everything is in the store, and the next `up` takes it from there.
+//! - The new daemon ends after "commit", or cannot make what its file says: everything is in the store, and the next `up`
+//!   takes it from there. What can be refused is refused before it asks ([`Standing`](super::standing::Standing)).
 //! - The old daemon is killed meanwhile: the lock is free, and what it has put is taken as after a crash.
 //!
 //! The same final state is put when the daemon is told to leave (SIGUSR2): then the store waits for the next daemon.
@@ -108,6 +109,9 @@ impl Takeover {
         let full = restore_additions_of(spec.clone(), additions, &mut |_, _| ());
         let facts = facts(&full, folder.clone());
         let plan = plan::plan(&full, &facts)?;
+        if let Some(standing) = &owner.standing {
+            standing.check(&full, &plan)?;
+        }
         let machines = process::machines(&spec.name, &folder);
         let before = owner.additions.clone();
         let mut commit = Commit::ask(&folder, owner)?;
@@ -231,6 +235,20 @@ impl Running {
                 std::process::exit(0);
             }
             Err(why) => why,
+        }
+    }
+
+    /// After a failure of this daemon that has taken over already: what it has opened is put into the store again, beside
+    /// what it has not come to, and waits there for the next daemon. The caller must drop nothing of this fabric.
+    pub(crate) fn leave_after_failure(&mut self) {
+        let say = self.say.clone();
+        let put = self.stand_still(false).and_then(|(standstill, store, _)| {
+            std::mem::forget(standstill);
+            store.linger(LINGER).map_err(|error| format!("the fd store is lost: {error}"))
+        });
+        match put {
+            Ok(()) => say("this daemon cannot go on: what the guests need waits a minute for the next one"),
+            Err(why) => say(&format!("what the guests need may be incomplete for the next daemon: {why}")),
         }
     }
 

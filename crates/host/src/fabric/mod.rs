@@ -35,6 +35,7 @@ mod ports;
 mod report;
 mod services;
 pub mod shared;
+pub mod standing;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -198,6 +199,8 @@ pub struct Running {
     pub(crate) finder: Finder,
     /// The daemon before put the final state of everything into the store, and this one takes it up.
     pub(crate) taking_over: bool,
+    /// The daemon before has given everything up: there is no way back to it.
+    has_taken_over: bool,
     /// Records of the handover that were taken.
     pub(crate) taken: Vec<String>,
     /// The daemon before, which waits to be told that this one takes over.
@@ -282,6 +285,7 @@ impl Running {
             store: None,
             finder,
             taking_over: false,
+            has_taken_over: false,
             taken: vec![],
             commit: None,
             prepared: None,
@@ -357,8 +361,16 @@ impl Running {
             }
         };
         if let Err(error) = running.make(&plan).await {
+            if running.has_taken_over {
+                // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
+                running.leave_after_failure();
+                std::mem::forget(shared.clone());
+                let what =
+                    format!("{error}; the guests run on without their network: correct the file and run `tombolo up`");
+                return Err(FabricError::State(what));
+            }
             if running.taking_over {
-                // The guests are not this daemon's to end. As after a crash, the next one finds them.
+                // The daemon before goes on, or has left: the guests are not this one's to end.
                 return Err(error);
             }
             running.take_down(true).await;
@@ -440,6 +452,7 @@ impl Running {
             self.kernel_rules(plan)?;
         }
         let old = self.commit.take().map(|commit| commit.commit()).transpose()?.flatten();
+        self.has_taken_over = self.taking_over;
         for port in &plan.ports {
             self.add_port(port)?;
         }
@@ -469,12 +482,13 @@ impl Running {
             } else {
                 match self.start_machine(machine) {
                     // Guests that run on, and have their network again, do not end for one that cannot start.
-                    Err(error) if !adopted.is_empty() => self.note_not_started(machine, &error),
+                    Err(error) if !adopted.is_empty() || self.taking_over => self.note_not_started(machine, &error),
                     started => started?,
                 }
             }
         }
         self.settle_store(plan);
+        self.record_standing();
         Ok(())
     }
 
@@ -681,6 +695,7 @@ impl Running {
             });
             return Err(error);
         }
+        self.record_standing();
         Ok(names)
     }
 
@@ -732,6 +747,7 @@ impl Running {
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
         self.forget_addition(name)?;
+        self.record_standing();
         Ok(())
     }
 

@@ -192,7 +192,7 @@ struct Opened {
     handle: Option<Handle>,
 }
 
-const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
+pub(crate) const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
 
 fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
     let name = port.name.clone();
@@ -530,20 +530,31 @@ fn attach(
         }
         Attachment::Stream { socket, connect: false } => {
             let address = Address::Unix(socket.clone());
-            let port = match &mut handed {
-                Some(handed) => StreamPort::listen_on(handed, &address, 0o600, mtu, registration),
-                None => StreamPort::listen(&address, 0o600, mtu, registration),
-            };
-            go_on(port.map_err(text)?, handed)
+            let taken = handed.as_mut().map(|h| StreamPort::listen_on(h, &address, 0o600, mtu, registration.clone()));
+            match taken {
+                Some(Ok(port)) => go_on(port, handed),
+                // What the port before it was of another kind, or listened elsewhere.
+                taken => {
+                    if let Some(Err(why)) = taken {
+                        lost(why.to_string());
+                    }
+                    Box::new(StreamPort::listen(&address, 0o600, mtu, registration).map_err(text)?)
+                }
+            }
         }
         Attachment::Tap { device, adopt, netns, ip, mac, accept_ra } => {
             if let Some(fd) = handed.and_then(|handed| handed.fds.into_iter().next()) {
                 // Addresses, routes and rules are on it as they were.
-                let port = TapPort::adopt(fd, registration).map_err(text)?;
-                return match port.name() == device {
-                    true => Ok(Box::new(port)),
-                    false => Err(format!("the tap was renamed to {}; rename it back to {device}", port.name())),
-                };
+                match TapPort::adopt(fd, registration.clone()) {
+                    Ok(port) if port.name() == device => return Ok(Box::new(port)),
+                    Ok(port) => say(&format!(
+                        "port {}: expected the tap {device}, found {}: opening it anew",
+                        plan.name,
+                        port.name()
+                    )),
+                    // What the port before it was of another kind.
+                    Err(why) => say(&format!("port {}: opening {device} anew: {why}", plan.name)),
+                }
             }
             let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;
             let existing = if *adopt { Existing::Adopt } else { Existing::Create };
@@ -572,7 +583,7 @@ fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: 
     Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &say))
 }
 
-fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
+pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
     let bound = match proto {
         Proto::Tcp => TcpListener::bind(listen).map(drop),
         Proto::Udp => UdpSocket::bind(listen).map(drop),

@@ -1,0 +1,248 @@
+//! What of a running fabric a handover cannot change, and what a new daemon can refuse before the old one gives anything up.
+//!
+//! # Purpose
+//! A daemon that takes over goes on with the taps, streams and addresses as they are. A changed file may say otherwise. So
+//! the daemon that runs writes what stands into its owner record, and the next one compares before it asks for a handover.
+//! What is new in the file is looked at as by `up`: routes, listeners, interfaces and programs.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::net::SocketAddr;
+
+use serde::{Deserialize, Serialize};
+use tombolo_port::link::{Interface, LinkError, Netns};
+
+use super::{FabricError, Running, ports};
+use crate::file::{Fabric, Proto, Uplink};
+use crate::plan::{self, Attachment, Plan, PortPlan};
+use crate::qemu::probe::which;
+use crate::routes::{self, Clash};
+
+/// The part of a fabric that a handover leaves as it is.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Standing {
+    /// Settings by section of the file and key.
+    sections: BTreeMap<String, BTreeMap<String, String>>,
+    /// Networks to whose subnets the host has routes of the fabric's own.
+    on_host: BTreeSet<String>,
+    /// Where forwards of user uplinks listen: transport and address.
+    listeners: BTreeSet<(String, SocketAddr)>,
+}
+
+/// The section of the file that a port is from.
+fn section(fabric: &Fabric, port: &PortPlan) -> String {
+    match fabric.taps.iter().any(|t| t.name == port.name) {
+        true => format!("tap.{}", port.name),
+        false if port.name == plan::uplink_name(&port.network) => format!("network.{}", port.network),
+        false => format!("port.{}", port.name),
+    }
+}
+
+/// What of a port is taken over as it is.
+fn settings(port: &PortPlan) -> Vec<(&'static str, String)> {
+    let or_none = |text: Option<String>| text.unwrap_or_else(|| "none".into());
+    match &port.attachment {
+        Attachment::Tap { device, adopt, netns, ip, mac, accept_ra } => vec![
+            ("device", device.clone()),
+            ("adopt", adopt.to_string()),
+            ("netns", or_none(netns.clone())),
+            ("ip", or_none(ip.map(|(ip, prefix)| format!("{ip}/{prefix}")))),
+            ("mac", or_none(mac.map(|mac| mac.to_string()))),
+            ("accept_ra", accept_ra.to_string()),
+            ("mtu", port.mtu.to_string()),
+        ],
+        Attachment::Stream { socket, connect } => {
+            vec![("socket", socket.display().to_string()), ("connect", connect.to_string())]
+        }
+        _ => vec![],
+    }
+}
+
+fn listeners(plan: &PortPlan) -> impl Iterator<Item = (Proto, SocketAddr)> {
+    let user = match &plan.attachment {
+        Attachment::User(user) => Some(user),
+        _ => None,
+    };
+    user.into_iter().flat_map(|user| user.forwards.iter().map(|(proto, listen, ..)| (*proto, *listen)))
+}
+
+impl Standing {
+    /// What stands of a fabric with these ports.
+    pub(crate) fn of<'p>(fabric: &Fabric, ports: impl Iterator<Item = &'p PortPlan>) -> Standing {
+        let mut out = Standing::default();
+        for port in ports {
+            let keys = out.sections.entry(section(fabric, port)).or_default();
+            keys.extend(settings(port).into_iter().map(|(key, value)| (key.to_string(), value)));
+            out.listeners.extend(listeners(port).map(|(proto, listen)| (proto.word().to_string(), listen)));
+        }
+        for network in &fabric.networks {
+            let keys = out.sections.entry(format!("network.{}", network.name)).or_default();
+            keys.insert("subnet".into(), network.subnet.to_string());
+            let has_tap = fabric.taps.iter().any(|t| t.network == network.name && t.netns.is_none() && t.ip.is_some());
+            if network.uplink == Uplink::Kernel || has_tap {
+                out.on_host.insert(network.name.clone());
+            }
+        }
+        out
+    }
+
+    /// Refuses what a handover to a daemon with the `next` file could not carry out.
+    fn refuse_changes(&self, next: &Standing) -> Result<(), FabricError> {
+        for (section, keys) in &self.sections {
+            let Some(now) = next.sections.get(section) else { continue };
+            for (key, before) in keys {
+                if let Some(found) = now.get(key).filter(|found| *found != before) {
+                    return Err(FabricError::State(format!(
+                        "[{section}] expected {key} = {before}, as it runs, found {found}: a handover does not change it, and \
+                         the running daemon goes on; `tombolo down` and `tombolo up` carry out the change"
+                    )));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn has(&self, section: &str, key: &str) -> bool {
+        self.sections.get(section).is_some_and(|keys| keys.contains_key(key))
+    }
+
+    /// Looks at everything that the file has and the running fabric has not, as `up` does before it makes anything.
+    ///
+    /// # Errors
+    /// The first change that a handover cannot carry out, or the first new thing that could not be made.
+    pub(crate) fn check(&self, fabric: &Fabric, plan: &Plan) -> Result<(), FabricError> {
+        self.refuse_changes(&Standing::of(fabric, plan.ports.iter()))?;
+        let host = routes::host();
+        for (network, clash) in routes::clashes(fabric, &host) {
+            if let Clash::Taken(route) = clash
+                && !self.on_host.contains(&network.name)
+            {
+                let hint = routes::free(fabric, &host).map_or_else(String::new, |s| format!(", like \"{s}\""));
+                return Err(FabricError::Subnet { network: network.name.clone(), subnet: network.subnet, route, hint });
+            }
+        }
+        for port in &plan.ports {
+            for (proto, listen) in listeners(port) {
+                if !self.listeners.contains(&(proto.word().to_string(), listen)) {
+                    ports::free(proto, listen)?;
+                }
+            }
+            if !self.has(&section(fabric, port), "device") {
+                can_be_made(port)?;
+            }
+        }
+        if !plan.kernel.is_empty() && which("nft").is_none() {
+            return Err(FabricError::State("a kernel uplink needs nft (Debian: apt install nftables)".into()));
+        }
+        Ok(())
+    }
+}
+
+/// Refuses a port whose interface, folder or program is not as it has to be.
+fn can_be_made(port: &PortPlan) -> Result<(), FabricError> {
+    let failed = |why: String| FabricError::Port { port: port.name.clone(), why };
+    let refused = |error: LinkError| failed(error.to_string());
+    match &port.attachment {
+        Attachment::Tap { device, adopt, netns, .. } => {
+            let netns = netns.as_deref().map(Netns::open).transpose().map_err(refused)?;
+            match Interface::open(netns.as_ref(), device) {
+                Ok(_) if !adopt => Err(failed(format!(
+                    "expected no interface {device} yet, found one: choose another `device`, or say `adopt = true`"
+                ))),
+                Err(LinkError::Absent { .. }) if !adopt => Ok(()),
+                found => found.map(drop).map_err(refused),
+            }
+        }
+        Attachment::Packet { device } => Interface::open(None, device).map(drop).map_err(refused),
+        Attachment::Stream { socket, connect: false } | Attachment::VhostUser { socket, connect: false, .. } => {
+            match socket.parent().is_none_or(|folder| folder.is_dir()) {
+                true => Ok(()),
+                false => Err(failed(format!("expected a folder for its socket {}, found none", socket.display()))),
+            }
+        }
+        Attachment::User(_) if which("passt").is_none() => Err(failed(ports::PASST_HINT.into())),
+        _ => Ok(()),
+    }
+}
+
+impl Running {
+    /// Writes what stands into the owner record, for the daemon that takes over.
+    pub(crate) fn record_standing(&mut self) {
+        let standing = Standing::of(&self.spec, self.ports.values().map(|port| &port.plan));
+        if self.dir.as_ref().is_some_and(|dir| dir.owner().standing.as_ref() != Some(&standing)) {
+            self.dir().record(|owner| owner.standing = Some(standing));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::file;
+    use std::path::Path;
+
+    fn fabric(text: &str) -> (Fabric, Plan) {
+        let fabric = file::parse(&format!("name = \"s\"\n{text}"), Path::new("t.toml")).unwrap();
+        let facts = super::super::facts(&fabric, std::env::temp_dir());
+        let plan = plan::plan(&fabric, &facts).unwrap();
+        (fabric, plan)
+    }
+
+    fn standing(text: &str) -> Standing {
+        let (fabric, plan) = fabric(text);
+        Standing::of(&fabric, plan.ports.iter())
+    }
+
+    const BEFORE: &str =
+        "[network.lan]\nsubnet = \"10.1.0.0/24\"\n[tap.t]\nip = \"10.1.0.9\"\n[port.p]\nkind = \"stream\"\n";
+
+    #[test]
+    fn a_change_that_a_handover_cannot_carry_out_is_refused_by_section_and_key() {
+        let before = standing(BEFORE);
+        assert!(before.refuse_changes(&standing(BEFORE)).is_ok());
+        for (from, to, told) in [
+            ("10.1.0.9", "10.1.0.8", "[tap.t] expected ip = 10.1.0.9/24"),
+            ("[tap.t]\n", "[tap.t]\nmac = \"02:00:00:00:00:99\"\n", "[tap.t] expected mac = "),
+            ("[tap.t]\n", "[tap.t]\nnetns = \"x\"\n", "[tap.t] expected netns = none"),
+            ("[tap.t]\n", "[tap.t]\naccept_ra = true\n", "[tap.t] expected accept_ra = false"),
+            ("[tap.t]\n", "[tap.t]\ndevice = \"other\"\n", "[tap.t] expected device = "),
+            ("/24\"\n", "/24\"\nmtu = 1400\n", "[tap.t] expected mtu = 1500"),
+            ("10.1.0.0/24", "10.1.0.0/25", "[network.lan] expected subnet = 10.1.0.0/24"),
+            ("\"stream\"\n", "\"stream\"\nsocket = \"/elsewhere/p\"\n", "[port.p] expected socket = "),
+        ] {
+            let after = BEFORE.replace(from, to);
+            assert_ne!(after, BEFORE);
+            let error = before.refuse_changes(&standing(&after)).unwrap_err().to_string();
+            assert!(error.starts_with(told) && error.contains("`tombolo down`"), "{error}");
+        }
+        // What is new, and what is gone, is not a change.
+        assert!(before.refuse_changes(&standing("[network.lan]\nsubnet = \"10.1.0.0/24\"\n")).is_ok());
+        let more = format!("{BEFORE}[tap.u]\nip = \"10.1.0.7\"\n");
+        assert!(before.refuse_changes(&standing(&more)).is_ok());
+    }
+
+    #[test]
+    fn a_new_forward_whose_listener_is_taken_is_refused_and_one_that_listens_already_is_not() {
+        let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let base = "[network.lan]\nsubnet = \"10.1.0.0/24\"\nuplink = \"user\"\n[port.p]\nkind = \"stream\"\nip = \"10.1.0.7\"\nmac = \"02:00:00:00:00:07\"\n";
+        let text = format!("{base}[[forward]]\nlisten = \"{}\"\nto = \"p:80\"\n", taken.local_addr().unwrap());
+        let (fabric, plan) = fabric(&text);
+        let error = standing(base).check(&fabric, &plan).unwrap_err().to_string();
+        assert!(error.contains("another program listens there"), "{error}");
+        let same = Standing::of(&fabric, plan.ports.iter());
+        assert!(!same.check(&fabric, &plan).is_err_and(|error| error.to_string().contains("listens there")));
+    }
+
+    #[test]
+    fn a_new_port_whose_folder_or_interface_is_not_there_is_refused() {
+        for (section, told) in [
+            ("[port.q]\nkind = \"stream\"\nsocket = \"/nonexistent/q\"\n", "expected a folder for its socket"),
+            ("[port.q]\nkind = \"packet\"\ndevice = \"tmbabsent0\"\n", "tmbabsent0"),
+            ("[tap.q]\ndevice = \"tmbabsent0\"\nadopt = true\n", "tmbabsent0"),
+            ("[tap.q]\ndevice = \"lo\"\n", "expected no interface lo"),
+        ] {
+            let (fabric, plan) = fabric(&format!("{BEFORE}{section}"));
+            let error = standing(BEFORE).check(&fabric, &plan).unwrap_err().to_string();
+            assert!(error.contains(told), "{error}");
+        }
+    }
+}
