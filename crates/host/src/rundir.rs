@@ -360,7 +360,12 @@ async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option
             (Some(_), Life::Gone) if record.is_none() && deleted(fabric, root).is_some() => {
                 return Err(RunDirError::Running { name: fabric.into(), pid: deleted(fabric, root).unwrap_or(0) });
             }
-            (Some(lock), Life::Gone | Life::Runs) => return Ok((lock, record)),
+            (Some(lock), Life::Gone) => return Ok((lock, record)),
+            (Some(lock), Life::Runs) if pid == std::process::id() => return Ok((lock, record)),
+            // Only the file was deleted: that daemon makes it again, or cannot, and has all else still.
+            (Some(_), Life::Runs) if begun.elapsed() >= LOCK_PATIENCE || deleted(fabric, root).is_some() => {
+                return Err(RunDirError::Running { name: fabric.into(), pid });
+            }
             (None, Life::Runs) => return Err(RunDirError::Running { name: fabric.into(), pid }),
             // The lock is given back: it is taken again once the process is gone.
             (_, Life::Ending) if begun.elapsed() >= ENDING_PATIENCE => {
@@ -634,6 +639,19 @@ mod tests {
         let said = said.lock().unwrap();
         assert!(said[0].starts_with(WAITING) && said[0].contains(&format!("process {pid}")), "{said:?}");
         assert_eq!(process::life(pid, started_ticks), Life::Gone);
+    }
+
+    #[test]
+    fn a_free_lock_is_not_taken_while_its_recorded_owner_runs() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut child = Command::new("sleep").arg("600").spawn().unwrap();
+        let (pid, started_ticks) = (child.id(), process::start_ticks(child.id()).unwrap());
+        record(dir.path(), pid, started_ticks);
+        let error = lock(dir.path(), &quiet()).unwrap_err();
+        assert!(matches!(error, RunDirError::Running { pid: found, .. } if found == pid), "{error}");
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert_eq!(lock(dir.path(), &quiet()).unwrap().1.map(|owner| owner.pid), Some(pid));
     }
 
     #[test]
