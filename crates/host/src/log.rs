@@ -11,7 +11,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::os::unix::fs::OpenOptionsExt;
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::console;
@@ -81,14 +81,21 @@ impl Log {
         }
         text.push('\n');
         // Panics and children write to it, too.
-        let bytes = self.file.metadata()?.len();
+        let there = self.file.metadata()?;
+        // Somebody has deleted it: what is written there nobody reads. Without its folder it is opened again later.
+        let is_deleted = there.nlink() == 0 && self.reopen();
+        let bytes = if is_deleted { 0 } else { there.len() };
         let full = bytes > 0 && bytes + text.len() as u64 > self.limit;
         if full {
             fs::rename(&self.path, self.path.with_extension("1"))?;
             self.file = open(&self.path)?;
         }
         self.file.write_all(text.as_bytes())?;
-        Ok(full)
+        Ok(full || is_deleted)
+    }
+
+    fn reopen(&mut self) -> bool {
+        open(&self.path).map(|file| self.file = file).is_ok()
     }
 
     /// The file that is written now, for a panic's words.
@@ -174,6 +181,20 @@ mod tests {
         Log::open(&path).unwrap().write("", "more").unwrap();
         assert!(fs::read_to_string(&path).unwrap().ends_with("…\nmore\n"));
         assert_eq!(fs::metadata(&path).unwrap().permissions().mode() & 0o777, 0o600);
+    }
+
+    #[test]
+    fn a_log_that_was_deleted_is_begun_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("log");
+        let mut log = Log::open(&path).unwrap();
+        assert!(!log.write("", "one").unwrap());
+        fs::remove_file(&path).unwrap();
+        assert!(log.write("", "two").unwrap(), "standard error has to follow");
+        assert!(!log.write("", "three").unwrap());
+        assert_eq!(fs::read_to_string(&path).unwrap(), "two\nthree\n");
+        fs::remove_dir_all(dir.path()).unwrap();
+        assert!(!log.write("", "nowhere").unwrap());
     }
 
     #[test]
