@@ -344,6 +344,13 @@ impl Links {
         lock(&self.inner).handed_doors.extend(doors);
     }
 
+    /// Listens again where the socket of a link was deleted. Returns what could not be made.
+    pub fn restore_doors(&self) -> Vec<LinkError> {
+        let faults = lock(&self.inner).restore_doors();
+        self.bell.ring();
+        faults
+    }
+
     /// Whether the peer of that link could be taken up from what the keeper of an earlier daemon had.
     pub fn remembers(&self, config: &Config, id: u32) -> bool {
         let inner = lock(&self.inner);

@@ -16,8 +16,9 @@ use rustix::io::Errno;
 use rustix::net::SocketType;
 use rustix::time::Timespec;
 use std::collections::{BTreeMap, HashMap};
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 use tombolo_ring::ivshmem::region::PAGE_BYTES;
 
@@ -412,6 +413,31 @@ impl Inner {
             self.look(name, id);
         }
         Ok(())
+    }
+
+    /// Listens anew behind every door whose name is gone. Who is connected stays.
+    pub(super) fn restore_doors(&mut self) -> Vec<LinkError> {
+        let is_gone = |path: &Path| std::fs::symlink_metadata(path).is_err_and(|e| e.kind() == ErrorKind::NotFound);
+        let mut gone = Vec::new();
+        for (name, link) in &self.links {
+            let doors = link.doors.iter().enumerate().filter(|(_, (door, ..))| is_gone(door.path()));
+            gone.extend(doors.map(|(at, (door, ..))| (name.clone(), at, door.path().to_path_buf())));
+        }
+        let mut faults = Vec::new();
+        for (name, at, path) in gone {
+            let source = Source::Door { link: name.clone(), at };
+            let opened = Listener::bind(&path, SocketType::STREAM)
+                .and_then(|listener| self.watch(&listener, source, false).map(|token| (listener, token)));
+            match (opened, self.links.get_mut(&name).and_then(|link| link.doors.get_mut(at))) {
+                (Ok((listener, token)), Some(door)) => {
+                    let old = std::mem::replace(door, (listener, token, door.2));
+                    self.unwatch(&old.0, old.1);
+                }
+                (Err(source), _) => faults.push(LinkError::Listen { link: name, path, source }),
+                _ => {}
+            }
+        }
+        faults
     }
 
     fn watch_member(&mut self, name: &str, id: u32) {
