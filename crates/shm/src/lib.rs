@@ -26,6 +26,7 @@ pub mod fork;
 pub mod futex;
 pub mod guest;
 pub mod ivshmem;
+pub mod lineage;
 pub mod listener;
 pub mod memory;
 pub mod passing;

@@ -13,7 +13,7 @@
 //! # Failure
 //! A store that is lost is replaced once per change. If that fails, ports go on, and connect again after a restart.
 
-use crate::ivshmem::keeper::{Keeper, Record};
+use crate::ivshmem::keeper::{self, Keeper, Record};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -197,6 +197,16 @@ impl Store {
     /// Marks a connection: its peer has asked something that is not answered yet.
     pub fn doubt(&self, name: &str) {
         self.say_here(|keeper| keeper.doubt(&format!("{PREFIX}{name}")));
+    }
+
+    /// Has the store refuse connections of a process that started at that time, and of those that descend from it.
+    pub fn refuse(&self, pid: u32, start_ticks: u64) {
+        self.say_here(|keeper| keeper.put(&keeper::refusal(pid), &start_ticks.to_le_bytes(), &[], 0));
+    }
+
+    /// Has the store look after its socket: it listens again where the path was deleted.
+    pub fn wake(&self) {
+        self.say_here(|keeper| keeper.forget("nothing has this name"));
     }
 
     /// Forgets a record.

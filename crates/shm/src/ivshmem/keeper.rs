@@ -29,11 +29,19 @@
 //! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in it is alive.
 //! PUT replaces the record of that name; its descriptors, of which the first `life` are signs of life, come with it.
 //!
+//! # Who may connect
+//! Processes of the same user, but none that a record [`refusal`] names (its bytes: the start time, u64 LE) or that descends
+//! from one: a guest that has taken its QEMU over gets nothing here.
+//!
+//! # A deleted socket
+//! Where nothing has its path any more it listens there again, at the next request.
+//!
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
 
 use crate::credentials;
 use crate::foreign::ForeignFd;
+use crate::lineage;
 use crate::listener::Listener;
 use crate::passing::{self, MAX_DESCRIPTORS};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -78,6 +86,27 @@ pub struct Record {
     pub life: u8,
     /// The daemon that put it was handling a request of its peer.
     pub in_doubt: bool,
+}
+
+/// The name of the record that keeps a process, and those that descend from it, from connecting.
+pub fn refusal(pid: u32) -> String {
+    format!("{REFUSE}{pid}")
+}
+
+const REFUSE: &str = "refuse:";
+
+/// Whether one of the records refuses that process.
+fn is_refused(records: &BTreeMap<String, Kept>, pid: u32) -> bool {
+    let ticks = |pid: u32| records.get(&refusal(pid)).and_then(|kept| kept.bytes.first_chunk().copied());
+    lineage::of(pid).any(|(pid, found)| ticks(pid).is_some_and(|ticks| u64::from_le_bytes(ticks) == found))
+}
+
+/// Forgets refusals of processes that have ended.
+fn forget_ended(records: &mut BTreeMap<String, Kept>) {
+    records.retain(|name, _| {
+        let pid = name.strip_prefix(REFUSE).and_then(|pid| pid.parse().ok());
+        pid.is_none_or(|pid| lineage::start_ticks(pid).is_some())
+    });
 }
 
 fn message(kind: u8, life: u8, name: &str, bytes: &[u8]) -> Result<Vec<u8>, Errno> {
@@ -263,11 +292,17 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
     // Gone before the connections are: whoever sees them end starts another keeper in its place.
-    let listener = listener;
+    let mut listener = listener;
     let mut linger_until: Option<Instant> = None;
     loop {
+        if std::fs::symlink_metadata(listener.path()).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)
+            && let Ok(again) = Listener::replace(listener.path(), SocketType::SEQPACKET)
+        {
+            listener = again;
+        }
         while let Ok(Some(connection)) = listener.accept() {
-            if credentials::peer(&connection).is_ok_and(|c| c.uid == me) {
+            forget_ended(&mut records);
+            if credentials::peer(&connection).is_ok_and(|c| c.uid == me && !is_refused(&records, c.pid_or_zero())) {
                 connections.push(connection);
             }
         }
@@ -467,6 +502,28 @@ mod tests {
         thread.join().unwrap().unwrap();
         assert!(!place.path.exists());
         assert!(second.list().is_err());
+    }
+
+    #[test]
+    fn a_deleted_socket_is_made_again_and_a_machine_gets_nothing_there() {
+        let place = Place::new();
+        let (daemon, thread) = place.start();
+        daemon.put("lan", b"one", &[], 0).unwrap();
+        std::fs::remove_file(&place.path).unwrap();
+        daemon.forget("nothing has this name").unwrap();
+        tombolo_testing::until("the socket", || Keeper::connect(&place.path).is_ok());
+        let other = Keeper::connect(&place.path).unwrap();
+        assert_eq!(names(&other).len(), 1);
+        // This process plays the machine; a refusal of another process of its number is none.
+        let (me, ticks) = (std::process::id(), lineage::start_ticks(std::process::id()).unwrap());
+        daemon.put(&refusal(me), &(ticks + 1).to_le_bytes(), &[], 0).unwrap();
+        assert!(daemon.list().is_ok());
+        assert!(Keeper::connect(&place.path).unwrap().list().is_ok());
+        daemon.put(&refusal(me), &ticks.to_le_bytes(), &[], 0).unwrap();
+        assert!(daemon.list().is_ok());
+        assert!(Keeper::connect(&place.path).unwrap().list().is_err());
+        daemon.quit().unwrap();
+        thread.join().unwrap().unwrap();
     }
 
     #[test]
