@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import socket as sockets
 import struct
 import subprocess
 import sys
@@ -239,7 +240,6 @@ def test_a_daemon_goes_on_where_the_next_one_cannot_stand():
         broken.write_text(fabric.file.read_text().replace('app = "httpd"', 'app = "nothing-of-that-name"'))
         done = fabric.cli("up", "--replace", broken, check=False)
         assert done.returncode != 0 and fabric.process.alive(), done.stderr
-        import socket as sockets
         path = fabric.folder / "run" / fabric.name / "handover.sock"
         for words in (b"tombolo handover 1\n", b"tombolo handover 99\n", b"\n"):
             with sockets.socket(sockets.AF_UNIX) as asks:
@@ -373,6 +373,86 @@ def test_a_failure_after_the_handover_leaves_everything_to_the_next_up():
         until("a ping", lambda: space.pings(WEB), PATIENCE_S)
         assert fabric.port("web")["counters"]["faults"] == 0
         fabric.down()
+
+
+@timeout(300)
+def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
+    """`status` is answered while a peer of handover.sock is silent, and while one that was told "ready" does not decide."""
+    with small() as (space, folder, fabric):
+        before, daemon = facts(fabric), fabric.process.pid
+        path = fabric.folder / "run" / fabric.name / "handover.sock"
+
+        def answers_while_asked(words):
+            """Whether `status` came while the daemon still waited for this peer, which a busy machine may be too slow for."""
+            with sockets.socket(sockets.AF_UNIX) as asks:
+                asks.connect(str(path))
+                asks.settimeout(60)
+                if words:
+                    asks.sendall(words)
+                    assert asks.recv(4096) == b"ready\n"
+                assert fabric.status()["pid"] == daemon
+                asks.setblocking(False)
+                try:
+                    return asks.recv(1) != b""
+                except BlockingIOError:
+                    return True
+
+        for words in (b"", b"tombolo handover 1\n"):
+            until(f"an answer beside {words!r}", lambda w=words: answers_while_asked(w), PATIENCE_S)
+        until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+        assert facts(fabric) == before
+        replace(fabric)
+        assert facts(fabric) == before
+        fabric.down()
+
+
+# Asks at each socket that is for the owner, and says what it was told.
+PROBE = """
+import pathlib, socket, sys
+run = pathlib.Path(sys.argv[1])
+
+def ask(name, kind, words):
+    with socket.socket(socket.AF_UNIX, kind) as to:
+        to.settimeout(60)
+        try:
+            to.connect(str(run / name))
+            to.send(words)
+            return to.recv(4096)
+        except (BrokenPipeError, ConnectionResetError):
+            return b""
+
+print(ask("api.sock", socket.SOCK_STREAM, b"GET /v1/status HTTP/1.1\\r\\nHost: t\\r\\n\\r\\n")[:12].decode())
+print(ask("keeper.sock", socket.SOCK_SEQPACKET, bytes([3, 0, 0, 0]))[:1].hex())
+print(ask("handover.sock", socket.SOCK_STREAM, b"tombolo handover 1\\n").decode().strip())
+"""
+
+
+@timeout(300)
+def test_a_machine_may_not_use_the_sockets_that_are_for_the_owner():
+    """A program that the fabric's machine starts is refused by the API, the fd store and the handover; the owner's is not."""
+    with scratch() as tools:
+        probe, go, said, script = tools / "probe.py", tools / "go", tools / "said", tools / "qemu"
+        probe.write_text(PROBE)
+        script.write_text(
+            f"""#!/bin/sh
+case "$*" in *tombolo/*)
+    run=$(dirname "$(echo "$*" | grep -o '[^ =:,]*/web[.]qmp' | head -n 1)")
+    (until [ -e {go} ] || [ ! -d {tools} ]; do sleep 0.05; done
+     {sys.executable} {probe} "$run" > {said}.part 2>&1; mv {said}.part {said}) </dev/null >/dev/null 2>&1 &
+esac
+exec qemu-system-x86_64 "$@"
+"""
+        )
+        script.chmod(0o755)
+        os.environ["TOMBOLO_QEMU"] = str(script)
+        with small() as (space, _, fabric):
+            run = fabric.folder / "run" / fabric.name
+            go.touch()
+            until("what the machine was told", said.exists, PATIENCE_S)
+            assert said.read_text().split("\n")[:3] == ["HTTP/1.1 403", "", ""], said.read_text()
+            done = subprocess.run([sys.executable, probe, run], capture_output=True, text=True, check=True)
+            assert done.stdout.split("\n")[:3] == ["HTTP/1.1 200", "05", "ready"], done.stdout
+            fabric.down()
 
 
 def main():

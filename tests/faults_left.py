@@ -6,7 +6,8 @@ import signal
 import subprocess
 import time
 
-from lib import Fabric, Namespace, need_program, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, Process, need_program, need_root, scratch, timeout, until
+from lib.fabric import PROGRAM
 from lib.process import children
 
 # A guest of one sector that obeys its power button: crates/host/src/qemu/monitor.rs has it with comments.
@@ -259,6 +260,8 @@ restart = "on-failure"
 ip = "10.234.0.9"
 [port.p]
 kind = "stream"
+[port.l]
+kind = "ivshmem"
 """
 
 
@@ -271,10 +274,19 @@ def test_deleted_runtime_files_come_back():
             until("a ping", lambda: space.pings("10.234.0.20"))
             before, pids = sockets(fabric), fabric.machine_pids()
             # One after the other: `status` works at once, and those that nobody uses come back.
-            for name in ("api.sock", "p.sock", "owner.json", "lock"):
+            [keeper] = children(fabric.process.pid, "exe")
+            for name in ("api.sock", "p.sock", "owner.json", "lock", "handover.sock", "l.sock", "keeper.sock"):
                 (run / name).unlink()
                 assert fabric.status()["machines"], name
                 until(f"{name} to come back", lambda name=name: (run / name).exists())
+            # The fd store is the one from before, and another daemon can take the fabric over.
+            assert not is_gone(keeper)
+            old = fabric.process
+            fabric.process = Process([PROGRAM, "up", "--replace", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder)
+            assert old.wait(60) == 0, old.tail()
+            fabric.process.wait_line(lambda line: "stands after" in line)
+            assert fabric.machine_pids() == pids and not is_gone(keeper)
+            until("a ping", lambda: space.pings("10.234.0.20"))
             # A socket whose peer is connected comes back with the peer's end; the machine is started again once.
             [web] = [name for name in before if name.startswith("web") and not name.endswith(".qmp")]
             (run / web).unlink()
@@ -292,6 +304,25 @@ def test_deleted_runtime_files_come_back():
                 refused = fabric.cli("up", "-d", fabric.file, check=False)
                 assert refused.returncode == 1 and f"running already (process {fabric.status()['pid']})" in refused.stderr, refused.stderr
                 assert space.pings("10.234.0.20")
+            fabric.down()
+
+
+@timeout(300)
+def test_a_store_that_cannot_be_reached_is_not_replaced_by_a_handover():
+    """Its socket is deleted while the old daemon is stopped, which therefore cannot make it again."""
+    need_root()
+    with Namespace() as space, scratch() as folder:
+        with Fabric(folder, DELETED.format(name=f"cut{os.getpid()}"), netns=space) as fabric:
+            until("a ping", lambda: space.pings("10.234.0.20"))
+            pids, daemon = fabric.machine_pids(), fabric.status()["pid"]
+            [keeper] = children(fabric.process.pid, "exe")
+            os.kill(daemon, signal.SIGSTOP)
+            (folder / "run" / fabric.name / "keeper.sock").unlink()
+            said = fabric.cli("up", "--replace", fabric.file, check=False)
+            assert said.returncode == 1 and "keeper.sock" in said.stderr and "try again" in said.stderr, said.stderr
+            assert not is_gone(keeper)
+            os.kill(daemon, signal.SIGCONT)
+            assert fabric.machine_pids() == pids
             fabric.down()
 
 

@@ -11,16 +11,14 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use rustix::net::SocketType;
 use rustix::process::Signal as Number;
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
-use tombolo_shm::listener::Listener;
 
 use crate::api::report::Status;
 use crate::api::server::{Server, ServerError};
 use crate::api::{Request, Requests};
-use crate::fabric::{self, FabricError, Running, Say, handover, heal};
+use crate::fabric::{self, FabricError, Running, Say, heal};
 use crate::{file, process, rundir};
 
 /// Why a daemon did not stand, or ended badly.
@@ -47,32 +45,6 @@ pub enum DaemonError {
 }
 
 struct Signals([Signal; 3]);
-
-/// Passes daemons that want to take over on to the fabric's task.
-fn serve_handovers(folder: &Path, requests: Requests) -> std::io::Result<tokio::task::JoinHandle<()>> {
-    let listener = Listener::replace(&handover::socket_path(folder), SocketType::STREAM)?;
-    let listener = std::os::unix::net::UnixListener::from(listener.hand_over()?);
-    let listener = tokio::net::UnixListener::from_std(listener)?;
-    let me = rustix::process::geteuid().as_raw();
-    Ok(tokio::spawn(async move {
-        loop {
-            let Ok((socket, _)) = listener.accept().await else {
-                // No descriptor is left; there may be one later.
-                tokio::time::sleep(Duration::from_secs(1)).await;
-                continue;
-            };
-            let user = socket.peer_cred().map(|peer| peer.uid());
-            let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
-            let (Ok(user), Ok(socket)) = (user, socket) else { continue };
-            if user != me && user != 0 {
-                continue;
-            }
-            if requests.send(Request::HandOver { socket }).await.is_err() {
-                return;
-            }
-        }
-    }))
-}
 
 impl Signals {
     fn new() -> std::io::Result<Signals> {
@@ -143,13 +115,6 @@ async fn live(
     let (requests, mut end) = fabric::drive(shared);
     let (ended, server_end) = oneshot::channel::<()>();
     let serving = tokio::spawn(heal::keep(me, server, folder.clone(), requests.clone(), server_end));
-    let handovers = match serve_handovers(&folder, requests.clone()) {
-        Ok(task) => Some(task),
-        Err(error) => {
-            say(&format!("`up --replace` will not work: {}: {error}", handover::socket_path(&folder).display()));
-            None
-        }
-    };
     let leaving = tokio::spawn({
         let requests = requests.clone();
         async move { while leave.recv().await.is_some() && requests.send(Request::Leave).await.is_ok() {} }
@@ -176,7 +141,6 @@ async fn live(
         }
     }
     leaving.abort();
-    handovers.inspect(|task| task.abort());
     drop((ended, requests));
     serving.await.map_err(|_| DaemonError::Lost)?;
     Ok(())

@@ -19,6 +19,7 @@ pub mod fabric;
 pub mod file;
 pub mod kernel;
 pub mod log;
+mod members;
 pub mod plan;
 pub mod process;
 pub mod qemu;

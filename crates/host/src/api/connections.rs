@@ -4,7 +4,7 @@
 //! nothing of requests; [`super::server`] tells it when a connection waits for its client.
 //!
 //! # Invariants
-//! - Users other than root and the owner have [`Limits::strangers`] connections together. They only get 403, and they can
+//! - Users other than root and the owner, and the fabric's own machines and helpers, have [`Limits::strangers`] connections together. They only get 403, and they can
 //!   never take a connection from the owner.
 //! - Root and the owner always get through. When all connections are taken, a new one replaces the one that has
 //!   waited longest for its client. Requests that the fabric works on and endless answers are never replaced; the latter
@@ -28,6 +28,8 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tokio::time::Sleep;
+
+use crate::members;
 
 /// Bytes of a request's head, and of an answer that hyper buffers.
 const HEAD_BYTES: usize = 64 << 10;
@@ -79,7 +81,9 @@ enum Phase {
 pub(super) struct Seat {
     /// The user at the other end, as the kernel says.
     pub(super) uid: u32,
-    trusted: bool,
+    /// The machine or helper of the fabric that it is or descends from.
+    pub(super) member: Option<u32>,
+    pub(super) trusted: bool,
     phase: Mutex<Phase>,
     replaced: Notify,
 }
@@ -143,13 +147,14 @@ pub(super) async fn serve(
                     continue;
                 };
                 // A peer whose user is not told is a stranger.
-                let uid = stream.peer_cred().map_or(u32::MAX, |c| c.uid());
-                let trusted = uid == 0 || uid == owner;
+                let (uid, pid) = stream.peer_cred().map_or((u32::MAX, None), |c| (c.uid(), c.pid()));
+                let member = members::member_of(pid);
+                let trusted = (uid == 0 || uid == owner) && member.is_none();
                 if !admit(&mut seats, trusted, &limits) {
                     continue;
                 }
                 let phase = Mutex::new(Phase::Waiting(Instant::now()));
-                let seat = Arc::new(Seat { uid, trusted, phase, replaced: Notify::new() });
+                let seat = Arc::new(Seat { uid, member, trusted, phase, replaced: Notify::new() });
                 seats.push(seat.clone());
                 let router = router.clone().layer(Extension(seat.clone()));
                 tasks.spawn(connection(stream, seat, router, limits, closed.clone()));

@@ -214,7 +214,7 @@ async fn check_peer(
     request: HttpRequest,
     next: Next,
 ) -> Response {
-    if seat.uid == 0 || seat.uid == app.owner {
+    if seat.trusted {
         seat.works();
         let response = next.run(request).await;
         if response.extensions().get::<Endless>().is_some() {
@@ -224,7 +224,10 @@ async fn check_peer(
         }
         return response;
     }
-    let error = format!("user {} may not use this fabric: expected root or its owner, user {}", seat.uid, app.owner);
+    let error = match seat.member {
+        Some(member) => format!("process {member} is a machine or helper of this fabric and may not use it"),
+        None => format!("user {} may not use this fabric: expected root or its owner, user {}", seat.uid, app.owner),
+    };
     let mut response =
         Answer::new(StatusCode::FORBIDDEN, error).hint("run it as the owner, or with sudo").into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));

@@ -1,5 +1,8 @@
 //! The task that answers for a running fabric, until it is taken down.
 
+use std::collections::VecDeque;
+use std::os::unix::net::UnixStream;
+
 use tokio::sync::{mpsc, oneshot};
 
 use super::{FabricError, Shared, machine};
@@ -32,7 +35,12 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
     let (ended, end) = oneshot::channel();
     let keep = sender.clone();
     tokio::spawn(async move {
-        while let Some(request) = receiver.recv().await {
+        let mut waiting = VecDeque::new();
+        while let Some(request) = next(&mut waiting, &mut receiver).await {
+            if let Request::HandOver { socket } = request {
+                hand_over(&shared, socket, &mut waiting, &mut receiver).await;
+                continue;
+            }
             if let Request::Down(reply) = request {
                 shared.running.lock().await.take_down(false).await;
                 answer(reply, Ok(()));
@@ -45,6 +53,36 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
         let _ = ended.send(());
     });
     (sender, end)
+}
+
+async fn next(waiting: &mut VecDeque<Request>, receiver: &mut mpsc::Receiver<Request>) -> Option<Request> {
+    match waiting.pop_front() {
+        Some(request) => Some(request),
+        None => receiver.recv().await,
+    }
+}
+
+/// Answers a daemon that wants to take over, on a thread of its own, since everything stands still until that one has
+/// decided. Meanwhile `status` is answered as it was before; other requests wait.
+async fn hand_over(
+    shared: &Shared,
+    socket: UnixStream,
+    waiting: &mut VecDeque<Request>,
+    receiver: &mut mpsc::Receiver<Request>,
+) {
+    let before = shared.running.lock().await.status();
+    let asked = shared.clone();
+    let mut done = tokio::task::spawn_blocking(move || asked.running.blocking_lock().hand_over(socket));
+    loop {
+        tokio::select! {
+            // The thread does not panic.
+            _ = &mut done => return,
+            Some(request) = receiver.recv(), if waiting.len() < QUEUE => match (request, &before) {
+                (Request::Status(reply), Ok(status)) => answer(reply, Ok(status.clone())),
+                (request, _) => waiting.push_back(request),
+            },
+        }
+    }
 }
 
 async fn serve(shared: &Shared, request: Request) {
@@ -92,12 +130,13 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Capture { port, snaplen, reply } => {
             answer(reply, shared.running.lock().await.capture(&port, snaplen));
         }
-        Request::HandOver { socket } => shared.running.lock().await.hand_over(socket),
         Request::Leave => {
             let mut running = shared.running.lock().await;
             let why = running.leave();
             (running.say)(&format!("cannot leave the guests to the next daemon: {why}; this one goes on"));
         }
+        // Both are the caller's.
+        Request::HandOver { .. } => {}
         Request::Down(reply) => answer(reply, Ok(())),
     }
 }

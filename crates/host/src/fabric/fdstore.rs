@@ -20,7 +20,7 @@ use tombolo_shm::store::Store;
 
 use super::{Running, Say};
 use crate::plan::{Attachment, Plan};
-use crate::process;
+use crate::{members, process};
 
 /// How long a store may take to end.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
@@ -58,6 +58,15 @@ pub(crate) struct Finder {
 impl Finder {
     pub(crate) fn new(runtime: &Path) -> Finder {
         Finder { path: runtime.join("keeper.sock"), children: Arc::default() }
+    }
+
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Whether a store runs that nobody can reach: its socket was deleted, or it hangs.
+    pub(crate) fn is_cut_off(&self) -> bool {
+        self.running().is_none() && !process::keepers(&self.path).is_empty()
     }
 
     /// The store that runs. One that was killed may still have its socket for an instant, and one that hangs has it for
@@ -174,6 +183,32 @@ impl Running {
             self.store = None;
             self.finder.end();
         }
+        for (pid, ticks) in members::all() {
+            self.tell_store(pid, ticks);
+        }
+    }
+
+    /// Takes note of a machine or helper, which may not use the sockets that are for the owner.
+    pub(crate) fn note_member(&self, pid: u32) {
+        members::note(pid);
+        if let Some((_, ticks)) = members::all().into_iter().find(|(member, _)| *member == pid) {
+            self.tell_store(pid, ticks);
+        }
+    }
+
+    fn tell_store(&self, pid: u32, ticks: u64) {
+        if let Some(store) = &self.store {
+            store.refuse(pid, ticks);
+        }
+    }
+
+    /// Has the store listen at its path again where that was deleted; whether it is to be looked at again.
+    pub(crate) fn restore_store(&self) -> bool {
+        let Some(store) = self.store.as_ref().filter(|_| super::heal::is_missing(self.finder.path())) else {
+            return false;
+        };
+        store.wake();
+        true
     }
 
     /// A port's place in the store.

@@ -14,7 +14,7 @@
 //! ```
 //!
 //! # What failure does
-//! - The new daemon fails, ends or says nothing for ten seconds before "commit": the old one goes on.
+//! - The new daemon fails, ends or says nothing for two seconds before "commit": the old one goes on.
 //! - The new daemon ends after "commit", or cannot make what its file says: everything is in the store, and the next `up`
 //!   takes it from there. What can be refused is refused before it asks ([`Standing`](super::standing::Standing)).
 //! - The old daemon is killed meanwhile: the lock is free, and what it has put is taken as after a crash.
@@ -25,12 +25,12 @@
 //! `final/PORT` the state of a port · `passt/PORT` the passt behind it · `macs/NETWORK` learned addresses · `leases/NETWORK` · `idle/MACHINE`
 //! a machine that does not run · `door/SOCKET` where a link listens · `lock` the lock of the runtime directory · `handover` that all of it was put.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tombolo_port::vhost_user::Shelf;
 use tombolo_shm::ivshmem::links;
@@ -46,8 +46,10 @@ use crate::process::{self, Process};
 use crate::rundir::{self, Owner, RunDir};
 
 /// The first word, with the version of the conversation.
-const HELLO: &str = "tombolo handover 1";
-/// How long each side waits for the other.
+pub(crate) const HELLO: &str = "tombolo handover 1";
+/// How long the old daemon stands still for the new one, which has little left to do.
+const COMMIT: Duration = Duration::from_secs(2);
+/// How long the new daemon waits for the old one.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// How long control threads may take to finish what they do.
 const FREEZE: Duration = Duration::from_millis(100);
@@ -113,6 +115,12 @@ impl Takeover {
             standing.check(&full, &plan)?;
         }
         let machines = process::machines(&spec.name, &folder);
+        if super::fdstore::Finder::new(&folder).is_cut_off() {
+            return Err(refused(
+                "its fd store cannot be reached: expected it to listen at keeper.sock; the running daemon makes a deleted \
+                 socket again, so try again in a few seconds; else `tombolo down` and `tombolo up`",
+            ));
+        }
         let before = owner.additions.clone();
         let mut commit = Commit::ask(&folder, owner)?;
         // Written again while it made ready.
@@ -129,6 +137,26 @@ impl Takeover {
         let dir = RunDir::inherit(&spec.name, file, lock)?;
         Ok(Some(Takeover { dir, facts, prepared: Prepared { plan, machines }, store, commit }))
     }
+}
+
+/// A line of at most 64 bytes, which is there within `limit`, however it is dealt out.
+fn line_within(socket: &mut UnixStream, limit: Duration) -> std::io::Result<String> {
+    let until = Instant::now() + limit;
+    let mut out = Vec::new();
+    while out.len() < 64 && out.last() != Some(&b'\n') {
+        let left = until.saturating_duration_since(Instant::now());
+        // A timeout of zero would be none at all.
+        socket.set_read_timeout(Some(left.max(Duration::from_millis(1))))?;
+        let mut byte = [0];
+        match socket.read(&mut byte) {
+            Ok(0) => break,
+            Ok(_) if left.is_zero() => return Err(std::io::ErrorKind::TimedOut.into()),
+            Ok(_) => out.push(byte[0]),
+            Err(error) if error.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(String::from_utf8_lossy(&out).trim_end().to_string())
 }
 
 impl Commit {
@@ -182,33 +210,28 @@ struct Standstill<'r> {
 
 impl Running {
     /// Answers a daemon that wants to take over. Does not return if that one does: this process ends.
-    pub(crate) fn hand_over(&mut self, socket: UnixStream) {
+    /// Blocks for as long as the other one may take to say so; its first words were heard already.
+    pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
         let say = self.say.clone();
-        let quiet = socket.set_read_timeout(Some(PATIENCE)).and_then(|()| socket.set_write_timeout(Some(PATIENCE)));
-        let mut reader = BufReader::new(socket);
-        let mut line = String::new();
-        if quiet.and_then(|()| reader.read_line(&mut line)).is_err() || line.trim_end() != HELLO {
-            let _ = writeln!(reader.get_mut(), "expected {HELLO:?}, found {:?}", line.trim_end());
-            return say(&format!("handover: a process asked for it in other words: {:?}", line.trim_end()));
-        }
         match self.stand_still(true) {
             Ok((standstill, store, names)) => {
-                line.clear();
-                let heard = writeln!(reader.get_mut(), "ready").and_then(|()| reader.read_line(&mut line));
-                if heard.is_ok() && line.trim_end() == "commit" {
+                let set = socket.set_write_timeout(Some(COMMIT));
+                let heard =
+                    set.and_then(|()| writeln!(socket, "ready")).and_then(|()| line_within(&mut socket, COMMIT));
+                if heard.is_ok_and(|line| line == "commit") {
                     say("another daemon has taken over; the guests run on");
-                    let _ = writeln!(reader.get_mut(), "yours");
+                    let _ = writeln!(socket, "yours");
                     // Nothing is cleared up: all of it is the other's now.
                     std::process::exit(0);
                 }
                 // Closed before anything goes on here: a late "commit" finds no one.
-                drop(reader);
+                drop(socket);
                 store.forget_all(&names);
                 drop(standstill);
                 say("handover: the other daemon did not take over; this one goes on");
             }
             Err(why) => {
-                let _ = writeln!(reader.get_mut(), "{why}");
+                let _ = writeln!(socket, "{why}");
                 say(&format!("handover: {why}; this daemon goes on"));
             }
         }

@@ -3,12 +3,11 @@
 //! # Purpose
 //! A cleaner of temporary files, or an `rm -rf`, takes names away and nothing else: the daemon runs on with its lock, taps
 //! and connections. The daemon watches its runtime directory (inotify(7)) and makes again what is missing: the directory,
-//! its lock and record, the sockets of ports, and the API's. So all commands find it as before.
+//! its lock and record, the sockets of ports and links, of the API, of handovers and of the fd store. So all commands find it as before.
 //!
 //! # Limits
 //! A port whose peer is connected keeps its connection, and gets its socket again when the peer goes. A machine's console
-//! and monitor belong to its QEMU and come back when it is started again. A keeper's socket comes back with the next
-//! keeper. Without inotify the directory is looked at once a second.
+//! and monitor belong to its QEMU and come back when it is started again. Without inotify the directory is looked at once a second.
 
 use std::mem::MaybeUninit;
 use std::os::fd::OwnedFd;
@@ -21,7 +20,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinSet;
 
-use super::Running;
+use super::{Running, handover, handover_socket};
 use crate::api::Requests;
 use crate::api::server::Server;
 use crate::plan::{Attachment, PortPlan};
@@ -159,7 +158,16 @@ pub(crate) async fn keep(
         stop
     };
     let mut stop = serve(server);
+    let handover = handover::socket_path(&folder);
     let mut is_pending = false;
+    let mut asked = match me.upgrade() {
+        Some(running) => {
+            let say = running.lock().await.say.clone();
+            let asked = handover_socket::serve(&folder, requests.clone(), say.clone());
+            asked.inspect_err(|e| say(&format!("`up --replace` will not work: {}: {e}", handover.display()))).ok()
+        }
+        None => None,
+    };
     loop {
         let changed = async {
             match &watch {
@@ -190,6 +198,7 @@ pub(crate) async fn keep(
             continue;
         }
         is_pending = running.restore_files();
+        is_pending |= running.restore_store() | running.restore_links();
         if is_missing(&socket) {
             match Server::bind(&socket) {
                 // The connections of the one before come to their ends.
@@ -200,8 +209,20 @@ pub(crate) async fn keep(
                 }
             }
         }
+        if is_missing(&handover) {
+            match handover_socket::serve(&folder, requests.clone(), running.say.clone()) {
+                Ok(task) => asked.replace(task).into_iter().for_each(|old| old.abort()),
+                Err(error) => {
+                    running
+                        .missing
+                        .push(format!("{} was deleted and cannot be made again: {error}", handover.display()));
+                    is_pending = true;
+                }
+            }
+        }
         is_watched = watch.as_ref().is_some_and(|w| w.look_at(&folder));
     }
+    asked.into_iter().for_each(|task| task.abort());
     drop(stop);
     while serving.join_next().await.is_some() {}
 }

@@ -217,6 +217,7 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.note_member(pid);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, pid);
         self.take_seats(&plan.seats, pid)?;
@@ -262,6 +263,7 @@ impl Running {
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
+        self.note_member(*pid);
         self.tell_who_is_away();
         self.watch_machine(&plan.name, *pid);
         Ok(())
@@ -327,6 +329,7 @@ impl Running {
         // A script that runs QEMU as its child is not QEMU.
         let pid = monitor::listener(&monitor_path(&self.facts.runtime, name)).unwrap_or(pid);
         let Some(started_ticks) = process::start_ticks(pid) else { return };
+        self.note_member(pid);
         let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
         // Where the record cannot be written, the next daemon starts the machine anew.
         self.dir().record(|o| {

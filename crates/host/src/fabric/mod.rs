@@ -25,6 +25,7 @@ mod capture;
 mod drive;
 pub mod fdstore;
 pub mod handover;
+mod handover_socket;
 pub(crate) mod heal;
 mod leases;
 mod machine;

@@ -151,6 +151,15 @@ impl Running {
         Ok(())
     }
 
+    /// Has links listen again whose sockets were deleted; whether one could not be made.
+    pub(crate) fn restore_links(&mut self) -> bool {
+        let Some(links) = self.links() else { return false };
+        let faults = links.restore_doors();
+        let is_pending = !faults.is_empty();
+        self.missing.extend(faults.iter().map(|error| format!("a link's socket was deleted: {error}")));
+        is_pending
+    }
+
     /// Ends all links, and the keeper.
     pub(crate) fn end_links(&mut self) {
         if let Some(store) = self.store.take() {

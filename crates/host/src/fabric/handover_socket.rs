@@ -1,0 +1,91 @@
+//! The socket at which another daemon asks for a handover: who may ask, and how long one may take to say so.
+//!
+//! # Invariants
+//! - Only root and the daemon's own user are heard, and of these no machine and no helper of the fabric ([`crate::members`]).
+//! - A peer that connects and says nothing costs a place among [`ASKING`] for [`PATIENCE`]; the fabric's task waits for
+//!   nobody before the first word is there.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use rustix::net::SocketType;
+use tokio::io::AsyncReadExt;
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::Semaphore;
+use tokio::task::JoinHandle;
+use tombolo_shm::listener::Listener;
+
+use super::Say;
+use super::handover::{self, HELLO};
+use crate::api::{Request, Requests};
+use crate::members;
+
+/// How long a peer may take for its first line.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// Peers that may be about to say it.
+const ASKING: usize = 8;
+/// Bytes of a line.
+const LINE_BYTES: usize = 64;
+
+/// Passes daemons that want to take over on to the fabric's task, until the returned task is aborted.
+pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Result<JoinHandle<()>> {
+    let listener = Listener::replace(&handover::socket_path(folder), SocketType::STREAM)?;
+    let listener = UnixListener::from_std(std::os::unix::net::UnixListener::from(listener.hand_over()?))?;
+    let places = Arc::new(Semaphore::new(ASKING));
+    Ok(tokio::spawn(async move {
+        // The semaphore is never closed.
+        while let Ok(place) = places.clone().acquire_owned().await {
+            let Ok((socket, _)) = listener.accept().await else {
+                // No descriptor is left; there may be one later.
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                continue;
+            };
+            let (requests, say) = (requests.clone(), say.clone());
+            tokio::spawn(async move {
+                if let Err(why) = hear(socket, &requests).await {
+                    say(&format!("handover: {why}"));
+                }
+                drop(place);
+            });
+        }
+    }))
+}
+
+/// Hears a peer's first line and passes it on.
+async fn hear(mut socket: UnixStream, requests: &Requests) -> Result<(), String> {
+    let peer = socket.peer_cred().map_err(|e| e.to_string())?;
+    let me = rustix::process::geteuid().as_raw();
+    if peer.uid() != me && peer.uid() != 0 {
+        return Err(format!("expected root or user {me}, found user {}: it is not heard", peer.uid()));
+    }
+    if let Some(member) = members::member_of(peer.pid()) {
+        return Err(format!("process {member} is the fabric's own machine or helper and may not ask: it is not heard"));
+    }
+    let line = tokio::time::timeout(PATIENCE, line(&mut socket)).await;
+    let line = line.map_err(|_| format!("a process connected and said nothing for {} s", PATIENCE.as_secs()))?;
+    let line = line.map_err(|error| error.to_string())?;
+    let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
+    let mut socket = socket.map_err(|error| error.to_string())?;
+    if line != HELLO {
+        // Nobody may be there to read it. The buffer of a fresh socket has room for it.
+        let _ = std::io::Write::write_all(&mut socket, format!("expected {HELLO:?}, found {line:?}\n").as_bytes());
+        return Err(format!("a process asked for it in other words: {line:?}"));
+    }
+    // The fabric has ended where nobody takes it.
+    let _ = requests.send(Request::HandOver { socket }).await;
+    Ok(())
+}
+
+async fn line(socket: &mut UnixStream) -> std::io::Result<String> {
+    let mut out = Vec::new();
+    while out.len() < LINE_BYTES {
+        match socket.read_u8().await {
+            Ok(b'\n') => break,
+            Ok(byte) => out.push(byte),
+            Err(error) if error.kind() == std::io::ErrorKind::UnexpectedEof => break,
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(String::from_utf8_lossy(&out).trim_end().to_string())
+}
