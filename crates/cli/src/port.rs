@@ -8,7 +8,7 @@ use tombolo_host::api::report::{Ports, SCHEMA};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::section::Section;
+use crate::section::{Section, quoted};
 use crate::select::Select;
 use crate::status;
 
@@ -16,6 +16,8 @@ use crate::status;
 pub(crate) enum Port {
     /// Add a port or tap, from flags or from sections of a fabric file
     Add(Box<Add>),
+    /// Change the rate limits of a running port
+    Set(Set),
     /// Remove a port or tap; a machine's port goes with its machine
     Del(Del),
     /// List the ports
@@ -88,6 +90,18 @@ pub(crate) struct Add {
 }
 
 #[derive(Args, Debug)]
+pub(crate) struct Set {
+    /// Name of the port
+    name: String,
+    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_frames=50000; those left out are off; `off` for none
+    #[arg(long, value_name = "LIMITS")]
+    rate: String,
+    /// Print the port as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
 pub(crate) struct Del {
     /// Name of the port
     name: String,
@@ -154,6 +168,28 @@ impl Add {
     }
 }
 
+impl Set {
+    /// The change as text of a fabric file. What the names and values mean is for the fabric to say.
+    fn text(&self) -> Result<String, Failure> {
+        if self.rate == "off" {
+            return Ok("rate = {}\n".into());
+        }
+        let limits = self.rate.split(',').map(|limit| {
+            let (name, value) = limit.split_once('=').filter(|(name, value)| !name.is_empty() && !value.is_empty())?;
+            let value = if value.bytes().all(|b| b.is_ascii_digit()) { value.to_string() } else { quoted(value) };
+            Some(format!("{} = {value}", quoted(name)))
+        });
+        let limits: Option<Vec<String>> = limits.collect();
+        let limits = limits.ok_or_else(|| {
+            let found = &self.rate;
+            Failure::misused(format!(
+                "--rate: expected NAME=VALUE,… or off, like send=100M,receive=1G, found {found:?}"
+            ))
+        })?;
+        Ok(format!("rate = {{ {} }}\n", limits.join(", ")))
+    }
+}
+
 impl Port {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let client = select.client()?;
@@ -169,6 +205,15 @@ impl Port {
                             out::print(&format!("{} listens at {socket}\n", port.name))?;
                         }
                     }
+                }
+            }
+            Port::Set(set) => {
+                let port = client.change_port(&set.name, &set.text()?)?;
+                if set.json {
+                    out::json(&port)?;
+                } else {
+                    let rate = port.details.get("rate").map_or("no limits", String::as_str);
+                    out::print(&format!("{}: {rate}\n", port.name))?;
                 }
             }
             Port::Del(del) => {
@@ -249,6 +294,23 @@ mod tests {
         assert_eq!(text(&format!("add --sections {}", path.display())), "[port.a]\n");
         assert!(parse("add").is_err() && parse("add p --sections x").is_err());
         assert!(parse("add --sections x --network lan").is_err());
+    }
+
+    #[test]
+    fn limits_become_the_key_of_the_file() {
+        let change = |limits: &str| {
+            let Port::Set(set) = parse(&format!("set p --rate {limits}")).unwrap() else { panic!() };
+            set.text()
+        };
+        assert_eq!(
+            change("send=100M,receive_frames=7").unwrap(),
+            "rate = { \"send\" = \"100M\", \"receive_frames\" = 7 }\n"
+        );
+        assert_eq!(change("off").unwrap(), "rate = {}\n");
+        for wrong in ["fast", "send=", "=5", "send=1M,"] {
+            assert!(change(wrong).is_err(), "{wrong}");
+        }
+        assert!(parse("set p").is_err() && parse("set --rate off").is_err());
     }
 
     #[test]

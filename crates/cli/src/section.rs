@@ -5,7 +5,7 @@
 pub(crate) struct Section(String);
 
 /// A basic string of TOML: JSON's strings are, but for DEL, which serde_json leaves as it is.
-fn quoted(text: &str) -> String {
+pub(crate) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }
 

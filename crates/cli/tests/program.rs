@@ -142,6 +142,75 @@ fn ports_come_and_go_while_it_runs() {
     home.ok("down");
 }
 
+/// What the port `guest` says in `status`: its rate limits, and the frames that they cost it.
+fn limits(home: &Home) -> (Option<String>, u64) {
+    let port = home.status().ports.into_iter().find(|p| p.name == "guest").expect("a port of the file");
+    (port.details.get("rate").cloned(), port.counters.tx_drops.get("rate_limit").copied().unwrap_or(0))
+}
+
+/// Asks the gateway `n` times from the port `guest`, and waits until each answer has come or was counted as dropped.
+fn answers(home: &Home, peer: &mut UnixStream, n: u64) -> u64 {
+    let answered = |home: &Home| {
+        let port = home.status().ports.into_iter().find(|p| p.name == "guest").expect("a port of the file");
+        (port.counters.tx_frames, port.counters.tx_drops.values().sum::<u64>())
+    };
+    let before = answered(home);
+    let frame = arp_request();
+    for _ in 0..n {
+        peer.write_all(&(frame.len() as u32).to_be_bytes()).unwrap();
+        peer.write_all(&frame).unwrap();
+    }
+    until("an answer or a drop for each", || {
+        let now = answered(home);
+        now.0 + now.1 == before.0 + before.1 + n
+    });
+    answered(home).0 - before.0
+}
+
+#[test]
+fn rate_limits_change_on_a_running_port_and_are_kept() {
+    let home = Home::new(FILE);
+    home.ok("up -d");
+    let connect = || UnixStream::connect(home.path("run/t/guest.sock")).unwrap();
+    let mut peer = connect();
+    assert_eq!((answers(&home, &mut peer, 200), limits(&home)), (200, (None, 0)));
+    assert_eq!(home.ok("port set guest --rate receive_frames=1"), "guest: receive 1 frames/s\n");
+    let came = answers(&home, &mut peer, 200);
+    // A burst of 64, and one more for each second that this took.
+    assert!((64..150).contains(&came), "{came}");
+    assert_eq!(limits(&home), (Some("receive 1 frames/s".into()), 200 - came));
+
+    let wrong = home.refused("port set guest --rate sent=100M", 2);
+    assert!(wrong.contains("send") && wrong.ends_with("1 fault in the change; nothing was changed\n"), "{wrong}");
+    assert!(home.refused("port set guest --rate fast", 2).contains("like send=100M"));
+    assert!(home.refused("port set absent --rate off", 1).contains("there are guest"));
+    assert!(home.refused("port set gateway-lan --rate off", 1).contains("is the gateway of its network"));
+    assert_eq!(limits(&home).0.as_deref(), Some("receive 1 frames/s"), "as before what was refused");
+
+    let old = home.status().pid;
+    signal(old, Signal::KILL);
+    home.ok("up -d");
+    assert_eq!(limits(&home).0.as_deref(), Some("receive 1 frames/s"), "after a crash");
+    home.ok("up -d --replace");
+    assert_eq!(limits(&home).0.as_deref(), Some("receive 1 frames/s"), "after a handover");
+    let mut peer = connect();
+    let came = answers(&home, &mut peer, 200);
+    assert!((64..150).contains(&came), "the kept limit works: {came}");
+
+    assert_eq!(home.ok("port set guest --rate off"), "guest: no limits\n");
+    assert_eq!(answers(&home, &mut peer, 200), 200);
+    home.ok("port set guest --rate send=64K,send_frames=5");
+    home.ok("port del guest");
+    std::fs::write(home.path("same.toml"), "[port.guest]\nkind = \"stream\"\n").unwrap();
+    home.ok("port add --sections same.toml");
+    assert_eq!(limits(&home).0, None, "the limits went with the port");
+    home.ok("port set guest --rate send=64K");
+    home.ok("down");
+    home.ok("up -d");
+    assert_eq!(limits(&home).0, None, "and with the fabric");
+    home.ok("down");
+}
+
 /// An ARP request of 10.87.0.7 for the gateway, 10.87.0.1 (RFC 826), padded to 60 bytes.
 #[test]
 fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {

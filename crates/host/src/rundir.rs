@@ -10,6 +10,7 @@
 //!   which one runs and is not findable.
 //! - The directory is 0700 and its owner's.
 
+use std::collections::BTreeMap;
 use std::fs::{self, File};
 use std::io::{self, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -132,6 +133,9 @@ pub struct Owner {
     pub bypass: bool,
     /// Members added while running; a daemon that follows a crash adds them again.
     pub additions: Vec<Addition>,
+    /// Rate limits that were changed while it ran: by port, as text of a fabric file. They go before the file's.
+    #[serde(default)]
+    pub rates: BTreeMap<String, String>,
     /// Machines whose drivers have been seen on the network: only those can be adopted. A QEMU that loses its backend while
     /// its guest agrees on features agrees on other ones with the next backend.
     #[serde(default)]

@@ -224,6 +224,11 @@ impl Client {
         self.json(Method::POST, "/v1/ports", sections, None)
     }
 
+    /// Changes a running port: the key `rate`, as TOML text.
+    pub fn change_port(&self, name: &str, change: &str) -> Result<PortReport, ClientError> {
+        self.json(Method::PATCH, &format!("/v1/ports/{}", quoted(name)), change, None)
+    }
+
     /// Removes a port.
     pub fn remove_port(&self, name: &str) -> Result<(), ClientError> {
         self.nothing(Method::DELETE, &format!("/v1/ports/{}", quoted(name)))

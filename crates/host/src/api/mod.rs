@@ -54,6 +54,15 @@ pub enum Request {
         /// The new ports.
         reply: Reply<Vec<PortReport>>,
     },
+    /// Changes a running port's rate limits, and keeps the change for daemons that follow.
+    ChangePort {
+        /// The port's name.
+        name: String,
+        /// The key `rate`, as TOML text.
+        change: String,
+        /// The port as it is now.
+        reply: Reply<PortReport>,
+    },
     /// Removes a port that was added, or a tap or bare port of the file. A machine's port goes with its machine.
     RemovePort {
         /// The port's name.

@@ -28,7 +28,7 @@ use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Reques
 use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
-use axum::routing::{MethodRouter, delete, get, post};
+use axum::routing::{MethodRouter, delete, get, patch, post};
 use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
@@ -140,6 +140,7 @@ fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
         ("get", "/v1/ports", get(ports)),
         ("post", "/v1/ports", post(add_ports)),
         ("get", "/v1/ports/{name}", get(port)),
+        ("patch", "/v1/ports/{name}", patch(change_port)),
         ("delete", "/v1/ports/{name}", delete(remove_port)),
         ("get", "/v1/ports/{name}/capture", get(capture)),
         ("get", "/v1/machines", get(machines)),
@@ -267,6 +268,14 @@ async fn port(State(app): State<App>, InPath(name): InPath<String>) -> Result<Re
 async fn add_ports(State(app): State<App>, Sections(sections): Sections) -> Result<Response, Answer> {
     let ports = ask(&app.requests, |reply| Request::AddPorts { sections, reply }).await?;
     Ok((StatusCode::CREATED, Json(Ports { schema: SCHEMA, ports })).into_response())
+}
+
+async fn change_port(
+    State(app): State<App>,
+    InPath(name): InPath<String>,
+    Sections(change): Sections,
+) -> Result<Response, Answer> {
+    Ok(Json(ask(&app.requests, |reply| Request::ChangePort { name, change, reply }).await?).into_response())
 }
 
 async fn remove_port(State(app): State<App>, InPath(name): InPath<String>) -> Result<StatusCode, Answer> {

@@ -55,6 +55,14 @@ async fn answer(
                 })));
             }
             Request::HandOver { .. } | Request::Leave => {}
+            Request::ChangePort { name, change, reply } => {
+                let missing = || Refusal::NotFound(format!("no port \"{name}\""));
+                let port = status.ports.iter_mut().find(|p| p.name == name).map(|p| {
+                    p.details.insert("rate".into(), change);
+                    p.clone()
+                });
+                drop(reply.send(port.ok_or_else(missing)));
+            }
             Request::RemovePort { name, reply } => {
                 let before = status.ports.len();
                 status.ports.retain(|p| p.name != name);

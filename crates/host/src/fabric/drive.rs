@@ -94,6 +94,15 @@ async fn serve(shared: &Shared, request: Request) {
             let ports = result.map(|(status, names)| pick_ports(status.ports, &names));
             answer(reply, ports);
         }
+        Request::ChangePort { name, change, reply } => {
+            let mut running = shared.running.lock().await;
+            let result = running.set_rates(&name, &change).and_then(|()| running.status());
+            let port = result.and_then(|status| {
+                let port = status.ports.into_iter().find(|p| p.name == name);
+                port.ok_or_else(|| FabricError::State(format!("port \"{name}\" is gone")))
+            });
+            answer(reply, port);
+        }
         Request::RemovePort { name, reply } => answer(reply, shared.running.lock().await.remove(&name)),
         Request::RunMachine { sections, reply } => {
             let mut running = shared.running.lock().await;

@@ -33,6 +33,7 @@ mod network;
 #[cfg(test)]
 mod planted;
 mod ports;
+mod rates;
 mod report;
 mod services;
 pub mod shared;
@@ -328,7 +329,10 @@ impl Running {
         let spec = match dir.leftover.clone() {
             Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
             Some(_) => {
-                dir.record(|o| o.additions.clear());
+                dir.record(|o| {
+                    o.additions.clear();
+                    o.rates.clear();
+                });
                 spec
             }
             None => spec,
@@ -710,6 +714,7 @@ impl Running {
                 }
                 o.additions.retain(|a| !a.names.is_empty());
             });
+            self.forget_rates(name);
         }
         Ok(known)
     }
@@ -748,6 +753,7 @@ impl Running {
         self.spec.ports.retain(|p| p.name != name);
         self.update_names();
         self.forget_addition(name)?;
+        self.forget_rates(name);
         self.record_standing();
         Ok(())
     }

@@ -220,6 +220,7 @@ impl Running {
         let registration = worker.thread.registration(&reserved);
         let Opened { port, remake, passt, handle: told } = self.open(plan, registration, handed)?;
         let file::Traffic { roles, storm, rates } = plan.traffic;
+        let rates = self.changed_rates(&plan.name).unwrap_or(rates);
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
         let settings = PortSettings { guard, mac_limit: None, storm, rates };
         let handle = worker.thread.handle();

@@ -9,6 +9,7 @@
 //!   against it.
 //! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
 //! - `parse`: the sections, one function each.
+//! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
 mod check;
@@ -17,6 +18,7 @@ mod parse;
 mod problem;
 mod read;
 pub mod schema;
+mod traffic;
 
 pub use model::{
     Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, Nic,
@@ -25,4 +27,5 @@ pub use model::{
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;
 pub use parse::{add, load, name_of, parse};
-pub use problem::{FileError, Problem, nearest};
+pub use problem::{FileError, Part, Problem, nearest};
+pub use traffic::rate_change;

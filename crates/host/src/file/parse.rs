@@ -7,12 +7,10 @@ use std::path::{Path, PathBuf};
 use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
-use tombolo_switch::guard::Roles;
-use tombolo_switch::limit::{Limit, Rates, Storm};
-
 use super::model::*;
-use super::problem::{Complaints, FileError, near, nearest};
+use super::problem::{Complaints, FileError, Part, near, nearest};
 use super::read::{Section, Spots, found, integer};
+use super::traffic::traffic;
 use super::{check, schema};
 
 /// Words of the head that open sections.
@@ -38,7 +36,7 @@ pub fn name_of(path: &Path) -> Result<String, FileError> {
         None => {
             let mut out = Complaints::new(&text);
             nameless(&dir, &mut out);
-            Err(FileError::Faulty { path: path.into(), problems: out.finish(), addition: false })
+            Err(FileError::Faulty { path: path.into(), problems: out.finish(), part: Part::File })
         }
     }
 }
@@ -66,16 +64,16 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     let dir = folder_of(path);
-    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), false)
+    read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File)
 }
 
 /// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
 /// checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
-    read(text, path, to.clone(), true)
+    read(text, path, to.clone(), Part::Addition)
 }
 
-fn read(text: &str, path: &Path, start: Fabric, addition: bool) -> Result<Fabric, FileError> {
+fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut out = Complaints::new(text);
     out.broken = !errors.is_empty();
@@ -96,7 +94,7 @@ fn read(text: &str, path: &Path, start: Fabric, addition: bool) -> Result<Fabric
         out.explain_by_syntax();
     }
     let problems = out.finish();
-    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, addition }) }
+    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
 }
 
 const DEFAULT_LEASE_S: u32 = 3600;
@@ -579,103 +577,6 @@ fn ip6(s: &mut Section<'_, '_, '_, '_>) -> Ip6 {
         Some((value, _)) if value.as_str() == Some("any") => Ip6::Any,
         Some(_) => s.list("ip6", true, Prefix6::parse).map_or(Ip6::Unsaid, Ip6::Only),
     }
-}
-
-fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
-    let word = |text: &str| {
-        Some(match text {
-            "router-advertisements" => Roles { router: true, ..Roles::default() },
-            "dhcp-server" => Roles { dhcp_server: true, ..Roles::default() },
-            "gateway-addresses" => Roles { gateway: true, ..Roles::default() },
-            _ => return None,
-        })
-    };
-    let roles = s.list("allow", true, word).unwrap_or_default().into_iter().fold(Roles::default(), |a, b| Roles {
-        router: a.router | b.router,
-        dhcp_server: a.dhcp_server | b.dhcp_server,
-        gateway: a.gateway | b.gateway,
-    });
-    Traffic { roles, storm: storm(s), rates: rates(s) }
-}
-
-/// Each entry of the table `key`, by name; `read` says whether it fits.
-fn entries(
-    s: &mut Section<'_, '_, '_, '_>,
-    key: &str,
-    names: &[&str],
-    mut read: impl FnMut(&str, &DeValue<'_>) -> bool,
-) {
-    let Some((DeValue::Table(table), _)) = s.raw(key) else { return };
-    for (name, value) in table {
-        let word: &str = name.get_ref();
-        if !names.contains(&word) {
-            s.wrong(key, &name.span(), format!("the key {word}"), near(word, names.iter().copied()));
-        } else if !read(word, value.get_ref()) {
-            s.wrong(key, &value.span(), format!("{} for {word}", found(value.get_ref())), None);
-        }
-    }
-}
-
-const MAX_FRAMES_PER_SECOND: i64 = 100_000_000;
-
-fn storm(s: &mut Section<'_, '_, '_, '_>) -> Storm {
-    let mut storm = Storm::default();
-    match s.raw("storm") {
-        None | Some((DeValue::Boolean(true) | DeValue::Table(_), _)) => {}
-        Some((DeValue::Boolean(false), _)) => return Storm::OFF,
-        Some((other, span)) => s.wrong("storm", &span, found(other), None),
-    }
-    entries(s, "storm", &["broadcast", "multicast", "unknown"], |name, value| {
-        let limit = match value {
-            DeValue::Boolean(false) => None,
-            value => match integer(value).filter(|n| (1..=MAX_FRAMES_PER_SECOND).contains(n)) {
-                Some(n) => Some(Limit::frames(n as u64)),
-                None => return false,
-            },
-        };
-        match name {
-            "broadcast" => storm.broadcast = limit,
-            "multicast" => storm.multicast = limit,
-            _ => storm.unknown = limit,
-        }
-        true
-    });
-    storm
-}
-
-/// Bits per second: "100M", "1G", "64K", 10000.
-fn bits(value: &DeValue<'_>) -> Option<u64> {
-    let read = |text: &str| {
-        let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
-        let factor = match unit {
-            "K" => 1_000,
-            "M" => 1_000_000,
-            "G" => 1_000_000_000,
-            _ => return None,
-        };
-        digits.parse::<u64>().ok()?.checked_mul(factor)
-    };
-    let number = integer(value).and_then(|n| u64::try_from(n).ok()).or_else(|| value.as_str().and_then(read));
-    number.filter(|n| (1_000..=1_000_000_000_000).contains(n))
-}
-
-fn rates(s: &mut Section<'_, '_, '_, '_>) -> Rates {
-    let mut rates = Rates::default();
-    if let Some((other, span)) = s.raw("rate").filter(|(value, _)| !matches!(value, DeValue::Table(_))) {
-        s.wrong("rate", &span, found(other), None);
-    }
-    entries(s, "rate", &["send", "receive", "send_frames", "receive_frames"], |name, value| {
-        let frames = || integer(value).filter(|n| (1..=MAX_FRAMES_PER_SECOND).contains(n)).map(|n| n as u64);
-        let place = match name {
-            "send" => &mut rates.send.bits,
-            "receive" => &mut rates.receive.bits,
-            "send_frames" => &mut rates.send.frames,
-            _ => &mut rates.receive.frames,
-        };
-        *place = if name.ends_with("_frames") { frames() } else { bits(value) };
-        place.is_some()
-    });
-    rates
 }
 
 fn one_network(s: &mut Section<'_, '_, '_, '_>, only: Option<String>, none_at_all: bool) -> String {

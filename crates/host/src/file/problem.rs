@@ -48,25 +48,39 @@ pub enum FileError {
         source: std::io::Error,
     },
     /// The file, or what was to be added to a running fabric, was read and has faults; all are listed, one a line.
-    #[error("{}", list(path, problems, *addition))]
+    #[error("{}", list(path, problems, *part))]
     Faulty {
         /// The file's path, as shown before each line.
         path: PathBuf,
         /// In order of their place in the file; never empty.
         problems: Vec<Problem>,
-        /// Whether this was an addition to a fabric that stands.
-        addition: bool,
+        /// What was read.
+        part: Part,
     },
 }
 
-fn list(path: &std::path::Path, problems: &[Problem], addition: bool) -> String {
+/// What a text is that was read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// A whole fabric file.
+    File,
+    /// An addition to a fabric that stands.
+    Addition,
+    /// A change of something that stands.
+    Change,
+}
+
+fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
     let mut out = String::new();
     for problem in problems {
         out.push_str(&format!("{}:{problem}\n", path.display()));
     }
     let s = if problems.len() == 1 { "" } else { "s" };
-    let outcome =
-        if addition { "in the addition; nothing was added" } else { "in the fabric file; nothing was started" };
+    let outcome = match part {
+        Part::File => "in the fabric file; nothing was started",
+        Part::Addition => "in the addition; nothing was added",
+        Part::Change => "in the change; nothing was changed",
+    };
     out.push_str(&format!("{} fault{s} {outcome}", problems.len()));
     out
 }
