@@ -27,6 +27,7 @@ pub mod link;
 pub mod packet;
 pub mod pair;
 pub mod reactor;
+mod repeats;
 pub mod stream;
 mod sys;
 pub mod tap;

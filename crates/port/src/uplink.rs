@@ -23,6 +23,8 @@ use tombolo_switch::frame::{Batch, Offload};
 use tombolo_switch::nat::{Config, Nat, Verdict};
 use tombolo_switch::port::{Caps, Fault, HandOver, Link, Port, Sent};
 
+use crate::repeats::Repeats;
+
 /// Frames of the router's own that may wait to be received by the switch.
 const QUEUE_FRAMES: usize = 1024;
 /// Frames handed to the uplink at once.
@@ -57,8 +59,15 @@ impl Away {
     /// The uplink's signs of life so far.
     pub fn beat(&self) -> Beat {
         let read = |cell: &AtomicU64| cell.load(Ordering::Relaxed);
-        let Pulse { asked, answers, frames, repeats, .. } = &self.0.pulse;
-        Beat { asked: read(asked), answers: read(answers), frames: read(frames), repeats: read(repeats) }
+        let Pulse { asked, answers, frames, repeats, taken, refused, .. } = &self.0.pulse;
+        Beat {
+            asked: read(asked),
+            answers: read(answers),
+            frames: read(frames),
+            repeats: read(repeats),
+            taken: read(taken),
+            refused: read(refused),
+        }
     }
 
     fn take(&self) -> Option<Vec<Ipv4Addr>> {
@@ -78,6 +87,8 @@ struct Pulse {
     answers: AtomicU64,
     frames: AtomicU64,
     repeats: AtomicU64,
+    taken: AtomicU64,
+    refused: AtomicU64,
 }
 
 /// What [`Away::beat`] tells.
@@ -89,64 +100,13 @@ pub struct Beat {
     pub answers: u64,
     /// Frames received.
     pub frames: u64,
-    /// How often the uplink has repeated one TCP segment in a row, once that is a storm; else 0.
+    /// How often the uplink has repeated one frame that nothing provoked, in the last storm. It changes while the storm
+    /// goes on and stays as it is afterwards.
     pub repeats: u64,
-}
-
-/// A segment that comes so often in a row, at no less than [`STORM_PER_SECOND`] for [`STORM_NS`], is a storm. Duplicate
-/// acknowledgements come in bursts of a window's segments, a few thousand, and then something changes.
-const STORM_REPEATS: u64 = 5000;
-const STORM_PER_SECOND: u64 = 1000;
-const STORM_NS: u64 = 1_000_000_000;
-/// Connections whose last segment is remembered.
-const REMEMBERED: usize = 64;
-
-/// Finds a TCP segment that is repeated without end. Costs a look at one slot for each frame.
-#[derive(Debug)]
-struct Repeats {
-    slots: [Repeated; REMEMBERED],
-}
-
-#[derive(Clone, Copy, Debug, Default)]
-struct Repeated {
-    flow: u64,
-    segment: u64,
-    count: u64,
-    since: Nanos,
-}
-
-impl Repeats {
-    /// Looks at a frame; returns the count of repeats of a storm.
-    fn see(&mut self, now: Nanos, frame: &[u8]) -> Option<u64> {
-        /// FNV-1a.
-        fn hash(parts: [&[u8]; 2]) -> u64 {
-            let bytes = parts.into_iter().flatten();
-            bytes.fold(0xcbf2_9ce4_8422_2325, |h, b| (h ^ u64::from(*b)).wrapping_mul(0x0100_0000_01b3))
-        }
-        // Ethernet, IPv4, TCP (RFC 9293 §3.1): ports, sequence and acknowledgement, flags and window.
-        let ip = frame.get(14..)?;
-        if frame.get(12..14)? != [8, 0] || *ip.get(9)? != 6 {
-            return None;
-        }
-        let tcp = ip.get(usize::from(ip[0] & 15) * 4..)?;
-        let flow = hash([ip.get(12..20)?, tcp.get(..4)?]);
-        let segment = hash([ip.get(2..4)?, tcp.get(4..16)?]);
-        let slot = &mut self.slots[flow as usize % REMEMBERED];
-        if (slot.flow, slot.segment) != (flow, segment) {
-            *slot = Repeated { flow, segment, count: 1, since: now };
-            return None;
-        }
-        slot.count += 1;
-        let span = now.since(slot.since).0;
-        if slot.count < STORM_REPEATS || span < STORM_NS {
-            return None;
-        }
-        if slot.count.saturating_mul(1_000_000_000) / span >= STORM_PER_SECOND {
-            return Some(slot.count);
-        }
-        *slot = Repeated { flow, segment, count: 1, since: now };
-        None
-    }
+    /// Frames that the uplink took.
+    pub taken: u64,
+    /// Frames that it did not take, as its queue was full.
+    pub refused: u64,
 }
 
 /// A router before an uplink.
@@ -188,7 +148,7 @@ impl NatPort {
             sending: Vec::new(),
             lost: Drops::default(),
             promised: None,
-            repeats: Repeats { slots: [Repeated::default(); REMEMBERED] },
+            repeats: Repeats::default(),
         }
     }
 
@@ -246,11 +206,17 @@ impl NatPort {
             }
             let mut batch = Batch::with_capacity(chunk.len());
             for frame in chunk {
+                self.repeats.sent(frame);
                 batch.push(Foreign::from(&frame[..]), Offload::NONE);
             }
             let all: Vec<u16> = (0..chunk.len() as u16).collect();
             match self.uplink.transmit(&batch, &all, drops) {
-                Ok(done) => sent.add(done),
+                Ok(done) => {
+                    let pulse = &self.away.0.pulse;
+                    pulse.taken.fetch_add(done.frames, Ordering::Relaxed);
+                    pulse.refused.fetch_add(chunk.len() as u64 - done.frames, Ordering::Relaxed);
+                    sent.add(done);
+                }
                 Err(fault) => {
                     // This is the caller of `Port::transmit` here: what is neither sent nor counted is lost with the uplink.
                     let rest = (frames.len() as u64 - sent.frames).saturating_sub(drops.total() - before);
@@ -353,7 +319,7 @@ impl Port for NatPort {
         self.look_who_is_away();
         if was == Link::Down && self.uplink.link() == Link::Up {
             self.nat.uplink_restarted();
-            self.away.0.pulse.repeats.store(0, Ordering::Relaxed);
+            self.repeats = Repeats::default();
         }
         let pulse = &self.away.0.pulse;
         if pulse.wanted.load(Ordering::Relaxed) && self.uplink.link() == Link::Up {
@@ -470,6 +436,7 @@ mod tests {
     use super::*;
     use crate::pair::{PairConfig, PairPeer, pair};
     use crate::reactor::Reactor;
+    use crate::repeats::STORM_REPEATS;
     use crate::stream::StreamPort;
     use std::io::Read;
     use tombolo_switch::nat::{Forward, Protocol};
@@ -566,7 +533,7 @@ mod tests {
         other[34] ^= 1;
         let mut sent = 0;
         while away.beat().repeats == 0 {
-            assert!(sent < 2 * STORM_REPEATS, "{:?}", away.beat());
+            assert!(sent < 3 * STORM_REPEATS, "{:?}", away.beat());
             at = at.after(Nanos(500_000));
             port.service(at).unwrap();
             passt.send(&syn(), Offload::NONE).unwrap();
@@ -577,25 +544,6 @@ mod tests {
             sent += 1;
         }
         assert!(away.beat().repeats >= STORM_REPEATS);
-    }
-
-    #[test]
-    fn segments_that_change_or_come_slowly_are_no_storm() {
-        let mut repeats = Repeats { slots: [Repeated::default(); REMEMBERED] };
-        let mut segment = syn();
-        for n in 0..4 * STORM_REPEATS {
-            // A burst of duplicate acknowledgements of 4000, then the next sequence number.
-            segment[38] = (n / 4000) as u8;
-            assert_eq!(repeats.see(Nanos(n * 300_000), &segment), None);
-        }
-        for n in 0..2 * STORM_REPEATS {
-            assert_eq!(
-                repeats.see(Nanos(n * 2_000_000), &syn()),
-                None,
-                "500 a second, as a client that asks for a port"
-            );
-        }
-        assert_eq!(repeats.see(Nanos(0), &syn()[..20]), None);
     }
 
     /// The uplink has said where it is.

@@ -8,6 +8,7 @@ use std::os::unix::process::{CommandExt, ExitStatusExt};
 use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
+use super::backoff::Backoff;
 use super::{Ending, FabricError, Running, end_all};
 use crate::api::Console;
 use crate::confine::{self, Writes};
@@ -23,12 +24,6 @@ use crate::rundir::Settled;
 const TRIM: Duration = Duration::from_secs(2);
 /// Lines of a console that a report of a death shows.
 const LAST_LINES: usize = 12;
-/// Pause before a machine that failed is started again; it doubles with each failure in a row.
-const FIRST_PAUSE: Duration = Duration::from_secs(1);
-/// The longest pause.
-const LONGEST_PAUSE: Duration = Duration::from_secs(60);
-/// A machine that ran for so long has not failed in a row.
-const CALM: Duration = Duration::from_secs(60);
 
 /// How a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -48,8 +43,8 @@ pub(crate) struct RunningMachine {
     child: Option<Child>,
     pub(crate) adopted: bool,
     pub(crate) restarts: u32,
-    /// Failures in a row.
-    failures: u32,
+    /// The pause after its next failure.
+    backoff: Backoff,
     /// When it is started again, if it is to be.
     pub(crate) again_at: Option<Instant>,
     pub(crate) ended: Option<Ended>,
@@ -63,11 +58,11 @@ pub(crate) struct RunningMachine {
 impl RunningMachine {
     /// Takes note of a failure; how long to wait before it is started again.
     fn failed(&mut self) -> Duration {
-        self.failures = if self.since.elapsed() >= CALM { 1 } else { self.failures.saturating_add(1) };
+        let now = Instant::now();
+        let pause = self.backoff.failed(self.since, now);
         // If it cannot even be started, the next failure counts from here.
-        self.since = Instant::now();
-        let pause = pause_after(self.failures);
-        self.again_at = Some(Instant::now() + pause);
+        self.since = now;
+        self.again_at = Some(now + pause);
         pause
     }
 
@@ -146,11 +141,6 @@ fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     }
 }
 
-/// How long to wait after so many failures in a row.
-fn pause_after(failures: u32) -> Duration {
-    (FIRST_PAUSE * 2u32.saturating_pow(failures.saturating_sub(1).min(16))).min(LONGEST_PAUSE)
-}
-
 impl Running {
     pub(crate) fn machine_spec(&self, name: &str) -> Option<&file::Machine> {
         self.spec.machines.iter().find(|m| m.name == name)
@@ -201,15 +191,15 @@ impl Running {
         let child = process::spawn_with(&regions, start).map_err(spawn)?;
         let pid = child.id();
         // Of one that is started again it stays known how it ended.
-        let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.failures, m.ended.clone()));
-        let (restarts, failures, ended) = before.unwrap_or_default();
+        let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.backoff, m.ended.clone()));
+        let (restarts, backoff, ended) = before.unwrap_or((0, Backoff::MACHINE, None));
         let machine = RunningMachine {
             plan: plan.clone(),
             pid: Some(pid),
             child: Some(child),
             adopted: false,
             restarts,
-            failures,
+            backoff,
             again_at: None,
             ended,
             stopped: false,
@@ -236,7 +226,7 @@ impl Running {
             child: None,
             adopted: false,
             restarts: 0,
-            failures: 0,
+            backoff: Backoff::MACHINE,
             again_at: None,
             ended: Some(Ended { how, well: false, last_lines: vec![] }),
             stopped: false,
@@ -255,7 +245,7 @@ impl Running {
             child: None,
             adopted: true,
             restarts: 0,
-            failures: 0,
+            backoff: Backoff::MACHINE,
             again_at: None,
             ended: None,
             stopped: false,
@@ -282,7 +272,7 @@ impl Running {
             stopped: true,
             console: console::log_path(&self.facts.runtime, &plan.name),
             again_at: None,
-            failures: 0,
+            backoff: Backoff::MACHINE,
             since: Instant::now(),
         };
         self.machines.insert(plan.name.clone(), machine);
@@ -450,12 +440,6 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn the_pause_doubles_up_to_a_minute() {
-        let seconds = [1, 2, 3, 4, 5, 6, 7, 8, 1000, u32::MAX].map(|n| pause_after(n).as_secs());
-        assert_eq!(seconds, [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]);
-    }
 
     #[test]
     fn ends_are_judged_by_what_the_kind_means_with_them() {

@@ -20,6 +20,7 @@
 //! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
 //! outside the mutex.
 
+mod backoff;
 mod bypass;
 mod capture;
 mod drive;

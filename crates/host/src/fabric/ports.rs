@@ -4,7 +4,7 @@ use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use tombolo_port::ivshmem::Handle;
@@ -21,6 +21,7 @@ use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Remake;
 
+use super::backoff::Backoff;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
@@ -81,12 +82,10 @@ impl RunningPort {
         self.passt.as_ref().filter(|p| p.fault.is_none()).map(|p| p.process.id())
     }
 
-    /// What is wrong with the passt behind it.
     /// Counters of the passt behind it.
     pub(crate) fn passt_counters(&self) -> Vec<(String, u64)> {
         let Some(passt) = &self.passt else { return vec![] };
-        let all =
-            [("passt_restarts", passt.restarts.into()), ("passt_hangs", passt.hangs), ("passt_storms", passt.storms)];
+        let all = [("passt_restarts", passt.restarts), ("passt_hangs", passt.hangs), ("passt_storms", passt.storms)];
         all.map(|(name, n)| (name.to_string(), n)).to_vec()
     }
 
@@ -103,7 +102,11 @@ struct Passt {
     feed: StreamFeed,
     /// Which guests its router need not wait for.
     away: Away,
-    restarts: u32,
+    /// How often it was started again, ever.
+    restarts: u64,
+    /// When it was started, or taken over.
+    since: Instant,
+    backoff: Backoff,
     /// How it ended, until it is started again.
     fault: Option<String>,
     /// Why the watchdog has ended it.
@@ -117,6 +120,7 @@ struct Passt {
 enum Blame {
     Stopped,
     Silent,
+    Deaf,
     Storm(u64),
 }
 
@@ -125,7 +129,15 @@ impl std::fmt::Display for Blame {
         match self {
             Blame::Stopped => write!(f, "ended by the watchdog: it was stopped by a signal"),
             Blame::Silent => write!(f, "ended by the watchdog: it hung, and answered nothing for {SILENT_LOOKS} looks"),
-            Blame::Storm(times) => write!(f, "ended by the watchdog: it repeated one segment {times} times"),
+            Blame::Deaf => {
+                write!(
+                    f,
+                    "ended by the watchdog: it sent, and read nothing from its full socket for {SILENT_LOOKS} looks"
+                )
+            }
+            Blame::Storm(times) => {
+                write!(f, "ended by the watchdog: it repeated one frame {times} times, and nothing provoked that")
+            }
         }
     }
 }
@@ -144,6 +156,7 @@ struct Watchdog {
     last: Beat,
     stopped: u32,
     silent: u32,
+    deaf: u32,
     has_answered: bool,
 }
 
@@ -154,14 +167,19 @@ impl Watchdog {
         // Without a question sent since, as where the port is down, silence says nothing.
         let is_silent = !answered && beat.frames == self.last.frames && beat.asked != self.last.asked;
         self.silent = if is_silent { self.silent + 1 } else { 0 };
+        // Frames from one that reads nothing are no life. The question alone finds its socket full at each look.
+        let is_deaf = !answered && beat.taken == self.last.taken && beat.refused != self.last.refused;
+        self.deaf = if is_deaf { self.deaf + 1 } else { 0 };
         self.has_answered |= answered;
+        let storms = beat.repeats != self.last.repeats;
         self.last = beat;
         let limit = if self.has_answered { SILENT_LOOKS } else { FIRST_LOOKS };
-        match beat.repeats {
-            0 if self.stopped >= STOPPED_LOOKS => Some(Blame::Stopped),
-            0 if self.silent >= limit => Some(Blame::Silent),
-            0 => None,
-            times => Some(Blame::Storm(times)),
+        match () {
+            () if storms => Some(Blame::Storm(beat.repeats)),
+            () if self.stopped >= STOPPED_LOOKS => Some(Blame::Stopped),
+            () if self.silent >= limit => Some(Blame::Silent),
+            () if self.deaf >= SILENT_LOOKS => Some(Blame::Deaf),
+            () => None,
         }
     }
 }
@@ -320,7 +338,18 @@ impl Running {
                     let stream = Box::new(again.remake(mtu));
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
-                let passt = Passt { process, feed, away, restarts: 0, fault: None, blame: None, hangs: 0, storms: 0 };
+                let passt = Passt {
+                    process,
+                    feed,
+                    away,
+                    restarts: 0,
+                    since: Instant::now(),
+                    backoff: Backoff::PASST,
+                    fault: None,
+                    blame: None,
+                    hangs: 0,
+                    storms: 0,
+                };
                 Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None })
             }
             _ => {
@@ -433,28 +462,10 @@ impl Running {
                 let how = blame.map_or(status, |blame| blame.to_string());
                 let last = crate::console::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
-                passt.restarts += 1;
                 passt.fault = Some(format!("passt ended: {how}; {last}"));
-                std::time::Duration::from_millis((100 << passt.restarts.min(7)).min(10_000))
+                passt.backoff.failed(passt.since, Instant::now())
             };
-            tokio::time::sleep(pause).await;
-            let Some(running) = me.upgrade() else { return };
-            let mut running = running.lock().await;
-            let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
-            let (plan, feed) = (plan.clone(), old.feed.clone());
-            let Attachment::User(user) = &plan.attachment else { return };
-            match running.start_passt(&plan, user, &feed) {
-                Ok(child) => {
-                    let pid = child.id();
-                    if let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) {
-                        passt.process = PasstProcess::Child(child);
-                        passt.fault = None;
-                    }
-                    running.record_passt(&port, pid);
-                    running.watch_passt(port, pid);
-                }
-                Err(error) => say(&format!("{port}: {error}")),
-            }
+            start_again(&me, &say, port, pause).await;
         });
     }
 
@@ -497,6 +508,40 @@ impl Running {
             }
         }
         Ok(())
+    }
+}
+
+/// Starts the passt of a port again after `pause`, and after longer ones as often as it does not start.
+async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Say, port: String, mut pause: Duration) {
+    loop {
+        tokio::time::sleep(pause).await;
+        let Some(running) = me.upgrade() else { return };
+        let mut running = running.lock().await;
+        let Some(RunningPort { plan, passt: Some(old), .. }) = running.ports.get(&port) else { return };
+        // The port may have been removed and added again, with a passt of its own.
+        if old.fault.is_none() {
+            return;
+        }
+        let (plan, feed) = (plan.clone(), old.feed.clone());
+        let Attachment::User(user) = &plan.attachment else { return };
+        let started = running.start_passt(&plan, user, &feed);
+        let Some(passt) = running.ports.get_mut(&port).and_then(|p| p.passt.as_mut()) else { return };
+        let since = std::mem::replace(&mut passt.since, Instant::now());
+        match started {
+            Ok(child) => {
+                let pid = child.id();
+                passt.restarts += 1;
+                passt.process = PasstProcess::Child(child);
+                passt.fault = None;
+                running.record_passt(&port, pid);
+                running.watch_passt(port, pid);
+                return;
+            }
+            Err(error) => {
+                pause = passt.backoff.failed(since, passt.since);
+                say(&format!("{port}: {error}; trying again in {:.1} s", pause.as_secs_f32()));
+            }
+        }
     }
 }
 
@@ -597,7 +642,7 @@ pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> 
 mod tests {
     #[test]
     fn the_watchdog_blames_a_passt_that_is_stopped_silent_or_storms_and_no_other() {
-        let beat = |asked, answers, frames, repeats| Beat { asked, answers, frames, repeats };
+        let beat = |asked, answers, frames, repeats| Beat { asked, answers, frames, repeats, ..Beat::default() };
         let mut dog = Watchdog::default();
         assert_eq!(dog.look(beat(1, 1, 1, 0), false), None);
         // Frames are life as well, and so is a port that could not ask.
@@ -606,6 +651,16 @@ mod tests {
         let blamed: Vec<_> = (50..54).map(|n| dog.look(beat(n, 1, 49, 0), false)).collect();
         assert_eq!(blamed, [None, None, None, Some(Blame::Silent)]);
         assert_eq!(dog.look(beat(60, 2, 60, 7000), false), Some(Blame::Storm(7000)));
+        // What a passt before it did is not blamed on this one.
+        let mut dog = Watchdog { last: beat(60, 2, 60, 7000), ..Watchdog::default() };
+        assert_eq!(dog.look(beat(61, 3, 61, 7000), false), None);
+        // One that sends and takes nothing, and one that takes little of what it should.
+        let sends = |n, taken| Beat { taken, refused: n * 10, ..beat(n, 1, n * 1000, 0) };
+        let mut dog = Watchdog { last: sends(0, 5), ..Watchdog::default() };
+        let blamed: Vec<_> = (1..5).map(|n| dog.look(sends(n, 5), false)).collect();
+        assert_eq!(blamed, [None, None, None, Some(Blame::Deaf)]);
+        let mut dog = Watchdog { last: sends(0, 5), ..Watchdog::default() };
+        assert!((1..50).all(|n| dog.look(sends(n, n / 2), false).is_none()));
         let mut dog = Watchdog::default();
         assert_eq!(
             [true, false, true, true].map(|t| dog.look(beat(0, 0, 0, 0), t)),

@@ -111,7 +111,13 @@ const MACHINE_KEYS: &[Key] = &[
     ALLOW,
     STORM,
     RATE,
-    key("restart", "\"no\" or \"on-failure\"", "\"no\"", "whether a machine that failed is started again"),
+    key(
+        "restart",
+        "\"no\" or \"on-failure\"",
+        "\"no\"",
+        "whether a machine that failed is started again: after 1 s, and after twice as long for each failure in a row up to 60 s; once it has \
+         run for 60 s it begins with 1 s again",
+    ),
 ];
 
 /// Every section of the file.
