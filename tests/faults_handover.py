@@ -406,6 +406,50 @@ def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
         fabric.down()
 
 
+@timeout(600)
+def test_a_daemon_with_a_kernel_uplink_is_replaced_under_traffic():
+    """The tap, the rules and the connections through them go on, and `down` by the last daemon takes all of it back."""
+    need_program("nft")
+    with place() as (space, folder):
+        forwarding = lambda: space.run("cat", "/proc/sys/net/ipv4/ip_forward").stdout  # noqa: E731
+        before = forwarding()
+        without = text("kernel").replace('ip = "10.233.0.9"\n', "")
+        with Fabric(folder, without, netns=space) as fabric:
+            all_well(space)
+            machines, rules, tap = facts(fabric), space.run("nft", "list", "ruleset").stdout, uplink_number(space, fabric)
+            size = 20_000_000
+            digest = hashlib.sha256(http_get(WEB, f"/bytes/{size}", netns=space, seconds=PATIENCE_S).body).hexdigest()
+            for _ in range(3):
+                loads = [Download(space, host, port, size, digest) for host, port in ((WEB, 80), ("127.0.0.1", 8080))]
+                with Pings(space, WEB, folder / "web.log") as web:
+                    replace(fabric)
+                    all_well(space)
+                    gap, _, _ = web.end()
+                for load in loads:
+                    load.join(PATIENCE_S)
+                    assert not load.is_alive() and load.error is None, load.error
+                print(f"{1000 * gap:.1f} ms")
+                assert gap < BUSY_S
+                assert facts(fabric) == machines and uplink_number(space, fabric) == tap
+                after = space.run("nft", "list", "ruleset").stdout
+                assert [after.count(word) for word in ("masquerade", "dport 8080")] == [rules.count(word) for word in ("masquerade", "dport 8080")]
+                assert forwarding() == "1\n"
+            # The kernel's device keeps what it has.
+            good = fabric.file.read_text()
+            fabric.file.write_text(good.replace('uplink = "kernel"', 'uplink = "kernel"\nmtu = 1400'))
+            done = fabric.cli("up", "--replace", fabric.file, check=False)
+            assert done.returncode != 0 and "[network.lan] expected mtu = 1500" in done.stderr, done.stderr
+            fabric.file.write_text(good)
+            all_well(space)
+            fabric.down()
+            assert forwarding() == before and "tombolo" not in space.run("nft", "list", "tables").stdout
+
+
+def uplink_number(space, fabric):
+    [number] = [link["ifindex"] for link in json.loads(space.run("ip", "-j", "link").stdout) if link["ifname"] == f"tb-{fabric.name}-lan"]
+    return number
+
+
 # Asks at each socket that is for the owner, and says what it was told.
 PROBE = """
 import pathlib, socket, sys
