@@ -9,9 +9,9 @@ use std::process::{Command, Stdio};
 
 use serde::{Deserialize, Serialize};
 use tombolo_bypass::probe::ProbeError;
-use tombolo_port::child::die_with_parent;
 
 use crate::qemu::probe::{self, which};
+use crate::run::{LIMIT, run};
 
 /// How a probe came out.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -68,36 +68,22 @@ fn finding(what: &str, needed_for: &str, result: Result<String, (Outcome, String
 
 /// The first line that a program says, or why it does not run.
 fn first_line(program: &Path, args: &[&str]) -> Result<String, String> {
-    let out =
-        die_with_parent(Command::new(program).args(args).stdin(Stdio::null())).output().map_err(|e| e.to_string())?;
+    let out = run(Command::new(program).args(args), b"", LIMIT).map_err(|e| e.to_string())?;
     let text = if out.stdout.is_empty() { out.stderr } else { out.stdout };
     Ok(String::from_utf8_lossy(&text).lines().next().unwrap_or("").to_string())
 }
 
 /// All that a program says; nothing where it does not run.
 fn all_lines(program: &Path, args: &[&str]) -> String {
-    let out = Command::new(program).args(args).stdin(Stdio::null()).output();
+    let out = run(Command::new(program).args(args), b"", LIMIT);
     out.map(|out| String::from_utf8_lossy(&out.stdout).into_owned()).unwrap_or_default()
 }
 
 /// Runs a program in a user and network namespace of its own.
 fn in_namespace(args: &[&str], input: &str) -> Result<(), String> {
-    use std::io::Write;
     let unshare = which("unshare").ok_or("no unshare (util-linux)")?;
     let own: &[&str] = if rustix::process::geteuid().is_root() { &["-n"] } else { &["-rn"] };
-    let mut child = die_with_parent(&mut Command::new(unshare))
-        .args(own)
-        .args(args)
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|e| e.to_string())?;
-    if let Some(mut stdin) = child.stdin.take() {
-        // A program that has ended already says why on its standard error.
-        let _ = stdin.write_all(input.as_bytes());
-    }
-    let out = child.wait_with_output().map_err(|e| e.to_string())?;
+    let out = run(Command::new(unshare).args(own).args(args), input.as_bytes(), LIMIT).map_err(|e| e.to_string())?;
     let said = String::from_utf8_lossy(&out.stderr).lines().next().unwrap_or("").to_string();
     if out.status.success() { Ok(()) } else { Err(said) }
 }

@@ -17,14 +17,12 @@
 //! and goes after that is restored.
 
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
-
-use tombolo_port::child::die_with_parent;
+use std::process::Command;
 
 use crate::plan::KernelUplink;
 use crate::qemu::probe::which;
+use crate::run::{LIMIT, run};
 use crate::rundir::Sysctl;
 
 /// Why the host's part could not be set up.
@@ -107,18 +105,8 @@ pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String
 fn nft(what: &'static str, text: &str) -> Result<(), KernelError> {
     let program = which("nft").ok_or(KernelError::NoNft)?;
     let failed = |said: String| KernelError::Nft { what, said };
-    let mut child = die_with_parent(&mut Command::new(program))
-        .args(["-f", "-"])
-        .stdin(Stdio::piped())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|e| failed(e.to_string()))?;
-    if let Some(mut input) = child.stdin.take() {
-        // A reader that has gone says why on its standard error.
-        let _ = input.write_all(text.as_bytes());
-    }
-    let output = child.wait_with_output().map_err(|e| failed(e.to_string()))?;
+    let mut command = Command::new(program);
+    let output = run(command.args(["-f", "-"]), text.as_bytes(), LIMIT).map_err(|e| failed(e.to_string()))?;
     if output.status.success() {
         return Ok(());
     }
@@ -195,7 +183,9 @@ pub fn set(key: &str, value: &str) -> Result<(), KernelError> {
 mod tests {
     use super::*;
     use crate::file;
+    use std::io::Write as _;
     use std::path::Path;
+    use std::process::Stdio;
 
     fn uplinks() -> Vec<KernelUplink> {
         let text = "name = \"a-b\"\n[network.lan]\nuplink = \"kernel\"\n\

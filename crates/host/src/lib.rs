@@ -25,4 +25,5 @@ pub mod process;
 pub mod qemu;
 pub mod resolver;
 pub mod routes;
+mod run;
 pub mod rundir;

@@ -2,10 +2,10 @@
 
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
-use tombolo_port::child::die_with_parent;
+use crate::run::{LIMIT, RunError, run};
 
 /// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
@@ -77,9 +77,11 @@ pub fn which(name: &str) -> Option<PathBuf> {
 /// Finds QEMU: `$TOMBOLO_QEMU`, else the PATH; runs it for its version.
 pub fn find() -> Result<Qemu, ProbeError> {
     let path = std::env::var_os("TOMBOLO_QEMU").map(PathBuf::from).or_else(|| which(BINARY));
-    let path = path.ok_or(ProbeError::NoQemu { tried: BINARY })?;
-    let output = die_with_parent(Command::new(&path).arg("--version").stdin(Stdio::null())).output();
-    let text = match output {
+    with_version(path.ok_or(ProbeError::NoQemu { tried: BINARY })?, LIMIT)
+}
+
+fn with_version(path: PathBuf, limit: Duration) -> Result<Qemu, ProbeError> {
+    let text = match run(Command::new(&path).arg("--version"), b"", limit) {
         Ok(out) => String::from_utf8_lossy(&out.stdout).into_owned(),
         Err(error) => error.to_string(),
     };
@@ -139,8 +141,8 @@ fn runs_guest(qemu: &Path, accel: &str, limit: Duration) -> Result<Duration, Str
     file.write_all(&image).map_err(|e| e.to_string())?;
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
     let start = Instant::now();
-    // It may stall for ever, and nothing records it: this thread waits for it, or it goes with this thread.
-    let mut child = die_with_parent(&mut Command::new(qemu))
+    let mut command = Command::new(qemu);
+    command
         .args([
             "-M",
             &format!("microvm,accel={accel}"),
@@ -151,28 +153,21 @@ fn runs_guest(qemu: &Path, accel: &str, limit: Duration) -> Result<Duration, Str
             "-display",
             "none",
         ])
-        .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios", &format!("/proc/self/fd/{fd}")])
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(Stdio::piped())
-        .spawn()
-        .map_err(|e| format!("starting {}: {e}", qemu.display()))?;
-    let pid = rustix::process::Pid::from_child(&child);
-    let ended = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).map(|pidfd| {
-        let mut fds = [rustix::event::PollFd::new(&pidfd, rustix::event::PollFlags::IN)];
-        let limit = rustix::time::Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: 0 };
-        rustix::event::poll(&mut fds, Some(&limit)).unwrap_or(0) > 0
-    });
-    if ended != Ok(true) {
-        let _ = child.kill();
-    }
-    let output = child.wait_with_output().map_err(|e| e.to_string())?;
-    match (output.status.code(), ended) {
-        (Some(ROM_DONE), _) => Ok(start.elapsed()),
-        (_, Ok(false)) => {
-            Err(format!("it opens, but a guest of a few instructions did not end within {} s", limit.as_secs()))
+        .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios", &format!("/proc/self/fd/{fd}")]);
+    // It may stall for ever, and nothing records it.
+    let output = match run(&mut command, b"", limit) {
+        Ok(output) => output,
+        Err(RunError::Hangs { .. }) => {
+            return Err(format!(
+                "it opens, but a guest of a few instructions did not end within {} s",
+                limit.as_secs()
+            ));
         }
-        (code, _) => {
+        Err(error) => return Err(format!("starting {}: {error}", qemu.display())),
+    };
+    match output.status.code() {
+        Some(ROM_DONE) => Ok(start.elapsed()),
+        code => {
             let text = String::from_utf8_lossy(&output.stderr);
             let last = text.lines().last().unwrap_or("no word").to_string();
             Err(format!("QEMU ended with {} ({last})", code.map_or("a signal".into(), |c| c.to_string())))
@@ -191,6 +186,18 @@ pub fn kvm(qemu: &Path) -> Result<Duration, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_qemu_that_hangs_is_an_error_that_names_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let program = dir.path().join("qemu");
+        // Written by another process, so that no child of another test holds it open for writing.
+        let script = format!("printf '#!/bin/sh\\nexec sleep 1000\\n' > {0}; chmod 755 {0}", program.display());
+        assert!(run(Command::new("sh").args(["-c", &script]), b"", LIMIT).unwrap().status.success());
+        let error = with_version(program.clone(), Duration::from_millis(500)).unwrap_err().to_string();
+        let expected = format!("{} did not end within 0.5 s and was killed", program.display());
+        assert!(error.contains(&expected), "{error}");
+    }
 
     #[test]
     fn the_counters_rate_is_read_where_it_keeps_its_pace() {
