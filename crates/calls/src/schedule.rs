@@ -92,10 +92,18 @@ struct Waiting<T> {
     own: Handle,
 }
 
+/// Whose share a service is charged to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum By {
+    Client(u32),
+    /// The client has gone while it was served; what is left is its user.
+    User(u32),
+}
+
 /// A service under way.
 #[derive(Debug)]
 struct Running {
-    client: Option<u32>,
+    by: By,
     began_ns: u64,
     /// How long it was taken to last.
     work_ns: u64,
@@ -154,9 +162,9 @@ impl<T> Schedule<T> {
 
     /// A client has gone, and its requests are taken out. Its number may be another's from now on.
     pub fn leave(&mut self, client: u32) {
-        self.shares.leave(client);
-        for running in self.running.iter_mut().filter(|r| r.client == Some(client)) {
-            running.client = None;
+        let user = self.shares.leave(client).unwrap_or(client);
+        for running in self.running.iter_mut().filter(|r| r.by == By::Client(client)) {
+            running.by = By::User(user);
         }
     }
 
@@ -257,7 +265,7 @@ impl<T> Schedule<T> {
                 (_, true) => Status::Late,
                 _ => {
                     let (work_ns, _) = self.measured(client);
-                    self.running.push(Running { client: Some(client), began_ns: now, work_ns });
+                    self.running.push(Running { by: By::Client(client), began_ns: now, work_ns });
                     self.shares.begins(client, now, work_ns);
                     return Some(Next::Serve { item, queued_ns });
                 }
@@ -269,16 +277,18 @@ impl<T> Schedule<T> {
     /// A service for this client that began at `began` has ended at `ended`; `None`: in vain, so that it says nothing of how long services
     /// take.
     pub fn done(&mut self, client: u32, began: u64, ended: Option<u64>) {
-        let position = |of| self.running.iter().position(|r| r.began_ns == began && r.client == of);
-        // A client that went meanwhile is not charged any more.
-        let Some(at) = position(Some(client)).or_else(|| position(None)) else { return };
-        let Running { client, work_ns, .. } = self.running.swap_remove(at);
+        let position = |is: &dyn Fn(By) -> bool| self.running.iter().position(|r| r.began_ns == began && is(r.by));
+        let found = position(&|by| by == By::Client(client)).or_else(|| position(&|by| matches!(by, By::User(_))));
+        let Some(at) = found else { return };
+        let Running { by, work_ns, .. } = self.running.swap_remove(at);
         let took_ns = ended.map_or(0, |ended| ended.saturating_sub(began));
         if ended.is_some() {
             self.service.learn(took_ns);
         }
-        if let Some(client) = client {
-            self.shares.ends(client, work_ns, took_ns, ended.is_some());
+        match by {
+            By::Client(client) => self.shares.ends(client, work_ns, took_ns, ended.is_some()),
+            // Who hangs up in the middle of a service pays for all of it, else that would be how to get more than one's share.
+            By::User(user) => self.shares.ends_for_user(user, work_ns, took_ns),
         }
     }
 

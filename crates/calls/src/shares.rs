@@ -123,8 +123,9 @@ impl Shares {
         self.users.entry(user).or_default().clients += 1;
     }
 
-    pub(crate) fn leave(&mut self, client: u32) {
-        let Some(gone) = self.clients.get_mut(client as usize).and_then(Option::take) else { return };
+    /// A client goes. Its user.
+    pub(crate) fn leave(&mut self, client: u32) -> Option<u32> {
+        let gone = self.clients.get_mut(client as usize).and_then(Option::take)?;
         if gone.asks() {
             self.asks_no_more(gone.user);
         }
@@ -134,6 +135,7 @@ impl Shares {
         if self.users.len() > REMEMBERED {
             self.users.retain(|_, user| user.clients > 0);
         }
+        Some(gone.user)
     }
 
     fn client(&mut self, client: u32) -> Option<&mut Client> {
@@ -277,21 +279,34 @@ impl Shares {
         }
         let Some(Some(one)) = self.clients.get(client as usize) else { return };
         let (parts, users) = self.parts(one);
-        let (work_ns, took, user) = (work_ns / self.workers, took_ns / self.workers, one.user);
-        let corrected = |debt: u64, parts: u64| match (debt, took >= work_ns) {
-            (0, _) => 0,
-            (debt, true) => debt.saturating_add((took - work_ns).saturating_mul(parts)),
-            (debt, false) => debt.saturating_sub((work_ns - took).saturating_mul(parts)),
-        };
+        let user = one.user;
+        let (work_ns, took_ns) = (work_ns / self.workers, took_ns / self.workers);
         if let Some(user) = self.users.get_mut(&user) {
-            user.debt_ns = corrected(user.debt_ns, users);
+            user.debt_ns = corrected(user.debt_ns, users, work_ns, took_ns);
         }
         let Some(one) = self.client(client) else { return };
-        one.debt_ns = corrected(one.debt_ns, parts);
+        one.debt_ns = corrected(one.debt_ns, parts, work_ns, took_ns);
         one.running = one.running.saturating_sub(1);
         if !one.asks() {
             self.asks_no_more(user);
         }
+    }
+
+    /// The same for a service whose client has gone meanwhile: the user's next client inherits what it took.
+    pub(crate) fn ends_for_user(&mut self, user: u32, work_ns: u64, took_ns: u64) {
+        let Some(known) = self.users.get_mut(&user).filter(|_| self.on) else { return };
+        // One that asks for nothing now counts itself, as when the service began.
+        let users = (self.asking + u64::from(known.asking == 0)).max(1);
+        known.debt_ns = corrected(known.debt_ns, users, work_ns / self.workers, took_ns / self.workers);
+    }
+}
+
+/// A debt that was charged for a service of `work_ns`, corrected now that it took `took_ns`.
+fn corrected(debt_ns: u64, parts: u64, work_ns: u64, took_ns: u64) -> u64 {
+    match (debt_ns, took_ns >= work_ns) {
+        (0, _) => 0,
+        (debt_ns, true) => debt_ns.saturating_add((took_ns - work_ns).saturating_mul(parts)),
+        (debt_ns, false) => debt_ns.saturating_sub((work_ns - took_ns).saturating_mul(parts)),
     }
 }
 
@@ -416,6 +431,37 @@ mod tests {
         let counts = run(rules(true, false), &[GREEDY, long, Source { user: 4, within_ns: 40 * MS, ..GREEDY }]);
         let time: Vec<u64> = [WORK, 4 * WORK, WORK].iter().zip(&counts).map(|(w, c)| w * u64::from(c.served)).collect();
         assert!(time.iter().all(|t| (350 * MS..650 * MS).contains(t)), "{time:?}");
+    }
+
+    #[test]
+    fn who_hangs_up_in_the_middle_of_a_service_pays_for_all_of_it() {
+        let mut schedule = Schedule::new(rules(true, false));
+        let (mut now, mut times) = (0, [0; 2]);
+        let mut waits = [None; 2];
+        schedule.join(0, 1);
+        schedule.join(1, 2);
+        while now < 1500 * MS {
+            for client in 0..2 {
+                // The second one's deadlines are always the nearer ones.
+                let due = now + 100 * MS - 50 * MS * u64::from(client);
+                if waits[client as usize].is_none() {
+                    waits[client as usize] = schedule.offer(now, client, due, 0, client).ok();
+                }
+            }
+            let Some(Next::Serve { item: client, .. }) = schedule.next(now) else { panic!("both wait") };
+            waits[client as usize] = None;
+            let (began, work) = (now, if client == 0 { WORK } else { 20 * WORK });
+            if client == 1 {
+                schedule.leave(1);
+            }
+            now += work;
+            schedule.done(client, began, Some(now));
+            if client == 1 {
+                schedule.join(1, 2);
+            }
+            times[client as usize] += work;
+        }
+        assert!(times[1] < 900 * MS, "user 2 had {} ms of 1500", times[1] / MS);
     }
 
     #[test]
