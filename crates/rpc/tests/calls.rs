@@ -613,6 +613,38 @@ fn a_call_is_a_future_for_any_executor() {
     assert!(matches!(ended, Err(CallError::ProviderGone)), "{ended:?}");
 }
 
+#[test]
+fn a_nearer_deadline_that_comes_while_the_client_falls_asleep_is_met() {
+    let dir = tempfile::tempdir().unwrap();
+    let (handler, go, order) = gate();
+    let _service = Service::register("s", options(dir.path()), handler).unwrap();
+    let (woken, wakes) = mpsc::channel();
+    let waker = Waker::from(Arc::new(Flag(woken)));
+    let mut context = Context::from_waker(&waker);
+    let far = CallOptions::within(PATIENCE * 4);
+    // The first future has the client's thread go to sleep until the far deadline. The second one comes at each instant of that.
+    for n in 0..300 {
+        let client = connect(dir.path());
+        let mut late = Box::pin(client.call_async(b"l", &far));
+        assert!(late.as_mut().poll(&mut context).is_pending());
+        let instant = std::time::Instant::now();
+        while instant.elapsed() < Duration::from_micros(n) {
+            std::hint::spin_loop();
+        }
+        let mut soon = Box::pin(client.call_async(b"s", &CallOptions::within(Duration::from_millis(2))));
+        let ended = loop {
+            match soon.as_mut().poll(&mut context) {
+                Poll::Ready(done) => break done,
+                Poll::Pending => wakes.recv_timeout(PATIENCE).expect("a future is woken at its deadline"),
+            }
+        };
+        assert!(matches!(ended, Err(CallError::DeadlineExceeded)), "{ended:?}");
+        drop((soon, late));
+    }
+    drop(go);
+    drop(order);
+}
+
 /// A task of an executor that runs or drops it wherever it is woken: in its waker. Drops all tasks but the first.
 struct Task {
     futures: Mutex<Vec<CallFuture>>,

@@ -121,7 +121,7 @@ pub(super) struct State {
     followers: u32,
     /// Futures under way.
     pub(super) futures: u32,
-    /// No future's call ends by itself before this instant; the helper looks for those that do, then.
+    /// No future's call ends by itself before this instant; the thread of deadlines looks for those that do, then.
     pub(super) futures_end_ns: u64,
     /// Wakers of futures that are done.
     pub(super) woken: Vec<Waker>,
@@ -182,6 +182,8 @@ pub(super) struct Inner {
     polling: Polling,
     pub(super) state: Mutex<State>,
     pub(super) turn: Condvar,
+    /// Where the thread sleeps that ends futures at their instants.
+    pub(super) timer: Condvar,
     taken: Mutex<Taken>,
     max_shared_bytes: u64,
     /// The provider has gone.
@@ -229,6 +231,7 @@ impl Inner {
             polling: options.polling,
             state: Mutex::new(state),
             turn: Condvar::new(),
+            timer: Condvar::new(),
             taken: Mutex::new(Taken::new(options.max_shared_bytes, Quota::default())),
             max_shared_bytes: options.max_shared_bytes,
             gone: AtomicBool::new(false),
@@ -343,11 +346,6 @@ impl Inner {
             state.woken.push(waker);
         }
         Ok(())
-    }
-
-    /// Has the thread that sleeps for all look at its condition again.
-    pub(super) fn wake_leader(&self) {
-        futex::wake(self.peer.view(), PUBLISHED);
     }
 
     pub(super) fn is_gone(&self) -> bool {
@@ -518,30 +516,81 @@ impl Drop for Inner {
 }
 
 /// Waits on behalf of futures until the last client has gone.
+///
+/// Deadlines have a thread of their own. This one may sleep on the ring's futex, where a wake-up that comes just before the sleep is lost;
+/// that thread sleeps on a condition variable with the lock, where none is.
 pub(super) fn help(inner: &Inner) {
-    let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
+    std::thread::scope(|scope| {
+        let timer =
+            std::thread::Builder::new().name("tombolo-rpc-time".into()).spawn_scoped(scope, || end_in_time(inner));
+        wait_for_answers(inner, timer.is_ok());
+        // It has seen `closing` or `broken`, or does now.
+        inner.timer.notify_all();
+    });
     let mut state = lock(&inner.state);
-    while !closing() && state.broken.is_none() {
-        if !state.woken.is_empty() {
-            let woken = std::mem::take(&mut state.woken);
-            drop(state);
-            woken.into_iter().for_each(Waker::wake);
-            state = lock(&inner.state);
-        } else if state.futures == 0 {
-            state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
-        } else {
-            let end_ns = state.futures_end_ns;
-            // A future that ends sooner than those known until now cuts the sleep short.
-            let ready = |state: &mut State| {
-                state.futures == 0 || !state.woken.is_empty() || state.futures_end_ns < end_ns || closing()
-            };
-            state = inner.wait(state, Limit::new(LONGEST_SLEEP, end_ns), ready).0;
-            if state.futures_end_ns != u64::MAX {
-                state.end_futures(now_ns());
-            }
-        }
-    }
     let wakers = state.take_wakers();
     drop(state);
     wakers.into_iter().for_each(Waker::wake);
+}
+
+fn is_closing(inner: &Inner, state: &State) -> bool {
+    inner.closing.load(Ordering::SeqCst) || inner.is_gone() || state.broken.is_some()
+}
+
+/// Calls the wakers of futures that are done, without the lock.
+fn wake_futures<'a>(inner: &'a Inner, mut state: MutexGuard<'a, State>) -> MutexGuard<'a, State> {
+    let woken = std::mem::take(&mut state.woken);
+    if woken.is_empty() {
+        return state;
+    }
+    drop(state);
+    woken.into_iter().for_each(Waker::wake);
+    lock(&inner.state)
+}
+
+/// Takes the answers of futures and wakes them. Where no thread could be started for their deadlines, it looks after those as well.
+fn wait_for_answers(inner: &Inner, has_timer: bool) {
+    let mut state = lock(&inner.state);
+    loop {
+        state = wake_futures(inner, state);
+        if is_closing(inner, &state) {
+            // Under the lock, so that the other thread either sees it or sleeps already and is woken.
+            return;
+        }
+        if state.futures == 0 {
+            state = inner.turn.wait(state).unwrap_or_else(|e| e.into_inner());
+            continue;
+        }
+        let end_ns = if has_timer { u64::MAX } else { state.futures_end_ns };
+        let closing = || inner.closing.load(Ordering::SeqCst) || inner.is_gone();
+        let ready = |state: &mut State| {
+            let sooner = !has_timer && state.futures_end_ns < end_ns;
+            state.futures == 0 || !state.woken.is_empty() || sooner || closing()
+        };
+        state = inner.wait(state, Limit::new(LONGEST_SLEEP, end_ns), ready).0;
+        if !has_timer {
+            state.end_futures(now_ns());
+        }
+    }
+}
+
+/// Ends the futures whose calls end by themselves, at their instants.
+fn end_in_time(inner: &Inner) {
+    let mut state = lock(&inner.state);
+    loop {
+        state = wake_futures(inner, state);
+        if is_closing(inner, &state) {
+            return;
+        }
+        let now = now_ns();
+        if state.futures_end_ns <= now {
+            state.end_futures(now);
+            continue;
+        }
+        let left = Duration::from_nanos(state.futures_end_ns - now).min(LONGEST_SLEEP);
+        state = match state.futures {
+            0 => inner.timer.wait(state).unwrap_or_else(|e| e.into_inner()),
+            _ => inner.timer.wait_timeout(state, left).unwrap_or_else(|e| e.into_inner()).0,
+        };
+    }
 }

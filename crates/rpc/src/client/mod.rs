@@ -649,7 +649,7 @@ impl Client {
                     // The one before is dropped without the lock.
                     std::mem::swap(waker, &mut own);
                     state.futures += u32::from(own.is_none());
-                    // Who sleeps for the futures has to end its sleep sooner.
+                    // The thread of deadlines has to end its sleep sooner.
                     sooner = *until_ns < state.futures_end_ns;
                     state.futures_end_ns = state.futures_end_ns.min(*until_ns);
                 }
@@ -667,7 +667,7 @@ impl Client {
             self.inner.turn.notify_all();
         }
         if sooner {
-            self.inner.wake_leader();
+            self.inner.timer.notify_all();
         }
         if again {
             by.wake_by_ref();
