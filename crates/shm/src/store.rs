@@ -1,5 +1,5 @@
 //! The daemon's side of the fd store for everything but ivshmem links: ports put their connections there, and the next
-//! daemon takes them out again. The store itself is [`keeper`](crate::ivshmem::keeper).
+//! daemon takes them out again. The store itself is [`keeper`].
 //!
 //! # Two uses
 //! - A port keeps its record up to date at each change, so that it survives a daemon that is killed (vhost-user).

@@ -295,17 +295,20 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let mut listener = listener;
     let mut linger_until: Option<Instant> = None;
     loop {
-        if std::fs::symlink_metadata(listener.path()).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound)
-            && let Ok(again) = Listener::replace(listener.path(), SocketType::SEQPACKET)
-        {
-            listener = again;
-        }
-        while let Ok(Some(connection)) = listener.accept() {
-            forget_ended(&mut records);
-            if credentials::peer(&connection).is_ok_and(|c| c.uid == me && !is_refused(&records, c.pid_or_zero())) {
-                connections.push(connection);
+        let deleted =
+            std::fs::symlink_metadata(listener.path()).is_err_and(|e| e.kind() == std::io::ErrorKind::NotFound);
+        let again = deleted.then(|| Listener::replace(listener.path(), SocketType::SEQPACKET).ok()).flatten();
+        // Who connected before the deletion still waits at the old one.
+        let old = again.map(|again| std::mem::replace(&mut listener, again));
+        for from in old.iter().chain([&listener]) {
+            while let Ok(Some(connection)) = from.accept() {
+                forget_ended(&mut records);
+                if credentials::peer(&connection).is_ok_and(|c| c.uid == me && !is_refused(&records, c.pid_or_zero())) {
+                    connections.push(connection);
+                }
             }
         }
+        drop(old);
         let alone = connections.is_empty();
         if alone {
             records.retain(|_, kept| {
@@ -522,6 +525,19 @@ mod tests {
         daemon.put(&refusal(me), &ticks.to_le_bytes(), &[], 0).unwrap();
         assert!(daemon.list().is_ok());
         assert!(Keeper::connect(&place.path).unwrap().list().is_err());
+        daemon.quit().unwrap();
+        thread.join().unwrap().unwrap();
+    }
+
+    #[test]
+    fn who_connected_before_the_socket_was_deleted_is_heard() {
+        let place = Place::new();
+        let listener = Listener::bind(&place.path, SocketType::SEQPACKET).unwrap();
+        let daemon = Keeper::connect(&place.path).unwrap();
+        std::fs::remove_file(&place.path).unwrap();
+        let thread = std::thread::spawn(move || serve(listener));
+        daemon.put("lan", b"one", &[], 0).unwrap();
+        assert_eq!(names(&daemon).len(), 1);
         daemon.quit().unwrap();
         thread.join().unwrap().unwrap();
     }
