@@ -14,13 +14,14 @@
 
 use std::fs;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
@@ -220,6 +221,20 @@ pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<Strin
     found.collect()
 }
 
+/// Waits until a process has ended; `false` if it has not within `limit`. A signal to this process, which has handlers, says
+/// nothing of that one.
+pub(crate) fn ends_within(pidfd: impl AsFd, limit: Duration) -> Result<bool, Errno> {
+    let until = Instant::now() + limit;
+    loop {
+        let left = until.saturating_duration_since(Instant::now());
+        let left = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&left)) {
+            Err(Errno::INTR) => {}
+            other => return other.map(|n| n > 0),
+        }
+    }
+}
+
 impl Process {
     /// Holds the process of that number, if there is one.
     pub fn open(pid: u32) -> Option<Process> {
@@ -230,9 +245,7 @@ impl Process {
 
     /// Waits until it has ended; `false` if it has not within `limit`.
     pub fn wait(&self, limit: Duration) -> bool {
-        let mut fds = [PollFd::new(&self.pidfd, PollFlags::IN)];
-        let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-        matches!(poll(&mut fds, Some(&limit)), Ok(n) if n > 0)
+        ends_within(&self.pidfd, limit).unwrap_or(false)
     }
 
     /// Whether it has not ended.

@@ -9,10 +9,11 @@ use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
-use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use tombolo_port::child::die_with_parent;
+
+use crate::process;
 
 /// What a program may take that has a moment's work, on a machine that is busy.
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
@@ -64,10 +65,9 @@ fn written(mut file: File) -> io::Result<Vec<u8>> {
 /// Waits for a child until `limit`; one that is still there then is killed and reaped, and the answer is `None`.
 pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<ExitStatus>> {
     let pidfd = pidfd_open(Pid::from_child(child), PidfdFlags::empty());
-    let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-    let ended = pidfd.and_then(|pidfd| poll(&mut [PollFd::new(&pidfd, PollFlags::IN)], Some(&limit)));
+    let ended = pidfd.and_then(|pidfd| process::ends_within(pidfd, limit));
     match ended {
-        Ok(n) if n > 0 => child.wait().map(Some),
+        Ok(true) => child.wait().map(Some),
         other => {
             child.kill()?;
             child.wait()?;
@@ -116,5 +116,24 @@ mod tests {
         assert!(text.contains("sh did not end within 2 s and was killed"), "{text}");
         let pid: u32 = std::fs::read_to_string(place).unwrap().trim().parse().unwrap();
         assert!(!Path::new(&format!("/proc/{pid}")).exists(), "it is reaped");
+    }
+
+    #[test]
+    fn a_signal_that_this_process_handles_does_not_end_the_child() {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let _guard = runtime.enter();
+        let _handled = tokio::signal::unix::signal(tokio::signal::unix::SignalKind::user_defined1()).unwrap();
+        // The number of a thread names its process, and prefers that thread.
+        let waiting = rustix::thread::gettid();
+        let mut child = Command::new("sleep").arg("0.4").spawn().unwrap();
+        let signals = std::thread::spawn(move || {
+            for _ in 0..20 {
+                rustix::process::kill_process(waiting, rustix::process::Signal::USR1).unwrap();
+                std::thread::sleep(Duration::from_millis(10));
+            }
+        });
+        let status = wait(&mut child, LIMIT).unwrap().expect("it ends by itself");
+        assert!(status.success(), "{status}");
+        signals.join().unwrap();
     }
 }
