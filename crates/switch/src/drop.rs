@@ -129,21 +129,26 @@ impl Drops {
     }
 
     /// Hands the refused frames to `queue`, and returns how many it took. Those are not counted any more; the others are
-    /// counted as [`Reason::QueueFull`].
-    pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16) -> bool) -> u64 {
+    /// counted under the reason that it gives.
+    pub(crate) fn take_refused(&mut self, mut queue: impl FnMut(u16) -> Result<(), Reason>) -> u64 {
         let mut taken = 0;
         let refused = std::mem::take(&mut self.refused);
         for index in &refused {
             self.by_reason[Reason::NoBuffer as usize] -= 1;
-            if queue(*index) {
-                taken += 1;
-            } else {
-                self.by_reason[Reason::QueueFull as usize] += 1;
+            match queue(*index) {
+                Ok(()) => taken += 1,
+                Err(reason) => self.by_reason[reason as usize] += 1,
             }
         }
         self.refused = refused;
         self.refused.clear();
         taken
+    }
+
+    /// The refused frames.
+    #[inline]
+    pub(crate) fn refused(&self) -> &[u16] {
+        &self.refused
     }
 
     /// Puts those of `which` into `rest` that were not refused.

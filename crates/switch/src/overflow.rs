@@ -10,13 +10,14 @@
 //! | what | limit | then |
 //! | --- | --- | --- |
 //! | memory of a destination | [`CELLS`] cells of [`CELL_BYTES`], allocated at the first overflow, freed after [`KEEP`] empty | `queue_full` |
-//! | sources of one destination | [`LANES`] at a time | `queue_full` |
 //! | time of a frame in the queue | [`HOLD`] | `queue_timeout` |
-//! | a destination that took nothing for [`HOLD`] | has no queue until it takes a frame again | `no_buffer` |
+//! | a ring that took nothing for [`HOLD`] | has no queue until it takes a frame again | `no_buffer` |
 //!
 //! # Fairness and order
-//! Each source has a lane, first in, first out. Lanes take turns, one frame each. A full queue drops from the end of its
-//! longest lane, so a source that floods loses its own frames and not those of others.
+//! Each source has a lane for each of the destination's rings, first in, first out. Lanes take turns, one frame each. A ring
+//! that is full holds up its own lanes only. A full queue drops from the end of the longest lane of the source that has most
+//! in it, so a source that floods loses its own frames and not those of others. When a peer opens or closes rings, frames
+//! of one flow that wait meanwhile may overtake each other.
 //!
 //! # Waking up
 //! A queue that is not empty is tried again whenever a frame for the port comes, and after [`FIRST_TRY`], doubling up to
@@ -30,7 +31,7 @@
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Frame, Offload};
-use crate::port::{Caps, Fault, Sent};
+use crate::port::{Caps, Fault, MAX_RINGS, Sent};
 use crate::wait::Token;
 use tombolo_ring::mem::Foreign;
 
@@ -38,8 +39,6 @@ use tombolo_ring::mem::Foreign;
 pub(crate) const CELL_BYTES: usize = 1536;
 /// Cells of one destination: 384 KiB.
 pub(crate) const CELLS: u16 = 256;
-/// Sources that wait for one destination at a time.
-pub(crate) const LANES: usize = 64;
 /// How long a frame waits.
 pub(crate) const HOLD: Nanos = Nanos(50_000_000);
 /// First pause before a port that refused is tried again, and the longest.
@@ -58,8 +57,8 @@ const NIL: u16 = u16::MAX;
 #[derive(Debug, Default)]
 pub(crate) struct Overflow {
     store: Option<Box<Store>>,
-    /// The port took nothing for [`HOLD`]; nothing is queued for it until it takes a frame.
-    stalled: bool,
+    /// The rings that took nothing for [`HOLD`], a bit each; nothing is queued for one until it takes a frame.
+    stalled: u64,
     /// When the port took something last, or the queue began.
     progress: Nanos,
     /// When it is tried next, or, where it is empty, when its memory is freed.
@@ -81,12 +80,31 @@ struct Queued {
     offload: Offload,
 }
 
+/// The frames of one source for one ring. Without frames it is free for another.
 #[derive(Clone, Copy, Debug)]
 struct Lane {
-    source: Option<Token>,
+    /// Index of its source's [`Share`].
+    share: u16,
+    ring: u8,
     first: u16,
     last: u16,
     cells: u16,
+}
+
+/// What a source has in the queue. Without cells it is free for another.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    source: Option<Token>,
+    cells: u16,
+}
+
+/// One of the peer's rings.
+#[derive(Clone, Copy, Debug, Default)]
+struct RingState {
+    /// Frames that wait for it.
+    waiting: u16,
+    /// When it took something last, or its first frame was queued.
+    progress: Nanos,
 }
 
 #[derive(Debug)]
@@ -99,6 +117,10 @@ struct Store {
     free_cells: u16,
     waiting: usize,
     lanes: Vec<Lane>,
+    shares: Vec<Share>,
+    rings: [RingState; MAX_RINGS],
+    /// The rings that frames wait for, a bit each.
+    busy: u64,
     /// The lane that is first next time.
     turn: usize,
     /// What the port took when the frames were queued. Frames for other capabilities are of no use.
@@ -121,6 +143,12 @@ const ALL: [u16; CHUNK] = {
     all
 };
 
+/// The bit of a ring, which is below [`MAX_RINGS`].
+#[inline]
+const fn bit(ring: u8) -> u64 {
+    1 << (ring as usize % MAX_RINGS)
+}
+
 impl Store {
     fn new(caps: Caps) -> Box<Store> {
         let empty =
@@ -133,44 +161,78 @@ impl Store {
             free: 0,
             free_cells: CELLS,
             waiting: 0,
-            lanes: Vec::with_capacity(LANES),
+            // Each has a cell at least.
+            lanes: Vec::with_capacity(usize::from(CELLS)),
+            shares: Vec::with_capacity(usize::from(CELLS)),
+            rings: [RingState::default(); MAX_RINGS],
+            busy: 0,
             turn: 0,
             caps,
             spare: Vec::with_capacity(CHUNK),
             batch: Batch::with_capacity(CHUNK),
             picks: Vec::with_capacity(CHUNK),
-            cursors: Vec::with_capacity(LANES),
+            cursors: Vec::with_capacity(usize::from(CELLS)),
         })
     }
 
-    /// The lane of `source`, or one for it; `None` where too many sources wait.
-    fn lane_of(&mut self, source: Option<Token>) -> Option<usize> {
-        let own = |lane: &Lane| lane.first != NIL && lane.source == source;
-        let unused = |lane: &Lane| lane.first == NIL;
-        if let Some(at) = self.lanes.iter().position(own).or_else(|| self.lanes.iter().position(unused)) {
-            self.lanes[at].source = source;
-            return Some(at);
+    /// The share of `source`, or a free one for it.
+    fn share_of(&mut self, source: Option<Token>) -> usize {
+        let own = |share: &Share| share.cells != 0 && share.source == source;
+        let at = self.shares.iter().position(own).or_else(|| self.shares.iter().position(|share| share.cells == 0));
+        let at = at.unwrap_or(self.shares.len());
+        if at == self.shares.len() {
+            self.shares.push(Share { source, cells: 0 });
         }
-        (self.lanes.len() < LANES).then(|| {
-            self.lanes.push(Lane { source, first: NIL, last: NIL, cells: 0 });
-            self.lanes.len() - 1
-        })
+        self.shares[at].source = source;
+        at
     }
 
-    /// Copies a frame to the end of its source's lane; `false` where there is no room for it. Frames of others that make
-    /// room are counted in `late`.
-    fn push(&mut self, source: Option<Token>, batch: &Batch<'_>, frame: &Frame, now: Nanos, late: &mut u64) -> bool {
-        let need = frame.len().div_ceil(CELL_BYTES);
-        let Some(lane) = self.lane_of(source) else { return false };
+    /// The lane of a share for `ring`, or a free one for it.
+    fn lane_of(&mut self, share: u16, ring: u8) -> usize {
+        let own = |lane: &Lane| lane.first != NIL && (lane.share, lane.ring) == (share, ring);
+        let at = self.lanes.iter().position(own).or_else(|| self.lanes.iter().position(|lane| lane.first == NIL));
+        let at = at.unwrap_or(self.lanes.len());
+        if at == self.lanes.len() {
+            self.lanes.push(Lane { share, ring, first: NIL, last: NIL, cells: 0 });
+        }
+        (self.lanes[at].share, self.lanes[at].ring) = (share, ring);
+        at
+    }
+
+    /// Makes room for `need` cells of the source `share`; `false` where no other source has more than that one would have.
+    /// Frames that go for it are counted in `late`.
+    fn make_room(&mut self, share: usize, need: usize, late: &mut u64) -> bool {
+        let own = usize::from(self.shares[share].cells) + need;
         while usize::from(self.free_cells) < need {
-            let own = usize::from(self.lanes[lane].cells) + need;
-            let Some(longest) = self.lanes.iter().max_by_key(|lane| lane.cells) else { return false };
-            if usize::from(longest.cells) <= own {
+            let greediest = (0..self.shares.len()).max_by_key(|at| self.shares[*at].cells);
+            let Some(greediest) = greediest.filter(|at| usize::from(self.shares[*at].cells) > own) else {
                 return false;
-            }
+            };
+            let lanes = self.lanes.iter().filter(|lane| lane.first != NIL && usize::from(lane.share) == greediest);
+            let Some(longest) = lanes.max_by_key(|lane| lane.cells) else { return false };
             self.remove(longest.last);
             *late += 1;
         }
+        true
+    }
+
+    /// Copies a frame to the end of the lane of its source and ring; `false` where there is no room for it. Frames of others
+    /// that make room are counted in `late`.
+    fn push(
+        &mut self,
+        source: Option<Token>,
+        ring: u8,
+        batch: &Batch<'_>,
+        frame: &Frame,
+        now: Nanos,
+        late: &mut u64,
+    ) -> bool {
+        let need = frame.len().div_ceil(CELL_BYTES);
+        let share = self.share_of(source);
+        if !self.make_room(share, need, late) {
+            return false;
+        }
+        let lane = self.lane_of(share as u16, ring);
         // In range: `need` cells are free, and at least one is needed.
         let first = self.free;
         let (mut cell, mut at) = (first, 0);
@@ -189,6 +251,13 @@ impl Store {
         self.free = self.next[usize::from(cell)];
         self.free_cells -= need as u16;
         self.waiting += 1;
+        self.shares[share].cells += need as u16;
+        let to = &mut self.rings[usize::from(ring)];
+        if to.waiting == 0 {
+            to.progress = now;
+            self.busy |= bit(ring);
+        }
+        to.waiting += 1;
         let Lane { last, cells, first: lane_first, .. } = &mut self.lanes[lane];
         *cells += need as u16;
         let before = std::mem::replace(last, first);
@@ -214,6 +283,12 @@ impl Store {
         let Queued { cells, lane, before, behind, .. } = self.frames[usize::from(first)];
         let lane = &mut self.lanes[usize::from(lane)];
         lane.cells -= cells;
+        self.shares[usize::from(lane.share)].cells -= cells;
+        let ring = &mut self.rings[usize::from(lane.ring)];
+        ring.waiting -= 1;
+        if ring.waiting == 0 {
+            self.busy &= !bit(lane.ring);
+        }
         match before {
             NIL => lane.first = behind,
             before => self.frames[usize::from(before)].behind = behind,
@@ -232,22 +307,28 @@ impl Store {
         self.waiting -= 1;
     }
 
-    /// Takes all frames out; returns how many there were.
-    fn empty(&mut self) -> u64 {
+    /// The ring of the frame that starts at cell `first`.
+    fn ring_of(&self, first: u16) -> u8 {
+        self.lanes[usize::from(self.frames[usize::from(first)].lane)].ring
+    }
+
+    /// Takes all frames out that wait for `rings`; returns how many there were.
+    fn empty(&mut self, rings: u64) -> u64 {
         let before = self.waiting;
         for lane in 0..self.lanes.len() {
-            while self.lanes[lane].first != NIL {
+            while self.lanes[lane].first != NIL && rings & bit(self.lanes[lane].ring) != 0 {
                 self.remove(self.lanes[lane].first);
             }
         }
-        before as u64
+        (before - self.waiting) as u64
     }
 
-    /// Chooses the frames that go next, one of each lane in turn.
-    fn pick(&mut self) {
+    /// Chooses the frames that go next, one of each lane in turn, without those for the rings `full`.
+    fn pick(&mut self, full: u64) {
         self.picks.clear();
         self.cursors.clear();
-        self.cursors.extend(self.lanes.iter().map(|lane| lane.first));
+        let free = |lane: &Lane| if full & bit(lane.ring) == 0 { lane.first } else { NIL };
+        self.cursors.extend(self.lanes.iter().map(free));
         let lanes = self.lanes.len();
         let mut found = true;
         while found && self.picks.len() < CHUNK {
@@ -278,27 +359,57 @@ impl Overflow {
         self.store.as_ref().map_or(0, |store| store.waiting)
     }
 
-    /// Says that the port took a frame.
+    /// Whether frames wait for `ring`, so that others for it must go behind them.
     #[inline]
-    pub(crate) fn took(&mut self) {
-        self.stalled = false;
+    pub(crate) fn waits_for(&self, ring: u8) -> bool {
+        self.store.as_ref().is_some_and(|store| store.busy & bit(ring) != 0)
+    }
+
+    /// Whether there are rings that were given up, so that it is of interest when one of them takes a frame.
+    #[inline]
+    pub(crate) fn has_stalled(&self) -> bool {
+        self.stalled != 0
+    }
+
+    /// Says that `ring` took a frame.
+    #[inline]
+    pub(crate) fn took(&mut self, ring: u8) {
+        self.stalled &= !bit(ring);
     }
 
     /// Queues what the port refused of `batch`, and takes that out of `drops`; returns how many frames. What finds no
-    /// room is counted in `drops` as `queue_full`. Frames of others that gave way are counted in `late`.
+    /// room is counted in `drops` as `queue_full`. Frames of others that gave way are counted in `late`. `ring_of` is
+    /// [`crate::port::Port::ring_of`] of the port.
     #[cold]
-    pub(crate) fn take(&mut self, now: Nanos, batch: &Batch<'_>, caps: Caps, drops: &mut Drops, late: &mut u64) -> u64 {
-        if self.stalled {
-            drops.forget_refused();
-            return 0;
-        }
-        let store = self.store.get_or_insert_with(|| Store::new(caps));
-        if store.waiting == 0 {
-            (self.progress, self.pause, self.next_try) = (now, FIRST_TRY, now.after(FIRST_TRY));
-            store.caps = caps;
-        }
+    pub(crate) fn take(
+        &mut self,
+        now: Nanos,
+        batch: &Batch<'_>,
+        caps: Caps,
+        drops: &mut Drops,
+        late: &mut u64,
+        ring_of: impl Fn(&Frame) -> u8,
+    ) -> u64 {
+        let Overflow { store, stalled, progress, pause, next_try, .. } = self;
         let source = batch.ingress();
-        drops.take_refused(|index| store.push(source, batch, &batch.frames()[usize::from(index)], now, late))
+        drops.take_refused(|index| {
+            let frame = &batch.frames()[usize::from(index)];
+            let ring = ring_of(frame);
+            if *stalled & bit(ring) != 0 {
+                return Err(Reason::NoBuffer);
+            }
+            let store = store.get_or_insert_with(|| Store::new(caps));
+            if store.waiting == 0 {
+                (*progress, store.caps) = (now, caps);
+            }
+            if store.busy & bit(ring) == 0 {
+                // Tried again soon, however long another ring has been full.
+                let soon = now.after(FIRST_TRY);
+                *next_try = if store.waiting == 0 { soon } else { soon.min(*next_try) };
+                *pause = FIRST_TRY;
+            }
+            if store.push(source, ring, batch, frame, now, late) { Ok(()) } else { Err(Reason::QueueFull) }
+        })
     }
 
     /// Hands over what waits, as far as the port takes it, to `send`; then drops what waited for too long. All that
@@ -314,10 +425,12 @@ impl Overflow {
         let Some(store) = &mut self.store else { return Ok(sent) };
         if store.waiting != 0 && store.caps != caps {
             // Another driver, or none.
-            drops.count(Reason::Reset, store.empty());
+            drops.count(Reason::Reset, store.empty(u64::MAX));
         }
-        while store.waiting != 0 {
-            store.pick();
+        // Rings that refused a frame, and those that took one.
+        let (mut full, mut moved) = (0, 0);
+        while store.busy & !full != 0 {
+            store.pick(full);
             let Store { bytes, next, frames, batch, picks, .. } = &mut **store;
             let mut chunk: Batch<'_> = std::mem::take(batch);
             for first in &*picks {
@@ -348,27 +461,32 @@ impl Overflow {
                     return Err(fault);
                 }
             }
-            let mut refused = 0;
+            let before = full;
             drops.take_refused(|index| {
+                let first = &mut store.picks[usize::from(index)];
+                let ring = store.lanes[usize::from(store.frames[usize::from(*first)].lane)].ring;
+                full |= bit(ring);
                 // Marked to stay.
-                store.picks[usize::from(index)] = NIL;
-                refused += 1;
-                true
+                *first = NIL;
+                Ok(())
             });
             for at in 0..count {
                 match store.picks[at] {
                     NIL => {}
-                    first => store.remove(first),
+                    first => {
+                        let ring = store.ring_of(first);
+                        store.rings[usize::from(ring)].progress = now;
+                        moved |= bit(ring);
+                        store.remove(first);
+                    }
                 }
             }
-            if refused != count {
-                (self.progress, self.pause) = (now, FIRST_TRY);
-            } else {
-                self.pause = Nanos(self.pause.0 * 2).min(LAST_TRY);
-            }
-            if refused != 0 {
-                break;
-            }
+            debug_assert!(full != before || store.picks.iter().any(|first| *first != NIL), "each look gets further");
+        }
+        if moved != 0 {
+            (self.progress, self.pause) = (now, FIRST_TRY);
+        } else if full != 0 {
+            self.pause = Nanos(self.pause.0 * 2).min(LAST_TRY);
         }
         self.next_try = now.after(self.pause);
         self.expire(now, drops);
@@ -378,22 +496,26 @@ impl Overflow {
     /// Drops what waited for too long. Frees the memory of a queue that was empty for [`KEEP`].
     fn expire(&mut self, now: Nanos, drops: &mut Drops) {
         let Some(store) = &mut self.store else { return };
-        let mut late = 0;
+        let (mut late, mut of) = (0, 0);
         for lane in 0..store.lanes.len() {
             loop {
                 let first = store.lanes[lane].first;
                 if first == NIL || now.since(store.frames[usize::from(first)].at) < HOLD {
                     break;
                 }
+                let ring = store.lanes[lane].ring;
+                if now.since(store.rings[usize::from(ring)].progress) >= HOLD {
+                    of |= bit(ring);
+                }
                 store.remove(first);
                 late += 1;
             }
         }
-        drops.count(Reason::QueueTimeout, late);
-        if late != 0 && now.since(self.progress) >= HOLD {
-            self.stalled = true;
-            drops.count(Reason::QueueTimeout, store.empty());
+        if of != 0 {
+            self.stalled |= of;
+            late += store.empty(of);
         }
+        drops.count(Reason::QueueTimeout, late);
         if store.waiting == 0 {
             if now.since(self.progress) >= KEEP {
                 self.store = None;

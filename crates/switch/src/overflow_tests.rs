@@ -12,15 +12,25 @@ fn bytes(source: u32, number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A destination with room for so many frames, and its queue.
+/// Rings of the destination.
+const RINGS: usize = 4;
+
+/// A destination with room for so many frames in each ring, and its queue.
 #[derive(Default)]
 struct World {
     overflow: Overflow,
-    room: usize,
+    room: [usize; RINGS],
+    /// More than one spreads the frames over that many rings, by their numbers.
+    rings: u32,
     got: Vec<Vec<u8>>,
     drops: Drops,
     late: u64,
     now: Nanos,
+}
+
+/// The ring of a frame.
+fn ring(rings: u32, head: &[u8]) -> u8 {
+    (u32::from_be_bytes([head[4], head[5], head[6], head[7]]) % rings.max(1)) as u8
 }
 
 impl World {
@@ -31,34 +41,41 @@ impl World {
         for frame in frames {
             batch.push(frame[..].into(), Offload::NONE);
         }
-        let which: Vec<u16> = (0..frames.len() as u16).collect();
         self.drain();
-        let direct = if self.overflow.waits() { 0 } else { self.room.min(frames.len()) };
-        self.room -= direct;
-        self.got.extend_from_slice(&frames[..direct]);
-        if direct != 0 {
-            self.overflow.took();
+        let World { overflow, room, rings, got, drops, .. } = self;
+        for (index, frame) in frames.iter().enumerate() {
+            let ring = ring(*rings, frame);
+            if overflow.waits_for(ring) || room[usize::from(ring)] == 0 {
+                drops.refuse(&[index as u16]);
+                room[usize::from(ring)] = 0;
+            } else {
+                room[usize::from(ring)] -= 1;
+                got.push(frame.clone());
+                overflow.took(ring);
+            }
         }
-        self.drops.refuse(&which[direct..]);
-        self.overflow.take(self.now, &batch, CAPS, &mut self.drops, &mut self.late)
+        overflow.take(self.now, &batch, CAPS, drops, &mut self.late, |frame| ring(*rings, frame.head()))
     }
 
     fn drain(&mut self) {
-        let World { overflow, room, got, drops, now, .. } = self;
+        let World { overflow, room, rings, got, drops, now, .. } = self;
         overflow
             .drain(*now, CAPS, drops, |batch, which, drops| {
-                let n = which.len().min(*room);
-                *room -= n;
                 let mut sent = Sent::default();
-                for index in &which[..n] {
+                for index in which {
                     let frame = &batch.frames()[usize::from(*index)];
+                    let room = &mut room[usize::from(ring(*rings, frame.head()))];
+                    if *room == 0 {
+                        drops.refuse(&[*index]);
+                        continue;
+                    }
+                    *room -= 1;
                     let mut bytes = Vec::new();
                     batch.append_to(frame, &mut bytes);
                     sent.frames += 1;
                     sent.bytes += bytes.len() as u64;
                     got.push(bytes);
                 }
-                drops.refuse(&which[n..]);
                 Ok(sent)
             })
             .unwrap();
@@ -79,6 +96,7 @@ impl World {
             cell = store.next[usize::from(cell)];
         }
         let (mut held, mut waiting) = (0, 0);
+        let (mut shares, mut rings) = (vec![0; store.shares.len()], [0u16; MAX_RINGS]);
         for lane in &store.lanes {
             let (mut first, mut before, mut cells) = (lane.first, NIL, 0);
             while first != NIL {
@@ -86,12 +104,18 @@ impl World {
                 assert_eq!(frame.before, before);
                 assert_eq!(usize::from(frame.cells), (frame.len as usize).div_ceil(CELL_BYTES));
                 (cells, waiting) = (cells + frame.cells, waiting + 1);
+                rings[usize::from(lane.ring)] += 1;
                 (before, first) = (first, frame.behind);
             }
+            shares[usize::from(lane.share)] += lane.cells;
             assert_eq!((lane.cells, lane.last), (cells, before));
             held += cells;
         }
         assert_eq!((held + store.free_cells, waiting), (CELLS, store.waiting));
+        assert!(shares.iter().eq(store.shares.iter().map(|share| &share.cells)));
+        for (ring, waiting) in rings.into_iter().enumerate() {
+            assert_eq!((store.rings[ring].waiting, store.busy & bit(ring as u8) != 0), (waiting, waiting != 0));
+        }
     }
 }
 
@@ -102,10 +126,10 @@ fn frames_come_out_as_they_went_in_whatever_their_length() {
     let frames: Vec<_> = lens.iter().enumerate().map(|(n, len)| bytes(1, n as u32, *len)).collect();
     assert_eq!(world.send(1, &frames), frames.len() as u64);
     world.check();
-    world.room = 5;
+    world.room[0] = 5;
     world.drain();
     assert_eq!(world.got, frames[..5]);
-    world.room = 100;
+    world.room[0] = 100;
     world.pass(FIRST_TRY);
     assert_eq!(world.got, frames);
     assert_eq!(world.drops.total(), 0);
@@ -122,7 +146,7 @@ fn offloads_stay_with_their_frames_and_go_to_the_same_capabilities_only() {
         let mut batch = Batch::with_capacity(1);
         batch.push(frame[..].into(), offload);
         drops.refuse(&[0]);
-        assert_eq!(overflow.take(Nanos(0), &batch, CAPS, drops, &mut 0), 1);
+        assert_eq!(overflow.take(Nanos(0), &batch, CAPS, drops, &mut 0, |_| 0), 1);
     };
     queue(&mut world.overflow, &mut world.drops);
     let mut seen = None;
@@ -148,7 +172,7 @@ fn a_source_that_floods_leaves_the_others_their_share_and_their_turns() {
     assert_eq!((world.late, world.drops.of(Reason::QueueFull)), (50, 1000 - u64::from(CELLS)));
     world.check();
     // In turn, although the flood came first.
-    world.room = 100;
+    world.room[0] = 100;
     world.drain();
     let of = |source: u32| move |frame: &&Vec<u8>| frame[..4] == source.to_be_bytes();
     assert_eq!(world.got.iter().filter(of(2)).count(), 50);
@@ -172,15 +196,52 @@ fn a_destination_that_takes_nothing_is_given_up_until_it_takes_something() {
     assert_eq!(world.drops.of(Reason::QueueTimeout), 1);
     assert_eq!(world.send(1, &[bytes(1, 1, 100)]), 0, "no more work for a dead guest");
     assert_eq!(world.drops.of(Reason::NoBuffer), 1);
-    world.room = 1;
+    world.room[0] = 1;
     assert_eq!(world.send(1, &[bytes(1, 2, 100), bytes(1, 3, 100)]), 1, "it lives again");
-    world.room = 1;
+    world.room[0] = 1;
     world.pass(FIRST_TRY);
     assert_eq!(world.got.len(), 2);
     // The memory goes when it was not needed for a while.
     assert!(world.overflow.is_live());
     world.pass(KEEP);
     assert!(!world.overflow.is_live());
+}
+
+#[test]
+fn a_ring_that_is_full_holds_up_its_own_frames_only() {
+    let mut world = World { rings: 2, ..World::default() };
+    world.room = [0, 10, 0, 0];
+    let frames: Vec<_> = (0..8).map(|n| bytes(1, n, 100)).collect();
+    let of = |ring: u32| frames.iter().skip(ring as usize).step_by(2).cloned().collect::<Vec<_>>();
+    assert_eq!(world.send(1, &frames), 4, "those for the full ring");
+    assert_eq!(world.got, of(1));
+    // The other ring is full for a moment, and goes on at the next try.
+    world.room = [0, 1, 0, 0];
+    assert_eq!(world.send(1, &frames), 7);
+    world.check();
+    world.room = [0, 10, 0, 0];
+    world.pass(FIRST_TRY);
+    assert_eq!(world.got, [of(1), of(1)].concat());
+    // It alone is given up.
+    world.pass(HOLD);
+    assert!(!world.overflow.waits());
+    assert_eq!((world.drops.of(Reason::QueueTimeout), world.drops.of(Reason::NoBuffer)), (8, 0));
+    world.room = [0, 1, 0, 0];
+    assert_eq!(world.send(1, &frames), 3, "only the ring that lives has a queue");
+    assert_eq!(world.drops.of(Reason::NoBuffer), 4);
+    world.room = [1, 10, 0, 0];
+    world.pass(FIRST_TRY);
+    assert_eq!(world.send(1, &frames[..3]), 1, "the given up ring took a frame again");
+}
+
+#[test]
+fn a_source_gains_no_share_by_sending_to_many_rings() {
+    let mut world = World { rings: RINGS as u32, ..World::default() };
+    let flood: Vec<_> = (0..1000).map(|n| bytes(1, n, 1514)).collect();
+    assert_eq!(world.send(1, &flood), u64::from(CELLS));
+    let one_ring: Vec<_> = (0..1000).map(|n| bytes(2, 4 * n, 1514)).collect();
+    assert_eq!(world.send(2, &one_ring), u64::from(CELLS) / 2);
+    world.check();
 }
 
 #[test]
@@ -230,6 +291,7 @@ fn random_work_keeps_order_and_accounts() {
     };
     let mut world = World::default();
     let (mut numbers, mut sent) = ([0u32; 5], 0u64);
+    world.rings = RINGS as u32;
     for _ in 0..1200 {
         match random(4) {
             0 | 1 => {
@@ -244,20 +306,23 @@ fn random_work_keeps_order_and_accounts() {
                 sent += frames.len() as u64;
                 world.send(source, &frames);
             }
-            2 => world.room = random(30) as usize,
+            2 => world.room = [(); RINGS].map(|()| random(30) as usize),
             _ => world.pass(Nanos(random(12_000_000))),
         }
         world.check();
         let left = world.overflow.waiting() as u64;
         assert_eq!(world.got.len() as u64 + world.drops.total() + world.late + left, sent);
     }
-    let mut last: BTreeMap<u32, u32> = BTreeMap::new();
+    let mut last: BTreeMap<(u32, u32), u32> = BTreeMap::new();
     let mut lens: BTreeMap<u32, VecDeque<usize>> = BTreeMap::new();
     for frame in &world.got {
         let source = u32::from_be_bytes([frame[0], frame[1], frame[2], frame[3]]);
         let number = u32::from_be_bytes([frame[4], frame[5], frame[6], frame[7]]);
         assert_eq!(*frame, bytes(source, number, frame.len()), "bytes changed");
-        assert!(last.insert(source, number).is_none_or(|before| before < number), "order of source {source}");
+        assert!(
+            last.insert((source, number % RINGS as u32), number).is_none_or(|before| before < number),
+            "order of source {source}"
+        );
         lens.entry(source).or_default().push_back(frame.len());
     }
     assert!(world.got.len() > 500 && world.drops.of(Reason::QueueTimeout) > 0 && world.late > 0, "the test tests");

@@ -34,7 +34,7 @@
 
 use crate::Nanos;
 use crate::drop::Drops;
-use crate::frame::Batch;
+use crate::frame::{Batch, Frame};
 use std::os::fd::OwnedFd;
 
 /// What a destination takes as it is. What it does not, the switch does in software before it transmits.
@@ -107,6 +107,9 @@ pub enum Link {
     Down,
 }
 
+/// Rings of a peer that the worker tells apart ([`Port::ring_of`]).
+pub const MAX_RINGS: usize = 64;
+
 /// An attachment. See the head of this module for who calls what when.
 pub trait Port: Send {
     /// The kind in status and metrics: "vhost-user", "tap", "stream", "pair", "gateway".
@@ -155,6 +158,14 @@ pub trait Port: Send {
     ///
     /// [`Reason::Reset`]: crate::drop::Reason::Reset
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault>;
+
+    /// Which of the peer's rings a frame goes to, below [`MAX_RINGS`]; the same for all frames of a flow. Where one ring is
+    /// full, the frames for the others go on. Asked only while frames wait. Rings may share a number; their frames then wait
+    /// for each other.
+    fn ring_of(&self, frame: &Frame) -> u8 {
+        let _ = frame;
+        0
+    }
 
     /// Publishes what was transmitted and rings the peer where it wants that.
     ///

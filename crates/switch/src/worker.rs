@@ -121,6 +121,8 @@ pub(crate) struct Core {
     /// Reused memory for what a port refuses, and for the frames of a batch that a capture is shown.
     refused: Vec<u16>,
     shown: Vec<u16>,
+    /// Frames for rings that no others wait for; keeps its memory.
+    apart: Vec<u16>,
     polled_at: Nanos,
     /// Frames that the last round moved.
     moved: usize,
@@ -253,6 +255,7 @@ impl Worker {
             waiting_at: NEVER,
             refused: Vec::new(),
             shown: Vec::new(),
+            apart: Vec::new(),
             polled_at: Nanos(0),
             moved: 0,
             plan: Plan::default(),
@@ -597,7 +600,7 @@ impl Core {
         };
         let (now, taps, counters) = (self.now, &mut slot.taps, &slot.counters);
         let (mut work, transformer, rechecks) = (Work::default(), &mut self.transformer, &mut self.rechecks);
-        let (overflow, shown) = (&mut slot.overflow, &mut self.shown);
+        let (overflow, shown, apart) = (&mut slot.overflow, &mut self.shown, &mut self.apart);
         let (mut queued, mut late) = (0, 0);
         let result = guarded(|| {
             let caps = port.caps();
@@ -606,26 +609,38 @@ impl Core {
             }
             let mut hand_over = |batch: &Batch<'_>, which: &[u16], drops: &mut Drops| {
                 let mut sent = Sent::default();
+                let ring_of = |port: &dyn Port, index: u16| port.ring_of(&batch.frames()[usize::from(index)]);
+                let mut ready = which;
                 if overflow.waits() {
-                    // Behind those that wait already.
-                    drops.refuse(which);
-                } else {
-                    sent = port.transmit(batch, which, drops)?;
+                    apart.clear();
+                    for index in which {
+                        if overflow.waits_for(ring_of(&**port, *index)) {
+                            // Behind those that wait already.
+                            drops.refuse(&[*index]);
+                        } else {
+                            apart.push(*index);
+                        }
+                    }
+                    ready = apart;
+                }
+                if !ready.is_empty() {
+                    sent = port.transmit(batch, ready, drops)?;
+                }
+                if sent.frames != 0 && overflow.has_stalled() {
+                    let taken = ready.iter().filter(|index| !drops.refused().contains(index));
+                    taken.for_each(|index| overflow.took(ring_of(&**port, *index)));
                 }
                 if drops.has_refused() {
                     if !taps.is_empty() {
                         drops.without_refused(which, shown);
                     }
-                    queued += overflow.take(now, batch, caps, drops, &mut late);
+                    queued += overflow.take(now, batch, caps, drops, &mut late, |frame| port.ring_of(frame));
                     if !taps.is_empty() {
                         taps.retain(|tap| tap.transmitted(now, batch, shown, 0, counters));
                     }
                 } else if !taps.is_empty() {
                     let refused = (which.len() as u64).saturating_sub(sent.frames);
                     taps.retain(|tap| tap.transmitted(now, batch, which, refused, counters));
-                }
-                if sent.frames != 0 {
-                    overflow.took();
                 }
                 Ok(sent)
             };

@@ -722,6 +722,49 @@ fn a_guest_that_stops_reading_costs_its_neighbours_nothing_and_is_given_up() {
 }
 
 #[test]
+fn a_full_ring_of_a_guest_holds_up_its_own_frames_only() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, b] = bench.ports(net);
+    b.send(frame(mac(1), mac(2), 64, 0));
+    bench.settle();
+    (b.lock().rings, b.lock().full_ring, b.lock().refuses) = (2, Some(0), true);
+    let send = |own: u64, tags: std::ops::Range<u32>| tags.for_each(|tag| a.send(frame(mac(2), mac(own), 1514, tag)));
+    send(4, 0..20);
+    send(5, 0..20);
+    bench.worker.step(&mut bench.waiter);
+    let sent =
+        |own: u64, tags: std::ops::Range<u32>| tags.map(|tag| frame(mac(2), mac(own), 1514, tag)).collect::<Vec<_>>();
+    assert_eq!(b.take_bytes(), sent(5, 0..20), "those for the ring with room wait for none of the other's");
+    send(5, 20..40);
+    bench.worker.step(&mut bench.waiter);
+    assert_eq!(b.take_bytes(), sent(5, 20..40), "nor do later ones");
+    b.lock().full_ring = None;
+    bench.settle();
+    assert_eq!(b.take_bytes(), sent(4, 0..20));
+    assert_eq!((b.counters.queued_frames.get(), b.counters.tx_frames.get()), (20, 60));
+    assert_eq!(b.counters.tx_drops.iter().map(|n| n.get()).sum::<u64>(), 0);
+    // Given up alone after it took nothing for a while, until it takes a frame.
+    b.lock().full_ring = Some(0);
+    send(4, 0..20);
+    bench.settle();
+    send(4, 0..1);
+    send(5, 0..20);
+    bench.settle();
+    assert_eq!(b.take_bytes(), sent(5, 0..20));
+    assert_eq!([Reason::QueueTimeout, Reason::NoBuffer].map(|reason| b.tx_drops(reason)), [20, 1]);
+    b.lock().full_ring = None;
+    send(4, 0..1);
+    bench.settle();
+    b.lock().full_ring = Some(0);
+    send(4, 1..3);
+    bench.worker.step(&mut bench.waiter);
+    b.lock().full_ring = None;
+    bench.settle();
+    assert_eq!(b.take_bytes(), sent(4, 0..3));
+}
+
+#[test]
 fn each_class_of_storm_is_counted_and_ends_with_its_second() {
     let mut bench = bench();
     let net = bench.network(MacSettings::default());

@@ -80,7 +80,7 @@ use tombolo_shm::ivshmem::keeper::Record;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
-use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Rechecked, Sent};
+use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::reactor::Registration;
 use control::Connection;
@@ -148,6 +148,10 @@ struct Pair {
 impl Pair {
     fn ring_mut(&mut self, index: usize) -> &mut Option<Ring> {
         if is_from_guest(index) { &mut self.from_guest } else { &mut self.to_guest }
+    }
+
+    fn is_open_to_guest(&self) -> bool {
+        self.to_guest.as_ref().is_some_and(|ring| ring.gate == Gate::Open)
     }
 
     /// The ring to the guest, if frames may go there.
@@ -542,10 +546,6 @@ impl Port for VhostUserPort {
                 }
             }
         }
-        if open > 1 {
-            // Frames that wait for a pair that is stuck would hold up those of the others.
-            drops.forget_refused();
-        }
         *buffers = recycle(segments);
         if let Some(fault) = fault.or_else(|| memory_fault(memory)) {
             // Nobody will see what was written; the caller counts all that `drops` does not hold.
@@ -553,6 +553,11 @@ impl Port for VhostUserPort {
         }
         drops.count(Reason::LinkDown, (which.len() - handled) as u64);
         Ok(sent)
+    }
+
+    fn ring_of(&self, frame: &Frame) -> u8 {
+        let open = self.pairs.iter().filter(|pair| pair.is_open_to_guest()).count();
+        (pair_of(frame, open) % MAX_RINGS) as u8
     }
 
     #[inline]

@@ -9,7 +9,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerHandle, WorkerSettings};
 use tombolo_switch::counters::PortCounters;
 use tombolo_switch::drop::{Drops, Reason};
-use tombolo_switch::frame::{Batch, Checksum, Mac, Offload, SegmentKind, Segmentation};
+use tombolo_switch::frame::{Batch, Checksum, Frame, Mac, Offload, SegmentKind, Segmentation};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
@@ -103,6 +103,10 @@ pub struct PeerState {
     pub room: usize,
     /// Frames without room are refused, so that they wait for some.
     pub refuses: bool,
+    /// Rings that it spreads frames over, by the last byte of their senders' addresses; zero is one.
+    pub rings: u8,
+    /// One of them is full: its frames are refused.
+    pub full_ring: Option<u8>,
     pub armed: bool,
     pub link: Link,
     pub caps: Caps,
@@ -202,6 +206,11 @@ impl TestPort {
     }
 }
 
+/// The ring that a frame goes to.
+fn ring_of(state: &PeerState, frame: &Frame) -> u8 {
+    frame.head()[11] % state.rings.max(1)
+}
+
 impl Port for TestPort {
     fn kind(&self) -> &'static str {
         "test"
@@ -255,6 +264,10 @@ impl Port for TestPort {
                 drops.count(Reason::LinkDown, 1);
                 continue;
             }
+            if state.full_ring == Some(ring_of(&state, frame)) {
+                drops.refuse(&[*index]);
+                continue;
+            }
             if state.from_switch.len() >= state.room && state.refuses {
                 drops.refuse(&which[at..]);
                 break;
@@ -277,6 +290,10 @@ impl Port for TestPort {
             state.unflushed += 1;
         }
         Ok(sent)
+    }
+
+    fn ring_of(&self, frame: &Frame) -> u8 {
+        ring_of(&self.state.lock().unwrap(), frame)
     }
 
     fn flush(&mut self) -> Result<(), Fault> {
@@ -377,6 +394,8 @@ impl Bench {
             from_switch: Vec::new(),
             room: usize::MAX,
             refuses: false,
+            rings: 0,
+            full_ring: None,
             armed: false,
             link: Link::Up,
             caps: Caps::full(1500),
