@@ -188,6 +188,8 @@ pub(crate) struct Slot {
     last_frame_at: Nanos,
     serviced_at: Nanos,
     deadline: Nanos,
+    /// Until then its rate limit takes no frame of it.
+    limited_until: Nanos,
     quiet_until: Nanos,
 }
 
@@ -407,7 +409,8 @@ impl Core {
         match guarded(|| port.recheck()) {
             Ok(Rechecked { work, signalled }) => {
                 slot.counters.late_signals.add(signalled.into());
-                if work && !slot.active {
+                // What waits for the end of a rate limit's pause is not late.
+                if work && !slot.active && self.now >= slot.limited_until {
                     slot.counters.late_wakeups.add(1);
                     self.activate(index);
                 }
@@ -475,7 +478,8 @@ impl Core {
         if slot.send.is_on() {
             let pause = slot.send.wait(now);
             if pause != Nanos(0) {
-                slot.deadline = slot.deadline.min(now.after(pause));
+                slot.limited_until = now.after(pause);
+                slot.deadline = slot.deadline.min(slot.limited_until);
                 return Ok(false);
             }
             // Frames may be of 64 KiB, so a turn takes few of them.
@@ -895,6 +899,7 @@ impl Slot {
             last_frame_at: Nanos(0),
             serviced_at: Nanos(0),
             deadline: NEVER,
+            limited_until: Nanos(0),
             quiet_until: Nanos(0),
         })
     }
@@ -903,6 +908,7 @@ impl Slot {
     pub(crate) fn limit(&mut self, storm: Storm, rates: Rates) {
         (self.storm, self.rates) = (storm, rates);
         (self.send, self.receive) = (Meter::new(rates.send), Meter::new(rates.receive));
+        self.limited_until = Nanos(0);
     }
 
     /// Records what happened, and resets the port or drops it.

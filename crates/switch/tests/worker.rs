@@ -848,6 +848,37 @@ fn a_port_that_receives_during_the_pause_of_its_rate_limit_goes_on_afterwards() 
 }
 
 #[test]
+fn the_pause_of_a_rate_limit_is_no_late_wake_up() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a, sink] = [(); 2].map(|()| bench.port(net, quiet_port()));
+    sink.send(frame(mac(1), mac(2), 64, 0));
+    bench.settle();
+    let rates = Rates { send: Rate { frames: Some(1000), bits: None }, ..Rates::default() };
+    bench.ask(|h| h.set_limits(a.token, Storm::OFF, rates)).unwrap();
+    a.lock().rechecks = true;
+    (0..200).for_each(|tag| a.send(frame(mac(2), mac(1), 1000, tag)));
+    let (mut got, before) = (0, a.lock().looks);
+    for _ in 0..2000 {
+        // What it receives asks for a look, which finds its own frames waiting.
+        bench.waiter.advance(Nanos(200_000));
+        sink.send(frame(mac(1), mac(2), 64, 0));
+        bench.worker.step(&mut bench.waiter);
+        got += sink.take().len();
+    }
+    assert_eq!(got, 200);
+    assert!(a.lock().looks > before + 10);
+    assert_eq!(a.counters.late_wakeups.get(), 0);
+    // A limit that is lifted leaves no pause behind.
+    bench.ask(|h| h.set_limits(a.token, Storm::OFF, Rates::default())).unwrap();
+    bench.settle();
+    a.send_silently(frame(mac(2), mac(1), 64, 1));
+    sink.send(frame(mac(1), mac(2), 64, 0));
+    bench.settle();
+    assert_eq!(sink.take().len(), 1);
+}
+
+#[test]
 fn what_a_port_receives_beyond_its_rate_is_dropped_by_name() {
     let mut bench = bench();
     let net = bench.network(MacSettings::default());
