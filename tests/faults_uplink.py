@@ -56,7 +56,7 @@ def segment(router, sequence):
     head = bytes([0x45, 0, 0, 40, 0, 1, 0, 0, 64, 6, 0, 0, 198, 51, 100, 7, 192, 0, 0, 2])
     return router + MAC + b"\\x08\\0" + head + struct.pack("!HHIIHHI", 80, 40000, sequence, 1, 0x5010, 256, 0)
 
-router, sequence = None, 0
+router, sequence, repeated = None, 0, None
 while router is None:
     for frame in frames():
         if reply := answer(frame):
@@ -73,10 +73,15 @@ while True:
         send(segment(router, sequence))
         select.select([], [], [], 0.05)
         continue
-    ready = select.select([stream], [], [], 0 if mode in ("tcp", "arp") else None)[0]
+    ready = select.select([stream], [], [], 0 if mode in ("tcp", "arp") or repeated else None)[0]
     for frame in frames() if ready else ():
-        if reply := answer(frame):
+        reply = answer(frame)
+        if mode == "answered" and reply and reply[12:14] == b"\\x08\\0":
+            repeated = repeated or reply
+        elif reply:
             send(reply)
+    if repeated:
+        send(repeated)
     if mode == "tcp":
         send(segment(router, 1))
     elif mode == "arp":
@@ -173,6 +178,52 @@ def test_a_passt_that_sends_and_never_reads_is_replaced():
         replaced(fabric, pid, "passt_hangs")
 
 
+@contextlib.contextmanager
+def answering(peer, frame=None):
+    """A thread that reads what the guest gets, and sends `frame` for each; counts what came."""
+    done, received, size = threading.Event(), [0], []
+
+    def read():
+        rest = b""
+        while not done.is_set():
+            with contextlib.suppress(BlockingIOError, TimeoutError):
+                rest += peer.socket.recv(1 << 20)
+            while len(rest) >= 4 and len(rest) >= 4 + (length := int.from_bytes(rest[:4], "big")):
+                rest = rest[4 + length:]
+                received[0] += 1
+                if frame:
+                    peer.send(frame)
+
+    reader = threading.Thread(target=read)
+    peer.socket.settimeout(1)
+    reader.start()
+    try:
+        yield received
+    finally:
+        done.set()
+        reader.join()
+
+
+def surplus(fabric):
+    """Repeats of the uplink that were dropped."""
+    [port] = [port for port in fabric.status()["ports"] if port["kind"] == "uplink"]
+    return port["counters"]["rx_drops"].get("uplink_repeat", 0)
+
+
+@timeout(300)
+def test_a_storm_that_a_guest_answers_is_one():
+    with uplink("answered") as (fabric, pid), guest(fabric) as (peer, router):
+        def tcp(flags):
+            return ipv4(peer, router, 6, struct.pack("!HHIIBBHHH", 5000, 80, 1, 1, 0x50, flags, 256, 0, 0))
+
+        with answering(peer, tcp(0x10)) as received:
+            peer.send(tcp(2))
+            begun = time.monotonic()
+            replaced(fabric, pid, "passt_storms")
+        print(f"{received[0]} of the storm's frames answered in {time.monotonic() - begun:.1f} s, {surplus(fabric)} dropped")
+        assert received[0] > 100 and surplus(fabric) > 5000
+
+
 @timeout(300)
 def test_a_guest_that_sends_duplicate_acknowledgements_ends_no_passt():
     with uplink("good") as (fabric, pid), guest(fabric) as (peer, router):
@@ -181,28 +232,17 @@ def test_a_guest_that_sends_duplicate_acknowledgements_ends_no_passt():
 
         peer.send(tcp(2, 1))
         assert peer.listen(lambda f: f[12:14] == b"\x08\0" and f[23] == 6), "the uplink answers"
-        done, received = threading.Event(), [0]
-
-        def read():
-            while not done.is_set():
-                with contextlib.suppress(BlockingIOError, TimeoutError):
-                    received[0] += len(peer.socket.recv(1 << 20))
-
-        reader = threading.Thread(target=read)
-        peer.socket.settimeout(1)
-        reader.start()
-        try:
+        with answering(peer) as received:
             same, begun, sent = tcp(0x10, 2), time.monotonic(), 0
             # Many times what is a storm, for longer than the watchdog takes to look twice.
             while time.monotonic() - begun < 5 or sent < 40000:
                 peer.send(same)
                 sent += 1
-        finally:
-            done.set()
-            reader.join()
-        repeats = received[0] // (4 + len(same))
-        print(f"{repeats} repeats for {sent} acknowledgements in {time.monotonic() - begun:.1f} s")
-        assert repeats > 10000, repeats
+        took = time.monotonic() - begun
+        repeats, dropped = received[0], surplus(fabric)
+        print(f"{repeats} repeats for {sent} acknowledgements in {took:.1f} s, {dropped} dropped")
+        assert repeats + dropped > 10000, (repeats, dropped)
+        assert repeats <= 1000 * (took + 3), "no more than 1000 a second"
         # It is still looked at, and found stopped.
         assert passts(fabric) == [pid] and counters(fabric)["passt_storms"] == 0, counters(fabric)
         os.kill(pid, signal.SIGSTOP)

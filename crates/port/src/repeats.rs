@@ -2,8 +2,12 @@
 //!
 //! A frame counts as an unprovoked repeat if it equals the flow's frame before, and no frame of the flow that went to the
 //! uplink pays for it. A guest that sends duplicate acknowledgements makes its peer retransmit, at most once for each:
-//! these repeats are paid for. An uplink that repeats by itself soon has no frame left that pays. A loop in which each
-//! side answers the other is not blamed on the uplink, since a guest can cause it.
+//! these repeats are paid for. An uplink that repeats by itself soon has no frame left that pays.
+//!
+//! Repeats beyond [`REPEATS_PER_SECOND`] of a frame are dropped, paid for or not. A guest that answers each repeat it gets
+//! therefore pays for so many and no more, so a storm that a guest answers is found. And a loop in which each side answers the
+//! other, which is not blamed on the uplink since a guest can cause it, goes no faster. TCP has no use for more: a
+//! sender repeats a segment at intervals of its retransmission timer, and acts on the first few duplicate acknowledgements.
 //!
 //! Looked at: TCP segments, by connection, and ARP and all protocols that only the uplink itself speaks. UDP and ICMP are
 //! not: the uplink relays them for hosts outside, which may send equal ones as often as they like.
@@ -13,7 +17,10 @@ use tombolo_switch::Nanos;
 /// So many unprovoked repeats of one frame, at no less than [`STORM_PER_SECOND`] for [`STORM_NS`], are a storm.
 pub(crate) const STORM_REPEATS: u64 = 5000;
 const STORM_PER_SECOND: u64 = 1000;
-const STORM_NS: u64 = 1_000_000_000;
+const STORM_NS: u64 = SECOND_NS;
+const SECOND_NS: u64 = Nanos::SECOND.0;
+/// So many repeats of one frame go through in a second.
+pub(crate) const REPEATS_PER_SECOND: u64 = 1000;
 /// Flows that are remembered.
 const SLOTS: usize = 64;
 /// Frames towards the uplink that are remembered as paying for repeats: more than its socket holds.
@@ -91,6 +98,18 @@ struct Slot {
     /// Unprovoked repeats since `since`.
     count: u64,
     since: Nanos,
+    /// Repeats that went through in the second that began at `window`.
+    passed: u64,
+    window: Nanos,
+}
+
+/// What [`Repeats::see`] says of a frame.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Seen {
+    /// It is one repeat too many, to be dropped.
+    pub(crate) surplus: bool,
+    /// The count of unprovoked repeats, once they are a storm.
+    pub(crate) storm: Option<u64>,
 }
 
 impl Default for Repeats {
@@ -110,24 +129,37 @@ impl Repeats {
         }
     }
 
-    /// Looks at a frame from the uplink; returns the count of unprovoked repeats once they are a storm.
-    pub(crate) fn see(&mut self, now: Nanos, frame: &[u8]) -> Option<u64> {
-        let parts = parts(frame)?;
+    /// Looks at a frame from the uplink.
+    pub(crate) fn see(&mut self, now: Nanos, frame: &[u8]) -> Seen {
+        let Some(parts) = parts(frame) else { return Seen::default() };
         let (flow, content) = (parts.flow(), hash(parts.content));
         let slot = &mut self.slots[flow as usize % SLOTS];
         if slot.flow != flow {
             slot.hold = slot.hold.saturating_sub(1);
             if slot.hold == 0 {
-                *slot = Slot { flow, content, hold: 1, since: now, ..Slot::default() };
+                *slot = Slot { flow, content, hold: 1, since: now, window: now, ..Slot::default() };
             }
-            return None;
+            return Seen::default();
         }
         if slot.content != content {
             // What was paid for a repeat that has not come yet remains.
             *slot = Slot { content, hold: 1, count: 0, ..*slot };
-            return None;
+            return Seen::default();
         }
         slot.hold = (slot.hold + 1).min(STORM_REPEATS);
+        if now.since(slot.window).0 >= SECOND_NS {
+            (slot.passed, slot.window) = (0, now);
+        }
+        let surplus = slot.passed >= REPEATS_PER_SECOND;
+        slot.passed += u64::from(!surplus);
+        Seen { surplus, storm: slot.storm(now) }
+    }
+}
+
+impl Slot {
+    /// Counts a repeat, unless it is paid for; returns the count once it is a storm.
+    fn storm(&mut self, now: Nanos) -> Option<u64> {
+        let slot = self;
         if slot.credit > 0 {
             slot.credit -= 1;
             return None;
@@ -140,7 +172,7 @@ impl Repeats {
         if slot.count < STORM_REPEATS || span < STORM_NS {
             return None;
         }
-        if slot.count.saturating_mul(1_000_000_000) / span >= STORM_PER_SECOND {
+        if slot.count.saturating_mul(SECOND_NS) / span >= STORM_PER_SECOND {
             return Some(slot.count);
         }
         slot.count = 0;
@@ -171,7 +203,7 @@ mod tests {
     fn found(repeats: &mut Repeats, mut step: impl FnMut(&mut Repeats, u64) -> Vec<u8>) -> Option<u64> {
         (0..20 * STORM_REPEATS).find(|n| {
             let frame = step(repeats, *n);
-            repeats.see(Nanos(n * 100_000), &frame).is_some()
+            repeats.see(Nanos(n * 100_000), &frame).storm.is_some()
         })
     }
 
@@ -208,6 +240,22 @@ mod tests {
     }
 
     #[test]
+    fn a_storm_that_a_guest_answers_is_one() {
+        let mut repeats = Repeats::default();
+        let mut passed = 0;
+        let found = (0..20 * STORM_REPEATS).find(|n| {
+            let seen = repeats.see(Nanos(n * 100_000), &segment(OUTSIDE, GUEST, 1));
+            if !seen.surplus {
+                passed += 1;
+                repeats.sent(&segment(GUEST, OUTSIDE, 9));
+            }
+            seen.storm.is_some()
+        });
+        assert!(found.is_some_and(|n| n < 2 * 10_000), "{found:?}");
+        assert_eq!(passed, 2 * REPEATS_PER_SECOND + 1);
+    }
+
+    #[test]
     fn what_others_outside_can_send_is_not_blamed_on_the_uplink() {
         for protocol in [1, 17] {
             let mut frame = segment(OUTSIDE, GUEST, 1);
@@ -223,9 +271,9 @@ mod tests {
         let mut repeats = Repeats::default();
         for n in 0..2 * STORM_REPEATS {
             let at = Nanos(n * 2_000_000);
-            assert_eq!(repeats.see(at, &segment(OUTSIDE, GUEST, 1)), None, "500 a second");
+            assert_eq!(repeats.see(at, &segment(OUTSIDE, GUEST, 1)), Seen::default(), "500 a second");
         }
-        assert_eq!(repeats.see(Nanos(0), &segment(OUTSIDE, GUEST, 1)[..20]), None);
+        assert_eq!(repeats.see(Nanos(0), &segment(OUTSIDE, GUEST, 1)[..20]), Seen::default());
     }
 
     #[test]
@@ -234,7 +282,8 @@ mod tests {
         let hidden = found(&mut repeats, |repeats, n| {
             // Every other frame belongs to one of many other flows, of which some have the storm's slot.
             let [high, low] = (n as u16).to_be_bytes();
-            assert_eq!(repeats.see(Nanos(n * 100_000), &segment([198, 51, 100, 9, high, low], GUEST, 1)), None);
+            let other = repeats.see(Nanos(n * 100_000), &segment([198, 51, 100, 9, high, low], GUEST, 1));
+            assert_eq!(other, Seen::default());
             segment(OUTSIDE, GUEST, 1)
         });
         assert!(hidden.is_some());

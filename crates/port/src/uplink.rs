@@ -266,15 +266,20 @@ impl NatPort {
         let mut back = Vec::new();
         let pulse = &self.away.0.pulse;
         pulse.frames.fetch_add(taken.len() as u64, Ordering::Relaxed);
-        for frame in &taken {
+        let (now, repeats) = (self.now, &mut self.repeats);
+        let mut surplus = 0;
+        let taken = taken.into_iter().filter(|frame| {
             // An ARP answer (RFC 826).
             if frame.get(12..14) == Some(&[8, 6]) && frame.get(20..22) == Some(&[0, 2]) {
                 pulse.answers.fetch_add(1, Ordering::Relaxed);
             }
-            if let Some(count) = self.repeats.see(self.now, frame) {
+            let seen = repeats.see(now, frame);
+            if let Some(count) = seen.storm {
                 pulse.repeats.store(count, Ordering::Relaxed);
             }
-        }
+            surplus += u64::from(seen.surplus);
+            !seen.surplus
+        });
         for mut frame in taken {
             match self.nat.inbound(self.now, &mut frame) {
                 Verdict::Pass => self.sending.push(frame),
@@ -283,6 +288,7 @@ impl NatPort {
                 Verdict::Drop(reason) => drops.count(reason, 1),
             }
         }
+        drops.count(Reason::UplinkRepeat, surplus);
         let used = result?;
         released?;
         if !back.is_empty() {

@@ -83,6 +83,8 @@ reasons! {
     FloodBudget = "flood_budget",
     /// The destination's `rate` limit was reached.
     RateLimit = "rate_limit",
+    /// The user uplink sent the same frame more than 1000 times within a second.
+    UplinkRepeat = "uplink_repeat",
 }
 
 impl Reason {
