@@ -9,15 +9,19 @@
 //! ([`Signals::decide_late`]), over `loom`'s atomics.
 //!
 //! **What is shown**: a sender that keeps one frame more out than it wishes for and sleeps is woken, although it does not look
-//! again; with the decision of the virtqueue it is not always.
+//! again; with the decision of the virtqueue it is not always. The same holds, with one more look of the receiver
+//! ([`notify::RECHECK_NS`]), where the sender's fences do nothing.
+//!
+//! **A sender whose fences do nothing** has its stores held back behind its loads and behind each other, as a CPU with a weakly
+//! ordered memory may have it. That a store becomes visible within bounded time is a lock, as in the model of the virtqueue.
 //!
 //! **What bounds it and what it does not show**: as in the model of the virtqueue.
 
 use std::sync::Arc;
 
 use core::sync::atomic::Ordering;
-use loom::sync::Notify;
 use loom::sync::atomic::AtomicU16;
+use loom::sync::{Mutex, Notify};
 use loom::thread;
 
 use crate::virtio::notify::{self, Signals, Wish};
@@ -33,6 +37,8 @@ struct Ring {
     /// Frames published by the sender.
     avail: AtomicU16,
     doorbell: Notify,
+    /// Held by a sender without fences while a store of its is not visible yet.
+    store_buffer: Mutex<()>,
 }
 
 impl Ring {
@@ -43,6 +49,7 @@ impl Ring {
             wish: AtomicU16::new(FIRST.wrapping_sub(7)),
             avail: AtomicU16::new(FIRST.wrapping_add(FRAMES)),
             doorbell: Notify::new(),
+            store_buffer: Mutex::new(()),
         })
     }
 }
@@ -55,13 +62,31 @@ fn careless_sender(ring: &Ring) {
     ring.doorbell.wait();
 }
 
+/// The same without fences: its wish becomes visible last, behind the frame that it publishes after it.
+fn careless_sender_without_fences(ring: &Ring) {
+    let buffer = ring.store_buffer.lock().unwrap();
+    let last = notify::available(&ring.used);
+    notify::publish(&ring.avail, FIRST.wrapping_add(FRAMES + 1));
+    AtomicU16::store(&ring.wish, last, Ordering::Relaxed);
+    drop(buffer);
+    ring.doorbell.wait();
+}
+
 fn model(run: impl Fn() + Sync + Send + 'static) {
     let mut builder = loom::model::Builder::new();
     builder.preemption_bound = Some(PREEMPTIONS);
     builder.check(run);
 }
 
-fn careless(by_last_ring: bool) {
+/// What the receiver does, and what the sender is like.
+#[derive(Clone, Copy)]
+struct Ends {
+    by_last_ring: bool,
+    recheck: bool,
+    fences: bool,
+}
+
+fn careless(Ends { by_last_ring, recheck, fences }: Ends) {
     model(move || {
         let ring = Ring::new();
         let receiver = {
@@ -81,21 +106,43 @@ fn careless(by_last_ring: bool) {
                         ring.doorbell.notify();
                     }
                 }
+                if recheck && signals.is_in_doubt() {
+                    // Waits for so long that what the sender had stored before is visible.
+                    drop(ring.store_buffer.lock().unwrap());
+                    if signals.recheck(Wish::After(notify::wish(&ring.wish)), next) {
+                        ring.doorbell.notify();
+                    }
+                }
             })
         };
-        careless_sender(&ring);
+        if fences {
+            careless_sender(&ring);
+        } else {
+            careless_sender_without_fences(&ring);
+        }
         receiver.join().unwrap();
     });
 }
 
 #[test]
 fn loom_a_sender_that_does_not_look_again_is_woken() {
-    careless(true);
+    careless(Ends { by_last_ring: true, recheck: false, fences: true });
 }
 
 /// The model can fail: by the index of the last question, as a virtqueue decides, the wish is missed.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_finds_the_missed_wish_without_the_late_decision() {
-    careless(false);
+    careless(Ends { by_last_ring: false, recheck: false, fences: true });
+}
+
+#[test]
+fn loom_one_more_look_finds_the_wish_of_a_careless_sender_without_fences() {
+    careless(Ends { by_last_ring: true, recheck: true, fences: false });
+}
+
+#[test]
+#[should_panic(expected = "deadlock")]
+fn loom_finds_the_missed_wish_of_a_careless_sender_without_fences() {
+    careless(Ends { by_last_ring: true, recheck: false, fences: false });
 }
