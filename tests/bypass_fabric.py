@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import subprocess
+import threading
+import time
 
 from bypass_paths import PROGRAM, has_ended
 from lib import Fabric, Namespace, Skip, need_program, need_root, scratch, timeout, until
@@ -80,6 +82,60 @@ def world(network="bypass = true"):
         yield World(stack, folder, network)
 
 
+class Flow:
+    """Datagrams every 2 ms from a socket in one namespace to an echo server in another, until the block ends."""
+
+    def __init__(self, space, far, address):
+        with Inside(far):
+            self.server = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with Inside(space):
+            self.client = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        self.server.bind((address, 7))
+        self.address = (address, 7)
+        for end in (self.server, self.client):
+            end.settimeout(0.2)
+        self.done, self.sources, self.times = threading.Event(), set(), []
+        self.threads = [threading.Thread(target=work) for work in (self._ask, self._echo, self._hear)]
+
+    def __enter__(self):
+        for thread in self.threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.done.set()
+        for thread in self.threads:
+            thread.join()
+        self.server.close()
+        self.client.close()
+
+    def _ask(self):
+        while not self.done.wait(0.002):
+            # No route yet, or the interface is away for a moment.
+            with contextlib.suppress(OSError):
+                self.client.sendto(b"echo", self.address)
+
+    def _echo(self):
+        while not self.done.is_set():
+            with contextlib.suppress(OSError):
+                data, source = self.server.recvfrom(100)
+                self.sources.add(source)
+                self.server.sendto(data, source)
+
+    def _hear(self):
+        while not self.done.is_set():
+            with contextlib.suppress(OSError):
+                self.client.recv(100)
+                self.times.append(time.monotonic())
+
+    def echoes(self):
+        return len(self.times)
+
+    @property
+    def gap(self):
+        return max(b - a for a, b in zip(self.times, self.times[1:]))
+
+
 def bypass_of(fabric):
     return next(n for n in fabric.status()["networks"] if n["name"] == "lan")["bypass"]
 
@@ -105,6 +161,39 @@ def test_a_networks_traffic_skips_the_kernel_and_status_and_metrics_say_so():
             assert 'tombolo_bypass_up{network="lan"} 1' in page, page
             line = next(x for x in page.splitlines() if x.startswith('tombolo_bypass_taken_frames_total{network="lan",interface="eth0"}'))
             assert int(line.split()[-1]) >= 10
+            fabric.cli("down")
+            assert w.attached() == {}
+            fabric.nothing_left()
+
+
+@timeout(300)
+def test_a_network_with_a_bypass_and_an_interface_of_the_host_is_replaced_under_traffic():
+    """`up --replace`: the flow past the kernel and the one over the interface go on, each with the same two ends."""
+    with world() as w, Namespace() as real:
+        w.host.ip("link", "add", "eth1", "type", "veth", "peer", "name", "eth1", "netns", str(real))
+        w.host.ip("link", "set", "eth1", "up")
+        real.ip("link", "set", "eth1", "up")
+        real.ip("address", "add", "10.87.0.50/24", "dev", "eth1")
+        w.text += '[port.real]\nkind = "packet"\ndevice = "eth1"\n'
+        with w.up() as fabric, Flow(w.guest, w.out, OUT) as out, Flow(w.guest, real, "10.87.0.50") as inside:
+            w.talk(10)
+            for _ in range(3):
+                before = [flow.echoes() for flow in (out, inside)]
+                daemon = fabric.status()["pid"]
+                fabric.replace()
+                assert fabric.status()["pid"] != daemon
+                until("both flows to go on", lambda b=before: all(f.echoes() > n + 20 for f, n in zip((out, inside), b)))
+                assert bypass_of(fabric)["fault"] is None, bypass_of(fabric)
+                assert set(w.attached()) == {"eth0", "tb-byp-lan"}, (w.attached(), bypass_of(fabric))
+
+                def taken():
+                    return {i["name"]: i["taken_frames"] for i in bypass_of(fabric)["interfaces"]}
+
+                first = taken()
+                until("frames past the kernel", lambda f=first: all(taken()[name] > f[name] + 20 for name in f))
+            # One socket each, seen from the other side as one source: no connection was made anew.
+            assert len(out.sources) == 1 and len(inside.sources) == 1, (out.sources, inside.sources)
+            print(f"longest silence: {1000 * out.gap:.0f} ms past the kernel, {1000 * inside.gap:.0f} ms over the interface")
             fabric.cli("down")
             assert w.attached() == {}
             fabric.nothing_left()

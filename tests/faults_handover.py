@@ -20,7 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, http_get, need_program, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.frames import StreamPeer, mac_bytes
 from lib.process import children
@@ -56,14 +56,6 @@ BUSY_S = 3
 
 def text(uplink="user"):
     return FILE.format(name=f"h{os.getpid()}", uplink=uplink)
-
-
-def replace(fabric):
-    """`tombolo up --replace`, in the foreground as the daemon before; waits until that one has ended."""
-    before = fabric.process
-    fabric.process = Process([PROGRAM, "up", "--replace", fabric.file], name="tombolo", netns=fabric.netns, env=fabric.env, cwd=fabric.folder)
-    assert before.wait(PATIENCE_S) == 0, before.tail()
-    fabric.process.wait_line(lambda line: "stands after" in line, PATIENCE_S)
 
 
 class Pings:
@@ -200,7 +192,7 @@ def hand_over(space, fabric, folder, rounds, size=20_000_000):
             with Pings(space, WEB, folder / "web.log") as web, Pings(space, MEM, folder / "mem.log") as mem:
                 since = len(stream.times)
                 until("answers", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
-                replace(fabric)
+                fabric.replace(PATIENCE_S)
                 since = len(stream.times)
                 until("answers with the next daemon", lambda s=since: len(stream.times) > s + 20, PATIENCE_S)
                 times = stream.times[max(since - 400, 0):]
@@ -251,7 +243,7 @@ def test_a_daemon_goes_on_where_the_next_one_cannot_stand():
         all_well(space)
         assert facts(fabric) == before and fabric.process.alive() and fabric.process.pid == pid
         # It hands over all the same to one that means it.
-        replace(fabric)
+        fabric.replace(PATIENCE_S)
         all_well(space)
         assert facts(fabric) == before
         fabric.down()
@@ -346,7 +338,7 @@ def test_a_changed_file_that_a_handover_cannot_carry_out_is_refused():
         assert space.pings(WEB)
         # What a handover can do it does.
         other.write_text(good + '[tap.more]\nip = "10.233.0.7"\n')
-        replace(fabric)
+        fabric.replace(PATIENCE_S)
         assert facts(fabric) == before and tap_number(space) == tap
         until("a ping", lambda: space.pings(WEB), PATIENCE_S)
         fabric.down()
@@ -401,7 +393,7 @@ def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
             until(f"an answer beside {words!r}", lambda w=words: answers_while_asked(w), PATIENCE_S)
         until("a ping", lambda: space.pings(WEB), PATIENCE_S)
         assert facts(fabric) == before
-        replace(fabric)
+        fabric.replace(PATIENCE_S)
         assert facts(fabric) == before
         fabric.down()
 
@@ -422,7 +414,7 @@ def test_a_daemon_with_a_kernel_uplink_is_replaced_under_traffic():
             for _ in range(3):
                 loads = [Download(space, host, port, size, digest) for host, port in ((WEB, 80), ("127.0.0.1", 8080))]
                 with Pings(space, WEB, folder / "web.log") as web:
-                    replace(fabric)
+                    fabric.replace(PATIENCE_S)
                     all_well(space)
                     gap, _, _ = web.end()
                 for load in loads:

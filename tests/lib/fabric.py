@@ -134,6 +134,14 @@ class Fabric:
         self.process.wait()
         self.nothing_left()
 
+    def replace(self, seconds=PATIENCE_S):
+        """`tombolo up --replace`, in the foreground as the daemon before; waits until that one has ended."""
+        before = self.process
+        self.process = Process([PROGRAM, "up", "--replace", self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder,
+                               own_mounts=self.own_mounts)
+        assert before.wait(seconds) == 0, before.tail()
+        self.process.wait_line(lambda line: "stands after" in line, seconds)
+
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""
         self.process.signal(signal.SIGKILL)
