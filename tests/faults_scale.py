@@ -1,13 +1,16 @@
-"""128 ports on one network are ordinary: all reported, all reached by a broadcast, and next to nothing when idle."""
+"""128 ports on one network are ordinary: all reported, all reached by a broadcast, and below 1 % of a core when idle."""
 
 import os
+import time
 
 from lib import Fabric, Namespace, StreamPeer, need_root, scratch, timeout, until
-from lib.process import until_idle
+from lib.ivshmem import Client
+from lib.process import children, cpu_seconds, until_idle
 
 PORTS = 128
 IDLE_S = 3.0
 BOUND = 0.01
+GATEWAY = "10.236.0.1"
 
 
 def text(kinds):
@@ -71,7 +74,55 @@ def test_128_waiting_ports_and_a_tap():
             state = fabric.status()
             names = {port["name"] for port in state["ports"]}
             assert names >= {f"p{number}" for number in range(PORTS)} | {"host"}, names
-            until("the gateway's answer", lambda: space.pings("10.236.0.1"))
+            until("the gateway's answer", lambda: space.pings(GATEWAY))
             assert_idle(fabric)
             assert_idle(fabric)
             fabric.down()
+
+
+@timeout(300)
+def test_128_ivshmem_links_that_run():
+    with scratch() as folder, Fabric(folder, text(["ivshmem"])) as fabric:
+        # The daemon has a thread that serves the links; the keeper, its child, holds their memory and doorbells.
+        pids = [fabric.process.pid, *children(fabric.process.pid)]
+        assert len(pids) == 2, pids
+
+        def used():
+            return sum(map(cpu_seconds, pids))
+
+        clients, peers = [], []
+        try:
+            for number in range(PORTS):
+                clients.append(Client(folder / "run" / fabric.name / f"p{number}.sock"))
+                peers.append(clients[-1].net_peer(f"02:00:00:00:ee:{number:02x}"))
+            for peer in peers:
+                peer.wait_run()
+            until("all links", lambda: sum(port["up"] for port in fabric.status()["ports"]) == PORTS + 1)
+            until_idle("the daemon and its keeper with 128 links that run", used, BOUND, 10.0)
+            # Both ends still say so, and each link carries frames both ways.
+            for number, peer in enumerate(peers):
+                assert peer.step(), f"link {number}: own state {peer.state}, the fabric's {peer.peer_state}"
+                assert peer.arp(GATEWAY, own=f"10.236.0.{10 + number}"), f"no answer on link {number}"
+
+            # The measure sees work.
+            before, begun = used(), time.monotonic()
+            while time.monotonic() - begun < 1:
+                for peer in peers:
+                    peer.send(peer.arp_request(GATEWAY, "10.236.0.9"))
+                    while peer.receive():
+                        pass
+            share = (used() - before) / (time.monotonic() - begun)
+            print(f"under broadcasts: {100 * share:.1f} % of a core")
+            assert share > BOUND, share
+            for peer in peers:
+                while peer.receive():
+                    pass
+            # Idle again, with links that have been used.
+            until_idle("the same after traffic", used, BOUND, 10.0)
+            ports = [port for port in fabric.status()["ports"] if port["kind"] == "ivshmem"]
+            assert len(ports) == PORTS and all(port["up"] and not port["counters"]["faults"] for port in ports), ports
+        finally:
+            for client in clients:
+                client.close()
+        until("all links to go", lambda: sum(port["up"] for port in fabric.status()["ports"]) == 1)
+        fabric.down()

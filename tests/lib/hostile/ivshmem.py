@@ -1,85 +1,13 @@
 """A hostile peer of an ivshmem port, on QEMU's server protocol: floods of clients, states, doorbells and rings that lie."""
 
-import array
 import contextlib
 import fcntl
-import mmap
 import os
 import socket
-import struct
 import time
 
-from ..ivshmem import RESET, RUN, NetPeer, Region
+from ..ivshmem import RESET, RUN, Client
 from . import attack, repeated
-
-
-class Client:
-    """A client of the server: reads what QEMU's device would read."""
-
-    def __init__(self, path):
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(2)
-        self.socket.connect(str(path))
-        self.ident, self.memory_fd, self.peers, self.vectors = None, None, {}, []
-        self._read()
-
-    def _message(self):
-        data, ancillary, _, _ = self.socket.recvmsg(8, socket.CMSG_SPACE(4))
-        if not data:
-            raise ConnectionError("the server closed the connection")
-        while len(data) < 8:
-            data += self.socket.recv(8 - len(data))
-        fds = array.array("i")
-        for level, kind, payload in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                fds.frombytes(payload[:4])
-        return struct.unpack("<q", data)[0], (fds[0] if fds else None)
-
-    def _read(self):
-        version, _ = self._message()
-        assert version == 0, version
-        self.ident, _ = self._message()
-        mark, self.memory_fd = self._message()
-        assert mark == -1, mark
-        # Own doorbells come last; how many is known from the first peer's.
-        self.socket.settimeout(0.3)
-        with contextlib.suppress(TimeoutError):
-            while True:
-                number, fd = self._message()
-                if fd is None:
-                    continue
-                (self.vectors if number == self.ident else self.peers.setdefault(number, [])).append(fd)
-        self.socket.settimeout(2)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.close()
-
-    def close(self):
-        self.socket.close()
-        for fd in [self.memory_fd, *self.vectors, *(fd for fds in self.peers.values() for fd in fds)]:
-            with contextlib.suppress(OSError, TypeError):
-                os.close(fd)
-
-    def net_peer(self, mac):
-        """A correct end of the link on this client's memory."""
-        region = Region.__new__(Region)
-        region.fd = self.memory_fd
-        region.size = os.fstat(self.memory_fd).st_size
-        region.memory = mmap.mmap(self.memory_fd, region.size)
-        page = region.memory[:4096]
-        region.offers, = struct.unpack_from("<I", page, 104)
-        _, region.protocol, region.max_peers, region.vectors, region.states, _, _, region.outputs, region.output_bytes = struct.unpack_from("<IIIIQQQQQ", page, 8)
-        other = next(iter(self.peers), 0)
-
-        def ring(peer, vector):
-            fds = self.peers.get(peer, [])
-            if vector < len(fds):
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_write(fds[vector], 1)
-        return NetPeer(region, ident=self.ident, peer=other, ring=ring, eventfds=self.vectors, mac=mac)
 
 
 def client(target):
