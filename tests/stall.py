@@ -3,9 +3,9 @@
 
 usage: tests/stall.py [SECONDS] [--only VARIANT,…]
 
-Each variant gets so many seconds (60 unless told): a cell over vhost-user and over ivshmem, and a stock Linux guest over
-vhost-user, each under the system's QEMU and under build/qemu10. The last line is one JSON object. The exit code is 1 where a network
-stalled. Needs root (network namespaces) and iperf 2; everything it starts ends with it.
+Each variant gets so many seconds (60 unless told): a cell and a stock Linux guest, both over vhost-user and over ivshmem (in Linux
+by tombolo-agent), each under the system's QEMU and under build/qemu10. The last line is one JSON object. The exit code is 1 where a
+network stalled. Needs root (network namespaces) and iperf 2; everything it starts ends with it.
 """
 
 import argparse
@@ -19,7 +19,12 @@ from lib import BUILD, qemu_version  # noqa: E402
 from lib.guest import qemu_program  # noqa: E402
 from lib.stall import run_load  # noqa: E402
 
-GUESTS = {"cell": ("cell", "vhost-user"), "cell-ivshmem": ("cell", "ivshmem"), "linux": ("linux", "vhost-user")}
+GUESTS = {
+    "cell": ("cell", "vhost-user"),
+    "cell-ivshmem": ("cell", "ivshmem"),
+    "linux": ("linux", "vhost-user"),
+    "linux-ivshmem": ("linux", "ivshmem"),
+}
 
 
 def main():
