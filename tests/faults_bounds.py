@@ -81,7 +81,8 @@ def test_captures_that_are_not_read_share_a_bounded_memory():
         run = folder / "run" / name
         peer = StreamPeer(run / "ear.sock")
         stuck = []
-        for _ in range(60):
+        # One process may have 32.
+        for _ in range(32):
             held = socket.socket(socket.AF_UNIX)
             # Whatever the socket holds itself is no memory of the daemon's.
             held.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -96,7 +97,7 @@ def test_captures_that_are_not_read_share_a_bounded_memory():
             peer.send(frame)
         until("the frames to arrive", lambda: fabric.port("ear")["counters"]["rx_frames"] >= 1500)
         grown = rss_bytes(fabric.process.pid) - before
-        assert grown < 128 << 20, f"{grown >> 20} MiB for 60 captures that nobody reads"
+        assert grown < 128 << 20, f"{grown >> 20} MiB for 32 captures that nobody reads"
         lost = fabric.port("ear")["counters"]["capture_lost"]
         assert lost > 0
 

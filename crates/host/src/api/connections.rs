@@ -6,13 +6,22 @@
 //! # Invariants
 //! - Users other than root and the owner, and the fabric's own machines and helpers, have [`Limits::strangers`] connections together. They only get 403, and they can
 //!   never take a connection from the owner.
-//! - Root and the owner always get through. When all connections are taken, a new one replaces the one that has
-//!   waited longest for its client. Requests that the fabric works on and endless answers are never replaced; the latter
-//!   have a limit of their own.
+//! - Root and the owner always get through. When all connections are taken, a new one replaces one that waits for its
+//!   client. It belongs to the process with the most connections, and of these it is the one that has waited longest.
+//!   A process never loses a connection to one that has as many or more. Requests that the fabric works on and endless
+//!   answers are never replaced.
+//! - Of one process at most [`Limits::process`] requests are handled at one time. Further ones wait for their turn, and
+//!   may be replaced meanwhile. It has at most as many endless answers, which have a limit for all processes too
+//!   (`MAX_STREAMS`). So no process can take all places from the others.
+//! - A process is known by its number and start time when it connected. A user who starts a process per connection
+//!   is many processes, with the places of one user. Processes without a number here (another PID namespace) count as one.
 //! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or to send the next
 //!   request), [`Limits::body`] for a body of sections, or [`Limits::stalled`] without reading any of its answer.
 //! - A head is at most 64 KiB (`HEAD_BYTES`), so half-sent heads hold at most 8 MiB.
 
+use std::cmp::Reverse;
+use std::collections::HashMap;
+use std::fmt;
 use std::io;
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -25,9 +34,10 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::{Notify, watch};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::Sleep;
+use tombolo_shm::{credentials, lineage};
 
 use crate::members;
 
@@ -45,6 +55,10 @@ pub struct Limits {
     pub connections: usize,
     /// Connections of all other users together.
     pub strangers: usize,
+    /// Requests of one process that are handled at one time; also its endless answers.
+    pub process: usize,
+    /// Time that a request waits for its turn behind others of its process.
+    pub turn: Duration,
     /// Time for a request's head, and between two requests.
     pub head: Duration,
     /// Time for a body of sections.
@@ -58,6 +72,8 @@ impl Default for Limits {
         Limits {
             connections: 128,
             strangers: 8,
+            process: 32,
+            turn: Duration::from_secs(5),
             head: Duration::from_secs(5),
             body: Duration::from_secs(5),
             stalled: Duration::from_secs(10),
@@ -66,14 +82,42 @@ impl Default for Limits {
 }
 
 /// What a connection does.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 enum Phase {
-    /// It waits for its client since then, to send or to read.
+    /// It waits for its client since then, to send or to read, or for its turn behind its client's other requests.
     Waiting(Instant),
-    /// The fabric works on its request.
-    Working,
+    /// The fabric works on its request, which has one of its process's places.
+    Working { _place: OwnedSemaphorePermit },
     /// A capture or a console, which goes on for as long as the client wants it.
     Endless,
+}
+
+/// Number and start time of a process, in clock ticks after boot; `(0, None)` for one without a number here.
+type ProcessId = (u32, Option<u64>);
+
+/// What the connections of one process share.
+#[derive(Debug)]
+pub(super) struct Process {
+    id: ProcessId,
+    requests: Arc<Semaphore>,
+    /// For its endless answers.
+    pub(super) streams: Arc<Semaphore>,
+}
+
+impl Process {
+    fn new(id: ProcessId, limits: &Limits) -> Process {
+        let places = || Arc::new(Semaphore::new(limits.process));
+        Process { id, requests: places(), streams: places() }
+    }
+}
+
+impl fmt::Display for Process {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.id.0 {
+            0 => f.write_str("the clients in other PID namespaces together"),
+            pid => write!(f, "process {pid}"),
+        }
+    }
 }
 
 /// One connection, for its task, its requests and the accept loop.
@@ -84,13 +128,17 @@ pub(super) struct Seat {
     /// The machine or helper of the fabric that it is or descends from.
     pub(super) member: Option<u32>,
     pub(super) trusted: bool,
+    /// The process at the other end.
+    pub(super) process: Arc<Process>,
+    pub(super) limits: Limits,
     phase: Mutex<Phase>,
     replaced: Notify,
 }
 
 impl Seat {
-    fn phase(&self) -> Phase {
-        *self.phase.lock().unwrap_or_else(PoisonError::into_inner)
+    fn new(uid: u32, member: Option<u32>, trusted: bool, process: Arc<Process>, limits: Limits) -> Seat {
+        let phase = Mutex::new(Phase::Waiting(Instant::now()));
+        Seat { uid, member, trusted, process, limits, phase, replaced: Notify::new() }
     }
 
     fn set(&self, phase: Phase) {
@@ -102,9 +150,19 @@ impl Seat {
         self.set(Phase::Waiting(Instant::now()));
     }
 
-    /// From now on it is the fabric's turn.
-    pub(super) fn works(&self) {
-        self.set(Phase::Working);
+    /// From now on it is the fabric's turn, as soon as fewer than [`Limits::process`] requests of its process are handled.
+    ///
+    /// # Errors
+    /// If that took longer than [`Limits::turn`].
+    pub(super) async fn works(&self) -> Result<(), Busy> {
+        self.waits();
+        let place = self.process.requests.clone().acquire_owned();
+        match tokio::time::timeout(self.limits.turn, place).await {
+            Ok(Ok(place)) => self.set(Phase::Working { _place: place }),
+            // The semaphore is never closed.
+            Ok(Err(_)) | Err(_) => return Err(Busy),
+        }
+        Ok(())
     }
 
     /// From now on it takes as long as the client wants.
@@ -112,14 +170,22 @@ impl Seat {
         self.set(Phase::Endless);
     }
 
+    fn lasts(&self) -> bool {
+        matches!(*self.phase.lock().unwrap_or_else(PoisonError::into_inner), Phase::Endless)
+    }
+
     /// Since when it waits for its client.
     fn waiting_since(&self) -> Option<Instant> {
-        match self.phase() {
+        match *self.phase.lock().unwrap_or_else(PoisonError::into_inner) {
             Phase::Waiting(since) => Some(since),
             _ => None,
         }
     }
 }
+
+/// The process of a request has too many others under way.
+#[derive(Debug)]
+pub(super) struct Busy;
 
 /// Accepts connections and answers with `router` until `ended` is done, then lets answers under way reach their clients.
 pub(super) async fn serve(
@@ -147,14 +213,18 @@ pub(super) async fn serve(
                     continue;
                 };
                 // A peer whose user is not told is a stranger.
-                let (uid, pid) = stream.peer_cred().map_or((u32::MAX, None), |c| (c.uid(), c.pid()));
-                let member = members::member_of(pid);
+                let peer = credentials::peer(&stream);
+                let uid = peer.map_or(u32::MAX, |peer| peer.uid);
+                let pid = peer.map_or(0, |peer| peer.pid_or_zero());
+                let member = members::member_of(i32::try_from(pid).ok());
                 let trusted = (uid == 0 || uid == owner) && member.is_none();
-                if !admit(&mut seats, trusted, &limits) {
+                let id = (pid, lineage::start_ticks(pid));
+                if !admit(&mut seats, trusted, id, &limits) {
                     continue;
                 }
-                let phase = Mutex::new(Phase::Waiting(Instant::now()));
-                let seat = Arc::new(Seat { uid, member, trusted, phase, replaced: Notify::new() });
+                let known = seats.iter().map(|seat| &seat.process).find(|process| process.id == id).cloned();
+                let process = known.unwrap_or_else(|| Arc::new(Process::new(id, &limits)));
+                let seat = Arc::new(Seat::new(uid, member, trusted, process, limits));
                 seats.push(seat.clone());
                 let router = router.clone().layer(Extension(seat.clone()));
                 tasks.spawn(connection(stream, seat, router, limits, closed.clone()));
@@ -167,8 +237,8 @@ pub(super) async fn serve(
     let _ = tokio::time::timeout(LAST_WORDS, async { while tasks.join_next().await.is_some() {} }).await;
 }
 
-/// Whether there is room for one more connection; makes room where that is allowed.
-fn admit(seats: &mut Vec<Arc<Seat>>, trusted: bool, limits: &Limits) -> bool {
+/// Whether there is room for one more connection of that process; makes room where that is allowed.
+fn admit(seats: &mut Vec<Arc<Seat>>, trusted: bool, process: ProcessId, limits: &Limits) -> bool {
     let limit = if trusted { limits.connections } else { limits.strangers };
     if seats.iter().filter(|s| s.trusted == trusted).count() < limit {
         return true;
@@ -176,9 +246,19 @@ fn admit(seats: &mut Vec<Arc<Seat>>, trusted: bool, limits: &Limits) -> bool {
     if !trusted {
         return false;
     }
+    let mut held: HashMap<ProcessId, usize> = HashMap::from([(process, 0)]);
+    for seat in seats.iter().filter(|s| s.trusted) {
+        *held.entry(seat.process.id).or_default() += 1;
+    }
+    let own = held[&process];
     let waiting = seats.iter().enumerate().filter(|(_, s)| s.trusted);
-    let longest = waiting.filter_map(|(at, s)| s.waiting_since().map(|since| (since, at))).min();
-    let Some((_, at)) = longest else { return false };
+    let victims = waiting.filter_map(|(at, seat)| {
+        let (since, id) = (seat.waiting_since()?, seat.process.id);
+        // The new connection counts as one of its own process.
+        let held = if id == process { own + 1 } else { held[&id] };
+        (held > own).then_some((Reverse(held), since, at))
+    });
+    let Some((.., at)) = victims.min() else { return false };
     // Its task ends by this; until it has, the connection counts no more.
     seats.swap_remove(at).replaced.notify_one();
     true
@@ -197,9 +277,12 @@ async fn connection(
     let mut served = pin!(http.serve_connection(TokioIo::new(io), TowerToHyperService::new(router)));
     let mut open = true;
     // Whatever a client has found to wait with: longer than all of its limits together it does not.
-    let all = limits.head + limits.body + limits.stalled;
+    let all = limits.head + limits.body + limits.turn + limits.stalled;
     loop {
         tokio::select! {
+            // First, so that a connection that was replaced begins no other request.
+            biased;
+            () = seat.replaced.notified() => break,
             () = tokio::time::sleep(all) => {
                 if seat.waiting_since().is_some_and(|since| since.elapsed() >= all) {
                     break;
@@ -207,7 +290,6 @@ async fn connection(
             }
             // A client that broke the protocol, or was too slow, has lost its connection; nothing is left to be said.
             _ = &mut served => break,
-            () = seat.replaced.notified() => break,
             _ = closed.changed(), if open => {
                 open = false;
                 served.as_mut().graceful_shutdown();
@@ -229,7 +311,7 @@ struct Connection {
 impl Connection {
     /// What a write gave, or the end of the client's time.
     fn judge<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if written.is_ready() || self.seat.phase() == Phase::Endless {
+        if written.is_ready() || self.seat.lasts() {
             self.limit = None;
             return written;
         }
@@ -258,5 +340,57 @@ impl AsyncWrite for Connection {
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
         Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Connections by process, as the accept loop keeps them.
+    struct Seats(Vec<Arc<Seat>>, Limits);
+
+    impl Seats {
+        fn connect(&mut self, pid: u32) -> bool {
+            let (id, limits) = ((pid, Some(1)), self.1);
+            let admitted = admit(&mut self.0, true, id, &limits);
+            if admitted {
+                self.0.push(Arc::new(Seat::new(0, None, true, Arc::new(Process::new(id, &limits)), limits)));
+            }
+            assert!(self.0.len() <= limits.connections);
+            admitted
+        }
+
+        fn held(&self, pid: u32) -> usize {
+            self.0.iter().filter(|seat| seat.process.id.0 == pid).count()
+        }
+    }
+
+    #[test]
+    fn processes_that_want_all_connections_share_them_and_take_none_of_those_with_few() {
+        let mut seats = Seats(Vec::new(), Limits::default());
+        for (pid, wanted) in [(1, 3), (2, 300), (3, 1), (4, 300), (5, 300), (6, 40), (2, 300)] {
+            assert!((0..wanted).all(|_| seats.connect(pid)));
+        }
+        let held: Vec<_> = (1..=6).map(|pid| seats.held(pid)).collect();
+        assert_eq!((held[0], held[2]), (3, 1));
+        assert!([1, 3, 4, 5].iter().all(|&at| (30..=32).contains(&held[at])), "{held:?}");
+        // As many processes as there are connections: the one that waits longest makes room.
+        assert!((100..228).all(|pid| seats.connect(pid)));
+        assert!((1..=6).all(|pid| seats.held(pid) == 0));
+        assert!(seats.connect(228) && seats.held(100) == 0 && seats.held(101) == 1);
+    }
+
+    #[test]
+    fn what_the_fabric_works_on_is_not_replaced() {
+        let mut seats = Seats(Vec::new(), Limits { connections: 4, ..Limits::default() });
+        assert!([1, 1, 1, 2].into_iter().all(|pid| seats.connect(pid)));
+        seats.0[0].is_endless();
+        seats.0[1].is_endless();
+        assert!(seats.connect(2) && seats.held(1) == 2, "the one that waits");
+        assert!(seats.connect(3) && seats.held(2) == 1);
+        assert!(!seats.connect(1), "it has more than the others, and none of its own waits");
+        assert!(seats.connect(4));
+        assert!([1, 2, 3, 4].map(|pid| seats.held(pid)) == [2, 0, 1, 1], "the oldest of those with one");
     }
 }

@@ -8,7 +8,7 @@
 //!   everything, others get 403 whatever they ask. The socket's mode (0600) and its folder's (0700) say the same.
 //! - A client is never waited for: [`super::connections`] bounds connections and their time, and there are at most
 //!   [`MAX_STREAMS`] endless answers (503), so that a `status` or `down` gets through beside half-sent requests and
-//!   forgotten captures.
+//!   forgotten captures. Places are shared fairly between processes ([`Limits::process`]).
 //! - A client that hangs up ends what was started for it: its capture's receiver is dropped with the answer's body.
 //!
 //! # Limits
@@ -216,7 +216,9 @@ async fn check_peer(
     next: Next,
 ) -> Response {
     if seat.trusted {
-        seat.works();
+        if seat.works().await.is_err() {
+            return busy(&seat).into_response();
+        }
         let response = next.run(request).await;
         if response.extensions().get::<Endless>().is_some() {
             seat.is_endless();
@@ -233,6 +235,14 @@ async fn check_peer(
         Answer::new(StatusCode::FORBIDDEN, error).hint("run it as the owner, or with sudo").into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
+}
+
+/// The answer to a request whose process has too many others under way.
+fn busy(seat: &Seat) -> Answer {
+    let Limits { process, turn, .. } = seat.limits;
+    let (who, waited) = (&seat.process, turn.as_secs_f32());
+    let error = format!("{who}: {process} requests are under way, and this one waited {waited} s for its turn");
+    Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("read the answers to the others first")
 }
 
 async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
@@ -318,10 +328,11 @@ struct CaptureQuery {
 async fn capture(
     State(app): State<App>,
     InPath(port): InPath<String>,
+    Extension(seat): Extension<Arc<Seat>>,
     query: Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>,
 ) -> Result<Response, Answer> {
     let Query(CaptureQuery { snaplen }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
-    let permit = stream_permit(&app)?;
+    let permit = stream_permit(&app, &seat)?;
     let pieces = ask(&app.requests, |reply| Request::Capture { port, snaplen, reply }).await?;
     Ok(endless("application/x-pcapng", pieces, permit))
 }
@@ -330,22 +341,32 @@ async fn capture(
 #[derive(Clone, Copy)]
 struct Endless;
 
-fn endless(kind: &'static str, pieces: mpsc::Receiver<Vec<u8>>, permit: OwnedSemaphorePermit) -> Response {
+fn endless(kind: &'static str, pieces: mpsc::Receiver<Vec<u8>>, permit: StreamPermit) -> Response {
     let body = Body::new(Pieces { pieces, _permit: permit });
     (Extension(Endless), [(header::CONTENT_TYPE, kind)], body).into_response()
 }
 
-fn stream_permit(app: &App) -> Result<OwnedSemaphorePermit, Answer> {
-    app.streams.clone().try_acquire_owned().map_err(|_| {
-        let error = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
-        Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them")
+/// The place of an endless answer: one of its process's, and one of all.
+struct StreamPermit {
+    _own: OwnedSemaphorePermit,
+    _all: OwnedSemaphorePermit,
+}
+
+fn stream_permit(app: &App, seat: &Seat) -> Result<StreamPermit, Answer> {
+    let full = |error: String| move |_| Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them");
+    let most = seat.limits.process;
+    let own = format!("{}: {most} captures and consoles are open, and one process may have no more", seat.process);
+    let all = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
+    Ok(StreamPermit {
+        _own: seat.process.streams.clone().try_acquire_owned().map_err(full(own))?,
+        _all: app.streams.clone().try_acquire_owned().map_err(full(all))?,
     })
 }
 
 /// A body that goes on until its sender is dropped, and whose sender learns when the client has gone.
 struct Pieces {
     pieces: mpsc::Receiver<Vec<u8>>,
-    _permit: OwnedSemaphorePermit,
+    _permit: StreamPermit,
 }
 
 impl hyper::body::Body for Pieces {
@@ -366,6 +387,7 @@ struct ConsoleQuery {
 async fn console(
     State(app): State<App>,
     InPath(name): InPath<String>,
+    Extension(seat): Extension<Arc<Seat>>,
     query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
 ) -> Result<Response, Answer> {
     let Query(ConsoleQuery { follow }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
@@ -373,7 +395,7 @@ async fn console(
         let name = name.clone();
         ask(&app.requests, |reply| Request::Console { name, reply }).await?
     };
-    let permit = stream_permit(&app)?;
+    let permit = stream_permit(&app, &seat)?;
     let (sender, pieces) = mpsc::channel(4);
     let follow = follow.unwrap_or(0) != 0;
     tokio::spawn(tail(console.log, follow.then_some((app.requests, name)), sender));
@@ -437,9 +459,12 @@ async fn runs(requests: &Requests, name: &str) -> bool {
 async fn type_to_console(
     State(app): State<App>,
     InPath(name): InPath<String>,
+    Extension(seat): Extension<Arc<Seat>>,
     request: HttpRequest,
 ) -> Result<StatusCode, Answer> {
-    let _permit = stream_permit(&app)?;
+    let _permit = stream_permit(&app, &seat)?;
+    // Typing goes on for as long as the client wants, and keeps no other request of its process waiting.
+    seat.is_endless();
     let known = name.clone();
     let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
     let Some(input) = console.input else {
@@ -501,7 +526,7 @@ impl FromRequest<App> for Sections {
         };
         let bytes = bytes.map_err(late)?.map_err(|e| Answer::new(e.status(), e.body_text()))?;
         if let Some(seat) = &seat {
-            seat.works();
+            seat.works().await.map_err(|_| busy(seat))?;
         }
         let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error);
         if json {

@@ -4,21 +4,24 @@ use super::client::{Client, ClientError, Ending};
 use super::connections::Limits;
 use super::report::{MachineReport, Status};
 use super::server::{MAX_STREAMS, OPENAPI, Server};
-use super::{Console, Refusal, Request, samples};
+use super::{Console, Refusal, Reply, Request, samples};
 use crate::console::{KEPT_BYTES, log_path, trim, tty_path};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use serde_json::Value;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::ops::ControlFlow;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdout, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
 use tombolo_testing::{PATIENCE, until};
+
+/// Requests that the fabric works on until the test answers them.
+type Slow = Arc<Mutex<Vec<Reply<Vec<MachineReport>>>>>;
 
 /// A task that keeps a status and answers, on a thread with its server.
 struct Stand {
@@ -27,6 +30,7 @@ struct Stand {
     status: Arc<Mutex<Status>>,
     console: PathBuf,
     typed: Arc<Mutex<Vec<u8>>>,
+    slow: Slow,
     thread: Option<std::thread::JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
     dir: tempfile::TempDir,
@@ -37,6 +41,7 @@ async fn answer(
     status: Arc<Mutex<Status>>,
     captures: Arc<AtomicUsize>,
     console: Console,
+    slow: Slow,
 ) {
     while let Some(request) = inbox.recv().await {
         let mut status = status.lock().unwrap();
@@ -70,6 +75,7 @@ async fn answer(
                 let missing = || Refusal::NotFound(format!("no port \"{name}\""));
                 drop(reply.send(gone.then_some(()).ok_or_else(missing)));
             }
+            Request::RunMachine { sections, reply } if sections == "slow" => slow.lock().unwrap().push(reply),
             Request::RunMachine { sections, reply } => {
                 let known = status.machines.iter_mut().find(|m| m.name == sections.trim());
                 let machine = known.map(|m| {
@@ -142,12 +148,13 @@ impl Stand {
         let status = Arc::new(Mutex::new(samples::status()));
         let (end, ended) = oneshot::channel();
         let files = Console { log: console.clone(), input: Some(input) };
-        let (task_status, task_captures) = (status.clone(), captures.clone());
+        let slow = Slow::default();
+        let (task_status, task_captures, task_slow) = (status.clone(), captures.clone(), slow.clone());
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async move {
                 let (requests, inbox) = mpsc::channel(16);
-                let task = tokio::spawn(answer(inbox, task_status, task_captures, files));
+                let task = tokio::spawn(answer(inbox, task_status, task_captures, files, task_slow));
                 let over = async move {
                     tokio::select! {
                         _ = ended => {}
@@ -157,7 +164,7 @@ impl Stand {
                 server.serve(requests, over).await.unwrap();
             });
         });
-        Stand { socket, captures, status, console, typed, thread: Some(thread), end: Some(end), dir }
+        Stand { socket, captures, status, console, typed, slow, thread: Some(thread), end: Some(end), dir }
     }
 
     fn client(&self) -> Client {
@@ -366,6 +373,149 @@ fn another_users_connections_take_none_of_the_owners() {
     drop(held);
 }
 
+/// What starts a machine and is not answered before the test does it.
+const SLOW: &str = "POST /v1/machines HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\n\r\nslow";
+const CAPTURE: &str = "GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n";
+const FLOOD_SOCKET: &str = "TOMBOLO_TEST_FLOOD_SOCKET";
+const FLOOD_TEXT: &str = "TOMBOLO_TEST_FLOOD_TEXT";
+const FLOOD_CONNECTIONS: usize = 300;
+
+/// A process of its own that holds many connections, sends the same on each, and reads nothing.
+struct Flood(Child, Lines<BufReader<ChildStdout>>);
+
+impl Flood {
+    /// Returns when it has connected as often as it wants to. The server may not have accepted the last ones yet.
+    fn start(stand: &Stand, text: &str) -> Flood {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["api::tests::a_process_that_floods", "--exact", "--nocapture", "--ignored"])
+            .env(FLOOD_SOCKET, &stand.socket)
+            .env(FLOOD_TEXT, text)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let connected = lines.by_ref().map(Result::unwrap).any(|line| line.ends_with("connected"));
+        assert!(connected, "{:?}", child.wait());
+        Flood(child, lines)
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        // It ends at the end of its input.
+        drop(self.0.stdin.take());
+        self.1.by_ref().for_each(drop);
+        let ended = self.0.wait();
+        assert!(std::thread::panicking() || ended.unwrap().success());
+    }
+}
+
+#[test]
+#[ignore = "the other process of the tests that start a Flood"]
+fn a_process_that_floods() {
+    let (socket, text) = (std::env::var_os(FLOOD_SOCKET).unwrap(), std::env::var(FLOOD_TEXT).unwrap());
+    let connect = |_| {
+        let mut stream = UnixStream::connect(&socket).unwrap();
+        stream.set_nonblocking(true).unwrap();
+        // What does not fit, or comes too late for a connection that was replaced, is not sent.
+        let _ = stream.write(text.as_bytes());
+        stream
+    };
+    let held: Vec<_> = (0..FLOOD_CONNECTIONS).map(connect).collect();
+    println!("connected");
+    std::io::stdin().read_to_end(&mut Vec::new()).unwrap();
+    drop(held);
+}
+
+/// The status line of the answer to a question on a connection that stays.
+fn asked(stream: &mut UnixStream) -> String {
+    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    let mut line = String::new();
+    let sent = stream.write_all(b"GET /v1/nothing HTTP/1.1\r\nHost: t\r\n\r\n");
+    if sent.is_ok() {
+        let _ = BufReader::new(stream).read_line(&mut line);
+    }
+    line
+}
+
+#[test]
+fn one_process_takes_no_places_from_another() {
+    let status = "GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n".repeat(500);
+    for text in UNFINISHED.into_iter().chain([SLOW, CAPTURE, &status]) {
+        let long = 10 * PATIENCE;
+        let stand = Stand::with(Limits { head: long, body: long, stalled: long, turn: long, ..Limits::default() });
+        // Longer idle than any of the flood.
+        let mut mine: Vec<_> = (0..8).map(|_| UnixStream::connect(&stand.socket).unwrap()).collect();
+        mine.iter_mut().for_each(|stream| assert!(asked(stream).starts_with("HTTP/1.1 404")));
+        let begun = Instant::now();
+        let flood = Flood::start(&stand, text);
+        for _ in 0..20 {
+            assert_eq!(stand.client().status().unwrap().name, "demo", "{text:.50?}");
+        }
+        // Connections are accepted in turn, so all of the flood's were before these answers.
+        for stream in &mut mine {
+            assert!(asked(stream).starts_with("HTTP/1.1 404"), "{text:.50?}");
+        }
+        assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+        let process = Limits::default().process;
+        match text {
+            SLOW => until("requests of the flood", || stand.slow.lock().unwrap().len() == process),
+            CAPTURE => {
+                until("captures of the flood", || stand.captures.load(Ordering::SeqCst) == process);
+                mine[0].write_all(CAPTURE.as_bytes()).unwrap();
+                until("a capture beside it", || stand.captures.load(Ordering::SeqCst) == process + 1);
+            }
+            _ => {}
+        }
+        drop(flood);
+        assert!(stand.slow.lock().unwrap().len() <= process);
+    }
+}
+
+#[test]
+fn a_request_waits_for_its_turn_behind_others_of_its_process() {
+    let send = |stand: &Stand| {
+        let mut stream = UnixStream::connect(&stand.socket).unwrap();
+        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.write_all(SLOW.as_bytes()).unwrap();
+        stream
+    };
+    let status_of = |stream: &mut UnixStream| {
+        let mut status = [0; 12];
+        stream.read_exact(&mut status).unwrap();
+        String::from_utf8(status.to_vec()).unwrap()
+    };
+    // It gets its turn when one of the others has ended.
+    let stand = Stand::with(Limits { process: 2, turn: 10 * PATIENCE, ..Limits::default() });
+    let mut first: Vec<_> = (0..2).map(|_| send(&stand)).collect();
+    until("two requests", || stand.slow.lock().unwrap().len() == 2);
+    let mut third = send(&stand);
+    let reply = stand.slow.lock().unwrap().remove(0);
+    reply.send(Ok(vec![])).unwrap();
+    assert_eq!(status_of(&mut first[0]), "HTTP/1.1 201");
+    until("the third request", || stand.slow.lock().unwrap().len() == 2);
+    for reply in stand.slow.lock().unwrap().drain(..) {
+        reply.send(Ok(vec![])).unwrap();
+    }
+    assert_eq!(status_of(&mut first[1]), "HTTP/1.1 201");
+    assert_eq!(status_of(&mut third), "HTTP/1.1 201");
+    // And is told when none of them ends. Half-sent bodies and endless answers are none of them.
+    let stand = Stand::with(Limits { process: 2, turn: Duration::from_millis(100), ..Limits::default() });
+    let mut others: Vec<_> = (0..4).map(|_| UnixStream::connect(&stand.socket).unwrap()).collect();
+    for (n, stream) in others.iter_mut().enumerate() {
+        stream.write_all(if n < 2 { CAPTURE } else { UNFINISHED[3] }.as_bytes()).unwrap();
+    }
+    until("the captures", || stand.captures.load(Ordering::SeqCst) == 2);
+    let held: Vec<_> = (0..2).map(|_| send(&stand)).collect();
+    until("two requests", || stand.slow.lock().unwrap().len() == 2);
+    let refused = stand.client().status().unwrap_err();
+    assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
+    let expected = format!("process {}: 2 requests are under way", std::process::id());
+    assert!(refused.to_string().starts_with(&expected), "{refused}");
+    drop((held, others));
+}
+
 #[test]
 fn a_capture_ends_with_its_client() {
     let stand = Stand::new();
@@ -392,19 +542,32 @@ fn a_capture_ends_with_its_client() {
 #[test]
 fn forgotten_captures_do_not_lock_others_out() {
     let stand = Stand::new();
-    let forgotten: Vec<_> = (0..MAX_STREAMS)
+    let process = Limits::default().process;
+    let forgotten: Vec<_> = (0..process)
         .map(|_| {
             let mut stream = UnixStream::connect(&stand.socket).unwrap();
-            stream.write_all(b"GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+            stream.write_all(CAPTURE.as_bytes()).unwrap();
             stream
         })
         .collect();
-    until("all captures", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS);
+    until("all captures of one process", || stand.captures.load(Ordering::SeqCst) == process);
     let mut client = stand.client();
-    let refused = client.capture("web", None, None, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
-    assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
-    assert_eq!(client.status().unwrap().name, "demo");
+    let mut refused = |why: &str| {
+        let late = Some(Instant::now() + PATIENCE);
+        let refused = client.capture("web", None, late, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
+        assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
+        assert!(refused.to_string().contains(why), "{refused}");
+        assert_eq!(client.status().unwrap().name, "demo");
+    };
+    refused("one process may have no more");
+    let others: Vec<_> = (process..MAX_STREAMS).step_by(process).map(|_| Flood::start(&stand, CAPTURE)).collect();
+    until("all captures", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS);
     drop(forgotten);
+    until("captures of another process", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS - process);
+    let third = Flood::start(&stand, CAPTURE);
+    until("all captures", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS);
+    refused("64 captures");
+    drop((others, third));
     until("the end of all captures", || stand.captures.load(Ordering::SeqCst) == 0);
 }
 
