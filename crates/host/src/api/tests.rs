@@ -376,8 +376,8 @@ fn another_users_connections_take_none_of_the_owners() {
 /// What starts a machine and is not answered before the test does it.
 const SLOW: &str = "POST /v1/machines HTTP/1.1\r\nHost: t\r\nContent-Length: 4\r\n\r\nslow";
 const CAPTURE: &str = "GET /v1/ports/web/capture HTTP/1.1\r\nHost: t\r\n\r\n";
-const FLOOD_SOCKET: &str = "TOMBOLO_TEST_FLOOD_SOCKET";
-const FLOOD_TEXT: &str = "TOMBOLO_TEST_FLOOD_TEXT";
+const FLOOD_SOCKET: &str = "FLOOD_SOCKET";
+const FLOOD_TEXT: &str = "FLOOD_TEXT";
 const FLOOD_CONNECTIONS: usize = 300;
 
 /// A process of its own that holds many connections, sends the same on each, and reads nothing.
