@@ -192,6 +192,41 @@ fn a_bypass_is_of_a_kernel_uplink_and_names_interfaces() {
 }
 
 #[test]
+fn keys_that_do_something_are_taken_and_a_fault_of_what_they_lean_on_is_the_only_one() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml");
+    let mac = "mac = \"02:00:00:00:00:07\"";
+    let bridge = "[network.lan]\nuplink = { bridge = \"eth0\" }\n";
+    for good in [
+        "[network.lan]\nuplink = \"user\"\ndhcp = false\ndns = [\"9.9.9.9\"]\ndomain = \"a.b\"\n".to_string(),
+        format!("{bridge}gateway = \"10.87.0.1\"\ndns = [\"9.9.9.9\"]\n[tap.t]\nallow = \"gateway-addresses\"\n"),
+        "[worker.a]\n[worker.b]\ncpu = 0\n[network.lan]\n[network.other]\nworker = \"b\"\n".into(),
+        format!("{bridge}[vm.v]\nkernel = \"Cargo.toml\"\nip = \"10.87.0.9\"\n"),
+        "[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\nip = \"10.87.0.9\"\nguard = \"off\"\n".into(),
+        "[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\nnetwork = []\nrestart = \"no\"\n".into(),
+        format!("[network.lan]\n[tap.t]\nadopt = true\n{mac}\nguard = \"mac\"\n"),
+        format!("[network.lan]\n[tap.t]\nadopt = true\n{mac}\nip = \"10.87.0.9\"\n"),
+        format!("[network.lan]\n[tap.t]\nadopt = false\n{mac}\naccept_ra = true\n"),
+        format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}\nip = \"10.87.0.9\"\nguard = \"off\"\n"),
+        format!("[network.lan]\n[port.p]\nkind = \"ivshmem\"\n{mac}\nguard = \"off\"\n"),
+        format!("{bridge}[port.p]\nkind = \"stream\"\n{mac}\n"),
+    ] {
+        file::parse(&good, &path).unwrap_or_else(|error| panic!("{good}\n{error}"));
+    }
+    for (bad, key) in [
+        ("[network.lan]\nuplink = \"usr\"\ndns = [\"9.9.9.9\"]\n".to_string(), "network.lan.uplink"),
+        ("[worker.a]\n[worker.b]\n[network.lan]\nworker = \"c\"\n".into(), "network.lan.worker"),
+        (format!("[network.lan]\n[tap.t]\nadopt = 1\n{mac}\naccept_ra = true\n"), "tap.t.adopt"),
+        (format!("[network.lan]\n[port.p]\nkind = \"stream\"\n{mac}\nguard = \"of\"\n"), "port.p.guard"),
+        (format!("{bridge}gateway = \"x\"\n[tap.t]\nallow = \"gateway-addresses\"\n"), "network.lan.gateway"),
+    ] {
+        let error = file::parse(&bad, &path).unwrap_err();
+        let file::FileError::Faulty { problems, .. } = error else { panic!("{error}") };
+        let keys: Vec<_> = problems.iter().map(|p| p.key.as_str()).collect();
+        assert_eq!(keys, [key], "{bad}");
+    }
+}
+
+#[test]
 fn beside_a_kernel_uplink_a_tap_has_an_address_in_another_namespace_only() {
     let text = |more: &str| {
         format!(

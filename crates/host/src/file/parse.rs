@@ -293,7 +293,7 @@ impl<'t> Reader<'_, 't> {
         let mtu = s.number("mtu", 576, 9216).unwrap_or(1500) as u16;
         let dns = s.list("dns", false, server).unwrap_or_default();
         let worker = s.string("worker").unwrap_or(first);
-        let bypass = bypass(&mut s, &uplink);
+        let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
         self.fabric.networks.push(Network {
             name,
             subnet,
@@ -423,9 +423,11 @@ impl<'t> Reader<'_, 't> {
         if s.raw("device").is_none() && interface_name(&device).is_none() {
             s.missing("device");
         }
+        let adopt = s.flag("adopt").unwrap_or(false);
+        s.applies("adopt", Some(if adopt { "true" } else { "false" }));
         let tap = Tap {
             device,
-            adopt: s.flag("adopt").unwrap_or(false),
+            adopt,
             netns: s.string("netns"),
             ip: s.text("ip", |t| t.parse().ok()),
             mac: s.text("mac", Mac::parse).unwrap_or_else(|| Mac::derived(&[&fabric, &name, &network])),
@@ -626,22 +628,17 @@ fn uplink(s: &mut Section<'_, '_, '_, '_>) -> Uplink {
     Uplink::None
 }
 
-/// What of a network's traffic skips the kernel's forwarding: only a kernel uplink has any that goes there.
-fn bypass(s: &mut Section<'_, '_, '_, '_>, uplink: &Uplink) -> Option<Vec<String>> {
+/// What of a network's traffic skips the kernel's forwarding.
+fn bypass(s: &mut Section<'_, '_, '_, '_>) -> Option<Vec<String>> {
     let (value, span) = s.raw("bypass")?;
-    let wanted = match value {
+    match value {
         DeValue::Boolean(on) => on.then(Vec::new),
         DeValue::Array(array) if !array.is_empty() => s.list("bypass", false, interface_name),
         other => {
             s.wrong("bypass", &span, found(other), None);
             None
         }
-    };
-    if wanted.is_some() && *uplink != Uplink::Kernel && !s.doubted("uplink") {
-        let there = format!("it with uplink = \"{}\"", uplink.word());
-        s.wrong("bypass", &span, there, Some("the host's kernel forwards only for uplink = \"kernel\"".into()));
     }
-    wanted
 }
 
 /// The default range leaves the low sixteenth for the gateway, the router and fixed addresses.

@@ -158,6 +158,12 @@ impl<'a> Complaints<'a> {
         (line, column)
     }
 
+    /// What the file says there, its lines joined.
+    pub(super) fn excerpt(&self, span: &Range<usize>) -> String {
+        let text = self.text.get(span.clone()).unwrap_or_default();
+        text.split_whitespace().collect::<Vec<_>>().join(" ")
+    }
+
     pub(super) fn say(
         &mut self,
         span: &Range<usize>,

@@ -172,13 +172,18 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the DHCP server and its range",
             ),
             key("uplink", "\"none\", \"user\", \"kernel\" or { bridge = \"INTERFACE\" }", "\"none\"", "the way out"),
-            key("domain", "a domain name", "the fabric's name + \".internal\"", "domain of the members' names"),
+            key(
+                "domain",
+                "a domain name",
+                "the fabric's name + \".internal\"",
+                "domain of the members' names, which the gateway serves",
+            ),
             key("mtu", "a number from 576 to 9216", "1500", "MTU in bytes"),
             key(
                 "dns",
                 "a list of addresses like \"9.9.9.9\" or \"9.9.9.9:53\"",
                 "the host's, from /etc/resolv.conf",
-                "upstream name servers",
+                "upstream name servers of the gateway, with an uplink",
             ),
             key(
                 "worker",
@@ -363,9 +368,11 @@ const fn only(
     Condition { section, key, on, values }
 }
 
-/// Every key that does not always apply. The parser complains about one that stands where it does nothing.
+/// Every key that does not always apply, and that one other key of its section decides about. The parser complains about
+/// one that stands where it does nothing. What several keys or sections decide about is in `check`.
 pub const CONDITIONS: &[Condition] = &[
     only("network", "router", "uplink", &["user", "kernel"]),
+    only("network", "bypass", "uplink", &["kernel"]),
     only("cell", "queues", "attach", &["vhost-user"]),
     only("cell", "region", "attach", &["ivshmem", "ivshmem-plain"]),
     only("vm", "queues", "attach", &["vhost-user"]),
@@ -373,6 +380,7 @@ pub const CONDITIONS: &[Condition] = &[
     only("vm", "initrd", "kernel", &[]),
     only("vm", "cmdline", "kernel", &[]),
     only("vm", "disk_format", "disk", &[]),
+    only("tap", "accept_ra", "adopt", &["false"]),
     only("port", "socket", "kind", &["vhost-user", "stream", "ivshmem"]),
     only("port", "connect", "kind", &["vhost-user", "stream"]),
     only("port", "device", "kind", &["packet"]),
