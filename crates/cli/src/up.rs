@@ -4,6 +4,10 @@
 //! The program starts itself again in a session of its own, with its log as standard error and a pipe as standard output.
 //! Over the pipe it says once how it went: the report when the fabric stands, or why it does not. Only then does the
 //! first process end, with 0 only if the fabric stands. A daemon that dies before it says anything has closed its pipe.
+//!
+//! A process in between starts the daemon and ends at once, so that the daemon is the child of process 1 (or of a
+//! subreaper) before the fabric stands. systemd takes a new main process for its own only if it is its child when
+//! `MAINPID=` comes; of another it does not wait for the end when it stops the service, but kills it.
 
 use std::io::{self, BufRead, BufReader, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -17,7 +21,8 @@ use clap::Args;
 use serde::{Deserialize, Serialize};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::Status;
-use tombolo_host::{confine, daemon, file, log, rundir};
+use tombolo_host::process::Process;
+use tombolo_host::{confine, daemon, file, log, notify, rundir};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
@@ -40,14 +45,24 @@ pub(crate) struct Up {
     /// Take over from the daemon that runs this fabric, under its running guests; without one, as `up` alone
     #[arg(long)]
     replace: bool,
-    /// The daemon itself
+    /// The process in between: starts the daemon and ends
     #[arg(long, hide = true, conflicts_with = "daemon")]
-    answer_on_stdout: bool,
+    detach: bool,
+    /// The daemon itself, started by that process
+    #[arg(long, hide = true, value_name = "PID", conflicts_with = "daemon")]
+    answer_on_stdout: Option<u32>,
 }
+
+/// How long a daemon that has said why it fails may take to end.
+const ENDING: Duration = Duration::from_secs(60);
+/// How long the daemon waits for the end of the process in between, which has nothing left to do.
+const ORPHANED: Duration = Duration::from_secs(1);
 
 /// What the daemon says over the pipe.
 #[derive(Debug, Serialize, Deserialize)]
 enum Word {
+    /// The daemon runs, as this process.
+    Runs(u32),
     Stands {
         status: Box<Status>,
         seconds: f64,
@@ -67,8 +82,11 @@ impl Up {
             return Err(Failure::misused("up takes a fabric file, not a fabric's name: tombolo up FILE"));
         }
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
-        if self.answer_on_stdout {
-            return serve_as_daemon(&path, self.replace);
+        if self.detach {
+            return detach(&path, self.replace);
+        }
+        if let Some(starter) = self.answer_on_stdout {
+            return serve_as_daemon(&path, self.replace, starter);
         }
         let spec = file::load(&path)?;
         if let Some(name) = select.fabric.as_ref().filter(|n| **n != spec.name) {
@@ -98,7 +116,7 @@ impl Up {
         let mut child = Command::new(&program)
             .arg("up")
             .arg(std::path::absolute(path)?)
-            .arg("--answer-on-stdout")
+            .arg("--detach")
             .args(self.replace.then_some("--replace"))
             .env_remove("TOMBOLO_FABRIC")
             .stdin(Stdio::null())
@@ -109,10 +127,13 @@ impl Up {
         let mut line = String::new();
         let pipe = child.stdout.take().expect("asked for above");
         let mut words = BufReader::new(pipe);
+        child.wait()?;
+        let mut daemon = None;
         let word = loop {
             line.clear();
             words.read_line(&mut line)?;
             match serde_json::from_str(&line) {
+                Ok(Word::Runs(pid)) => daemon = Process::open(pid),
                 Ok(Word::Waits(what)) => out::tell!("tombolo: {what}"),
                 word => break word,
             }
@@ -120,16 +141,17 @@ impl Up {
         match word {
             Ok(Word::Stands { status, seconds }) => self.stands(*status, seconds),
             Ok(Word::Failed { code, error }) => {
-                let _ = child.wait();
+                if let Some(daemon) = daemon {
+                    daemon.wait(ENDING);
+                }
                 Err(Failure::Said(if code == Exit::Misused as u8 { Exit::Misused } else { Exit::Failed }, error))
             }
-            Ok(Word::Waits(_)) | Err(_) => {
-                let how = child.wait()?;
+            Ok(Word::Runs(_) | Word::Waits(_)) | Err(_) => {
                 let log = std::fs::read_to_string(&log_path).unwrap_or_default();
                 let last: Vec<_> = log.lines().rev().take(5).collect();
                 let last: Vec<_> = last.into_iter().rev().collect();
                 Err(Failure::failed(format!(
-                    "the daemon ended ({how}) before the fabric stood; the end of its log {}:\n{}",
+                    "the daemon ended before the fabric stood; the end of its log {}:\n{}",
                     log_path.display(),
                     last.join("\n")
                 )))
@@ -233,7 +255,7 @@ fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Fa
     });
     confine::daemon().iter().for_each(|note| out::tell!("tombolo: {note}"));
     daemon::run(spec, path, say, replace, |status, took| {
-        notify_service_manager();
+        notify::stands();
         stands.store(true, Ordering::Relaxed);
         tell_all(status);
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
@@ -264,24 +286,26 @@ fn log_say(path: &Path) -> tombolo_host::fabric::Say {
     })
 }
 
-/// Tells a service manager that asks for it (sd_notify(3)) that the fabric stands, and which process it is now.
-fn notify_service_manager() {
-    use std::os::linux::net::SocketAddrExt;
-    let Some(place) = std::env::var_os("NOTIFY_SOCKET") else { return };
-    let text = format!("READY=1\nMAINPID={}\n", std::process::id());
-    let address = match place.as_encoded_bytes() {
-        [b'@', name @ ..] => std::os::unix::net::SocketAddr::from_abstract_name(name),
-        _ => std::os::unix::net::SocketAddr::from_pathname(&place),
-    };
-    let send = || std::os::unix::net::UnixDatagram::unbound()?.send_to_addr(text.as_bytes(), &address?);
-    if let Err(error) = send() {
-        eprintln!("tombolo: telling the service manager at {}: {error}", place.display());
-    }
+fn detach(path: &Path, replace: bool) -> Result<Exit, Failure> {
+    let program = std::env::current_exe().map_err(|e| Failure::failed(format!("finding this program: {e}")))?;
+    // Nothing waits for it here: the one that does is its parent once this process has ended.
+    Command::new(&program)
+        .arg("up")
+        .arg(path)
+        .arg(format!("--answer-on-stdout={}", std::process::id()))
+        .args(replace.then_some("--replace"))
+        .spawn()
+        .map_err(|e| Failure::failed(format!("starting {} as a daemon: {e}", program.display())))?;
+    Ok(Exit::Done)
 }
 
-fn serve_as_daemon(path: &Path, replace: bool) -> Result<Exit, Failure> {
+fn serve_as_daemon(path: &Path, replace: bool, starter: u32) -> Result<Exit, Failure> {
     // Fails only for the leader of a process group, which a child that was just started is not.
     let _ = rustix::process::setsid();
+    let begun = Instant::now();
+    while std::os::unix::process::parent_id() == starter && begun.elapsed() < ORPHANED {
+        std::thread::sleep(Duration::from_millis(1));
+    }
     let send = |word: &Word| {
         if let Ok(text) = serde_json::to_string(word) {
             let mut pipe = io::stdout().lock();
@@ -289,6 +313,7 @@ fn serve_as_daemon(path: &Path, replace: bool) -> Result<Exit, Failure> {
             let _ = writeln!(pipe, "{text}").and_then(|()| pipe.flush());
         }
     };
+    send(&Word::Runs(std::process::id()));
     let log = log_say(path);
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
         log(line);
@@ -309,7 +334,7 @@ fn serve_as_daemon(path: &Path, replace: bool) -> Result<Exit, Failure> {
         let spec = file::load(path)?;
         confine::daemon().iter().for_each(|note| say(note));
         daemon::run(spec, path, say.clone(), replace, |status, took| {
-            notify_service_manager();
+            notify::stands();
             ready_say(&summary(status, took));
             tell(&Word::Stands { status: Box::new(status.clone()), seconds: took.as_secs_f64() });
         })?;

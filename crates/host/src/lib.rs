@@ -6,7 +6,7 @@
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
 //! * [`qemu`], [`console`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
 //! * [`confine`]: takes from the daemon and its machines what they do not need.
-//! * [`daemon`]: a fabric with its API, from start to end, signals included.
+//! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a service manager hears of it.
 //! * [`doctor`]: what this machine can do, probed for real.
 #![warn(unreachable_pub)]
 
@@ -20,6 +20,7 @@ pub mod file;
 pub mod kernel;
 pub mod log;
 mod members;
+pub mod notify;
 pub mod plan;
 pub mod process;
 pub mod qemu;

@@ -54,6 +54,7 @@ use tombolo_switch::control::ControlError;
 
 use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
+use crate::notify;
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
 use crate::qemu::probe::{self, Qemu};
@@ -371,6 +372,7 @@ impl Running {
                 // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
                 running.leave_after_failure();
                 std::mem::forget(shared.clone());
+                notify::settle();
                 let what =
                     format!("{error}; the guests run on without their network: correct the file and run `tombolo up`");
                 return Err(FabricError::State(what));
@@ -459,6 +461,9 @@ impl Running {
         }
         let old = self.commit.take().map(|commit| commit.commit()).transpose()?.flatten();
         self.has_taken_over = self.taking_over;
+        if self.has_taken_over {
+            notify::took_over();
+        }
         for port in &plan.ports {
             self.add_port(port)?;
         }
