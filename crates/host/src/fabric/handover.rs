@@ -254,7 +254,7 @@ impl Running {
         });
         match result {
             Ok(()) => {
-                say("leaving the guests to the next daemon, which has a minute to come");
+                say("leaving the guests to the next daemon; without a running guest the fd store waits a minute for it");
                 std::process::exit(0);
             }
             Err(why) => why,
