@@ -20,7 +20,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from lib import Fabric, Namespace, http_get, need_program, need_root, scratch, timeout, until
+from lib import Fabric, Namespace, Process, http_get, need_program, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.frames import StreamPeer, mac_bytes
 from lib.process import children
@@ -364,6 +364,58 @@ def test_a_failure_after_the_handover_leaves_everything_to_the_next_up():
         assert facts(fabric) == before and tap_number(space) == tap
         until("a ping", lambda: space.pings(WEB), PATIENCE_S)
         assert fabric.port("web")["counters"]["faults"] == 0
+        fabric.down()
+
+
+@timeout(300)
+def test_a_signal_before_the_handover_calls_it_off():
+    with small() as (space, folder, fabric):
+        before, old = facts(fabric), fabric.process
+        for number in (signal.SIGINT, signal.SIGTERM):
+            # The daemon that is asked does not answer.
+            old.signal(signal.SIGSTOP)
+            new = Process([PROGRAM, "up", "--replace", fabric.file], name="new", netns=space, env=fabric.env, cwd=folder)
+            time.sleep(1)
+            begun = time.monotonic()
+            new.signal(number)
+            assert new.wait(PATIENCE_S) != 0
+            assert time.monotonic() - begun < 5, "it ends at once"
+            new.wait_line(lambda line: "interrupted before it took over" in line)
+            old.signal(signal.SIGCONT)
+            until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+            assert old.alive() and facts(fabric) == before and fabric.status()["pid"] == old.pid
+        fabric.replace(PATIENCE_S)
+        assert facts(fabric) == before
+        fabric.down()
+
+
+@timeout(300)
+def test_a_new_daemon_without_a_place_for_its_api_leaves_the_guests_to_the_next():
+    with small() as (space, folder, fabric):
+        before = facts(fabric)
+        api = folder / "run" / fabric.name / "api.sock"
+        api.unlink()
+        api.mkdir()
+        done = fabric.cli("up", "--replace", "-d", fabric.file, check=False)
+        assert done.returncode != 0 and "the guests run on" in done.stderr, done.stderr
+        fabric.process.wait(PATIENCE_S)
+        assert [pid for pid in before.values() if not Path(f"/proc/{pid}").exists()] == []
+        api.rmdir()
+        fabric.start()
+        until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+        assert facts(fabric) == before
+        fabric.down()
+
+
+@timeout(300)
+def test_an_fd_store_that_hangs_is_replaced_by_the_daemon_that_hands_over():
+    with small() as (space, folder, fabric):
+        before = facts(fabric)
+        [store] = [pid for pid in children(fabric.process.pid) if b"keeper" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        os.kill(store, signal.SIGSTOP)
+        fabric.replace(PATIENCE_S)
+        until("a ping", lambda: space.pings(WEB), PATIENCE_S)
+        assert facts(fabric) == before and not Path(f"/proc/{store}").exists()
         fabric.down()
 
 

@@ -2,13 +2,14 @@
 //!
 //! It ends after a `down` request, or when SIGINT, SIGTERM or SIGHUP comes. A signal that comes while the fabric is being
 //! taken down is the user's hurry: machines that were given two seconds to end are killed at once. A signal that comes
-//! before the fabric stands takes back what has been made.
+//! before the fabric stands takes back what has been made; before a handover's "commit" it calls that off.
 //!
 //! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one; then this process ends
 //! and clears up nothing. See [`crate::fabric::handover`].
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal as Number;
@@ -36,6 +37,9 @@ pub enum DaemonError {
     /// A signal came before it stood.
     #[error("interrupted before the fabric stood; what had been made was taken back")]
     Interrupted,
+    /// A signal came before the daemon that runs the fabric had handed over.
+    #[error("interrupted before it took over; the daemon that runs the fabric goes on")]
+    CalledOff,
     /// The system refused what every program needs.
     #[error("setting up the daemon: {0}")]
     System(#[from] std::io::Error),
@@ -93,23 +97,23 @@ async fn live(
     let folder = rundir::runtime_root()?.join(&name);
     let mut signals = Signals::new()?;
     let mut leave = signal(SignalKind::user_defined2())?;
+    let owns: Arc<AtomicBool> = Arc::default();
     let started = tokio::select! {
-        started = Running::start(spec, path, say.clone(), replace) => Some(started?),
+        started = Running::start(spec, path, say.clone(), replace, &owns) => Some(started?),
         () = signals.came() => None,
     };
     let Some(shared) = started else {
         // While another daemon was waited for nothing had been made.
-        if rundir::read_owner(&folder).is_some_and(|o| o.pid == std::process::id()) {
+        if owns.load(Ordering::Relaxed) {
             fabric::clean_up(&name, say).await?;
+        } else if replace {
+            return Err(DaemonError::CalledOff);
         }
         return Err(DaemonError::Interrupted);
     };
     let server = match Server::bind(&folder.join("api.sock")) {
         Ok(server) => server,
-        Err(error) => {
-            shared.running.lock().await.take_down(true).await;
-            return Err(error.into());
-        }
+        Err(error) => return Err(shared.fail(FabricError::State(error.to_string())).await.into()),
     };
     let me = Arc::downgrade(&shared.running);
     let (requests, mut end) = fabric::drive(shared);

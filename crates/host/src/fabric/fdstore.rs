@@ -89,6 +89,17 @@ impl Finder {
         }
     }
 
+    /// Ends a store that can be connected to and does not answer, and starts another. Who keeps something in the old one
+    /// finds it lost with the next word to it, and keeps it in the new one. Returns whether that was so.
+    pub(crate) fn replace_hung(&self) -> bool {
+        if super::heal::is_missing(&self.path) || !self.is_cut_off() {
+            return false;
+        }
+        let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        process::kill_all(&process::keepers(&self.path).iter().collect::<Vec<_>>());
+        self.launch(&mut children).is_ok()
+    }
+
     fn launch(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
         let path = &self.path;
         let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
@@ -137,9 +148,27 @@ impl Finder {
     }
 
     pub(crate) fn open(&self, say: &Say) -> Result<Arc<Store>, String> {
-        let (finder, say) = (self.clone(), say.clone());
-        let store = Store::open(Box::new(move || finder.find()), Box::new(move |text| say(text)))?;
-        Ok(Arc::new(store))
+        let finder = self.clone();
+        Self::open_with(move || finder.find(), say)
+    }
+
+    /// The store that another daemon started, which is not this one's to end.
+    pub(crate) fn open_found(&self, say: &Say) -> Option<Arc<Store>> {
+        let finder = self.clone();
+        let mut first = true;
+        let find = move || match std::mem::take(&mut first) {
+            true => finder.running().ok_or_else(|| "it does not answer".into()),
+            false => finder.find(),
+        };
+        Self::open_with(find, say).ok()
+    }
+
+    fn open_with(
+        find: impl FnMut() -> Result<Keeper, String> + Send + 'static,
+        say: &Say,
+    ) -> Result<Arc<Store>, String> {
+        let say = say.clone();
+        Ok(Arc::new(Store::open(Box::new(find), Box::new(move |text| say(text)))?))
     }
 }
 

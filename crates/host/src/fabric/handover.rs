@@ -115,11 +115,16 @@ impl Takeover {
             standing.check(&full, &plan)?;
         }
         let machines = process::machines(&spec.name, &folder);
-        if super::fdstore::Finder::new(&folder).is_cut_off() {
-            return Err(refused(
+        let finder = super::fdstore::Finder::new(&folder);
+        let unreachable = || {
+            refused(
                 "its fd store cannot be reached: expected it to listen at keeper.sock; the running daemon makes a deleted \
                  socket again, so try again in a few seconds; else `tombolo down` and `tombolo up`",
-            ));
+            )
+        };
+        // One that hangs is replaced by the daemon that is asked.
+        if super::heal::is_missing(finder.path()) && finder.is_cut_off() {
+            return Err(unreachable());
         }
         let before = owner.additions.clone();
         let mut commit = Commit::ask(&folder, owner)?;
@@ -128,7 +133,7 @@ impl Takeover {
         if commit.old.additions != before {
             return Err(refused("its members have just changed; try again"));
         }
-        let store = super::fdstore::Finder::new(&folder).open(say).map_err(refused)?;
+        let store = finder.open_found(say).ok_or_else(unreachable)?;
         // Taken out at once: whoever holds it keeps the fabric from everybody else.
         let lock = store.take("lock");
         store.forget("lock");
@@ -213,6 +218,9 @@ impl Running {
     /// Blocks for as long as the other one may take to say so; its first words were heard already.
     pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
         let say = self.say.clone();
+        if self.finder.replace_hung() {
+            say("the fd store did not answer and was replaced");
+        }
         match self.stand_still(true) {
             Ok((standstill, store, names)) => {
                 let set = socket.set_write_timeout(Some(COMMIT));
@@ -254,7 +262,9 @@ impl Running {
         });
         match result {
             Ok(()) => {
-                say("leaving the guests to the next daemon; without a running guest the fd store waits a minute for it");
+                say(
+                    "leaving the guests to the next daemon; without a running guest the fd store waits a minute for it",
+                );
                 std::process::exit(0);
             }
             Err(why) => why,

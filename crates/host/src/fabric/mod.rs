@@ -43,6 +43,7 @@ pub mod standing;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::sync::Mutex;
@@ -215,6 +216,8 @@ pub struct Running {
     pub(crate) shared: Option<shared::SharedMemory>,
     /// Services of machines by name.
     pub(crate) bridges: services::Bridges,
+    /// See [`Running::start`].
+    owns: Arc<AtomicBool>,
     /// Networks whose bypass does not work, and why.
     pub(crate) bypass_faults: BTreeMap<String, String>,
     pub(crate) say: Say,
@@ -234,6 +237,25 @@ pub struct Running {
 pub struct Shared {
     /// The fabric.
     pub running: Arc<Mutex<Running>>,
+}
+
+impl Shared {
+    /// The fabric cannot stand because of `error`: takes back what was made, or, after a handover, leaves the guests to the
+    /// next daemon. Returns what to tell the user.
+    pub(crate) async fn fail(&self, error: FabricError) -> FabricError {
+        let mut running = self.running.lock().await;
+        if !running.has_taken_over {
+            running.take_down(true).await;
+            return error;
+        }
+        // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
+        running.leave_after_failure();
+        std::mem::forget(self.clone());
+        notify::settle();
+        FabricError::State(format!(
+            "{error}; the guests run on without their network: correct what is wrong and run `tombolo up`"
+        ))
+    }
 }
 
 /// Why [`Facts::kvm`] has no answer.
@@ -304,6 +326,7 @@ impl Running {
             machines: BTreeMap::new(),
             shared: None,
             bridges: services::Bridges::default(),
+            owns: Arc::default(),
             bypass_faults: BTreeMap::new(),
             say,
             notes: vec![],
@@ -321,12 +344,30 @@ impl Running {
     ///
     /// With `replace`, a daemon that runs the fabric is asked to hand over first. On an error before it has done so it
     /// goes on; on one afterwards the guests run on, and the next `up` takes them up.
-    pub async fn start(spec: Fabric, path: &Path, say: Say, replace: bool) -> Result<Shared, FabricError> {
+    /// It may be dropped while it waits. Then nothing was made, or `owns` is set: what there is is this process's to clean up.
+    pub async fn start(
+        spec: Fabric,
+        path: &Path,
+        say: Say,
+        replace: bool,
+        owns: &Arc<AtomicBool>,
+    ) -> Result<Shared, FabricError> {
         let absolute = std::path::absolute(path).unwrap_or_else(|_| path.into());
-        let takeover = if replace { Takeover::begin(&spec, &absolute, &say)? } else { None };
+        let takeover = if replace {
+            let (spec, absolute, say) = (spec.clone(), absolute.clone(), say.clone());
+            // It waits for the other daemon, which may be stopped.
+            let begun = tokio::task::spawn_blocking(move || Takeover::begin(&spec, &absolute, &say)).await;
+            begun.map_err(|error| FabricError::State(format!("asking for a handover: {error}")))??
+        } else {
+            None
+        };
         let (mut dir, known) = match takeover {
             Some(Takeover { dir, facts, prepared, store, commit }) => (dir, Some((facts, prepared, store, commit))),
-            None => (RunDir::claim(&spec.name, &absolute, &say).await?, None),
+            None => {
+                let dir = RunDir::claim(&spec.name, &absolute, &say).await?;
+                owns.store(true, Ordering::Relaxed);
+                (dir, None)
+            }
         };
         let spec = match dir.leftover.clone() {
             Some(left) if left.file == absolute => restore_additions(spec, &left.additions, &mut dir, &say)?,
@@ -353,6 +394,7 @@ impl Running {
         };
         let shared = Shared { running: Arc::new(Mutex::new(running)) };
         let mut running = shared.running.lock().await;
+        running.owns = owns.clone();
         running.me = Arc::downgrade(&shared.running);
         running.taking_over = running.take_state("handover".into()).is_some();
         let plan = match running.prepare().await {
@@ -368,21 +410,12 @@ impl Running {
             }
         };
         if let Err(error) = running.make(&plan).await {
-            if running.has_taken_over {
-                // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
-                running.leave_after_failure();
-                std::mem::forget(shared.clone());
-                notify::settle();
-                let what =
-                    format!("{error}; the guests run on without their network: correct the file and run `tombolo up`");
-                return Err(FabricError::State(what));
-            }
-            if running.taking_over {
+            if running.taking_over && !running.has_taken_over {
                 // The daemon before goes on, or has left: the guests are not this one's to end.
                 return Err(error);
             }
-            running.take_down(true).await;
-            return Err(error);
+            drop(running);
+            return Err(shared.fail(error).await);
         }
         drop(running);
         Ok(shared)
@@ -459,8 +492,13 @@ impl Running {
         if !self.taking_over {
             self.kernel_rules(plan)?;
         }
+        if self.commit.is_some() {
+            // The last moment at which a signal calls it off.
+            tokio::task::yield_now().await;
+        }
         let old = self.commit.take().map(|commit| commit.commit()).transpose()?.flatten();
         self.has_taken_over = self.taking_over;
+        self.owns.store(true, Ordering::Relaxed);
         if self.has_taken_over {
             notify::took_over();
         }
