@@ -5,7 +5,7 @@ import subprocess
 
 from lib import Fabric, need_program, need_root, scratch, until
 from lib.fabric import PROGRAM
-from lib.process import children
+from lib.process import children, descriptors
 
 FILE = """
 name = "{name}"
@@ -32,6 +32,12 @@ def capabilities(status):
     return {bit for bit in range(64) if int(status["CapEff"], 16) >> bit & 1}
 
 
+def flags_of(pid, fd):
+    """The flags of an open descriptor, its own among them (proc_pid_fdinfo(5))."""
+    with open(f"/proc/{pid}/fdinfo/{fd}") as file:
+        return next(int(line.split()[1], 8) for line in file if line.startswith("flags:"))
+
+
 def test_the_daemon_and_what_it_starts_are_confined():
     need_root()
     need_program("passt")
@@ -52,6 +58,10 @@ def test_the_daemon_and_what_it_starts_are_confined():
             assert int(status_of(machines[machine])["CapBnd"], 16) == 6, machine
         # Nobody knows what arguments of the user's own need.
         assert SYS_ADMIN in capabilities(status_of(machines["own"]))
+        # What a program would inherit that is started now: nothing of a guest's memory, and nothing else.
+        is_kept = lambda fd: flags_of(daemon, fd) & os.O_CLOEXEC  # noqa: E731
+        inherited = {fd: target for fd, target in descriptors(daemon).items() if fd > 2 and not is_kept(fd)}
+        assert not inherited, inherited
         fabric.down()
 
 

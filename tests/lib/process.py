@@ -58,6 +58,17 @@ def rss_bytes(pid):
     return 0
 
 
+def descriptors(pid):
+    """What the open descriptors of a process lead to: sockets and pipes by their numbers, files by their paths."""
+    found = {}
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            found[int(entry.name)] = os.readlink(entry)
+        except OSError:  # closed meanwhile
+            continue
+    return found
+
+
 def children(pid, name=""):
     """The children of a process whose names begin with `name`."""
     found = []

@@ -17,7 +17,6 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::path::Path;
 use std::process::{Child, Command};
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, poll};
@@ -25,6 +24,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
+use tombolo_port::child::inherit_only;
 
 /// How long the kernel may take to end a killed process; one that waits for a device in the kernel takes longer.
 const KILLED: Duration = Duration::from_secs(5);
@@ -38,29 +38,25 @@ pub struct Process {
     pub pidfd: OwnedFd,
 }
 
-/// Held while a child is started: what one is to inherit must not be inherited by another.
-static SPAWNING: Mutex<()> = Mutex::new(());
-
-/// Starts a child.
+/// Starts a child, which inherits nothing but its standard streams.
 ///
 /// # Errors
 /// The system's.
 pub fn spawn(command: &mut Command) -> io::Result<Child> {
-    let _one_at_a_time = SPAWNING.lock().unwrap_or_else(PoisonError::into_inner);
-    command.spawn()
+    inherit_only(command, &[]).spawn()
 }
 
-/// Starts a child that inherits some descriptors under whatever numbers they get: `make` is told these, and makes the
+/// Starts a child that inherits some descriptors as well, under whatever numbers they get: `make` is told these, and makes the
 /// command.
 ///
 /// # Errors
 /// The system's.
 pub fn spawn_with(fds: &[OwnedFd], make: impl FnOnce(&[i32]) -> Command) -> io::Result<Child> {
-    let _one_at_a_time = SPAWNING.lock().unwrap_or_else(PoisonError::into_inner);
-    // Without close-on-exec, for as long as it takes to start.
-    let inherited = fds.iter().map(rustix::io::dup).collect::<Result<Vec<OwnedFd>, _>>()?;
+    // Behind the standard streams, which take their places in the child.
+    let inherited: Vec<OwnedFd> =
+        fds.iter().map(|fd| rustix::io::fcntl_dupfd_cloexec(fd, 3)).collect::<Result<_, _>>()?;
     let numbers: Vec<i32> = inherited.iter().map(AsRawFd::as_raw_fd).collect();
-    make(&numbers).spawn()
+    inherit_only(&mut make(&numbers), &numbers).spawn()
 }
 
 /// Start time of a process in clock ticks after boot: field 22 of /proc/PID/stat (proc_pid_stat(5)).

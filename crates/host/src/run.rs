@@ -5,13 +5,14 @@
 
 use std::fs::File;
 use std::io::{self, Read as _, Seek as _, Write as _};
+use std::os::fd::RawFd;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::Duration;
 
 use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
-use tombolo_port::child::die_with_parent;
+use tombolo_port::child::{die_with_parent, inherit_only};
 
 use crate::process;
 
@@ -76,15 +77,28 @@ pub(crate) fn wait(child: &mut Child, limit: Duration) -> io::Result<Option<Exit
     }
 }
 
-/// Runs a program with `input` to its end. It dies with the calling thread.
+/// Runs a program with `input` to its end. It dies with the calling thread, and inherits nothing else.
 ///
 /// # Errors
 /// [`RunError`].
 pub(crate) fn run(command: &mut Command, input: &[u8], limit: Duration) -> Result<Output, RunError> {
+    run_with(command, &[], input, limit)
+}
+
+/// As [`run`], for a program that inherits these open descriptors as well.
+///
+/// # Errors
+/// [`RunError`].
+pub(crate) fn run_with(
+    command: &mut Command,
+    fds: &[RawFd],
+    input: &[u8],
+    limit: Duration,
+) -> Result<Output, RunError> {
     let (stdout, stderr) = (memory(&[])?, memory(&[])?);
     command.stdin(if input.is_empty() { Stdio::null() } else { memory(input)?.into() });
     command.stdout(stdout.try_clone()?).stderr(stderr.try_clone()?);
-    let mut child = die_with_parent(command).spawn()?;
+    let mut child = inherit_only(die_with_parent(command), fds).spawn()?;
     let Some(status) = wait(&mut child, limit)? else {
         let program = Path::new(command.get_program()).display().to_string();
         return Err(RunError::Hangs { program, limit });

@@ -1,8 +1,9 @@
-//! Child processes that nobody else would find: they die with the one that started them.
+//! Child processes: what they inherit; and those that nobody else would find, which die with the one that started them.
 //!
 //! Machines are found again by their command lines, and passt ends with its stream. A short-lived helper (a probe, nft)
 //! has neither: if its parent is killed meanwhile, the kernel has to end it.
 
+use std::os::fd::RawFd;
 use std::process::Command;
 
 /// Has the kernel kill the child when the **thread** that starts it ends (`PR_SET_PDEATHSIG`, prctl(2)), however the
@@ -14,9 +15,16 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
     crate::sys::die_with_parent(command)
 }
 
+/// Has the child inherit its standard streams and these descriptors, which have to be open when it starts, and nothing else,
+/// whatever flags descriptors have: one that came from a peer an instant ago may not be close-on-exec yet.
+pub fn inherit_only<'c>(command: &'c mut Command, fds: &[RawFd]) -> &'c mut Command {
+    crate::sys::inherit_only(command, fds)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::fd::AsRawFd;
     use std::os::unix::process::ExitStatusExt;
     use std::process::{Child, Stdio};
 
@@ -31,6 +39,23 @@ mod tests {
         let input = child.stdin.take();
         assert_eq!(child.wait().unwrap().signal(), Some(9));
         drop(input);
+    }
+
+    #[test]
+    fn a_child_inherits_what_it_is_to_and_nothing_else() {
+        let file = std::fs::File::open("/dev/zero").unwrap();
+        // The one is inherited unless somebody sees to it, the other is not.
+        let (open, closed) = (rustix::io::dup(&file).unwrap(), file.as_raw_fd());
+        let script = "for fd in /proc/$$/fd/*; do readlink $fd; done; :";
+        let mut command = Command::new("sh");
+        let zeros = |command: &mut Command| {
+            let output = command.args(["-c", script]).stdin(Stdio::null()).output().unwrap();
+            String::from_utf8(output.stdout).unwrap().lines().filter(|target| *target == "/dev/zero").count()
+        };
+        assert_eq!(zeros(&mut Command::new("sh")), 1);
+        assert_eq!(zeros(inherit_only(&mut Command::new("sh"), &[])), 0);
+        assert_eq!(zeros(inherit_only(&mut command, &[closed])), 1);
+        assert!(zeros(inherit_only(&mut Command::new("sh"), &[closed, open.as_raw_fd()])) == 2);
     }
 
     #[test]

@@ -1,5 +1,5 @@
 //! System calls that no safe crate offers: gathered writes from foreign memory, the tun and interface ioctls,
-//! packet sockets with several messages per call, network namespaces, a death signal between fork and exec.
+//! packet sockets with several messages per call, network namespaces, a death signal and inherited descriptors between fork and exec.
 //!
 //! Everything here returns what the kernel said and decides nothing. This module is on the list of modules that
 //! may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as a bare address in an
@@ -38,6 +38,23 @@ pub(crate) fn die_with_parent(command: &mut Command) -> &mut Command {
     };
     // SAFETY: between fork and exec `ask` makes two system calls and nothing else: it neither allocates nor locks.
     unsafe { command.pre_exec(ask) }
+}
+
+/// See [`crate::child::inherit_only`].
+pub(crate) fn inherit_only<'c>(command: &'c mut Command, fds: &[c_int]) -> &'c mut Command {
+    let fds = fds.to_vec();
+    let close = move || {
+        // Kernels before 5.11 refuse it: there all depends on the descriptors' own flags.
+        // SAFETY: the call changes flags of descriptors, and is given no memory.
+        let _ = unsafe { libc::syscall(libc::SYS_close_range, 3, c_int::MAX, libc::CLOSE_RANGE_CLOEXEC) };
+        for fd in &fds {
+            // SAFETY: as above; the caller keeps the descriptor open.
+            check(unsafe { libc::fcntl(*fd, libc::F_SETFD, 0) } as isize)?;
+        }
+        Ok(())
+    };
+    // SAFETY: between fork and exec `close` makes system calls and nothing else: it neither allocates nor locks.
+    unsafe { command.pre_exec(close) }
 }
 
 /// A piece of memory that the kernel is to read, in the layout of an iovec.

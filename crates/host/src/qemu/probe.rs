@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use crate::run::{LIMIT, RunError, run};
+use crate::run::{LIMIT, RunError, run, run_with};
 
 /// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
@@ -136,7 +136,7 @@ fn runs_guest(qemu: &Path, accel: &str, limit: Duration) -> Result<Duration, Str
     let mut image = vec![0xf4; ROM_BYTES];
     image[ROM_BYTES - ROM.len()..].copy_from_slice(ROM);
     let memory =
-        rustix::fs::memfd_create("tombolo-probe", rustix::fs::MemfdFlags::empty()).map_err(|e| e.to_string())?;
+        rustix::fs::memfd_create("tombolo-probe", rustix::fs::MemfdFlags::CLOEXEC).map_err(|e| e.to_string())?;
     let mut file = std::fs::File::from(memory);
     file.write_all(&image).map_err(|e| e.to_string())?;
     let fd = std::os::fd::AsRawFd::as_raw_fd(&file);
@@ -155,7 +155,7 @@ fn runs_guest(qemu: &Path, accel: &str, limit: Duration) -> Result<Duration, Str
         ])
         .args(["-device", "isa-debug-exit,iobase=0xf4,iosize=4", "-bios", &format!("/proc/self/fd/{fd}")]);
     // It may stall for ever, and nothing records it.
-    let output = match run(&mut command, b"", limit) {
+    let output = match run_with(&mut command, &[fd], b"", limit) {
         Ok(output) => output,
         Err(RunError::Hangs { .. }) => {
             return Err(format!(

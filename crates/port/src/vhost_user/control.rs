@@ -233,12 +233,14 @@ impl Connection {
     }
 
     fn map(region: &VhostUserMemoryRegion, file: File) -> Result<GuestRegion> {
+        keep_from_children(&file);
         let VhostUserMemoryRegion { guest_phys_addr, memory_size, user_addr, mmap_offset } = *region;
         GuestRegion::map(file, guest_phys_addr, user_addr, memory_size, mmap_offset)
             .map_err(|error| refused(format!("memory region at {guest_phys_addr:#x}: {error}")))
     }
 
     fn set_call(&mut self, index: u32, file: Option<File>) -> Result<()> {
+        file.iter().for_each(keep_from_children);
         // User-mode Linux has a pipe.
         let call = file.map(|file| Doorbell::adopt_any(OwnedFd::from(file))).transpose();
         let call = call.map_err(|error| refused(format!("the call descriptor of ring {index}: {error}")))?;
@@ -250,6 +252,12 @@ impl Connection {
         }
         Ok(())
     }
+}
+
+/// The crate `vhost` receives descriptors without close-on-exec: guests' memory is not for programs that are started.
+fn keep_from_children(file: &File) {
+    // It fails for what is no open descriptor.
+    let _ = rustix::io::fcntl_setfd(file, rustix::io::FdFlags::CLOEXEC);
 }
 
 impl VhostUserBackendReqHandlerMut for Connection {
@@ -345,6 +353,7 @@ impl VhostUserBackendReqHandlerMut for Connection {
             // "Poll the ring instead" would keep a core busy for ever at a guest's wish.
             return Err(refused(format!("ring {index} without a kick descriptor")));
         };
+        keep_from_children(&fd);
         // Only an eventfd may keep a worker's epoll busy.
         let kick = Doorbell::adopt(OwnedFd::from(fd));
         ring.kick = Some(kick.map_err(|error| refused(format!("the kick descriptor of ring {index}: {error}")))?);
