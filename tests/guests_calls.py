@@ -4,12 +4,19 @@ bridge`, both ways, and over TCP where a cell has only a network."""
 import contextlib
 import json
 import os
+import random
 import signal
+import socket
+import struct
 import subprocess
+import threading
 import time
+from pathlib import Path
 
+from faults_handover import replace
 from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
+from lib.process import descriptors
 
 PATIENCE_S = 120
 # Time enough for any machine: what is late is so by far.
@@ -55,6 +62,39 @@ attach = "ivshmem"
 [link.back]
 between = ["asker"]
 to = "named"
+"""
+# Cells with a network are adopted after a crash; a call of `slow` takes half a second.
+GOES_ON = """
+name = "{name}"
+[network.lan]
+subnet = "10.236.9.0/24"
+[cell.slow]
+app = "calc"
+args = "link=slow service_us=500000"
+ip = "10.236.9.20"
+accel = "tcg"
+[link.slow]
+between = ["slow"]
+service = "slow"
+"""
+MORE = """
+[cell.quick]
+app = "calc"
+args = "link=quick"
+ip = "10.236.9.21"
+accel = "tcg"
+[link.quick]
+between = ["quick"]
+service = "quick"
+callers = "everybody"
+[cell.asker]
+app = "calc"
+args = "role=client link=back count={count} deadline_us=0 timeout_ms=60000"
+ip = "10.236.9.22"
+accel = "tcg"
+[link.back]
+between = ["asker"]
+to = "slow"
 """
 OVER_TCP = """
 name = "{name}"
@@ -203,12 +243,248 @@ def test_a_cell_is_called_by_the_name_in_the_fabrics_file_and_what_is_taken_back
         ended = {name: count - before[name] for name, count in answers().items() if count != before[name]}
         # Of the two that would not wait for the first one was taken back (or its caller had gone by then), and one expired.
         assert ended.get("cancelled", 0) + ended.get("expired", 0) >= 1, (ended, said)
-        # After a crash the next daemon takes the seat and the name.
+        # After a crash the cell is started again, since its driver was not on the network, and the bridge goes on.
         fabric.kill()
         fabric.start()
-        assert call(fabric, "named", "6 * 7", "--wait", "60s") == "42"
+        registered(fabric, "named")
         fabric.down()
         assert not list((folder / "run" / "services").glob("*")), "no name is left"
+
+
+class Calling(threading.Thread):
+    """Calls a service of this machine again and again, by one client after the other, until its end is asked for."""
+
+    def __init__(self, fabric, service, repeat, *words):
+        super().__init__(daemon=True)
+        self.command = [str(PROGRAM), "call", service, "6 * 7", "--repeat", str(repeat), "--json", *words]
+        self.env, self.over = dict(os.environ, **fabric.env), threading.Event()
+        self.served, self.error = 0, None
+        self.start()
+
+    def run(self):
+        while not self.over.is_set() and self.error is None:
+            done = subprocess.run(self.command, env=self.env, capture_output=True, text=True)
+            report = json.loads(done.stdout) if done.returncode == 0 else {}
+            if report.get("outcomes") == {"served": report.get("calls")}:
+                self.served += report["calls"]
+            else:
+                self.error = f"{self.command[2]}: {done.stdout} {done.stderr}"
+
+    def end(self):
+        self.over.set()
+        self.join(PATIENCE_S)
+        assert not self.is_alive() and self.error is None, self.error
+        return self.served
+
+
+def bridges(fabric):
+    """The processes that pass calls on, by link: who sits behind the one machine of it."""
+    links = {link["name"]: link["peers"] for link in fabric.status()["links"] if link["kind"] == "direct"}
+    return {name: peer["pid"] for name, peers in links.items() for peer in peers if peer["id"] == 1}
+
+
+def settled(fabric, *machines):
+    """Waits until these could be adopted after a crash."""
+    owner = fabric.folder / "run" / fabric.name / "owner.json"
+    known = lambda: {m["pid"] for m in json.loads(owner.read_text())["settled"]}  # noqa: E731
+    until("the machines' drivers on the network", lambda: {fabric.machine(m)["pid"] for m in machines} <= known(), PATIENCE_S)
+
+
+def without_a_gap(again):
+    """Calls both ways, some of half a second, while `again(fabric)` has another daemon; not one of them may end otherwise than it should."""
+    with scratch() as folder, Fabric(folder, (GOES_ON + MORE).format(name=f"g{os.getpid()}", count=12)) as fabric:
+        registered(fabric, "slow")
+        registered(fabric, "quick")
+        # In its first run it may have asked before the name was there.
+        fabric.cli("cell", "stop", "asker", "--fabric", fabric.name, check=False)
+        fabric.console_path("asker").unlink()
+        fabric.cli("cell", "run", "asker", "--fabric", fabric.name)
+        settled(fabric, "slow", "quick", "asker")
+        there, machines = bridges(fabric), {m["name"]: m["pid"] for m in fabric.status()["machines"]}
+        assert sorted(there) == ["back", "quick", "slow"] and machines.keys() == {"slow", "quick", "asker"}, (there, machines)
+        callers = [Calling(fabric, "slow", 3), Calling(fabric, "quick", 100, "--interval", "5ms")]
+        is_asking = lambda: '{"app":"calc"' not in fabric.console("asker")  # noqa: E731
+        rounds = 0
+        # A cell that ends while no daemon runs is started again, and asks once more.
+        while is_asking() or rounds < 3:
+            again(fabric)
+            rounds += 1
+            assert not [caller.error for caller in callers if caller.error], [caller.error for caller in callers]
+        assert bridges(fabric) == there, "the bridges go on"
+        said = report(fabric, "asker")
+        assert (said["calls"], said["replied"], said["wrong"]) == (12, 12, 0), said
+        served = [caller.end() for caller in callers]
+        print(f"{rounds} daemons; calls served: {served[0]} of half a second, {served[1]} others, and {said['replied']} of the cell's")
+        assert min(served) > 0 and rounds >= 3
+        assert {name: fabric.machine(name)["pid"] for name in ("slow", "quick")} == {name: machines[name] for name in ("slow", "quick")}
+        assert not [text for text in fabric.status()["warnings"] if "link" in text], fabric.status()["warnings"]
+        fabric.down()
+        assert not list((folder / "run" / "services").iterdir()), "no name is left"
+
+
+@timeout(600)
+def test_calls_in_flight_go_on_while_the_daemon_is_replaced():
+    without_a_gap(replace)
+
+
+@timeout(600)
+def test_calls_in_flight_go_on_while_the_daemon_is_killed_and_started_again():
+    def crash(fabric):
+        settled(fabric, "slow", "quick")
+        fabric.kill()
+        fabric.start()
+
+    without_a_gap(crash)
+
+
+def refused_by_the_store(fabric):
+    """The processes that the fd store answers nothing, by its own word (crates/shm/src/ivshmem/keeper.rs)."""
+    list_of, entry, prefix, found = 3, 5, b"refuse:", set()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as store:
+        store.settimeout(60)
+        store.connect(str(fabric.folder / "run" / fabric.name / "keeper.sock"))
+        store.send(struct.pack("<BBH", list_of, 0, len(prefix)) + prefix)
+        while (reply := store.recv(4096))[0] == entry:
+            found.add(int(reply[4 + len(prefix):4 + struct.unpack_from("<H", reply, 2)[0]]))
+    return found
+
+
+def has_ended(pid):
+    """It is not there, or not reaped."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
+@timeout(600)
+def test_a_bridge_that_is_killed_is_back_and_one_that_is_stopped_ends_with_its_fabric():
+    with scratch() as folder, Fabric(folder, GOES_ON.format(name=f"k{os.getpid()}")) as fabric:
+        registered(fabric, "slow")
+        for _ in range(3):
+            first = bridges(fabric)["slow"]
+            waits = under_way(fabric, "--timeout", "60s")
+            os.kill(first, signal.SIGKILL)
+            killed = time.monotonic()
+            _, said = waits.communicate(timeout=PATIENCE_S)
+            assert waits.returncode != 0 and "has gone" in said, said
+            until("another bridge", lambda: bridges(fabric).get("slow") not in (first, None), every=0.02)
+            back_s = time.monotonic() - killed
+            registered(fabric, "slow")
+        assert back_s < 2, f"back after {back_s:.1f} s"
+        assert any("its bridge ended (signal: 9 (SIGKILL))" in line for line in fabric.process.tail().splitlines()), fabric.process.tail()
+        # Of the daemon it has nothing but what its link's server and its clients gave it.
+        pid = bridges(fabric)["slow"]
+        log = str(fabric.folder / "run" / fabric.name / "slow.link.log")
+        common = set(descriptors(pid).values()) & set(descriptors(fabric.process.pid).values())
+        known = {"/dev/null", "anon_inode:[eventfd]", "anon_inode:[eventpoll]", "/memfd:tombolo-link:slow (deleted)"}
+        assert common <= known and log in set(descriptors(pid).values()), (common, set(descriptors(pid).values()))
+        assert {pid, fabric.machine("slow")["pid"]} <= refused_by_the_store(fabric), "a member may not use what is for the owner"
+        with open(f"/proc/{pid}/status") as file:
+            status = dict(line.rstrip("\n").split(":\t", 1) for line in file if ":\t" in line)
+        assert (status["NoNewPrivs"], status["Seccomp"], int(status["CapBnd"], 16) & ~6) == ("1", "2", 0), status
+        # Who is stopped is replaced while the fabric stands, and ended with it.
+        os.kill(pid, signal.SIGSTOP)
+        until("another bridge", lambda: bridges(fabric).get("slow") not in (pid, None))
+        registered(fabric, "slow")
+        os.kill(bridges(fabric)["slow"], signal.SIGSTOP)
+        fabric.down()
+        assert not list((folder / "run" / "services").iterdir()), "no name is left"
+        # The same where the daemon is not there to do it.
+        fabric.start()
+        registered(fabric, "slow")
+        pid = bridges(fabric)["slow"]
+        os.kill(pid, signal.SIGSTOP)
+        fabric.kill()
+        done = fabric.cli("down", "--fabric", fabric.name)
+        assert f"a link's bridge, process {pid}, was ended" in done.stdout + done.stderr, (done.stdout, done.stderr)
+        fabric.nothing_left()
+        assert not list((folder / "run" / "services").iterdir()), "no name is left"
+
+
+@timeout(600)
+def test_a_bridge_ends_by_itself_where_a_killed_daemon_and_its_machine_are_gone():
+    with scratch() as folder, Fabric(folder, GOES_ON.format(name=f"e{os.getpid()}")) as fabric:
+        registered(fabric, "slow")
+        pid, machine = bridges(fabric)["slow"], fabric.machine("slow")["pid"]
+        fabric.kill()
+        assert call(fabric, "slow", "6 * 7") == "42", "without a daemon, too"
+        os.kill(machine, signal.SIGKILL)
+        until("the ends of the fd store and the bridge", lambda: not [left for left in fabric.leftovers() if left.startswith("process")], PATIENCE_S)
+        assert has_ended(pid)
+        fabric.start()
+        registered(fabric, "slow")
+        fabric.down()
+
+
+def bridge_processes(fabric):
+    """The bridges that there are, by their command lines."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            words = (entry / "cmdline").read_bytes().split(b"\0") if entry.name.isdigit() else []
+            if words[1:2] == [b"link-bridge"] and words[2].startswith(bytes(fabric.folder)):
+                found.add(int(entry.name))
+    return found
+
+
+@timeout(600)
+def test_a_daemon_that_is_killed_while_it_starts_leaves_one_bridge_at_most():
+    moments = random.Random(20261123)
+    with scratch() as folder, Fabric(folder, GOES_ON.format(name=f"m{os.getpid()}")) as fabric:
+        registered(fabric, "slow")
+        settled(fabric, "slow")
+        for number in range(12):
+            fabric.kill()
+            if number % 3 == 0:
+                for pid in bridge_processes(fabric):
+                    os.kill(pid, signal.SIGKILL)
+            daemon = Process([PROGRAM, "up", fabric.file], name="tombolo", env=fabric.env, cwd=fabric.folder)
+            time.sleep(moments.uniform(0, 0.15))
+            daemon.signal(signal.SIGKILL)
+            daemon.wait()
+            fabric.start()
+            registered(fabric, "slow")
+            there = bridge_processes(fabric)
+            assert len(there) == 1 and set(bridges(fabric).values()) == there, (number, there, bridges(fabric))
+        fabric.down()
+        assert not list((folder / "run" / "services").iterdir()), "no name is left"
+
+
+@timeout(600)
+def test_a_bridge_whose_section_has_changed_is_replaced_and_one_that_is_not_asked_for_ends():
+    def crash(fabric):
+        settled(fabric, "slow", "quick")
+        fabric.kill()
+        fabric.start()
+
+    first = (GOES_ON + MORE).format(name=f"s{os.getpid()}", count=1)
+    renamed = first.replace('service = "slow"', 'service = "renamed"')
+    unasked = first.replace('service = "slow"', "seats = 1\nprotocol = 0x4002")
+    assert len({first, renamed, unasked}) == 3
+    with scratch() as folder, Fabric(folder, first) as fabric:
+        registered(fabric, "slow")
+        registered(fabric, "quick")
+        machine = fabric.machine("slow")["pid"]
+        for again in (replace, crash):
+            settled(fabric, "slow", "quick")
+            there = bridges(fabric)
+            fabric.file.write_text(renamed)
+            again(fabric)
+            registered(fabric, "renamed")
+            now = bridges(fabric)
+            assert now["slow"] != there["slow"] and has_ended(there["slow"]) and now["quick"] == there["quick"], (there, now)
+            assert sorted(p.name for p in (folder / "run" / "services").iterdir()) == ["quick", "renamed"]
+            fabric.file.write_text(unasked)
+            again(fabric)
+            assert has_ended(now["slow"])
+            until("its seat to be free", lambda: "slow" not in bridges(fabric))
+            assert sorted(p.name for p in (folder / "run" / "services").iterdir()) == ["quick"]
+            fabric.file.write_text(first)
+            again(fabric)
+            registered(fabric, "slow")
+        assert fabric.machine("slow")["pid"] == machine
+        fabric.down()
 
 
 @timeout(600)

@@ -268,6 +268,18 @@ class Soak:
             os.kill(pid, signal.SIGSTOP)
         return "hang passt"
 
+    def fault_kill_bridge(self):
+        """What passes calls on between the cell and the services of this machine."""
+        for pid in self.processes("link-bridge"):
+            os.kill(pid, signal.SIGKILL)
+        return "kill bridge"
+
+    def fault_hang_bridge(self):
+        """Only the daemon can end it."""
+        for pid in self.processes("link-bridge"):
+            os.kill(pid, signal.SIGSTOP)
+        return "hang bridge"
+
     def _passt(self):
         """The passts of this network namespace; their command lines do not name the fabric."""
         here = os.stat(f"/run/netns/{self.space}").st_ino

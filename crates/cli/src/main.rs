@@ -13,6 +13,7 @@ mod doctor;
 mod down;
 mod exit;
 mod keeper;
+mod link_bridge;
 mod manual;
 mod number;
 mod out;
@@ -92,6 +93,9 @@ enum Command {
     /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
     #[command(hide = true)]
     Keeper(keeper::Keeper),
+    /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts it
+    #[command(hide = true)]
+    LinkBridge(link_bridge::LinkBridge),
     /// Start a machine's QEMU confined; the daemon uses it
     #[command(hide = true)]
     Confine(confine::Confine),
@@ -120,6 +124,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
         Command::Keeper(keeper) => keeper.run(),
+        Command::LinkBridge(bridge) => bridge.run(),
         Command::Confine(confine) => confine.run(),
     }
 }

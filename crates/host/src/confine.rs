@@ -74,7 +74,7 @@ const UNUSED: CapabilitySet = CapabilitySet::SYS_MODULE
     .union(CapabilitySet::AUDIT_CONTROL)
     .union(CapabilitySet::AUDIT_READ);
 
-/// Capabilities that QEMU keeps where root starts it: its images may be files of other users.
+/// Capabilities that QEMU keeps where root starts it, and bridges: its images, and services that are called, may be other users'.
 const OF_QEMU: CapabilitySet = CapabilitySet::DAC_OVERRIDE.union(CapabilitySet::DAC_READ_SEARCH);
 
 /// Whether this process is a confined daemon of the program, whose machines can be confined by [`wrap`].
@@ -188,6 +188,19 @@ pub fn program(argv: &[String], writes: &Writes) -> String {
     format!("starting {}: {error}", argv[0])
 }
 
+/// Confines this process, the bridge of a link, which has no second thread yet: it may write nothing but sockets of services and
+/// their lock, in their folder, and has no capability but to open files that root may.
+pub fn bridge(services: &Path) {
+    if is_off() {
+        return;
+    }
+    // The daemon has told what is missing on this machine.
+    let _ = set_no_new_privs(true);
+    let rights = AccessFs::MakeSock | AccessFs::MakeReg | AccessFs::WriteFile | AccessFs::RemoveFile;
+    let _ = restrict(vec![(services.into(), rights)]);
+    let _ = drop_capabilities(OF_QEMU);
+}
+
 /// The rights to change what is in a file system, of the first kernels with all of them (6.2); reading and running stay open.
 fn write_rights() -> landlock::BitFlags<AccessFs> {
     AccessFs::from_write(ABI::V3)
@@ -201,6 +214,11 @@ fn restrict_writes(writes: &Writes) -> Result<(), String> {
         ("/dev".into(), AccessFs::WriteFile.into()),
     ];
     rules.extend(writes.files.iter().map(|path| (path.clone(), file)));
+    restrict(rules)
+}
+
+/// Takes all rights to write from this thread and those that it starts, but these.
+fn restrict(rules: Vec<(PathBuf, landlock::BitFlags<AccessFs>)>) -> Result<(), String> {
     let restrict = || -> Result<RulesetStatus, Box<dyn std::error::Error>> {
         let mut ruleset = Ruleset::default().handle_access(write_rights())?.create()?;
         for (path, rights) in rules {

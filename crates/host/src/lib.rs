@@ -5,12 +5,14 @@
 //! * [`fabric`]: the plan carried out, kept, changed, taken down.
 //! * [`api`]: HTTP and JSON on a Unix socket, and its client.
 //! * [`qemu`], [`console`], [`kernel`], [`process`], [`rundir`]: the outside things that a fabric drives or leaves behind.
+//! * [`bridge`]: the process that passes calls on between a link and the services of this machine.
 //! * [`confine`]: takes from the daemon and its machines what they do not need.
 //! * [`daemon`]: a fabric with its API, from start to end, signals included; [`notify`]: what a service manager hears of it.
 //! * [`doctor`]: what this machine can do, probed for real.
 #![warn(unreachable_pub)]
 
 pub mod api;
+pub mod bridge;
 pub mod confine;
 pub mod console;
 pub mod daemon;

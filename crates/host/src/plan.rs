@@ -377,7 +377,16 @@ fn network_link(
         let dialect = Dialect::V2 { protocol: protocol::NETWORK, output_bytes };
         let layout = Layout::v2(PAGE_BYTES, region - PAGE_BYTES - 2 * output_bytes, output_bytes, 2);
         let (header, host) = (None, Some(0));
-        return Ok(Config { name, shape: shape(dialect), layout, region_bytes: region, header, host, doors });
+        return Ok(Config {
+            name,
+            shape: shape(dialect),
+            layout,
+            region_bytes: region,
+            header,
+            host,
+            helper: None,
+            doors,
+        });
     }
     let layout = Layout::v1(region, 0, 2).map_err(|why| PlanError::Region { what: at.into(), why })?;
     let header = Header {
@@ -391,7 +400,8 @@ fn network_link(
         offloads: true,
     };
     let shape = shape(Dialect::V1);
-    Ok(Config { name, shape, layout, region_bytes: region, header: Some(header), host: Some(0), doors })
+    let (header, host) = (Some(header), Some(0));
+    Ok(Config { name, shape, layout, region_bytes: region, header, host, helper: None, doors })
 }
 
 /// A direct link: each machine has its seat and a way in of its own.
@@ -427,6 +437,8 @@ fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
         region_bytes: link.region,
         header: Some(header),
         host: None,
+        // The seat that the fabric's own bridge takes.
+        helper: link.is_bridged().then_some(link.between.len() as u32),
         doors,
     })
 }

@@ -10,6 +10,7 @@
 //! | QEMU | `-name tombolo/FABRIC/NAME` and the path of its monitor's socket |
 //! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
 //! | keeper of links | `tombolo keeper RUNTIME/keeper.sock` |
+//! | bridge of a link | `tombolo link-bridge RUNTIME/LINK.link.sock`; also the owner record, since a process can change its arguments |
 //! | nft, probes | none: the kernel kills them with the daemon (`tombolo_port::child`) |
 
 use std::fs;
@@ -184,6 +185,34 @@ pub fn keepers(socket: &Path) -> Vec<Process> {
     found.map(|(process, _)| process).collect()
 }
 
+/// A bridge as the owner record has it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecordedBridge {
+    /// The process.
+    pub pid: u32,
+    /// Its start, in clock ticks after boot.
+    pub started_ticks: u64,
+    /// The arguments that it was started with, behind the program's name.
+    pub words: Vec<String>,
+}
+
+/// Whether a process with these arguments is the bridge of a link of the fabric with this runtime directory.
+fn is_bridge(words: &[String], runtime: &Path) -> bool {
+    let [_, command, socket, ..] = words else { return false };
+    command == crate::bridge::COMMAND && Path::new(socket).parent() == Some(runtime)
+}
+
+/// Bridges of links of the fabric with this runtime directory that run, in whatever state, with the arguments that they show.
+/// The second is how the record has it: only that one the fabric itself has started.
+pub fn bridges(runtime: &Path, recorded: &[RecordedBridge]) -> Vec<(Process, Vec<String>, Option<RecordedBridge>)> {
+    let found = all().filter_map(|(process, words)| {
+        let known = recorded.iter().find(|r| r.pid == process.pid && start_ticks(r.pid) == Some(r.started_ticks));
+        ((known.is_some() || is_bridge(&words, runtime)) && process.is_running() && is_same_user(process.pid))
+            .then(|| (process, words, known.cloned()))
+    });
+    found.collect()
+}
+
 /// Kills processes that have nothing to save, and waits for their ends. Returns those that are still there.
 pub fn kill_all(processes: &[&Process]) -> Vec<u32> {
     let deadline = Instant::now() + KILLED;
@@ -308,6 +337,35 @@ mod tests {
         command.arg0(name).args(["-c", "read x"]).stdin(std::process::Stdio::piped());
         command.envs(variable.map(|value| (HELPER_VARIABLE, value)));
         command.spawn().unwrap()
+    }
+
+    #[test]
+    fn bridges_are_found_by_their_arguments_or_the_record() {
+        let dir = tempfile::tempdir().unwrap();
+        let start = |words: &[&str]| {
+            let mut command = Command::new("sh");
+            command.args(["-c", "read x"]).args(words).stdin(std::process::Stdio::piped());
+            command.spawn().unwrap()
+        };
+        // A shell does not let go of its own first words, so it stands for one that has changed what it shows.
+        let mut changed = start(&[]);
+        let words = vec!["link-bridge".to_string(), "/run/x/a.link.sock".into()];
+        let record = RecordedBridge { pid: changed.id(), started_ticks: start_ticks(changed.id()).unwrap(), words };
+        let elsewhere = RecordedBridge { started_ticks: 0, ..record.clone() };
+        let found = bridges(dir.path(), std::slice::from_ref(&record));
+        assert_eq!(
+            found.iter().map(|(p, _, known)| (p.pid, known.clone())).collect::<Vec<_>>(),
+            [(record.pid, Some(record))]
+        );
+        assert!(bridges(dir.path(), &[elsewhere]).is_empty());
+        let socket = dir.path().join("a.link.sock").display().to_string();
+        let words = |of: &[&str]| of.iter().map(ToString::to_string).collect::<Vec<_>>();
+        assert!(is_bridge(&words(&["tombolo", "link-bridge", &socket, "--to", "x"]), dir.path()));
+        assert!(!is_bridge(&words(&["tombolo", "keeper", &socket]), dir.path()));
+        assert!(!is_bridge(&words(&["tombolo", "link-bridge", "/elsewhere/a.link.sock"]), dir.path()));
+        assert!(!is_bridge(&words(&["tombolo", "link-bridge"]), dir.path()));
+        changed.kill().unwrap();
+        changed.wait().unwrap();
     }
 
     #[test]

@@ -23,7 +23,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::fabric::Say;
 use crate::fabric::standing::Standing;
-use crate::process::{self, Life, Recorded};
+use crate::process::{self, Life, Recorded, RecordedBridge};
 
 /// How long a lock is waited for whose recorded owner has gone.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
@@ -143,6 +143,9 @@ pub struct Owner {
     /// The passts of the user uplinks, beside the marks by which they are found.
     #[serde(default)]
     pub helpers: Vec<Recorded>,
+    /// The bridges of links, beside the marks by which they are found. A bridge does nothing before it is in here.
+    #[serde(default)]
+    pub bridges: Vec<RecordedBridge>,
     /// The fabric is being taken down.
     #[serde(default)]
     pub ending: bool,

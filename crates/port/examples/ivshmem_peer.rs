@@ -64,6 +64,7 @@ fn serve(socket: &str) -> Result<(), Box<dyn Error>> {
         region_bytes: BYTES,
         header: Some(header),
         host: None,
+        helper: None,
         doors: vec![Door { path: socket.into(), seat: Seat::Any }],
     })?;
     links.serve("example", None)?;

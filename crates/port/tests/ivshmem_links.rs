@@ -55,6 +55,7 @@ fn config(place: &Place, name: &str, protocol: u32, vectors: u32, host: bool) ->
         region_bytes: BYTES,
         header: Some(header),
         host: host.then_some(0),
+        helper: None,
         doors: vec![Door { path: place.socket(name), seat }],
     }
 }

@@ -218,13 +218,16 @@ fn file_of(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
 }
 
-/// Makes the folder, open for others to look into whatever the umask is; one that is there stays as it is.
-fn make_folder(folder: &Path) -> io::Result<()> {
+/// Makes a folder for services, open for others to look into whatever the umask is; one that is there stays as it is.
+///
+/// # Errors
+/// The system's.
+pub fn make(folder: &Path) -> io::Result<()> {
     if folder.is_dir() {
         return Ok(());
     }
     if let Some(above) = folder.parent().filter(|p| !p.as_os_str().is_empty()) {
-        make_folder(above)?;
+        make(above)?;
     }
     match fs::DirBuilder::new().mode(0o755).create(folder) {
         Ok(()) => fs::set_permissions(folder, fs::Permissions::from_mode(0o755)),
@@ -238,7 +241,7 @@ impl Listener {
     /// Takes the name, replacing a stale socket. `mode` is the socket's permissions.
     pub(crate) fn bind(folder: &Path, name: &str, mode: u32) -> Result<Listener, FolderError> {
         let path = socket_path(folder, name)?;
-        make_folder(folder).map_err(system("creating", folder))?;
+        make(folder).map_err(system("creating", folder))?;
         let _lock = lock(folder)?;
         if let Ok(there) = fs::symlink_metadata(&path) {
             if !there.file_type().is_socket() {
@@ -285,6 +288,26 @@ impl Drop for Listener {
     }
 }
 
+/// Removes a socket whose listener has gone, as far as we may. Returns whether its listener had gone.
+fn clear_path(folder: &Path, path: &Path) -> bool {
+    let stale = is_stale(path);
+    if stale {
+        let locked = lock(folder);
+        // Again, under the lock: it may have been replaced.
+        if locked.is_ok() && is_stale(path) {
+            remove_stale(folder, path);
+        }
+    }
+    stale
+}
+
+/// Removes what a killed service has left under its name. A service that runs is left alone.
+pub fn clear(folder: &Path, name: &str) {
+    if let Ok(path) = socket_path(folder, name) {
+        clear_path(folder, &path);
+    }
+}
+
 /// Names of the services of a folder, sorted; sockets whose listeners have gone are removed on the way, as far as we may.
 pub fn list(folder: &Path) -> Vec<String> {
     let Ok(entries) = fs::read_dir(folder) else { return vec![] };
@@ -292,13 +315,10 @@ pub fn list(folder: &Path) -> Vec<String> {
     for entry in entries.flatten() {
         let Ok(name) = entry.file_name().into_string() else { continue };
         let path = entry.path();
-        if is_stale(&path) {
-            let locked = lock(folder);
-            // Again, under the lock: it may have been replaced.
-            if locked.is_ok() && is_stale(&path) {
-                remove_stale(folder, &path);
-            }
-        } else if socket_path(folder, &name).is_ok() && fs::metadata(&path).is_ok_and(|m| m.file_type().is_socket()) {
+        if clear_path(folder, &path) {
+            continue;
+        }
+        if socket_path(folder, &name).is_ok() && fs::metadata(&path).is_ok_and(|m| m.file_type().is_socket()) {
             names.push(name);
         }
     }
@@ -334,7 +354,7 @@ mod tests {
     #[test]
     fn a_stale_socket_is_replaced_and_cleared() {
         let dir = tempfile::tempdir().unwrap();
-        for name in ["a", "b"] {
+        for name in ["a", "b", "c"] {
             let listener = Listener::bind(dir.path(), name, 0o600).unwrap();
             // As a killed process leaves it: the descriptor is closed, the name stays.
             let Listener { socket, .. } = &listener;
@@ -345,6 +365,9 @@ mod tests {
         }
         assert!(is_stale(&dir.path().join("a")));
         let replaced = Listener::bind(dir.path(), "a", 0o600).unwrap();
+        assert!(dir.path().join("c").exists());
+        ["c", "a", "absent", "../c"].iter().for_each(|name| clear(dir.path(), name));
+        assert!(!dir.path().join("c").exists(), "what was killed is cleared by its name, and what runs is not");
         assert_eq!(list(dir.path()), ["a"]);
         assert!(!dir.path().join("b").exists(), "listing clears what is stale");
         drop(replaced);

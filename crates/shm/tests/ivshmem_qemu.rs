@@ -146,6 +146,7 @@ fn config(place: &Path, max_peers: u32, vectors: u32, host: bool) -> Config {
         region_bytes: 1 << 20,
         header: Some(Header { layout, ..Header::network(Name::new("lan").unwrap(), vectors) }),
         host: host.then_some(0),
+        helper: None,
         doors,
     }
 }

@@ -22,6 +22,10 @@ impl Backoff {
     pub(super) const PASST: Backoff =
         Backoff { first: Duration::from_millis(200), longest: Duration::from_secs(10), failures: 0 };
 
+    /// For the bridge of a link: who calls through it waits for it.
+    pub(super) const BRIDGE: Backoff =
+        Backoff { first: Duration::from_millis(200), longest: Duration::from_secs(2), failures: 0 };
+
     /// Notes a failure at `now` of what was started at `since`; how long to wait before it is started again.
     pub(super) fn failed(&mut self, since: Instant, now: Instant) -> Duration {
         let is_calm = now.saturating_duration_since(since) >= CALM;
@@ -57,5 +61,11 @@ mod tests {
         let pauses = [(); 8].map(|()| backoff.failed(now, now).as_millis());
         assert_eq!(pauses, [200, 400, 800, 1600, 3200, 6400, 10_000, 10_000]);
         assert_eq!(backoff.failed(now, now + CALM).as_millis(), 200);
+    }
+
+    #[test]
+    fn a_bridge_is_waited_for_two_seconds_at_most() {
+        let (mut backoff, now) = (Backoff::BRIDGE, Instant::now());
+        assert_eq!([(); 6].map(|()| backoff.failed(now, now).as_millis()), [200, 400, 800, 1600, 2000, 2000]);
     }
 }

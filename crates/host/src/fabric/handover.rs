@@ -191,16 +191,16 @@ impl Commit {
         Ok(line.trim_end().to_string())
     }
 
-    /// Takes over for good. After an error the old daemon goes on. Returns the old daemon, which is about to end.
-    pub(crate) fn commit(mut self) -> Result<Option<Process>, FabricError> {
+    /// Takes over for good. After an error the old daemon goes on.
+    pub(crate) fn commit(mut self) -> Result<(), FabricError> {
         let old = Process::open(self.old.pid);
         let said = self.say("commit").and_then(|()| self.hear());
         if matches!(&said, Ok(line) if line == "yours") {
-            return Ok(old);
+            return Ok(());
         }
         // It may have ended at this very instant: then nobody else has the fabric.
         if process::start_ticks(self.old.pid) != Some(self.old.started_ticks) || old.is_none_or(|p| !p.is_running()) {
-            return Ok(None);
+            return Ok(());
         }
         Err(refused(said.map_or_else(|error| error.to_string(), |line| format!("it answered {line:?} to commit"))))
     }

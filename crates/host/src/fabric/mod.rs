@@ -7,7 +7,7 @@
 //!
 //! # Invariants
 //! - The runtime directory's lock is held from before the first thing is made until after the last is gone.
-//! - What outlives a killed daemon is found again: machines and helpers by marks that they carry ([`crate::process`]), the
+//! - What outlives a killed daemon is found again: machines, helpers and bridges by marks that they carry ([`crate::process`]), the
 //!   nftables table, the sysctls and interfaces under the bypass by the owner record, which is written first. Taps and
 //!   sockets' listeners end with the process. passt ends with its stream, unless it hangs.
 //! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
@@ -28,6 +28,7 @@ pub mod fdstore;
 pub mod handover;
 mod handover_socket;
 pub(crate) mod heal;
+mod helper;
 mod leases;
 mod machine;
 mod network;
@@ -214,8 +215,8 @@ pub struct Running {
     prepared: Option<Prepared>,
     /// Links of shared memory, where there are some.
     pub(crate) shared: Option<shared::SharedMemory>,
-    /// Services of machines by name.
-    pub(crate) bridges: services::Bridges,
+    /// What passes calls on between links and services, by link.
+    pub(crate) bridges: BTreeMap<String, services::RunningBridge>,
     /// See [`Running::start`].
     owns: Arc<AtomicBool>,
     /// Networks whose bypass does not work, and why.
@@ -325,7 +326,7 @@ impl Running {
             ports: BTreeMap::new(),
             machines: BTreeMap::new(),
             shared: None,
-            bridges: services::Bridges::default(),
+            bridges: BTreeMap::new(),
             owns: Arc::default(),
             bypass_faults: BTreeMap::new(),
             say,
@@ -496,7 +497,7 @@ impl Running {
             // The last moment at which a signal calls it off.
             tokio::task::yield_now().await;
         }
-        let old = self.commit.take().map(|commit| commit.commit()).transpose()?.flatten();
+        self.commit.take().map(|commit| commit.commit()).transpose()?;
         self.has_taken_over = self.taking_over;
         self.owns.store(true, Ordering::Relaxed);
         if self.has_taken_over {
@@ -517,11 +518,7 @@ impl Running {
         if let Some(links) = self.links() {
             links.forget_rest();
         }
-        if let Some(old) = old {
-            // The seats of its bridges are free once it has ended, which it is about to.
-            old.wait(Duration::from_secs(1));
-        }
-        self.start_bridges()?;
+        self.start_bridges().await;
         self.update_names();
         for machine in &plan.machines {
             if let Some((_, pid)) = adopted.iter().find(|(name, _)| *name == machine.name) {
@@ -860,8 +857,8 @@ impl Running {
         }
         self.networks.clear();
         self.end_helpers().await;
+        self.end_bridges().await;
         self.end_links();
-        self.end_bridges();
         for worker in std::mem::take(&mut self.workers) {
             if let Err(error) = worker.thread.stop() {
                 trouble("a worker", &error);

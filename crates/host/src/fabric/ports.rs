@@ -22,6 +22,7 @@ use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Remake;
 
 use super::backoff::Backoff;
+use super::helper::Helper;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file::{self, Proto};
 use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
@@ -35,45 +36,6 @@ pub(crate) struct RunningPort {
     pub(crate) token: Token,
     /// The passt behind a user uplink.
     passt: Option<Passt>,
-}
-
-/// A passt that this daemon started, or took over.
-enum PasstProcess {
-    Child(Child),
-    Adopted(Process),
-}
-
-impl PasstProcess {
-    fn id(&self) -> u32 {
-        match self {
-            PasstProcess::Child(child) => child.id(),
-            PasstProcess::Adopted(process) => process.pid,
-        }
-    }
-
-    /// Ends it and reaps it.
-    fn end(&mut self) {
-        match self {
-            PasstProcess::Child(child) => {
-                // It may have ended by itself.
-                let _ = child.kill();
-                if Process::open(child.id()).is_none_or(|p| p.wait(KILLED)) {
-                    let _ = child.wait();
-                }
-            }
-            PasstProcess::Adopted(process) => {
-                let _ = process.signal(rustix::process::Signal::KILL);
-            }
-        }
-    }
-
-    /// How it ended, in words.
-    fn how(&mut self) -> String {
-        match self {
-            PasstProcess::Child(child) => child.wait().map_or_else(|e| e.to_string(), |s| s.to_string()),
-            PasstProcess::Adopted(_) => "how is not known, since an earlier daemon had started it".into(),
-        }
-    }
 }
 
 impl RunningPort {
@@ -98,7 +60,7 @@ impl RunningPort {
 /// A running passt. It ends when its stream does, unless it hangs: then the next daemon finds and ends it
 /// ([`process::helpers`]).
 struct Passt {
-    process: PasstProcess,
+    process: Helper,
     feed: StreamFeed,
     /// Which guests its router need not wait for.
     away: Away,
@@ -189,9 +151,6 @@ impl Drop for Passt {
         self.process.end();
     }
 }
-
-/// How long a killed passt is waited for. One that the kernel holds longer is reaped when the daemon ends.
-const KILLED: Duration = Duration::from_secs(2);
 
 /// What the daemon before left of a port, and of the passt behind it.
 struct Handed {
@@ -315,18 +274,18 @@ impl Running {
                         let again = feed.clone();
                         let attach = |handed| stream.take_up(handed).map(|()| Box::new(stream) as Box<dyn Port>);
                         match NatPort::take_up(config.clone(), handed, mtu, attach) {
-                            Ok(port) => (port, PasstProcess::Adopted(process)),
+                            Ok(port) => (port, Helper::Adopted(process)),
                             Err(why) => {
                                 (self.say)(&format!("{}: starting another passt: {why}", plan.name));
                                 let _ = process.signal(rustix::process::Signal::KILL);
                                 let stream = again.remake(mtu);
                                 let port = NatPort::new(config.clone(), Box::new(stream), mtu);
-                                (port, PasstProcess::Child(self.start_passt(plan, user, &feed)?))
+                                (port, Helper::Child(self.start_passt(plan, user, &feed)?))
                             }
                         }
                     }
                     None => {
-                        let process = PasstProcess::Child(self.start_passt(plan, user, &feed)?);
+                        let process = Helper::Child(self.start_passt(plan, user, &feed)?);
                         (NatPort::new(config.clone(), Box::new(stream), mtu), process)
                     }
                 };
@@ -531,7 +490,7 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
             Ok(child) => {
                 let pid = child.id();
                 passt.restarts += 1;
-                passt.process = PasstProcess::Child(child);
+                passt.process = Helper::Child(child);
                 passt.fault = None;
                 running.record_passt(&port, pid);
                 running.watch_passt(port, pid);

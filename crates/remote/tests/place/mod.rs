@@ -32,6 +32,7 @@ impl Place {
                 region_bytes: BYTES,
                 header: Some(header),
                 host: None,
+                helper: None,
                 doors: vec![Door { path: folder.path().join("s"), seat: Seat::Any }],
             })
             .unwrap();

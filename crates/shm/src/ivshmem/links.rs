@@ -115,6 +115,9 @@ pub struct Config {
     pub header: Option<Header>,
     /// The seat of this process itself.
     pub host: Option<u32>,
+    /// The seat of a process that serves this one. It stays on the link while this process is away, and is no reason for the
+    /// keeper to stay: where nobody else is left, the keeper ends, and its connection with it.
+    pub helper: Option<u32>,
     /// The ways in.
     pub doors: Vec<Door>,
 }

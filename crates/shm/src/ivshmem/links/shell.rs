@@ -262,7 +262,8 @@ impl Inner {
         let life = member.and_then(|m| m.life.as_ref());
         let mut fds: Vec<BorrowedFd<'_>> = life.iter().map(|fd| fd.as_fd()).collect();
         fds.extend(link.bells.get(id as usize).into_iter().flatten().map(AsFd::as_fd));
-        let done = keeper.put(&link.config.peer_record(id), &bytes, &fds, u8::from(life.is_some()));
+        let counts = life.is_some() && link.config.helper != Some(id);
+        let done = keeper.put(&link.config.peer_record(id), &bytes, &fds, u8::from(counts));
         if let Err(error) = done {
             self.lose_keeper(&error.to_string());
         }

@@ -20,6 +20,7 @@ fn config(place: &TempDir, name: &str, max_peers: u32, host: bool) -> Config {
         region_bytes: 1 << 20,
         header: Some(header),
         host: host.then_some(0),
+        helper: None,
         doors: vec![Door { path: place.path().join(name), seat: Seat::Any }],
     }
 }
@@ -296,6 +297,30 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
 }
 
 #[test]
+fn a_helpers_seat_is_kept_and_is_no_reason_for_the_keeper_to_stay() {
+    let place = tempfile::tempdir().unwrap();
+    let with_helper = || Config { helper: Some(1), ..config(&place, "calls", 2, false) };
+    let first = kept_links(&place);
+    first.open(with_helper()).unwrap();
+    first.serve("calls", None).unwrap();
+    let mut machine = Client::joined(&place.path().join("calls"));
+    let mut helper = Client::joined(&place.path().join("calls"));
+    machine.until("the helper", |c| c.peers().get(&1).is_some_and(|bells| bells.len() == 2));
+    until("peers without messages", || status(&first, "calls").peers.iter().all(|p| p.waiting == 0));
+    drop(first);
+    let second = kept_links(&place);
+    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
+    let opened = second.open(with_helper()).unwrap();
+    assert_eq!(opened.restored.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 1]);
+    drop((second, opened));
+    assert!(machine.read() && helper.read(), "their connections stand");
+    // Nobody serves, and with the machine the last one goes whom the link is for.
+    drop(machine);
+    until("the keeper's end", || !place.path().join("keeper").exists());
+    helper.until_cut();
+}
+
+#[test]
 fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
     let place = tempfile::tempdir().unwrap();
     let first = kept_links(&place);
@@ -395,6 +420,7 @@ fn version_2_over_its_socket() {
         region_bytes: 1 << 20,
         header: None,
         host: Some(0),
+        helper: None,
         doors: vec![Door { path: place.path().join("lan"), seat: Seat::Any }],
     };
     let opened = links.open(config).unwrap();
