@@ -73,7 +73,7 @@ while True:
         send(segment(router, sequence))
         select.select([], [], [], 0.05)
         continue
-    ready = select.select([stream], [], [], 0 if mode in ("tcp", "arp") or repeated else None)[0]
+    ready = select.select([stream], [], [], 0 if mode in ("tcp", "turn", "arp") or repeated else None)[0]
     for frame in frames() if ready else ():
         reply = answer(frame)
         if mode == "answered" and reply and reply[12:14] == b"\\x08\\0":
@@ -84,6 +84,9 @@ while True:
         send(repeated)
     if mode == "tcp":
         send(segment(router, 1))
+    elif mode == "turn":
+        sequence += 1
+        send(segment(router, 1 + sequence % 2))
     elif mode == "arp":
         send(router + MAC + bytes([8, 6, 0, 1, 8, 0, 6, 4, 0, 2]) + MAC + bytes([192, 0, 0, 9]) + router + bytes([192, 0, 0, 2]))
 '''
@@ -138,7 +141,7 @@ def replaced(fabric, pid, counter):
 
 @timeout(300)
 def test_a_passt_that_storms_is_replaced_whatever_it_repeats():
-    for mode in ("tcp", "arp"):
+    for mode in ("tcp", "turn", "arp"):
         with uplink(mode) as (fabric, pid):
             replaced(fabric, pid, "passt_storms")
 

@@ -83,7 +83,7 @@ reasons! {
     FloodBudget = "flood_budget",
     /// The destination's `rate` limit was reached.
     RateLimit = "rate_limit",
-    /// The user uplink sent the same frame more than 1000 times within a second.
+    /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames without news in one flow.
     UplinkRepeat = "uplink_repeat",
 }
 
