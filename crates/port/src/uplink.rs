@@ -335,6 +335,7 @@ impl Port for NatPort {
         }
         let (lost, again) = self.nat.poll(now);
         self.lost.count(Reason::NoDestination, lost);
+        self.lost.count(Reason::GatewayFull, self.nat.take_displaced());
         self.answer_own();
         self.ask_out()?;
         self.promised = match (next, again) {

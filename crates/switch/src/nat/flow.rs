@@ -11,13 +11,14 @@ use crate::frame::Mac;
 use crate::wait::Token;
 
 // Idle times: RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min half-open and half-closed), RFC 4787 REQ-5 for
-// UDP, RFC 5508 REQ-2 for echo. Both ends have said that they are done: twice Linux' segment lifetime (60 s). A reset
+// UDP, RFC 5508 REQ-2 for echo; UDP from outside that the guest has not answered has the 30 s of Linux' conntrack. Both ends have said that they are done: twice Linux' segment lifetime (60 s). A reset
 // ends a connection at once; its port rests a little.
 pub(super) const TCP_NS: Nanos = Nanos(7_440 * 1_000_000_000);
 pub(super) const TCP_HALF_NS: Nanos = Nanos(240 * 1_000_000_000);
 pub(super) const TCP_CLOSED_NS: Nanos = Nanos(60 * 1_000_000_000);
 pub(super) const TCP_RESET_NS: Nanos = Nanos(10 * 1_000_000_000);
 pub(super) const UDP_NS: Nanos = Nanos(300 * 1_000_000_000);
+pub(super) const UDP_UNANSWERED_NS: Nanos = Nanos(30 * 1_000_000_000);
 pub(super) const ECHO_NS: Nanos = Nanos(60 * 1_000_000_000);
 
 /// A transport that is translated.
@@ -102,6 +103,8 @@ impl State {
 
     pub(super) fn idle(&self) -> Nanos {
         match self.protocol {
+            // Anybody outside can make one of these, and a guest's own need RFC 4787's time.
+            Protocol::Udp if self.first == Way::In && !self.answered => UDP_UNANSWERED_NS,
             Protocol::Udp => UDP_NS,
             Protocol::Echo => ECHO_NS,
             Protocol::Tcp if self.reset => TCP_RESET_NS,

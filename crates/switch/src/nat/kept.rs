@@ -10,12 +10,13 @@
 //! state       last use u64 · flags u8 (1 answered, 2 first came in, 4 done out, 8 done in, 16 reset)
 //! ```
 //! Numbers are little-endian, addresses as on the wire. Instants are those of the monotonic clock, which both daemons
-//! share. A mapping is charged to its MAC from then on, since ports of the switch have other numbers.
+//! share. A mapping is charged to its MAC until its guest uses it, since ports of the switch have other numbers.
 
 use std::net::Ipv4Addr;
 
 use super::flow::{Flow, Inside, Source, State, Way};
-use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forwarded, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
+use super::forwarded::Forwarded;
+use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forward, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
 use crate::Nanos;
 use crate::frame::Mac;
 
@@ -96,7 +97,8 @@ impl Nat {
         let mut out = vec![VERSION, u8::from(self.peer_mac.is_some())];
         out.extend(self.peer_mac.unwrap_or_default());
         out.extend(self.next_port.to_le_bytes());
-        // No overflow of the counts: there are at most 65,536 ports of each protocol.
+        // No overflow of the counts: there are at most 65,536 ports of each protocol, and 1023 forwards of each, with at
+        // most 16,384 connections.
         out.extend((self.flows.len() as u32).to_le_bytes());
         for ((_, port), flow) in &self.flows {
             out.extend(port.to_le_bytes());
@@ -105,7 +107,7 @@ impl Nat {
             put_state(&mut out, &flow.state);
         }
         out.extend((self.forwarded.len() as u32).to_le_bytes());
-        for (key, (port, state)) in &self.forwarded {
+        for (key, port, state) in self.forwarded.iter() {
             put_forwarded(&mut out, key);
             out.extend(port.to_le_bytes());
             put_state(&mut out, state);
@@ -151,13 +153,22 @@ impl Nat {
             let state = reader.state(inside.0)?;
             nat.put_flow(port, inside, station, state);
         }
+        let mut forwarded = Vec::new();
         for _ in 0..reader.count()? {
             let key = reader.forwarded()?;
             let port = reader.u16()?;
-            let state = reader.state(key.0.0)?;
+            forwarded.push((key, port, reader.state(key.0.0)?));
+        }
+        // The table is in the order of last use.
+        forwarded.sort_by_key(|(.., state)| state.last);
+        for (key, port, state) in forwarded {
             let to = (key.0.1, key.0.2);
-            if nat.config.forwards.iter().any(|f| f.protocol == key.0.0 && f.port == port && f.to == to) {
-                nat.forwarded.insert(key, (port, state));
+            let is_its = |f: &Forward| f.protocol == key.0.0 && f.port == port && f.to == to;
+            if let Some(rule) = nat.config.forwards.iter().position(is_its)
+                && nat.forwarded.get(&key).is_none()
+            {
+                // Refused or displaced where the file now has more forwards, and so smaller shares.
+                let _ = nat.forwarded.add(state.last, key, (rule, port), state);
             }
         }
         for _ in 0..reader.count()? {

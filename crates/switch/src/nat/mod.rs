@@ -32,13 +32,20 @@
 //!
 //! # Limits
 //! [`FLOWS_PER_SOURCE`] mappings a port of the switch (a guest cannot spend its neighbours' share by inventing
-//! addresses); at that limit its own oldest half-open or closing connection, or silent datagram flow, goes first.
-//! [`HELD`] frames of at most [`HELD_BYTES`] wait for a guest, [`HELD_DATAGRAMS`] datagrams among them for each.
+//! addresses); at that limit its own oldest half-open or closing connection, or silent datagram flow, goes first. When
+//! the ports of a protocol are used up by many such sources, the one with the most mappings makes room for the others.
+//! Connections through a forward are counted by forward and outside address (`forwarded`): a full share makes room
+//! among its own, unconfirmed ones first, and a UDP peer that the guest has not answered is forgotten after 30 s.
+//! [`HELD`] frames of at most [`HELD_BYTES`] wait for guests. When all places are taken, the guest that has the most
+//! gives one up, so each of n guests is sure of its n-th part, and a guest alone may have them all; [`HELD_DATAGRAMS`]
+//! datagrams at most for each. Among a guest's own frames the outside address with the most gives up its oldest: the one
+//! that the uplink gives up first.
 //! Beyond them frames are dropped with a reason; an idle mapping goes after its time.
 //!
 //! Time comes in as [`Nanos`]; one thread calls.
 
 mod flow;
+mod forwarded;
 mod icmp;
 mod kept;
 mod packet;
@@ -53,6 +60,7 @@ use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::wait::Token;
 use flow::{Flow, Inside, Share, Source, State, Taken, Way};
+use forwarded::{Forwarded, Table};
 use icmp::{End, Quote, echo_reply, time_exceeded};
 use packet::{ACK, Arp, BROADCAST, ETHERTYPE_ARP, ETHERTYPE_IPV4, Ethernet, Ipv4, RST, SYN, Transport, arp, ethernet};
 
@@ -134,9 +142,6 @@ struct Neighbour {
     rival: Option<(Mac, Nanos)>,
 }
 
-/// A connection through a forward: the guest's end, and the peer's.
-type Forwarded = (Inside, Ipv4Addr, u16);
-
 /// A frame for a guest that has not been heard of, or a first segment that it has not answered.
 #[derive(Debug)]
 struct Held {
@@ -160,14 +165,16 @@ pub struct Nat {
     taken: [Taken; 3],
     shares: HashMap<Source, Share>,
     next_id: u64,
-    /// Connections that came through a forward → forward's port.
-    forwarded: HashMap<Forwarded, (u16, State)>,
+    /// Connections that came through a forward.
+    forwarded: Table,
     neighbours: HashMap<Ipv4Addr, Neighbour>,
     /// Guests that are known to be away.
     away: Vec<Ipv4Addr>,
     held: VecDeque<Held>,
     /// Held frames that were given up since the last poll.
     lost: u64,
+    /// Held frames that no guest has seen and that gave way to others, since they were last asked for.
+    displaced: u64,
     next_repeat: Nanos,
     /// Frames of the router's own for the network: ARP questions, and what waited for their answers.
     to_network: VecDeque<Vec<u8>>,
@@ -184,6 +191,7 @@ pub struct Nat {
 impl Nat {
     /// An empty table.
     pub fn new(config: Config) -> Nat {
+        let forwarded = Table::new(config.forwards.len());
         let mut nat = Nat {
             config,
             flows: HashMap::new(),
@@ -191,11 +199,12 @@ impl Nat {
             taken: std::array::from_fn(|_| Taken::new()),
             shares: HashMap::new(),
             next_id: 0,
-            forwarded: HashMap::new(),
+            forwarded,
             neighbours: HashMap::new(),
             away: Vec::new(),
             held: VecDeque::new(),
             lost: 0,
+            displaced: 0,
             next_repeat: Nanos(0),
             to_network: VecDeque::new(),
             to_uplink: VecDeque::new(),
@@ -252,7 +261,7 @@ impl Nat {
                 continue;
             }
             self.lost += u64::from(!held.sent);
-            let Some((port, _)) = self.forwarded.remove(&held.key) else { continue };
+            let Some(port) = self.forwarded.remove(&held.key) else { continue };
             let ((_, peer, peer_port), Some(mac)) = (held.key, self.peer_mac) else { continue };
             let transport = Ipv4::of(&held.frame).and_then(|ip| ip.transport(&held.frame));
             if let Ok(answer) = transport.map(|t| t.reset(&held.frame, (self.config.outside, port), (peer, peer_port)))
@@ -394,10 +403,8 @@ impl Nat {
         let inside = (transport.protocol, ip.from, transport.source(frame));
         let peer_port = transport.destination(frame);
         let key = (inside, ip.to, peer_port);
-        let port = match self.forwarded.get_mut(&key) {
-            Some((port, state)) => {
-                state.note(now, Way::Out, &transport, frame);
-                let port = *port;
+        let port = match self.forwarded.note(now, &key, |state| state.note(now, Way::Out, &transport, frame)) {
+            Some(port) => {
                 // It is answered.
                 self.held.retain(|held| held.key != key);
                 port
@@ -431,6 +438,9 @@ impl Nat {
         if let Some(&port) = self.ports.get(&(inside, station)) {
             let flow = self.flows.get_mut(&(protocol, port)).expect("ports and flows name each other");
             flow.state.note(now, Way::Out, t, frame);
+            if flow.source != source && matches!(flow.source, Source::Mac(_)) {
+                self.charge(protocol, port, source);
+            }
             self.enqueue(protocol, port);
             return Ok(port);
         }
@@ -438,15 +448,24 @@ impl Nat {
             return Err(Reason::NoDestination);
         }
         let held = self.shares.get(&source).map_or(0, |share| share.held);
-        if held >= FLOWS_PER_SOURCE && !self.make_room(now, source) {
+        if held >= FLOWS_PER_SOURCE && !self.make_room(now, source, None) {
             return Err(Reason::GatewayFull);
         }
         // The guest's own port if it is free, else the next free one: few guests collide.
         let wish = inside.2.max(FIRST_PORT);
         let start = if self.flows.contains_key(&(protocol, wish)) { self.next_port } else { wish };
         let mut free = self.taken[protocol as usize].free_from(start);
-        if free.is_none() && self.make_room(now, source) {
-            free = self.taken[protocol as usize].free_from(start);
+        if free.is_none() {
+            // Only with many sources at their limits, so this is no look-up of every frame. The one with the most makes
+            // room, also of what is not silent, as long as it then still has as much as this one.
+            let most =
+                self.shares.iter().max_by_key(|(_, share)| share.held).map(|(source, share)| (*source, share.held));
+            let donor = most.filter(|(_, most)| *most > held + 1);
+            if donor.is_some_and(|(donor, _)| self.make_room(now, donor, Some(protocol)))
+                || self.make_room(now, source, None)
+            {
+                free = self.taken[protocol as usize].free_from(start);
+            }
         }
         let port = free.ok_or(Reason::GatewayFull)?;
         self.next_port = if port == u16::MAX { FIRST_PORT } else { port + 1 };
@@ -459,6 +478,26 @@ impl Nat {
         self.shares.entry(source).or_default().held += 1;
         self.enqueue(protocol, port);
         Ok(port)
+    }
+
+    /// Charges a mapping that was taken over from another process to the port of the switch that it belongs to.
+    fn charge(&mut self, protocol: Protocol, port: u16, source: Source) {
+        self.next_id += 1;
+        let Some(flow) = self.flows.get_mut(&(protocol, port)) else { return };
+        // Another number, so that the old queue's entry is a dead one.
+        (flow.id, flow.queued) = (self.next_id, false);
+        let before = std::mem::replace(&mut flow.source, source);
+        self.shares.entry(source).or_default().held += 1;
+        self.discharge(before);
+    }
+
+    fn discharge(&mut self, source: Source) {
+        if let Some(share) = self.shares.get_mut(&source) {
+            share.held -= 1;
+            if share.held == 0 {
+                self.shares.remove(&source);
+            }
+        }
     }
 
     /// Puts a mapping that may have to give way into its source's queue.
@@ -478,8 +517,9 @@ impl Nat {
         }
     }
 
-    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first of its queue.
-    fn make_room(&mut self, now: Nanos, source: Source) -> bool {
+    /// Ends the oldest mapping of `source` that can give way; whether there was one among the first of its queue. With
+    /// `wanted` it has to be of that protocol, and datagram flows need not be silent.
+    fn make_room(&mut self, now: Nanos, source: Source, wanted: Option<Protocol>) -> bool {
         let mut tries = 0;
         while tries < TRIES {
             let Some(share) = self.shares.get_mut(&source) else { return false };
@@ -490,7 +530,8 @@ impl Nat {
             if !flow.state.may_yield() {
                 continue;
             }
-            if protocol != Protocol::Tcp && now.since(flow.state.last) < SILENT_NS {
+            let is_alive = protocol != Protocol::Tcp && now.since(flow.state.last) < SILENT_NS;
+            if wanted.map_or(is_alive, |wanted| wanted != protocol) {
                 self.enqueue(protocol, port);
                 continue;
             }
@@ -504,12 +545,7 @@ impl Nat {
         let Some(flow) = self.flows.remove(&(protocol, port)) else { return };
         self.ports.remove(&(flow.inside, flow.station));
         self.taken[protocol as usize].set(port, false);
-        if let Some(share) = self.shares.get_mut(&flow.source) {
-            share.held -= 1;
-            if share.held == 0 {
-                self.shares.remove(&flow.source);
-            }
-        }
+        self.discharge(flow.source);
     }
 
     /// A frame from the uplink.
@@ -563,10 +599,11 @@ impl Nat {
             self.enqueue(protocol, port);
             (inside, Some(station), None)
         } else {
-            let rule = self.config.forwards.iter().find(|f| f.protocol == protocol && f.port == port);
-            let (to, to_port) = rule.ok_or(Reason::NoDestination)?.to;
+            let rule = self.config.forwards.iter().position(|f| f.protocol == protocol && f.port == port);
+            let rule = rule.ok_or(Reason::NoDestination)?;
+            let (to, to_port) = self.config.forwards[rule].to;
             let key = ((protocol, to, to_port), ip.from, transport.source(frame));
-            self.note_forwarded(now, key, port, &transport, frame)?;
+            self.note_forwarded(now, key, (rule, port), &transport, frame)?;
             (key.0, self.neighbours.get(&to).map(|n| n.mac), Some(key))
         };
         let (_, guest, guest_port) = inside;
@@ -586,13 +623,15 @@ impl Nat {
             }
             (Some(_), _) => Ok(Verdict::Pass),
             (None, Some(key)) => {
+                // One that waits already is asked for by `poll`, however many frames come for it.
+                let is_asked = self.held.iter().any(|held| held.key.0.1 == guest);
                 if !self.hold(now, key, is_syn, false, frame) {
-                    if self.forwarded.get(&key).is_some_and(|(_, state)| !state.answered) {
-                        self.forwarded.remove(&key);
-                    }
+                    self.forget_unanswered(&key);
                     return Err(Reason::GatewayFull);
                 }
-                self.ask(guest, BROADCAST);
+                if !is_asked {
+                    self.ask(guest, BROADCAST);
+                }
                 Ok(Verdict::Taken)
             }
             (None, None) => Err(Reason::NoDestination),
@@ -619,7 +658,7 @@ impl Nat {
                 let is_rule = |f: &&Forward| f.protocol == quote.protocol && f.port == quote.from_port;
                 let (to, port) = self.config.forwards.iter().find(is_rule).ok_or(Reason::NoDestination)?.to;
                 let inside = (quote.protocol, to, port);
-                if !self.forwarded.contains_key(&(inside, quote.to, quote.to_port)) {
+                if self.forwarded.get(&(inside, quote.to, quote.to_port)).is_none() {
                     return Err(Reason::NoDestination);
                 }
                 (inside, self.neighbours.get(&to).map(|n| n.mac))
@@ -642,7 +681,7 @@ impl Nat {
             return Err(Reason::BadSource);
         }
         let inside = (quote.protocol, ip.from, quote.to_port);
-        let forwarded = self.forwarded.get(&(inside, quote.from, quote.from_port)).map(|(port, _)| *port);
+        let forwarded = self.forwarded.get(&(inside, quote.from, quote.from_port)).map(|(port, _)| port);
         let to_host = ip.to == self.config.peer || ip.to == self.config.outside;
         let mapped = self.ports.get(&(inside, station)).copied().filter(|_| !to_host);
         let port = forwarded.or(mapped).ok_or(Reason::NoDestination)?;
@@ -673,7 +712,7 @@ impl Nat {
         &mut self,
         now: Nanos,
         key: Forwarded,
-        port: u16,
+        rule: (usize, u16),
         t: &Transport,
         frame: &[u8],
     ) -> Result<(), Reason> {
@@ -692,14 +731,25 @@ impl Nat {
                 return Err(Reason::NoDestination);
             }
         }
-        if let Some((_, state)) = self.forwarded.get_mut(&key) {
-            state.note(now, Way::In, t, frame);
-        } else if self.forwarded.len() >= usize::from(u16::MAX) {
-            return Err(Reason::GatewayFull);
-        } else {
-            self.forwarded.insert(key, (port, State::new(now, Way::In, t, frame)));
+        if self.forwarded.note(now, &key, |state| state.note(now, Way::In, t, frame)).is_some() {
+            return Ok(());
+        }
+        let added = self.forwarded.add(now, key, rule, State::new(now, Way::In, t, frame));
+        if let Some(gone) = added.map_err(|()| Reason::GatewayFull)? {
+            // What is held of it would come to the guest without a way back.
+            let displaced = &mut self.displaced;
+            self.held.retain(|held| {
+                *displaced += u64::from(held.key == gone && !held.sent);
+                held.key != gone
+            });
         }
         Ok(())
+    }
+
+    fn forget_unanswered(&mut self, key: &Forwarded) {
+        if self.forwarded.get(key).is_some_and(|(_, state)| !state.answered) {
+            self.forwarded.remove(key);
+        }
     }
 
     /// Keeps a frame for a guest, if there is room; with `sent` it is on its way already, and a copy is kept.
@@ -709,15 +759,48 @@ impl Nat {
             held.frame.clone_from(frame);
             return true;
         }
-        let guest = key.0.1;
-        let datagrams = self.held.iter().filter(|held| !held.is_first && held.key.0.1 == guest).count();
-        if self.held.len() >= HELD || frame.len() > HELD_BYTES || (!is_first && datagrams >= HELD_DATAGRAMS) {
+        if frame.len() > HELD_BYTES {
             return false;
+        }
+        let guest = key.0.1;
+        let is_datagram = |held: &&Held| !held.is_first && held.key.0.1 == guest;
+        if !is_first && self.held.iter().filter(is_datagram).count() >= HELD_DATAGRAMS {
+            self.displace(key, |held| !held.is_first);
+        } else if self.held.len() >= HELD {
+            self.displace(key, |_| true);
         }
         self.repeat_at(now.after(REPEAT_NS));
         let frame = if sent { frame.clone() } else { std::mem::take(frame) };
         self.held.push_back(Held { key, since: now, is_first, sent, frame });
         true
+    }
+
+    /// Gives up the held frame that has to make room for one of `key`, among those that `may` go: the oldest of the
+    /// outside address with the most, of the guest with the most. The newcomer counts as one of them, so who floods
+    /// displaces its own.
+    fn displace(&mut self, key: Forwarded, may: impl Fn(&Held) -> bool) {
+        // Quadratic in the number of places, which is small and constant.
+        let held = || self.held.iter().filter(|held| may(held));
+        let of_guest = |guest| held().filter(|h| h.key.0.1 == guest).count() + usize::from(key.0.1 == guest);
+        // Ties go to the oldest: `max_by_key` takes the last of equals.
+        let Some(guest) = held().rev().map(|h| h.key.0.1).max_by_key(|guest| of_guest(*guest)) else { return };
+        let end = |k: &Forwarded| (k.0.1, k.1);
+        let of_peer = |peer| held().filter(|h| end(&h.key) == peer).count() + usize::from(end(&key) == peer);
+        let own = held().rev().map(|h| end(&h.key)).filter(|(to, _)| *to == guest);
+        let Some(peer) = own.max_by_key(|peer| of_peer(*peer)) else { return };
+        let Some(at) = self.held.iter().position(|h| may(h) && end(&h.key) == peer) else { return };
+        if let Some(gone) = self.held.remove(at).filter(|held| !held.sent) {
+            self.displaced += 1;
+            // The guest cannot answer what it has not seen.
+            if !self.held.iter().any(|held| held.key == gone.key) && gone.key != key {
+                self.forget_unanswered(&gone.key);
+            }
+        }
+    }
+
+    /// Held frames that no guest has seen and that gave way to others, since the last call.
+    pub fn take_displaced(&mut self) -> u64 {
+        std::mem::take(&mut self.displaced)
     }
 
     fn ask(&mut self, guest: Ipv4Addr, to: Mac) {
@@ -779,7 +862,7 @@ impl Nat {
         for (protocol, port) in over {
             self.end_flow(protocol, port);
         }
-        self.forwarded.retain(|_, (_, state)| !state.is_over(now));
+        self.forwarded.expire(now);
     }
 }
 

@@ -1,4 +1,5 @@
 use super::flow::{TCP_CLOSED_NS, TCP_HALF_NS, TCP_NS, TCP_RESET_NS, UDP_NS};
+use super::forwarded::Forwarded;
 use super::packet::{FIN, update};
 use super::*;
 
@@ -357,14 +358,290 @@ fn a_guest_that_was_known_and_boots_again_gets_the_first_segment_again() {
 #[test]
 fn what_is_held_has_limits_and_every_loss_is_counted() {
     let mut nat = nat();
-    let mut lost = 0;
     for n in 0..(HELD as u16 + 10) {
         let mut syn = tcp(("192.0.0.1", 40000 + n), ("192.0.0.2", 1), SYN);
-        lost += u64::from(nat.inbound(Nanos(0), &mut syn) == Verdict::Drop(Reason::GatewayFull));
+        assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Taken);
     }
-    assert_eq!(lost, 10);
+    assert_eq!((nat.held.len(), nat.flows()), (HELD, HELD));
+    assert_eq!(sent(&mut nat).0.len(), 1, "one question, however many wait");
+    assert_eq!((nat.take_displaced(), nat.take_displaced()), (10, 0), "the oldest gave way");
+    assert_eq!(nat.held[0].key.2, 40010);
     assert_eq!(nat.poll(HOLD_NS), (HELD as u64, None));
     assert_eq!(nat.flows(), 0, "nothing is left of connections that nobody answered");
+}
+
+/// A router with a TCP forward to 10.87.0.9:80 (port 1), a UDP one to 10.87.0.8:5000 (2) and a TCP one to 10.87.0.8:80 (3).
+fn with_forwards() -> Nat {
+    let mut config = nat().config;
+    config.forwards.extend([
+        Forward { protocol: Protocol::Udp, port: 2, to: (ip("10.87.0.8"), 5000) },
+        Forward { protocol: Protocol::Tcp, port: 3, to: (ip("10.87.0.8"), 80) },
+    ]);
+    let mut nat = Nat::new(config);
+    nat.next_for_uplink();
+    let mut answer = arp(2, PEER, ip("192.0.0.1"), ROUTER, ip("192.0.0.2"), ROUTER);
+    assert_eq!(nat.inbound(Nanos(0), &mut answer), Verdict::Taken);
+    nat
+}
+
+/// A guest says that it is there.
+fn is_there(nat: &mut Nat, mac: Mac, address: &str) {
+    let mut answer = arp(2, mac, ip(address), ROUTER, ip("10.87.0.2"), ROUTER);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut answer), Verdict::Taken);
+}
+
+fn datagram(from: (&str, u16)) -> Vec<u8> {
+    packet(ROUTER, PEER, Protocol::Udp, from, ("192.0.0.2", 2), 0)
+}
+
+/// Sends `n` datagrams from addresses and ports that are all different; how many passed.
+fn flood(nat: &mut Nat, now: Nanos, n: u32) -> usize {
+    let one = |i: u32| {
+        let from = format!("203.0.{}.{}", i / 60_000, i % 3);
+        nat.inbound(now, &mut datagram((&from, (1024 + i % 60_000) as u16))) == Verdict::Pass
+    };
+    (0..n).map(one).filter(|passed| *passed).count()
+}
+
+#[test]
+fn a_flood_of_one_forward_leaves_the_others_alone() {
+    let mut nat = with_forwards();
+    is_there(&mut nat, GUEST, "10.87.0.9");
+    is_there(&mut nat, OTHER, "10.87.0.8");
+    let client = ("198.51.100.7", 4000);
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 1), SYN)), Verdict::Pass);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut tcp(("10.87.0.9", 80), client, SYN | ACK)), Verdict::Pass);
+    // Neither is a datagram refused, nor a connection to another forward, new or old.
+    assert_eq!(flood(&mut nat, secs(1), 200_000), 200_000);
+    let share = nat.forwarded.share();
+    assert_eq!(nat.flows(), 1 + share);
+    for port in [1, 3] {
+        let mut syn = tcp(("198.51.100.8", 4000), ("192.0.0.2", port), SYN);
+        assert_eq!(nat.inbound(secs(1), &mut syn), Verdict::Pass, "forward {port}");
+    }
+    let mut answer = tcp(("10.87.0.9", 80), client, ACK);
+    assert_eq!(nat.outbound(secs(1), None, &mut answer), Verdict::Pass);
+    assert_eq!(ends(&answer).0, (ip("192.0.0.2"), 1));
+    // Nobody answered them.
+    nat.sweep(secs(31).after(SWEEP_NS));
+    assert_eq!(nat.flows(), 3);
+}
+
+#[test]
+fn an_outside_address_has_half_of_a_forward() {
+    let mut nat = with_forwards();
+    is_there(&mut nat, OTHER, "10.87.0.8");
+    let client = ("198.51.100.7", 4000);
+    let answer = |nat: &mut Nat, to: (&str, u16)| {
+        let mut frame = packet(ROUTER, OTHER, Protocol::Udp, ("10.87.0.8", 5000), to, 0);
+        assert_eq!(nat.outbound(Nanos(0), None, &mut frame), Verdict::Pass);
+        assert_eq!(ends(&frame).0, (ip("192.0.0.2"), 2), "it leaves through the forward");
+    };
+    assert_eq!(nat.inbound(Nanos(0), &mut datagram(client)), Verdict::Pass);
+    answer(&mut nat, client);
+    let half = nat.forwarded.peer_share();
+    // Answered ones: they are not displaced before they are silent, and cost the others nothing.
+    for n in 0..half as u16 {
+        assert_eq!(nat.inbound(Nanos(0), &mut datagram(("203.0.113.1", 1024 + n))), Verdict::Pass);
+        answer(&mut nat, ("203.0.113.1", 1024 + n));
+    }
+    let mut more = datagram(("203.0.113.1", 1000));
+    assert_eq!(nat.inbound(secs(1), &mut more.clone()), Verdict::Drop(Reason::GatewayFull));
+    assert_eq!(nat.inbound(secs(1), &mut datagram(("203.0.113.2", 1000))), Verdict::Pass);
+    assert_eq!(nat.inbound(SILENT_NS, &mut more), Verdict::Pass, "the oldest silent one gives way");
+    assert_eq!(nat.flows(), half + 2);
+    // The client is still known; the address' first is not.
+    assert!(nat.forwarded.get(&((Protocol::Udp, ip("10.87.0.8"), 5000), ip(client.0), client.1)).is_some());
+    let first = (Protocol::Udp, ip("10.87.0.8"), 5000);
+    assert!(nat.forwarded.get(&(first, ip("203.0.113.1"), 1024)).is_none());
+}
+
+#[test]
+fn what_is_not_confirmed_gives_way_before_what_is() {
+    let mut nat = with_forwards();
+    is_there(&mut nat, OTHER, "10.87.0.8");
+    let key = |peer: (&str, u16)| ((Protocol::Tcp, ip("10.87.0.8"), 80), ip(peer.0), peer.1);
+    let client = ("198.51.100.7", 4000);
+    assert_eq!(nat.inbound(Nanos(0), &mut tcp(client, ("192.0.0.2", 3), SYN)), Verdict::Pass);
+    let mut back = packet(ROUTER, OTHER, Protocol::Tcp, ("10.87.0.8", 80), client, SYN | ACK);
+    assert_eq!(nat.outbound(Nanos(0), None, &mut back), Verdict::Pass);
+    // A minute later the connection is the forward's oldest, and silent, but it is established.
+    for n in 0..60_000u32 {
+        let from = format!("203.0.113.{}", n % 8);
+        let mut syn = tcp((&from, (1024 + n / 8) as u16), ("192.0.0.2", 3), SYN);
+        assert_eq!(nat.inbound(secs(60), &mut syn), Verdict::Pass, "{n}");
+    }
+    assert!(nat.forwarded.get(&key(client)).is_some());
+    assert_eq!(nat.flows(), nat.forwarded.share());
+    assert!(nat.forwarded.get(&key(("203.0.113.0", 1024))).is_none(), "the oldest gave way");
+    assert!(nat.forwarded.get(&key(("203.0.113.7", 1024 + 7499))).is_some());
+}
+
+/// The table beside a dull one, over random operations.
+#[test]
+fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
+    let mut random: u64 = std::env::var("TOMBOLO_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x5eed);
+    println!("TOMBOLO_SEED={random}");
+    let mut below = |n: u64| {
+        random = random.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (random >> 33) % n
+    };
+    // So many forwards that a share is small enough to be full.
+    let mut table = Table::new(64);
+    let mut dull: HashMap<Forwarded, (u16, State)> = HashMap::new();
+    let (mut displaced, mut refused) = (0, 0);
+    let mut now = Nanos(0);
+    for step in 0..200_000u32 {
+        now = now.after(Nanos::MILLI.times(below(2)));
+        let rule = below(2) as usize;
+        let peer = Ipv4Addr::from(0xcb00_7100 + below(4) as u32);
+        let protocol = if rule == 0 { Protocol::Tcp } else { Protocol::Udp };
+        let key: Forwarded = ((protocol, ip("10.87.0.8"), 80), peer, below(2000) as u16);
+        let (from, to) = (("203.0.113.1", 5), ("192.0.0.2", 1));
+        let way = if below(3) == 0 { Way::Out } else { Way::In };
+        let flags = [SYN, ACK, ACK, FIN | ACK, RST][below(5) as usize];
+        let frame = packet(ROUTER, PEER, protocol, from, to, flags);
+        let t = Ipv4::of(&frame).unwrap().transport(&frame).unwrap();
+        if below(50) == 0 {
+            assert_eq!(table.remove(&key), dull.remove(&key).map(|(port, _)| port), "step {step}");
+        } else if let Some((port, state)) = dull.get_mut(&key) {
+            state.note(now, way, &t, &frame);
+            assert_eq!(table.note(now, &key, |s| s.note(now, way, &t, &frame)), Some(*port), "step {step}");
+        } else {
+            assert_eq!(table.note(now, &key, |_| panic!("{step}")), None);
+            let state = State::new(now, Way::In, &t, &frame);
+            match table.add(now, key, (rule, 7), state) {
+                Ok(None) => {}
+                Ok(Some(gone)) => {
+                    let (_, state) = dull.remove(&gone).unwrap();
+                    let is_idle = now.since(state.last) >= SILENT_NS;
+                    assert!(gone.0.0 == protocol && (state.idle() < TCP_HALF_NS.after(Nanos(1)) || is_idle), "{step}");
+                    displaced += 1;
+                }
+                Err(()) => {
+                    refused += 1;
+                    continue;
+                }
+            }
+            dull.insert(key, (7, state));
+        }
+        if step % 5000 == 0 {
+            table.expire(now.after(secs(60)));
+            dull.retain(|_, (_, state)| !state.is_over(now.after(secs(60))));
+        }
+        if step % 1000 == 0 {
+            let mut all: Vec<_> = table.iter().map(|(key, port, state)| (*key, port, state.last)).collect();
+            let mut want: Vec<_> = dull.iter().map(|(key, (port, state))| (*key, *port, state.last)).collect();
+            let order = |a: &(Forwarded, u16, Nanos)| (a.0.0.0 as u8, a.0.1, a.0.2);
+            all.sort_by_key(order);
+            want.sort_by_key(order);
+            assert_eq!(all, want, "step {step}");
+            for rule in [Protocol::Tcp, Protocol::Udp] {
+                assert!(dull.keys().filter(|k| k.0.0 == rule).count() <= table.share());
+                for n in 0..4 {
+                    let peer = Ipv4Addr::from(0xcb00_7100 + n);
+                    assert!(dull.keys().filter(|k| k.0.0 == rule && k.1 == peer).count() <= table.peer_share());
+                }
+            }
+        }
+    }
+    assert!(displaced > 1000, "{displaced} displaced, {refused} refused");
+    let keys: Vec<_> = dull.into_keys().collect();
+    keys.iter().for_each(|key| assert_eq!(table.remove(key), Some(7)));
+    assert_eq!((table.len(), table.peers()), (0, 0), "nothing is left");
+}
+
+#[test]
+fn a_guest_that_ignores_first_segments_costs_no_other_guest_its_own() {
+    for (to_the_deaf, is_deaf_known) in [(1, true), (1, false), (2, true), (2, false)] {
+        let mut nat = with_forwards();
+        let (deaf, booting) = if to_the_deaf == 1 { ("10.87.0.9", 3) } else { ("10.87.0.8", 1) };
+        if is_deaf_known {
+            is_there(&mut nat, OTHER, deaf);
+        }
+        let mut outcome = Vec::new();
+        let mut send = |nat: &mut Nat, n: u16| {
+            let mut frame = tcp(("203.0.113.5", 2000 + n), ("192.0.0.2", 1), SYN);
+            if to_the_deaf == 2 {
+                frame = tcp(("203.0.113.5", 2000 + n), ("192.0.0.2", 3), SYN);
+            }
+            outcome.push(nat.inbound(Nanos(1), &mut frame));
+        };
+        (0..70).for_each(|n| send(&mut nat, n));
+        let mut syn = tcp(("198.51.100.7", 4000), ("192.0.0.2", booting), SYN);
+        assert_eq!(nat.inbound(Nanos(2), &mut syn), Verdict::Taken, "the only one of a guest that boots");
+        (70..200).for_each(|n| send(&mut nat, n));
+        let want = if is_deaf_known { Verdict::Pass } else { Verdict::Taken };
+        assert!(outcome.iter().all(|verdict| *verdict == want));
+        assert_eq!(nat.take_displaced(), if is_deaf_known { 0 } else { 200 + 1 - HELD as u64 });
+        sent(&mut nat);
+        let booted = if booting == 1 { "10.87.0.9" } else { "10.87.0.8" };
+        is_there(&mut nat, GUEST, booted);
+        let (_, frames) = sent(&mut nat);
+        assert_eq!(frames.iter().map(|f| ends(f).0).collect::<Vec<_>>(), [(ip("198.51.100.7"), 4000)]);
+    }
+}
+
+#[test]
+fn among_what_a_guest_is_held_one_address_costs_no_other_its_place() {
+    let mut nat = with_forwards();
+    assert_eq!(nat.inbound(Nanos(0), &mut datagram(("198.51.100.7", 4000))), Verdict::Taken);
+    for n in 0..500 {
+        assert_eq!(nat.inbound(Nanos(1), &mut datagram(("203.0.113.5", 2000 + n))), Verdict::Taken);
+    }
+    let mut syn = tcp(("198.51.100.8", 4000), ("192.0.0.2", 3), SYN);
+    assert_eq!(nat.inbound(Nanos(2), &mut syn), Verdict::Taken);
+    assert_eq!(nat.take_displaced(), 501 - HELD_DATAGRAMS as u64);
+    assert_eq!(nat.flows(), HELD_DATAGRAMS + 1, "what gave way is forgotten");
+    assert_eq!(sent(&mut nat).0.len(), 1, "no question for every datagram");
+    is_there(&mut nat, OTHER, "10.87.0.8");
+    let (_, frames) = sent(&mut nat);
+    let from: Vec<_> = frames.iter().map(|f| ends(f).0).collect();
+    assert_eq!(from.len(), HELD_DATAGRAMS + 1);
+    assert!(from.contains(&(ip("198.51.100.7"), 4000)) && from.contains(&(ip("203.0.113.5"), 2499)));
+}
+
+#[test]
+fn guests_that_use_up_all_ports_leave_some_to_another() {
+    let mut nat = nat();
+    let flow = |nat: &mut Nat, station: u8, n: u16| {
+        let mac = [2, 0, 0, 0, 7, station];
+        let from = format!("10.87.0.{}", 20 + station);
+        let mut frame = packet(ROUTER, mac, Protocol::Udp, (&from, n), ("198.51.100.7", 53), 0);
+        nat.outbound(Nanos(0), Some(Token(u32::from(station))), &mut frame)
+    };
+    let mut passed = 0;
+    for n in 0..FLOWS_PER_SOURCE as u16 {
+        passed += (0..20).filter(|station| flow(&mut nat, *station, 2000 + n) == Verdict::Pass).count();
+    }
+    assert!(nat.flows() > 64_000 && passed > 64_000, "{passed}");
+    for n in 0..1000 {
+        assert_eq!(flow(&mut nat, 99, 2000 + n), Verdict::Pass, "{n}");
+    }
+    assert_eq!(nat.shares[&Source::Port(Token(99))].held, 1000);
+    assert!(nat.shares.values().all(|share| share.held <= FLOWS_PER_SOURCE));
+}
+
+#[test]
+fn a_table_that_was_taken_over_is_charged_to_ports_again_and_keeps_its_shares() {
+    let mut nat = with_forwards();
+    is_there(&mut nat, OTHER, "10.87.0.8");
+    flood(&mut nat, secs(1), 40_000);
+    let mut long = packet(ROUTER, GUEST, Protocol::Udp, ("10.87.0.9", 7000), ("198.51.100.7", 53), 0);
+    assert_eq!(nat.outbound(secs(1), Some(Token(1)), &mut long.clone()), Verdict::Pass);
+    let mut next = Nat::take_up(nat.config.clone(), &nat.hand_over()).unwrap();
+    assert_eq!(next.flows(), nat.flows());
+    assert!(next.shares.contains_key(&Source::Mac(GUEST)));
+    assert_eq!(next.outbound(secs(2), Some(Token(9)), &mut long), Verdict::Pass);
+    assert_eq!(next.shares.keys().collect::<Vec<_>>(), [&Source::Port(Token(9))]);
+    assert_eq!(flood(&mut next, secs(2), 40_000), 40_000);
+    assert_eq!(next.flows(), nat.flows(), "the share is the same");
+    // With more forwards a share is smaller.
+    let mut config = nat.config.clone();
+    let more = (100..200).map(|port| Forward { protocol: Protocol::Udp, port, to: (ip("10.87.0.7"), port) });
+    config.forwards.extend(more);
+    let smaller = Nat::take_up(config, &nat.hand_over()).unwrap();
+    assert_eq!(smaller.forwarded.len(), smaller.forwarded.share());
 }
 
 #[test]
