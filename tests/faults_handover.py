@@ -47,6 +47,14 @@ kind = "stream"
 listen = "127.0.0.1:8080"
 to = "web:80"
 """
+# No machine, so that a handover takes an instant.
+BARE = """
+name = "{name}"
+[network.lan]
+subnet = "10.233.0.0/24"
+[port.peer]
+kind = "stream"
+"""
 WEB, MEM, PEER = "10.233.0.20", "10.233.0.21", "10.233.0.30"
 PEER_MAC = "02:00:00:00:aa:01"
 PATIENCE_S = 120
@@ -448,6 +456,41 @@ def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
         fabric.replace(PATIENCE_S)
         assert facts(fabric) == before
         fabric.down()
+
+
+@timeout(600)
+def test_commands_beside_a_handover_are_answered():
+    """`status` is asked all the time while one daemon follows another, and `down` at such a moment: none of them fails."""
+    with scratch() as folder, Namespace() as space, Fabric(folder, BARE.format(name=f"c{os.getpid()}"), netns=space) as fabric:
+        over, failed, asked = threading.Event(), [], [0, 0]
+
+        def ask(n):
+            while not over.is_set():
+                done = fabric.cli("status", check=False, seconds=PATIENCE_S)
+                asked[n] += 1
+                if done.returncode:
+                    failed.append(done.stderr)
+
+        threads = [threading.Thread(target=ask, args=(n,)) for n in range(len(asked))]
+        for thread in threads:
+            thread.start()
+        try:
+            for _ in range(12):
+                fabric.cli("up", "--replace", "-d", fabric.file, seconds=PATIENCE_S)
+        finally:
+            over.set()
+            for thread in threads:
+                thread.join()
+        assert not failed, f"{len(failed)} of {sum(asked)} failed: {failed[0]}"
+        assert min(asked) >= 12, asked
+        # A handover that loses the race finds no daemon to take over from.
+        replaces = threading.Thread(target=lambda: fabric.cli("up", "--replace", "-d", fabric.file, check=False, seconds=PATIENCE_S))
+        replaces.start()
+        done = fabric.cli("down", "--fabric", fabric.name, check=False, seconds=PATIENCE_S)
+        replaces.join()
+        assert done.returncode == 0, done.stderr
+        # It may have been over before the other began.
+        fabric.cli("down", "--fabric", fabric.name, check=False, seconds=PATIENCE_S)
 
 
 @timeout(600)

@@ -17,19 +17,28 @@ impl Down {
         let name = client.fabric().to_string();
         // What is going to be gone; a fabric that cannot say may end all the same.
         let stood = client.status();
-        if stood.as_ref().is_err_and(|error| error.is_unanswered()) {
+        let by_signal = || {
             daemon::end(&name, &out::teller())?;
-            out::print(&told(&name, None))?;
-            return Ok(Exit::Done);
+            out::print(&told(&name, stood.as_ref().ok()))?;
+            Ok(Exit::Done)
+        };
+        if stood.as_ref().is_err_and(|error| error.is_unanswered()) {
+            return by_signal();
         }
         match client.down() {
             Ok(()) => {
                 out::print(&told(&name, stood.as_ref().ok()))?;
                 Ok(Exit::Done)
             }
+            Err(error) if error.is_unanswered() => by_signal(),
             Err(error) if error.is_absent() => match daemon::clean_up(&name, out::teller())? {
                 Some(_) => {
                     out::tell!("tombolo: {name} did not run any more; what its killed daemon had left is cleared up");
+                    Ok(Exit::Done)
+                }
+                // It ran a moment ago: its answer was lost, or it was another's `down`.
+                None if stood.is_ok() => {
+                    out::print(&told(&name, stood.as_ref().ok()))?;
                     Ok(Exit::Done)
                 }
                 None => Err(error.into()),

@@ -15,6 +15,7 @@
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
 //! * [`store`] – what ports keep in the fd store, which survives the daemon.
+//! * [`verdicts`] – what was found out about processes that connect, for a moment.
 //! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 
@@ -33,3 +34,4 @@ pub mod passing;
 pub mod section;
 pub mod signal;
 pub mod store;
+pub mod verdicts;

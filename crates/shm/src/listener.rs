@@ -9,6 +9,8 @@ use std::path::{Path, PathBuf};
 
 /// Connections that may wait to be accepted.
 const BACKLOG: i32 = 16;
+/// The same where many may connect at one time and are accepted at once. The kernel may allow fewer (net.core.somaxconn).
+const LARGE_BACKLOG: i32 = 4096;
 
 /// A listening Unix socket, for its owner's user only. Its file goes with it.
 #[derive(Debug)]
@@ -45,11 +47,11 @@ impl Listener {
             // Whoever removed it meanwhile has done the same.
             let _ = rustix::fs::unlink(path);
         }
-        Self::listen(make(SocketFlags::NONBLOCK)?, path)
+        Self::listen(make(SocketFlags::NONBLOCK)?, path, BACKLOG)
     }
 
     /// Listens at `path` in place of whoever does, who is found there no more. For names that belong to the caller alone: a
-    /// process that ends may close what it listened at after all else.
+    /// process that ends may close what it listened at after all else. Many connections may wait to be accepted.
     ///
     /// # Errors
     /// The kernel's.
@@ -60,16 +62,17 @@ impl Listener {
             Err(errno) => return Err(errno),
         }
         let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-        let mut listener = Self::listen(net::socket_with(AddressFamily::UNIX, kind, flags, None)?, &new)?;
+        let mut listener =
+            Self::listen(net::socket_with(AddressFamily::UNIX, kind, flags, None)?, &new, LARGE_BACKLOG)?;
         rustix::fs::rename(&new, path)?;
         listener.path = path.into();
         Ok(listener)
     }
 
-    fn listen(socket: OwnedFd, path: &Path) -> Result<Listener, Errno> {
+    fn listen(socket: OwnedFd, path: &Path, backlog: i32) -> Result<Listener, Errno> {
         bind_private(&socket, path)?;
         let file = identity(path);
-        net::listen(&socket, BACKLOG)?;
+        net::listen(&socket, backlog)?;
         Ok(Listener { socket, path: path.into(), file })
     }
 

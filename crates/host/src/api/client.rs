@@ -1,6 +1,8 @@
 //! The API's client, for programs that block: one call, one answer.
 //!
-//! Each request has a connection of its own. Endless answers (a capture, a followed console) are given piece by piece to a
+//! Each request has a connection of its own. A daemon that is replaced ends its connections, and one with many clients may
+//! have no place for another. So a request that ended without an answer is sent again until [`ANSWER_LIMIT`], if nothing
+//! of it was sent or doing it twice is doing it once (GET, and `down`). Endless answers (a capture, a followed console) are given piece by piece to a
 //! closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
 
 use std::cell::RefCell;
@@ -15,6 +17,8 @@ use http_body_util::{BodyExt, Full, combinators::UnsyncBoxBody};
 use hyper::body::{Body, Bytes, Frame, Incoming};
 use hyper::{Method, Request, Response, StatusCode, header};
 use hyper_util::rt::TokioIo;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::Runtime;
@@ -32,6 +36,11 @@ const ANSWER_LIMIT: Duration = Duration::from_secs(10);
 /// How long the socket of a daemon that runs is waited for, and how often it is looked for.
 const COMES_BACK: Duration = Duration::from_secs(3);
 const LOOK_AGAIN: Duration = Duration::from_millis(100);
+/// The pause before a request is sent again, which doubles from the first to the last.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LAST_PAUSE: Duration = Duration::from_millis(200);
+/// How long a connection may wait at once for room in the daemon's queue.
+const QUEUED: Duration = Duration::from_millis(500);
 
 /// Why a request has no answer, or not the one asked for.
 #[derive(Debug, thiserror::Error)]
@@ -95,7 +104,25 @@ pub enum ClientError {
         /// How long was waited.
         limit: Duration,
     },
-    /// The connection broke, or the answer is not one of this API.
+    /// The connection ended before an answer, each time.
+    #[error("the fabric \"{fabric}\" gives no answer at {}: {what}", socket.display())]
+    Unanswered {
+        /// The fabric.
+        fabric: String,
+        /// Its socket.
+        socket: PathBuf,
+        /// How it ended the last time.
+        what: String,
+        /// Whether the request may have been carried out.
+        sent: bool,
+    },
+    /// The fabric has too many other requests, each time.
+    #[error("{}", with_hint(.fault))]
+    Busy {
+        /// Its words.
+        fault: Fault,
+    },
+    /// The answer is not one of this API.
     #[error("talking to the fabric \"{fabric}\" at {}: {what}", socket.display())]
     Broken {
         /// The fabric.
@@ -141,7 +168,18 @@ impl ClientError {
 
     /// Whether its daemon runs and does not answer.
     pub fn is_unanswered(&self) -> bool {
-        matches!(self, ClientError::Unreachable { .. } | ClientError::Timeout { .. })
+        use ClientError::{Busy, Timeout, Unanswered, Unreachable};
+        matches!(self, Unreachable { .. } | Timeout { .. } | Unanswered { .. } | Busy { .. })
+    }
+
+    /// Whether the same request may have an answer if it is sent again; `repeats` if doing it twice is doing it once.
+    fn may_go_better(&self, repeats: bool) -> bool {
+        match self {
+            ClientError::Unanswered { sent, .. } => repeats || !sent,
+            // Nothing of it was carried out.
+            ClientError::Busy { .. } => true,
+            _ => false,
+        }
     }
 
     /// Whether there is no such fabric any more, or not yet.
@@ -231,7 +269,8 @@ impl Client {
 
     /// Removes a port.
     pub fn remove_port(&self, name: &str) -> Result<(), ClientError> {
-        self.nothing(Method::DELETE, &format!("/v1/ports/{}", quoted(name)))
+        let path = format!("/v1/ports/{}", quoted(name));
+        self.call(self.repeated(false, async || self.nothing(Method::DELETE, &path).await))
     }
 
     /// Starts machines from sections of a fabric file, or a known machine by its name.
@@ -246,16 +285,16 @@ impl Client {
 
     /// Ends the fabric.
     pub fn down(&self) -> Result<(), ClientError> {
-        self.nothing(Method::POST, "/v1/down")
+        self.call(self.repeated(true, async || self.nothing(Method::POST, "/v1/down").await))
     }
 
     /// The text of a page such as `/metrics`.
     pub fn text(&self, path: &str) -> Result<String, ClientError> {
-        self.call(self.limited(async {
+        self.call(self.limited(self.repeated(true, async || {
             let response = self.send(Method::GET, path, full("")).await?;
             let bytes = self.collect(response).await?;
             String::from_utf8(bytes.into()).map_err(|e| self.broken(e))
-        }))
+        })))
     }
 
     /// Captures a port; `sink` gets the pieces of a pcapng file.
@@ -293,8 +332,7 @@ impl Client {
         let mut stop = self.stop.take().expect("set the line before");
         let path = format!("/v1/machines/{}/console", quoted(machine));
         let result = self.call(async {
-            let response = self.send(Method::GET, &format!("{path}?follow=1"), full("")).await?;
-            let output = self.check(response).await?;
+            let output = self.opened(&format!("{path}?follow=1")).await?;
             let typing = self.send(Method::POST, &path, typed(source));
             let typing = async {
                 let response = typing.await?;
@@ -355,19 +393,46 @@ impl Client {
         body: &str,
         limit: Option<Duration>,
     ) -> Result<T, ClientError> {
-        let talk = async {
-            let response = self.send(method, path, full(body)).await?;
+        let repeats = method == Method::GET;
+        let talk = self.repeated(repeats, async || {
+            let response = self.send(method.clone(), path, full(body)).await?;
             let bytes = self.collect(response).await?;
             serde_json::from_slice(&bytes).map_err(|e| self.broken(format!("an answer of another schema ({e})")))
-        };
+        });
         self.call(async { if limit.is_some() { self.limited(talk).await } else { talk.await } })
     }
 
-    fn nothing(&self, method: Method, path: &str) -> Result<(), ClientError> {
-        self.call(async {
-            let response = self.send(method, path, full("")).await?;
-            self.check(response).await.map(|_| ())
-        })
+    async fn nothing(&self, method: Method, path: &str) -> Result<(), ClientError> {
+        let response = self.send(method, path, full("")).await?;
+        self.check(response).await.map(|_| ())
+    }
+
+    /// The body of an endless answer.
+    async fn opened(&self, path: &str) -> Result<Incoming, ClientError> {
+        let open = async || {
+            let response = self.send(Method::GET, path, full("")).await?;
+            self.check(response).await
+        };
+        self.repeated(true, open).await
+    }
+
+    /// Does it again for as long as it ends without an answer; `repeats` if doing it twice is doing it once.
+    async fn repeated<T>(
+        &self,
+        repeats: bool,
+        ask: impl AsyncFn() -> Result<T, ClientError>,
+    ) -> Result<T, ClientError> {
+        let until = Instant::now() + ANSWER_LIMIT;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            match ask().await {
+                Err(error) if error.may_go_better(repeats) && Instant::now() + pause < until => {
+                    tokio::time::sleep(pause).await;
+                    pause = LAST_PAUSE.min(2 * pause);
+                }
+                result => return result,
+            }
+        }
     }
 
     async fn limited<T>(&self, talk: impl Future<Output = Result<T, ClientError>>) -> Result<T, ClientError> {
@@ -384,8 +449,7 @@ impl Client {
         self.watch_signals()?;
         let mut stop = self.stop.take().expect("set the line before");
         let result = self.call(async {
-            let response = self.send(Method::GET, path, full("")).await?;
-            let body = self.check(response).await?;
+            let body = self.opened(path).await?;
             self.pieces(body, deadline, &mut stop, &mut sink).await
         });
         self.stop = Some(stop);
@@ -426,12 +490,36 @@ impl Client {
         ClientError::Broken { fabric: self.fabric.clone(), socket: self.socket.clone(), what: what.to_string() }
     }
 
+    fn unanswered(&self, what: impl std::fmt::Display, sent: bool) -> ClientError {
+        let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
+        ClientError::Unanswered { fabric, socket, what: what.to_string(), sent }
+    }
+
+    /// A connection that waits for room in the daemon's queue where that is full.
+    async fn queued(&self) -> io::Result<UnixStream> {
+        match UnixStream::connect(&self.socket).await {
+            Err(error) if error.kind() == io::ErrorKind::WouldBlock => {}
+            done => return done,
+        }
+        let socket = self.socket.clone();
+        // Among others that try again and again only one that waits in the kernel gets its turn.
+        let wait = move || -> io::Result<std::os::unix::net::UnixStream> {
+            let stream = socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+            set_socket_timeout(&stream, Timeout::Send, Some(QUEUED))?;
+            connect(&stream, &SocketAddrUnix::new(&socket)?)?;
+            let stream = std::os::unix::net::UnixStream::from(stream);
+            stream.set_nonblocking(true)?;
+            Ok(stream)
+        };
+        UnixStream::from_std(tokio::task::spawn_blocking(wait).await??)
+    }
+
     /// Connects. A socket that is not there, or that nobody listens on, is waited for while its daemon holds its lock: it
     /// starts, or makes the socket again that was deleted.
     async fn connect(&self) -> Result<UnixStream, ClientError> {
         let patience = Instant::now() + COMES_BACK;
         loop {
-            let error = match UnixStream::connect(&self.socket).await {
+            let error = match self.queued().await {
                 Ok(stream) => return Ok(stream),
                 Err(error) => error,
             };
@@ -440,6 +528,7 @@ impl Client {
                 io::ErrorKind::NotFound => ClientError::not_running(fabric, socket),
                 io::ErrorKind::ConnectionRefused => ClientError::Stale { fabric, socket },
                 io::ErrorKind::PermissionDenied => return Err(ClientError::Denied { fabric, socket }),
+                io::ErrorKind::WouldBlock => return Err(self.unanswered("its queue of connections is full", false)),
                 _ => return Err(self.broken(error)),
             };
             let Some(pid) = self.socket.parent().and_then(rundir::daemon_of) else { return Err(absent) };
@@ -453,7 +542,7 @@ impl Client {
     async fn send(&self, method: Method, path: &str, body: Outgoing) -> Result<Response<Incoming>, ClientError> {
         let stream = self.connect().await?;
         let (mut sender, connection) =
-            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.broken(e))?;
+            hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.map_err(|e| self.unanswered(e, false))?;
         self.links.borrow_mut().spawn(connection);
         let request = Request::builder()
             .method(method)
@@ -462,7 +551,8 @@ impl Client {
             .header(header::CONTENT_TYPE, "application/toml")
             .body(body)
             .map_err(|e| self.broken(e))?;
-        sender.send_request(request).await.map_err(|e| self.broken(e))
+        // A request that was cancelled has not left this process.
+        sender.send_request(request).await.map_err(|e| self.unanswered(told(&e), !e.is_canceled()))
     }
 
     async fn check(&self, response: Response<Incoming>) -> Result<Incoming, ClientError> {
@@ -470,20 +560,30 @@ impl Client {
         if status.is_success() {
             return Ok(response.into_body());
         }
-        let bytes = response.into_body().collect().await.map_err(|e| self.broken(e))?.to_bytes();
+        let is_busy = status == StatusCode::SERVICE_UNAVAILABLE && response.headers().contains_key(header::RETRY_AFTER);
+        let bytes = response.into_body().collect().await.map_err(|e| self.unanswered(told(&e), true))?.to_bytes();
         let unknown = |_| Fault { error: format!("HTTP {status}: {}", String::from_utf8_lossy(&bytes)), hint: None };
         let fault = serde_json::from_slice(&bytes).unwrap_or_else(unknown);
         if status == StatusCode::FORBIDDEN {
             let (fabric, socket) = (self.fabric.clone(), self.socket.clone());
             return Err(ClientError::Denied { fabric, socket });
         }
+        if is_busy {
+            return Err(ClientError::Busy { fault });
+        }
         Err(ClientError::Refused { status: status.as_u16(), fault })
     }
 
     async fn collect(&self, response: Response<Incoming>) -> Result<Bytes, ClientError> {
         let body = self.check(response).await?;
-        Ok(body.collect().await.map_err(|e| self.broken(e))?.to_bytes())
+        Ok(body.collect().await.map_err(|e| self.unanswered(told(&e), true))?.to_bytes())
     }
+}
+
+/// An error of a connection, with its cause.
+fn told(error: &hyper::Error) -> String {
+    let cause = std::error::Error::source(error);
+    cause.map_or_else(|| error.to_string(), |cause| format!("{error} ({cause})"))
 }
 
 fn full(body: &str) -> Outgoing {

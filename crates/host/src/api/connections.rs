@@ -7,12 +7,19 @@
 //! - Users other than root and the owner, and the fabric's own machines and helpers, have [`Limits::strangers`] connections together. They only get 403, and they can
 //!   never take a connection from the owner.
 //! - Root and the owner always get through. When all connections are taken, a new one replaces one that waits for its
-//!   client. It belongs to the process with the most connections, and of these it is the one that has waited longest.
-//!   A process never loses a connection to one that has as many or more. Requests that the fabric works on and endless
-//!   answers are never replaced.
-//! - Of one process at most [`Limits::process`] requests are handled at one time. Further ones wait for their turn, and
-//!   may be replaced meanwhile. It has at most as many endless answers, which have a limit for all processes too
-//!   (`MAX_STREAMS`). So no process can take all places from the others.
+//!   client or for its turn. It belongs to the process with the most connections, and of these it is one that waits for
+//!   its client, the longest-waiting first. A process never loses a connection to one that has as many or more. Requests
+//!   that the fabric works on and endless answers are never replaced.
+//! - At most [`Limits::working`] connections have a request that is handled or an endless answer, and twice
+//!   [`Limits::short`] have a short request (`status`, `down`) that is handled. That is fewer than there are connections,
+//!   so a process without a connection always finds one to replace. Further requests wait for their turn, and may be
+//!   replaced meanwhile. Short requests wait for others of their kind only. Turns are given in the order in which
+//!   requests came, so a connection with pipelined requests gets one answer and then waits behind the others.
+//! - Of one process at most [`Limits::process`] requests are handled at one time, short ones aside. It has at most as many
+//!   endless answers, which have a limit for all processes too (`MAX_STREAMS`).
+//! - A new connection of root or the owner that finds no place waits [`Limits::seat`] for one. It is told by a 503 if
+//!   there is none, and so is a request that was replaced while it waited for its turn.
+//! - A refused connection is cheap: what was found out about its process holds for a second ([`members::Peers`]).
 //! - A process is known by its number and start time when it connected. A user who starts a process per connection
 //!   is many processes, with the places of one user. Processes without a number here (another PID namespace) count as one.
 //! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or to send the next
@@ -20,7 +27,7 @@
 //! - A head is at most 64 KiB (`HEAD_BYTES`), so half-sent heads hold at most 8 MiB.
 
 use std::cmp::Reverse;
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::fmt;
 use std::io;
 use std::pin::{Pin, pin};
@@ -28,8 +35,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll, ready};
 use std::time::{Duration, Instant};
 
-use axum::{Extension, Router};
+use super::report::Fault;
+use crate::members::Peers;
+use axum::Router;
+use hyper::Request;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::Service;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
@@ -37,9 +49,6 @@ use tokio::net::{UnixListener, UnixStream};
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 use tokio::time::Sleep;
-use tombolo_shm::{credentials, lineage};
-
-use crate::members;
 
 /// Bytes of a request's head, and of an answer that hyper buffers.
 const HEAD_BYTES: usize = 64 << 10;
@@ -47,6 +56,12 @@ const HEAD_BYTES: usize = 64 << 10;
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long answers under way may take to reach their clients once the fabric has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
+/// New connections that may wait for a place, and how often they look for one.
+const LOBBY: usize = 32;
+const LOOK: Duration = Duration::from_millis(20);
+/// Replaced requests that may be told so at one time, and how long that may take.
+const FAREWELLS: usize = 32;
+const FAREWELL: Duration = Duration::from_millis(100);
 
 /// How many connections there may be, and how long one may wait for its client.
 #[derive(Debug, Clone, Copy)]
@@ -55,8 +70,14 @@ pub struct Limits {
     pub connections: usize,
     /// Connections of all other users together.
     pub strangers: usize,
+    /// Requests of all processes that are handled at one time, with their endless answers.
+    pub working: usize,
+    /// Requests for `status` that are handled at one time; also of those for `down`. They count nowhere else.
+    pub short: usize,
     /// Requests of one process that are handled at one time; also its endless answers.
     pub process: usize,
+    /// Time that a new connection of root or the owner waits for a place.
+    pub seat: Duration,
     /// Time that a request waits for its turn behind others of its process.
     pub turn: Duration,
     /// Time for a request's head, and between two requests.
@@ -72,7 +93,10 @@ impl Default for Limits {
         Limits {
             connections: 128,
             strangers: 8,
+            working: 96,
+            short: 12,
             process: 32,
+            seat: Duration::from_secs(1),
             turn: Duration::from_secs(5),
             head: Duration::from_secs(5),
             body: Duration::from_secs(5),
@@ -84,12 +108,40 @@ impl Default for Limits {
 /// What a connection does.
 #[derive(Debug)]
 enum Phase {
-    /// It waits for its client since then, to send or to read, or for its turn behind its client's other requests.
-    Waiting(Instant),
-    /// The fabric works on its request, which has one of its process's places.
-    Working { _place: OwnedSemaphorePermit },
+    /// It waits for its client since then, to send or to read, or for its turn behind other requests.
+    Waiting { since: Instant, turn: bool },
+    /// The fabric works on its request, which has a place among all and, unless it is short, one of its process's.
+    Working { all: OwnedSemaphorePermit, _own: Option<OwnedSemaphorePermit> },
     /// A capture or a console, which goes on for as long as the client wants it.
-    Endless,
+    Endless { _all: Option<OwnedSemaphorePermit> },
+}
+
+/// What a request waits behind.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Line {
+    /// `status`, behind others of its kind.
+    Status,
+    /// `down`, behind others of its kind.
+    Down,
+    /// Everything else.
+    Common,
+}
+
+/// What all connections share.
+#[derive(Debug)]
+struct Places {
+    common: Arc<Semaphore>,
+    status: Arc<Semaphore>,
+    down: Arc<Semaphore>,
+    farewells: Semaphore,
+}
+
+impl Places {
+    fn new(limits: &Limits) -> Places {
+        let of = |places| Arc::new(Semaphore::new(places));
+        let farewells = Semaphore::new(FAREWELLS);
+        Places { common: of(limits.working), status: of(limits.short), down: of(limits.short), farewells }
+    }
 }
 
 /// Number and start time of a process, in clock ticks after boot; `(0, None)` for one without a number here.
@@ -131,14 +183,19 @@ pub(super) struct Seat {
     /// The process at the other end.
     pub(super) process: Arc<Process>,
     pub(super) limits: Limits,
+    places: Arc<Places>,
     phase: Mutex<Phase>,
     replaced: Notify,
+    /// Rung when it is replaced while it waits for its turn, so that it can say so.
+    turned_away: Notify,
 }
 
 impl Seat {
-    fn new(uid: u32, member: Option<u32>, trusted: bool, process: Arc<Process>, limits: Limits) -> Seat {
-        let phase = Mutex::new(Phase::Waiting(Instant::now()));
-        Seat { uid, member, trusted, process, limits, phase, replaced: Notify::new() }
+    fn new(peer: &Peer, process: Arc<Process>, limits: Limits, places: Arc<Places>) -> Seat {
+        let phase = Mutex::new(Phase::Waiting { since: Instant::now(), turn: false });
+        let Peer { uid, member, trusted, .. } = *peer;
+        let (replaced, turned_away) = (Notify::new(), Notify::new());
+        Seat { uid, member, trusted, process, limits, places, phase, replaced, turned_away }
     }
 
     fn set(&self, phase: Phase) {
@@ -147,45 +204,93 @@ impl Seat {
 
     /// From now on it is the client's turn.
     pub(super) fn waits(&self) {
-        self.set(Phase::Waiting(Instant::now()));
+        self.set(Phase::Waiting { since: Instant::now(), turn: false });
     }
 
-    /// From now on it is the fabric's turn, as soon as fewer than [`Limits::process`] requests of its process are handled.
+    /// From now on it is the fabric's turn, as soon as there is a place in that line.
     ///
     /// # Errors
-    /// If that took longer than [`Limits::turn`].
-    pub(super) async fn works(&self) -> Result<(), Busy> {
-        self.waits();
-        let place = self.process.requests.clone().acquire_owned();
-        match tokio::time::timeout(self.limits.turn, place).await {
-            Ok(Ok(place)) => self.set(Phase::Working { _place: place }),
-            // The semaphore is never closed.
-            Ok(Err(_)) | Err(_) => return Err(Busy),
+    /// If that took longer than [`Limits::turn`], or its connection was replaced.
+    pub(super) async fn works(&self, line: Line) -> Result<(), Busy> {
+        self.set(Phase::Waiting { since: Instant::now(), turn: true });
+        // None of the semaphores is ever closed.
+        let place = async {
+            let (own, all) = match line {
+                Line::Status => (None, &self.places.status),
+                Line::Down => (None, &self.places.down),
+                // Its own place first, so that one process has no more than its share of the common line.
+                Line::Common => (self.process.requests.clone().acquire_owned().await.ok(), &self.places.common),
+            };
+            (own, all.clone().acquire_owned().await.ok())
+        };
+        tokio::select! {
+            biased;
+            () = self.turned_away.notified() => Err(Busy::Replaced),
+            place = tokio::time::timeout(self.limits.turn, place) => match place {
+                Ok((own, Some(all))) => {
+                    self.set(Phase::Working { all, _own: own });
+                    Ok(())
+                }
+                Ok((_, None)) | Err(_) => Err(self.late(line)),
+            },
         }
-        Ok(())
     }
 
-    /// From now on it takes as long as the client wants.
+    /// What it has waited for in vain.
+    fn late(&self, line: Line) -> Busy {
+        let own = self.process.requests.available_permits() == 0;
+        if line == Line::Common && own { Busy::Process } else { Busy::All }
+    }
+
+    /// From now on it takes as long as the client wants. It keeps its place among all.
     pub(super) fn is_endless(&self) {
-        self.set(Phase::Endless);
+        let mut phase = self.phase.lock().unwrap_or_else(PoisonError::into_inner);
+        *phase = match std::mem::replace(&mut *phase, Phase::Endless { _all: None }) {
+            Phase::Working { all, .. } => Phase::Endless { _all: Some(all) },
+            other @ Phase::Endless { .. } => other,
+            Phase::Waiting { .. } => Phase::Endless { _all: None },
+        };
     }
 
     fn lasts(&self) -> bool {
-        matches!(*self.phase.lock().unwrap_or_else(PoisonError::into_inner), Phase::Endless)
+        matches!(*self.phase.lock().unwrap_or_else(PoisonError::into_inner), Phase::Endless { .. })
     }
 
-    /// Since when it waits for its client.
-    fn waiting_since(&self) -> Option<Instant> {
+    /// Since when it waits, and whether that is for its turn; `None` where it does not wait.
+    fn waiting(&self) -> Option<(Instant, bool)> {
         match *self.phase.lock().unwrap_or_else(PoisonError::into_inner) {
-            Phase::Waiting(since) => Some(since),
+            Phase::Waiting { since, turn } => Some((since, turn)),
             _ => None,
         }
     }
 }
 
-/// The process of a request has too many others under way.
-#[derive(Debug)]
-pub(super) struct Busy;
+/// Why a request is not handled.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Busy {
+    /// Its process has too many others under way.
+    Process,
+    /// All processes together have.
+    All,
+    /// It waited for its turn, and a new connection needed its place.
+    Replaced,
+}
+
+/// The process at the other end of a new connection.
+#[derive(Clone, Copy, Debug)]
+struct Peer {
+    id: ProcessId,
+    uid: u32,
+    member: Option<u32>,
+    trusted: bool,
+}
+
+/// A new connection that looks for a place.
+struct Newcomer {
+    stream: UnixStream,
+    peer: Peer,
+    until: Instant,
+}
 
 /// Accepts connections and answers with `router` until `ended` is done, then lets answers under way reach their clients.
 pub(super) async fn serve(
@@ -198,7 +303,17 @@ pub(super) async fn serve(
     let mut ended = pin!(ended);
     let mut tasks = JoinSet::new();
     let mut seats: Vec<Arc<Seat>> = Vec::new();
+    let mut lobby: VecDeque<Newcomer> = VecDeque::new();
+    let mut peers = Peers::default();
+    let places = Arc::new(Places::new(&limits));
     let (closing, closed) = watch::channel(());
+    let sit = |seats: &mut Vec<Arc<Seat>>, stream, peer: Peer, tasks: &mut JoinSet<Arc<Seat>>| {
+        let known = seats.iter().map(|seat| &seat.process).find(|process| process.id == peer.id).cloned();
+        let process = known.unwrap_or_else(|| Arc::new(Process::new(peer.id, &limits)));
+        let seat = Arc::new(Seat::new(&peer, process, limits, places.clone()));
+        seats.push(seat.clone());
+        tasks.spawn(connection(stream, seat, router.clone(), limits, closed.clone()));
+    };
     loop {
         tokio::select! {
             () = &mut ended => break,
@@ -212,22 +327,31 @@ pub(super) async fn serve(
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                     continue;
                 };
-                // A peer whose user is not told is a stranger.
-                let peer = credentials::peer(&stream);
-                let uid = peer.map_or(u32::MAX, |peer| peer.uid);
-                let pid = peer.map_or(0, |peer| peer.pid_or_zero());
-                let member = members::member_of(i32::try_from(pid).ok());
-                let trusted = (uid == 0 || uid == owner) && member.is_none();
-                let id = (pid, lineage::start_ticks(pid));
-                if !admit(&mut seats, trusted, id, &limits) {
-                    continue;
+                // One that has ended reads no answer, and what it descends from cannot be told any more.
+                let Some(found) = peers.look(&stream) else { continue };
+                let trusted = (found.uid == 0 || found.uid == owner) && found.member.is_none();
+                let peer = Peer { id: (found.pid, found.ticks), uid: found.uid, member: found.member, trusted };
+                if !trusted && found.is_known {
+                    refuse(&stream, &peer, owner);
+                } else if admit(&mut seats, &peer, &limits) {
+                    sit(&mut seats, stream, peer, &mut tasks);
+                } else if trusted && lobby.len() < LOBBY {
+                    lobby.push_back(Newcomer { stream, peer, until: Instant::now() + limits.seat });
+                } else {
+                    refuse(&stream, &peer, owner);
                 }
-                let known = seats.iter().map(|seat| &seat.process).find(|process| process.id == id).cloned();
-                let process = known.unwrap_or_else(|| Arc::new(Process::new(id, &limits)));
-                let seat = Arc::new(Seat::new(uid, member, trusted, process, limits));
-                seats.push(seat.clone());
-                let router = router.clone().layer(Extension(seat.clone()));
-                tasks.spawn(connection(stream, seat, router, limits, closed.clone()));
+                continue;
+            }
+            () = tokio::time::sleep(LOOK), if !lobby.is_empty() => {}
+        }
+        for _ in 0..lobby.len() {
+            let Some(Newcomer { stream, peer, until }) = lobby.pop_front() else { break };
+            if admit(&mut seats, &peer, &limits) {
+                sit(&mut seats, stream, peer, &mut tasks);
+            } else if Instant::now() < until {
+                lobby.push_back(Newcomer { stream, peer, until });
+            } else {
+                refuse(&stream, &peer, owner);
             }
         }
     }
@@ -238,7 +362,8 @@ pub(super) async fn serve(
 }
 
 /// Whether there is room for one more connection of that process; makes room where that is allowed.
-fn admit(seats: &mut Vec<Arc<Seat>>, trusted: bool, process: ProcessId, limits: &Limits) -> bool {
+fn admit(seats: &mut Vec<Arc<Seat>>, peer: &Peer, limits: &Limits) -> bool {
+    let (trusted, process) = (peer.trusted, peer.id);
     let limit = if trusted { limits.connections } else { limits.strangers };
     if seats.iter().filter(|s| s.trusted == trusted).count() < limit {
         return true;
@@ -253,15 +378,59 @@ fn admit(seats: &mut Vec<Arc<Seat>>, trusted: bool, process: ProcessId, limits: 
     let own = held[&process];
     let waiting = seats.iter().enumerate().filter(|(_, s)| s.trusted);
     let victims = waiting.filter_map(|(at, seat)| {
-        let (since, id) = (seat.waiting_since()?, seat.process.id);
+        let ((since, turn), id) = (seat.waiting()?, seat.process.id);
         // The new connection counts as one of its own process.
         let held = if id == process { own + 1 } else { held[&id] };
-        (held > own).then_some((Reverse(held), since, at))
+        (held > own).then_some((Reverse(held), turn, since, at))
     });
     let Some((.., at)) = victims.min() else { return false };
     // Its task ends by this; until it has, the connection counts no more.
     seats.swap_remove(at).replaced.notify_one();
     true
+}
+
+/// Why somebody else's request is not carried out.
+pub(super) fn forbidden(uid: u32, member: Option<u32>, owner: u32) -> Fault {
+    let error = match member {
+        Some(member) => format!("process {member} is a machine or helper of this fabric and may not use it"),
+        None => format!("user {uid} may not use this fabric: expected root or its owner, user {owner}"),
+    };
+    Fault { error, hint: Some("run it as the owner, or with sudo".into()) }
+}
+
+/// Tells a connection why it gets no place, if it reads that, and closes it. Takes no time.
+fn refuse(stream: &UnixStream, peer: &Peer, owner: u32) {
+    let (status, fault) = if peer.trusted {
+        let error = "all connections are taken, and this process has as many as the others";
+        let hint = Some("close some of them, or try again".into());
+        ("503 Service Unavailable\r\nRetry-After: 1", Fault { error: error.into(), hint })
+    } else {
+        ("403 Forbidden", forbidden(peer.uid, peer.member, owner))
+    };
+    let body = serde_json::to_string(&fault).unwrap_or_default();
+    let head = format!("HTTP/1.1 {status}\r\nConnection: close\r\nContent-Type: application/json\r\n");
+    // Read, so that closing does not reset the connection. A client that went meanwhile is no matter.
+    let _ = rustix::io::read(stream, &mut [0; 4096]);
+    let answer = format!("{head}Content-Length: {}\r\n\r\n{body}", body.len());
+    let flags = rustix::net::SendFlags::NOSIGNAL | rustix::net::SendFlags::DONTWAIT;
+    let _ = rustix::net::send(stream, answer.as_bytes(), flags);
+}
+
+/// The API for one connection: its requests know its seat.
+struct Seated {
+    router: TowerToHyperService<Router>,
+    seat: Arc<Seat>,
+}
+
+impl Service<Request<Incoming>> for Seated {
+    type Response = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Response;
+    type Error = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Error;
+    type Future = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Future;
+
+    fn call(&self, mut request: Request<Incoming>) -> Self::Future {
+        request.extensions_mut().insert(self.seat.clone());
+        self.router.call(request)
+    }
 }
 
 async fn connection(
@@ -274,7 +443,8 @@ async fn connection(
     let io = Connection { stream, seat: seat.clone(), stalled: limits.stalled, limit: None };
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(HEAD_BYTES);
-    let mut served = pin!(http.serve_connection(TokioIo::new(io), TowerToHyperService::new(router)));
+    let service = Seated { router: TowerToHyperService::new(router), seat: seat.clone() };
+    let mut served = pin!(http.serve_connection(TokioIo::new(io), service));
     let mut open = true;
     // Whatever a client has found to wait with: longer than all of its limits together it does not.
     let all = limits.head + limits.body + limits.turn + limits.stalled;
@@ -282,9 +452,18 @@ async fn connection(
         tokio::select! {
             // First, so that a connection that was replaced begins no other request.
             biased;
-            () = seat.replaced.notified() => break,
+            () = seat.replaced.notified() => {
+                let told = seat.places.farewells.try_acquire();
+                if told.is_ok() && seat.waiting().is_some_and(|(_, turn)| turn) {
+                    seat.turned_away.notify_one();
+                    served.as_mut().graceful_shutdown();
+                    // What has not reached its client by then does not.
+                    let _ = tokio::time::timeout(FAREWELL, served.as_mut()).await;
+                }
+                break;
+            }
             () = tokio::time::sleep(all) => {
-                if seat.waiting_since().is_some_and(|since| since.elapsed() >= all) {
+                if seat.waiting().is_some_and(|(since, _)| since.elapsed() >= all) {
                     break;
                 }
             }
@@ -353,9 +532,11 @@ mod tests {
     impl Seats {
         fn connect(&mut self, pid: u32) -> bool {
             let (id, limits) = ((pid, Some(1)), self.1);
-            let admitted = admit(&mut self.0, true, id, &limits);
+            let peer = Peer { id, uid: 0, member: None, trusted: true };
+            let admitted = admit(&mut self.0, &peer, &limits);
             if admitted {
-                self.0.push(Arc::new(Seat::new(0, None, true, Arc::new(Process::new(id, &limits)), limits)));
+                let process = Arc::new(Process::new(id, &limits));
+                self.0.push(Arc::new(Seat::new(&peer, process, limits, Arc::new(Places::new(&limits)))));
             }
             assert!(self.0.len() <= limits.connections);
             admitted
@@ -392,5 +573,23 @@ mod tests {
         assert!(!seats.connect(1), "it has more than the others, and none of its own waits");
         assert!(seats.connect(4));
         assert!([1, 2, 3, 4].map(|pid| seats.held(pid)) == [2, 0, 1, 1], "the oldest of those with one");
+    }
+
+    #[test]
+    fn a_request_that_waits_for_its_turn_is_replaced_after_those_that_wait_for_their_clients() {
+        let mut seats = Seats(Vec::new(), Limits { connections: 3, ..Limits::default() });
+        assert!([1, 2, 3].into_iter().all(|pid| seats.connect(pid)));
+        seats.0[0].set(Phase::Waiting { since: Instant::now(), turn: true });
+        assert!(seats.connect(4) && seats.connect(5) && seats.held(1) == 1);
+        assert!([4, 5].map(|pid| seats.held(pid)) == [1, 1]);
+        seats.0.iter().for_each(|seat| seat.set(Phase::Waiting { since: Instant::now(), turn: true }));
+        assert!(seats.connect(6), "none of them is worked on");
+    }
+
+    #[test]
+    fn there_are_more_connections_than_are_worked_on_at_one_time() {
+        let limits = Limits::default();
+        assert!(limits.working + 2 * limits.short < limits.connections);
+        assert!(super::super::server::MAX_STREAMS < limits.working, "captures leave room for requests");
     }
 }

@@ -25,7 +25,7 @@ use std::time::{Duration, Instant};
 
 use axum::body::{Body, Bytes};
 use axum::extract::{DefaultBodyLimit, FromRequest, Path as InPath, Query, Request as HttpRequest, State};
-use axum::http::{HeaderMap, HeaderValue, StatusCode, header};
+use axum::http::{HeaderMap, HeaderValue, Method, StatusCode, header};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::{IntoResponse, Response};
 use axum::routing::{MethodRouter, delete, get, patch, post};
@@ -40,7 +40,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tombolo_shm::listener::bind_private;
 
-use super::connections::{self, Limits, Seat};
+use super::connections::{self, Busy, Limits, Line, Seat};
 use super::report::{Fault, Machines, Ports, SCHEMA};
 use super::{Refusal, Reply, Request, Requests, metrics, services};
 use crate::console;
@@ -50,7 +50,7 @@ pub const MAX_STREAMS: usize = 64;
 /// Bytes of a request's body of sections.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
 /// Connections that may wait to be accepted.
-const BACKLOG: i32 = 1024;
+const BACKLOG: i32 = 4096;
 /// How often a followed console's file is looked at.
 const CONSOLE_LOOK: Duration = Duration::from_millis(50);
 /// Looks at a silent console between two questions whether its machine still runs.
@@ -216,8 +216,8 @@ async fn check_peer(
     next: Next,
 ) -> Response {
     if seat.trusted {
-        if seat.works().await.is_err() {
-            return busy(&seat).into_response();
+        if let Err(why) = seat.works(line_of(&request)).await {
+            return busy(&seat, why);
         }
         let response = next.run(request).await;
         if response.extensions().get::<Endless>().is_some() {
@@ -227,22 +227,38 @@ async fn check_peer(
         }
         return response;
     }
-    let error = match seat.member {
-        Some(member) => format!("process {member} is a machine or helper of this fabric and may not use it"),
-        None => format!("user {} may not use this fabric: expected root or its owner, user {}", seat.uid, app.owner),
-    };
-    let mut response =
-        Answer::new(StatusCode::FORBIDDEN, error).hint("run it as the owner, or with sudo").into_response();
+    let fault = connections::forbidden(seat.uid, seat.member, app.owner);
+    let mut response = Answer { status: StatusCode::FORBIDDEN, body: fault }.into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
 }
 
-/// The answer to a request whose process has too many others under way.
-fn busy(seat: &Seat) -> Answer {
-    let Limits { process, turn, .. } = seat.limits;
+/// `status` and `down` are short, and wait for nothing that may be slow.
+fn line_of(request: &HttpRequest) -> Line {
+    match (request.method(), request.uri().path()) {
+        (&Method::GET, "/v1/status") => Line::Status,
+        (&Method::POST, "/v1/down") => Line::Down,
+        _ => Line::Common,
+    }
+}
+
+/// The answer to a request that was not handled, because others are. It may be sent again.
+fn busy(seat: &Seat, why: Busy) -> Response {
+    let Limits { process, working, turn, .. } = seat.limits;
     let (who, waited) = (&seat.process, turn.as_secs_f32());
-    let error = format!("{who}: {process} requests are under way, and this one waited {waited} s for its turn");
-    Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("read the answers to the others first")
+    let error = match why {
+        Busy::Process => {
+            format!("{who}: {process} requests are under way, and this one waited {waited} s for its turn")
+        }
+        Busy::All => {
+            format!("{working} requests of all processes are under way, and this one waited {waited} s for its turn")
+        }
+        Busy::Replaced => "all connections are taken, and a process with fewer needed that of this request".into(),
+    };
+    let answer = Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("read the answers to the others first");
+    let mut response = answer.into_response();
+    response.headers_mut().insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+    response
 }
 
 async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
@@ -505,9 +521,9 @@ async fn type_to_console(
 struct Sections(String);
 
 impl FromRequest<App> for Sections {
-    type Rejection = Answer;
+    type Rejection = Response;
 
-    async fn from_request(request: HttpRequest, app: &App) -> Result<Self, Answer> {
+    async fn from_request(request: HttpRequest, app: &App) -> Result<Self, Response> {
         #[derive(Deserialize)]
         #[serde(deny_unknown_fields)]
         struct Wrapped {
@@ -524,11 +540,12 @@ impl FromRequest<App> for Sections {
             let error = format!("the body did not come within {} seconds", app.body_time.as_secs_f32());
             Answer::new(StatusCode::REQUEST_TIMEOUT, error).hint("send as many bytes as Content-Length says")
         };
-        let bytes = bytes.map_err(late)?.map_err(|e| Answer::new(e.status(), e.body_text()))?;
+        let bytes = bytes.map_err(|e| late(e).into_response())?;
+        let bytes = bytes.map_err(|e| Answer::new(e.status(), e.body_text()).into_response())?;
         if let Some(seat) = &seat {
-            seat.works().await.map_err(|_| busy(seat))?;
+            seat.works(Line::Common).await.map_err(|why| busy(seat, why))?;
         }
-        let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error);
+        let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error).into_response();
         if json {
             let form = |e| wrong(format!("expected {{\"toml\": \"…\"}}, found other JSON: {e}"));
             return serde_json::from_slice(&bytes).map(|w: Wrapped| Sections(w.toml)).map_err(form);

@@ -7,6 +7,7 @@ use super::server::{MAX_STREAMS, OPENAPI, Server};
 use super::{Console, Refusal, Reply, Request, samples};
 use crate::console::{KEPT_BYTES, log_path, trim, tty_path};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
 use std::io::{BufRead, BufReader, Lines, Read, Write};
 use std::ops::ControlFlow;
@@ -509,11 +510,166 @@ fn a_request_waits_for_its_turn_behind_others_of_its_process() {
     until("the captures", || stand.captures.load(Ordering::SeqCst) == 2);
     let held: Vec<_> = (0..2).map(|_| send(&stand)).collect();
     until("two requests", || stand.slow.lock().unwrap().len() == 2);
-    let refused = stand.client().status().unwrap_err();
-    assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
+    let refused = stand.raw("GET /v1/ports HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n");
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("retry-after: 1"), "{refused}");
     let expected = format!("process {}: 2 requests are under way", std::process::id());
-    assert!(refused.to_string().starts_with(&expected), "{refused}");
+    assert!(refused.contains(&expected), "{refused}");
+    // What is short waits for none of them.
+    assert_eq!(stand.client().status().unwrap().name, "demo");
     drop((held, others));
+}
+
+#[test]
+fn many_processes_with_requests_under_way_lock_nobody_out() {
+    let long = 10 * PATIENCE;
+    let status = "GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n".repeat(500);
+    for text in [SLOW, &status] {
+        let mut stand = Stand::with(Limits { head: long, body: long, stalled: long, turn: long, ..Limits::default() });
+        // Four times 32 requests were all connections that there are.
+        let floods: Vec<_> = (0..5).map(|_| Flood::start(&stand, text)).collect();
+        if text == SLOW {
+            until("all requests", || stand.slow.lock().unwrap().len() == Limits::default().working);
+        }
+        let begun = Instant::now();
+        let client = stand.client();
+        for _ in 0..20 {
+            assert_eq!(client.status().unwrap().name, "demo", "{text:.50?}");
+        }
+        client.down().unwrap();
+        assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+        stand.slow.lock().unwrap().clear();
+        stand.thread.take().unwrap().join().unwrap();
+        stand.thread = Some(std::thread::spawn(|| ()));
+        drop(floods);
+    }
+}
+
+#[test]
+fn who_finds_no_place_waits_for_one_and_is_told_if_there_is_none() {
+    let seat = Duration::from_millis(200);
+    let stand = Stand::with(Limits { connections: 1, seat, turn: 10 * PATIENCE, ..Limits::default() });
+    let mut first = UnixStream::connect(&stand.socket).unwrap();
+    first.write_all(SLOW.as_bytes()).unwrap();
+    until("a request", || stand.slow.lock().unwrap().len() == 1);
+    let asks = "GET /v1/status HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n";
+    let begun = Instant::now();
+    let refused = stand.raw(asks);
+    assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("all connections are taken"), "{refused}");
+    assert!(begun.elapsed() >= seat, "it waited for a place");
+    // A client asks again until there is one.
+    std::thread::scope(|scope| {
+        let client = stand.client();
+        let asked = scope.spawn(move || client.status());
+        std::thread::sleep(2 * seat);
+        assert!(!asked.is_finished());
+        drop(first);
+        assert_eq!(asked.join().unwrap().unwrap().name, "demo");
+    });
+}
+
+#[test]
+fn a_request_that_is_replaced_while_it_waits_for_its_turn_is_told() {
+    let stand = Stand::with(Limits { connections: 2, process: 1, turn: 10 * PATIENCE, ..Limits::default() });
+    let mut first = UnixStream::connect(&stand.socket).unwrap();
+    first.write_all(SLOW.as_bytes()).unwrap();
+    until("a request", || stand.slow.lock().unwrap().len() == 1);
+    let mut second = UnixStream::connect(&stand.socket).unwrap();
+    second.write_all(SLOW.as_bytes()).unwrap();
+    second.set_read_timeout(Some(Duration::from_millis(300))).unwrap();
+    let mut answer = [0; 4096];
+    let silent = second.read(&mut answer).unwrap_err();
+    assert_eq!(silent.kind(), std::io::ErrorKind::WouldBlock, "it waits for its turn");
+    assert_eq!(stand.client().status().unwrap().name, "demo");
+    let mut told = String::new();
+    second.set_read_timeout(Some(PATIENCE)).unwrap();
+    second.read_to_string(&mut told).unwrap();
+    assert!(told.starts_with("HTTP/1.1 503") && told.contains("a process with fewer needed"), "{told}");
+}
+
+/// A daemon that ends each of the first connections in another way before it answers.
+#[test]
+fn a_question_is_asked_again_when_its_connection_ends_without_an_answer() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("api.sock");
+    let listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let heard = Arc::new(Mutex::new(Vec::new()));
+    let hears = heard.clone();
+    let daemon = std::thread::spawn(move || {
+        let body = serde_json::to_string(&samples::status()).unwrap();
+        let head = |length| format!("HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n");
+        let busy = "HTTP/1.1 503 Busy\r\nRetry-After: 1\r\nContent-Length: 2\r\n\r\n{}".to_string();
+        let none = "HTTP/1.1 204 No Content\r\n\r\n".to_string();
+        // For `status`, `down` and `port add`.
+        let answers =
+            [None, Some(String::new()), Some(head(body.len()) + "{"), Some(busy), Some(head(body.len()) + &body)];
+        for answer in answers.into_iter().chain([Some(String::new()), Some(none), Some(String::new())]) {
+            let (mut stream, _) = listener.accept().unwrap();
+            let Some(answer) = answer else { continue };
+            let mut request = [0; 4096];
+            let n = stream.read(&mut request).unwrap();
+            let request = String::from_utf8_lossy(&request[..n]).into_owned();
+            hears.lock().unwrap().push(request.lines().next().unwrap_or_default().to_string());
+            stream.write_all(answer.as_bytes()).unwrap();
+        }
+    });
+    let client = Client::new("demo", &socket).unwrap();
+    assert_eq!(client.status().unwrap(), samples::status());
+    client.down().unwrap();
+    // It may have been carried out.
+    let error = client.add_ports("[port.p1]\n").unwrap_err();
+    assert!(matches!(error, ClientError::Unanswered { sent: true, .. }) && error.is_unanswered(), "{error}");
+    daemon.join().unwrap();
+    let count = |line: &str| heard.lock().unwrap().iter().filter(|l| l.starts_with(line)).count();
+    assert_eq!((count("GET /v1/status"), count("POST /v1/down"), count("POST /v1/ports")), (4, 2, 1));
+}
+
+#[test]
+fn a_full_queue_of_connections_is_waited_for() {
+    let dir = tempfile::tempdir().unwrap();
+    let socket = dir.path().join("api.sock");
+    let make = |flags| rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).unwrap();
+    let name = SocketAddrUnix::new(&socket).unwrap();
+    let listener = make(SocketFlags::CLOEXEC);
+    rustix::net::bind(&listener, &name).unwrap();
+    rustix::net::listen(&listener, 1).unwrap();
+    let mut waiting = Vec::new();
+    let full = loop {
+        let stream = make(SocketFlags::CLOEXEC | SocketFlags::NONBLOCK);
+        if let Err(error) = rustix::net::connect(&stream, &name) {
+            break error;
+        }
+        waiting.push(stream);
+    };
+    assert_eq!(full, rustix::io::Errno::AGAIN);
+    let listener = std::os::unix::net::UnixListener::from(listener);
+    std::thread::scope(|scope| {
+        let client = Client::new("demo", &socket).unwrap();
+        let asked = scope.spawn(move || client.status());
+        std::thread::sleep(Duration::from_millis(700));
+        assert!(!asked.is_finished());
+        waiting.iter().for_each(|_| drop(listener.accept().unwrap()));
+        let (mut stream, _) = listener.accept().unwrap();
+        let _ = stream.read(&mut [0; 4096]).unwrap();
+        let body = serde_json::to_string(&samples::status()).unwrap();
+        write!(stream, "HTTP/1.1 200 OK\r\nContent-Length: {}\r\n\r\n{body}", body.len()).unwrap();
+        assert_eq!(asked.join().unwrap().unwrap(), samples::status());
+    });
+}
+
+/// Nobody reads its answer, and a member that ends could pass for somebody else.
+#[test]
+fn what_a_process_sent_that_has_ended_is_not_carried_out() {
+    let stand = Stand::new();
+    let program = "import socket, os, sys; s = socket.socket(socket.AF_UNIX); s.connect(sys.argv[1]); s.send(b'DELETE /v1/ports/web HTTP/1.1\\r\\nHost: t\\r\\n\\r\\n'); os._exit(0)";
+    // The fabric's task is held up, and its thread with it.
+    let held = stand.status.lock().unwrap();
+    let mut asks = UnixStream::connect(&stand.socket).unwrap();
+    asks.write_all(b"GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n").unwrap();
+    std::thread::sleep(Duration::from_millis(200));
+    let ended = Command::new("python3").args(["-c", program]).arg(&stand.socket).status().unwrap();
+    assert!(ended.success());
+    drop(held);
+    assert_eq!(stand.client().status().unwrap().ports.len(), samples::status().ports.len());
 }
 
 #[test]

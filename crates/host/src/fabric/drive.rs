@@ -35,8 +35,8 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
     let (ended, end) = oneshot::channel();
     let keep = sender.clone();
     tokio::spawn(async move {
-        let mut waiting = VecDeque::new();
-        while let Some(request) = next(&mut waiting, &mut receiver).await {
+        let mut waiting = Waiting::default();
+        while let Some(request) = waiting.next(&mut receiver).await {
             if let Request::HandOver { socket } = request {
                 hand_over(&shared, socket, &mut waiting, &mut receiver).await;
                 continue;
@@ -55,21 +55,50 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
     (sender, end)
 }
 
-async fn next(waiting: &mut VecDeque<Request>, receiver: &mut mpsc::Receiver<Request>) -> Option<Request> {
-    match waiting.pop_front() {
-        Some(request) => Some(request),
-        None => receiver.recv().await,
+/// Requests that wait. Short ones go first, but not past each other, and after those that are there at one time comes one of
+/// the others: neither `status` in an endless loop nor machines that are slow to start keep the other kind waiting.
+#[derive(Default)]
+struct Waiting {
+    short: VecDeque<Request>,
+    other: VecDeque<Request>,
+    others_turn: bool,
+}
+
+impl Waiting {
+    fn len(&self) -> usize {
+        self.short.len() + self.other.len()
+    }
+
+    fn push(&mut self, request: Request) {
+        let is_short = matches!(request, Request::Status(_) | Request::Down(_));
+        if is_short { &mut self.short } else { &mut self.other }.push_back(request);
+    }
+
+    async fn next(&mut self, receiver: &mut mpsc::Receiver<Request>) -> Option<Request> {
+        if let Some(request) = self.short.pop_front() {
+            return Some(request);
+        }
+        if std::mem::take(&mut self.others_turn)
+            && let Some(request) = self.other.pop_front()
+        {
+            return Some(request);
+        }
+        while self.len() < QUEUE
+            && let Ok(request) = receiver.try_recv()
+        {
+            self.push(request);
+        }
+        self.others_turn = !self.short.is_empty();
+        match self.short.pop_front().or_else(|| self.other.pop_front()) {
+            Some(request) => Some(request),
+            None => receiver.recv().await,
+        }
     }
 }
 
 /// Answers a daemon that wants to take over, on a thread of its own, since everything stands still until that one has
 /// decided. Meanwhile `status` is answered as it was before; other requests wait.
-async fn hand_over(
-    shared: &Shared,
-    socket: UnixStream,
-    waiting: &mut VecDeque<Request>,
-    receiver: &mut mpsc::Receiver<Request>,
-) {
+async fn hand_over(shared: &Shared, socket: UnixStream, waiting: &mut Waiting, receiver: &mut mpsc::Receiver<Request>) {
     let before = shared.running.lock().await.status();
     let asked = shared.clone();
     let mut done = tokio::task::spawn_blocking(move || asked.running.blocking_lock().hand_over(socket));
@@ -79,7 +108,7 @@ async fn hand_over(
             _ = &mut done => return,
             Some(request) = receiver.recv(), if waiting.len() < QUEUE => match (request, &before) {
                 (Request::Status(reply), Ok(status)) => answer(reply, Ok(status.clone())),
-                (request, _) => waiting.push_back(request),
+                (request, _) => waiting.push(request),
             },
         }
     }
@@ -156,4 +185,42 @@ fn pick_ports(all: Vec<PortReport>, names: &[String]) -> Vec<PortReport> {
 
 fn pick_machines(all: Vec<MachineReport>, names: &[String]) -> Vec<MachineReport> {
     all.into_iter().filter(|m| names.contains(&m.name)).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn short_requests_go_first_and_keep_no_other_waiting() {
+        let (sender, mut receiver) = mpsc::channel(QUEUE);
+        let mut waiting = Waiting::default();
+        let mut order = String::new();
+        let send = |kind| {
+            let (reply, _) = oneshot::channel();
+            let request = if kind == 's' { Request::Status(reply) } else { Request::Leave };
+            sender.try_send(request).unwrap();
+        };
+        "oososs".chars().for_each(send);
+        for n in 0..40 {
+            order.push(match waiting.next(&mut receiver).await.unwrap() {
+                Request::Status(_) => 's',
+                _ => 'o',
+            });
+            // More `status` comes all the time, and another of the others once.
+            if n == 4 {
+                send('o');
+            }
+            if n < 30 {
+                send('s');
+            }
+            if receiver.is_empty() && waiting.len() == 0 {
+                break;
+            }
+        }
+        assert!(order.starts_with("sssos"), "{order}");
+        assert_eq!(order.matches('o').count(), 4, "{order}");
+        assert!(order[..22].matches('o').count() == 4, "{order}");
+        assert_eq!(order.len(), 37, "{order}");
+    }
 }

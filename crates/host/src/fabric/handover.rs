@@ -32,6 +32,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use rustix::io::Errno;
+use rustix::net::{self, AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use tombolo_port::vhost_user::Shelf;
 use tombolo_shm::ivshmem::links;
 use tombolo_shm::store::{Frozen, Store};
@@ -164,13 +166,26 @@ fn line_within(socket: &mut UnixStream, limit: Duration) -> std::io::Result<Stri
     Ok(String::from_utf8_lossy(&out).trim_end().to_string())
 }
 
+/// A connection that waits so long for room in the queue of its listener. Each write to it may take as long, too.
+fn connect_within(path: &Path, limit: Duration) -> std::io::Result<UnixStream> {
+    let socket = net::socket_with(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    net::sockopt::set_socket_timeout(&socket, net::sockopt::Timeout::Send, Some(limit))?;
+    match net::connect(&socket, &SocketAddrUnix::new(path)?) {
+        Ok(()) => Ok(socket.into()),
+        Err(Errno::AGAIN) => {
+            let text = format!("its queue of connections has been full for {} s", limit.as_secs());
+            Err(std::io::Error::new(std::io::ErrorKind::TimedOut, text))
+        }
+        Err(errno) => Err(errno.into()),
+    }
+}
+
 impl Commit {
     fn ask(folder: &Path, old: Owner) -> Result<Commit, FabricError> {
         let path = socket_path(folder);
         let failed = |e: std::io::Error| refused(format!("{}: {e}", path.display()));
-        let socket = UnixStream::connect(&path).map_err(failed)?;
+        let socket = connect_within(&path, PATIENCE).map_err(failed)?;
         socket.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
-        socket.set_write_timeout(Some(PATIENCE)).map_err(failed)?;
         let mut commit = Commit { reader: BufReader::new(socket), old };
         commit.say(HELLO).map_err(failed)?;
         match commit.hear() {

@@ -2,6 +2,7 @@
 //!
 //! # Invariants
 //! - Only root and the daemon's own user are heard, and of these no machine and no helper of the fabric ([`crate::members`]).
+//!   A refused peer takes no place, and one that connects again and again is told of in the log once a second.
 //! - A peer that connects and says nothing costs a place among [`ASKING`] for [`PATIENCE`]; the fabric's task waits for
 //!   nobody before the first word is there.
 
@@ -19,7 +20,7 @@ use tombolo_shm::listener::Listener;
 use super::Say;
 use super::handover::{self, HELLO};
 use crate::api::{Request, Requests};
-use crate::members;
+use crate::members::{Peer, Peers};
 
 /// How long a peer may take for its first line.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -34,13 +35,24 @@ pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Res
     let listener = UnixListener::from_std(std::os::unix::net::UnixListener::from(listener.hand_over()?))?;
     let places = Arc::new(Semaphore::new(ASKING));
     Ok(tokio::spawn(async move {
-        // The semaphore is never closed.
-        while let Ok(place) = places.clone().acquire_owned().await {
+        let me = rustix::process::geteuid().as_raw();
+        let mut peers = Peers::default();
+        loop {
             let Ok((socket, _)) = listener.accept().await else {
                 // No descriptor is left; there may be one later.
                 tokio::time::sleep(Duration::from_secs(1)).await;
                 continue;
             };
+            // One that has ended asks for nothing any more.
+            let Some(peer) = peers.look(&socket) else { continue };
+            if let Some(why) = refusal(&peer, me) {
+                if !peer.is_known {
+                    say(&format!("handover: {why}"));
+                }
+                continue;
+            }
+            // The semaphore is never closed.
+            let Ok(place) = places.clone().acquire_owned().await else { return };
             let (requests, say) = (requests.clone(), say.clone());
             tokio::spawn(async move {
                 if let Err(why) = hear(socket, &requests).await {
@@ -52,16 +64,17 @@ pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Res
     }))
 }
 
+/// Why a peer is not heard.
+fn refusal(peer: &Peer, me: u32) -> Option<String> {
+    if peer.uid != me && peer.uid != 0 {
+        return Some(format!("expected root or user {me}, found user {}: it is not heard", peer.uid));
+    }
+    let member = peer.member?;
+    Some(format!("process {member} is the fabric's own machine or helper and may not ask: it is not heard"))
+}
+
 /// Hears a peer's first line and passes it on.
 async fn hear(mut socket: UnixStream, requests: &Requests) -> Result<(), String> {
-    let peer = socket.peer_cred().map_err(|e| e.to_string())?;
-    let me = rustix::process::geteuid().as_raw();
-    if peer.uid() != me && peer.uid() != 0 {
-        return Err(format!("expected root or user {me}, found user {}: it is not heard", peer.uid()));
-    }
-    if let Some(member) = members::member_of(peer.pid()) {
-        return Err(format!("process {member} is the fabric's own machine or helper and may not ask: it is not heard"));
-    }
     let line = tokio::time::timeout(PATIENCE, line(&mut socket)).await;
     let line = line.map_err(|_| format!("a process connected and said nothing for {} s", PATIENCE.as_secs()))?;
     let line = line.map_err(|error| error.to_string())?;

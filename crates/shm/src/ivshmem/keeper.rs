@@ -31,7 +31,8 @@
 //!
 //! # Who may connect
 //! Processes of the same user, but none that a record [`refusal`] names (its bytes: the start time, u64 LE) or that descends
-//! from one: a guest that has taken its QEMU over gets nothing here.
+//! from one: a guest that has taken its QEMU over gets nothing here. That is found out once a second for a process that
+//! connects again and again, and after [`ACCEPTED`] connections requests are heard.
 //!
 //! # A deleted socket
 //! Where nothing has its path any more it listens there again, at the next request.
@@ -44,6 +45,7 @@ use crate::foreign::ForeignFd;
 use crate::lineage;
 use crate::listener::Listener;
 use crate::passing::{self, MAX_DESCRIPTORS};
+use crate::verdicts::{Found, Verdicts};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{FileType, fstat};
 use rustix::io::Errno;
@@ -72,6 +74,9 @@ const LINGER: u8 = 10;
 
 /// How long a keeper may take to answer, or to make room for a request, before it counts as lost.
 const PATIENCE: Duration = Duration::from_secs(3);
+
+/// Connections that are accepted before requests are heard again.
+const ACCEPTED: usize = 64;
 
 /// Something kept.
 #[derive(Debug)]
@@ -293,6 +298,7 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let mut connections: Vec<OwnedFd> = Vec::new();
     // Gone before the connections are: whoever sees them end starts another keeper in its place.
     let mut listener = listener;
+    let mut refusals = Verdicts::default();
     let mut linger_until: Option<Instant> = None;
     loop {
         let deleted =
@@ -301,9 +307,29 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
         // Who connected before the deletion still waits at the old one.
         let old = again.map(|again| std::mem::replace(&mut listener, again));
         for from in old.iter().chain([&listener]) {
-            while let Ok(Some(connection)) = from.accept() {
-                forget_ended(&mut records);
-                if credentials::peer(&connection).is_ok_and(|c| c.uid == me && !is_refused(&records, c.pid_or_zero())) {
+            for _ in 0..ACCEPTED {
+                let Ok(Some(connection)) = from.accept() else { break };
+                let Some(peer) = credentials::peer(&connection).ok().filter(|peer| peer.uid == me) else { continue };
+                let pid = peer.pid_or_zero();
+                // Before refusals of processes that have ended are forgotten.
+                let named = records.contains_key(&refusal(pid));
+                let refuses = || {
+                    forget_ended(&mut records);
+                    is_refused(&records, pid)
+                };
+                let is_refused = match pid {
+                    // In another PID namespace.
+                    0 => false,
+                    pid => match refusals.of(&connection, pid, refuses) {
+                        // A record may have come since.
+                        Found::Known(false) => is_refused(&records, pid),
+                        Found::Known(true) | Found::New(true) => true,
+                        Found::New(false) => false,
+                        // What a killed daemon has sent is carried out, and not what a machine sent and then ended.
+                        Found::Ended => named,
+                    },
+                };
+                if !is_refused {
                     connections.push(connection);
                 }
             }
