@@ -243,13 +243,12 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     if let Some(lease) = options.lease.filter(|l| !(SHORTEST_LEASE..=LONGEST_LEASE).contains(l)) {
         return Err(AttachError::Lease(lease));
     }
-    let mut lock = place.lock()?;
+    // Nothing is looked at before it is held, and it is held until all is done.
+    let lock = place.lock()?;
     let fresh = !place.exists();
     if fresh {
-        // What an attach that was killed left, if anything; the folder may go with it.
-        place.remove()?;
-        drop(lock);
-        lock = place.lock()?;
+        // What an attach that was killed left, if anything.
+        place.clear()?;
     }
     let mut done = vec![];
     let result = attach_locked(place, names, options, fresh, &mut done);
@@ -339,8 +338,10 @@ fn attach_locked(
 
 /// Puts both tcx programs onto an interface; gives the names of those that run before ours.
 fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
-    let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
     done.push(link.index);
+    // What an attach left that was killed before it wrote its record.
+    detach_all(place, link.index);
+    let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
     for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
         attach_tcx(place, &link.name, link.index, name, hook)
             .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
@@ -404,9 +405,11 @@ fn follow(record: &mut Record, links: &[Link]) -> bool {
 }
 
 /// Lets go of what is gone, perhaps into another namespace, and attaches again what was made again under the name that it was attached by, or
-/// came back; gives the names.
+/// came back; gives the names. The caller holds the lock.
 pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
-    let Some(_lock) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(vec![]) };
+    if !place.exists() {
+        return Ok(vec![]);
+    }
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let links = routes.links()?;
     let mut again = vec![];
@@ -443,10 +446,8 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
     Ok(again)
 }
 
-/// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether.
+/// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether. The caller holds the lock.
 pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
-    // A keeper that comes late must not make the folder again.
-    let Some(_lock) = place.lock_if_there()? else { return Ok(false) };
     let abandoned = place.is_abandoned(std::process::id());
     if abandoned {
         place.remove()?;

@@ -41,25 +41,32 @@ const REAP: Duration = Duration::from_secs(15);
 /// How long a keeper may take to start.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// Starts a keeper for this place with the running program, unless one runs; says whether one runs then. Its output goes to its log, and it
-/// outlives whoever started it.
+/// Starts a keeper for this place with the running program, unless one runs; says whether one runs then, or none is needed since somebody
+/// detached everything meanwhile. Its output goes to its log, and it outlives whoever started it.
 pub fn start(place: &Place) -> std::io::Result<bool> {
     if place.keeper().is_some() {
         return Ok(true);
     }
-    let log = std::fs::File::create(place.log())?;
-    let mut child = Command::new(std::env::current_exe()?)
-        .args(["bypass", "keep"])
-        .current_dir("/")
-        .process_group(0)
-        .stdin(Stdio::null())
-        .stdout(Stdio::null())
-        .stderr(log)
-        .spawn()?;
+    let mut child = {
+        // Who detaches meanwhile must not find a new log behind it, nor a keeper of what it removed.
+        let lock = place.lock_if_there().map_err(std::io::Error::other)?;
+        if lock.is_none() || !place.exists() || place.keeper().is_some() {
+            return Ok(true);
+        }
+        let log = std::fs::File::create(place.log())?;
+        Command::new(std::env::current_exe()?)
+            .args(["bypass", "keep"])
+            .current_dir("/")
+            .process_group(0)
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(log)
+            .spawn()?
+    };
     let end = Instant::now() + STARTING;
     while place.keeper().is_none() {
         if Instant::now() > end || child.try_wait()?.is_some() {
-            return Ok(place.keeper().is_some());
+            return Ok(place.keeper().is_some() || !place.exists());
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -155,8 +162,42 @@ impl Keeper {
         Ok(self.links.iter().any(|(index, link)| before.get(index).is_some_and(|old| old != link)))
     }
 
-    fn tick(&mut self) -> Result<(), AttachError> {
+    /// Attaches what was made anew; nothing where another command holds the lock.
+    fn attach_again(&self) -> Result<Option<()>, AttachError> {
+        let Some(_lock) = self.place.lock_now()? else { return Ok(None) };
+        // One that is gone again already is no reason to end.
+        if let Err(error) = attach_again(&self.place) {
+            tell(&format!("an interface that was made anew could not be attached: {error}"));
+        }
+        Ok(Some(()))
+    }
+
+    /// What is done once a second; says whether the keeper is to end.
+    fn tick(&mut self) -> Result<bool, AttachError> {
         let now_ns = monotonic_ns();
+        // Also where it is needed no more: an `attach` that said so may have been overtaken by the tick before.
+        let is_needed = self.place.record()?.needs_keeper;
+        self.maps.keep_until(if is_needed { now_ns + KEPT.as_nanos() as u64 } else { 0 })?;
+        // Each flow is looked at for that, two system calls each.
+        if now_ns.saturating_sub(self.last_reap_ns) >= REAP.as_nanos() as u64 {
+            self.last_reap_ns = now_ns;
+            self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
+        }
+        // Where another command attaches or detaches, the next tick does the rest, over what that one left.
+        let Some(_lock) = self.place.lock_now()? else { return Ok(false) };
+        // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
+        if leave(&self.place)? {
+            return Ok(true);
+        }
+        if self.place.exists() {
+            self.judge(now_ns)?;
+        }
+        Ok(false)
+    }
+
+    /// Has each interface's traffic, and what others do there, say what may be taken and by which program. The caller holds the place's lock: what
+    /// is written here to a port that goes at the same time would stay.
+    fn judge(&mut self, now_ns: u64) -> Result<(), AttachError> {
         let length = Duration::from_nanos(now_ns.saturating_sub(self.last_tick_ns));
         self.last_tick_ns = now_ns;
         let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
@@ -164,9 +205,6 @@ impl Keeper {
         let routes = Routes::open()?;
         let links = routes.links()?;
         let record = self.place.record()?;
-        if record.needs_keeper {
-            self.maps.keep_until(now_ns + KEPT.as_nanos() as u64)?;
-        }
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
             let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
@@ -190,11 +228,6 @@ impl Keeper {
         }
         if changed {
             self.maps.forget_flows()?;
-        }
-        // Each flow is looked at for that, two system calls each.
-        if now_ns.saturating_sub(self.last_reap_ns) >= REAP.as_nanos() as u64 {
-            self.last_reap_ns = now_ns;
-            self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
         }
         Ok(())
     }
@@ -282,9 +315,14 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
 
 /// Runs until the place is gone. Gives back at once where another keeper runs.
 pub fn keep(place: &Place) -> Result<(), AttachError> {
-    let Some(mut lock) = place.keeper_lock()? else { return Ok(()) };
-    // The lock is what counts; the number is for people.
-    let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
+    let lock = {
+        // One that comes late must not make its lock in a place that was removed.
+        let Some(_held) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(()) };
+        let Some(mut lock) = place.keeper_lock()? else { return Ok(()) };
+        // The lock is what counts; the number is for people.
+        let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
+        lock
+    };
     let monitor = Monitor::open()?;
     let conntrack = Conntrack::open()?;
     let wishes = maps::wishes(place)?;
@@ -326,19 +364,15 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         if untrue {
             keeper.maps.forget_flows()?;
         }
-        if links_changed {
-            // One that is gone again already is no reason to end.
-            if let Err(error) = attach_again(&keeper.place) {
-                tell(&format!("an interface that was made anew could not be attached: {error}"));
-            }
+        if links_changed && keeper.attach_again()?.is_none() {
+            // Another command is at it, perhaps with the same interface: the next turn looks again.
+            keeper.links_changed = true;
         }
         if monotonic_ns() >= next_tick {
             next_tick = monotonic_ns() + TICK.as_nanos() as u64;
-            // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
-            if leave(&keeper.place)? {
+            if keeper.tick()? {
                 return Ok(());
             }
-            keeper.tick()?;
         }
     }
 }

@@ -5,7 +5,7 @@
 //! the namespace's number. Beside it is the owner record.
 //!
 //! ```text
-//! RUNTIME/bypass/             the folder itself is locked while something is attached or detached
+//! RUNTIME/bypass/             the folder itself is locked (flock) while something is attached or detached; the lock ends with its holder
 //! RUNTIME/bypass/bpf/         a bpffs; gone with the last namespace's bypass
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*
 //! RUNTIME/bypass/ID.json      the owner record
@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
 use std::os::fd::AsFd;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,12 @@ const BPFFS: u64 = 0xcafe_4a11;
 const VERSION: u32 = 1;
 /// For how long the keeper's lock is tried: much longer than anybody looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
+/// How long a command waits for others that attach or detach.
+const WAITING: Duration = Duration::from_secs(60);
+/// How often it looks whether they are done: much shorter than what they take.
+const PAUSE: Duration = Duration::from_millis(5);
+/// How long an unmount is tried again while somebody looks into the bpffs.
+const UNMOUNTING: Duration = Duration::from_millis(500);
 
 /// Why the place cannot be used.
 #[derive(Debug, thiserror::Error)]
@@ -47,6 +53,19 @@ pub enum PlaceError {
         name: String,
         /// What the system said.
         cause: std::io::Error,
+    },
+    /// Another command attaches or detaches, and does not come to its end.
+    #[error(
+        "{path} has been locked for {} s by {holder}, which attaches or detaches interfaces: nothing was done; \
+         try again when it has ended, or end it if it hangs", .waited.as_secs()
+    )]
+    Busy {
+        /// The locked folder.
+        path: PathBuf,
+        /// Which process, as far as the kernel tells.
+        holder: String,
+        /// How long it was waited for.
+        waited: Duration,
     },
     /// Pins would go with the calling process.
     #[error(
@@ -211,11 +230,21 @@ impl Place {
         self.pins().is_dir() && self.beside("json").is_file()
     }
 
-    /// Keeps others from changing anything until the file is dropped; makes the folder where there is none.
+    /// Keeps others from changing anything until the file is dropped or its process killed; makes the folder where there is none.
     pub(crate) fn lock(&self) -> Result<File, PlaceError> {
+        self.lock_within(WAITING)
+    }
+
+    fn lock_within(&self, limit: Duration) -> Result<File, PlaceError> {
+        let wrong = file(&self.root);
         loop {
-            fs::create_dir_all(&self.root).map_err(file(&self.root))?;
-            if let Some(lock) = self.lock_if_there()? {
+            fs::create_dir_all(self.root.parent().unwrap_or(Path::new("/"))).map_err(&wrong)?;
+            // For root alone: whoever can open it could hold its lock.
+            match fs::DirBuilder::new().mode(0o700).create(&self.root) {
+                Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(wrong(e)),
+                _ => {}
+            }
+            if let Some(lock) = self.lock_if_there_within(limit)? {
                 return Ok(lock);
             }
         }
@@ -224,13 +253,37 @@ impl Place {
     /// The same, but nothing where there is no folder, or where whoever held the lock before removed it: who has only to change or to
     /// remove must not leave a new one behind.
     pub(crate) fn lock_if_there(&self) -> Result<Option<File>, PlaceError> {
+        self.lock_if_there_within(WAITING)
+    }
+
+    /// The same for the keeper, which has to go on: nothing, too, where another process holds the lock.
+    pub(crate) fn lock_now(&self) -> Result<Option<File>, PlaceError> {
+        match self.lock_if_there_within(Duration::ZERO) {
+            Err(PlaceError::Busy { .. }) => Ok(None),
+            other => other,
+        }
+    }
+
+    fn lock_if_there_within(&self, limit: Duration) -> Result<Option<File>, PlaceError> {
         let wrong = file(&self.root);
         let lock = match File::open(&self.root) {
             Ok(lock) => lock,
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(wrong(e)),
         };
-        lock.lock().map_err(&wrong)?;
+        let start = Instant::now();
+        loop {
+            match lock.try_lock() {
+                Ok(()) => break,
+                Err(TryLockError::Error(cause)) => return Err(wrong(cause)),
+                Err(TryLockError::WouldBlock) => {}
+            }
+            let waited = start.elapsed();
+            if waited >= limit {
+                return Err(PlaceError::Busy { path: self.root.clone(), holder: holder(&lock), waited });
+            }
+            std::thread::sleep(PAUSE);
+        }
         // Removed meanwhile, and perhaps made anew: then it is another folder that is to be locked.
         let is = lock.metadata().map_err(&wrong)?.ino();
         Ok(fs::metadata(&self.root).is_ok_and(|now| now.ino() == is).then_some(lock))
@@ -251,8 +304,17 @@ impl Place {
         fs::create_dir_all(self.pins()).map_err(file(&self.pins()))
     }
 
-    /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a half-made place.
+    /// Removes pins, record and folder: what was attached is detached by that. Safe to call over a half-made place. The lock went with the
+    /// folder: nothing may be changed after it.
     pub(crate) fn remove(&self) -> Result<(), PlaceError> {
+        self.clear()?;
+        // Where others' pins or records are the folder stays.
+        let _ = fs::remove_dir(&self.root);
+        Ok(())
+    }
+
+    /// Removes pins and record, but not the folder, so that the caller keeps its lock.
+    pub(crate) fn clear(&self) -> Result<(), PlaceError> {
         // The record first: killed behind it, what is left is known for that, and removed by the next command.
         gone(fs::remove_file(self.beside("json"))).map_err(file(&self.beside("json")))?;
         let pins = self.pins();
@@ -268,15 +330,18 @@ impl Place {
         // The kernel puts files of its own into every bpffs; folders are namespaces.
         let is_used = |entry: std::io::Result<fs::DirEntry>| entry.is_ok_and(|e| e.path().is_dir());
         if fs::read_dir(&bpffs).is_ok_and(|mut entries| !entries.any(is_used)) {
-            match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
-                // Somebody looks into it, or it was no mount any more: the next one that detaches tries again.
-                Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => {}
-                Err(cause) => return Err(file(&bpffs)(cause.into())),
+            let end = Instant::now() + UNMOUNTING;
+            loop {
+                match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
+                    // Others look into it, most for an instant: `status`, or a keeper whether it is still there.
+                    Err(Errno::BUSY) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
+                    // Or it was no mount any more: the next one that detaches tries again.
+                    Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => break,
+                    Err(cause) => return Err(file(&bpffs)(cause.into())),
+                }
             }
             let _ = fs::remove_dir(&bpffs);
         }
-        // Where others' pins or records are the folder stays.
-        let _ = fs::remove_dir(&self.root);
         Ok(())
     }
 
@@ -348,6 +413,27 @@ impl Place {
     }
 }
 
+/// Which process holds the lock of an open file, in words: the kernel lists them in /proc/locks.
+fn holder(lock: &File) -> String {
+    let table = fs::read_to_string("/proc/locks").unwrap_or_default();
+    let number = lock.metadata().ok().and_then(|m| flock_holder(&table, m.ino()));
+    let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
+    match number {
+        Some(pid) => format!("process {pid} ({})", name(pid).trim_end()),
+        None => "a process that cannot be seen from here".into(),
+    }
+}
+
+/// The process in such a line of /proc/locks: `1: FLOCK  ADVISORY  WRITE 1234 00:1a:5678 0 EOF`, with major, minor and inode number.
+fn flock_holder(table: &str, inode: u64) -> Option<u32> {
+    table.lines().find_map(|line| {
+        let words: Vec<&str> = line.split_ascii_whitespace().collect();
+        let [_, "FLOCK", _, _, pid, at, ..] = words[..] else { return None };
+        let is_it = at.rsplit(':').next().is_some_and(|n| n.parse() == Ok(inode));
+        pid.parse().ok().filter(|_| is_it)
+    })
+}
+
 /// Whether an ancestor of this process has another network namespace and other mounts: then it was started by something like
 /// `ip netns exec`, whose mounts end with it. (A container's processes have all the same.)
 fn has_private_mounts() -> bool {
@@ -387,8 +473,7 @@ mod tests {
     #[test]
     fn who_has_nothing_to_change_leaves_no_folder() {
         let place = absent("no-folder");
-        assert!(place.lock_if_there().unwrap().is_none());
-        assert!(crate::attachment::attach_again(&place).unwrap().is_empty());
+        assert!(place.lock_if_there().unwrap().is_none() && place.lock_now().unwrap().is_none());
         assert!(crate::attachment::detach(&place, &[]).unwrap().is_empty());
         assert!(crate::attachment::detach(&place, &["ta".into()]).is_err());
         assert!(crate::attachment::release(&place, "fabric").unwrap().is_empty());
@@ -433,6 +518,29 @@ mod tests {
         assert!(place.is_kept_by(&new) && !place.is_kept_by(&old));
         place.remove().unwrap();
         assert!(!place.root.exists());
+    }
+
+    #[test]
+    fn a_lock_that_is_not_let_go_is_waited_for_so_long_and_its_holder_named() {
+        let place = absent("busy");
+        let held = place.lock().unwrap();
+        let limit = Duration::from_millis(50);
+        let error = place.lock_within(limit).unwrap_err();
+        assert!(matches!(&error, PlaceError::Busy { waited, .. } if *waited >= limit), "{error}");
+        let (text, own) = (error.to_string(), format!("by process {} (", std::process::id()));
+        assert!(text.contains(&own) && text.contains("nothing was done"), "{text}");
+        assert!(place.lock_now().unwrap().is_none());
+        drop(held);
+        assert!(place.lock_now().unwrap().is_some());
+        assert_eq!(fs::metadata(&place.root).unwrap().mode() & 0o77, 0, "others can open it");
+        fs::remove_dir(&place.root).unwrap();
+    }
+
+    #[test]
+    fn who_waits_for_a_lock_is_not_its_holder() {
+        let table = "1: FLOCK  ADVISORY  WRITE 77 00:1a:5678 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 78 00:1a:5679 0 EOF\n\
+                     2: POSIX  ADVISORY  WRITE 79 00:1a:5680 0 EOF\n";
+        assert_eq!([5678, 5679, 5680, 678].map(|n| flock_holder(table, n)), [Some(77), None, None, None]);
     }
 
     #[test]
