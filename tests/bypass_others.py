@@ -99,7 +99,7 @@ def test_what_a_process_judges_by_nfqueue_it_judges_frame_by_frame():
 
 
 @contextlib.contextmanager
-def tcx_program(space, interface, hook, verdict, flags=0):
+def tcx_program(space, interface, hook, verdict, flags=0, name=b"another"):
     """A program that says the same of every frame, and counts them, at the end of the line at a tcx hook or, by `BEFORE`, at its beginning (no tool of
     Debian 12 attaches there). Yields what gives its count."""
     counts = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 8, 1))
@@ -109,7 +109,7 @@ def tcx_program(space, interface, hook, verdict, flags=0):
     text = ctypes.create_string_buffer(b"".join(struct.pack("<BBhi", *instruction) for instruction in code))
     licence = ctypes.create_string_buffer(b"GPL")
     with Inside(space):
-        program = bpf(PROG_LOAD, struct.pack("<IIQQIIQII16s", SCHED_CLS, len(code), ctypes.addressof(text), ctypes.addressof(licence), 0, 0, 0, 0, 0, b"another"))
+        program = bpf(PROG_LOAD, struct.pack("<IIQQIIQII16s", SCHED_CLS, len(code), ctypes.addressof(text), ctypes.addressof(licence), 0, 0, 0, 0, 0, name))
         link = bpf(LINK_CREATE, struct.pack("<IIII", program, socket.if_nametoindex(interface), hook, flags))
 
     def seen():
@@ -302,7 +302,45 @@ def test_several_bypasses_are_in_line_and_each_goes_without_the_other():
         other.attach("ta", "tb", words=("--lease", "10000"))
         done = h.attach(words=("--lease", "10000"))
         assert "ta: runs after tcx_in, which was there before" in done.stderr, done
-        h.across(h.udp())
-        assert h.across(h.udp()) and other.taken() == 1 and h.taken() == 0, "the first in line takes it"
+
+        def takes(one):
+            before = one.taken()
+            assert h.across(h.udp())
+            return one.taken() > before
+
+        # A program behind one's own is to see every frame, whatever its name: the first in line steps aside for the last, with its keeper.
+        until("the first one's keeper to notice", lambda: "filters came" in other.status("ta")["why"])
+        until("the last one to take frames", lambda: takes(h))
+        before = other.taken()
+        assert h.across(h.udp()) and other.taken() == before
+        h.cli("detach")
+        until("the first one to take frames again", lambda: takes(other))
+        h.attach(words=("--lease", "10000"))
         other.cli("detach")
-        assert h.across(h.udp()) and h.across(h.udp()) and h.taken() >= 1
+        until("the last one to take frames", lambda: takes(h))
+
+
+def test_programs_of_others_that_have_the_names_of_ours_are_not_taken_for_ours():
+    with host() as h:
+        h.attach(words=("--lease", "10000", "--mode", "xdp"))
+        h.across(h.udp())
+        assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
+        with tcx_program(h.space, "tb", TCX_EGRESS, NEXT, name=b"tcx_out") as seen:
+            until("the keeper's notice", lambda: h.across(h.udp()) and seen())
+            count = seen()
+            assert all(h.across(h.udp()) for _ in range(5)) and seen() == count + 5
+        until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
+        for flags in (0, BEFORE):
+            with tcx_program(h.space, "ta", TCX_INGRESS, NEXT, flags, name=b"tcx_in") as seen:
+                until("the keeper's notice", lambda s=seen: h.across(h.udp()) and s())
+                count = seen()
+                assert all(h.across(h.udp()) for _ in range(5)) and seen() == count + 5, flags
+                # What is attached is changed around it, and it stays.
+                h.attach(words=("--lease", "10000", "--mode", "xdp"))
+                h.cli("detach")
+                count = seen()
+                assert h.across(h.udp()) and seen() == count + 1
+                h.attach(words=("--lease", "10000", "--mode", "xdp"))
+                h.across(h.udp())
+                count = seen()
+                assert all(h.across(h.udp()) for _ in range(5)) and seen() == count + 5, flags

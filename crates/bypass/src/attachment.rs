@@ -119,6 +119,24 @@ pub struct Attached {
     pub after: Vec<String>,
 }
 
+/// The kernel's numbers of our programs. Their names anybody's may have: another bypass's have them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Ours {
+    ingress: u32,
+    egress: u32,
+}
+
+impl Ours {
+    /// Of the programs that are pinned in this place.
+    pub(crate) fn of(place: &Place) -> Result<Ours, AttachError> {
+        let id = |name: &str| {
+            let wrong = |e| AttachError::Program { interface: name.into(), cause: chain(&e) };
+            ProgramInfo::from_pin(place.pin(&format!("prog_{name}"))).map(|p| p.id()).map_err(wrong)
+        };
+        Ok(Ours { ingress: id(TCX_IN)?, egress: id(TCX_OUT)? })
+    }
+}
+
 /// What of others stands at an interface's tc hooks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Others {
@@ -135,16 +153,14 @@ pub(crate) struct Others {
 }
 
 impl Others {
-    pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool) -> Result<Others, NetlinkError> {
-        let programs = |hook| SchedClassifier::query_tcx(&link.name, hook).map(|q| q.1).unwrap_or_default();
-        let is = |program: &ProgramInfo, name| program.name_as_str() == Some(name);
-        let ingress = programs(TcAttachType::Ingress);
-        let behind = ingress.iter().skip_while(|p| !is(p, TCX_IN)).any(|p| !is(p, TCX_IN));
+    pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool, ours: Ours) -> Result<Others, NetlinkError> {
+        let ingress = programs_at(link, TcAttachType::Ingress);
+        let behind = ingress.iter().skip_while(|id| **id != ours.ingress).any(|id| *id != ours.ingress);
         Ok(Others {
             overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind),
-            preceding: ingress.first().is_some_and(|p| !is(p, TCX_IN)),
+            preceding: ingress.first().is_some_and(|id| *id != ours.ingress),
             at_egress: routes.has_egress_filters(link.index)?
-                || programs(TcAttachType::Egress).iter().any(|p| !is(p, TCX_OUT)),
+                || programs_at(link, TcAttachType::Egress).iter().any(|id| *id != ours.egress),
             at_peer: routes.has_peer_xdp(link)?,
             // Where the kernel has no such queues there is no such file.
             queued: std::fs::read("/proc/thread-self/net/netfilter/nfnetlink_queue").is_ok_and(|t| !t.is_empty()),
@@ -158,6 +174,12 @@ impl Others {
     pub(crate) fn precede(self) -> bool {
         self.preceding
     }
+}
+
+/// Numbers of the tcx programs at an interface's hook, in the order in which they run.
+fn programs_at(link: &Link, hook: TcAttachType) -> Vec<u32> {
+    let programs = SchedClassifier::query_tcx(&link.name, hook).map(|q| q.1).unwrap_or_default();
+    programs.iter().map(ProgramInfo::id).collect()
 }
 
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
@@ -291,6 +313,7 @@ fn attach_locked(
     }
     let mut record = place.record()?;
     let mut maps = Maps::open(place)?;
+    let ours = Ours::of(place)?;
     prune(place, &mut record, &mut maps, &routes)?;
     let before = maps.settings()?;
     let lease = options.lease.or((before.lease_ns > 0).then(|| Duration::from_nanos(before.lease_ns))).unwrap_or(LEASE);
@@ -320,7 +343,7 @@ fn attach_locked(
             });
         }
         let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked };
-        let others = Others::at(&routes, link, options.past_filters)?;
+        let others = Others::at(&routes, link, options.past_filters, ours)?;
         open_port(place, &routes, &mut maps, link, others, options.wanted, why)?;
         report.push(attached);
     }
@@ -411,6 +434,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
         return Ok(vec![]);
     }
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
+    let ours = Ours::of(place)?;
     let links = routes.links()?;
     let mut again = vec![];
     let renamed = follow(&mut record, &links);
@@ -428,7 +452,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
         let is_it = |l: &&Link| l.name == interface.name && (l.index == interface.index || !known.contains(&l.index));
         let Some(link) = links.iter().find(is_it).filter(|l| l.mac.is_some()) else { continue };
         let result = attach_programs(place, link, &mut vec![])
-            .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters)?))
+            .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters, ours)?))
             .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
         if let Err(error) = result {
             detach_all(place, link.index);

@@ -10,7 +10,7 @@
 //! answers nobody while any namespace of the machine comes or goes.
 
 use crate::attachment::{
-    AttachError, Others, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
+    AttachError, Others, Ours, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
 };
 use crate::chooser::{Chooser, Why, Window};
 use crate::layout::{
@@ -204,13 +204,13 @@ impl Keeper {
         let captured = captured(&table);
         let routes = Routes::open()?;
         let links = routes.links()?;
-        let record = self.place.record()?;
+        let (record, ours) = (self.place.record()?, Ours::of(&self.place)?);
         let mut changed = false;
         for (index, port) in self.maps.ports()? {
             let Some(interface) = record.interfaces.iter().find(|i| i.index == index) else { continue };
             let Some(link) = links.iter().find(|l| l.index == index) else { continue };
             let on = captured.contains(&0) || captured.contains(&index);
-            let others = Others::at(&routes, link, interface.past_filters)?;
+            let others = Others::at(&routes, link, interface.past_filters, ours)?;
             let flags = capabilities(link, others) | if on { PORT_CAPTURED } else { 0 };
             let (mode, mut why, is_fleeting) = self.choose(interface, link, &port, length, on)?;
             if others.are_overlooked() {
