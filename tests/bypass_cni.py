@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
+from bypass_interfaces import recorded
 from bypass_paths import B, host, is_ip
 from lib import Namespace, Skip, need_program, until
 from lib.frames import mac_bytes
@@ -109,6 +110,9 @@ def bypassed(kind, taken):
         delete()
         if kind == "ptp":
             until("the interface's end", lambda: side not in h.space.ip("link"), 5)
+            # From status at once, and with the keeper's next look from the record.
+            assert [i["name"] for i in h.status()["interfaces"]] == ["tb"] and side not in h.cli("status").stdout
+            until("its attachment's end", lambda: side not in recorded(h))
             h.attach("ta")
             assert sorted(i["name"] for i in h.status()["interfaces"]) == ["ta", "tb"]
         h.cli("detach")

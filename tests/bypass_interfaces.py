@@ -1,11 +1,13 @@
 """The bypass and what becomes of interfaces: VLANs, programs that are there, taps that are made anew, and taps as microVMs' monitors use them."""
 
+import fcntl
+import json
 import os
 import select
 import subprocess
 
-from bypass_paths import A, ARRIVES_S, B, MAC_A, host, is_ip
-from lib import Skip, need_program, until
+from bypass_paths import A, ARRIVES_S, B, MAC_A, has_ended, host, is_ip
+from lib import Namespace, Skip, need_program, scratch, until
 from lib.tap import ETH_IP4, UDP, Tap, ethernet, ipv4, transport
 
 
@@ -117,6 +119,113 @@ def test_a_tap_that_is_made_anew_is_attached_again():
         until("frames to be taken again", taken)
         h.cli("detach")
         assert not h.status()["attached"]
+
+
+def record(h):
+    (path,) = (h.folder / "run/bypass").glob("*.json")
+    return path
+
+
+def recorded(h):
+    """Names of the interfaces that the owner record has."""
+    return [i["name"] for i in json.loads(record(h).read_text())["interfaces"]]
+
+
+def shown(h):
+    return [i["name"] for i in h.status()["interfaces"]]
+
+
+def test_an_interface_that_is_deleted_leaves_status_and_the_records_and_the_last_one_takes_all_with_it():
+    with host() as h:
+        h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
+        h.attach("gone", "ta", "tb")
+        keeper = h.status()["keeper"]
+        h.space.ip("link", "del", "gone")
+        assert shown(h) == ["ta", "tb"] and "gone" not in h.cli("status").stdout and '"gone"' not in h.cli("status", "--metrics").stdout
+        until("its record's end", lambda: recorded(h) == ["ta", "tb"])
+        assert len(list((h.folder / "run/bypass/bpf").rglob("link_*"))) == 4
+        assert "is not attached" in h.cli("detach", "nosuch", check=False).stderr
+        # It is awaited for a minute: when that is over what is left is nothing, and goes.
+        h.cli("detach", "ta", "tb")
+        assert h.cli("status").stdout == "nothing is attached in this network namespace\n" and not has_ended(keeper)
+        minute_is_over(h)
+        until("the end of all", lambda: not (h.folder / "run/bypass").exists())
+        until("the keeper's end", lambda: has_ended(keeper))
+
+
+def minute_is_over(h):
+    """What is awaited has been away for long."""
+    lock = os.open(h.folder / "run/bypass", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    text = json.loads(record(h).read_text())
+    assert text["awaited"]
+    for awaited in text["awaited"]:
+        awaited["since_ns"] = 0
+    record(h).write_text(json.dumps(text))
+    os.close(lock)
+
+
+def test_what_is_awaited_is_detached_by_its_name_and_with_its_last_owner():
+    with host() as h:
+        h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
+        h.attach("gone", "ta")
+        h.space.ip("link", "del", "gone")
+        assert h.cli("detach", "gone").stdout == "gone detached\n"
+        h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
+        until("the keeper to have looked", lambda: h.status("ta")["for_ms"] > 2500)
+        assert shown(h) == ["ta"]
+
+
+def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already():
+    for keeper in ((), ("--no-keeper",)):
+        with host() as h:
+            def make(h=h):
+                h.space.ip("link", "add", "again", "index", "77", "type", "veth", "peer", "name", "other")
+                h.space.ip("link", "set", "again", "up")
+
+            make()
+            h.attach("again", "ta", words=keeper)
+            h.space.ip("link", "del", "again")
+            make()
+            if keeper:
+                assert shown(h) == ["ta"], "its link is dead"
+                assert "again attached in" in h.attach("again", words=keeper).stdout
+            until("it to be attached", lambda: shown(h) == ["ta", "again"])
+            assert len(list((h.folder / "run/bypass/bpf").rglob("link_tcx_*_77"))) == 2
+            # One by another name is another one.
+            h.space.ip("link", "del", "again")
+            h.space.ip("link", "add", "third", "index", "77", "type", "veth", "peer", "name", "other")
+            until("the keeper to have looked", lambda: shown(h) == ["ta"] and (keeper or recorded(h) == ["ta"]))
+
+
+def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
+    with host() as h, scratch() as folder, Namespace() as space:
+        h.folder, h.space, own = folder, space, h.space
+        number = lambda: os.stat(f"/run/netns/{space}").st_ino  # noqa: E731
+
+        def make():
+            space.ip("link", "add", "again", "index", "77", "type", "veth", "peer", "name", "other")
+            space.ip("link", "set", "again", "up")
+
+        try:
+            make()
+            h.attach("again", words=("--no-keeper", "--lease", "5000"))
+            old = number()
+            for _ in range(50):
+                subprocess.run(["ip", "netns", "del", str(space)], check=True)
+                subprocess.run(["ip", "netns", "add", str(space)], check=True)
+                if number() == old:
+                    break
+            else:
+                raise Skip("the kernel has not given the namespace's number again in 50 times")
+            make()
+            assert not h.status()["attached"], h.status()
+            assert h.cli("attach", "again", "--no-keeper").stdout.startswith("again attached in")
+            assert shown(h) == ["again"] and h.status()["lease_ms"] == 1000, "what was set was the other's"
+        finally:
+            h.cli("detach")
+            h.space = own
+        assert not (folder / "run/bypass").exists()
 
 
 def test_an_xdp_dispatcher_is_recognised_and_left_alone():

@@ -10,7 +10,7 @@ use crate::layout::{Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
-use crate::place::{COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
 use aya::programs::{
@@ -23,6 +23,10 @@ use std::time::Duration;
 pub const LEASE: Duration = Duration::from_secs(1);
 const LONGEST_LEASE: Duration = Duration::from_secs(10);
 const SHORTEST_LEASE: Duration = Duration::from_millis(20);
+
+/// For how long an interface that went is attached again if it is made anew under its name: a microVM's restart, or a card that is plugged in
+/// again. One of a container's (CNI) has a name that does not come again.
+const AWAITED: Duration = Duration::from_secs(60);
 
 /// The name of libxdp's program that calls others in turn (xdp-tools, lib/libxdp/xdp-dispatcher.c).
 const DISPATCHER: &str = "xdp_dispatcher";
@@ -178,8 +182,36 @@ impl Others {
 
 /// Numbers of the tcx programs at an interface's hook, in the order in which they run.
 fn programs_at(link: &Link, hook: TcAttachType) -> Vec<u32> {
-    let programs = SchedClassifier::query_tcx(&link.name, hook).map(|q| q.1).unwrap_or_default();
-    programs.iter().map(ProgramInfo::id).collect()
+    query(link, hook).unwrap_or_default()
+}
+
+/// The same; nothing where the kernel cannot be asked.
+fn query(link: &Link, hook: TcAttachType) -> Option<Vec<u32>> {
+    let programs = SchedClassifier::query_tcx(&link.name, hook).ok()?.1;
+    Some(programs.iter().map(ProgramInfo::id).collect())
+}
+
+/// Whether our programs are at work at an interface. Neither its number nor the namespace's says so: the kernel gives both out again, and a
+/// pin outlives what its link was attached to. So the pinned link is to be of our program, and the interface's hook is to have that program;
+/// the hook is asked, since aya does not give a link's interface, which would be 0 of a dead one.
+pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
+    let hooks = [(TCX_IN, TcAttachType::Ingress, ours.ingress), (TCX_OUT, TcAttachType::Egress, ours.egress)];
+    hooks.into_iter().all(|(name, hook, id)| {
+        let pinned = PinnedLink::from_pin(place.pin(&format!("link_{name}_{}", link.index))).map(FdLink::from);
+        let program = pinned.and_then(|l| l.info()).map(|i| i.program_id());
+        // One that is renamed in this moment is not found by its name: the next look tells.
+        program.is_ok_and(|found| found == id) && query(link, hook).is_none_or(|found| found.contains(&id))
+    })
+}
+
+/// Whether the place is a namespace's that is no more, whose number another one has now: nothing of it is at work, and no keeper runs.
+fn is_leftover(place: &Place) -> Result<bool, AttachError> {
+    if place.keeper().is_some() {
+        return Ok(false);
+    }
+    let (links, record, ours) = (Routes::open()?.links()?, place.record()?, Ours::of(place)?);
+    let is_here = |i: &Interface| links.iter().any(|l| l.index == i.index && is_alive(place, l, ours));
+    Ok(!record.interfaces.iter().any(is_here))
 }
 
 /// What may be done with frames that come in at an interface, and which ways out of it there are.
@@ -267,9 +299,9 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     }
     // Nothing is looked at before it is held, and it is held until all is done.
     let lock = place.lock()?;
-    let fresh = !place.exists();
+    let fresh = !place.exists() || is_leftover(place)?;
     if fresh {
-        // What an attach that was killed left, if anything.
+        // What an attach that was killed left, or a namespace before this one, if anything.
         place.clear()?;
     }
     let mut done = vec![];
@@ -314,7 +346,7 @@ fn attach_locked(
     let mut record = place.record()?;
     let mut maps = Maps::open(place)?;
     let ours = Ours::of(place)?;
-    prune(place, &mut record, &mut maps, &routes)?;
+    prune(place, &mut record, &mut maps, &routes.links()?, ours)?;
     let before = maps.settings()?;
     let lease = options.lease.or((before.lease_ns > 0).then(|| Duration::from_nanos(before.lease_ns))).unwrap_or(LEASE);
     let mut report = vec![];
@@ -334,12 +366,17 @@ fn attach_locked(
             known.past_filters = options.past_filters;
         } else {
             attached.after = attach_programs(place, link, done)?;
+            // Who asked for the one of this name that went asks for this one too.
+            let before = record.awaited.extract_if(.., |a| a.interface.name == link.name).next();
+            let mut owners = before.map_or(vec![], |a| a.interface.owners);
+            owners.retain(|o| *o != options.owner);
+            owners.push(options.owner.clone());
             record.interfaces.push(Interface {
                 name: link.name.clone(),
                 index: link.index,
                 wanted: options.wanted,
                 past_filters: options.past_filters,
-                owners: vec![options.owner.clone()],
+                owners,
             });
         }
         let why = if options.wanted == Wanted::Auto { Why::Start } else { Why::Asked };
@@ -415,59 +452,49 @@ fn xdp_taken(interface: &str, mode: u8, program: u32) -> AttachError {
     AttachError::XdpTaken { interface: interface.into(), program, name, dispatcher, off }
 }
 
-/// Interfaces that were renamed are known by their new names; says whether there were any.
-fn follow(record: &mut Record, links: &[Link]) -> bool {
-    let mut renamed = false;
+/// Interfaces that were renamed are known by their new names.
+fn follow(record: &mut Record, links: &[Link]) {
     for interface in &mut record.interfaces {
-        if let Some(link) = links.iter().find(|l| l.index == interface.index && l.name != interface.name) {
+        if let Some(link) = links.iter().find(|l| l.index == interface.index) {
             interface.name.clone_from(&link.name);
-            renamed = true;
         }
     }
-    renamed
 }
 
 /// Lets go of what is gone, perhaps into another namespace, and attaches again what was made again under the name that it was attached by, or
-/// came back; gives the names. The caller holds the lock.
-pub(crate) fn attach_again(place: &Place) -> Result<Vec<String>, AttachError> {
+/// came back; says what is attached, and awaited, then. The caller holds the lock.
+pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     if !place.exists() {
-        return Ok(vec![]);
+        return Ok(Record::default());
     }
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
-    let ours = Ours::of(place)?;
-    let links = routes.links()?;
-    let mut again = vec![];
-    let renamed = follow(&mut record, &links);
+    let (links, ours, before) = (routes.links()?, Ours::of(place)?, record.clone());
+    prune(place, &mut record, &mut maps, &links, ours)?;
     let known: Vec<u32> = record.interfaces.iter().map(|i| i.index).collect();
-    for interface in &mut record.interfaces {
-        let is_attached = maps.port(interface.index)?.is_some();
-        if is_attached && links.iter().any(|l| l.index == interface.index) {
+    let mut failed = None;
+    for awaited in std::mem::take(&mut record.awaited) {
+        let interface = &awaited.interface;
+        let is_it = |l: &&Link| l.name == interface.name && !known.contains(&l.index) && l.mac.is_some();
+        let Some(link) = links.iter().find(is_it) else {
+            record.awaited.push(awaited);
             continue;
-        }
-        if is_attached {
-            maps.remove_port(interface.index)?;
-            detach_all(place, interface.index);
-            maps.forget_flows()?;
-        }
-        let is_it = |l: &&Link| l.name == interface.name && (l.index == interface.index || !known.contains(&l.index));
-        let Some(link) = links.iter().find(is_it).filter(|l| l.mac.is_some()) else { continue };
+        };
         let result = attach_programs(place, link, &mut vec![])
             .and_then(|_| Ok(Others::at(&routes, link, interface.past_filters, ours)?))
             .and_then(|others| open_port(place, &routes, &mut maps, link, others, interface.wanted, Why::MadeAgain));
         if let Err(error) = result {
             detach_all(place, link.index);
-            return Err(error);
+            record.awaited.push(awaited);
+            failed = Some(error);
+            continue;
         }
-        interface.index = link.index;
-        again.push(link.name.clone());
-    }
-    if !again.is_empty() {
+        record.interfaces.push(Interface { index: link.index, ..awaited.interface });
         maps.forget_flows()?;
     }
-    if renamed || !again.is_empty() {
+    if record != before {
         place.write(&record)?;
     }
-    Ok(again)
+    failed.map_or(Ok(record), Err)
 }
 
 /// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether. The caller holds the lock.
@@ -479,16 +506,22 @@ pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
     Ok(abandoned)
 }
 
-/// Forgets interfaces that are gone, with what is pinned for them.
-fn prune(place: &Place, record: &mut Record, maps: &mut Maps, routes: &Routes) -> Result<(), AttachError> {
-    let links = routes.links()?;
-    let (here, gone) =
-        std::mem::take(&mut record.interfaces).into_iter().partition(|i| links.iter().any(|l| l.index == i.index));
+/// Takes interfaces that are gone out of the record and the maps, with what is pinned for them: for a while they are awaited under their names.
+fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ours: Ours) -> Result<(), AttachError> {
+    let is_here = |i: &Interface| links.iter().any(|l| l.index == i.index && is_alive(place, l, ours));
+    let (here, gone): (_, Vec<_>) = std::mem::take(&mut record.interfaces).into_iter().partition(is_here);
     record.interfaces = here;
-    follow(record, &links);
+    follow(record, links);
+    let now_ns = monotonic_ns();
+    record.awaited.retain(|a| now_ns.saturating_sub(a.since_ns) < AWAITED.as_nanos() as u64);
+    if !gone.is_empty() {
+        maps.forget_flows()?;
+    }
     for interface in gone {
         detach_all(place, interface.index);
         maps.remove_port(interface.index)?;
+        record.awaited.retain(|a| a.interface.name != interface.name);
+        record.awaited.push(Awaited { interface, since_ns: now_ns });
     }
     Ok(())
 }
@@ -504,12 +537,16 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
         return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
     }
     let mut record = place.record()?;
-    follow(&mut record, &Routes::open()?.links()?);
-    if let Some(name) = names.iter().find(|n| !record.interfaces.iter().any(|i| i.name == **n)) {
+    prune(place, &mut record, &mut Maps::open(place)?, &Routes::open()?.links()?, Ours::of(place)?)?;
+    let is_named = |i: &Interface| names.is_empty() || names.contains(&i.name);
+    let awaited: Vec<_> = record.awaited.extract_if(.., |a| is_named(&a.interface)).map(|a| a.interface).collect();
+    let (mut going, staying): (Vec<_>, _) = std::mem::take(&mut record.interfaces).into_iter().partition(is_named);
+    if !names.is_empty() {
+        going.extend(awaited);
+    }
+    if let Some(name) = names.iter().find(|n| !going.iter().any(|i| i.name == **n)) {
         return Err(AttachError::NotAttached(name.clone()));
     }
-    let (going, staying) =
-        std::mem::take(&mut record.interfaces).into_iter().partition(|i| names.is_empty() || names.contains(&i.name));
     take_off(place, record, going, staying)
 }
 
@@ -522,6 +559,8 @@ pub fn release(place: &Place, owner: &str) -> Result<Vec<String>, AttachError> {
     }
     let mut record = place.record()?;
     let mut interfaces = std::mem::take(&mut record.interfaces);
+    record.awaited.iter_mut().for_each(|a| a.interface.owners.retain(|o| o != owner));
+    record.awaited.retain(|a| !a.interface.owners.is_empty());
     interfaces.iter_mut().for_each(|i| i.owners.retain(|o| o != owner));
     let (going, staying) = interfaces.into_iter().partition(|i| i.owners.is_empty());
     take_off(place, record, going, staying)
@@ -542,7 +581,7 @@ fn take_off(
     for interface in &going {
         detach_all(place, interface.index);
     }
-    if staying.is_empty() {
+    if staying.is_empty() && record.awaited.is_empty() {
         place.remove()?;
     } else {
         record.interfaces = staying;

@@ -165,11 +165,20 @@ impl Keeper {
     /// Attaches what was made anew; nothing where another command holds the lock.
     fn attach_again(&self) -> Result<Option<()>, AttachError> {
         let Some(_lock) = self.place.lock_now()? else { return Ok(None) };
-        // One that is gone again already is no reason to end.
-        if let Err(error) = attach_again(&self.place) {
-            tell(&format!("an interface that was made anew could not be attached: {error}"));
-        }
+        self.attach_again_locked();
         Ok(Some(()))
+    }
+
+    /// The same for who holds the lock; says whether anything is attached or awaited then.
+    fn attach_again_locked(&self) -> bool {
+        match attach_again(&self.place) {
+            Ok(record) => !record.interfaces.is_empty() || !record.awaited.is_empty(),
+            // One that is gone again already is no reason to end.
+            Err(error) => {
+                tell(&format!("an interface that was made anew could not be attached: {error}"));
+                true
+            }
+        }
     }
 
     /// What is done once a second; says whether the keeper is to end.
@@ -189,9 +198,15 @@ impl Keeper {
         if leave(&self.place)? {
             return Ok(true);
         }
-        if self.place.exists() {
-            self.judge(now_ns)?;
+        if !self.place.exists() {
+            return Ok(false);
         }
+        // Whatever netlink did not tell of, and what is awaited no longer.
+        if !self.attach_again_locked() {
+            self.place.remove()?;
+            return Ok(true);
+        }
+        self.judge(now_ns)?;
         Ok(false)
     }
 

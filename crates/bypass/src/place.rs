@@ -134,6 +134,15 @@ fn by_command() -> Vec<String> {
     vec![COMMAND.into()]
 }
 
+/// An interface that is gone, and is attached again if it is made anew under its name soon.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Awaited {
+    /// How it was attached.
+    pub interface: Interface,
+    /// Since when it is gone, in ns of the monotonic clock.
+    pub since_ns: u64,
+}
+
 /// Who attached what.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Record {
@@ -142,6 +151,9 @@ pub struct Record {
     pub netns: String,
     /// The attached interfaces.
     pub interfaces: Vec<Interface>,
+    /// Those that went a short while ago.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub awaited: Vec<Awaited>,
     /// Whether traffic goes the kernel's way again when the keeper has been killed.
     #[serde(default)]
     pub needs_keeper: bool,

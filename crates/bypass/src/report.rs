@@ -1,17 +1,15 @@
 //! What `status` shows.
 
-use crate::attachment::{AttachError, monotonic_ns};
-use crate::layout::{Counters, Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
+use crate::attachment::{AttachError, Ours, is_alive, monotonic_ns};
+use crate::layout::{Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
 use crate::maps::Maps;
-use crate::place::{Place, Wanted};
+use crate::netlink::{NetlinkError, Routes};
+use crate::place::{Interface, Place, Wanted};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
 /// The number of the form of this report.
 pub const SCHEMA: u32 = 1;
-
-/// Why an interface that is remembered has its mode, where there is none of its number any more.
-pub const GONE: &str = "the interface is gone; the keeper attaches one that is made anew under its name";
 
 /// The bypass of one network namespace.
 #[derive(Clone, Debug, Default, Serialize)]
@@ -81,10 +79,37 @@ pub enum Detail {
     Flows,
     /// Counters only: for who asks again and again.
     Counters,
+    /// Counters, and nothing for which the kernel locks its interfaces: for who must not wait.
+    Glance,
+}
+
+/// The interfaces of a record that are here and have our programs, by their names now.
+fn present(place: &Place, mut interfaces: Vec<Interface>, detail: Detail) -> Result<Vec<Interface>, AttachError> {
+    if detail == Detail::Glance {
+        use rustix::net::{AddressFamily, SocketType, netdevice::index_to_name, socket};
+        let wrong = |cause| NetlinkError::Call { what: "socket", cause };
+        let any = socket(AddressFamily::INET, SocketType::DGRAM, None).map_err(wrong)?;
+        interfaces.retain_mut(|i| index_to_name(&any, i.index).map(|name| i.name = name).is_ok());
+        return Ok(interfaces);
+    }
+    let (links, ours) = (Routes::open()?.links()?, Ours::of(place)?);
+    interfaces.retain_mut(|i| {
+        let link = links.iter().find(|l| l.index == i.index).filter(|l| is_alive(place, l, ours));
+        link.map(|l| i.name.clone_from(&l.name)).is_some()
+    });
+    Ok(interfaces)
 }
 
 /// The state of the bypass in the calling thread's namespace.
 pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
+    match of_attached(place, detail) {
+        // Detached while it was looked at.
+        Err(_) if !place.exists() => Ok(Report { schema: SCHEMA, ..Report::default() }),
+        result => result,
+    }
+}
+
+fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let mut report = Report { schema: SCHEMA, attached: place.exists(), ..Report::default() };
     if !report.attached {
         return Ok(report);
@@ -95,21 +120,23 @@ pub fn report(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let flows = if detail == Detail::Flows { maps.flows()? } else { vec![] };
     let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
     let record = place.record()?;
+    let interfaces = present(place, record.interfaces, detail)?;
+    report.attached = !interfaces.is_empty();
     report.keeper = place.keeper();
     report.needs_keeper = record.needs_keeper;
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();
-    for interface in record.interfaces {
-        // One that went has no port any more.
-        let port = maps.port(interface.index)?;
-        let counters = port.map_or(Ok(Counters::default()), |p| maps.counters(p.slot))?;
-        let flags = port.map_or(0, |p| p.flags);
+    for interface in interfaces {
+        // One that goes in this moment has no port any more.
+        let Some(port) = maps.port(interface.index)? else { continue };
+        let counters = maps.counters(port.slot)?;
+        let flags = port.flags;
         report.interfaces.push(InterfaceReport {
             index: interface.index,
             wanted: interface.wanted,
-            mode: port.map_or(Mode::Tcx, |p| p.mode),
-            why: port.map_or(GONE, |p| crate::chooser::why(p.why)),
-            for_ms: port.map_or(0, |p| now.saturating_sub(p.since_ns) / 1_000_000),
+            mode: port.mode,
+            why: crate::chooser::why(port.why),
+            for_ms: now.saturating_sub(port.since_ns) / 1_000_000,
             peer: flags & PORT_PEER != 0,
             captured: flags & PORT_CAPTURED != 0,
             flows: flows.iter().filter(|(t, _)| t.input == interface.index).count(),

@@ -256,11 +256,7 @@ impl Status {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
         // Who asks for metrics asks again and again.
-        let mut report = report::report(&place, if self.metrics { Detail::Counters } else { Detail::Flows })?;
-        let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
-        for interface in report.interfaces.iter_mut().filter(|i| !links.iter().any(|l| l.index == i.index)) {
-            interface.why = report::GONE;
-        }
+        let report = report::report(&place, if self.metrics { Detail::Counters } else { Detail::Flows })?;
         if self.json {
             out::json(&report)?;
         } else if self.metrics {

@@ -79,7 +79,7 @@ impl Running {
         let mut fault = self.bypass_faults.get(&network.name).cloned();
         let tap = kernel_device(&self.spec.name, &network.name);
         let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
-        let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Counters)?));
+        let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Glance)?));
         let interfaces = match found {
             Ok(report) => report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(Into::into).collect(),
             Err(error) => {
