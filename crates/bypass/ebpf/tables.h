@@ -3,7 +3,7 @@
  * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
  * asserted below.
  *
- * Writers: `settings`, `ports` and `kept` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
+ * Writers: `settings`, `ports`, `kept` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
  * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries.
  */
 #ifndef TOMBOLO_TABLES_H
@@ -216,6 +216,15 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } kept SEC(".maps");
+
+/* When each thread of the keeper was at work last, on the monotonic clock. Written by it alone; no program reads it. */
+#define BEATS 2
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, BEATS);
+	__type(key, __u32);
+	__type(value, __u64);
+} beats SEC(".maps");
 
 struct {
 	__uint(type, BPF_MAP_TYPE_HASH);

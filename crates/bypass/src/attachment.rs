@@ -5,7 +5,7 @@
 //! refused unless asked for.
 
 use crate::chooser::Why;
-use crate::keeper::KEPT;
+use crate::keeper::{self, KEPT};
 use crate::layout::{Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
@@ -582,6 +582,8 @@ fn take_off(
         detach_all(place, interface.index);
     }
     if staying.is_empty() && record.awaited.is_empty() {
+        // It would end by itself, unless it is stopped.
+        let _ = keeper::end(place);
         place.remove()?;
     } else {
         record.interfaces = staying;

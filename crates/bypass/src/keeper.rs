@@ -5,6 +5,9 @@
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
+//! Both of its threads say in a map, at each turn, that they are at work. One that has not for a while is stopped or hangs: `status` and the metrics
+//! say so, and the next `attach`, or a fabric's daemon, ends it and starts another.
+//!
 //! It ends by itself when the place is gone, within one tick, and with everything when the namespace was deleted. One runs per namespace, by a lock.
 //! Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which
 //! answers nobody while any namespace of the machine comes or goes.
@@ -16,12 +19,13 @@ use crate::chooser::{Chooser, Why, Window};
 use crate::layout::{
     Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, NO_FLOW, PORT_CAPTURED, PORT_TWICE, Port, TAKEN_XDP, WISH_BYTES,
 };
-use crate::maps::{self, Maps};
+use crate::maps::{self, Beats, Maps};
 use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
 use crate::place::{Interface, Place};
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::collections::HashMap;
 use std::io::Write;
 use std::os::unix::process::CommandExt;
@@ -32,6 +36,13 @@ use std::time::{Duration, Instant};
 const TICK: Duration = Duration::from_secs(1);
 /// How long frames are taken without a tick, where that needs a keeper.
 pub(crate) const KEPT: Duration = Duration::from_secs(3);
+/// How long a keeper may say nothing before it counts as stopped: many turns, and longer than the kernel's lock of all interfaces is held as a rule.
+const SILENT: Duration = Duration::from_secs(5);
+/// How long a killed one may take to be gone.
+const DYING: Duration = Duration::from_secs(5);
+/// The threads that say that they are at work.
+const WATCHING: u32 = 0;
+const GRANTING: u32 = 1;
 /// How often it looks whether the place is still there.
 const GLANCE: Duration = Duration::from_millis(200);
 /// A flow that was used last this long ago is removed.
@@ -41,18 +52,82 @@ const REAP: Duration = Duration::from_secs(15);
 /// How long a keeper may take to start.
 const STARTING: Duration = Duration::from_secs(30);
 
-/// Starts a keeper for this place with the running program, unless one runs; says whether one runs then, or none is needed since somebody
+/// What is wrong with the keeper that runs, where it does not work.
+pub(crate) fn fault(place: &Place, pid: u32) -> Option<String> {
+    let beat_ns = Beats::open(place).and_then(|b| b.oldest()).ok()?;
+    let silent = Duration::from_nanos(monotonic_ns().saturating_sub(beat_ns));
+    if silent < SILENT {
+        return None;
+    }
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let state = stat.rsplit_once(") ").and_then(|(_, rest)| rest.chars().next());
+    let what = match state {
+        Some('T' | 't') => "is stopped, by a signal or a debugger,",
+        _ => "hangs",
+    };
+    Some(format!("the keeper, process {pid}, {what} and has done nothing for {} s", silent.as_secs()))
+}
+
+/// Why a place needs another keeper, if it does.
+pub fn lacks(place: &Place) -> Option<String> {
+    match place.keeper() {
+        _ if !place.exists() => None,
+        Some(pid) => fault(place, pid),
+        None => Some("the keeper has ended".into()),
+    }
+}
+
+/// Ends a keeper that does not work any more, if one is there.
+pub(crate) fn end_if_silent(place: &Place) -> std::io::Result<()> {
+    match place.keeper() {
+        Some(pid) if fault(place, pid).is_some() => end(place),
+        _ => Ok(()),
+    }
+}
+
+/// Kills the keeper, if one runs, and waits for its end: it holds nothing that does not end with it.
+pub(crate) fn end(place: &Place) -> std::io::Result<()> {
+    let Some(pid) = place.keeper() else { return Ok(()) };
+    let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
+    let process = match pidfd_open(number, PidfdFlags::empty()) {
+        Ok(process) => process,
+        Err(Errno::SRCH) => return Ok(()),
+        Err(e) => return Err(e.into()),
+    };
+    // From here on the process is held, and is the one that has the lock, unless that changed hands before.
+    if place.keeper() != Some(pid) || !place.is_keeper(pid) {
+        return Ok(());
+    }
+    match pidfd_send_signal(&process, Signal::KILL) {
+        Ok(()) | Err(Errno::SRCH) => {}
+        Err(e) => return Err(e.into()),
+    }
+    let limit = rustix::event::Timespec::try_from(DYING).expect("seconds");
+    match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) {
+        Ok(0) => {
+            let what = format!("the keeper, process {pid}, was killed and has not ended: the kernel holds it");
+            Err(std::io::Error::other(what))
+        }
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// Starts a keeper for this place with the running program, unless one works; says whether one runs then, or none is needed since somebody
 /// detached everything meanwhile. Its output goes to its log, and it outlives whoever started it.
 pub fn start(place: &Place) -> std::io::Result<bool> {
-    if place.keeper().is_some() {
+    if lacks(place).is_none() {
         return Ok(true);
     }
     let mut child = {
         // Who detaches meanwhile must not find a new log behind it, nor a keeper of what it removed.
         let lock = place.lock_if_there().map_err(std::io::Error::other)?;
-        if lock.is_none() || !place.exists() || place.keeper().is_some() {
+        if lock.is_none() || lacks(place).is_none() {
             return Ok(true);
         }
+        end(place)?;
+        // It has time to start.
+        Beats::open(place).and_then(|mut b| b.set_all(monotonic_ns())).map_err(std::io::Error::other)?;
         let log = std::fs::File::create(place.log())?;
         Command::new(std::env::current_exe()?)
             .args(["bypass", "keep"])
@@ -314,7 +389,9 @@ fn glance(fd: &impl std::os::fd::AsFd) -> Result<(), AttachError> {
 
 /// Has connections tracked liberally as they are wished for, until the place is gone.
 fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> Result<(), AttachError> {
+    let mut beats = Beats::open(place)?;
     loop {
+        beats.set(GRANTING, monotonic_ns())?;
         glance(&wishes)?;
         if !place.exists() {
             return Ok(());
@@ -338,6 +415,8 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
         lock
     };
+    let mut beats = Beats::open(place)?;
+    beats.set_all(monotonic_ns())?;
     let monitor = Monitor::open()?;
     let conntrack = Conntrack::open()?;
     let wishes = maps::wishes(place)?;
@@ -361,6 +440,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     }
     let mut next_tick = monotonic_ns();
     loop {
+        beats.set(WATCHING, monotonic_ns())?;
         glance(&monitor)?;
         if !keeper.place.is_kept_by(&lock) {
             return Ok(());

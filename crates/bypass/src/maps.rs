@@ -10,8 +10,10 @@ use aya::Ebpf;
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 11] =
-    ["settings", "kept", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished", "events"];
+const NAMES: [&str; 12] = [
+    "settings", "kept", "beats", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished",
+    "events",
+];
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -56,6 +58,35 @@ pub(crate) fn wishes(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
 /// The ring of trace events.
 pub(crate) fn events(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
     RingBuf::try_from(Map::RingBuf(data(place, "events")?)).map_err(wrong("events"))
+}
+
+/// When the keeper was at work last: each of its threads says so at each turn.
+pub(crate) struct Beats(Array<MapData, u64>);
+
+impl Beats {
+    /// Opens the pinned map.
+    pub(crate) fn open(place: &Place) -> Result<Beats, MapsError> {
+        Array::try_from(Map::Array(data(place, "beats")?)).map(Beats).map_err(wrong("beats"))
+    }
+
+    /// A thread is at work, at this time of the monotonic clock.
+    pub(crate) fn set(&mut self, thread: u32, now_ns: u64) -> Result<(), MapsError> {
+        self.0.set(thread, now_ns, 0).map_err(wrong("beats"))
+    }
+
+    /// All of them are, or are to be given time for it.
+    pub(crate) fn set_all(&mut self, now_ns: u64) -> Result<(), MapsError> {
+        (0..self.0.len()).try_for_each(|thread| self.set(thread, now_ns))
+    }
+
+    /// When the one that was at work longest ago was.
+    pub(crate) fn oldest(&self) -> Result<u64, MapsError> {
+        let mut oldest = u64::MAX;
+        for thread in 0..self.0.len() {
+            oldest = oldest.min(self.0.get(&thread, 0).map_err(wrong("beats"))?);
+        }
+        Ok(oldest)
+    }
 }
 
 impl Maps {

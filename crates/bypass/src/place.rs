@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// BPF_FS_MAGIC.
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 /// For how long the keeper's lock is tried: much longer than anybody looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for others that attach or detach.
@@ -283,7 +283,7 @@ impl Place {
             Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(None),
             Err(e) => return Err(wrong(e)),
         };
-        let start = Instant::now();
+        let (start, mut looked) = (Instant::now(), Duration::ZERO);
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
@@ -293,6 +293,12 @@ impl Place {
             let waited = start.elapsed();
             if waited >= limit {
                 return Err(PlaceError::Busy { path: self.root.clone(), holder: holder(&lock), waited });
+            }
+            if waited >= looked + Duration::from_secs(1) {
+                looked = waited;
+                // A keeper holds it for a moment in each second; one that was stopped in it would hold it for ever. What cannot be ended is
+                // named when the time is up.
+                let _ = crate::keeper::end_if_silent(self);
             }
             std::thread::sleep(PAUSE);
         }
@@ -417,6 +423,13 @@ impl Place {
             Err(TryLockError::WouldBlock) => fs::read_to_string(&path).ok()?.trim().parse().ok(),
             _ => None,
         }
+    }
+
+    /// Whether a process is a keeper in this namespace: its number in a file may have become another's.
+    pub(crate) fn is_keeper(&self, pid: u32) -> bool {
+        let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+        let is_here = fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|m| m.ino() == self.id);
+        is_here && words.split(|b| *b == 0).skip(1).take(2).eq([&b"bypass"[..], b"keep"])
     }
 
     /// Where the keeper says what went wrong.

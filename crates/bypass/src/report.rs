@@ -1,6 +1,7 @@
 //! What `status` shows.
 
 use crate::attachment::{AttachError, Ours, is_alive, monotonic_ns};
+use crate::keeper;
 use crate::layout::{Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
 use crate::maps::Maps;
 use crate::netlink::{NetlinkError, Routes};
@@ -21,6 +22,8 @@ pub struct Report {
     /// The keeper's process, if it runs. Without it nothing is lost but changes of mode, TCP connections that are opened
     /// from now on through connection tracking, and quickness in seeing a neighbour change.
     pub keeper: Option<u32>,
+    /// What is wrong with it, where it runs and does not work: stopped, or it hangs.
+    pub keeper_fault: Option<String>,
     /// Whether all traffic goes the kernel's way while none runs.
     pub needs_keeper: bool,
     /// How long a flow holds before one frame goes the kernel's way again, in milliseconds.
@@ -123,6 +126,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let interfaces = present(place, record.interfaces, detail)?;
     report.attached = !interfaces.is_empty();
     report.keeper = place.keeper();
+    report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
     report.lease_ms = settings.lease_ns / 1_000_000;
     report.flows = flows.len();

@@ -276,7 +276,7 @@ fn as_of_a_network(report: Report) -> BypassReport {
     } else if report.needs_keeper && report.keeper.is_none() {
         Some("no keeper runs, without which nothing is to be taken".into())
     } else {
-        None
+        report.keeper_fault
     };
     BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect() }
 }
@@ -288,6 +288,11 @@ fn render(report: &Report) -> String {
         return NOTHING.into();
     }
     let keeper = match (report.keeper, report.needs_keeper) {
+        (Some(_), _) if report.keeper_fault.is_some() => format!(
+            "{}: no changes of mode, no new TCP connections through connection tracking{}; `tombolo bypass attach` replaces it",
+            report.keeper_fault.as_deref().unwrap_or_default(),
+            if report.needs_keeper { ", and all traffic goes the kernel's way" } else { "" }
+        ),
         (Some(pid), _) => format!("keeper {pid}"),
         (None, false) => "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
         (None, true) => "no keeper runs, so all traffic goes the kernel's way, within three seconds of its end, as --if-keeper-dies leave has it; `tombolo bypass attach` starts one".into(),
@@ -458,5 +463,10 @@ mod tests {
         };
         assert!(up(true, Some(7)) && up(false, None) && up(false, Some(7)));
         assert!(!up(true, None));
+        let fault = Some("the keeper is stopped".to_owned());
+        let report = Report { attached: true, keeper: Some(7), keeper_fault: fault, ..Report::default() };
+        assert!(render(&report).contains("the keeper is stopped: no changes of mode"));
+        assert!(metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=""} 0
+"));
     }
 }

@@ -5,12 +5,13 @@
 //! attached, and traffic flows; the owner record says so, and the next `up` or `down` takes them back.
 
 use std::collections::BTreeSet;
+use std::time::Duration;
 
 use tombolo_bypass::attachment::{self, AttachError, Options};
 use tombolo_bypass::place::{Place, Wanted};
 use tombolo_bypass::{keeper, report};
 
-use super::{FabricError, Running};
+use super::{FabricError, Running, Say};
 use crate::api::report::BypassReport;
 use crate::plan::{KernelUplink, Plan, kernel_device};
 use crate::{file, routes, rundir};
@@ -22,6 +23,32 @@ fn place() -> Result<Place, FabricError> {
 /// The ways out of a network whose file names none.
 fn outputs(named: &[String]) -> Vec<String> {
     if named.is_empty() { routes::host_default_devices() } else { named.to_vec() }
+}
+
+/// How often the daemon looks at the keeper of its networks' bypass.
+const LOOK: Duration = Duration::from_secs(5);
+
+/// Has a keeper that ended, is stopped or hangs replaced, until it is aborted. The lock of the place may be waited for, so that is left to another thread.
+async fn watch(place: Place, say: Say) {
+    let mut told = String::new();
+    loop {
+        tokio::time::sleep(LOOK).await;
+        let here = place.clone();
+        let look = move || keeper::lacks(&here).map(|why| (why, keeper::start(&here)));
+        let text = match tokio::task::spawn_blocking(look).await {
+            Ok(Some((why, Ok(true)))) => format!("the bypass: {why}: another one was started"),
+            Ok(Some((_, Ok(false)))) => format!("the bypass: its keeper did not start; see {}", place.log().display()),
+            Ok(Some((why, Err(error)))) => format!("the bypass: {why}: another one could not be started: {error}"),
+            Ok(None) | Err(_) => {
+                told.clear();
+                continue;
+            }
+        };
+        if text != told {
+            say(&text);
+            told = text;
+        }
+    }
 }
 
 impl Running {
@@ -57,6 +84,9 @@ impl Running {
         };
         let names: Vec<String> = std::iter::once(uplink.device.clone()).chain(outputs).collect();
         attachment::attach(&place, &names, &options)?;
+        // Also where it does not start now: it is tried again.
+        let watching = tokio::spawn(watch(place.clone(), self.say.clone()));
+        self.bypass_watch.replace(watching).into_iter().for_each(|old| old.abort());
         match keeper::start(&place) {
             Ok(true) => Ok(()),
             Ok(false) => Err(fail(&format!("its keeper did not start; see {}", place.log().display()))),
@@ -66,6 +96,7 @@ impl Running {
 
     /// Lets go of everything that was attached for this fabric, by this daemon or one before it.
     pub(crate) fn end_bypass(&mut self) -> Result<(), FabricError> {
+        self.bypass_watch.take().into_iter().for_each(|task| task.abort());
         if self.dir.as_ref().is_none_or(|d| !d.owner().bypass) {
             return Ok(());
         }
@@ -81,7 +112,10 @@ impl Running {
         let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
         let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Glance)?));
         let interfaces = match found {
-            Ok(report) => report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(Into::into).collect(),
+            Ok(report) => {
+                fault = fault.or(report.keeper_fault);
+                report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(Into::into).collect()
+            }
             Err(error) => {
                 fault.get_or_insert(error.to_string());
                 vec![]

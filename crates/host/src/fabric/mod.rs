@@ -221,6 +221,8 @@ pub struct Running {
     owns: Arc<AtomicBool>,
     /// Networks whose bypass does not work, and why.
     pub(crate) bypass_faults: BTreeMap<String, String>,
+    /// What has its keeper replaced.
+    bypass_watch: Option<tokio::task::JoinHandle<()>>,
     pub(crate) say: Say,
     /// What the user should know of this start.
     pub(crate) notes: Vec<String>,
@@ -329,6 +331,7 @@ impl Running {
             bridges: BTreeMap::new(),
             owns: Arc::default(),
             bypass_faults: BTreeMap::new(),
+            bypass_watch: None,
             say,
             notes: vec![],
             takeover: vec![],
