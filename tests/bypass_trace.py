@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import threading
 
@@ -34,7 +36,7 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
             sender.join()
         assert trace.returncode == 0
         lines = [json.loads(line) for line in text.splitlines()]
-        assert len(lines) == 4
+        assert lines.pop() == {"lost": 0} and len(lines) == 4
         first = lines[0]
         ways = [line["path"] for line in lines if line["source"] == first["source"]]
         # A trace that starts in the middle of a flow has missed its beginning.
@@ -42,6 +44,43 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
         assert {(line["input"], line["destination"]) for line in lines} <= {("ta", f"{B}:2000")}
         assert all(line["source"].startswith(A) and line["why"] and line["at_ns"] > 0 for line in lines)
         assert all(line["output"] == "tb" for line in lines if line["path"] == "taken_tcx")
+
+
+def test_a_trace_says_how_many_events_it_lost():
+    with host() as h:
+        h.attach(words=("--lease", "10000", "--mode", "tcx"))
+        assert h.across(h.udp()) and h.across(h.udp())
+        command = [str(PROGRAM), "bypass", "trace", "--all", "--seconds", "120", "--netns", str(h.space)]
+        environment = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+        for words, lost in ((["--json"], lambda out, _: json.loads(out.splitlines()[-1])["lost"]),
+                            ([], lambda _, error: int(re.search(r"(\d+) more events", error)[1]))):
+            with (h.folder / "out").open("w+") as out:
+                trace = subprocess.Popen([*command, *words], stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
+                until("the first line", lambda o=out: h.across(h.udp()) and os.fstat(o.fileno()).st_size)
+                # A reader that stands still for a moment, while more comes than the ring of 1 MiB holds; events are asked for up to the end of the next
+                # second, so on a slow machine not all of it in one go.
+                frame, sent, before = bytes(10) + h.udp(), 0, h.status("ta")
+                while sent < 200_000:
+                    trace.send_signal(signal.SIGSTOP)
+                    for _ in range(20_000):
+                        os.write(h.a.fd, frame)
+                    trace.send_signal(signal.SIGCONT)
+                    sent += 20_000
+                    h.b.drain()
+                    if words and sent >= 40_000:
+                        break
+                trace.send_signal(signal.SIGINT)
+                _, error = trace.communicate(timeout=60)
+                out.seek(0)
+                text = out.read()
+            assert trace.returncode == 0, (trace.returncode, error)
+            count, after = lost(text, error), h.status("ta")
+            frames = after["taken"] + after["passed"] - before["taken"] - before["passed"]
+            told = len(text.splitlines()) - bool(words)
+            print(f"{frames} frames, {told} told, {count} lost")
+            # What passes, once in ten seconds, is told of twice.
+            assert 0 < count and told + count <= frames + 50, (count, told, frames)
+            assert told + count >= frames / 4, "events that were neither told nor counted"
 
 
 def test_metrics_are_the_counters_of_status_by_the_names_and_labels_of_a_fabric():

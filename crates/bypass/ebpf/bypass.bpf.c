@@ -43,12 +43,18 @@ static __always_inline __u32 masked(__u32 index, __u32 size)
 static __always_inline void tell(const struct settings *set, const struct frame *f, int family, __u32 oif, __u8 kind, __u8 code)
 {
 	struct event *e;
+	__u32 zero = 0;
+	__u64 *n;
 
 	if (!set->trace || bpf_ktime_get_coarse_ns() / 1000000000 > set->trace)
 		return;
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
-	if (!e)
+	if (!e) {
+		n = bpf_map_lookup_elem(&lost, &zero);
+		if (n)
+			(*n)++;
 		return;
+	}
 	e->at_ns = bpf_ktime_get_ns();
 	e->key = f->key;
 	e->oif = oif;

@@ -10,9 +10,9 @@ use aya::Ebpf;
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 12] = [
+const NAMES: [&str; 13] = [
     "settings", "kept", "beats", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished",
-    "events",
+    "events", "lost",
 ];
 
 /// A map that does not do what it should.
@@ -58,6 +58,13 @@ pub(crate) fn wishes(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
 /// The ring of trace events.
 pub(crate) fn events(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
     RingBuf::try_from(Map::RingBuf(data(place, "events")?)).map_err(wrong("events"))
+}
+
+/// How many events found no room in the ring, since all was attached.
+pub(crate) fn lost(place: &Place) -> Result<u64, MapsError> {
+    let map: PerCpuArray<MapData, u64> =
+        PerCpuArray::try_from(Map::PerCpuArray(data(place, "lost")?)).map_err(wrong("lost"))?;
+    Ok(map.get(&0, 0).map_err(wrong("lost"))?.iter().sum())
 }
 
 /// When the keeper was at work last: each of its threads says so at each turn.

@@ -1,6 +1,6 @@
 //! What happens to each frame, as it happens: for looking into one thing, not for keeping on.
 //!
-//! While a trace runs every program writes an event per frame into a ring; what does not fit is not told. The programs are asked for
+//! While a trace runs every program writes an event per frame into a ring; what does not fit is counted. The programs are asked for
 //! events up to a moment that is put off again and again, so a trace that is killed costs nothing after a second or two.
 
 use crate::attachment::{AttachError, monotonic_ns};
@@ -23,15 +23,17 @@ fn want(maps: &mut Maps, seconds: u32) -> Result<(), AttachError> {
     Ok(())
 }
 
-/// Hands events to `each` until it breaks or fails. It is called without an event ten times a second, so that it can see that time is up.
+/// Hands events to `each` until it breaks or fails; says how many were lost meanwhile, of any interface. It is called without an event ten times
+/// a second, so that it can see that time is up.
 pub fn trace<E: From<AttachError>>(
     place: &Place,
     mut each: impl FnMut(Option<Event>) -> Result<ControlFlow<()>, E>,
-) -> Result<(), E> {
+) -> Result<u64, E> {
     let mut maps = Maps::open(place).map_err(AttachError::from)?;
     let mut ring = maps::events(place).map_err(AttachError::from)?;
     // What an earlier trace left.
     while ring.next().is_some() {}
+    let lost = maps::lost(place).map_err(AttachError::from)?;
     let mut run = |maps: &mut Maps| -> Result<(), E> {
         loop {
             want(maps, 1)?;
@@ -54,5 +56,6 @@ pub fn trace<E: From<AttachError>>(
     };
     let result = run(&mut maps);
     want(&mut maps, 0)?;
-    result
+    result?;
+    Ok(maps::lost(place).map_err(AttachError::from)?.saturating_sub(lost))
 }

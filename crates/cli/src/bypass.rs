@@ -2,10 +2,13 @@
 
 use std::io::{IsTerminal, Write};
 use std::ops::ControlFlow;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use clap::{Args, Subcommand, ValueEnum};
 use serde::Serialize;
+use signal_hook::consts::{SIGINT, SIGTERM};
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::Routes;
@@ -125,7 +128,7 @@ pub(crate) struct Trace {
     all: bool,
     #[command(flatten)]
     space: Space,
-    /// Print one JSON object a line
+    /// Print one JSON object a line; the last one says how many events were lost
     #[arg(long)]
     json: bool,
 }
@@ -363,8 +366,14 @@ impl Trace {
         let start = monotonic_ns();
         let mut told = std::collections::HashMap::new();
         let mut lines = 0;
-        tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
-            if end.is_some_and(|end| Instant::now() >= end) {
+        let stop = Arc::new(AtomicBool::new(false));
+        for signal in [SIGINT, SIGTERM] {
+            // The second one ends it where it waits for whoever reads its lines.
+            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())?;
+            signal_hook::flag::register(signal, stop.clone())?;
+        }
+        let lost = tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
+            if stop.load(Ordering::Relaxed) || end.is_some_and(|end| Instant::now() >= end) {
                 return Ok(ControlFlow::Break(()));
             }
             let Some(event) = event else { return Ok(ControlFlow::Continue(())) };
@@ -387,6 +396,11 @@ impl Trace {
             lines += 1;
             Ok::<_, Failure>(if self.count == Some(lines) { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
         })?;
+        if self.json {
+            writeln!(std::io::stdout(), "{}", serde_json::json!({ "lost": lost }))?;
+        } else if lost > 0 {
+            out::tell!("tombolo: {lost} more events, of all interfaces, came faster than they could be told of");
+        }
         Ok(Exit::Done)
     }
 
