@@ -480,7 +480,6 @@ mod tests {
         let fault = Some("the keeper is stopped".to_owned());
         let report = Report { attached: true, keeper: Some(7), keeper_fault: fault, ..Report::default() };
         assert!(render(&report).contains("the keeper is stopped: no changes of mode"));
-        assert!(metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=""} 0
-"));
+        assert!(metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"\"} 0\n"));
     }
 }
