@@ -1,6 +1,7 @@
 //! Queries that the gateway hands to the shell, which asks the host's name servers, until their answers come.
 //!
-//! Limits: [`MAX_OUTSTANDING`] at a time, [`MAX_PER_SOURCE`] of one source, [`ANSWER_SPAN`] each. What is over a limit
+//! Limits: [`MAX_OUTSTANDING`] at a time, [`MAX_PER_SOURCE`] of one source and no more than are left for the others,
+//! [`ANSWER_SPAN`] each. What is over a limit
 //! is answered with SERVFAIL at once, what runs out with SERVFAIL then. A query that a client repeats while the first
 //! is outstanding is not asked twice.
 
@@ -107,7 +108,9 @@ impl Forwarder {
             return Err(NotForwarded::Repeated);
         }
         let held = self.per_source.get(&source).copied().unwrap_or(0);
-        if self.pending.len() >= MAX_OUTSTANDING || held >= MAX_PER_SOURCE {
+        // No more than are left either, so that a few sources cannot have all of them: each further one finds its half.
+        let left = MAX_OUTSTANDING - self.pending.len();
+        if held >= MAX_PER_SOURCE.min(left) {
             return Err(NotForwarded::Full);
         }
         self.next += 1;

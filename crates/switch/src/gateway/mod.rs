@@ -30,9 +30,9 @@
 //! | DHCP messages | 100 a second and 300 at once of one source port, then `dhcp_rate` |
 //! | an offer | stands 10 s; a declined address rests 600 s |
 //! | members | 16,384 |
-//! | forwarded queries | 256 outstanding, 64 of one source, 4.5 s each, then SERVFAIL |
+//! | forwarded queries | 256 outstanding, 64 of one source and no more than are left, 4.5 s each, then SERVFAIL |
 //! | DNS over UDP | 512 bytes, or what EDNS names up to the MTU; then truncated |
-//! | DNS over TCP | 16 connections, 4 of one source, 10 s of silence, queries of 4096 bytes |
+//! | DNS over TCP | 16 connections, 4 of one source and no more than are left, 10 s of silence, queries of 4096 bytes |
 //! | ICMP errors and TCP resets | 50 a second |
 //!
 //! # Failure

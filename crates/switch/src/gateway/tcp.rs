@@ -4,7 +4,8 @@
 //! it sends goes to the MAC address that its peer's packets come from. A socket listens only while one SYN that was
 //! let in is handed to it, so the limits below hold whatever a guest sends:
 //!
-//! * [`MAX_STREAMS`] connections, [`STREAMS_PER_SOURCE`] of one source; more SYNs are not answered, and clients repeat them;
+//! * [`MAX_STREAMS`] connections, [`STREAMS_PER_SOURCE`] of one source and no more than are left for the others; more SYNs
+//!   are not answered, and clients repeat them;
 //! * one query at a time per connection, of at most [`MAX_QUERY_BYTES`];
 //! * a connection on which nothing happens for [`IDLE_SPAN`] is reset.
 
@@ -137,7 +138,10 @@ impl Server {
             let same = |p: Peer| (p.address, p.port) == (address, peer.port);
             let clash = self.connections.iter().any(|c| c.peer.is_some_and(same));
             let free = self.connections.iter().position(|c| c.peer.is_none());
-            let (Some(free), false) = (free, clash || held >= STREAMS_PER_SOURCE) else { return Taken::Full };
+            // No more than are left either, so that a few sources cannot have all of them.
+            let left = self.connections.iter().filter(|c| c.peer.is_none()).count();
+            let is_over = held >= STREAMS_PER_SOURCE.min(left);
+            let (Some(free), false) = (free, clash || is_over) else { return Taken::Full };
             self.generation += 1;
             let connection = &mut self.connections[free];
             let socket = self.sockets.get_mut::<tcp::Socket<'_>>(connection.socket);

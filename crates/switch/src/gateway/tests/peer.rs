@@ -444,6 +444,29 @@ fn a_segment_full_of_queries_is_answered_over_some_turns() {
 }
 
 #[test]
+fn four_sources_do_not_have_all_streams() {
+    let mut net = Net::new(config());
+    let mut kept = Vec::new();
+    for n in 1..=4 {
+        let mut client = Client::new(n, net.now);
+        client.set_address(Ipv4Cidr::new(ip(50 + n), 24));
+        (0..4).for_each(|i| {
+            net.connect(&mut client, 6000 + i);
+        });
+        for _ in 0..50 {
+            net.turn(&mut client);
+            net.now = net.now.after(Nanos::MILLI);
+        }
+        kept.push(client);
+    }
+    let mut other = Client::new(9, net.now);
+    other.set_address(Ipv4Cidr::new(ip(60), 24));
+    let (stream, began) = (net.connect(&mut other, 7000), net.now);
+    net.connected(&mut other, stream);
+    assert!(net.now.since(began) < Nanos::SECOND.times(5), "it need not wait for the others' end");
+}
+
+#[test]
 fn queries_that_nobody_takes_do_not_pile_up() {
     let mut net = Net::new(config());
     let mut frames = 0;
