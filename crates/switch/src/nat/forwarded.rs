@@ -266,9 +266,8 @@ impl Table {
 
     fn unlink(&mut self, at: u32) {
         let Entry { shares, stage, links, .. } = self.entries[at as usize];
-        for level in 0..2 {
-            let Links { older, newer } = links[level];
-            let list = &mut self.shares[shares[level] as usize].stages[stage as usize];
+        for (level, (share, Links { older, newer })) in shares.into_iter().zip(links).enumerate() {
+            let list = &mut self.shares[share as usize].stages[stage as usize];
             match older {
                 NONE => list.oldest = newer,
                 _ => self.entries[older as usize].links[level].newer = newer,
@@ -283,8 +282,8 @@ impl Table {
     /// Puts an entry that is in no list at the end of its two.
     fn link(&mut self, at: u32) {
         let Entry { shares, stage, .. } = self.entries[at as usize];
-        for level in 0..2 {
-            let list = &mut self.shares[shares[level] as usize].stages[stage as usize];
+        for (level, share) in shares.into_iter().enumerate() {
+            let list = &mut self.shares[share as usize].stages[stage as usize];
             let older = std::mem::replace(&mut list.newest, at);
             match older {
                 NONE => list.oldest = at,
