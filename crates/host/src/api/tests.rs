@@ -470,7 +470,8 @@ fn one_process_takes_no_places_from_another() {
             _ => {}
         }
         drop(flood);
-        assert!(stand.slow.lock().unwrap().len() <= process);
+        // While its connections close one after the other, those that waited may still get their turn.
+        assert!(stand.slow.lock().unwrap().iter().filter(|reply| !reply.is_closed()).count() <= process);
     }
 }
 
@@ -528,7 +529,8 @@ fn many_processes_with_requests_under_way_lock_nobody_out() {
         // Four times 32 requests were all connections that there are.
         let floods: Vec<_> = (0..5).map(|_| Flood::start(&stand, text)).collect();
         if text == SLOW {
-            until("all requests", || stand.slow.lock().unwrap().len() == Limits::default().working);
+            let Limits { working, connections, .. } = Limits::default();
+            until("all requests", || stand.slow.lock().unwrap().len() == working.min(connections));
         }
         let begun = Instant::now();
         let client = stand.client();
