@@ -1,9 +1,9 @@
 //! The API's client, for programs that block: one call, one answer.
 //!
 //! Each request has a connection of its own. A daemon that is replaced ends its connections, and one with many clients may
-//! have no place for another. So a request that ended without an answer is sent again until [`ANSWER_LIMIT`], if nothing
-//! of it was sent or doing it twice is doing it once (GET, and `down`). Endless answers (a capture, a followed console) are given piece by piece to a
-//! closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
+//! have no place for another. So a request that ended without an answer is sent again until 10 s have passed, if nothing
+//! of it was sent or doing it twice is doing it once (GET, and `down`). Endless answers (a capture, a followed console) are
+//! given piece by piece to a closure and end when it says so, at a deadline, at the fabric's end, or at SIGINT or SIGTERM.
 
 use std::cell::RefCell;
 use std::io::{self, Read};

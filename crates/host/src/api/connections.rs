@@ -19,7 +19,7 @@
 //!   endless answers, which have a limit for all processes too (`MAX_STREAMS`).
 //! - A new connection of root or the owner that finds no place waits [`Limits::seat`] for one. It is told by a 503 if
 //!   there is none, and so is a request that was replaced while it waited for its turn.
-//! - A refused connection is cheap: what was found out about its process holds for a second ([`members::Peers`]).
+//! - A refused connection is cheap: what was found out about its process holds for a second (`members::Peers`).
 //! - A process is known by its number and start time when it connected. A user who starts a process per connection
 //!   is many processes, with the places of one user. Processes without a number here (another PID namespace) count as one.
 //! - A connection ends when its client takes longer than [`Limits::head`] for a request's head (or to send the next

@@ -32,7 +32,7 @@
 //! # Who may connect
 //! Processes of the same user, but none that a record [`refusal`] names (its bytes: the start time, u64 LE) or that descends
 //! from one: a guest that has taken its QEMU over gets nothing here. That is found out once a second for a process that
-//! connects again and again, and after [`ACCEPTED`] connections requests are heard.
+//! connects again and again, and after 64 connections requests are heard.
 //!
 //! # A deleted socket
 //! Where nothing has its path any more it listens there again, at the next request.
