@@ -453,7 +453,11 @@ def test_who_asks_for_a_handover_and_says_no_more_stops_nobody():
             until(f"an answer beside {words!r}", lambda w=words: answers_while_asked(w), PATIENCE_S)
         until("a ping", lambda: space.pings(WEB), PATIENCE_S)
         assert facts(fabric) == before
-        fabric.replace(PATIENCE_S)
+        # More than there are places for.
+        with contextlib.ExitStack() as stack:
+            for _ in range(100):
+                stack.enter_context(sockets.socket(sockets.AF_UNIX)).connect(str(path))
+            fabric.replace(PATIENCE_S)
         assert facts(fabric) == before
         fabric.down()
 

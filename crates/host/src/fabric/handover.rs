@@ -192,6 +192,9 @@ impl Commit {
             Ok(line) if line == "ready" => Ok(commit),
             Ok(line) if line.is_empty() => Err(refused("it closed the connection; its log says why")),
             Ok(line) => Err(refused(line)),
+            Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                Err(refused(format!("it did not answer within {} s", PATIENCE.as_secs())))
+            }
             Err(error) => Err(refused(error.to_string())),
         }
     }

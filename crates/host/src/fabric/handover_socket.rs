@@ -3,18 +3,18 @@
 //! # Invariants
 //! - Only root and the daemon's own user are heard, and of these no machine and no helper of the fabric ([`crate::members`]).
 //!   A refused peer takes no place, and one that connects again and again is told of in the log once a second.
-//! - A peer that connects and says nothing costs a place among [`ASKING`] for [`PATIENCE`]; the fabric's task waits for
-//!   nobody before the first word is there.
+//! - A peer that connects and says nothing costs a place among [`ASKING`] for [`PATIENCE`], or until another needs it; the
+//!   fabric's task waits for nobody before the first word is there.
 
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use rustix::net::SocketType;
 use tokio::io::AsyncReadExt;
 use tokio::net::{UnixListener, UnixStream};
-use tokio::sync::Semaphore;
-use tokio::task::JoinHandle;
+use tokio::task::{AbortHandle, JoinHandle};
 use tombolo_shm::listener::Listener;
 
 use super::Say;
@@ -24,8 +24,8 @@ use crate::members::{Peer, Peers};
 
 /// How long a peer may take for its first line.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// Peers that may be about to say it.
-const ASKING: usize = 8;
+/// Peers that may be about to say it, or have said it and wait for the fabric's task.
+const ASKING: usize = 16;
 /// Bytes of a line.
 const LINE_BYTES: usize = 64;
 
@@ -33,10 +33,10 @@ const LINE_BYTES: usize = 64;
 pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Result<JoinHandle<()>> {
     let listener = Listener::replace(&handover::socket_path(folder), SocketType::STREAM)?;
     let listener = UnixListener::from_std(std::os::unix::net::UnixListener::from(listener.hand_over()?))?;
-    let places = Arc::new(Semaphore::new(ASKING));
     Ok(tokio::spawn(async move {
         let me = rustix::process::geteuid().as_raw();
         let mut peers = Peers::default();
+        let mut asking: Vec<Asking> = Vec::new();
         loop {
             let Ok((socket, _)) = listener.accept().await else {
                 // No descriptor is left; there may be one later.
@@ -51,17 +51,32 @@ pub(crate) fn serve(folder: &Path, requests: Requests, say: Say) -> std::io::Res
                 }
                 continue;
             }
-            // The semaphore is never closed.
-            let Ok(place) = places.clone().acquire_owned().await else { return };
+            asking.retain(|asks| !asks.task.is_finished());
+            if asking.len() >= ASKING {
+                // The one that has been silent for longest.
+                match asking.iter().position(|asks| !asks.is_heard.load(Ordering::Relaxed)) {
+                    Some(at) => asking.remove(at).task.abort(),
+                    None => continue,
+                }
+            }
             let (requests, say) = (requests.clone(), say.clone());
-            tokio::spawn(async move {
-                if let Err(why) = hear(socket, &requests).await {
+            let is_heard = Arc::new(AtomicBool::new(false));
+            let heard = is_heard.clone();
+            let task = tokio::spawn(async move {
+                if let Err(why) = hear(socket, &requests, &heard).await {
                     say(&format!("handover: {why}"));
                 }
-                drop(place);
             });
+            asking.push(Asking { is_heard, task: task.abort_handle() });
         }
     }))
+}
+
+/// A peer that is not refused.
+struct Asking {
+    /// Its first line is there. Relaxed: all tasks are on one thread.
+    is_heard: Arc<AtomicBool>,
+    task: AbortHandle,
 }
 
 /// Why a peer is not heard.
@@ -74,10 +89,11 @@ fn refusal(peer: &Peer, me: u32) -> Option<String> {
 }
 
 /// Hears a peer's first line and passes it on.
-async fn hear(mut socket: UnixStream, requests: &Requests) -> Result<(), String> {
+async fn hear(mut socket: UnixStream, requests: &Requests, is_heard: &AtomicBool) -> Result<(), String> {
     let line = tokio::time::timeout(PATIENCE, line(&mut socket)).await;
     let line = line.map_err(|_| format!("a process connected and said nothing for {} s", PATIENCE.as_secs()))?;
     let line = line.map_err(|error| error.to_string())?;
+    is_heard.store(true, Ordering::Relaxed);
     let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
     let mut socket = socket.map_err(|error| error.to_string())?;
     if line != HELLO {
