@@ -486,7 +486,8 @@ def test_commands_beside_a_handover_are_answered():
             for thread in threads:
                 thread.join()
         assert not failed, f"{len(failed)} of {sum(asked)} failed: {failed[0]}"
-        assert min(asked) >= 12, asked
+        # Each waits for the daemon that comes, where it asks between two.
+        assert min(asked) >= 4, asked
         # A handover that loses the race finds no daemon to take over from.
         replaces = threading.Thread(target=lambda: fabric.cli("up", "--replace", "-d", fabric.file, check=False, seconds=PATIENCE_S))
         replaces.start()

@@ -13,7 +13,6 @@ import threading
 import time
 from pathlib import Path
 
-from faults_handover import replace
 from lib import Fabric, Namespace, Process, need_root, scratch, timeout, until
 from lib.fabric import PROGRAM
 from lib.process import descriptors
