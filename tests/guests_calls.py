@@ -323,7 +323,7 @@ def without_a_gap(again):
 
 @timeout(600)
 def test_calls_in_flight_go_on_while_the_daemon_is_replaced():
-    without_a_gap(replace)
+    without_a_gap(Fabric.replace)
 
 
 @timeout(600)
@@ -465,7 +465,7 @@ def test_a_bridge_whose_section_has_changed_is_replaced_and_one_that_is_not_aske
         registered(fabric, "slow")
         registered(fabric, "quick")
         machine = fabric.machine("slow")["pid"]
-        for again in (replace, crash):
+        for again in (Fabric.replace, crash):
             settled(fabric, "slow", "quick")
             there = bridges(fabric)
             fabric.file.write_text(renamed)
