@@ -225,7 +225,7 @@ def hand_over(space, fabric, folder, rounds, size=20_000_000):
 def test_a_daemon_is_replaced_under_traffic():
     with place() as (space, folder), Fabric(folder, text(), netns=space) as fabric:
         all_well(space)
-        gaps, _ = hand_over(space, fabric, folder, 3)
+        gaps, _ = hand_over(space, fabric, folder, 20)
         assert all(gap < BUSY_S for row in gaps for gap in row.values()), gaps
         fabric.down()
 

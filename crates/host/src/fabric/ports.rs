@@ -368,11 +368,11 @@ impl Running {
     }
 
     /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
-    /// one that boots are held for a while. Called after each change.
+    /// one that boots are held for a while. Called after each change. One that this daemon has not come to yet may run.
     pub(crate) fn tell_who_is_away(&self) {
         for port in self.ports.values() {
             let Some(passt) = &port.passt else { continue };
-            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_none_or(|m| m.pid.is_none());
+            let ended = |m: &&file::Machine| self.machines.get(&m.name).is_some_and(|m| m.pid.is_none());
             let nics = self.spec.machines.iter().filter(ended).flat_map(|m| &m.nics);
             passt.away.set(nics.filter(|n| n.network == port.plan.network).filter_map(|n| n.ip).collect());
         }
