@@ -463,11 +463,9 @@ impl Overflow {
             }
             let before = full;
             drops.take_refused(|index| {
-                let first = &mut store.picks[usize::from(index)];
-                let ring = store.lanes[usize::from(store.frames[usize::from(*first)].lane)].ring;
-                full |= bit(ring);
                 // Marked to stay.
-                *first = NIL;
+                let first = std::mem::replace(&mut store.picks[usize::from(index)], NIL);
+                full |= bit(store.ring_of(first));
                 Ok(())
             });
             for at in 0..count {

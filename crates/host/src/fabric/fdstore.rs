@@ -81,11 +81,8 @@ impl Finder {
         let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
         match self.running() {
             Some(keeper) => Ok(keeper),
-            None => {
-                // What does not answer, or cannot be reached, is of no use any more.
-                process::kill_all(&process::keepers(&self.path).iter().collect::<Vec<_>>());
-                self.launch(&mut children)
-            }
+            // What does not answer, or cannot be reached, is of no use any more.
+            None => self.replace(&mut children),
         }
     }
 
@@ -96,8 +93,13 @@ impl Finder {
             return false;
         }
         let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
+        self.replace(&mut children).is_ok()
+    }
+
+    /// Kills every store of this path and starts one.
+    fn replace(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
         process::kill_all(&process::keepers(&self.path).iter().collect::<Vec<_>>());
-        self.launch(&mut children).is_ok()
+        self.launch(children)
     }
 
     fn launch(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
