@@ -126,7 +126,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 	if (!(port->flags & PORT_TAKE) || !is_kept())
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
-	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK) {
+	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK || verdict == UP_FIELDS) {
 		__u64 address = (__u64)kernel_context(skb);
 		__u32 slot = pending_slot(address);
 		struct pending *p = bpf_map_lookup_elem(&pending, &slot);
@@ -142,6 +142,7 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 			p->tos = f->tos;
 			p->family = family;
 			p->rest = f->rest;
+			p->mark = skb->mark;
 			p->check = f->check;
 			if (data + ETH_HLEN <= (void *)(long)skb->data_end)
 				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
@@ -234,6 +235,15 @@ static __always_inline void note_use(struct flow *flow, const struct settings *s
 		flow->used_ns = now;
 }
 
+/* Whether a veth would take the packet: its driver checks the other end's MTU, with room for a tag (is_skb_forwardable), and
+ * bpf_redirect_peer does not. */
+static __always_inline bool fits_peer(const struct flow *flow, __u32 length)
+{
+	const struct net_device *peer = READ_ONLY(struct net_device, TYPE_NET_DEVICE, flow->peer);
+
+	return length <= peer->mtu + VLAN_HLEN;
+}
+
 static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
 {
 	struct frame f = {};
@@ -277,6 +287,10 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	segments = skb->gso_size;
 	if ((segments ? segments + segment_headers(skb, kernel_skb, &f) : f.length) > flow->mtu)
 		return up(skb, set, &f, family, UP_MTU);
+	if (flow->flags & FLOW_PEER && !segments && !fits_peer(flow, f.length))
+		return up(skb, set, &f, family, UP_MTU);
+	if (differs_in_fields(flow, &f, family, skb->mark))
+		return up(skb, set, &f, family, UP_FIELDS);
 	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
 	if (segments && skb->len != ETH_HLEN + f.length)
 		return up(skb, set, &f, family, UP_MALFORMED);
@@ -329,18 +343,38 @@ int tcx_in(struct __sk_buff *skb)
 	return up(skb, set, &f, 0, UP_PROTOCOL);
 }
 
-/* The MTU that the kernel forwards by: the route's, else the interface's. */
+/* The longest packet that the kernel forwards whole. IPv4: the route's MTU, also one above the interface's, else the interface's
+ * (ip_dst_mtu_maybe_forward). IPv6: the interface's, which a route's may only lower, unless it is locked (ip6_dst_mtu_maybe_forward, and
+ * then ip6_fragment by the route's own). */
 static __always_inline __u32 forward_mtu(struct sk_buff *skb, const struct dst_entry *dst, int family)
 {
 	const struct dst_metrics *metrics = READ_ONLY(struct dst_metrics, TYPE_DST_METRICS, dst->_metrics & DST_METRICS_PTRMASK);
-	__u32 mtu = metrics->metrics[RTAX_MTU - 1];
+	__u32 route = metrics->metrics[RTAX_MTU - 1], device = skb->dev->mtu;
+	bool is_locked = metrics->metrics[RTAX_LOCK - 1] & 1 << RTAX_MTU;
 
-	if (mtu)
-		return mtu;
-	mtu = skb->dev->mtu;
 	if (family == AF_INET6 && skb->dev->ip6_ptr)
-		mtu = skb->dev->ip6_ptr->cnf.mtu6;
-	return mtu;
+		device = skb->dev->ip6_ptr->cnf.mtu6;
+	if (!route)
+		return device;
+	return family == AF_INET || is_locked || route < device ? route : device;
+}
+
+/* Whether an ICMP error that locks the route's MTU decides instead (ip_mtu_locked). */
+static __always_inline bool is_mtu_learned(const struct dst_entry *dst)
+{
+	struct rtable *route = READ_ONLY(struct rtable, TYPE_RTABLE, (__u64)dst);
+
+	return BPF_CORE_READ_BITFIELD(route, rt_mtu_locked);
+}
+
+/* The private part of a net_device follows it, aligned to 32 bytes; of a veth it begins with the other end (struct veth_priv, as long as
+ * there have been veths). Its type is in no BTF that can be asked where veth is a module. */
+static __always_inline __u64 veth_peer(__u64 device)
+{
+	__u64 peer = 0;
+
+	bpf_probe_read_kernel(&peer, sizeof(peer), (void *)(device + ((bpf_core_type_size(struct net_device) + 31) & ~31ULL)));
+	return peer;
 }
 
 static __always_inline void wish(const struct nf_conn *conn, int family, __u64 address, __u64 now)
@@ -415,21 +449,27 @@ static __always_inline void note_translation(struct flow6 *whole, const struct k
 
 /* Whether the flow is known with the very same answer: then its lease begins anew, in place, which is one store. Another entry
  * would cost more than the frame. */
-static __always_inline bool renew(struct flow *known, const struct flow *flow)
+static __always_inline bool renew(struct flow *known, struct flow *flow, int family)
 {
 	const __u64 *old = (const __u64 *)known, *new = (const __u64 *)flow;
 	__u64 differs = 0;
 
 	if (!known)
 		return false;
+	/* What is known of ids holds as long as all else does. */
+	flow->flags |= known->flags & FLOW_ANY_ID;
 	/* `until_ns` is what is new, and `hooks` is to the verifier a pointer, with which nothing is reckoned. */
 #pragma unroll
 	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, used_ns) / 8; n++)
 		differs |= old[n] ^ new[n];
-	if (known->hooks != flow->hooks)
+	if (known->hooks != flow->hooks || known->in_mark != flow->in_mark || known->peer != flow->peer)
+		differs = 1;
+	if (family == AF_INET ? (known->rest ^ flow->rest) & pair(0, 0xffff) : known->rest != flow->rest)
 		differs = 1;
 	if (differs)
 		return false;
+	if (family == AF_INET && known->rest != flow->rest)
+		known->flags |= FLOW_ANY_ID;
 	known->until_ns = flow->until_ns;
 	return true;
 }
@@ -454,26 +494,27 @@ static __always_inline bool check_follows(const struct flow *flow, const struct 
 
 /* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
 static __always_inline int learn(struct __sk_buff *skb, struct settings *set, const struct pending *p, const struct frame *out,
-				 int family, __u64 now)
+				 int family, __u64 now, bool *shortened)
 {
 	struct sk_buff *kernel_skb = kernel_context(skb);
 	struct net *net = kernel_skb->dev->nd_net.net;
 	const struct dst_entry *dst;
+	__u64 lease = set->lease_ns;
 	unsigned long nfct = kernel_skb->_nfct;
 	struct flow6 whole = {};
 	struct flow *flow = &whole.flow;
 	struct port *in, *output;
 	__u32 iif = p->key.iif, oif = skb->ifindex;
-	__u64 kept;
+	__u64 until;
 	void *data;
 
 	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
 	    out->rest != p->rest || out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
-	if (iif == oif || iif >= 1 << 24 || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
+	if (iif == oif || iif >= MAX_IFINDEX || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
-	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu)
+	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu || (family == AF_INET && is_mtu_learned(dst)))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
 	if (dst->dev->ifindex != kernel_skb->dev->ifindex)
@@ -500,6 +541,10 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 				return 1 + NOT_LIBERAL;
 			}
 		}
+		/* The kernel is to see a frame before the entry expires. */
+		if (timeout_ns(conn, set) / 2 < lease)
+			lease = timeout_ns(conn, set) / 2;
+		*shortened = lease < set->lease_ns;
 	} else if (flow->flags & FLOW_NAT) {
 		/* Addresses changed by rules that track nothing. */
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
@@ -514,22 +559,29 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 		return 1 + NOT_AT_ONCE;
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
 	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
-	kept = kept_until();
-	flow->until_ns = now + set->lease_ns < kept ? now + set->lease_ns : kept;
+	until = kept_until();
+	flow->until_ns = now + lease < until ? now + lease : until;
+	flow->ttl = p->ttl;
+	flow->rest = p->rest;
+	flow->in_mark = p->mark;
 	flow->hooks = hooks(net, family);
 	flow->route_gen = route_generation(net, family);
 	flow->rules_gen = rules_generation(net);
 	flow->epoch = set->epoch;
 	flow->oif = oif;
 	flow->slot = in->slot;
-	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED))
-		flow->flags |= FLOW_PEER;
-	/* XDP neither queues nor marks, and what captures at the output would miss it, as would programs that see frames before tcx_in does. */
-	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark)
+	flow->mtu = forward_mtu(kernel_skb, dst, family);
+	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED)) {
+		flow->peer = veth_peer((__u64)kernel_skb->dev);
+		if (flow->peer && veth_peer(flow->peer) == (__u64)kernel_skb->dev)
+			flow->flags |= FLOW_PEER;
+	}
+	/* XDP neither queues nor marks, refuses what is longer than the interface's MTU, and what captures at the output would miss it, as would programs that see frames before tcx_in does. */
+	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark &&
+	    !p->mark && flow->mtu <= kernel_skb->dev->mtu)
 		flow->flags |= FLOW_XDP;
 	if (is_partial(kernel_skb))
 		flow->flags |= FLOW_PARTIAL;
-	flow->mtu = forward_mtu(kernel_skb, dst, family);
 	/* Neither goes along into another namespace. */
 	if (!(flow->flags & FLOW_PEER)) {
 		flow->mark = skb->mark;
@@ -540,14 +592,16 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 		struct key4 k;
 
 		key4(&k, &p->key);
-		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow))
+		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow, family)) {
+			flow->flags &= ~FLOW_ANY_ID;
 			bpf_map_update_elem(&flows4, &k, flow, BPF_ANY);
+		}
 	} else {
 		struct key6 k = p->key;
 		struct flow6 *known = bpf_map_lookup_elem(&flows6, &k);
 		bool same = known && !differ(known->saddr, whole.saddr) && !differ(known->daddr, whole.daddr);
 
-		if (!renew(known ? &known->flow : NULL, flow) || !same)
+		if (!renew(known ? &known->flow : NULL, flow, family) || !same)
 			bpf_map_update_elem(&flows6, &k, &whole, BPF_ANY);
 	}
 	return 0;
@@ -563,6 +617,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	struct frame f = {};
 	struct counters *c;
 	struct port *port;
+	bool shortened = false;
 	__u32 iif;
 	int refused, verdict;
 
@@ -576,7 +631,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
 	if (verdict && verdict != UP_TTL)
 		return;
-	refused = learn(skb, set, p, &f, family, now);
+	refused = learn(skb, set, p, &f, family, now, &shortened);
 	iif = p->key.iif;
 	port = bpf_map_lookup_elem(&ports, &iif);
 	c = port ? counters_of(port->slot) : NULL;
@@ -585,6 +640,8 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 			c->unlearned[masked(refused - 1, UNLEARNED)]++;
 		else
 			c->learned++;
+		if (!refused && shortened)
+			c->shortened++;
 	}
 	if (set->trace) {
 		f.key.iif = iif;
@@ -642,6 +699,8 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 		return XDP_PASS;
 	now = bpf_ktime_get_coarse_ns();
 	if (holds(flow, &f, family, dev->nd_net.net, set, now))
+		return XDP_PASS;
+	if (differs_in_fields(flow, &f, family, 0))
 		return XDP_PASS;
 	mac = data;
 	known = (const __u16 *)flow->in_mac;

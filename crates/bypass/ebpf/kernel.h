@@ -50,7 +50,9 @@
 #define SKB_DST_NOREF 1UL
 #define SKB_DST_PTRMASK (~SKB_DST_NOREF)
 #define DST_METRICS_PTRMASK (~3UL)
+#define RTAX_LOCK 1
 #define RTAX_MTU 2
+#define VLAN_HLEN 4
 /* sk_buff.ip_summed: a card, or whoever needs it, finishes the checksum at csum_start + csum_offset. */
 #define CHECKSUM_PARTIAL 3
 
@@ -158,6 +160,10 @@ struct dst_entry {
 	struct lwtunnel_state *lwtstate;
 };
 
+struct rtable {
+	__u32 rt_mtu_locked : 1;
+};
+
 struct xdp_rxq_info {
 	struct net_device *dev;
 };
@@ -220,6 +226,7 @@ struct nf_conntrack_zone {
 struct nf_conn {
 	struct nf_conntrack_zone zone;
 	struct nf_conntrack_tuple_hash tuplehash[2];
+	__u32 timeout;
 	unsigned long status;
 	union nf_conntrack_proto proto;
 };
@@ -251,6 +258,8 @@ static __always_inline void *kernel_context(void *context)
 #define TYPE_NF_CONN "0x7fb0b001"
 #define TYPE_DST_ENTRY "0x7fb0b002"
 #define TYPE_DST_METRICS "0x7fb0b003"
+#define TYPE_NET_DEVICE "0x7fb0b004"
+#define TYPE_RTABLE "0x7fb0b005"
 #define READ_ONLY(type, id, address)                                                                              \
 	({                                                                                                        \
 		register void *r0 asm("r0");                                                                      \

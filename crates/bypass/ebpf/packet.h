@@ -182,7 +182,7 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		f->ttl = ip->hops;
 		f->tos = ip->version_class << 4 | ip->class_label >> 4;
 	}
-	f->key.dscp = f->tos >> 2;
+	f->key.tos = f->tos;
 	f->key.ports = t->ports;
 	if (ETH_HLEN + f->length > bytes)
 		return UP_MALFORMED;
@@ -231,7 +231,7 @@ static __always_inline void key4(struct key4 *k, const struct key6 *key)
 {
 	__u32 protocol = key->proto == IPPROTO_UDP ? FLOW_UDP : key->proto == IPPROTO_TCP ? FLOW_TCP : FLOW_ICMP;
 
-	k->input = key->iif << 8 | key->dscp << 2 | protocol;
+	k->input = key->iif << 10 | key->tos << 2 | protocol;
 	k->saddr = key->saddr[0];
 	k->daddr = key->daddr[0];
 	k->ports = key->ports;

@@ -37,6 +37,7 @@ enum verdict {
 	HANDED_OUTPUT,	/* only tcx serves the way out, or others' programs stand before ours there */
 	HANDED_CAPTURE,	/* somebody captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */
+	UP_FIELDS,	/* TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from */
 };
 /* A power of two, so that a mask keeps an index within; the verifier wants to see that. */
 #define VERDICTS 32
@@ -59,6 +60,7 @@ struct counters {
 	__u64 taken_able;	/* those taken by tcx that XDP could have taken */
 	__u64 taken_partial;	/* those that it could, but for their unfinished checksums */
 	__u64 learned;
+	__u64 shortened;	/* learned with a shorter lease, for a conntrack timeout */
 	__u64 unlearned[UNLEARNED];
 };
 
@@ -83,6 +85,7 @@ struct settings {
 	__u32 epoch;	/* added to by whoever makes all flows be learned anew */
 	__u32 trace;	/* up to this second of the clock events are wanted; 0: not at all */
 	__u64 lease_ns;
+	__u64 tick_ns;	/* of the kernel's jiffies, in which conntrack counts its timeouts */
 };
 
 enum protocol {
@@ -93,7 +96,7 @@ enum protocol {
 
 /* 16 bytes: then a flow's value begins a cache line, behind the kernel's 48 of an element, and nothing of it is in a fourth one. */
 struct key4 {
-	__u32 input;	/* the interface's number << 8 | DSCP << 2 | enum protocol; numbers beyond 2^24 are not learned. Routes, priorities and rules go by DSCP */
+	__u32 input;	/* ifindex << 10 | TOS << 2 | enum protocol; higher ifindexes are not learned. Routes, priorities and rules depend on TOS */
 	__u32 saddr;
 	__u32 daddr;
 	__u32 ports;	/* source, then destination, as on the wire; of an echo its id, then type and code */
@@ -105,7 +108,7 @@ struct key6 {
 	__u32 daddr[4];
 	__u32 ports;
 	__u8 proto;
-	__u8 dscp;
+	__u8 tos;
 	__u16 zero;
 };
 
@@ -113,6 +116,7 @@ struct key6 {
 #define FLOW_PEER (1 << 1)
 #define FLOW_XDP (1 << 2)
 #define FLOW_PARTIAL (1 << 3)	/* the checksums of its frames, or of packets within them, are left to others */
+#define FLOW_ANY_ID (1 << 4)	/* frames with different IPv4 ids were forwarded unaltered, so no rule sets a constant id */
 
 /* What the kernel did with a flow's last frame that it saw, and under what it did so. */
 struct flow {
@@ -132,14 +136,16 @@ struct flow {
 	__u8 mac[12];		/* destination and source of the frame that goes out */
 	__u8 in_mac[6];		/* destination of the frame that came in */
 	__u8 direction;		/* of the connection: 0 as its first frame, 1 the answers */
-	__u8 pad;
+	__u8 ttl;		/* of the frame that came in; a frame with another one may be altered otherwise */
 	__u32 saddr;		/* IPv4 after translation */
 	__u32 daddr;
 	__u32 ports;
 	__u32 addresses_diff;	/* one's complement sum of what changed in the addresses */
 	__u32 ports_diff;
 	__u64 used_ns;		/* to a sixteenth of a lease: with thousands of flows each line that is written must leave the caches again */
-	__u64 whole[2];		/* up to the line's end */
+	__u32 rest;		/* as in struct frame, of the frame that came in */
+	__u32 in_mark;		/* its mark, set by a tcx program before ours */
+	__u64 peer;		/* FLOW_PEER: the address of the net_device at the veth's other end */
 };
 
 struct flow6 {
@@ -158,6 +164,7 @@ struct pending {
 	__u8 tos;
 	__u8 in_mac[6];
 	__u32 rest;		/* as in struct frame */
+	__u32 mark;
 	__u16 check;
 	__u16 family;
 };
@@ -187,17 +194,18 @@ struct event {
 };
 
 /* What layout.rs counts on. */
-_Static_assert(sizeof(struct settings) == 16 && sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
+_Static_assert(sizeof(struct settings) == 24 && sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
-_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 5 + UNLEARNED), "layout.rs");
+_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
 _Static_assert(offsetof(struct flow, used_ns) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
 _Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
 _Static_assert(offsetof(struct key6, proto) == 40, "layout.rs");
 _Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");
 _Static_assert(sizeof(struct flow6) == 160 && offsetof(struct flow6, flow) == 0, "layout.rs");
-_Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FAILED == 22, "layout.rs");
+_Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FIELDS == 23, "layout.rs");
 
+#define MAX_IFINDEX (1 << 22)
 #define MAX_PORTS 1024
 #define MAX_FLOWS 65536
 #define SIGHTS 65536

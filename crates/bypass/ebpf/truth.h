@@ -80,6 +80,24 @@ static __always_inline bool is_liberal(const struct nf_conn *conn, struct net *n
 	       (conn->proto.tcp.seen[0].flags & conn->proto.tcp.seen[1].flags & IP_CT_TCP_FLAG_BE_LIBERAL);
 }
 
+/* Whether a rule that rewrites a field may do something else to this frame than to the one that the flow was learned from: one that sets
+ * the TTL to 63 looks like a plain hop on a frame with 64. So the fields are to be the same; an IPv4 id may differ where different ones
+ * were seen to pass unaltered. The mark is 0 for XDP, which no program of the tc hook precedes. */
+static __always_inline bool differs_in_fields(const struct flow *flow, const struct frame *f, int family, __u32 mark)
+{
+	__u32 mask = family == AF_INET && flow->flags & FLOW_ANY_ID ? pair(0, 0xffff) : ~0U;
+
+	return f->ttl != flow->ttl || (f->rest ^ flow->rest) & mask || mark != flow->in_mark;
+}
+
+/* The timeout that conntrack has set for the connection with the frame that it just saw, in ns; 0 if it is over. */
+static __always_inline __u64 timeout_ns(const struct nf_conn *conn, const struct settings *set)
+{
+	__s32 ticks = conn->timeout - (__u32)bpf_jiffies64();
+
+	return ticks > 0 ? ticks * set->tick_ns : 0;
+}
+
 /* 0, or why the flow does not hold for this frame now. */
 static __always_inline int holds(const struct flow *flow, const struct frame *f, int family, struct net *net,
 				 const struct settings *set, __u64 now)

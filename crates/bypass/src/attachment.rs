@@ -391,7 +391,8 @@ fn attach_locked(
     // A keeper that takes longer to start has frames taken from then on.
     let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
-    maps.set(Settings { epoch: before.epoch.wrapping_add(1), lease_ns: lease.as_nanos() as u64, ..before })?;
+    let epoch = before.epoch.wrapping_add(1);
+    maps.set(Settings { epoch, lease_ns: lease.as_nanos() as u64, tick_ns: tick_ns(), ..before })?;
     place.write(&record)?;
     Ok(report)
 }
@@ -596,6 +597,11 @@ fn take_off(
 pub fn monotonic_ns() -> u64 {
     let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
     now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
+}
+
+/// Length of the kernel's tick (1/CONFIG_HZ), which is the resolution of its coarse clocks (clock_getres(2)).
+fn tick_ns() -> u64 {
+    rustix::time::clock_getres(rustix::time::ClockId::MonotonicCoarse).tv_nsec as u64
 }
 
 #[cfg(test)]

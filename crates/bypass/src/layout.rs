@@ -17,9 +17,9 @@ pub const FLOW6_BYTES: usize = 160;
 /// Bytes of `struct port`.
 pub const PORT_BYTES: usize = 24;
 /// Bytes of `struct settings`.
-pub const SETTINGS_BYTES: usize = 16;
+pub const SETTINGS_BYTES: usize = 24;
 /// Bytes of `struct counters`.
-pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 5 + UNLEARNED_SLOTS);
+pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS);
 /// Bytes of `struct event`.
 pub const EVENT_BYTES: usize = 72;
 /// Bytes of `struct wish`.
@@ -32,7 +32,7 @@ const VERDICT_SLOTS: usize = 32;
 const UNLEARNED_SLOTS: usize = 8;
 
 /// `enum verdict`: (name in reports, what it means). The first three are frames that were taken.
-pub const VERDICTS: [(&str, &str); 23] = [
+pub const VERDICTS: [(&str, &str); 24] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
@@ -59,6 +59,7 @@ pub const VERDICTS: [(&str, &str); 23] = [
     ("handed_output", "by XDP to tcx: a way out that only tcx serves, or others' programs before ours there"),
     ("handed_capture", "by XDP to tcx: somebody captures here"),
     ("up_failed", "the kernel had no room for the change"),
+    ("up_fields", "TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from"),
 ];
 /// How many of `VERDICTS` are frames that were taken.
 pub const TAKEN: usize = 3;
@@ -181,6 +182,8 @@ pub struct Settings {
     pub trace_until_s: u32,
     /// How long a flow holds before the kernel is asked again.
     pub lease_ns: u64,
+    /// Length of the kernel's tick (a jiffy), in which conntrack counts its timeouts.
+    pub tick_ns: u64,
 }
 
 impl Settings {
@@ -189,13 +192,19 @@ impl Settings {
         let mut bytes = [0; SETTINGS_BYTES];
         bytes[..4].copy_from_slice(&self.epoch.to_ne_bytes());
         bytes[4..8].copy_from_slice(&self.trace_until_s.to_ne_bytes());
-        bytes[8..].copy_from_slice(&self.lease_ns.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&self.lease_ns.to_ne_bytes());
+        bytes[16..].copy_from_slice(&self.tick_ns.to_ne_bytes());
         bytes
     }
 
     /// From the map.
     pub fn from_bytes(bytes: &[u8; SETTINGS_BYTES]) -> Settings {
-        Settings { epoch: word(bytes, 0), trace_until_s: word(bytes, 4), lease_ns: long(bytes, 8) }
+        Settings {
+            epoch: word(bytes, 0),
+            trace_until_s: word(bytes, 4),
+            lease_ns: long(bytes, 8),
+            tick_ns: long(bytes, 16),
+        }
     }
 }
 
@@ -214,6 +223,8 @@ pub struct Counters {
     pub taken_partial: u64,
     /// Flows learned, each renewal counted.
     pub learned: u64,
+    /// Of those, how many with a shorter lease than the one set, since conntrack would have dropped the connection before its end.
+    pub shortened: u64,
     /// Forwarded frames that nothing was learned from, by reason.
     pub unlearned: [u64; UNLEARNED.len()],
 }
@@ -230,8 +241,9 @@ impl Counters {
         self.taken_able += at(VERDICT_SLOTS + 2);
         self.taken_partial += at(VERDICT_SLOTS + 3);
         self.learned += at(VERDICT_SLOTS + 4);
+        self.shortened += at(VERDICT_SLOTS + 5);
         for (n, sum) in self.unlearned.iter_mut().enumerate() {
-            *sum += at(VERDICT_SLOTS + 5 + n);
+            *sum += at(VERDICT_SLOTS + 6 + n);
         }
     }
 
@@ -283,7 +295,7 @@ impl Tuple {
     pub fn from_key4(bytes: &[u8; KEY4_BYTES]) -> Tuple {
         let (source_port, destination_port) = ports(bytes, 12);
         Tuple {
-            input: word(bytes, 0) >> 8,
+            input: word(bytes, 0) >> 10,
             source: v4(bytes, 4),
             source_port,
             destination: v4(bytes, 8),
@@ -383,14 +395,14 @@ mod tests {
     fn what_is_written_is_read_back() {
         let port = Port { slot: 3, flags: PORT_TAKE | PORT_PEER, mode: Mode::Xdp, why: 2, since_ns: 1 << 40 };
         assert_eq!(Port::from_bytes(&port.to_bytes()), port);
-        let settings = Settings { epoch: 7, trace_until_s: 99, lease_ns: 1_000_000_000 };
+        let settings = Settings { epoch: 7, trace_until_s: 99, lease_ns: 1_000_000_000, tick_ns: 4_000_000 };
         assert_eq!(Settings::from_bytes(&settings.to_bytes()), settings);
     }
 
     #[test]
     fn a_key_is_a_tuple_in_the_wires_byte_order() {
         let mut key = [0; KEY4_BYTES];
-        key[..4].copy_from_slice(&(5u32 << 8 | 46 << 2 | 1).to_ne_bytes());
+        key[..4].copy_from_slice(&(5u32 << 10 | 46 << 2 | 1).to_ne_bytes());
         key[4..12].copy_from_slice(&[10, 0, 0, 1, 10, 0, 0, 2]);
         key[12..].copy_from_slice(&[0x30, 0x39, 0, 80]);
         let tuple = Tuple::from_key4(&key);

@@ -17,12 +17,14 @@ const CALL_KFUNC: [u8; 4] = [0x85, 0x20, 0, 0];
 const SET_TYPE: [u8; 4] = [0xb7, 0x02, 0, 0];
 
 /// Instructions with place-holders, as in ebpf/kernel.h, and what of the kernel they stand for.
-const HOLDERS: [([u8; 4], u32, BtfKind, &str); 5] = [
+const HOLDERS: [([u8; 4], u32, BtfKind, &str); 7] = [
     (CALL_KFUNC, 0x7fb0_a001, BtfKind::Func, "bpf_cast_to_kern_ctx"),
     (CALL_KFUNC, 0x7fb0_a002, BtfKind::Func, "bpf_rdonly_cast"),
     (SET_TYPE, 0x7fb0_b001, BtfKind::Struct, "nf_conn"),
     (SET_TYPE, 0x7fb0_b002, BtfKind::Struct, "dst_entry"),
     (SET_TYPE, 0x7fb0_b003, BtfKind::Struct, "dst_metrics"),
+    (SET_TYPE, 0x7fb0_b004, BtfKind::Struct, "net_device"),
+    (SET_TYPE, 0x7fb0_b005, BtfKind::Struct, "rtable"),
 ];
 
 /// Names of the programs in the object.

@@ -67,6 +67,8 @@ pub struct InterfaceReport {
     pub by_reason: BTreeMap<&'static str, u64>,
     /// Times that a flow was learned, renewals counted.
     pub learned: u64,
+    /// Of those, how many got a shorter lease than `lease_ms`, because a conntrack timeout would have ended the connection.
+    pub shortened: u64,
     /// Forwarded frames that nothing was learned from, by reason.
     pub unlearned: BTreeMap<&'static str, u64>,
 }
@@ -150,6 +152,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
             passed: counters.passed(),
             by_reason: named(&counters.packets, &VERDICTS),
             learned: counters.learned,
+            shortened: counters.shortened,
             unlearned: named(&counters.unlearned, &UNLEARNED),
             name: interface.name,
         });

@@ -284,6 +284,7 @@ fn as_of_a_network(report: Report) -> BypassReport {
     BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect() }
 }
 
+const SHORTENED: &str = "leases cut to half of the conntrack timeout in force, which is shorter";
 const NOTHING: &str = "nothing is attached in this network namespace\n";
 
 fn render(report: &Report) -> String {
@@ -309,7 +310,8 @@ fn render(report: &Report) -> String {
             .by_reason
             .iter()
             .chain(&i.unlearned)
-            .map(|(key, n)| format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default()));
+            .map(|(key, n)| format!("{n:>12}  {key}: {}", report::meaning(key).unwrap_or_default()))
+            .chain((i.shortened > 0).then(|| format!("{:>12}  shortened: {SHORTENED}", i.shortened)));
         table.row(&[&i.name, i.mode.word(), i.why, flows, taken, bytes, passed]).extend(reasons);
     }
     text.push_str(&table.render(false));
