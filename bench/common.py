@@ -240,6 +240,20 @@ class Results:
         self.raw = self.folder / "raw.jsonl"
         self.rows = []
 
+    @classmethod
+    def earlier(cls, name, folder):
+        """The results of an earlier run, from what it left in its folder."""
+        self = cls.__new__(cls)
+        self.name, self.folder, self.arguments = name, Path(folder).absolute(), sys.argv[1:]
+        self.raw = self.folder / "raw.jsonl"
+        try:
+            self.conditions = json.loads((self.folder / "conditions.json").read_text())
+            self.rows = [json.loads(line) for line in self.raw.read_text().splitlines()]
+        except (OSError, ValueError) as error:
+            raise BenchError(f"{folder}: {error}; expected the folder of a run, such as build/bench/DATE-{name}") from error
+        self.begun = None
+        return self
+
     def add(self, **row):
         self.rows.append(row)
         self.write(self.raw.name, row)
@@ -259,15 +273,16 @@ class Results:
 
     def end(self):
         """Nothing more is measured: notes how busy the machine was with other work."""
-        if "others_cpus" not in self.conditions:
+        if "others_cpus" not in self.conditions and self.begun:
             took, every, ours, stolen = (now - then for now, then in zip((time.monotonic(), *cpu_seconds()), self.begun, strict=True))
             spent = {"others_cpus": max(every - ours, 0), "stolen_cpus": stolen}
             self.conditions.update(load_after=os.getloadavg(), took_s=round(took, 1), **{what: round(seconds / took, 3) for what, seconds in spent.items()})
+            (self.folder / "conditions.json").write_text(json.dumps(self.conditions, indent=1) + "\n")
 
     def finish(self, **summary):
         """Writes the summary beside the raw data and prints it as the last line."""
         self.end()
-        line = {"bench": self.name, **summary, "raw": str(self.folder.relative_to(ROOT)), "conditions": self.conditions}
+        line = {"bench": self.name, **summary, "raw": os.path.relpath(self.folder, ROOT), "conditions": self.conditions}
         (self.folder / "summary.json").write_text(json.dumps(line, indent=1) + "\n")
         print(json.dumps(line), flush=True)
 

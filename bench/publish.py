@@ -18,6 +18,8 @@ def table(header, rows):
 
 def others(conditions):
     """What else the machine did, in a sentence."""
+    if "others_cpus" not in conditions:
+        return f"The machine's load was {conditions['load'][0]:.1f} when the run began; the run was cut short before it noted what else ran meanwhile."
     load, after = (conditions[key][0] for key in ("load", "load_after"))
     spent = conditions["others_cpus"]
     words = "nothing else ran worth a word" if spent < 0.05 else f"other work took {spent:.2f} of its {conditions['cpus']} CPUs meanwhile, and the figures suffer from it"
@@ -37,7 +39,9 @@ def page(folder, results, title, about, sections):
     # Without a date within, the same data are the same file.
     with results.raw.open("rb") as raw, (folder / f"{name}.jsonl.gz").open("wb") as out, gzip.GzipFile("", "wb", 9, out, mtime=0) as packed:
         shutil.copyfileobj(raw, packed)
-    made = (f"Made by `./x bench {results.name} {' '.join(results.arguments)}` on {conditions['date'][:16].replace('T', ' ')} UTC from commit "
+    # Where a run's folder was is nobody's business.
+    arguments = [Path(word).name if word.startswith("/") else word for word in results.arguments]
+    made = (f"Made by `./x bench {results.name} {' '.join(arguments)}` on {conditions['date'][:16].replace('T', ' ')} UTC from commit "
             f"{conditions['commit'][:12]}{' with changes' if conditions['commit'].endswith('+changes') else ''}: {conditions['cpu']}, {conditions['cpus']} CPUs, Linux {conditions['kernel']}. {others(conditions)}")
     files = ", ".join(f"[{file.name}]({file.name})" for file in sorted(folder.glob(f"{name}.*")) if file.suffix in (".csv", ".gz"))
     text = [f"# {title}", about, made.replace("  ", " "), *sections, f"Data: {files}."]

@@ -2,11 +2,13 @@
 """Calls with deadlines, beside the floor that the kernel sets and beside peers, all between the same two processes.
 
 usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only-cells] [--publish FOLDER]
+       ./x bench rpc --from build/bench/DATE-rpc [--publish FOLDER]
 
 Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
 iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. All are measured in turn in each repeat. The table has the medians over
 the repeats and the spread from the least to the most; ratios are formed within each repeat. `--publish docs/results` writes the page rpc.md, from seven repeats at least. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" and "asleep" mean
 that both ends sleep at once, "outstanding_16" and "loaded" wait as the library does by itself (poll where it gains, then sleep).
+`--from` measures nothing: it makes tables and page from the raw data of an earlier run, also of one that was cut short.
 Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip less what the provider had of it.
 Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
 
@@ -22,6 +24,7 @@ import subprocess
 from collections import defaultdict
 
 import cellcalls
+import publish
 from common import FIRST, ROOT, BenchError, Results, note, private_folder, ratio, run_bench
 
 EXAMPLES = ROOT / "target/release/examples"
@@ -98,40 +101,18 @@ def cells(results, options):
     return {"accel": "tcg", **medians, **missing}
 
 
-def spread(values, digits=2):
-    """The least and the most of the repeats."""
-    return f"{min(values):.{digits}f} to {max(values):.{digits}f}" if values else "-"
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--publish", metavar="FOLDER")
-    parser.add_argument("--calls", type=int, default=20000)
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--no-cells", action="store_true")
-    parser.add_argument("--only-cells", action="store_true")
-    options = parser.parse_args()
-    if options.publish and options.repeats < 7:
-        raise BenchError(f"--publish with {options.repeats} repeats; expected at least 7, so that the figures have a spread")
-    if options.only_cells:
-        results = Results("rpc")
-        results.finish(cells=cells(results, options))
-        return
+def measured(options):
+    """Runs all rows so many times, in turn. Returns the results, and why each peer that is missing is."""
     build("rpc_bench")
     build("misses")
     missing = dict.fromkeys(NEEDS, "left out by --no-peers") if options.no_peers else build_peers()
     if os.geteuid() == 0:
         os.setpriority(os.PRIO_PROCESS, 0, FIRST)
     results = Results("rpc")
-    values = defaultdict(lambda: defaultdict(list))
 
     def measure(command, seconds=None):
         for row in lines([*command, "--calls", str(options.calls)], seconds):
             results.add(**row)
-            for key, value in row.items():
-                if key != "row" and value is not None:
-                    values[row["row"]][key].append(value)
             note(", ".join(f"{key} {value}" for key, value in row.items()))
 
     for _ in range(options.repeats):
@@ -145,9 +126,46 @@ def main():
             except BenchError as error:
                 missing[peer] = str(error)
                 note(f"{peer}: {error}")
+    return results, missing
+
+
+def spread(values, digits=2):
+    """The least and the most of the repeats."""
+    return f"{min(values):.{digits}f} to {max(values):.{digits}f}" if values else "-"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--publish", metavar="FOLDER")
+    parser.add_argument("--calls", type=int, default=20000)
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-cells", action="store_true")
+    parser.add_argument("--only-cells", action="store_true")
+    parser.add_argument("--from", dest="earlier", metavar="FOLDER")
+    options = parser.parse_args()
+    if options.publish and not options.earlier and options.repeats < 7:
+        raise BenchError(f"--publish with {options.repeats} repeats; expected at least 7, so that the figures have a spread")
+    if options.only_cells:
+        results = Results("rpc")
+        results.finish(cells=cells(results, options))
+        return
+    if options.earlier:
+        results = Results.earlier("rpc", options.earlier)
+        missing = {peer: "left out of that run" for peer in NEEDS if not any(row["row"].startswith(peer) for row in results.rows)}
+    else:
+        results, missing = measured(options)
+    values = defaultdict(lambda: defaultdict(list))
+    for row in results.rows:
+        for key, value in row.items():
+            if key != "row" and value is not None:
+                values[row["row"]][key].append(value)
+    repeats = max(len(of) for row in values.values() for of in row.values())
+    if options.publish and repeats < 7:
+        raise BenchError(f"--publish with {repeats} repeats; expected at least 7, so that the figures have a spread")
     medians = {name: {key: statistics.median(of) for key, of in row.items()} for name, row in values.items()}
     keys = ["p50_us", "p99_us", "p999_us", "rate", "cpu_us"]
-    print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   least to most of p50   (medians of {options.repeats})")
+    print(f"{'row':30}{'p50 us':>10}{'p99 us':>10}{'p99.9 us':>11}{'calls/s':>12}{'cpu us':>9}   least to most of p50   (medians of {repeats})")
     time_lines = []
     for name, row in medians.items():
         figures = ["-" if row.get(key) is None else f"{row[key]:.0f}" if key == "rate" else f"{row[key]:.2f}" for key in keys]
@@ -155,7 +173,8 @@ def main():
         time_lines.append([name, *figures, spread(values[name]["p50_us"])])
     for peer, why in missing.items():
         print(f"{peer}: no figures, {why}")
-    misses = [row["missed"] / row["requests"] for row in lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
+    simulated = [] if options.earlier else lines([str(EXAMPLES / "misses"), "sim", "--loads", "90"])
+    misses = [row["missed"] / row["requests"] for row in simulated
               if (row["tasks"], row["order"], row["admission"]) == ("spread", "edf", False)]
 
     def value(row, key="p50_us"):
@@ -187,7 +206,7 @@ def main():
             ratio_lines.append([name, f"{ours}, {key}", f"{statistics.median(each):.3f}", spread(each, 3)])
     if options.publish:
         results.end()
-        about = (f"Calls between two processes and what they are compared with, in turn in each of {options.repeats} repeats of {options.calls} calls: medians over the repeats, and the least and the most "
+        about = (f"Calls between two processes and what they are compared with, in turn in each of {repeats} repeats: medians over the repeats, and the least and the most "
                  "of the repeats' medians. Rows are explained in [benches.md](../benches.md) and in the head of bench/rpc.py; ratios are ours to the other's, formed within each repeat.")
         sections = ["## Times, µs\n\n" + publish.table(["row", "p50", "p99", "p99.9", "calls a second", "CPU", "p50, least to most"], time_lines),
                     "## Ratios\n\n" + publish.table(["ratio", "ours", "median", "least to most"], ratio_lines)]
@@ -209,10 +228,10 @@ def main():
         loaded_p999_asleep_us=value("loaded_asleep", "p999_us"),
         loaded_p999_normal_us=value("loaded_normal", "p999_us"),
         order_10k_us=value("order_10k"),
-        **{"edf_misses_at_0.9": round(statistics.mean(misses), 6)},
+        **{"edf_misses_at_0.9": round(statistics.mean(misses), 6) if misses else None},
         ratios={name: value for name, value in ratios.items() if value is not None},
         missing_peers=missing,
-        cells=None if options.no_cells else cells(results, options),
+        cells=None if options.no_cells or options.earlier else cells(results, options),
     )
 
 

@@ -9,7 +9,7 @@ import time
 
 from bypass_nat import NAT, forward
 from bypass_others import (ARRAY, BEFORE, LINK_CREATE, MAP_CREATE, NEXT, PROG_LOAD, SCHED_CLS, TCX_INGRESS, bpf)
-from bypass_paths import A, A6, B, B6, host
+from bypass_paths import A, A6, B6, host
 from bypass_veth import C, bound, container
 from lib import until
 from lib.tap import ETH_IP4, ETH_IP6, UDP, Inside, ethernet, ipv4, ipv6, transport

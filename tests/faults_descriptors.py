@@ -2,11 +2,9 @@
 
 import contextlib
 import os
-import shutil
 import socket
 import struct
 import subprocess
-import threading
 import time
 from pathlib import Path
 

@@ -184,7 +184,7 @@ def test_a_passt_that_sends_and_never_reads_is_replaced():
 @contextlib.contextmanager
 def answering(peer, frame=None):
     """A thread that reads what the guest gets, and sends `frame` for each; counts what came."""
-    done, received, size = threading.Event(), [0], []
+    done, received = threading.Event(), [0]
 
     def read():
         rest = b""

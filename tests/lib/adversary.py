@@ -21,7 +21,7 @@ from pathlib import Path
 from .fabric import Fabric
 from .flows import HttpFlow, StreamFlow
 from .frames import StreamPeer
-from .hostile import ATTACK_S, MARK, Target, load
+from .hostile import ATTACK_S, MARK, load
 from .hostile.ivshmem import Client
 from .ivshmem import checksum
 from .netns import Namespace

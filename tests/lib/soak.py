@@ -18,7 +18,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import threading
 import time
 from pathlib import Path
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from .machine import Skip, need_program, need_root
-from .netns import inside
 from .process import PATIENCE_S, Process, children, until
 
 PROGRAMS = ("/lib/systemd/systemd", "/usr/lib/systemd/systemd")

@@ -6,6 +6,7 @@ and judges by what the neighbours and the daemon show.
 """
 
 import dataclasses
+import importlib
 import random
 import time
 
@@ -60,6 +61,6 @@ def repeated(target, step):
 
 def load():
     """Imports all modules; gives the attacks by name."""
-    from . import api, calls, ivshmem, segment, stream, vhost_user  # noqa: F401, PLC0415
-
+    for name in ("api", "calls", "ivshmem", "segment", "stream", "vhost_user"):
+        importlib.import_module("." + name, __package__)
     return ATTACKS
