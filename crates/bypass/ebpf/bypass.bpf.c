@@ -11,10 +11,10 @@
  * A flow holds for a lease (one second by default), then one frame goes up again: that keeps conntrack's timers, the
  * neighbour's state and the rules' counters alive, and bounds what no generation counter tells.
  *
- * A frame is never dropped here, but for one case: the redirect itself fails (the output vanished or is full), as it
- * would in the kernel's own transmit.
+ * A frame is dropped here in two cases only: the redirect itself fails (the output vanished or is full), as it would in the kernel's
+ * own transmit; and a FIN or RST outside of the window of a connection that is taken (sequence.h).
  */
-#include "truth.h"
+#include "sequence.h"
 
 #include <linux/pkt_cls.h>
 
@@ -40,13 +40,60 @@ static __always_inline __u32 masked(__u32 index, __u32 size)
 	return index & (size - 1);
 }
 
-static __always_inline void tell(const struct settings *set, const struct frame *f, int family, __u32 oif, __u8 kind, __u8 code)
+/* What `tell` reports. */
+enum kind {
+	KIND_SEEN,	/* code: enum verdict */
+	KIND_LEARNED,
+	KIND_REFUSED,	/* code: enum unlearned */
+};
+
+/* Whether `trace` or `flows` asks for each frame. Whether still, `tell` finds out. */
+static __always_inline bool is_observed(void)
 {
+	return setting(SET_TRACE) | setting(SET_ACCOUNT);
+}
+
+/* Adds a frame to its flow's usage. Learned or refused: the same frame was counted when it was seen. */
+static __always_inline void account(const struct frame *f, int family, __u32 oif, enum kind kind, __u8 code)
+{
+	static const struct usage none;
+	struct key6 key = f->key;
+	struct usage *u;
+
+	key.zero = family;
+	u = bpf_map_lookup_elem(&usages, &key);
+	if (!u) {
+		bpf_map_update_elem(&usages, &key, &none, BPF_NOEXIST);
+		u = bpf_map_lookup_elem(&usages, &key);
+		if (!u)
+			return;
+	}
+	u->at_ns = bpf_ktime_get_ns();
+	if (oif)
+		u->oif = oif;
+	if (kind != KIND_SEEN) {
+		u->refused = kind == KIND_REFUSED ? code + 1 : 0;
+	} else if (code <= TAKEN_XDP) {
+		u->taken_packets++;
+		u->taken_bytes += ETH_HLEN + f->length;
+		u->taken_by = code + 1;
+	} else {
+		u->passed_packets++;
+		u->passed_bytes += ETH_HLEN + f->length;
+		u->passed_for = code + 1;
+	}
+}
+
+static __always_inline void tell(const struct frame *f, int family, __u32 oif, enum kind kind, __u8 code)
+{
+	__u64 second = bpf_ktime_get_coarse_ns() / 1000000000;
 	struct event *e;
 	__u32 zero = 0;
 	__u64 *n;
 
-	if (!set->trace || bpf_ktime_get_coarse_ns() / 1000000000 > set->trace)
+	if (second <= setting(SET_ACCOUNT))
+		account(f, family, oif, kind, code);
+	if (!setting(SET_TRACE) || second > setting(SET_TRACE))
 		return;
 	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
 	if (!e) {
@@ -110,7 +157,7 @@ static __always_inline bool is_kept(void)
 }
 
 /* A frame goes up: counted, and noted where the kernel's answer to it is worth learning. */
-static __always_inline int up(struct __sk_buff *skb, struct settings *set, const struct frame *f, int family, int verdict)
+static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int family, int verdict)
 {
 	__u32 iif = skb->ifindex;
 	struct port *port = bpf_map_lookup_elem(&ports, &iif);
@@ -148,8 +195,8 @@ static __always_inline int up(struct __sk_buff *skb, struct settings *set, const
 				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
 		}
 	}
-	if (set->trace && is_parsed)
-		tell(set, f, family, 0, 0, verdict);
+	if (is_parsed && is_observed())
+		tell(f, family, 0, KIND_SEEN, verdict);
 	return TCX_NEXT;
 }
 
@@ -228,11 +275,17 @@ static __always_inline __u32 segment_headers(struct __sk_buff *skb, const struct
 	return inner + (header > TCP_BYTES ? header : TCP_BYTES);
 }
 
-/* Notes that the flow was used, as seldom as does: see `used_ns`. */
-static __always_inline void note_use(struct flow *flow, const struct settings *set, __u64 now)
+/* How long the flow was not used. */
+static __always_inline __u64 unused_ns(const struct flow *flow, __u64 now)
 {
-	if (now - flow->used_ns >= set->lease_ns / 16)
-		flow->used_ns = now;
+	return (__u64)((__u32)(now >> USED_SHIFT) - flow->used) << USED_SHIFT;
+}
+
+/* Notes that the flow was used, as seldom as does: see `used`. */
+static __always_inline void note_use(struct flow *flow, __u64 now)
+{
+	if (unused_ns(flow, now) >= setting(SET_LEASE_NS) / 16)
+		flow->used = now >> USED_SHIFT;
 }
 
 /* Whether a veth would take the packet: its driver checks the other end's MTU, with room for a tag (is_skb_forwardable), and
@@ -244,7 +297,58 @@ static __always_inline bool fits_peer(const struct flow *flow, __u32 length)
 	return length <= peer->mtu + VLAN_HLEN;
 }
 
-static __always_inline int take(struct __sk_buff *skb, struct settings *set, int family)
+static __always_inline void wish(const struct nf_conn *conn, int family, __u64 address, enum wish_kind kind)
+{
+	/* Entries lie further apart than there are kinds. */
+	__u64 key = address + kind, now = bpf_ktime_get_coarse_ns(), *last = bpf_map_lookup_elem(&wished, &key);
+	const struct nf_conntrack_tuple *t = &conn->tuplehash[0].tuple;
+	struct wish *w;
+
+	if (last && now - *last < WISH_NS)
+		return;
+	bpf_map_update_elem(&wished, &key, &now, BPF_ANY);
+	w = bpf_ringbuf_reserve(&wishes, sizeof(*w), 0);
+	if (!w)
+		return;
+	w->saddr[0] = t->src.u3.all[0];
+	w->saddr[1] = t->src.u3.all[1];
+	w->saddr[2] = t->src.u3.all[2];
+	w->saddr[3] = t->src.u3.all[3];
+	w->daddr[0] = t->dst.u3.all[0];
+	w->daddr[1] = t->dst.u3.all[1];
+	w->daddr[2] = t->dst.u3.all[2];
+	w->daddr[3] = t->dst.u3.all[3];
+	w->ports = pair(t->src.u.all, t->dst.u.all);
+	w->family = family;
+	w->proto = t->dst.protonum;
+	w->kind = kind;
+	bpf_ringbuf_submit(w, 0);
+}
+
+static __always_inline enum judgement judge(struct frame *f, int family)
+{
+	__u64 exact = 0;
+	enum judgement judgement = judge_end(f, family, &exact);
+
+	if (exact)
+		wish(READ_ONLY(struct nf_conn, TYPE_NF_CONN, exact), family, exact, WISH_CLOSED);
+	return judgement;
+}
+
+static __always_inline int drop(struct __sk_buff *skb, const struct frame *f, int family)
+{
+	__u32 iif = skb->ifindex;
+	struct port *port = bpf_map_lookup_elem(&ports, &iif);
+	struct counters *c = port ? counters_of(port->slot) : NULL;
+
+	if (c)
+		c->packets[DROPPED_WINDOW]++;
+	if (is_observed())
+		tell(f, family, 0, KIND_SEEN, DROPPED_WINDOW);
+	return TCX_DROP;
+}
+
+static __always_inline int take(struct __sk_buff *skb, int family)
 {
 	struct frame f = {};
 	struct flow *flow;
@@ -252,55 +356,75 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 	struct counters *c;
 	__u32 segments, bytes;
 	__u64 now;
+	enum judgement judgement = JUDGED_UP;
 	int verdict;
 
 	f.key.iif = skb->ifindex;
 	if (skb->pkt_type != PACKET_HOST)
-		return up(skb, set, &f, family, UP_NOT_OURS);
+		return up(skb, &f, family, UP_NOT_OURS);
 	if (skb->vlan_present)
-		return up(skb, set, &f, family, UP_VLAN);
+		return up(skb, &f, family, UP_VLAN);
 	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
 	if (verdict == SHORT) {
 		__u32 want = ETH_HLEN + IP6_BYTES + TCP_BYTES;
 
 		if (bpf_skb_pull_data(skb, skb->len < want ? skb->len : want))
-			return up(skb, set, &f, family, UP_FAILED);
+			return up(skb, &f, family, UP_FAILED);
 		verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
 		if (verdict == SHORT)
 			verdict = UP_MALFORMED;
 	}
-	if (verdict)
-		return up(skb, set, &f, family, verdict);
-	flow = look_up(&f, family);
-	if (!flow)
-		return up(skb, set, &f, family, UP_NO_FLOW);
-	now = bpf_ktime_get_coarse_ns();
-	kernel_skb = kernel_context(skb);
-	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, set, now);
-	if (verdict == UP_LEASE) {
-		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
-		f.slow = now - flow->used_ns >= set->lease_ns;
-		flow->used_ns = now;
+	if (verdict == UP_HANDSHAKE && f.tcp_flags & (TCP_FIN | TCP_RST)) {
+		judgement = judge(&f, family);
+		if (judgement == JUDGED_DROP)
+			return drop(skb, &f, family);
+		if (judgement != JUDGED_UP)
+			verdict = 0;
 	}
 	if (verdict)
-		return up(skb, set, &f, family, verdict);
+		return up(skb, &f, family, verdict);
+	flow = look_up(&f.key, family);
+	if (!flow && judgement == JUDGED_IGNORE)
+		return drop(skb, &f, family);
+	if (!flow) {
+		if (judgement == JUDGED_UP && f.key.proto == IPPROTO_TCP)
+			note_elsewhere(&f, family);
+		return up(skb, &f, family, UP_NO_FLOW);
+	}
+	if (judgement == JUDGED_UP)
+		note_sequence(flow, &f);
+	now = bpf_ktime_get_coarse_ns();
+	kernel_skb = kernel_context(skb);
+	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, now);
+	/* The kernel must not see what is to leave its entry alone, so what it did last is done once more. */
+	if (judgement == JUDGED_IGNORE && verdict == UP_LEASE)
+		verdict = 0;
+	if (verdict == UP_LEASE) {
+		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
+		f.slow = unused_ns(flow, now) >= setting(SET_LEASE_NS);
+		flow->used = now >> USED_SHIFT;
+	}
+	if (verdict && judgement == JUDGED_IGNORE)
+		return drop(skb, &f, family);
+	if (verdict)
+		return up(skb, &f, family, verdict);
 	segments = skb->gso_size;
 	if ((segments ? segments + segment_headers(skb, kernel_skb, &f) : f.length) > flow->mtu)
-		return up(skb, set, &f, family, UP_MTU);
+		return up(skb, &f, family, UP_MTU);
 	if (flow->flags & FLOW_PEER && !segments && !fits_peer(flow, f.length))
-		return up(skb, set, &f, family, UP_MTU);
+		return up(skb, &f, family, UP_MTU);
 	if (differs_in_fields(flow, &f, family, skb->mark))
-		return up(skb, set, &f, family, UP_FIELDS);
+		return judgement == JUDGED_IGNORE ? drop(skb, &f, family) : up(skb, &f, family, UP_FIELDS);
 	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
 	if (segments && skb->len != ETH_HLEN + f.length)
-		return up(skb, set, &f, family, UP_MALFORMED);
+		return up(skb, &f, family, UP_MALFORMED);
 	bytes = ETH_HLEN + f.length;
 	verdict = alter(skb, flow, &f, family);
 	if (verdict)
-		return up(skb, set, &f, family, verdict);
+		return up(skb, &f, family, verdict);
 	skb->mark = flow->mark;
 	skb->priority = flow->priority;
-	note_use(flow, set, now);
+	note_use(flow, now);
 	c = counters_of(flow->slot);
 	if (c) {
 		c->taken_bytes += bytes;
@@ -317,8 +441,8 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 		else
 			c->packets[TAKEN_TCX]++;
 	}
-	if (set->trace)
-		tell(set, &f, family, flow->oif, 0, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX);
+	if (is_observed())
+		tell(&f, family, flow->oif, KIND_SEEN, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX);
 	if (flow->flags & FLOW_PEER)
 		return bpf_redirect_peer(flow->oif, 0);
 	skb->cb[0] = OURS_0;
@@ -329,18 +453,14 @@ static __always_inline int take(struct __sk_buff *skb, struct settings *set, int
 SEC("classifier")
 int tcx_in(struct __sk_buff *skb)
 {
-	__u32 zero = 0;
-	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
 	struct frame f = {};
 
-	if (!set)
-		return TCX_NEXT;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
-		return take(skb, set, AF_INET);
+		return take(skb, AF_INET);
 	if (skb->protocol == bpf_htons(ETH_P_IPV6))
-		return take(skb, set, AF_INET6);
+		return take(skb, AF_INET6);
 	f.key.iif = skb->ifindex;
-	return up(skb, set, &f, 0, UP_PROTOCOL);
+	return up(skb, &f, 0, UP_PROTOCOL);
 }
 
 /* The longest packet that the kernel forwards whole. IPv4: the route's MTU, also one above the interface's, else the interface's
@@ -377,31 +497,19 @@ static __always_inline __u64 veth_peer(__u64 device)
 	return peer;
 }
 
-static __always_inline void wish(const struct nf_conn *conn, int family, __u64 address, __u64 now)
+/* Whether the keeper is at work: without it nobody would settle what conntrack holds of a TCP connection. */
+static __always_inline bool has_keeper(__u64 now)
 {
-	__u64 *last = bpf_map_lookup_elem(&wished, &address);
-	const struct nf_conntrack_tuple *t = &conn->tuplehash[0].tuple;
-	struct wish *w;
+#pragma unroll
+	for (__u32 n = 0; n < BEATS; n++) {
+		__u32 index = n;
+		__u64 *beat = bpf_map_lookup_elem(&beats, &index);
 
-	if (last && now - *last < WISH_NS)
-		return;
-	bpf_map_update_elem(&wished, &address, &now, BPF_ANY);
-	w = bpf_ringbuf_reserve(&wishes, sizeof(*w), 0);
-	if (!w)
-		return;
-	w->saddr[0] = t->src.u3.all[0];
-	w->saddr[1] = t->src.u3.all[1];
-	w->saddr[2] = t->src.u3.all[2];
-	w->saddr[3] = t->src.u3.all[3];
-	w->daddr[0] = t->dst.u3.all[0];
-	w->daddr[1] = t->dst.u3.all[1];
-	w->daddr[2] = t->dst.u3.all[2];
-	w->daddr[3] = t->dst.u3.all[3];
-	w->ports = pair(t->src.u.all, t->dst.u.all);
-	w->family = family;
-	w->proto = t->dst.protonum;
-	w->pad = 0;
-	bpf_ringbuf_submit(w, 0);
+		/* The beat may be later than the coarse clock. */
+		if (!beat || now > *beat + SILENT_NS)
+			return false;
+	}
+	return true;
 }
 
 /* What changed from `old` to `new`, as a one's complement sum. */
@@ -460,9 +568,19 @@ static __always_inline bool renew(struct flow *known, struct flow *flow, int fam
 	flow->flags |= known->flags & FLOW_ANY_ID;
 	/* `until_ns` is what is new, and `hooks` is to the verifier a pointer, with which nothing is reckoned. */
 #pragma unroll
-	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, used_ns) / 8; n++)
+	for (unsigned int n = offsetof(struct flow, conn) / 8; n < offsetof(struct flow, conn_status) / 8; n++)
 		differs |= old[n] ^ new[n];
-	if (known->hooks != flow->hooks || known->in_mark != flow->in_mark || known->peer != flow->peer)
+	differs |= (known->conn_status ^ flow->conn_status) | (known->mtu ^ flow->mtu) | (known->ttl ^ flow->ttl) |
+		   (known->direction ^ flow->direction) | (known->ports_diff ^ flow->ports_diff);
+#pragma unroll
+	for (unsigned int n = offsetof(struct flow, saddr) / 8; n < offsetof(struct flow, ports_diff) / 8; n++)
+		differs |= old[n] ^ new[n];
+#pragma unroll
+	for (unsigned int n = offsetof(struct flow, mac) / 8; n < offsetof(struct flow, window) / 8; n++)
+		differs |= old[n] ^ new[n];
+	if (known->in_mac[4] != flow->in_mac[4] || known->in_mac[5] != flow->in_mac[5])
+		differs = 1;
+	if (known->hooks != flow->hooks || known->peer != flow->peer)
 		differs = 1;
 	if (family == AF_INET ? (known->rest ^ flow->rest) & pair(0, 0xffff) : known->rest != flow->rest)
 		differs = 1;
@@ -470,6 +588,14 @@ static __always_inline bool renew(struct flow *known, struct flow *flow, int fam
 		return false;
 	if (family == AF_INET && known->rest != flow->rest)
 		known->flags |= FLOW_ANY_ID;
+	/* What is sure has been noted when the frame came in, and perhaps more since. */
+	if (flow->sequence && !(known->sequence & SEQUENCE_SURE && is_near(known, flow->end, flow->ack))) {
+		known->end = flow->end;
+		known->ack = flow->ack;
+		known->window = flow->window;
+		known->scale = flow->scale;
+		known->sequence = flow->sequence;
+	}
 	known->until_ns = flow->until_ns;
 	return true;
 }
@@ -493,18 +619,18 @@ static __always_inline bool check_follows(const struct flow *flow, const struct 
 }
 
 /* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
-static __always_inline int learn(struct __sk_buff *skb, struct settings *set, const struct pending *p, const struct frame *out,
+static __always_inline int learn(struct __sk_buff *skb, const struct pending *p, const struct frame *out,
 				 int family, __u64 now, bool *shortened)
 {
 	struct sk_buff *kernel_skb = kernel_context(skb);
 	struct net *net = kernel_skb->dev->nd_net.net;
 	const struct dst_entry *dst;
-	__u64 lease = set->lease_ns;
+	__u64 lease = setting(SET_LEASE_NS);
 	unsigned long nfct = kernel_skb->_nfct;
 	struct flow6 whole = {};
-	struct flow *flow = &whole.flow;
+	struct flow *flow = &whole.flow, *known;
 	struct port *in, *output;
-	__u32 iif = p->key.iif, oif = skb->ifindex;
+	__u32 iif = p->key.iif, oif = skb->ifindex, mtu;
 	__u64 until;
 	void *data;
 
@@ -537,14 +663,20 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 			if (!(conn->status & IPS_ASSURED) || conn->proto.tcp.state != TCP_CONNTRACK_ESTABLISHED)
 				return 1 + NOT_ESTABLISHED;
 			if (!is_liberal(conn, net)) {
-				wish(conn, family, flow->conn, now);
+				wish(conn, family, flow->conn, WISH_LIBERAL);
 				return 1 + NOT_LIBERAL;
 			}
+			/* From here on the kernel sees all of them, and is in step again if it has not missed more than a window. */
+			if (!has_keeper(now))
+				return 1 + NOT_KEPT;
+			begin_sequence(flow, out, conn);
+			if (waits_in_vain(flow, out, conn))
+				wish(conn, family, flow->conn, WISH_ACKNOWLEDGED);
 		}
 		/* The kernel is to see a frame before the entry expires. */
-		if (timeout_ns(conn, set) / 2 < lease)
-			lease = timeout_ns(conn, set) / 2;
-		*shortened = lease < set->lease_ns;
+		if (timeout_ns(conn) / 2 < lease)
+			lease = timeout_ns(conn) / 2;
+		*shortened = lease < setting(SET_LEASE_NS);
 	} else if (flow->flags & FLOW_NAT) {
 		/* Addresses changed by rules that track nothing. */
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
@@ -567,10 +699,11 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 	flow->hooks = hooks(net, family);
 	flow->route_gen = route_generation(net, family);
 	flow->rules_gen = rules_generation(net);
-	flow->epoch = set->epoch;
+	flow->epoch = setting(SET_EPOCH);
 	flow->oif = oif;
 	flow->slot = in->slot;
-	flow->mtu = forward_mtu(kernel_skb, dst, family);
+	mtu = forward_mtu(kernel_skb, dst, family);
+	flow->mtu = mtu < 0xffff ? mtu : 0xffff;
 	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED)) {
 		flow->peer = veth_peer((__u64)kernel_skb->dev);
 		if (flow->peer && veth_peer(flow->peer) == (__u64)kernel_skb->dev)
@@ -587,21 +720,26 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 		flow->mark = skb->mark;
 		flow->priority = skb->priority;
 	}
-	flow->used_ns = now;
+	flow->used = now >> USED_SHIFT;
+	known = look_up(&p->key, family);
+	if (flow->sequence) {
+		continue_sequence(flow, known, family);
+		guard(&p->key, family);
+	}
 	if (family == AF_INET) {
 		struct key4 k;
 
 		key4(&k, &p->key);
-		if (!renew(bpf_map_lookup_elem(&flows4, &k), flow, family)) {
+		if (!renew(known, flow, family)) {
 			flow->flags &= ~FLOW_ANY_ID;
 			bpf_map_update_elem(&flows4, &k, flow, BPF_ANY);
 		}
 	} else {
 		struct key6 k = p->key;
-		struct flow6 *known = bpf_map_lookup_elem(&flows6, &k);
-		bool same = known && !differ(known->saddr, whole.saddr) && !differ(known->daddr, whole.daddr);
+		const struct flow6 *known6 = (const struct flow6 *)known;
+		bool same = known && !differ(known6->saddr, whole.saddr) && !differ(known6->daddr, whole.daddr);
 
-		if (!renew(known ? &known->flow : NULL, flow, family) || !same)
+		if (!renew(known, flow, family) || !same)
 			bpf_map_update_elem(&flows6, &k, &whole, BPF_ANY);
 	}
 	return 0;
@@ -610,9 +748,8 @@ static __always_inline int learn(struct __sk_buff *skb, struct settings *set, co
 static __always_inline void watch(struct __sk_buff *skb, int family)
 {
 	__u64 address = (__u64)kernel_context(skb);
-	__u32 slot = pending_slot(address), zero = 0;
+	__u32 slot = pending_slot(address);
 	struct pending *p = bpf_map_lookup_elem(&pending, &slot);
-	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
 	__u64 now = bpf_ktime_get_coarse_ns();
 	struct frame f = {};
 	struct counters *c;
@@ -621,7 +758,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	__u32 iif;
 	int refused, verdict;
 
-	if (!p || !set || p->skb != address || p->key.iif != skb->ingress_ifindex || now - p->at_ns > PENDING_NS)
+	if (!p || p->skb != address || p->key.iif != skb->ingress_ifindex || now - p->at_ns > PENDING_NS)
 		return;
 	p->skb = 0;
 	if (skb->vlan_present)
@@ -631,7 +768,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	verdict = parse((void *)(long)skb->data, (void *)(long)skb->data_end, family, skb->len, &f);
 	if (verdict && verdict != UP_TTL)
 		return;
-	refused = learn(skb, set, p, &f, family, now, &shortened);
+	refused = learn(skb, p, &f, family, now, &shortened);
 	iif = p->key.iif;
 	port = bpf_map_lookup_elem(&ports, &iif);
 	c = port ? counters_of(port->slot) : NULL;
@@ -643,9 +780,10 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 		if (!refused && shortened)
 			c->shortened++;
 	}
-	if (set->trace) {
-		f.key.iif = iif;
-		tell(set, &f, family, skb->ifindex, refused ? 2 : 1, refused ? refused - 1 : 0);
+	if (is_observed()) {
+		/* As it came in: what rules made of it is another flow to whoever looks. */
+		f.key = p->key;
+		tell(&f, family, skb->ifindex, refused ? KIND_REFUSED : KIND_LEARNED, refused ? refused - 1 : 0);
 	}
 }
 
@@ -677,7 +815,7 @@ static __always_inline bool is_generic(const struct xdp_rxq_info *rxq, const str
 	return (__u64)rxq - (__u64)dev->_rx < (__u64)dev->num_rx_queues * bpf_core_type_size(struct netdev_rx_queue);
 }
 
-static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, int family)
+static __always_inline int take_raw(struct xdp_md *ctx, int family)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES, bytes = end - data, padding;
@@ -694,11 +832,11 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	/* Whatever is not taken here tcx judges again, and counts. */
 	if (parse(data, end, family, bytes, &f))
 		return XDP_PASS;
-	flow = look_up(&f, family);
+	flow = look_up(&f.key, family);
 	if (!flow)
 		return XDP_PASS;
 	now = bpf_ktime_get_coarse_ns();
-	if (holds(flow, &f, family, dev->nd_net.net, set, now))
+	if (holds(flow, &f, family, dev->nd_net.net, now))
 		return XDP_PASS;
 	if (differs_in_fields(flow, &f, family, 0))
 		return XDP_PASS;
@@ -743,14 +881,15 @@ static __always_inline int take_raw(struct xdp_md *ctx, struct settings *set, in
 	}
 	count_hop(data + ETH_HLEN, family);
 	__builtin_memcpy(data, flow->mac, sizeof(flow->mac));
-	note_use(flow, set, now);
+	note_use(flow, now);
+	note_sequence(flow, &f);
 	c = counters_of(flow->slot);
 	if (c) {
 		c->packets[TAKEN_XDP]++;
 		c->taken_bytes += ETH_HLEN + f.length;
 	}
-	if (set->trace)
-		tell(set, &f, family, flow->oif, 0, TAKEN_XDP);
+	if (is_observed())
+		tell(&f, family, flow->oif, KIND_SEEN, TAKEN_XDP);
 	return bpf_redirect(flow->oif, 0);
 }
 
@@ -758,17 +897,15 @@ SEC("xdp")
 int xdp_in(struct xdp_md *ctx)
 {
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
-	__u32 zero = 0;
-	struct settings *set = bpf_map_lookup_elem(&settings, &zero);
 	__be16 kind;
 
-	if (!set || data + ETH_HLEN > end)
+	if (data + ETH_HLEN > end)
 		return XDP_PASS;
 	kind = *(__be16 *)(data + 12);
 	if (kind == bpf_htons(ETH_P_IP))
-		return take_raw(ctx, set, AF_INET);
+		return take_raw(ctx, AF_INET);
 	if (kind == bpf_htons(ETH_P_IPV6))
-		return take_raw(ctx, set, AF_INET6);
+		return take_raw(ctx, AF_INET6);
 	return XDP_PASS;
 }
 

@@ -20,6 +20,7 @@
 
 /* tcx (Linux 6.6): hand on to the next program, at last to the kernel. */
 #define TCX_NEXT (-1)
+#define TCX_DROP 2
 
 #define ETH_HLEN 14
 #define ETH_P_IP 0x0800
@@ -47,6 +48,8 @@
 #define NFCT_INFOMASK 7UL
 #define TCP_CONNTRACK_ESTABLISHED 3
 #define IP_CT_TCP_FLAG_BE_LIBERAL 0x08
+/* The direction has sent data that the kernel has seen no acknowledgement of: the entry's timeout is five minutes, not five days. */
+#define IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED 0x10
 #define SKB_DST_NOREF 1UL
 #define SKB_DST_PTRMASK (~SKB_DST_NOREF)
 #define DST_METRICS_PTRMASK (~3UL)
@@ -207,6 +210,9 @@ struct nf_conntrack_tuple_hash {
 };
 
 struct ip_ct_tcp_state {
+	__u32 td_end;
+	__u32 td_maxack;
+	__u8 td_scale;
 	__u8 flags;
 };
 

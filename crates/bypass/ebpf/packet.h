@@ -82,7 +82,12 @@ struct frame {
 	__u32 length;		/* of the IP packet, as its header says */
 	__u32 headers;		/* of IP and the transport */
 	__u32 rest;		/* what else of the IP header may differ from frame to frame: id and fragment bits, or class and label */
+	__u32 seq;		/* of TCP */
+	__u32 end;		/* the sequence number behind its data, and its FIN */
+	__u32 ack;
+	__u16 window;		/* as it stands in the header, not scaled */
 	__u16 check;		/* the transport's checksum */
+	__u8 tcp_flags;
 	__u8 ttl;
 	__u8 tos;
 	bool tunnel;		/* a packet may be within, with a checksum of its own */
@@ -193,6 +198,11 @@ static __always_inline int parse(void *data, void *end, int family, __u32 bytes,
 		f->check = t->tcp.check;
 		if (f->headers < header + TCP_BYTES || f->headers > f->length)
 			return UP_MALFORMED;
+		f->tcp_flags = t->tcp.flags;
+		f->seq = bpf_ntohl(t->tcp.seq);
+		f->end = f->seq + (f->length - f->headers) + (f->tcp_flags & TCP_FIN);
+		f->ack = bpf_ntohl(t->tcp.ack);
+		f->window = bpf_ntohs(t->tcp.window);
 		/* Without ACK it is of no connection: tracking calls it invalid. */
 		if ((t->tcp.flags & (TCP_FIN | TCP_SYN | TCP_RST | TCP_ACK)) != TCP_ACK)
 			return UP_HANDSHAKE;
@@ -237,15 +247,15 @@ static __always_inline void key4(struct key4 *k, const struct key6 *key)
 	k->ports = key->ports;
 }
 
-static __always_inline struct flow *look_up(const struct frame *f, int family)
+static __always_inline struct flow *look_up(const struct key6 *key, int family)
 {
 	if (family == AF_INET) {
 		struct key4 k;
 
-		key4(&k, &f->key);
+		key4(&k, key);
 		return bpf_map_lookup_elem(&flows4, &k);
 	}
-	return bpf_map_lookup_elem(&flows6, &f->key);
+	return bpf_map_lookup_elem(&flows6, key);
 }
 
 /* Writes what was translated in a frame; its checksums are not this function's. */

@@ -4,7 +4,8 @@
  * asserted below.
  *
  * Writers: `settings`, `ports`, `kept` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
- * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries.
+ * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries. `usages` is written by
+ * all programs while `flows` measures; the manager only reads it.
  */
 #ifndef TOMBOLO_TABLES_H
 #define TOMBOLO_TABLES_H
@@ -38,6 +39,7 @@ enum verdict {
 	HANDED_CAPTURE,	/* somebody captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */
 	UP_FIELDS,	/* TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from */
+	DROPPED_WINDOW,	/* FIN or RST outside of the window of a connection that is taken: conntrack calls that invalid */
 };
 /* A power of two, so that a mask keeps an index within; the verifier wants to see that. */
 #define VERDICTS 32
@@ -50,6 +52,7 @@ enum unlearned {
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
 	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: whoever judged it there judges each frame */
+	NOT_KEPT,	/* TCP through conntrack, and no keeper is at work */
 };
 #define UNLEARNED 8
 
@@ -81,11 +84,14 @@ struct port {
 	__u64 since_ns;
 };
 
-struct settings {
-	__u32 epoch;	/* added to by whoever makes all flows be learned anew */
-	__u32 trace;	/* up to this second of the clock events are wanted; 0: not at all */
-	__u64 lease_ns;
-	__u64 tick_ns;	/* of the kernel's jiffies, in which conntrack counts its timeouts */
+/* Elements of `settings`. Each is a word of its own, so that two processes that write two of them do not undo each other's. */
+enum setting {
+	SET_EPOCH,	/* raised to have all flows learned again */
+	SET_TRACE,	/* events are wanted up to this second of the clock; 0: not at all */
+	SET_ACCOUNT,	/* frames are counted per flow up to this second of the clock; 0: not at all */
+	SET_LEASE_NS,
+	SET_TICK_NS,	/* of the kernel's jiffies, in which conntrack counts its timeouts */
+	SETTINGS,
 };
 
 enum protocol {
@@ -118,7 +124,13 @@ struct key6 {
 #define FLOW_PARTIAL (1 << 3)	/* the checksums of its frames, or of packets within them, are left to others */
 #define FLOW_ANY_ID (1 << 4)	/* frames with different IPv4 ids were forwarded unaltered, so no rule sets a constant id */
 
-/* What the kernel did with a flow's last frame that it saw, and under what it did so. */
+/* Bits of `sequence`. */
+#define SEQUENCE_TRACKED (1 << 0)	/* TCP with a conntrack entry: its numbers are noted */
+#define SEQUENCE_SURE (1 << 1)	/* they are in step with what the kernel had seen, or with the other direction */
+#define SEQUENCE_ENDING (1 << 2)	/* a FIN or RST passed */
+
+/* What the kernel did with a flow's last frame that it saw, and under what it did so. Two cache lines; of the first only what a renewal
+ * alters is written. */
 struct flow {
 	__u64 until_ns;		/* CLOCK_MONOTONIC (coarse); then the kernel is asked again */
 	__u64 hooks;		/* the address of the netfilter hooks of the forward chain */
@@ -126,27 +138,34 @@ struct flow {
 	__u32 route_gen;
 	__u32 rules_gen;
 	__u32 epoch;
-	__u32 conn_status;
 	__u32 oif;
-	__u32 slot;		/* of the input's counters */
-	__u32 flags;
-	__u32 mtu;
 	__u32 mark;
 	__u32 priority;
-	__u8 mac[12];		/* destination and source of the frame that goes out */
-	__u8 in_mac[6];		/* destination of the frame that came in */
-	__u8 direction;		/* of the connection: 0 as its first frame, 1 the answers */
+	__u32 in_mark;		/* the mark that it came in with, set by a tcx program before ours */
+	__u16 slot;		/* of the input's counters */
+	__u16 flags;
+	__u16 conn_status;
+	__u16 mtu;		/* no IP packet is longer than 65535 bytes */
 	__u8 ttl;		/* of the frame that came in; a frame with another one may be altered otherwise */
+	__u8 direction;		/* of the connection: 0 as its first frame, 1 the answers */
+	__u8 scale;		/* of the windows in its frames */
+	__u8 sequence;		/* SEQUENCE_* */
+
 	__u32 saddr;		/* IPv4 after translation */
 	__u32 daddr;
 	__u32 ports;
 	__u32 addresses_diff;	/* one's complement sum of what changed in the addresses */
 	__u32 ports_diff;
-	__u64 used_ns;		/* to a sixteenth of a lease: with thousands of flows each line that is written must leave the caches again */
 	__u32 rest;		/* as in struct frame, of the frame that came in */
-	__u32 in_mark;		/* its mark, set by a tcx program before ours */
+	__u8 mac[12];		/* destination and source of the frame that goes out */
+	__u8 in_mac[6];		/* destination of the frame that came in */
+	__u16 window;		/* in its last frame, as it stands there */
+	__u32 used;		/* in USED_NS, to a sixteenth of a lease: with thousands of flows each line that is written must leave the caches again */
+	__u32 end;		/* TCP: the highest sequence number sent, behind its data */
+	__u32 ack;		/* TCP: the highest acknowledgement sent */
 	__u64 peer;		/* FLOW_PEER: the address of the net_device at the veth's other end */
 };
+#define USED_SHIFT 20	/* the unit of `used`: about a millisecond. It wraps after 52 days, so only differences count */
 
 struct flow6 {
 	struct flow flow;
@@ -170,14 +189,27 @@ struct pending {
 };
 #define PENDING_SLOTS 8
 
-/* A TCP connection whose entry the manager shall set to liberal window checks; its own first direction. */
+/* What the manager shall do with a TCP connection. */
+enum wish_kind {
+	WISH_LIBERAL,	/* window checks are to be liberal */
+	WISH_ACKNOWLEDGED,	/* the flag for unacknowledged data is to go: the kernel will not see the acknowledgement */
+	WISH_CLOSED,	/* a RST ended it that the kernel could not recognise as exact */
+};
+
+/* By its first direction. */
 struct wish {
 	__u32 saddr[4];
 	__u32 daddr[4];
 	__u32 ports;
 	__u8 family;
 	__u8 proto;
-	__u16 pad;
+	__u16 kind;
+};
+
+/* The flows of one direction of a TCP connection: one for each interface and TOS that its frames came with lately. */
+#define VARIANTS 4
+struct variants {
+	__u32 input[VARIANTS];	/* ifindex << 8 | TOS; 0: none */
 };
 
 /* A line of `trace`. */
@@ -193,17 +225,35 @@ struct event {
 	__u32 pad2;
 };
 
+/* What passed of one flow while `flows` measured, by CPU. All counts are monotonic. */
+struct usage {
+	__u64 taken_packets;
+	__u64 taken_bytes;
+	__u64 passed_packets;
+	__u64 passed_bytes;
+	__u64 at_ns;	/* of the last frame */
+	__u32 oif;	/* where it goes out; 0: not known */
+	__u8 taken_by;	/* 1 + enum verdict of the last frame that was taken; 0: none was */
+	__u8 passed_for;	/* 1 + enum verdict of the last frame that took the kernel's path */
+	__u8 refused;	/* 1 + enum unlearned: why the last forwarded frame was not learned; 0: it was */
+	__u8 pad;
+};
+
 /* What layout.rs counts on. */
-_Static_assert(sizeof(struct settings) == 24 && sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
+_Static_assert(SETTINGS == 5 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
+_Static_assert(sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
 _Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED), "layout.rs");
-_Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 40, "layout.rs");
-_Static_assert(offsetof(struct flow, used_ns) == 104 && offsetof(struct port, since_ns) == 16, "layout.rs");
+_Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 36, "layout.rs");
+_Static_assert(offsetof(struct flow, direction) == 61 && offsetof(struct flow, sequence) == 63 && offsetof(struct flow, saddr) == 64, "layout.rs");
+_Static_assert(offsetof(struct flow, mac) == 88, "layout.rs");
+_Static_assert(offsetof(struct flow, used) == 108 && offsetof(struct flow, end) == 112 && offsetof(struct flow, ack) == 116, "layout.rs");
+_Static_assert(offsetof(struct port, since_ns) == 16 && offsetof(struct wish, kind) == 38, "layout.rs");
 _Static_assert(offsetof(struct key6, daddr) == 20 && offsetof(struct key6, ports) == 36 && offsetof(struct key4, ports) == 12, "layout.rs");
 _Static_assert(offsetof(struct key6, proto) == 40, "layout.rs");
 _Static_assert(offsetof(struct event, key) == 8 && offsetof(struct event, family) == 60 && offsetof(struct wish, ports) == 32, "layout.rs");
 _Static_assert(sizeof(struct flow6) == 160 && offsetof(struct flow6, flow) == 0, "layout.rs");
-_Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FIELDS == 23, "layout.rs");
+_Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && DROPPED_WINDOW == 24, "layout.rs");
 
 #define MAX_IFINDEX (1 << 22)
 #define MAX_PORTS 1024
@@ -212,10 +262,18 @@ _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && UP_FIELDS == 23, "l
 
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
-	__uint(max_entries, 1);
+	__uint(max_entries, SETTINGS);
 	__type(key, __u32);
-	__type(value, struct settings);
+	__type(value, __u64);
 } settings SEC(".maps");
+
+static __always_inline __u64 setting(enum setting which)
+{
+	__u32 index = which;
+	__u64 *value = bpf_map_lookup_elem(&settings, &index);
+
+	return value ? *value : 0;
+}
 
 /* Up to when frames are taken, if the keeper does not say more; 0: for ever. On its own, since the keeper writes it again and again. */
 struct {
@@ -225,8 +283,9 @@ struct {
 	__type(value, __u64);
 } kept SEC(".maps");
 
-/* When each thread of the keeper was at work last, on the monotonic clock. Written by it alone; no program reads it. */
+/* When each thread of the keeper was at work last, on the monotonic clock. Written by it alone. */
 #define BEATS 2
+#define SILENT_NS 5000000000ULL	/* keeper.rs, SILENT */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, BEATS);
@@ -295,6 +354,23 @@ struct {
 	__uint(type, BPF_MAP_TYPE_RINGBUF);
 	__uint(max_entries, 1 << 20);
 } events SEC(".maps");
+
+/* By the addresses and ports that a direction's frames come in with; interface and TOS are zero, the address family is in `zero`. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_HASH);
+	__uint(max_entries, MAX_FLOWS);
+	__type(key, struct key6);
+	__type(value, struct variants);
+} guarded SEC(".maps");
+
+/* By flow, as in an event: the address family is in `zero`. */
+struct {
+	__uint(type, BPF_MAP_TYPE_LRU_PERCPU_HASH);
+	__uint(max_entries, MAX_FLOWS);
+	__uint(map_flags, BPF_F_NO_COMMON_LRU);
+	__type(key, struct key6);
+	__type(value, struct usage);
+} usages SEC(".maps");
 
 /* Events that found no room in the ring. */
 struct {

@@ -91,21 +91,21 @@ static __always_inline bool differs_in_fields(const struct flow *flow, const str
 }
 
 /* The timeout that conntrack has set for the connection with the frame that it just saw, in ns; 0 if it is over. */
-static __always_inline __u64 timeout_ns(const struct nf_conn *conn, const struct settings *set)
+static __always_inline __u64 timeout_ns(const struct nf_conn *conn)
 {
 	__s32 ticks = conn->timeout - (__u32)bpf_jiffies64();
 
-	return ticks > 0 ? ticks * set->tick_ns : 0;
+	return ticks > 0 ? ticks * setting(SET_TICK_NS) : 0;
 }
 
 /* 0, or why the flow does not hold for this frame now. */
 static __always_inline int holds(const struct flow *flow, const struct frame *f, int family, struct net *net,
-				 const struct settings *set, __u64 now)
+				 __u64 now)
 {
 	if (now >= flow->until_ns)
 		return UP_LEASE;
 	if (flow->route_gen != route_generation(net, family) || flow->rules_gen != rules_generation(net) ||
-	    flow->hooks != hooks(net, family) || flow->epoch != set->epoch)
+	    flow->hooks != hooks(net, family) || flow->epoch != (__u32)setting(SET_EPOCH))
 		return UP_CHANGED;
 	if (flow->conn) {
 		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, flow->conn);

@@ -5,12 +5,14 @@
 //! refused unless asked for.
 
 use crate::chooser::Why;
+use crate::conntrack::Conntrack;
 use crate::keeper::{self, KEPT};
-use crate::layout::{Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Settings};
+use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Tuple};
 use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
 use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::settle;
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
 use aya::programs::{
@@ -347,8 +349,8 @@ fn attach_locked(
     let mut maps = Maps::open(place)?;
     let ours = Ours::of(place)?;
     prune(place, &mut record, &mut maps, &routes.links()?, ours)?;
-    let before = maps.settings()?;
-    let lease = options.lease.or((before.lease_ns > 0).then(|| Duration::from_nanos(before.lease_ns))).unwrap_or(LEASE);
+    let before_ns = maps.lease_ns()?;
+    let lease = options.lease.or((before_ns > 0).then(|| Duration::from_nanos(before_ns))).unwrap_or(LEASE);
     let mut report = vec![];
     for link in &links {
         let known = record.interfaces.iter_mut().find(|i| i.index == link.index);
@@ -391,8 +393,8 @@ fn attach_locked(
     // A keeper that takes longer to start has frames taken from then on.
     let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
-    let epoch = before.epoch.wrapping_add(1);
-    maps.set(Settings { epoch, lease_ns: lease.as_nanos() as u64, tick_ns: tick_ns(), ..before })?;
+    maps.set_lease(lease.as_nanos() as u64, tick_ns())?;
+    maps.forget_flows()?;
     place.write(&record)?;
     Ok(report)
 }
@@ -574,6 +576,7 @@ fn take_off(
     staying: Vec<Interface>,
 ) -> Result<Vec<String>, AttachError> {
     let mut maps = Maps::open(place)?;
+    let flows = maps.flows()?;
     // First nothing is taken any more, then the programs go.
     for interface in &going {
         maps.remove_port(interface.index)?;
@@ -582,6 +585,9 @@ fn take_off(
     for interface in &going {
         detach_all(place, interface.index);
     }
+    let is_of = |tuple: &Tuple, flow: &Flow| going.iter().any(|i| i.index == tuple.input || i.index == flow.output);
+    let flows: Vec<_> = flows.into_iter().filter(|(tuple, flow)| is_of(tuple, flow)).collect();
+    settle_for_good(&flows);
     if staying.is_empty() && record.awaited.is_empty() {
         // It would end by itself, unless it is stopped.
         let _ = keeper::end(place);
@@ -591,6 +597,22 @@ fn take_off(
         place.write(&record)?;
     }
     Ok(going.into_iter().map(|i| i.name).collect())
+}
+
+/// Settles connections whose flows end. The kernel is out of step with those that had much traffic, and would never see that what is on its way
+/// now is acknowledged.
+fn settle_for_good(flows: &[(Tuple, Flow)]) {
+    let now_ns = monotonic_ns();
+    let mut standings = settle::standings(flows);
+    for standing in &mut standings {
+        if now_ns.saturating_sub(standing.used_ns) < settle::RESTING.as_nanos() as u64 {
+            standing.is_acknowledged = [true; 2];
+        }
+    }
+    // What cannot be settled expires earlier, which is no reason to stay attached.
+    if let (Some(timeouts), Ok(conntrack)) = (settle::Timeouts::read(), Conntrack::open()) {
+        settle::settle(&conntrack, &standings, timeouts, now_ns);
+    }
 }
 
 /// Now, on the clock that the programs read.

@@ -1,7 +1,7 @@
 //! The keeper: a process that helps the attached programs along. Traffic flows without it.
 //!
 //! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
-//! kernel will see a few of its segments only), has all flows learned anew when a neighbour's Ethernet address, an interface or how it forwards changed,
+//! kernel will see a few of its segments only), settles what conntrack holds of those that rest, has all flows learned anew when a neighbour's Ethernet address, an interface or how it forwards changed,
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
@@ -16,12 +16,15 @@ use crate::attachment::{
     AttachError, Others, Ours, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
 };
 use crate::chooser::{Chooser, Why, Window};
+use crate::conntrack::{CLOSED, Connection, Conntrack, Update};
 use crate::layout::{
     Counters, HANDED_LARGE, HANDED_PARTIAL, Mode, NO_FLOW, PORT_CAPTURED, PORT_TWICE, Port, TAKEN_XDP, WISH_BYTES,
 };
 use crate::maps::{self, Beats, Maps};
-use crate::netlink::{Change, Connection, Conntrack, Link, Monitor, Routes};
+use crate::neighbours::Neighbours;
+use crate::netlink::{Change, Link, Monitor, Routes};
 use crate::place::{Interface, Place};
+use crate::settle;
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::Errno;
@@ -37,6 +40,7 @@ const TICK: Duration = Duration::from_secs(1);
 /// How long frames are taken without a tick, where that needs a keeper.
 pub(crate) const KEPT: Duration = Duration::from_secs(3);
 /// How long a keeper may say nothing before it counts as stopped: many turns, and longer than the kernel's lock of all interfaces is held as a rule.
+/// The programs have the same (SILENT_NS).
 const SILENT: Duration = Duration::from_secs(5);
 /// How long a killed one may take to be gone.
 const DYING: Duration = Duration::from_secs(5);
@@ -49,6 +53,8 @@ const GLANCE: Duration = Duration::from_millis(200);
 const UNUSED: Duration = Duration::from_secs(60);
 /// How often such flows are looked for.
 const REAP: Duration = Duration::from_secs(15);
+/// How often TCP connections are looked at that rest.
+const SETTLE: Duration = Duration::from_secs(5);
 /// How long a keeper may take to start.
 const STARTING: Duration = Duration::from_secs(30);
 
@@ -150,31 +156,30 @@ pub fn start(place: &Place) -> std::io::Result<bool> {
     Ok(true)
 }
 
-fn connection(wish: &[u8]) -> Option<Connection> {
+fn wished(wish: &[u8]) -> Option<(Connection, Update)> {
     const AF_INET: u8 = 2;
+    /// How long conntrack keeps a connection that was reset (nf_conntrack_tcp_timeout_close).
+    const CLOSE_S: u32 = 10;
     let wish: &[u8; WISH_BYTES] = wish.try_into().ok()?;
     let bytes = if wish[36] == AF_INET { 4 } else { 16 };
-    Some(Connection {
+    let update = match u16::from_ne_bytes([wish[38], wish[39]]) {
+        0 => Update::LIBERAL,
+        1 => Update::ACKNOWLEDGED,
+        2 => Update { state: Some(CLOSED), timeout_s: Some(close_timeout_s().unwrap_or(CLOSE_S)), ..Update::default() },
+        _ => return None,
+    };
+    let connection = Connection {
         source: wish[..bytes].to_vec(),
         destination: wish[16..16 + bytes].to_vec(),
         source_port: [wish[32], wish[33]],
         destination_port: [wish[34], wish[35]],
-    })
+    };
+    Some((connection, update))
 }
 
-/// Where each neighbour is.
-#[derive(Debug, Default)]
-struct Neighbours(HashMap<(u32, Vec<u8>), [u8; 6]>);
-
-impl Neighbours {
-    /// Takes a change in; says whether a neighbour that was known is elsewhere now, or nowhere.
-    fn note(&mut self, index: u32, address: Vec<u8>, mac: Option<[u8; 6]>) -> bool {
-        let key = (index, address);
-        match mac {
-            Some(mac) => self.0.insert(key, mac).is_some_and(|old| old != mac),
-            None => self.0.remove(&key).is_some(),
-        }
-    }
+/// How long conntrack keeps a connection that was reset, in this network namespace.
+fn close_timeout_s() -> Option<u32> {
+    std::fs::read_to_string("/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_close").ok()?.trim().parse().ok()
 }
 
 /// Numbers of the interfaces that packet sockets listen on, from /proc/net/packet; 0 stands for all of them.
@@ -203,6 +208,9 @@ struct Keeper {
     watched: HashMap<u32, Watched>,
     last_tick_ns: u64,
     last_reap_ns: u64,
+    last_settle_ns: u64,
+    /// The connections that rested at the last look, by their entries, and since when.
+    settled: HashMap<u64, u64>,
     /// An interface came, went or changed since this was looked at last.
     links_changed: bool,
     /// The interfaces as they were then.
@@ -213,7 +221,10 @@ impl Keeper {
     /// Whether the change makes flows untrue.
     fn is_untrue(&mut self, change: Change) -> Result<bool, AttachError> {
         Ok(match change {
-            Change::Neighbour { index, address, mac } => self.neighbours.note(index, address, mac),
+            Change::Neighbour { index, address, mac } => {
+                self.neighbours.note(index, address, mac, monotonic_ns());
+                false
+            }
             Change::Link(_) => {
                 self.links_changed = true;
                 false
@@ -227,6 +238,14 @@ impl Keeper {
                 true
             }
         })
+    }
+
+    /// Removes the flows to neighbours that have moved and whose turn it is.
+    fn follow_neighbours(&mut self) {
+        let moved = self.neighbours.due(monotonic_ns());
+        if !moved.is_empty() {
+            self.maps.remove_flows_to(&moved);
+        }
     }
 
     /// Looks at the interfaces; says whether one that stayed is another than it was: its name and group, which rules go by, its bridge.
@@ -267,6 +286,10 @@ impl Keeper {
             self.last_reap_ns = now_ns;
             self.maps.reap(now_ns.saturating_sub(UNUSED.as_nanos() as u64))?;
         }
+        if now_ns.saturating_sub(self.last_settle_ns) >= SETTLE.as_nanos() as u64 {
+            self.last_settle_ns = now_ns;
+            self.settle(now_ns)?;
+        }
         // Where another command attaches or detaches, the next tick does the rest, over what that one left.
         let Some(_lock) = self.place.lock_now()? else { return Ok(false) };
         // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
@@ -283,6 +306,23 @@ impl Keeper {
         }
         self.judge(now_ns)?;
         Ok(false)
+    }
+
+    /// Settles the TCP connections that rest, once for each rest.
+    fn settle(&mut self, now_ns: u64) -> Result<(), AttachError> {
+        let Some(timeouts) = settle::Timeouts::read() else { return Ok(()) };
+        let mut standings = settle::standings(&self.maps.flows()?);
+        let rests = |s: &settle::Standing| now_ns.saturating_sub(s.used_ns) >= settle::RESTING.as_nanos() as u64;
+        standings.retain(rests);
+        let resting: HashMap<u64, u64> = standings.iter().map(|s| (s.conn, s.used_ns)).collect();
+        let is_new =
+            |s: &&settle::Standing| self.settled.get(&s.conn).is_none_or(|before| !is_same_moment(*before, s.used_ns));
+        let due: Vec<_> = standings.iter().filter(is_new).collect();
+        if !due.is_empty() {
+            settle::settle(&Conntrack::open()?, due, timeouts, now_ns);
+        }
+        self.settled = resting;
+        Ok(())
     }
 
     /// Has each interface's traffic, and what others do there, say what may be taken and by which program. The caller holds the place's lock: what
@@ -357,6 +397,11 @@ impl Keeper {
     }
 }
 
+/// Whether two readings of when a flow was used mean the same: the unit of that is about a millisecond, and depends on when it is read.
+fn is_same_moment(a_ns: u64, b_ns: u64) -> bool {
+    a_ns.abs_diff(b_ns) < 3 << 20
+}
+
 /// Writes a line to the log. On a full disk it is lost, where `eprintln!` would panic.
 fn tell(line: &str) {
     let _ = writeln!(std::io::stderr(), "{line}");
@@ -387,7 +432,7 @@ fn glance(fd: &impl std::os::fd::AsFd) -> Result<(), AttachError> {
     }
 }
 
-/// Has connections tracked liberally as they are wished for, until the place is gone.
+/// Has connections' entries altered as the programs wish, until the place is gone.
 fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> Result<(), AttachError> {
     let mut beats = Beats::open(place)?;
     loop {
@@ -397,9 +442,16 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
             return Ok(());
         }
         while let Some(wish) = wishes.next() {
-            if let Some(connection) = connection(&wish) {
+            match wished(&wish) {
+                // The kernel has just set the timeout that goes with the flag.
+                Some((connection, Update::ACKNOWLEDGED)) => {
+                    if let Some(timeouts) = settle::Timeouts::read() {
+                        settle::acknowledge(conntrack, &connection, timeouts);
+                    }
+                }
                 // One that closed meanwhile needs it no more; one that the kernel does not change is wished for again.
-                let _ = conntrack.be_liberal(&connection);
+                Some((connection, update)) => drop(conntrack.update(&connection, update)),
+                None => {}
             }
         }
     }
@@ -432,6 +484,8 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         watched: HashMap::new(),
         last_tick_ns: monotonic_ns(),
         last_reap_ns: monotonic_ns(),
+        last_settle_ns: monotonic_ns(),
+        settled: HashMap::new(),
         links_changed: true,
         links: HashMap::new(),
     };
@@ -452,6 +506,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         for change in monitor.changes()? {
             untrue |= keeper.is_untrue(change)?;
         }
+        keeper.follow_neighbours();
         let links_changed = std::mem::take(&mut keeper.links_changed);
         if links_changed {
             untrue |= keeper.are_links_others()?;
@@ -477,19 +532,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_neighbour_that_moved_or_went_makes_flows_untrue_and_one_that_stays_does_not() {
-        let mut known = Neighbours::default();
-        let (a, b) = (Some([2, 0, 0, 0, 0, 1]), Some([2, 0, 0, 0, 0, 2]));
-        let at = vec![10, 0, 0, 1];
-        assert!(!known.note(3, at.clone(), a));
-        assert!(!known.note(3, at.clone(), a));
-        assert!(!known.note(4, at.clone(), b), "the same address on another interface is another neighbour");
-        assert!(known.note(3, at.clone(), b));
-        assert!(known.note(3, at.clone(), None));
-        assert!(!known.note(3, at, None));
-    }
-
-    #[test]
     fn packet_sockets_that_listen_are_seen_and_those_that_only_send_are_not() {
         let table = "sk       RefCnt Type Proto  Iface R Rmem   User   Inode\n\
                      000000001 3      3    0003   5     1 0      0      123\n\
@@ -505,7 +547,12 @@ mod tests {
         wish[16..20].copy_from_slice(&[10, 0, 0, 2]);
         wish[32..36].copy_from_slice(&[0x12, 0x34, 0, 80]);
         wish[36] = 2;
-        let connection = connection(&wish).unwrap();
+        let (connection, update) = wished(&wish).unwrap();
         assert_eq!((connection.source, connection.destination_port), (vec![10, 0, 0, 1], [0, 80]));
+        assert_eq!(update, Update::LIBERAL);
+        wish[38] = 2;
+        assert_eq!(wished(&wish).unwrap().1.state, Some(CLOSED));
+        wish[38] = 3;
+        assert_eq!(wished(&wish), None);
     }
 }

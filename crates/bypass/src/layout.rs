@@ -16,8 +16,18 @@ pub const FLOW_BYTES: usize = 128;
 pub const FLOW6_BYTES: usize = 160;
 /// Bytes of `struct port`.
 pub const PORT_BYTES: usize = 24;
-/// Bytes of `struct settings`.
-pub const SETTINGS_BYTES: usize = 24;
+/// Elements of `settings`, a word each.
+pub const SET_EPOCH: u32 = 0;
+/// Up to which second of the monotonic clock events are wanted; 0: not at all.
+pub const SET_TRACE: u32 = 1;
+/// Up to which second of the monotonic clock frames are counted by flow; 0: not at all.
+pub const SET_ACCOUNT: u32 = 2;
+/// How long a flow holds before the kernel is asked again, in ns.
+pub const SET_LEASE_NS: u32 = 3;
+/// Length of the kernel's tick (a jiffy), in which conntrack counts its timeouts, in ns.
+pub const SET_TICK_NS: u32 = 4;
+/// Bytes of `struct usage`.
+pub const USAGE_BYTES: usize = 48;
 /// Bytes of `struct counters`.
 pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS);
 /// Bytes of `struct event`.
@@ -28,11 +38,12 @@ pub const WISH_BYTES: usize = 40;
 pub const MAX_PORTS: u32 = 1024;
 /// `enum protocol`: numbers of IP. The last one never occurs.
 const PROTOCOLS: [u8; 4] = [17, 6, 1, 0];
+const AF_INET: u8 = 2;
 const VERDICT_SLOTS: usize = 32;
 const UNLEARNED_SLOTS: usize = 8;
 
 /// `enum verdict`: (name in reports, what it means). The first three are frames that were taken.
-pub const VERDICTS: [(&str, &str); 24] = [
+pub const VERDICTS: [(&str, &str); 25] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
@@ -60,6 +71,10 @@ pub const VERDICTS: [(&str, &str); 24] = [
     ("handed_capture", "by XDP to tcx: somebody captures here"),
     ("up_failed", "the kernel had no room for the change"),
     ("up_fields", "TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from"),
+    (
+        "dropped_window",
+        "a FIN or RST outside of the window of a connection that is taken, which conntrack calls invalid",
+    ),
 ];
 /// How many of `VERDICTS` are frames that were taken.
 pub const TAKEN: usize = 3;
@@ -69,19 +84,22 @@ pub const HANDED: std::ops::Range<usize> = 18..22;
 pub const HANDED_PARTIAL: usize = 18;
 /// Of `HANDED`: segmentation frames.
 pub const HANDED_LARGE: usize = 19;
+/// Frames that were dropped: neither taken nor passed.
+pub const DROPPED_WINDOW: usize = 24;
 /// Frames whose flow is not known.
 pub const NO_FLOW: usize = 13;
 /// Taken by XDP.
 pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
-pub const UNLEARNED: [(&str, &str); 6] = [
+pub const UNLEARNED: [(&str, &str); 7] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone"),
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
     ("not_at_once", "it was held on its way, as by NFQUEUE"),
+    ("not_kept", "TCP through conntrack, and no keeper is at work"),
 ];
 
 /// Frames that come in at the interface may be taken.
@@ -173,41 +191,6 @@ impl Port {
     }
 }
 
-/// `struct settings`.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Settings {
-    /// Added to: all flows are learned anew.
-    pub epoch: u32,
-    /// Up to which second of the monotonic clock events are wanted; 0: not at all.
-    pub trace_until_s: u32,
-    /// How long a flow holds before the kernel is asked again.
-    pub lease_ns: u64,
-    /// Length of the kernel's tick (a jiffy), in which conntrack counts its timeouts.
-    pub tick_ns: u64,
-}
-
-impl Settings {
-    /// As in the map.
-    pub fn to_bytes(self) -> [u8; SETTINGS_BYTES] {
-        let mut bytes = [0; SETTINGS_BYTES];
-        bytes[..4].copy_from_slice(&self.epoch.to_ne_bytes());
-        bytes[4..8].copy_from_slice(&self.trace_until_s.to_ne_bytes());
-        bytes[8..16].copy_from_slice(&self.lease_ns.to_ne_bytes());
-        bytes[16..].copy_from_slice(&self.tick_ns.to_ne_bytes());
-        bytes
-    }
-
-    /// From the map.
-    pub fn from_bytes(bytes: &[u8; SETTINGS_BYTES]) -> Settings {
-        Settings {
-            epoch: word(bytes, 0),
-            trace_until_s: word(bytes, 4),
-            lease_ns: long(bytes, 8),
-            tick_ns: long(bytes, 16),
-        }
-    }
-}
-
 /// `struct counters`, summed over the CPUs. All are monotonic.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
@@ -254,12 +237,13 @@ impl Counters {
 
     /// Packets that went the kernel's way.
     pub fn passed(&self) -> u64 {
-        self.packets[TAKEN..].iter().sum::<u64>() - self.packets[HANDED].iter().sum::<u64>()
+        let others = self.packets[HANDED].iter().sum::<u64>() + self.packets[DROPPED_WINDOW];
+        self.packets[TAKEN..].iter().sum::<u64>() - others
     }
 }
 
 /// Where frames of a flow come in, from whom and to whom.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize)]
 pub struct Tuple {
     /// Number of the interface.
     pub input: u32,
@@ -304,6 +288,12 @@ impl Tuple {
         }
     }
 
+    /// The key of a usage, a `struct key6` with the address family in it.
+    pub fn of_usage(bytes: &[u8; KEY6_BYTES]) -> Tuple {
+        let family = u16::from_ne_bytes([bytes[42], bytes[43]]);
+        Tuple::from_key6(bytes, family == u16::from(AF_INET))
+    }
+
     /// `struct key6`; of an IPv4 frame the first word of each address counts.
     pub fn from_key6(bytes: &[u8], is_v4: bool) -> Tuple {
         let (source_port, destination_port) = ports(bytes, 36);
@@ -330,23 +320,105 @@ pub struct Flow {
     pub epoch: u32,
     /// Number of the interface where it goes out.
     pub output: u32,
+    /// The Ethernet address that it goes to.
+    pub to: [u8; 6],
     /// When it was last used, to a sixteenth of a lease.
     pub used_ns: u64,
+    /// How far TCP's sequence numbers have come, if conntrack tracks it.
+    pub progress: Option<Progress>,
+}
+
+/// The sequence numbers of one direction of a TCP connection, as far as frames of one flow tell.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Progress {
+    /// The address of the conntrack entry, which stands for the connection.
+    pub conn: u64,
+    /// Whether it is the direction of the answers.
+    pub is_reply: bool,
+    /// Whether the numbers are in step with the kernel's or with the other direction's.
+    pub is_sure: bool,
+    /// Whether a FIN or RST passed.
+    pub is_ending: bool,
+    /// The highest sequence number sent, behind its data.
+    pub end: u32,
+    /// The highest acknowledgement sent.
+    pub ack: u32,
 }
 
 impl Flow {
-    /// From either map: what IPv6's has more stands behind.
+    /// From either map, at this moment of the monotonic clock: what IPv6's has more stands behind.
     ///
     /// # Panics
     /// With fewer than `FLOW_BYTES`.
-    pub fn from_bytes(bytes: &[u8]) -> Flow {
+    pub fn from_bytes(bytes: &[u8], now_ns: u64) -> Flow {
+        const USED_SHIFT: u32 = 20;
+        const TRACKED: u8 = 1;
+        const SURE: u8 = 2;
+        const ENDING: u8 = 4;
+        // It may be a little later than now. It wraps, so only the difference says when.
+        let unused = ((now_ns >> USED_SHIFT) as u32).wrapping_sub(word(bytes, 108)) as i32;
+        let unused_ns = (unused.max(0) as u64) << USED_SHIFT;
+        let sequence = bytes[63];
         Flow {
             until_ns: long(bytes, 0),
             tracked: long(bytes, 16) != 0,
             epoch: word(bytes, 32),
-            output: word(bytes, 40),
-            used_ns: long(bytes, 104),
+            output: word(bytes, 36),
+            to: bytes[88..94].try_into().expect("six bytes"),
+            used_ns: now_ns.saturating_sub(unused_ns),
+            progress: (sequence & TRACKED != 0).then(|| Progress {
+                conn: long(bytes, 16),
+                is_reply: bytes[61] != 0,
+                is_sure: sequence & SURE != 0,
+                is_ending: sequence & ENDING != 0,
+                end: word(bytes, 112),
+                ack: word(bytes, 116),
+            }),
         }
+    }
+}
+
+/// What passed of one flow while `flows` measured: `struct usage`, summed over the CPUs.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Usage {
+    /// Frames that were taken.
+    pub taken: u64,
+    /// Their bytes, from the Ethernet header on.
+    pub taken_bytes: u64,
+    /// Frames that took the kernel's path.
+    pub passed: u64,
+    /// Their bytes.
+    pub passed_bytes: u64,
+    /// When the last frame came, on the monotonic clock.
+    pub at_ns: u64,
+    /// Number of the interface where it goes out; 0: not known.
+    pub output: u32,
+    /// `VERDICTS`: of the last frame that was taken.
+    pub taken_by: Option<usize>,
+    /// `VERDICTS`: of the last frame that took the kernel's path.
+    pub passed_for: Option<usize>,
+    /// `UNLEARNED`: why the last frame that the kernel forwarded was not learned.
+    pub refused: Option<usize>,
+}
+
+impl Usage {
+    /// Adds one CPU's. Of what is known of the last frame the latest counts.
+    pub fn add(&mut self, bytes: &[u8; USAGE_BYTES]) {
+        let code = |at: usize| usize::from(bytes[at]).checked_sub(1);
+        for (n, sum) in
+            [&mut self.taken, &mut self.taken_bytes, &mut self.passed, &mut self.passed_bytes].into_iter().enumerate()
+        {
+            *sum += long(bytes, 8 * n);
+        }
+        let at_ns = long(bytes, 32);
+        if at_ns < self.at_ns || at_ns == 0 {
+            return;
+        }
+        self.at_ns = at_ns;
+        self.output = if word(bytes, 40) != 0 { word(bytes, 40) } else { self.output };
+        self.taken_by = code(44).or(self.taken_by);
+        self.passed_for = code(45).or(self.passed_for);
+        self.refused = code(46);
     }
 }
 
@@ -368,7 +440,6 @@ pub struct Event {
 impl Event {
     /// From the ring; nothing for a kind that is not known.
     pub fn from_bytes(bytes: &[u8]) -> Option<Event> {
-        const AF_INET: u8 = 2;
         let bytes: &[u8; EVENT_BYTES] = bytes.try_into().ok()?;
         let code = usize::from(bytes[62]);
         let what = match bytes[61] {
@@ -395,8 +466,6 @@ mod tests {
     fn what_is_written_is_read_back() {
         let port = Port { slot: 3, flags: PORT_TAKE | PORT_PEER, mode: Mode::Xdp, why: 2, since_ns: 1 << 40 };
         assert_eq!(Port::from_bytes(&port.to_bytes()), port);
-        let settings = Settings { epoch: 7, trace_until_s: 99, lease_ns: 1_000_000_000, tick_ns: 4_000_000 };
-        assert_eq!(Settings::from_bytes(&settings.to_bytes()), settings);
     }
 
     #[test]
@@ -408,6 +477,34 @@ mod tests {
         let tuple = Tuple::from_key4(&key);
         assert_eq!((tuple.input, tuple.source_port, tuple.destination_port, tuple.protocol), (5, 12345, 80, 6));
         assert_eq!(tuple.source.to_string(), "10.0.0.1");
+    }
+
+    #[test]
+    fn usages_of_cpus_are_summed_and_the_latest_frame_says_how_it_went() {
+        let cpu = |taken: u64, at_ns: u64, oif: u32, codes: [u8; 3]| {
+            let mut bytes = [0; USAGE_BYTES];
+            bytes[..8].copy_from_slice(&taken.to_ne_bytes());
+            bytes[32..40].copy_from_slice(&at_ns.to_ne_bytes());
+            bytes[40..44].copy_from_slice(&oif.to_ne_bytes());
+            bytes[44..47].copy_from_slice(&codes);
+            bytes
+        };
+        let mut sum = Usage::default();
+        for bytes in [cpu(3, 20, 7, [1, 14, 1]), cpu(4, 30, 0, [3, 0, 0]), cpu(0, 0, 0, [0; 3])] {
+            sum.add(&bytes);
+        }
+        assert_eq!((sum.taken, sum.at_ns, sum.output), (7, 30, 7));
+        assert_eq!((sum.taken_by, sum.passed_for, sum.refused), (Some(2), Some(13), None));
+    }
+
+    #[test]
+    fn the_key_of_a_usage_says_its_family() {
+        let mut key = [0; KEY6_BYTES];
+        key[4..8].copy_from_slice(&[10, 0, 0, 1]);
+        key[42..].copy_from_slice(&2u16.to_ne_bytes());
+        assert_eq!(Tuple::of_usage(&key).source.to_string(), "10.0.0.1");
+        key[42..].copy_from_slice(&10u16.to_ne_bytes());
+        assert_eq!(Tuple::of_usage(&key).source.to_string(), "a00:1::");
     }
 
     #[test]

@@ -12,22 +12,28 @@
 //! - `place`: pins, owner record, locks, namespaces.
 //! - `attachment`: attaching and detaching.
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
-//! - `report`, `trace`: what `status` and `trace` show.
+//! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show.
 //! - `probe`: whether all this can be on this machine.
-//! - `netlink`: the kernel's answers about interfaces, neighbours and connections.
+//! - `netlink`, `conntrack`: the kernel's answers about interfaces, neighbours and connections.
+//! - `neighbours`: whose flows are to be learned again because it moved.
+//! - `settle`: what conntrack holds of TCP connections, made right.
 //!
 //! # Failure
-//! Anything that is not understood goes up the kernel's way, with a counted reason; no frame is dropped by a decision of the bypass. If every
+//! Anything that is not understood goes up the kernel's way, with a counted reason; no frame is dropped by a decision of the bypass but a FIN or RST that conntrack would call invalid. If every
 //! process of it is killed traffic flows on; after `detach` nothing is left.
 
 pub mod attachment;
 pub mod chooser;
+pub mod conntrack;
+pub mod flows;
 pub mod keeper;
 pub mod layout;
 pub mod maps;
+mod neighbours;
 pub mod netlink;
 pub mod object;
 pub mod place;
 pub mod probe;
 pub mod report;
+mod settle;
 pub mod trace;

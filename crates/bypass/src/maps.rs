@@ -1,19 +1,26 @@
 //! The maps, pinned and opened again.
 
+use crate::attachment::monotonic_ns;
 use crate::layout::{
     COUNTERS_BYTES, Counters, FLOW_BYTES, FLOW6_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port,
-    SETTINGS_BYTES, Settings, Tuple,
+    SET_ACCOUNT, SET_EPOCH, SET_LEASE_NS, SET_TICK_NS, SET_TRACE, Tuple, USAGE_BYTES, Usage,
 };
+use crate::neighbours::Mac;
 use crate::object::chain;
 use crate::place::Place;
 use aya::Ebpf;
-use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuValues, RingBuf};
+use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues, RingBuf};
+use std::collections::HashSet;
+use std::time::Duration;
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 13] = [
+const NAMES: [&str; 15] = [
     "settings", "kept", "beats", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished",
-    "events", "lost",
+    "events", "lost", "usages", "guarded",
 ];
+
+/// How long an idle TCP connection is remembered: as long as conntrack does by default.
+const GUARDED: Duration = Duration::from_secs(432_000);
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -29,7 +36,7 @@ fn wrong(name: &'static str) -> impl Fn(MapError) -> MapsError {
 
 /// The open maps.
 pub struct Maps {
-    settings: Array<MapData, [u8; SETTINGS_BYTES]>,
+    settings: Array<MapData, u64>,
     kept: Array<MapData, u64>,
     ports: HashMap<MapData, u32, [u8; PORT_BYTES]>,
     counters: PerCpuArray<MapData, [u8; COUNTERS_BYTES]>,
@@ -96,6 +103,27 @@ impl Beats {
     }
 }
 
+/// What was counted by flow.
+pub(crate) struct Usages(PerCpuHashMap<MapData, [u8; KEY6_BYTES], [u8; USAGE_BYTES]>);
+
+impl Usages {
+    /// Opens the pinned map.
+    pub(crate) fn open(place: &Place) -> Result<Usages, MapsError> {
+        PerCpuHashMap::try_from(Map::PerCpuLruHashMap(data(place, "usages")?)).map(Usages).map_err(wrong("usages"))
+    }
+
+    /// All of them now. An entry that the kernel evicts meanwhile ends the iteration early, or repeats a part of it.
+    pub(crate) fn read(&self) -> std::collections::HashMap<[u8; KEY6_BYTES], Usage> {
+        let sum = |values: PerCpuValues<[u8; USAGE_BYTES]>| {
+            values.iter().fold(Usage::default(), |mut sum, cpu| {
+                sum.add(cpu);
+                sum
+            })
+        };
+        self.0.iter().flatten().take(1 << 17).map(|(key, values)| (key, sum(values))).collect()
+    }
+}
+
 impl Maps {
     /// Opens the pinned maps.
     pub fn open(place: &Place) -> Result<Maps, MapsError> {
@@ -109,14 +137,39 @@ impl Maps {
         })
     }
 
-    /// The settings.
-    pub fn settings(&self) -> Result<Settings, MapsError> {
-        self.settings.get(&0, 0).map(|b| Settings::from_bytes(&b)).map_err(wrong("settings"))
+    fn setting(&self, which: u32) -> Result<u64, MapsError> {
+        self.settings.get(&which, 0).map_err(wrong("settings"))
     }
 
-    /// Writes the settings.
-    pub fn set(&mut self, settings: Settings) -> Result<(), MapsError> {
-        self.settings.set(0, settings.to_bytes(), 0).map_err(wrong("settings"))
+    fn set(&mut self, which: u32, value: u64) -> Result<(), MapsError> {
+        self.settings.set(which, value, 0).map_err(wrong("settings"))
+    }
+
+    /// The epoch that flows are learned in now.
+    pub fn epoch(&self) -> Result<u32, MapsError> {
+        Ok(self.setting(SET_EPOCH)? as u32)
+    }
+
+    /// How long a flow holds before the kernel is asked again, in ns; 0 before anything was attached.
+    pub fn lease_ns(&self) -> Result<u64, MapsError> {
+        self.setting(SET_LEASE_NS)
+    }
+
+    /// Sets that, and the length of the kernel's tick, in ns.
+    pub fn set_lease(&mut self, lease_ns: u64, tick_ns: u64) -> Result<(), MapsError> {
+        self.set(SET_TICK_NS, tick_ns)?;
+        self.set(SET_LEASE_NS, lease_ns)
+    }
+
+    /// Events are wanted up to this second of the monotonic clock; 0: not at all.
+    pub fn trace_until(&mut self, second: u64) -> Result<(), MapsError> {
+        self.set(SET_TRACE, second)
+    }
+
+    /// Frames are counted by flow up to this second of the monotonic clock, or longer where another command wants that.
+    pub fn account_until(&mut self, second: u64) -> Result<(), MapsError> {
+        let second = self.setting(SET_ACCOUNT)?.max(second);
+        self.set(SET_ACCOUNT, second)
     }
 
     /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this is called again; 0: for ever.
@@ -126,8 +179,8 @@ impl Maps {
 
     /// From here on no flow holds until the kernel has forwarded a frame of it again.
     pub fn forget_flows(&mut self) -> Result<(), MapsError> {
-        let settings = self.settings()?;
-        self.set(Settings { epoch: settings.epoch.wrapping_add(1), ..settings })
+        let epoch = self.epoch()?.wrapping_add(1);
+        self.set(SET_EPOCH, epoch.into())
     }
 
     /// The attached interfaces.
@@ -185,29 +238,48 @@ impl Maps {
 
     /// All flows in the table, also those that no longer hold.
     pub fn flows(&self) -> Result<Vec<(Tuple, Flow)>, MapsError> {
-        let mut flows = vec![];
+        let (mut flows, now_ns) = (vec![], monotonic_ns());
         // An entry that the kernel evicts meanwhile ends an iteration early, or repeats it: it is bounded, and a count of now.
         for (key, flow) in self.flows4.iter().flatten().take(1 << 17) {
-            flows.push((Tuple::from_key4(&key), Flow::from_bytes(&flow)));
+            flows.push((Tuple::from_key4(&key), Flow::from_bytes(&flow, now_ns)));
         }
         for (key, flow) in self.flows6.iter().flatten().take(1 << 17) {
-            flows.push((Tuple::from_key6(&key, false), Flow::from_bytes(&flow)));
+            flows.push((Tuple::from_key6(&key, false), Flow::from_bytes(&flow, now_ns)));
         }
         Ok(flows)
     }
 
-    /// Removes flows that were used last before this moment, and those of other epochs; says how many.
+    /// Removes flows that go out of these interfaces to these Ethernet addresses.
+    pub(crate) fn remove_flows_to(&mut self, gone: &HashSet<(u32, Mac)>) {
+        let is_to = |bytes: &[u8]| {
+            let flow = Flow::from_bytes(bytes, 0);
+            gone.contains(&(flow.output, flow.to))
+        };
+        let old4: Vec<_> = self.flows4.iter().flatten().take(1 << 17).filter(|e| is_to(&e.1)).map(|e| e.0).collect();
+        let old6: Vec<_> = self.flows6.iter().flatten().take(1 << 17).filter(|e| is_to(&e.1)).map(|e| e.0).collect();
+        self.remove(&old4, &old6);
+    }
+
+    /// One that the kernel evicted meanwhile is gone as well.
+    fn remove(&mut self, keys4: &[[u8; KEY4_BYTES]], keys6: &[[u8; KEY6_BYTES]]) {
+        keys4.iter().for_each(|key| drop(self.flows4.remove(key)));
+        keys6.iter().for_each(|key| drop(self.flows6.remove(key)));
+    }
+
+    /// Removes flows that were used last before this moment, and those of other epochs; says how many. TCP through conntrack stays until it ends, or
+    /// until the table is full: its sequence numbers are what a FIN or RST is judged by.
     pub fn reap(&mut self, before_ns: u64) -> Result<usize, MapsError> {
-        let epoch = self.settings()?.epoch;
+        let (epoch, now_ns) = (self.epoch()?, monotonic_ns());
         let stale = |bytes: &[u8]| {
-            let flow = Flow::from_bytes(bytes);
+            let flow = Flow::from_bytes(bytes, now_ns);
+            if flow.progress.is_some_and(|p| !p.is_ending) && flow.used_ns + GUARDED.as_nanos() as u64 > now_ns {
+                return false;
+            }
             flow.used_ns < before_ns || (flow.epoch != epoch && flow.until_ns < before_ns)
         };
         let old4: Vec<_> = self.flows4.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
         let old6: Vec<_> = self.flows6.iter().flatten().take(1 << 17).filter(|e| stale(&e.1)).map(|e| e.0).collect();
-        // One that the kernel evicted meanwhile is gone as well.
-        old4.iter().for_each(|key| drop(self.flows4.remove(key)));
-        old6.iter().for_each(|key| drop(self.flows6.remove(key)));
+        self.remove(&old4, &old6);
         Ok(old4.len() + old6.len())
     }
 }

@@ -1,19 +1,18 @@
-//! The little of netlink that the bypass needs: what an interface is, when a neighbour's address changes, and a mark on a
-//! connection.
+//! The little of netlink that the bypass needs: what an interface is, and when a neighbour's address changes. `conntrack` builds on it.
 //!
 //! Messages are built and read here by hand: attributes are (length, type, value), padded to four bytes, in the machine's byte
-//! order (rtnetlink(7), `linux/rtnetlink.h`, `linux/netfilter/nfnetlink_conntrack.h`). A message that is too short for
+//! order (rtnetlink(7), `linux/rtnetlink.h`). A message that is too short for
 //! what it says is skipped, never indexed out of bounds.
 
 use rustix::io::Errno;
-use rustix::net::netlink::{self, SocketAddrNetlink};
+use rustix::net::netlink::SocketAddrNetlink;
 use rustix::net::{AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, bind, recv, send, socket_with};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLM_F_REQUEST: u16 = 1;
-const NLM_F_ACK: u16 = 4;
+pub(crate) const NLM_F_ACK: u16 = 4;
 const NLM_F_DUMP: u16 = 0x300;
 const NLA_F_NESTED: u16 = 0x8000;
 
@@ -59,9 +58,6 @@ const NUD_UNUSABLE: u16 = 0x01 | 0x20;
 const TC_INGRESS: u32 = 0xffff_fff2;
 const TC_EGRESS: u32 = 0xffff_fff3;
 
-const NFNL_CONNTRACK_NEW: u16 = 1 << 8;
-const TCP_BE_LIBERAL: u8 = 0x08;
-
 /// What went wrong with the kernel.
 #[derive(Debug, thiserror::Error)]
 pub enum NetlinkError {
@@ -80,15 +76,15 @@ pub enum NetlinkError {
     NoInterface(String),
 }
 
-fn failed(what: &'static str) -> impl Fn(Errno) -> NetlinkError {
+pub(crate) fn failed(what: &'static str) -> impl Fn(Errno) -> NetlinkError {
     move |cause| NetlinkError::Call { what, cause }
 }
 
 /// A message under construction.
-struct Message(Vec<u8>);
+pub(crate) struct Message(Vec<u8>);
 
 impl Message {
-    fn new(kind: u16, flags: u16, body: &[u8]) -> Message {
+    pub(crate) fn new(kind: u16, flags: u16, body: &[u8]) -> Message {
         let mut bytes = vec![0; 16];
         bytes[4..6].copy_from_slice(&kind.to_ne_bytes());
         bytes[6..8].copy_from_slice(&(NLM_F_REQUEST | flags).to_ne_bytes());
@@ -102,7 +98,7 @@ impl Message {
         self.0.resize(self.0.len().next_multiple_of(4), 0);
     }
 
-    fn put(&mut self, kind: u16, value: &[u8]) -> &mut Message {
+    pub(crate) fn put(&mut self, kind: u16, value: &[u8]) -> &mut Message {
         self.0.extend_from_slice(&(value.len() as u16 + 4).to_ne_bytes());
         self.0.extend_from_slice(&kind.to_ne_bytes());
         self.0.extend_from_slice(value);
@@ -110,7 +106,7 @@ impl Message {
         self
     }
 
-    fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Message)) -> &mut Message {
+    pub(crate) fn nest(&mut self, kind: u16, fill: impl FnOnce(&mut Message)) -> &mut Message {
         let at = self.0.len();
         self.put(kind | NLA_F_NESTED, &[]);
         fill(self);
@@ -119,7 +115,7 @@ impl Message {
         self
     }
 
-    fn finish(mut self) -> Vec<u8> {
+    pub(crate) fn finish(mut self) -> Vec<u8> {
         let length = self.0.len() as u32;
         self.0[..4].copy_from_slice(&length.to_ne_bytes());
         self.0
@@ -135,7 +131,7 @@ fn u32_at(bytes: &[u8], at: usize) -> Option<u32> {
 }
 
 /// The attributes in `bytes`: (type, value). Ends at the first that does not fit.
-fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
+pub(crate) fn attributes(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
     std::iter::from_fn(move || {
         let length = usize::from(u16_at(bytes, 0)?);
         let kind = u16_at(bytes, 2)?;
@@ -256,19 +252,19 @@ fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
 
 /// A socket to the kernel.
 #[derive(Debug)]
-struct Socket {
+pub(crate) struct Socket {
     fd: OwnedFd,
 }
 
 impl Socket {
-    fn open(family: Option<rustix::net::Protocol>, groups: u32) -> Result<Socket, Errno> {
+    pub(crate) fn open(family: Option<rustix::net::Protocol>, groups: u32) -> Result<Socket, Errno> {
         let fd = socket_with(AddressFamily::NETLINK, SocketType::RAW, SocketFlags::CLOEXEC, family)?;
         bind(&fd, &SocketAddrNetlink::new(0, groups))?;
         Ok(Socket { fd })
     }
 
     /// Sends a request and hands each message of the answer to `each`, up to the acknowledgement or the dump's end.
-    fn ask(&self, request: &[u8], mut each: impl FnMut(u16, &[u8])) -> Result<(), Errno> {
+    pub(crate) fn ask(&self, request: &[u8], mut each: impl FnMut(u16, &[u8])) -> Result<(), Errno> {
         send(&self.fd, request, SendFlags::empty())?;
         let mut buffer = vec![0; 64 << 10];
         loop {
@@ -402,61 +398,6 @@ impl AsFd for Monitor {
     }
 }
 
-/// A TCP connection by its first direction, addresses of 4 or 16 bytes, ports in the wire's byte order.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Connection {
-    /// Who opened it.
-    pub source: Vec<u8>,
-    /// To whom.
-    pub destination: Vec<u8>,
-    /// From which port.
-    pub source_port: [u8; 2],
-    /// To which port.
-    pub destination_port: [u8; 2],
-}
-
-/// Speaks to the kernel's connection tracking.
-#[derive(Debug)]
-pub struct Conntrack(Socket);
-
-impl Conntrack {
-    /// Opens the socket.
-    pub fn open() -> Result<Conntrack, NetlinkError> {
-        Socket::open(Some(netlink::NETFILTER), 0).map(Conntrack).map_err(failed("conntrack socket"))
-    }
-
-    /// Makes the kernel not judge this TCP connection by its window any more, as it does for connections that a flowtable
-    /// takes: it will see a few of its segments only. Its states (FIN, RST) are tracked on.
-    pub fn be_liberal(&self, connection: &Connection) -> Result<(), NetlinkError> {
-        self.0.ask(&liberal_request(connection), |_, _| {}).map_err(failed("conntrack update"))
-    }
-}
-
-fn liberal_request(connection: &Connection) -> Vec<u8> {
-    const AF_INET: u8 = 2;
-    const AF_INET6: u8 = 10;
-    let v4 = connection.source.len() == 4;
-    let family = if v4 { AF_INET } else { AF_INET6 };
-    let (source, destination) = if v4 { (1, 2) } else { (3, 4) };
-    let mut message = Message::new(NFNL_CONNTRACK_NEW, NLM_F_ACK, &[family, 0, 0, 0]);
-    // CTA_TUPLE_ORIG { CTA_TUPLE_IP { … }, CTA_TUPLE_PROTO { NUM, SRC_PORT, DST_PORT } }
-    message.nest(1, |tuple| {
-        tuple.nest(1, |ip| {
-            ip.put(source, &connection.source).put(destination, &connection.destination);
-        });
-        tuple.nest(2, |proto| {
-            proto.put(1, &[6]).put(2, &connection.source_port).put(3, &connection.destination_port);
-        });
-    });
-    // CTA_PROTOINFO { CTA_PROTOINFO_TCP { FLAGS_ORIGINAL, FLAGS_REPLY } }, each flags and mask.
-    message.nest(4, |info| {
-        info.nest(1, |tcp| {
-            tcp.put(4, &[TCP_BE_LIBERAL; 2]).put(5, &[TCP_BE_LIBERAL; 2]);
-        });
-    });
-    message.finish()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -515,20 +456,5 @@ mod tests {
         assert_eq!((lo.index, lo.peer_elsewhere, lo.xdp, lo.mac), (1, None, None, None));
         let error = routes.link("no-such-if").unwrap_err().to_string();
         assert!(error.contains("no-such-if"), "{error}");
-    }
-
-    #[test]
-    fn the_request_about_a_connection_is_what_the_kernel_documents() {
-        let connection = Connection {
-            source: vec![10, 0, 0, 1],
-            destination: vec![10, 0, 0, 2],
-            source_port: [0x12, 0x34],
-            destination_port: [0, 80],
-        };
-        let bytes = liberal_request(&connection);
-        let top: Vec<_> = attributes(&bytes[20..]).collect();
-        assert_eq!(top.iter().map(|a| a.0).collect::<Vec<_>>(), [1, 4]);
-        let tuple: Vec<_> = attributes(top[0].1).collect();
-        assert_eq!(attributes(tuple[1].1).collect::<Vec<_>>(), [(1, &[6][..]), (2, &[0x12, 0x34]), (3, &[0, 80])]);
     }
 }

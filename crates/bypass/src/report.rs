@@ -120,17 +120,17 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
         return Ok(report);
     }
     let maps = Maps::open(place)?;
-    let settings = maps.settings()?;
+    let epoch = maps.epoch()?;
     let now = monotonic_ns();
     let flows = if detail == Detail::Flows { maps.flows()? } else { vec![] };
-    let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == settings.epoch).collect();
+    let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == epoch).collect();
     let record = place.record()?;
     let interfaces = present(place, record.interfaces, detail)?;
     report.attached = !interfaces.is_empty();
     report.keeper = place.keeper();
     report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
-    report.lease_ms = settings.lease_ns / 1_000_000;
+    report.lease_ms = maps.lease_ns()? / 1_000_000;
     report.flows = flows.len();
     for interface in interfaces {
         // One that goes in this moment has no port any more.

@@ -4,7 +4,7 @@
 //! events up to a moment that is put off again and again, so a trace that is killed costs nothing after a second or two.
 
 use crate::attachment::{AttachError, monotonic_ns};
-use crate::layout::{Event, Settings};
+use crate::layout::Event;
 use crate::maps::{self, Maps};
 use crate::netlink::NetlinkError;
 use crate::place::Place;
@@ -13,14 +13,9 @@ use rustix::io::Errno;
 use std::ops::ControlFlow;
 
 /// Asks for events for this long.
-fn want(maps: &mut Maps, seconds: u32) -> Result<(), AttachError> {
-    let settings = maps.settings()?;
-    let now = (monotonic_ns() / 1_000_000_000) as u32;
-    let trace_until_s = if seconds == 0 { 0 } else { now + seconds };
-    if settings.trace_until_s != trace_until_s {
-        maps.set(Settings { trace_until_s, ..settings })?;
-    }
-    Ok(())
+fn want(maps: &mut Maps, seconds: u64) -> Result<(), AttachError> {
+    let now = monotonic_ns() / 1_000_000_000;
+    Ok(maps.trace_until(if seconds == 0 { 0 } else { now + seconds })?)
 }
 
 /// Hands events to `each` until it breaks or fails; says how many were lost meanwhile, of any interface. It is called without an event ten times

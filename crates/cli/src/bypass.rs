@@ -11,7 +11,7 @@ use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
-use tombolo_bypass::netlink::Routes;
+use tombolo_bypass::netlink::{Link, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
 use tombolo_host::api::metrics;
@@ -32,6 +32,8 @@ pub(crate) enum Bypass {
     Status(Status),
     /// Print frame by frame which way it went and why
     Trace(Trace),
+    /// Measure which flows have traffic, which path their frames take, and why
+    Flows(Flows),
     /// Help the attached programs along until they are detached
     #[command(hide = true)]
     Keep(Keep),
@@ -134,6 +136,27 @@ pub(crate) struct Trace {
 }
 
 #[derive(Args, Debug)]
+pub(crate) struct Flows {
+    /// Only flows that come in at this interface
+    #[arg(value_name = "INTERFACE")]
+    interface: Option<String>,
+    /// How long to measure
+    #[arg(long, value_name = "S", default_value = "1", value_parser = number::seconds, allow_hyphen_values = true)]
+    seconds: Duration,
+    /// Show so many flows, those with most bytes first
+    #[arg(long, value_name = "N", default_value = "20", value_parser = number::count, allow_hyphen_values = true)]
+    top: u64,
+    /// Only flows with frames that took the kernel's path
+    #[arg(long)]
+    passed: bool,
+    #[command(flatten)]
+    space: Space,
+    /// Print it as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Args, Debug)]
 pub(crate) struct Keep {
     #[command(flatten)]
     space: Space,
@@ -181,6 +204,7 @@ impl Bypass {
             Bypass::Detach(detach) => detach.run(),
             Bypass::Status(status) => status.run(),
             Bypass::Trace(trace) => trace.run(),
+            Bypass::Flows(flows) => flows.run(),
             Bypass::Keep(keep) => keep.run(),
         }
     }
@@ -348,19 +372,137 @@ fn ends(t: &Tuple) -> (String, String, String) {
     }
 }
 
+/// The links of a namespace where something is attached; `wanted` has to be one of them.
+fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, Failure> {
+    if !place.exists() {
+        return Err(Failure::misused(
+            "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
+        ));
+    }
+    let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
+    if let Some(wanted) = wanted.filter(|w| !links.iter().any(|l| l.name == *w)) {
+        return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
+    }
+    Ok(links)
+}
+
+/// Becomes true with the first SIGINT or SIGTERM; the second one ends the process, also where it waits for its reader.
+fn stop_flag() -> Result<Arc<AtomicBool>, Failure> {
+    let stop = Arc::new(AtomicBool::new(false));
+    for signal in [SIGINT, SIGTERM] {
+        signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())?;
+        signal_hook::flag::register(signal, stop.clone())?;
+    }
+    Ok(stop)
+}
+
+/// One flow in the output of `flows`.
+#[derive(Debug, Serialize)]
+struct FlowLine {
+    input: String,
+    output: Option<String>,
+    protocol: String,
+    source: String,
+    destination: String,
+    taken: u64,
+    taken_bytes: u64,
+    passed: u64,
+    passed_bytes: u64,
+    /// How its last frame that was taken went.
+    path: Option<&'static str>,
+    /// Why its last frame that took the kernel's path did.
+    why: Option<&'static str>,
+}
+
+#[derive(Serialize)]
+struct FlowsReport {
+    schema: u32,
+    /// How long it was measured.
+    seconds: f64,
+    /// Flows with frames in that time; `flows` may have fewer of them.
+    total: usize,
+    flows: Vec<FlowLine>,
+}
+
+impl FlowsReport {
+    fn render(&self) -> String {
+        let mut table = Table::new(&["from", "to", "flow", ">taken", ">bytes", ">kernel", ">bytes", "path"]);
+        for f in &self.flows {
+            let numbers = [f.taken, f.taken_bytes, f.passed, f.passed_bytes].map(|n| n.to_string());
+            let [taken, taken_bytes, passed, passed_bytes] = &numbers;
+            let flow = format!("{} {} > {}", f.protocol, f.source, f.destination);
+            let path = f.path.unwrap_or("kernel");
+            let why = f.why.map(|why| format!("{:>4}{why}: {}", "", report::meaning(why).unwrap_or_default()));
+            table
+                .row(&[
+                    &f.input,
+                    f.output.as_deref().unwrap_or("?"),
+                    &flow,
+                    taken,
+                    taken_bytes,
+                    passed,
+                    passed_bytes,
+                    path,
+                ])
+                .extend(why);
+        }
+        let shown =
+            if self.flows.len() < self.total { format!(", {} of them shown", self.flows.len()) } else { String::new() };
+        format!("{} flows with frames in {:.1} s{shown}\n\n{}", self.total, self.seconds, table.render(false))
+    }
+}
+
+impl Flows {
+    fn run(self) -> Result<Exit, Failure> {
+        let place = self.space.enter()?;
+        let links = links_of_attached(&place, self.interface.as_deref())?;
+        let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.clone());
+        if !self.json && self.seconds > Duration::from_secs(2) && std::io::stderr().is_terminal() {
+            out::tell!(
+                "tombolo: measuring for {:.1} s; Ctrl-C ends it and shows what there is",
+                self.seconds.as_secs_f64()
+            );
+        }
+        let (start, stop) = (Instant::now(), stop_flag()?);
+        let measured = tombolo_bypass::flows::measure(&place, self.seconds, || stop.load(Ordering::Relaxed))?;
+        let mut flows = vec![];
+        for f in measured.into_iter().filter(|f| f.passed > 0 || !self.passed) {
+            let input = name(f.tuple.input).unwrap_or_else(|| "?".into());
+            if self.interface.as_ref().is_some_and(|wanted| *wanted != input) {
+                continue;
+            }
+            let (protocol, source, destination) = ends(&f.tuple);
+            flows.push(FlowLine {
+                input,
+                output: name(f.output),
+                protocol,
+                source,
+                destination,
+                taken: f.taken,
+                taken_bytes: f.taken_bytes,
+                passed: f.passed,
+                passed_bytes: f.passed_bytes,
+                path: f.path,
+                why: f.why.map(|why| why.0),
+            });
+        }
+        let total = flows.len();
+        flows.truncate(usize::try_from(self.top).unwrap_or(usize::MAX));
+        let report = FlowsReport { schema: report::SCHEMA, seconds: start.elapsed().as_secs_f64(), total, flows };
+        if self.json {
+            out::json(&report)?;
+        } else {
+            out::print(&report.render())?;
+        }
+        Ok(Exit::Done)
+    }
+}
+
 impl Trace {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
-        if !place.exists() {
-            return Err(Failure::misused(
-                "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
-            ));
-        }
-        let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
+        let links = links_of_attached(&place, self.interface.as_deref())?;
         let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.as_str());
-        if let Some(wanted) = self.interface.as_deref().filter(|w| !links.iter().any(|l| l.name == *w)) {
-            return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
-        }
         if !self.json && std::io::stderr().is_terminal() {
             out::tell!("tombolo: waiting for frames; Ctrl-C ends it, and leaves the bypass as it is");
         }
@@ -368,12 +510,7 @@ impl Trace {
         let start = monotonic_ns();
         let mut told = std::collections::HashMap::new();
         let mut lines = 0;
-        let stop = Arc::new(AtomicBool::new(false));
-        for signal in [SIGINT, SIGTERM] {
-            // The second one ends it where it waits for whoever reads its lines.
-            signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())?;
-            signal_hook::flag::register(signal, stop.clone())?;
-        }
+        let stop = stop_flag()?;
         let lost = tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
             if stop.load(Ordering::Relaxed) || end.is_some_and(|end| Instant::now() >= end) {
                 return Ok(ControlFlow::Break(()));

@@ -1,0 +1,287 @@
+"""Conntrack's entries of TCP connections that the bypass takes: state, timeout, and what a guessed FIN or RST does to them. Each case
+is played without the bypass and with it."""
+
+import os
+import random
+import re
+import signal
+import time
+
+from bypass_nat import NAT, NEAR, answer, forward, invalid, open_tcp
+from bypass_paths import A, B, host
+from lib import need_program, timeout, until
+from lib.tap import ACK, ETH_IP4, FIN, RST, TCP, ipv4, transport
+
+ESTABLISHED_S, UNACKNOWLEDGED_S = 432_000, 300
+# A frame that must not arrive is waited for so long.
+NOT_ARRIVES_S = 0.05
+
+
+class Talk:
+    """A connection from A to B through both translations. Each frame acknowledges all that came before it."""
+
+    def __init__(self, h, sport=3000):
+        self.h, self.sport, self.a, self.b = h, sport, 101, 501
+        self.seen = open_tcp(h, sport)
+
+    def to_b(self, length=0, **more):
+        got = forward(self.h, TCP, self.sport, 8080, b"a" * length, **dict(dict(seq=self.a, ack=self.b), **more))
+        self.a += length
+        return got
+
+    def to_a(self, length=0, **more):
+        got = answer(self.h, TCP, 80, self.seen, b"b" * length, **dict(dict(seq=self.b, ack=self.a), **more))
+        self.b += length
+        return got
+
+    def from_a(self, payload, flags, seq, ack):
+        """A frame with numbers of its own, which is not expected to arrive."""
+        frame = ipv4(A, NEAR, TCP, transport(TCP, A, NEAR, self.sport, 8080, payload, flags=flags, seq=seq, ack=ack))
+        return self.h.across(self.h.to_b(ETH_IP4, frame), seconds=NOT_ARRIVES_S)
+
+    def from_b(self, payload, flags, seq, ack):
+        """The same from the other side."""
+        frame = ipv4(B, self.seen[0], TCP, transport(TCP, B, self.seen[0], 80, self.seen[1], payload, flags=flags, seq=seq, ack=ack))
+        return self.h.back(self.h.to_a(ETH_IP4, frame), seconds=NOT_ARRIVES_S)
+
+    def entry(self):
+        """(state, seconds until it expires), as conntrack shows them."""
+        text = self.h.space.run("conntrack", "-L", "-p", "tcp", "--orig-port-src", str(self.sport), check=False).stdout
+        found = re.search(r"tcp\s+6 (\d+) (\w+)", text)
+        assert found, text
+        return found[2], int(found[1])
+
+    def lasts(self):
+        """Whether the entry is that of an established connection whose data was all acknowledged, moments ago."""
+        state, seconds = self.entry()
+        return state == "ESTABLISHED" and ESTABLISHED_S - 60 < seconds <= ESTABLISHED_S
+
+
+def bulk(talk):
+    for n in range(300):
+        assert talk.to_b(1400)
+        if n % 2:
+            assert talk.to_a()
+
+
+def requests(talk):
+    for _ in range(80):
+        assert talk.to_b(100) and talk.to_a(900)
+        time.sleep(0.01)
+    assert talk.to_b()
+
+
+def keystrokes(talk):
+    for _ in range(12):
+        assert talk.to_b(36) and talk.to_a(36) and talk.to_b()
+        time.sleep(0.15)
+
+
+def both_ways(talk):
+    for n in range(150):
+        assert talk.to_b(1400) and talk.to_a(1400)
+    assert talk.to_b()
+
+
+PATTERNS = [bulk, requests, keystrokes, both_ways]
+
+
+def attach(h, mode="tcx"):
+    h.attach(words=("--lease", "200", "--mode", mode))
+
+
+def all_taken(talk):
+    """Waits until the bypass takes both directions."""
+
+    def is_taken():
+        before = talk.h.taken("ta"), talk.h.taken("tb")
+        assert talk.to_b(10) and talk.to_a(10)
+        return talk.h.taken("ta") > before[0] and talk.h.taken("tb") > before[1]
+
+    until("both directions to be taken", is_taken)
+
+
+@timeout(600)
+def test_entries_of_idle_connections_last_as_long_as_the_kernels():
+    need_program("conntrack")
+    for pattern in PATTERNS:
+        with host() as h:
+            h.rules(NAT)
+            kernel = Talk(h, 3000)
+            pattern(kernel)
+            assert kernel.lasts(), kernel.entry()
+            attach(h)
+            talk = Talk(h, 3001)
+            all_taken(talk)
+            before = h.taken()
+            pattern(talk)
+            assert h.taken() >= before + 10, h.status("ta")
+            until(f"the entry after {pattern.__name__} to last", talk.lasts)
+            # And again, after more traffic.
+            pattern(talk)
+            until(f"the entry after {pattern.__name__} once more to last", talk.lasts)
+            pattern(talk)
+            h.cli("detach")
+            assert talk.lasts(), (pattern.__name__, talk.entry())
+            for _ in range(3):
+                assert talk.to_b(10) and talk.to_a(10) and talk.to_b()
+                assert talk.lasts(), (pattern.__name__, talk.entry())
+            assert invalid(h) == 0
+
+
+@timeout(300)
+def test_data_that_nobody_acknowledges_lets_the_entry_expire_as_in_the_kernel():
+    need_program("conntrack")
+    with host() as h:
+        h.rules(NAT)
+        kernel = Talk(h, 3000)
+        assert kernel.to_b(500)
+        state, seconds = kernel.entry()
+        assert state == "ESTABLISHED" and UNACKNOWLEDGED_S - 30 < seconds <= UNACKNOWLEDGED_S
+        attach(h)
+        talk = Talk(h, 3001)
+        all_taken(talk)
+        bulk(talk)
+        until("the entry to last", talk.lasts)
+        for _ in range(20):
+            assert talk.to_b(500)
+        until("the entry to be one of unacknowledged data", lambda: talk.entry()[1] <= UNACKNOWLEDGED_S)
+        assert talk.entry()[0] == "ESTABLISHED" and talk.entry()[1] > UNACKNOWLEDGED_S - 60
+        assert talk.to_a()
+        until("the entry to last again", talk.lasts)
+
+
+@timeout(300)
+def test_half_closed_connections_have_the_kernels_state():
+    need_program("conntrack")
+    with host() as h:
+        h.rules(NAT)
+        entries = []
+        for sport in (3000, 3001):
+            talk = Talk(h, sport)
+            if sport == 3001:
+                attach(h)
+                all_taken(talk)
+            both_ways(talk)
+            assert talk.to_b(flags=FIN | ACK)
+            talk.a += 1
+            assert talk.to_a()
+            states = [talk.entry()]
+            for _ in range(40):
+                assert talk.to_a(1400) and talk.to_b()
+            states.append(talk.entry())
+            assert talk.to_a(flags=FIN | ACK)
+            talk.b += 1
+            states.append(talk.entry())
+            assert talk.to_b()
+            states.append(talk.entry())
+            entries.append(states)
+        kernel, bypass = entries
+        assert [state for state, _ in kernel] == [state for state, _ in bypass] == ["CLOSE_WAIT", "CLOSE_WAIT", "LAST_ACK", "TIME_WAIT"], entries
+        assert all(abs(k - b) <= 10 for (_, k), (_, b) in zip(kernel, bypass, strict=True)), entries
+        assert invalid(h) == 0 and "dropped_window" not in h.status("ta")["by_reason"]
+
+
+def guess(talk, by_b):
+    """FINs and RSTs with random numbers, the same each time; says which of them arrived."""
+    dice = random.Random(11)
+    arrived = []
+    send, own, other = (talk.from_b, talk.b, talk.a) if by_b else (talk.from_a, talk.a, talk.b)
+    for _ in range(30):
+        flags = dice.choice((RST, RST | ACK, FIN | ACK))
+        # Not near what is right: of 65536 guesses one may be, in the kernel too.
+        seq, ack = ((base + dice.randrange(1 << 22, (1 << 32) - (1 << 22))) % (1 << 32) for base in (own, other))
+        arrived.append(bool(send(b"", flags, seq, ack)))
+    return arrived
+
+
+@timeout(600)
+def test_a_guessed_fin_or_rst_harms_no_connection_and_passes_where_the_kernel_lets_it_pass():
+    need_program("conntrack")
+    for pattern in PATTERNS:
+        with host() as h:
+            h.rules(NAT)
+            kernel = Talk(h, 3000)
+            pattern(kernel)
+            expected = guess(kernel, True)
+            assert kernel.lasts() and not all(expected), kernel.entry()
+            expected_a = guess(kernel, False)
+            # Of what comes from both sides and is invalid the kernel makes something: it lowers the timeout.
+            assert kernel.entry()[0] == "ESTABLISHED" and not all(expected_a), kernel.entry()
+            attach(h)
+            talk = Talk(h, 3001)
+            all_taken(talk)
+            pattern(talk)
+            # In the midst of traffic, and at rest.
+            assert guess(talk, True) == expected and talk.entry()[0] == "ESTABLISHED", talk.entry()
+            pattern(talk)
+            until("the entry to last", talk.lasts)
+            assert guess(talk, True) == expected and talk.lasts(), talk.entry()
+            assert guess(talk, False) == expected_a and talk.entry()[0] == "ESTABLISHED", talk.entry()
+            dropped = [h.status(name)["by_reason"]["dropped_window"] for name in ("ta", "tb")]
+            assert dropped == [expected_a.count(False), 2 * expected.count(False)], dropped
+            # It goes on, and ends as it should.
+            pattern(talk)
+            assert talk.to_b(flags=FIN | ACK), h.status("ta")
+            assert talk.entry()[0] == "FIN_WAIT", talk.entry()
+
+
+@timeout(300)
+def test_a_right_rst_ends_the_entry_in_every_mode():
+    need_program("conntrack")
+    for mode in ("tcx", "xdp"):
+        for pattern in (bulk, requests):
+            for by_b in (True, False):
+                with host() as h:
+                    h.rules(NAT)
+                    attach(h, mode)
+                    talk = Talk(h)
+                    all_taken(talk)
+                    pattern(talk)
+                    assert (talk.to_a if by_b else talk.to_b)(flags=RST | ACK), (mode, pattern.__name__, h.status())
+                    until("the entry to be closed", lambda t=talk: t.entry()[0] == "CLOSE")
+                    assert talk.entry()[1] <= 10, talk.entry()
+
+
+@timeout(300)
+def test_data_that_is_guessed_moves_no_window():
+    need_program("conntrack")
+    dice = random.Random(12)
+    with host() as h:
+        h.rules(NAT)
+        attach(h)
+        talk = Talk(h)
+        all_taken(talk)
+        both_ways(talk)
+        for turn in range(30):
+            seq, ack = ((base + dice.randrange(1 << 22, (1 << 32) - (1 << 22))) % (1 << 32) for base in (talk.b, talk.a))
+            # Conntrack is liberal, so it may arrive; its receiver does not take it.
+            talk.from_b(b"guess", ACK, seq, ack)
+            for flags in (RST, RST | ACK, FIN | ACK):
+                talk.from_b(b"", flags, (seq + 5) % (1 << 32), ack)
+            assert talk.entry()[0] == "ESTABLISHED", (turn, talk.entry())
+            time.sleep(0.02)
+        assert talk.entry()[0] == "ESTABLISHED"
+        assert talk.to_b(10) and talk.to_a(10) and talk.to_a(flags=RST | ACK)
+        until("the entry to be closed", lambda: talk.entry()[0] == "CLOSE")
+
+
+@timeout(300)
+def test_without_the_keeper_connections_go_back_to_the_kernel_and_last():
+    need_program("conntrack")
+    for pattern in (requests, keystrokes):
+        with host() as h:
+            h.rules(NAT)
+            attach(h)
+            talk = Talk(h)
+            all_taken(talk)
+            pattern(talk)
+            os.kill(h.status()["keeper"], signal.SIGKILL)
+            end = time.monotonic() + 8
+            while time.monotonic() < end:
+                pattern(talk)
+            before = h.taken()
+            pattern(talk)
+            assert h.taken() == before and h.status("ta")["unlearned"]["not_kept"] > 0, h.status("ta")
+            assert talk.lasts(), talk.entry()
+            assert invalid(h) == 0
