@@ -536,8 +536,7 @@ def test_a_rule_that_refuses_a_flow_is_obeyed_from_the_next_frame_on():
         for n in range(5):
             assert h.across(h.udp(), seconds=0.1) is None, f"frame {n} behind the new rule"
         h.rules("flush chain inet f forward")
-        h.across(h.udp())
-        assert h.across(h.udp()) and h.taken() == 2
+        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() == 2)
 
 
 def test_detach_leaves_nothing_and_gives_the_way_back():

@@ -131,7 +131,8 @@ def test_detach_says_so_where_nothing_is_attached():
 
 def test_status_of_nothing_and_of_something_is_one_schema():
     with host() as h:
-        assert h.status() == {"schema": 1, "attached": False, "keeper": None, "keeper_fault": None, "needs_keeper": False, "lease_ms": 0, "flows": 0, "interfaces": []}
+        assert h.status() == {"schema": 1, "attached": False, "keeper": None, "keeper_fault": None, "needs_keeper": False, "lease_ms": 0, "flows": 0,
+                              "judging_rules": [], "judging_rules_skipped": False, "rules_fault": None, "interfaces": []}
         h.attach(words=("--lease", "5000"))
         h.across(h.udp())
         h.across(h.udp())

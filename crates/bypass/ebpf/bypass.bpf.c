@@ -14,6 +14,7 @@
  * A frame is dropped here in two cases only: the redirect itself fails (the output vanished or is full), as it would in the kernel's
  * own transmit; and a FIN or RST outside of the window of a connection that is taken (sequence.h).
  */
+#include "judges.h"
 #include "sequence.h"
 
 #include <linux/pkt_cls.h>
@@ -721,6 +722,9 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		flow->priority = skb->priority;
 	}
 	flow->used = now >> USED_SHIFT;
+	/* Behind the reading of the epoch: who writes other filters raises it afterwards. */
+	if (is_judged(net, flow->rules_gen, in->slot, output->slot, &p->key, &out->key, world_of(family, p->key.proto, nfct)))
+		return 1 + JUDGED;
 	known = look_up(&p->key, family);
 	if (flow->sequence) {
 		continue_sequence(flow, known, family);

@@ -3,7 +3,7 @@
  * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
  * asserted below.
  *
- * Writers: `settings`, `ports`, `kept` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
+ * Writers: `settings`, `ports`, `kept`, `judges` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
  * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries. `usages` is written by
  * all programs while `flows` measures; the manager only reads it.
  */
@@ -53,6 +53,7 @@ enum unlearned {
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
 	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: whoever judged it there judges each frame */
 	NOT_KEPT,	/* TCP through conntrack, and no keeper is at work */
+	JUDGED,			/* a rule that judges each frame could apply to it, or the rules were not read yet */
 };
 #define UNLEARNED 8
 
@@ -379,5 +380,51 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } lost SEC(".maps");
+
+/* Flows that a firewall rule could judge frame by frame. Written by the manager only: src/rules/filter.rs. */
+#define MAX_JUDGES 32
+#define SLOT_WORDS (MAX_PORTS / 32)
+
+struct judge {
+	__u32 worlds;		/* a bit for each kind of flow: judges.h, world_of */
+	__u32 source_is_out;	/* all bits or none: the address and port behind the translation are meant */
+	__u32 destination_is_out;
+	__u32 pad;
+	__u32 source[4];
+	__u32 source_mask[4];
+	__u32 destination[4];
+	__u32 destination_mask[4];
+	__u16 source_first;	/* ports, in the machine's byte order */
+	__u16 source_last;
+	__u16 destination_first;
+	__u16 destination_last;
+	__u32 inputs[SLOT_WORDS];	/* a bit for each slot of an interface's counters */
+	__u32 outputs[SLOT_WORDS];
+};
+
+enum rules_state {
+	RULES_UNREAD,	/* nothing is learned */
+	RULES_READ,	/* under this generation of the ruleset */
+	RULES_SKIPPED,	/* the user does not mind */
+};
+
+struct judges {
+	__u32 count;
+	__u32 generation;
+	__u32 state;
+	__u32 pad;
+	struct judge judges[MAX_JUDGES];
+};
+
+_Static_assert(sizeof(struct judge) == 344 && sizeof(struct judges) == 16 + MAX_JUDGES * 344, "rules/filter.rs");
+_Static_assert(offsetof(struct judge, source) == 16 && offsetof(struct judge, source_first) == 80, "rules/filter.rs");
+_Static_assert(offsetof(struct judge, inputs) == 88 && offsetof(struct judges, judges) == 16, "rules/filter.rs");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct judges);
+} judges SEC(".maps");
 
 #endif

@@ -12,6 +12,7 @@ use crate::maps::{self, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
 use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
 use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::rules;
 use crate::settle;
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::tc::TcAttachOptions;
@@ -108,6 +109,9 @@ pub struct Options {
     pub past_filters: bool,
     /// Whether traffic goes the kernel's way again when the keeper has been killed; `None`: as it is, or not.
     pub needs_keeper: Option<bool>,
+    /// Whether flows are taken although rules that judge each frame will then judge one per lease; `None`: as it is, or
+    /// not.
+    pub skips_judging_rules: Option<bool>,
     /// How the user named the namespace.
     pub netns: String,
     /// Who asks: `place::COMMAND`, or a fabric's name.
@@ -319,6 +323,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
                 maps.remove_port(index)?;
                 detach_all(place, index);
             }
+            let _ = rules::refresh(&mut maps, place.record()?.skips_judging_rules);
         }
     }
     drop(lock);
@@ -349,6 +354,8 @@ fn attach_locked(
     let mut maps = Maps::open(place)?;
     let ours = Ours::of(place)?;
     prune(place, &mut record, &mut maps, &routes.links()?, ours)?;
+    // Until it is known which rules judge the interfaces that come.
+    rules::suspend(&mut maps)?;
     let before_ns = maps.lease_ns()?;
     let lease = options.lease.or((before_ns > 0).then(|| Duration::from_nanos(before_ns))).unwrap_or(LEASE);
     let mut report = vec![];
@@ -393,6 +400,9 @@ fn attach_locked(
     // A keeper that takes longer to start has frames taken from then on.
     let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
+    record.skips_judging_rules = options.skips_judging_rules.unwrap_or(record.skips_judging_rules);
+    // What cannot be read now is read by the keeper; nothing is learned until then, and the report says so.
+    let _ = rules::refresh(&mut maps, record.skips_judging_rules);
     maps.set_lease(lease.as_nanos() as u64, tick_ns())?;
     maps.forget_flows()?;
     place.write(&record)?;
@@ -474,6 +484,11 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     let (links, ours, before) = (routes.links()?, Ours::of(place)?, record.clone());
     prune(place, &mut record, &mut maps, &links, ours)?;
     let known: Vec<u32> = record.interfaces.iter().map(|i| i.index).collect();
+    let is_awaited = |l: &Link| record.awaited.iter().any(|a| a.interface.name == l.name) && !known.contains(&l.index);
+    let comes = links.iter().any(is_awaited);
+    if comes {
+        rules::suspend(&mut maps)?;
+    }
     let mut failed = None;
     for awaited in std::mem::take(&mut record.awaited) {
         let interface = &awaited.interface;
@@ -493,6 +508,9 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
         }
         record.interfaces.push(Interface { index: link.index, ..awaited.interface });
         maps.forget_flows()?;
+    }
+    if comes {
+        let _ = rules::refresh(&mut maps, record.skips_judging_rules);
     }
     if record != before {
         place.write(&record)?;

@@ -1,7 +1,8 @@
 //! The keeper: a process that helps the attached programs along. Traffic flows without it.
 //!
 //! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
-//! kernel will see a few of its segments only), settles what conntrack holds of those that rest, has all flows learned anew when a neighbour's Ethernet address, an interface or how it forwards changed,
+//! kernel will see a few of its segments only), settles what conntrack holds of those that rest, has all flows learned again when an interface or how it
+//! forwards changed, and those to a neighbour when its Ethernet address did, reads the firewall's rules when they change (`rules`),
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
@@ -24,6 +25,7 @@ use crate::maps::{self, Beats, Maps};
 use crate::neighbours::Neighbours;
 use crate::netlink::{Change, Link, Monitor, Routes};
 use crate::place::{Interface, Place};
+use crate::rules::{self, RulesMonitor};
 use crate::settle;
 use aya::maps::{MapData, RingBuf};
 use rustix::event::{PollFd, PollFlags, poll};
@@ -31,6 +33,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::collections::HashMap;
 use std::io::Write;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -49,6 +52,12 @@ const WATCHING: u32 = 0;
 const GRANTING: u32 = 1;
 /// How often it looks whether the place is still there.
 const GLANCE: Duration = Duration::from_millis(200);
+/// The same while rules wait to be read: another command holds the lock, or they were read an instant ago.
+const SHORT_GLANCE: Duration = Duration::from_millis(10);
+/// Of the time that it reads rules it rests so many times as long behind it: a ruleset that changes all the time costs a fifth of a
+/// core at most. But no longer than this.
+const REST: u32 = 4;
+const LONGEST_REST: Duration = Duration::from_secs(2);
 /// A flow that was used last this long ago is removed.
 const UNUSED: Duration = Duration::from_secs(60);
 /// How often such flows are looked for.
@@ -215,6 +224,10 @@ struct Keeper {
     links_changed: bool,
     /// The interfaces as they were then.
     links: HashMap<u32, Link>,
+    /// The ruleset, or an interface's name, may have changed since the rules were read.
+    rules_changed: bool,
+    /// When they may be read again.
+    rules_rest: Instant,
 }
 
 impl Keeper {
@@ -275,9 +288,30 @@ impl Keeper {
         }
     }
 
+    /// Reads the firewall's rules, if it is due and no other command holds the lock.
+    fn read_rules(&mut self) -> Result<(), AttachError> {
+        if !self.rules_changed || Instant::now() < self.rules_rest {
+            return Ok(());
+        }
+        let Some(_lock) = self.place.lock_now()? else { return Ok(()) };
+        if !self.place.exists() {
+            return Ok(());
+        }
+        let begin = Instant::now();
+        match rules::refresh(&mut self.maps, self.place.record()?.skips_judging_rules) {
+            Ok(()) => self.rules_changed = false,
+            // Nothing is learned, and it is tried again.
+            Err(error) => tell(&format!("the firewall's rules could not be read: {error}")),
+        }
+        self.rules_rest = Instant::now() + (begin.elapsed() * REST).min(LONGEST_REST);
+        Ok(())
+    }
+
     /// What is done once a second; says whether the keeper is to end.
     fn tick(&mut self) -> Result<bool, AttachError> {
         let now_ns = monotonic_ns();
+        // Of a failure the reading tells.
+        self.rules_changed |= !rules::is_current(&self.maps).unwrap_or(true);
         // Also where it is needed no more: an `attach` that said so may have been overtaken by the tick before.
         let is_needed = self.place.record()?.needs_keeper;
         self.maps.keep_until(if is_needed { now_ns + KEPT.as_nanos() as u64 } else { 0 })?;
@@ -424,9 +458,10 @@ fn window(before: &Counters, after: &Counters, length: Duration, captured: bool)
 }
 
 /// Waits until there is something to read, but not for long.
-fn glance(fd: &impl std::os::fd::AsFd) -> Result<(), AttachError> {
-    let glance = rustix::event::Timespec::try_from(GLANCE).expect("a fifth of a second");
-    match poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&glance)) {
+fn glance(fds: &[BorrowedFd<'_>], longest: Duration) -> Result<(), AttachError> {
+    let glance = rustix::event::Timespec::try_from(longest).expect("a fifth of a second");
+    let mut polled: Vec<_> = fds.iter().map(|fd| PollFd::new(fd, PollFlags::IN)).collect();
+    match poll(&mut polled, Some(&glance)) {
         Ok(_) | Err(Errno::INTR) => Ok(()),
         Err(e) => Err(crate::netlink::NetlinkError::Call { what: "poll", cause: e }.into()),
     }
@@ -437,7 +472,7 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
     let mut beats = Beats::open(place)?;
     loop {
         beats.set(GRANTING, monotonic_ns())?;
-        glance(&wishes)?;
+        glance(&[wishes.as_fd()], GLANCE)?;
         if !place.exists() {
             return Ok(());
         }
@@ -470,6 +505,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     let mut beats = Beats::open(place)?;
     beats.set_all(monotonic_ns())?;
     let monitor = Monitor::open()?;
+    let rules_monitor = RulesMonitor::open();
     let conntrack = Conntrack::open()?;
     let wishes = maps::wishes(place)?;
     let granting = place.clone();
@@ -488,6 +524,8 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         settled: HashMap::new(),
         links_changed: true,
         links: HashMap::new(),
+        rules_changed: true,
+        rules_rest: Instant::now(),
     };
     for change in Routes::open()?.neighbours()? {
         keeper.is_untrue(change)?;
@@ -495,7 +533,11 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     let mut next_tick = monotonic_ns();
     loop {
         beats.set(WATCHING, monotonic_ns())?;
-        glance(&monitor)?;
+        let told = [Some(monitor.as_fd()), rules_monitor.as_ref().map(AsFd::as_fd)];
+        glance(
+            &told.into_iter().flatten().collect::<Vec<_>>(),
+            if keeper.rules_changed { SHORT_GLANCE } else { GLANCE },
+        )?;
         if !keeper.place.is_kept_by(&lock) {
             return Ok(());
         }
@@ -508,6 +550,11 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         keeper.follow_neighbours();
         let links_changed = std::mem::take(&mut keeper.links_changed);
+        if let Some(monitor) = &rules_monitor {
+            keeper.rules_changed |= monitor.changed()?;
+        }
+        keeper.rules_changed |= links_changed;
+        keeper.read_rules()?;
         if links_changed {
             untrue |= keeper.are_links_others()?;
         }

@@ -92,7 +92,7 @@ pub const NO_FLOW: usize = 13;
 pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
-pub const UNLEARNED: [(&str, &str); 7] = [
+pub const UNLEARNED: [(&str, &str); 8] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
@@ -100,6 +100,7 @@ pub const UNLEARNED: [(&str, &str); 7] = [
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
     ("not_at_once", "it was held on its way, as by NFQUEUE"),
     ("not_kept", "TCP through conntrack, and no keeper is at work"),
+    ("judged", "a firewall rule that judges each frame could apply to it, or changed rules were not read yet"),
 ];
 
 /// Frames that come in at the interface may be taken.

@@ -12,6 +12,7 @@
 //! - `place`: pins, owner record, locks, namespaces.
 //! - `attachment`: attaching and detaching.
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
+//! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's path.
 //! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show.
 //! - `probe`: whether all this can be on this machine.
 //! - `netlink`, `conntrack`: the kernel's answers about interfaces, neighbours and connections.
@@ -35,5 +36,6 @@ pub mod object;
 pub mod place;
 pub mod probe;
 pub mod report;
+pub mod rules;
 mod settle;
 pub mod trace;

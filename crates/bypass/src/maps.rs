@@ -8,15 +8,16 @@ use crate::layout::{
 use crate::neighbours::Mac;
 use crate::object::chain;
 use crate::place::Place;
+use crate::rules::JUDGES_BYTES;
 use aya::Ebpf;
 use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues, RingBuf};
 use std::collections::HashSet;
 use std::time::Duration;
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 15] = [
+const NAMES: [&str; 16] = [
     "settings", "kept", "beats", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished",
-    "events", "lost", "usages", "guarded",
+    "events", "lost", "usages", "guarded", "judges",
 ];
 
 /// How long an idle TCP connection is remembered: as long as conntrack does by default.
@@ -38,6 +39,7 @@ fn wrong(name: &'static str) -> impl Fn(MapError) -> MapsError {
 pub struct Maps {
     settings: Array<MapData, u64>,
     kept: Array<MapData, u64>,
+    judges: Array<MapData, [u8; JUDGES_BYTES]>,
     ports: HashMap<MapData, u32, [u8; PORT_BYTES]>,
     counters: PerCpuArray<MapData, [u8; COUNTERS_BYTES]>,
     flows4: HashMap<MapData, [u8; KEY4_BYTES], [u8; FLOW_BYTES]>,
@@ -130,6 +132,7 @@ impl Maps {
         Ok(Maps {
             settings: Array::try_from(Map::Array(data(place, "settings")?)).map_err(wrong("settings"))?,
             kept: Array::try_from(Map::Array(data(place, "kept")?)).map_err(wrong("kept"))?,
+            judges: Array::try_from(Map::Array(data(place, "judges")?)).map_err(wrong("judges"))?,
             ports: HashMap::try_from(Map::HashMap(data(place, "ports")?)).map_err(wrong("ports"))?,
             counters: PerCpuArray::try_from(Map::PerCpuArray(data(place, "counters")?)).map_err(wrong("counters"))?,
             flows4: HashMap::try_from(Map::LruHashMap(data(place, "flows4")?)).map_err(wrong("flows4"))?,
@@ -175,6 +178,16 @@ impl Maps {
     /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this is called again; 0: for ever.
     pub fn keep_until(&mut self, until_ns: u64) -> Result<(), MapsError> {
         self.kept.set(0, until_ns, 0).map_err(wrong("kept"))
+    }
+
+    /// The flows that rules judge frame by frame, as `rules` wrote them.
+    pub(crate) fn judges(&self) -> Result<[u8; JUDGES_BYTES], MapsError> {
+        self.judges.get(&0, 0).map_err(wrong("judges"))
+    }
+
+    /// Writes them.
+    pub(crate) fn set_judges(&mut self, judges: &[u8; JUDGES_BYTES]) -> Result<(), MapsError> {
+        self.judges.set(0, judges, 0).map_err(wrong("judges"))
     }
 
     /// From here on no flow holds until the kernel has forwarded a frame of it again.

@@ -13,7 +13,7 @@ const NLMSG_ERROR: u16 = 2;
 const NLMSG_DONE: u16 = 3;
 const NLM_F_REQUEST: u16 = 1;
 pub(crate) const NLM_F_ACK: u16 = 4;
-const NLM_F_DUMP: u16 = 0x300;
+pub(crate) const NLM_F_DUMP: u16 = 0x300;
 const NLA_F_NESTED: u16 = 0x8000;
 
 const RTM_GETLINK: u16 = 18;
@@ -253,7 +253,7 @@ fn parse_change(kind: u16, body: &[u8]) -> Option<Change> {
 /// A socket to the kernel.
 #[derive(Debug)]
 pub(crate) struct Socket {
-    fd: OwnedFd,
+    pub(crate) fd: OwnedFd,
 }
 
 impl Socket {

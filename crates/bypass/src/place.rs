@@ -23,7 +23,7 @@ use std::time::{Duration, Instant};
 /// BPF_FS_MAGIC.
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
-const VERSION: u32 = 2;
+const VERSION: u32 = 3;
 /// For how long the keeper's lock is tried: much longer than anybody looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for others that attach or detach.
@@ -157,6 +157,9 @@ pub struct Record {
     /// Whether traffic goes the kernel's way again when the keeper has been killed.
     #[serde(default)]
     pub needs_keeper: bool,
+    /// Whether flows are taken although rules that judge each frame will then judge one per lease.
+    #[serde(default)]
+    pub skips_judging_rules: bool,
 }
 
 /// The place of one namespace's bypass.

@@ -6,6 +6,7 @@ use crate::layout::{Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
 use crate::maps::Maps;
 use crate::netlink::{NetlinkError, Routes};
 use crate::place::{Interface, Place, Wanted};
+use crate::rules::{self, JudgingRule};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -30,6 +31,14 @@ pub struct Report {
     pub lease_ms: u64,
     /// Flows that hold now.
     pub flows: usize,
+    /// Firewall rules that judge each frame of flows between the attached interfaces; empty where flows are not counted
+    /// either (`Detail`).
+    pub judging_rules: Vec<JudgingRule>,
+    /// Whether flows are taken although these rules then judge one frame per lease. Otherwise flows that they could
+    /// judge take the kernel's path.
+    pub judging_rules_skipped: bool,
+    /// Why nothing is learned until the ruleset was read, where that is so.
+    pub rules_fault: Option<String>,
     /// The interfaces.
     pub interfaces: Vec<InterfaceReport>,
 }
@@ -130,6 +139,16 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     report.keeper = place.keeper();
     report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
+    report.judging_rules_skipped = record.skips_judging_rules;
+    if detail == Detail::Flows {
+        match rules::judging(&maps).and_then(|rules| Ok((rules, rules::is_current(&maps)?))) {
+            Ok((rules, is_current)) => {
+                report.judging_rules = rules;
+                report.rules_fault = (!is_current).then(|| "the firewall's rules changed and were not read yet".into());
+            }
+            Err(error) => report.rules_fault = Some(format!("the firewall's rules could not be read: {error}")),
+        }
+    }
     report.lease_ms = maps.lease_ns()? / 1_000_000;
     report.flows = flows.len();
     for interface in interfaces {

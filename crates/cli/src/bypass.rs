@@ -14,6 +14,7 @@ use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::{Link, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
+use tombolo_bypass::rules::JudgingRule;
 use tombolo_host::api::metrics;
 use tombolo_host::api::report::BypassReport;
 use tombolo_host::rundir;
@@ -64,6 +65,14 @@ enum IfKeeperDies {
     Leave,
 }
 
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum JudgingRules {
+    /// Flows that such a rule could judge take the kernel's path
+    Obey,
+    /// They are taken, and such a rule judges one frame per lease
+    Skip,
+}
+
 #[derive(Args, Debug)]
 pub(crate) struct Attach {
     /// Names of the interfaces: taps, veths, cards
@@ -82,6 +91,10 @@ pub(crate) struct Attach {
     /// What becomes of traffic if the keeper is killed, for all interfaces of the namespace [default: stay, or as it is]
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "no_keeper")]
     if_keeper_dies: Option<IfKeeperDies>,
+    /// What becomes of firewall rules that judge each frame (limit, log, matches on the payload), for all interfaces of the
+    /// namespace [default: obey, or as it is]
+    #[arg(long, value_enum, value_name = "WHAT")]
+    judging_rules: Option<JudgingRules>,
     /// Start no keeper: no changes of mode, and no new TCP connections through connection tracking
     #[arg(long)]
     no_keeper: bool,
@@ -227,6 +240,7 @@ impl Attach {
                 lease: self.lease,
                 past_filters: self.past_filters,
                 needs_keeper: self.if_keeper_dies.map(|then| then == IfKeeperDies::Leave),
+                skips_judging_rules: self.judging_rules.map(|then| then == JudgingRules::Skip),
                 netns,
                 owner: COMMAND.into(),
             },
@@ -243,8 +257,18 @@ impl Attach {
             out::tell!("tombolo: the keeper did not start; see {}", place.log().display());
             exit = Exit::Partly;
         }
+        let report = report::report(&place, Detail::Flows)?;
+        for rule in report.judging_rules.iter().take(MOST_NAMED) {
+            out::tell!("tombolo: {}", judging_rule(&report, rule));
+        }
+        if let Some(more) = report.judging_rules.len().checked_sub(MOST_NAMED).filter(|more| *more > 0) {
+            out::tell!("tombolo: {more} more such rules; `tombolo bypass status` names them");
+        }
+        if let Some(fault) = &report.rules_fault {
+            out::tell!("tombolo: {fault}{UNTIL_READ}");
+        }
         if self.json {
-            out::json(&report::report(&place, Detail::Flows)?)?;
+            out::json(&report)?;
         } else {
             for attached in done {
                 let what = if attached.already { "was attached already, and now has" } else { "attached in" };
@@ -308,6 +332,20 @@ fn as_of_a_network(report: Report) -> BypassReport {
     BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect() }
 }
 
+/// What follows from a fault of the rules.
+const UNTIL_READ: &str = ": until then no flow is learned; the keeper or `tombolo bypass attach` reads them";
+/// Most rules that `attach` names.
+const MOST_NAMED: usize = 20;
+
+/// A rule that judges each frame, and what that means for flows.
+fn judging_rule(report: &Report, rule: &JudgingRule) -> String {
+    let so = match report.judging_rules_skipped {
+        false => "flows that it could judge take the kernel's path",
+        true => "of taken flows it judges one frame per lease, as --judging-rules skip has it",
+    };
+    format!("rule that judges each frame: {rule}; {so}")
+}
+
 const SHORTENED: &str = "leases cut to half of the conntrack timeout in force, which is shorter";
 const NOTHING: &str = "nothing is attached in this network namespace\n";
 
@@ -339,6 +377,15 @@ fn render(report: &Report) -> String {
         table.row(&[&i.name, i.mode.word(), i.why, flows, taken, bytes, passed]).extend(reasons);
     }
     text.push_str(&table.render(false));
+    if !report.judging_rules.is_empty() || report.rules_fault.is_some() {
+        text.push('\n');
+    }
+    for rule in &report.judging_rules {
+        text.push_str(&format!("{}\n", judging_rule(report, rule)));
+    }
+    if let Some(fault) = &report.rules_fault {
+        text.push_str(&format!("{fault}{UNTIL_READ}\n"));
+    }
     text
 }
 
@@ -606,6 +653,19 @@ mod tests {
         assert!(
             metrics::render_bypass("lab", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"lab\"} 0\n")
         );
+    }
+
+    #[test]
+    fn rules_that_judge_are_named_with_what_becomes_of_the_flows() {
+        let rule =
+            JudgingRule { family: "ip".into(), table: "f".into(), chain: "c".into(), handle: 7, why: "limit".into() };
+        let mut report = Report { attached: true, judging_rules: vec![rule], ..Report::default() };
+        let named = "rule that judges each frame: ip f c handle 7: limit; ";
+        assert!(render(&report).contains(&format!("{named}flows that it could judge take the kernel's path\n")));
+        report.judging_rules_skipped = true;
+        assert!(render(&report).contains(&format!("{named}of taken flows it judges one frame per lease")));
+        report.rules_fault = Some("the firewall's rules changed and were not read yet".into());
+        assert!(render(&report).contains("were not read yet: until then no flow is learned"));
     }
 
     #[test]

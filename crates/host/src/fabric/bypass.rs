@@ -79,6 +79,7 @@ impl Running {
             lease: None,
             past_filters: false,
             needs_keeper: None,
+            skips_judging_rules: None,
             netns: String::new(),
             owner: self.spec.name.clone(),
         };

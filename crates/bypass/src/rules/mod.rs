@@ -1,0 +1,138 @@
+//! Firewall rules that judge each frame: which they are, and how flows that they could judge stay on
+//! the kernel's path.
+//!
+//! The bypass repeats for a flow what the kernel did with one of its frames. A rule like `limit`, `log`,
+//! `dup` or a match on the payload may treat the next frame differently. So the ruleset of nftables is
+//! read over netlink (`source`, `ruleset`), and walked for each kind of flow that may be taken (`world`,
+//! `walk`). What comes out are the rules that judge each frame, for people, and filters of the flows that
+//! they could judge (`filter`), which are written into a map. The egress program does not learn a flow
+//! that a filter matches (ebpf/judges.h).
+//!
+//! # When it is read
+//! At `attach`, and by the keeper whenever the ruleset's generation changes or an interface gets another
+//! name. The map holds the generation that it was made for. Under another one nothing is learned (from
+//! Linux 6.17 on, where programs can read the generation), so no flow is learned before a new rule was read.
+//! Known flows fall out by themselves, since they hold under one generation only. Without a keeper this
+//! stays so until the next `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that
+//! has not been read yet, for as long as the keeper needs for it, and then learned anew.
+//!
+//! # What it does not see
+//! Rules of legacy iptables, and BPF programs at netfilter's hooks. Of sets only the elements that
+//! matter are read: verdicts, and those that a rule was written with. Whether an element times out, or
+//! is added by a rule, counts as a change of the ruleset that is seen after the lease.
+
+mod compare;
+mod filter;
+mod ruleset;
+mod source;
+mod value;
+mod walk;
+mod world;
+mod xt;
+
+pub use filter::JUDGES_BYTES;
+pub use source::RulesMonitor;
+
+use crate::attachment::AttachError;
+use crate::maps::Maps;
+use crate::netlink::NetlinkError;
+use filter::{Filters, RulesState, header};
+use rustix::net::{AddressFamily, SocketType, netdevice::index_to_name, socket};
+use serde::Serialize;
+use source::Nftables;
+use world::Port;
+
+/// A rule that may treat frames of one flow differently.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct JudgingRule {
+    /// "ip", "ip6", "inet" or "netdev"; empty where the ruleset as a whole could not be understood.
+    pub family: String,
+    /// The table.
+    pub table: String,
+    /// The chain.
+    pub chain: String,
+    /// The rule's handle, as `nft -a list ruleset` shows it.
+    pub handle: u64,
+    /// What of it judges: an expression, or what it matches.
+    pub why: String,
+}
+
+impl std::fmt::Display for JudgingRule {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let JudgingRule { family, table, chain, handle, why } = self;
+        match family.as_str() {
+            "" => write!(f, "{why}"),
+            _ => write!(f, "{family} {table} {chain} handle {handle}: {why}"),
+        }
+    }
+}
+
+/// The attached interfaces, by the names that they have now. Nothing here waits for the kernel's lock of interfaces.
+fn ports(maps: &Maps) -> Result<Vec<Port>, AttachError> {
+    let wrong = |cause| NetlinkError::Call { what: "socket", cause };
+    let any = socket(AddressFamily::INET, SocketType::DGRAM, None).map_err(wrong)?;
+    let ports = maps.ports()?.into_iter();
+    let named = ports.filter_map(|(index, port)| {
+        // One that goes in this moment has no traffic.
+        let name = index_to_name(&any, index).ok()?;
+        Some(Port { slot: port.slot, index, name })
+    });
+    Ok(named.collect())
+}
+
+/// The rules that judge each frame of flows between attached interfaces, as they are now.
+pub(crate) fn judging(maps: &Maps) -> Result<Vec<JudgingRule>, AttachError> {
+    let (ruleset, _) = Nftables::open()?.read()?;
+    Ok(walk::survey(&ruleset, &ports(maps)?).0)
+}
+
+/// Whether the map is that of the ruleset as it is now, or the ruleset does not matter.
+pub(crate) fn is_current(maps: &Maps) -> Result<bool, AttachError> {
+    Ok(match header(&maps.judges()?) {
+        (RulesState::Skipped, _) => true,
+        (RulesState::Read, generation) => generation == Nftables::open()?.generation()?,
+        (RulesState::Unread, _) => false,
+    })
+}
+
+/// From here on nothing is learned until `refresh`: interfaces are about to change.
+pub(crate) fn suspend(maps: &mut Maps) -> Result<(), AttachError> {
+    Ok(maps.set_judges(&Filters::default().to_bytes(RulesState::Unread, 0))?)
+}
+
+/// Reads the ruleset, and writes the map where it is another then. Flows that were learned before are then learned
+/// anew. The caller holds the place's lock, or nobody else would know of the place yet.
+pub(crate) fn refresh(maps: &mut Maps, skips: bool) -> Result<(), AttachError> {
+    let bytes = if skips {
+        Filters::default().to_bytes(RulesState::Skipped, 0)
+    } else {
+        let (ruleset, generation) = Nftables::open()?.read()?;
+        let (_, filters) = walk::survey(&ruleset, &ports(maps)?);
+        filters.to_bytes(RulesState::Read, generation)
+    };
+    if maps.judges()? != bytes {
+        maps.set_judges(&bytes)?;
+        // In this order: a flow that was judged by the filters before has an epoch from before.
+        maps.forget_flows()?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rule_is_named_as_nft_names_it() {
+        let rule = JudgingRule {
+            family: "inet".into(),
+            table: "filter".into(),
+            chain: "forward".into(),
+            handle: 12,
+            why: "limit".into(),
+        };
+        assert_eq!(rule.to_string(), "inet filter forward handle 12: limit");
+        let whole = JudgingRule { why: "too large".into(), ..JudgingRule::default() };
+        assert_eq!(whole.to_string(), "too large");
+    }
+}
