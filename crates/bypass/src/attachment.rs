@@ -89,7 +89,7 @@ pub enum AttachError {
     #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
     NotEthernet(String),
     /// Asked for what is not attached.
-    #[error("{0} is not attached; `tombolo bypass status` lists what is")]
+    #[error("{0} is not attached; `tombolo bypass status` lists what is (with the same --netns)")]
     NotAttached(String),
     /// A lease out of bounds.
     #[error(

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use clap::{Args, ValueEnum};
-use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
+use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError, ConnectOptions};
 use tombolo_rpc::clock;
 use tombolo_rpc::deadline::Deadline;
 
@@ -142,11 +142,13 @@ impl Call {
         CallOptions { deadline, wait_late, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
     }
 
-    /// A connection to the service, which may be waited for.
+    /// A connection to the service, which may be waited for. To be let in takes no longer than the call may.
     fn connect(&self) -> Result<Client, ConnectError> {
         let until = Instant::now() + self.wait.unwrap_or_default();
+        let mut options = ConnectOptions::default();
+        options.patience = self.timeout.min(self.deadline.unwrap_or(options.patience)).min(options.patience);
         loop {
-            match Client::connect(&self.name) {
+            match Client::connect_with(&self.name, &options) {
                 Err(ConnectError::NoService { .. }) if Instant::now() < until => std::thread::sleep(LOOK),
                 connected => return connected,
             }
@@ -155,11 +157,33 @@ impl Call {
 
     pub(crate) fn run(&self) -> Result<Exit, Failure> {
         let bytes = self.bytes()?;
-        let client = self.connect()?;
+        let begun = Instant::now();
+        let client = match self.connect() {
+            Err(ConnectError::Silent(waited)) if self.deadline.is_some_and(|limit| waited >= limit) => {
+                return self.ended_before(&CallError::DeadlineExceeded, begun);
+            }
+            Err(ConnectError::Silent(waited)) if waited >= self.timeout => {
+                return self.ended_before(&CallError::Timeout, begun);
+            }
+            connected => connected?,
+        };
         match self.repeat {
             None => self.once(&client, &bytes),
             Some(count) => self.often(&client, &bytes, count),
         }
+    }
+
+    /// The call was over before the service let us in.
+    fn ended_before(&self, error: &CallError, begun: Instant) -> Result<Exit, Failure> {
+        if self.json && self.repeat.is_none() {
+            let end = if matches!(error, CallError::Timeout) { "timed out" } else { "deadline exceeded" };
+            out::json(&serde_json::json!({ "end": end, "elapsed_ns": clock::ns(begun.elapsed()) }))?;
+            return Ok(Exit::Failed);
+        }
+        let name = &self.name;
+        Err(Failure::failed(format!(
+            "{name}: {error}: the service took the connection and said nothing. It may be stopped or hang; `tombolo service ls` shows its process"
+        )))
     }
 
     fn once(&self, client: &Client, bytes: &[u8]) -> Result<Exit, Failure> {

@@ -125,7 +125,7 @@ Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-
 - **Completion**: `source <(tombolo completions bash)`; also zsh, fish, elvish, powershell.
 - **Manual pages**: `tombolo man | man -l -`, or all of them by `tombolo man --out DIR`.
 - **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
-  slow to end. The daemon's log is `log` in the runtime directory; it goes with the fabric.
+  slow to end. The daemon's log is `log` in the runtime directory. `down` keeps leases and logs in the state folder.
 - **After a crash**: the next `up` keeps the machines that still fit the file, and ends, starts again or removes what does
   not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` ends all that is left.
   Both wait for a daemon that is just ending (256 taps take the kernel 22 s), and say so.

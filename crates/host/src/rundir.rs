@@ -65,7 +65,9 @@ pub enum RunDirError {
         expected: u32,
     },
     /// Another daemon runs this fabric.
-    #[error("the fabric \"{name}\" is running already (process {pid}); `tombolo down --fabric {name}` ends it")]
+    #[error(
+        "the fabric \"{name}\" is running already (process {pid}); `tombolo up --replace` takes over from it, `tombolo down --fabric {name}` ends it"
+    )]
     Running {
         /// The fabric.
         name: String,

@@ -57,7 +57,7 @@ pub enum ClientError {
     },
     /// A socket that nobody listens on.
     #[error(
-        "the fabric \"{fabric}\" does not run any more: nobody answers at {}; its daemon was killed. `tombolo up` clears up after it",
+        "the fabric \"{fabric}\" does not run any more: nobody answers at {}; its daemon was killed. `tombolo up` takes up its guests again, `tombolo down` ends them",
         socket.display()
     )]
     Stale {
