@@ -365,7 +365,7 @@ class Soak:
         recovered = self._all_work(ended, GIVE_UP_S)
         if recovered is None:
             self.manual += 1
-            self.report(f"{label}: not recovered after {GIVE_UP_S} s: {self._waiting(ended)}\n{self.fabric.process.tail(15)}")
+            self.report(f"{label}: not recovered after {GIVE_UP_S} s: {self._waiting(ended)}\n{self.fabric.process.tail(15)}\n{self._evidence()}")
             self._by_hand()
         descriptors, processes, rss = self.settled_holdings()
         outcome = Outcome(name.replace("_", " "), label, recovered[0] if recovered else None, recovered[1] if recovered else "", sum(flow.broken for flow in self.flows),
@@ -375,6 +375,21 @@ class Soak:
         self.report(f"{label:24} {said:34} descriptors {outcome.descriptors:+d}, processes {outcome.processes:+d}, "
                     f"memory {outcome.rss_mib:+.1f} MiB, connections broken {outcome.broken_streams}")
         return outcome
+
+    def _evidence(self):
+        """What would be lost with a new start: the status, and of each machine whether it works and what it said last."""
+        found = [self.fabric.cli("status", "--fabric", self.fabric.name, check=False).stdout]
+        for name in ["web", "mirror", "flow", "calc"] + (["linux"] if self.linux else []):
+            used = []
+            for _ in range(2):
+                for pid in self.processes(f"tombolo/{self.fabric.name}/{name}"):
+                    with contextlib.suppress(OSError, IndexError):
+                        stat = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
+                        used.append(f"process {pid} {stat[0]}, {(int(stat[11]) + int(stat[12])) / os.sysconf('SC_CLK_TCK'):.2f} s of CPU time")
+                time.sleep(1)  # between two readings
+            with contextlib.suppress(OSError):
+                found.append(f"--- {name}: {'; '.join(used)}\n" + self.fabric.console_path(name).read_bytes()[-1500:].decode(errors="replace"))
+        return "\n".join(found)
 
     def _by_hand(self):
         """What a person would do: take everything down and start again."""
