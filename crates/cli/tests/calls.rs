@@ -59,6 +59,28 @@ fn a_service_is_called_with_text_digits_and_files() {
 }
 
 #[test]
+fn a_call_ends_at_its_limit_where_the_service_takes_the_connection_and_says_nothing() {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, bind, listen, socket_with};
+    let dir = tempfile::tempdir().unwrap();
+    let services = dir.path().join("services");
+    std::fs::create_dir(&services).unwrap();
+    let stopped = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    bind(&stopped, &SocketAddrUnix::new(services.join("stopped")).unwrap()).unwrap();
+    listen(&stopped, 8).unwrap();
+    for (limit, word) in [(["--deadline", "200ms"], "deadline"), (["--timeout", "200ms"], "time limit")] {
+        let call = ["call", "stopped", "x", limit[0], limit[1]];
+        let begun = std::time::Instant::now();
+        let said = says(dir.path(), &call, 1);
+        // Five seconds are what connecting may take otherwise.
+        assert!(begun.elapsed() < Duration::from_secs(4), "{limit:?} took {:?}", begun.elapsed());
+        assert!(said.contains(word) && said.contains("may be stopped"), "{said}");
+    }
+    let out = tombolo(dir.path(), &["call", "stopped", "x", "--deadline", "200ms", "--json"]);
+    let json: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!((out.status.code(), json["end"].as_str()), (Some(1), Some("deadline exceeded")));
+}
+
+#[test]
 fn a_service_that_is_not_there_yet_is_waited_for_as_long_as_asked() {
     let dir = tempfile::tempdir().unwrap();
     let refused = says(dir.path(), &["call", "mirror", "abc", "--wait", "30ms"], 1);
