@@ -68,6 +68,7 @@ def test_a_keeper_that_is_stopped_with_the_lock_in_its_hand_holds_nothing_up_for
             time.sleep(0.0005)
         else:
             print("it was never met in it; what follows is the plain case")
+            stop(h)
         begin = time.monotonic()
         until("another keeper", lambda: h.attach() and h.status()["keeper"] != keeper, 30)
         assert has_ended(keeper) and time.monotonic() - begin < 15

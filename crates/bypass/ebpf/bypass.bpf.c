@@ -162,7 +162,10 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 {
 	__u32 iif = skb->ifindex;
 	struct port *port = bpf_map_lookup_elem(&ports, &iif);
-	bool is_parsed = verdict >= UP_TTL;
+	__u64 address = (__u64)kernel_context(skb);
+	__u32 pend = pending_slot(address);
+	struct pending *p = bpf_map_lookup_elem(&pending, &pend);
+	bool is_parsed = verdict >= UP_TTL, is_worth_learning;
 	struct counters *c;
 
 	if (!port)
@@ -174,27 +177,26 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 	if (!(port->flags & PORT_TAKE) || !is_kept())
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
-	if ((verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) || verdict == UP_CHANGED || verdict == UP_CONNTRACK || verdict == UP_FIELDS) {
-		__u64 address = (__u64)kernel_context(skb);
-		__u32 slot = pending_slot(address);
-		struct pending *p = bpf_map_lookup_elem(&pending, &slot);
+	is_worth_learning = (verdict == UP_NO_FLOW && !(port->flags & PORT_TWICE && !was_seen(&f->key))) || (verdict == UP_LEASE && !f->slow) ||
+			    verdict == UP_CHANGED || verdict == UP_CONNTRACK || verdict == UP_FIELDS;
+	if (p && is_worth_learning) {
+		void *data = (void *)(long)skb->data;
 
-		if (p) {
-			void *data = (void *)(long)skb->data;
-
-			p->skb = address;
-			p->at_ns = bpf_ktime_get_coarse_ns();
-			p->key = f->key;
-			p->length = f->length;
-			p->ttl = f->ttl;
-			p->tos = f->tos;
-			p->family = family;
-			p->rest = f->rest;
-			p->mark = skb->mark;
-			p->check = f->check;
-			if (data + ETH_HLEN <= (void *)(long)skb->data_end)
-				__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
-		}
+		p->skb = address;
+		p->at_ns = bpf_ktime_get_coarse_ns();
+		p->key = f->key;
+		p->length = f->length;
+		p->ttl = f->ttl;
+		p->tos = f->tos;
+		p->family = family;
+		p->rest = f->rest;
+		p->mark = skb->mark;
+		p->check = f->check;
+		if (data + ETH_HLEN <= (void *)(long)skb->data_end)
+			__builtin_memcpy(p->in_mac, data, sizeof(p->in_mac));
+	} else if (p && p->skb == address) {
+		/* A frame that the kernel dropped had this sk_buff before: the egress program must not take this one for it. */
+		p->skb = 0;
 	}
 	if (is_parsed && is_observed())
 		tell(f, family, 0, KIND_SEEN, verdict);
