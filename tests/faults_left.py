@@ -307,6 +307,40 @@ def test_deleted_runtime_files_come_back():
             fabric.down()
 
 
+RESTARTED = """
+name = "{name}"
+[network.lan]
+subnet = "10.234.0.0/24"
+[tap.host]
+ip = "10.234.0.9"
+[cell.web]
+app = "httpd"
+ip = "10.234.0.20"
+attach = "{attach}"
+accel = "tcg"
+"""
+
+
+@timeout(300)
+def test_a_machine_that_is_started_again_after_its_files_were_deleted_has_its_network():
+    need_root()
+    for attach in ("stream", "vhost-user", "ivshmem"):
+        with Namespace() as space, scratch() as folder:
+            with Fabric(folder, RESTARTED.format(name=f"anew{os.getpid()}", attach=attach), netns=space) as fabric:
+                until("a ping", lambda: space.pings("10.234.0.20"))
+                warned = lambda: any("its socket was deleted" in line for line in fabric.status()["warnings"])
+                for _ in range(3):
+                    subprocess.run(["rm", "-rf", folder / "run" / fabric.name], check=False)
+                    until("the folder to come back", lambda: (folder / "run" / fabric.name / "api.sock").exists())
+                    # A connection that its port still has is over when the machine has ended, which the port may learn later.
+                    if attach != "ivshmem":
+                        until("a warning", warned)
+                    fabric.cli("cell", "stop", "web", "--fabric", fabric.name)
+                    fabric.cli("cell", "run", "web", "--fabric", fabric.name)
+                    until(f"a ping over {attach}", lambda: space.pings("10.234.0.20"), 20)
+                fabric.down()
+
+
 @timeout(300)
 def test_a_store_that_cannot_be_reached_is_not_replaced_by_a_handover():
     """Its socket is deleted while the old daemon is stopped, which therefore cannot make it again."""

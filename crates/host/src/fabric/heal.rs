@@ -20,7 +20,7 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::{Mutex, oneshot};
 use tokio::task::JoinSet;
 
-use super::{Running, handover, handover_socket};
+use super::{FabricError, Running, handover, handover_socket};
 use crate::api::Requests;
 use crate::api::server::Server;
 use crate::plan::{Attachment, PortPlan};
@@ -105,22 +105,50 @@ impl Running {
                 self.missing.push(format!("port {}: {text}", plan.name));
                 continue;
             }
-            self.drop_port(&plan.name);
-            match self.add_port(&plan) {
-                Ok(()) => {
-                    let machine = plan.machine.as_ref().and_then(|m| Some((m, self.machines.get(m)?.pid?)));
-                    if let Some((name, pid)) = machine {
-                        self.settle(name, pid);
-                    }
-                }
-                Err(error) => {
-                    self.missing.push(format!("port {} cannot be made again: {error}", plan.name));
-                    self.unmade.push(plan);
-                }
-            }
+            // An error is among those of the status, and it is tried again.
+            let _ = self.make_again(plan);
         }
         self.update_names();
         !self.missing.is_empty()
+    }
+
+    /// Makes a port again whose socket was deleted.
+    fn make_again(&mut self, plan: PortPlan) -> Result<(), FabricError> {
+        self.drop_port(&plan.name);
+        let made = self.add_port(&plan);
+        match &made {
+            Ok(()) => {
+                let machine = plan.machine.as_ref().and_then(|m| Some((m, self.machines.get(m)?.pid?)));
+                if let Some((name, pid)) = machine {
+                    self.settle(name, pid);
+                }
+            }
+            Err(error) => {
+                self.missing.push(format!("port {} cannot be made again: {error}", plan.name));
+                self.unmade.push(plan);
+            }
+        }
+        made
+    }
+
+    /// Makes deleted files again that a machine needs when it starts. QEMU before 8.0 connects to the socket of a stream once, when it starts,
+    /// and runs on without a network if there is none. The machine does not run, so a connection that a port still has is over.
+    ///
+    /// # Errors
+    /// If a port of the machine cannot be made again.
+    pub(super) fn restore_for(&mut self, machine: &str) -> Result<(), FabricError> {
+        self.restore_files();
+        let is_own = |plan: &PortPlan| plan.machine.as_deref() == Some(machine);
+        let (mut gone, others): (Vec<_>, Vec<_>) = std::mem::take(&mut self.unmade).into_iter().partition(is_own);
+        self.unmade = others;
+        let plans = self.ports.values().map(|p| &p.plan);
+        gone.extend(plans.filter(|p| is_own(p) && own_socket(p).is_some_and(is_missing)).cloned());
+        if gone.is_empty() {
+            return Ok(());
+        }
+        let made = gone.into_iter().map(|plan| self.make_again(plan)).collect::<Vec<_>>();
+        self.update_names();
+        made.into_iter().collect()
     }
 
     /// Names of the ports whose peers are connected.
@@ -159,7 +187,8 @@ pub(crate) async fn keep(
     };
     let mut stop = serve(server);
     let handover = handover::socket_path(&folder);
-    let mut is_pending = false;
+    // What could not be made at the start, as on a full disk, tells of no change.
+    let mut is_pending = true;
     let mut asked = match me.upgrade() {
         Some(running) => {
             let say = running.lock().await.say.clone();

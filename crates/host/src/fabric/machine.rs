@@ -154,6 +154,7 @@ impl Running {
 
     /// Starts a planned machine.
     pub(crate) fn start_machine(&mut self, plan: &MachinePlan) -> Result<(), FabricError> {
+        self.restore_for(&plan.name)?;
         let spawn = |source| FabricError::Spawn {
             what: format!("{} for {}", plan.argv[0], plan.name),
             source,
