@@ -34,6 +34,18 @@ pub fn bind_private(socket: impl AsFd, path: &Path) -> Result<(), Errno> {
     rustix::fs::chmod(path, Mode::from_raw_mode(0o600))
 }
 
+/// Whether a listening Unix socket is what is found at `path`, its name. A file that was removed has left it without one, whatever
+/// has the name now: of a listener that was killed nobody may be found there.
+pub fn is_found_at(socket: impl AsFd, path: &Path) -> bool {
+    let named = net::getsockname(&socket).ok().and_then(|name| SocketAddrUnix::try_from(name).ok());
+    let Ok(name) = SocketAddrUnix::new(path) else { return false };
+    let listens = net::sockopt::socket_acceptconn(&socket).unwrap_or(false);
+    // A datagram socket cannot connect to a listener, and is told apart from one that finds nobody. So no connection comes of it.
+    let found = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)
+        .and_then(|probe| net::connect(&probe, &name));
+    listens && named.is_some_and(|named| named == name) && found == Err(Errno::PROTOTYPE)
+}
+
 impl Listener {
     /// Listens at `path`. The file of a socket on which nobody listens any more is replaced.
     ///
@@ -150,6 +162,21 @@ impl Drop for Listener {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_listener_whose_file_was_replaced_is_not_found() {
+        let path = std::env::temp_dir().join(format!("tmb-listener-{}-found", std::process::id()));
+        let first = Listener::bind(&path, SocketType::STREAM).unwrap();
+        assert!(is_found_at(&first, &path));
+        assert!(first.accept().unwrap().is_none(), "the look is no connection");
+        std::fs::remove_file(&path).unwrap();
+        assert!(!is_found_at(&first, &path));
+        // Made by another process, which is killed: its file stays.
+        let second = Listener::bind(&path, SocketType::STREAM).unwrap();
+        drop(second.hand_over().unwrap());
+        assert!(path.exists() && !is_found_at(&first, &path));
+        std::fs::remove_file(&path).unwrap();
+    }
 
     #[test]
     fn a_dead_ones_file_is_replaced_and_a_living_ones_is_not() {

@@ -107,7 +107,7 @@ impl Listener {
         let named = net::getsockname(&socket).ok()?;
         let file = match address {
             Address::Unix(path) => {
-                if SocketAddrUnix::try_from(named).ok()? != SocketAddrUnix::new(path).ok()? {
+                if !tombolo_shm::listener::is_found_at(&socket, path) {
                     return None;
                 }
                 let file = std::fs::symlink_metadata(path).ok()?;

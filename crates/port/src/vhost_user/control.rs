@@ -480,7 +480,7 @@ impl Source {
     /// Opens the socket. A path that a dead daemon left behind is taken over; one on which somebody listens is not.
     pub(super) fn open(socket: &Socket, kept: Option<OwnedFd>) -> io::Result<Source> {
         if let (Socket::Listen(path), Some(kept)) = (socket, kept)
-            && listens_at(&kept, path)
+            && tombolo_shm::listener::is_found_at(&kept, path)
         {
             let listener = UnixListener::from(kept);
             listener.set_nonblocking(true)?;
@@ -618,13 +618,6 @@ fn listen_privately(path: &Path) -> io::Result<UnixListener> {
     tombolo_shm::listener::bind_private(&socket, path)?;
     listen(&socket, BACKLOG)?;
     Ok(socket.into())
-}
-
-/// Whether that is the socket that is found at `path`: a path that was removed or replaced leads nowhere.
-fn listens_at(socket: &OwnedFd, path: &Path) -> bool {
-    let name = rustix::net::getsockname(socket).ok().and_then(|name| SocketAddrUnix::try_from(name).ok());
-    let same = name.is_some_and(|name| SocketAddrUnix::new(path).is_ok_and(|expected| name == expected));
-    same && rustix::net::sockopt::socket_acceptconn(socket).unwrap_or(false) && path.exists()
 }
 
 /// Whether the socket at `path` has no listener any more.

@@ -8,7 +8,7 @@ use super::{
 };
 use crate::credentials;
 use crate::doorbell::Doorbell;
-use crate::listener::Listener;
+use crate::listener::{self, Listener};
 use crate::memory::{Mapping, cannot_shrink, sealed_region};
 use crate::passing;
 use rustix::event::{PollFd, PollFlags, epoll, poll};
@@ -396,7 +396,8 @@ impl Inner {
         let config = self.links.get(name).ok_or_else(unknown)?.config.clone();
         for (at, door) in config.doors.iter().enumerate() {
             let failed = |source| LinkError::Listen { link: name.into(), path: door.path.clone(), source };
-            let handed = self.handed_doors.remove(&door.path).and_then(|fd| Listener::adopt(fd, &door.path).ok());
+            let handed = self.handed_doors.remove(&door.path).filter(|fd| listener::is_found_at(fd, &door.path));
+            let handed = handed.and_then(|fd| Listener::adopt(fd, &door.path).ok());
             let listener = match handed {
                 Some(listener) => listener,
                 None => Listener::bind(&door.path, SocketType::STREAM).map_err(failed)?,
