@@ -155,6 +155,31 @@ def test_a_connection_that_closes_is_given_back_and_its_end_is_tracked():
         assert invalid(h) == 0
 
 
+def test_frames_that_conntrack_calls_invalid_are_not_learned_from():
+    """They are forwarded as they are where no rule drops them. Those of a connection that begins meanwhile are translated."""
+    masquerade = "table ip nat { chain postrouting { type nat hook postrouting priority 100; oifname \"tb\" masquerade; }; }\n"
+    untracked = "table ip raw { chain prerouting { type filter hook prerouting priority -300; udp dport 7 notrack; }; }"
+
+    def to_b(proto, payload=b"", **more):
+        return h.across(h.to_b(ETH_IP4, ipv4(A, B, proto, transport(proto, A, B, 3000, more.pop("dport", 80), payload, **more))))
+
+    with host() as h:
+        h.rules(masquerade + untracked)
+        # Else a connection may be met in its midst.
+        h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_tcp_loose=0")
+        h.attach(words=("--lease", "10000"))
+        for _ in range(5):
+            assert source(to_b(TCP, b"who", seq=9, ack=9)[1])[0] == A
+        assert h.taken() == 0 and h.status("ta")["unlearned"].get("not_plain_connection", 0) >= 4, h.status("ta")
+        assert source(to_b(TCP, flags=SYN, seq=100, ack=0)[1])[0] == FAR
+        assert h.back(h.to_a(ETH_IP4, ipv4(B, FAR, TCP, transport(TCP, B, FAR, 80, 3000, flags=SYN | ACK, seq=500, ack=101))))
+        for _ in range(5):
+            assert source(to_b(TCP, b"now", seq=101, ack=501)[1])[0] == FAR
+        # What rules take from conntrack is no connection's by their own will.
+        before = h.taken()
+        assert all(source(to_b(UDP, b"free", dport=7)[1])[0] == A for _ in range(5)) and h.taken() > before, h.status("ta")
+
+
 def test_without_a_keeper_tracked_tcp_goes_the_kernels_way_and_udp_is_taken():
     with host() as h:
         h.rules(NAT)

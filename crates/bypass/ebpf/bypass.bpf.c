@@ -683,6 +683,9 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	} else if (flow->flags & FLOW_NAT) {
 		/* Addresses changed by rules that track nothing. */
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
+	} else if (nfct != IP_CT_UNTRACKED && is_tracking(net, family)) {
+		/* Conntrack calls it invalid. It is not translated, as the next frame may be. */
+		return 1 + NOT_A_PLAIN_CONNECTION;
 	}
 	in = bpf_map_lookup_elem(&ports, &iif);
 	output = bpf_map_lookup_elem(&ports, &oif);

@@ -32,6 +32,7 @@
 #define IPPROTO_TCP 6
 #define IPPROTO_UDP 17
 #define IPPROTO_ICMPV6 58
+#define NF_INET_PRE_ROUTING 0
 #define NF_INET_FORWARD 2
 
 /* enum ip_conntrack_status */
@@ -83,6 +84,14 @@ struct rt6_statistics {
 struct netns_ipv6 {
 	struct rt6_statistics *rt6_stats;
 	atomic_t fib6_sernum;
+};
+
+struct nf_hook_entries {
+	__u16 num_hook_entries;
+};
+
+struct nf_hook_ops {
+	int priority;
 };
 
 struct netns_nf {

@@ -45,6 +45,34 @@ static __always_inline __u64 hooks(struct net *net, int family)
 	return family == AF_INET ? (__u64)net->nf.hooks_ipv4[NF_INET_FORWARD] : (__u64)net->nf.hooks_ipv6[NF_INET_FORWARD];
 }
 
+/* Hooks of one chain that are looked at; with more of them there may be any. */
+#define HOOKS_LOOKED_AT 12
+/* NF_IP_PRI_CONNTRACK, NF_IP6_PRI_CONNTRACK */
+#define PRIORITY_CONNTRACK (-200)
+
+/* Whether connections are tracked here, by the hook of conntrack's priority. Behind the hooks' number lie, aligned, the hooks (two words
+ * each), and behind them the addresses of what they were registered with, in the same order (nf_hook_entries_get_hook_ops). */
+static __always_inline bool is_tracking(struct net *net, int family)
+{
+	__u64 at = family == AF_INET ? (__u64)net->nf.hooks_ipv4[NF_INET_PRE_ROUTING] : (__u64)net->nf.hooks_ipv6[NF_INET_PRE_ROUTING];
+	const struct nf_hook_entries *entries = (const struct nf_hook_entries *)at;
+	__u16 count = 0;
+
+	if (!at)
+		return false;
+	if (bpf_core_read(&count, sizeof(count), &entries->num_hook_entries) || count > HOOKS_LOOKED_AT)
+		return true;
+	for (__u32 n = 0; n < HOOKS_LOOKED_AT && n < count; n++) {
+		const struct nf_hook_ops *ops = NULL;
+		int priority = 0;
+
+		if (bpf_probe_read_kernel(&ops, sizeof(ops), (void *)(at + 8 + 16ULL * count + 8ULL * n)) ||
+		    bpf_core_read(&priority, sizeof(priority), &ops->priority) || priority == PRIORITY_CONNTRACK)
+			return true;
+	}
+	return false;
+}
+
 /* Whether tuple `t` goes from s to d with these ports. */
 static __always_inline bool tuple_is(const struct nf_conntrack_tuple *t, int family, __u32 proto, const __u32 *s,
 				     const __u32 *d, __u16 sport, __u16 dport)

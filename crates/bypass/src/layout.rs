@@ -96,7 +96,7 @@ pub const UNLEARNED: [(&str, &str); 8] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
-    ("not_plain_connection", "a helper, sequence adjustment or a zone"),
+    ("not_plain_connection", "a helper, sequence adjustment or a zone, or a frame that conntrack calls invalid"),
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
     ("not_at_once", "it was held on its way, as by NFQUEUE"),
     ("not_kept", "TCP through conntrack, and no keeper is at work"),
