@@ -14,6 +14,7 @@
 
 pub mod calls;
 pub mod targets;
+pub mod xen;
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};

@@ -2,7 +2,7 @@
 #![allow(missing_docs)]
 
 use std::path::Path;
-use tombolo_fuzz::{calls, run, targets};
+use tombolo_fuzz::{calls, run, targets, xen};
 
 macro_rules! fuzz {
     ($module:ident: $($name:ident)+) => {
@@ -17,3 +17,4 @@ macro_rules! fuzz {
 
 fuzz!(targets: ring ivshmem gateway nat offload stream typed);
 fuzz!(calls: calls_link calls_stream);
+fuzz!(xen: xen_transmit xen_receive xen_store);

@@ -8,6 +8,7 @@
 //! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
 //! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
+//! * [`xen`]: Xen's network rings, frontend and backend, XenStore's messages, and the states of the xenbus handshake.
 #![no_std]
 
 #[cfg(any(test, loom))]
@@ -17,3 +18,4 @@ pub mod ivshmem;
 pub mod mem;
 pub mod rpc;
 pub mod virtio;
+pub mod xen;

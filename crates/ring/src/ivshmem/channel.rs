@@ -261,6 +261,7 @@ struct PeerWord<'m>(Foreign<'m>, usize);
 
 // Reads as 0 and ignores writes where it were outside, which `Sections::new` rules out.
 impl Word for OwnWord<'_> {
+    type Value = u16;
     #[inline]
     fn load(&self, order: Ordering) -> u16 {
         self.0.as_foreign().load_u16(self.1, order).unwrap_or(0)
@@ -272,6 +273,7 @@ impl Word for OwnWord<'_> {
 }
 
 impl Word for PeerWord<'_> {
+    type Value = u16;
     #[inline]
     fn load(&self, order: Ordering) -> u16 {
         self.0.load_u16(self.1, order).unwrap_or(0)

@@ -317,6 +317,7 @@ struct OwnWord<'m>(ForeignMut<'m>, u32);
 struct PeerWord<'m>(Foreign<'m>, u32);
 
 impl Word for OwnWord<'_> {
+    type Value = u16;
     #[inline]
     fn load(&self, order: Ordering) -> u16 {
         self.0.as_foreign().load_u16(self.1 as usize, order).unwrap_or(0)
@@ -328,6 +329,7 @@ impl Word for OwnWord<'_> {
 }
 
 impl Word for PeerWord<'_> {
+    type Value = u16;
     #[inline]
     fn load(&self, order: Ordering) -> u16 {
         self.0.load_u16(self.1 as usize, order).unwrap_or(0)

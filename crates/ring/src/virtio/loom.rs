@@ -38,6 +38,7 @@ const ENTRIES: u16 = 3;
 const FIRST: u16 = u16::MAX - 1;
 
 impl Word for AtomicU16 {
+    type Value = u16;
     fn load(&self, order: Ordering) -> u16 {
         AtomicU16::load(self, order)
     }

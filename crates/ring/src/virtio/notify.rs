@@ -1,6 +1,7 @@
-//! The wake-up protocol between a producer and a consumer of a virtqueue, in four steps.
+//! The wake-up protocol between a producer and a consumer of a virtqueue, in four steps. The rings of Xen use it too
+//! ([`xen::ring`](crate::xen::ring)).
 //!
-//! Both rings use it: the driver produces `avail.idx` for the device, the device produces `used.idx` for the
+//! Both rings of a virtqueue use it: the driver produces `avail.idx` for the device, the device produces `used.idx` for the
 //! driver. The consumer says when it wants to be woken: by a flag, or by the index after which it wants to hear
 //! (`VIRTIO_F_EVENT_IDX`). Both words are in memory that the other side may see late, hence this window:
 //!
@@ -59,31 +60,33 @@ use loom::sync::atomic::fence;
 /// a store needs to become visible, far below what anybody notices.
 pub const RECHECK_NS: u64 = 100_000;
 
-/// A 16-bit word that both sides can see; each has one writer.
+/// A word that both sides can see; each has one writer.
 pub trait Word {
+    /// What it holds: `u16` in virtqueues, `u32` in the rings of Xen.
+    type Value: Copy;
     /// Reads it.
-    fn load(&self, order: Ordering) -> u16;
+    fn load(&self, order: Ordering) -> Self::Value;
     /// Writes it.
-    fn store(&self, value: u16, order: Ordering);
+    fn store(&self, value: Self::Value, order: Ordering);
 }
 
 /// Producer, step 1: makes the entries that were written before visible, and then the index.
 #[inline]
-pub fn publish(index: &impl Word, value: u16) {
+pub fn publish<W: Word>(index: &W, value: W::Value) {
     // R0, partner A0 in `available`: who sees the index sees the entries up to it.
     index.store(value, Ordering::Release);
 }
 
 /// Consumer: the index that the producer has published.
 #[inline]
-pub fn available(index: &impl Word) -> u16 {
+pub fn available<W: Word>(index: &W) -> W::Value {
     // A0, partner R0 in `publish`: entries up to the index may be read after this.
     index.load(Ordering::Acquire)
 }
 
 /// Producer, step 2, after [`publish`]: the consumer's wish, a flag or an index.
 #[inline]
-pub fn wish(word: &impl Word) -> u16 {
+pub fn wish<W: Word>(word: &W) -> W::Value {
     // F0, partner F1 in `arm`: the index above is visible before the wish is read.
     fence(Ordering::SeqCst);
     // Relaxed: the fence orders it, and nothing else is read on its strength.
@@ -93,7 +96,7 @@ pub fn wish(word: &impl Word) -> u16 {
 /// Consumer: writes its wish and looks at the index again. If that is not what the consumer has drained up to,
 /// it must drain again before it may sleep.
 #[inline]
-pub fn arm(word: &impl Word, value: u16, index: &impl Word) -> u16 {
+pub fn arm<W: Word, I: Word>(word: &W, value: W::Value, index: &I) -> I::Value {
     // Relaxed: the fence orders it, and it carries no data.
     word.store(value, Ordering::Relaxed);
     // F1, partner F0 in `wish`: the wish is visible before the index is read.

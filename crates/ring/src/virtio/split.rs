@@ -170,6 +170,7 @@ pub(super) struct Areas<'m> {
 pub(super) struct AreaWord<'m>(ForeignMut<'m>, usize);
 
 impl Word for AreaWord<'_> {
+    type Value = u16;
     #[inline]
     fn load(&self, order: Ordering) -> u16 {
         self.0.as_foreign().load_u16(self.1, order).unwrap_or(0)
