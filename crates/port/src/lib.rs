@@ -8,6 +8,7 @@
 //! * [`tap`]: an interface of the host's kernel, offloads kept.
 //! * [`uplink`]: a router with address translation before an uplink that knows one guest.
 //! * [`packet`]: an interface that exists, such as a network card or a veth.
+//! * [`xen`]: a guest of Xen whose network frontend we are the backend of.
 //! * [`worker`]: a switch worker on a thread of its own.
 //! * [`link`]: network namespaces, and interfaces and their changes.
 //! * [`child`]: child processes that die with the one that started them.
@@ -34,3 +35,4 @@ pub mod tap;
 pub mod uplink;
 pub mod vhost_user;
 pub mod worker;
+pub mod xen;

@@ -1,5 +1,6 @@
 //! System calls that no safe crate offers: gathered writes from foreign memory, the tun and interface ioctls,
-//! packet sockets with several messages per call, network namespaces, a death signal and inherited descriptors between fork and exec.
+//! packet sockets with several messages per call, network namespaces, a death signal and inherited descriptors between fork and exec,
+//! and Xen's event channels and grants.
 //!
 //! Everything here returns what the kernel said and decides nothing. This module is on the list of modules that
 //! may use `unsafe` (ARCHITECTURE.md). Memory that a peer shares reaches the kernel as a bare address in an
@@ -14,7 +15,9 @@ use std::mem::size_of;
 use std::os::fd::{AsFd, AsRawFd, FromRawFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::process::Command;
-use tombolo_ring::mem::Foreign;
+use std::ptr::NonNull;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::xen::PAGE_BYTES;
 
 /// Pieces that one gathered write may have (`UIO_MAXIOV` of the kernel).
 pub(crate) const MAX_PIECES: usize = 1024;
@@ -488,6 +491,218 @@ pub(crate) fn netlink_socket(groups: u32) -> Result<OwnedFd, Errno> {
 pub(crate) fn unshare_network() -> Result<(), Errno> {
     // SAFETY: the flag does not unshare the table of descriptors, which is what makes the call unsafe.
     unsafe { rustix::thread::unshare_unsafe(rustix::thread::UnshareFlags::NEWNET) }
+}
+
+// Xen (linux/include/uapi/xen/evtchn.h, gntdev.h): numbers of `_IOC(_IOC_NONE, letter, number, size)`.
+const IOCTL_EVTCHN_BIND_INTERDOMAIN: u32 = 8 << 16 | (b'E' as u32) << 8 | 1;
+const IOCTL_EVTCHN_NOTIFY: u32 = 4 << 16 | (b'E' as u32) << 8 | 4;
+const IOCTL_GNTDEV_MAP_GRANT_REF: u32 = 24 << 16 | (b'G' as u32) << 8;
+const IOCTL_GNTDEV_UNMAP_GRANT_REF: u32 = 16 << 16 | (b'G' as u32) << 8 | 1;
+const IOCTL_GNTDEV_GRANT_COPY: u32 = 16 << 16 | (b'G' as u32) << 8 | 8;
+/// Flag of a copy: the source is a grant.
+const GNTCOPY_SOURCE_GREF: u16 = 1;
+/// Flag of a copy: the destination is a grant.
+const GNTCOPY_DEST_GREF: u16 = 2;
+
+/// Binds a local event channel port to a domain's unbound one, until the descriptor is closed; returns the local port.
+pub(crate) fn bind_interdomain(evtchn: impl AsFd, domain: u16, remote_port: u32) -> Result<u32, Errno> {
+    let argument = [u32::from(domain), remote_port];
+    let fd = evtchn.as_fd().as_raw_fd();
+    // SAFETY: the request reads two u32 from the pointer, which `argument` holds.
+    let port = check(unsafe { libc::ioctl(fd, IOCTL_EVTCHN_BIND_INTERDOMAIN as _, argument.as_ptr()) } as isize)?;
+    Ok(port as u32)
+}
+
+/// Sends an event to the other end of a local port.
+pub(crate) fn notify_port(evtchn: impl AsFd, port: u32) -> Result<(), Errno> {
+    let fd = evtchn.as_fd().as_raw_fd();
+    // SAFETY: the request reads a u32 from the pointer.
+    check(unsafe { libc::ioctl(fd, IOCTL_EVTCHN_NOTIFY as _, std::ptr::from_ref(&port)) } as isize).map(drop)
+}
+
+/// A page of another domain's, mapped by its grant until this is dropped.
+#[derive(Debug)]
+pub(crate) struct GrantedPage {
+    address: NonNull<u8>,
+    gntdev: OwnedFd,
+    index: u64,
+}
+
+// SAFETY: the mapping belongs to this value alone, and is reached through foreign views only.
+unsafe impl Send for GrantedPage {}
+
+impl GrantedPage {
+    /// Maps the page that `domain` granted as `gref`, for reading and writing.
+    pub(crate) fn map(gntdev: impl AsFd, domain: u16, gref: u32) -> Result<GrantedPage, Errno> {
+        /// `struct ioctl_gntdev_map_grant_ref` with one reference.
+        #[repr(C)]
+        struct Map {
+            count: u32,
+            padding: u32,
+            index: u64,
+            domain: u32,
+            gref: u32,
+        }
+        let gntdev = rustix::io::fcntl_dupfd_cloexec(gntdev, 3)?;
+        let mut map = Map { count: 1, padding: 0, index: 0, domain: domain.into(), gref };
+        // SAFETY: the request reads and writes a Map with `count` references, which is what it is given.
+        let result =
+            unsafe { libc::ioctl(gntdev.as_raw_fd(), IOCTL_GNTDEV_MAP_GRANT_REF as _, std::ptr::from_mut(&mut map)) };
+        check(result as isize)?;
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        let offset = map.index as libc::off_t;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let address = unsafe {
+            libc::mmap(std::ptr::null_mut(), PAGE_BYTES, access, libc::MAP_SHARED, gntdev.as_raw_fd(), offset)
+        };
+        if address == libc::MAP_FAILED {
+            let error = errno();
+            forget_grant(&gntdev, map.index);
+            return Err(error);
+        }
+        let Some(address) = NonNull::new(address.cast()) else { return Err(Errno::NOMEM) };
+        Ok(GrantedPage { address, gntdev, index: map.index })
+    }
+
+    /// The page's bytes.
+    pub(crate) fn bytes(&self) -> ForeignMut<'_> {
+        // SAFETY: PAGE_BYTES are mapped at `address` until `drop`, and no reference to them is ever made.
+        unsafe { ForeignMut::new(self.address, PAGE_BYTES) }
+    }
+}
+
+/// Removes a grant from the list of a gntdev descriptor. It fails for one that is not there, which does no harm.
+fn forget_grant(gntdev: &OwnedFd, index: u64) {
+    /// `struct ioctl_gntdev_unmap_grant_ref`.
+    #[repr(C)]
+    struct Unmap {
+        index: u64,
+        count: u32,
+        padding: u32,
+    }
+    let unmap = Unmap { index, count: 1, padding: 0 };
+    // SAFETY: the request reads an Unmap.
+    unsafe { libc::ioctl(gntdev.as_raw_fd(), IOCTL_GNTDEV_UNMAP_GRANT_REF as _, std::ptr::from_ref(&unmap)) };
+}
+
+impl Drop for GrantedPage {
+    fn drop(&mut self) {
+        // SAFETY: the mapping was made by `map` with this length, and all views of it borrowed this value.
+        unsafe { libc::munmap(self.address.as_ptr().cast(), PAGE_BYTES) };
+        forget_grant(&self.gntdev, self.index);
+    }
+}
+
+/// One end of a copy: `union` in `struct gntdev_grant_copy_segment`.
+#[derive(Clone, Copy)]
+#[repr(C)]
+union CopyEnd {
+    local: *mut u8,
+    foreign: CopyPage,
+}
+
+#[derive(Clone, Copy)]
+#[repr(C)]
+struct CopyPage {
+    gref: u32,
+    offset: u16,
+    domain: u16,
+}
+
+/// A copy between a piece of a granted page and memory here, in the layout of `struct gntdev_grant_copy_segment`.
+#[repr(C)]
+pub(crate) struct GrantCopy<'m> {
+    source: CopyEnd,
+    destination: CopyEnd,
+    len: u16,
+    flags: u16,
+    status: i16,
+    lifetime: PhantomData<ForeignMut<'m>>,
+}
+
+const _: () = assert!(size_of::<GrantCopy<'_>>() == 24 && size_of::<CopyPage>() == 8);
+
+// SAFETY: a copy is an address with a length, as ForeignMut is, which is Send; only the kernel dereferences it.
+unsafe impl Send for GrantCopy<'_> {}
+
+impl<'m> GrantCopy<'m> {
+    /// From `offset` of the page `gref` of `domain` to all of `to`, which is no longer than the rest of the page.
+    #[inline]
+    pub(crate) fn from_guest(domain: u16, gref: u32, offset: u16, to: ForeignMut<'m>) -> Self {
+        GrantCopy {
+            source: CopyEnd { foreign: CopyPage { gref, offset, domain } },
+            destination: CopyEnd { local: to.as_mut_ptr() },
+            len: to.len().min(PAGE_BYTES) as u16,
+            flags: GNTCOPY_SOURCE_GREF,
+            status: 0,
+            lifetime: PhantomData,
+        }
+    }
+
+    /// From all of `from` to `offset` of the page `gref` of `domain`.
+    #[inline]
+    pub(crate) fn to_guest(domain: u16, gref: u32, offset: u16, from: Foreign<'m>) -> Self {
+        GrantCopy {
+            source: CopyEnd { local: from.as_ptr().cast_mut() },
+            destination: CopyEnd { foreign: CopyPage { gref, offset, domain } },
+            len: from.len().min(PAGE_BYTES) as u16,
+            flags: GNTCOPY_DEST_GREF,
+            status: 0,
+            lifetime: PhantomData,
+        }
+    }
+
+    /// Whether the hypervisor made the copy (GNTST_okay).
+    #[inline]
+    pub(crate) fn is_done(&self) -> bool {
+        self.status == 0
+    }
+
+    /// What the hypervisor would do, for tests without one: `page` finds a domain's page by its grant.
+    #[cfg(test)]
+    pub(crate) fn imitate(&mut self, page: impl FnOnce(u16, u32) -> Option<ForeignMut<'static>>) {
+        let from_guest = self.flags == GNTCOPY_SOURCE_GREF;
+        let (foreign, local) = match from_guest {
+            // SAFETY: the constructor that sets this flag writes these two.
+            true => unsafe { (self.source.foreign, self.destination.local) },
+            // SAFETY: as above.
+            false => unsafe { (self.destination.foreign, self.source.local) },
+        };
+        let len = usize::from(self.len);
+        let piece = page(foreign.domain, foreign.gref).and_then(|page| page.slice(foreign.offset.into(), len));
+        let Some((piece, local)) = piece.zip(NonNull::new(local)) else {
+            self.status = -3;
+            return;
+        };
+        match from_guest {
+            // SAFETY: the constructor was given a writable view of this length, whose lifetime lasts.
+            true => piece.as_foreign().copy_to(unsafe { ForeignMut::new(local, len) }),
+            // SAFETY: as above, of a readable view.
+            false => unsafe { Foreign::new(local, len) }.copy_to(piece),
+        };
+    }
+}
+
+/// Empties a list of copies and gives its allocation to copies of another lifetime, as [`recycle`] does.
+pub(crate) fn recycle_copies<'b>(mut copies: Vec<GrantCopy<'_>>) -> Vec<GrantCopy<'b>> {
+    copies.clear();
+    copies.into_iter().map(|_| unreachable!("the vector was cleared")).collect()
+}
+
+/// Makes all copies in one call. Each says by itself whether it was made.
+pub(crate) fn grant_copy(gntdev: impl AsFd, copies: &mut [GrantCopy<'_>]) -> Result<(), Errno> {
+    /// `struct ioctl_gntdev_grant_copy`.
+    #[repr(C)]
+    struct Copies<'c, 'm> {
+        count: u32,
+        segments: *mut GrantCopy<'m>,
+        lifetime: PhantomData<&'c mut GrantCopy<'m>>,
+    }
+    let request = Copies { count: copies.len() as u32, segments: copies.as_mut_ptr(), lifetime: PhantomData };
+    let fd = gntdev.as_fd().as_raw_fd();
+    // SAFETY: the request reads `count` segments, which are there, and writes their statuses. Each local address was made
+    // of a view that is readable, or writable where it is the destination, for its length and as long as `copies`.
+    check(unsafe { libc::ioctl(fd, IOCTL_GNTDEV_GRANT_COPY as _, std::ptr::from_ref(&request)) } as isize).map(drop)
 }
 
 #[cfg(test)]

@@ -85,6 +85,10 @@ reasons! {
     RateLimit = "rate_limit",
     /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames without news in one flow.
     UplinkRepeat = "uplink_repeat",
+    /// A page of a Xen guest, in which the frame lies or was to go to, could not be copied: it is not granted.
+    BadGrant = "bad_grant",
+    /// The frame's multicast address is not one that the destination, a Xen guest, asked for.
+    Unsubscribed = "unsubscribed",
 }
 
 impl Reason {

@@ -409,7 +409,7 @@ fn memory_fault(memory: &GuestTable) -> Option<Fault> {
 
 /// Spreads flows over `open` queue pairs, so that each flow stays on one: by IP addresses, and by the ports of TCP and UDP
 /// where every packet of a flow has them; other frames by MAC addresses and type.
-fn pair_of(frame: &Frame, open: usize) -> usize {
+pub(crate) fn pair_of(frame: &Frame, open: usize) -> usize {
     // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
     // of this hash know only the low ones of its input.
     let hash = flow_bytes(frame.head())

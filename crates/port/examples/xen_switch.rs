@@ -1,0 +1,66 @@
+//! A learning switch between a tap of this domain and guests of Xen, in a dom0 or driver domain.
+//!
+//! ```text
+//! cargo run --release -p tombolo-port --example xen_switch -- TAP DOMAIN[/DEVICE]...
+//! ```
+//!
+//! The tap is made. A guest is named as in its `xl` configuration, whose line for the vif is `vif = ["script=/bin/true"]`; it may come
+//! and go, and so may this program. For each line on standard input it prints the state of all ports; it ends with
+//! the input.
+
+use std::error::Error;
+use std::io::BufRead;
+
+use tombolo_port::tap::{TapConfig, TapPort};
+use tombolo_port::worker::{WorkerConfig, WorkerThread};
+use tombolo_port::xen::{XenConfig, XenPort};
+use tombolo_switch::control::PortSettings;
+use tombolo_switch::drop::Reason;
+use tombolo_switch::mac::MacSettings;
+use tombolo_switch::port::Port;
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let arguments: Vec<String> = std::env::args().skip(1).collect();
+    let [tap, guests @ ..] = &arguments[..] else {
+        return Err("usage: xen_switch TAP DOMAIN[/DEVICE]...".into());
+    };
+    let thread = WorkerThread::start(&WorkerConfig { name: "xen-switch".into(), ..WorkerConfig::default() })?;
+    let network = thread.handle().add_network("net", MacSettings::default())?;
+    let mut counters = Vec::new();
+    for (n, name) in arguments.iter().enumerate() {
+        let reserved = thread.handle().reserve()?;
+        let registration = thread.registration(&reserved);
+        let port: Box<dyn Port> = if n == 0 {
+            Box::new(TapPort::open(&TapConfig { mtu: Some(1500), ..TapConfig::new(tap) }, registration)?)
+        } else {
+            let (domain, device) = name.split_once('/').unwrap_or((name, "0"));
+            let config = XenConfig { domain: domain.into(), device: device.parse()?, max_queues: 4, mtu: 1500 };
+            Box::new(XenPort::open(config, registration)?)
+        };
+        counters.push(thread.handle().add_port(reserved, network, name, port, PortSettings::default())?);
+    }
+    println!("{tap} and {} guests", guests.len());
+    for line in std::io::stdin().lock().lines() {
+        line?;
+        for port in thread.handle().status()?.ports {
+            println!("{}: {:?} {:?}", port.name, port.link, port.details);
+        }
+        for (name, counters) in arguments.iter().zip(&counters) {
+            let (rx, tx) = (counters.rx_frames.get(), counters.tx_frames.get());
+            let bytes = (counters.rx_bytes.get(), counters.tx_bytes.get());
+            println!(
+                "{name}: frames {rx} in, {tx} out; bytes {} in, {} out; faults {}",
+                bytes.0,
+                bytes.1,
+                counters.faults.get()
+            );
+            for (way, drops) in [("in", &counters.rx_drops), ("out", &counters.tx_drops)] {
+                for (reason, count) in Reason::ALL.iter().zip(drops).filter(|(_, count)| count.get() != 0) {
+                    println!("{name}: dropped on the way {way}: {} {}", count.get(), reason.name());
+                }
+            }
+        }
+    }
+    thread.stop()?;
+    Ok(())
+}

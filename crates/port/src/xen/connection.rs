@@ -1,0 +1,470 @@
+//! A vif that is connected: its rings, and how frames go through them.
+//!
+//! Only ring pages are mapped. A packet's bytes are copied by the hypervisor, which checks each grant as it does so; all
+//! packets of a turn go in one system call. What is copied from the guest lies in an arena of the port's, so the guest gets
+//! its pages back in the same turn and cannot change a frame that is being judged.
+
+use super::platform::{Guest, Page};
+use super::transport;
+use crate::reactor::Watch;
+use crate::sys::{GrantCopy, recycle_copies};
+use crate::vhost_user::pair_of;
+use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::xen::netif::{Extra, RSP_DROPPED, RSP_ERROR, RSP_OKAY, RxRequest};
+use tombolo_ring::xen::{Checksum, Gso, PAGE_BYTES, Packet, RingPage, RxBack, TxBack, XenError, back};
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Mac};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Rechecked, Sent};
+
+/// Memory for the packets of one turn: eight of the longest.
+pub(super) const ARENA_BYTES: usize = 8 * LONGEST_BYTES;
+/// Room for the longest packet of a guest, in whole cache lines.
+const LONGEST_BYTES: usize = 65_536;
+/// Slots of the longest frame to a guest: 17 pages, and its segmentation.
+const MAX_RX_SLOTS: usize = 18;
+/// Multicast addresses that a guest may ask for, as many as with Linux's backend.
+const MAX_ADDRESSES: usize = 64;
+
+/// What a frontend takes.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Features {
+    /// Packets in several slots.
+    pub(super) sg: bool,
+    /// TCP over IPv4 not cut.
+    pub(super) tso4: bool,
+    /// TCP over IPv6 not cut.
+    pub(super) tso6: bool,
+    /// Blank checksums.
+    pub(super) checksum: bool,
+    /// Only the multicast frames that it asks for.
+    pub(super) multicast: bool,
+}
+
+impl Features {
+    fn caps(self, mtu: u32) -> Caps {
+        let checksum = self.checksum;
+        let caps = Caps::plain(mtu);
+        let max_frame_bytes = if self.sg { caps.max_frame_bytes } else { caps.max_frame_bytes.min(PAGE_BYTES as u32) };
+        // Segmentation implies a blank checksum, and several slots.
+        let tso = self.sg && checksum;
+        Caps { checksum, tso4: self.tso4 && tso, tso6: self.tso6 && tso, ecn: false, max_frame_bytes }
+    }
+}
+
+/// One pair of rings.
+pub(super) struct Queue {
+    tx_page: Box<dyn Page>,
+    rx_page: Box<dyn Page>,
+    tx: TxBack,
+    rx: RxBack,
+    tx_port: u32,
+    rx_port: u32,
+    wants_recheck: bool,
+}
+
+/// The ring in a mapped page.
+fn ring(page: &dyn Page) -> Result<RingPage<'_>, XenError> {
+    RingPage::new(page.bytes())
+}
+
+impl Queue {
+    /// Attaches to the rings in two mapped pages.
+    pub(super) fn attach(
+        [tx_page, rx_page]: [Box<dyn Page>; 2],
+        [tx_port, rx_port]: [u32; 2],
+    ) -> Result<Queue, XenError> {
+        let (tx, rx) = (TxBack::attach(&ring(&*tx_page)?)?, RxBack::attach(&ring(&*rx_page)?)?);
+        Ok(Queue { tx_page, rx_page, tx, rx, tx_port, rx_port, wants_recheck: false })
+    }
+}
+
+/// A packet that was taken in this turn.
+struct Taken {
+    queue: usize,
+    packet: Packet,
+    /// Where in the arena it begins, and how many copies bring it there.
+    start: usize,
+    copies: usize,
+    /// Why it goes no further.
+    lost: Option<Reason>,
+}
+
+/// A frame that waits for the copies of this turn.
+struct Staged {
+    queue: usize,
+    requests: [RxRequest; MAX_RX_SLOTS],
+    slots: usize,
+    copies: usize,
+    content: (usize, Checksum, Option<Gso>),
+}
+
+/// What the worker runs. Dropping it unmaps the rings and closes the event channels.
+pub(super) struct Connection {
+    /// First, so that pages are unmapped before the guest's descriptors close.
+    queues: Vec<Queue>,
+    guest: Box<dyn Guest>,
+    domain: u16,
+    features: Features,
+    caps: Caps,
+    /// Multicast addresses that the guest asked for.
+    addresses: Vec<Mac>,
+    /// The queue that is looked at first.
+    first: usize,
+    copies: Vec<GrantCopy<'static>>,
+    taken: Vec<Taken>,
+    staged: Vec<Staged>,
+    _watch: Watch,
+}
+
+#[cold]
+fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
+    Fault { kind: FaultKind::Ring, detail: format!("queue {queue}, {side} ring: {error}") }
+}
+
+impl Connection {
+    /// With queues that are attached; the guest is told once, since what the last backend told it is not known.
+    pub(super) fn new(
+        guest: Box<dyn Guest>,
+        domain: u16,
+        queues: Vec<Queue>,
+        features: Features,
+        mtu: u32,
+        watch: Watch,
+    ) -> Connection {
+        for queue in &queues {
+            guest.notify(queue.tx_port);
+            if queue.rx_port != queue.tx_port {
+                guest.notify(queue.rx_port);
+            }
+        }
+        Connection {
+            queues,
+            guest,
+            domain,
+            features,
+            caps: features.caps(mtu),
+            addresses: Vec::new(),
+            first: 0,
+            copies: Vec::new(),
+            taken: Vec::new(),
+            staged: Vec::new(),
+            _watch: watch,
+        }
+    }
+
+    pub(super) fn caps(&self) -> Caps {
+        self.caps
+    }
+
+    pub(super) fn queues(&self) -> usize {
+        self.queues.len()
+    }
+
+    pub(super) fn features(&self) -> Features {
+        self.features
+    }
+
+    pub(super) fn domain(&self) -> u16 {
+        self.domain
+    }
+
+    /// Takes a guest's wish about a multicast address; returns the answer to it.
+    fn subscribe(addresses: &mut Vec<Mac>, extra: Extra) -> i16 {
+        match extra {
+            Extra::MulticastAdd(address) if addresses.contains(&address) => RSP_OKAY,
+            Extra::MulticastAdd(address) if addresses.len() < MAX_ADDRESSES => {
+                addresses.push(address);
+                RSP_OKAY
+            }
+            Extra::MulticastDel(address) => {
+                addresses.retain(|one| *one != address);
+                RSP_OKAY
+            }
+            Extra::MulticastAdd(_) | Extra::Gso(_) => RSP_ERROR,
+        }
+    }
+
+    /// Takes packets from the rings, has them copied into `arena`, answers them, and puts their frames into the batch.
+    pub(super) fn receive<'m>(
+        &mut self,
+        arena: &'m mut [u8],
+        budget: usize,
+        batch: &mut Batch<'m>,
+        drops: &mut Drops,
+    ) -> Result<usize, Fault> {
+        let Connection { queues, guest, domain, addresses, first, copies, taken, .. } = self;
+        let mut ops: Vec<GrantCopy<'_>> = recycle_copies(std::mem::take(copies));
+        taken.clear();
+        let (mut used, mut at, mut fault) = (0, 0, None);
+        let space = ForeignMut::from(&mut *arena);
+        let count = queues.len().max(1);
+        'queues: for turn in 0..queues.len() {
+            let index = (*first + turn) % count;
+            let queue = &mut queues[index];
+            let page = ring(&*queue.tx_page).map_err(|error| ring_fault(index, "transmit", error))?;
+            while used < budget {
+                if space.len() - at < LONGEST_BYTES {
+                    // There is no room to see whether there is more, so say that there is.
+                    used = budget;
+                    break 'queues;
+                }
+                let mut one = Taken { queue: index, packet: Packet::new(), start: at, copies: 0, lost: None };
+                match queue.tx.take(&page, &mut one.packet) {
+                    Ok(true) => {}
+                    Ok(false) => break,
+                    Err(error) => {
+                        fault = Some(ring_fault(index, "transmit", error));
+                        break 'queues;
+                    }
+                }
+                used += 1;
+                let mut place = at;
+                for piece in one.packet.pieces() {
+                    // No more than 65535 bytes in all, for which there is room.
+                    let Some(to) = space.slice(place, piece.len.into()) else { break };
+                    ops.push(GrantCopy::from_guest(*domain, piece.gref, piece.offset, to));
+                    place += usize::from(piece.len);
+                    one.copies += 1;
+                }
+                at = place.next_multiple_of(64);
+                taken.push(one);
+            }
+        }
+        *first = (*first + 1) % count;
+        let copied = if ops.is_empty() { Ok(()) } else { guest.copy(&mut ops) };
+        let mut rest = &ops[..];
+        for one in taken.iter_mut() {
+            let (own, others) = rest.split_at(one.copies);
+            rest = others;
+            if copied.is_err() || !own.iter().all(GrantCopy::is_done) {
+                one.lost = Some(Reason::BadGrant);
+            }
+        }
+        *copies = recycle_copies(ops);
+        // Nothing is written to the arena any more in this turn.
+        let arena: &'m [u8] = arena;
+        for one in taken.drain(..) {
+            let packet = &one.packet;
+            let status = match packet.multicast {
+                Some(extra) => Self::subscribe(addresses, extra),
+                None => {
+                    let frame = &arena[one.start..one.start + usize::from(packet.len)];
+                    let offload = match (one.lost, packet.refusal) {
+                        (Some(reason), _) => Err(reason),
+                        (None, Some(back::Refusal::Short)) => Err(Reason::Runt),
+                        (None, Some(back::Refusal::TooManySlots)) => Err(Reason::TooLong),
+                        (None, Some(_)) => Err(Reason::BadOffload),
+                        (None, None) => transport::from_ring(frame, packet.checksum, packet.gso),
+                    };
+                    match offload {
+                        Ok(offload) => {
+                            batch.push(Foreign::from(frame), offload);
+                            RSP_OKAY
+                        }
+                        Err(reason) => {
+                            drops.count(reason, 1);
+                            if packet.refusal.is_some() || one.lost.is_some() { RSP_ERROR } else { RSP_DROPPED }
+                        }
+                    }
+                }
+            };
+            let queue = &mut queues[one.queue];
+            let answered = ring(&*queue.tx_page).and_then(|page| queue.tx.answer(&page, packet, status));
+            if let Err(error) = answered {
+                fault.get_or_insert_with(|| ring_fault(one.queue, "transmit", error));
+            }
+        }
+        match (fault, copied) {
+            (Some(fault), _) => Err(fault),
+            (None, Err(errno)) => {
+                Err(Fault { kind: FaultKind::System, detail: format!("copying from the guest's pages: {errno}") })
+            }
+            (None, Ok(())) => Ok(used),
+        }
+    }
+
+    /// Notifies the guest of the answers of the turn.
+    pub(super) fn release(&mut self) -> Result<(), Fault> {
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            let page = ring(&*queue.tx_page).map_err(|error| ring_fault(index, "transmit", error))?;
+            if queue.tx.publish(&page) {
+                self.guest.notify(queue.tx_port);
+            }
+            queue.wants_recheck |= queue.tx.is_in_doubt();
+        }
+        Ok(())
+    }
+
+    /// The queue that a frame goes to.
+    pub(super) fn queue_of(&self, frame: &tombolo_switch::frame::Frame) -> usize {
+        if self.queues.len() > 1 { pair_of(frame, self.queues.len()) } else { 0 }
+    }
+
+    /// Copies frames into the guest's pages, all in one call.
+    pub(super) fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
+        let mut ops: Vec<GrantCopy<'_>> = recycle_copies(std::mem::take(&mut self.copies));
+        self.staged.clear();
+        // Queues that had no pages left; frames of at most 64 queues are kept apart.
+        let (mut full, mut refused) = (0u64, Vec::new());
+        for &i in which {
+            let frame = &batch.frames()[usize::from(i)];
+            if frame.len() > self.caps.max_frame_bytes as usize && frame.offload.segmentation.is_none() {
+                drops.count(Reason::TooLong, 1);
+                continue;
+            }
+            let destination = frame.destination();
+            let is_multicast = destination[0] & 1 != 0 && destination != [0xff; 6];
+            if self.features.multicast && is_multicast && !self.addresses.contains(&destination) {
+                drops.count(Reason::Unsubscribed, 1);
+                continue;
+            }
+            let (checksum, gso) = match transport::to_ring(frame.head(), &frame.offload) {
+                Ok(offload) => offload,
+                Err(reason) => {
+                    drops.count(reason, 1);
+                    continue;
+                }
+            };
+            let index = self.queue_of(frame);
+            let slots = back::rx_slots(frame.len(), gso.is_some());
+            if slots > MAX_RX_SLOTS || (slots > 1 && !self.features.sg) {
+                drops.count(Reason::TooLong, 1);
+                continue;
+            }
+            if full & 1 << (index % 64) != 0 {
+                refused.push(i);
+                continue;
+            }
+            let queue = &mut self.queues[index];
+            let mut requests = [RxRequest::default(); MAX_RX_SLOTS];
+            let reserved = ring(&*queue.rx_page).and_then(|page| queue.rx.reserve(&page, &mut requests[..slots]));
+            match reserved {
+                Ok(true) => {}
+                Ok(false) => {
+                    full |= 1 << (index % 64);
+                    refused.push(i);
+                    continue;
+                }
+                Err(error) => return Err(ring_fault(index, "receive", error)),
+            }
+            let content = (frame.len(), checksum, gso);
+            let before = ops.len();
+            let mut fill = Fill { domain: self.domain, requests: &requests[..slots], gso: gso.is_some(), at: 0 };
+            fill.add(Foreign::from(frame.head()), &mut ops);
+            for piece in batch.tail(frame) {
+                fill.add(*piece, &mut ops);
+            }
+            let copies = ops.len() - before;
+            self.staged.push(Staged { queue: index, requests, slots, copies, content });
+        }
+        drops.refuse(&refused);
+        let copied = if ops.is_empty() { Ok(()) } else { self.guest.copy(&mut ops) };
+        let (mut sent, mut rest) = (Sent::default(), &ops[..]);
+        let mut fault = copied
+            .err()
+            .map(|errno| Fault { kind: FaultKind::System, detail: format!("copying to the guest's pages: {errno}") });
+        for staged in self.staged.drain(..) {
+            if fault.is_some() {
+                break;
+            }
+            let (own, others) = rest.split_at(staged.copies);
+            rest = others;
+            let failed = !own.iter().all(GrantCopy::is_done);
+            if failed {
+                drops.count(Reason::BadGrant, 1);
+            } else {
+                sent.frames += 1;
+                sent.bytes += staged.content.0 as u64;
+            }
+            let queue = &mut self.queues[staged.queue];
+            let requests = &staged.requests[..staged.slots];
+            let answered =
+                ring(&*queue.rx_page).and_then(|page| queue.rx.respond(&page, requests, staged.content, failed));
+            if let Err(error) = answered {
+                fault = Some(ring_fault(staged.queue, "receive", error));
+            }
+        }
+        self.copies = recycle_copies(ops);
+        match fault {
+            Some(fault) => Err(fault),
+            None => Ok(sent),
+        }
+    }
+
+    /// Notifies the guest of what was transmitted.
+    pub(super) fn flush(&mut self) -> Result<(), Fault> {
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            let page = ring(&*queue.rx_page).map_err(|error| ring_fault(index, "receive", error))?;
+            if queue.rx.publish(&page) {
+                self.guest.notify(queue.rx_port);
+            }
+            queue.wants_recheck |= queue.rx.is_in_doubt();
+        }
+        Ok(())
+    }
+
+    /// Turns wake-ups on and looks once more. Rings to the guest need none: frames that wait for pages are tried again by
+    /// the worker.
+    pub(super) fn arm(&mut self) -> Result<bool, Fault> {
+        self.guest.unmask();
+        let mut more = false;
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            let armed = ring(&*queue.tx_page).and_then(|page| queue.tx.arm(&page));
+            more |= !armed.map_err(|error| ring_fault(index, "transmit", error))?;
+            queue.wants_recheck = true;
+        }
+        Ok(more)
+    }
+
+    pub(super) fn take_recheck(&mut self) -> bool {
+        self.queues.iter_mut().fold(false, |wanted, queue| wanted | std::mem::take(&mut queue.wants_recheck))
+    }
+
+    /// Looks again, some time after [`Connection::take_recheck`].
+    pub(super) fn recheck(&mut self) -> Result<Rechecked, Fault> {
+        let mut found = Rechecked::default();
+        for (index, queue) in self.queues.iter_mut().enumerate() {
+            let broken = |side| move |error| ring_fault(index, side, error);
+            let (tx, rx) = (ring(&*queue.tx_page), ring(&*queue.rx_page));
+            let (tx, rx) = (tx.map_err(broken("transmit"))?, rx.map_err(broken("receive"))?);
+            found.work |= queue.tx.look(&tx).map_err(broken("transmit"))?;
+            if queue.tx.is_in_doubt() && queue.tx.recheck(&tx) {
+                self.guest.notify(queue.tx_port);
+                found.signalled = true;
+            }
+            if queue.rx.is_in_doubt() && queue.rx.recheck(&rx) {
+                self.guest.notify(queue.rx_port);
+                found.signalled = true;
+            }
+        }
+        Ok(found)
+    }
+}
+
+/// Spreads a frame's pieces over the pages that were reserved for it.
+struct Fill<'r> {
+    domain: u16,
+    requests: &'r [RxRequest],
+    /// The second page stays empty.
+    gso: bool,
+    /// Bytes so far.
+    at: usize,
+}
+
+impl Fill<'_> {
+    fn add<'m>(&mut self, mut piece: Foreign<'m>, ops: &mut Vec<GrantCopy<'m>>) {
+        while !piece.is_empty() {
+            let (page, offset) = (self.at / PAGE_BYTES, self.at % PAGE_BYTES);
+            let slot = page + usize::from(self.gso && page > 0);
+            // `rx_slots` counted a page for each of the frame's bytes.
+            let Some(request) = self.requests.get(slot) else { return };
+            let part = piece.take(PAGE_BYTES - offset);
+            ops.push(GrantCopy::to_guest(self.domain, request.gref, offset as u16, part));
+            piece = piece.skip(part.len());
+            self.at += part.len();
+        }
+    }
+}
+
+const _: () = assert!(back::rx_slots(tombolo_switch::frame::MAX_FRAME_BYTES, true) == MAX_RX_SLOTS);
+const _: () = assert!(ETHERNET_HEADER_BYTES == tombolo_ring::xen::netif::MIN_PACKET_BYTES as usize);

@@ -1,0 +1,311 @@
+//! The control thread of a port: it finds the vif in XenStore, goes through the handshake, and hands the connection to the worker.
+//!
+//! It acts by the table in [`tombolo_ring::xen::bus`]. Every event has it read the few nodes that matter and take one step,
+//! so an event that was lost or came twice changes nothing. It blocks on XenStore and on the worker, never the worker on it.
+//!
+//! The nodes of a vif are the toolstack's. What is written below them is written in a transaction that looks whether they are
+//! still there, so nothing is left of a device that was removed meanwhile.
+
+use super::XenConfig;
+use super::connection::{Connection, Features, Queue};
+use super::exchange::{Exchange, Gone};
+use super::platform::Machine;
+use super::store::{AskError, Store};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use std::time::Duration;
+use tombolo_ring::xen::XenError;
+use tombolo_ring::xen::bus::{BackAction, BusState, back_step};
+use tombolo_ring::xen::store::Request;
+use tombolo_shm::doorbell::Doorbell;
+
+/// Where a backend's nodes are, below the domain's own.
+const FOLDER: &str = "backend/vif";
+/// A node that each vif's backend has from the toolstack; without it the device is gone.
+const GUARD: &str = "frontend";
+/// How long a connection to XenStore that failed is left alone.
+const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// Longest path in XenStore that a frontend may have: "/local/domain/65535/device/vif/4294967295".
+const MAX_FRONT_BYTES: usize = 64;
+
+/// Why a step was not made.
+#[derive(Debug, thiserror::Error)]
+enum StepError {
+    #[error("{0}")]
+    Ask(#[from] AskError),
+    #[error("the port is gone")]
+    Gone,
+}
+
+impl From<Gone> for StepError {
+    fn from(_: Gone) -> Self {
+        StepError::Gone
+    }
+}
+
+/// Why a frontend could not be connected.
+#[derive(Debug, thiserror::Error)]
+enum ConnectError {
+    #[error("{0}")]
+    Ask(#[from] AskError),
+    #[error("the frontend did not write `{0}`, or no number")]
+    Missing(String),
+    #[error("the frontend does not set `{0}`, without which there is no way to serve it")]
+    Unserved(&'static str),
+    #[error("the frontend wants {wanted} queues; up to {offered} are offered")]
+    Queues { wanted: u32, offered: u32 },
+    #[error("mapping the {side} ring of queue {queue}, grant {gref}: {source}")]
+    Map { side: &'static str, queue: u32, gref: u32, source: Errno },
+    #[error("binding event channel {port} of queue {queue}: {source}")]
+    Bind { queue: u32, port: u32, source: Errno },
+    #[error("queue {queue}: {source}")]
+    Ring { queue: u32, source: XenError },
+    #[error("the device files of Xen: {0}")]
+    Device(Errno),
+}
+
+/// The vif that the port serves.
+struct Vif {
+    domain: u16,
+    /// Below this domain's folder.
+    back: String,
+    /// Absolute.
+    front: String,
+    /// As it was written last.
+    own: BusState,
+    /// Why it was disconnected, if that was the frontend's doing.
+    trouble: Option<String>,
+}
+
+/// Runs until the port is gone.
+pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange) {
+    let mut control = Control { machine, config, exchange, vif: None };
+    while !exchange.is_closed() {
+        match control.serve() {
+            Ok(()) | Err(StepError::Gone) => {}
+            Err(StepError::Ask(error)) => {
+                // Without XenStore nothing is known of the frontend; frames go on.
+                exchange.say(format!("no XenStore: {error}"));
+                sleep(exchange.bell());
+            }
+        }
+    }
+}
+
+/// Waits for [`RETRY`], or until the bell is rung.
+fn sleep(bell: &Doorbell) {
+    let _ = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(&RETRY));
+    bell.take();
+}
+
+struct Control<'c> {
+    machine: &'c dyn Machine,
+    config: &'c XenConfig,
+    exchange: &'c Exchange,
+    vif: Option<Vif>,
+}
+
+impl Control<'_> {
+    /// Over one connection to XenStore, until it fails or the port is gone.
+    fn serve(&mut self) -> Result<(), StepError> {
+        let stream = self.machine.store().map_err(AskError::from)?;
+        let mut store = Store::new(stream);
+        store.ask(&Request::Watch(FOLDER, "backends"))?;
+        if let Some(vif) = &self.vif {
+            store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
+        }
+        while !self.exchange.is_closed() {
+            store.take_events();
+            match self.look(&mut store) {
+                // A node that vanished between two questions: the event about it is on its way.
+                Err(StepError::Ask(error)) if error.is_refusal() => {}
+                other => other?,
+            }
+            store.wait(self.exchange.bell())?;
+        }
+        Ok(())
+    }
+
+    /// Finds the vif if there is none, and takes steps until there is nothing to do.
+    fn look(&mut self, store: &mut Store) -> Result<(), StepError> {
+        if let Some(vif) = &self.vif
+            && store.text(&format!("{}/{GUARD}", vif.back))? != vif.front
+        {
+            let _ = store.ask(&Request::Unwatch(&format!("{}/state", vif.front), "frontend"));
+            self.disconnect()?;
+            self.vif = None;
+        }
+        if self.vif.is_none() {
+            self.vif = self.find(store)?;
+            match &self.vif {
+                Some(vif) => {
+                    store.ask(&Request::Watch(&format!("{}/state", vif.front), "frontend"))?;
+                }
+                None => self.exchange.say("waiting for the domain".into()),
+            };
+        }
+        while self.step(store)? {}
+        Ok(())
+    }
+
+    /// The vif of the domain's name and device number.
+    fn find(&self, store: &mut Store) -> Result<Option<Vif>, AskError> {
+        let device = self.config.device.to_string();
+        for child in store.children(FOLDER)? {
+            let Ok(domain) = child.parse::<u16>() else { continue };
+            if store.text(&format!("/local/domain/{domain}/name"))? != self.config.domain {
+                continue;
+            }
+            let back = format!("{FOLDER}/{domain}/{device}");
+            let front = store.text(&format!("{back}/{GUARD}"))?;
+            // The path goes into further ones: it is where a domain of this number has its devices, and nowhere else.
+            let expected = format!("/local/domain/{domain}/");
+            if !front.starts_with(&expected) || front.len() > MAX_FRONT_BYTES || front.contains("..") {
+                continue;
+            }
+            let own = store.read(&format!("{back}/state"))?.map_or(BusState::Unknown, |text| BusState::parse(&text));
+            // Connected was the backend before this one; what it had is to be connected again.
+            let own = if own == BusState::Connected { BusState::Initialising } else { own };
+            return Ok(Some(Vif { domain, back, front, own, trouble: None }));
+        }
+        Ok(None)
+    }
+
+    /// One step by the table; returns whether another one may follow.
+    fn step(&mut self, store: &mut Store) -> Result<bool, StepError> {
+        let Some(vif) = &mut self.vif else { return Ok(false) };
+        if let Some(broken) = self.exchange.given_up() {
+            drop(broken);
+            if vif.own == BusState::Connected {
+                vif.own = BusState::Closing;
+                vif.trouble = Some("the frontend broke the protocol".into());
+                write_state(store, vif)?;
+            }
+        }
+        let front = store.read(&format!("{}/state", vif.front))?;
+        let front = front.map_or(BusState::Unknown, |text| BusState::parse(&text));
+        let online = store.text(&format!("{}/online", vif.back))? != "0";
+        let mut step = back_step(vif.own, front, online);
+        // A frontend that was refused has to close before it is tried again.
+        if vif.trouble.is_some() {
+            match front {
+                BusState::Initialising | BusState::Closed | BusState::Unknown => vif.trouble = None,
+                _ => {
+                    step.action = BackAction::Wait;
+                    step.next = BusState::Closing;
+                }
+            }
+        }
+        let changes = step.next != vif.own;
+        if step.disconnect && (changes || step.action != BackAction::Wait) {
+            drop(self.exchange.hand_over(None)?);
+        }
+        let Some(vif) = &mut self.vif else { return Ok(false) };
+        let mut nodes = Vec::new();
+        if changes {
+            match step.action {
+                BackAction::Advertise => nodes = advertise(self.config),
+                BackAction::Connect => match connect(self.machine, self.config, self.exchange, store, vif) {
+                    Ok(connection) => drop(self.exchange.hand_over(Some(Box::new(connection)))?),
+                    Err(ConnectError::Ask(error)) => return Err(error.into()),
+                    Err(error) => {
+                        vif.trouble = Some(error.to_string());
+                        step.next = BusState::Closing;
+                    }
+                },
+                BackAction::Wait | BackAction::Forget => {}
+            }
+            vif.own = step.next;
+            nodes.push(("state", vif.own.text().to_owned()));
+            store.write_below(&vif.back, GUARD, &nodes)?;
+        }
+        let trouble = vif.trouble.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
+        self.exchange.say(format!("domain {}, {}{trouble}", vif.domain, vif.own));
+        Ok(changes)
+    }
+
+    /// Lets go of rings and event channels.
+    fn disconnect(&mut self) -> Result<(), StepError> {
+        drop(self.exchange.given_up());
+        drop(self.exchange.hand_over(None)?);
+        Ok(())
+    }
+}
+
+fn write_state(store: &mut Store, vif: &Vif) -> Result<(), AskError> {
+    store.write_below(&vif.back, GUARD, &[("state", vif.own.text().to_owned())]).map(drop)
+}
+
+/// What the backend offers.
+fn advertise(config: &XenConfig) -> Vec<(&'static str, String)> {
+    let mut nodes: Vec<_> = [
+        ("feature-sg", "1"),
+        ("feature-gso-tcpv4", "1"),
+        ("feature-gso-tcpv6", "1"),
+        ("feature-ipv6-csum-offload", "1"),
+        ("feature-rx-copy", "1"),
+        ("feature-rx-flip", "0"),
+        ("feature-multicast-control", "1"),
+        ("feature-split-event-channels", "1"),
+    ]
+    .map(|(name, value)| (name, value.to_owned()))
+    .into();
+    nodes.push(("multi-queue-max-queues", config.max_queues.to_string()));
+    nodes.push(("mtu", config.mtu.to_string()));
+    nodes
+}
+
+/// Reads what the frontend wrote, maps its rings, and binds its event channels. What was done is undone where it fails.
+fn connect(
+    machine: &dyn Machine,
+    config: &XenConfig,
+    exchange: &Exchange,
+    store: &mut Store,
+    vif: &Vif,
+) -> Result<Connection, ConnectError> {
+    let mut flag = |name: &str, absent: bool| -> Result<bool, AskError> {
+        Ok(store.number(&format!("{}/{name}", vif.front))?.map_or(absent, |value| value != 0))
+    };
+    for name in ["request-rx-copy", "feature-rx-notify"] {
+        if !flag(name, false)? {
+            return Err(ConnectError::Unserved(name));
+        }
+    }
+    let features = Features {
+        sg: flag("feature-sg", false)?,
+        tso4: flag("feature-gso-tcpv4", false)?,
+        tso6: flag("feature-gso-tcpv6", false)?,
+        checksum: !flag("feature-no-csum-offload", false)? && flag("feature-ipv6-csum-offload", false)?,
+        multicast: flag("request-multicast-control", false)?,
+    };
+    let wanted = store.number(&format!("{}/multi-queue-num-queues", vif.front))?.unwrap_or(1);
+    if !(1..=config.max_queues).contains(&wanted) {
+        return Err(ConnectError::Queues { wanted, offered: config.max_queues });
+    }
+    let guest = machine.guest(vif.domain).map_err(ConnectError::Device)?;
+    let mut queues = Vec::new();
+    for queue in 0..wanted {
+        let folder = if wanted == 1 { vif.front.clone() } else { format!("{}/queue-{queue}", vif.front) };
+        let mut number = |name: &str| -> Result<Option<u32>, AskError> { store.number(&format!("{folder}/{name}")) };
+        let (tx_ref, rx_ref) = (number("tx-ring-ref")?, number("rx-ring-ref")?);
+        let missing = |name: &str| ConnectError::Missing(format!("{folder}/{name}"));
+        let tx_ref = tx_ref.ok_or_else(|| missing("tx-ring-ref"))?;
+        let rx_ref = rx_ref.ok_or_else(|| missing("rx-ring-ref"))?;
+        let split = (number("event-channel-tx")?, number("event-channel-rx")?);
+        let shared = number("event-channel")?;
+        let bind = |port| guest.bind(port).map_err(|source| ConnectError::Bind { queue, port, source });
+        let ports = match (split, shared) {
+            ((Some(tx), Some(rx)), _) => [bind(tx)?, bind(rx)?],
+            (_, Some(both)) => [bind(both)?; 2],
+            _ => return Err(missing("event-channel")),
+        };
+        let map = |side, gref| guest.map(gref).map_err(|source| ConnectError::Map { side, queue, gref, source });
+        let pages = [map("transmit", tx_ref)?, map("receive", rx_ref)?];
+        queues.push(Queue::attach(pages, ports).map_err(|source| ConnectError::Ring { queue, source })?);
+    }
+    let watch = exchange.registration().watch(guest.events()).map_err(ConnectError::Device)?;
+    Ok(Connection::new(guest, vif.domain, queues, features, config.mtu, watch))
+}
+
+/// How long the end of a port waits for that of its control thread.
+pub(super) const THREAD_END: Duration = Duration::from_millis(500);

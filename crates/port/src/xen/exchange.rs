@@ -1,0 +1,118 @@
+//! Between a port's control thread and its worker: one connection handed over at a time, or taken back.
+
+use super::connection::Connection;
+use crate::reactor::Registration;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use tombolo_shm::doorbell::Doorbell;
+
+/// The port is gone.
+#[derive(Debug)]
+pub(super) struct Gone;
+
+#[derive(Default)]
+struct Slot {
+    /// What the worker is to run from now on; `Some(None)` is nothing.
+    next: Option<Option<Box<Connection>>>,
+    /// What it ran before, once it has taken `next`.
+    old: Option<Option<Box<Connection>>>,
+    /// The worker gave its connection up: the frontend broke the protocol.
+    given_up: Option<Box<Connection>>,
+    gone: bool,
+    /// What the control thread has to say, for status.
+    state: String,
+}
+
+pub(super) struct Exchange {
+    /// Whether `next` waits. A hint to look; the slot's lock orders everything.
+    waiting: AtomicBool,
+    slot: Mutex<Slot>,
+    taken: Condvar,
+    registration: Registration,
+    /// Wakes the control thread.
+    bell: Arc<Doorbell>,
+}
+
+impl Exchange {
+    pub(super) fn new(registration: Registration, bell: Arc<Doorbell>) -> Exchange {
+        let (waiting, taken) = (AtomicBool::new(false), Condvar::new());
+        let slot = Mutex::new(Slot { state: "looking for the domain".into(), ..Slot::default() });
+        Exchange { waiting, slot, taken, registration, bell }
+    }
+
+    pub(super) fn registration(&self) -> &Registration {
+        &self.registration
+    }
+
+    pub(super) fn bell(&self) -> &Doorbell {
+        &self.bell
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Slot> {
+        // A panic with the lock held leaves a slot that is still whole: fields are only moved in and out.
+        self.slot.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Control side: has the worker run `next` and nothing else. Blocks until it does; returns what it ran before, to be let go of
+    /// here, since unmapping takes long.
+    pub(super) fn hand_over(&self, next: Option<Box<Connection>>) -> Result<Option<Box<Connection>>, Gone> {
+        let mut slot = self.lock();
+        slot.next = Some(next);
+        slot.old = None;
+        // Relaxed: the worker that sees it takes the lock, and the wake-up makes it look.
+        self.waiting.store(true, Ordering::Relaxed);
+        self.registration.wake();
+        let mut slot = self
+            .taken
+            .wait_while(slot, |slot| slot.old.is_none() && !slot.gone)
+            .unwrap_or_else(PoisonError::into_inner);
+        slot.old.take().ok_or(Gone)
+    }
+
+    /// Control side: what the worker gave up.
+    pub(super) fn given_up(&self) -> Option<Box<Connection>> {
+        self.lock().given_up.take()
+    }
+
+    /// Control side: whether the port is gone.
+    pub(super) fn is_closed(&self) -> bool {
+        self.lock().gone
+    }
+
+    /// Control side: what it is at, for status.
+    pub(super) fn say(&self, state: String) {
+        self.lock().state = state;
+    }
+
+    /// What the control thread said last.
+    pub(super) fn state(&self) -> String {
+        self.lock().state.clone()
+    }
+
+    /// Worker side: takes what waits, if anything does.
+    #[inline]
+    pub(super) fn serve(&self, running: &mut Option<Box<Connection>>) {
+        // Relaxed: a hint; see `hand_over`.
+        if self.waiting.load(Ordering::Relaxed) {
+            let mut slot = self.lock();
+            self.waiting.store(false, Ordering::Relaxed);
+            if let Some(next) = slot.next.take() {
+                slot.old = Some(std::mem::replace(running, next));
+                self.taken.notify_one();
+            }
+        }
+    }
+
+    /// Worker side: the connection is broken; the control thread closes it.
+    pub(super) fn give_up(&self, connection: Box<Connection>) {
+        self.lock().given_up = Some(connection);
+        self.bell.ring();
+    }
+
+    /// The port is going: the control thread hears so.
+    pub(super) fn close(&self) {
+        self.lock().gone = true;
+        self.taken.notify_all();
+        self.bell.ring();
+    }
+}

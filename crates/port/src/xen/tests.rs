@@ -1,0 +1,387 @@
+//! The port against a frontend, a hypervisor and a XenStore of the test's own.
+
+mod world;
+
+use super::{XenConfig, XenPort};
+use crate::conformance::{Abilities, Fixture, Misdeed, Rig, frame, plain, same, tcp_frame};
+use crate::pair::OwnedFrame;
+use crate::reactor::Registration;
+use tombolo_ring::xen::netif::Extra;
+use tombolo_switch::Nanos;
+use tombolo_switch::drop::{Drops, Reason};
+use tombolo_switch::frame::{Batch, Offload, SegmentKind};
+use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
+use world::{Frontend, Machine, World};
+
+/// A frontend in a domain named "guest" that is made with its domain.
+struct XenFixture {
+    world: World,
+    frontend: Frontend,
+}
+
+fn config(max_queues: u32) -> XenConfig {
+    XenConfig { domain: "guest".into(), device: 0, max_queues, mtu: 1500 }
+}
+
+fn port(world: &World, max_queues: u32, registration: Registration) -> Box<dyn Port> {
+    Box::new(XenPort::open_on(Box::new(Machine(world.clone())), config(max_queues), registration).unwrap())
+}
+
+impl Fixture for XenFixture {
+    const KIND: &'static str = "xen";
+
+    fn make(registration: Registration) -> (Box<dyn Port>, Self) {
+        let world = World::new();
+        let mut frontend = Frontend::new(world.clone(), 1, true);
+        frontend.start(1);
+        (port(&world, 4, registration), XenFixture { world, frontend })
+    }
+
+    fn abilities(&self) -> Abilities {
+        // Frames of 64 KiB take 18 of the guest's 256 pages each.
+        Abilities { frame_bytes: (14, 1518), offload: true, back_pressure: true, window: 7 }
+    }
+
+    fn inject(&mut self, bytes: &[u8], offload: Offload) -> bool {
+        self.frontend.send(0, bytes, offload, true)
+    }
+
+    fn collect(&mut self) -> Option<OwnedFrame> {
+        self.frontend.receive(0)
+    }
+
+    fn disconnect(&mut self) {
+        self.frontend.vanish();
+    }
+
+    fn connect(&mut self) {
+        self.frontend.start(1);
+    }
+
+    fn send_runt(&mut self) -> Misdeed {
+        assert!(self.frontend.send(0, &frame(0, 14)[..13], Offload::NONE, true));
+        Misdeed::Dropped(Reason::Runt)
+    }
+
+    fn send_over_long(&mut self) -> Misdeed {
+        Misdeed::Impossible("a packet's length has 16 bits in its request")
+    }
+
+    fn send_bad_offload(&mut self) -> Misdeed {
+        let offload = tcp_frame(0, 200, SegmentKind::Tcp4, None).offload;
+        self.frontend.send_as_is(0, &frame(0, 200), offload);
+        Misdeed::Dropped(Reason::BadOffload)
+    }
+
+    fn break_protocol(&mut self) -> Misdeed {
+        self.frontend.jump(0);
+        Misdeed::Faulted(FaultKind::Ring)
+    }
+
+    fn loses_wakeups(&self) -> bool {
+        true
+    }
+
+    fn inject_silently(&mut self, bytes: &[u8]) {
+        assert!(self.frontend.send(0, bytes, Offload::NONE, false));
+    }
+
+    fn wish(&mut self) {
+        self.frontend.arm(0);
+    }
+
+    fn was_signalled(&mut self) -> bool {
+        self.frontend.was_notified(0)
+    }
+}
+
+crate::conformance_suite!(XenFixture);
+
+/// As the suite's rig, with a frontend that is made by the test.
+fn rig(queues: u32, split: bool) -> Rig<XenFixture> {
+    let mut rig = Rig::<XenFixture>::up();
+    let registration = rig.port_registration();
+    rig.peer.frontend.vanish();
+    drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+    let world = World::new();
+    rig.port = port(&world, 4, registration);
+    let mut frontend = Frontend::new(world.clone(), queues, split);
+    frontend.start(1);
+    rig.peer = XenFixture { world, frontend };
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    rig
+}
+
+/// Stands where a port was while another one is made.
+struct NoPort;
+
+impl Port for NoPort {
+    fn kind(&self) -> &'static str {
+        "none"
+    }
+    fn link(&self) -> Link {
+        Link::Down
+    }
+    fn caps(&self) -> Caps {
+        Caps::plain(1500)
+    }
+    fn service(&mut self, _: Nanos) -> Result<Option<Nanos>, Fault> {
+        Ok(None)
+    }
+    fn receive<'m>(&'m mut self, _: usize, _: &mut Batch<'m>, _: &mut Drops) -> Result<usize, Fault> {
+        Ok(0)
+    }
+    fn release(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn transmit(&mut self, _: &Batch<'_>, _: &[u16], _: &mut Drops) -> Result<Sent, Fault> {
+        Ok(Sent::default())
+    }
+    fn flush(&mut self) -> Result<(), Fault> {
+        Ok(())
+    }
+    fn arm(&mut self) -> Result<bool, Fault> {
+        Ok(false)
+    }
+    fn disarm(&mut self) {}
+    fn reset(&mut self, _: &Fault) {}
+}
+
+fn both_ways(rig: &mut Rig<XenFixture>) {
+    let frames: Vec<_> =
+        plain(0, [60, 1514]).into_iter().chain([tcp_frame(5, 30_000, SegmentKind::Tcp4, Some(1448))]).collect();
+    rig.received.clear();
+    rig.receive_all(&frames);
+    same(&frames, &rig.received);
+    rig.deliver(&frames);
+}
+
+#[test]
+fn the_handshake_goes_step_by_step_and_ends_without_a_trace() {
+    let mut rig = Rig::<XenFixture>::up();
+    let world = rig.peer.world.clone();
+    rig.peer.frontend.vanish();
+    rig.until_woken("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.until("all is let go of", |_| (world.mapped(), world.bound()) == (0, 0));
+    // As xl makes a vif: the frontend has not started yet.
+    rig.peer.frontend.make(1);
+    let state = |rig: &mut Rig<XenFixture>, wanted: &str| {
+        let what = format!("the backend's state {wanted}");
+        rig.until(&what, |rig| rig.peer.frontend.back("state").as_deref() == Some(wanted));
+    };
+    state(&mut rig, "2");
+    for (name, value) in [
+        ("feature-sg", "1"),
+        ("feature-gso-tcpv4", "1"),
+        ("feature-gso-tcpv6", "1"),
+        ("feature-ipv6-csum-offload", "1"),
+        ("feature-rx-copy", "1"),
+        ("feature-multicast-control", "1"),
+        ("feature-split-event-channels", "1"),
+        ("multi-queue-max-queues", "4"),
+        ("mtu", "1500"),
+    ] {
+        assert_eq!(rig.peer.frontend.back(name).as_deref(), Some(value), "{name}");
+    }
+    assert_eq!(rig.seen, Some(Link::Down));
+    rig.peer.frontend.publish();
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    state(&mut rig, "4");
+    assert_eq!((world.mapped(), world.bound()), (2, 2));
+    both_ways(&mut rig);
+    // The guest reboots its driver.
+    rig.peer.frontend.set_state("5");
+    state(&mut rig, "5");
+    assert_eq!((world.mapped(), world.bound()), (0, 0));
+    rig.peer.frontend.set_state("6");
+    state(&mut rig, "6");
+    rig.peer.frontend.set_state("1");
+    state(&mut rig, "2");
+    rig.peer.frontend.publish();
+    state(&mut rig, "4");
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    both_ways(&mut rig);
+    // As xl network-detach does it.
+    rig.peer.frontend.write_back("online", "0");
+    rig.peer.frontend.write_back("state", "5");
+    rig.peer.frontend.set_state("6");
+    state(&mut rig, "6");
+    assert_eq!((world.mapped(), world.bound()), (0, 0));
+    rig.peer.frontend.vanish();
+    rig.until_woken("the link is down", |rig| rig.seen == Some(Link::Down));
+    rig.settle();
+    assert_eq!(world.nodes_below("/local/domain/0/backend/vif/"), 0);
+}
+
+#[test]
+fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
+    let mut rig = rig(1, true);
+    both_ways(&mut rig);
+    let world = rig.peer.world.clone();
+    for round in 0..20 {
+        let registration = rig.port_registration();
+        // A turn that is cut short after frames were taken: what stands in their slots now is no request.
+        let taken = tcp_frame(50 + round, 9000, SegmentKind::Tcp4, Some(1448));
+        rig.received.clear();
+        assert!(rig.peer.inject(&taken.bytes, taken.offload));
+        assert_eq!((rig.receive(64), rig.received.len()), (1, 1));
+        rig.transmit(&[taken]);
+        // What the guest sent and no port took is taken by the next.
+        let frames = plain(100 + round, [60]);
+        assert!(rig.peer.inject(&frames[0].bytes, Offload::NONE));
+        drop(std::mem::replace(&mut rig.port, Box::new(NoPort)));
+        assert_eq!((world.mapped(), world.bound(), rig.peer.frontend.back("state").as_deref()), (0, 0, Some("4")));
+        rig.port = port(&world, 4, registration);
+        rig.received.clear();
+        rig.until_woken("the frame comes", |rig| rig.received.len() == 1);
+        same(&frames, &rig.received);
+        assert_eq!((rig.rx_drops.total(), rig.faults.len()), (0, 0), "{:?}", rig.faults);
+        assert!(rig.peer.collect().is_some(), "the frame that was not flushed");
+        both_ways(&mut rig);
+    }
+    assert_eq!((world.mapped(), world.bound()), (2, 2));
+}
+
+#[test]
+fn a_domain_that_dies_in_any_state_leaves_nothing() {
+    let mut rig = Rig::<XenFixture>::up();
+    let world = rig.peer.world.clone();
+    for state in ["1", "4", "5", "6", "3", "7", "x", ""] {
+        rig.peer.frontend.vanish();
+        rig.peer.frontend.make(1);
+        if state == "4" {
+            rig.peer.frontend.publish();
+        } else {
+            rig.peer.frontend.set_state(state);
+        }
+        rig.until("it was seen", |rig| {
+            rig.peer.frontend.back("state").as_deref() != Some("1") || state == "3" || state == "7"
+        });
+        rig.settle();
+        rig.peer.frontend.vanish();
+        rig.until("the port lets go", |rig| {
+            let details = rig.port.details();
+            details.contains(&("state", "waiting for the domain".into()))
+        });
+        assert_eq!((world.mapped(), world.bound()), (0, 0), "{state}");
+        assert_eq!(world.nodes_below("/local/domain/0/backend/vif/"), 0, "{state}");
+    }
+    assert!(rig.faults.is_empty(), "{:?}", rig.faults);
+}
+
+#[test]
+fn several_queues_and_one_event_channel_for_both_rings() {
+    for (queues, split) in [(4, true), (2, false), (1, false)] {
+        let mut rig = rig(queues, split);
+        assert!(rig.port.details().contains(&("queues", queues.to_string())), "{:?}", rig.port.details());
+        for queue in 0..queues as usize {
+            let frames = plain(queue as u32, [60]);
+            assert!(rig.peer.frontend.send(queue, &frames[0].bytes, Offload::NONE, true));
+            rig.received.clear();
+            rig.until_woken("the frame comes", |rig| rig.received.len() == 1);
+            same(&frames, &rig.received);
+        }
+        let frames = plain(0, std::iter::repeat_n(200, 40));
+        assert_eq!(rig.send(&frames), 40);
+        let mut counts = vec![0; queues as usize];
+        for (queue, count) in counts.iter_mut().enumerate() {
+            while rig.peer.frontend.receive(queue).is_some() {
+                *count += 1;
+            }
+        }
+        assert_eq!(counts.iter().sum::<usize>(), 40);
+        assert!(counts.iter().all(|count| *count > 0), "{counts:?}");
+    }
+}
+
+#[test]
+fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
+    let mut rig = Rig::<XenFixture>::up();
+    for (name, value, why) in [
+        ("request-rx-copy", "0", "request-rx-copy"),
+        ("feature-rx-notify", "", "feature-rx-notify"),
+        ("multi-queue-num-queues", "5", "up to 4 are offered"),
+        ("tx-ring-ref", "77777", "mapping the transmit ring"),
+        ("rx-ring-ref", "-1", "rx-ring-ref"),
+        ("event-channel-rx", "4000", "binding event channel 4000"),
+    ] {
+        rig.peer.frontend.vanish();
+        rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+        rig.peer.frontend.make(1);
+        rig.peer.frontend.publish_with(&[(name, value)]);
+        rig.until(why, |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+        let says = |(name, state): (&str, String)| name == "state" && state.contains(why);
+        rig.until("the port says why", |rig| rig.port.details().into_iter().any(says));
+        assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0), "{why}");
+        rig.peer.frontend.set_state("6");
+        rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
+        rig.peer.frontend.set_state("1");
+        rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
+        rig.peer.frontend.publish();
+        rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+        both_ways(&mut rig);
+    }
+}
+
+#[test]
+fn a_frontend_that_broke_the_protocol_is_told_to_close() {
+    let mut rig = rig(1, true);
+    rig.peer.frontend.jump(0);
+    rig.until("it is told", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+    assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound(), rig.faults.len()), (0, 0, 1));
+    // It stays closed as long as the frontend says that it is connected.
+    rig.settle();
+    assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
+    rig.peer.frontend.set_state("6");
+    rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
+    rig.peer.frontend.set_state("1");
+    rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
+    rig.peer.frontend.publish();
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    both_ways(&mut rig);
+}
+
+#[test]
+fn grants_that_were_revoked_cost_their_own_frames() {
+    let mut rig = rig(1, true);
+    let frames = plain(0, [60, 60, 60]);
+    rig.peer.world.revoke(true);
+    for frame in &frames {
+        assert!(rig.peer.inject(&frame.bytes, Offload::NONE));
+    }
+    rig.until_woken("they are counted", |rig| rig.rx_drops.of(Reason::BadGrant) == 3);
+    assert_eq!(rig.send(&frames), 0);
+    assert_eq!(rig.tx_drops.of(Reason::BadGrant), 3);
+    rig.peer.world.revoke(false);
+    assert!(rig.peer.frontend.failed_pages() >= 3);
+    both_ways(&mut rig);
+    assert!(rig.faults.is_empty());
+}
+
+#[test]
+fn only_the_multicast_frames_that_were_asked_for_arrive() {
+    let mut rig = Rig::<XenFixture>::up();
+    rig.peer.frontend.vanish();
+    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    rig.peer.frontend.make(1);
+    rig.peer.frontend.publish_with(&[("request-multicast-control", "1")]);
+    rig.until("the link comes up", |rig| rig.seen == Some(Link::Up));
+    let address = [1, 0, 0x5e, 0, 0, 0xfb];
+    let mut frames = plain(0, [60, 60]);
+    frames[0].bytes[..6].copy_from_slice(&address);
+    frames[1].bytes[..6].copy_from_slice(&[0xff; 6]);
+    assert_eq!((rig.send(&frames), rig.tx_drops.of(Reason::Unsubscribed)), (1, 1));
+    same(&frames[1..], &rig.collect(1));
+    rig.peer.frontend.subscribe(Extra::MulticastAdd(address));
+    rig.settle();
+    rig.deliver(&frames);
+    rig.peer.frontend.subscribe(Extra::MulticastDel(address));
+    rig.settle();
+    assert_eq!(rig.send(&frames), 1);
+    // More addresses than there is room for.
+    for n in 0..80 {
+        rig.peer.frontend.subscribe(Extra::MulticastAdd([1, 0, 0x5e, 0, 1, n]));
+        rig.settle();
+    }
+    assert!(rig.faults.is_empty());
+}
