@@ -32,6 +32,7 @@ STAGES = {
     "cells": 30,
     "cell-unit": 20,
     "cell-boot": 30,
+    "xen": 30,
     "bypass": 30,
     "guests": 60,
     "faults": 60,

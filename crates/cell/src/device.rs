@@ -1,8 +1,9 @@
-//! The stack's device: virtio, a link over shared memory, or none.
+//! The stack's device: virtio, a link over shared memory, a network device of Xen, or none.
 
 use crate::ivshmem::net::{IvshmemNet, Leave as LinkLeave};
 use crate::neighbor::Sighting;
 use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
+use crate::xen::net::{Leave as XenLeave, XenNet};
 use alloc::boxed::Box;
 use core::num::NonZeroUsize;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
@@ -34,6 +35,8 @@ pub(crate) enum NetDevice {
     Virtio(Box<VirtioNet>),
     /// A link over shared memory.
     Ivshmem(Box<IvshmemNet>),
+    /// A network device of Xen, which may come and go.
+    Xen(Box<XenNet>),
     /// No network: for apps that use bare channels only.
     None,
 }
@@ -44,6 +47,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.mac(),
             NetDevice::Ivshmem(device) => device.mac(),
+            NetDevice::Xen(device) => device.mac(),
             NetDevice::None => EthernetAddress([0x02, 0, 0, 0, 0, 0]),
         }
     }
@@ -53,6 +57,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.transmit_bytes(),
             NetDevice::Ivshmem(device) => device.transmit_bytes(),
+            NetDevice::Xen(device) => device.transmit_bytes(),
             NetDevice::None => 0,
         }
     }
@@ -62,6 +67,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.receive_bytes(),
             NetDevice::Ivshmem(device) => device.receive_bytes(),
+            NetDevice::Xen(device) => device.receive_bytes(),
             NetDevice::None => usize::MAX,
         }
     }
@@ -71,6 +77,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.stats(),
             NetDevice::Ivshmem(device) => device.stats(),
+            NetDevice::Xen(device) => device.stats(),
             NetDevice::None => DeviceStats::default(),
         }
     }
@@ -80,6 +87,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.interrupts(),
             NetDevice::Ivshmem(device) => device.interrupts(),
+            NetDevice::Xen(device) => Some(device.interrupts()),
             NetDevice::None => None,
         }
     }
@@ -89,6 +97,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.take_syn(),
             NetDevice::Ivshmem(device) => device.take_syn(),
+            NetDevice::Xen(device) => device.take_syn(),
             NetDevice::None => false,
         }
     }
@@ -98,7 +107,16 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.take_sighting(),
             NetDevice::Ivshmem(device) => device.take_sighting(),
+            NetDevice::Xen(device) => device.take_sighting(),
             NetDevice::None => None,
+        }
+    }
+
+    /// Whether the device is one that came up since the last call, perhaps with another address.
+    pub(crate) fn take_up(&mut self) -> bool {
+        match self {
+            NetDevice::Xen(device) => device.take_up(),
+            NetDevice::Virtio(_) | NetDevice::Ivshmem(_) | NetDevice::None => false,
         }
     }
 
@@ -107,6 +125,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.begin_turn(),
             NetDevice::Ivshmem(device) => device.begin_turn(now_ns),
+            NetDevice::Xen(device) => device.begin_turn(),
             NetDevice::None => {}
         }
     }
@@ -116,6 +135,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.flush(),
             NetDevice::Ivshmem(device) => device.flush(),
+            NetDevice::Xen(device) => device.flush(),
             NetDevice::None => {}
         }
     }
@@ -125,6 +145,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.arm(),
             NetDevice::Ivshmem(device) => device.arm(),
+            NetDevice::Xen(device) => device.arm(),
             NetDevice::None => false,
         }
     }
@@ -134,7 +155,8 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.wants_recheck(),
             NetDevice::Ivshmem(device) => device.wants_recheck(),
-            NetDevice::None => false,
+            // Emulated processors run one after the other under Xen, so no fence of theirs is missed.
+            NetDevice::Xen(_) | NetDevice::None => false,
         }
     }
 
@@ -144,7 +166,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.recheck(),
             NetDevice::Ivshmem(device) => device.recheck(),
-            NetDevice::None => false,
+            NetDevice::Xen(_) | NetDevice::None => false,
         }
     }
 
@@ -153,7 +175,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.needs_polling().then_some(now_ns + POLLING_NS),
             NetDevice::Ivshmem(device) => device.poll_at(now_ns),
-            NetDevice::None => None,
+            NetDevice::Xen(_) | NetDevice::None => None,
         }
     }
 
@@ -162,6 +184,7 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(_) => false,
             NetDevice::Ivshmem(device) => device.is_blocked(),
+            NetDevice::Xen(device) => device.is_blocked(),
             NetDevice::None => true,
         }
     }
@@ -171,6 +194,7 @@ impl NetDevice {
 pub(crate) enum LeaveToSend<'d> {
     Virtio(Leave<'d>),
     Ivshmem(LinkLeave<'d>),
+    Xen(XenLeave<'d>),
 }
 
 impl TxToken for LeaveToSend<'_> {
@@ -178,6 +202,7 @@ impl TxToken for LeaveToSend<'_> {
         match self {
             LeaveToSend::Virtio(leave) => leave.consume(len, build),
             LeaveToSend::Ivshmem(leave) => leave.consume(len, build),
+            LeaveToSend::Xen(leave) => leave.consume(len, build),
         }
     }
 
@@ -185,6 +210,7 @@ impl TxToken for LeaveToSend<'_> {
         match self {
             LeaveToSend::Virtio(leave) => leave.set_meta(meta),
             LeaveToSend::Ivshmem(leave) => leave.set_meta(meta),
+            LeaveToSend::Xen(leave) => leave.set_meta(meta),
         }
     }
 }
@@ -216,6 +242,14 @@ impl Device for NetDevice {
                 let (frame, leave) = device.received();
                 Some((ReceivedFrame(frame), LeaveToSend::Ivshmem(leave)))
             }
+            NetDevice::Xen(device) => {
+                device.flush_if_much();
+                if !device.next_frame() {
+                    return None;
+                }
+                let (frame, leave) = device.received();
+                Some((ReceivedFrame(frame), LeaveToSend::Xen(leave)))
+            }
             NetDevice::None => None,
         }
     }
@@ -227,6 +261,10 @@ impl Device for NetDevice {
                 device.flush_if_much();
                 device.transmit().map(LeaveToSend::Ivshmem)
             }
+            NetDevice::Xen(device) => {
+                device.flush_if_much();
+                device.transmit().map(LeaveToSend::Xen)
+            }
             NetDevice::None => None,
         }
     }
@@ -235,6 +273,7 @@ impl Device for NetDevice {
         match self {
             NetDevice::Virtio(device) => device.capabilities(),
             NetDevice::Ivshmem(device) => device.capabilities(),
+            NetDevice::Xen(device) => device.capabilities(),
             NetDevice::None => capabilities(DEFAULT_MTU, 0, false, false),
         }
     }

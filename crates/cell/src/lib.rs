@@ -1,5 +1,5 @@
-//! A unikernel library: an app and this crate make an image that a virtual machine monitor boots by PVH, with a network
-//! over virtio or shared memory (IVSHMEM) and nothing else of an operating system.
+//! A unikernel library: an app and this crate make an image that a virtual machine monitor or Xen boots by PVH, with a network
+//! over virtio, shared memory (IVSHMEM) or Xen's rings and nothing else of an operating system.
 //!
 //! An app is an async function that is given a [`Net`]:
 //!
@@ -30,7 +30,7 @@
 //! | `gw6=ADDR` | IPv6 router | with `slaac` by router advertisement |
 //! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
-//! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | the first virtio device, else the first ivshmem link that is a network |
+//! | `net=virtio`, `net=none`, `net=NAME` | the network: a virtio device, none, or the ivshmem link of this name | on Xen its first vif; else the first virtio device, else the first ivshmem link that is a network |
 //! | `budget=N` | frames taken from the network in one turn, 1 to 4096 | 64 |
 //! | `offloads=none` | a network link over shared memory carries frames as they are on a wire, also where the fabric offers more | carried |
 //! | `busy_poll_us=N` | how long the cell goes on looking after the last frame before it sleeps, 0 to 1000000 | 0 |
@@ -57,7 +57,8 @@
 //!
 //! # The end
 //!
-//! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`].
+//! A panic, an exception and a stack overflow print what happened and leave with an [`ExitCode`]. As a domain of Xen they count as a
+//! crash; `xl shutdown` and `xl reboot` end the cell in order.
 //!
 //! # What it is not
 //!
@@ -89,6 +90,7 @@ mod stack;
 mod tcp;
 mod udp;
 mod virtio;
+mod xen;
 
 pub use calls::{Calls, CallsError};
 pub use config::Config;

@@ -283,6 +283,7 @@ mod start {
     use crate::virtio::net::VirtioNet;
     use crate::virtio::pci::PciTransport;
     use crate::virtio::{DEVICE_NET, Transport};
+    use crate::xen::net::XenNet;
     use crate::{ExitCode, app, exit, ivshmem, println, selftest, stack};
     use alloc::boxed::Box;
     use alloc::string::ToString;
@@ -329,6 +330,21 @@ mod start {
         config: &Config,
         seed: u64,
     ) -> NetDevice {
+        if let Some(domain) = &platform.xen {
+            return match &config.net {
+                NetChoice::None => NetDevice::None,
+                NetChoice::Any => {
+                    let device = XenNet::new(domain, seed);
+                    if config.verbose {
+                        println!("tombolo-cell: network of Xen: {}, MTU {}", device.mac(), device.mtu());
+                    }
+                    NetDevice::Xen(Box::new(device))
+                }
+                _ => {
+                    fail(format_args!("a domain of Xen has no virtio and no ivshmem; leave net= out, or say net=none"))
+                }
+            };
+        }
         let has_link = || links.iter().any(|link| link.protocol() == NETWORK);
         let transport = match config.net {
             NetChoice::Any => {
@@ -397,7 +413,8 @@ mod start {
         }
         selftest::run(&config);
         let window = config.number("pcimem");
-        let mut pci = Pci::find(&platform, machine.ecam, window);
+        // A domain of Xen that was built as PVH has no PCI.
+        let mut pci = if platform.xen.is_none() { Pci::find(&platform, machine.ecam, window) } else { None };
         let mut links = match &mut pci {
             Some(pci) => ivshmem::device::Device::find(&platform, pci, &config),
             None => Vec::new(),

@@ -226,6 +226,21 @@ impl Stack {
         }
     }
 
+    /// The device is another one, or has another place: takes its address, and tells the neighbours of the own IPv4 addresses
+    /// (gratuitous ARP, RFC 5227 §3).
+    fn announce(&mut self, now_ns: u64) {
+        let mac = self.device.mac();
+        self.interface.set_hardware_addr(mac.into());
+        self.neighbors.clear();
+        let own: Vec<Ipv4Address> = self.interface.ipv4_addr().into_iter().collect();
+        for own in own {
+            let question = Question::Arp { to: own, own };
+            if let Some(leave) = self.device.transmit(instant(now_ns)) {
+                leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+            }
+        }
+    }
+
     /// The neighbour that a packet to `to` goes through; `None` for groups, own addresses, and what no route leads to.
     fn next_hop(&mut self, to: IpAddress) -> Option<IpAddress> {
         let addresses = self.interface.ip_addrs();
@@ -366,7 +381,16 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
         shared.stack.borrow_mut().come_up(shared.now_ns(), "");
     }
     loop {
-        shared.stack.borrow_mut().device.begin_turn(shared.now_ns());
+        if let Some(domain) = &shared.platform.xen {
+            domain.begin_turn();
+        }
+        {
+            let stack = &mut *shared.stack.borrow_mut();
+            stack.device.begin_turn(shared.now_ns());
+            if stack.device.take_up() {
+                stack.announce(shared.now_ns());
+            }
+        }
         let taken = ingress(shared, budget);
         {
             let stack = &mut *shared.stack.borrow_mut();

@@ -272,6 +272,32 @@ impl<'m> ForeignMut<'m> {
         Some(())
     }
 
+    /// Exchanges the little-endian u64 at `offset` in one step; gives what was there. `None` as for a store.
+    #[inline]
+    pub fn swap_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<u64> {
+        let ptr = self.0.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.swap(value.to_le(), order)))
+    }
+
+    /// Clears the bits that `keep` lacks in the little-endian u64 at `offset`, in one step; gives what was there. `None` as for a
+    /// store.
+    #[inline]
+    pub fn fetch_and_u64(&self, offset: usize, keep: u64, order: Ordering) -> Option<u64> {
+        let ptr = self.0.field::<u64>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        Some(u64::from_le(unsafe { AtomicU64::from_ptr(ptr) }.fetch_and(keep.to_le(), order)))
+    }
+
+    /// Writes `new` to the little-endian u16 at `offset` if it is `current`, in one step. Whether it was; `None` as for a store.
+    #[inline]
+    pub fn compare_exchange_u16(&self, offset: usize, current: u16, new: u16, order: Ordering) -> Option<bool> {
+        let ptr = self.0.field::<u16>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        let word = unsafe { AtomicU16::from_ptr(ptr) };
+        Some(word.compare_exchange(current.to_le(), new.to_le(), order, Ordering::Relaxed).is_ok())
+    }
+
     /// Writes `N` bytes at `offset`; `None` where they do not fit.
     #[inline]
     pub fn write_array<const N: usize>(&self, offset: usize, value: [u8; N]) -> Option<()> {
@@ -408,6 +434,22 @@ mod tests {
         assert_eq!(view.store_u16(13, 1, Ordering::Relaxed), None);
         assert_eq!(view.store_u32(14, 1, Ordering::Relaxed), None);
         assert_eq!(view.as_foreign().load_u32(2, Ordering::Relaxed), None);
+    }
+
+    #[test]
+    fn exchanges_give_what_was_there_and_are_refused_as_stores_are() {
+        let mut words = [0u64; 2];
+        let ptr = NonNull::from(&mut words).cast::<u8>();
+        // SAFETY: 16 bytes of `words`, which outlives the view and is not otherwise used while it lives.
+        let view = unsafe { ForeignMut::new(ptr, 16) };
+        assert_eq!(view.swap_u64(8, 0xf0f0, Ordering::AcqRel), Some(0));
+        assert_eq!(view.fetch_and_u64(8, !0xf000, Ordering::AcqRel), Some(0xf0f0));
+        assert_eq!(view.compare_exchange_u16(8, 0xf0f0, 1, Ordering::AcqRel), Some(false));
+        assert_eq!(view.compare_exchange_u16(8, 0x00f0, 1, Ordering::AcqRel), Some(true));
+        assert_eq!(view.as_foreign().load_u64(8, Ordering::Relaxed), Some(1));
+        assert_eq!(view.swap_u64(12, 1, Ordering::AcqRel), None);
+        assert_eq!(view.fetch_and_u64(16, 1, Ordering::AcqRel), None);
+        assert_eq!(view.compare_exchange_u16(15, 0, 1, Ordering::AcqRel), None);
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! The clock: nanoseconds since the start, from the processor's time-stamp counter.
 //!
-//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, KVM's pvclock, CPUID leaf
-//! 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
+//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's clock page, KVM's pvclock,
+//! CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
 #![allow(unsafe_code)]
 
 use super::cpu::{self, cpuid, in8, out8, tsc};
@@ -19,6 +19,7 @@ const PIT_HZ: u64 = 1_193_182;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Source {
     CommandLine,
+    Xen,
     KvmClock,
     Cpuid15,
     HypervisorLeaf,
@@ -38,17 +39,23 @@ impl Clock {
     ///
     /// # Panics
     /// Where nothing tells the rate.
-    pub(super) fn new(start: u64, command_line_khz: Option<u64>) -> Clock {
-        let clock = Clock::find(start, command_line_khz);
-        stop_interval_timer();
+    pub(crate) fn new(start: u64, command_line_khz: Option<u64>, xen: Option<PvRate>) -> Clock {
+        let clock = Clock::find(start, command_line_khz, xen);
+        // Xen's domains have none.
+        if xen.is_none() {
+            stop_interval_timer();
+        }
         clock
     }
 
-    fn find(start: u64, command_line_khz: Option<u64>) -> Clock {
+    fn find(start: u64, command_line_khz: Option<u64>, xen: Option<PvRate>) -> Clock {
         let by_rate =
             |hz: u64, source| Clock { start, multiplier: ((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source };
         if let Some(khz) = command_line_khz.filter(|khz| *khz > 0) {
             return by_rate(khz * 1000, Source::CommandLine);
+        }
+        if let Some(multiplier) = xen.and_then(PvRate::multiplier) {
+            return Clock { start, multiplier, source: Source::Xen };
         }
         if let Some(multiplier) = kvm_clock_multiplier() {
             return Clock { start, multiplier, source: Source::KvmClock };
@@ -82,6 +89,30 @@ impl Clock {
     }
 }
 
+/// A rate as the hypervisors' clock pages tell it: ticks, shifted left by `shift` or right by `-shift`, times `multiplier >> 32`
+/// are nanoseconds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct PvRate {
+    pub(crate) multiplier: u32,
+    pub(crate) shift: i8,
+}
+
+impl PvRate {
+    /// The shift as part of the multiplier; `None` for a rate that no machine has.
+    fn multiplier(self) -> Option<u64> {
+        let multiplier = u64::from(self.multiplier);
+        let distance = u32::from(self.shift.unsigned_abs());
+        let multiplier =
+            if self.shift >= 0 { multiplier.checked_shl(distance) } else { multiplier.checked_shr(distance) }?;
+        (multiplier != 0).then_some(multiplier)
+    }
+
+    /// Nanoseconds that `ticks` take.
+    pub(crate) fn ns(self, ticks: u64) -> u64 {
+        self.multiplier().map_or(0, |multiplier| ((u128::from(ticks) * u128::from(multiplier)) >> 32) as u64)
+    }
+}
+
 fn hypervisor_leaves() -> Option<u32> {
     (cpuid(1).ecx & HYPERVISOR_PRESENT != 0).then(|| cpuid(KVM_LEAF).eax)
 }
@@ -111,10 +142,9 @@ fn kvm_clock_multiplier() -> Option<u64> {
         let multiplier = bytes.add(24).cast::<u32>().read_volatile();
         let shift = bytes.add(28).cast::<i8>().read_volatile();
         cpu::write_msr(KVM_CLOCK_MSR, 0);
-        (u64::from(multiplier), shift)
+        (multiplier, shift)
     };
-    let multiplier = if shift >= 0 { multiplier.checked_shl(shift as u32)? } else { multiplier >> -shift };
-    (multiplier != 0).then_some(multiplier)
+    PvRate { multiplier, shift }.multiplier()
 }
 
 fn cpuid_15_hz() -> Option<u64> {

@@ -1,10 +1,12 @@
 //! The end of a cell: a code for whoever started it, else a reset, else a stop.
 
-use super::cpu;
+use super::hypercall::{self, ShutdownReason};
+use super::{console, cpu};
 
 /// What the cell reports through QEMU's `-device isa-debug-exit,iobase=0xf4,iosize=4`; QEMU's own exit status is
 /// then `2 * code + 1`. Without that device the machine is reset (which ends QEMU under `-no-reboot`, and starts
-/// the cell anew otherwise); where even that does nothing, the processor halts.
+/// the cell anew otherwise); where even that does nothing, the processor halts. A domain of Xen powers off with `Success`, and
+/// reports a crash with every other code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitCode {
@@ -28,10 +30,19 @@ const DEBUG_EXIT: u16 = 0xf4;
 
 /// Leaves the machine with `code`.
 pub fn exit(code: ExitCode) -> ! {
+    if hypercall::is_available() {
+        leave_domain(if code == ExitCode::Success { ShutdownReason::Poweroff } else { ShutdownReason::Crash });
+    }
     cpu::out8(DEBUG_EXIT, code as u8);
     // Still here: no such device. The reset register of PCI chip sets, the keyboard controller's reset line, and
     // a triple fault, which every VMM takes for a reset.
     cpu::out8(0xcf9, 0x06);
     cpu::out8(0x64, 0xfe);
     if cfg!(test) { cpu::halt() } else { cpu::triple_fault() }
+}
+
+/// Ends a domain of Xen, once what it has printed is read.
+pub(crate) fn leave_domain(reason: ShutdownReason) -> ! {
+    console::drain();
+    hypercall::shutdown(reason)
 }

@@ -10,7 +10,8 @@
 //! | apic.rs | local APIC and its timer, I/O APICs |
 //! | clock.rs | nanoseconds from the time-stamp counter |
 //! | heap.rs, dma.rs, mmio.rs | memory for Rust, for devices, of devices |
-//! | console.rs, exit.rs | serial port, the end |
+//! | console.rs, exit.rs | serial port or Xen's console, the end |
+//! | hypercall.rs | calls to Xen |
 //! | cpu.rs | single instructions |
 //! | mem.s | memcpy and its family |
 
@@ -21,6 +22,7 @@ pub(crate) mod cpu;
 pub(crate) mod dma;
 pub(crate) mod exit;
 pub(crate) mod heap;
+pub(crate) mod hypercall;
 pub(crate) mod mmio;
 mod paging;
 #[cfg(not(test))]
@@ -29,6 +31,8 @@ pub(crate) mod startup;
 #[cfg_attr(test, allow(dead_code))]
 mod traps;
 
+use crate::xen::Domain;
+use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::cell::RefCell;
 use mmio::Mmio;
@@ -41,6 +45,8 @@ pub(crate) struct Platform {
     local_apic: apic::Local,
     io_apics: Vec<apic::IoApic>,
     ram: Vec<Region>,
+    /// What Xen gave to the cell, where that is its hypervisor.
+    pub(crate) xen: Option<Rc<Domain>>,
     /// The next device interrupt to give out; 0 is the timer's.
     next_interrupt: RefCell<usize>,
 }
@@ -108,9 +114,17 @@ impl Platform {
         if until_ns.is_some_and(|until| until <= self.clock.now_ns()) {
             return;
         }
+        if let Some(domain) = &self.xen {
+            return domain.sleep(until_ns);
+        }
         self.local_apic.arm(&self.clock, until_ns);
         cpu::sleep();
     }
+}
+
+/// Sleeps until the next interrupt.
+pub(crate) fn wait_for_interrupt() {
+    cpu::sleep();
 }
 
 fn map_device(ram: &[Region], address: u64, len: usize) -> Option<Mmio> {

@@ -6,8 +6,8 @@
 //! demand: registers uncached, memory that a device shares cached.
 #![allow(unsafe_code)]
 
-use super::cpu;
 use super::mmio::Mmio;
+use super::{cpu, hypercall};
 use core::ptr::NonNull;
 use tombolo_ring::mem::ForeignMut;
 
@@ -58,6 +58,8 @@ pub(super) fn protect() {
         let rights = match address {
             0 => 0,
             a if a == stack_guard() => 0,
+            // Xen has written it; nothing here ever does.
+            a if hypercall::is_available() && a == hypercall::page() => PRESENT,
             a if (start..text_end).contains(&a) => PRESENT,
             a if (text_end..ro_end).contains(&a) => PRESENT | NO_EXECUTE,
             _ => PRESENT | WRITE | NO_EXECUTE,

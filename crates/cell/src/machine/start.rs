@@ -3,9 +3,12 @@
 
 use super::exit::{ExitCode, exit};
 use super::startup::{MAX_COMMAND_LINE_BYTES, Machine, Physical, Region, StartInfo, command_line_text, free_memory};
-use super::{Platform, apic, clock, console, cpu, dma, heap, paging, traps};
+use super::{Platform, apic, clock, console, cpu, dma, heap, hypercall, paging, traps};
 use crate::acpi::find_ecam;
 use crate::println;
+use crate::xen::Domain;
+use alloc::rc::Rc;
+use alloc::vec::Vec;
 use core::arch::global_asm;
 use core::cell::RefCell;
 
@@ -39,7 +42,11 @@ impl Physical for Identity {
 #[unsafe(no_mangle)]
 extern "C" fn cell_start(start_info: u32) -> ! {
     let start = cpu::tsc();
-    console::init();
+    // First, since everything that is printed depends on it.
+    let on_xen = hypercall::init();
+    if !on_xen {
+        console::init();
+    }
     traps::init();
     let Some(info) = StartInfo::read(&Identity, u64::from(start_info)) else {
         println!("tombolo-cell: the PVH start information at {start_info:#x} has no valid magic or memory map");
@@ -72,11 +79,23 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
     apic::mask_legacy_controllers();
     let local_apic = apic::Local::new(map);
-    let clock = clock::Clock::new(start, khz);
-    local_apic.measure(&clock);
-    let io_apics = apic::IoApic::find(map);
     let ram = machine.ram.clone();
-    let platform = Platform { clock, local_apic, io_apics, ram, next_interrupt: RefCell::new(1) };
+    let shared_page = |address, len| paging::map_shared(address, len, |start, end| super::overlaps(&ram, start, end));
+    let domain = on_xen.then(|| Domain::open(start, khz, shared_page));
+    let (clock, io_apics) = match &domain {
+        // Xen's timer needs no rate, and its domains have no I/O APIC.
+        Some(domain) => (domain.clock, Vec::new()),
+        None => {
+            let clock = clock::Clock::new(start, khz, None);
+            local_apic.measure(&clock);
+            (clock, apic::IoApic::find(map))
+        }
+    };
+    let xen = domain.map(Rc::new);
+    let platform = Platform { clock, local_apic, io_apics, ram, xen, next_interrupt: RefCell::new(1) };
+    if let (Some(domain), Some(interrupt)) = (&platform.xen, platform.interrupt()) {
+        domain.take_interrupt(traps::vector(interrupt.index));
+    }
     crate::run(platform, machine)
 }
 

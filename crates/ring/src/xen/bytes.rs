@@ -100,6 +100,14 @@ impl<'m> BytePage<'m> {
         Ok(n)
     }
 
+    /// Bytes that were produced and not consumed yet.
+    ///
+    /// # Errors
+    /// [`XenError::IndexJump`] where the two indices do not fit each other.
+    pub fn filled(&self, at: Direction) -> Result<usize, XenError> {
+        self.indices(at).map(|(_, _, filled)| filled as usize)
+    }
+
     /// Asks the daemon to start the connection again (guests do so after a kexec), or looks whether it has.
     pub fn store_connection(&self, restart: bool) -> bool {
         if restart {
@@ -158,6 +166,7 @@ mod tests {
                     let wrote = bytes.write(at, &chunk).unwrap();
                     assert_eq!(wrote, n.min(at.size as usize - model.len()));
                     model.extend(&chunk[..wrote]);
+                    assert_eq!(bytes.filled(at), Ok(model.len()));
                     next = next.wrapping_add(wrote as u8);
                 } else {
                     let mut to = vec![0; n];

@@ -1,0 +1,58 @@
+//! Xen's console: a ring of bytes that a daemon in dom0 reads ([`tombolo_ring::xen::bytes`]).
+//!
+//! The cell waits while the ring is full: its reader has been woken, and the text may be a panic's last words. The wait has a
+//! limit, since a dead reader must not stop the cell; what finds no room after that is left out. Input is not read.
+
+use crate::machine::{cpu, hypercall};
+use core::cell::Cell;
+use tombolo_ring::xen::bytes::{BytePage, CONSOLE_OUTPUT};
+
+/// How long one wait for the reader may take, in ticks of the time-stamp counter: about a second of a fast machine.
+const PATIENCE_TICKS: u64 = 3_000_000_000;
+
+/// The ring, mapped.
+pub(crate) struct ConsoleRing {
+    page: BytePage<'static>,
+    port: u32,
+    /// The reader did not come in time: it is not waited for until it has read something.
+    is_stuck: Cell<bool>,
+}
+
+impl ConsoleRing {
+    pub(crate) fn new(page: BytePage<'static>, port: u32) -> ConsoleRing {
+        ConsoleRing { page, port, is_stuck: Cell::new(false) }
+    }
+
+    /// Waits until `step` says that it is done; false where the reader does not come.
+    fn wait(&self, step: impl Fn() -> bool) -> bool {
+        let start = cpu::tsc();
+        while !step() {
+            if self.is_stuck.get() || cpu::tsc().wrapping_sub(start) > PATIENCE_TICKS {
+                self.is_stuck.set(true);
+                return false;
+            }
+            hypercall::yield_now();
+        }
+        true
+    }
+
+    /// Writes bytes and tells the reader.
+    pub(crate) fn write(&self, bytes: &[u8]) {
+        let at = Cell::new(0);
+        self.wait(|| {
+            // A reader that breaks the indices loses what is written here: as if the ring stayed full.
+            let written = self.page.write(CONSOLE_OUTPUT, &bytes[at.get()..]).unwrap_or(0);
+            if written > 0 {
+                at.set(at.get() + written);
+                self.is_stuck.set(false);
+                hypercall::send(self.port);
+            }
+            at.get() == bytes.len()
+        });
+    }
+
+    /// Waits until all is read, or the reader does not come.
+    pub(crate) fn drain(&self) {
+        self.wait(|| self.page.filled(CONSOLE_OUTPUT) == Ok(0));
+    }
+}

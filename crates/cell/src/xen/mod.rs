@@ -1,0 +1,371 @@
+//! The cell as a domain of Xen (PVH): what takes the place of a machine's devices.
+//!
+//! [`Domain`] holds the shared information page (events, clock), the timer, the grant table and the connection to XenStore; it
+//! is there on Xen only. Hypercalls are in `machine/hypercall.rs`, which has all that is unsafe about them.
+//!
+//! # Events
+//!
+//! Two-level event channels (public/xen.h): Xen sets a channel's bit in `evtchn_pending`, the bit of its word in the
+//! processor's `evtchn_pending_sel`, and raises the upcall vector when `evtchn_upcall_pending` goes from 0 to 1. The interrupt
+//! itself does nothing but wake the cell (traps.s). Each turn of the main loop calls [`Domain::take_events`], which
+//! resets the flag *before* it looks at the bits:
+//!
+//! ```text
+//!   cell                                 Xen
+//!   flag = 0                             set bit
+//!   take pending_sel and the bits        was the flag 0? set it, raise the vector
+//!   work, arm the rings, look again
+//!   sti; hlt
+//! ```
+//!
+//! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none is lost.
+//!
+//! # Time
+//!
+//! The rate of the time-stamp counter is read once from Xen's clock page; the timer is one that fires once, and is set only
+//! when something waits for a time. An idle cell does not tick.
+//!
+//! Limits: one processor; at most 4096 event channels (the two-level form); one network device.
+
+pub(crate) mod console;
+pub(crate) mod grants;
+pub(crate) mod net;
+pub(crate) mod store;
+mod vif;
+
+use crate::machine::clock::{Clock, PvRate};
+use crate::machine::exit::leave_domain;
+use crate::machine::{console as machine_console, cpu, dma, hypercall, wait_for_interrupt};
+use crate::println;
+use alloc::boxed::Box;
+use alloc::vec::Vec;
+use console::ConsoleRing;
+use core::cell::{Cell, RefCell};
+use core::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use grants::{Access, Grants};
+use hypercall::{Param, ShutdownReason};
+use store::{Connection, Reply};
+use tombolo_ring::mem::ForeignMut;
+use tombolo_ring::xen::bytes::BytePage;
+use tombolo_ring::xen::store::{Request, StoreError};
+
+const PAGE: usize = 4096;
+
+/// Where the toolstack asks for a shutdown, also the token of that watch; and what a domain says that it heeds there.
+const SHUTDOWN: &str = "control/shutdown";
+const FEATURES: [&str; 2] = ["control/feature-poweroff", "control/feature-reboot"];
+const NO_STORE: StoreError = StoreError::Other;
+
+/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` stands first.
+const UPCALL_PENDING: usize = 0;
+const PENDING_SEL: usize = 8;
+const TIME: usize = 32;
+const TIME_BYTES: usize = 32;
+const EVENT_PENDING: usize = 0x800;
+const EVENT_MASK: usize = 0xa00;
+const EVENT_WORDS: usize = 64;
+const WORD_BITS: usize = 64;
+
+/// A clock page's reading: at counter value `tsc` it was `system_ns`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct TimeInfo {
+    tsc: u64,
+    system_ns: u64,
+    rate: PvRate,
+}
+
+impl TimeInfo {
+    /// Parses `vcpu_time_info` (public/xen.h). `None` while Xen is writing it, which the version's lowest bit says.
+    fn parse(bytes: &[u8; TIME_BYTES]) -> Option<TimeInfo> {
+        let word = |at: usize| u64::from_le_bytes(core::array::from_fn(|i| bytes[at + i]));
+        let multiplier = u32::from_le_bytes(core::array::from_fn(|i| bytes[24 + i]));
+        let rate = PvRate { multiplier, shift: bytes[28] as i8 };
+        (bytes[0] & 1 == 0).then_some(TimeInfo { tsc: word(8), system_ns: word(16), rate })
+    }
+
+    /// Xen's system time at counter value `tsc`.
+    fn at(&self, tsc: u64) -> u64 {
+        self.system_ns + self.rate.ns(tsc.saturating_sub(self.tsc))
+    }
+}
+
+/// Which event channels have fired and were not yet asked for.
+struct Fired([Cell<u64>; EVENT_WORDS]);
+
+impl Fired {
+    fn add(&self, word: usize, bits: u64) {
+        if let Some(slot) = self.0.get(word) {
+            slot.set(slot.get() | bits);
+        }
+    }
+
+    fn take(&self, port: u32) -> bool {
+        let Some(slot) = self.0.get(port as usize / WORD_BITS) else { return false };
+        let bit = 1 << (port as usize % WORD_BITS);
+        let had = slot.get() & bit != 0;
+        slot.set(slot.get() & !bit);
+        had
+    }
+}
+
+/// This domain, as Xen set it up.
+pub(crate) struct Domain {
+    pub(crate) clock: Clock,
+    shared: ForeignMut<'static>,
+    fired: Box<Fired>,
+    console_port: Option<u32>,
+    store: Option<RefCell<Connection>>,
+    grants: RefCell<Grants>,
+    /// When the timer fires, by the cell's clock; a time that has passed where none is set.
+    timer_ns: Cell<u64>,
+}
+
+impl Domain {
+    /// Maps what Xen shares. `start` is the counter at the cell's first instruction in Rust; `map` maps a page of Xen's.
+    ///
+    /// # Panics
+    /// Where Xen refuses what every domain may do.
+    pub(crate) fn open(
+        start: u64,
+        command_line_khz: Option<u64>,
+        map: impl Fn(u64, usize) -> Option<ForeignMut<'static>>,
+    ) -> Domain {
+        let page_of = |param| {
+            let address = hypercall::param(param)?.checked_mul(PAGE as u64)?;
+            BytePage::new(map(address, PAGE)?).ok()
+        };
+        let port_of = |param| hypercall::param(param).and_then(|port| u32::try_from(port).ok());
+        let console_port = port_of(Param::ConsolePort);
+        if let (Some(page), Some(port)) = (page_of(Param::ConsolePage), console_port) {
+            machine_console::use_ring(ConsoleRing::new(page, port));
+        }
+        let store = match (page_of(Param::StorePage), port_of(Param::StorePort)) {
+            (Some(page), Some(port)) => Some(RefCell::new(Connection::new(page, port))),
+            _ => None,
+        };
+        let shared = dma::alloc(PAGE);
+        if let Err(refused) = hypercall::map_shared_info(shared) {
+            panic!("Xen refused the shared information page: {refused:?}");
+        }
+        // Nothing comes through that was not asked for.
+        for word in 0..EVENT_WORDS {
+            let _ = shared.store_u64(EVENT_MASK + word * 8, u64::MAX, Release);
+        }
+        let rate = read_time(shared).map(|time| time.rate);
+        hypercall::stop_periodic_timer();
+        Domain {
+            clock: Clock::new(start, command_line_khz, rate),
+            shared,
+            fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
+            console_port,
+            store,
+            grants: RefCell::default(),
+            timer_ns: Cell::new(0),
+        }
+    }
+
+    /// A domain without Xen, for a backend that a test plays.
+    #[cfg(test)]
+    pub(crate) fn played() -> Domain {
+        let rate = PvRate { multiplier: 1 << 31, shift: 0 };
+        Domain {
+            clock: Clock::new(0, None, Some(rate)),
+            shared: dma::alloc(PAGE),
+            fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
+            console_port: None,
+            store: None,
+            grants: RefCell::default(),
+            timer_ns: Cell::new(0),
+        }
+    }
+
+    /// Has events raise `vector`, and opens the channels that every domain has.
+    ///
+    /// # Panics
+    /// Where Xen refuses what every domain may do.
+    pub(crate) fn take_interrupt(&self, vector: u8) {
+        let timer = hypercall::set_upcall_vector(vector).and_then(|()| hypercall::bind_timer());
+        match timer {
+            Ok(port) => self.listen(port),
+            Err(refused) => panic!("Xen refused the event vector or the timer: {refused:?}"),
+        }
+        if let Some(port) = self.console_port {
+            self.listen(port);
+        }
+        if let Some(store) = &self.store {
+            self.listen(store.borrow().port());
+            let features = FEATURES.map(|path| Request::Write(path, b"1"));
+            self.ask(&features);
+            self.ask(&[Request::Watch(SHUTDOWN, SHUTDOWN)]);
+        }
+    }
+
+    /// The first step of each turn: takes events, and does what the toolstack asks for.
+    pub(crate) fn begin_turn(&self) {
+        self.take_events();
+        let Some(store) = &self.store else { return };
+        let port = store.borrow().port();
+        if self.has_fired(port) {
+            store.borrow_mut().turn(None);
+        }
+        if self.take_watch(SHUTDOWN) {
+            self.obey();
+        }
+    }
+
+    /// Does what `control/shutdown` says, if anything (docs/misc/xenstore-paths.pandoc).
+    fn obey(&self) {
+        let Some(Ok(word)) = self.ask(&[Request::Read(SHUTDOWN)]).pop() else { return };
+        let reason = match word.as_slice() {
+            b"poweroff" | b"halt" => ShutdownReason::Poweroff,
+            b"reboot" => ShutdownReason::Reboot,
+            _ => return,
+        };
+        // An empty node says that the wish was heard.
+        self.ask(&[Request::Write(SHUTDOWN, b"")]);
+        println!(
+            "tombolo-cell: {} by the toolstack",
+            if reason == ShutdownReason::Reboot { "reboot" } else { "powered off" }
+        );
+        leave_domain(reason)
+    }
+
+    /// Asks XenStore, and waits for the replies: one for each request.
+    pub(crate) fn ask(&self, requests: &[Request<'_>]) -> Vec<Reply> {
+        let Some(store) = &self.store else { return requests.iter().map(|_| Err(NO_STORE)).collect() };
+        let mut asked = store.borrow_mut().ask(requests);
+        let deadline_ns = self.clock.now_ns() + store::PATIENCE_NS;
+        loop {
+            store.borrow_mut().turn(Some(&mut asked));
+            if asked.is_answered() || store.borrow().is_closed() {
+                return asked.into_replies();
+            }
+            if self.clock.now_ns() >= deadline_ns {
+                store.borrow_mut().close(&"no reply in time");
+            }
+            self.sleep(Some(deadline_ns));
+            self.take_events();
+        }
+    }
+
+    /// Whether an event came for the watch with this token.
+    pub(crate) fn take_watch(&self, token: &str) -> bool {
+        self.store.as_ref().is_some_and(|store| store.borrow_mut().take_event(token))
+    }
+
+    /// Lets another domain use a page; see [`Grants::grant`].
+    pub(crate) fn grant(&self, domain: u16, page: ForeignMut<'static>, access: Access) -> Option<u32> {
+        self.grants.borrow_mut().grant(domain, page, access)
+    }
+
+    /// Takes a grant back; see [`Grants::end`].
+    pub(crate) fn end_grant(&self, reference: u32) -> bool {
+        self.grants.borrow_mut().end(reference)
+    }
+
+    /// Lets a channel's events through.
+    pub(crate) fn listen(&self, port: u32) {
+        // Cannot fail for a channel of this domain.
+        let _ = hypercall::unmask(port);
+    }
+
+    /// Takes what has fired since the last call.
+    fn take_events(&self) {
+        // The flag goes first: see the picture above. The exchange that follows is a barrier on this processor, and Release keeps
+        // the compiler from moving the write behind it.
+        let _ = self.shared.write_array(UPCALL_PENDING, [0u8]);
+        let mut words = self.shared.swap_u64(PENDING_SEL, 0, AcqRel).unwrap_or(0);
+        while words != 0 {
+            let word = words.trailing_zeros() as usize;
+            words &= words - 1;
+            let mask = self.shared.as_foreign().load_u64(EVENT_MASK + word * 8, Acquire).unwrap_or(u64::MAX);
+            let pending = self.shared.as_foreign().load_u64(EVENT_PENDING + word * 8, Acquire).unwrap_or(0);
+            let bits = pending & !mask;
+            let _ = self.shared.fetch_and_u64(EVENT_PENDING + word * 8, !bits, AcqRel);
+            self.fired.add(word, bits);
+        }
+    }
+
+    /// Whether a channel has fired since this was asked last.
+    pub(crate) fn has_fired(&self, port: u32) -> bool {
+        self.fired.take(port)
+    }
+
+    /// Sleeps until an event comes, or until `until_ns`. It may wake early.
+    pub(crate) fn sleep(&self, until_ns: Option<u64>) {
+        if let Some(until_ns) = until_ns {
+            let now_ns = self.clock.now_ns();
+            if until_ns <= now_ns {
+                return;
+            }
+            // A timer that fires too early costs one turn of the main loop; setting it again costs a hypercall.
+            let is_set = self.timer_ns.get() > now_ns && self.timer_ns.get() <= until_ns;
+            if !is_set && let Some(time) = read_time(self.shared) {
+                hypercall::set_timer(time.at(cpu::tsc()) + (until_ns - now_ns));
+                self.timer_ns.set(until_ns);
+            }
+        }
+        wait_for_interrupt();
+    }
+}
+
+/// Reads the clock page: again while Xen writes it, which is over at once.
+fn read_time(shared: ForeignMut<'static>) -> Option<TimeInfo> {
+    const TRIES: u32 = 1000;
+    (0..TRIES).find_map(|_| {
+        let version = shared.as_foreign().load_u32(TIME, Acquire)?;
+        let time = TimeInfo::parse(&shared.as_foreign().read_array(TIME)?)?;
+        (shared.as_foreign().load_u32(TIME, Acquire)? == version).then_some(time)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample() -> [u8; TIME_BYTES] {
+        let mut bytes = [0xa5; TIME_BYTES];
+        bytes[..4].copy_from_slice(&6u32.to_le_bytes());
+        bytes[8..16].copy_from_slice(&1_000_000u64.to_le_bytes());
+        bytes[16..24].copy_from_slice(&5_000_000_000u64.to_le_bytes());
+        // 2 GHz: half a nanosecond a tick.
+        bytes[24..28].copy_from_slice(&(1u32 << 31).to_le_bytes());
+        bytes[28] = 0;
+        bytes
+    }
+
+    #[test]
+    fn the_clock_page_gives_system_time() {
+        let time = TimeInfo::parse(&sample()).unwrap();
+        assert_eq!(time.at(1_000_000), 5_000_000_000);
+        assert_eq!(time.at(3_000_000), 5_001_000_000);
+        // A counter that another processor has read earlier.
+        assert_eq!(time.at(0), 5_000_000_000);
+        let mut slow = sample();
+        slow[28] = (-1i8) as u8;
+        assert_eq!(TimeInfo::parse(&slow).unwrap().at(5_000_000), 5_001_000_000);
+        slow[28] = 1;
+        assert_eq!(TimeInfo::parse(&slow).unwrap().at(2_000_000), 5_001_000_000);
+    }
+
+    #[test]
+    fn a_page_that_is_being_written_or_makes_no_sense_is_not_believed() {
+        let mut odd = sample();
+        odd[0] = 7;
+        assert_eq!(TimeInfo::parse(&odd), None);
+        let mut wild = sample();
+        wild[28] = 127;
+        let time = TimeInfo::parse(&wild).unwrap();
+        assert_eq!(time.at(u64::MAX), time.system_ns);
+    }
+
+    #[test]
+    fn a_channel_that_fired_is_told_once() {
+        let fired = Fired([const { Cell::new(0) }; EVENT_WORDS]);
+        fired.add(1, 1 << 3 | 1 << 5);
+        fired.add(1, 1 << 3);
+        fired.add(EVENT_WORDS, 1);
+        assert!(fired.take(67) && !fired.take(67));
+        assert!(fired.take(69) && !fired.take(3) && !fired.take(u32::MAX));
+    }
+}

@@ -1,0 +1,94 @@
+"""A Xen host under QEMU: real Xen, a Linux dom0 that takes commands, and cells as domains (tools/xen/dom0.py builds it)."""
+
+import itertools
+import re
+import shlex
+import sys
+import time
+
+from .guest import CellGuest, Commands, qemu_program
+from .machine import BUILD, ROOT, Skip
+from .process import Process, until
+
+sys.path.insert(0, str(ROOT / "tools/guest"))
+from build import Archive  # noqa: E402
+
+DOM0 = "10.9.0.1"
+MEMORY_MIB = 640
+DOM0_MIB = 320
+# QEMU without KVM has SVM only; Xen's PVH domains need nested paging. XSAVE, SMAP and AVX do not survive emulation here.
+CPU = "qemu64,+svm,+npt,+rdrand"
+XEN_LINE = f"console=com1 com1=115200,8n1 loglvl=warning guest_loglvl=all dom0_mem={DOM0_MIB}M,max:{DOM0_MIB}M dom0_max_vcpus=1 spec-ctrl=no"
+DOM0_LINE = (
+    "console=hvc0 rdinit=/init quiet loglevel=4 mitigations=off cryptomgr.notests init_on_alloc=0 lsm=none audit=0 apparmor=0 nokaslr "
+    "noreplace-smp 8250.nr_uarts=0 hostname=dom0 net=none"
+)
+
+# A command that fits into what Xen buffers, and the part of a longer one that does so with what is around it.
+LINE_BYTES = 110
+PIECE_BYTES = 60
+_scripts = itertools.count(1)
+
+
+class XenHost(Process, Commands):
+    """Boots Xen and dom0, with the images of `cells` at /cells/NAME and `files` (name in dom0 -> bytes)."""
+
+    attached = False
+
+    def __init__(self, folder, cells=(), files=None, nice=None):
+        if not (BUILD / "xen/version").exists():
+            raise Skip("build/xen is not there: run ./x xen")
+        more = Archive()
+        for app in cells:
+            image = CellGuest.IMAGES / app
+            if not image.exists():
+                raise Skip(f"the cell {app} is not built: run ./x cells")
+            more.file(f"cells/{app}", image.read_bytes())
+        for name, data in (files or {}).items():
+            more.file(name, data)
+        ramdisk = (BUILD / "xen/dom0.cpio").read_bytes()
+        (folder / "dom0.cpio").write_bytes(ramdisk + b"\0" * (-len(ramdisk) % 4) + more.bytes())
+        (folder / "vmlinux").symlink_to(BUILD / "xen/vmlinux")
+        argv = [qemu_program(), "-M", "q35", "-accel", "tcg,tb-size=256", "-cpu", CPU, "-m", MEMORY_MIB, "-display", "none", "-nodefaults"]
+        argv += ["-no-user-config", "-no-reboot", "-serial", "stdio", "-kernel", BUILD / "xen/xen", "-append", XEN_LINE]
+        argv += ["-initrd", f"vmlinux {DOM0_LINE.replace(',', ',,')},dom0.cpio"]
+        super().__init__(argv, name="xen", cwd=folder, stdin=True, nice=nice)
+
+    def bring_up(self, seconds=240):
+        """Waits for dom0 and starts what a Xen host runs; gives the seconds since QEMU's start."""
+        self.wait_control(seconds)
+        self.run("xen-start", seconds)
+        return time.monotonic() - self.started
+
+    def start(self, command):
+        """As of every guest; but Xen holds 128 bytes of what its console is sent and drops the rest, so a longer command goes in pieces."""
+        if len(command) <= LINE_BYTES:
+            return super().start(command)
+        script = f"/tmp/.c{next(_scripts)}"
+        for at in range(0, len(command), PIECE_BYTES):
+            self.finish(super().start(f"printf %s {shlex.quote(command[at : at + PIECE_BYTES])} >>{script}"))
+        return super().start(f"sh {script}")
+
+    def create(self, name, app, line="", memory_mib=32, mac="00:16:3e:00:00:02", vif=True):
+        """Starts a cell as a PVH domain with xl (tools/xen/cell)."""
+        self.run(f"xen-cell {name} {app} {memory_mib} {mac if vif else 'none'} {shlex.quote(line)}", 120)
+
+    def console(self, name):
+        """What a domain has printed so far."""
+        return self.run(f"cat /var/log/xen/console/guest-{name}.log", check=False).text
+
+    def wait_console(self, name, words, seconds=60):
+        """Waits until a domain has printed `words`; gives all it printed."""
+        return until(f"{name} prints {words!r}", lambda: (text := self.console(name)) and words in text and text, seconds, 0.2)
+
+    def state(self, name):
+        """xl's state letters of a domain, such as "-b----"; None where there is none of that name."""
+        found = re.search(rf"^{re.escape(name)}\s+\d+\s+\d+\s+\d+\s+(\S+)", self.run("xl list", check=False).text, re.M)
+        return found and found[1]
+
+    def wait_gone(self, name, seconds=60):
+        until(f"{name} is gone", lambda: self.state(name) is None, seconds, 0.2)
+
+    def poweroff(self, seconds=60):
+        self.send("@0 poweroff -f\n")
+        return self.wait(seconds)

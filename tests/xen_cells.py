@@ -1,0 +1,153 @@
+"""Cells as domains of real Xen, under emulation. Their network's other end is Linux's netback in dom0, over a bridge.
+
+Real Xen boots once for each test, so a test goes through much. An emulated Xen varies tenfold from boot to boot: nothing here
+asserts a speed.
+"""
+
+import contextlib
+import hashlib
+import re
+
+from lib import scratch, timeout
+from lib.process import until
+from lib.xen import DOM0, XenHost
+
+CELL = "10.9.0.2"
+# httpd's /bytes/N: byte i is i modulo 251.
+PATTERN = bytes(range(251))
+
+
+@contextlib.contextmanager
+def host(*cells):
+    with scratch() as folder, XenHost(folder, cells) as xen:
+        try:
+            print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
+            yield xen
+        except Exception:
+            print(xen.tail(40))
+            raise
+
+
+def processor_seconds(xen, name):
+    found = re.search(rf"^{name}\s+\d+\s+\d+\s+\d+\s+\S+\s+([\d.]+)", xen.run("xl list").text, re.M)
+    return float(found[1])
+
+
+def rests(xen, name):
+    before = processor_seconds(xen, name)
+    xen.run("sleep 3")  # the span that is measured
+    return processor_seconds(xen, name) == before
+
+
+def fetch(xen, size, address=CELL, meanwhile=lambda: None):
+    """`size` bytes from httpd, by their checksum; `meanwhile` happens while they come."""
+    want = hashlib.sha256((PATTERN * (size // len(PATTERN) + 1))[:size]).hexdigest()
+    handle = xen.start(f"wget -q -O - http://{address}/bytes/{size} | sha256sum")
+    meanwhile()
+    got = xen.finish(handle, 300).text.split()[0]
+    assert got == want, f"{size} bytes have the checksum {got}, expected {want}"
+
+
+def comes_back(xen, address=CELL):
+    """The device is connected some time after xl says that it is attached; from then on no ping may be lost."""
+    until("an answer over the new device", lambda: xen.ping(address, 1, seconds=2) == 1.0)
+    assert xen.ping(address, 3, seconds=40) == 1.0
+
+
+def restart_backend(xen):
+    """The backend's driver lets go of the only device and takes it again."""
+    device = xen.run("ls /sys/bus/xen-backend/drivers/vif | grep ^vif-").text.split()[0]
+    for what in ("unbind", "bind"):
+        xen.run(f"echo {device} >/sys/bus/xen-backend/drivers/vif/{what}")
+    # A new interface of the old name; xl runs the script for a new device only.
+    _, domain, number = device.split("-")
+    xen.run(f"vif=vif{domain}.{number} XENBUS_PATH=backend/vif/{domain}/{number} /etc/xen/scripts/vif-bridge online")
+
+
+@timeout(600)
+def test_a_domain_lives_and_ends_in_each_way():
+    """The image that boots on QEMU boots as a PVH domain: console, clock, idling, shutdown, reboot, and crashes with their words."""
+    with host("echo") as xen:
+        xen.create("calm", "echo", "net=none ip=none verbose", vif=False)
+        text = xen.wait_console("calm", "net up")
+        assert re.search(r"clock \d+ kHz from Xen", text), text
+        # It may have been given the processor a moment ago; one that ticks never has a span without.
+        until("a cell without work uses no processor time", lambda: rests(xen, "calm"), 120)
+        xen.run("xl shutdown calm")
+        xen.wait_gone("calm")
+        assert "powered off by the toolstack" in xen.console("calm")
+
+        xen.create("again", "echo", "net=none ip=none", vif=False)
+        xen.wait_console("again", "net up")
+        xen.run("xl reboot again")
+        until("the domain stopped for a reboot", lambda: (xen.state("again") or "")[3:4] == "s")
+        assert "c" not in xen.state("again"), "a reboot counts as a crash"
+        assert "reboot by the toolstack" in xen.console("again")
+
+        for word, says in (("panic", "selftest=panic"), ("stack", "the stack overflowed"), ("write", "write to read-only memory"), ("execute", "execution of data")):
+            xen.create(f"end-{word}", "echo", f"net=none selftest={word}", vif=False)
+            until(f"selftest={word} crashes the domain", lambda word=word: "c" in (xen.state(f"end-{word}") or ""))
+            xen.wait_console(f"end-{word}", says)
+            xen.run(f"xl destroy end-{word}")
+
+
+@timeout(900)
+def test_the_network_over_netback():
+    """Ping, HTTP and TCP both ways through netback; the device detached and attached, its backend gone and back, all in one life."""
+    with host("httpd", "iperf") as xen:
+        xen.create("web", "httpd", f"ip={CELL}/24 ip6=fd09::2/64 verbose")
+        xen.wait_console("web", "net up")
+        assert xen.ping(CELL, 20, seconds=40) == 1.0
+        assert xen.ping(CELL, 5, size=1400, seconds=40) == 1.0
+        assert "HTTP/1.1 200" in xen.run(f"wget -S -q -O /dev/null http://{CELL}/ 2>&1").text
+        fetch(xen, 3_000_001)
+        assert xen.run("ping -6 -c 1 -W 20 fd09::2").code == 0
+
+        # The toolstack takes the device away and gives another one, with another address.
+        xen.run("xl network-detach web 0")
+        xen.wait_console("web", "the network device is gone")
+        xen.run("xl network-attach web mac=00:16:3e:00:00:77 bridge=br0", 120)
+        comes_back(xen)
+        assert "00:16:3e:00:00:77" in xen.run(f"ip neigh show {CELL}").text
+        fetch(xen, 300_001)
+
+        # Once idle, once in the middle of a download, which goes on.
+        restart_backend(xen)
+        comes_back(xen)
+        fetch(xen, 40_000_001, meanwhile=lambda: restart_backend(xen))
+        xen.run("xl shutdown web")
+        xen.wait_gone("web")
+
+        xen.create("flow", "iperf", f"ip={CELL}/24")
+        xen.wait_console("flow", "net up")
+        for direction in ("", "-R"):
+            text = xen.run(f"iperf -c {CELL} -n 8M {direction} -f m", 240).text
+            rates = re.findall(r"([\d.]+) Mbits/sec", text)
+            assert rates and float(rates[-1]) > 0, text
+            print(f"TCP {'to' if direction else 'from'} dom0: {rates[-1]} Mbit/s")
+        xen.run("xl destroy flow")
+        until("nothing is left in XenStore", lambda: "frontend" not in xen.run("xenstore-ls /local/domain/0/backend/vif", check=False).text)
+
+
+@timeout(600)
+def test_every_app_runs_unchanged():
+    """DHCP over the bridge, an echo, a ping from a cell, and calls with deadlines between two domains."""
+    with host("echo", "ping", "calc") as xen:
+        settings = "interface br0\nstart 10.9.0.100\nend 10.9.0.110\nlease_file /tmp/leases\noption subnet 255.255.255.0\n"
+        xen.run(f"printf {settings!r} >/tmp/udhcpd.conf; touch /tmp/leases; udhcpd -S /tmp/udhcpd.conf")
+        xen.create("echo", "echo", mac="00:16:3e:00:00:10")
+        text = xen.wait_console("echo", "(DHCP)")
+        address = re.search(r"net up ([\d.]+)/24", text)[1]
+        assert xen.run(f"echo hello | nc -w 20 {address} 7 | head -n 1").text == "hello"
+
+        xen.create("ping", "ping", f"ip=10.9.0.3/24 host={DOM0}", mac="00:16:3e:00:00:11")
+        text = xen.wait_console("ping", "received")
+        assert re.search(r"3 sent, [1-3] received", text), text
+
+        xen.create("calc", "calc", "ip=10.9.0.4/24 tcp=7000", mac="00:16:3e:00:00:12")
+        xen.wait_console("calc", "net up")
+        line = "ip=10.9.0.5/24 role=client tcp=10.9.0.4:7000 count=50 deadline_us=0 timeout_ms=60000"
+        xen.create("client", "calc", line, mac="00:16:3e:00:00:13")
+        # It leaves with success only where each reply was right.
+        xen.wait_gone("client", 120)
+        print(xen.console("client"))
