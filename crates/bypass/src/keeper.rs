@@ -34,6 +34,7 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use std::collections::HashMap;
 use std::io::Write;
 use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
@@ -131,38 +132,70 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
 /// Starts a keeper for this place with the running program, unless one works; says whether one runs then, or none is needed since somebody
 /// detached everything meanwhile. Its output goes to its log, and it outlives whoever started it.
 pub fn start(place: &Place) -> std::io::Result<bool> {
-    if lacks(place).is_none() {
-        return Ok(true);
+    let end = Instant::now() + STARTING;
+    loop {
+        match start_once(place, end)? {
+            Start::Works => return Ok(true),
+            Start::Failed => return Ok(false),
+            Start::Overtaken if Instant::now() > end => return Ok(false),
+            Start::Overtaken => {}
+        }
     }
-    let mut child = {
+}
+
+/// How the start of a keeper ended.
+enum Start {
+    /// One runs, or none is needed.
+    Works,
+    /// It ended because others detached everything meanwhile, and perhaps attached again. Whoever did that may have been
+    /// killed before it started a keeper.
+    Overtaken,
+    /// It ended by a fault, which its log names, or took too long.
+    Failed,
+}
+
+fn start_once(place: &Place, limit: Instant) -> std::io::Result<Start> {
+    if lacks(place).is_none() {
+        return Ok(Start::Works);
+    }
+    let (mut child, log) = {
         // Who detaches meanwhile must not find a new log behind it, nor a keeper of what it removed.
         let lock = place.lock_if_there().map_err(std::io::Error::other)?;
         if lock.is_none() || lacks(place).is_none() {
-            return Ok(true);
+            return Ok(Start::Works);
         }
         end(place)?;
         // It has time to start.
         Beats::open(place).and_then(|mut b| b.set_all(monotonic_ns())).map_err(std::io::Error::other)?;
         let log = std::fs::File::create(place.log())?;
-        Command::new(std::env::current_exe()?)
+        let child = Command::new(std::env::current_exe()?)
             .args(["bypass", "keep"])
             .current_dir("/")
             .process_group(0)
             .stdin(Stdio::null())
             .stdout(Stdio::null())
-            .stderr(log)
-            .spawn()?
+            .stderr(log.try_clone()?)
+            .spawn()?;
+        (child, log)
     };
-    let end = Instant::now() + STARTING;
     while place.keeper().is_none() {
-        if Instant::now() > end || child.try_wait()?.is_some() {
-            return Ok(place.keeper().is_some() || !place.exists());
+        if let Some(status) = child.try_wait()? {
+            if place.keeper().is_some() {
+                return Ok(Start::Works);
+            }
+            // The log goes with all else that is removed at the end of a bypass. A `detach` kills the keeper first.
+            let is_removed = !place.exists() || log.metadata()?.nlink() == 0;
+            let is_fault = status.code().is_some_and(|code| code != 0);
+            return Ok(if is_fault && !is_removed { Start::Failed } else { Start::Overtaken });
+        }
+        if Instant::now() > limit {
+            return Ok(Start::Failed);
         }
         std::thread::sleep(Duration::from_millis(5));
     }
     // A daemon that started it lives on when it ends: then it shall not stay as a zombie.
     std::thread::Builder::new().name("bypass-keeper".into()).spawn(move || child.wait())?;
-    Ok(true)
+    Ok(Start::Works)
 }
 
 fn wished(wish: &[u8]) -> Option<(Connection, Update)> {
