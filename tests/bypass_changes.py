@@ -42,6 +42,13 @@ def rules(text):
     return lambda h: h.rules(text)
 
 
+def own_destination(h):
+    """The destination becomes the host's own. Of IPv6 the kernel makes the route to an address in a work queue, after the command."""
+    h.space.ip("address", "add", "10.2.0.2/32", "dev", "tb")
+    h.space.ip("address", "add", "fd02::2/128", "dev", "tb", "nodad")
+    until("the route to the address", lambda: "local fd02::2 " in h.space.ip("-6", "route", "show", "table", "local"))
+
+
 def flows(h, size):
     """One frame of each flow."""
     payload = b"p" * size
@@ -92,7 +99,7 @@ AT_ONCE = [
     ("routing rules by mark", links("rule add fwmark 7 prohibit", "-6 rule add fwmark 7 prohibit"), 20, RULES + "add rule inet f before meta mark set 7"),
     ("a mark for a routing rule", lambda h: (h.space.ip("rule", "add", "fwmark", "7", "prohibit"), h.space.ip("-6", "rule", "add", "fwmark", "7", "prohibit"),
                                              h.rules("add rule inet f before meta mark set 7")), 20, RULES),
-    ("a destination that is the host's own", links("address add 10.2.0.2/32 dev tb", "address add fd02::2/128 dev tb nodad")),
+    ("a destination that is the host's own", own_destination),
     ("addresses removed", links("address del 10.2.0.1/24 dev tb", "address del fd02::1/64 dev tb")),
     ("IPv6 off", settings("net.ipv6.conf.tb.disable_ipv6=1")),
     ("an MTU", links("link set tb mtu 1300"), 1400),
