@@ -5,7 +5,7 @@ import struct
 import time
 
 from bypass_hostile import is_packet, said, twins
-from bypass_paths import A, A6, B, B6, MAC_B, host
+from bypass_paths import A, A6, B, B6, MAC_B, has_tcx, host
 from lib import Namespace, timeout, until
 from lib.tap import ETH_IP4, ETH_IP6, TCP, UDP, Tap, ethernet, ipv4, ipv6, packed, transport
 
@@ -236,8 +236,9 @@ def test_an_interface_that_moves_away_goes_without_our_programs_and_is_attached_
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
         h.space.ip("link", "set", "ta", "netns", str(far))
-        until("our programs to be off it", lambda: len(list((h.folder / "run/bypass/bpf").rglob("link_*"))) == 2)
-        assert names(h) == ["tb"]
+        if has_tcx():
+            until("our programs to be off it", lambda: len(list((h.folder / "run/bypass/bpf").rglob("link_*"))) == 2)
+        until("it to be missed", lambda: names(h) == ["tb"])
         far.ip("link", "set", "ta", "netns", str(h.space))
         until("it to be attached again", lambda: names(h) == ["tb", "ta"])
         for words in ("address add 10.1.0.1/24 dev ta", "link set ta up"):

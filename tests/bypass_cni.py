@@ -10,6 +10,7 @@ from bypass_interfaces import recorded
 from bypass_paths import B, host, is_ip
 from lib import Namespace, Skip, need_program, until
 from lib.frames import mac_bytes
+from lib.machine import SLOW
 from lib.netns import inside
 from lib.tap import ETH_IP4, GSO_TCPV4, NEEDS_CSUM, TCP, UDP, Tap, ethernet, ipv4, transport, vnet_header
 
@@ -30,7 +31,7 @@ def cni(h, pod, command, config):
     path = plugin(config["type"])
     words = {"CNI_COMMAND": command, "CNI_CONTAINERID": str(pod), "CNI_NETNS": f"/run/netns/{pod}", "CNI_IFNAME": "eth0", "CNI_PATH": str(path.parent)}
     done = subprocess.run([*inside(h.space, own_mounts=False), "env", *(f"{k}={v}" for k, v in words.items()), path], input=json.dumps(config),
-                          capture_output=True, text=True, timeout=20)
+                          capture_output=True, text=True, timeout=20 * SLOW)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return json.loads(done.stdout) if done.stdout else None
 

@@ -11,6 +11,7 @@ import time
 
 from bypass_paths import PROGRAM, has_ended
 from lib import Fabric, Namespace, Skip, need_program, need_root, scratch, timeout, until
+from lib.machine import SLOW
 from lib.tap import Inside
 
 # The real network behind the host's own interface; the guest's address in the fabric.
@@ -45,7 +46,7 @@ ip = "{GUEST}"
     def bypass(self, *words):
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
         command = [str(PROGRAM), "bypass", *words, "--netns", str(self.host)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, check=True).stdout
+        return subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env, check=True).stdout
 
     def attached(self):
         return {i["name"]: i for i in json.loads(self.bypass("status", "--json"))["interfaces"]}
@@ -75,8 +76,8 @@ def world(network="bypass = true"):
     need_root()
     need_program("nft")
     need_program("nsenter")
-    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) < (6, 6):
-        raise Skip(f"the bypass needs Linux 6.6, this is {os.uname().release}")
+    if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) < (5, 15):
+        raise Skip(f"the bypass needs Linux 5.15, this is {os.uname().release}")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch())
         yield World(stack, folder, network)

@@ -9,9 +9,9 @@ import time
 
 from bypass_nat import NAT, forward
 from bypass_others import (ARRAY, BEFORE, LINK_CREATE, MAP_CREATE, NEXT, PROG_LOAD, SCHED_CLS, TCX_INGRESS, bpf)
-from bypass_paths import A, A6, B6, host
+from bypass_paths import A, A6, B6, has_tcx, host
 from bypass_veth import C, bound, container
-from lib import until
+from lib import Skip, until
 from lib.tap import ETH_IP4, ETH_IP6, UDP, Inside, ethernet, ipv4, ipv6, transport
 
 MAP_UPDATE = 2
@@ -86,6 +86,8 @@ class Marker:
     """A tcx program before all others that gives each frame the mark that `set` names: as a container engine's or a VPN's would."""
 
     def __init__(self, space, interface):
+        if not has_tcx():
+            raise Skip("this kernel has no tcx, by which a program comes before all filters")
         marks = bpf(MAP_CREATE, struct.pack("<IIII", ARRAY, 4, 4, 1))
         # r6 = context; *(u32 *)(r10 - 4) = 0; r0 = lookup(marks, r10 - 4); if (r0) context->mark = *(u32 *)r0; return NEXT
         code = [(0xBF, 0x16, 0, 0), (0x62, 10, -4, 0), (0xBF, 0xA2, 0, 0), (0x07, 2, 0, -4), (0x18, 0x11, 0, marks), (0, 0, 0, 0), (0x85, 0, 0, 1),

@@ -200,11 +200,14 @@ def twins(rules="", routes=(), sysctls=()):
                     h.space.ip("neighbour", "replace", address, "lladdr", mac, "dev", name, "nud", "permanent")
             h.space.run("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0", "net.ipv4.icmp_msgs_per_sec=1000000",
                         "net.ipv4.icmp_msgs_burst=1000000", "net.ipv4.conf.all.send_redirects=0",
-                        "net.ipv4.conf.ta.send_redirects=0", *sysctls)
+                        "net.ipv4.conf.ta.send_redirects=0")
             for route in routes:
                 h.space.ip(*route.split())
             if rules:
                 h.rules(rules)
+            # Those of connection tracking are there once rules have had its module loaded.
+            if sysctls:
+                h.space.run("sysctl", "-qw", *sysctls)
         yield plain, bypassed
 
 

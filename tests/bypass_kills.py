@@ -8,6 +8,7 @@ from pathlib import Path
 
 from bypass_paths import PROGRAM, Host, has_ended, host
 from lib import Namespace, need_program, scratch, timeout, until
+from lib.machine import SLOW
 from lib.process import children
 
 # What attaching and detaching ask of the kernel that stays when they are killed.
@@ -26,7 +27,7 @@ def environment(h):
 
 def is_killed(h, words, call, number):
     """Runs the command and kills it there; whether it came that far."""
-    done = subprocess.run(traced(h, words, call, number, "KILL"), capture_output=True, text=True, timeout=20, env=environment(h))
+    done = subprocess.run(traced(h, words, call, number, "KILL"), capture_output=True, text=True, timeout=20 * SLOW, env=environment(h))
     return done.returncode == -signal.SIGKILL
 
 
@@ -142,7 +143,7 @@ def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
                 h.space.ip("link", "del", "gone")
                 if strace.poll() is None:
                     os.kill(process, signal.SIGCONT)
-                said, _ = strace.communicate(timeout=60)
+                said, _ = strace.communicate(timeout=60 * SLOW)
             finally:
                 if strace.poll() is None:
                     os.kill(process, signal.SIGKILL)

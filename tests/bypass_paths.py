@@ -4,9 +4,12 @@ Each test has network namespaces of its own: a router with taps (driven here as 
 """
 
 import contextlib
+import ctypes
+import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import struct
 import subprocess
@@ -14,6 +17,7 @@ import time
 from pathlib import Path
 
 from lib import ROOT, Namespace, Skip, need_program, need_root, scratch, timeout, until
+from lib.machine import SLOW
 from lib.tap import (ACK, ETH_IP4, ETH_IP6, GSO_ECN, GSO_TCPV4, GSO_TCPV6, GSO_UDP_L4, ICMP, ICMP6, NEEDS_CSUM, SYN, TCP, TUNSETOFFLOAD, UDP, Inside,
                      Tap, checksum, echo, ethernet, ipv4, ipv6, transport, vnet_header)
 
@@ -23,6 +27,15 @@ A6, B6 = "fd01::2", "fd02::2"
 # How long a frame may take that arrives. The kernel forwards in its own time where the machine has much else to do.
 ARRIVES_S = 20
 MAC_A, MAC_B = "02:00:00:00:0a:02", "02:00:00:00:0b:02"
+
+
+def has_tcx():
+    """Whether the programs stand at tcx hooks; else they are filters behind a clsact qdisc."""
+    if os.environ.get("TOMBOLO_BYPASS_AS_OLD") == "1":
+        return False
+    # bpf(2), BPF_PROG_QUERY, of the loopback interface's tcx ingress; older kernels know no such hook.
+    attributes = ctypes.create_string_buffer(struct.pack("<II", 1, 46), 128)
+    return ctypes.CDLL(None).syscall(321, 16, attributes, len(attributes)) == 0
 
 
 class Host:
@@ -39,7 +52,7 @@ class Host:
     def cli(self, *words, check=True):
         command = [str(PROGRAM), "bypass", *map(str, words), "--netns", str(self.space)]
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60 * SLOW, env=env)
         if check and done.returncode:
             raise AssertionError(f"`{' '.join(command)}` ended with {done.returncode}: {done.stderr.strip()}")
         return done
@@ -53,6 +66,14 @@ class Host:
 
     def taken(self, name="ta"):
         return self.status(name)["taken"]
+
+    def programs_at(self, *names):
+        """How many of tc's programs are at these interfaces, which have two each."""
+        if has_tcx():
+            indices = [self.space.ip("-o", "link", "show", name).split(":")[0] for name in names]
+            return sum(len(list((self.folder / "run/bypass/bpf").glob(f"*/link_tcx_*_{index}"))) for index in indices)
+        shown = [self.space.run("tc", "filter", "show", "dev", name, side).stdout for name in names for side in ("ingress", "egress")]
+        return sum(len(re.findall(r"handle 0x1 tcx_(?:in|out) ", text)) for text in shown)
 
     def rules(self, text):
         done = subprocess.run(["ip", "netns", "exec", str(self.space), "nft", "-f", "-"], input=text, text=True, capture_output=True)
@@ -97,8 +118,8 @@ def host():
     need_root()
     need_program("nft")
     version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
-    if version < (6, 6):
-        raise Skip(f"the bypass needs Linux 6.6, this is {os.uname().release}")
+    if version < (5, 15):
+        raise Skip(f"the bypass needs Linux 5.15, this is {os.uname().release}")
     if not PROGRAM.exists():
         raise Skip(f"{PROGRAM} is not built: run ./x build")
     with Namespace() as space, scratch() as folder:
@@ -213,6 +234,17 @@ def segmentation_frames(h):
     yield vnet_header(NEEDS_CSUM, GSO_UDP_L4, 62, 1000, 54, 6), six(UDP, udp(A6, B6, data, partial=True))
 
 
+def is_refused(h, header, frame):
+    """Whether this kernel's taps take no UDP segmentation frames, as before Linux 6.2."""
+    try:
+        h.a.send(frame, header)
+    except OSError as error:
+        if error.errno == errno.EINVAL and header[1] == GSO_UDP_L4:
+            return True
+        raise
+    return False
+
+
 def test_segmentation_frames_arrive_as_the_kernel_sends_them_to_readers_with_and_without_offloads():
     for mode in ("tcx", "xdp"):
         for offloads in (True, False):
@@ -226,7 +258,7 @@ def test_segmentation_frames_arrive_as_the_kernel_sends_them_to_readers_with_and
                     # Without the header's length, a hint: test_frames_that_xdp_takes says why.
                     return [(v[:2] + v[4:], f) for v, f in h.b.drain(is_ip)]
 
-                frames = list(segmentation_frames(h))
+                frames = [frame for frame in segmentation_frames(h) if not is_refused(h, *frame)]
                 kernel = [sent(*frame) for frame in frames]
                 assert all(kernel) and (offloads or all(not v[0] and not v[1] for got in kernel for v, _ in got)), kernel
                 h.attach(words=("--lease", "10000", "--mode", mode))
@@ -236,6 +268,7 @@ def test_segmentation_frames_arrive_as_the_kernel_sends_them_to_readers_with_and
                         for _ in range(2):
                             assert h.across(h.to_b(kind, packet(a, b, proto, transport(proto, a, b, 1000, 2000, b"whole"))))
                 assert h.taken() == 4
+                assert len(frames) >= 5
                 for expected, frame in zip(kernel, frames):
                     for _ in range(2):
                         assert sent(*frame) == expected, f"{mode}, offloads {offloads}, {frame[0]}:\nkernel {expected}\nbypass {sent(*frame)}"
@@ -536,7 +569,8 @@ def test_a_rule_that_refuses_a_flow_is_obeyed_from_the_next_frame_on():
         for n in range(5):
             assert h.across(h.udp(), seconds=0.1) is None, f"frame {n} behind the new rule"
         h.rules("flush chain inet f forward")
-        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() == 2)
+        # Before Linux 6.17 two changes look like none, so the flow of before may hold again.
+        until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() >= 2)
 
 
 def test_detach_leaves_nothing_and_gives_the_way_back():

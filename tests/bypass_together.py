@@ -11,6 +11,7 @@ import threading
 
 from bypass_paths import PROGRAM, has_ended, host
 from lib import timeout, until
+from lib.machine import SLOW
 
 TIMES = int(os.environ.get("TOMBOLO_TIMES", "1"))
 
@@ -43,8 +44,7 @@ def works(h):
 
     until("frames to be taken", taken)
     for name in ("ta", "tb"):
-        index = h.space.ip("-o", "link", "show", name).split(":")[0]
-        assert len(list((h.folder / "run/bypass/bpf").glob(f"*/link_tcx_*_{index}"))) == 2, name
+        assert h.programs_at(name) == 2, name
 
 
 def nothing_is_left(h, keepers=()):
@@ -59,7 +59,7 @@ def test_of_two_first_attaches_at_once_none_destroys_the_other():
     with host() as h:
         for _ in range(25 * TIMES):
             both = [begin(h, "attach", name) for name in ("ta", "tb")]
-            said = [p.communicate(timeout=60) for p in both]
+            said = [p.communicate(timeout=60 * SLOW) for p in both]
             assert [p.returncode for p in both] == [0, 0], said
             assert {i["name"] for i in h.status()["interfaces"]} == {"ta", "tb"}, (said, h.status())
             keeper = h.status()["keeper"]
@@ -120,13 +120,13 @@ def test_attaches_beside_detaches_and_kills_end_in_one_state_or_the_other():
             if victim:
                 threading.Timer(random.random() * 0.4, victim.send_signal, [signal.SIGKILL]).start()
             for process in running:
-                out, error = process.communicate(timeout=120)
+                out, error = process.communicate(timeout=120 * SLOW)
                 assert process.returncode == 0 or process is victim, (turn, process.args, process.returncode, out, error)
             names = {i["name"] for i in h.status()["interfaces"]}
             assert names in (set(), {"ta", "tb"}), names
-            pins = len(list((h.folder / "run/bypass").rglob("link_tcx_*")))
-            # A killed one may have left pins that no record names; the next command takes them.
-            assert victim or pins == 2 * len(names), (pins, names)
+            programs = h.programs_at("ta", "tb")
+            # A killed one may have left programs that no record names; the next command takes them.
+            assert victim or programs == 2 * len(names), (programs, names)
             h.attach("ta", "tb")
             works(h)
             nothing_is_left(h)
@@ -152,7 +152,7 @@ def test_a_command_that_hangs_with_the_lock_is_named_and_one_that_is_killed_free
         finally:
             holder.kill()
             holder.wait()
-        out, error = waits.communicate(timeout=60)
+        out, error = waits.communicate(timeout=60 * SLOW)
         assert out == "ta detached\ntb detached\n", (out, error)
         assert json.loads(h.cli("status", "--json").stdout)["attached"] is False
         assert not (h.folder / "run/bypass").exists()

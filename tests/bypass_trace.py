@@ -9,6 +9,7 @@ import threading
 
 from bypass_paths import A, B, PROGRAM, host
 from lib import until
+from lib.machine import SLOW
 from lib.tap import ETH_IP4, ICMP, echo, ipv4
 
 
@@ -70,7 +71,7 @@ def test_a_trace_says_how_many_events_it_lost():
                     if words and sent >= 40_000:
                         break
                 trace.send_signal(signal.SIGINT)
-                _, error = trace.communicate(timeout=60)
+                _, error = trace.communicate(timeout=60 * SLOW)
                 out.seek(0)
                 text = out.read()
             assert trace.returncode == 0, (trace.returncode, error)
@@ -132,7 +133,7 @@ def test_detach_says_so_where_nothing_is_attached():
 def test_status_of_nothing_and_of_something_is_one_schema():
     with host() as h:
         assert h.status() == {"schema": 1, "attached": False, "keeper": None, "keeper_fault": None, "needs_keeper": False, "lease_ms": 0, "flows": 0,
-                              "judging_rules": [], "judging_rules_skipped": False, "rules_fault": None, "interfaces": []}
+                              "judging_rules": [], "judging_rules_skipped": False, "rules_fault": None, "limits": [], "interfaces": []}
         h.attach(words=("--lease", "5000"))
         h.across(h.udp())
         h.across(h.udp())

@@ -21,13 +21,13 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
-from lib.machine import Skip  # noqa: E402
+from lib.machine import SLOW, Skip  # noqa: E402
 from lib.process import children  # noqa: E402
 
 # What bounds a test that hangs; none comes near it on a machine that is three times slower than those it was written on.
 DEFAULT_TIMEOUT_S = 300
 # How long what a test has told to end may take for it.
-ENDING_S = 3
+ENDING_S = 3 * SLOW
 PR_SET_CHILD_SUBREAPER = 36
 SKIPPED = 77
 libc = ctypes.CDLL(None, use_errno=True)
@@ -49,7 +49,7 @@ def reap_left():
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
         time.sleep(0.01)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 10 * SLOW
     while time.monotonic() < deadline:
         left = children(os.getpid())
         if not left:
@@ -88,7 +88,7 @@ def in_child(test, log):
 
 def run(name, test):
     """Runs one test; gives its verdict ("ok", "FAIL", "skip") and a text."""
-    seconds = getattr(test, "timeout_s", DEFAULT_TIMEOUT_S)
+    seconds = getattr(test, "timeout_s", DEFAULT_TIMEOUT_S) * SLOW
     with tempfile.TemporaryFile("w+") as log:
         pid = os.fork()
         if pid == 0:

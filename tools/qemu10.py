@@ -13,15 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from debian import SUITE, backports, output
+
 ROOT = Path(__file__).resolve().parent.parent
 HERE = ROOT / "build/qemu10"
 PROGRAM = "qemu-system-x86_64"
 PACKAGES = ("qemu-system-x86", "qemu-system-common", "qemu-system-data", "seabios")
-KEYRING = "/usr/share/keyrings/debian-archive-keyring.gpg"
-
-
-def output(*argv, **kwargs):
-    return subprocess.run(argv, check=True, stdout=subprocess.PIPE, text=True, **kwargs).stdout
 
 
 def major(program):
@@ -41,16 +38,6 @@ def write_run(text):
     print(f"qemu10: {output(script, '--version').splitlines()[0]}: build/qemu10/run")
 
 
-def mirror():
-    """Where this system gets Debian from, as it is configured here."""
-    targets = output("apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages")
-    for line in targets.splitlines():
-        uri, codename, component = line.split()
-        if codename == "bookworm" and component == "main":
-            return uri
-    sys.exit("qemu10: the system's apt knows no Debian bookworm to take the backports from; install QEMU 10 or newer yourself")
-
-
 def main():
     HERE.mkdir(parents=True, exist_ok=True)
     system = shutil.which(PROGRAM)
@@ -59,25 +46,12 @@ def main():
     if (HERE / "run").exists() and major(HERE / "run") >= 10:
         return print("qemu10: build/qemu10/run (as it was)")
     apt = HERE / "apt"
-    for folder in ("etc", "state/lists/partial", "cache/archives/partial"):
-        (apt / folder).mkdir(parents=True, exist_ok=True)
-    (apt / "etc/sources.list").write_text(f"deb [signed-by={KEYRING}] {mirror()} bookworm-backports main\n")
-    options = []
-    for option in (
-        f"Dir::Etc::sourcelist={apt}/etc/sources.list",
-        "Dir::Etc::sourceparts=/dev/null",
-        f"Dir::State={apt}/state",
-        "Dir::State::status=/var/lib/dpkg/status",
-        f"Dir::Cache={apt}/cache",
-        "APT::Sandbox::User=root",
-    ):
-        options += ["-o", option]
-    output("apt-get", "-q", *options, "update")
+    options = backports("qemu10", apt)
     debs = HERE / "debs"
     shutil.rmtree(debs, ignore_errors=True)
     debs.mkdir()
-    print(f"qemu10: downloading {' '.join(PACKAGES)} from bookworm-backports (unpacked below build/qemu10, not installed)")
-    output("apt-get", "-q", *options, "download", *(f"{name}/bookworm-backports" for name in PACKAGES), cwd=debs)
+    print(f"qemu10: downloading {' '.join(PACKAGES)} from {SUITE} (unpacked below build/qemu10, not installed)")
+    output("apt-get", "-q", *options, "download", *(f"{name}/{SUITE}" for name in PACKAGES), cwd=debs)
     tree = HERE / "tree"
     shutil.rmtree(tree, ignore_errors=True)
     for deb in debs.glob("*.deb"):

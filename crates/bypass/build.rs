@@ -1,5 +1,5 @@
-//! Compiles the eBPF programs with clang. The object is the same for every kernel: places of kernel fields are found when it is
-//! loaded.
+//! Compiles the eBPF programs with clang, twice: for kernels that give programs typed pointers (Linux 6.2), and for older ones. Each
+//! object is the same for every such kernel: places of kernel fields are found when it is loaded.
 
 use std::env;
 use std::path::PathBuf;
@@ -17,9 +17,16 @@ fn main() {
     println!("cargo::rerun-if-changed=ebpf");
     println!("cargo::rerun-if-env-changed=CLANG");
     let clang = env::var("CLANG").unwrap_or_else(|_| "clang".into());
+    for (object, flags) in [("bypass.bpf.o", &[][..]), ("bypass-old.bpf.o", &["-DOLD_KERNEL"][..])] {
+        compile(&clang, object, flags);
+    }
+}
+
+fn compile(clang: &str, object: &str, flags: &[&str]) {
     let target = env::var("CARGO_CFG_TARGET_ARCH").expect("cargo says for which architecture it builds");
-    let object = PathBuf::from(env::var_os("OUT_DIR").expect("cargo gives a folder")).join("bypass.bpf.o");
-    let output = Command::new(&clang)
+    let object = PathBuf::from(env::var_os("OUT_DIR").expect("cargo gives a folder")).join(object);
+    let output = Command::new(clang)
+        .args(flags)
         .args(["-O2", "-g", "-Wall", "-Wextra", "-Werror", "-target", "bpf", "-mcpu=v3"])
         // Where Debian keeps <asm/types.h>, which for this target is in no default path.
         .arg(format!("-I/usr/include/{target}-linux-gnu"))

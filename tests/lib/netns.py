@@ -4,7 +4,7 @@ import itertools
 import os
 import subprocess
 
-from .machine import need_root
+from .machine import SLOW, need_root
 
 _numbers = itertools.count()
 
@@ -70,7 +70,7 @@ class Namespace:
         """Whether one echo request from within is answered, however busy the machine is."""
         return self.pings(address, seconds=20)
 
-    def run(self, *argv, seconds=60, check=True):
+    def run(self, *argv, seconds=60 * SLOW, check=True):
         """Runs a program inside and gives its CompletedProcess."""
         command = ["ip", "netns", "exec", self.name] + [str(word) for word in argv]
         return subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=check)

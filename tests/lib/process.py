@@ -11,11 +11,12 @@ import threading
 import time
 from pathlib import Path
 
+from .machine import SLOW
 from .netns import inside
 
 PR_SET_PDEATHSIG = 1
 # How long a wait lasts unless it says otherwise: a machine that has much else to do may let a process stand for tens of seconds.
-PATIENCE_S = 60
+PATIENCE_S = 60 * SLOW
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

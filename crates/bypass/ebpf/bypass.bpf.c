@@ -162,7 +162,7 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 {
 	__u32 iif = skb->ifindex;
 	struct port *port = bpf_map_lookup_elem(&ports, &iif);
-	__u64 address = (__u64)kernel_context(skb);
+	__u64 address = number_of(kernel_context(skb));
 	__u32 pend = pending_slot(address);
 	struct pending *p = bpf_map_lookup_elem(&pending, &pend);
 	bool is_parsed = verdict >= UP_TTL, is_worth_learning;
@@ -247,7 +247,7 @@ static __always_inline int alter(struct __sk_buff *skb, const struct flow *flow,
 
 static __always_inline bool is_partial(const struct sk_buff *skb)
 {
-	return BPF_CORE_READ_BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
+	return BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
 }
 
 /* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; a
@@ -269,9 +269,9 @@ static __always_inline __u32 segment_headers(struct __sk_buff *skb, const struct
 	__u32 inner, header;
 	__u8 offset = 0;
 
-	if (!BPF_CORE_READ_BITFIELD(kernel_skb, encapsulation))
+	if (!BITFIELD(kernel_skb, encapsulation))
 		return f->headers;
-	inner = kernel_skb->inner_transport_header - kernel_skb->network_header;
+	inner = FIELD(kernel_skb, inner_transport_header) - FIELD(kernel_skb, network_header);
 	bpf_skb_load_bytes(skb, ETH_HLEN + inner + offsetof(struct transport, tcp.offset), &offset, sizeof(offset));
 	/* UDP's is shorter than any of TCP's: what is taken for TCP then is judged too long by a few bytes. */
 	header = (offset >> 4) * 4;
@@ -297,7 +297,7 @@ static __always_inline bool fits_peer(const struct flow *flow, __u32 length)
 {
 	const struct net_device *peer = READ_ONLY(struct net_device, TYPE_NET_DEVICE, flow->peer);
 
-	return length <= peer->mtu + VLAN_HLEN;
+	return length <= FIELD(peer, mtu) + VLAN_HLEN;
 }
 
 static __always_inline void wish(const struct nf_conn *conn, int family, __u64 address, enum wish_kind kind)
@@ -333,8 +333,12 @@ static __always_inline enum judgement judge(struct frame *f, int family)
 	__u64 exact = 0;
 	enum judgement judgement = judge_end(f, family, &exact);
 
-	if (exact)
-		wish(READ_ONLY(struct nf_conn, TYPE_NF_CONN, exact), family, exact, WISH_CLOSED);
+	if (exact) {
+		const struct nf_conn *conn = connection(exact);
+
+		if (!IS_MISSING(conn))
+			wish(conn, family, exact, WISH_CLOSED);
+	}
 	return judgement;
 }
 
@@ -398,7 +402,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 		note_sequence(flow, &f);
 	now = bpf_ktime_get_coarse_ns();
 	kernel_skb = kernel_context(skb);
-	verdict = holds(flow, &f, family, kernel_skb->dev->nd_net.net, now);
+	verdict = holds(flow, &f, family, FIELD(FIELD(kernel_skb, dev), nd_net.net), now);
 	/* The kernel must not see what is to leave its entry alone, so what it did last is done once more. */
 	if (judgement == JUDGED_IGNORE && verdict == UP_LEASE)
 		verdict = 0;
@@ -471,12 +475,13 @@ int tcx_in(struct __sk_buff *skb)
  * then ip6_fragment by the route's own). */
 static __always_inline __u32 forward_mtu(struct sk_buff *skb, const struct dst_entry *dst, int family)
 {
-	const struct dst_metrics *metrics = READ_ONLY(struct dst_metrics, TYPE_DST_METRICS, dst->_metrics & DST_METRICS_PTRMASK);
-	__u32 route = metrics->metrics[RTAX_MTU - 1], device = skb->dev->mtu;
-	bool is_locked = metrics->metrics[RTAX_LOCK - 1] & 1 << RTAX_MTU;
+	const struct dst_metrics *metrics = READ_ONLY(struct dst_metrics, TYPE_DST_METRICS, FIELD(dst, _metrics) & DST_METRICS_PTRMASK);
+	const struct net_device *dev = FIELD(skb, dev);
+	__u32 route = FIELD(metrics, metrics[RTAX_MTU - 1]), device = FIELD(dev, mtu);
+	bool is_locked = FIELD(metrics, metrics[RTAX_LOCK - 1]) & 1 << RTAX_MTU;
 
-	if (family == AF_INET6 && skb->dev->ip6_ptr)
-		device = skb->dev->ip6_ptr->cnf.mtu6;
+	if (family == AF_INET6 && FIELD(dev, ip6_ptr))
+		device = FIELD(FIELD(dev, ip6_ptr), cnf.mtu6);
 	if (!route)
 		return device;
 	return family == AF_INET || is_locked || route < device ? route : device;
@@ -487,7 +492,7 @@ static __always_inline bool is_mtu_learned(const struct dst_entry *dst)
 {
 	struct rtable *route = READ_ONLY(struct rtable, TYPE_RTABLE, (__u64)dst);
 
-	return BPF_CORE_READ_BITFIELD(route, rt_mtu_locked);
+	return BITFIELD(route, rt_mtu_locked);
 }
 
 /* The private part of a net_device follows it, aligned to 32 bytes; of a veth it begins with the other end (struct veth_priv, as long as
@@ -626,10 +631,11 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 				 int family, __u64 now, bool *shortened)
 {
 	struct sk_buff *kernel_skb = kernel_context(skb);
-	struct net *net = kernel_skb->dev->nd_net.net;
+	struct net_device *dev = FIELD(kernel_skb, dev);
+	struct net *net = FIELD(dev, nd_net.net);
 	const struct dst_entry *dst;
 	__u64 lease = setting(SET_LEASE_NS);
-	unsigned long nfct = kernel_skb->_nfct;
+	unsigned long nfct = FIELD(kernel_skb, _nfct), refdst = FIELD(kernel_skb, _skb_refdst);
 	struct flow6 whole = {};
 	struct flow *flow = &whole.flow, *known;
 	struct port *in, *output;
@@ -640,20 +646,22 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
 	    out->rest != p->rest || out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
-	if (iif == oif || iif >= MAX_IFINDEX || !(kernel_skb->_skb_refdst & SKB_DST_PTRMASK))
+	if (iif == oif || iif >= MAX_IFINDEX || !(refdst & SKB_DST_PTRMASK))
 		return 1 + NOT_A_PLAIN_ROUTE;
-	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, kernel_skb->_skb_refdst & SKB_DST_PTRMASK);
-	if (dst->lwtstate || net->ipv4.sysctl_ip_fwd_use_pmtu || (family == AF_INET && is_mtu_learned(dst)))
+	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, refdst & SKB_DST_PTRMASK);
+	if (FIELD(dst, lwtstate) || FIELD(net, ipv4.sysctl_ip_fwd_use_pmtu) || (family == AF_INET && is_mtu_learned(dst)))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
-	if (dst->dev->ifindex != kernel_skb->dev->ifindex)
+	if (FIELD(FIELD(dst, dev), ifindex) != FIELD(dev, ifindex))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	note_translation(&whole, &p->key, &out->key, family);
 	if (!check_follows(flow, p, out, is_partial(kernel_skb)))
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	if (nfct & ~NFCT_INFOMASK) {
-		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, nfct & ~NFCT_INFOMASK);
+		const struct nf_conn *conn = connection(nfct & ~NFCT_INFOMASK);
 
+		if (IS_MISSING(conn))
+			return 1 + NOT_A_PLAIN_CONNECTION;
 		flow->conn = nfct & ~NFCT_INFOMASK;
 		flow->conn_status = conn->status & STATUS_BITS;
 		flow->direction = (nfct & NFCT_INFOMASK) >= IP_CT_IS_REPLY;
@@ -693,7 +701,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
 		return 1 + NOT_A_PLAIN_ROUTE;
 	/* Whoever holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
-	if (in->flags & PORT_QUEUED && !(kernel_skb->_skb_refdst & SKB_DST_NOREF))
+	if (in->flags & PORT_QUEUED && !(refdst & SKB_DST_NOREF))
 		return 1 + NOT_AT_ONCE;
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
 	__builtin_memcpy(flow->in_mac, p->in_mac, sizeof(flow->in_mac));
@@ -711,13 +719,13 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	mtu = forward_mtu(kernel_skb, dst, family);
 	flow->mtu = mtu < 0xffff ? mtu : 0xffff;
 	if (output->flags & PORT_PEER && !(output->flags & PORT_CAPTURED)) {
-		flow->peer = veth_peer((__u64)kernel_skb->dev);
-		if (flow->peer && veth_peer(flow->peer) == (__u64)kernel_skb->dev)
+		flow->peer = veth_peer((__u64)dev);
+		if (flow->peer && veth_peer(flow->peer) == (__u64)dev)
 			flow->flags |= FLOW_PEER;
 	}
 	/* XDP neither queues nor marks, refuses what is longer than the interface's MTU, and what captures at the output would miss it, as would programs that see frames before tcx_in does. */
 	if (output->flags & PORT_XDP_OUT && !(in->flags & PORT_PRECEDED) && !(output->flags & PORT_CAPTURED) && !(flow->flags & FLOW_PEER) && !skb->mark &&
-	    !p->mark && flow->mtu <= kernel_skb->dev->mtu)
+	    !p->mark && flow->mtu <= FIELD(dev, mtu))
 		flow->flags |= FLOW_XDP;
 	if (is_partial(kernel_skb))
 		flow->flags |= FLOW_PARTIAL;
@@ -756,7 +764,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 
 static __always_inline void watch(struct __sk_buff *skb, int family)
 {
-	__u64 address = (__u64)kernel_context(skb);
+	__u64 address = number_of(kernel_context(skb));
 	__u32 slot = pending_slot(address);
 	struct pending *p = bpf_map_lookup_elem(&pending, &slot);
 	__u64 now = bpf_ktime_get_coarse_ns();
@@ -821,7 +829,7 @@ static __always_inline int hand_on(const struct flow *flow, __u32 why)
  * their own in the device, which no driver uses. Of the offloads of an sk_buff nothing is seen here. */
 static __always_inline bool is_generic(const struct xdp_rxq_info *rxq, const struct net_device *dev)
 {
-	return (__u64)rxq - (__u64)dev->_rx < (__u64)dev->num_rx_queues * bpf_core_type_size(struct netdev_rx_queue);
+	return (__u64)rxq - (__u64)FIELD(dev, _rx) < (__u64)FIELD(dev, num_rx_queues) * bpf_core_type_size(struct netdev_rx_queue);
 }
 
 static __always_inline int take_raw(struct xdp_md *ctx, int family)
@@ -829,7 +837,8 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 	void *data = (void *)(long)ctx->data, *end = (void *)(long)ctx->data_end;
 	__u32 header = family == AF_INET ? IP4_BYTES : IP6_BYTES, bytes = end - data, padding;
 	struct xdp_buff *buff = kernel_context(ctx);
-	struct net_device *dev = buff->rxq->dev;
+	struct xdp_rxq_info *rxq = FIELD(buff, rxq);
+	struct net_device *dev = FIELD(rxq, dev);
 	const __u16 *mac, *known;
 	struct transport *t;
 	struct counters *c;
@@ -845,7 +854,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 	if (!flow)
 		return XDP_PASS;
 	now = bpf_ktime_get_coarse_ns();
-	if (holds(flow, &f, family, dev->nd_net.net, now))
+	if (holds(flow, &f, family, FIELD(dev, nd_net.net), now))
 		return XDP_PASS;
 	if (differs_in_fields(flow, &f, family, 0))
 		return XDP_PASS;
@@ -855,12 +864,12 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 		return XDP_PASS;
 	if (!(flow->flags & FLOW_XDP))
 		return hand_on(flow, HANDED_OUTPUT);
-	if (f.length > flow->mtu || is_generic(buff->rxq, dev))
+	if (f.length > flow->mtu || is_generic(rxq, dev))
 		return hand_on(flow, HANDED_LARGE);
 	/* One in 65536 whole frames looks so too; it takes the slower way. */
 	if (flow->flags & FLOW_PARTIAL || may_be_partial(&f, family))
 		return hand_on(flow, HANDED_PARTIAL);
-	if ((__u64)dev->ptype_all.next != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
+	if ((__u64)FIELD(dev, ptype_all.next) != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
 		return hand_on(flow, HANDED_CAPTURE);
 	padding = bytes - ETH_HLEN - f.length;
 	if (padding) {

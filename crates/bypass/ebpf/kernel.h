@@ -249,6 +249,52 @@ struct nf_conn {
 #pragma clang attribute pop
 
 /*
+ * Reading the kernel's structures. FIELD(pointer, member) is for whatever the kernel made; BITFIELD is the same for a bit
+ * field. Since Linux 6.2 both are plain loads by pointers that the verifier knows the types of.
+ *
+ * Older kernels have no way to such pointers. For them the same source is compiled a second time, with OLD_KERNEL: there each
+ * read is a call of bpf_probe_read_kernel, and a connection is copied whole (see `connection`).
+ */
+#ifdef OLD_KERNEL
+
+#define FIELD(pointer, member)                                                                                    \
+	({                                                                                                        \
+		typeof(pointer) pointer_ = (pointer);                                                             \
+		/* Of a statement's value, which has no `const`. */                                               \
+		typeof(({ pointer_->member; })) value_;                                                           \
+		bpf_probe_read_kernel(&value_, sizeof(value_),                                                    \
+				      __builtin_preserve_access_index(&pointer_->member));                        \
+		value_;                                                                                           \
+	})
+#define BITFIELD(pointer, member) BPF_CORE_READ_BITFIELD_PROBED(pointer, member)
+
+/* The sk_buff or xdp_buff behind the context: on every kernel the same address. */
+static __always_inline void *kernel_context(void *context)
+{
+	asm volatile("" : "+r"(context));
+	return context;
+}
+
+/* A pointer as a number, which tells objects of one kind apart. The verifier allows no arithmetic on a context's pointer, but
+ * a copy of its lower half is a plain number. */
+static __always_inline __u64 number_of(void *pointer)
+{
+	register __u64 r0 asm("r0");
+	register void *r1 asm("r1") = pointer;
+
+	asm volatile("w0 = w1" : "=r"(r0) : "r"(r1));
+	return r0;
+}
+
+/* An address as a pointer to a kernel type, for FIELD. */
+#define READ_ONLY(type, id, address) ((type *)(address))
+
+#else
+
+#define FIELD(pointer, member) ((pointer)->member)
+#define BITFIELD(pointer, member) BPF_CORE_READ_BITFIELD(pointer, member)
+
+/*
  * Kernel functions (kfuncs). The instruction is written out with a place-holder where the function's BTF id belongs; the
  * loader (src/object.rs) puts the id of the running kernel in. CALL with src_reg 2 is "call a kernel function".
  */
@@ -264,6 +310,11 @@ static __always_inline void *kernel_context(void *context)
 
 	asm volatile(KFUNC_CALL(KFUNC_CAST_TO_KERN_CTX) : "=r"(r0), "+r"(r1) : : "r2", "r3", "r4", "r5", "memory");
 	return r0;
+}
+
+static __always_inline __u64 number_of(void *pointer)
+{
+	return (__u64)pointer;
 }
 
 /*
@@ -286,4 +337,5 @@ static __always_inline void *kernel_context(void *context)
 		(type *)r0;                                                                                       \
 	})
 
+#endif
 #endif

@@ -164,8 +164,8 @@ static __noinline int judge_end(struct frame *f, int family, __u64 *exact)
 	flow = progress_of(&tuple, family, &own);
 	if (!flow)
 		return JUDGED_UP;
-	conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, flow->conn);
-	if ((conn->status & STATUS_BITS) != flow->conn_status ||
+	conn = connection(flow->conn);
+	if (IS_MISSING(conn) || (conn->status & STATUS_BITS) != flow->conn_status ||
 	    !connection_is(conn, family, flow->direction, &f->key, family == AF_INET ? &flow->saddr : ((struct flow6 *)flow)->saddr,
 			   family == AF_INET ? &flow->daddr : ((struct flow6 *)flow)->daddr, flow->ports))
 		return JUDGED_UP;

@@ -26,23 +26,23 @@ struct netns_nftables___old {
 static __always_inline __u32 rules_generation(struct net *net)
 {
 	if (bpf_core_field_exists(net->nft.base_seq))
-		return net->nft.base_seq;
-	return net->nft.gencursor;
+		return FIELD(net, nft.base_seq);
+	return FIELD(net, nft.gencursor);
 }
 
 static __always_inline __u32 route_generation(struct net *net, int family)
 {
-	__u32 generation = net->ipv4.rt_genid.counter;
+	__u32 generation = FIELD(net, ipv4.rt_genid.counter);
 
 	/* All of them only grow, so their sum changes with each. */
 	if (family == AF_INET6)
-		generation += net->ipv6.fib6_sernum.counter + net->ipv6.rt6_stats->fib_discarded_routes;
+		generation += FIELD(net, ipv6.fib6_sernum.counter) + FIELD(FIELD(net, ipv6.rt6_stats), fib_discarded_routes);
 	return generation;
 }
 
 static __always_inline __u64 hooks(struct net *net, int family)
 {
-	return family == AF_INET ? (__u64)net->nf.hooks_ipv4[NF_INET_FORWARD] : (__u64)net->nf.hooks_ipv6[NF_INET_FORWARD];
+	return family == AF_INET ? (__u64)FIELD(net, nf.hooks_ipv4[NF_INET_FORWARD]) : (__u64)FIELD(net, nf.hooks_ipv6[NF_INET_FORWARD]);
 }
 
 /* Hooks of one chain that are looked at; with more of them there may be any. */
@@ -54,7 +54,7 @@ static __always_inline __u64 hooks(struct net *net, int family)
  * each), and behind them the addresses of what they were registered with, in the same order (nf_hook_entries_get_hook_ops). */
 static __always_inline bool is_tracking(struct net *net, int family)
 {
-	__u64 at = family == AF_INET ? (__u64)net->nf.hooks_ipv4[NF_INET_PRE_ROUTING] : (__u64)net->nf.hooks_ipv6[NF_INET_PRE_ROUTING];
+	__u64 at = family == AF_INET ? (__u64)FIELD(net, nf.hooks_ipv4[NF_INET_PRE_ROUTING]) : (__u64)FIELD(net, nf.hooks_ipv6[NF_INET_PRE_ROUTING]);
 	const struct nf_hook_entries *entries = (const struct nf_hook_entries *)at;
 	__u16 count = 0;
 
@@ -72,6 +72,44 @@ static __always_inline bool is_tracking(struct net *net, int family)
 	}
 	return false;
 }
+
+#ifdef OLD_KERNEL
+
+/* A connection as it was when it was looked at, as long as any kernel's nf_conn up to the last member that is read. One at a time on each CPU. */
+#define CONNECTION_BYTES 320
+struct snapshot {
+	__u64 words[CONNECTION_BYTES / 8];
+};
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct snapshot);
+} snapshot SEC(".maps");
+
+#define IS_MISSING(conn) (!(conn))
+
+static __always_inline const struct nf_conn *connection(__u64 address)
+{
+	__u32 zero = 0;
+	struct snapshot *copy = bpf_map_lookup_elem(&snapshot, &zero);
+
+	if (!copy || bpf_probe_read_kernel(copy, sizeof(*copy), (void *)address))
+		return NULL;
+	return (const struct nf_conn *)copy;
+}
+
+#else
+
+#define IS_MISSING(conn) false
+
+static __always_inline const struct nf_conn *connection(__u64 address)
+{
+	return READ_ONLY(struct nf_conn, TYPE_NF_CONN, address);
+}
+
+#endif
 
 /* Whether tuple `t` goes from s to d with these ports. */
 static __always_inline bool tuple_is(const struct nf_conntrack_tuple *t, int family, __u32 proto, const __u32 *s,
@@ -104,7 +142,7 @@ static __always_inline bool connection_is(const struct nf_conn *conn, int family
 
 static __always_inline bool is_liberal(const struct nf_conn *conn, struct net *net)
 {
-	return net->ct.nf_ct_proto.tcp.tcp_be_liberal ||
+	return FIELD(net, ct.nf_ct_proto.tcp.tcp_be_liberal) ||
 	       (conn->proto.tcp.seen[0].flags & conn->proto.tcp.seen[1].flags & IP_CT_TCP_FLAG_BE_LIBERAL);
 }
 
@@ -136,11 +174,11 @@ static __always_inline int holds(const struct flow *flow, const struct frame *f,
 	    flow->hooks != hooks(net, family) || flow->epoch != (__u32)setting(SET_EPOCH))
 		return UP_CHANGED;
 	if (flow->conn) {
-		const struct nf_conn *conn = READ_ONLY(struct nf_conn, TYPE_NF_CONN, flow->conn);
+		const struct nf_conn *conn = connection(flow->conn);
 		const __u32 *saddr = family == AF_INET ? &flow->saddr : ((const struct flow6 *)flow)->saddr;
 		const __u32 *daddr = family == AF_INET ? &flow->daddr : ((const struct flow6 *)flow)->daddr;
 
-		if ((conn->status & STATUS_BITS) != flow->conn_status)
+		if (IS_MISSING(conn) || (conn->status & STATUS_BITS) != flow->conn_status)
 			return UP_CONNTRACK;
 		if (!connection_is(conn, family, flow->direction, &f->key, saddr, daddr, flow->ports))
 			return UP_CONNTRACK;

@@ -1,11 +1,12 @@
 //! Attaching to interfaces and detaching again.
 //!
-//! Everything that is attached is a pinned link, so no process of ours has to live. What is there already is left as it is: other tcx
-//! programs run before ours; where older tc filters would run after ours, and so never see a frame that is taken, it is
-//! refused unless asked for.
+//! Everything that is attached is a pinned link, or a filter where the kernel has no tcx (`hook`), so no process of ours has to live. What
+//! is there already is left as it is: others' programs run before ours; where older tc filters would run after ours, and so
+//! never see a frame that is taken, it is refused unless asked for.
 
 use crate::chooser::Why;
 use crate::conntrack::Conntrack;
+use crate::hook::{self, has_tcx};
 use crate::keeper::{self, KEPT};
 use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Tuple};
 use crate::maps::{self, Maps, MapsError};
@@ -15,10 +16,7 @@ use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wante
 use crate::rules;
 use crate::settle;
 use aya::programs::links::{FdLink, PinnedLink};
-use aya::programs::tc::TcAttachOptions;
-use aya::programs::{
-    LinkOrder, ProgramError, ProgramInfo, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs,
-};
+use aya::programs::{ProgramError, ProgramInfo, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs};
 use aya_obj::programs::XdpAttachType;
 use std::time::Duration;
 
@@ -164,13 +162,12 @@ pub(crate) struct Others {
 
 impl Others {
     pub(crate) fn at(routes: &Routes, link: &Link, past_filters: bool, ours: Ours) -> Result<Others, NetlinkError> {
-        let ingress = programs_at(link, TcAttachType::Ingress);
-        let behind = ingress.iter().skip_while(|id| **id != ours.ingress).any(|id| *id != ours.ingress);
+        let at = |hook, id| hook::others_at(routes, &link.name, link.index, hook, id);
+        let (ingress, egress) = (at(TcAttachType::Ingress, ours.ingress)?, at(TcAttachType::Egress, ours.egress)?);
         Ok(Others {
-            overlooked: !past_filters && (routes.has_ingress_filters(link.index)? || behind),
-            preceding: ingress.first().is_some_and(|id| *id != ours.ingress),
-            at_egress: routes.has_egress_filters(link.index)?
-                || programs_at(link, TcAttachType::Egress).iter().any(|id| *id != ours.egress),
+            overlooked: !past_filters && ingress.behind,
+            preceding: ingress.before,
+            at_egress: egress.before || egress.behind,
             at_peer: routes.has_peer_xdp(link)?,
             // Where the kernel has no such queues there is no such file.
             queued: std::fs::read("/proc/thread-self/net/netfilter/nfnetlink_queue").is_ok_and(|t| !t.is_empty()),
@@ -186,27 +183,20 @@ impl Others {
     }
 }
 
-/// Numbers of the tcx programs at an interface's hook, in the order in which they run.
-fn programs_at(link: &Link, hook: TcAttachType) -> Vec<u32> {
-    query(link, hook).unwrap_or_default()
-}
-
-/// The same; nothing where the kernel cannot be asked.
-fn query(link: &Link, hook: TcAttachType) -> Option<Vec<u32>> {
-    let programs = SchedClassifier::query_tcx(&link.name, hook).ok()?.1;
-    Some(programs.iter().map(ProgramInfo::id).collect())
-}
-
 /// Whether our programs are at work at an interface. Neither its number nor the namespace's says so: the kernel gives both out again, and a
 /// pin outlives what its link was attached to. So the pinned link is to be of our program, and the interface's hook is to have that program;
-/// the hook is asked, since aya does not give a link's interface, which would be 0 of a dead one.
+/// the hook is asked, since aya does not give a link's interface, which would be 0 of a dead one. A filter is at the hook or nowhere.
 pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
     let hooks = [(TCX_IN, TcAttachType::Ingress, ours.ingress), (TCX_OUT, TcAttachType::Egress, ours.egress)];
     hooks.into_iter().all(|(name, hook, id)| {
+        if !has_tcx() {
+            return hook::is_filter(link.index, hook, id);
+        }
         let pinned = PinnedLink::from_pin(place.pin(&format!("link_{name}_{}", link.index))).map(FdLink::from);
         let program = pinned.and_then(|l| l.info()).map(|i| i.program_id());
         // One that is renamed in this moment is not found by its name: the next look tells.
-        program.is_ok_and(|found| found == id) && query(link, hook).is_none_or(|found| found.contains(&id))
+        program.is_ok_and(|found| found == id)
+            && hook::query_tcx(&link.name, hook).is_none_or(|found| found.contains(&id))
     })
 }
 
@@ -261,12 +251,7 @@ fn found(place: &Place) -> Result<(), AttachError> {
 
 fn attach_tcx(place: &Place, interface: &str, index: u32, name: &str, hook: TcAttachType) -> Result<(), String> {
     let mut program = program(place, name).map_err(|e| chain(&e))?;
-    let options = TcAttachOptions::TcxOrder(LinkOrder::last());
-    let id = program.attach_with_options(interface, hook, options).map_err(|e| chain(&e))?;
-    let link = program.take_link(id).map_err(|e| chain(&e))?;
-    let link = FdLink::try_from(link).map_err(|e| chain(&e))?;
-    link.pin(place.pin(&format!("link_{name}_{index}"))).map_err(|e| chain(&e))?;
-    Ok(())
+    hook::attach(place, &mut program, (interface, index), (name, hook))
 }
 
 /// Puts the XDP program into the driver.
@@ -296,6 +281,21 @@ fn detach_all(place: &Place, index: u32) {
     for name in [XDP_IN, TCX_IN, TCX_OUT] {
         detach_link(place, name, index);
     }
+    if !has_tcx()
+        && let Ok(ours) = Ours::of(place)
+    {
+        hook::remove_filters(place, index, [ours.ingress, ours.egress]);
+    }
+}
+
+/// Takes off all filters of this place's programs, which would outlive its pins: for who is about to remove those.
+fn strip(place: &Place) {
+    if has_tcx() || Ours::of(place).is_err() {
+        return;
+    }
+    for link in Routes::open().and_then(|r| r.links()).unwrap_or_default() {
+        detach_all(place, link.index);
+    }
 }
 
 /// Attaches to interfaces of the calling thread's namespace. All or nothing.
@@ -308,6 +308,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     let fresh = !place.exists() || is_leftover(place)?;
     if fresh {
         // What an attach that was killed left, or a namespace before this one, if anything.
+        strip(place);
         place.clear()?;
     }
     let mut done = vec![];
@@ -316,6 +317,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     let _ = place.sweep();
     if result.is_err() {
         if fresh {
+            strip(place);
             place.remove()?;
         } else {
             let mut maps = Maps::open(place)?;
@@ -343,7 +345,8 @@ fn attach_locked(
         if link.mac.is_none() {
             return Err(AttachError::NotEthernet(link.name.clone()));
         }
-        if !options.past_filters && routes.has_ingress_filters(link.index)? {
+        // Without tcx ours is a filter too, and runs behind them.
+        if !options.past_filters && has_tcx() && routes.has_ingress_filters(link.index)? {
             return Err(AttachError::Filters(link.name.clone()));
         }
     }
@@ -409,17 +412,17 @@ fn attach_locked(
     Ok(report)
 }
 
-/// Puts both tcx programs onto an interface; gives the names of those that run before ours.
+/// Puts both programs of tc onto an interface; gives the names of those that run before ours.
 fn attach_programs(place: &Place, link: &Link, done: &mut Vec<u32>) -> Result<Vec<String>, AttachError> {
     done.push(link.index);
     // What an attach left that was killed before it wrote its record.
     detach_all(place, link.index);
-    let others = SchedClassifier::query_tcx(&link.name, TcAttachType::Ingress).map(|q| q.1).unwrap_or_default();
+    let others = hook::names_before(&Routes::open()?, &link.name, link.index);
     for (name, hook) in [(TCX_OUT, TcAttachType::Egress), (TCX_IN, TcAttachType::Ingress)] {
         attach_tcx(place, &link.name, link.index, name, hook)
             .map_err(|cause| AttachError::Program { interface: link.name.clone(), cause })?;
     }
-    Ok(others.iter().map(|p| p.name_as_str().unwrap_or("unnamed").to_owned()).collect())
+    Ok(others)
 }
 
 /// Lets frames of an attached interface be taken, in the mode that is wanted from the start.
@@ -553,6 +556,7 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
     if lock.is_none() || !place.exists() {
         let left = names.first().cloned();
         if lock.is_some() {
+            strip(place);
             place.remove()?;
         }
         return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
@@ -575,6 +579,7 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
 pub fn release(place: &Place, owner: &str) -> Result<Vec<String>, AttachError> {
     let Some(_lock) = place.lock_if_there()? else { return Ok(vec![]) };
     if !place.exists() {
+        strip(place);
         place.remove()?;
         return Ok(vec![]);
     }

@@ -8,6 +8,8 @@ use rustix::net::netlink;
 /// IPCTNL_MSG_CT_NEW and IPCTNL_MSG_CT_GET of NFNL_SUBSYS_CTNETLINK.
 const NEW: u16 = 1 << 8;
 const GET: u16 = 1 << 8 | 1;
+/// IPCTNL_MSG_CT_GET_STATS.
+const GET_STATS: u16 = 1 << 8 | 5;
 
 const CTA_TUPLE_ORIG: u16 = 1;
 const CTA_PROTOINFO: u16 = 4;
@@ -109,6 +111,12 @@ impl Conntrack {
     /// Opens the socket.
     pub fn open() -> Result<Conntrack, NetlinkError> {
         Socket::open(Some(netlink::NETFILTER), 0).map(Conntrack).map_err(failed("conntrack socket"))
+    }
+
+    /// Asks it something harmless, for which the kernel loads its module where it is one.
+    pub fn load_module(&self) -> Result<(), NetlinkError> {
+        let request = Message::new(GET_STATS, NLM_F_ACK, &[0; 4]).finish();
+        self.0.ask(&request, |_, _| {}).map_err(failed("conntrack"))
     }
 
     /// The entry of a connection, if there is one.

@@ -7,10 +7,10 @@
 //! conntrack entry itself (ebpf/truth.h). Each flow's lease is short, so that the kernel sees a frame of it again and again.
 //!
 //! # What there is
-//! - `object`: the compiled programs, made fit for the running kernel.
+//! - `object`, `types`: the compiled programs, made fit for the running kernel; what it says of its types.
 //! - `layout`, `maps`: what is in the maps.
 //! - `place`: pins, owner record, locks, namespaces.
-//! - `attachment`: attaching and detaching.
+//! - `attachment`, `hook`: attaching and detaching; tc's hooks with tcx or without.
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
 //! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's path.
 //! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show.
@@ -27,6 +27,7 @@ pub mod attachment;
 pub mod chooser;
 pub mod conntrack;
 pub mod flows;
+mod hook;
 pub mod keeper;
 pub mod layout;
 pub mod maps;
@@ -39,3 +40,4 @@ pub mod report;
 pub mod rules;
 mod settle;
 pub mod trace;
+pub mod types;

@@ -22,6 +22,8 @@ const NAMES: [&str; 16] = [
 
 /// How long an idle TCP connection is remembered: as long as conntrack does by default.
 const GUARDED: Duration = Duration::from_secs(432_000);
+/// The map that only programs for kernels without typed pointers have.
+const OLD_ONLY: &str = "snapshot";
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -56,7 +58,21 @@ pub(crate) fn pin(loaded: &Ebpf, place: &Place) -> Result<(), MapsError> {
         let map = loaded.map(name).ok_or(MapsError { name, cause: "it is not in the object".into() })?;
         map.pin(place.pin(&format!("map_{name}"))).map_err(|e| MapsError { name, cause: chain(&e) })?;
     }
+    if let Some(map) = loaded.map(OLD_ONLY) {
+        let path = place.pin(&format!("map_{OLD_ONLY}"));
+        map.pin(path).map_err(|e| MapsError { name: OLD_ONLY, cause: chain(&e) })?;
+    }
     Ok(())
+}
+
+/// Whether the programs are those for kernels that give no typed pointers.
+pub(crate) fn are_of_old(loaded: &Ebpf) -> bool {
+    loaded.map(OLD_ONLY).is_some()
+}
+
+/// The same of a place's programs.
+pub(crate) fn are_of_old_in(place: &Place) -> bool {
+    place.pin(&format!("map_{OLD_ONLY}")).exists()
 }
 
 /// The ring in which connections are named that shall be tracked liberally.

@@ -22,7 +22,9 @@ const RTM_DELLINK: u16 = 17;
 const RTM_NEWNEIGH: u16 = 28;
 const RTM_DELNEIGH: u16 = 29;
 const RTM_GETNEIGH: u16 = 30;
+const RTM_DELQDISC: u16 = 37;
 const RTM_NEWTFILTER: u16 = 44;
+const RTM_DELTFILTER: u16 = 45;
 const RTM_GETTFILTER: u16 = 46;
 const RTM_NEWNETCONF: u16 = 80;
 /// Groups that are bits of the address: RTNLGRP_LINK, RTNLGRP_NEIGH, RTNLGRP_IPV4_NETCONF, RTNLGRP_IPV6_NETCONF.
@@ -55,8 +57,15 @@ const NDA_LLADDR: u16 = 2;
 const NUD_UNUSABLE: u16 = 0x01 | 0x20;
 
 /// TC_H_CLSACT's filters, by their parent.
-const TC_INGRESS: u32 = 0xffff_fff2;
-const TC_EGRESS: u32 = 0xffff_fff3;
+pub(crate) const TC_INGRESS: u32 = 0xffff_fff2;
+pub(crate) const TC_EGRESS: u32 = 0xffff_fff3;
+/// The qdisc itself: its handle, and its own parent.
+const TC_CLSACT: u32 = 0xffff_0000;
+const TC_CLSACT_PARENT: u32 = 0xffff_fff1;
+const TCA_KIND: u16 = 1;
+const TCA_OPTIONS: u16 = 2;
+const TCA_BPF_NAME: u16 = 7;
+const TCA_BPF_ID: u16 = 11;
 
 /// What went wrong with the kernel.
 #[derive(Debug, thiserror::Error)]
@@ -211,6 +220,43 @@ impl Link {
     }
 }
 
+/// A tc filter (of the older kind, behind a clsact or ingress qdisc).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Filter {
+    /// The lowest runs first.
+    pub(crate) priority: u16,
+    /// Its number within its priority. The kernel also tells of a priority by itself: then 0.
+    pub(crate) handle: u32,
+    /// The EtherType that it is for, as in the kernel's answer.
+    pub(crate) protocol: u16,
+    /// Its kind: "bpf", "flower".
+    pub(crate) kind: String,
+    /// The name of its program, or else its kind.
+    pub(crate) name: String,
+    /// The number of its program, if it has one.
+    pub(crate) program: Option<u32>,
+}
+
+impl Filter {
+    /// From the body of a message: `struct tcmsg`, then attributes.
+    fn parse(body: &[u8]) -> Option<Filter> {
+        let text = |v: &[u8]| String::from_utf8_lossy(v.strip_suffix(&[0]).unwrap_or(v)).into_owned();
+        let (handle, info) = (u32_at(body, 8)?, u32_at(body, 16)?);
+        let get = |wanted| attributes(body.get(20..).unwrap_or_default()).find(|a| a.0 == wanted).map(|a| a.1);
+        let kind = text(get(TCA_KIND)?);
+        let option = |wanted| attributes(get(TCA_OPTIONS)?).find(|a| a.0 == wanted).map(|a| a.1);
+        let is_bpf = kind == "bpf";
+        let program = option(TCA_BPF_ID).filter(|_| is_bpf).and_then(|v| u32_at(v, 0));
+        let name = option(TCA_BPF_NAME).filter(|_| is_bpf).map(text).unwrap_or_else(|| kind.clone());
+        Some(Filter { priority: (info >> 16) as u16, handle, protocol: info as u16, kind, name, program })
+    }
+}
+
+/// `struct tcmsg`.
+fn tc_message(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
+    [0, index, handle, parent, info].map(u32::to_ne_bytes).concat()
+}
+
 /// What an interface's monitor told.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Change {
@@ -327,30 +373,38 @@ impl Routes {
         }
     }
 
-    /// Whether tc filters (of the older kind, behind a clsact or ingress qdisc) stand at the interface's ingress.
-    pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
-        self.has_filters(index, TC_INGRESS)
-    }
-
-    /// The same of its egress.
-    pub fn has_egress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
-        self.has_filters(index, TC_EGRESS)
-    }
-
-    fn has_filters(&self, index: u32, parent: u32) -> Result<bool, NetlinkError> {
-        let mut body = [0; 20];
-        body[4..8].copy_from_slice(&index.to_ne_bytes());
-        body[12..16].copy_from_slice(&parent.to_ne_bytes());
-        let mut found = false;
-        let asked = self
-            .0
-            .ask(&Message::new(RTM_GETTFILTER, NLM_F_DUMP, &body).finish(), |kind, _| found |= kind == RTM_NEWTFILTER);
-        match asked {
+    /// The tc filters at an interface's hook, in the order in which they run; `parent` is `TC_INGRESS` or `TC_EGRESS`.
+    pub(crate) fn filters(&self, index: u32, parent: u32) -> Result<Vec<Filter>, NetlinkError> {
+        let request = Message::new(RTM_GETTFILTER, NLM_F_DUMP, &tc_message(index, 0, parent, 0)).finish();
+        let mut found = vec![];
+        let each = |kind, body: &[u8]| found.extend((kind == RTM_NEWTFILTER).then(|| Filter::parse(body)).flatten());
+        match self.0.ask(&request, each) {
             Ok(()) => Ok(found),
             // No such qdisc, or no such interface any more: so no filters.
-            Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP | Errno::NODEV) => Ok(false),
+            Err(Errno::INVAL | Errno::NOENT | Errno::OPNOTSUPP | Errno::NODEV) => Ok(vec![]),
             Err(cause) => Err(NetlinkError::Call { what: "list of filters", cause }),
         }
+    }
+
+    /// Whether tc filters stand at the interface's ingress.
+    pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
+        Ok(!self.filters(index, TC_INGRESS)?.is_empty())
+    }
+
+    /// Removes one of them.
+    pub(crate) fn remove_filter(&self, index: u32, parent: u32, filter: &Filter) -> Result<(), NetlinkError> {
+        let info = u32::from(filter.priority) << 16 | u32::from(filter.protocol);
+        let mut request = Message::new(RTM_DELTFILTER, NLM_F_ACK, &tc_message(index, filter.handle, parent, info));
+        request.put(TCA_KIND, &[filter.kind.as_bytes(), &[0]].concat());
+        self.0.ask(&request.finish(), |_, _| {}).map_err(failed("removal of a filter"))
+    }
+
+    /// Removes an interface's clsact qdisc.
+    pub(crate) fn remove_clsact(&self, index: u32) -> Result<(), NetlinkError> {
+        let body = tc_message(index, TC_CLSACT, TC_CLSACT_PARENT, 0);
+        let mut request = Message::new(RTM_DELQDISC, NLM_F_ACK, &body);
+        request.put(TCA_KIND, b"clsact\0");
+        self.0.ask(&request.finish(), |_, _| {}).map_err(failed("removal of a qdisc"))
     }
 
     /// All neighbours, as changes.
@@ -456,5 +510,28 @@ mod tests {
         assert_eq!((lo.index, lo.peer_elsewhere, lo.xdp, lo.mac), (1, None, None, None));
         let error = routes.link("no-such-if").unwrap_err().to_string();
         assert!(error.contains("no-such-if"), "{error}");
+    }
+
+    #[test]
+    fn a_filter_is_told_by_its_program_and_one_without_by_its_kind() {
+        let message = |kind: &[u8]| {
+            let mut message = Message(tc_message(7, 1, TC_INGRESS, 0xc000_0300));
+            message.put(TCA_KIND, kind).nest(TCA_OPTIONS, |options| {
+                options.put(TCA_BPF_NAME, b"tcx_in\0").put(TCA_BPF_ID, &9u32.to_ne_bytes());
+            });
+            Filter::parse(&message.0)
+        };
+        let bpf = Filter {
+            priority: 0xc000,
+            handle: 1,
+            protocol: 0x300,
+            kind: "bpf".into(),
+            name: "tcx_in".into(),
+            program: Some(9),
+        };
+        assert_eq!(message(b"bpf\0"), Some(bpf.clone()));
+        let other = Filter { kind: "u32".into(), name: "u32".into(), program: None, ..bpf };
+        assert_eq!(message(b"u32\0"), Some(other));
+        assert_eq!(Filter::parse(&tc_message(7, 1, TC_INGRESS, 0)), None);
     }
 }

@@ -3,13 +3,21 @@
 //! Two things of the object depend on the kernel. Where the fields of its structures are is CO-RE's business, and aya does it. Which
 //! numbers its functions ("kfuncs") and some of its types have is not, so it is done here, in the object's bytes, before aya
 //! sees them: instructions with a place-holder get the BTF id.
+//!
+//! Kernels before 6.2 lack those functions. They get another object, of the same source, without place-holders.
 
+use crate::types::{Types, TypesError};
 use aya::programs::{SchedClassifier, Xdp};
-use aya::{Btf, Ebpf, EbpfLoader};
+use aya::{Ebpf, EbpfLoader};
 use aya_obj::btf::BtfKind;
+
+/// Set to 1: what kernels before 6.2 have is used on every kernel, for tests.
+pub(crate) const AS_OLD: &str = "TOMBOLO_BYPASS_AS_OLD";
 
 /// The object as clang made it.
 static OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/bypass.bpf.o"));
+/// The same for kernels that give programs no typed pointers.
+static OLD_OBJECT: &[u8] = aya::include_bytes_aligned!(concat!(env!("OUT_DIR"), "/bypass-old.bpf.o"));
 
 /// CALL with src_reg BPF_PSEUDO_KFUNC_CALL, no offset: a function of vmlinux.
 const CALL_KFUNC: [u8; 4] = [0x85, 0x20, 0, 0];
@@ -27,6 +35,9 @@ const HOLDERS: [([u8; 4], u32, BtfKind, &str); 7] = [
     (SET_TYPE, 0x7fb0_b005, BtfKind::Struct, "rtable"),
 ];
 
+/// The function of the kernel by which it gives programs typed pointers.
+const TYPED_POINTERS: &str = "bpf_rdonly_cast";
+
 /// Names of the programs in the object.
 pub(crate) const TCX_IN: &str = "tcx_in";
 pub(crate) const TCX_OUT: &str = "tcx_out";
@@ -36,21 +47,17 @@ pub(crate) const XDP_IN: &str = "xdp_in";
 #[derive(Debug, thiserror::Error)]
 pub enum LoadError {
     /// The kernel does not describe itself.
-    #[error(
-        "this kernel has no BTF ({0}): it needs CONFIG_DEBUG_INFO_BTF, as the kernels of Debian, Ubuntu and Fedora have"
-    )]
-    NoBtf(String),
+    #[error(transparent)]
+    Types(#[from] TypesError),
     /// A kernel function or type is missing.
-    #[error(
-        "this kernel has no {0}: the bypass needs Linux 6.6 or later, with connection tracking built in (CONFIG_NF_CONNTRACK=y)"
-    )]
+    #[error("this kernel's BTF has no {0}, which the programs read")]
     Missing(&'static str),
     /// The object has no use of it where there must be one: it was compiled from other sources than these.
     #[error("the object uses {0} nowhere: build the program anew")]
     NoUse(&'static str),
     /// The kernel refused a program or a map.
     #[error(
-        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.6 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
+        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 5.15 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
     )]
     Refused {
         /// Which program, or the maps.
@@ -93,13 +100,33 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
+/// Whether what older kernels have is to be used, whatever this one has.
+pub(crate) fn is_as_old() -> bool {
+    std::env::var_os(AS_OLD).is_some_and(|value| value == "1")
+}
+
+/// The object for this kernel, with its ids.
+fn fitting(types: &Types) -> Result<Vec<u8>, LoadError> {
+    if is_as_old() || types.function(TYPED_POINTERS).is_none() {
+        return Ok(OLD_OBJECT.to_vec());
+    }
+    let mut object = OBJECT.to_vec();
+    link_ids(&mut object, |name, kind| match kind {
+        BtfKind::Func => types.function(name),
+        _ => types.structure(name),
+    })?;
+    Ok(object)
+}
+
 /// Loads all programs and maps into the kernel. They go again with the value, unless pinned.
 pub(crate) fn load() -> Result<Ebpf, LoadError> {
-    let btf = Btf::from_sys_fs().map_err(|e| LoadError::NoBtf(chain(&e)))?;
-    let mut object = OBJECT.to_vec();
-    link_ids(&mut object, |name, kind| btf.id_by_type_name_kind(name, kind).ok())?;
+    let types = Types::read()?;
+    loaded(&types, &fitting(&types)?)
+}
+
+fn loaded(types: &Types, object: &[u8]) -> Result<Ebpf, LoadError> {
     let refused = |what: &str, cause: String| LoadError::Refused { what: what.into(), cause };
-    let mut loaded = EbpfLoader::new().btf(Some(&btf)).load(&object).map_err(|e| refused("maps", chain(&e)))?;
+    let mut loaded = EbpfLoader::new().btf(Some(&types.btf)).load(object).map_err(|e| refused("maps", chain(&e)))?;
     for (name, program) in loaded.programs_mut() {
         let name = name.to_owned();
         let done = if let Ok(program) = <&mut SchedClassifier>::try_from(&mut *program) {
@@ -126,9 +153,16 @@ mod tests {
     }
 
     #[test]
-    fn a_kernel_without_the_function_is_named_too_old() {
+    fn what_the_kernel_lacks_is_named() {
         let error = link_ids(&mut OBJECT.to_vec(), |_, _| None).unwrap_err();
-        assert!(error.to_string().contains("Linux 6.6"), "{error}");
+        assert!(error.to_string().contains("bpf_cast_to_kern_ctx"), "{error}");
+    }
+
+    #[test]
+    fn the_object_for_older_kernels_has_no_place_holders() {
+        for (_, holder, ..) in HOLDERS {
+            assert!(!OLD_OBJECT.windows(4).any(|w| w == holder.to_le_bytes()), "{holder:#x}");
+        }
     }
 
     #[test]
@@ -144,10 +178,13 @@ mod tests {
         }
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
-        if (numbers.next(), numbers.next()) < (Some(6), Some(6)) {
-            println!("SKIP: the bypass needs Linux 6.6, this is {release}");
+        if (numbers.next(), numbers.next()) < (Some(5), Some(15)) {
+            println!("SKIP: the bypass needs Linux 5.15, this is {release}");
             return;
         }
-        load().unwrap_or_else(|e| panic!("{e}"));
+        let types = Types::read().unwrap();
+        for object in [fitting(&types).unwrap(), OLD_OBJECT.to_vec()] {
+            loaded(&types, &object).unwrap_or_else(|e| panic!("{e}"));
+        }
     }
 }

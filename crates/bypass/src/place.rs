@@ -7,7 +7,7 @@
 //! ```text
 //! RUNTIME/bypass/             the folder itself is locked (flock) while something is attached or detached; the lock ends with its holder
 //! RUNTIME/bypass/bpf/         a bpffs; gone with the last namespace's bypass
-//! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*
+//! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*, qdisc_*
 //! RUNTIME/bypass/ID.json      the owner record
 //! RUNTIME/bypass/ID.keeper    held by the keeper while it runs
 //! ```

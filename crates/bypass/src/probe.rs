@@ -1,13 +1,18 @@
-//! Whether the bypass can be on this machine: found out by loading the programs and asking tcx, without attaching anything.
+//! Whether the bypass can be on this machine, and what this kernel lacks: found out by loading the programs and asking tcx, without
+//! attaching anything.
 
-use crate::object::{self, LoadError, chain};
-use aya::programs::{SchedClassifier, TcAttachType};
+use crate::hook::has_tcx;
+use crate::maps;
+use crate::object::{self, LoadError};
+use crate::place::Place;
 
-/// From which kernel on a part is whole, and what is without it. The kernels that lack the rest of it are refused by `probe`.
+/// From which kernel on a part is whole, and what is without it. That, unlike `NO_TCX` and `NO_POINTERS`, cannot be asked.
 const LIMITS: [((u32, u32), &str); 2] = [
-    ((6, 16), "translated IPv6 goes the kernel's way in mode tcx"),
+    ((6, 16), "translated IPv6 goes the kernel's way in mode tcx, unless this kernel has the fix of 6.16"),
     ((6, 17), "a change of firewall rules that is undone at once may be noticed after the lease only"),
 ];
+const NO_TCX: &str = "no tcx (Linux 6.6): mode tcx works by filters behind a clsact qdisc, which others can remove";
+const NO_POINTERS: &str = "no typed pointers (Linux 6.2): each frame costs more helper calls";
 
 /// Why there can be no bypass.
 #[derive(Debug, thiserror::Error)]
@@ -18,9 +23,6 @@ pub enum ProbeError {
     /// The programs.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// The hook.
-    #[error("this kernel has no tcx ({0}), which came with Linux 6.6")]
-    NoTcx(String),
 }
 
 /// What there can be.
@@ -28,6 +30,8 @@ pub enum ProbeError {
 pub struct Found {
     /// The kernel's release.
     pub release: String,
+    /// Where the programs of mode tcx stand: "tcx" or "clsact".
+    pub hook: &'static str,
     /// What this kernel cannot, though the rest works.
     pub limits: Vec<&'static str>,
 }
@@ -37,16 +41,26 @@ pub fn probe() -> Result<Found, ProbeError> {
     if !rustix::process::geteuid().is_root() {
         return Err(ProbeError::NotRoot);
     }
-    object::load()?;
-    SchedClassifier::query_tcx("lo", TcAttachType::Ingress).map_err(|e| ProbeError::NoTcx(chain(&e)))?;
-    let release = rustix::system::uname().release().to_string_lossy().into_owned();
-    Ok(Found { limits: limits(&release), release })
+    let loaded = object::load()?;
+    let hook = if has_tcx() { "tcx" } else { "clsact" };
+    let limits = limits(&release(), has_tcx(), !maps::are_of_old(&loaded));
+    Ok(Found { release: release(), hook, limits })
 }
 
-fn limits(release: &str) -> Vec<&'static str> {
+/// What the kernel cannot of what is attached in a place.
+pub(crate) fn limits_of(place: &Place) -> Vec<&'static str> {
+    limits(&release(), has_tcx(), !maps::are_of_old_in(place))
+}
+
+fn release() -> String {
+    rustix::system::uname().release().to_string_lossy().into_owned()
+}
+
+fn limits(release: &str, has_tcx: bool, has_pointers: bool) -> Vec<&'static str> {
     let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
     let version = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
-    LIMITS.iter().filter(|(since, _)| version < *since).map(|(_, what)| *what).collect()
+    let missing = [(has_tcx, NO_TCX), (has_pointers, NO_POINTERS)].into_iter().filter(|m| !m.0).map(|m| m.1);
+    missing.chain(LIMITS.iter().filter(|(since, _)| version < *since).map(|(_, what)| *what)).collect()
 }
 
 #[cfg(test)]
@@ -55,9 +69,12 @@ mod tests {
 
     #[test]
     fn older_kernels_have_limits_and_newer_ones_none() {
+        let limits = |release| limits(release, true, true);
         assert_eq!(limits("6.8.0-45-generic").len(), 2);
         assert_eq!(limits("6.16.3").len(), 1);
         assert_eq!((limits("6.17.0-rc1"), limits("7.0.1")), (vec![], vec![]));
+        let old = super::limits("6.1.0-56-amd64", false, false);
+        assert!(old.len() == 4 && old[0].contains("clsact") && old[1].contains("typed pointers"), "{old:?}");
     }
 
     #[test]

@@ -6,6 +6,7 @@ use crate::layout::{Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
 use crate::maps::Maps;
 use crate::netlink::{NetlinkError, Routes};
 use crate::place::{Interface, Place, Wanted};
+use crate::probe;
 use crate::rules::{self, JudgingRule};
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -41,6 +42,8 @@ pub struct Report {
     pub rules_fault: Option<String>,
     /// The interfaces.
     pub interfaces: Vec<InterfaceReport>,
+    /// What this kernel lacks, and what follows.
+    pub limits: Vec<&'static str>,
 }
 
 /// One interface.
@@ -151,6 +154,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     }
     report.lease_ms = maps.lease_ns()? / 1_000_000;
     report.flows = flows.len();
+    report.limits = probe::limits_of(place);
     for interface in interfaces {
         // One that goes in this moment has no port any more.
         let Some(port) = maps.port(interface.index)? else { continue };

@@ -386,6 +386,9 @@ fn render(report: &Report) -> String {
     if let Some(fault) = &report.rules_fault {
         text.push_str(&format!("{fault}{UNTIL_READ}\n"));
     }
+    if !report.limits.is_empty() {
+        text.push_str(&format!("\nthis kernel: {}\n", report.limits.join("\nthis kernel: ")));
+    }
     text
 }
 

@@ -296,7 +296,8 @@ fn bypass() -> Finding {
 fn bypass_finding(probed: Result<tombolo_bypass::probe::Found, ProbeError>) -> Finding {
     let result = match probed {
         Ok(found) => {
-            let seen = format!("Linux {}: the kernel took the programs of both modes, tcx and xdp", found.release);
+            let seen =
+                format!("Linux {}: the kernel took the programs of both modes, {} and xdp", found.release, found.hook);
             if found.limits.is_empty() {
                 Ok(seen)
             } else {
@@ -310,7 +311,7 @@ fn bypass_finding(probed: Result<tombolo_bypass::probe::Found, ProbeError>) -> F
             "run `tombolo doctor` as root, as `tombolo bypass` must be (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON)",
         )),
         Err(e) => {
-            let advice = "traffic goes the kernel's way without it; it wants Linux 6.6 or later with BTF and connection tracking built in";
+            let advice = "traffic goes the kernel's way without it; it wants Linux 5.15 or later with BTF and connection tracking";
             Err((Outcome::Missing, e.to_string(), advice))
         }
     };
@@ -416,15 +417,15 @@ mod tests {
 
     #[test]
     fn the_bypass_is_judged_by_what_the_kernel_took() {
-        let found = |limits| Ok(tombolo_bypass::probe::Found { release: "6.12.1".into(), limits });
+        let found = |limits| Ok(tombolo_bypass::probe::Found { release: "6.12.1".into(), hook: "tcx", limits });
         assert_eq!(bypass_finding(found(vec![])).outcome, Outcome::Works);
         let limited = bypass_finding(found(vec!["something goes up"]));
         assert_eq!(limited.outcome, Outcome::Degraded);
         assert!(limited.seen.contains("6.12.1") && limited.seen.contains("something goes up"), "{limited:?}");
         let refused = bypass_finding(Err(ProbeError::NotRoot));
         assert!(refused.outcome == Outcome::Degraded && refused.advice.contains("root"), "{refused:?}");
-        let old = bypass_finding(Err(ProbeError::NoTcx("EINVAL".into())));
-        assert!(old.outcome == Outcome::Missing && old.advice.contains("6.6"), "{old:?}");
+        let old = bypass_finding(Err(ProbeError::Load(tombolo_bypass::object::LoadError::Missing("net"))));
+        assert!(old.outcome == Outcome::Missing && old.advice.contains("5.15"), "{old:?}");
     }
 
     #[test]
