@@ -126,7 +126,9 @@ def obeyed(name, change, size=20, prepared="", mode="tcx"):
         before = outcomes(plain, size)
         for h in (plain, bypassed):
             change(h)
-        for turn in range(3):
+        # Two IPv4 errors each time. The kernel sends a host five at once about routes that refuse, then one a second (ip_rt_error_burst, which no namespace has
+        # for itself), so what a third turn would show depends on the clock.
+        for turn in range(2):
             kernel, ours = outcomes(plain, size), outcomes(bypassed, size)
             assert kernel == ours, f"{name}, {mode}, frames {turn} after it:\nkernel {kernel}\nbypass {ours}"
         assert kernel != before, f"{name}: changes nothing"

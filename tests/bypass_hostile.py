@@ -198,9 +198,7 @@ def twins(rules="", routes=(), sysctls=()):
             for name, addresses, mac in (("ta", (A, A6), MAC_A), ("tb", (B, B6), MAC_B)):
                 for address in addresses:
                     h.space.ip("neighbour", "replace", address, "lladdr", mac, "dev", name, "nud", "permanent")
-            h.space.run("sysctl", "-qw", "net.ipv4.icmp_ratelimit=0", "net.ipv6.icmp.ratelimit=0", "net.ipv4.icmp_msgs_per_sec=1000000",
-                        "net.ipv4.icmp_msgs_burst=1000000", "net.ipv4.conf.all.send_redirects=0",
-                        "net.ipv4.conf.ta.send_redirects=0")
+            h.space.run("sysctl", "-qw", "net.ipv4.conf.all.send_redirects=0", "net.ipv4.conf.ta.send_redirects=0")
             for route in routes:
                 h.space.ip(*route.split())
             if rules:
