@@ -101,10 +101,6 @@ impl Listener {
 
     /// The listening socket of another process at `address`; `None` where it is not that.
     pub(crate) fn adopt(socket: OwnedFd, address: &Address) -> Option<Listener> {
-        if !sockopt::socket_acceptconn(&socket).ok()? {
-            return None;
-        }
-        let named = net::getsockname(&socket).ok()?;
         let file = match address {
             Address::Unix(path) => {
                 if !tombolo_shm::listener::is_found_at(&socket, path) {
@@ -113,7 +109,13 @@ impl Listener {
                 let file = std::fs::symlink_metadata(path).ok()?;
                 Some((file.dev(), file.ino()))
             }
-            Address::Tcp(ip) => (SocketAddr::try_from(named).ok()? == *ip).then_some(None)?,
+            Address::Tcp(ip) => {
+                let named = SocketAddr::try_from(net::getsockname(&socket).ok()?).ok()?;
+                if !sockopt::socket_acceptconn(&socket).ok()? || named != *ip {
+                    return None;
+                }
+                None
+            }
         };
         rustix::io::ioctl_fionbio(&socket, true).ok()?;
         Some(Listener { socket, address: address.clone(), file })

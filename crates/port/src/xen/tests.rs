@@ -147,6 +147,17 @@ impl Port for NoPort {
     fn reset(&mut self, _: &Fault) {}
 }
 
+/// A frontend that was told to close does so, and is served when it begins anew.
+fn closes_and_comes_again(rig: &mut Rig<XenFixture>) {
+    rig.peer.frontend.set_state("6");
+    rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
+    rig.peer.frontend.set_state("1");
+    rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
+    rig.peer.frontend.publish();
+    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
+    both_ways(rig);
+}
+
 fn both_ways(rig: &mut Rig<XenFixture>) {
     let frames: Vec<_> =
         plain(0, [60, 1514]).into_iter().chain([tcp_frame(5, 30_000, SegmentKind::Tcp4, Some(1448))]).collect();
@@ -313,13 +324,7 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
         let says = |(name, state): (&str, String)| name == "state" && state.contains(why);
         rig.until("the port says why", |rig| rig.port.details().into_iter().any(says));
         assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0), "{why}");
-        rig.peer.frontend.set_state("6");
-        rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
-        rig.peer.frontend.set_state("1");
-        rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
-        rig.peer.frontend.publish();
-        rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
-        both_ways(&mut rig);
+        closes_and_comes_again(&mut rig);
     }
 }
 
@@ -332,13 +337,7 @@ fn a_frontend_that_broke_the_protocol_is_told_to_close() {
     // It stays closed as long as the frontend says that it is connected.
     rig.settle();
     assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
-    rig.peer.frontend.set_state("6");
-    rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
-    rig.peer.frontend.set_state("1");
-    rig.until("again", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
-    rig.peer.frontend.publish();
-    rig.until_woken("the link comes up", |rig| rig.seen == Some(Link::Up));
-    both_ways(&mut rig);
+    closes_and_comes_again(&mut rig);
 }
 
 #[test]
