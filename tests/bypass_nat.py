@@ -52,10 +52,10 @@ def answer(h, proto, sport, to, payload=b"back", header=bytes(10), **more):
     return h.back(h.to_a(ETH_IP4, ipv4(B, to[0], proto, transport(proto, B, to[0], sport, to[1], payload, **more))), header)
 
 
-def open_tcp(h, sport=3000, dport=8080):
-    """A handshake through both translations; gives whom B sees."""
-    seen = source(forward(h, TCP, sport, dport, b"", flags=SYN, seq=100, ack=0)[1])
-    assert answer(h, TCP, 80, seen, b"", flags=SYN | ACK, seq=500, ack=101)
+def open_tcp(h, sport=3000, dport=8080, options=b""):
+    """A handshake through both translations, with these options of TCP; gives whom B sees."""
+    seen = source(forward(h, TCP, sport, dport, b"", flags=SYN, seq=100, ack=0, options=options)[1])
+    assert answer(h, TCP, 80, seen, b"", flags=SYN | ACK, seq=500, ack=101, options=options)
     assert forward(h, TCP, sport, dport, b"", seq=101, ack=501)
     return seen
 

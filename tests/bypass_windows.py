@@ -5,10 +5,13 @@ import os
 import random
 import re
 import signal
+import socket
+import threading
 import time
 
 from bypass_nat import NAT, NEAR, answer, forward, invalid, open_tcp
-from bypass_paths import A, B, host
+from bypass_paths import A, B, host, is_ip
+from bypass_veth import bound, container
 from lib import need_program, timeout, until
 from lib.tap import ACK, ETH_IP4, FIN, RST, TCP, ipv4, transport
 
@@ -17,20 +20,27 @@ ESTABLISHED_S, UNACKNOWLEDGED_S = 432_000, 300
 NOT_ARRIVES_S = 0.05
 
 
+# Windows are scaled by 7 bits, and selective acknowledgements are taken.
+SCALED = bytes([1, 3, 3, 7, 1, 1, 4, 2])
+# In units of 128 bytes where windows are scaled.
+WINDOW = 500
+
+
 class Talk:
     """A connection from A to B through both translations. Each frame acknowledges all that came before it."""
 
-    def __init__(self, h, sport=3000):
+    def __init__(self, h, sport=3000, options=b""):
         self.h, self.sport, self.a, self.b = h, sport, 101, 501
-        self.seen = open_tcp(h, sport)
+        self.more = dict(window=WINDOW) if options else {}
+        self.seen = open_tcp(h, sport, options=options)
 
     def to_b(self, length=0, **more):
-        got = forward(self.h, TCP, self.sport, 8080, b"a" * length, **dict(dict(seq=self.a, ack=self.b), **more))
+        got = forward(self.h, TCP, self.sport, 8080, b"a" * length, **dict(dict(self.more, seq=self.a, ack=self.b), **more))
         self.a += length
         return got
 
     def to_a(self, length=0, **more):
-        got = answer(self.h, TCP, 80, self.seen, b"b" * length, **dict(dict(seq=self.b, ack=self.a), **more))
+        got = answer(self.h, TCP, 80, self.seen, b"b" * length, **dict(dict(self.more, seq=self.b, ack=self.a), **more))
         self.b += length
         return got
 
@@ -226,6 +236,155 @@ def test_a_guessed_fin_or_rst_harms_no_connection_and_passes_where_the_kernel_le
             pattern(talk)
             assert talk.to_b(flags=FIN | ACK), h.status("ta")
             assert talk.entry()[0] == "FIN_WAIT", talk.entry()
+
+
+@timeout(600)
+def test_after_detach_the_kernel_checks_windows_again():
+    need_program("conntrack")
+    for pattern in PATTERNS:
+        for mode in ("tcx", "xdp") if pattern is bulk else ("tcx",):
+            with host() as h:
+                h.rules(NAT)
+                kernel = Talk(h, 3000, SCALED)
+                pattern(kernel)
+                expected = guess(kernel, True)
+                attach(h, mode)
+                talk = Talk(h, 3001, SCALED)
+                all_taken(talk)
+                # The kernel has lost its step by more than a window.
+                bulk(talk)
+                pattern(talk)
+                until("the entry to last", talk.lasts)
+                before = invalid(h)
+                assert h.cli("detach").stdout == "ta detached\ntb detached\n"
+                # Neither end has seen how.
+                assert not talk.h.a.receive(NOT_ARRIVES_S, is_ip) and not talk.h.b.receive(NOT_ARRIVES_S, is_ip)
+                assert talk.lasts(), (pattern.__name__, talk.entry())
+                assert guess(talk, True) == expected and not all(expected), (pattern.__name__, expected)
+                assert talk.lasts(), (pattern.__name__, talk.entry())
+                pattern(talk)
+                assert talk.lasts() and invalid(h) == before, (pattern.__name__, talk.entry())
+                # It can be taken again, and its right RST ends it.
+                attach(h, mode)
+                all_taken(talk)
+                h.cli("detach")
+                assert talk.to_a(flags=RST | ACK) and talk.entry()[0] == "CLOSE", (pattern.__name__, talk.entry())
+
+
+@timeout(600)
+def test_streams_stay_whole_while_the_bypass_comes_and_goes():
+    """As fast as the sockets go in one direction, and request by request in the other."""
+    times = int(os.environ.get("TOMBOLO_TIMES", "10"))
+    with host() as h, container(h) as far, container(h, "vd", "10.5.0.2") as other:
+        h.rules('table ip n { chain pre { type nat hook prerouting priority -100; iifname "vd" tcp dport 8080 dnat to 10.4.0.2:80; }; '
+                'chain post { type nat hook postrouting priority 100; oifname "vc" masquerade; }; }\n'
+                'table inet f { counter invalid { }; chain pre { type filter hook prerouting priority -199; ct state invalid counter name invalid; }; }')
+        listener = bound(far, socket.SOCK_STREAM, ("10.4.0.2", 80))
+        listener.listen()
+        stop, failures = threading.Event(), []
+        counts = {"stream": 0, "answers": 0}
+
+        def guarded(body):
+            def run():
+                try:
+                    body()
+                except Exception as error:
+                    failures.append(repr(error))
+                    stop.set()
+            thread = threading.Thread(target=run)
+            thread.start()
+            return thread
+
+        def opened():
+            s = bound(other, socket.SOCK_STREAM, ("10.5.0.2", 0))
+            s.connect(("10.5.0.1", 8080))
+            far_end, _ = listener.accept()
+            far_end.settimeout(60)
+            return s, far_end
+
+        (one, one_far), (two, two_far) = opened(), opened()
+        block = random.Random(5).randbytes(1 << 16)
+
+        def send():
+            while not stop.is_set():
+                one.sendall(block)
+            one.shutdown(socket.SHUT_WR)
+
+        def receive():
+            got = b""
+            while True:
+                data = one_far.recv(1 << 16)
+                if not data:
+                    break
+                counts["stream"] += len(data)
+                got += data
+                while len(got) >= len(block):
+                    assert got.startswith(block), "the stream's bytes are others"
+                    got = got[len(block):]
+
+        def ask():
+            n = 0
+            while not stop.is_set():
+                two.sendall(b"%8d" % n)
+                assert two.recv(8, socket.MSG_WAITALL) == b"%8d" % n
+                n += 1
+            two.shutdown(socket.SHUT_WR)
+
+        def reply():
+            while data := two_far.recv(8):
+                two_far.sendall(data)
+                counts["answers"] += 1
+
+        threads = [guarded(body) for body in (receive, send, reply, ask)]
+        unchecked = 0
+        try:
+            for turn in range(times):
+                before = dict(counts)
+                h.attach("vc", "vd", words=("--lease", "200"))
+                until("both connections to go on", lambda b=before: stop.is_set() or all(counts[k] > b[k] for k in counts))
+                unchecked += "checks no windows" in h.cli("detach").stdout
+                before = dict(counts)
+                until("both connections to go on", lambda b=before: stop.is_set() or all(counts[k] > b[k] for k in counts))
+                assert not failures, (turn, failures)
+        finally:
+            stop.set()
+            for thread in threads:
+                thread.join(60)
+        assert not failures, failures
+        print(f"     {times} times: {counts['stream'] >> 20} MiB, {counts['answers']} answers, {unchecked} times a connection stayed unchecked")
+        text = h.space.run("nft", "list", "counter", "inet", "f", "invalid").stdout
+        assert re.search(r"packets (\d+)", text)[1] == "0", text
+        for s in (one, one_far, two, two_far, listener):
+            s.close()
+
+
+@timeout(300)
+def test_after_detach_connections_without_scaled_windows_stay_unchecked_and_detach_says_so():
+    with host() as h:
+        h.rules(NAT)
+        attach(h)
+        talk = Talk(h)
+        all_taken(talk)
+        both_ways(talk)
+        said = h.cli("detach").stdout
+        assert "checks no windows of 1 TCP connection, " in said, said
+        both_ways(talk)
+        assert talk.lasts() and invalid(h) == 0
+
+
+@timeout(300)
+def test_rules_before_conntrack_that_drop_what_detach_injects_leave_connections_as_they_were():
+    with host() as h:
+        h.rules(NAT)
+        attach(h)
+        talk = Talk(h, options=SCALED)
+        all_taken(talk)
+        both_ways(talk)
+        h.rules("table inet raw { chain pre { type filter hook prerouting priority -300; tcp flags syn drop; }; }")
+        said = h.cli("detach").stdout
+        assert "checks no windows of 1 TCP connection, " in said, said
+        both_ways(talk)
+        assert talk.lasts() and invalid(h) == 0
 
 
 @timeout(300)

@@ -127,10 +127,10 @@ def pseudo(source, destination, proto, length):
     return a + b + struct.pack("!I3xB", length, proto)
 
 
-def transport(proto, source, destination, sport, dport, payload=b"", flags=ACK, seq=1, ack=1, partial=False, window=65535, bad=False):
-    """TCP or UDP with its checksum: whole, the pseudo header's only (`partial`), or wrong (`bad`)."""
+def transport(proto, source, destination, sport, dport, payload=b"", flags=ACK, seq=1, ack=1, partial=False, window=65535, bad=False, options=b""):
+    """TCP or UDP with its checksum: whole, the pseudo header's only (`partial`), or wrong (`bad`). TCP's options are whole words."""
     if proto == TCP:
-        head, at = struct.pack("!HHIIBBHHH", sport, dport, seq, ack, 5 << 4, flags, window, 0, 0), 16
+        head, at = struct.pack("!HHIIBBHHH", sport, dport, seq, ack, 5 + len(options) // 4 << 4, flags, window, 0, 0) + options, 16
     else:
         head, at = struct.pack("!HHHH", sport, dport, 8 + len(payload), 0), 6
     data = head + payload

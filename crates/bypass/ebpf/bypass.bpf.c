@@ -26,6 +26,8 @@
 #define PENDING_NS 100000000ULL
 /* bpf_l4_csum_replace: a change of IPv6 addresses, for which no header's checksum makes up (Linux 6.16; before, it is refused). */
 #define F_IPV6 (1ULL << 7)
+/* Kind and length of the TCP option that the frames of `detach` have first: one for experiments (RFC 4727 section 7.2), with the nonce. */
+#define RETRACK_OPTION 0xfd0a
 /* How often one connection is wished for. */
 #define WISH_NS 50000000ULL
 
@@ -804,11 +806,39 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	}
 }
 
+/* Whether `detach` injected the frame (src/retrack.rs): then conntrack has seen it, which is all that it is for. Guests cannot guess the nonce. */
+static __always_inline bool is_injected(struct __sk_buff *skb)
+{
+	__u32 header = skb->protocol == bpf_htons(ETH_P_IP) ? IP4_BYTES : IP6_BYTES;
+	__u64 nonce = setting(SET_RETRACK);
+	struct {
+		__u16 kind_and_length;
+		__u32 low, high;
+	} __attribute__((packed)) option;
+
+	if (!nonce || bpf_skb_load_bytes(skb, ETH_HLEN + header + TCP_BYTES, &option, sizeof(option)))
+		return false;
+	return option.kind_and_length == bpf_htons(RETRACK_OPTION) && option.low == (__u32)nonce && option.high == nonce >> 32;
+}
+
+/* Run by `detach` alone (BPF_PROG_TEST_RUN): the frame comes in at the interface whose number is in its source address. */
+SEC("classifier")
+int inject(struct __sk_buff *skb)
+{
+	void *data = (void *)(long)skb->data;
+
+	if (data + ETH_HLEN > (void *)(long)skb->data_end)
+		return -1;
+	return bpf_clone_redirect(skb, bpf_ntohl(*(__be32 *)(data + 8)), BPF_F_INGRESS);
+}
+
 SEC("classifier")
 int tcx_out(struct __sk_buff *skb)
 {
 	if (!skb->ingress_ifindex || (skb->cb[0] == OURS_0 && skb->cb[1] == OURS_1))
 		return TCX_NEXT;
+	if (is_injected(skb))
+		return TCX_DROP;
 	if (skb->protocol == bpf_htons(ETH_P_IP))
 		watch(skb, AF_INET);
 	else if (skb->protocol == bpf_htons(ETH_P_IPV6))

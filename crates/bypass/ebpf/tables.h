@@ -92,6 +92,7 @@ enum setting {
 	SET_ACCOUNT,	/* frames are counted per flow up to this second of the clock; 0: not at all */
 	SET_LEASE_NS,
 	SET_TICK_NS,	/* of the kernel's jiffies, in which conntrack counts its timeouts */
+	SET_RETRACK,	/* the nonce in the options of frames that `detach` injects (src/retrack.rs); 0: there are none */
 	SETTINGS,
 };
 
@@ -241,12 +242,12 @@ struct usage {
 };
 
 /* What layout.rs counts on. */
-_Static_assert(SETTINGS == 5 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
+_Static_assert(SETTINGS == 6 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
 _Static_assert(sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
 _Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 36, "layout.rs");
-_Static_assert(offsetof(struct flow, direction) == 61 && offsetof(struct flow, sequence) == 63 && offsetof(struct flow, saddr) == 64, "layout.rs");
+_Static_assert(offsetof(struct flow, direction) == 61 && offsetof(struct flow, scale) == 62 && offsetof(struct flow, window) == 106 && offsetof(struct flow, sequence) == 63 && offsetof(struct flow, saddr) == 64, "layout.rs");
 _Static_assert(offsetof(struct flow, mac) == 88, "layout.rs");
 _Static_assert(offsetof(struct flow, used) == 108 && offsetof(struct flow, end) == 112 && offsetof(struct flow, ack) == 116, "layout.rs");
 _Static_assert(offsetof(struct port, since_ns) == 16 && offsetof(struct wish, kind) == 38, "layout.rs");

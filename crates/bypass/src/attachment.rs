@@ -9,10 +9,11 @@ use crate::conntrack::Conntrack;
 use crate::hook::{self, has_tcx};
 use crate::keeper::{self, KEPT};
 use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Tuple};
-use crate::maps::{self, Maps, MapsError};
+use crate::maps::{self, FlowKey, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
-use crate::object::{self, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
+use crate::object::{self, INJECT, LoadError, TCX_IN, TCX_OUT, XDP_IN, chain};
 use crate::place::{Awaited, COMMAND, Interface, Place, PlaceError, Record, Wanted};
+use crate::retrack;
 use crate::rules;
 use crate::settle;
 use aya::programs::links::{FdLink, PinnedLink};
@@ -49,6 +50,9 @@ pub enum AttachError {
     /// An interface.
     #[error(transparent)]
     Netlink(#[from] NetlinkError),
+    /// A setting of conntrack.
+    #[error("nf_conntrack_tcp_be_liberal: {0}")]
+    Lenient(std::io::Error),
     /// The system has no thread for the keeper.
     #[error("the keeper's second thread: {0}")]
     Thread(std::io::Error),
@@ -125,6 +129,15 @@ pub struct Attached {
     pub already: bool,
     /// Names of tcx programs that run before ours.
     pub after: Vec<String>,
+}
+
+/// What `detach` and `release` did.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Detached {
+    /// Names of the interfaces that were detached.
+    pub interfaces: Vec<String>,
+    /// How many TCP connections conntrack still does not check the windows of.
+    pub unchecked: usize,
 }
 
 /// The kernel's numbers of our programs. Their names anybody's may have: another bypass's have them.
@@ -305,6 +318,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     }
     // Nothing is looked at before it is held, and it is held until all is done.
     let lock = place.lock()?;
+    restore_checks(place);
     let fresh = !place.exists() || is_leftover(place)?;
     if fresh {
         // What an attach that was killed left, or a namespace before this one, if anything.
@@ -483,6 +497,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     if !place.exists() {
         return Ok(Record::default());
     }
+    restore_checks(place);
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let (links, ours, before) = (routes.links()?, Ours::of(place)?, record.clone());
     prune(place, &mut record, &mut maps, &links, ours)?;
@@ -550,8 +565,8 @@ fn prune(place: &Place, record: &mut Record, maps: &mut Maps, links: &[Link], ou
     Ok(())
 }
 
-/// Detaches from these interfaces, or from all where none is named; gives their names. With the last one everything goes.
-pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachError> {
+/// Detaches from these interfaces, or from all where none is named; With the last one everything goes.
+pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> {
     let lock = place.lock_if_there()?;
     if lock.is_none() || !place.exists() {
         let left = names.first().cloned();
@@ -559,8 +574,9 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
             strip(place);
             place.remove()?;
         }
-        return left.map_or(Ok(vec![]), |name| Err(AttachError::NotAttached(name)));
+        return left.map_or(Ok(Detached::default()), |name| Err(AttachError::NotAttached(name)));
     }
+    restore_checks(place);
     let mut record = place.record()?;
     prune(place, &mut record, &mut Maps::open(place)?, &Routes::open()?.links()?, Ours::of(place)?)?;
     let is_named = |i: &Interface| names.is_empty() || names.contains(&i.name);
@@ -575,14 +591,15 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Vec<String>, AttachErro
     take_off(place, record, going, staying)
 }
 
-/// A fabric lets go of what it attached; what nobody else asked for is detached. Gives their names.
-pub fn release(place: &Place, owner: &str) -> Result<Vec<String>, AttachError> {
-    let Some(_lock) = place.lock_if_there()? else { return Ok(vec![]) };
+/// A fabric lets go of what it attached; what nobody else asked for is detached.
+pub fn release(place: &Place, owner: &str) -> Result<Detached, AttachError> {
+    let Some(_lock) = place.lock_if_there()? else { return Ok(Detached::default()) };
     if !place.exists() {
         strip(place);
         place.remove()?;
-        return Ok(vec![]);
+        return Ok(Detached::default());
     }
+    restore_checks(place);
     let mut record = place.record()?;
     let mut interfaces = std::mem::take(&mut record.interfaces);
     record.awaited.iter_mut().for_each(|a| a.interface.owners.retain(|o| o != owner));
@@ -597,20 +614,19 @@ fn take_off(
     mut record: Record,
     going: Vec<Interface>,
     staying: Vec<Interface>,
-) -> Result<Vec<String>, AttachError> {
+) -> Result<Detached, AttachError> {
     let mut maps = Maps::open(place)?;
-    let flows = maps.flows()?;
     // First nothing is taken any more, then the programs go.
     for interface in &going {
         maps.remove_port(interface.index)?;
     }
     maps.forget_flows()?;
+    let is_of = |tuple: &Tuple, flow: &Flow| going.iter().any(|i| i.index == tuple.input || i.index == flow.output);
+    let flows: Vec<_> = maps.keyed_flows().into_iter().filter(|(_, tuple, flow)| is_of(tuple, flow)).collect();
+    let unchecked = settle_for_good(place, &mut maps, &flows);
     for interface in &going {
         detach_all(place, interface.index);
     }
-    let is_of = |tuple: &Tuple, flow: &Flow| going.iter().any(|i| i.index == tuple.input || i.index == flow.output);
-    let flows: Vec<_> = flows.into_iter().filter(|(tuple, flow)| is_of(tuple, flow)).collect();
-    settle_for_good(&flows);
     if staying.is_empty() && record.awaited.is_empty() {
         // It would end by itself, unless it is stopped.
         let _ = keeper::end(place);
@@ -619,22 +635,65 @@ fn take_off(
         record.interfaces = staying;
         place.write(&record)?;
     }
-    Ok(going.into_iter().map(|i| i.name).collect())
+    Ok(Detached { interfaces: going.into_iter().map(|i| i.name).collect(), unchecked })
 }
 
-/// Settles connections whose flows end. The kernel is out of step with those that had much traffic, and would never see that what is on its way
-/// now is acknowledged.
-fn settle_for_good(flows: &[(Tuple, Flow)]) {
+/// Settles connections whose flows end, and has their windows checked again; gives how many stay unchecked. The kernel is out of step with
+/// those that had much traffic, and would never see that what is on its way now is acknowledged.
+fn settle_for_good(place: &Place, maps: &mut Maps, flows: &[(FlowKey, Tuple, Flow)]) -> usize {
     let now_ns = monotonic_ns();
-    let mut standings = settle::standings(flows);
+    let plain: Vec<_> = flows.iter().map(|(_, tuple, flow)| (*tuple, *flow)).collect();
+    let mut standings = settle::standings(&plain);
+    if standings.is_empty() {
+        return 0;
+    }
     for standing in &mut standings {
         if now_ns.saturating_sub(standing.used_ns) < settle::RESTING.as_nanos() as u64 {
             standing.is_acknowledged = [true; 2];
         }
     }
     // What cannot be settled expires earlier, which is no reason to stay attached.
-    if let (Some(timeouts), Ok(conntrack)) = (settle::Timeouts::read(), Conntrack::open()) {
-        settle::settle(&conntrack, &standings, timeouts, now_ns);
+    let (Some(timeouts), Ok(conntrack)) = (settle::Timeouts::read(), Conntrack::open()) else { return standings.len() };
+    settle::settle(&conntrack, &standings, timeouts, now_ns);
+    let links = Routes::open().and_then(|routes| routes.links()).unwrap_or_default();
+    let macs = links.iter().filter_map(|l| Some((l.index, l.mac?))).collect();
+    // By the sysctl all connections are liberal, and stay so.
+    if retrack::is_lenient() {
+        return 0;
+    }
+    let skips_judging_rules = match start_lenient(place, maps) {
+        Ok(skips_judging_rules) => skips_judging_rules,
+        Err(_) => return standings.len(),
+    };
+    let left = match program(place, INJECT) {
+        Ok(inject) => retrack::retrack(maps, inject, &conntrack, flows, &macs),
+        // Attached by a program before this one.
+        Err(_) => standings.len(),
+    };
+    restore_checks(place);
+    let _ = rules::refresh(maps, skips_judging_rules);
+    left
+}
+
+/// Conntrack checks no windows until `restore_checks`, and nothing is learned until the rules are read again; says how they are to be read.
+fn start_lenient(place: &Place, maps: &mut Maps) -> Result<bool, AttachError> {
+    let mut record = place.record()?;
+    record.is_lenient = true;
+    place.write(&record)?;
+    rules::suspend(maps)?;
+    retrack::set_lenient(true).map_err(AttachError::Lenient)?;
+    Ok(record.skips_judging_rules)
+}
+
+/// Has conntrack check windows again where a `detach` stopped that, perhaps one that was killed. The caller holds the lock.
+fn restore_checks(place: &Place) {
+    if let Ok(mut record) = place.record()
+        && record.is_lenient
+        && retrack::set_lenient(false).is_ok()
+    {
+        record.is_lenient = false;
+        // If that fails it is done again, which does no harm.
+        let _ = place.write(&record);
     }
 }
 

@@ -24,6 +24,10 @@ const CTA_PROTOINFO_TCP_STATE: u16 = 1;
 const CTA_PROTOINFO_TCP_FLAGS_ORIGINAL: u16 = 4;
 const CTA_PROTOINFO_TCP_FLAGS_REPLY: u16 = 5;
 
+/// IP_CT_TCP_FLAG_WINDOW_SCALE: this direction's windows are scaled (RFC 7323).
+pub const WINDOW_SCALE: u8 = 0x01;
+/// IP_CT_TCP_FLAG_SACK_PERM: this direction takes selective acknowledgements (RFC 2018).
+pub const SACK_PERMITTED: u8 = 0x02;
 /// IP_CT_TCP_FLAG_BE_LIBERAL: frames outside of the window are accepted.
 pub const BE_LIBERAL: u8 = 0x08;
 /// IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED: this direction has sent data that was not acknowledged.
@@ -58,6 +62,11 @@ pub struct Entry {
 }
 
 impl Entry {
+    /// Whether both ends take selective acknowledgements.
+    pub fn has_sack(&self) -> bool {
+        self.flags.iter().all(|f| f & SACK_PERMITTED != 0)
+    }
+
     /// Takes an answer apart; fields that are not in it stay zero.
     fn parse(body: &[u8]) -> Entry {
         let mut entry = Entry::default();

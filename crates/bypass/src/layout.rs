@@ -26,6 +26,8 @@ pub const SET_ACCOUNT: u32 = 2;
 pub const SET_LEASE_NS: u32 = 3;
 /// Length of the kernel's tick (a jiffy), in which conntrack counts its timeouts, in ns.
 pub const SET_TICK_NS: u32 = 4;
+/// The nonce in the options of frames that `detach` injects; 0: there are none.
+pub const SET_RETRACK: u32 = 5;
 /// Bytes of `struct usage`.
 pub const USAGE_BYTES: usize = 48;
 /// Bytes of `struct counters`.
@@ -344,6 +346,10 @@ pub struct Progress {
     pub end: u32,
     /// The highest acknowledgement sent.
     pub ack: u32,
+    /// The window in the last frame, as it stands in the header.
+    pub window: u16,
+    /// By how many bits windows of this direction are shifted (RFC 7323 section 2.2).
+    pub scale: u8,
 }
 
 impl Flow {
@@ -374,6 +380,8 @@ impl Flow {
                 is_ending: sequence & ENDING != 0,
                 end: word(bytes, 112),
                 ack: word(bytes, 116),
+                window: u16::from_ne_bytes([bytes[106], bytes[107]]),
+                scale: bytes[62],
             }),
         }
     }

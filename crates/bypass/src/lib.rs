@@ -18,6 +18,7 @@
 //! - `netlink`, `conntrack`: the kernel's answers about interfaces, neighbours and connections.
 //! - `neighbours`: whose flows are to be learned again because it moved.
 //! - `settle`: what conntrack holds of TCP connections, made right.
+//! - `retrack`: their windows are checked again after `detach`.
 //!
 //! # Failure
 //! Anything that is not understood goes up the kernel's way, with a counted reason; no frame is dropped by a decision of the bypass but a FIN or RST that conntrack would call invalid. If every
@@ -37,6 +38,7 @@ pub mod object;
 pub mod place;
 pub mod probe;
 pub mod report;
+mod retrack;
 pub mod rules;
 mod settle;
 pub mod trace;

@@ -3,7 +3,7 @@
 use crate::attachment::monotonic_ns;
 use crate::layout::{
     COUNTERS_BYTES, Counters, FLOW_BYTES, FLOW6_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port,
-    SET_ACCOUNT, SET_EPOCH, SET_LEASE_NS, SET_TICK_NS, SET_TRACE, Tuple, USAGE_BYTES, Usage,
+    SET_ACCOUNT, SET_EPOCH, SET_LEASE_NS, SET_RETRACK, SET_TICK_NS, SET_TRACE, Tuple, USAGE_BYTES, Usage,
 };
 use crate::neighbours::Mac;
 use crate::object::chain;
@@ -24,6 +24,15 @@ const NAMES: [&str; 16] = [
 const GUARDED: Duration = Duration::from_secs(432_000);
 /// The map that only programs for kernels without typed pointers have.
 const OLD_ONLY: &str = "snapshot";
+
+/// A flow's key as it stands in its map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FlowKey {
+    /// Of `flows4`.
+    V4([u8; KEY4_BYTES]),
+    /// Of `flows6`.
+    V6([u8; KEY6_BYTES]),
+}
 
 /// A map that does not do what it should.
 #[derive(Debug, thiserror::Error)]
@@ -206,6 +215,11 @@ impl Maps {
         self.judges.set(0, judges, 0).map_err(wrong("judges"))
     }
 
+    /// The nonce of frames that `detach` injects; 0: there are none.
+    pub(crate) fn set_retrack(&mut self, nonce: u64) -> Result<(), MapsError> {
+        self.set(SET_RETRACK, nonce)
+    }
+
     /// From here on no flow holds until the kernel has forwarded a frame of it again.
     pub fn forget_flows(&mut self) -> Result<(), MapsError> {
         let epoch = self.epoch()?.wrapping_add(1);
@@ -267,15 +281,28 @@ impl Maps {
 
     /// All flows in the table, also those that no longer hold.
     pub fn flows(&self) -> Result<Vec<(Tuple, Flow)>, MapsError> {
+        Ok(self.keyed_flows().into_iter().map(|(_, tuple, flow)| (tuple, flow)).collect())
+    }
+
+    /// The same with their keys.
+    pub(crate) fn keyed_flows(&self) -> Vec<(FlowKey, Tuple, Flow)> {
         let (mut flows, now_ns) = (vec![], monotonic_ns());
         // An entry that the kernel evicts meanwhile ends an iteration early, or repeats it: it is bounded, and a count of now.
         for (key, flow) in self.flows4.iter().flatten().take(1 << 17) {
-            flows.push((Tuple::from_key4(&key), Flow::from_bytes(&flow, now_ns)));
+            flows.push((FlowKey::V4(key), Tuple::from_key4(&key), Flow::from_bytes(&flow, now_ns)));
         }
         for (key, flow) in self.flows6.iter().flatten().take(1 << 17) {
-            flows.push((Tuple::from_key6(&key, false), Flow::from_bytes(&flow, now_ns)));
+            flows.push((FlowKey::V6(key), Tuple::from_key6(&key, false), Flow::from_bytes(&flow, now_ns)));
         }
-        Ok(flows)
+        flows
+    }
+
+    /// One flow, if it is still there.
+    pub(crate) fn flow(&self, key: &FlowKey) -> Option<Flow> {
+        match key {
+            FlowKey::V4(key) => self.flows4.get(key, 0).ok().map(|bytes| Flow::from_bytes(&bytes, 0)),
+            FlowKey::V6(key) => self.flows6.get(key, 0).ok().map(|bytes| Flow::from_bytes(&bytes, 0)),
+        }
     }
 
     /// Removes flows that go out of these interfaces to these Ethernet addresses.

@@ -42,6 +42,7 @@ const TYPED_POINTERS: &str = "bpf_rdonly_cast";
 pub(crate) const TCX_IN: &str = "tcx_in";
 pub(crate) const TCX_OUT: &str = "tcx_out";
 pub(crate) const XDP_IN: &str = "xdp_in";
+pub(crate) const INJECT: &str = "inject";
 
 /// Why the programs could not be loaded.
 #[derive(Debug, thiserror::Error)]

@@ -54,11 +54,11 @@ struct Side {
     ack: u32,
 }
 
-fn is_before(a: u32, b: u32) -> bool {
+pub(crate) fn is_before(a: u32, b: u32) -> bool {
     (a.wrapping_sub(b) as i32) < 0
 }
 
-fn octets(address: IpAddr) -> Vec<u8> {
+pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
     match address {
         IpAddr::V4(a) => a.octets().to_vec(),
         IpAddr::V6(a) => a.octets().to_vec(),
@@ -178,7 +178,8 @@ mod tests {
             destination_port: if is_reply { source_port } else { 80 },
             protocol: 6,
         };
-        let progress = Some(Progress { conn: 0x1000, is_reply, is_sure: true, is_ending: false, end, ack });
+        let progress =
+            Some(Progress { conn: 0x1000, is_reply, is_sure: true, is_ending: false, end, ack, window: 500, scale: 7 });
         (tuple, Flow { until_ns: 0, tracked: true, epoch: 0, output: 4, to: [0; 6], used_ns, progress })
     }
 

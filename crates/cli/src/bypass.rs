@@ -283,11 +283,18 @@ impl Detach {
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
         let detached = attachment::detach(&place, &self.interfaces)?;
-        if detached.is_empty() {
+        if detached.interfaces.is_empty() {
             out::print(NOTHING)?;
         }
-        for name in detached {
+        for name in detached.interfaces {
             out::print(&format!("{name} detached\n"))?;
+        }
+        if detached.unchecked > 0 {
+            let n = detached.unchecked;
+            out::print(&format!(
+                "connection tracking still checks no windows of {n} TCP connection{}, until they end (docs/bypass.md)\n",
+                if n == 1 { "" } else { "s" }
+            ))?;
         }
         Ok(Exit::Done)
     }
