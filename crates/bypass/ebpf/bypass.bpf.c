@@ -252,6 +252,23 @@ static __always_inline bool is_partial(const struct sk_buff *skb)
 	return BITFIELD(skb, ip_summed) == CHECKSUM_PARTIAL;
 }
 
+/*
+ * Whether the field of an unfinished checksum lies in the padding. The kernel drops such a frame when
+ * it removes the padding (pskb_trim_rcsum). bpf_skb_change_tail used to refuse it. Since Linux 6.1.189
+ * it shortens the frame and calls its checksum finished. `bytes` is the length without padding.
+ */
+static __always_inline bool is_checksum_in_padding(const struct __sk_buff *skb, const struct sk_buff *kernel_skb, __u32 bytes)
+{
+	__u32 end, linear;
+
+	if (skb->len <= bytes || !is_partial(kernel_skb))
+		return false;
+	/* Both are counted from the buffer's beginning. */
+	end = FIELD(kernel_skb, csum_start) - FIELD(kernel_skb, mac_header) + FIELD(kernel_skb, csum_offset) + sizeof(__u16);
+	linear = skb->len - FIELD(kernel_skb, data_len);
+	return end > (linear < bytes ? linear : bytes);
+}
+
 /* XDP has no sk_buff that says so. Whether the checksum's field holds the sum of the pseudo header only, as the sender leaves it to a card; a
  * tunnel's packet within may be such a one. */
 static __always_inline bool may_be_partial(const struct frame *f, int family)
@@ -428,6 +445,8 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	if (segments && skb->len != ETH_HLEN + f.length)
 		return up(skb, &f, family, UP_MALFORMED);
 	bytes = ETH_HLEN + f.length;
+	if (is_checksum_in_padding(skb, kernel_skb, bytes))
+		return up(skb, &f, family, UP_MALFORMED);
 	verdict = alter(skb, flow, &f, family);
 	if (verdict)
 		return up(skb, &f, family, verdict);

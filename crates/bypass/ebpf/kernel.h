@@ -154,10 +154,14 @@ struct sk_buff {
 	struct net_device *dev;
 	unsigned long _skb_refdst;
 	unsigned long _nfct;
+	unsigned int data_len;
 	__u8 ip_summed : 2;
 	__u8 encapsulation : 1;
+	__u16 csum_start;
+	__u16 csum_offset;
 	__u16 inner_transport_header;
 	__u16 network_header;
+	__u16 mac_header;
 };
 
 struct dst_metrics {
