@@ -628,6 +628,25 @@ def test_attach_says_what_is_wrong():
         assert inside.returncode == 1 and "--netns" in inside.stderr, inside
 
 
+def test_doctor_and_status_name_what_this_kernel_lacks():
+    version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
+    with host() as h:
+        h.attach()
+        limits = h.status()["limits"]
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+        done = subprocess.run([str(PROGRAM), "doctor", "--json"], capture_output=True, text=True, timeout=60 * SLOW, env=env)
+        said = next(finding for finding in json.loads(done.stdout)["findings"] if finding["what"] == "bypass")
+        hook = "tcx" if has_tcx() else "clsact"
+        assert f"{hook} and xdp" in said["seen"] and all(limit in said["seen"] for limit in limits), (said, limits)
+        assert said["outcome"] == ("degraded" if limits else "works"), said
+        typed = version >= (6, 2) and os.environ.get("TOMBOLO_BYPASS_AS_OLD") != "1"
+        for words, is_lacking in (("no tcx", hook == "clsact"), ("no typed pointers", not typed), ("not tested", version < (6, 1)),
+                                  ("translated IPv6", version < (6, 16)), ("firewall rules", version < (6, 17))):
+            assert any(words in limit for limit in limits) == is_lacking, (words, limits)
+        shown = h.cli("status").stdout
+        assert all(limit in shown for limit in limits), (shown, limits)
+
+
 def test_a_flow_slower_than_its_lease_is_not_learned_again_until_it_is_quick():
     with host() as h:
         h.attach(words=("--lease", "100"))

@@ -58,7 +58,7 @@ pub enum LoadError {
     NoUse(&'static str),
     /// The kernel refused a program or a map.
     #[error(
-        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 5.15 or later, CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
+        "the kernel refused the eBPF {what}: {cause}. Needed: Linux 6.1 or later (older ones are not tested), CAP_BPF, CAP_NET_ADMIN and CAP_PERFMON (root has them)"
     )]
     Refused {
         /// Which program, or the maps.

@@ -7,8 +7,9 @@ use crate::object::{self, LoadError};
 use crate::place::Place;
 
 /// From which kernel on a part is whole, and what is without it. That, unlike `NO_TCX` and `NO_POINTERS`, cannot be asked.
-const LIMITS: [((u32, u32), &str); 2] = [
-    ((6, 16), "translated IPv6 goes the kernel's way in mode tcx, unless this kernel has the fix of 6.16"),
+const LIMITS: [((u32, u32), &str); 3] = [
+    ((6, 1), "this kernel is not tested: 6.1 is the oldest that runs the tests"),
+    ((6, 16), "translated IPv6 takes the kernel's path in mode tcx, unless this kernel has the fix of 6.16"),
     ((6, 17), "a change of firewall rules that is undone at once may be noticed after the lease only"),
 ];
 const NO_TCX: &str = "no tcx (Linux 6.6): mode tcx works by filters behind a clsact qdisc, which others can remove";
@@ -75,6 +76,8 @@ mod tests {
         assert_eq!((limits("6.17.0-rc1"), limits("7.0.1")), (vec![], vec![]));
         let old = super::limits("6.1.0-56-amd64", false, false);
         assert!(old.len() == 4 && old[0].contains("clsact") && old[1].contains("typed pointers"), "{old:?}");
+        let untested = super::limits("5.15.0-164-generic", false, false);
+        assert!(untested.len() == 5 && untested[2].contains("not tested"), "{untested:?}");
     }
 
     #[test]
