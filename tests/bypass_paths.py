@@ -26,6 +26,8 @@ A, B = "10.1.0.2", "10.2.0.2"
 A6, B6 = "fd01::2", "fd02::2"
 # How long a frame may take that arrives. The kernel forwards in its own time where the machine has much else to do.
 ARRIVES_S = 20
+# chooser.rs: fewer whole frames a second do not have `auto` choose XDP.
+FEW_PER_S = 20_000
 MAC_A, MAC_B = "02:00:00:00:0a:02", "02:00:00:00:0b:02"
 
 
@@ -90,21 +92,26 @@ class Host:
     def udp(self, payload=b"x" * 22, sport=1000, dport=2000, **more):
         return self.to_b(ETH_IP4, ipv4(A, B, UDP, transport(UDP, A, B, sport, dport, payload), **more))
 
-    def across(self, frame, header=bytes(10), seconds=ARRIVES_S):
+    def across(self, frame, header=bytes(10), seconds=ARRIVES_S, wanted=None):
         """What B gets when A sends it: IP frames only. One that shall not arrive is waited for by fewer seconds."""
         self.b.drain()
         self.a.send(frame, header)
-        return self.b.receive(seconds, is_ip)
+        return self.b.receive(seconds, wanted or is_ip)
 
-    def back(self, frame, header=bytes(10), seconds=ARRIVES_S):
+    def back(self, frame, header=bytes(10), seconds=ARRIVES_S, wanted=None):
         self.a.drain()
         self.b.send(frame, header)
-        return self.a.receive(seconds, is_ip)
+        return self.a.receive(seconds, wanted or is_ip)
 
 
 def is_ip(frame):
     """IP to one receiver: not what the host's own IPv6 says to its neighbourhood."""
     return not frame[0] & 1 and frame[12:14] in (b"\x08\x00", b"\x86\xdd")
+
+
+def is_tcp(frame):
+    """TCP to one receiver: not an ICMP error about a frame that was sent seconds ago."""
+    return is_ip(frame) and frame[23 if frame[12:14] == b"\x08\x00" else 20] == TCP
 
 
 def has_ended(pid):
@@ -353,16 +360,20 @@ def test_auto_moves_a_tap_of_small_frames_to_xdp_and_back_for_segmentation_frame
         frame, header = h.udp(), bytes(10)
 
         def load(seconds, condition):
-            end = time.monotonic() + seconds
+            end, sent = time.monotonic() + seconds, 0
             while time.monotonic() < end:
                 for _ in range(20000):
                     os.write(h.a.fd, header + frame)
+                sent += 20000
                 h.b.drain()
                 if condition(h.status("ta")):
                     return
+            if sent < seconds * FEW_PER_S:
+                raise Skip(f"this machine sends {sent / seconds:.0f} frames a second, and `auto` chooses XDP from {FEW_PER_S} on")
             raise AssertionError(h.status("ta"))
 
-        load(120, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp"))
+        # The first second in a mode has frames of the one before, and a few segmentation frames in it are not held against XDP.
+        load(120, lambda s: s["mode"] == "xdp" and s["by_reason"].get("taken_xdp") and s["for_ms"] > 3000)
         assert "whole frames" in h.status("ta")["why"]
         big = h.to_b(ETH_IP4, ipv4(A, B, TCP, transport(TCP, A, B, 3000, 80, b"g" * 6000, partial=True)))
         gso = vnet_header(NEEDS_CSUM, GSO_TCPV4, 54, 1448, 34, 16)
@@ -401,18 +412,18 @@ def test_programs_that_are_there_are_left_alone():
 def establish(h, sport, dport, a=A, b=B, to=None, seen=None, payload=b""):
     """A TCP handshake from A to B; `to` is where A sends (a translated address), `seen` whom B sees."""
     to, seen = to or b, seen or (a, sport)
-    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, flags=SYN, seq=100, ack=0)))), "SYN"
+    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, flags=SYN, seq=100, ack=0))), wanted=is_tcp), "SYN"
     port = dport
     answer = transport(TCP, b, seen[0], port, seen[1], flags=SYN | ACK, seq=500, ack=101)
-    assert h.back(h.to_a(ETH_IP4, ipv4(b, seen[0], TCP, answer))), "SYN, ACK"
-    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, seq=101, ack=501)))), "ACK"
+    assert h.back(h.to_a(ETH_IP4, ipv4(b, seen[0], TCP, answer)), wanted=is_tcp), "SYN, ACK"
+    assert h.across(h.to_b(ETH_IP4, ipv4(a, to, TCP, transport(TCP, a, to, sport, dport, seq=101, ack=501))), wanted=is_tcp), "ACK"
 
 
 def establish6(h, sport, dport):
     send = lambda s, d, p, q, **more: transport(TCP, s, d, p, q, **more)  # noqa: E731
-    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, flags=SYN, seq=100, ack=0)))), "SYN"
-    assert h.back(h.to_a(ETH_IP6, ipv6(B6, A6, TCP, send(B6, A6, dport, sport, flags=SYN | ACK, seq=500, ack=101)))), "SYN, ACK"
-    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, seq=101, ack=501)))), "ACK"
+    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, flags=SYN, seq=100, ack=0))), wanted=is_tcp), "SYN"
+    assert h.back(h.to_a(ETH_IP6, ipv6(B6, A6, TCP, send(B6, A6, dport, sport, flags=SYN | ACK, seq=500, ack=101))), wanted=is_tcp), "SYN, ACK"
+    assert h.across(h.to_b(ETH_IP6, ipv6(A6, B6, TCP, send(A6, B6, sport, dport, seq=101, ack=501))), wanted=is_tcp), "ACK"
 
 
 def test_what_is_not_understood_goes_up_and_is_answered_by_the_kernel():

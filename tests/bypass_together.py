@@ -78,7 +78,7 @@ def test_two_hundred_attaches_at_once_leave_one_bypass_of_all_that_said_attached
             victims = random.sample(running[len(names):], kills)
             for _, process in victims:
                 threading.Timer(random.random() * 4, process.send_signal, [signal.SIGKILL]).start()
-            ends = [(name, process, *process.communicate(timeout=300)) for name, process in running]
+            ends = [(name, process, *process.communicate(timeout=300 * SLOW)) for name, process in running]
             for name, process, out, error in ends:
                 killed = (name, process) in victims and process.returncode == -signal.SIGKILL
                 assert killed or process.returncode == 0, (name, process.returncode, out, error)
