@@ -77,7 +77,7 @@ def world(network="bypass = true"):
     need_program("nft")
     need_program("nsenter")
     if tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) < (5, 15):
-        raise Skip(f"the bypass needs Linux 5.15, this is {os.uname().release}")
+        raise Skip(f"the bypass cannot work before Linux 5.15, this is {os.uname().release}")
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(scratch())
         yield World(stack, folder, network)

@@ -128,7 +128,7 @@ def host():
     need_program("nft")
     version = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     if version < (5, 15):
-        raise Skip(f"the bypass needs Linux 5.15, this is {os.uname().release}")
+        raise Skip(f"the bypass cannot work before Linux 5.15, this is {os.uname().release}")
     if not PROGRAM.exists():
         raise Skip(f"{PROGRAM} is not built: run ./x build")
     with Namespace() as space, scratch() as folder:

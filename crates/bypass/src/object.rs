@@ -180,7 +180,7 @@ mod tests {
         let release = rustix::system::uname().release().to_string_lossy().into_owned();
         let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().unwrap_or(0));
         if (numbers.next(), numbers.next()) < (Some(5), Some(15)) {
-            println!("SKIP: the bypass needs Linux 5.15, this is {release}");
+            println!("SKIP: the bypass cannot work before Linux 5.15, this is {release}");
             return;
         }
         let types = Types::read().unwrap();
