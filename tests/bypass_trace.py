@@ -1,16 +1,23 @@
 """What can be seen of the bypass: the trace, and status."""
 
+import ctypes
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import threading
+import time
 
+from bypass_others import bpf
 from bypass_paths import A, B, PROGRAM, host
 from lib import until
 from lib.machine import SLOW
 from lib.tap import ETH_IP4, ICMP, echo, ipv4
+
+# bpf(2), and the setting that `trace` writes.
+MAP_UPDATE, OBJ_GET, SET_TRACE = 2, 7, 1
 
 
 def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
@@ -47,6 +54,15 @@ def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
         assert all(line["output"] == "tb" for line in lines if line["path"] == "taken_tcx")
 
 
+def ask_for_events(h, seconds):
+    """Asks for events as `trace` does, which does so for a second or two only: tables.h, SET_TRACE."""
+    path = ctypes.create_string_buffer(bytes(next((h.folder / "run/bypass/bpf").glob("*/map_settings"))))
+    settings = bpf(OBJ_GET, struct.pack("<QII", ctypes.addressof(path), 0, 0))
+    key, value = ctypes.c_uint32(SET_TRACE), ctypes.c_uint64(int(time.monotonic() + seconds))
+    bpf(MAP_UPDATE, struct.pack("<IIQQQ", settings, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
+    os.close(settings)
+
+
 def test_a_trace_says_how_many_events_it_lost():
     with host() as h:
         h.attach(words=("--lease", "10000", "--mode", "tcx"))
@@ -58,11 +74,12 @@ def test_a_trace_says_how_many_events_it_lost():
             with (h.folder / "out").open("w+") as out:
                 trace = subprocess.Popen([*command, *words], stdout=out, stderr=subprocess.PIPE, text=True, env=environment)
                 until("the first line", lambda o=out: h.across(h.udp()) and os.fstat(o.fileno()).st_size)
-                # A reader that stands still for a moment, while more comes than the ring of 1 MiB holds; events are asked for up to the end of the next
-                # second, so on a slow machine not all of it in one go.
+                # A reader that stands still for a moment, while more comes than the ring of 1 MiB holds. A slow machine needs longer for
+                # that than the reader has asked for events.
                 frame, sent, before = bytes(10) + h.udp(), 0, h.status("ta")
                 while sent < 200_000:
                     trace.send_signal(signal.SIGSTOP)
+                    ask_for_events(h, 60)
                     for _ in range(20_000):
                         os.write(h.a.fd, frame)
                     trace.send_signal(signal.SIGCONT)
