@@ -15,6 +15,7 @@
  * own transmit; and a FIN or RST outside of the window of a connection that is taken (sequence.h).
  */
 #include "judges.h"
+#include "observe.h"
 #include "sequence.h"
 
 #include <linux/pkt_cls.h>
@@ -30,92 +31,6 @@
 #define RETRACK_OPTION 0xfd0a
 /* How often one connection is wished for. */
 #define WISH_NS 50000000ULL
-
-static __always_inline struct counters *counters_of(__u32 slot)
-{
-	return bpf_map_lookup_elem(&counters, &slot);
-}
-
-/* An index below `size`, in a way that the compiler cannot reason away and the verifier sees. */
-static __always_inline __u32 masked(__u32 index, __u32 size)
-{
-	asm volatile("" : "+r"(index));
-	return index & (size - 1);
-}
-
-/* What `tell` reports. */
-enum kind {
-	KIND_SEEN,	/* code: enum verdict */
-	KIND_LEARNED,
-	KIND_REFUSED,	/* code: enum unlearned */
-};
-
-/* Whether `trace` or `flows` asks for each frame. Whether still, `tell` finds out. */
-static __always_inline bool is_observed(void)
-{
-	return setting(SET_TRACE) | setting(SET_ACCOUNT);
-}
-
-/* Adds a frame to its flow's usage. Learned or refused: the same frame was counted when it was seen. */
-static __always_inline void account(const struct frame *f, int family, __u32 oif, enum kind kind, __u8 code)
-{
-	static const struct usage none;
-	struct key6 key = f->key;
-	struct usage *u;
-
-	key.zero = family;
-	u = bpf_map_lookup_elem(&usages, &key);
-	if (!u) {
-		bpf_map_update_elem(&usages, &key, &none, BPF_NOEXIST);
-		u = bpf_map_lookup_elem(&usages, &key);
-		if (!u)
-			return;
-	}
-	u->at_ns = bpf_ktime_get_ns();
-	if (oif)
-		u->oif = oif;
-	if (kind != KIND_SEEN) {
-		u->refused = kind == KIND_REFUSED ? code + 1 : 0;
-	} else if (code <= TAKEN_XDP) {
-		u->taken_packets++;
-		u->taken_bytes += ETH_HLEN + f->length;
-		u->taken_by = code + 1;
-	} else {
-		u->passed_packets++;
-		u->passed_bytes += ETH_HLEN + f->length;
-		u->passed_for = code + 1;
-	}
-}
-
-static __always_inline void tell(const struct frame *f, int family, __u32 oif, enum kind kind, __u8 code)
-{
-	__u64 second = bpf_ktime_get_coarse_ns() / 1000000000;
-	struct event *e;
-	__u32 zero = 0;
-	__u64 *n;
-
-	if (second <= setting(SET_ACCOUNT))
-		account(f, family, oif, kind, code);
-	if (!setting(SET_TRACE) || second > setting(SET_TRACE))
-		return;
-	e = bpf_ringbuf_reserve(&events, sizeof(*e), 0);
-	if (!e) {
-		n = bpf_map_lookup_elem(&lost, &zero);
-		if (n)
-			(*n)++;
-		return;
-	}
-	e->at_ns = bpf_ktime_get_ns();
-	e->key = f->key;
-	e->oif = oif;
-	e->length = f->length;
-	e->family = family;
-	e->kind = kind;
-	e->code = code;
-	e->pad = 0;
-	e->pad2 = 0;
-	bpf_ringbuf_submit(e, 0);
-}
 
 static __always_inline __u32 pending_slot(__u64 skb)
 {
@@ -200,8 +115,11 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 		/* A frame that the kernel dropped had this sk_buff before: the egress program must not take this one for it. */
 		p->skb = 0;
 	}
-	if (is_parsed && is_observed())
-		tell(f, family, 0, KIND_SEEN, verdict);
+	if (is_observed_now()) {
+		if (is_parsed)
+			tell(f, family, 0, KIND_SEEN, verdict);
+		capture(skb, verdict == UP_FAILED ? POINT_FAILED : POINT_IN, verdict, 0);
+	}
 	return TCX_NEXT;
 }
 
@@ -369,8 +287,10 @@ static __always_inline int drop(struct __sk_buff *skb, const struct frame *f, in
 
 	if (c)
 		c->packets[DROPPED_WINDOW]++;
-	if (is_observed())
+	if (is_observed_now()) {
 		tell(f, family, 0, KIND_SEEN, DROPPED_WINDOW);
+		capture(skb, POINT_IN, DROPPED_WINDOW, 0);
+	}
 	return TCX_DROP;
 }
 
@@ -383,6 +303,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	__u32 segments, bytes;
 	__u64 now;
 	enum judgement judgement = JUDGED_UP;
+	bool observed;
 	int verdict;
 
 	f.key.iif = skb->ifindex;
@@ -447,6 +368,9 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	bytes = ETH_HLEN + f.length;
 	if (is_checksum_in_padding(skb, kernel_skb, bytes))
 		return up(skb, &f, family, UP_MALFORMED);
+	observed = is_observed(now);
+	if (observed)
+		capture(skb, POINT_IN, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX, flow->oif);
 	verdict = alter(skb, flow, &f, family);
 	if (verdict)
 		return up(skb, &f, family, verdict);
@@ -469,8 +393,10 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 		else
 			c->packets[TAKEN_TCX]++;
 	}
-	if (is_observed())
+	if (observed) {
 		tell(&f, family, flow->oif, KIND_SEEN, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX);
+		capture(skb, POINT_OUT, flow->flags & FLOW_PEER ? TAKEN_PEER : TAKEN_TCX, flow->oif);
+	}
 	if (flow->flags & FLOW_PEER)
 		return bpf_redirect_peer(flow->oif, 0);
 	skb->cb[0] = OURS_0;
@@ -657,13 +583,20 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	const struct dst_entry *dst;
 	__u64 lease = setting(SET_LEASE_NS);
 	unsigned long nfct = FIELD(kernel_skb, _nfct), refdst = FIELD(kernel_skb, _skb_refdst);
-	struct flow6 whole = {};
-	struct flow *flow = &whole.flow, *known;
+	/* On the stack there is no room for it beside a call. */
+	struct scratch *scratch = scratch_here();
+	struct flow6 *whole;
+	struct flow *flow, *known;
 	struct port *in, *output;
 	__u32 iif = p->key.iif, oif = skb->ifindex, mtu;
 	__u64 until;
 	void *data;
 
+	if (!scratch)
+		return 0;
+	whole = &scratch->flow;
+	__builtin_memset(whole, 0, sizeof(*whole));
+	flow = &whole->flow;
 	if (p->family != family || out->key.proto != p->key.proto || out->length != p->length || out->tos != p->tos ||
 	    out->rest != p->rest || out->ttl != p->ttl - 1)
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
@@ -675,7 +608,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
 	if (FIELD(FIELD(dst, dev), ifindex) != FIELD(dev, ifindex))
 		return 1 + NOT_A_PLAIN_ROUTE;
-	note_translation(&whole, &p->key, &out->key, family);
+	note_translation(whole, &p->key, &out->key, family);
 	if (!check_follows(flow, p, out, is_partial(kernel_skb)))
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
 	if (nfct & ~NFCT_INFOMASK) {
@@ -775,10 +708,10 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	} else {
 		struct key6 k = p->key;
 		const struct flow6 *known6 = (const struct flow6 *)known;
-		bool same = known && !differ(known6->saddr, whole.saddr) && !differ(known6->daddr, whole.daddr);
+		bool same = known && !differ(known6->saddr, whole->saddr) && !differ(known6->daddr, whole->daddr);
 
 		if (!renew(known, flow, family) || !same)
-			bpf_map_update_elem(&flows6, &k, &whole, BPF_ANY);
+			bpf_map_update_elem(&flows6, &k, whole, BPF_ANY);
 	}
 	return 0;
 }
@@ -818,7 +751,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 		if (!refused && shortened)
 			c->shortened++;
 	}
-	if (is_observed()) {
+	if (is_observed(now)) {
 		/* As it came in: what rules made of it is another flow to whoever looks. */
 		f.key = p->key;
 		tell(&f, family, skb->ifindex, refused ? KIND_REFUSED : KIND_LEARNED, refused ? refused - 1 : 0);
@@ -854,7 +787,11 @@ int inject(struct __sk_buff *skb)
 SEC("classifier")
 int tcx_out(struct __sk_buff *skb)
 {
-	if (!skb->ingress_ifindex || (skb->cb[0] == OURS_0 && skb->cb[1] == OURS_1))
+	if (skb->cb[0] == OURS_0 && skb->cb[1] == OURS_1)
+		return TCX_NEXT;
+	if (is_observed_now())
+		capture(skb, POINT_KERNEL, 0, skb->ingress_ifindex);
+	if (!skb->ingress_ifindex)
 		return TCX_NEXT;
 	if (is_injected(skb))
 		return TCX_DROP;
@@ -893,6 +830,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 	struct counters *c;
 	struct frame f = {};
 	struct flow *flow;
+	bool observed;
 	__u64 now;
 
 	f.key.iif = ctx->ingress_ifindex;
@@ -920,6 +858,9 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 		return hand_on(flow, HANDED_PARTIAL);
 	if ((__u64)FIELD(dev, ptype_all.next) != (__u64)__builtin_preserve_access_index(&dev->ptype_all))
 		return hand_on(flow, HANDED_CAPTURE);
+	observed = is_observed(now);
+	if (observed)
+		capture_raw(ctx, POINT_IN, flow->oif);
 	padding = bytes - ETH_HLEN - f.length;
 	if (padding) {
 		if (bpf_xdp_adjust_tail(ctx, -(int)padding))
@@ -955,8 +896,10 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 		c->packets[TAKEN_XDP]++;
 		c->taken_bytes += ETH_HLEN + f.length;
 	}
-	if (is_observed())
+	if (observed) {
 		tell(&f, family, flow->oif, KIND_SEEN, TAKEN_XDP);
+		capture_raw(ctx, POINT_OUT, flow->oif);
+	}
 	return bpf_redirect(flow->oif, 0);
 }
 

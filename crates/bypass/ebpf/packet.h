@@ -25,6 +25,8 @@
 #define TCP_ACK 0x10
 /* More fragments, and the offset. */
 #define IP4_FRAGMENT 0x3fff
+/* The offset alone. */
+#define IP4_OFFSET 0x1fff
 
 struct ip4 {
 	__u8 version_ihl;

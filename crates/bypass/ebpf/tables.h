@@ -3,7 +3,7 @@
  * The maps, and what is in them. src/layout.rs has the same structures on the other side; sizes and offsets that it uses are
  * asserted below.
  *
- * Writers: `settings`, `ports`, `kept`, `judges` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
+ * Writers: `settings`, `ports`, `kept`, `judges`, `wanted` and `beats` are written by the manager only; `flows4`, `flows6` by the egress program (an entry is
  * replaced whole, and when it was used is written by the ingress programs); the manager only removes entries. `usages` is written by
  * all programs while `flows` measures; the manager only reads it.
  */
@@ -66,6 +66,8 @@ struct counters {
 	__u64 learned;
 	__u64 shortened;	/* learned with a shorter lease, for a conntrack timeout */
 	__u64 unlearned[UNLEARNED];
+	__u64 captured;	/* frames that a capture asked for */
+	__u64 capture_lost;	/* of those, how many found no room */
 };
 
 /* Ports of an interface: bits of `flags`. */
@@ -92,6 +94,8 @@ enum setting {
 	SET_ACCOUNT,	/* frames are counted per flow up to this second of the clock; 0: not at all */
 	SET_LEASE_NS,
 	SET_TICK_NS,	/* of the kernel's jiffies, in which conntrack counts its timeouts */
+	SET_CAPTURE,	/* frames are captured up to this second of the clock; 0: not at all */
+	SET_OBSERVED_NS,	/* up to this time of the clock one of the three may be wanted: what is looked at for each frame */
 	SET_RETRACK,	/* the nonce in the options of frames that `detach` injects (src/retrack.rs); 0: there are none */
 	SETTINGS,
 };
@@ -241,11 +245,68 @@ struct usage {
 	__u8 pad;
 };
 
+/* Where a frame was captured. */
+enum point {
+	POINT_IN,	/* as it came in; code: enum verdict */
+	POINT_OUT,	/* as it goes out, after it was taken; code: enum verdict */
+	POINT_KERNEL,	/* as the kernel sends it, forwarded or this host's own */
+	POINT_FAILED,	/* as POINT_IN; and if this CPU captured it before as one that is taken, it was not */
+};
+
+/* What stands before a captured frame's bytes. */
+struct captured {
+	__u64 at_ns;
+	__u32 interface;	/* where it came in or goes out */
+	__u32 other;	/* the other one of the two; 0: not known, or this host */
+	__u32 length;	/* of the frame */
+	__u32 kept;	/* bytes that follow */
+	__u16 segment;	/* bytes of payload of each packet in a segmentation frame; 0: it is none */
+	__u16 tag;	/* VLAN, where has_tag */
+	__u8 has_tag;
+	__u8 point;
+	__u8 code;
+	__u8 pad;
+};
+
+/* Which frames are captured. */
+struct end {
+	__u32 address[4];
+	__u32 mask[4];
+	__u32 port;	/* as on the wire; 0: any */
+};
+
+struct wanted {
+	__u32 interface;	/* 0: any */
+	__u32 family;	/* 0: any */
+	__u32 proto;	/* 0: any; IPPROTO_ICMP stands for both of them */
+	__u32 snap;	/* bytes that are kept of each frame */
+	struct end ends[2];	/* in either order */
+};
+
+/* What of a frame the filter is compared with. */
+struct ends {
+	__u32 source[4];
+	__u32 destination[4];
+	__u32 ports;	/* 0 where there are none */
+	__u32 family;	/* 0: not IP */
+	__u32 proto;
+};
+
+/* Room for a program while it runs, on each CPU: its stack is too small. */
+struct scratch {
+	struct flow6 flow;
+	struct captured record;
+	struct ends ends;
+	__u32 header[10];
+};
+
 /* What layout.rs counts on. */
-_Static_assert(SETTINGS == 6 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
+_Static_assert(sizeof(struct captured) == 32 && offsetof(struct captured, segment) == 24 && offsetof(struct captured, point) == 29, "layout.rs");
+_Static_assert(sizeof(struct wanted) == 88 && offsetof(struct wanted, ends) == 16, "layout.rs");
+_Static_assert(SETTINGS == 8 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
 _Static_assert(sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
-_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED), "layout.rs");
+_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED + 2), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 36, "layout.rs");
 _Static_assert(offsetof(struct flow, direction) == 61 && offsetof(struct flow, scale) == 62 && offsetof(struct flow, window) == 106 && offsetof(struct flow, sequence) == 63 && offsetof(struct flow, saddr) == 64, "layout.rs");
 _Static_assert(offsetof(struct flow, mac) == 88, "layout.rs");
@@ -381,6 +442,34 @@ struct {
 	__type(key, __u32);
 	__type(value, __u64);
 } lost SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_PERCPU_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct scratch);
+} scratch SEC(".maps");
+
+static __always_inline struct scratch *scratch_here(void)
+{
+	__u32 zero = 0;
+
+	return bpf_map_lookup_elem(&scratch, &zero);
+}
+
+/* Captured frames. Which CPU's buffers are in it only the command knows that put them there, and they go with it. */
+struct {
+	__uint(type, BPF_MAP_TYPE_PERF_EVENT_ARRAY);
+	__uint(key_size, sizeof(__u32));
+	__uint(value_size, sizeof(__u32));
+} captures SEC(".maps");
+
+struct {
+	__uint(type, BPF_MAP_TYPE_ARRAY);
+	__uint(max_entries, 1);
+	__type(key, __u32);
+	__type(value, struct wanted);
+} wanted SEC(".maps");
 
 /* Flows that a firewall rule could judge frame by frame. Written by the manager only: src/rules/filter.rs. */
 #define MAX_JUDGES 32

@@ -53,6 +53,12 @@ pub enum AttachError {
     /// A setting of conntrack.
     #[error("nf_conntrack_tcp_be_liberal: {0}")]
     Lenient(std::io::Error),
+    /// The kernel gives no buffers for captured frames.
+    #[error("capture: {0}")]
+    Capture(String),
+    /// One capture runs already.
+    #[error("another capture runs in this network namespace, by {0}: one at a time can")]
+    Capturing(String),
     /// The system has no thread for the keeper.
     #[error("the keeper's second thread: {0}")]
     Thread(std::io::Error),

@@ -27,13 +27,21 @@ pub const SET_LEASE_NS: u32 = 3;
 /// Length of the kernel's tick (a jiffy), in which conntrack counts its timeouts, in ns.
 pub const SET_TICK_NS: u32 = 4;
 /// The nonce in the options of frames that `detach` injects; 0: there are none.
-pub const SET_RETRACK: u32 = 5;
+pub const SET_RETRACK: u32 = 7;
+/// Up to which second of the monotonic clock frames are captured; 0: not at all.
+pub const SET_CAPTURE: u32 = 5;
+/// Up to when one of the three may be wanted, in ns of the monotonic clock: what programs look at for each frame.
+pub const SET_OBSERVED_NS: u32 = 6;
 /// Bytes of `struct usage`.
 pub const USAGE_BYTES: usize = 48;
 /// Bytes of `struct counters`.
-pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS);
+pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS + 2);
 /// Bytes of `struct event`.
 pub const EVENT_BYTES: usize = 72;
+/// Bytes of `struct captured`, behind which a frame's bytes stand.
+pub const CAPTURED_BYTES: usize = 32;
+/// Bytes of `struct wanted`.
+pub const WANTED_BYTES: usize = 88;
 /// Bytes of `struct wish`.
 pub const WISH_BYTES: usize = 40;
 /// Most interfaces in one namespace.
@@ -213,6 +221,10 @@ pub struct Counters {
     pub shortened: u64,
     /// Forwarded frames that nothing was learned from, by reason.
     pub unlearned: [u64; UNLEARNED.len()],
+    /// Frames that captures asked for.
+    pub captured: u64,
+    /// Of those, how many found no room.
+    pub capture_lost: u64,
 }
 
 impl Counters {
@@ -231,6 +243,8 @@ impl Counters {
         for (n, sum) in self.unlearned.iter_mut().enumerate() {
             *sum += at(VERDICT_SLOTS + 6 + n);
         }
+        self.captured += at(VERDICT_SLOTS + 6 + UNLEARNED_SLOTS);
+        self.capture_lost += at(VERDICT_SLOTS + 7 + UNLEARNED_SLOTS);
     }
 
     /// Packets that were taken, by whichever path.
@@ -467,6 +481,74 @@ impl Event {
     }
 }
 
+/// Where a frame was captured: `enum point`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Point {
+    /// As it came in.
+    In,
+    /// As it goes out, after it was taken.
+    Out,
+    /// As the kernel sends it: forwarded, or the host's own.
+    Kernel,
+    /// As it came in; if the same CPU captured it just before as one that is taken, it was not.
+    Failed,
+}
+
+/// What a captured frame is: `struct captured`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Captured {
+    /// When, on the monotonic clock.
+    pub at_ns: u64,
+    /// Number of the interface where it came in or goes out.
+    pub interface: u32,
+    /// The other one of the two; 0: not known, or the host itself.
+    pub other: u32,
+    /// Bytes of the frame.
+    pub length: u32,
+    /// Bytes that were kept.
+    pub kept: u32,
+    /// Bytes of payload of each packet of a segmentation frame.
+    pub segment: Option<u16>,
+    /// The VLAN tag's control information, which stands beside the frame.
+    pub tag: Option<u16>,
+    /// Where it was seen.
+    pub point: Point,
+    /// What became of it: a key of `VERDICTS`, and what it means. Nothing of what the kernel sends.
+    pub what: Option<(&'static str, &'static str)>,
+}
+
+impl Captured {
+    /// From a perf buffer: the record, and the frame's bytes. Nothing for what is not known.
+    pub fn from_bytes(bytes: &[u8]) -> Option<(Captured, &[u8])> {
+        let (record, frame) = bytes.split_at_checked(CAPTURED_BYTES)?;
+        let half = |at: usize| u16::from_ne_bytes([record[at], record[at + 1]]);
+        let point = match record[29] {
+            0 => Point::In,
+            1 => Point::Out,
+            2 => Point::Kernel,
+            3 => Point::Failed,
+            _ => return None,
+        };
+        let what = match point {
+            Point::Kernel => None,
+            _ => Some(*VERDICTS.get(usize::from(record[30]))?),
+        };
+        let captured = Captured {
+            at_ns: long(record, 0),
+            interface: word(record, 8),
+            other: word(record, 12),
+            length: word(record, 16),
+            kept: word(record, 20),
+            segment: (half(24) != 0).then(|| half(24)),
+            tag: (record[28] != 0).then(|| half(26)),
+            point,
+            what,
+        };
+        // Behind it the kernel fills up to a whole word.
+        Some((captured, frame.get(..captured.kept as usize)?))
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -514,6 +596,29 @@ mod tests {
         assert_eq!(Tuple::of_usage(&key).source.to_string(), "10.0.0.1");
         key[42..].copy_from_slice(&10u16.to_ne_bytes());
         assert_eq!(Tuple::of_usage(&key).source.to_string(), "a00:1::");
+    }
+
+    #[test]
+    fn a_captured_frame_is_its_record_and_its_bytes() {
+        let mut bytes = vec![0; CAPTURED_BYTES];
+        bytes[..8].copy_from_slice(&7u64.to_ne_bytes());
+        for (at, value) in [(8, 3u32), (12, 4), (16, 60), (20, 5)] {
+            bytes[at..at + 4].copy_from_slice(&value.to_ne_bytes());
+        }
+        bytes[24..26].copy_from_slice(&1448u16.to_ne_bytes());
+        bytes[26..29].copy_from_slice(&[9, 0, 1]);
+        bytes[29..31].copy_from_slice(&[1, 2]);
+        bytes.extend([1, 2, 3, 4, 5, 0, 0, 0]);
+        let (captured, frame) = Captured::from_bytes(&bytes).unwrap();
+        assert_eq!((captured.at_ns, captured.interface, captured.other, captured.length), (7, 3, 4, 60));
+        assert_eq!((captured.segment, captured.tag), (Some(1448), Some(9)));
+        assert_eq!((captured.point, captured.what.unwrap().0), (Point::Out, "taken_xdp"));
+        assert_eq!(frame, [1, 2, 3, 4, 5]);
+        for length in 0..CAPTURED_BYTES + 5 {
+            assert_eq!(Captured::from_bytes(&bytes[..length]), None, "{length} bytes");
+        }
+        bytes[29] = 4;
+        assert_eq!(Captured::from_bytes(&bytes), None);
     }
 
     #[test]

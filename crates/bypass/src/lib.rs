@@ -13,7 +13,7 @@
 //! - `attachment`, `hook`: attaching and detaching; tc's hooks with tcx or without.
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
 //! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's path.
-//! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show.
+//! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show; `capture`: frames themselves.
 //! - `probe`: whether all this can be on this machine.
 //! - `netlink`, `conntrack`: the kernel's answers about interfaces, neighbours and connections.
 //! - `neighbours`: whose flows are to be learned again because it moved.
@@ -25,6 +25,7 @@
 //! process of it is killed traffic flows on; after `detach` nothing is left.
 
 pub mod attachment;
+pub mod capture;
 pub mod chooser;
 pub mod conntrack;
 pub mod flows;

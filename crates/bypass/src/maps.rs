@@ -3,21 +3,24 @@
 use crate::attachment::monotonic_ns;
 use crate::layout::{
     COUNTERS_BYTES, Counters, FLOW_BYTES, FLOW6_BYTES, Flow, KEY4_BYTES, KEY6_BYTES, MAX_PORTS, PORT_BYTES, Port,
-    SET_ACCOUNT, SET_EPOCH, SET_LEASE_NS, SET_RETRACK, SET_TICK_NS, SET_TRACE, Tuple, USAGE_BYTES, Usage,
+    SET_ACCOUNT, SET_CAPTURE, SET_EPOCH, SET_LEASE_NS, SET_OBSERVED_NS, SET_RETRACK, SET_TICK_NS, SET_TRACE, Tuple,
+    USAGE_BYTES, Usage, WANTED_BYTES,
 };
 use crate::neighbours::Mac;
 use crate::object::chain;
 use crate::place::Place;
 use crate::rules::JUDGES_BYTES;
 use aya::Ebpf;
-use aya::maps::{Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues, RingBuf};
+use aya::maps::{
+    Array, HashMap, Map, MapData, MapError, PerCpuArray, PerCpuHashMap, PerCpuValues, PerfEventArray, RingBuf,
+};
 use std::collections::HashSet;
 use std::time::Duration;
 
 /// All maps of the object, by their names there.
-const NAMES: [&str; 16] = [
+const NAMES: [&str; 18] = [
     "settings", "kept", "beats", "ports", "counters", "flows4", "flows6", "pending", "sights", "wishes", "wished",
-    "events", "lost", "usages", "guarded", "judges",
+    "events", "lost", "usages", "guarded", "judges", "captures", "wanted",
 ];
 
 /// How long an idle TCP connection is remembered: as long as conntrack does by default.
@@ -92,6 +95,19 @@ pub(crate) fn wishes(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
 /// The ring of trace events.
 pub(crate) fn events(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
     RingBuf::try_from(Map::RingBuf(data(place, "events")?)).map_err(wrong("events"))
+}
+
+/// Where the programs look for buffers of captured frames, one for each CPU.
+pub(crate) fn captures(place: &Place) -> Result<PerfEventArray<MapData>, MapsError> {
+    PerfEventArray::try_from(Map::PerfEventArray(data(place, "captures")?)).map_err(wrong("captures"))
+}
+
+/// Says which frames are to be captured.
+pub(crate) fn set_wanted(place: &Place, wanted: [u8; WANTED_BYTES]) -> Result<(), MapsError> {
+    let map: Array<MapData, [u8; WANTED_BYTES]> =
+        Array::try_from(Map::Array(data(place, "wanted")?)).map_err(wrong("wanted"))?;
+    let mut map = map;
+    map.set(0, wanted, 0).map_err(wrong("wanted"))
 }
 
 /// How many events found no room in the ring, since all was attached.
@@ -191,13 +207,26 @@ impl Maps {
 
     /// Events are wanted up to this second of the monotonic clock; 0: not at all.
     pub fn trace_until(&mut self, second: u64) -> Result<(), MapsError> {
-        self.set(SET_TRACE, second)
+        self.observe_until(SET_TRACE, second)
     }
 
     /// Frames are counted by flow up to this second of the monotonic clock, or longer where another command wants that.
     pub fn account_until(&mut self, second: u64) -> Result<(), MapsError> {
         let second = self.setting(SET_ACCOUNT)?.max(second);
-        self.set(SET_ACCOUNT, second)
+        self.observe_until(SET_ACCOUNT, second)
+    }
+
+    /// Frames are captured up to this second of the monotonic clock; 0: not at all.
+    pub fn capture_until(&mut self, second: u64) -> Result<(), MapsError> {
+        self.observe_until(SET_CAPTURE, second)
+    }
+
+    /// Programs look first at the last moment at which anything may be wanted. Two commands that raise it at the same time
+    /// may undo each other's; each does so again within a tenth of a second.
+    fn observe_until(&mut self, which: u32, second: u64) -> Result<(), MapsError> {
+        self.set(which, second)?;
+        let until_ns = if second == 0 { 0 } else { (second + 1) * 1_000_000_000 };
+        if self.setting(SET_OBSERVED_NS)? < until_ns { self.set(SET_OBSERVED_NS, until_ns) } else { Ok(()) }
     }
 
     /// Frames are taken up to that time of the monotonic clock, in ns, and not longer unless this is called again; 0: for ever.

@@ -185,7 +185,13 @@ mod tests {
         }
         let types = Types::read().unwrap();
         for object in [fitting(&types).unwrap(), OLD_OBJECT.to_vec()] {
-            loaded(&types, &object).unwrap_or_else(|e| panic!("{e}"));
+            let loaded = loaded(&types, &object).unwrap_or_else(|e| panic!("{e}"));
+            for (name, program) in loaded.programs() {
+                // The kernel follows a million at most, of which a change of the programs should leave enough.
+                let followed = program.info().ok().and_then(|i| i.verified_instruction_count()).unwrap_or(0);
+                println!("{name}: {followed} instructions followed");
+                assert!(followed < 800_000, "{name}: the verifier follows {followed} instructions");
+            }
         }
     }
 }

@@ -10,6 +10,7 @@
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*, qdisc_*
 //! RUNTIME/bypass/ID.json      the owner record
 //! RUNTIME/bypass/ID.keeper    held by the keeper while it runs
+//! RUNTIME/bypass/ID.capture   held by a capture while it runs
 //! ```
 
 use rustix::io::Errno;
@@ -23,7 +24,7 @@ use std::time::{Duration, Instant};
 /// BPF_FS_MAGIC.
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
-const VERSION: u32 = 3;
+const VERSION: u32 = 4;
 /// For how long the keeper's lock is tried: much longer than anybody looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for others that attach or detach.
@@ -346,7 +347,7 @@ impl Place {
             let path = entry.path();
             fs::remove_file(&path).map_err(file(&path))?;
         }
-        for path in [self.beside("keeper"), self.beside("log"), self.beside("new")] {
+        for path in ["keeper", "log", "new", "capture"].map(|kind| self.beside(kind)) {
             gone(fs::remove_file(&path)).map_err(file(&path))?;
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
@@ -412,6 +413,18 @@ impl Place {
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(cause)) => return Err(file(&path)(cause)),
             }
+        }
+    }
+
+    /// The lock of the one capture that may run; else which process holds it.
+    pub(crate) fn capture_lock(&self) -> Result<Result<File, String>, PlaceError> {
+        let path = self.beside("capture");
+        let lock =
+            File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
+        match lock.try_lock() {
+            Ok(()) => Ok(Ok(lock)),
+            Err(TryLockError::WouldBlock) => Ok(Err(holder(&lock))),
+            Err(TryLockError::Error(cause)) => Err(file(&path)(cause)),
         }
     }
 

@@ -19,6 +19,7 @@ use tombolo_host::api::metrics;
 use tombolo_host::api::report::BypassReport;
 use tombolo_host::rundir;
 
+use crate::bypass_capture::Capture;
 use crate::exit::{Exit, Failure};
 use crate::number;
 use crate::out::{self, Table};
@@ -35,13 +36,15 @@ pub(crate) enum Bypass {
     Trace(Trace),
     /// Measure which flows have traffic, which path their frames take, and why
     Flows(Flows),
+    /// Write frames of one flow, or of a filter, into a pcapng file, with the way that each went and why
+    Capture(Capture),
     /// Help the attached programs along until they are detached
     #[command(hide = true)]
     Keep(Keep),
 }
 
 #[derive(Args, Debug)]
-struct Space {
+pub(crate) struct Space {
     /// Network namespace that holds the interfaces, by name or path [default: the command's own]
     #[arg(long, value_name = "NAMESPACE")]
     netns: Option<String>,
@@ -196,7 +199,7 @@ impl From<AttachError> for Failure {
 
 impl Space {
     /// Goes into the namespace and gives its place.
-    fn enter(&self) -> Result<Place, Failure> {
+    pub(crate) fn enter(&self) -> Result<Place, Failure> {
         if !rustix::process::geteuid().is_root() {
             return Err(Failure::failed(
                 "the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON): run it as root or through sudo",
@@ -218,6 +221,7 @@ impl Bypass {
             Bypass::Status(status) => status.run(),
             Bypass::Trace(trace) => trace.run(),
             Bypass::Flows(flows) => flows.run(),
+            Bypass::Capture(capture) => capture.run(),
             Bypass::Keep(keep) => keep.run(),
         }
     }
@@ -430,7 +434,7 @@ fn ends(t: &Tuple) -> (String, String, String) {
 }
 
 /// The links of a namespace where something is attached; `wanted` has to be one of them.
-fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, Failure> {
+pub(crate) fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, Failure> {
     if !place.exists() {
         return Err(Failure::misused(
             "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
@@ -444,7 +448,7 @@ fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, F
 }
 
 /// Becomes true with the first SIGINT or SIGTERM; the second one ends the process, also where it waits for its reader.
-fn stop_flag() -> Result<Arc<AtomicBool>, Failure> {
+pub(crate) fn stop_flag() -> Result<Arc<AtomicBool>, Failure> {
     let stop = Arc::new(AtomicBool::new(false));
     for signal in [SIGINT, SIGTERM] {
         signal_hook::flag::register_conditional_shutdown(signal, 128 + signal, stop.clone())?;

@@ -78,7 +78,7 @@ impl Blocks {
 }
 
 /// A file for our own user only: it holds what others said to each other. What is no file, like a pipe, stays as it is.
-fn private(path: &Path) -> io::Result<File> {
+pub(crate) fn private(path: &Path) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     if file.metadata()?.is_file() {
         file.set_permissions(Permissions::from_mode(0o600))?;

@@ -5,6 +5,7 @@
 
 mod bridge;
 mod bypass;
+mod bypass_capture;
 mod call;
 mod capture;
 mod cell;

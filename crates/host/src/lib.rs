@@ -30,3 +30,6 @@ pub mod resolver;
 pub mod routes;
 mod run;
 pub mod rundir;
+
+/// The form of captures, for commands that write some which no port makes.
+pub use tombolo_switch::pcapng;
