@@ -137,6 +137,23 @@ class Flow:
         return max(b - a for a, b in zip(self.times, self.times[1:]))
 
 
+@timeout(300)
+def test_a_fabrics_status_names_rules_that_judge_each_frame_and_other_warnings():
+    with world() as w:
+        with w.up() as fabric:
+            assert fabric.status()["warnings"] == [], fabric.status()["warnings"]
+            rules = "table inet judge { chain c { type filter hook forward priority 0; limit rate 1000/second accept; }; }"
+            subprocess.run(["ip", "netns", "exec", str(w.host), "nft", "-f", "-"], input=rules, text=True, check=True)
+            named = "the bypass of lan: rule that judges each frame: inet judge c handle 2: limit; flows that it could judge take the kernel's path"
+            until("the rule in status", lambda: named in fabric.status()["warnings"])
+            assert any(named.endswith(warning) for warning in bypass_of(fabric)["warnings"]), bypass_of(fabric)
+            w.talk(5)
+            kept = "the bypass of lan: 1 firewall rule(s) that judge each frame keep frames on the kernel's path: "
+            until("its frames", lambda: any(warning.startswith(kept) for warning in fabric.status()["warnings"]))
+            subprocess.run(["ip", "netns", "exec", str(w.host), "nft", "delete", "table", "inet", "judge"], check=True)
+            until("no warning", lambda: fabric.status()["warnings"] == [])
+
+
 def bypass_of(fabric):
     return next(n for n in fabric.status()["networks"] if n["name"] == "lan")["bypass"]
 

@@ -5,16 +5,18 @@ import json
 import os
 import re
 import signal
+import socket
 import struct
 import subprocess
 import threading
 import time
+from collections import Counter
 
 from bypass_others import bpf
-from bypass_paths import A, B, PROGRAM, host
+from bypass_paths import A, B, PROGRAM, has_tcx, host
 from lib import until
 from lib.machine import SLOW
-from lib.tap import ETH_IP4, ICMP, echo, ipv4
+from lib.tap import ETH_IP4, ICMP, Inside, echo, ipv4
 
 # bpf(2), and the setting that `trace` writes.
 MAP_UPDATE, OBJ_GET, SET_TRACE = 2, 7, 1
@@ -150,7 +152,8 @@ def test_detach_says_so_where_nothing_is_attached():
 def test_status_of_nothing_and_of_something_is_one_schema():
     with host() as h:
         assert h.status() == {"schema": 1, "attached": False, "keeper": None, "keeper_fault": None, "needs_keeper": False, "lease_ms": 0, "flows": 0,
-                              "judging_rules": [], "judging_rules_skipped": False, "rules_fault": None, "limits": [], "interfaces": []}
+                              "flow_entries": 0, "flow_limit": 0, "judging_rules": [], "judging_rules_total": 0, "judging_rules_skipped": False,
+                              "rules_fault": None, "trace_lost": 0, "limits": [], "interfaces": [], "warnings": []}
         h.attach(words=("--lease", "5000"))
         h.across(h.udp())
         h.across(h.udp())
@@ -160,3 +163,77 @@ def test_status_of_nothing_and_of_something_is_one_schema():
         assert (ta["taken"], ta["passed"], ta["taken_bytes"], ta["learned"], ta["flows"]) == (1, 1, 64, 1, 1)
         text = h.cli("status").stdout
         assert "up_no_flow: the kernel has not forwarded one like it yet" in text and "keeper" in text
+
+
+def kinds(h):
+    return Counter(warning["kind"] for warning in h.status()["warnings"])
+
+
+def test_status_warns_of_what_a_user_should_act_on_and_of_nothing_else():
+    with host() as h:
+        # Whatever the kernel lacks is there from the start.
+        h.attach(words=("--lease", "10000"))
+        usual = kinds(h)
+        assert set(usual) <= {"kernel"}, h.status()["warnings"]
+
+        def only(kind, text):
+            found = [w for w in h.status()["warnings"] if w["kind"] == kind]
+            shown = h.cli("status").stdout
+            return len(found) == 1 and text in found[0]["what"] and found[0]["what"] in shown and found[0]["advice"] in shown
+
+        # A capture by a packet socket.
+        with Inside(h.space):
+            listening = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
+        with listening:
+            listening.bind(("ta", 0))
+            until("the capture's warning", lambda: only("interface", "ta: somebody captures on it"), 20)
+        until("its end", lambda: kinds(h) == usual, 20)
+        # Rules that judge, and the frames that they keep.
+        h.rules("table inet f { chain c { type filter hook forward priority 0; limit rate 1000/second accept; }; }")
+        until("the rule's warning", lambda: only("judging_rule", "inet f c handle 2: limit"), 20)
+        for _ in range(5):
+            assert h.across(h.udp())
+        until("the frames", lambda: only("judging_rules", "at ta"))
+        h.rules("flush ruleset")
+        until("no rule", lambda: kinds(h) == usual, 20)
+        # Events that were lost: more than the ring holds, while its reader stands still.
+        command = [str(PROGRAM), "bypass", "trace", "--all", "--netns", str(h.space)]
+        trace = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run")))
+        frame = bytes(10) + h.udp()
+
+        def lost():
+            trace.send_signal(signal.SIGSTOP)
+            for _ in range(20_000):
+                os.write(h.a.fd, frame)
+            h.b.drain()
+            trace.send_signal(signal.SIGCONT)
+            return only("trace", "events since the first attach")
+
+        until("lost events", lost)
+        trace.send_signal(signal.SIGINT)
+        trace.wait()
+        # A filter that would miss what is taken. Without tcx it runs before ours.
+        if has_tcx():
+            for words in (("qdisc", "add", "dev", "ta", "clsact"), ("filter", "add", "dev", "ta", "ingress", "protocol", "all", "u32", "match", "u32", "0", "0")):
+                h.space.run("tc", *words)
+            until("the filter's warning", lambda: only("interface", "ta: nothing is taken"), 20)
+            h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
+            until("its end", lambda: "interface" not in kinds(h), 20)
+        # The keeper's end, and what follows of it for changed rules.
+        os.kill(h.status()["keeper"], signal.SIGKILL)
+        until("the keeper's warning", lambda: only("keeper", "no keeper runs: no new TCP connections"), 20)
+        h.rules("table inet f { chain c { type filter hook forward priority 0; counter; }; }")
+        assert only("rules_unread", "until then no flow is learned"), h.status()
+        h.attach()
+        until("all well", lambda: set(kinds(h)) <= {"kernel", "trace"}, 20)
+
+
+def test_status_warns_of_leases_that_a_timeout_cuts():
+    with host() as h:
+        h.rules("table inet f { chain c { type filter hook forward priority 0; ct state new,established accept; }; }")
+        h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_udp_timeout=2")
+        h.attach(words=("--lease", "10000"))
+        for _ in range(3):
+            assert h.across(h.udp())
+        found = [w for w in h.status()["warnings"] if w["kind"] == "leases"]
+        assert len(found) == 1 and "ta: 1 leases were cut" in found[0]["what"], h.status()

@@ -320,7 +320,7 @@ _Static_assert(HANDED_PARTIAL == 18 && HANDED_LARGE == 19 && DROPPED_WINDOW == 2
 
 #define MAX_IFINDEX (1 << 22)
 #define MAX_PORTS 1024
-#define MAX_FLOWS 65536
+#define MAX_FLOWS 65536	/* layout.rs */
 #define SIGHTS 65536
 
 struct {

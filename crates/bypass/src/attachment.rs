@@ -345,7 +345,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
                 maps.remove_port(index)?;
                 detach_all(place, index);
             }
-            let _ = rules::refresh(&mut maps, place.record()?.skips_judging_rules);
+            let _ = rules::refresh(place, &mut maps, place.record()?.skips_judging_rules);
         }
     }
     drop(lock);
@@ -425,7 +425,7 @@ fn attach_locked(
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
     record.skips_judging_rules = options.skips_judging_rules.unwrap_or(record.skips_judging_rules);
     // What cannot be read now is read by the keeper; nothing is learned until then, and the report says so.
-    let _ = rules::refresh(&mut maps, record.skips_judging_rules);
+    let _ = rules::refresh(place, &mut maps, record.skips_judging_rules);
     maps.set_lease(lease.as_nanos() as u64, tick_ns())?;
     maps.forget_flows()?;
     place.write(&record)?;
@@ -534,7 +534,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
         maps.forget_flows()?;
     }
     if comes {
-        let _ = rules::refresh(&mut maps, record.skips_judging_rules);
+        let _ = rules::refresh(place, &mut maps, record.skips_judging_rules);
     }
     if record != before {
         place.write(&record)?;

@@ -83,6 +83,13 @@ const TEXTS: [&str; 15] = [
     "others' tcx programs at its ingress come before ours, and XDP would pass them by",
 ];
 
+impl Why {
+    /// In words.
+    pub fn text(self) -> &'static str {
+        TEXTS[self as usize]
+    }
+}
+
 /// The text of a reason's number.
 pub fn why(number: u32) -> &'static str {
     TEXTS.get(number as usize).copied().unwrap_or("unknown")

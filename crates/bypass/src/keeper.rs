@@ -6,11 +6,11 @@
 //! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
 //! name, and removes flows that are not used any more.
 //!
-//! Both of its threads say in a map, at each turn, that they are at work. One that has not for a while is stopped or hangs: `status` and the metrics
+//! Two of its threads say in a map, at each turn, that they are at work. One that has not for a while is stopped or hangs: `status` and the metrics
 //! say so, and the next `attach`, or a fabric's daemon, ends it and starts another.
 //!
 //! It ends by itself when the place is gone, within one tick, and with everything when the namespace was deleted. One runs per namespace, by a lock.
-//! Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which
+//! Rules are read on a third thread, which takes as long as the ruleset is large. Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which
 //! answers nobody while any namespace of the machine comes or goes.
 
 use crate::attachment::{
@@ -37,6 +37,9 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 /// How often the keeper looks at what tells nothing by itself.
@@ -53,7 +56,7 @@ const WATCHING: u32 = 0;
 const GRANTING: u32 = 1;
 /// How often it looks whether the place is still there.
 const GLANCE: Duration = Duration::from_millis(200);
-/// The same while rules wait to be read: another command holds the lock, or they were read an instant ago.
+/// The same for the lock when rules were read, and the least pause before they are read again.
 const SHORT_GLANCE: Duration = Duration::from_millis(10);
 /// Of the time that it reads rules it rests so many times as long behind it: a ruleset that changes all the time costs a fifth of a
 /// core at most. But no longer than this.
@@ -257,10 +260,99 @@ struct Keeper {
     links_changed: bool,
     /// The interfaces as they were then.
     links: HashMap<u32, Link>,
+    /// Reads the firewall's rules.
+    rules: RulesReader,
+}
+
+/// The thread that reads the firewall's rules. A large ruleset takes it seconds, in which all else goes on.
+struct RulesReader {
     /// The ruleset, or an interface's name, may have changed since the rules were read.
-    rules_changed: bool,
-    /// When they may be read again.
-    rules_rest: Instant,
+    changed: Arc<AtomicBool>,
+    thread: JoinHandle<Result<(), AttachError>>,
+}
+
+impl RulesReader {
+    fn start(place: &Place) -> Result<RulesReader, AttachError> {
+        let changed = Arc::new(AtomicBool::new(true));
+        let (place, flag) = (place.clone(), changed.clone());
+        let work = move || read_rules(&place, &flag);
+        let thread =
+            std::thread::Builder::new().name("bypass-rules".into()).spawn(work).map_err(AttachError::Thread)?;
+        Ok(RulesReader { changed, thread })
+    }
+
+    /// Has them read again.
+    fn ask(&self) {
+        self.changed.store(true, Ordering::Release);
+        self.thread.thread().unpark();
+    }
+}
+
+/// Reads the rules whenever they may have changed, until the place is gone.
+fn read_rules(place: &Place, changed: &AtomicBool) -> Result<(), AttachError> {
+    let mut maps = Maps::open(place)?;
+    let mut told = String::new();
+    loop {
+        if !place.exists() {
+            return Ok(());
+        }
+        // What changes from here on is read the next time.
+        if !changed.swap(false, Ordering::AcqRel) {
+            std::thread::park_timeout(GLANCE);
+            continue;
+        }
+        let begin = Instant::now();
+        let result = read_rules_once(place, &mut maps);
+        let rest = (begin.elapsed() * REST).min(LONGEST_REST);
+        match result {
+            Ok(true) => told.clear(),
+            Ok(false) => changed.store(true, Ordering::Release),
+            // Nothing is learned, and it is tried again.
+            Err(error) => {
+                changed.store(true, Ordering::Release);
+                let text = format!("the firewall's rules could not be read: {error}");
+                if text != told {
+                    tell(&text);
+                    told = text;
+                }
+            }
+        }
+        std::thread::sleep(rest.max(SHORT_GLANCE));
+    }
+}
+
+/// Whether the rules were read and written, or nothing is to be read.
+fn read_rules_once(place: &Place, maps: &mut Maps) -> Result<bool, AttachError> {
+    if !place.exists() {
+        return Ok(true);
+    }
+    if place.record()?.skips_judging_rules {
+        let Some(_lock) = place.lock_now()? else { return Ok(false) };
+        // As it is now that nobody else changes it.
+        if place.exists() && place.record()?.skips_judging_rules {
+            rules::skip(place, maps)?;
+        }
+        return Ok(true);
+    }
+    // By `attach`, or by this thread after it was asked while it read.
+    if rules::is_read(place, maps)? {
+        return Ok(true);
+    }
+    let reading = rules::read(maps)?;
+    // Other commands hold it for moments.
+    let end = Instant::now() + GLANCE;
+    loop {
+        if let Some(_lock) = place.lock_now()? {
+            if !place.exists() {
+                return Ok(true);
+            }
+            return Ok(!place.record()?.skips_judging_rules && rules::write(place, maps, &reading)?);
+        }
+        if Instant::now() > end {
+            return Ok(false);
+        }
+        std::thread::sleep(SHORT_GLANCE);
+    }
 }
 
 impl Keeper {
@@ -321,30 +413,13 @@ impl Keeper {
         }
     }
 
-    /// Reads the firewall's rules, if it is due and no other command holds the lock.
-    fn read_rules(&mut self) -> Result<(), AttachError> {
-        if !self.rules_changed || Instant::now() < self.rules_rest {
-            return Ok(());
-        }
-        let Some(_lock) = self.place.lock_now()? else { return Ok(()) };
-        if !self.place.exists() {
-            return Ok(());
-        }
-        let begin = Instant::now();
-        match rules::refresh(&mut self.maps, self.place.record()?.skips_judging_rules) {
-            Ok(()) => self.rules_changed = false,
-            // Nothing is learned, and it is tried again.
-            Err(error) => tell(&format!("the firewall's rules could not be read: {error}")),
-        }
-        self.rules_rest = Instant::now() + (begin.elapsed() * REST).min(LONGEST_REST);
-        Ok(())
-    }
-
     /// What is done once a second; says whether the keeper is to end.
     fn tick(&mut self) -> Result<bool, AttachError> {
         let now_ns = monotonic_ns();
         // Of a failure the reading tells.
-        self.rules_changed |= !rules::is_current(&self.maps).unwrap_or(true);
+        if !rules::is_current(&self.maps).unwrap_or(true) {
+            self.rules.ask();
+        }
         // Also where it is needed no more: an `attach` that said so may have been overtaken by the tick before.
         let is_needed = self.place.record()?.needs_keeper;
         self.maps.keep_until(if is_needed { now_ns + KEPT.as_nanos() as u64 } else { 0 })?;
@@ -557,8 +632,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         settled: HashMap::new(),
         links_changed: true,
         links: HashMap::new(),
-        rules_changed: true,
-        rules_rest: Instant::now(),
+        rules: RulesReader::start(place)?,
     };
     for change in Routes::open()?.neighbours()? {
         keeper.is_untrue(change)?;
@@ -567,15 +641,15 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
     loop {
         beats.set(WATCHING, monotonic_ns())?;
         let told = [Some(monitor.as_fd()), rules_monitor.as_ref().map(AsFd::as_fd)];
-        glance(
-            &told.into_iter().flatten().collect::<Vec<_>>(),
-            if keeper.rules_changed { SHORT_GLANCE } else { GLANCE },
-        )?;
+        glance(&told.into_iter().flatten().collect::<Vec<_>>(), GLANCE)?;
         if !keeper.place.is_kept_by(&lock) {
             return Ok(());
         }
         if granter.is_finished() {
             return granter.join().unwrap_or(Ok(()));
+        }
+        if keeper.rules.thread.is_finished() {
+            return keeper.rules.thread.join().unwrap_or(Ok(()));
         }
         let mut untrue = false;
         for change in monitor.changes()? {
@@ -583,11 +657,10 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         }
         keeper.follow_neighbours();
         let links_changed = std::mem::take(&mut keeper.links_changed);
-        if let Some(monitor) = &rules_monitor {
-            keeper.rules_changed |= monitor.changed()?;
+        let rules_changed = rules_monitor.as_ref().map(RulesMonitor::changed).transpose()?.unwrap_or(false);
+        if rules_changed || links_changed {
+            keeper.rules.ask();
         }
-        keeper.rules_changed |= links_changed;
-        keeper.read_rules()?;
         if links_changed {
             untrue |= keeper.are_links_others()?;
         }

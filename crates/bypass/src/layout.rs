@@ -46,6 +46,8 @@ pub const WANTED_BYTES: usize = 88;
 pub const WISH_BYTES: usize = 40;
 /// Most interfaces in one namespace.
 pub const MAX_PORTS: u32 = 1024;
+/// Most flows of one family.
+pub const MAX_FLOWS: usize = 65536;
 /// `enum protocol`: numbers of IP. The last one never occurs.
 const PROTOCOLS: [u8; 4] = [17, 6, 1, 0];
 const AF_INET: u8 = 2;

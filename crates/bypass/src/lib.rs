@@ -14,6 +14,7 @@
 //! - `keeper`: the process that helps along: it is not needed for traffic to flow.
 //! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's path.
 //! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show; `capture`: frames themselves.
+//! - `warnings`: what of that a user should act on.
 //! - `probe`: whether all this can be on this machine.
 //! - `netlink`, `conntrack`: the kernel's answers about interfaces, neighbours and connections.
 //! - `neighbours`: whose flows are to be learned again because it moved.
@@ -44,3 +45,4 @@ pub mod rules;
 mod settle;
 pub mod trace;
 pub mod types;
+pub mod warnings;

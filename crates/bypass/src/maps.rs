@@ -251,7 +251,10 @@ impl Maps {
 
     /// From here on no flow holds until the kernel has forwarded a frame of it again.
     pub fn forget_flows(&mut self) -> Result<(), MapsError> {
-        let epoch = self.epoch()?.wrapping_add(1);
+        // By the clock, so that two that do so at the same time do not write the same one: what was learned under the first would
+        // hold under the second.
+        let now = (monotonic_ns() >> 10) as u32;
+        let epoch = if now == self.epoch()? { now.wrapping_add(1) } else { now };
         self.set(SET_EPOCH, epoch.into())
     }
 

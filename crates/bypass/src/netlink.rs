@@ -311,6 +311,14 @@ impl Socket {
 
     /// Sends a request and hands each message of the answer to `each`, up to the acknowledgement or the dump's end.
     pub(crate) fn ask(&self, request: &[u8], mut each: impl FnMut(u16, &[u8])) -> Result<(), Errno> {
+        self.ask_while(request, |kind, body| {
+            each(kind, body);
+            true
+        })
+    }
+
+    /// The same for as long as `each` says so. Then the rest of the answer is still to be read: the socket is of no more use.
+    pub(crate) fn ask_while(&self, request: &[u8], mut each: impl FnMut(u16, &[u8]) -> bool) -> Result<(), Errno> {
         send(&self.fd, request, SendFlags::empty())?;
         let mut buffer = vec![0; 64 << 10];
         loop {
@@ -322,7 +330,8 @@ impl Socket {
                         let code = u32_at(body, 0).unwrap_or(0) as i32;
                         return if code == 0 { Ok(()) } else { Err(Errno::from_raw_os_error(-code)) };
                     }
-                    kind => each(kind, body),
+                    kind if each(kind, body) => {}
+                    _ => return Ok(()),
                 }
             }
         }

@@ -9,10 +9,12 @@
 //! RUNTIME/bypass/bpf/         a bpffs; gone with the last namespace's bypass
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*, qdisc_*
 //! RUNTIME/bypass/ID.json      the owner record
+//! RUNTIME/bypass/ID.rules     which firewall rules judge each frame, as they were read last
 //! RUNTIME/bypass/ID.keeper    held by the keeper while it runs
 //! RUNTIME/bypass/ID.capture   held by a capture while it runs
 //! ```
 
+use crate::rules::Reading;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
 use std::fs::{self, File, TryLockError};
@@ -347,7 +349,7 @@ impl Place {
             let path = entry.path();
             fs::remove_file(&path).map_err(file(&path))?;
         }
-        for path in ["keeper", "log", "new", "capture"].map(|kind| self.beside(kind)) {
+        for path in ["keeper", "log", "new", "capture", "rules"].map(|kind| self.beside(kind)) {
             gone(fs::remove_file(&path)).map_err(file(&path))?;
         }
         gone(fs::remove_dir(&pins)).map_err(file(&pins))?;
@@ -395,6 +397,20 @@ impl Place {
     pub(crate) fn write(&self, record: &Record) -> Result<(), PlaceError> {
         let (path, new) = (self.beside("json"), self.beside("new"));
         let text = serde_json::to_string_pretty(record).expect("a record is plain data");
+        fs::write(&new, text).map_err(file(&new))?;
+        fs::rename(&new, &path).map_err(file(&path))
+    }
+
+    /// The ruleset as it was read last, if it was.
+    pub(crate) fn rules(&self) -> Option<Reading> {
+        serde_json::from_slice(&fs::read(self.beside("rules")).ok()?).ok()
+    }
+
+    /// Keeps that, or forgets it. The caller holds the lock.
+    pub(crate) fn set_rules(&self, reading: Option<&Reading>) -> Result<(), PlaceError> {
+        let (path, new) = (self.beside("rules"), self.beside("new"));
+        let Some(reading) = reading else { return gone(fs::remove_file(&path)).map_err(file(&path)) };
+        let text = serde_json::to_vec(reading).expect("a reading is plain data");
         fs::write(&new, text).map_err(file(&new))?;
         fs::rename(&new, &path).map_err(file(&path))
     }

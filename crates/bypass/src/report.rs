@@ -2,12 +2,13 @@
 
 use crate::attachment::{AttachError, Ours, is_alive, monotonic_ns};
 use crate::keeper;
-use crate::layout::{Mode, PORT_CAPTURED, PORT_PEER, TAKEN, UNLEARNED, VERDICTS};
-use crate::maps::Maps;
+use crate::layout::{MAX_FLOWS, Mode, PORT_CAPTURED, PORT_PEER, PORT_TAKE, TAKEN, UNLEARNED, VERDICTS};
+use crate::maps::{self, Maps};
 use crate::netlink::{NetlinkError, Routes};
 use crate::place::{Interface, Place, Wanted};
 use crate::probe;
 use crate::rules::{self, JudgingRule};
+use crate::warnings::{self, Warning};
 use serde::Serialize;
 use std::collections::BTreeMap;
 
@@ -32,18 +33,28 @@ pub struct Report {
     pub lease_ms: u64,
     /// Flows that hold now.
     pub flows: usize,
-    /// Firewall rules that judge each frame of flows between the attached interfaces; empty where flows are not counted
-    /// either (`Detail`).
+    /// Entries of the fuller one of both families' tables of flows, and how many each has room for; 0 where flows are not counted
+    /// (`Detail`).
+    pub flow_entries: usize,
+    /// See `flow_entries`.
+    pub flow_limit: usize,
+    /// Firewall rules that judge each frame of flows between the attached interfaces, the first hundred.
     pub judging_rules: Vec<JudgingRule>,
+    /// How many there are.
+    pub judging_rules_total: usize,
     /// Whether flows are taken although these rules then judge one frame per lease. Otherwise flows that they could
     /// judge take the kernel's path.
     pub judging_rules_skipped: bool,
     /// Why nothing is learned until the ruleset was read, where that is so.
     pub rules_fault: Option<String>,
+    /// Events that traces lost since all was attached.
+    pub trace_lost: u64,
     /// The interfaces.
     pub interfaces: Vec<InterfaceReport>,
     /// What this kernel lacks, and what follows.
     pub limits: Vec<&'static str>,
+    /// What of all this a user should act on.
+    pub warnings: Vec<Warning>,
 }
 
 /// One interface.
@@ -65,6 +76,8 @@ pub struct InterfaceReport {
     pub peer: bool,
     /// Whether a packet socket listens.
     pub captured: bool,
+    /// Whether frames that come in here may be taken; else others' filters or programs would miss them.
+    pub takes: bool,
     /// Flows that come in here and hold now.
     pub flows: usize,
     /// Packets taken.
@@ -135,6 +148,10 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let epoch = maps.epoch()?;
     let now = monotonic_ns();
     let flows = if detail == Detail::Flows { maps.flows()? } else { vec![] };
+    if detail == Detail::Flows {
+        let v4 = flows.iter().filter(|(t, _)| t.source.is_ipv4()).count();
+        (report.flow_entries, report.flow_limit) = (v4.max(flows.len() - v4), MAX_FLOWS);
+    }
     let flows: Vec<_> = flows.into_iter().filter(|(_, f)| f.until_ns > now && f.epoch == epoch).collect();
     let record = place.record()?;
     let interfaces = present(place, record.interfaces, detail)?;
@@ -143,15 +160,16 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
     report.judging_rules_skipped = record.skips_judging_rules;
-    if detail == Detail::Flows {
-        match rules::judging(&maps).and_then(|rules| Ok((rules, rules::is_current(&maps)?))) {
-            Ok((rules, is_current)) => {
-                report.judging_rules = rules;
-                report.rules_fault = (!is_current).then(|| "the firewall's rules changed and were not read yet".into());
-            }
-            Err(error) => report.rules_fault = Some(format!("the firewall's rules could not be read: {error}")),
+    // Who asks for more often than a person does gets what was read last.
+    match rules::judging(place, &maps, detail == Detail::Flows).and_then(|j| Ok((j, rules::is_current(&maps)?))) {
+        Ok((judging, is_current)) => {
+            let judging = judging.unwrap_or_default();
+            (report.judging_rules, report.judging_rules_total) = (judging.rules, judging.total);
+            report.rules_fault = (!is_current).then(|| "the firewall's rules changed and were not read yet".into());
         }
+        Err(error) => report.rules_fault = Some(format!("the firewall's rules could not be read: {error}")),
     }
+    report.trace_lost = maps::lost(place)?;
     report.lease_ms = maps.lease_ns()? / 1_000_000;
     report.flows = flows.len();
     report.limits = probe::limits_of(place);
@@ -168,6 +186,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
             for_ms: now.saturating_sub(port.since_ns) / 1_000_000,
             peer: flags & PORT_PEER != 0,
             captured: flags & PORT_CAPTURED != 0,
+            takes: flags & PORT_TAKE != 0,
             flows: flows.iter().filter(|(t, _)| t.input == interface.index).count(),
             taken: counters.taken(),
             taken_bytes: counters.taken_bytes,
@@ -180,6 +199,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
             name: interface.name,
         });
     }
+    report.warnings = warnings::of(&report);
     Ok(report)
 }
 

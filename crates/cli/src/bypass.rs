@@ -14,7 +14,6 @@ use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
 use tombolo_bypass::netlink::{Link, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
-use tombolo_bypass::rules::JudgingRule;
 use tombolo_host::api::metrics;
 use tombolo_host::api::report::BypassReport;
 use tombolo_host::rundir;
@@ -262,14 +261,9 @@ impl Attach {
             exit = Exit::Partly;
         }
         let report = report::report(&place, Detail::Flows)?;
-        for rule in report.judging_rules.iter().take(MOST_NAMED) {
-            out::tell!("tombolo: {}", judging_rule(&report, rule));
-        }
-        if let Some(more) = report.judging_rules.len().checked_sub(MOST_NAMED).filter(|more| *more > 0) {
-            out::tell!("tombolo: {more} more such rules; `tombolo bypass status` names them");
-        }
-        if let Some(fault) = &report.rules_fault {
-            out::tell!("tombolo: {fault}{UNTIL_READ}");
+        for warning in report.warnings.iter().filter(|w| w.kind.starts_with("judging_rule") || w.kind == "rules_unread")
+        {
+            out::tell!("tombolo: {warning}");
         }
         if self.json {
             out::json(&report)?;
@@ -340,21 +334,8 @@ fn as_of_a_network(report: Report) -> BypassReport {
     } else {
         report.keeper_fault
     };
-    BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect() }
-}
-
-/// What follows from a fault of the rules.
-const UNTIL_READ: &str = ": until then no flow is learned; the keeper or `tombolo bypass attach` reads them";
-/// Most rules that `attach` names.
-const MOST_NAMED: usize = 20;
-
-/// A rule that judges each frame, and what that means for flows.
-fn judging_rule(report: &Report, rule: &JudgingRule) -> String {
-    let so = match report.judging_rules_skipped {
-        false => "flows that it could judge take the kernel's path",
-        true => "of taken flows it judges one frame per lease, as --judging-rules skip has it",
-    };
-    format!("rule that judges each frame: {rule}; {so}")
+    let warnings = report.warnings.iter().map(ToString::to_string).collect();
+    BypassReport { fault, interfaces: report.interfaces.into_iter().map(Into::into).collect(), warnings }
 }
 
 const SHORTENED: &str = "leases cut to half of the conntrack timeout in force, which is shorter";
@@ -364,15 +345,9 @@ fn render(report: &Report) -> String {
     if !report.attached {
         return NOTHING.into();
     }
-    let keeper = match (report.keeper, report.needs_keeper) {
-        (Some(_), _) if report.keeper_fault.is_some() => format!(
-            "{}: no changes of mode, no new TCP connections through connection tracking{}; `tombolo bypass attach` replaces it",
-            report.keeper_fault.as_deref().unwrap_or_default(),
-            if report.needs_keeper { ", and all traffic goes the kernel's way" } else { "" }
-        ),
-        (Some(pid), _) => format!("keeper {pid}"),
-        (None, false) => "no keeper runs: no new TCP connections through connection tracking, no changes of mode; `tombolo bypass attach` starts one".into(),
-        (None, true) => "no keeper runs, so all traffic goes the kernel's way, within three seconds of its end, as --if-keeper-dies leave has it; `tombolo bypass attach` starts one".into(),
+    let keeper = match report.keeper {
+        Some(pid) => format!("keeper {pid}"),
+        None => "no keeper".into(),
     };
     let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
@@ -388,17 +363,11 @@ fn render(report: &Report) -> String {
         table.row(&[&i.name, i.mode.word(), i.why, flows, taken, bytes, passed]).extend(reasons);
     }
     text.push_str(&table.render(false));
-    if !report.judging_rules.is_empty() || report.rules_fault.is_some() {
+    if !report.warnings.is_empty() {
         text.push('\n');
     }
-    for rule in &report.judging_rules {
-        text.push_str(&format!("{}\n", judging_rule(report, rule)));
-    }
-    if let Some(fault) = &report.rules_fault {
-        text.push_str(&format!("{fault}{UNTIL_READ}\n"));
-    }
-    if !report.limits.is_empty() {
-        text.push_str(&format!("\nthis kernel: {}\n", report.limits.join("\nthis kernel: ")));
+    for warning in &report.warnings {
+        text.push_str(&format!("{warning}\n"));
     }
     text
 }
@@ -670,16 +639,13 @@ mod tests {
     }
 
     #[test]
-    fn rules_that_judge_are_named_with_what_becomes_of_the_flows() {
-        let rule =
-            JudgingRule { family: "ip".into(), table: "f".into(), chain: "c".into(), handle: 7, why: "limit".into() };
-        let mut report = Report { attached: true, judging_rules: vec![rule], ..Report::default() };
-        let named = "rule that judges each frame: ip f c handle 7: limit; ";
-        assert!(render(&report).contains(&format!("{named}flows that it could judge take the kernel's path\n")));
-        report.judging_rules_skipped = true;
-        assert!(render(&report).contains(&format!("{named}of taken flows it judges one frame per lease")));
-        report.rules_fault = Some("the firewall's rules changed and were not read yet".into());
-        assert!(render(&report).contains("were not read yet: until then no flow is learned"));
+    fn warnings_stand_behind_the_table() {
+        let mut report = Report { attached: true, rules_fault: Some("rules changed".into()), ..Report::default() };
+        report.warnings = tombolo_bypass::warnings::of(&report);
+        let text = render(&report);
+        let (keeper, rules) =
+            (text.find("\nno keeper runs: no new TCP"), text.find("\nrules changed: until then no flow"));
+        assert!(keeper.is_some() && keeper < rules, "{text}");
     }
 
     #[test]
@@ -692,7 +658,6 @@ mod tests {
         assert!(!up(true, None));
         let fault = Some("the keeper is stopped".to_owned());
         let report = Report { attached: true, keeper: Some(7), keeper_fault: fault, ..Report::default() };
-        assert!(render(&report).contains("the keeper is stopped: no changes of mode"));
         assert!(metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"\"} 0\n"));
     }
 }

@@ -11,7 +11,8 @@
 //! # When it is read
 //! At `attach`, and by the keeper whenever the ruleset's generation changes or an interface gets another
 //! name. The map holds the generation that it was made for. Under another one nothing is learned (from
-//! Linux 6.17 on, where programs can read the generation), so no flow is learned before a new rule was read.
+//! Linux 6.17 on, where programs can read the generation), so no flow is learned before a new rule was read. The keeper reads
+//! on a thread of its own and without the place's lock, since a large ruleset takes seconds.
 //! Known flows fall out by themselves, since they hold under one generation only. Without a keeper this
 //! stays so until the next `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that
 //! has not been read yet, for as long as the keeper needs for it, and then learned anew.
@@ -36,14 +37,15 @@ pub use source::RulesMonitor;
 use crate::attachment::AttachError;
 use crate::maps::Maps;
 use crate::netlink::NetlinkError;
+use crate::place::Place;
 use filter::{Filters, RulesState, header};
 use rustix::net::{AddressFamily, SocketType, netdevice::index_to_name, socket};
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 use source::Nftables;
 use world::Port;
 
 /// A rule that may treat frames of one flow differently.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct JudgingRule {
     /// "ip", "ip6", "inet" or "netdev"; empty where the ruleset as a whole could not be understood.
     pub family: String,
@@ -80,10 +82,51 @@ fn ports(maps: &Maps) -> Result<Vec<Port>, AttachError> {
     Ok(named.collect())
 }
 
-/// The rules that judge each frame of flows between attached interfaces, as they are now.
-pub(crate) fn judging(maps: &Maps) -> Result<Vec<JudgingRule>, AttachError> {
-    let (ruleset, _) = Nftables::open()?.read()?;
-    Ok(walk::survey(&ruleset, &ports(maps)?).0)
+/// Most rules whose names are kept: a ruleset can have a hundred thousand.
+const MOST_KEPT: usize = 100;
+
+/// The rules that judge each frame: the first of them, and how many there are.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Judging {
+    pub rules: Vec<JudgingRule>,
+    pub total: usize,
+}
+
+/// The ruleset as it was read for the interfaces that were attached then. Beside the pins there is a copy of it without the map's
+/// contents, so that `status` need not read the ruleset again.
+#[derive(Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Reading {
+    generation: u32,
+    ports: Vec<Port>,
+    judging: Judging,
+    #[serde(skip)]
+    filters: Vec<u8>,
+}
+
+/// Reads the ruleset. That takes time where it is large: the place's lock need not be held.
+pub(crate) fn read(maps: &Maps) -> Result<Reading, AttachError> {
+    let ports = ports(maps)?;
+    let (ruleset, generation) = Nftables::open()?.read()?;
+    let (mut rules, filters) = walk::survey(&ruleset, &ports);
+    let total = rules.len();
+    rules.truncate(MOST_KEPT);
+    let filters = filters.to_bytes(RulesState::Read, generation).to_vec();
+    Ok(Reading { generation, ports, judging: Judging { rules, total }, filters })
+}
+
+/// Whether the ruleset and the interfaces are those that it was read for.
+fn is_true(reading: &Reading, maps: &Maps) -> Result<bool, AttachError> {
+    Ok(reading.generation == Nftables::open()?.generation()? && reading.ports == ports(maps)?)
+}
+
+/// The rules that judge each frame of flows between attached interfaces, as they are now: as they were read last, or else, if they
+/// are to be read for that, as they are read now. Nothing where they are not known.
+pub(crate) fn judging(place: &Place, maps: &Maps, reads: bool) -> Result<Option<Judging>, AttachError> {
+    match place.rules().filter(|known| is_true(known, maps).unwrap_or(false)) {
+        Some(known) => Ok(Some(known.judging)),
+        None if reads => Ok(Some(read(maps)?.judging)),
+        None => Ok(None),
+    }
 }
 
 /// Whether the map is that of the ruleset as it is now, or the ruleset does not matter.
@@ -95,27 +138,54 @@ pub(crate) fn is_current(maps: &Maps) -> Result<bool, AttachError> {
     })
 }
 
+/// Whether the map is that of the ruleset and the interfaces as they are now, so that there is nothing to read.
+pub(crate) fn is_read(place: &Place, maps: &Maps) -> Result<bool, AttachError> {
+    let is_state = matches!(header(&maps.judges()?), (RulesState::Read, _)) && is_current(maps)?;
+    Ok(is_state && place.rules().is_some_and(|known| is_true(&known, maps).unwrap_or(false)))
+}
+
 /// From here on nothing is learned until `refresh`: interfaces are about to change.
 pub(crate) fn suspend(maps: &mut Maps) -> Result<(), AttachError> {
     Ok(maps.set_judges(&Filters::default().to_bytes(RulesState::Unread, 0))?)
 }
 
-/// Reads the ruleset, and writes the map where it is another then. Flows that were learned before are then learned
-/// anew. The caller holds the place's lock, or nobody else would know of the place yet.
-pub(crate) fn refresh(maps: &mut Maps, skips: bool) -> Result<(), AttachError> {
-    let bytes = if skips {
-        Filters::default().to_bytes(RulesState::Skipped, 0)
-    } else {
-        let (ruleset, generation) = Nftables::open()?.read()?;
-        let (_, filters) = walk::survey(&ruleset, &ports(maps)?);
-        filters.to_bytes(RulesState::Read, generation)
-    };
-    if maps.judges()? != bytes {
-        maps.set_judges(&bytes)?;
+/// Writes what was read, if it is still true; says whether. Flows that were learned before are then learned anew. The caller holds
+/// the place's lock.
+pub(crate) fn write(place: &Place, maps: &mut Maps, reading: &Reading) -> Result<bool, AttachError> {
+    if !is_true(reading, maps)? {
+        return Ok(false);
+    }
+    // What it is for is only seen: without it `status` reads the ruleset itself.
+    let _ = place.set_rules(Some(reading));
+    let bytes = reading.filters.as_slice().try_into().expect("as long as the map's");
+    set(maps, bytes)?;
+    Ok(true)
+}
+
+fn set(maps: &mut Maps, bytes: &[u8; JUDGES_BYTES]) -> Result<(), AttachError> {
+    if maps.judges()? != *bytes {
+        maps.set_judges(bytes)?;
         // In this order: a flow that was judged by the filters before has an epoch from before.
         maps.forget_flows()?;
     }
     Ok(())
+}
+
+/// From here on rules do not matter. The caller holds the place's lock.
+pub(crate) fn skip(place: &Place, maps: &mut Maps) -> Result<(), AttachError> {
+    let _ = place.set_rules(None);
+    set(maps, &Filters::default().to_bytes(RulesState::Skipped, 0))
+}
+
+/// Reads the ruleset, and writes the map where it is another then. The caller holds the place's lock, or nobody else would know of
+/// the place yet.
+pub(crate) fn refresh(place: &Place, maps: &mut Maps, skips: bool) -> Result<(), AttachError> {
+    if skips {
+        return skip(place, maps);
+    }
+    let reading = read(maps)?;
+    // Where it is true no more the keeper reads it again.
+    write(place, maps, &reading).map(drop)
 }
 
 #[cfg(test)]

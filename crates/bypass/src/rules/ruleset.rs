@@ -37,6 +37,11 @@ pub(crate) const CATCH_ALL: u32 = 0x2;
 const DATA_VERDICT: u32 = 0xffff_ff00;
 const TABLE_DORMANT: u32 = 0x1;
 
+/// Most of each that are read, so that no ruleset takes all memory. With more rules no walk would come to its end.
+const MOST_TABLES: usize = 10_000;
+const MOST_RULES: usize = 250_000;
+const MOST_ELEMENTS: usize = 1_000_000;
+
 /// Bytes of all registers; the verdict's is none of them.
 pub(crate) const REGISTERS_BYTES: usize = 64;
 
@@ -281,20 +286,33 @@ pub(crate) struct Ruleset {
     pub tables: Vec<Table>,
     /// Messages and elements that could not be decoded.
     pub broken: usize,
+    /// There are more rules or elements than are read.
+    pub is_too_large: bool,
+    rules: usize,
+    elements: usize,
+    /// Where the table stands that was looked for last: messages of one table follow each other.
+    last: usize,
 }
 
 impl Ruleset {
     fn table(&mut self, family: u8, name: Option<&[u8]>) -> Option<&mut Table> {
         let name = text(name?);
-        self.tables.iter_mut().find(|t| t.family == family && t.name == name)
+        let is_it = |t: &Table| t.family == family && t.name == name;
+        if !self.tables.get(self.last).is_some_and(is_it) {
+            self.last = self.tables.iter().position(is_it)?;
+        }
+        self.tables.get_mut(self.last)
     }
 
     /// Takes in a message of a dump: tables first, then chains, rules, sets, elements. `kind` is the low
-    /// byte of its type, `body` begins with `struct nfgenmsg`.
-    pub(crate) fn add(&mut self, kind: u8, body: &[u8]) {
+    /// byte of its type, `body` begins with `struct nfgenmsg`. Says whether there is room for more.
+    pub(crate) fn add(&mut self, kind: u8, body: &[u8]) -> bool {
         if self.decode(kind, body).is_none() {
             self.broken += 1;
         }
+        self.is_too_large |=
+            self.rules > MOST_RULES || self.elements > MOST_ELEMENTS || self.tables.len() > MOST_TABLES;
+        !self.is_too_large
     }
 
     fn decode(&mut self, kind: u8, body: &[u8]) -> Option<()> {
@@ -324,6 +342,7 @@ impl Ruleset {
                 let rule =
                     Rule { handle: be64(get(3)?)?, expressions: get(4).map(Expression::list).unwrap_or_default() };
                 let chain = text(get(2)?);
+                self.rules += 1;
                 self.table(family, get(1))?.chains.get_mut(&chain)?.rules.push(rule);
             }
             NEWSET => {
@@ -345,9 +364,12 @@ impl Ruleset {
                 let name = text(get(2)?);
                 let set = self.table(family, get(1))?.sets.get_mut(&name)?;
                 let elements = set.elements.get_or_insert_default();
+                let mut count = 0;
                 for (_, element) in get(3).into_iter().flat_map(attributes) {
                     elements.push(Element::decode(element)?);
+                    count += 1;
                 }
+                self.elements += count;
             }
             // A dump has nothing else.
             _ => {}

@@ -68,7 +68,8 @@ impl Nftables {
                 Err(Errno::NOENT | Errno::INTR) => continue,
                 Err(cause) => return Err(failed(cause)),
             };
-            if self.generation()? == before {
+            // In what was asked last there may be more to read than was read.
+            if Nftables::open()?.generation()? == before {
                 return Ok((ruleset, before));
             }
             std::thread::sleep(PAUSE);
@@ -82,8 +83,10 @@ impl Nftables {
         for kind in [GETTABLE, GETCHAIN, GETRULE, GETSET] {
             let request = Message::new(SUBSYSTEM | u16::from(kind), NLM_F_DUMP, &[0; 4]).finish();
             let each = |kind: u16, body: &[u8]| ruleset.add(kind as u8, body);
-            match socket.ask(&request, each) {
+            match socket.ask_while(&request, each) {
                 Err(cause) if kind == GETTABLE && is_absent(cause) => return Ok(ruleset),
+                // Of the rest of a ruleset that is too large nothing is asked.
+                Ok(()) if ruleset.is_too_large => return Ok(ruleset),
                 other => other?,
             }
         }
@@ -97,7 +100,10 @@ impl Nftables {
             let mut request = Message::new(SUBSYSTEM | u16::from(GETSETELEM), NLM_F_DUMP, &[family, 0, 0, 0]);
             let text = |name: String| [name.into_bytes(), vec![0]].concat();
             request.put(1, &text(table)).put(2, &text(name));
-            socket.ask(&request.finish(), |kind, body| ruleset.add(kind as u8, body))?;
+            socket.ask_while(&request.finish(), |kind, body| ruleset.add(kind as u8, body))?;
+            if ruleset.is_too_large {
+                break;
+            }
         }
         Ok(ruleset)
     }

@@ -86,7 +86,7 @@ pub(crate) fn survey(ruleset: &Ruleset, ports: &[Port]) -> (Vec<JudgingRule>, Fi
         JudgingRule { family: family_name(table.family).into(), table: table.name.clone(), chain, handle, why }
     };
     let mut rules: Vec<_> = survey.found.into_iter().map(named).collect();
-    let is_too_large = survey.steps > MOST_STEPS;
+    let is_too_large = survey.steps > MOST_STEPS || ruleset.is_too_large;
     for (is_so, why) in [
         (ruleset.broken > 0, "a part of the ruleset could not be decoded"),
         (is_too_large, "the ruleset is too large to be followed"),
@@ -680,7 +680,7 @@ mod tests {
     }
 
     fn look(table: Table) -> (Vec<String>, Filters) {
-        let (rules, filters) = survey(&Ruleset { tables: vec![table], broken: 0 }, &ports());
+        let (rules, filters) = survey(&Ruleset { tables: vec![table], ..Ruleset::default() }, &ports());
         (rules.into_iter().map(|r| r.to_string()).collect(), filters)
     }
 
@@ -915,7 +915,7 @@ mod tests {
 
     #[test]
     fn a_ruleset_that_is_not_understood_judges_everything() {
-        let (rules, filters) = survey(&Ruleset { tables: vec![], broken: 1 }, &ports());
+        let (rules, filters) = survey(&Ruleset { broken: 1, ..Ruleset::default() }, &ports());
         assert_eq!((rules.len(), filters), (1, Filters::all()));
         // Chains that jump to two others each, down to the limit of depth: each is walked once.
         let link = |n: usize| vec![vec![verdict(NFT_JUMP, &format!("c{}", n + 1))]; 2];

@@ -6,6 +6,7 @@
 
 use super::ruleset::{Hook, INET, IPV4, IPV6, NETDEV};
 use super::value::{Cell, Field};
+use serde::{Deserialize, Serialize};
 
 /// Hooks of ip, ip6 and inet.
 const PREROUTING: u32 = 0;
@@ -88,7 +89,7 @@ impl World {
 }
 
 /// An attached interface.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Port {
     pub slot: u32,
     pub index: u32,

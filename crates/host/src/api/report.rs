@@ -102,6 +102,9 @@ pub struct BypassReport {
     pub fault: Option<String>,
     /// The interfaces that it is attached to: the host's tap and the ways out.
     pub interfaces: Vec<BypassInterfaceReport>,
+    /// What else a user should act on, in sentences: as `tombolo bypass status` has it.
+    #[serde(default)]
+    pub warnings: Vec<String>,
 }
 
 /// An interface of a bypass.

@@ -69,6 +69,7 @@ pub(crate) fn status() -> Status {
                     passed_frames: next(),
                     by_reason: BTreeMap::from([("taken_tcx".into(), next()), ("up_lease".into(), next())]),
                 }],
+                warnings: vec!["rule that judges each frame: inet f forward handle 12: limit".into()],
             }),
         }],
         machines: vec![MachineReport {

@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tombolo_bypass::attachment::{self, AttachError, Options};
 use tombolo_bypass::place::{Place, Wanted};
-use tombolo_bypass::{keeper, report};
+use tombolo_bypass::{keeper, report, warnings};
 
 use super::{FabricError, Running, Say};
 use crate::api::report::BypassReport;
@@ -112,19 +112,26 @@ impl Running {
         let tap = kernel_device(&self.spec.name, &network.name);
         let names: BTreeSet<String> = outputs.into_iter().chain([tap]).collect();
         let found = place().and_then(|place| Ok(report::report(&place, report::Detail::Glance)?));
-        let interfaces = match found {
-            Ok(report) => {
+        let (interfaces, warnings): (Vec<_>, Vec<_>) = match found {
+            Ok(mut report) => {
+                report.interfaces.retain(|i| names.contains(&i.name));
+                let mut warnings = warnings::of(&report);
+                // It is the fault already.
+                if report.keeper_fault.is_some() {
+                    warnings.retain(|w| w.kind != "keeper");
+                }
                 fault = fault.or(report.keeper_fault);
-                report.interfaces.into_iter().filter(|i| names.contains(&i.name)).map(Into::into).collect()
+                let interfaces = report.interfaces.into_iter().map(Into::into).collect();
+                (interfaces, warnings.iter().map(ToString::to_string).collect())
             }
             Err(error) => {
                 fault.get_or_insert(error.to_string());
-                vec![]
+                (vec![], vec![])
             }
         };
         if interfaces.is_empty() {
             fault.get_or_insert("somebody detached it; `tombolo down` and `tombolo up` bring it back".into());
         }
-        Some(BypassReport { fault, interfaces })
+        Some(BypassReport { fault, interfaces, warnings })
     }
 }

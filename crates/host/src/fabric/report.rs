@@ -104,9 +104,11 @@ fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
 
 fn network_warnings(network: &NetworkReport) -> impl Iterator<Item = String> {
     let bypass = network.bypass.as_ref().and_then(|bypass| bypass.fault.as_ref());
+    let warnings = network.bypass.iter().flat_map(|bypass| &bypass.warnings);
     [("uplink", network.uplink_fault.as_ref()), ("bypass", bypass)]
         .into_iter()
         .filter_map(|(what, fault)| Some(format!("the {what} of {} does not work: {}", network.name, fault?)))
+        .chain(warnings.map(|warning| format!("the bypass of {}: {warning}", network.name)))
 }
 
 impl Running {
