@@ -73,6 +73,12 @@ def test_a_domain_lives_and_ends_in_each_way():
         assert re.search(r"clock \d+ kHz from Xen", text), text
         # It may have been given the processor a moment ago; one that ticks never has a span without.
         until("a cell without work uses no processor time", lambda: rests(xen, "calm"), 120)
+        # Into the terminal that `xl console` opens; itself it reads only what a person types. More than the ring's 1024 bytes.
+        tty = xen.run("xenstore-read /local/domain/$(xl domid calm)/console/tty").text.strip()
+        xen.run(f"(yes 0123456789abcde | head -n 200; echo the end) >{tty}", 60)
+        xen.wait_console("calm", "the end")
+        assert xen.console("calm").count("0123456789abcde\n") == 200
+        until("a cell without work uses no processor time", lambda: rests(xen, "calm"), 120)
         xen.run("xl shutdown calm")
         xen.wait_gone("calm")
         assert "powered off by the toolstack" in xen.console("calm")

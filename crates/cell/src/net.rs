@@ -100,6 +100,20 @@ impl Net {
         crate::machine::heap::bytes()
     }
 
+    /// Reads what is typed at the console, as it comes: at least one byte, and as many as there are and `to` has room for. One
+    /// task at a time. `None` where the console is output only: on every machine but Xen.
+    pub async fn read_console(&self, to: &mut [u8]) -> Option<usize> {
+        let domain = self.0.platform.xen.as_ref().filter(|domain| domain.has_console())?;
+        if to.is_empty() {
+            return Some(0);
+        }
+        let read = poll_fn(|cx| match domain.read_console(to, cx.waker()) {
+            0 => Poll::Pending,
+            read => Poll::Ready(read),
+        });
+        Some(read.await)
+    }
+
     /// Lets the network and the other tasks have their turn.
     pub async fn pause(&self) {
         let mut again = false;

@@ -39,6 +39,11 @@ pub(crate) fn use_ring(ring: ConsoleRing) {
     *RING.lock() = Some(ring);
 }
 
+/// Takes bytes that were typed at Xen's console; returns how many. A serial port's input is not read.
+pub(crate) fn read(to: &mut [u8]) -> usize {
+    RING.lock().as_ref().map_or(0, |ring| ring.read(to))
+}
+
 /// Waits until what was written has been read, where somebody may be reading still; for the end of a domain.
 pub(super) fn drain() {
     if let Some(Some(ring)) = RING.try_lock().as_deref() {

@@ -42,6 +42,7 @@ use alloc::vec::Vec;
 use console::ConsoleRing;
 use core::cell::{Cell, RefCell};
 use core::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use core::task::Waker;
 use grants::{Access, Grants};
 use hypercall::{Param, ShutdownReason};
 use store::{Connection, Reply};
@@ -114,6 +115,8 @@ pub(crate) struct Domain {
     shared: ForeignMut<'static>,
     fired: Box<Fired>,
     console_port: Option<u32>,
+    /// Waits for input of the console.
+    console_reader: RefCell<Option<Waker>>,
     store: Option<RefCell<Connection>>,
     grants: RefCell<Grants>,
     /// When the timer fires, by the cell's clock; a time that has passed where none is set.
@@ -158,6 +161,7 @@ impl Domain {
             shared,
             fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
             console_port,
+            console_reader: RefCell::default(),
             store,
             grants: RefCell::default(),
             timer_ns: Cell::new(0),
@@ -173,6 +177,7 @@ impl Domain {
             shared: dma::alloc(PAGE),
             fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
             console_port: None,
+            console_reader: RefCell::default(),
             store: None,
             grants: RefCell::default(),
             timer_ns: Cell::new(0),
@@ -203,6 +208,11 @@ impl Domain {
     /// The first step of each turn: takes events, and does what the toolstack asks for.
     pub(crate) fn begin_turn(&self) {
         self.take_events();
+        if self.console_port.is_some_and(|port| self.has_fired(port))
+            && let Some(reader) = self.console_reader.borrow_mut().take()
+        {
+            reader.wake();
+        }
         let Some(store) = &self.store else { return };
         let port = store.borrow().port();
         if self.has_fired(port) {
@@ -228,6 +238,20 @@ impl Domain {
             if reason == ShutdownReason::Reboot { "reboot" } else { "powered off" }
         );
         leave_domain(reason)
+    }
+
+    /// Takes bytes that were typed at the console; where there are none, `reader` is woken when there are.
+    pub(crate) fn read_console(&self, to: &mut [u8], reader: &Waker) -> usize {
+        let read = machine_console::read(to);
+        if read == 0 {
+            *self.console_reader.borrow_mut() = Some(reader.clone());
+        }
+        read
+    }
+
+    /// Whether the domain has a console.
+    pub(crate) fn has_console(&self) -> bool {
+        self.console_port.is_some()
     }
 
     /// Asks XenStore, and waits for the replies: one for each request.
