@@ -4,29 +4,11 @@ Real Xen boots once for each test, so a test goes through much. An emulated Xen 
 asserts a speed.
 """
 
-import contextlib
-import hashlib
 import re
 
-from lib import scratch, timeout
+from lib import timeout
 from lib.process import until
-from lib.xen import DOM0, XenHost
-
-CELL = "10.9.0.2"
-# httpd's /bytes/N: byte i is i modulo 251.
-PATTERN = bytes(range(251))
-
-
-@contextlib.contextmanager
-def host(*cells):
-    with scratch() as folder, XenHost(folder, cells) as xen:
-        try:
-            print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
-            yield xen
-        except Exception:
-            print(xen.tail(40))
-            raise
-
+from lib.xen import CELL, DOM0, fetch, host
 
 def processor_seconds(xen, name):
     found = re.search(rf"^{name}\s+\d+\s+\d+\s+\d+\s+\S+\s+([\d.]+)", xen.run("xl list").text, re.M)
@@ -37,15 +19,6 @@ def rests(xen, name):
     before = processor_seconds(xen, name)
     xen.run("sleep 3")  # the span that is measured
     return processor_seconds(xen, name) == before
-
-
-def fetch(xen, size, address=CELL, meanwhile=lambda: None):
-    """`size` bytes from httpd, by their checksum; `meanwhile` happens while they come."""
-    want = hashlib.sha256((PATTERN * (size // len(PATTERN) + 1))[:size]).hexdigest()
-    handle = xen.start(f"wget -q -O - http://{address}/bytes/{size} | sha256sum")
-    meanwhile()
-    got = xen.finish(handle, 300).text.split()[0]
-    assert got == want, f"{size} bytes have the checksum {got}, expected {want}"
 
 
 def comes_back(xen, address=CELL):
@@ -133,6 +106,56 @@ def test_the_network_over_netback():
             print(f"TCP {'to' if direction else 'from'} dom0: {rates[-1]} Mbit/s")
         xen.run("xl destroy flow")
         until("nothing is left in XenStore", lambda: "frontend" not in xen.run("xenstore-ls /local/domain/0/backend/vif", check=False).text)
+
+
+def dropped(xen, interface):
+    return int(xen.run(f"cat /sys/class/net/{interface}/statistics/tx_dropped").text)
+
+
+@timeout(600)
+def test_several_queues_several_vifs_and_multicast_control():
+    """Two vifs on two networks, each with its addresses and four queues; a backend with one queue later; unwanted multicast stays out."""
+    with host("httpd", "calc") as xen:
+        xen.run("echo 4 >/sys/module/xen_netback/parameters/max_queues")
+        xen.run("brctl addbr br1; ip addr add 10.8.0.1/24 dev br1; ip -6 addr add fd08::1/64 dev br1; ip link set br1 up")
+        line = f"ip={CELL}/24 ip6=fd09::2/64 ip.1=10.8.0.2/24 ip6.1=fd08::2/64 queues=4 verbose"
+        xen.create("web", "httpd", line, mac="00:16:3e:00:00:02+00:16:3e:00:00:03@bridge=br1")
+        assert "queues 4" in xen.wait_console("web", "net up")
+        number = xen.run("xl domid web").text.strip()
+        for address in (CELL, "10.8.0.2"):
+            assert xen.ping(address, 5, seconds=40) == 1.0
+            fetch(xen, 1_000_001, address)
+        # Neighbour discovery goes by multicast.
+        for address in ("fd09::2", "fd08::2"):
+            assert xen.run(f"ping -6 -c 1 -W 20 {address}").code == 0
+        cards = xen.run("ip neigh; ip -6 neigh").text
+        for address, mac in ((CELL, 2), ("fd09::2", 2), ("10.8.0.2", 3), ("fd08::2", 3)):
+            assert re.search(rf"^{re.escape(address)} .*00:16:3e:00:00:0{mac}", cards, re.M), cards
+        # Each vif answers for its own addresses only.
+        xen.run("ip route replace 10.8.0.2/32 dev br0")
+        assert xen.ping("10.8.0.2", 2, seconds=10) == 0
+        xen.run("ip route del 10.8.0.2/32 dev br0")
+        queues = xen.run(f"ls -d /sys/class/net/vif{number}.*/queues/tx-* | wc -l").text.strip()
+        assert queues == "8", queues
+
+        # netback drops multicast of other guests that the cell has not asked for, as what one with `slaac` asks all routers.
+        before = dropped(xen, f"vif{number}.0")
+        xen.create("calc", "calc", "ip=none ip6=fd09::4/64 slaac tcp=7000", mac="00:16:3e:00:00:12")
+        xen.wait_console("calc", "net up")
+        until("netback drops a router solicitation", lambda: dropped(xen, f"vif{number}.0") > before)
+        # And lets through what it has asked for: how one cell finds another.
+        line = "ip=none ip6=fd09::5/64 role=client tcp=fd09::4:7000 count=5 deadline_us=0 timeout_ms=60000"
+        xen.create("client", "calc", line, mac="00:16:3e:00:00:13")
+        xen.wait_gone("client", 120)
+        xen.run("xl destroy calc")
+
+        # The backend comes back with one queue, in the middle of a download.
+        xen.run("echo 1 >/sys/module/xen_netback/parameters/max_queues")
+        fetch(xen, 20_000_001, meanwhile=lambda: restart_backend(xen))
+        queues = xen.run(f"ls -d /sys/class/net/vif{number}.0/queues/tx-* | wc -l").text.strip()
+        assert queues == "1", queues
+        assert xen.ping("10.8.0.2", 2, seconds=40) == 1.0
+        until("a cell without work uses no processor time", lambda: rests(xen, "web"), 120)
 
 
 @timeout(600)

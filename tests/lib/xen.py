@@ -1,5 +1,7 @@
 """A Xen host under QEMU: real Xen, a Linux dom0 that takes commands, and cells as domains (tools/xen/dom0.py builds it)."""
 
+import contextlib
+import hashlib
 import itertools
 import re
 import shlex
@@ -7,6 +9,7 @@ import sys
 import time
 
 from .guest import CellGuest, Commands, qemu_program
+from . import scratch
 from .machine import BUILD, ROOT, Skip
 from .process import Process, until
 
@@ -14,6 +17,10 @@ sys.path.insert(0, str(ROOT / "tools/guest"))
 from build import Archive  # noqa: E402
 
 DOM0 = "10.9.0.1"
+# The cell that most tests ask.
+CELL = "10.9.0.2"
+# httpd's /bytes/N: byte i is i modulo 251.
+PATTERN = bytes(range(251))
 MEMORY_MIB = 640
 DOM0_MIB = 320
 # QEMU without KVM has SVM only; Xen's PVH domains need nested paging. XSAVE, SMAP and AVX do not survive emulation here.
@@ -70,7 +77,7 @@ class XenHost(Process, Commands):
         return super().start(f"sh {script}")
 
     def create(self, name, app, line="", memory_mib=32, mac="00:16:3e:00:00:02", vif=True):
-        """Starts a cell as a PVH domain with xl (tools/xen/cell)."""
+        """Starts a cell as a PVH domain with xl (tools/xen/cell), with one vif or several (`mac` is what that takes as VIF)."""
         self.run(f"xen-cell {name} {app} {memory_mib} {mac if vif else 'none'} {shlex.quote(line)}", 120)
 
     def console(self, name):
@@ -92,3 +99,24 @@ class XenHost(Process, Commands):
     def poweroff(self, seconds=60):
         self.send("@0 poweroff -f\n")
         return self.wait(seconds)
+
+
+@contextlib.contextmanager
+def host(*cells, files=None):
+    """A Xen host that is up; its last lines are printed where the test fails."""
+    with scratch() as folder, XenHost(folder, cells, files) as xen:
+        try:
+            print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
+            yield xen
+        except Exception:
+            print(xen.tail(40))
+            raise
+
+
+def fetch(xen, size, address=CELL, meanwhile=lambda: None):
+    """`size` bytes from httpd, by their checksum; `meanwhile` happens while they come."""
+    want = hashlib.sha256((PATTERN * (size // len(PATTERN) + 1))[:size]).hexdigest()
+    handle = xen.start(f"wget -q -O - http://{address}/bytes/{size} | sha256sum")
+    meanwhile()
+    got = xen.finish(handle, 300).text.split()[0]
+    assert got == want, f"{size} bytes have the checksum {got}, expected {want}"

@@ -11,6 +11,9 @@ use smoltcp::wire::{IpAddress, IpCidr, Ipv4Address, Ipv4Cidr, Ipv6Address, Ipv6C
 const DEFAULT_BUDGET: usize = 64;
 /// The largest and the smallest budget.
 const BUDGET: core::ops::RangeInclusive<usize> = 1..=4096;
+/// Vifs of a domain of Xen, and queues of each.
+pub(crate) const MAX_VIFS: usize = 3;
+const QUEUES: core::ops::RangeInclusive<usize> = 1..=8;
 /// A name of a host: RFC 1123 §2.1, one label.
 const MAX_HOSTNAME_BYTES: usize = 63;
 
@@ -20,6 +23,21 @@ pub(crate) enum Ipv4Config {
     Dhcp,
     Static(Ipv4Cidr),
     None,
+}
+
+/// A vif of Xen after the first, and its addresses.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct VifConfig {
+    /// Its number in the domain's configuration.
+    pub(crate) number: u32,
+    pub(crate) ipv4: Option<Ipv4Cidr>,
+    pub(crate) ipv6: Option<Ipv6Cidr>,
+}
+
+impl VifConfig {
+    pub(crate) fn addresses(&self) -> Vec<IpCidr> {
+        self.ipv4.map(IpCidr::Ipv4).into_iter().chain(self.ipv6.map(IpCidr::Ipv6)).collect()
+    }
 }
 
 /// Which device is the network.
@@ -53,6 +71,10 @@ pub struct Config {
     pub(crate) net: NetChoice,
     /// Whether a network link carries offloads, where the fabric offers them.
     pub(crate) offloads: bool,
+    /// Most queues of a vif of Xen.
+    pub(crate) queues: usize,
+    /// Vifs of Xen after the first.
+    pub(crate) vifs: Vec<VifConfig>,
     pub(crate) verbose: bool,
 }
 
@@ -171,6 +193,22 @@ impl Config {
             Some("virtio") => NetChoice::Virtio,
             Some(name) => NetChoice::Link(name.to_string()),
         };
+        let queues = match value(line, "queues") {
+            None => 1,
+            Some(text) => text.parse().ok().filter(|n| QUEUES.contains(n)).ok_or_else(|| ConfigError {
+                key: "queues",
+                value: text.to_string(),
+                expected: "a number of queues from 1 to 8",
+            })?,
+        };
+        let mut vifs = Vec::new();
+        for (number, key, key6) in [(1, "ip.1", "ip6.1"), (2, "ip.2", "ip6.2")] {
+            let ipv4 = typed(line, key, "an IPv4 ADDRESS/PREFIX, for example 10.0.1.5/24")?;
+            let ipv6 = typed(line, key6, "an IPv6 ADDRESS/PREFIX, for example fd01::5/64")?;
+            if ipv4.is_some() || ipv6.is_some() {
+                vifs.push(VifConfig { number, ipv4, ipv6 });
+            }
+        }
         let offloads = match value(line, "offloads") {
             None | Some("carried") => true,
             Some("none") => false,
@@ -183,6 +221,8 @@ impl Config {
             busy_poll_ns,
             pauses,
             net,
+            queues,
+            vifs,
             ipv4,
             gateway: typed(line, "gw", "an IPv4 address")?,
             ipv6: typed(line, "ip6", "an IPv6 ADDRESS/PREFIX, for example fd00::5/64")?,
@@ -279,6 +319,9 @@ mod tests {
             ("hostname=a_b", "hostname"),
             ("hostname=", "hostname"),
             ("budget=0", "budget"),
+            ("queues=9", "queues"),
+            ("ip.1=dhcp", "ip.1"),
+            ("ip6.2=10.0.0.1/8", "ip6.2"),
             ("busy_poll_us=1000001", "busy_poll_us"),
             ("offloads=some", "offloads"),
             ("poll_min_us=0", "poll_min_us"),
@@ -298,6 +341,16 @@ mod tests {
         assert_eq!(config.pauses, Pauses { shortest_ns: 10_000, longest_ns: 10_000 });
         assert_eq!(Config::parse("net=none").unwrap().net, NetChoice::None);
         assert_eq!(Config::parse("net=virtio").unwrap().net, NetChoice::Virtio);
+    }
+
+    #[test]
+    fn vifs_after_the_first_are_those_with_an_address() {
+        let config = Config::parse("ip=none ip.1=10.1.0.5/24 ip6.1=fd01::5/64 ip6.2=fd02::5/64 queues=4").unwrap();
+        assert_eq!(config.queues, 4);
+        let numbers: Vec<_> = config.vifs.iter().map(|vif| (vif.number, vif.addresses().len())).collect();
+        assert_eq!(numbers, [(1, 2), (2, 1)]);
+        let config = Config::parse("").unwrap();
+        assert_eq!((config.queues, config.vifs.len()), (1, 0));
     }
 
     #[test]

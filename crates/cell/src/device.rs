@@ -8,7 +8,7 @@ use alloc::boxed::Box;
 use core::num::NonZeroUsize;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
 use smoltcp::time::Instant;
-use smoltcp::wire::EthernetAddress;
+use smoltcp::wire::{EthernetAddress, IpCidr};
 
 /// How often a virtio device without interrupts is looked at.
 const POLLING_NS: u64 = 1_000_000;
@@ -175,7 +175,15 @@ impl NetDevice {
         match self {
             NetDevice::Virtio(device) => device.needs_polling().then_some(now_ns + POLLING_NS),
             NetDevice::Ivshmem(device) => device.poll_at(now_ns),
-            NetDevice::Xen(_) | NetDevice::None => None,
+            NetDevice::Xen(device) => device.poll_at(now_ns),
+            NetDevice::None => None,
+        }
+    }
+
+    /// Tells the device the addresses of the stack.
+    pub(crate) fn set_addresses(&mut self, own: &[IpCidr]) {
+        if let NetDevice::Xen(device) = self {
+            device.set_addresses(own);
         }
     }
 

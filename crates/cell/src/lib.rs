@@ -27,6 +27,8 @@
 //! | `gw=ADDR` | IPv4 router | by DHCP |
 //! | `ip6=ADDR/PREFIX` | a further IPv6 address; link-local is always there | |
 //! | `slaac` | an IPv6 address of the prefix that a router announces (SLAAC); costs a look at the stack every 10 ms | off |
+//! | `ip.N=ADDR/PREFIX`, `ip6.N=ADDR/PREFIX` | on Xen: takes the vif of number N (1 or 2) as well, with these addresses; routes lead through the first | |
+//! | `queues=N` | on Xen: queues of each vif, 1 to 8, and no more than its backend offers | 1 |
 //! | `gw6=ADDR` | IPv6 router | with `slaac` by router advertisement |
 //! | `dns=ADDR[,ADDR]` | DNS servers; the first is used | by DHCP |
 //! | `hostname=NAME` | name sent with DHCP (option 12) | `cell` |
@@ -62,7 +64,7 @@
 //!
 //! # What it is not
 //!
-//! At most 3 GiB of memory, whatever the machine has. One processor, one network device, no disk, no threads, no user mode: isolation is the hypervisor's.
+//! At most 3 GiB of memory, whatever the machine has. One processor, one network device (on Xen up to three), no disk, no threads, no user mode: isolation is the hypervisor's.
 #![cfg_attr(not(test), no_std)]
 #![warn(unreachable_pub)]
 // On the host only the pure parts are tested; what runs on the machine alone has no caller there.

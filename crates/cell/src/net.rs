@@ -348,9 +348,10 @@ mod start {
             return match &config.net {
                 NetChoice::None => NetDevice::None,
                 NetChoice::Any => {
-                    let device = XenNet::new(domain, seed);
+                    let device = XenNet::new(domain, config, seed);
                     if config.verbose {
-                        println!("tombolo-cell: network of Xen: {}, MTU {}", device.mac(), device.mtu());
+                        let (mac, mtu, queues) = (device.mac(), device.mtu(), device.queues());
+                        println!("tombolo-cell: network of Xen: {mac}, MTU {mtu}, queues {queues}");
                     }
                     NetDevice::Xen(Box::new(device))
                 }
@@ -358,6 +359,9 @@ mod start {
                     fail(format_args!("a domain of Xen has no virtio and no ivshmem; leave net= out, or say net=none"))
                 }
             };
+        }
+        if !config.vifs.is_empty() {
+            fail(format_args!("ip.N= and ip6.N= are for vifs of Xen; this machine has one network device"))
         }
         let has_link = || links.iter().any(|link| link.protocol() == NETWORK);
         let transport = match config.net {

@@ -8,7 +8,7 @@
 //!
 //! All state is in [`Stack`], borrowed for the length of one call; tasks hold a [`Net`](crate::Net), a reference to it.
 
-use crate::config::{Config, Ipv4Config};
+use crate::config::{Config, Ipv4Config, VifConfig};
 use crate::device::NetDevice;
 use crate::executor::Executor;
 use crate::ivshmem::link::Links;
@@ -127,7 +127,7 @@ impl Stack {
         let mut sockets = SocketSet::new(Vec::new());
         interface.update_ip_addrs(|addresses| {
             let link_local = IpCidr::Ipv6(Ipv6Cidr::new(link_local(mac), LINK_LOCAL_PREFIX));
-            // Three addresses at most, of the eight that there is room for.
+            // Seven addresses at most, of the eight that there is room for.
             let _ = addresses.push(link_local);
             if let Ipv4Config::Static(cidr) = config.ipv4 {
                 let _ = addresses.push(IpCidr::Ipv4(cidr));
@@ -135,7 +135,11 @@ impl Stack {
             if let Some(cidr) = config.ipv6 {
                 let _ = addresses.push(IpCidr::Ipv6(cidr));
             }
+            for address in config.vifs.iter().flat_map(VifConfig::addresses) {
+                let _ = addresses.push(address);
+            }
         });
+        device.set_addresses(interface.ip_addrs());
         if let Some(gateway) = config.gateway {
             // Cannot fail: the table is empty.
             let _ = interface.routes_mut().add_default_ipv4_route(gateway);
@@ -232,7 +236,12 @@ impl Stack {
         let mac = self.device.mac();
         self.interface.set_hardware_addr(mac.into());
         self.neighbors.clear();
-        let own: Vec<Ipv4Address> = self.interface.ipv4_addr().into_iter().collect();
+        let own: Vec<Ipv4Address> = self
+            .interface
+            .ip_addrs()
+            .iter()
+            .filter_map(|own| if let IpCidr::Ipv4(own) = own { Some(own.address()) } else { None })
+            .collect();
         for own in own {
             let question = Question::Arp { to: own, own };
             if let Some(leave) = self.device.transmit(instant(now_ns)) {
@@ -298,11 +307,14 @@ impl Stack {
                 }
             };
         self.interface.update_ip_addrs(|addresses| {
-            addresses.retain(|a| !matches!(a, IpCidr::Ipv4(_)));
+            // Those of further vifs stay, and come after it: the first one is also for packets to other networks.
+            let stays = |a: &IpCidr| config.vifs.iter().any(|vif| vif.ipv4.map(IpCidr::Ipv4) == Some(*a));
+            addresses.retain(|a| !matches!(a, IpCidr::Ipv4(_)) || stays(a));
             if let Some(address) = address {
-                let _ = addresses.push(IpCidr::Ipv4(address));
+                let _ = addresses.insert(0, IpCidr::Ipv4(address));
             }
         });
+        self.device.set_addresses(self.interface.ip_addrs());
         self.neighbors.clear();
         match config.gateway.or(router) {
             Some(router) => {
@@ -419,6 +431,9 @@ pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
         }
         let until_ns = {
             let stack = &mut *shared.stack.borrow_mut();
+            if shared.config.has(SLAAC) {
+                stack.device.set_addresses(stack.interface.ip_addrs());
+            }
             if stack.device.arm() {
                 continue;
             }

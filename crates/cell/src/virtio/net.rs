@@ -75,7 +75,9 @@ pub struct DeviceStats {
     pub rx_bad_checksum: u64,
     /// Received frames that were dropped since they were shorter than their header or spread over buffers that did not come.
     pub rx_malformed: u64,
-    /// Answers that were dropped since the transmit queue was full.
+    /// Received frames that were dropped since they were for the address of another vif than the one they came by.
+    pub rx_other_link: u64,
+    /// Frames that were dropped since the transmit queue was full or, with several vifs, the link down.
     pub tx_dropped: u64,
     /// How often the device was notified.
     pub notifications: u64,

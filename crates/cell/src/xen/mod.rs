@@ -25,11 +25,14 @@
 //! The rate of the time-stamp counter is read once from Xen's clock page; the timer is one that fires once, and is set only
 //! when something waits for a time. An idle cell does not tick.
 //!
-//! Limits: one processor; at most 4096 event channels (the two-level form); one network device.
+//! Limits: one processor; at most 4096 event channels (the two-level form).
 
+mod addresses;
 pub(crate) mod console;
+mod front;
 pub(crate) mod grants;
 pub(crate) mod net;
+mod queue;
 pub(crate) mod store;
 mod vif;
 

@@ -1,126 +1,61 @@
-//! The network frontend: two rings shared with a backend in another domain, as the stack's device.
+//! The network of a domain: all its vifs that the command line has addresses for, as the stack's one device.
 //!
-//! Rings and messages are [`tombolo_ring::xen`]'s, and so is the table of the handshake ([`front_step`]); the nodes in XenStore
-//! are [`super::vif`]'s.
-//!
-//! # Memory
-//!
-//! Frames are copied between local memory and pages that were granted to the backend once, so a frame costs no grant
-//! operation, and no reference of Rust's leads to where the backend writes. A device that comes back, after its backend
-//! died or `xl network-attach`, finds the same pages granted. For a backend in another domain they are granted again; a page that the old
-//! backend still uses is replaced.
+//! Rings and messages are [`tombolo_ring::xen`]'s; [`super::front`] has one vif, [`super::queue`] one pair of rings, and
+//! [`super::addresses`] decides which vif a frame belongs to.
 //!
 //! # Up and down
 //!
-//! There may be no device yet, and the one that there is may go: the stack stays as it is, with its addresses and connections, and
-//! no frame is taken from it meanwhile. When the link comes up the cell tells its neighbours (gratuitous ARP).
+//! A vif may come and go: the stack stays as it is, with its addresses and connections, and while no vif is there no frame
+//! is taken from it. When a link comes up the cell tells its neighbours (gratuitous ARP).
 //!
-//! # Failure
+//! # A full ring
 //!
-//! The backend is not trusted. What it writes is checked by the rings; one that breaks them loses the device, counted
-//! (`link_faults`): the frontend goes to Closing, and takes part again when the backend starts again. The domain goes on.
+//! The stack is given room for a frame while each vif has room, so that what it sends is paced and not lost. Where there are
+//! several vifs, one whose backend has taken nothing for [`STUCK_NS`] does not hold up the others: frames for it are dropped.
 //!
-//! Limits: the first device only, one queue, packets of up to 60 KiB sent and 64 KiB received.
+//! Limits: [`MAX_VIFS`] vifs, packets of up to 60 KiB sent and 64 KiB received.
 
 use super::Domain;
-use super::grants::Access;
-use super::vif::{Features, Rings, Vif};
+use super::addresses::{Addresses, flow, stamp};
+use super::front::{DEFAULT_MTU, Front, Wanted};
+use super::queue::{MAX_PARTS, PAGE};
+use super::vif::{Features, Vif};
+use crate::config::{Config, MAX_VIFS};
 use crate::device::capabilities;
-use crate::machine::{dma, heap, hypercall};
+use crate::machine::heap;
 use crate::neighbor::{Sighting, Watch};
-use crate::println;
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
-use alloc::boxed::Box;
 use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::num::NonZeroU16;
 use smoltcp::phy::{DeviceCapabilities, PacketMeta, TxToken};
-use smoltcp::wire::EthernetAddress;
-use tombolo_ring::mem::ForeignMut;
+use smoltcp::wire::{EthernetAddress, IpCidr};
 use tombolo_ring::virtio::net::{DATA_VALID, GSO_NONE, GSO_TCPV4, NEEDS_CSUM, NetHeaderRepr};
-use tombolo_ring::xen::bus::{BusState, FrontAction, front_step};
-use tombolo_ring::xen::{Checksum, Gso, GsoKind, RING_SLOTS, RingPage, RxFront, TxFront, TxPart, XenError};
+use tombolo_ring::xen::{Checksum, Gso, GsoKind, RING_SLOTS};
 
-const PAGE: usize = 4096;
 const ETHERNET_HEADER_BYTES: usize = 14;
 const TYPE_IPV6: [u8; 2] = [0x86, 0xdd];
-const DEFAULT_MTU: usize = 1500;
-const MIN_MTU: usize = 576;
 /// The largest frame that is ever received.
 const MAX_FRAME_BYTES: usize = 65535 + ETHERNET_HEADER_BYTES;
-/// The largest frame that the backend is given to cut: 15 pages.
-const MAX_PARTS: usize = 15;
 const MAX_SEGMENTED_BYTES: usize = MAX_PARTS * PAGE;
-/// Slots that the largest frame takes: its pages, and how it is to be cut.
-const MAX_SLOTS: u32 = MAX_PARTS as u32 + 1;
-/// Pages for each direction, as many as the ring has slots; fewer in a cell with little heap.
+/// Pages for each direction of all queues of a vif together, as many as a ring has slots; fewer in a cell with little heap,
+/// and no fewer for each queue than a ring needs to be of use.
 const PAGES: usize = RING_SLOTS as usize;
 const SMALL_HEAP_BYTES: usize = 12 << 20;
 const SMALL_PAGES: usize = 64;
 /// Frames between two looks at whether the backend wants to hear of what was added.
 const PUBLISH_EVERY: usize = 32;
-/// Handshake steps in one turn; a backend that changes its state faster than that waits for the next.
-const STEPS: usize = 8;
+/// After so long without room a vif holds up no other.
+const STUCK_NS: u64 = 50_000_000;
+/// The tokens of the watches of backends.
+const TOKENS: [&str; MAX_VIFS] = ["backend-0", "backend-1", "backend-2"];
 
-/// Pages that stay granted for as long as the device lives.
-struct Granted {
-    pages: Vec<ForeignMut<'static>>,
-    /// A reference for each page; empty before the first backend is known.
-    references: Vec<u32>,
-    to: u16,
-    access: Access,
-}
-
-impl Granted {
-    fn new(pages: usize, access: Access) -> Granted {
-        let memory = dma::alloc_buffers(pages * PAGE);
-        Granted {
-            pages: (0..pages).map(|page| memory.skip(page * PAGE).take(PAGE)).collect(),
-            references: Vec::new(),
-            to: 0,
-            access,
-        }
-    }
-
-    /// Grants all pages to `backend`, if they are not already. False where the grant table is full.
-    fn grant(&mut self, domain: &Domain, backend: u16) -> bool {
-        if self.references.len() == self.pages.len() && self.to == backend {
-            return true;
-        }
-        for (page, reference) in self.pages.iter_mut().zip(self.references.drain(..)) {
-            if !domain.end_grant(reference) {
-                // The other domain still has it: it keeps it.
-                *page = dma::alloc_buffers(PAGE);
-            }
-        }
-        self.to = backend;
-        for page in &self.pages {
-            let Some(reference) = domain.grant(backend, *page, self.access) else { return false };
-            self.references.push(reference);
-        }
-        true
-    }
-}
-
-/// Both rings while the backend may use them.
-struct Link {
-    receive: Box<RxFront>,
-    /// Of the transmit and the receive ring; equal where there is one for both.
-    channels: (u32, u32),
-}
-
-/// The sending half, apart from the receiving one since the stack holds both at a time.
+/// The sending half, apart from the received frame since the stack holds both at a time.
 pub(crate) struct Outgoing {
-    ring: Box<TxFront>,
-    page: RingPage<'static>,
-    pool: Granted,
-    /// Pages of the pool that are free.
-    free_pages: Vec<u32>,
-    features: Features,
-    is_up: bool,
-    unpublished: usize,
-    fault: Option<XenError>,
+    domain: Rc<Domain>,
+    fronts: Vec<Front>,
+    addresses: Addresses,
     /// The frame that is being built.
     frame: Vec<u8>,
     stats: DeviceStats,
@@ -128,23 +63,18 @@ pub(crate) struct Outgoing {
 
 /// The network of a domain, with or without a device at the moment.
 pub(crate) struct XenNet {
-    domain: Rc<Domain>,
-    vif: Option<Vif>,
-    state: BusState,
-    link: Option<Link>,
-    /// The page of each ring: transmit, receive.
-    rings: Granted,
-    receive_page: RingPage<'static>,
-    pool: Granted,
     outgoing: Outgoing,
     frame: Vec<u8>,
     frame_bytes: usize,
-    /// Buffers of the frame that is being received, to be posted again.
-    returned: Vec<u32>,
-    posted: usize,
+    /// The first vif's address, as the stack knows it.
     mac: EthernetAddress,
-    mtu: usize,
-    /// The link came up, and the stack was not told yet.
+    /// All addresses of the cell.
+    own: Vec<IpCidr>,
+    /// Whether it is told of devices to come.
+    watches_devices: bool,
+    /// The vif that is looked at first.
+    first: usize,
+    /// A link came up, and the stack was not told yet.
     came_up: bool,
     events: u64,
     saw_syn: bool,
@@ -152,69 +82,84 @@ pub(crate) struct XenNet {
 }
 
 impl XenNet {
-    /// Looks for the first device and begins the handshake. `seed` makes an address for the time until there is a device.
-    pub(crate) fn new(domain: &Rc<Domain>, seed: u64) -> XenNet {
+    /// Looks for the devices and begins the handshakes. `seed` makes an address for the time until there is a device.
+    pub(crate) fn new(domain: &Rc<Domain>, config: &Config, seed: u64) -> XenNet {
         let pages = if heap::bytes() < SMALL_HEAP_BYTES { SMALL_PAGES } else { PAGES };
-        let rings = Granted::new(2, Access::ReadWrite);
-        let ring = |index: usize| RingPage::new(rings.pages[index]).expect("whole pages");
+        let pages = (pages / config.queues).max(SMALL_PAGES);
+        let others: Vec<u32> = config.vifs.iter().map(|vif| vif.number).collect();
+        let wanted = core::iter::once(Wanted::FirstBut(others.clone())).chain(others.into_iter().map(Wanted::Number));
+        let fronts =
+            wanted.zip(TOKENS).map(|(wanted, token)| Front::new(wanted, token, config.queues, pages)).collect();
         let [a, b, c, d, e, ..] = seed.to_le_bytes();
         let mut device = XenNet {
-            domain: domain.clone(),
-            vif: None,
-            state: BusState::Initialising,
-            link: None,
-            receive_page: ring(1),
             outgoing: Outgoing {
-                ring: Box::default(),
-                page: ring(0),
-                pool: Granted::new(pages, Access::Read),
-                free_pages: Vec::new(),
-                features: Features::default(),
-                is_up: false,
-                unpublished: 0,
-                fault: None,
+                domain: domain.clone(),
+                fronts,
+                addresses: Addresses(config.vifs.iter().map(|vif| vif.addresses()).collect()),
                 frame: heap::buffer(MAX_SEGMENTED_BYTES),
                 stats: DeviceStats::default(),
             },
-            rings,
-            pool: Granted::new(pages, Access::ReadWrite),
             frame: heap::buffer(MAX_FRAME_BYTES),
             frame_bytes: 0,
-            returned: Vec::new(),
-            posted: 0,
             // Locally administered, random.
             mac: EthernetAddress([0x02, a, b, c, d, e]),
-            mtu: DEFAULT_MTU,
+            own: Vec::new(),
+            watches_devices: false,
+            first: 0,
             came_up: false,
             events: 0,
             saw_syn: false,
             watch: Watch::default(),
         };
-        Vif::watch_devices(domain);
-        // The watch's first event comes at once and finds the same.
-        device.handshake();
+        device.find_devices();
         device
     }
 
-    /// The device's address.
+    fn find_devices(&mut self) {
+        // The watch's first event comes at once and finds the same.
+        self.watch_devices(true);
+        (0..self.outgoing.fronts.len()).for_each(|front| self.handshake(front));
+        self.watch_devices_if_needed();
+    }
+
+    /// The first device's address.
     pub(crate) fn mac(&self) -> EthernetAddress {
         self.mac
     }
 
-    /// The largest IP packet, in bytes.
+    /// The largest IP packet that all devices take, in bytes.
     pub(crate) fn mtu(&self) -> usize {
-        self.mtu
+        self.outgoing.fronts.iter().map(|front| front.mtu).min().unwrap_or(DEFAULT_MTU)
+    }
+
+    /// How many queues the first device has.
+    pub(crate) fn queues(&self) -> usize {
+        self.outgoing.fronts[0].active()
+    }
+
+    fn page_count(&self) -> usize {
+        self.outgoing.fronts.iter().map(Front::page_count).min().unwrap_or(0)
+    }
+
+    /// What all devices can do.
+    fn features(&self) -> Features {
+        let mut all = self.outgoing.fronts[0].features;
+        for front in self.outgoing.fronts.iter().skip(1).filter(|front| front.has_device()) {
+            all.tcpv4 &= front.features.tcpv4;
+            all.tcpv6 &= front.features.tcpv6;
+        }
+        all
     }
 
     /// Payload bytes that fit into the transmit buffers.
     pub(crate) fn transmit_bytes(&self) -> usize {
-        let page = if self.outgoing.features.tcpv4 { PAGE } else { self.mtu.min(PAGE) };
-        self.outgoing.pool.pages.len() * page
+        let page = if self.features().tcpv4 { PAGE } else { self.mtu().min(PAGE) };
+        self.page_count() * page
     }
 
-    /// Payload bytes that the receive ring takes in full frames.
+    /// Payload bytes that the receive rings take in full frames.
     pub(crate) fn receive_bytes(&self) -> usize {
-        self.pool.pages.len() * self.mtu.min(PAGE)
+        self.page_count() * self.mtu().min(PAGE)
     }
 
     /// The counters.
@@ -237,198 +182,111 @@ impl XenNet {
         self.watch.take()
     }
 
-    /// Whether the link came up since the last call.
+    /// Whether a link came up since the last call.
     pub(crate) fn take_up(&mut self) -> bool {
         core::mem::take(&mut self.came_up)
     }
 
-    /// Whether no frame can be sent now, since the link is down.
+    /// Whether no frame can be sent now, since no link is up.
     pub(crate) fn is_blocked(&self) -> bool {
-        !self.outgoing.is_up
+        self.outgoing.fronts.iter().all(|front| !front.is_up)
     }
 
-    /// The first step of each turn: events, and the handshake where something happened to it.
+    /// When a vif without room stops to hold up the others.
+    pub(crate) fn poll_at(&self, now_ns: u64) -> Option<u64> {
+        let fronts = &self.outgoing.fronts;
+        if fronts.len() == 1 {
+            return None;
+        }
+        let full = fronts.iter().filter(|front| front.is_up).filter_map(|front| front.full_since_ns);
+        full.map(|since| since + STUCK_NS).filter(|at| *at > now_ns).min()
+    }
+
+    /// Takes the cell's own addresses; the backends let the multicast addresses pass that these need.
+    pub(crate) fn set_addresses(&mut self, own: &[IpCidr]) {
+        if self.own != own {
+            self.own = own.to_vec();
+            let Outgoing { fronts, addresses, .. } = &mut self.outgoing;
+            for (at, front) in fronts.iter_mut().enumerate() {
+                front.set_groups(addresses.groups(at, own));
+            }
+        }
+    }
+
+    /// The first step of each turn: events, and the handshakes where something happened to them.
     pub(crate) fn begin_turn(&mut self) {
-        if let Some(link) = &self.link {
-            let (transmit, receive) = link.channels;
-            self.events += u64::from(self.domain.has_fired(transmit));
-            self.events += u64::from(self.domain.has_fired(receive));
-        }
-        if let Some(fault) = self.outgoing.fault.take() {
-            self.give_up(fault);
-        }
-        if Vif::has_news(&self.domain) {
-            self.handshake();
-        }
-    }
-
-    /// Follows the table until neither end moves.
-    fn handshake(&mut self) {
-        for _ in 0..STEPS {
-            if self.vif.is_none() {
-                let Some(vif) = Vif::find(&self.domain) else { return };
-                self.mac = vif.mac;
-                let told = vif.mtu.map_or(DEFAULT_MTU, |mtu| mtu as usize);
-                self.mtu = if (MIN_MTU..=65535).contains(&told) { told } else { DEFAULT_MTU };
-                self.state = BusState::Initialising;
-                self.vif = Some(vif);
+        let Outgoing { domain, fronts, stats, .. } = &mut self.outgoing;
+        for front in fronts.iter_mut() {
+            self.events += front.queues().iter().map(|queue| queue.take_events(domain)).sum::<u64>();
+            if let Some(fault) = front.fault() {
+                front.give_up(domain, fault, stats);
             }
-            let Some(vif) = self.vif.clone() else { return };
-            let Some(back) = vif.look(&self.domain) else {
-                self.disconnect();
-                self.vif = None;
-                println!("tombolo-cell: the network device is gone");
-                vif.forget(&self.domain);
-                continue;
-            };
-            let step = front_step(self.state, back);
-            if step.disconnect {
-                self.disconnect();
+        }
+        let have_changed = Vif::have_changed(domain);
+        let mut has_news = false;
+        for at in 0..self.outgoing.fronts.len() {
+            let front = &self.outgoing.fronts[at];
+            if front.has_news(&self.outgoing.domain) || have_changed && !front.has_device() {
+                has_news = true;
+                self.handshake(at);
             }
-            let mut next = step.next;
-            match step.action {
-                FrontAction::Wait => {}
-                FrontAction::Publish if self.publish(&vif) => {}
-                FrontAction::Publish => {
-                    println!(
-                        "tombolo-cell: the network device cannot be set up: no grants, no event channels, or no XenStore"
-                    );
-                    self.disconnect();
-                    next = BusState::Closing;
-                }
-                FrontAction::Up if !self.outgoing.is_up && self.link.is_some() => {
-                    self.outgoing.is_up = true;
-                    self.came_up = true;
-                }
-                FrontAction::Up => {}
-            }
-            if next == self.state {
-                return;
-            }
-            self.state = next;
-            vif.set_state(&self.domain, next);
+        }
+        if has_news {
+            self.watch_devices_if_needed();
         }
     }
 
-    /// Makes rings and event channels and writes them to XenStore. False where something is refused.
-    fn publish(&mut self, vif: &Vif) -> bool {
-        let features = vif.features(&self.domain);
-        self.open(vif.backend_domain, features).is_some_and(|rings| vif.publish(&self.domain, &rings))
-    }
-
-    /// Makes rings and event channels for `backend`, with all buffers posted; `None` where Xen refuses something.
-    fn open(&mut self, backend: u16, features: Features) -> Option<Rings> {
-        let granted = self.rings.grant(&self.domain, backend)
-            && self.pool.grant(&self.domain, backend)
-            && self.outgoing.pool.grant(&self.domain, backend);
-        if !granted {
-            return None;
-        }
-        // Other pages than before where a backend has kept the old ones.
-        self.outgoing.page = RingPage::new(self.rings.pages[0]).ok()?;
-        self.receive_page = RingPage::new(self.rings.pages[1]).ok()?;
-        self.outgoing.page.initialise();
-        self.receive_page.initialise();
-        let transmit = hypercall::alloc_unbound(backend).ok()?;
-        let receive = if features.split_channels { hypercall::alloc_unbound(backend) } else { Ok(transmit) };
-        let Ok(receive) = receive else {
-            hypercall::close(transmit);
-            return None;
-        };
-        *self.outgoing.ring = TxFront::new();
-        self.outgoing.free_pages = (0..self.outgoing.pool.pages.len() as u32).rev().collect();
-        self.outgoing.features = features;
-        self.outgoing.unpublished = 0;
-        self.outgoing.fault = None;
-        self.link = Some(Link { receive: Box::new(RxFront::new()), channels: (transmit, receive) });
-        self.domain.listen(transmit);
-        self.domain.listen(receive);
-        self.returned = (0..self.pool.pages.len() as u32).collect();
-        self.post();
-        // No notification is needed: the backend looks at the ring when it connects.
-        self.link.as_mut()?.receive.publish(&self.receive_page);
-        self.posted = 0;
-        let references = &self.rings.references;
-        Some(Rings { transmit: references[0], receive: references[1], channels: (transmit, receive) })
-    }
-
-    /// Lets go of the rings; what was under way is lost.
-    fn disconnect(&mut self) {
-        let Some(link) = self.link.take() else { return };
-        hypercall::close(link.channels.0);
-        if link.channels.1 != link.channels.0 {
-            hypercall::close(link.channels.1);
-        }
-        if self.outgoing.is_up {
-            self.outgoing.stats.link_resets += 1;
-        }
-        self.outgoing.is_up = false;
-        self.came_up = false;
-        self.outgoing.unpublished = 0;
-        self.posted = 0;
-    }
-
-    /// The backend broke the rings: it loses the device.
-    fn give_up(&mut self, fault: XenError) {
-        self.outgoing.stats.link_faults += 1;
-        println!("tombolo-cell: the network's backend broke its rings: {fault}");
-        self.disconnect();
-        if let Some(vif) = &self.vif {
-            self.state = BusState::Closing;
-            vif.set_state(&self.domain, self.state);
-            // Its answer may be there already.
-            self.handshake();
+    fn handshake(&mut self, at: usize) {
+        let Outgoing { domain, fronts, stats, .. } = &mut self.outgoing;
+        fronts[at].handshake(domain, stats, &mut self.came_up);
+        if let (0, Some(mac)) = (at, fronts[at].mac) {
+            self.mac = mac;
         }
     }
 
-    /// Posts the buffers that came back.
-    fn post(&mut self) {
-        let Some(link) = &mut self.link else { return };
-        for token in self.returned.drain(..) {
-            let Some(reference) = self.pool.references.get(token as usize) else { continue };
-            link.receive.post(&self.receive_page, *reference, token);
-            self.posted += 1;
+    fn watch_devices(&mut self, is_wanted: bool) {
+        if self.watches_devices != is_wanted {
+            self.watches_devices = is_wanted;
+            Vif::watch_devices(&self.outgoing.domain, is_wanted);
         }
+    }
+
+    /// The nodes of devices change with each step of a handshake, so they are watched only while one is missing.
+    fn watch_devices_if_needed(&mut self) {
+        self.watch_devices(self.outgoing.fronts.iter().any(|front| !front.has_device()));
     }
 
     /// Copies the next frame that is sound into `self.frame`; false where there is none.
     pub(crate) fn next_frame(&mut self) -> bool {
         loop {
-            if self.outgoing.fault.is_some() || !self.outgoing.is_up {
-                return false;
+            let Outgoing { fronts, addresses, stats, .. } = &mut self.outgoing;
+            let count = fronts.len();
+            let mut received = None;
+            for turn in 0..count {
+                let at = (self.first + turn) % count;
+                received = fronts[at].receive(&mut self.frame).map(|received| (at, received));
+                if received.is_some() {
+                    break;
+                }
             }
-            let Some(link) = &mut self.link else { return false };
-            let (frame, pages, returned) = (&mut self.frame, &self.pool.pages, &mut self.returned);
-            let mut bytes = 0;
-            let mut fits = true;
-            let received = link.receive.receive(&self.receive_page, |part| {
-                let Some(page) = pages.get(part.token as usize) else { return };
-                if let Some(to) = frame.get_mut(bytes..bytes + usize::from(part.len)) {
-                    bytes += page.skip(part.offset.into()).take(part.len.into()).as_foreign().read_into(to);
-                } else {
-                    fits = false;
-                }
-                returned.push(part.token);
-            });
+            let Some((at, (bytes, received, fits))) = received else { return false };
+            self.first = (at + 1) % count;
             self.frame_bytes = bytes;
-            let received = match received {
-                Ok(Some(received)) => received,
-                Ok(None) => return false,
-                Err(fault) => {
-                    self.outgoing.fault = Some(fault);
-                    return false;
-                }
-            };
-            self.post();
-            let stats = &mut self.outgoing.stats;
             stats.rx_frames += 1;
             stats.rx_bytes += bytes as u64;
             if received.failed || !fits || bytes < ETHERNET_HEADER_BYTES {
                 stats.rx_malformed += 1;
                 continue;
             }
+            let frame = &mut self.frame[..bytes];
+            if addresses.is_astray(frame, at, &self.own) {
+                stats.rx_other_link += 1;
+                continue;
+            }
+            if at > 0 && fronts[at].mac.is_some_and(|mac| frame[..6] == mac.0) {
+                frame[..6].copy_from_slice(&self.mac.0);
+            }
             let flags = if received.checksum == Checksum::None { 0 } else { DATA_VALID };
-            let frame = &self.frame[..bytes];
             if !offload::is_sound(frame, &NetHeaderRepr { flags, ..NetHeaderRepr::PLAIN }) {
                 stats.rx_bad_checksum += 1;
                 continue;
@@ -451,137 +309,88 @@ impl XenNet {
         self.outgoing.prepare().then_some(Leave { outgoing: &mut self.outgoing, has_room: true, segment_bytes: None })
     }
 
-    /// Shows the backend all that was added to both rings, and notifies it where it wants that.
+    /// Shows the backends all that was added to the rings, and notifies them where they want that.
     pub(crate) fn flush(&mut self) {
-        let Some(link) = &mut self.link else { return };
-        if self.posted > 0 {
-            self.posted = 0;
-            if link.receive.publish(&self.receive_page) {
-                self.outgoing.stats.notifications += 1;
-                hypercall::send(link.channels.1);
-            }
-        }
-        let outgoing = &mut self.outgoing;
-        if outgoing.unpublished > 0 {
-            outgoing.unpublished = 0;
-            if outgoing.ring.publish(&outgoing.page) {
-                outgoing.stats.notifications += 1;
-                hypercall::send(link.channels.0);
-            }
+        let Outgoing { fronts, stats, .. } = &mut self.outgoing;
+        for queue in fronts.iter_mut().flat_map(Front::queues) {
+            queue.flush(stats);
         }
     }
 
     /// As [`XenNet::flush`], where there is much to show.
     pub(crate) fn flush_if_much(&mut self) {
-        if self.posted >= PUBLISH_EVERY || self.outgoing.unpublished >= PUBLISH_EVERY {
-            self.flush();
+        let Outgoing { fronts, stats, .. } = &mut self.outgoing;
+        for queue in fronts.iter_mut().flat_map(Front::queues).filter(|queue| queue.unpublished() >= PUBLISH_EVERY) {
+            queue.flush(stats);
         }
     }
 
-    /// Asks for an event when a frame comes, and, if the transmit ring is full, when it no longer is. Returns whether there is
+    /// Asks for an event when a frame comes, and, if a transmit ring is full, when it no longer is. Returns whether there is
     /// something to do already.
     pub(crate) fn arm(&mut self) -> bool {
-        let Some(link) = self.link.as_mut().filter(|_| self.outgoing.is_up) else {
-            return self.outgoing.fault.is_some();
-        };
-        let arrived = match link.receive.arm(&self.receive_page) {
-            Ok(may_sleep) => !may_sleep,
-            Err(fault) => {
-                self.outgoing.fault = Some(fault);
-                true
-            }
-        };
-        arrived | self.outgoing.arm()
+        let Outgoing { fronts, stats, .. } = &mut self.outgoing;
+        let queues = fronts.iter_mut().filter(|front| front.is_up).flat_map(Front::queues);
+        queues.fold(false, |has_work, queue| has_work | queue.arm(stats))
     }
 
-    /// What the stack is told of the device. Where a device may come later, it may take what this one cannot.
+    /// What the stack is told of the devices. Where another may come later, it may take what this one cannot.
     pub(crate) fn capabilities(&self) -> DeviceCapabilities {
-        let features = self.outgoing.features;
-        capabilities(self.mtu, MAX_SEGMENTED_BYTES, features.tcpv4, features.tcpv6)
+        let features = self.features();
+        capabilities(self.mtu(), MAX_SEGMENTED_BYTES, features.tcpv4, features.tcpv6)
     }
 }
 
 impl Outgoing {
-    /// Whether the largest frame would find pages and slots.
-    fn has_room(&self) -> bool {
-        self.free_pages.len() >= MAX_PARTS && self.ring.free() >= MAX_SLOTS
-    }
-
-    /// Frees the pages of what the backend has sent.
-    fn reap(&mut self) {
-        loop {
-            match self.ring.complete(&self.page) {
-                Ok(Some(completed)) => {
-                    self.free_pages.push(completed.token);
-                    self.stats.tx_dropped += u64::from(completed.status < 0);
-                }
-                Ok(None) => return,
-                Err(fault) => {
-                    self.fault = Some(fault);
-                    return;
-                }
-            }
-        }
-    }
-
     /// Makes room for a frame, if that is possible.
     fn prepare(&mut self) -> bool {
-        if !self.is_up {
-            return false;
-        }
-        if !self.has_room() {
-            self.reap();
-        }
-        self.has_room() && self.fault.is_none()
-    }
-
-    /// Asks for an event when a full ring has room again; whether it has already.
-    fn arm(&mut self) -> bool {
-        if !self.has_room() && self.fault.is_none() {
-            self.reap();
-            // Half of what is under way, so that one event makes room for more than one frame.
-            let after = self.ring.ring().outstanding() / 2;
-            match self.ring.arm(&self.page, after.max(1)) {
-                Ok(may_sleep) => return !may_sleep || self.has_room(),
-                Err(fault) => self.fault = Some(fault),
+        let Outgoing { domain, fronts, stats, .. } = self;
+        let several = fronts.len() > 1;
+        let (mut is_up, mut has_room) = (false, true);
+        for front in fronts.iter_mut().filter(|front| front.is_up) {
+            is_up = true;
+            if front.prepare(stats) {
+                front.full_since_ns = None;
+            } else if several {
+                let now_ns = domain.clock.now_ns();
+                let since_ns = *front.full_since_ns.get_or_insert(now_ns);
+                has_room &= now_ns >= since_ns + STUCK_NS;
+            } else {
+                has_room = false;
             }
         }
-        self.fault.is_some()
+        is_up && has_room
     }
 
     /// Sends the frame of `len` bytes that was built in `self.frame`.
     fn send(&mut self, len: usize, segment_bytes: Option<NonZeroU16>) {
-        let frame = &mut self.frame[..len];
+        let Outgoing { fronts, addresses, frame, stats, .. } = self;
+        let frame = &mut frame[..len];
+        let at = addresses.outgoing(frame);
+        let several = fronts.len() > 1;
+        let front = &mut fronts[at];
         let is_ipv6 = frame.get(12..14) == Some(&TYPE_IPV6);
         // The stack is told once what is cut for it, by the first backend's features; a later one may not.
-        let cuts = if is_ipv6 { self.features.tcpv6 } else { self.features.tcpv4 };
-        if segment_bytes.is_some() && !cuts {
-            self.stats.tx_dropped += 1;
+        let features = front.features;
+        let cuts = if is_ipv6 { features.tcpv6 } else { features.tcpv4 };
+        if segment_bytes.is_some() && !cuts || several && !(front.is_up && front.prepare(stats)) {
+            stats.tx_dropped += 1;
             return;
         }
-        let sums = if is_ipv6 { self.features.checksum6 } else { self.features.checksum };
+        if let (1.., Some(mac)) = (at, front.mac) {
+            stamp(frame, mac);
+        }
+        let sums = if is_ipv6 { features.checksum6 } else { features.checksum };
         let header = offload::finish(frame, sums, segment_bytes);
         let checksum = if header.flags & NEEDS_CSUM != 0 { Checksum::Blank } else { Checksum::None };
         let gso = (header.gso_type != GSO_NONE).then_some(Gso {
             kind: if header.gso_type == GSO_TCPV4 { GsoKind::TcpV4 } else { GsoKind::TcpV6 },
             size: header.gso_size,
         });
-        self.stats.tx_frames += 1;
-        self.stats.tx_bytes += len as u64;
-        let mut parts = [TxPart { gref: 0, offset: 0, len: 0, token: 0 }; MAX_PARTS];
-        let mut count = 0;
-        for (part, bytes) in parts.iter_mut().zip(self.frame[..len].chunks(PAGE)) {
-            let page = self.free_pages.pop().expect("`prepare` found pages for the largest frame");
-            self.pool.pages[page as usize].write_from(bytes);
-            let gref = self.pool.references[page as usize];
-            *part = TxPart { gref, offset: 0, len: bytes.len() as u16, token: page };
-            count += 1;
-        }
-        match self.ring.push(&self.page, &parts[..count], checksum, gso) {
-            Ok(was_pushed) => debug_assert!(was_pushed, "`prepare` found slots for the largest frame"),
-            Err(fault) => self.fault = Some(fault),
-        }
-        self.unpublished += 1;
+        stats.tx_frames += 1;
+        stats.tx_bytes += len as u64;
+        let queues = front.queues();
+        let queue = if queues.len() > 1 { flow(frame) % queues.len() } else { 0 };
+        queues[queue].send(frame, checksum, gso);
     }
 }
 

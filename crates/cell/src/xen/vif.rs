@@ -1,4 +1,6 @@
 //! A network device in XenStore: where it is, what its backend offers, what the frontend writes (public/io/netif.h).
+//!
+//! With one queue the nodes of its rings are the device's own; with several each queue has a folder `queue-N` for them.
 
 use super::Domain;
 use crate::println;
@@ -11,9 +13,8 @@ use tombolo_ring::xen::store::{Request, names, number};
 
 /// Where a domain's network devices are.
 const DEVICES: &str = "device/vif";
-/// The tokens of the two watches: for devices to come, for the backend of the one that is there.
+/// The token of the watch for devices to come.
 const DEVICES_TOKEN: &str = "vif";
-const BACKEND_TOKEN: &str = "backend";
 
 /// What the backend offers, as its nodes say.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -27,15 +28,21 @@ pub(super) struct Features {
     pub(super) checksum6: bool,
     /// An event channel for each ring.
     pub(super) split_channels: bool,
+    /// Only the multicast addresses that the frontend asks for.
+    pub(super) multicast_control: bool,
+    /// Most queues.
+    pub(super) max_queues: u32,
 }
 
-const FEATURES: [&str; 6] = [
+const FEATURES: [&str; 8] = [
     "feature-sg",
     "feature-gso-tcpv4",
     "feature-gso-tcpv6",
     "feature-no-csum-offload",
     "feature-ipv6-csum-offload",
     "feature-split-event-channels",
+    "feature-multicast-control",
+    "multi-queue-max-queues",
 ];
 
 impl Features {
@@ -51,6 +58,8 @@ impl Features {
             checksum: !is_set(3),
             checksum6: is_set(4),
             split_channels: is_set(5),
+            multicast_control: is_set(6),
+            max_queues: values.get(7).copied().flatten().unwrap_or(1).max(1),
         }
     }
 }
@@ -75,18 +84,35 @@ impl Rings {
             nodes.push(("event-channel-tx", self.channels.0.to_string()));
             nodes.push(("event-channel-rx", self.channels.1.to_string()));
         }
-        for name in [
-            "request-rx-copy",
-            "feature-rx-notify",
-            "feature-sg",
-            "feature-gso-tcpv4",
-            "feature-gso-tcpv6",
-            "feature-ipv6-csum-offload",
-        ] {
-            nodes.push((name, "1".to_string()));
-        }
         nodes
     }
+}
+
+/// The nodes to write and their values, for rings of one queue or several.
+fn nodes(rings: &[Rings], features: Features) -> Vec<(String, String)> {
+    // Also for one queue: the last backend may have been told of more.
+    let mut nodes = Vec::from([("multi-queue-num-queues".to_string(), rings.len().to_string())]);
+    match rings {
+        // Not below queue-0: a backend that knows one queue looks here.
+        [one] => nodes.extend(one.nodes().into_iter().map(|(name, value)| (name.to_string(), value))),
+        _ => {
+            for (queue, rings) in rings.iter().enumerate() {
+                nodes.extend(rings.nodes().into_iter().map(|(name, value)| (format!("queue-{queue}/{name}"), value)));
+            }
+        }
+    }
+    for name in [
+        "request-rx-copy",
+        "feature-rx-notify",
+        "feature-sg",
+        "feature-gso-tcpv4",
+        "feature-gso-tcpv6",
+        "feature-ipv6-csum-offload",
+    ] {
+        nodes.push((name.to_string(), "1".to_string()));
+    }
+    nodes.push(("request-multicast-control".to_string(), u32::from(features.multicast_control).to_string()));
+    nodes
 }
 
 /// Six bytes in hexadecimal with colons between them.
@@ -112,29 +138,30 @@ pub(super) struct Vif {
 }
 
 impl Vif {
-    /// Asks to be told of devices to come.
-    pub(super) fn watch_devices(domain: &Domain) {
-        domain.ask(&[Request::Watch(DEVICES, DEVICES_TOKEN)]);
+    /// Asks to be told of devices to come, or not any more.
+    pub(super) fn watch_devices(domain: &Domain, is_wanted: bool) {
+        let watch =
+            if is_wanted { Request::Watch(DEVICES, DEVICES_TOKEN) } else { Request::Unwatch(DEVICES, DEVICES_TOKEN) };
+        domain.ask(&[watch]);
     }
 
-    /// Whether something happened to the devices, or to a backend, since this was asked last.
-    pub(super) fn has_news(domain: &Domain) -> bool {
-        domain.take_watch(DEVICES_TOKEN) | domain.take_watch(BACKEND_TOKEN)
+    /// Whether something happened to the devices since this was asked last.
+    pub(super) fn have_changed(domain: &Domain) -> bool {
+        domain.take_watch(DEVICES_TOKEN)
     }
 
-    /// The first device that there is, and is whole; from then on its backend is watched instead of the devices.
-    pub(super) fn find(domain: &Domain) -> Option<Vif> {
+    /// The device with the lowest number that is `wanted` and is whole; from then on its backend is watched, with this token.
+    pub(super) fn find(domain: &Domain, token: &str, wanted: impl Fn(u32) -> bool) -> Option<Vif> {
         let list = domain.ask(&[Request::Directory(DEVICES)]).pop()?.ok()?;
-        let vif = names(&list).find_map(|name| Vif::read(domain, name))?;
-        domain.ask(&[
-            Request::Unwatch(DEVICES, DEVICES_TOKEN),
-            Request::Watch(&format!("{}/state", vif.backend), BACKEND_TOKEN),
-        ]);
+        let mut numbers: Vec<u32> = names(&list).filter_map(|name| name.parse().ok()).filter(|n| wanted(*n)).collect();
+        numbers.sort_unstable();
+        let vif = numbers.into_iter().find_map(|number| Vif::read(domain, number))?;
+        domain.ask(&[Request::Watch(&format!("{}/state", vif.backend), token)]);
         Some(vif)
     }
 
-    fn read(domain: &Domain, name: &str) -> Option<Vif> {
-        let path = format!("{DEVICES}/{name}");
+    fn read(domain: &Domain, number_of_device: u32) -> Option<Vif> {
+        let path = format!("{DEVICES}/{number_of_device}");
         let nodes = ["backend", "backend-id", "mac", "mtu"].map(|node| format!("{path}/{node}"));
         let replies = domain.ask(&[0, 1, 2, 3].map(|node: usize| Request::Read(&nodes[node])));
         let [Ok(backend), Ok(backend_id), Ok(mac), mtu] = replies.as_slice() else { return None };
@@ -148,13 +175,15 @@ impl Vif {
         (!backend.is_empty()).then_some(Vif { path, backend, backend_domain, mac, mtu })
     }
 
-    /// What the backend's state is; `None` where the device is no longer this domain's.
-    pub(super) fn look(&self, domain: &Domain) -> Option<BusState> {
+    /// What the backend's state is, and whether the toolstack wants the device; `None` where it is no longer this domain's.
+    pub(super) fn look(&self, domain: &Domain) -> Option<(BusState, bool)> {
         let (own, state) = (format!("{}/backend", self.path), format!("{}/state", self.backend));
-        let replies = domain.ask(&[Request::Read(&own), Request::Read(&state)]);
-        let [Ok(backend), state] = replies.as_slice() else { return None };
+        let online = format!("{}/online", self.backend);
+        let replies = domain.ask(&[Request::Read(&own), Request::Read(&state), Request::Read(&online)]);
+        let [Ok(backend), state, online] = replies.as_slice() else { return None };
         let is_same = backend.strip_suffix(&[0]).unwrap_or(backend) == self.backend.as_bytes();
-        is_same.then(|| state.as_ref().map_or(BusState::Unknown, |state| BusState::parse(state)))
+        let is_wanted = online.as_ref().is_ok_and(|online| number(online) == Some(1));
+        is_same.then(|| (state.as_ref().map_or(BusState::Unknown, |state| BusState::parse(state)), is_wanted))
     }
 
     /// What the backend offers.
@@ -166,9 +195,9 @@ impl Vif {
     }
 
     /// Writes what the backend needs; the state is written after it.
-    pub(super) fn publish(&self, domain: &Domain, rings: &Rings) -> bool {
-        let nodes: Vec<_> =
-            rings.nodes().into_iter().map(|(name, value)| (format!("{}/{name}", self.path), value)).collect();
+    pub(super) fn publish(&self, domain: &Domain, rings: &[Rings], features: Features) -> bool {
+        let nodes = nodes(rings, features).into_iter();
+        let nodes: Vec<_> = nodes.map(|(name, value)| (format!("{}/{name}", self.path), value)).collect();
         let requests: Vec<_> = nodes.iter().map(|(node, value)| Request::Write(node, value.as_bytes())).collect();
         domain.ask(&requests).iter().all(Result::is_ok)
     }
@@ -178,12 +207,9 @@ impl Vif {
         domain.ask(&[Request::Write(&format!("{}/state", self.path), state.text().as_bytes())]);
     }
 
-    /// The device is not this domain's any more: watches the devices again.
-    pub(super) fn forget(self, domain: &Domain) {
-        domain.ask(&[
-            Request::Unwatch(&format!("{}/state", self.backend), BACKEND_TOKEN),
-            Request::Watch(DEVICES, DEVICES_TOKEN),
-        ]);
+    /// The device is not this domain's any more.
+    pub(super) fn forget(self, domain: &Domain, token: &str) {
+        domain.ask(&[Request::Unwatch(&format!("{}/state", self.backend), token)]);
     }
 }
 
@@ -204,7 +230,7 @@ mod tests {
 
     #[test]
     fn features_of_linux_netback_and_of_a_backend_that_says_nothing() {
-        let all = Features::parse(&[Some(1), Some(1), Some(1), None, Some(1), Some(1)]);
+        let all = Features::parse(&[Some(1), Some(1), Some(1), None, Some(1), Some(1), Some(1), Some(4)]);
         let every = Features {
             scatter_gather: true,
             tcpv4: true,
@@ -212,13 +238,15 @@ mod tests {
             checksum: true,
             checksum6: true,
             split_channels: true,
+            multicast_control: true,
+            max_queues: 4,
         };
         assert_eq!(all, every);
-        assert_eq!(Features::parse(&[None; 6]), Features { checksum: true, ..Features::default() });
-        assert_eq!(Features::parse(&[]), Features { checksum: true, ..Features::default() });
+        assert_eq!(Features::parse(&[None; 8]), Features { checksum: true, max_queues: 1, ..Features::default() });
+        assert_eq!(Features::parse(&[]), Features { checksum: true, max_queues: 1, ..Features::default() });
         // Segmentation without several slots, or without the sums that it needs, is none.
-        let odd = Features::parse(&[Some(0), Some(1), Some(1), Some(1), Some(0), None]);
-        assert_eq!(odd, Features::default());
+        let odd = Features::parse(&[Some(0), Some(1), Some(1), Some(1), Some(0), None, None, Some(0)]);
+        assert_eq!(odd, Features { max_queues: 1, ..Features::default() });
     }
 
     #[test]
@@ -231,6 +259,21 @@ mod tests {
         assert!(two.iter().all(|(name, _)| *name != "event-channel"));
         let one = Rings { transmit: 8, receive: 9, channels: (3, 3) }.nodes();
         assert!(one.contains(&("event-channel", "3".to_string())) && one.len() + 1 == two.len());
-        assert!(one.contains(&("tx-ring-ref", "8".to_string())) && one.contains(&("request-rx-copy", "1".to_string())));
+        assert!(one.contains(&("tx-ring-ref", "8".to_string())));
+    }
+
+    #[test]
+    fn one_queue_keeps_the_flat_nodes_and_several_have_folders() {
+        let rings = |n: u32| Rings { transmit: n, receive: n + 1, channels: (n, n) };
+        let has = |nodes: &[(String, String)], name: &str, value: &str| {
+            nodes.iter().any(|(had, is)| had == name && is == value)
+        };
+        let one = nodes(&[rings(8)], Features { multicast_control: true, ..Features::default() });
+        assert!(has(&one, "tx-ring-ref", "8") && has(&one, "request-multicast-control", "1"));
+        assert!(has(&one, "multi-queue-num-queues", "1") && one.iter().all(|(name, _)| !name.starts_with("queue-")));
+        let two = nodes(&[rings(8), rings(12)], Features::default());
+        assert!(has(&two, "multi-queue-num-queues", "2") && has(&two, "request-multicast-control", "0"));
+        assert!(has(&two, "queue-0/rx-ring-ref", "9") && has(&two, "queue-1/event-channel", "12"));
+        assert!(two.iter().all(|(name, _)| name != "tx-ring-ref") && has(&two, "request-rx-copy", "1"));
     }
 }

@@ -1,29 +1,63 @@
 //! The frontend at a backend that is played here, on the other end of the same rings.
 
+use super::super::grants::Access;
+use super::super::queue::{Granted, Queue};
 use super::*;
+use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::xen::back::rx_slots;
+use tombolo_ring::xen::bus::BusState;
+use tombolo_ring::xen::netif::Extra;
 use tombolo_ring::xen::netif::{RSP_DROPPED, RSP_OKAY, RxRequest};
 use tombolo_ring::xen::{Packet, RxBack, TxBack};
 
 const BACKEND: u16 = 7;
-const EVERYTHING: Features =
-    Features { scatter_gather: true, tcpv4: true, tcpv6: true, checksum: true, checksum6: true, split_channels: true };
+const EVERYTHING: Features = Features {
+    scatter_gather: true,
+    tcpv4: true,
+    tcpv6: true,
+    checksum: true,
+    checksum6: true,
+    split_channels: true,
+    multicast_control: false,
+    max_queues: 1,
+};
 
 struct Backend {
     transmit: TxBack,
     receive: RxBack,
 }
 
-/// A frontend whose backend is connected.
-fn connected(features: Features) -> (XenNet, Backend) {
-    let mut device = XenNet::new(&Rc::new(Domain::played()), 1);
+/// A frontend for this command line, whose vifs' backends are connected; their queues, vif by vif.
+fn connected_by(line: &str, features: Features) -> (XenNet, Vec<Vec<Backend>>) {
+    let mut device = XenNet::new(&Rc::new(Domain::played()), &Config::parse(line).unwrap(), 1);
     assert!(device.is_blocked() && device.transmit().is_none() && !device.next_frame());
-    assert!(device.open(BACKEND, features).is_some());
-    device.state = BusState::Connected;
-    device.outgoing.is_up = true;
-    let transmit = TxBack::attach(&device.outgoing.page).unwrap();
-    let receive = RxBack::attach(&device.receive_page).unwrap();
-    (device, Backend { transmit, receive })
+    let backends = (0..device.outgoing.fronts.len()).map(|at| connect(&mut device, at, features)).collect();
+    (device, backends)
+}
+
+/// Connects a vif to a backend.
+fn connect(device: &mut XenNet, at: usize, features: Features) -> Vec<Backend> {
+    let Outgoing { domain, fronts, .. } = &mut device.outgoing;
+    let front = &mut fronts[at];
+    assert!(front.open(domain, BACKEND, features).is_some());
+    front.mac = Some(EthernetAddress([0, 0x16, 0x3e, 0, 0, at as u8]));
+    front.state = BusState::Connected;
+    front.is_up = true;
+    let attach = |queue: &mut Queue| Backend {
+        transmit: TxBack::attach(&queue.transmit_page).unwrap(),
+        receive: RxBack::attach(&queue.receive_page).unwrap(),
+    };
+    front.queues().iter_mut().map(attach).collect()
+}
+
+/// A frontend with one vif of one queue, whose backend is connected.
+fn connected(features: Features) -> (XenNet, Backend) {
+    let (device, mut backends) = connected_by("", features);
+    (device, backends.remove(0).remove(0))
+}
+
+fn queue(device: &XenNet) -> &Queue {
+    &device.outgoing.fronts[0].queues[0]
 }
 
 fn page_of(pool: &Granted, reference: u32) -> ForeignMut<'static> {
@@ -31,16 +65,16 @@ fn page_of(pool: &Granted, reference: u32) -> ForeignMut<'static> {
 }
 
 /// The backend gives the frontend a packet.
-fn give(device: &XenNet, backend: &mut Backend, bytes: &[u8], checksum: Checksum, gso: Option<Gso>, failed: bool) {
+fn give(queue: &Queue, backend: &mut Backend, bytes: &[u8], checksum: Checksum, gso: Option<Gso>, failed: bool) {
     let mut requests = std::vec![RxRequest::default(); rx_slots(bytes.len(), gso.is_some())];
-    assert!(backend.receive.reserve(&device.receive_page, &mut requests).unwrap());
+    assert!(backend.receive.reserve(&queue.receive_page, &mut requests).unwrap());
     let pages = requests.iter().enumerate().filter(|(at, _)| gso.is_none() || *at != 1);
     for (part, (_, request)) in bytes.chunks(PAGE).zip(pages) {
-        page_of(&device.pool, request.gref).write_from(part);
+        page_of(&queue.receive_pool, request.gref).write_from(part);
     }
     let what = (bytes.len(), checksum, gso);
-    backend.receive.respond(&device.receive_page, &requests, what, failed).unwrap();
-    backend.receive.publish(&device.receive_page);
+    backend.receive.respond(&queue.receive_page, &requests, what, failed).unwrap();
+    backend.receive.publish(&queue.receive_page);
 }
 
 /// A frame of a protocol that has no sums.
@@ -51,16 +85,16 @@ fn plain(len: usize, seed: usize) -> Vec<u8> {
 }
 
 /// What the backend takes from the transmit ring, put together; and the packet.
-fn take(device: &XenNet, backend: &mut Backend) -> Option<(Vec<u8>, Packet)> {
+fn take(queue: &Queue, backend: &mut Backend) -> Option<(Vec<u8>, Packet)> {
     let mut packet = Packet::new();
-    if !backend.transmit.take(&device.outgoing.page, &mut packet).unwrap() {
+    if !backend.transmit.take(&queue.transmit_page, &mut packet).unwrap() {
         return None;
     }
     assert_eq!(packet.refusal, None);
     let mut bytes = Vec::new();
     for piece in packet.pieces() {
         let mut part = std::vec![0; piece.len.into()];
-        page_of(&device.outgoing.pool, piece.gref).skip(piece.offset.into()).as_foreign().read_into(&mut part);
+        page_of(&queue.transmit_pool, piece.gref).skip(piece.offset.into()).as_foreign().read_into(&mut part);
         bytes.extend(part);
     }
     Some((bytes, packet))
@@ -93,7 +127,7 @@ fn frames_arrive_whole_and_their_pages_are_posted_again() {
         let len = [60, 1514, PAGE, PAGE + 1, 60_000][round % 5];
         let frame = plain(len, round);
         let gso = (len > PAGE).then_some(Gso { kind: GsoKind::TcpV4, size: 1448 });
-        give(&device, &mut backend, &frame, Checksum::Blank, gso, false);
+        give(queue(&device), &mut backend, &frame, Checksum::Blank, gso, false);
         assert!(device.arm() && device.next_frame());
         assert_eq!(device.received().0, &frame[..], "round {round}");
         assert!(!device.next_frame());
@@ -105,11 +139,11 @@ fn frames_arrive_whole_and_their_pages_are_posted_again() {
 #[test]
 fn what_is_wrong_is_dropped_and_counted() {
     let (mut device, mut backend) = connected(EVERYTHING);
-    give(&device, &mut backend, &plain(60, 0), Checksum::None, None, true);
-    give(&device, &mut backend, &plain(14, 0)[..13], Checksum::None, None, false);
+    give(queue(&device), &mut backend, &plain(60, 0), Checksum::None, None, true);
+    give(queue(&device), &mut backend, &plain(14, 0)[..13], Checksum::None, None, false);
     let unsummed = tcp(100);
-    give(&device, &mut backend, &unsummed, Checksum::None, None, false);
-    give(&device, &mut backend, &unsummed, Checksum::Blank, None, false);
+    give(queue(&device), &mut backend, &unsummed, Checksum::None, None, false);
+    give(queue(&device), &mut backend, &unsummed, Checksum::Blank, None, false);
     assert!(device.next_frame());
     assert_eq!(device.received().0, &unsummed[..]);
     assert!(!device.next_frame());
@@ -125,14 +159,14 @@ fn frames_are_sent_whole_with_what_is_left_to_the_backend() {
     {
         assert!(send(&mut device, &frame, segment));
         device.flush();
-        let (bytes, packet) = take(&device, &mut backend).unwrap();
+        let (bytes, packet) = take(queue(&device), &mut backend).unwrap();
         let is_tcp = frame[23] == 6;
         assert_eq!(packet.checksum, if is_tcp { Checksum::Blank } else { Checksum::None });
         assert_eq!(packet.gso, segment.map(|size| Gso { kind: GsoKind::TcpV4, size }));
         // But for the sum of the pseudo header.
         assert!(bytes.len() == frame.len() && bytes[..50] == frame[..50] && bytes[52..] == frame[52..]);
-        backend.transmit.answer(&device.outgoing.page, &packet, RSP_OKAY).unwrap();
-        backend.transmit.publish(&device.outgoing.page);
+        backend.transmit.answer(&queue(&device).transmit_page, &packet, RSP_OKAY).unwrap();
+        backend.transmit.publish(&queue(&device).transmit_page);
     }
     assert_eq!(device.stats().tx_dropped, 0);
 }
@@ -143,10 +177,10 @@ fn without_offloads_sums_are_made_here_and_nothing_is_left_to_be_cut() {
     assert!(send(&mut device, &tcp(9), None));
     assert!(send(&mut device, &tcp(5000), Some(1448)));
     device.flush();
-    let (bytes, packet) = take(&device, &mut backend).unwrap();
+    let (bytes, packet) = take(queue(&device), &mut backend).unwrap();
     assert_eq!((packet.checksum, packet.gso), (Checksum::None, None));
     assert!(offload::is_sound(&bytes, &NetHeaderRepr::PLAIN));
-    assert!(take(&device, &mut backend).is_none());
+    assert!(take(queue(&device), &mut backend).is_none());
     assert_eq!(device.stats().tx_dropped, 1);
 }
 
@@ -158,17 +192,17 @@ fn a_full_ring_takes_nothing_more_and_goes_on_when_there_is_room() {
     while send(&mut device, &frame, None) {
         sent += 1;
     }
-    assert!(sent > device.outgoing.pool.pages.len() - MAX_PARTS - 1 && !device.arm());
+    assert!(sent > queue(&device).transmit_pool.pages.len() - MAX_PARTS - 1 && !device.arm());
     device.flush();
     let mut taken = 0;
-    while let Some((_, packet)) = take(&device, &mut backend) {
+    while let Some((_, packet)) = take(queue(&device), &mut backend) {
         backend
             .transmit
-            .answer(&device.outgoing.page, &packet, if taken == 0 { RSP_DROPPED } else { RSP_OKAY })
+            .answer(&queue(&device).transmit_page, &packet, if taken == 0 { RSP_DROPPED } else { RSP_OKAY })
             .unwrap();
         taken += 1;
     }
-    assert!(backend.transmit.publish(&device.outgoing.page), "the frontend asked to hear of room");
+    assert!(backend.transmit.publish(&queue(&device).transmit_page), "the frontend asked to hear of room");
     assert_eq!(taken, sent);
     assert!(send(&mut device, &frame, None));
     assert_eq!(device.stats().tx_dropped, 1);
@@ -178,28 +212,153 @@ fn a_full_ring_takes_nothing_more_and_goes_on_when_there_is_room() {
 fn a_backend_that_breaks_a_ring_loses_the_device_and_may_come_back() {
     for is_transmit in [false, true] {
         let (mut device, _) = connected(EVERYTHING);
-        let page = device.rings.pages[usize::from(!is_transmit)];
+        let page = queue(&device).rings.pages[usize::from(!is_transmit)];
         // rsp_prod: answers to what was never asked.
         page.store_u32(8, 0x8000_0000, core::sync::atomic::Ordering::Release).unwrap();
         assert!(!device.next_frame());
         while send(&mut device, &plain(60, 4), None) {}
         assert!(device.arm(), "a fault is something to do");
         device.begin_turn();
-        assert!(device.is_blocked() && device.link.is_none() && !device.next_frame() && !device.arm());
+        assert!(device.is_blocked() && !device.next_frame() && !device.arm());
         assert_eq!((device.stats().link_faults, device.stats().link_resets), (1, 1));
         device.flush();
 
         // The same grants serve the next connection.
-        let before = device.pool.references.clone();
-        assert!(device.open(BACKEND, EVERYTHING).is_some());
-        device.outgoing.is_up = true;
-        assert_eq!(device.pool.references, before);
-        let receive = RxBack::attach(&device.receive_page).unwrap();
-        let mut backend = Backend { transmit: TxBack::attach(&device.outgoing.page).unwrap(), receive };
+        let before = queue(&device).receive_pool.references.clone();
+        let mut backend = connect(&mut device, 0, EVERYTHING).remove(0);
+        assert_eq!(queue(&device).receive_pool.references, before);
         let frame = plain(900, 5);
-        give(&device, &mut backend, &frame, Checksum::Valid, None, false);
+        give(queue(&device), &mut backend, &frame, Checksum::Valid, None, false);
         assert!(device.next_frame() && device.received().0 == &frame[..]);
     }
+}
+
+/// An IPv4 packet of no sums' protocol, between these addresses.
+fn ipv4(from: [u8; 4], to: [u8; 4], seed: u8) -> Vec<u8> {
+    let mut frame = plain(80, seed.into());
+    frame[..6].copy_from_slice(&[0, 0x16, 0x3e, 0, 0, 1]);
+    frame[12..14].copy_from_slice(&[8, 0]);
+    frame[14] = 0x45;
+    frame[23] = 99;
+    frame[26..30].copy_from_slice(&from);
+    frame[30..34].copy_from_slice(&to);
+    frame
+}
+
+#[test]
+fn as_many_queues_as_both_ends_have_each_flow_in_one_of_them() {
+    for (line, offered, agreed) in [("queues=4", 9, 4), ("queues=4", 2, 2), ("queues=4", 1, 1), ("", 9, 1)] {
+        let features = Features { max_queues: offered, ..EVERYTHING };
+        let (mut device, mut backends) = connected_by(line, features);
+        let backends = &mut backends[0];
+        assert_eq!((backends.len(), device.queues()), (agreed, agreed), "{line} {offered}");
+        let mut used = std::vec![0; agreed];
+        for flow in 0..20u8 {
+            let mut queue_of_flow = None;
+            for _ in 0..3 {
+                assert!(send(&mut device, &ipv4([10, 0, 0, 2], [10, 0, 0, flow], flow), None));
+                device.flush();
+                let fronts = &device.outgoing.fronts[0];
+                let mut found = Vec::new();
+                for (at, backend) in backends.iter_mut().enumerate() {
+                    let Some((_, packet)) = take(&fronts.queues[at], backend) else { continue };
+                    backend.transmit.answer(&fronts.queues[at].transmit_page, &packet, RSP_OKAY).unwrap();
+                    backend.transmit.publish(&fronts.queues[at].transmit_page);
+                    found.push(at);
+                }
+                assert_eq!(found.len(), 1);
+                assert_eq!(*queue_of_flow.get_or_insert(found[0]), found[0]);
+                used[found[0]] += 1;
+            }
+        }
+        assert!(used.iter().all(|count| *count > 0), "{used:?}");
+        // What comes over any queue is taken, in turns.
+        for (at, backend) in backends.iter_mut().enumerate() {
+            for n in 0..2 {
+                give(&device.outgoing.fronts[0].queues[at], backend, &plain(60, at + n), Checksum::None, None, false);
+            }
+        }
+        assert!(device.arm());
+        let taken = core::iter::from_fn(|| device.next_frame().then(|| device.received().0.to_vec())).count();
+        assert_eq!(taken, 2 * agreed);
+    }
+}
+
+#[test]
+fn one_full_queue_paces_the_stack() {
+    let (mut device, mut backends) = connected_by("queues=2", Features { max_queues: 2, ..EVERYTHING });
+    let frame = ipv4([10, 0, 0, 2], [10, 0, 0, 9], 1);
+    while send(&mut device, &frame, None) {}
+    assert!(!device.arm() && device.poll_at(0).is_none());
+    device.flush();
+    let busy = flow(&frame) % 2;
+    let queue = &device.outgoing.fronts[0].queues[busy];
+    let (_, packet) = take(queue, &mut backends[0][busy]).unwrap();
+    backends[0][busy].transmit.answer(&queue.transmit_page, &packet, RSP_OKAY).unwrap();
+    backends[0][busy].transmit.publish(&queue.transmit_page);
+    assert!(send(&mut device, &frame, None));
+    assert_eq!(device.stats().tx_dropped, 0);
+}
+
+#[test]
+fn each_vif_carries_its_own_addresses_and_a_stuck_one_stops_no_other() {
+    let (mut device, mut backends) = connected_by("ip.1=10.8.0.2/24", EVERYTHING);
+    device.mac = EthernetAddress([0, 0x16, 0x3e, 0, 0, 0]);
+    device.set_addresses(&["10.9.0.2/24".parse().unwrap(), "10.8.0.2/24".parse().unwrap()]);
+    let (first, second) = ([10, 9, 0, 2], [10, 8, 0, 2]);
+    for (at, from) in [first, second].into_iter().enumerate() {
+        assert!(send(&mut device, &ipv4(from, [10, 7, 0, 1], 1), None));
+        device.flush();
+        let fronts = &device.outgoing.fronts;
+        let (bytes, _) = take(&fronts[at].queues[0], &mut backends[at][0]).unwrap();
+        assert!(take(&fronts[1 - at].queues[0], &mut backends[1 - at][0]).is_none());
+        // The stack's own source address was some other one.
+        assert!(at == 0 || bytes[6..12] == [0, 0x16, 0x3e, 0, 0, 1]);
+    }
+    // To the second vif's card; the stack sees the first one's address. What is for the other vif's address is not taken.
+    for (at, to) in [(1, second), (1, first), (0, second)] {
+        let frame = ipv4([10, 7, 0, 1], to, 2);
+        give(&device.outgoing.fronts[at].queues[0], &mut backends[at][0], &frame, Checksum::None, None, false);
+    }
+    assert!(device.next_frame());
+    assert_eq!(device.received().0[..6], [0, 0x16, 0x3e, 0, 0, 0]);
+    assert!(!device.next_frame());
+    assert_eq!(device.stats().rx_other_link, 2);
+
+    // The second vif's backend takes nothing any more.
+    while send(&mut device, &ipv4(second, [10, 7, 0, 1], 3), None) {}
+    assert!(device.transmit().is_none() && device.poll_at(0).is_some());
+    device.outgoing.fronts[1].full_since_ns = Some(0);
+    while device.outgoing.domain.clock.now_ns() < STUCK_NS {}
+    let dropped = device.stats().tx_dropped;
+    assert!(send(&mut device, &ipv4(first, [10, 7, 0, 1], 4), None));
+    assert!(send(&mut device, &ipv4(second, [10, 7, 0, 1], 4), None));
+    assert_eq!(device.stats().tx_dropped, dropped + 1);
+    device.flush();
+    assert!(take(&device.outgoing.fronts[0].queues[0], &mut backends[0][0]).is_some());
+    assert!(device.poll_at(device.outgoing.domain.clock.now_ns()).is_none());
+}
+
+#[test]
+fn the_backend_is_asked_for_the_multicast_that_the_addresses_need() {
+    let (mut device, mut backend) = connected(Features { multicast_control: true, ..EVERYTHING });
+    let mut asked = |device: &mut XenNet, own: &[&str]| {
+        device.set_addresses(&own.iter().map(|own| own.parse().unwrap()).collect::<Vec<_>>());
+        device.flush();
+        let mut asked = Vec::new();
+        while let Some((_, packet)) = take(queue(device), &mut backend) {
+            asked.push(packet.multicast.unwrap());
+            backend.transmit.answer(&queue(device).transmit_page, &packet, RSP_OKAY).unwrap();
+            backend.transmit.publish(&queue(device).transmit_page);
+        }
+        asked
+    };
+    let group = |last| [0x33, 0x33, 0xff, 0, 0, last];
+    let add = Extra::MulticastAdd;
+    let first = asked(&mut device, &["fd09::2/64"]);
+    assert_eq!(first, [add([1, 0, 0x5e, 0, 0, 1]), add([0x33, 0x33, 0, 0, 0, 1]), add(group(2))]);
+    assert_eq!(asked(&mut device, &["fd09::2/64"]), []);
+    assert_eq!(asked(&mut device, &["fd09::3/64"]), [Extra::MulticastDel(group(2)), add(group(3))]);
 }
 
 #[test]
@@ -215,4 +374,12 @@ fn another_backend_has_grants_of_its_own_and_leaves_what_the_old_one_uses() {
     assert_eq!([same(0), same(1), same(2), same(3)], [true, false, true, true]);
     assert!(!pool.references.contains(&references[1]));
     assert!(!domain.end_grant(references[1]) && domain.end_grant(pool.references[0]));
+}
+
+#[test]
+fn a_backend_without_multicast_control_is_asked_for_nothing() {
+    let (mut device, mut backend) = connected(EVERYTHING);
+    device.set_addresses(&["fd09::2/64".parse().unwrap()]);
+    device.flush();
+    assert!(take(queue(&device), &mut backend).is_none());
 }
