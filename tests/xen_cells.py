@@ -158,6 +158,48 @@ def test_several_queues_several_vifs_and_multicast_control():
         until("a cell without work uses no processor time", lambda: rests(xen, "web"), 120)
 
 
+@timeout(900)
+def test_connections_survive_save_and_restore():
+    """A download goes on over `xl save` and `xl restore`; a domain that is saved and goes on loses nothing; the console and the clock work after it."""
+    with host("httpd", "echo") as xen:
+        xen.create("web", "httpd", f"ip={CELL}/24 ip6=fd09::2/64 ip.1=10.9.0.3/24", memory_mib=64, mac="00:16:3e:00:00:02+00:16:3e:00:00:03")
+        xen.wait_console("web", "net up")
+        assert xen.ping(CELL, 2, seconds=40) == 1.0
+
+        def save_and_restore():
+            xen.run("until [ $(cat /sys/class/net/vif*.0/statistics/rx_bytes) -gt 1000000 ]; do usleep 50000; done")
+            xen.run("xl save web /tmp/image", 120)
+            assert xen.state("web") is None
+            xen.run("sleep 3")  # it is away for some time
+            xen.run("xl restore /tmp/image && rm /tmp/image", 120)
+
+        fetch(xen, 40_000_001, meanwhile=save_and_restore)
+        xen.wait_console("web", "restored")
+        # The second vif came back too, and neighbour discovery with the multicast addresses that it needs.
+        assert xen.ping("10.9.0.3", 2, seconds=40) == 1.0
+        assert xen.run("ping -6 -c 1 -W 20 fd09::2").code == 0
+        until("a restored cell without work uses no processor time", lambda: rests(xen, "web"), 120)
+
+        # A checkpoint: the domain goes on by itself.
+        fetch(xen, 40_000_001, meanwhile=lambda: xen.run("xl save -c web /tmp/image && rm /tmp/image", 120))
+        assert xen.console("web").count("restored") == 1
+        # Once more, and then its end by the toolstack, which needs the watches of the last domain.
+        xen.run("xl save web /tmp/image && xl restore /tmp/image", 200)
+        until("two restores", lambda: xen.console("web").count("restored") == 2)
+        fetch(xen, 300_001)
+        xen.run("xl shutdown web")
+        xen.wait_gone("web")
+
+        # Timers of an app and what is typed, after a restore.
+        xen.create("echo", "echo", "net=none ip=none", memory_mib=64, vif=False)
+        xen.wait_console("echo", "net up")
+        xen.run("xl save echo /tmp/image && xl restore /tmp/image", 200)
+        xen.wait_console("echo", "restored")
+        tty = xen.run("xenstore-read /local/domain/$(xl domid echo)/console/tty").text.strip()
+        xen.run(f"echo still here >{tty}")
+        xen.wait_console("echo", "still here")
+
+
 @timeout(600)
 def test_every_app_runs_unchanged():
     """DHCP over the bridge, an echo, a ping from a cell, and calls with deadlines between two domains."""

@@ -2,9 +2,13 @@
 //!
 //! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's clock page, KVM's pvclock,
 //! CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
+//!
+//! While a domain of Xen is saved its clock stands still ([`Clock::resume`]).
 #![allow(unsafe_code)]
 
 use super::cpu::{self, cpuid, in8, out8, tsc};
+use alloc::rc::Rc;
+use core::cell::Cell;
 
 const KVM_CLOCK_MSR: u32 = 0x4b56_4d01;
 const KVM_FEATURE_CLOCK: u32 = 1 << 3;
@@ -26,11 +30,18 @@ pub(crate) enum Source {
     IntervalTimer,
 }
 
-/// Counter values become nanoseconds by `(tsc - start) * multiplier >> 32`.
+/// Counter values become nanoseconds by `start_ns + ((tsc - start) * multiplier >> 32)`.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Clock {
+struct Scale {
     start: u64,
+    start_ns: u64,
     multiplier: u64,
+}
+
+/// A clone is the same clock.
+#[derive(Clone, Debug)]
+pub(crate) struct Clock {
+    scale: Rc<Cell<Scale>>,
     pub(crate) source: Source,
 }
 
@@ -49,16 +60,19 @@ impl Clock {
     }
 
     fn find(start: u64, command_line_khz: Option<u64>, xen: Option<PvRate>) -> Clock {
-        let by_rate =
-            |hz: u64, source| Clock { start, multiplier: ((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source };
+        let with = |multiplier, source| {
+            let scale = Rc::new(Cell::new(Scale { start, start_ns: 0, multiplier }));
+            Clock { scale, source }
+        };
+        let by_rate = |hz: u64, source| with(((1_000_000_000u128 << 32) / u128::from(hz)) as u64, source);
         if let Some(khz) = command_line_khz.filter(|khz| *khz > 0) {
             return by_rate(khz * 1000, Source::CommandLine);
         }
         if let Some(multiplier) = xen.and_then(PvRate::multiplier) {
-            return Clock { start, multiplier, source: Source::Xen };
+            return with(multiplier, Source::Xen);
         }
         if let Some(multiplier) = kvm_clock_multiplier() {
-            return Clock { start, multiplier, source: Source::KvmClock };
+            return with(multiplier, Source::KvmClock);
         }
         if let Some(hz) = cpuid_15_hz() {
             return by_rate(hz, Source::Cpuid15);
@@ -74,18 +88,29 @@ impl Clock {
 
     /// Nanoseconds since the start.
     pub(crate) fn now_ns(&self) -> u64 {
-        let ticks = tsc().saturating_sub(self.start);
-        ((u128::from(ticks) * u128::from(self.multiplier)) >> 32) as u64
+        let scale = self.scale.get();
+        let ticks = tsc().saturating_sub(scale.start);
+        scale.start_ns + ((u128::from(ticks) * u128::from(scale.multiplier)) >> 32) as u64
+    }
+
+    /// Goes on from `now_ns`, on a machine whose counter may be another one, with another rate.
+    pub(crate) fn resume(&self, now_ns: u64, rate: Option<PvRate>) {
+        let multiplier = match (self.source, rate.and_then(PvRate::multiplier)) {
+            (Source::Xen, Some(multiplier)) => multiplier,
+            _ => self.scale.get().multiplier,
+        };
+        self.scale.set(Scale { start: tsc(), start_ns: now_ns, multiplier });
     }
 
     /// The counter's value at `ns`.
     pub(super) fn tsc_at(&self, ns: u64) -> u64 {
-        self.start + ((u128::from(ns) << 32) / u128::from(self.multiplier)) as u64
+        let scale = self.scale.get();
+        scale.start + ((u128::from(ns.saturating_sub(scale.start_ns)) << 32) / u128::from(scale.multiplier)) as u64
     }
 
     /// The counter's rate.
     pub(crate) fn khz(&self) -> u64 {
-        ((1_000_000u128 << 32) / u128::from(self.multiplier)) as u64
+        ((1_000_000u128 << 32) / u128::from(self.scale.get().multiplier)) as u64
     }
 }
 
@@ -218,4 +243,22 @@ fn stop_interval_timer() {
     out8(0x43, 0x30);
     out8(0x40, 1);
     out8(0x40, 0);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_clock_that_resumes_goes_on_where_it_stood() {
+        let rate = PvRate { multiplier: 1 << 31, shift: 0 };
+        let clock = Clock::new(tsc(), None, Some(rate));
+        let twin = clock.clone();
+        let saved_ns = 7_000_000_000;
+        clock.resume(saved_ns, Some(PvRate { multiplier: 1 << 30, shift: 0 }));
+        let resumed_ns = twin.now_ns();
+        assert!((saved_ns..saved_ns + 1_000_000_000).contains(&resumed_ns), "{resumed_ns}");
+        assert_eq!(twin.khz(), 4_000_000);
+        assert!(twin.now_ns() >= resumed_ns);
+    }
 }

@@ -45,7 +45,7 @@ pub(crate) fn read(to: &mut [u8]) -> usize {
 }
 
 /// Waits until what was written has been read, where somebody may be reading still; for the end of a domain.
-pub(super) fn drain() {
+pub(crate) fn drain() {
     if let Some(Some(ring)) = RING.try_lock().as_deref() {
         ring.drain();
     }

@@ -49,6 +49,7 @@ const EVTCHN_CLOSE: usize = 3;
 const EVTCHN_SEND: usize = 4;
 const EVTCHN_ALLOC_UNBOUND: usize = 6;
 const EVTCHN_UNMASK: usize = 9;
+const HVM_SET_PARAM: usize = 0;
 const HVM_GET_PARAM: usize = 1;
 const HVM_SET_UPCALL_VECTOR: usize = 23;
 
@@ -61,6 +62,7 @@ const VIRQ_TIMER: u32 = 0;
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u32)]
 pub(crate) enum Param {
+    CallbackVia = 0,
     StorePage = 1,
     StorePort = 2,
     ConsolePage = 17,
@@ -73,6 +75,7 @@ pub(crate) enum Param {
 pub(crate) enum ShutdownReason {
     Poweroff = 0,
     Reboot = 1,
+    Suspend = 2,
     Crash = 3,
 }
 
@@ -150,15 +153,22 @@ fn call_with<T>(number: usize, operation: usize, argument: &mut T) -> Result<usi
     unsafe { call(number, operation, (&raw mut *argument).expose_provenance(), 0) }
 }
 
+#[repr(C)]
+struct ParamArgument {
+    domain: u16,
+    index: u32,
+    value: u64,
+}
+
+/// Sets a parameter of this domain.
+pub(crate) fn set_param(which: Param, value: u64) -> Result<(), Refused> {
+    let mut argument = ParamArgument { domain: DOMID_SELF, index: which as u32, value };
+    call_with(HVM_OP, HVM_SET_PARAM, &mut argument).map(drop)
+}
+
 /// A parameter of this domain; `None` where it is not set.
 pub(crate) fn param(which: Param) -> Option<u64> {
-    #[repr(C)]
-    struct Argument {
-        domain: u16,
-        index: u32,
-        value: u64,
-    }
-    let mut argument = Argument { domain: DOMID_SELF, index: which as u32, value: 0 };
+    let mut argument = ParamArgument { domain: DOMID_SELF, index: which as u32, value: 0 };
     call_with(HVM_OP, HVM_GET_PARAM, &mut argument).ok()?;
     (argument.value != 0).then_some(argument.value)
 }
@@ -274,6 +284,14 @@ pub(crate) fn set_timer(at_ns: u64) {
 pub(crate) fn yield_now() {
     // SAFETY: the call takes no argument.
     let _ = unsafe { call(SCHED_OP, SCHED_YIELD, 0, 0) };
+}
+
+/// Stops the domain so that the toolstack can save it. Returns when it goes on: `true` as the same domain, with all that
+/// Xen keeps for it, and `false` as another one that was restored, or where Xen has refused.
+pub(crate) fn suspend() -> bool {
+    let mut argument = ShutdownReason::Suspend as u32;
+    // Interrupts are off here, and what Xen tells of the machine is read again after this.
+    call_with(SCHED_OP, SCHED_SHUTDOWN, &mut argument) == Ok(1)
 }
 
 /// Stops the domain for good, for `reason`.

@@ -79,12 +79,13 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
     apic::mask_legacy_controllers();
     let local_apic = apic::Local::new(map);
-    let ram = machine.ram.clone();
-    let shared_page = |address, len| paging::map_shared(address, len, |start, end| super::overlaps(&ram, start, end));
+    let (ram, shared_ram) = (machine.ram.clone(), machine.ram.clone());
+    let shared_page =
+        move |address, len| paging::map_shared(address, len, |start, end| super::overlaps(&shared_ram, start, end));
     let domain = on_xen.then(|| Domain::open(start, khz, shared_page));
     let (clock, io_apics) = match &domain {
         // Xen's timer needs no rate, and its domains have no I/O APIC.
-        Some(domain) => (domain.clock, Vec::new()),
+        Some(domain) => (domain.clock.clone(), Vec::new()),
         None => {
             let clock = clock::Clock::new(start, khz, None);
             local_apic.measure(&clock);

@@ -221,6 +221,16 @@ impl Front {
         self.is_up = false;
     }
 
+    /// The domain was restored: its device is a new one.
+    pub(super) fn restored(&mut self, stats: &mut DeviceStats) {
+        self.queues.iter_mut().for_each(Queue::restored);
+        // Closes nothing: the queues have no event channels any more.
+        self.disconnect(stats);
+        self.vif = None;
+        self.has_given_up = false;
+        self.state = BusState::Initialising;
+    }
+
     /// The backend broke the rings: it loses the device.
     pub(super) fn give_up(&mut self, domain: &Domain, fault: XenError, stats: &mut DeviceStats) {
         stats.link_faults += 1;

@@ -66,6 +66,21 @@ impl Grants {
         }
     }
 
+    /// The domain was restored and its table is a new one: no page is granted any more.
+    ///
+    /// # Panics
+    /// Where Xen refuses what it has granted to every domain.
+    pub(super) fn restored(&mut self) {
+        self.free.clear();
+        for (index, page) in self.pages.iter().enumerate() {
+            let index = index as u32;
+            if let Err(refused) = hypercall::map_grant_table(u64::from(index), *page) {
+                panic!("Xen refused page {index} of the grant table after a restore: {refused:?}");
+            }
+            self.free.extend(references(index));
+        }
+    }
+
     /// Marks a grant as Xen does while the other domain writes to the page.
     #[cfg(test)]
     pub(super) fn played_use(&self, reference: u32) {
@@ -83,7 +98,12 @@ impl Grants {
         let page = dma::alloc(PAGE);
         hypercall::map_grant_table(u64::from(index), page).ok()?;
         self.pages.push(page);
-        self.free.extend((index * ENTRIES..(index + 1) * ENTRIES).rev().filter(|reference| *reference >= FIRST));
+        self.free.extend(references(index));
         Some(())
     }
+}
+
+/// The references of a page of the table that are the domain's own, the lowest last.
+fn references(page: u32) -> impl Iterator<Item = u32> {
+    (page * ENTRIES..(page + 1) * ENTRIES).rev().filter(|reference| *reference >= FIRST)
 }

@@ -25,6 +25,14 @@
 //! The rate of the time-stamp counter is read once from Xen's clock page; the timer is one that fires once, and is set only
 //! when something waits for a time. An idle cell does not tick.
 //!
+//! # Save and restore
+//!
+//! `xl save` asks for a suspend in `control/shutdown`. The cell acknowledges it and stops ([`hypercall::suspend`]). What goes
+//! on after `xl restore` is another domain with the same memory: its shared information page, event channels, grant table,
+//! console and XenStore are new, and are taken up again in [`Domain::restored`], in that order. Devices notice by
+//! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock stands still in between. A
+//! domain that goes on after all (`xl save -c`, or a save that failed) has lost nothing.
+//!
 //! Limits: one processor; at most 4096 event channels (the two-level form).
 
 mod addresses;
@@ -57,7 +65,10 @@ const PAGE: usize = 4096;
 
 /// Where the toolstack asks for a shutdown, also the token of that watch; and what a domain says that it heeds there.
 const SHUTDOWN: &str = "control/shutdown";
-const FEATURES: [&str; 2] = ["control/feature-poweroff", "control/feature-reboot"];
+const FEATURES: [&str; 3] = ["control/feature-poweroff", "control/feature-reboot", "control/feature-suspend"];
+/// Any value but 0: to the toolstack it says that the domain has drivers for Xen, and a domain without such it would resume as
+/// if it had been restored (xc_resume.c). Events come by the processor's own vector all the same.
+const ENLIGHTENED: u64 = 1;
 const NO_STORE: StoreError = StoreError::Other;
 
 /// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` stands first.
@@ -103,6 +114,10 @@ impl Fired {
         }
     }
 
+    fn clear(&self) {
+        self.0.iter().for_each(|slot| slot.set(0));
+    }
+
     fn take(&self, port: u32) -> bool {
         let Some(slot) = self.0.get(port as usize / WORD_BITS) else { return false };
         let bit = 1 << (port as usize % WORD_BITS);
@@ -117,13 +132,48 @@ pub(crate) struct Domain {
     pub(crate) clock: Clock,
     shared: ForeignMut<'static>,
     fired: Box<Fired>,
-    console_port: Option<u32>,
+    map: Box<MapShared>,
+    console_port: Cell<Option<u32>>,
     /// Waits for input of the console.
     console_reader: RefCell<Option<Waker>>,
     store: Option<RefCell<Connection>>,
     grants: RefCell<Grants>,
     /// When the timer fires, by the cell's clock; a time that has passed where none is set.
     timer_ns: Cell<u64>,
+    vector: Cell<u8>,
+    restores: Cell<u32>,
+}
+
+/// Maps memory of Xen's, by address and length.
+type MapShared = dyn Fn(u64, usize) -> Option<ForeignMut<'static>>;
+
+/// A page that the toolstack has set up, and its event channel.
+fn byte_page(map: &MapShared, page: Param, port: Param) -> Option<(BytePage<'static>, u32)> {
+    let address = hypercall::param(page)?.checked_mul(PAGE as u64)?;
+    let page = BytePage::new(map(address, PAGE)?).ok()?;
+    Some((page, u32::try_from(hypercall::param(port)?).ok()?))
+}
+
+/// Takes the console; its event channel.
+fn open_console(map: &MapShared) -> Option<u32> {
+    let (page, port) = byte_page(map, Param::ConsolePage, Param::ConsolePort)?;
+    machine_console::use_ring(ConsoleRing::new(page, port));
+    Some(port)
+}
+
+fn open_store(map: &MapShared) -> Option<Connection> {
+    let (page, port) = byte_page(map, Param::StorePage, Param::StorePort)?;
+    Some(Connection::new(page, port))
+}
+
+/// Has Xen share its information in the place of `page`, with no event let through that was not asked for.
+fn share_info(page: ForeignMut<'static>) {
+    if let Err(refused) = hypercall::map_shared_info(page) {
+        panic!("Xen refused the shared information page: {refused:?}");
+    }
+    for word in 0..EVENT_WORDS {
+        let _ = page.store_u64(EVENT_MASK + word * 8, u64::MAX, Release);
+    }
 }
 
 impl Domain {
@@ -134,40 +184,27 @@ impl Domain {
     pub(crate) fn open(
         start: u64,
         command_line_khz: Option<u64>,
-        map: impl Fn(u64, usize) -> Option<ForeignMut<'static>>,
+        map: impl Fn(u64, usize) -> Option<ForeignMut<'static>> + 'static,
     ) -> Domain {
-        let page_of = |param| {
-            let address = hypercall::param(param)?.checked_mul(PAGE as u64)?;
-            BytePage::new(map(address, PAGE)?).ok()
-        };
-        let port_of = |param| hypercall::param(param).and_then(|port| u32::try_from(port).ok());
-        let console_port = port_of(Param::ConsolePort);
-        if let (Some(page), Some(port)) = (page_of(Param::ConsolePage), console_port) {
-            machine_console::use_ring(ConsoleRing::new(page, port));
-        }
-        let store = match (page_of(Param::StorePage), port_of(Param::StorePort)) {
-            (Some(page), Some(port)) => Some(RefCell::new(Connection::new(page, port))),
-            _ => None,
-        };
+        let map: Box<MapShared> = Box::new(map);
+        let console_port = open_console(&map);
+        let store = open_store(&map).map(RefCell::new);
         let shared = dma::alloc(PAGE);
-        if let Err(refused) = hypercall::map_shared_info(shared) {
-            panic!("Xen refused the shared information page: {refused:?}");
-        }
-        // Nothing comes through that was not asked for.
-        for word in 0..EVENT_WORDS {
-            let _ = shared.store_u64(EVENT_MASK + word * 8, u64::MAX, Release);
-        }
+        share_info(shared);
         let rate = read_time(shared).map(|time| time.rate);
         hypercall::stop_periodic_timer();
         Domain {
             clock: Clock::new(start, command_line_khz, rate),
             shared,
             fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
-            console_port,
+            map,
+            console_port: Cell::new(console_port),
             console_reader: RefCell::default(),
             store,
             grants: RefCell::default(),
             timer_ns: Cell::new(0),
+            vector: Cell::new(0),
+            restores: Cell::new(0),
         }
     }
 
@@ -179,11 +216,14 @@ impl Domain {
             clock: Clock::new(0, None, Some(rate)),
             shared: dma::alloc(PAGE),
             fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
-            console_port: None,
+            map: Box::new(|_, _| None),
+            console_port: Cell::new(None),
             console_reader: RefCell::default(),
             store: None,
             grants: RefCell::default(),
             timer_ns: Cell::new(0),
+            vector: Cell::new(0),
+            restores: Cell::new(0),
         }
     }
 
@@ -192,12 +232,15 @@ impl Domain {
     /// # Panics
     /// Where Xen refuses what every domain may do.
     pub(crate) fn take_interrupt(&self, vector: u8) {
+        self.vector.set(vector);
+        // Refused by a Xen that knows no such domains, where the toolstack does not ask for it either.
+        let _ = hypercall::set_param(Param::CallbackVia, ENLIGHTENED);
         let timer = hypercall::set_upcall_vector(vector).and_then(|()| hypercall::bind_timer());
         match timer {
             Ok(port) => self.listen(port),
             Err(refused) => panic!("Xen refused the event vector or the timer: {refused:?}"),
         }
-        if let Some(port) = self.console_port {
+        if let Some(port) = self.console_port.get() {
             self.listen(port);
         }
         if let Some(store) = &self.store {
@@ -211,7 +254,7 @@ impl Domain {
     /// The first step of each turn: takes events, and does what the toolstack asks for.
     pub(crate) fn begin_turn(&self) {
         self.take_events();
-        if self.console_port.is_some_and(|port| self.has_fired(port))
+        if self.console_port.get().is_some_and(|port| self.has_fired(port))
             && let Some(reader) = self.console_reader.borrow_mut().take()
         {
             reader.wake();
@@ -232,15 +275,52 @@ impl Domain {
         let reason = match word.as_slice() {
             b"poweroff" | b"halt" => ShutdownReason::Poweroff,
             b"reboot" => ShutdownReason::Reboot,
+            b"suspend" => ShutdownReason::Suspend,
             _ => return,
         };
         // An empty node says that the wish was heard.
         self.ask(&[Request::Write(SHUTDOWN, b"")]);
+        if reason == ShutdownReason::Suspend {
+            return self.suspend();
+        }
         println!(
             "tombolo-cell: {} by the toolstack",
             if reason == ShutdownReason::Reboot { "reboot" } else { "powered off" }
         );
         leave_domain(reason)
+    }
+
+    /// Stops until the toolstack lets this domain go on, or restores it as another one.
+    fn suspend(&self) {
+        // What is in the ring is not restored.
+        machine_console::drain();
+        let now_ns = self.clock.now_ns();
+        if !hypercall::suspend() {
+            self.restored(now_ns);
+        }
+    }
+
+    /// Takes up what Xen keeps for this domain, which is a new one; `now_ns` is when the old one stopped.
+    fn restored(&self, now_ns: u64) {
+        // First, so that a panic can be read.
+        self.console_port.set(open_console(&self.map));
+        share_info(self.shared);
+        self.fired.clear();
+        self.clock.resume(now_ns, read_time(self.shared).map(|time| time.rate));
+        self.timer_ns.set(0);
+        hypercall::stop_periodic_timer();
+        self.grants.borrow_mut().restored();
+        if let (Some(store), Some(opened)) = (&self.store, open_store(&self.map)) {
+            *store.borrow_mut() = opened;
+        }
+        self.restores.set(self.restores.get() + 1);
+        self.take_interrupt(self.vector.get());
+        println!("tombolo-cell: restored");
+    }
+
+    /// How often this domain was restored.
+    pub(crate) fn restores(&self) -> u32 {
+        self.restores.get()
     }
 
     /// Takes bytes that were typed at the console; where there are none, `reader` is woken when there are.
@@ -254,7 +334,7 @@ impl Domain {
 
     /// Whether the domain has a console.
     pub(crate) fn has_console(&self) -> bool {
-        self.console_port.is_some()
+        self.console_port.get().is_some()
     }
 
     /// Asks XenStore, and waits for the replies: one for each request.

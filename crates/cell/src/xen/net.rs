@@ -8,6 +8,8 @@
 //! A vif may come and go: the stack stays as it is, with its addresses and connections, and while no vif is there no frame
 //! is taken from it. When a link comes up the cell tells its neighbours (gratuitous ARP).
 //!
+//! A restored domain (`xl restore`) finds new vifs in place of those that it had, and connects to them in the same way.
+//!
 //! # A full ring
 //!
 //! The stack is given room for a frame while each vif has room, so that what it sends is paced and not lost. Where there are
@@ -72,6 +74,8 @@ pub(crate) struct XenNet {
     own: Vec<IpCidr>,
     /// Whether it is told of devices to come.
     watches_devices: bool,
+    /// How often the domain had been restored when this was last looked at.
+    restores: u32,
     /// The vif that is looked at first.
     first: usize,
     /// A link came up, and the stack was not told yet.
@@ -105,6 +109,7 @@ impl XenNet {
             mac: EthernetAddress([0x02, a, b, c, d, e]),
             own: Vec::new(),
             watches_devices: false,
+            restores: domain.restores(),
             first: 0,
             came_up: false,
             events: 0,
@@ -215,6 +220,14 @@ impl XenNet {
 
     /// The first step of each turn: events, and the handshakes where something happened to them.
     pub(crate) fn begin_turn(&mut self) {
+        if self.restores != self.outgoing.domain.restores() {
+            self.restores = self.outgoing.domain.restores();
+            let Outgoing { fronts, stats, .. } = &mut self.outgoing;
+            fronts.iter_mut().for_each(|front| front.restored(stats));
+            // The watches were the old domain's.
+            self.watches_devices = false;
+            self.find_devices();
+        }
         let Outgoing { domain, fronts, stats, .. } = &mut self.outgoing;
         for front in fronts.iter_mut() {
             self.events += front.queues().iter().map(|queue| queue.take_events(domain)).sum::<u64>();

@@ -42,6 +42,11 @@ impl Granted {
         }
     }
 
+    /// The domain was restored: nothing is granted any more, and no other domain has any of the pages.
+    fn restored(&mut self) {
+        self.references.clear();
+    }
+
     /// Grants all pages to `backend`, if they are not already. False where the grant table is full.
     pub(super) fn grant(&mut self, domain: &Domain, backend: u16) -> bool {
         if self.references.len() == self.pages.len() && self.to == backend {
@@ -150,6 +155,15 @@ impl Queue {
             hypercall::close(receive);
         }
         self.fault = None;
+    }
+
+    /// The domain was restored: its event channels and grants are those of another one, and not to be closed.
+    pub(super) fn restored(&mut self) {
+        self.channels = None;
+        self.fault = None;
+        for pool in [&mut self.rings, &mut self.transmit_pool, &mut self.receive_pool] {
+            pool.restored();
+        }
     }
 
     /// How many events came since the last call.

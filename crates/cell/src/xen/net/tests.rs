@@ -383,3 +383,26 @@ fn a_backend_without_multicast_control_is_asked_for_nothing() {
     device.flush();
     assert!(take(queue(&device), &mut backend).is_none());
 }
+
+#[test]
+fn a_restored_domain_grants_its_pages_anew_and_connects_again() {
+    let (mut device, _) = connected(EVERYTHING);
+    assert!(send(&mut device, &plain(60, 1), None));
+    device.outgoing.domain.grants.borrow_mut().restored();
+    device.outgoing.domain.restores.set(1);
+    device.begin_turn();
+    assert!(device.is_blocked() && !device.next_frame() && !device.arm());
+    assert!(queue(&device).receive_pool.references.is_empty());
+    assert_eq!((device.stats().link_faults, device.stats().link_resets), (0, 1));
+    let mut backend = connect(&mut device, 0, EVERYTHING).remove(0);
+    // Each page has a grant of its own, of the new table.
+    let queue_of = queue(&device);
+    let mut references =
+        [&queue_of.rings, &queue_of.transmit_pool, &queue_of.receive_pool].map(|pool| &pool.references[..]).concat();
+    references.sort_unstable();
+    references.dedup();
+    assert_eq!(references.len(), 2 + 2 * queue_of.transmit_pool.pages.len());
+    let frame = plain(900, 5);
+    give(queue(&device), &mut backend, &frame, Checksum::Valid, None, false);
+    assert!(device.next_frame() && device.received().0 == &frame[..]);
+}
