@@ -35,7 +35,7 @@ LIBRARIES = (
     "libxencall1", "libxendevicemodel1", "libxenevtchn1", "libxenforeignmemory1", "libxengnttab1", "libxenhypfs1", "libxenstore4",
     "libxentoolcore1", "libxentoollog1", "libyajl2", "xenstore-utils",
 )
-MODULES = ("xen_evtchn", "xen_privcmd", "xen_gntdev", "xen_gntalloc", "xenfs", "bridge", "xen_netback")
+MODULES = ("xen_evtchn", "xen_privcmd", "xen_gntdev", "xen_gntalloc", "xenfs", "bridge", "xen_netback", "tun")
 TOOLS = ("xl", "xenstored", "xenconsoled", "xen-init-dom0", "xenconsole", "libxl-save-helper", "lsevtchn")
 XENSTORE_NAMES = ("read", "write", "ls", "list", "rm", "watch", "exists")
 # glibc loads it by name when a thread is cancelled, so ldd does not know.

@@ -112,6 +112,8 @@ pub use tombolo_ring::mem::{Foreign, ForeignMut};
 pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};
 pub use udp::{UdpError, UdpSocket};
 pub use virtio::net::DeviceStats;
+#[cfg(feature = "hostile")]
+pub use xen::hostile;
 
 #[cfg(not(test))]
 pub(crate) use net::run;

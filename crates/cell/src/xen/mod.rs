@@ -39,6 +39,8 @@ mod addresses;
 pub(crate) mod console;
 mod front;
 pub(crate) mod grants;
+#[cfg(feature = "hostile")]
+pub mod hostile;
 pub(crate) mod net;
 mod queue;
 pub(crate) mod store;

@@ -1,0 +1,114 @@
+"""Our network backend in user space (crates/port/examples/xen_switch.rs), in dom0 in place of netback: frontends that break every
+rule or die, beside a neighbour that must not notice."""
+
+import re
+
+from lib import timeout
+from lib.machine import BUILD, Skip
+from lib.process import until
+from lib.xen import CELL, DOM0, fetch, host
+
+# What a process may grow by without having lost anything: pages of its allocator.
+GROWTH_KIB = 512
+VIF = "00:16:3e:00:00:0{}@script=/bin/true"
+HANDSHAKE = ("initialising", "published", "connecting", "connected", "traffic", "closing", "closed")
+
+
+class Switch:
+    """The switch in dom0: a tap with dom0's address, and the domains `guests`."""
+
+    def __init__(self, xen, *guests):
+        self.xen = xen
+        xen.run(f"rmmod xen_netback; ip addr del {DOM0}/24 dev br0; mkfifo /tmp/ask")
+        # The pipe stays open for writing, whoever asks.
+        xen.run("sh -c 'exec sleep 1000000 >/tmp/ask' >/dev/null 2>&1 </dev/null &")
+        xen.run(f"sh -c 'exec xen_switch tap0 {' '.join(guests)} </tmp/ask' >/tmp/said 2>&1 </dev/null &")
+        until("the switch is there", lambda: "guests" in xen.run("cat /tmp/said").text)
+        xen.run(f"ip addr add {DOM0}/24 dev tap0; ip link set tap0 up; pidof xen_switch >/tmp/switch.pid")
+
+    def say(self):
+        """What it says of its ports."""
+        had = len(self.xen.run("cat /tmp/said").text)
+        self.xen.run("echo >/tmp/ask")
+
+        def said():
+            text = self.xen.run("cat /tmp/said").text[had:]
+            # One line for each port's counters ends it.
+            return text if len(re.findall(r": frames \d", text)) == text.count(": Up ") + text.count(": Down ") > 0 else None
+
+        return until("the switch answers", said)
+
+    def counters(self, guest):
+        """Frames in, faults, and drops on the way in by their reason."""
+        text = self.say()
+        frames, faults = re.search(rf"^{guest}: frames (\d+) in, .*faults (\d+)$", text, re.M).groups()
+        drops = {reason: int(count) for count, reason in re.findall(rf"^{guest}: dropped on the way in: (\d+) (\S+)$", text, re.M)}
+        return int(frames), int(faults), drops
+
+    def resources(self):
+        """Descriptors, threads, mappings of guests' pages, event channels of dom0, and resident memory in KiB."""
+        pid = self.xen.run("cat /tmp/switch.pid").text.strip()
+        text = self.xen.run(
+            f"ls /proc/{pid}/fd | wc -l; ls /proc/{pid}/task | wc -l; grep -c gntdev /proc/{pid}/maps; lsevtchn 0 | wc -l; "
+            f"awk '/VmRSS/ {{ print $2 }}' /proc/{pid}/status", check=False).text
+        return tuple(int(line) for line in text.split())
+
+    def wait_resources(self, before):
+        """Waits until all is given back; memory may have grown by a little."""
+        until("descriptors, threads, mappings and event channels are as before", lambda: self.resources()[:4] == before[:4])
+        after = self.resources()
+        print(f"(descriptors, threads, mappings, event channels, KiB): before {before}, after {after}")
+        assert after[4] <= before[4] + GROWTH_KIB, (before, after)
+
+
+def files():
+    if not (BUILD / "xen_switch").exists():
+        raise Skip("build/xen_switch is not there: run ./x xen")
+    return {"bin/xen_switch": (BUILD / "xen_switch").read_bytes()}
+
+
+def neighbour(xen):
+    xen.create("web", "httpd", f"ip={CELL}/24", mac=VIF.format(2))
+    xen.wait_console("web", "net up")
+    until("the neighbour answers", lambda: xen.ping(CELL, 1, seconds=5) == 1.0)
+    fetch(xen, 1_000_001)
+
+
+def no_nodes_left(xen, name):
+    """Nothing is left of a domain's vif in the backend's part of XenStore."""
+    until(f"{name} is gone from XenStore", lambda: len(xen.run("xenstore-list backend/vif", check=False).text.split()) == 1)
+
+
+@timeout(1200)
+def test_hostile_frontends_and_deaths_in_each_state():
+    """Each attack costs its own port at most; the neighbour loses no ping; nothing is left of a domain that dies anywhere in the handshake."""
+    with host("httpd", "hostile", files=files()) as xen:
+        switch = Switch(xen, "web", "foe")
+        neighbour(xen)
+        before = switch.resources()
+        xen.start_pings(CELL)
+        xen.create("foe", "hostile", "net=none ip=none", mac=VIF.format(3))
+        text = xen.wait_console("foe", "not met as they should be", 600)
+        print(text)
+        assert re.search(r"hostile: (\d+) attacks, 0 not met", text), text
+        frames, faults, drops = switch.counters("foe")
+        print(f"foe: {frames} frames, {faults} faults, {drops}")
+        assert faults >= 15 and {"runt", "too_long", "bad_offload", "bad_grant"} <= drops.keys(), (faults, drops)
+        assert switch.counters("web")[1:] == (0, {})
+        xen.run("xl destroy foe")
+        no_nodes_left(xen, "foe")
+
+        xen.create("foe", "hostile", "net=none ip=none stubborn", mac=VIF.format(3))
+        xen.wait_console("foe", "stubborn: the backend is in state 5")
+        xen.run("xl destroy foe")
+        no_nodes_left(xen, "foe")
+
+        for state in HANDSHAKE:
+            xen.create("foe", "hostile", f"net=none ip=none die={state}", mac=VIF.format(3))
+            xen.wait_gone("foe")
+            no_nodes_left(xen, f"a domain that died {state}")
+            switch.wait_resources(before)
+        sent, answered = xen.finish_pings()
+        print(f"{answered} of {sent} pings to the neighbour were answered")
+        assert sent == answered
+        fetch(xen, 1_000_001)
