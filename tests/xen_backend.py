@@ -1,6 +1,7 @@
 """Our network backend in user space (crates/port/examples/xen_switch.rs), in dom0 in place of netback: frontends that break every
 rule or die, beside a neighbour that must not notice."""
 
+import os
 import re
 
 from lib import timeout
@@ -8,10 +9,32 @@ from lib.machine import BUILD, Skip
 from lib.process import until
 from lib.xen import CELL, DOM0, fetch, host
 
+# Times that a domain is destroyed under traffic; ./x xen-destroys takes more.
+DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "20"))
 # What a process may grow by without having lost anything: pages of its allocator.
 GROWTH_KIB = 512
 VIF = "00:16:3e:00:00:0{}@script=/bin/true"
 HANDSHAKE = ("initialising", "published", "connecting", "connected", "traffic", "closing", "closed")
+# One domain after the other that is destroyed in the middle of a download.
+DESTROY = """#!/bin/sh
+sed -i 's/mac=[^,]*/mac=00:16:3e:00:00:03/; s/^memory=.*/memory=32/' /tmp/foe.cfg
+for i in $(seq "$1"); do
+    xl create -q /tmp/foe.cfg || exit 1
+    tries=0
+    until wget -q -O /dev/null http://10.9.0.3/bytes/1000 2>/dev/null; do
+        tries=$((tries + 1))
+        [ $tries -lt 60 ] || exit 2
+        usleep 50000
+    done
+    wget -q -O /tmp/part http://10.9.0.3/bytes/900000000 2>/dev/null &
+    until [ "$(stat -c %s /tmp/part 2>/dev/null || echo 0)" -gt 200000 ]; do
+        usleep 20000
+    done
+    xl destroy foe || exit 3
+    kill $!
+    rm /tmp/part
+done
+"""
 
 
 class Switch:
@@ -64,7 +87,7 @@ class Switch:
 def files():
     if not (BUILD / "xen_switch").exists():
         raise Skip("build/xen_switch is not there: run ./x xen")
-    return {"bin/xen_switch": (BUILD / "xen_switch").read_bytes()}
+    return {"bin/xen_switch": (BUILD / "xen_switch").read_bytes(), "bin/destroy-foe": DESTROY.encode()}
 
 
 def neighbour(xen):
@@ -111,4 +134,29 @@ def test_hostile_frontends_and_deaths_in_each_state():
         sent, answered = xen.finish_pings()
         print(f"{answered} of {sent} pings to the neighbour were answered")
         assert sent == answered
+        fetch(xen, 1_000_001)
+
+
+@timeout(3600)
+def test_domains_are_destroyed_under_traffic():
+    """A domain is destroyed again and again in the middle of a download; the neighbour's pings go on, and the switch is as before."""
+    with host("httpd", files=files()) as xen:
+        switch = Switch(xen, "web", "foe")
+        neighbour(xen)
+        xen.create("foe", "httpd", "ip=10.9.0.3/24", mac=VIF.format(3))
+        xen.run("xl destroy foe")
+        # Once before it is measured: what the switch allocates for its first such guest it keeps.
+        xen.run("destroy-foe 1", 120)
+        no_nodes_left(xen, "foe")
+        before = switch.resources()
+        xen.start_pings(CELL)
+        xen.run(f"destroy-foe {DESTROYS}", 60 * DESTROYS)
+        no_nodes_left(xen, "foe")
+        switch.wait_resources(before)
+        sent, answered = xen.finish_pings()
+        frames = switch.counters("foe")[0]
+        print(f"{DESTROYS} domains destroyed, {frames} frames of theirs; {answered} of {sent} pings to the neighbour were answered")
+        # Of up to 60 KiB each: no few of every domain.
+        assert frames > 10 * DESTROYS and sent == answered
+        assert switch.counters("web")[1:] == (0, {})
         fetch(xen, 1_000_001)
