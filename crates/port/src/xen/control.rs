@@ -13,7 +13,7 @@ use super::platform::Machine;
 use super::store::{AskError, Store};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use tombolo_ring::xen::XenError;
 use tombolo_ring::xen::bus::{BackAction, BusState, back_step};
 use tombolo_ring::xen::store::Request;
@@ -25,6 +25,10 @@ const FOLDER: &str = "backend/vif";
 const GUARD: &str = "frontend";
 /// How long a connection to XenStore that failed is left alone.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
+/// How long what the backend before this one held is waited for, and how often it is looked at. A process that is ending lets go
+/// of an event channel only when its last descriptor is closed.
+const HELD: Duration = Duration::from_secs(10);
+const HELD_LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest path in XenStore that a frontend may have: "/local/domain/65535/device/vif/4294967295".
 const MAX_FRONT_BYTES: usize = 64;
 
@@ -35,6 +39,9 @@ enum StepError {
     Ask(#[from] AskError),
     #[error("the port is gone")]
     Gone,
+    /// What the backend before this one had is still held by its process, which is ending.
+    #[error("the backend before has not let go yet")]
+    Held,
 }
 
 impl From<Gone> for StepError {
@@ -75,6 +82,8 @@ struct Vif {
     own: BusState,
     /// Why it was disconnected, if that was the frontend's doing.
     trouble: Option<String>,
+    /// The frontend was found connected to the backend before this one; until when that one may hold what it had.
+    held_until: Option<Instant>,
 }
 
 /// Runs until the port is gone.
@@ -82,19 +91,19 @@ pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange
     let mut control = Control { machine, config, exchange, vif: None };
     while !exchange.is_closed() {
         match control.serve() {
-            Ok(()) | Err(StepError::Gone) => {}
+            Ok(()) | Err(StepError::Gone | StepError::Held) => {}
             Err(StepError::Ask(error)) => {
                 // Without XenStore nothing is known of the frontend; frames go on.
                 exchange.say(format!("no XenStore: {error}"));
-                sleep(exchange.bell());
+                sleep(exchange.bell(), &RETRY);
             }
         }
     }
 }
 
-/// Waits for [`RETRY`], or until the bell is rung.
-fn sleep(bell: &Doorbell) {
-    let _ = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(&RETRY));
+/// Waits for so long, or until the bell is rung.
+fn sleep(bell: &Doorbell, time: &Timespec) {
+    let _ = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(time));
     bell.take();
 }
 
@@ -119,6 +128,10 @@ impl Control<'_> {
             match self.look(&mut store) {
                 // A node that vanished between two questions: the event about it is on its way.
                 Err(StepError::Ask(error)) if error.is_refusal() => {}
+                Err(StepError::Held) => {
+                    sleep(self.exchange.bell(), &HELD_LOOK);
+                    continue;
+                }
                 other => other?,
             }
             store.wait(self.exchange.bell())?;
@@ -165,8 +178,9 @@ impl Control<'_> {
             }
             let own = store.read(&format!("{back}/state"))?.map_or(BusState::Unknown, |text| BusState::parse(&text));
             // Connected was the backend before this one; what it had is to be connected again.
-            let own = if own == BusState::Connected { BusState::Initialising } else { own };
-            return Ok(Some(Vif { domain, back, front, own, trouble: None }));
+            let held_until = (own == BusState::Connected).then(|| Instant::now() + HELD);
+            let own = if held_until.is_some() { BusState::Initialising } else { own };
+            return Ok(Some(Vif { domain, back, front, own, trouble: None, held_until }));
         }
         Ok(None)
     }
@@ -206,8 +220,14 @@ impl Control<'_> {
             match step.action {
                 BackAction::Advertise => nodes = advertise(self.config),
                 BackAction::Connect => match connect(self.machine, self.config, self.exchange, store, vif) {
-                    Ok(connection) => drop(self.exchange.hand_over(Some(Box::new(connection)))?),
+                    Ok(connection) => {
+                        vif.held_until = None;
+                        drop(self.exchange.hand_over(Some(Box::new(connection)))?);
+                    }
                     Err(ConnectError::Ask(error)) => return Err(error.into()),
+                    Err(ConnectError::Bind { .. }) if vif.held_until.is_some_and(|until| Instant::now() < until) => {
+                        return Err(StepError::Held);
+                    }
                     Err(error) => {
                         vif.trouble = Some(error.to_string());
                         step.next = BusState::Closing;

@@ -72,6 +72,11 @@ use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::reactor::Registration;
 
+/// The device files of Xen that a port needs.
+pub const DEVICES: [&str; 3] = ["/dev/xen/xenbus", "/dev/xen/evtchn", "/dev/xen/gntdev"];
+/// There while the kernel's own backend, which takes every vif, is registered.
+pub const NETBACK: &str = "/sys/bus/xen-backend/drivers/vif";
+
 /// Most queues of a vif.
 pub const MAX_QUEUES: u32 = 64;
 
@@ -99,7 +104,8 @@ pub enum XenOpenError {
     },
     /// A device file of Xen's is missing or not allowed.
     #[error(
-        "{path}: {source}; this has to be a dom0 or driver domain of Xen, with the modules xen-evtchn, xen-gntdev and xenfs, and root"
+        "{path}: {source}; expected a dom0 or driver domain of Xen, and root. `modprobe xen-evtchn xen-gntdev` loads what is missing; \
+         `tombolo doctor` says more"
     )]
     Device {
         /// Which file.
@@ -107,6 +113,12 @@ pub enum XenOpenError {
         /// The kernel's answer.
         source: Errno,
     },
+    /// The kernel's backend would serve the vif as well.
+    #[error(
+        "the kernel's xen-netback is loaded and takes every vif: `rmmod xen-netback`, and `blacklist xen-netback` in /etc/modprobe.d \
+         keeps it from being loaded again"
+    )]
+    Netback,
     /// No descriptor or thread is left.
     #[error("the port's control thread: {0}")]
     Thread(std::io::Error),
@@ -128,11 +140,23 @@ impl XenPort {
     /// # Errors
     /// [`XenOpenError`].
     pub fn open(config: XenConfig, registration: Registration) -> Result<XenPort, XenOpenError> {
-        for path in ["/dev/xen/xenbus", "/dev/xen/evtchn", "/dev/xen/gntdev"] {
+        Self::check_machine()?;
+        Self::open_on(Box::new(Linux), config, registration)
+    }
+
+    /// Whether this is a machine on which such a port can be opened. Nothing is opened.
+    ///
+    /// # Errors
+    /// [`XenOpenError::Device`], [`XenOpenError::Netback`].
+    pub fn check_machine() -> Result<(), XenOpenError> {
+        for path in DEVICES {
             rustix::fs::access(path, rustix::fs::Access::READ_OK | rustix::fs::Access::WRITE_OK)
                 .map_err(|source| XenOpenError::Device { path, source })?;
         }
-        Self::open_on(Box::new(Linux), config, registration)
+        match rustix::fs::access(NETBACK, rustix::fs::Access::EXISTS) {
+            Ok(()) => Err(XenOpenError::Netback),
+            Err(_) => Ok(()),
+        }
     }
 
     fn open_on(

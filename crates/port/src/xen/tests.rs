@@ -254,6 +254,24 @@ fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
 }
 
 #[test]
+fn a_port_waits_for_event_channels_that_the_one_before_it_still_holds() {
+    let mut rig = rig(1, true);
+    let world = rig.peer.world.clone();
+    let registration = rig.port_registration();
+    let before = std::mem::replace(&mut rig.port, Box::new(NoPort));
+    let watches = world.watches();
+    rig.port = port(&world, 4, registration);
+    rig.until("it has found the vif", |_| world.watches() == watches + 2);
+    rig.settle();
+    assert_eq!(rig.port.link(), Link::Down);
+    assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("4"), "the guest is told nothing");
+    drop(before);
+    rig.until_woken("the port has them", |rig| rig.port.link() == Link::Up);
+    both_ways(&mut rig);
+    assert_eq!((world.mapped(), world.bound(), rig.peer.frontend.back("state").as_deref()), (2, 2, Some("4")));
+}
+
+#[test]
 fn a_domain_that_dies_in_any_state_leaves_nothing() {
     let mut rig = Rig::<XenFixture>::up();
     let world = rig.peer.world.clone();
@@ -338,6 +356,63 @@ fn a_frontend_that_broke_the_protocol_is_told_to_close() {
     rig.settle();
     assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
     closes_and_comes_again(&mut rig);
+}
+
+#[test]
+fn requests_of_any_content_cost_their_packets_or_the_connection() {
+    let mut random = tombolo_testing::Random::seeded();
+    let mut rig = rig(1, true);
+    let (mut kept, mut lost) = (0, 0);
+    for _ in 0..300 {
+        let (wild, jumps) = (random.chance(2), random.chance(20));
+        let count = if jumps { 300 } else { 1 + random.below(40) as u32 };
+        rig.peer.frontend.scribble(0, &mut random, count, wild);
+        rig.settle();
+        assert!(rig.peer.world.mapped() <= 2 && rig.peer.world.bound() <= 2);
+        if rig.port.link() == Link::Up {
+            kept += 1;
+            continue;
+        }
+        lost += 1;
+        rig.until("it is told", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+        assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0));
+        closes_and_comes_again(&mut rig);
+    }
+    assert!(kept > 30 && lost > 3, "{kept} rounds were survived and {lost} were not: one kind is not tried");
+    assert_eq!(rig.faults.len(), lost);
+}
+
+#[test]
+fn a_frontend_that_never_finishes_closing_holds_nothing_and_is_gone_with_its_domain() {
+    let mut rig = rig(1, true);
+    rig.peer.frontend.jump(0);
+    rig.until("it is told", |rig| rig.peer.frontend.back("state").as_deref() == Some("5"));
+    let mut random = tombolo_testing::Random::seeded();
+    for _ in 0..200 {
+        rig.peer.frontend.set_state(["4", "5", "3", "2", "7", "8", "9", "-1"][random.index(8)]);
+    }
+    rig.settle();
+    assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0));
+    assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
+    rig.peer.frontend.vanish();
+    rig.until("the port waits", |rig| rig.port.details().contains(&("state", "waiting for the domain".into())));
+    assert_eq!(rig.peer.world.nodes_below("/local/domain/0/backend/vif/"), 0);
+    rig.peer.frontend.start(1);
+    rig.until_woken("the link comes up", |rig| rig.port.link() == Link::Up);
+    both_ways(&mut rig);
+}
+
+#[test]
+fn events_about_nothing_cost_the_port_no_frame() {
+    let mut rig = rig(1, true);
+    for round in 0..500 {
+        rig.peer.frontend.notify_of_nothing(0);
+        if round % 50 == 0 {
+            both_ways(&mut rig);
+        }
+    }
+    rig.settle();
+    assert!(rig.faults.is_empty() && rig.rx_drops.total() == 0);
 }
 
 #[test]

@@ -59,6 +59,11 @@ impl World {
         self.lock().bound.len()
     }
 
+    /// Watches of all connections.
+    pub(super) fn watches(&self) -> usize {
+        self.lock().watches.len()
+    }
+
     pub(super) fn revoke(&self, revoked: bool) {
         self.lock().revoked = revoked;
     }
@@ -548,6 +553,44 @@ impl Frontend {
     pub(super) fn was_notified(&mut self, index: usize) -> bool {
         let port = self.ports(index).1;
         self.world.lock().notified.remove(&(self.domain, port)).is_some()
+    }
+
+    /// Writes `count` random requests and lets the backend see them: of any content where they are `wild`, else single packets whose
+    /// grants, lengths and flags alone are random. What the frontend itself knows of its ring is wrong from here on.
+    pub(super) fn scribble(&mut self, index: usize, random: &mut tombolo_testing::Random, count: u32, wild: bool) {
+        use tombolo_ring::xen::ring::{REQ_PROD, RING_SLOTS, SLOTS};
+        let page = self.queues[index].tx_page;
+        let produced = page.as_foreign().load_u32(REQ_PROD, Ordering::Relaxed).unwrap();
+        for n in 0..count {
+            // struct netif_tx_request: gref, offset, flags, id, size; an extra info has its kind in the first byte.
+            let slot = SLOTS + (produced.wrapping_add(n) % RING_SLOTS) as usize * 12;
+            let gref =
+                if random.chance(4) { random.next_u64() as u32 } else { buffer_gref(index, random.below(64) as u32) };
+            let (mut offset, mut flags) = (random.next_u64() as u16, random.next_u64() as u16 & 0x1f);
+            let mut size = [0, 1, 13, 14, 60, 1514, 4096, 65_535, random.next_u64() as u16][random.index(9)];
+            if !wild || random.chance(3) {
+                (offset, flags, size) = (0, flags & 0x3, size.min(4096));
+            }
+            let mut bytes = [0; 12];
+            bytes[..4].copy_from_slice(&gref.to_le_bytes());
+            bytes[4..6].copy_from_slice(&offset.to_le_bytes());
+            bytes[6..8].copy_from_slice(&flags.to_le_bytes());
+            bytes[8..10].copy_from_slice(&(random.next_u64() as u16).to_le_bytes());
+            bytes[10..].copy_from_slice(&size.to_le_bytes());
+            if wild && random.chance(4) {
+                bytes[..2].copy_from_slice(&[random.below(6) as u8, random.below(2) as u8]);
+            }
+            page.skip(slot).write_from(&bytes);
+        }
+        page.store_u32(REQ_PROD, produced.wrapping_add(count), Ordering::Release).unwrap();
+        self.notify(self.ports(index).0);
+    }
+
+    /// Notifies the backend of nothing.
+    pub(super) fn notify_of_nothing(&self, index: usize) {
+        let (tx, rx) = self.ports(index);
+        self.notify(tx);
+        self.notify(rx);
     }
 
     /// Moves an index where it may not be.
