@@ -380,6 +380,91 @@ fn resolv() -> Finding {
     finding("name servers", "names of elsewhere", result)
 }
 
+/// What a machine shows of Xen.
+struct XenFacts {
+    /// "4.17", where the kernel tells.
+    version: String,
+    /// What `/proc/xen/capabilities` says, or why it cannot be read.
+    capabilities: Result<String, String>,
+    /// Device files that cannot be used: which, why.
+    refused: Vec<(String, String)>,
+    /// Whether the kernel's xen-netback is there.
+    netback: bool,
+    /// The toolstack.
+    xl: Option<std::path::PathBuf>,
+}
+
+/// `None` on a machine that Xen does not run.
+fn xen_facts() -> Option<XenFacts> {
+    let read = |path: &str| std::fs::read_to_string(path).map(|text| text.trim().to_string());
+    if read("/sys/hypervisor/type").ok()? != "xen" {
+        return None;
+    }
+    let part = |name: &str| read(&format!("/sys/hypervisor/version/{name}")).unwrap_or_else(|_| "?".into());
+    let refused = tombolo_port::xen::DEVICES.iter().chain(&["/dev/xen/privcmd"]).filter_map(|path| {
+        let opened = std::fs::OpenOptions::new().read(true).write(true).open(path);
+        opened.err().map(|error| (path.to_string(), error.to_string()))
+    });
+    Some(XenFacts {
+        version: format!("{}.{}", part("major"), part("minor")),
+        capabilities: read("/proc/xen/capabilities").map_err(|error| error.to_string()),
+        refused: refused.collect(),
+        netback: Path::new(tombolo_port::xen::NETBACK).exists(),
+        xl: which("xl"),
+    })
+}
+
+fn xen_findings(facts: Option<XenFacts>) -> Vec<Finding> {
+    let Some(XenFacts { version, capabilities, refused, netback, xl }) = facts else { return vec![] };
+    let needed = "ports of kind \"xen\"";
+    let dom0 = capabilities.as_ref().is_ok_and(|text| text.contains("control_d"));
+    let place = match capabilities {
+        Ok(_) if dom0 => Ok(format!("this is the dom0 of Xen {version}")),
+        Ok(_) => Err((
+            Outcome::Degraded,
+            format!("this is a guest of Xen {version}, and not its dom0"),
+            "it can serve as a driver domain: the guests' vif lines name it with backend=NAME",
+        )),
+        Err(why) => Err((
+            Outcome::Degraded,
+            format!("Xen {version}; whether this is its dom0 is not known: /proc/xen/capabilities: {why}"),
+            "mount -t xenfs xenfs /proc/xen (module xenfs)",
+        )),
+    };
+    let mut out = vec![finding("Xen", needed, place)];
+    let (privcmd, own): (Vec<_>, Vec<_>) = refused.into_iter().partition(|(path, _)| path.ends_with("privcmd"));
+    let list = |refused: &[(String, String)]| {
+        refused.iter().map(|(path, why)| format!("{path}: {why}")).collect::<Vec<_>>().join("; ")
+    };
+    let devices = if own.is_empty() {
+        Ok("xenbus, evtchn and gntdev can be opened".into())
+    } else {
+        Err((Outcome::Missing, list(&own), "run as root, and load the modules: modprobe -a xen-evtchn xen-gntdev"))
+    };
+    out.push(finding("Xen devices", needed, devices));
+    let kernels = if netback {
+        let advice =
+            "it would take every vif: rmmod xen-netback, and `blacklist xen-netback` in a file of /etc/modprobe.d";
+        Err((Outcome::Missing, "xen-netback is loaded".into(), advice))
+    } else {
+        Ok("xen-netback is not loaded".into())
+    };
+    out.push(finding("the kernel's backend", needed, kernels));
+    if dom0 {
+        let tools = match (xl, privcmd.is_empty()) {
+            (None, _) => {
+                Err((Outcome::Missing, "no xl in PATH".into(), "install Xen's tools (Debian: apt install xen-utils)"))
+            }
+            (Some(_), false) => {
+                Err((Outcome::Missing, list(&privcmd), "run as root, and load the module: modprobe xen-privcmd"))
+            }
+            (Some(path), true) => Ok(format!("{}, with /dev/xen/privcmd", path.display())),
+        };
+        out.push(finding("xl", "starting guests of Xen", tools));
+    }
+    out
+}
+
 /// Tries everything. `before` is told what is tried next.
 pub fn examine(mut before: impl FnMut(&str)) -> Report {
     let mut findings = Vec::new();
@@ -391,6 +476,7 @@ pub fn examine(mut before: impl FnMut(&str)) -> Report {
     step("QEMU and KVM", &qemu);
     step("confinement", &confinement);
     step("uplinks", &|| vec![passt(), tun(), nft(), bypass(), packet_socket(), resolv()]);
+    step("Xen", &|| xen_findings(xen_facts()));
     let kernel = first_line(Path::new("/bin/uname"), &["-r"]).unwrap_or_default();
     findings.insert(0, finding("system", EVERY_FABRIC, Ok(format!("Linux {kernel}"))));
     Report { schema: crate::api::report::SCHEMA, findings }
@@ -404,7 +490,7 @@ mod tests {
     fn every_probe_says_what_it_saw_and_what_to_do_about_a_failure() {
         let mut steps = Vec::new();
         let report = examine(|name| steps.push(name.to_string()));
-        assert_eq!(steps.len(), 4);
+        assert_eq!(steps.len(), 5);
         assert!(report.findings.len() >= 14);
         for f in &report.findings {
             assert!(!f.seen.is_empty(), "{f:?}");
@@ -413,6 +499,33 @@ mod tests {
         assert!(report.is_usable());
         let text = serde_json::to_string(&report).unwrap();
         assert_eq!(serde_json::from_str::<Report>(&text).unwrap(), report);
+    }
+
+    #[test]
+    fn a_xen_host_is_told_what_its_ports_need() {
+        assert!(xen_findings(None).is_empty(), "another machine has nothing to do");
+        let facts = |capabilities: Result<&str, &str>, refused: &[&str], netback| XenFacts {
+            version: "4.17".into(),
+            capabilities: capabilities.map(String::from).map_err(String::from),
+            refused: refused.iter().map(|path| (path.to_string(), "ENOENT".into())).collect(),
+            netback,
+            xl: Some("/usr/sbin/xl".into()),
+        };
+        let judged = |facts| -> Vec<_> {
+            xen_findings(Some(facts)).into_iter().map(|f| (f.outcome, f.seen, f.advice)).collect()
+        };
+        let good = judged(facts(Ok("control_d"), &[], false));
+        assert!(good.len() == 4 && good.iter().all(|(outcome, ..)| *outcome == Outcome::Works), "{good:?}");
+        assert!(good[0].1.contains("dom0 of Xen 4.17"), "{good:?}");
+        let driver = judged(facts(Ok(""), &[], false));
+        assert!(driver.len() == 3 && driver[0].2.contains("backend=NAME"), "{driver:?}");
+        assert!(judged(facts(Err("no such file"), &[], false))[0].2.contains("mount -t xenfs"));
+        let bare = judged(facts(Ok("control_d"), &["/dev/xen/gntdev", "/dev/xen/privcmd"], true));
+        assert!(
+            bare[1].1.contains("gntdev") && !bare[1].1.contains("privcmd") && bare[1].2.contains("xen-gntdev"),
+            "{bare:?}"
+        );
+        assert!(bare[2].2.contains("rmmod xen-netback") && bare[3].2.contains("xen-privcmd"), "{bare:?}");
     }
 
     #[test]
