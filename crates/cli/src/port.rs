@@ -36,6 +36,8 @@ enum Kind {
     Ivshmem,
     /// An interface of the host that joins the network
     Packet,
+    /// The network device of a Xen guest
+    Xen,
     /// A tap device
     Tap,
 }
@@ -57,12 +59,18 @@ pub(crate) struct Add {
     /// Connect to the socket, where the peer listens, instead of listening on it (vhost-user, stream)
     #[arg(long, conflicts_with = "sections")]
     connect: bool,
-    /// Queue pairs (vhost-user)
+    /// Queue pairs (vhost-user, xen)
     #[arg(long, value_name = "N", conflicts_with = "sections")]
     queues: Option<u32>,
     /// Name of the interface (packet) or of the device (tap)
     #[arg(long, value_name = "INTERFACE", conflicts_with = "sections")]
     device: Option<String>,
+    /// Name of the guest (xen) [default: the port's name]
+    #[arg(long, value_name = "DOMAIN", conflicts_with = "sections")]
+    domain: Option<String>,
+    /// Which of the guest's devices, from 0 (xen)
+    #[arg(long, value_name = "N", conflicts_with = "sections")]
+    vif: Option<u32>,
     /// The device is there already and stays when the port goes (tap)
     #[arg(long, conflicts_with = "sections")]
     adopt: bool,
@@ -158,6 +166,8 @@ impl Add {
             .flag("connect", self.connect)
             .number("queues", self.queues)
             .text("device", self.device.as_deref())
+            .text("domain", self.domain.as_deref())
+            .number("vif", self.vif)
             .flag("adopt", self.adopt)
             .text("netns", self.netns.as_deref())
             .text("mac", self.mac.as_deref())
@@ -268,6 +278,9 @@ mod tests {
             ("--kind stream", "kind = \"stream\""),
             ("--kind ivshmem", "kind = \"ivshmem\""),
             ("--kind packet --device eth9", "device = \"eth9\""),
+            ("--kind xen", "kind = \"xen\""),
+            ("--kind xen --domain web", "domain = \"web\""),
+            ("--kind xen --vif 1", "vif = 1"),
             ("--network lan", "network = \"lan\""),
             ("--socket /run/x.sock", "socket = \"/run/x.sock\""),
             ("--connect", "connect = true"),

@@ -122,6 +122,15 @@ pub enum Attachment {
         /// The link.
         link: Box<Config>,
     },
+    /// The network device of a Xen guest.
+    Xen {
+        /// The guest's name.
+        domain: String,
+        /// Which of its devices.
+        vif: u32,
+        /// Most queue pairs that it may have.
+        queues: u16,
+    },
     /// The NAT before a passt of our own.
     User(UserUplink),
 }
@@ -492,6 +501,7 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         }
         PortKind::Stream { socket, connect } => Attachment::Stream { socket: path(socket)?, connect: *connect },
         PortKind::Packet { device } => Attachment::Packet { device: device.clone() },
+        PortKind::Xen { domain, vif, queues } => Attachment::Xen { domain: domain.clone(), vif: *vif, queues: *queues },
         PortKind::Ivshmem { socket, version, region, vectors } => {
             let mtu = fabric.network(&p.network).map_or(1500, |n| n.mtu);
             let to = NetworkEnd { network: &p.network, mac: p.mac, mtu };
@@ -706,6 +716,24 @@ network = "ops"
         assert!(kvm("kvm", true).unwrap());
         let said = kvm("kvm", false).unwrap_err().to_string();
         assert!(said.contains("vm.v") && said.contains("stalls") && said.contains("leave accel out"), "{said}");
+    }
+
+    #[test]
+    fn a_port_of_xen_is_a_vif_of_a_domain_named_like_it_or_otherwise() {
+        let text = "[network.lan]\n[port.web]\nkind = \"xen\"\n[port.db]\nkind = \"xen\"\n";
+        let db = |more: &str| {
+            let plan = plan(&fabric(&format!("{text}{more}")), &facts(false)).unwrap();
+            plan.ports.into_iter().find(|p| p.name == "db").unwrap().attachment
+        };
+        let vif = |domain: &str, vif, queues| Attachment::Xen { domain: domain.into(), vif, queues };
+        assert_eq!(db(""), vif("db", 0, 1));
+        assert_eq!(db("domain = \"web\"\nvif = 1\nqueues = 4\n"), vif("web", 1, 4));
+        let complaint = |more: &str| {
+            file::parse(&format!("name = \"demo\"\n{text}{more}"), Path::new("t.toml")).unwrap_err().to_string()
+        };
+        assert!(complaint("domain = \"web\"\n").contains("a vif of its own"), "{}", complaint("domain = \"web\"\n"));
+        assert!(complaint("domain = \"a/b\"\n").contains("the name of a Xen domain"));
+        assert!(complaint("device = \"eth0\"\n").contains("device"));
     }
 
     #[test]

@@ -1028,6 +1028,7 @@ pub(crate) fn describe(port: &PortPlan) -> String {
         plan::Attachment::Stream { socket, .. } => format!("stream at {}", socket.display()),
         plan::Attachment::Tap { device, .. } => format!("tap {device}"),
         plan::Attachment::Packet { device } => format!("interface {device}"),
+        plan::Attachment::Xen { domain, vif, .. } => format!("vif {vif} of the Xen domain {domain}"),
         plan::Attachment::Ivshmem { link } => {
             let kind = if link.shape.vectors == 0 { "ivshmem, plain" } else { "ivshmem" };
             let doors: Vec<String> = link.doors.iter().map(|d| format!(" at {}", d.path.display())).collect();

@@ -15,6 +15,7 @@ use tombolo_port::stream::{Address, StreamFeed, StreamPort};
 use tombolo_port::tap::{Existing, TapConfig, TapPort};
 use tombolo_port::uplink::{Away, Beat, NatPort};
 use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
+use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
 use tombolo_switch::port::{HandOver, Port};
@@ -577,6 +578,11 @@ fn attach(
         }
         Attachment::Packet { device } => {
             Box::new(PacketPort::open(&PacketConfig::new(device), registration).map_err(text)?)
+        }
+        // Nothing is handed over: the rings and the nodes in XenStore say where the port before it stood.
+        Attachment::Xen { domain, vif, queues } => {
+            let config = XenConfig { domain: domain.clone(), device: *vif, max_queues: u32::from(*queues), mtu };
+            Box::new(XenPort::open(config, registration).map_err(text)?)
         }
         Attachment::Ivshmem { .. } | Attachment::User(_) => return Err("its peer is the fabric's own to start".into()),
     })

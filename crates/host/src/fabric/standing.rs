@@ -10,6 +10,7 @@ use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 use tombolo_port::link::{Interface, LinkError, Netns};
+use tombolo_port::xen::XenPort;
 
 use super::{FabricError, Running, ports};
 use crate::file::{Fabric, Proto, Uplink};
@@ -159,6 +160,7 @@ fn can_be_made(port: &PortPlan) -> Result<(), FabricError> {
                 false => Err(failed(format!("expected a folder for its socket {}, found none", socket.display()))),
             }
         }
+        Attachment::Xen { .. } => XenPort::check_machine().map_err(|error| failed(error.to_string())),
         Attachment::User(_) if which("passt").is_none() => Err(failed(ports::PASST_HINT.into())),
         _ => Ok(()),
     }

@@ -162,6 +162,16 @@ impl Check<'_, '_, '_> {
                 self.fault((at, "device"), &leans_on, "a device of its own", found, None);
             }
         }
+        let mut vifs: HashMap<(&str, u32), &str> = HashMap::new();
+        for port in &fabric.ports {
+            let PortKind::Xen { domain, vif, .. } = &port.kind else { continue };
+            if let Some(other) = vifs.insert((domain, *vif), &port.name) {
+                let (at, that) = (&format!("port.{}", port.name)[..], &format!("port.{other}")[..]);
+                let found = format!("vif {vif} of {domain:?}, as in [port.{other}]");
+                let leans_on = [(at, "domain"), (that, "vif"), (that, "domain"), (at, "kind"), (that, "kind")];
+                self.fault((at, "vif"), &leans_on, "a vif of its own", found, None);
+            }
+        }
     }
 
     fn images(&mut self) {

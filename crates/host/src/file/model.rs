@@ -495,6 +495,15 @@ pub enum PortKind {
         /// Vectors of each peer.
         vectors: u32,
     },
+    /// The network device of a Xen guest.
+    Xen {
+        /// The guest's name.
+        domain: String,
+        /// Which of its devices.
+        vif: u32,
+        /// Most queue pairs that it may have.
+        queues: u16,
+    },
 }
 
 /// Shared memory between machines, without a network.

@@ -118,6 +118,12 @@ fn interface_name(name: &str) -> Option<String> {
     (ok && name != "." && name != "..").then(|| name.to_string())
 }
 
+/// A name that `xl` gives a domain.
+fn domain_of_xen(name: &str) -> Option<String> {
+    let ok = (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic() && b != b'/');
+    ok.then(|| name.to_string())
+}
+
 fn size_mib(text: &str) -> Option<u32> {
     let (digits, unit) = text.split_at(text.find(|c: char| !c.is_ascii_digit())?);
     let factor = match unit {
@@ -456,7 +462,9 @@ impl<'t> Reader<'_, 't> {
         let version = s.number("version", 1, 2).unwrap_or(1) as u8;
         let region = region(&mut s, 1 << 20, 16 << 20);
         let vectors = s.number("vectors", 1, 16).unwrap_or(2) as u32;
-        let kinds = [("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3)];
+        let domain = s.text("domain", domain_of_xen).unwrap_or_else(|| name.clone());
+        let vif = s.number("vif", 0, 255).unwrap_or(0) as u32;
+        let kinds = [("vhost-user", 0), ("stream", 1), ("packet", 2), ("ivshmem", 3), ("xen", 4)];
         let word = s.word("kind", &kinds);
         if let Some(kind) = word {
             s.applies("kind", kinds.iter().find(|(_, k)| *k == kind).map(|(word, _)| *word));
@@ -467,6 +475,7 @@ impl<'t> Reader<'_, 't> {
         let kind = match word {
             Some(0) => PortKind::VhostUser { socket, queues, connect },
             Some(3) => PortKind::Ivshmem { socket, version, region, vectors },
+            Some(4) => PortKind::Xen { domain, vif, queues },
             Some(2) => {
                 if s.raw("device").is_none() {
                     s.missing("device");

@@ -1,0 +1,263 @@
+"""Our backend on real Xen, under emulation: `tombolo` in dom0 serves the vifs of a stock Linux guest and of a cell, in place of netback.
+
+One boot goes through all of it, since each takes half a minute. An emulated Xen varies tenfold from boot to boot: nothing here
+asserts a speed.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+from lib import scratch, timeout
+from lib.fabric import PROGRAM
+from lib.machine import BUILD, ROOT, Skip
+from lib.process import until
+from lib.xen import XenHost
+
+sys.path.insert(0, str(ROOT / "tools/guest"))
+from build import Archive, Modules, program_files  # noqa: E402
+
+HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
+CELL_MAC, LINUX_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21"
+# httpd's /bytes/N: byte i is i modulo 251.
+PATTERN = bytes(range(251))
+# What Linux serves, and what it fetches again and again from dom0 and from the cell.
+DATA, UP = (random.Random(seed).randbytes(3_000_000) for seed in (1, 2))
+FETCHED = 300_007
+
+FABRIC = f"""
+name = "xen"
+[network.lan]
+subnet = "10.87.0.0/24"
+[tap.host]
+ip = "{HOST}"
+[port.web]
+kind = "xen"
+mac = "{CELL_MAC}"
+ip = "{CELL}"
+[port.guest]
+kind = "xen"
+domain = "linux"
+queues = 2
+mac = "{LINUX_MAC}"
+ip = "{LINUX}"
+"""
+
+CONFIG = """name='{name}'
+type='pvh'
+kernel='{kernel}'
+{more}
+tsc_mode='native'
+on_poweroff='destroy'
+on_reboot='preserve'
+on_crash='preserve'
+vif=['mac={mac},script=/bin/true']
+"""
+
+# Process 1 of the Linux guest.
+INIT = f"""#!/bin/busybox sh
+export PATH=/bin
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+exec </dev/console >/dev/console 2>&1
+insmod /xen-netfront.ko
+until [ -e /sys/class/net/eth0 ]; do usleep 50000; done
+ip link set eth0 up
+udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
+httpd -h /www
+while :; do
+    for from in {HOST}/up {CELL}/bytes/{FETCHED}; do
+        echo "fetched $from $(wget -q -O - http://$from | sha256sum)"
+    done
+done
+"""
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def pattern(size):
+    return (PATTERN * (size // len(PATTERN) + 1))[:size]
+
+
+def linux_guest():
+    """The ramdisk of the Linux guest, and its kernel, which is dom0's."""
+    busybox = shutil.which("busybox")
+    if not busybox:
+        raise Skip("no busybox: apt-get install busybox-static")
+    archive = Archive()
+    for name in ("proc", "sys", "dev", "tmp", "www"):
+        archive.folder(name)
+    archive.device("dev/console", 5, 1)
+    archive.file("bin/busybox", open(busybox, "rb").read())
+    archive.file("init", INIT.encode())
+    archive.file("udhcpc", (ROOT / "tools/guest/udhcpc.script").read_bytes().replace(b"#!/bin/sh", b"#!/bin/busybox sh"))
+    archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
+    archive.file("www/data", DATA)
+    # Plain, the kernel takes 66 MB; libxl unpacks gzip in a second, and xz in six.
+    return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)
+
+
+@contextlib.contextmanager
+def host():
+    if not PROGRAM.exists():
+        raise Skip(f"{PROGRAM} is not built: run ./x build")
+    if not (BUILD / "xen/version").exists():
+        raise Skip("build/xen is not there: run ./x xen")
+    ramdisk, kernel = linux_guest()
+    with scratch() as folder:
+        stripped = folder / "tombolo"
+        subprocess.run(["strip", "-o", stripped, PROGRAM], check=True)
+        files = {"bin/tombolo": stripped.read_bytes(), "tombolo.toml": FABRIC.encode(), "domu/kernel": kernel, "domu/ramdisk": ramdisk}
+        files |= {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
+        cell = CONFIG.format(name="web", kernel="/cells/httpd", more="memory=32\ncmdline='verbose'", mac=CELL_MAC)
+        linux = "memory=160\nramdisk='/domu/ramdisk'\nextra='console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr'"
+        files["domu/web.cfg"] = cell.encode()
+        files["domu/linux.cfg"] = CONFIG.format(name="linux", kernel="/domu/kernel", more=linux, mac=LINUX_MAC).encode()
+        files["www/up"] = UP
+        with XenHost(folder, ["httpd"], files) as xen:
+            try:
+                print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
+                yield xen
+            except Exception:
+                print(xen.tail(40))
+                raise
+
+
+def port(xen, name):
+    status = json.loads(xen.run("tombolo status --json").text)
+    return next(port for port in status["ports"] if port["name"] == name)
+
+
+def fetch(xen, address, path, want, meanwhile=lambda: None):
+    """A file by HTTP to dom0, by its checksum; `meanwhile` happens while it comes."""
+    handle = xen.start(f"wget -q -O - http://{address}/{path} | sha256sum")
+    meanwhile()
+    got = xen.finish(handle, 300).text.split()[0]
+    assert got == want, f"{address}/{path} has the checksum {got}, expected {want}"
+
+
+def fetched(xen):
+    """What Linux has fetched so far, by where from; each with the right content, or none while the other end was away."""
+    found = {HOST: 0, CELL: 0}
+    for address, digest in re.findall(r"fetched ([\d.]+)/\S+ ([0-9a-f]{64})", xen.console("linux")):
+        want = sha256(UP) if address == HOST else sha256(pattern(FETCHED))
+        found[address] += digest == want
+    return found
+
+
+def fetches_more(xen):
+    """Linux fetches from both another time, with the right content."""
+    before = fetched(xen)
+    until("Linux fetches both another time", lambda: all(fetched(xen)[a] > before[a] for a in before), 300, 0.5)
+
+
+def answers(xen, address):
+    until(f"an answer of {address}", lambda: xen.ping(address, 1, seconds=2) == 1.0)
+    assert xen.ping(address, 5, seconds=40) == 1.0
+
+
+def reached(xen, what):
+    print(f"{time.monotonic() - xen.started:6.1f} s  {what}", flush=True)
+
+
+def channels(xen):
+    return len(xen.run("lsevtchn 0").text.splitlines())
+
+
+def killed(xen):
+    """kill -9 of the daemon, and another one."""
+    pid = json.loads(xen.run("tombolo status --json").text)["pid"]
+    xen.run(f"kill -9 {pid}")
+    up(xen)
+
+
+def up(xen, more=""):
+    xen.run(f"tombolo up -d {more} /tombolo.toml", 120)
+
+
+def nothing_is_left(xen):
+    """Of no domain but dom0 anything is left. One of which a page is still mapped would stay as a zombie."""
+    until("dom0 is alone", lambda: len(xen.run("xl list").text.splitlines()) == 2)
+    assert xen.run("xenstore-list /local/domain/0/backend/vif", check=False).text in ("", "xenstore-list: could not list path /local/domain/0/backend/vif")
+
+
+@timeout(1200)
+def test_the_fabric_serves_linux_and_a_cell_in_place_of_netback():
+    """Content both ways for both guests; the daemon killed and replaced under downloads; devices detached and attached, a domain destroyed under traffic; nothing left."""
+    with host() as xen:
+        refused = xen.run("tombolo up -d /tombolo.toml", 120, check=False)
+        assert refused.code and "rmmod xen-netback" in refused.text, refused.text
+        said = xen.run("tombolo doctor 2>&1 | grep -iA2 xen", 120).text
+        assert "this is the dom0 of Xen" in said and "rmmod xen-netback" in said and "/dev/xen/privcmd" in said, said
+        xen.run("rmmod xen_netback; httpd -h /www")
+        before = channels(xen)
+        up(xen)
+        assert port(xen, "web")["details"]["state"] == "waiting for the domain"
+        for name in ("linux", "web"):
+            xen.run(f"xl create -q /domu/{name}.cfg", 120)
+        xen.wait_console("web", f"net up {CELL}/24", 300)
+        xen.wait_console("linux", f"@net up {LINUX}/24", 300)
+        reached(xen, "both guests have their leases")
+        for address in (CELL, LINUX):
+            assert xen.ping(address, 10, seconds=40) == 1.0
+            assert xen.ping(address, 3, size=1400, seconds=40) == 1.0
+        fetch(xen, CELL, "bytes/3000001", sha256(pattern(3_000_001)))
+        fetch(xen, LINUX, "data", sha256(DATA))
+        fetches_more(xen)
+        for name in ("web", "guest"):
+            seen = port(xen, name)
+            assert seen["kind"] == "xen" and seen["up"] and seen["details"]["state"].endswith("connected"), seen
+            assert {"tso4", "checksum"} <= set(seen["offloads"]), seen
+            assert seen["counters"]["faults"] == 0 and seen["counters"]["rx_frames"] > 100, seen
+
+        reached(xen, "content both ways")
+
+        # The guests keep their links and connections when the daemon is killed, and when another takes over.
+        fetch(xen, CELL, "bytes/8000009", sha256(pattern(8_000_009)), meanwhile=lambda: killed(xen))
+        # Much of it came through the daemon that followed.
+        assert port(xen, "web")["counters"]["rx_bytes"] > 1_000_000
+        fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, "--replace"))
+        fetches_more(xen)
+        assert "gone" not in xen.console("web"), "the cell has noticed the daemon's end"
+        reached(xen, "two daemons later")
+
+        # The toolstack takes the device away and gives it back.
+        xen.run("xl network-detach web 0", 120)
+        until("the port waits", lambda: not port(xen, "web")["up"])
+        xen.run(f"xl network-attach web mac={CELL_MAC} script=/bin/true", 120)
+        answers(xen, CELL)
+        fetch(xen, CELL, "bytes/300001", sha256(pattern(300_001)))
+
+        reached(xen, "detached and attached")
+
+        # A domain dies under traffic; the other one notices nothing, and the next of that name is served.
+        xen.start_pings(LINUX)
+        handle = xen.start(f"timeout 20 wget -q -O /dev/null http://{CELL}/bytes/400000000")
+        until("the download runs", lambda: port(xen, "web")["counters"]["rx_bytes"] > 3_000_000)
+        xen.run("xl destroy web")
+        until("the port waits", lambda: port(xen, "web")["details"]["state"] == "waiting for the domain")
+        xen.run("xl create -q /domu/web.cfg", 120)
+        answers(xen, CELL)
+        sent, came = xen.finish_pings()
+        assert sent == came, f"{sent - came} of {sent} pings of the other guest were lost"
+        xen.finish(handle, 60, check=False)
+        fetches_more(xen)
+
+        reached(xen, "destroyed and created under traffic")
+        for name in ("web", "linux"):
+            xen.run(f"xl destroy {name}")
+        nothing_is_left(xen)
+        assert port(xen, "guest")["counters"]["faults"] == 0
+        xen.run("tombolo down", 60)
+        assert channels(xen) == before, xen.run("lsevtchn 0").text
