@@ -18,8 +18,8 @@ from lib import until
 from lib.machine import SLOW
 from lib.tap import ETH_IP4, ICMP, Inside, echo, ipv4
 
-# bpf(2), and the setting that `trace` writes.
-MAP_UPDATE, OBJ_GET, SET_TRACE = 2, 7, 1
+# bpf(2), and the settings that `trace` writes: seconds, and what programs look at first, in ns.
+MAP_UPDATE, OBJ_GET, SET_TRACE, SET_OBSERVED_NS = 2, 7, 1, 6
 
 
 def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
@@ -60,8 +60,10 @@ def ask_for_events(h, seconds):
     """Asks for events as `trace` does, which does so for a second or two only: tables.h, SET_TRACE."""
     path = ctypes.create_string_buffer(bytes(next((h.folder / "run/bypass/bpf").glob("*/map_settings"))))
     settings = bpf(OBJ_GET, struct.pack("<QII", ctypes.addressof(path), 0, 0))
-    key, value = ctypes.c_uint32(SET_TRACE), ctypes.c_uint64(int(time.monotonic() + seconds))
-    bpf(MAP_UPDATE, struct.pack("<IIQQQ", settings, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
+    until_s = int(time.monotonic() + seconds)
+    for setting, word in ((SET_TRACE, until_s), (SET_OBSERVED_NS, (until_s + 1) * 1_000_000_000)):
+        key, value = ctypes.c_uint32(setting), ctypes.c_uint64(word)
+        bpf(MAP_UPDATE, struct.pack("<IIQQQ", settings, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
     os.close(settings)
 
 

@@ -677,7 +677,7 @@ fn settle_for_good(place: &Place, maps: &mut Maps, flows: &[(FlowKey, Tuple, Flo
         Err(_) => standings.len(),
     };
     restore_checks(place);
-    let _ = rules::refresh(maps, skips_judging_rules);
+    let _ = rules::refresh(place, maps, skips_judging_rules);
     left
 }
 

@@ -240,8 +240,19 @@ mod tests {
         is(&|r| r.flow_entries = 90, "flows", "90 of 100 entries");
         is(&|r| r.trace_lost = 5, "trace", "lost 5 events");
         is(&|r| r.limits = vec!["no tcx"], "kernel", "this kernel: no tcx");
-        is(&|r| drop(r.interfaces[0].unlearned.insert("not_liberal", 1000)), "windows", "1000 frames of TCP");
-        assert_eq!(told(|r| drop(r.interfaces[0].unlearned.insert("not_liberal", 999))), []);
+        is(
+            &|r| {
+                r.interfaces[0].unlearned.insert("not_liberal", 1000);
+            },
+            "windows",
+            "1000 frames of TCP",
+        );
+        assert_eq!(
+            told(|r| {
+                r.interfaces[0].unlearned.insert("not_liberal", 999);
+            }),
+            []
+        );
         assert_eq!(told(|r| r.flow_entries = 89), []);
         assert_eq!(told(|r| (r.interfaces[0].captured, r.interfaces[0].wanted) = (true, Wanted::Tcx)), []);
     }

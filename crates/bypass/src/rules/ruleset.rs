@@ -288,10 +288,10 @@ pub(crate) struct Ruleset {
     pub broken: usize,
     /// There are more rules or elements than are read.
     pub is_too_large: bool,
-    rules: usize,
-    elements: usize,
+    pub(super) rules: usize,
+    pub(super) elements: usize,
     /// Where the table stands that was looked for last: messages of one table follow each other.
-    last: usize,
+    pub(super) last: usize,
 }
 
 impl Ruleset {
