@@ -586,7 +586,8 @@ def summarise(results, options, missed):
     worst = min(table, key=lambda name: table[name]["ratio"])
     get = lambda name: table.get(name, {}).get("ratio")  # noqa: E731
     ratios = {"tap_tap_64": get("tap-tap udp64_1"), "tap_tap_64_nat": get("tap-tap udp64_1 nat"), "worst_cell": table[worst]["ratio"],
-              "gso_60k": get("tap-tap gso_60k"), "tcp_rr": get("veth-veth tcp_rr")}
+              "gso_60k": get("tap-tap gso_60k"), "tcp_rr": get("veth-veth tcp_rr"),
+              "flows_10k": flows.get("bypass", {}).get("ratio"), "flows_10k_nat": flows.get("bypass_nat", {}).get("ratio")}
     results.finish(ratios=ratios, worst_cell_name=worst, worst_cell=table[worst], cells=len(table), verdicts=by_verdict,
                    slower=[name for name, cell in table.items() if cell["verdict"] == "slower"], flows_10000_to_1=flows, bounds=bounds, not_measured=missed,
                    table=table, rounds=options.rounds, seconds=options.seconds)

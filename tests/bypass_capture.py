@@ -284,8 +284,11 @@ def test_one_capture_runs_at_a_time_and_a_killed_one_leaves_nothing():
         h.attach(words=LONG)
         running = Capture(h, "ta")
         words = ("capture", "-w", h.folder / "second", "--seconds", "1")
+        # The file is not touched: it may be that of the capture that runs.
+        (h.folder / "second").write_text("mine")
         refused = h.cli(*words, check=False)
         assert refused.returncode == 1 and f"process {running.process.pid} (" in refused.stderr, refused
+        assert (h.folder / "second").read_text() == "mine"
         assert h.across(h.udp()) and h.across(h.udp())
         running.process.kill()
         running.process.wait()
@@ -300,6 +303,26 @@ def test_one_capture_runs_at_a_time_and_a_killed_one_leaves_nothing():
                             (("--end", ":1", "--protocol", "icmp"), "only TCP and UDP have ports"), (("--end", "x"), "expected an address")):
             done = h.cli("capture", "-w", "-", *wrong, check=False)
             assert done.returncode == 2 and text in done.stderr, done
+
+
+def test_frames_are_counted_while_nobody_reads_a_capture():
+    """Longer than the moment up to which frames are asked for: what finds no room is lost, and reported."""
+    with host() as h:
+        h.attach(words=LONG)
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+        command = [str(PROGRAM), "bypass", "capture", "ta", "--netns", str(h.space)]
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        until("it captures", lambda: setting(h, SET_CAPTURE) > 0)
+        # The pipe is full with the first ones, and then the capture stands still.
+        for _ in range(200):
+            h.a.send(h.udp(b"f" * 1400))
+        end = monotonic() + 4
+        while monotonic() < end:
+            h.a.send(h.udp(b"f" * 1400))
+            assert setting(h, SET_CAPTURE) >= int(monotonic()), "frames are no longer asked for"
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60 * SLOW)[1]
+        assert process.returncode == 0, said
 
 
 def test_a_detach_ends_a_capture():

@@ -110,7 +110,7 @@ def test_the_keeper_goes_on_while_it_reads_a_large_ruleset():
 def test_a_ruleset_that_is_too_large_keeps_all_flows_on_the_kernels_path_and_says_so():
     with host() as h:
         # As chains of two rules each, which are followed for each kind of flow.
-        h.rules(chains(60_000))
+        h.rules(chains(85_000))
         h.attach(words=("--no-keeper",))
         report = h.status()
         whys = [rule["why"] for rule in report["judging_rules"]]

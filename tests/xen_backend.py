@@ -10,7 +10,7 @@ from lib.process import until
 from lib.xen import CELL, DOM0, fetch, host
 
 # Times that a domain is destroyed under traffic; ./x xen-destroys takes more.
-DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "20"))
+DESTROYS = int(os.environ.get("TOMBOLO_XEN_DESTROYS", "8"))
 # What a process may grow by without having lost anything: pages of its allocator.
 GROWTH_KIB = 512
 VIF = "00:16:3e:00:00:0{}@script=/bin/true"

@@ -294,6 +294,21 @@ static __always_inline int drop(struct __sk_buff *skb, const struct frame *f, in
 	return TCX_DROP;
 }
 
+/* Whether `detach` injected the frame (src/retrack.rs): then conntrack has seen it, which is all that it is for. Guests cannot guess the nonce. */
+static __always_inline bool is_injected(struct __sk_buff *skb)
+{
+	__u32 header = skb->protocol == bpf_htons(ETH_P_IP) ? IP4_BYTES : IP6_BYTES;
+	__u64 nonce = setting(SET_RETRACK);
+	struct {
+		__u16 kind_and_length;
+		__u32 low, high;
+	} __attribute__((packed)) option;
+
+	if (!nonce || bpf_skb_load_bytes(skb, ETH_HLEN + header + TCP_BYTES, &option, sizeof(option)))
+		return false;
+	return option.kind_and_length == bpf_htons(RETRACK_OPTION) && option.low == (__u32)nonce && option.high == nonce >> 32;
+}
+
 static __always_inline int take(struct __sk_buff *skb, int family)
 {
 	struct frame f = {};
@@ -330,6 +345,9 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	}
 	if (verdict)
 		return up(skb, &f, family, verdict);
+	/* Its numbers are not to be taken for those of a host. */
+	if (is_injected(skb))
+		return up(skb, &f, family, UP_HANDSHAKE);
 	flow = look_up(&f.key, family);
 	if (!flow && judgement == JUDGED_IGNORE)
 		return drop(skb, &f, family);
@@ -608,6 +626,11 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
 	if (FIELD(FIELD(dst, dev), ifindex) != FIELD(dev, ifindex))
 		return 1 + NOT_A_PLAIN_ROUTE;
+	in = bpf_map_lookup_elem(&ports, &iif);
+	output = bpf_map_lookup_elem(&ports, &oif);
+	data = (void *)(long)skb->data;
+	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
+		return 1 + NOT_A_PLAIN_ROUTE;
 	note_translation(whole, &p->key, &out->key, family);
 	if (!check_follows(flow, p, out, is_partial(kernel_skb)))
 		return 1 + NOT_ALTERED_AS_WE_WOULD;
@@ -627,7 +650,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		if (p->key.proto == IPPROTO_TCP) {
 			if (!(conn->status & IPS_ASSURED) || conn->proto.tcp.state != TCP_CONNTRACK_ESTABLISHED)
 				return 1 + NOT_ESTABLISHED;
-			if (!is_liberal(conn, net)) {
+			if (!is_liberal(conn)) {
 				wish(conn, family, flow->conn, WISH_LIBERAL);
 				return 1 + NOT_LIBERAL;
 			}
@@ -649,11 +672,6 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		/* Conntrack calls it invalid. It is not translated, as the next frame may be. */
 		return 1 + NOT_A_PLAIN_CONNECTION;
 	}
-	in = bpf_map_lookup_elem(&ports, &iif);
-	output = bpf_map_lookup_elem(&ports, &oif);
-	data = (void *)(long)skb->data;
-	if (!in || !output || !(in->flags & PORT_TAKE) || data + ETH_HLEN > (void *)(long)skb->data_end)
-		return 1 + NOT_A_PLAIN_ROUTE;
 	/* Whoever holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
 	if (in->flags & PORT_QUEUED && !(refdst & SKB_DST_NOREF))
 		return 1 + NOT_AT_ONCE;
@@ -756,21 +774,6 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 		f.key = p->key;
 		tell(&f, family, skb->ifindex, refused ? KIND_REFUSED : KIND_LEARNED, refused ? refused - 1 : 0);
 	}
-}
-
-/* Whether `detach` injected the frame (src/retrack.rs): then conntrack has seen it, which is all that it is for. Guests cannot guess the nonce. */
-static __always_inline bool is_injected(struct __sk_buff *skb)
-{
-	__u32 header = skb->protocol == bpf_htons(ETH_P_IP) ? IP4_BYTES : IP6_BYTES;
-	__u64 nonce = setting(SET_RETRACK);
-	struct {
-		__u16 kind_and_length;
-		__u32 low, high;
-	} __attribute__((packed)) option;
-
-	if (!nonce || bpf_skb_load_bytes(skb, ETH_HLEN + header + TCP_BYTES, &option, sizeof(option)))
-		return false;
-	return option.kind_and_length == bpf_htons(RETRACK_OPTION) && option.low == (__u32)nonce && option.high == nonce >> 32;
 }
 
 /* Run by `detach` alone (BPF_PROG_TEST_RUN): the frame comes in at the interface whose number is in its source address. */

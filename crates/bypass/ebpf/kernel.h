@@ -99,18 +99,6 @@ struct netns_nf {
 	struct nf_hook_entries *hooks_ipv6[5];
 };
 
-struct nf_tcp_net {
-	__u8 tcp_be_liberal;
-};
-
-struct nf_ip_net {
-	struct nf_tcp_net tcp;
-};
-
-struct netns_ct {
-	struct nf_ip_net nf_ct_proto;
-};
-
 /* base_seq counts the rule set's changes from Linux 6.17 on; before, only gencursor flips with each. */
 struct netns_nftables {
 	unsigned int base_seq;
@@ -121,7 +109,6 @@ struct net {
 	struct netns_ipv4 ipv4;
 	struct netns_ipv6 ipv6;
 	struct netns_nf nf;
-	struct netns_ct ct;
 	struct netns_nftables nft;
 };
 

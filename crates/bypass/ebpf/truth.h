@@ -140,10 +140,10 @@ static __always_inline bool connection_is(const struct nf_conn *conn, int family
 	       tuple_is(back, family, in->proto, daddr, saddr, second_of(ports), first_of(ports));
 }
 
-static __always_inline bool is_liberal(const struct nf_conn *conn, struct net *net)
+/* By its own flags alone: the sysctl of the same name holds for a moment only where a `detach` sets it (src/retrack.rs). */
+static __always_inline bool is_liberal(const struct nf_conn *conn)
 {
-	return FIELD(net, ct.nf_ct_proto.tcp.tcp_be_liberal) ||
-	       (conn->proto.tcp.seen[0].flags & conn->proto.tcp.seen[1].flags & IP_CT_TCP_FLAG_BE_LIBERAL);
+	return conn->proto.tcp.seen[0].flags & conn->proto.tcp.seen[1].flags & IP_CT_TCP_FLAG_BE_LIBERAL;
 }
 
 /* Whether a rule that rewrites a field may do something else to this frame than to the one that the flow was learned from: one that sets

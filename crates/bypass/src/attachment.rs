@@ -19,6 +19,7 @@ use crate::settle;
 use aya::programs::links::{FdLink, PinnedLink};
 use aya::programs::{ProgramError, ProgramInfo, SchedClassifier, TcAttachType, Xdp, XdpMode, loaded_programs};
 use aya_obj::programs::XdpAttachType;
+use std::collections::HashSet;
 use std::time::Duration;
 
 /// How long a flow holds, unless the user says otherwise.
@@ -324,7 +325,7 @@ pub fn attach(place: &Place, names: &[String], options: &Options) -> Result<Vec<
     }
     // Nothing is looked at before it is held, and it is held until all is done.
     let lock = place.lock()?;
-    restore_checks(place);
+    restore_checks(place)?;
     let fresh = !place.exists() || is_leftover(place)?;
     if fresh {
         // What an attach that was killed left, or a namespace before this one, if anything.
@@ -500,10 +501,10 @@ fn follow(record: &mut Record, links: &[Link]) {
 /// Lets go of what is gone, perhaps into another namespace, and attaches again what was made again under the name that it was attached by, or
 /// came back; says what is attached, and awaited, then. The caller holds the lock.
 pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
+    restore_checks(place)?;
     if !place.exists() {
         return Ok(Record::default());
     }
-    restore_checks(place);
     let (routes, mut record, mut maps) = (Routes::open()?, place.record()?, Maps::open(place)?);
     let (links, ours, before) = (routes.links()?, Ours::of(place)?, record.clone());
     prune(place, &mut record, &mut maps, &links, ours)?;
@@ -577,12 +578,13 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
     if lock.is_none() || !place.exists() {
         let left = names.first().cloned();
         if lock.is_some() {
+            restore_checks(place)?;
             strip(place);
             place.remove()?;
         }
         return left.map_or(Ok(Detached::default()), |name| Err(AttachError::NotAttached(name)));
     }
-    restore_checks(place);
+    restore_checks(place)?;
     let mut record = place.record()?;
     prune(place, &mut record, &mut Maps::open(place)?, &Routes::open()?.links()?, Ours::of(place)?)?;
     let is_named = |i: &Interface| names.is_empty() || names.contains(&i.name);
@@ -600,12 +602,12 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
 /// A fabric lets go of what it attached; what nobody else asked for is detached.
 pub fn release(place: &Place, owner: &str) -> Result<Detached, AttachError> {
     let Some(_lock) = place.lock_if_there()? else { return Ok(Detached::default()) };
+    restore_checks(place)?;
     if !place.exists() {
         strip(place);
         place.remove()?;
         return Ok(Detached::default());
     }
-    restore_checks(place);
     let mut record = place.record()?;
     let mut interfaces = std::mem::take(&mut record.interfaces);
     record.awaited.iter_mut().for_each(|a| a.interface.owners.retain(|o| o != owner));
@@ -629,10 +631,14 @@ fn take_off(
     maps.forget_flows()?;
     let is_of = |tuple: &Tuple, flow: &Flow| going.iter().any(|i| i.index == tuple.input || i.index == flow.output);
     let flows: Vec<_> = maps.keyed_flows().into_iter().filter(|(_, tuple, flow)| is_of(tuple, flow)).collect();
-    let unchecked = settle_for_good(place, &mut maps, &flows);
+    let ours = going.iter().chain(&staying).map(|i| i.index).collect();
+    let unchecked = settle_for_good(place, &mut maps, &flows, &ours);
     for interface in &going {
         detach_all(place, interface.index);
     }
+    // Nobody follows their numbers any more.
+    maps.remove_flows(flows.iter().map(|f| &f.0));
+    let unchecked = unchecked?;
     if staying.is_empty() && record.awaited.is_empty() {
         // It would end by itself, unless it is stopped.
         let _ = keeper::end(place);
@@ -645,62 +651,67 @@ fn take_off(
 }
 
 /// Settles connections whose flows end, and has their windows checked again; gives how many stay unchecked. The kernel is out of step with
-/// those that had much traffic, and would never see that what is on its way now is acknowledged.
-fn settle_for_good(place: &Place, maps: &mut Maps, flows: &[(FlowKey, Tuple, Flow)]) -> usize {
+/// those that had much traffic, and would never see that what is on its way now is acknowledged. `ours` are the interfaces where our
+/// programs are.
+fn settle_for_good(
+    place: &Place,
+    maps: &mut Maps,
+    flows: &[(FlowKey, Tuple, Flow)],
+    ours: &HashSet<u32>,
+) -> Result<usize, AttachError> {
     let now_ns = monotonic_ns();
     let plain: Vec<_> = flows.iter().map(|(_, tuple, flow)| (*tuple, *flow)).collect();
-    let mut standings = settle::standings(&plain);
-    if standings.is_empty() {
-        return 0;
+    if !plain.iter().any(|(_, flow)| flow.progress.is_some()) {
+        return Ok(0);
     }
+    let mut standings = settle::standings(&plain);
     for standing in &mut standings {
         if now_ns.saturating_sub(standing.used_ns) < settle::RESTING.as_nanos() as u64 {
             standing.is_acknowledged = [true; 2];
         }
     }
     // What cannot be settled expires earlier, which is no reason to stay attached.
-    let (Some(timeouts), Ok(conntrack)) = (settle::Timeouts::read(), Conntrack::open()) else { return standings.len() };
+    let (Some(timeouts), Ok(conntrack)) = (settle::Timeouts::read(), Conntrack::open()) else {
+        return Ok(standings.len());
+    };
     settle::settle(&conntrack, &standings, timeouts, now_ns);
-    let links = Routes::open().and_then(|routes| routes.links()).unwrap_or_default();
-    let macs = links.iter().filter_map(|l| Some((l.index, l.mac?))).collect();
-    // By the sysctl all connections are liberal, and stay so.
+    // By the sysctl no connection is checked, and that is as the user wants it.
     if retrack::is_lenient() {
-        return 0;
+        return Ok(0);
     }
-    let skips_judging_rules = match start_lenient(place, maps) {
-        Ok(skips_judging_rules) => skips_judging_rules,
-        Err(_) => return standings.len(),
-    };
-    let left = match program(place, INJECT) {
-        Ok(inject) => retrack::retrack(maps, inject, &conntrack, flows, &macs),
-        // Attached by a program before this one.
-        Err(_) => standings.len(),
-    };
-    restore_checks(place);
-    let _ = rules::refresh(place, maps, skips_judging_rules);
-    left
+    // Without the program all was attached by a version before this one.
+    if !standings.is_empty()
+        && let Ok(inject) = program(place, INJECT)
+        && start_lenient(place).is_ok()
+    {
+        let links = Routes::open().and_then(|routes| routes.links()).unwrap_or_default();
+        let macs = links.iter().filter(|l| ours.contains(&l.index)).filter_map(|l| Some((l.index, l.mac?))).collect();
+        retrack::retrack(maps, inject, &conntrack, flows, &macs);
+    }
+    restore_checks(place)?;
+    Ok(retrack::unchecked(&conntrack, flows))
 }
 
-/// Conntrack checks no windows until `restore_checks`, and nothing is learned until the rules are read again; says how they are to be read.
-fn start_lenient(place: &Place, maps: &mut Maps) -> Result<bool, AttachError> {
+/// Conntrack checks no windows until `restore_checks`.
+fn start_lenient(place: &Place) -> Result<(), AttachError> {
     let mut record = place.record()?;
     record.is_lenient = true;
     place.write(&record)?;
-    rules::suspend(maps)?;
-    retrack::set_lenient(true).map_err(AttachError::Lenient)?;
-    Ok(record.skips_judging_rules)
+    retrack::set_lenient(true).map_err(AttachError::Lenient)
 }
 
 /// Has conntrack check windows again where a `detach` stopped that, perhaps one that was killed. The caller holds the lock.
-fn restore_checks(place: &Place) {
-    if let Ok(mut record) = place.record()
-        && record.is_lenient
-        && retrack::set_lenient(false).is_ok()
-    {
+fn restore_checks(place: &Place) -> Result<(), AttachError> {
+    let Ok(mut record) = place.record() else { return Ok(()) };
+    if record.is_lenient {
+        // Where it could not be set it need not be set back.
+        if retrack::is_lenient() {
+            retrack::set_lenient(false).map_err(AttachError::Lenient)?;
+        }
         record.is_lenient = false;
-        // If that fails it is done again, which does no harm.
-        let _ = place.write(&record);
+        place.write(&record)?;
     }
+    Ok(())
 }
 
 /// Now, on the clock that the programs read.

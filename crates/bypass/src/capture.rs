@@ -2,13 +2,13 @@
 //!
 //! The programs copy frames that the filter asks for into perf buffers, one for each CPU, which belong to the process that
 //! captures: while none runs there are none, and a killed one leaves nothing. An interface stays in its mode, and its traffic in the
-//! bypass. Frames are asked for up to a moment that is put off again and again, so a capture that is killed costs nothing after
-//! two seconds.
+//! bypass. Frames are asked for up to a moment that a thread of its own puts off again and again, also while whoever reads them stands
+//! still. So a capture that is killed costs nothing after two seconds.
 //!
 //! # Limits
 //! One capture at a time in a network namespace. A frame that finds its CPU's buffer full is lost, and counted. Of a frame
 //! [`MOST_KEPT`] bytes are kept at most. The frames of all CPUs are put in order by their time; one that is told of later than
-//! [`HOLD`] stands further behind.
+//! `HOLD` stands further behind.
 
 use crate::attachment::{AttachError, monotonic_ns};
 use crate::layout::{Captured, Point, WANTED_BYTES};
@@ -19,8 +19,11 @@ use aya::maps::MapData;
 use aya::maps::perf::{PerfEvent, PerfEventArrayBuffer};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
+use std::fs::File;
 use std::net::IpAddr;
 use std::ops::ControlFlow;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
 use std::time::Duration;
 
 /// Most bytes that are kept of a frame: what the kernel writes into a perf buffer at once is shorter than 64 KiB.
@@ -35,6 +38,8 @@ const HOLD: Duration = Duration::from_millis(10);
 /// How often it looks whether it is to end, and how long frames gather before they are read.
 const GLANCE: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 const GATHER: Duration = Duration::from_millis(4);
+/// How often the moment up to which frames are captured is put off; they are for a second or two.
+const RENEW: Duration = Duration::from_millis(300);
 
 /// One end of a flow: what is `None` may be anything.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -171,21 +176,56 @@ fn counted(maps: &Maps) -> Result<Vec<(u32, u64, u64)>, AttachError> {
     Ok(found)
 }
 
+/// The place of the one capture that may run in a network namespace.
+pub struct Slot(File);
+
+impl Slot {
+    /// Takes it.
+    ///
+    /// # Errors
+    /// If another capture runs here.
+    pub fn take(place: &Place) -> Result<Slot, AttachError> {
+        place.capture_lock()?.map(Slot).map_err(AttachError::Capturing)
+    }
+}
+
+/// Has frames captured as long as it lives.
+struct Renewer(Option<(Sender<()>, JoinHandle<()>)>);
+
+impl Renewer {
+    fn start(place: &Place) -> Result<Renewer, AttachError> {
+        let mut maps = Maps::open(place)?;
+        let mut renew = move || maps.capture_until(monotonic_ns() / 1_000_000_000 + 1);
+        renew()?;
+        let (stop, stopped) = mpsc::channel();
+        let thread = std::thread::Builder::new()
+            .name("capture".into())
+            .spawn(move || while stopped.recv_timeout(RENEW) == Err(RecvTimeoutError::Timeout) && renew().is_ok() {});
+        Ok(Renewer(Some((stop, thread.map_err(AttachError::Thread)?))))
+    }
+}
+
+impl Drop for Renewer {
+    fn drop(&mut self) {
+        if let Some((stop, thread)) = self.0.take() {
+            drop(stop);
+            let _ = thread.join();
+        }
+    }
+}
+
 /// Hands frames to `each` until it breaks or fails. It is called without a frame ten times a second, so that it can see that time is
 /// up.
 ///
 /// # Errors
-/// If nothing is attached, another capture runs here, or the kernel gives no buffers.
+/// If nothing is attached, or the kernel gives no buffers.
 pub fn capture<E: From<AttachError>>(
     place: &Place,
+    slot: &Slot,
     wanted: Wanted,
     mut each: impl FnMut(Option<&Frame>) -> Result<ControlFlow<()>, E>,
 ) -> Result<Totals, E> {
     let mut maps = Maps::open(place).map_err(AttachError::from)?;
-    let _lock = match place.capture_lock().map_err(AttachError::from)? {
-        Ok(lock) => lock,
-        Err(holder) => return Err(AttachError::Capturing(holder).into()),
-    };
     let mut buffers = buffers(place)?;
     maps::set_wanted(place, wanted.to_bytes()).map_err(AttachError::from)?;
     let before = counted(&maps)?;
@@ -216,9 +256,9 @@ pub fn capture<E: From<AttachError>>(
     };
     let mut detached = false;
     let mut run = |maps: &mut Maps| -> Result<(), E> {
+        let renewer = Renewer::start(place)?;
         loop {
             let now = monotonic_ns();
-            maps.capture_until(now / 1_000_000_000 + 1).map_err(AttachError::from)?;
             read(&mut waiting)?;
             for frame in waiting.due(now.saturating_sub(HOLD.as_nanos() as u64)) {
                 if each(Some(&frame))?.is_break() {
@@ -228,12 +268,13 @@ pub fn capture<E: From<AttachError>>(
             if each(None)?.is_break() {
                 break;
             }
-            if !place.exists() {
+            if !place.is_captured_by(&slot.0) {
                 detached = true;
                 break;
             }
             std::thread::sleep(GATHER);
         }
+        drop(renewer);
         // What came before the end was seen.
         maps.capture_until(0).map_err(AttachError::from)?;
         read(&mut waiting)?;

@@ -32,6 +32,8 @@ pub const SACK_PERMITTED: u8 = 0x02;
 pub const BE_LIBERAL: u8 = 0x08;
 /// IP_CT_TCP_FLAG_DATA_UNACKNOWLEDGED: this direction has sent data that was not acknowledged.
 pub const UNACKNOWLEDGED: u8 = 0x10;
+/// TCP_CONNTRACK_SYN_RECV.
+pub const SYN_RECV: u8 = 2;
 /// TCP_CONNTRACK_ESTABLISHED.
 pub const ESTABLISHED: u8 = 3;
 /// TCP_CONNTRACK_CLOSE.

@@ -329,6 +329,17 @@ impl Maps {
         flows
     }
 
+    /// Removes these flows.
+    pub(crate) fn remove_flows<'a>(&mut self, keys: impl Iterator<Item = &'a FlowKey>) {
+        for key in keys {
+            // One that the kernel evicted meanwhile is gone as well.
+            match key {
+                FlowKey::V4(key) => drop(self.flows4.remove(key)),
+                FlowKey::V6(key) => drop(self.flows6.remove(key)),
+            }
+        }
+    }
+
     /// One flow, if it is still there.
     pub(crate) fn flow(&self, key: &FlowKey) -> Option<Flow> {
         match key {

@@ -446,8 +446,17 @@ impl Place {
 
     /// Whether the keeper that holds this lock is still this place's: not where everything was removed, also if it was made anew meanwhile.
     pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
+        self.has_lock("keeper", lock)
+    }
+
+    /// The same of a capture.
+    pub(crate) fn is_captured_by(&self, lock: &File) -> bool {
+        self.has_lock("capture", lock)
+    }
+
+    fn has_lock(&self, name: &str, lock: &File) -> bool {
         let held = lock.metadata().map(|m| m.ino());
-        self.exists() && fs::metadata(self.beside("keeper")).is_ok_and(|m| held.is_ok_and(|ino| ino == m.ino()))
+        self.exists() && fs::metadata(self.beside(name)).is_ok_and(|m| held.is_ok_and(|ino| ino == m.ino()))
     }
 
     /// The keeper's process, if one runs.

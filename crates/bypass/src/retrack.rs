@@ -9,19 +9,23 @@
 //!
 //! # Frames in between
 //! Numbers that were read just before are wrong if a frame passes before conntrack has the new ones. So conntrack checks no window in this
-//! namespace while this goes on (`nf_conntrack_tcp_be_liberal`; the owner record says so, so that whoever comes after a kill sets it back, and no
-//! flow is learned meanwhile). The numbers are read again afterwards. If they have changed, it is done again, with room for what
-//! passes meanwhile. Room that a connection does not use up at once would make conntrack refuse its right RST, so then it is done a third
-//! time, without.
+//! namespace while this goes on (`nf_conntrack_tcp_be_liberal`; the owner record says so, so that whoever comes after a kill sets it back). The
+//! numbers are read again afterwards, and if they have changed, it is done again. Where a connection never pauses for that long, it is
+//! liberal again, as before.
 //!
 //! # What stays liberal
-//! Connections without window scaling: conntrack picks up connections without a handshake in the same state, and knows no scale of these.
-//! Those of which not both directions are known for sure, and those that have begun to end. Those whose
-//! injected frames a rule before conntrack drops. Where it cannot be done for a connection, it is liberal again, as before.
+//! - Connections that never pause, and all that come after the time that is spent at most. Those at rest come first.
+//! - Connections without window scaling: conntrack picks up connections without a handshake in the same state, and knows no scale of these.
+//! - Those of which not both directions are known for sure, or one of them came by an interface without our programs lately:
+//!   then one end has acknowledged more than the other is known to have sent. Those that have begun to end.
+//! - Those whose injected frames a rule before conntrack drops.
 //!
-//! A kill in the midst leaves an entry that the connection's next frame completes; if there is none for a minute, the entry expires.
+//! A kill in the midst leaves an entry that the connection's next frame completes, or the next `detach`; if there is neither for a
+//! minute, the entry expires.
 
-use crate::conntrack::{BE_LIBERAL, Conntrack, ESTABLISHED, Entry, UNACKNOWLEDGED, Update, WINDOW_SCALE};
+use crate::conntrack::{
+    BE_LIBERAL, Connection, Conntrack, ESTABLISHED, Entry, SYN_RECV, UNACKNOWLEDGED, Update, WINDOW_SCALE,
+};
 use crate::layout::{Flow, Tuple};
 use crate::maps::{FlowKey, Maps};
 use crate::settle::{self, Standing, is_before};
@@ -36,12 +40,8 @@ use std::time::{Duration, Instant};
 const LONGEST: Duration = Duration::from_secs(3);
 /// How often one is tried.
 const TRIES: usize = 8;
-/// For how long a connection in motion may take to use up the room that it was given.
-const MOVES_ON: Duration = Duration::from_millis(100);
-/// What a connection in motion may send between two looks at it, in bytes: 20 µs at 100 Gbit/s.
-const ROOM: u32 = 256 << 10;
-/// The least window that such a connection is given, in bytes.
-const WIDE: u32 = 2 * ROOM;
+/// For how long conntrack may take to see the injected frames: they wait in a queue where the machine is busy.
+const SEEN_WITHIN: Duration = Duration::from_millis(10);
 
 const SYN: u8 = 0x02;
 const ACK: u8 = 0x10;
@@ -92,29 +92,28 @@ struct Side {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 struct Numbers {
     end: u32,
+    ack: u32,
     window: u16,
     scale: u8,
 }
 
 impl Numbers {
     fn of(side: &Side, maps: &Maps) -> Option<Numbers> {
-        let mut best: Option<(Numbers, u32)> = None;
+        let mut best: Option<Numbers> = None;
         for p in side.keys.iter().filter_map(|key| maps.flow(key)?.progress) {
-            let (n, ack) = best.get_or_insert((Numbers { end: p.end, window: p.window, scale: p.scale }, p.ack));
+            let n = best.get_or_insert(Numbers { end: p.end, ack: p.ack, window: p.window, scale: p.scale });
             n.end = if is_before(n.end, p.end) { p.end } else { n.end };
-            if is_before(*ack, p.ack) {
-                (*ack, n.window) = (p.ack, p.window);
+            if is_before(n.ack, p.ack) {
+                (n.ack, n.window) = (p.ack, p.window);
             }
         }
-        best.map(|b| b.0)
+        best
     }
+}
 
-    /// With room for what is sent meanwhile.
-    fn with_room(self) -> Numbers {
-        let widest = u32::from(u16::MAX) << self.scale;
-        let window = self.window.max((WIDE.min(widest) >> self.scale) as u16);
-        Numbers { end: self.end.wrapping_add(ROOM.min(widest / 2)), window, ..self }
-    }
+/// Whether neither end has acknowledged what the other is not known to have sent.
+fn agree([a, b]: [Numbers; 2]) -> bool {
+    !is_before(a.end, b.ack) && !is_before(b.end, a.ack)
 }
 
 /// Injects frames, and has the egress programs know them, as long as it lives.
@@ -241,7 +240,8 @@ fn checksum(bytes: &[u8]) -> u16 {
     !((sum & 0xffff) + (sum >> 16)) as u16
 }
 
-/// The two directions of each connection, as its frames come in.
+/// The two directions of each connection, as its frames come in. `macs` has the Ethernet address of each interface where our programs are;
+/// others see nothing of the connection there, and would pass on what is injected.
 fn sides(
     flows: &[(FlowKey, Tuple, Flow)],
     standings: &[Standing],
@@ -251,6 +251,9 @@ fn sides(
     for (key, tuple, flow) in flows {
         let Some(p) = flow.progress.filter(|p| p.is_sure && !p.is_ending) else { continue };
         let (Some(both), Some(mac)) = (found.get_mut(&p.conn), macs.get(&tuple.input)) else { continue };
+        if !macs.contains_key(&flow.output) {
+            continue;
+        }
         let side = both[usize::from(p.is_reply)].get_or_insert(Side { tuple: *tuple, mac: *mac, keys: vec![] });
         side.keys.push(*key);
     }
@@ -261,88 +264,94 @@ fn is_liberal(entry: &Entry) -> bool {
     entry.flags.iter().any(|f| f & BE_LIBERAL != 0)
 }
 
-/// Has the windows of these connections checked again; gives how many stay as they are. Nothing is taken any more, and the programs are
-/// still there. `macs` has the Ethernet address of each interface.
+/// A connection for conntrack's answers, by any of its flows: an entry is found by either direction.
+fn by_tuple(tuple: &Tuple) -> Connection {
+    Connection {
+        source: settle::octets(tuple.source),
+        destination: settle::octets(tuple.destination),
+        source_port: tuple.source_port.to_be_bytes(),
+        destination_port: tuple.destination_port.to_be_bytes(),
+    }
+}
+
+/// How many connections of these flows are liberal.
+pub(crate) fn unchecked(conntrack: &Conntrack, flows: &[(FlowKey, Tuple, Flow)]) -> usize {
+    let connections: HashMap<u64, &Tuple> =
+        flows.iter().filter_map(|(_, tuple, flow)| Some((flow.progress?.conn, tuple))).collect();
+    let is =
+        |tuple: &&&Tuple| conntrack.entry(&by_tuple(tuple)).is_ok_and(|entry| entry.is_some_and(|e| is_liberal(&e)));
+    connections.values().filter(is).count()
+}
+
+/// Has the windows of these connections checked again. Nothing is taken any more, and the programs are still there.
 pub(crate) fn retrack(
     maps: &mut Maps,
     program: SchedClassifier,
     conntrack: &Conntrack,
     flows: &[(FlowKey, Tuple, Flow)],
     macs: &HashMap<u32, [u8; 6]>,
-) -> usize {
+) {
     let plain: Vec<_> = flows.iter().map(|(_, tuple, flow)| (*tuple, *flow)).collect();
-    let standings = settle::standings(&plain);
+    let mut standings = settle::standings(&plain);
+    standings.sort_by_key(|s| s.used_ns);
     let sides = sides(flows, &standings, macs);
     let end = Instant::now() + LONGEST;
     let _on_one_cpu = OnOneCpu::new();
-    let mut left = 0;
-    let mut injector = None;
-    let mut parts = Some((maps, program));
+    let Some(injector) = Injector::open(maps, program) else { return };
     for standing in &standings {
+        if Instant::now() > end {
+            return;
+        }
+        let Some([a, b]) = sides.get(&standing.conn) else { continue };
         let Ok(Some(entry)) = conntrack.entry(&standing.connection) else { continue };
-        // A connection that is liberal by the sysctl has no such flag, and is none of ours.
-        if entry.state != ESTABLISHED || !is_liberal(&entry) {
-            continue;
+        // A `detach` that was killed may have left the second of these states.
+        let is_open = entry.state == ESTABLISHED || entry.state == SYN_RECV;
+        if is_open && is_liberal(&entry) && entry.flags.iter().all(|f| f & WINDOW_SCALE != 0) {
+            one(&injector, conntrack, standing, [a, b], entry);
         }
-        if let Some((maps, program)) = parts.take() {
-            injector = Injector::open(maps, program);
-        }
-        let is_done = match (&injector, sides.get(&standing.conn)) {
-            (Some(injector), Some([a, b])) if entry.flags.iter().all(|f| f & WINDOW_SCALE != 0) => {
-                Instant::now() < end && one(injector, conntrack, standing, [a, b], entry)
-            }
-            _ => false,
-        };
-        left += usize::from(!is_done);
     }
-    left
 }
 
-/// The same for one connection; says whether.
-fn one(injector: &Injector, conntrack: &Conntrack, standing: &Standing, sides: [&Side; 2], entry: Entry) -> bool {
+/// Whether conntrack has seen all of the handshake. What it takes from a SYN has no such flag; from Linux 5.18 on that of the other
+/// direction stays.
+fn is_in_step(entry: Option<Entry>) -> bool {
+    entry.is_some_and(|entry| entry.state == ESTABLISHED && entry.flags[0] & BE_LIBERAL == 0)
+}
+
+/// The same for one connection.
+fn one(injector: &Injector, conntrack: &Conntrack, standing: &Standing, sides: [&Side; 2], entry: Entry) {
     let numbers = || Some([Numbers::of(sides[0], injector.maps)?, Numbers::of(sides[1], injector.maps)?]);
-    let mut moves = [false; 2];
+    let now = || conntrack.entry(&standing.connection).ok().flatten();
+    let timeout_s = (entry.state == ESTABLISHED).then_some(entry.timeout_s);
+    let mut has_begun = false;
     for _ in 0..TRIES {
-        let Some(before) = numbers() else { break };
-        let given = [0, 1].map(|n| if moves[n] { before[n].with_room() } else { before[n] });
-        if !injector.shake_hands(sides, given, entry.has_sack()) {
+        let Some(before) = numbers().filter(|n| agree(*n)) else { break };
+        has_begun = true;
+        if !injector.shake_hands(sides, before, entry.has_sack()) {
             break;
         }
-        let now = conntrack.entry(&standing.connection);
-        // What conntrack takes from a SYN has no such flag; from Linux 5.18 on that of the other direction stays.
-        if !now.is_ok_and(|now| now.is_some_and(|now| now.state == ESTABLISHED && now.flags[0] & BE_LIBERAL == 0)) {
-            // A real frame came between two of ours, or a rule before conntrack dropped them.
-            continue;
-        }
-        let until = Instant::now() + MOVES_ON;
-        let is_used_up = loop {
-            let Some(after) = numbers() else { break false };
-            if (0..2).all(|n| !is_before(after[n].end, given[n].end)) {
-                let passed = [0, 1].map(|n| after[n].end != before[n].end);
-                // Where room was given, what came meanwhile is within; else nothing may have come.
-                break (0..2).all(|n| moves[n] || !passed[n]) || {
-                    moves = passed;
-                    false
-                };
-            }
-            if Instant::now() >= until {
-                moves = [false; 2];
-                break false;
-            }
+        let until = Instant::now() + SEEN_WITHIN;
+        let mut is_seen = is_in_step(now());
+        while !is_seen && Instant::now() < until {
             std::thread::sleep(Duration::from_millis(1));
-        };
-        if is_used_up {
+            is_seen = is_in_step(now());
+        }
+        // Else a real frame came between two of ours, or a rule before conntrack dropped them.
+        let is_still = numbers().is_some_and(|after| agree(after) && (0..2).all(|n| after[n].end == before[n].end));
+        if is_seen && is_still {
             // All of it was acknowledged, as conntrack sees it now.
             let flags = Some((entry.flags.map(|f| f & UNACKNOWLEDGED), UNACKNOWLEDGED | BE_LIBERAL));
-            let update = Update { flags, state: None, timeout_s: Some(entry.timeout_s) };
-            if conntrack.update(&standing.connection, update).is_ok() {
-                return true;
+            if conntrack.update(&standing.connection, Update { flags, state: None, timeout_s }).is_ok() {
+                return;
             }
             break;
         }
     }
-    let _ = conntrack.update(&standing.connection, Update::LIBERAL);
-    false
+    if has_begun {
+        // What was injected last may have been seen in part.
+        let state = now().is_some_and(|entry| entry.state == SYN_RECV).then_some(ESTABLISHED);
+        let _ = conntrack.update(&standing.connection, Update { state, timeout_s, ..Update::LIBERAL });
+    }
 }
 
 #[cfg(test)]
@@ -391,12 +400,11 @@ mod tests {
     }
 
     #[test]
-    fn room_is_no_more_than_half_of_the_window_that_the_scale_allows() {
-        let narrow = Numbers { end: u32::MAX, window: 100, scale: 0 }.with_room();
-        assert_eq!((narrow.end, narrow.window), (u32::MAX.wrapping_add(32767), 65535));
-        let wide = Numbers { end: 10, window: 65000, scale: 7 }.with_room();
-        assert_eq!((wide.end, wide.window), (10 + ROOM, 65000));
-        let small = Numbers { end: 10, window: 5, scale: 7 }.with_room();
-        assert_eq!(u32::from(small.window) << 7, WIDE);
+    fn numbers_agree_unless_more_was_acknowledged_than_sent() {
+        let side = |end, ack| Numbers { end, ack, window: 1, scale: 7 };
+        assert!(agree([side(5, 9), side(9, 5)]));
+        assert!(agree([side(5, u32::MAX), side(9, u32::MAX - 4)]));
+        assert!(!agree([side(5, 9), side(9, 6)]));
+        assert!(!agree([side(u32::MAX, 1), side(0, u32::MAX)]));
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use tombolo_bypass::attachment::{AttachError, monotonic_ns};
-use tombolo_bypass::capture::{self, End, Frame, MOST_KEPT, Wanted};
+use tombolo_bypass::capture::{self, End, Frame, MOST_KEPT, Slot, Wanted};
 use tombolo_bypass::layout::Point;
 use tombolo_bypass::netlink::Routes;
 use tombolo_host::pcapng::{self, Direction, Packet};
@@ -28,7 +28,7 @@ pub(crate) struct Capture {
     /// File to write; - is standard output, and the default in a pipe
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
-    /// Only frames from or to this end: 10.1.0.2, 10.1.0.0/24, :53, 10.1.0.2:53, [fd01::2]:53. Given twice: between
+    /// Only frames from or to this end: `10.1.0.2`, `10.1.0.0/24`, `:53`, `10.1.0.2:53`, `[fd01::2]:53`. Given twice: between
     /// the two, in both directions
     #[arg(long, value_name = "ADDRESS:PORT", value_parser = end)]
     end: Vec<End>,
@@ -205,6 +205,8 @@ impl Capture {
         if path.is_none() && io::stdout().is_terminal() {
             return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
         }
+        // Before the file, which may be that of the capture that runs.
+        let slot = Slot::take(&place)?;
         let file: Box<dyn Write> = match path {
             Some(path) => {
                 let file = private(path).map_err(|e| Failure::failed(format!("writing {}: {e}", path.display())))?;
@@ -231,7 +233,7 @@ impl Capture {
         let mut ends = [End::default(); 2];
         ends.iter_mut().zip(&self.end).for_each(|(to, from)| *to = *from);
         let wanted = Wanted { interface: index, protocol: self.protocol, ends, snap };
-        let totals = capture::capture(&place, wanted, |frame| {
+        let totals = capture::capture(&place, &slot, wanted, |frame| {
             let Some(frame) = frame else {
                 output.file.flush()?;
                 let is_over = stop.load(Ordering::Relaxed) || deadline.is_some_and(|end| Instant::now() >= end);
@@ -250,7 +252,11 @@ impl Capture {
         output.file.flush()?;
         if path.is_some() {
             let frames = counted(usize::try_from(output.frames).unwrap_or(usize::MAX), "frame");
-            out::tell!("{frames}, {}", scaled(output.bytes as f64, "B"));
+            out::tell!(
+                "{frames}, {} in {}",
+                scaled(output.bytes as f64, "B"),
+                path.unwrap_or(Path::new("-")).display()
+            );
         }
         if totals.lost() > 0 {
             out::tell!(

@@ -104,7 +104,7 @@ pub enum XenOpenError {
     },
     /// A device file of Xen's is missing or not allowed.
     #[error(
-        "{path}: {source}; expected a dom0 or driver domain of Xen, and root. `modprobe xen-evtchn xen-gntdev` loads what is missing; \
+        "{path}: {source}; expected a dom0 or driver domain of Xen, and root. There `modprobe -a xen-evtchn xen-gntdev` loads what is missing; \
          `tombolo doctor` says more"
     )]
     Device {
