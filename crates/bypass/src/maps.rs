@@ -331,13 +331,14 @@ impl Maps {
 
     /// Removes these flows.
     pub(crate) fn remove_flows<'a>(&mut self, keys: impl Iterator<Item = &'a FlowKey>) {
+        let (mut keys4, mut keys6) = (vec![], vec![]);
         for key in keys {
-            // One that the kernel evicted meanwhile is gone as well.
             match key {
-                FlowKey::V4(key) => drop(self.flows4.remove(key)),
-                FlowKey::V6(key) => drop(self.flows6.remove(key)),
+                FlowKey::V4(key) => keys4.push(*key),
+                FlowKey::V6(key) => keys6.push(*key),
             }
         }
+        self.remove(&keys4, &keys6);
     }
 
     /// One flow, if it is still there.

@@ -23,9 +23,7 @@
 //! A kill in the midst leaves an entry that the connection's next frame completes, or the next `detach`; if there is neither for a
 //! minute, the entry expires.
 
-use crate::conntrack::{
-    BE_LIBERAL, Connection, Conntrack, ESTABLISHED, Entry, SYN_RECV, UNACKNOWLEDGED, Update, WINDOW_SCALE,
-};
+use crate::conntrack::{BE_LIBERAL, Conntrack, ESTABLISHED, Entry, SYN_RECV, UNACKNOWLEDGED, Update, WINDOW_SCALE};
 use crate::layout::{Flow, Tuple};
 use crate::maps::{FlowKey, Maps};
 use crate::settle::{self, Standing, is_before};
@@ -264,22 +262,13 @@ fn is_liberal(entry: &Entry) -> bool {
     entry.flags.iter().any(|f| f & BE_LIBERAL != 0)
 }
 
-/// A connection for conntrack's answers, by any of its flows: an entry is found by either direction.
-fn by_tuple(tuple: &Tuple) -> Connection {
-    Connection {
-        source: settle::octets(tuple.source),
-        destination: settle::octets(tuple.destination),
-        source_port: tuple.source_port.to_be_bytes(),
-        destination_port: tuple.destination_port.to_be_bytes(),
-    }
-}
-
 /// How many connections of these flows are liberal.
 pub(crate) fn unchecked(conntrack: &Conntrack, flows: &[(FlowKey, Tuple, Flow)]) -> usize {
     let connections: HashMap<u64, &Tuple> =
         flows.iter().filter_map(|(_, tuple, flow)| Some((flow.progress?.conn, tuple))).collect();
-    let is =
-        |tuple: &&&Tuple| conntrack.entry(&by_tuple(tuple)).is_ok_and(|entry| entry.is_some_and(|e| is_liberal(&e)));
+    let is = |tuple: &&&Tuple| {
+        conntrack.entry(&settle::by_tuple(tuple)).is_ok_and(|entry| entry.is_some_and(|e| is_liberal(&e)))
+    };
     connections.values().filter(is).count()
 }
 

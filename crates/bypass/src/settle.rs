@@ -65,6 +65,16 @@ pub(crate) fn octets(address: IpAddr) -> Vec<u8> {
     }
 }
 
+/// A connection for conntrack's questions, by the tuple of any of its flows: an entry is found by either direction.
+pub(crate) fn by_tuple(tuple: &Tuple) -> Connection {
+    Connection {
+        source: octets(tuple.source),
+        destination: octets(tuple.destination),
+        source_port: tuple.source_port.to_be_bytes(),
+        destination_port: tuple.destination_port.to_be_bytes(),
+    }
+}
+
 /// The connections of which both directions are known for sure and that have not begun to end.
 pub(crate) fn standings(flows: &[(Tuple, Flow)]) -> Vec<Standing> {
     let mut sides: HashMap<(u64, bool), Side> = HashMap::new();
@@ -95,12 +105,7 @@ pub(crate) fn standings(flows: &[(Tuple, Flow)]) -> Vec<Standing> {
             let t = &there.tuple;
             Some(Standing {
                 conn: *conn,
-                connection: Connection {
-                    source: octets(t.source),
-                    destination: octets(t.destination),
-                    source_port: t.source_port.to_be_bytes(),
-                    destination_port: t.destination_port.to_be_bytes(),
-                },
+                connection: by_tuple(t),
                 used_ns: there.used_ns.max(back.used_ns),
                 is_acknowledged: [!is_before(back.ack, there.end), !is_before(there.ack, back.end)],
             })
