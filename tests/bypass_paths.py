@@ -188,6 +188,18 @@ def same(got, expected, mode):
     return got == expected
 
 
+def settle(h, frame, header):
+    """Sends a frame until its flow is in the bypass. The first frames of a tracked TCP connection are not enough: the keeper has to
+    have conntrack judge it liberally."""
+    def is_in():
+        before = h.status("ta")
+        h.across(frame, header)
+        after = h.status("ta")
+        return after["taken"] + after["learned"] > before["taken"] + before["learned"]
+
+    until("the flow is learned", is_in)
+
+
 def compare(h, mode="tcx"):
     """Each frame by the kernel's way (nothing attached), then by the bypass: the same bytes and the same offload state."""
     expected = {}
@@ -196,7 +208,7 @@ def compare(h, mode="tcx"):
         assert expected[name], f"{name}: the kernel does not forward it"
     h.attach(words=("--lease", "10000", "--mode", mode))
     for name, header, frame in frames(h):
-        h.across(frame, header)
+        settle(h, frame, header)
         before = h.taken()
         got = h.across(frame, header)
         assert same(got, expected[name], mode), f"{name}:\nkernel {expected[name]}\nbypass {got}"
@@ -213,7 +225,7 @@ def test_taken_frames_are_the_kernels_with_a_firewall_that_tracks():
     with host() as h:
         h.rules("table inet f { chain forward { type filter hook forward priority 0; policy drop; ct state established,related accept; "
                 "udp dport 2000 accept; tcp dport 80 accept; icmp type echo-request accept; icmpv6 type echo-request accept; }; }")
-        h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_checksum=0", "net.netfilter.nf_conntrack_tcp_be_liberal=1")
+        h.space.run("sysctl", "-qw", "net.netfilter.nf_conntrack_checksum=0")
         establish(h, 3000, 80)
         establish6(h, 3000, 80)
         compare(h)

@@ -151,8 +151,7 @@ fn windows(i: &InterfaceReport) -> Option<Warning> {
             "{}: {waiting} frames of TCP connections whose windows conntrack still checks take the kernel's path",
             i.name
         ),
-        advice: "see that the keeper runs and the module nf_conntrack_netlink is there, or set \
-                 net.netfilter.nf_conntrack_tcp_be_liberal=1",
+        advice: "see that the keeper runs and the module nf_conntrack_netlink is loaded",
     })
 }
 
