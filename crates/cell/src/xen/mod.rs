@@ -129,6 +129,29 @@ impl Fired {
     }
 }
 
+/// Xen's timer, which fires once. It keeps Xen's time, which the cell's clock may be a little behind: it fires before `at_ns` by
+/// the cell's clock, too, and only its event says that it has fired.
+#[derive(Default)]
+struct Timer {
+    /// Its event channel.
+    port: Cell<u32>,
+    /// When it fires, by the cell's clock; 0 where it is not set.
+    at_ns: Cell<u64>,
+}
+
+impl Timer {
+    /// It has fired, or Xen has forgotten it.
+    fn clear(&self) {
+        self.at_ns.set(0);
+    }
+
+    /// Whether it will fire by `until_ns` as it is set. Firing earlier than asked costs one turn of the main loop; setting it
+    /// again costs a hypercall.
+    fn fires_by(&self, until_ns: u64, now_ns: u64) -> bool {
+        self.at_ns.get() > now_ns && self.at_ns.get() <= until_ns
+    }
+}
+
 /// This domain, as Xen set it up.
 pub(crate) struct Domain {
     pub(crate) clock: Clock,
@@ -140,8 +163,7 @@ pub(crate) struct Domain {
     console_reader: RefCell<Option<Waker>>,
     store: Option<RefCell<Connection>>,
     grants: RefCell<Grants>,
-    /// When the timer fires, by the cell's clock; a time that has passed where none is set.
-    timer_ns: Cell<u64>,
+    timer: Timer,
     vector: Cell<u8>,
     restores: Cell<u32>,
 }
@@ -204,7 +226,7 @@ impl Domain {
             console_reader: RefCell::default(),
             store,
             grants: RefCell::default(),
-            timer_ns: Cell::new(0),
+            timer: Timer::default(),
             vector: Cell::new(0),
             restores: Cell::new(0),
         }
@@ -223,7 +245,7 @@ impl Domain {
             console_reader: RefCell::default(),
             store: None,
             grants: RefCell::default(),
-            timer_ns: Cell::new(0),
+            timer: Timer::default(),
             vector: Cell::new(0),
             restores: Cell::new(0),
         }
@@ -239,7 +261,10 @@ impl Domain {
         let _ = hypercall::set_param(Param::CallbackVia, ENLIGHTENED);
         let timer = hypercall::set_upcall_vector(vector).and_then(|()| hypercall::bind_timer());
         match timer {
-            Ok(port) => self.listen(port),
+            Ok(port) => {
+                self.timer.port.set(port);
+                self.listen(port);
+            }
             Err(refused) => panic!("Xen refused the event vector or the timer: {refused:?}"),
         }
         if let Some(port) = self.console_port.get() {
@@ -309,7 +334,7 @@ impl Domain {
         share_info(self.shared);
         self.fired.clear();
         self.clock.resume(now_ns, read_time(self.shared).map(|time| time.rate));
-        self.timer_ns.set(0);
+        self.timer.clear();
         hypercall::stop_periodic_timer();
         self.grants.borrow_mut().restored();
         if let (Some(store), Some(opened)) = (&self.store, open_store(&self.map)) {
@@ -407,11 +432,14 @@ impl Domain {
             if until_ns <= now_ns {
                 return;
             }
-            // A timer that fires too early costs one turn of the main loop; setting it again costs a hypercall.
-            let is_set = self.timer_ns.get() > now_ns && self.timer_ns.get() <= until_ns;
-            if !is_set && let Some(time) = read_time(self.shared) {
+            if self.has_fired(self.timer.port.get()) {
+                self.timer.clear();
+            }
+            if !self.timer.fires_by(until_ns, now_ns)
+                && let Some(time) = read_time(self.shared)
+            {
                 hypercall::set_timer(time.at(cpu::tsc()) + (until_ns - now_ns));
-                self.timer_ns.set(until_ns);
+                self.timer.at_ns.set(until_ns);
             }
         }
         wait_for_interrupt();
@@ -466,6 +494,19 @@ mod tests {
         wild[28] = 127;
         let time = TimeInfo::parse(&wild).unwrap();
         assert_eq!(time.at(u64::MAX), time.system_ns);
+    }
+
+    #[test]
+    fn a_timer_that_fired_early_is_set_again() {
+        let timer = Timer::default();
+        assert!(!timer.fires_by(100, 50));
+        timer.at_ns.set(100);
+        assert!(timer.fires_by(100, 50) && timer.fires_by(200, 50));
+        // Later than is wanted, or over.
+        assert!(!timer.fires_by(99, 50) && !timer.fires_by(200, 100));
+        // Its event came one nanosecond before the cell's clock says so; nothing would wake the cell any more.
+        timer.clear();
+        assert!(!timer.fires_by(100, 99));
     }
 
     #[test]

@@ -1,8 +1,4 @@
-"""A domain that breaks the rules of Xen's network on purpose, over our backend, beside a neighbour that must not notice.
-
-`./x xen-hostile` runs this. It is no stage of `make test` yet: in two of four runs the backend or the test's domain stood still in the
-handshake after another domain had died, and the cause is not known (docs/xen.md, "Open").
-"""
+"""A domain that breaks the rules of Xen's network on purpose, over our backend, beside a neighbour that must not notice."""
 
 import re
 
