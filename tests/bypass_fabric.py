@@ -148,7 +148,7 @@ def test_a_fabrics_status_names_rules_that_judge_each_frame_and_other_warnings()
             until("the rule in status", lambda: named in fabric.status()["warnings"])
             assert any(named.endswith(warning) for warning in bypass_of(fabric)["warnings"]), bypass_of(fabric)
             w.talk(5)
-            kept = "the bypass of lan: 1 firewall rule(s) that judge each frame keep frames on the kernel's path: "
+            kept = "the bypass of lan: 1 firewall rule(s) that judge each frame keep frames on the kernel's path, since attach: "
             until("its frames", lambda: any(warning.startswith(kept) for warning in fabric.status()["warnings"]))
             subprocess.run(["ip", "netns", "exec", str(w.host), "nft", "delete", "table", "inet", "judge"], check=True)
             until("no warning", lambda: fabric.status()["warnings"] == [])

@@ -121,6 +121,7 @@ def compared(rules, named, make):
             got = outcome(h, make(h))
             assert got == expected, f"{rules}, {mode}:\nkernel {expected}\nbypass {got}\n{h.status('ta')}"
             assert h.taken() == 0 and h.status("ta")["unlearned"]["judged"] >= 1, (rules, h.status("ta"))
+            assert 0 <= h.status("ta")["unlearned_ms_ago"]["judged"] < 60_000, h.status("ta")
             assert "rule that judges each frame" in said and named in said, (rules, said)
             report = h.status()
             assert report["judging_rules"] and not report["judging_rules_skipped"] and report["rules_fault"] is None, report

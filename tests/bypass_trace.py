@@ -143,10 +143,68 @@ def test_a_trace_names_echoes_by_their_id_and_not_by_ports():
         assert f" icmp echo 99 {A} > {B} " in line, line
 
 
+def test_a_detach_ends_a_trace_and_a_measurement_of_flows():
+    """Also where another attach follows at once, whose programs tell them nothing."""
+    for follows in (False, True):
+        with host() as h:
+            h.attach()
+            env = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+            started = {}
+            for words in (("trace", "--seconds", "60"), ("flows", "--seconds", "60")):
+                command = [str(PROGRAM), "bypass", *words, "--netns", str(h.space)]
+                started[words[0]] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+            # Both have begun once they have the programs look for them: a setting is later than now.
+            until("both have begun", lambda: all(is_observing(process.pid) for process in started.values()))
+            h.cli("detach")
+            if follows:
+                h.attach()
+            for name, process in started.items():
+                out, said = process.communicate(timeout=30 * SLOW)
+                assert process.returncode == 3 and "everything was detached meanwhile" in said, (name, process.returncode, out, said)
+
+
+def is_observing(pid):
+    """Whether a command has opened maps of the bypass."""
+    folder = f"/proc/{pid}/fd"
+    return any(os.readlink(f"{folder}/{fd}") == "anon_inode:bpf-map" for fd in os.listdir(folder))
+
+
+def test_interfaces_that_are_not_attached_are_refused_by_whatever_looks_at_one():
+    with host() as h:
+        for words in (("trace",), ("flows",), ("capture", "-w", "/dev/null")):
+            done = h.cli(*words, check=False)
+            assert done.returncode == 2 and "--netns" in done.stderr and "TOMBOLO_RUNTIME" in done.stderr, (words, done.stderr)
+        done = h.cli("attach", "nosuch", check=False)
+        assert done.returncode == 2 and "there is no interface nosuch" in done.stderr, done
+        h.attach("ta")
+        for interface in ("tb", "lo", "nosuch"):
+            for words in (("trace", interface), ("flows", interface), ("capture", interface, "-w", "/dev/null"), ("detach", interface)):
+                done = h.cli(*words, check=False)
+                assert done.returncode == 2 and f"{interface} is not attached" in done.stderr, (words, done.returncode, done.stderr)
+
+
+def test_a_port_of_a_bridge_is_attached_with_a_warning():
+    with host() as h:
+        h.space.ip("link", "add", "br7", "type", "bridge")
+        h.space.ip("link", "set", "ta", "master", "br7")
+        said = h.attach("ta").stderr
+        assert "ta: it is a port of br7" in said, said
+        assert [w["kind"] for w in h.status()["warnings"]].count("interface") == 1 and h.status("ta")["port_of"] == "br7"
+
+
+def test_attach_says_what_it_set_for_all_interfaces():
+    with host() as h:
+        done = h.attach("ta", "ta", words=("--lease", "200", "--if-keeper-dies", "leave", "--judging-rules", "skip"))
+        assert done.stdout.splitlines() == [
+            "ta attached in mode auto",
+            "all interfaces of this network namespace: lease 200 ms, traffic leaves the bypass if the keeper dies, judging rules see one frame per lease",
+        ], done.stdout
+
+
 def test_detach_says_so_where_nothing_is_attached():
     with host() as h:
         done = h.cli("detach")
-        assert done.stdout == "nothing is attached in this network namespace\n", done
+        assert done.stdout.startswith("nothing is attached in this network namespace (--netns"), done
         h.attach()
         assert h.cli("detach").stdout == "ta detached\ntb detached\n"
 
@@ -155,7 +213,7 @@ def test_status_of_nothing_and_of_something_is_one_schema():
     with host() as h:
         assert h.status() == {"schema": 1, "attached": False, "keeper": None, "keeper_fault": None, "needs_keeper": False, "lease_ms": 0, "flows": 0,
                               "flow_entries": 0, "flow_limit": 0, "judging_rules": [], "judging_rules_total": 0, "judging_rules_skipped": False,
-                              "rules_fault": None, "trace_lost": 0, "limits": [], "interfaces": [], "warnings": []}
+                              "rules_fault": None, "is_lenient": False, "trace_lost": 0, "limits": [], "interfaces": [], "warnings": []}
         h.attach(words=("--lease", "5000"))
         h.across(h.udp())
         h.across(h.udp())

@@ -762,12 +762,16 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 	port = bpf_map_lookup_elem(&ports, &iif);
 	c = port ? counters_of(port->slot) : NULL;
 	if (c) {
-		if (refused)
+		if (refused) {
 			c->unlearned[masked(refused - 1, UNLEARNED)]++;
-		else
+			c->unlearned_ns[masked(refused - 1, UNLEARNED)] = now;
+		} else {
 			c->learned++;
-		if (!refused && shortened)
+		}
+		if (!refused && shortened) {
 			c->shortened++;
+			c->shortened_ns = now;
+		}
 	}
 	if (is_observed(now)) {
 		/* As it came in: what rules made of it is another flow to whoever looks. */

@@ -68,6 +68,8 @@ struct counters {
 	__u64 unlearned[UNLEARNED];
 	__u64 captured;	/* frames that a capture asked for */
 	__u64 capture_lost;	/* of those, how many found no room */
+	__u64 unlearned_ns[UNLEARNED];	/* when each of `unlearned` was counted last */
+	__u64 shortened_ns;	/* the same of `shortened` */
 };
 
 /* Ports of an interface: bits of `flags`. */
@@ -306,7 +308,7 @@ _Static_assert(sizeof(struct wanted) == 88 && offsetof(struct wanted, ends) == 1
 _Static_assert(SETTINGS == 8 && sizeof(struct usage) == 48 && offsetof(struct usage, oif) == 40, "layout.rs");
 _Static_assert(sizeof(struct port) == 24 && sizeof(struct key4) == 16, "layout.rs");
 _Static_assert(sizeof(struct key6) == 44 && sizeof(struct flow) == 128 && sizeof(struct wish) == 40, "layout.rs");
-_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED + 2), "layout.rs");
+_Static_assert(sizeof(struct event) == 72 && sizeof(struct counters) == 8 * (VERDICTS + 6 + UNLEARNED + 2 + UNLEARNED + 1), "layout.rs");
 _Static_assert(offsetof(struct flow, conn) == 16 && offsetof(struct flow, epoch) == 32 && offsetof(struct flow, oif) == 36, "layout.rs");
 _Static_assert(offsetof(struct flow, direction) == 61 && offsetof(struct flow, scale) == 62 && offsetof(struct flow, window) == 106 && offsetof(struct flow, sequence) == 63 && offsetof(struct flow, saddr) == 64, "layout.rs");
 _Static_assert(offsetof(struct flow, mac) == 88, "layout.rs");

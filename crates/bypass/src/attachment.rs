@@ -147,6 +147,16 @@ pub struct Detached {
     pub unchecked: usize,
 }
 
+impl Detached {
+    /// A sentence about `unchecked`, if there are any.
+    pub fn unchecked_text(&self) -> Option<String> {
+        let (n, plural) = (self.unchecked, if self.unchecked == 1 { "" } else { "s" });
+        (n > 0).then(|| {
+            format!("connection tracking still checks no windows of {n} TCP connection{plural}, until they end (docs/bypass.md)")
+        })
+    }
+}
+
 /// The kernel's numbers of our programs. Their names anybody's may have: another bypass's have them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Ours {
@@ -361,7 +371,9 @@ fn attach_locked(
     done: &mut Vec<u32>,
 ) -> Result<Vec<Attached>, AttachError> {
     let routes = Routes::open()?;
-    let links: Vec<Link> = names.iter().map(|n| routes.link(n)).collect::<Result<_, _>>()?;
+    let mut once = HashSet::new();
+    let names = names.iter().filter(|name| once.insert(*name));
+    let links: Vec<Link> = names.map(|n| routes.link(n)).collect::<Result<_, _>>()?;
     for link in &links {
         if link.mac.is_none() {
             return Err(AttachError::NotEthernet(link.name.clone()));

@@ -64,23 +64,36 @@ impl FlowUsage {
     }
 }
 
-/// Counts the frames of each flow for a time, or until `is_stopped` says so. Flows with most bytes come first.
+/// What was measured.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Measured {
+    /// The flows with frames in that time; those with most bytes first.
+    pub flows: Vec<FlowUsage>,
+    /// Whether everything was detached meanwhile, which ended it.
+    pub detached: bool,
+}
+
+/// Counts the frames of each flow for a time, until `is_stopped` says so, or until everything is detached.
 ///
 /// # Errors
 /// If nothing is attached, or a map cannot be read.
-pub fn measure(place: &Place, time: Duration, is_stopped: impl Fn() -> bool) -> Result<Vec<FlowUsage>, AttachError> {
+pub fn measure(place: &Place, time: Duration, is_stopped: impl Fn() -> bool) -> Result<Measured, AttachError> {
+    let generation = place.generation();
     let (mut maps, usages) = (Maps::open(place)?, Usages::open(place)?);
     let before = usages.read();
     let end = Instant::now() + time;
-    loop {
+    let detached = loop {
         // Programs look at whole seconds.
         maps.account_until(monotonic_ns() / 1_000_000_000 + 1)?;
         let left = end.saturating_duration_since(Instant::now());
+        if place.generation() != generation {
+            break true;
+        }
         if left.is_zero() || is_stopped() {
-            break;
+            break false;
         }
         std::thread::sleep(left.min(PAUSE));
-    }
+    };
     let mut flows: Vec<FlowUsage> = usages
         .read()
         .into_iter()
@@ -92,7 +105,7 @@ pub fn measure(place: &Place, time: Duration, is_stopped: impl Fn() -> bool) -> 
     // The same order each time, whatever the table's is.
     flows
         .sort_by_key(|f| (std::cmp::Reverse(f.bytes()), f.tuple.source, f.tuple.source_port, f.tuple.destination_port));
-    Ok(flows)
+    Ok(Measured { flows, detached })
 }
 
 #[cfg(test)]

@@ -35,7 +35,7 @@ pub const SET_OBSERVED_NS: u32 = 6;
 /// Bytes of `struct usage`.
 pub const USAGE_BYTES: usize = 48;
 /// Bytes of `struct counters`.
-pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS + 2);
+pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS + 2 + UNLEARNED_SLOTS + 1);
 /// Bytes of `struct event`.
 pub const EVENT_BYTES: usize = 72;
 /// Bytes of `struct captured`, behind which a frame's bytes stand.
@@ -204,7 +204,7 @@ impl Port {
     }
 }
 
-/// `struct counters`, summed over the CPUs. All are monotonic.
+/// `struct counters`, summed over the CPUs; of times the latest. All are monotonic.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
     /// Packets by verdict.
@@ -227,6 +227,10 @@ pub struct Counters {
     pub captured: u64,
     /// Of those, how many found no room.
     pub capture_lost: u64,
+    /// When each of `unlearned` was counted last, in ns of the monotonic clock; 0: never.
+    pub unlearned_ns: [u64; UNLEARNED.len()],
+    /// When `shortened` was counted last.
+    pub shortened_ns: u64,
 }
 
 impl Counters {
@@ -247,6 +251,10 @@ impl Counters {
         }
         self.captured += at(VERDICT_SLOTS + 6 + UNLEARNED_SLOTS);
         self.capture_lost += at(VERDICT_SLOTS + 7 + UNLEARNED_SLOTS);
+        for (n, last) in self.unlearned_ns.iter_mut().enumerate() {
+            *last = at(VERDICT_SLOTS + 8 + UNLEARNED_SLOTS + n).max(*last);
+        }
+        self.shortened_ns = at(VERDICT_SLOTS + 8 + 2 * UNLEARNED_SLOTS).max(self.shortened_ns);
     }
 
     /// Packets that were taken, by whichever path.
@@ -629,9 +637,12 @@ mod tests {
         bytes[0] = 2;
         bytes[8 * 13] = 3;
         bytes[8 * VERDICT_SLOTS] = 4;
+        let last = COUNTERS_BYTES - 8;
+        bytes[last] = 5;
         let mut sum = Counters::default();
         sum.add(&bytes);
+        bytes[last] = 4;
         sum.add(&bytes);
-        assert_eq!((sum.taken(), sum.passed(), sum.taken_bytes), (4, 6, 8));
+        assert_eq!((sum.taken(), sum.passed(), sum.taken_bytes, sum.shortened_ns), (4, 6, 8, 5));
     }
 }

@@ -110,11 +110,18 @@ pub(crate) fn set_wanted(place: &Place, wanted: [u8; WANTED_BYTES]) -> Result<()
     map.set(0, wanted, 0).map_err(wrong("wanted"))
 }
 
-/// How many events found no room in the ring, since all was attached.
-pub(crate) fn lost(place: &Place) -> Result<u64, MapsError> {
-    let map: PerCpuArray<MapData, u64> =
-        PerCpuArray::try_from(Map::PerCpuArray(data(place, "lost")?)).map_err(wrong("lost"))?;
-    Ok(map.get(&0, 0).map_err(wrong("lost"))?.iter().sum())
+/// Events that found no room in the ring, since all was attached.
+pub(crate) struct Lost(PerCpuArray<MapData, u64>);
+
+impl Lost {
+    /// Opens the pinned map.
+    pub(crate) fn open(place: &Place) -> Result<Lost, MapsError> {
+        PerCpuArray::try_from(Map::PerCpuArray(data(place, "lost")?)).map(Lost).map_err(wrong("lost"))
+    }
+
+    pub(crate) fn read(&self) -> Result<u64, MapsError> {
+        Ok(self.0.get(&0, 0).map_err(wrong("lost"))?.iter().sum())
+    }
 }
 
 /// When the keeper was at work last: each of its threads says so at each turn.

@@ -14,6 +14,7 @@
 //! RUNTIME/bypass/ID.capture   held by a capture while it runs
 //! ```
 
+use crate::object::TCX_IN;
 use crate::rules::Reading;
 use rustix::io::Errno;
 use serde::{Deserialize, Serialize};
@@ -447,6 +448,12 @@ impl Place {
     /// Whether the keeper that holds this lock is still this place's: not where everything was removed, also if it was made anew meanwhile.
     pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
         self.has_lock("keeper", lock)
+    }
+
+    /// A number that another bypass of this namespace does not have: of one that was made after everything was detached. `None` where
+    /// nothing is attached.
+    pub(crate) fn generation(&self) -> Option<u64> {
+        fs::metadata(self.pin(&format!("prog_{TCX_IN}"))).ok().map(|m| m.ino())
     }
 
     /// The same of a capture.

@@ -3,7 +3,7 @@
 use crate::attachment::{AttachError, Ours, is_alive, monotonic_ns};
 use crate::keeper;
 use crate::layout::{MAX_FLOWS, Mode, PORT_CAPTURED, PORT_PEER, PORT_TAKE, TAKEN, UNLEARNED, VERDICTS};
-use crate::maps::{self, Maps};
+use crate::maps::{Lost, Maps};
 use crate::netlink::{NetlinkError, Routes};
 use crate::place::{Interface, Place, Wanted};
 use crate::probe;
@@ -47,6 +47,8 @@ pub struct Report {
     pub judging_rules_skipped: bool,
     /// Why nothing is learned until the ruleset was read, where that is so.
     pub rules_fault: Option<String>,
+    /// Whether connection tracking checks no TCP windows in this namespace because of a `detach` that runs now, or was killed.
+    pub is_lenient: bool,
     /// Events that traces lost since all was attached.
     pub trace_lost: u64,
     /// The interfaces.
@@ -76,6 +78,8 @@ pub struct InterfaceReport {
     pub peer: bool,
     /// Whether a packet socket listens.
     pub captured: bool,
+    /// The bridge or bond that it is a port of.
+    pub port_of: Option<String>,
     /// Whether frames that come in here may be taken; else others' filters or programs would miss them.
     pub takes: bool,
     /// Flows that come in here and hold now.
@@ -94,8 +98,12 @@ pub struct InterfaceReport {
     pub learned: u64,
     /// Of those, how many got a shorter lease than `lease_ms`, because a conntrack timeout would have ended the connection.
     pub shortened: u64,
+    /// How long ago that was last, in milliseconds.
+    pub shortened_ms_ago: Option<u64>,
     /// Forwarded frames that nothing was learned from, by reason.
     pub unlearned: BTreeMap<&'static str, u64>,
+    /// How long ago that was last, in milliseconds.
+    pub unlearned_ms_ago: BTreeMap<&'static str, u64>,
 }
 
 fn named<const N: usize>(values: &[u64; N], names: &[(&'static str, &'static str); N]) -> BTreeMap<&'static str, u64> {
@@ -113,21 +121,39 @@ pub enum Detail {
     Glance,
 }
 
-/// The interfaces of a record that are here and have our programs, by their names now.
-fn present(place: &Place, mut interfaces: Vec<Interface>, detail: Detail) -> Result<Vec<Interface>, AttachError> {
+/// An interface of a record that is here.
+struct Present {
+    /// By its name now.
+    interface: Interface,
+    port_of: Option<String>,
+}
+
+/// The interfaces of a record that are here and have our programs.
+fn present(place: &Place, interfaces: Vec<Interface>, detail: Detail) -> Result<Vec<Present>, AttachError> {
     if detail == Detail::Glance {
         use rustix::net::{AddressFamily, SocketType, netdevice::index_to_name, socket};
         let wrong = |cause| NetlinkError::Call { what: "socket", cause };
         let any = socket(AddressFamily::INET, SocketType::DGRAM, None).map_err(wrong)?;
-        interfaces.retain_mut(|i| index_to_name(&any, i.index).map(|name| i.name = name).is_ok());
-        return Ok(interfaces);
+        let named = interfaces.into_iter().filter_map(|i| {
+            let name = index_to_name(&any, i.index).ok()?;
+            Some(Present { interface: Interface { name, ..i }, port_of: None })
+        });
+        return Ok(named.collect());
     }
     let (links, ours) = (Routes::open()?.links()?, Ours::of(place)?);
-    interfaces.retain_mut(|i| {
-        let link = links.iter().find(|l| l.index == i.index).filter(|l| is_alive(place, l, ours));
-        link.map(|l| i.name.clone_from(&l.name)).is_some()
+    let present = interfaces.into_iter().filter_map(|i| {
+        let link = links.iter().find(|l| l.index == i.index).filter(|l| is_alive(place, l, ours))?;
+        // The port of a VRF is routed as any other interface.
+        let above = links.iter().find(|l| Some(l.index) == link.master && l.kind != "vrf");
+        let port_of = above.map(|l| l.name.clone());
+        Some(Present { interface: Interface { name: link.name.clone(), ..i }, port_of })
     });
-    Ok(interfaces)
+    Ok(present.collect())
+}
+
+/// How long ago something happened, in ms; `None`: never.
+fn ms_ago(now_ns: u64, at_ns: u64) -> Option<u64> {
+    (at_ns > 0).then(|| now_ns.saturating_sub(at_ns) / 1_000_000)
 }
 
 /// The state of the bypass in the calling thread's namespace.
@@ -159,6 +185,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     report.keeper = place.keeper();
     report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
+    report.is_lenient = record.is_lenient;
     report.judging_rules_skipped = record.skips_judging_rules;
     // Who asks for more often than a person does gets what was read last.
     match rules::judging(place, &maps, detail == Detail::Flows).and_then(|j| Ok((j, rules::is_current(&maps)?))) {
@@ -169,11 +196,11 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
         }
         Err(error) => report.rules_fault = Some(format!("the firewall's rules could not be read: {error}")),
     }
-    report.trace_lost = maps::lost(place)?;
+    report.trace_lost = Lost::open(place)?.read()?;
     report.lease_ms = maps.lease_ns()? / 1_000_000;
     report.flows = flows.len();
     report.limits = probe::limits_of(place);
-    for interface in interfaces {
+    for Present { interface, port_of } in interfaces {
         // One that goes in this moment has no port any more.
         let Some(port) = maps.port(interface.index)? else { continue };
         let counters = maps.counters(port.slot)?;
@@ -186,6 +213,7 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
             for_ms: now.saturating_sub(port.since_ns) / 1_000_000,
             peer: flags & PORT_PEER != 0,
             captured: flags & PORT_CAPTURED != 0,
+            port_of,
             takes: flags & PORT_TAKE != 0,
             flows: flows.iter().filter(|(t, _)| t.input == interface.index).count(),
             taken: counters.taken(),
@@ -195,7 +223,13 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
             by_reason: named(&counters.packets, &VERDICTS),
             learned: counters.learned,
             shortened: counters.shortened,
+            shortened_ms_ago: ms_ago(now, counters.shortened_ns),
             unlearned: named(&counters.unlearned, &UNLEARNED),
+            unlearned_ms_ago: UNLEARNED
+                .iter()
+                .zip(counters.unlearned_ns)
+                .filter_map(|(reason, at)| Some((reason.0, ms_ago(now, at)?)))
+                .collect(),
             name: interface.name,
         });
     }

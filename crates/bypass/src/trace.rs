@@ -5,7 +5,7 @@
 
 use crate::attachment::{AttachError, monotonic_ns};
 use crate::layout::Event;
-use crate::maps::{self, Maps};
+use crate::maps::{self, Lost, Maps};
 use crate::netlink::NetlinkError;
 use crate::place::Place;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -18,17 +18,32 @@ fn want(maps: &mut Maps, seconds: u64) -> Result<(), AttachError> {
     Ok(maps.trace_until(if seconds == 0 { 0 } else { now + seconds })?)
 }
 
-/// Hands events to `each` until it breaks or fails; says how many were lost meanwhile, of any interface. It is called without an event ten times
-/// a second, so that it can see that time is up.
+/// How a trace ended.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Traced {
+    /// Events that were lost meanwhile, of any interface.
+    pub lost: u64,
+    /// Whether everything was detached meanwhile, so that no more events came.
+    pub detached: bool,
+}
+
+/// Hands events to `each` until it breaks or fails, or everything is detached. It is called without an event ten times a second, so that
+/// it can see that time is up.
+///
+/// # Errors
+/// If nothing is attached, or a map cannot be read.
 pub fn trace<E: From<AttachError>>(
     place: &Place,
     mut each: impl FnMut(Option<Event>) -> Result<ControlFlow<()>, E>,
-) -> Result<u64, E> {
+) -> Result<Traced, E> {
+    let generation = place.generation();
     let mut maps = Maps::open(place).map_err(AttachError::from)?;
     let mut ring = maps::events(place).map_err(AttachError::from)?;
     // What an earlier trace left.
     while ring.next().is_some() {}
-    let lost = maps::lost(place).map_err(AttachError::from)?;
+    let lost = Lost::open(place).map_err(AttachError::from)?;
+    let lost_before = lost.read().map_err(AttachError::from)?;
+    let mut detached = false;
     let mut run = |maps: &mut Maps| -> Result<(), E> {
         loop {
             want(maps, 1)?;
@@ -47,10 +62,15 @@ pub fn trace<E: From<AttachError>>(
             if each(None)?.is_break() {
                 return Ok(());
             }
+            if place.generation() != generation {
+                detached = true;
+                return Ok(());
+            }
         }
     };
     let result = run(&mut maps);
     want(&mut maps, 0)?;
     result?;
-    Ok(maps::lost(place).map_err(AttachError::from)?.saturating_sub(lost))
+    let lost = lost.read().map_err(AttachError::from)?.saturating_sub(lost_before);
+    Ok(Traced { lost, detached })
 }

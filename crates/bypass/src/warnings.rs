@@ -9,7 +9,7 @@ use serde::Serialize;
 #[derive(Clone, Debug, PartialEq, Eq, Serialize)]
 pub struct Warning {
     /// What it is about, for programs: "keeper", "rules_unread", "judging_rules", "judging_rule", "interface", "leases",
-    /// "windows", "flows", "trace", "kernel".
+    /// "windows", "lenient", "flows", "trace", "kernel".
     pub kind: &'static str,
     /// What is so, and what follows.
     pub what: String,
@@ -30,6 +30,8 @@ impl std::fmt::Display for Warning {
 pub const MOST_NAMED: usize = 20;
 /// A table of flows counts as nearly full from this share of its entries on, in hundredths.
 const NEARLY_FULL: usize = 90;
+/// What a counter says is acted on while it was counted within this time: counters never fall, and what they tell of may be over.
+const RECENT_MS: u64 = 60_000;
 /// From so many frames on that wait for liberal windows, and if they are more than those that were taken, nobody grants them.
 const MANY_WAITING: u64 = 1000;
 
@@ -51,6 +53,7 @@ pub fn of(report: &Report) -> Vec<Warning> {
     all.extend(judging_rules(report));
     all.extend(report.interfaces.iter().filter_map(windows));
     all.extend(report.interfaces.iter().filter_map(leases));
+    all.extend(lenient(report));
     all.extend(flows(report));
     if report.trace_lost > 0 {
         all.push(Warning {
@@ -91,6 +94,13 @@ fn interface(i: &InterfaceReport) -> Option<Warning> {
     let (what, advice) = if !i.takes {
         let why = "filters or programs came behind ours at its ingress that would not see what is taken";
         (format!("{name}: nothing is taken: {why}"), "remove them, or attach with --past-filters if they need not")
+    } else if let Some(above) = &i.port_of {
+        (
+            format!(
+                "{name}: it is a port of {above}, which forwards its frames: the bypass takes only what the host routes"
+            ),
+            "attach the interface that has the address instead",
+        )
     } else if i.captured && i.wanted != Wanted::Tcx {
         (
             format!("{name}: somebody captures on it, so XDP takes nothing there"),
@@ -112,14 +122,14 @@ fn judging_rules(report: &Report) -> Vec<Warning> {
         return vec![];
     }
     let skips = report.judging_rules_skipped;
-    let kept = report.interfaces.iter().filter_map(|i| Some((&i.name, *i.unlearned.get("judged")?)));
-    let kept: Vec<_> = kept.map(|(name, frames)| format!("{frames} at {name}")).collect();
+    let kept = report.interfaces.iter().filter(|i| is_recent(i, "judged"));
+    let kept: Vec<_> = kept.map(|i| format!("{} at {}", i.unlearned["judged"], i.name)).collect();
     let mut all = vec![];
     if !skips && !kept.is_empty() {
         all.push(Warning {
             kind: "judging_rules",
             what: format!(
-                "{total} firewall rule(s) that judge each frame keep frames on the kernel's path: {}",
+                "{total} firewall rule(s) that judge each frame keep frames on the kernel's path, since attach: {}",
                 kept.join(", ")
             ),
             advice: "have them match the interfaces, addresses or ports that they are for, put them behind `ct state \
@@ -142,10 +152,15 @@ fn judging_rules(report: &Report) -> Vec<Warning> {
     all
 }
 
+/// Whether frames were not learned from for this reason a short time ago.
+fn is_recent(i: &InterfaceReport, reason: &str) -> bool {
+    i.unlearned.contains_key(reason) && i.unlearned_ms_ago.get(reason).is_some_and(|ago| *ago < RECENT_MS)
+}
+
 /// TCP connections that conntrack would have to judge liberally, and does not.
 fn windows(i: &InterfaceReport) -> Option<Warning> {
     let waiting = *i.unlearned.get("not_liberal")?;
-    (waiting >= MANY_WAITING && waiting > i.taken).then(|| Warning {
+    (waiting >= MANY_WAITING && waiting > i.taken && is_recent(i, "not_liberal")).then(|| Warning {
         kind: "windows",
         what: format!(
             "{}: {waiting} frames of TCP connections whose windows conntrack still checks take the kernel's path",
@@ -156,13 +171,22 @@ fn windows(i: &InterfaceReport) -> Option<Warning> {
 }
 
 fn leases(i: &InterfaceReport) -> Option<Warning> {
-    (i.shortened > 0).then(|| Warning {
+    i.shortened_ms_ago.is_some_and(|ago| ago < RECENT_MS).then(|| Warning {
         kind: "leases",
         what: format!(
             "{}: {} leases were cut to half of a conntrack timeout, so that more frames take the kernel's path",
             i.name, i.shortened
         ),
         advice: "raise that timeout (net.netfilter.nf_conntrack_*_timeout*, or `ct timeout`) above twice the lease",
+    })
+}
+
+/// A `detach` that was killed. A keeper would have restored the setting.
+fn lenient(report: &Report) -> Option<Warning> {
+    (report.is_lenient && report.keeper.is_none()).then(|| Warning {
+        kind: "lenient",
+        what: "connection tracking checks no TCP windows in this namespace, since a detach was killed".into(),
+        advice: "`tombolo bypass attach` and `detach` restore net.netfilter.nf_conntrack_tcp_be_liberal",
     })
 }
 
@@ -194,6 +218,7 @@ mod tests {
             for_ms: 0,
             peer: false,
             captured: false,
+            port_of: None,
             takes: true,
             flows: 0,
             taken: 10,
@@ -203,9 +228,17 @@ mod tests {
             by_reason: BTreeMap::new(),
             learned: 0,
             shortened: 0,
+            shortened_ms_ago: None,
             unlearned: BTreeMap::new(),
+            unlearned_ms_ago: BTreeMap::new(),
         };
         Report { attached: true, keeper: Some(7), interfaces: vec![interface], flow_limit: 100, ..Report::default() }
+    }
+
+    /// So many frames were not learned from for this reason, the last of them so long ago.
+    fn unlearned(r: &mut Report, reason: &'static str, frames: u64, ms_ago: u64) {
+        r.interfaces[0].unlearned.insert(reason, frames);
+        r.interfaces[0].unlearned_ms_ago.insert(reason, ms_ago);
     }
 
     /// The kind and text of the warnings of a report that is changed like this.
@@ -235,24 +268,26 @@ mod tests {
         is(&|r| r.interfaces[0].captured = true, "interface", "ta: somebody captures");
         is(&|r| r.interfaces[0].why = Why::Refused.text(), "interface", "ta: XDP could not be attached");
         is(&|r| r.interfaces[0].why = Why::Preceded.text(), "interface", "ta: others' tcx programs");
-        is(&|r| r.interfaces[0].shortened = 3, "leases", "ta: 3 leases were cut");
+        is(
+            &|r| (r.interfaces[0].shortened, r.interfaces[0].shortened_ms_ago) = (3, Some(RECENT_MS - 1)),
+            "leases",
+            "ta: 3 leases were cut",
+        );
+        is(&|r| r.interfaces[0].port_of = Some("br0".into()), "interface", "ta: it is a port of br0");
+        let left = "checks no TCP windows in this namespace";
+        assert!(
+            told(|r| (r.is_lenient, r.keeper) = (true, None)).iter().any(|w| w.0 == "lenient" && w.1.contains(left))
+        );
+        assert_eq!(told(|r| r.is_lenient = true), []);
         is(&|r| r.flow_entries = 90, "flows", "90 of 100 entries");
         is(&|r| r.trace_lost = 5, "trace", "lost 5 events");
         is(&|r| r.limits = vec!["no tcx"], "kernel", "this kernel: no tcx");
-        is(
-            &|r| {
-                r.interfaces[0].unlearned.insert("not_liberal", 1000);
-            },
-            "windows",
-            "1000 frames of TCP",
-        );
-        assert_eq!(
-            told(|r| {
-                r.interfaces[0].unlearned.insert("not_liberal", 999);
-            }),
-            []
-        );
+        is(&|r| unlearned(r, "not_liberal", 1000, 5), "windows", "1000 frames of TCP");
+        assert_eq!(told(|r| unlearned(r, "not_liberal", 999, 5)), []);
         assert_eq!(told(|r| r.flow_entries = 89), []);
+        // What is over.
+        assert_eq!(told(|r| unlearned(r, "not_liberal", 1000, RECENT_MS)), []);
+        assert_eq!(told(|r| (r.interfaces[0].shortened, r.interfaces[0].shortened_ms_ago) = (3, Some(RECENT_MS))), []);
         assert_eq!(told(|r| (r.interfaces[0].captured, r.interfaces[0].wanted) = (true, Wanted::Tcx)), []);
     }
 
@@ -270,13 +305,13 @@ mod tests {
         assert_eq!(all[MOST_NAMED].1, "40 more such rules");
         let all = told(|r| {
             set(r);
-            r.interfaces[0].unlearned.insert("judged", 12);
+            unlearned(r, "judged", 12, 1000);
         });
         assert!(all[0].1.starts_with("60 firewall rule(s)") && all[0].1.contains("12 at ta"), "{all:?}");
         let all = told(|r| {
             set(r);
             r.judging_rules_skipped = true;
-            r.interfaces[0].unlearned.insert("judged", 12);
+            unlearned(r, "judged", 12, 1000);
         });
         assert!(all[0].1.contains("judges one frame per lease, as --judging-rules skip has it"), "{all:?}");
     }

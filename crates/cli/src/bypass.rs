@@ -11,9 +11,10 @@ use serde::Serialize;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use tombolo_bypass::attachment::{self, AttachError, Options, monotonic_ns};
 use tombolo_bypass::layout::{Event, TAKEN, Tuple, VERDICTS};
-use tombolo_bypass::netlink::{Link, Routes};
+use tombolo_bypass::netlink::{Link, NetlinkError, Routes};
 use tombolo_bypass::place::{self, COMMAND, Place, Wanted};
 use tombolo_bypass::report::{self, Detail, Report};
+use tombolo_bypass::trace::Traced;
 use tombolo_host::api::metrics;
 use tombolo_host::api::report::BypassReport;
 use tombolo_host::rundir;
@@ -190,8 +191,13 @@ impl ModeArg {
 
 impl From<AttachError> for Failure {
     fn from(error: AttachError) -> Self {
-        let misused =
-            matches!(error, AttachError::NotAttached(_) | AttachError::NotEthernet(_) | AttachError::Lease(_));
+        let misused = matches!(
+            error,
+            AttachError::NotAttached(_)
+                | AttachError::NotEthernet(_)
+                | AttachError::Lease(_)
+                | AttachError::Netlink(NetlinkError::NoInterface(_))
+        );
         if misused { Failure::misused(error.to_string()) } else { Failure::failed(error.to_string()) }
     }
 }
@@ -227,6 +233,23 @@ impl Bypass {
 }
 
 impl Attach {
+    /// What was set for all interfaces of the namespace.
+    fn settings(&self) -> Option<String> {
+        let set = [
+            self.lease.map(|lease| format!("lease {} ms", lease.as_millis())),
+            self.if_keeper_dies.map(|then| match then {
+                IfKeeperDies::Stay => "traffic stays in the bypass if the keeper dies".into(),
+                IfKeeperDies::Leave => "traffic leaves the bypass if the keeper dies".into(),
+            }),
+            self.judging_rules.map(|then| match then {
+                JudgingRules::Obey => "flows that a judging rule could judge take the kernel's path".into(),
+                JudgingRules::Skip => "judging rules see one frame per lease".into(),
+            }),
+        ];
+        let set: Vec<String> = set.into_iter().flatten().collect();
+        (!set.is_empty()).then(|| set.join(", "))
+    }
+
     fn run(self) -> Result<Exit, Failure> {
         let place = self.space.enter()?;
         let wanted = match self.mode {
@@ -260,9 +283,8 @@ impl Attach {
             out::tell!("tombolo: the keeper did not start; see {}", place.log().display());
             exit = Exit::Partly;
         }
-        let report = report::report(&place, Detail::Flows)?;
-        for warning in report.warnings.iter().filter(|w| w.kind.starts_with("judging_rule") || w.kind == "rules_unread")
-        {
+        let report = settled_report(&place)?;
+        for warning in report.warnings.iter().filter(|w| ATTACH_WARNINGS.contains(&w.kind)) {
             out::tell!("tombolo: {warning}");
         }
         if self.json {
@@ -272,8 +294,28 @@ impl Attach {
                 let what = if attached.already { "was attached already, and now has" } else { "attached in" };
                 out::print(&format!("{} {what} mode {}\n", attached.interface, self.mode.word()))?;
             }
+            if let Some(settings) = self.settings() {
+                out::print(&format!("all interfaces of this network namespace: {settings}\n"))?;
+            }
         }
         Ok(exit)
+    }
+}
+
+/// Kinds of warnings that `attach` prints: those that say what this attach will not do.
+const ATTACH_WARNINGS: [&str; 4] = ["rules_unread", "judging_rules", "judging_rule", "interface"];
+/// How long an attach that runs at the same time may take to read the firewall's rules.
+const RULES_READ: Duration = Duration::from_secs(1);
+
+/// The report, once the firewall's rules were read again where another attach is about to.
+fn settled_report(place: &Place) -> Result<Report, Failure> {
+    let end = Instant::now() + RULES_READ;
+    loop {
+        let report = report::report(place, Detail::Flows)?;
+        if report.rules_fault.is_none() || Instant::now() >= end {
+            return Ok(report);
+        }
+        std::thread::sleep(Duration::from_millis(50));
     }
 }
 
@@ -282,17 +324,13 @@ impl Detach {
         let place = self.space.enter()?;
         let detached = attachment::detach(&place, &self.interfaces)?;
         if detached.interfaces.is_empty() {
-            out::print(NOTHING)?;
+            out::print(&format!("{NOTHING}\n"))?;
         }
-        for name in detached.interfaces {
+        for name in &detached.interfaces {
             out::print(&format!("{name} detached\n"))?;
         }
-        if detached.unchecked > 0 {
-            let n = detached.unchecked;
-            out::print(&format!(
-                "connection tracking still checks no windows of {n} TCP connection{}, until they end (docs/bypass.md)\n",
-                if n == 1 { "" } else { "s" }
-            ))?;
+        if let Some(text) = detached.unchecked_text() {
+            out::print(&format!("{text}\n"))?;
         }
         Ok(Exit::Done)
     }
@@ -328,7 +366,7 @@ impl Status {
 /// The report in the form in which a fabric has that of a network.
 fn as_of_a_network(report: Report) -> BypassReport {
     let fault = if !report.attached {
-        Some(NOTHING.trim_end().into())
+        Some(NOTHING.into())
     } else if report.needs_keeper && report.keeper.is_none() {
         Some("no keeper runs, without which nothing is to be taken".into())
     } else {
@@ -339,11 +377,12 @@ fn as_of_a_network(report: Report) -> BypassReport {
 }
 
 const SHORTENED: &str = "leases cut to half of the conntrack timeout in force, which is shorter";
-const NOTHING: &str = "nothing is attached in this network namespace\n";
+const NOTHING: &str =
+    "nothing is attached in this network namespace (--netns names another one, TOMBOLO_RUNTIME another runtime folder)";
 
 fn render(report: &Report) -> String {
     if !report.attached {
-        return NOTHING.into();
+        return format!("{NOTHING}\n");
     }
     let keeper = match report.keeper {
         Some(pid) => format!("keeper {pid}"),
@@ -402,18 +441,29 @@ fn ends(t: &Tuple) -> (String, String, String) {
     }
 }
 
-/// The links of a namespace where something is attached; `wanted` has to be one of them.
+/// The links of a namespace where something is attached; `wanted` has to be one that is attached.
 pub(crate) fn links_of_attached(place: &Place, wanted: Option<&str>) -> Result<Vec<Link>, Failure> {
     if !place.exists() {
-        return Err(Failure::misused(
-            "nothing is attached in this network namespace; see `tombolo bypass attach --help`",
-        ));
+        return Err(Failure::misused(NOTHING));
     }
     let links = Routes::open().and_then(|r| r.links()).map_err(AttachError::from)?;
-    if let Some(wanted) = wanted.filter(|w| !links.iter().any(|l| l.name == *w)) {
-        return Err(Failure::misused(format!("there is no interface {wanted} in this network namespace")));
+    if let Some(wanted) = wanted {
+        let record = place.record().map_err(AttachError::from)?;
+        let link = links.iter().find(|l| l.name == wanted);
+        if !link.is_some_and(|l| record.interfaces.iter().any(|i| i.index == l.index)) {
+            return Err(AttachError::NotAttached(wanted.into()).into());
+        }
     }
     Ok(links)
+}
+
+/// Says that it ended early, where everything was detached meanwhile.
+pub(crate) fn end_of(detached: bool) -> Exit {
+    if detached {
+        out::tell!("tombolo: everything was detached meanwhile");
+        return Exit::Partly;
+    }
+    Exit::Done
 }
 
 /// Becomes true with the first SIGINT or SIGTERM; the second one ends the process, also where it waits for its reader.
@@ -494,7 +544,8 @@ impl Flows {
             );
         }
         let (start, stop) = (Instant::now(), stop_flag()?);
-        let measured = tombolo_bypass::flows::measure(&place, self.seconds, || stop.load(Ordering::Relaxed))?;
+        let tombolo_bypass::flows::Measured { flows: measured, detached } =
+            tombolo_bypass::flows::measure(&place, self.seconds, || stop.load(Ordering::Relaxed))?;
         let mut flows = vec![];
         for f in measured.into_iter().filter(|f| f.passed > 0 || !self.passed) {
             let input = name(f.tuple.input).unwrap_or_else(|| "?".into());
@@ -524,7 +575,7 @@ impl Flows {
         } else {
             out::print(&report.render())?;
         }
-        Ok(Exit::Done)
+        Ok(end_of(detached))
     }
 }
 
@@ -541,7 +592,7 @@ impl Trace {
         let mut told = std::collections::HashMap::new();
         let mut lines = 0;
         let stop = stop_flag()?;
-        let lost = tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
+        let Traced { lost, detached } = tombolo_bypass::trace::trace(&place, |event: Option<Event>| {
             if stop.load(Ordering::Relaxed) || end.is_some_and(|end| Instant::now() >= end) {
                 return Ok(ControlFlow::Break(()));
             }
@@ -570,7 +621,7 @@ impl Trace {
         } else if lost > 0 {
             out::tell!("tombolo: {lost} more events, of all interfaces, came faster than they could be told of");
         }
-        Ok(Exit::Done)
+        Ok(end_of(detached))
     }
 
     fn print(&self, event: &Event, input: &str, output: Option<&str>, start: u64) -> Result<(), Failure> {

@@ -1,21 +1,21 @@
 //! `tombolo bypass capture`: frames of one flow, or of a filter, as a pcapng file.
 
 use std::io::{self, IsTerminal, Write};
-use std::net::IpAddr;
+use std::net::{IpAddr, Ipv6Addr};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering;
 use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
-use tombolo_bypass::attachment::{AttachError, monotonic_ns};
+use tombolo_bypass::attachment::monotonic_ns;
 use tombolo_bypass::capture::{self, End, Frame, MOST_KEPT, Slot, Wanted};
 use tombolo_bypass::layout::Point;
 use tombolo_bypass::netlink::Routes;
 use tombolo_host::pcapng::{self, Direction, Packet};
 
-use crate::bypass::{Space, links_of_attached, stop_flag};
-use crate::capture::private;
+use crate::bypass::{Space, end_of, links_of_attached, stop_flag};
+use crate::capture::Destination;
 use crate::exit::{Exit, Failure};
 use crate::number;
 use crate::out::{self, counted, scaled};
@@ -30,8 +30,8 @@ pub(crate) struct Capture {
     write: Option<PathBuf>,
     /// Only frames from or to this end: `10.1.0.2`, `10.1.0.0/24`, `:53`, `10.1.0.2:53`, `[fd01::2]:53`. Given twice: between
     /// the two, in both directions
-    #[arg(long, value_name = "ADDRESS:PORT", value_parser = end)]
-    end: Vec<End>,
+    #[arg(long, value_name = "ADDRESS:PORT", value_parser = typed_end)]
+    end: Vec<TypedEnd>,
     /// Only this protocol: tcp, udp, icmp (of both families), or its number
     #[arg(long, value_name = "PROTOCOL", value_parser = protocol)]
     protocol: Option<u8>,
@@ -42,7 +42,7 @@ pub(crate) struct Capture {
     #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Option<std::time::Duration>,
     /// Bytes kept of each frame, 65000 at most [default: 65000]
-    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
+    #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..=65_000))]
     snaplen: Option<u32>,
     #[command(flatten)]
     space: Space,
@@ -172,17 +172,39 @@ impl Output {
     }
 }
 
+/// Whether an IPv6 address that was given without brackets also reads as a shorter address and a port.
+fn is_ambiguous(text: &str) -> bool {
+    let shorter = text.rsplit_once(':').filter(|(_, port)| port.parse::<u16>().is_ok());
+    shorter.is_some_and(|(host, _)| host.parse::<Ipv6Addr>().is_ok()) && text.parse::<Ipv6Addr>().is_ok()
+}
+
+/// An end as it was typed.
+#[derive(Clone, Debug)]
+struct TypedEnd {
+    end: End,
+    /// The address that it was taken for, where an address and a port may be meant.
+    doubt: Option<String>,
+}
+
+fn typed_end(text: &str) -> Result<TypedEnd, String> {
+    Ok(TypedEnd { end: end(text)?, doubt: is_ambiguous(text).then(|| text.into()) })
+}
+
 impl Capture {
+    fn ends(&self) -> impl Iterator<Item = End> {
+        self.end.iter().map(|typed| typed.end)
+    }
+
     /// What is wrong with the filter in itself.
     fn check(&self) -> Result<(), Failure> {
-        let families: Vec<bool> = self.end.iter().filter_map(|e| e.address).map(|a| a.0.is_ipv4()).collect();
+        let families: Vec<bool> = self.ends().filter_map(|e| e.address).map(|a| a.0.is_ipv4()).collect();
         if self.end.len() > 2 {
             return Err(Failure::misused("a flow has two ends: --end can be given twice"));
         }
         if families.len() == 2 && families[0] != families[1] {
             return Err(Failure::misused("no frame goes from an IPv4 to an IPv6 address"));
         }
-        let has_port = self.end.iter().any(|e| e.port.is_some());
+        let has_port = self.ends().any(|e| e.port.is_some());
         if has_port && self.protocol.is_some_and(|p| p != 6 && p != 17) {
             return Err(Failure::misused("only TCP and UDP have ports"));
         }
@@ -195,27 +217,16 @@ impl Capture {
         let links = links_of_attached(&place, self.interface.as_deref())?;
         let names: Vec<_> = links.into_iter().map(|l| (l.index, l.name)).collect();
         let index = self.interface.as_ref().and_then(|name| names.iter().find(|n| n.1 == *name)).map(|n| n.0);
-        let record = place.record().map_err(AttachError::from)?;
-        if let (Some(index), Some(name)) = (index, &self.interface)
-            && !record.interfaces.iter().any(|i| i.index == index)
-        {
-            return Err(AttachError::NotAttached(name.clone()).into());
-        }
-        let path = self.write.as_deref().filter(|p| *p != Path::new("-"));
-        if path.is_none() && io::stdout().is_terminal() {
-            return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
+        let path = Destination::path_of(self.write.as_deref())?;
+        for text in self.end.iter().filter_map(|typed| typed.doubt.as_ref()) {
+            let (address, port) = text.rsplit_once(':').unwrap_or((text, ""));
+            out::tell!("tombolo: --end {text} is an address without a port; with one it is [{address}]:{port}");
         }
         // Before the file, which may be that of the capture that runs.
         let slot = Slot::take(&place)?;
-        let file: Box<dyn Write> = match path {
-            Some(path) => {
-                let file = private(path).map_err(|e| Failure::failed(format!("writing {}: {e}", path.display())))?;
-                Box::new(io::BufWriter::new(file))
-            }
-            None => Box::new(io::BufWriter::new(io::stdout())),
-        };
+        let file: Box<dyn Write> = Box::new(io::BufWriter::new(Destination::create(path)?));
         let now = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
-        let snap = self.snaplen.unwrap_or(MOST_KEPT).min(MOST_KEPT);
+        let snap = self.snaplen.unwrap_or(MOST_KEPT);
         let clock_start_ns = now.saturating_sub(monotonic_ns());
         let mut output =
             Output { file, interfaces: vec![], names, snap, clock_start_ns, frames: 0, bytes: 0, last_ns: now };
@@ -231,7 +242,7 @@ impl Capture {
         }
         let (deadline, stop) = (self.seconds.map(|s| Instant::now() + s), stop_flag()?);
         let mut ends = [End::default(); 2];
-        ends.iter_mut().zip(&self.end).for_each(|(to, from)| *to = *from);
+        ends.iter_mut().zip(self.ends()).for_each(|(to, from)| *to = from);
         let wanted = Wanted { interface: index, protocol: self.protocol, ends, snap };
         let totals = capture::capture(&place, &slot, wanted, |frame| {
             let Some(frame) = frame else {
@@ -264,11 +275,7 @@ impl Capture {
                 totals.lost()
             );
         }
-        if totals.detached {
-            out::tell!("tombolo: everything was detached meanwhile");
-            return Ok(Exit::Partly);
-        }
-        Ok(Exit::Done)
+        Ok(end_of(totals.detached))
     }
 }
 
@@ -308,6 +315,16 @@ mod tests {
     }
 
     #[test]
+    fn an_address_that_may_be_meant_as_one_with_a_port_is_doubted() {
+        for (text, is_doubted) in
+            [("fd01::2:53", true), ("fd01::2", false), ("[fd01::2]:53", false), ("10.1.0.2:53", false)]
+        {
+            assert_eq!(typed_end(text).unwrap().doubt.is_some(), is_doubted, "{text}");
+        }
+        assert!(typed_end("fd01::2:").is_err());
+    }
+
+    #[test]
     fn filters_that_no_frame_can_meet_are_refused() {
         for (line, is_right) in [
             ("ta --end 10.1.0.2:1 --end 10.2.0.2:2 --protocol udp --count 3 --seconds 0.5 --snaplen 96 -w x", true),
@@ -318,7 +335,7 @@ mod tests {
         ] {
             assert_eq!(parse(line).unwrap().check().is_ok(), is_right, "{line}");
         }
-        for wrong in ["--protocol tls", "--protocol 0", "--end x", "--count 0", "--snaplen 0"] {
+        for wrong in ["--protocol tls", "--protocol 0", "--end x", "--count 0", "--snaplen 0", "--snaplen 65001"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
     }

@@ -78,7 +78,7 @@ impl Blocks {
 }
 
 /// A file for our own user only: it holds what others said to each other. What is no file, like a pipe, stays as it is.
-pub(crate) fn private(path: &Path) -> io::Result<File> {
+fn private(path: &Path) -> io::Result<File> {
     let file = File::options().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     if file.metadata()?.is_file() {
         file.set_permissions(Permissions::from_mode(0o600))?;
@@ -86,22 +86,54 @@ pub(crate) fn private(path: &Path) -> io::Result<File> {
     Ok(file)
 }
 
-impl Capture {
-    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
-        let mut client = select.client()?;
-        let path = self.write.as_deref().filter(|p| *p != Path::new("-"));
+/// Where a capture is written: a file, or standard output. Its errors name the file.
+pub(crate) struct Destination {
+    path: Option<PathBuf>,
+    out: Box<dyn Write>,
+}
+
+impl Destination {
+    /// The file that `--write` names; `None` is standard output, which has to be a pipe or a file.
+    pub(crate) fn path_of(write: Option<&Path>) -> Result<Option<&Path>, Failure> {
+        let path = write.filter(|p| *p != Path::new("-"));
         if path.is_none() && io::stdout().is_terminal() {
             return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
         }
+        Ok(path)
+    }
+
+    /// Creates the file, where there is one.
+    pub(crate) fn create(path: Option<&Path>) -> Result<Destination, Failure> {
+        let mut created = Destination { path: path.map(Path::to_owned), out: Box::new(io::stdout()) };
+        if let Some(path) = path {
+            created.out = Box::new(private(path).map_err(|error| created.named(&error))?);
+        }
+        Ok(created)
+    }
+
+    fn named(&self, error: &io::Error) -> io::Error {
+        let name = self.path.as_ref().map_or_else(|| "standard output".into(), |p| p.display().to_string());
+        io::Error::new(error.kind(), format!("writing {name}: {error}"))
+    }
+}
+
+impl Write for Destination {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.out.write(bytes).map_err(|error| self.named(&error))
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.out.flush().map_err(|error| self.named(&error))
+    }
+}
+
+impl Capture {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let mut client = select.client()?;
+        let path = Destination::path_of(self.write.as_deref())?;
         // Before the file is made: one of a port that is not there is of no use.
         let lost_before = client.port(&self.port)?.counters.capture_lost;
-        let mut out: Box<dyn Write> = match path {
-            Some(path) => {
-                let file = private(path);
-                Box::new(file.map_err(|e| Failure::failed(format!("writing {}: {e}", path.display())))?)
-            }
-            None => Box::new(io::stdout()),
-        };
+        let mut out = Destination::create(path)?;
         let deadline = self.seconds.map(|s| Instant::now() + s);
         let tty = path.is_some() && io::stderr().is_terminal();
         if tty && deadline.is_none() && self.count.is_none() {
@@ -161,6 +193,20 @@ mod tests {
         for wrong in ["web --count 0", "web --seconds -1", "web --seconds x", "web --snaplen 0", "-w x"] {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_written_is_named() {
+        let text = |failure: Failure| match failure {
+            Failure::Said(Exit::Failed, text) => text,
+            other => panic!("{other:?}"),
+        };
+        let missing = Destination::create(Some(Path::new("/nonexistent/x.pcapng"))).map(drop).unwrap_err();
+        assert!(text(missing).starts_with("writing /nonexistent/x.pcapng: No such file"));
+        let mut full = Destination::create(Some(Path::new("/dev/full"))).unwrap();
+        assert!(text(full.write_all(b"x").unwrap_err().into()).starts_with("writing /dev/full: No space left"));
+        let gone = io::Error::from(io::ErrorKind::BrokenPipe);
+        assert_eq!(full.named(&gone).kind(), io::ErrorKind::BrokenPipe);
     }
 
     fn block(kind: u32, body: &[u8]) -> Vec<u8> {

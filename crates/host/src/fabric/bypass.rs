@@ -101,7 +101,10 @@ impl Running {
         if self.dir.as_ref().is_none_or(|d| !d.owner().bypass) {
             return Ok(());
         }
-        attachment::release(&place()?, &self.spec.name)?;
+        let detached = attachment::release(&place()?, &self.spec.name)?;
+        if let Some(left) = detached.unchecked_text() {
+            (self.say)(&format!("the bypass: {left}"));
+        }
         self.dir().record(|o| o.bypass = false);
         Ok(())
     }
