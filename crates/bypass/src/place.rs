@@ -30,8 +30,10 @@ const BPFFS: u64 = 0xcafe_4a11;
 const VERSION: u32 = 4;
 /// For how long the keeper's lock is tried: much longer than anybody looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
-/// How long a command waits for others that attach or detach.
+/// How long a command waits for one other that attaches or detaches.
 const WAITING: Duration = Duration::from_secs(60);
+/// Of the time for one process that holds the lock, how many times so long the lock is waited for where it goes from one to the next.
+const MOST_HOLDERS: u32 = 10;
 /// How often it looks whether they are done: much shorter than what they take.
 const PAUSE: Duration = Duration::from_millis(5);
 /// How long an unmount is tried again while somebody looks into the bpffs.
@@ -294,6 +296,8 @@ impl Place {
             Err(e) => return Err(wrong(e)),
         };
         let (start, mut looked) = (Instant::now(), Duration::ZERO);
+        // Many commands at once are served one after the other; only one that keeps the lock is given up on.
+        let (mut seen, mut seen_since) = (holder_of(&lock), start);
         loop {
             match lock.try_lock() {
                 Ok(()) => break,
@@ -301,7 +305,7 @@ impl Place {
                 Err(TryLockError::WouldBlock) => {}
             }
             let waited = start.elapsed();
-            if waited >= limit {
+            if seen_since.elapsed() >= limit || waited >= limit * MOST_HOLDERS {
                 return Err(PlaceError::Busy { path: self.root.clone(), holder: holder(&lock), waited });
             }
             if waited >= looked + Duration::from_secs(1) {
@@ -309,6 +313,10 @@ impl Place {
                 // A keeper holds it for a moment in each second; one that was stopped in it would hold it for ever. What cannot be ended is
                 // named when the time is up.
                 let _ = crate::keeper::end_if_silent(self);
+                let now = holder_of(&lock);
+                if now != seen {
+                    (seen, seen_since) = (now, Instant::now());
+                }
             }
             std::thread::sleep(PAUSE);
         }
@@ -489,10 +497,15 @@ impl Place {
     }
 }
 
-/// Which process holds the lock of an open file, in words: the kernel lists them in /proc/locks.
-fn holder(lock: &File) -> String {
+/// The process that holds the lock of an open file: the kernel lists them in /proc/locks.
+fn holder_of(lock: &File) -> Option<u32> {
     let table = fs::read_to_string("/proc/locks").unwrap_or_default();
-    let number = lock.metadata().ok().and_then(|m| flock_holder(&table, m.ino()));
+    lock.metadata().ok().and_then(|m| flock_holder(&table, m.ino()))
+}
+
+/// The same in words.
+fn holder(lock: &File) -> String {
+    let number = holder_of(lock);
     let name = |pid: u32| fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
     match number {
         Some(pid) => format!("process {pid} ({})", name(pid).trim_end()),
@@ -609,6 +622,36 @@ mod tests {
         drop(held);
         assert!(place.lock_now().unwrap().is_some());
         assert_eq!(fs::metadata(&place.root).unwrap().mode() & 0o77, 0, "others can open it");
+        fs::remove_dir(&place.root).unwrap();
+    }
+
+    #[test]
+    fn a_lock_that_goes_from_one_to_the_next_is_waited_for_longer() {
+        let place = absent("handed-on");
+        drop(place.lock().unwrap());
+        // Another process each time, as /proc/locks names processes.
+        let hold = |seconds: &str| {
+            let mut child =
+                std::process::Command::new("flock").arg(&place.root).args(["sleep", seconds]).spawn().unwrap();
+            while place.lock_now().unwrap().is_some() {
+                assert!(child.try_wait().unwrap().is_none(), "flock(1) ended");
+                std::thread::sleep(Duration::from_millis(5));
+            }
+            child
+        };
+        let mut first = hold("1.5");
+        let path = place.root.clone();
+        let next = std::thread::spawn(move || {
+            std::process::Command::new("flock").arg(path).args(["sleep", "1.5"]).status().unwrap();
+        });
+        // Each of the two holds it for less than this, and both together for longer.
+        let lock = place.lock_within(Duration::from_millis(2500));
+        first.wait().unwrap();
+        next.join().unwrap();
+        drop(lock.unwrap());
+        let mut long = hold("3");
+        assert!(matches!(place.lock_within(Duration::from_millis(1200)), Err(PlaceError::Busy { .. })));
+        long.wait().unwrap();
         fs::remove_dir(&place.root).unwrap();
     }
 
