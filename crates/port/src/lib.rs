@@ -26,6 +26,7 @@ pub mod ivshmem;
 mod kernel_side;
 pub mod link;
 pub mod packet;
+mod pages;
 pub mod pair;
 pub mod reactor;
 mod repeats;

@@ -20,6 +20,7 @@
 //! Limits: frames of 65,557 bytes; [`ARENA_BYTES`] a turn, after which the worker is told that there is more.
 
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
+use crate::pages::{PAGE_BYTES, Pages};
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest, Piece, TunValue, TunWord};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -41,9 +42,11 @@ const IFF_TUN_EXCL: u16 = 0x8000;
 const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_ECN
 
 /// Memory for the frames of one turn: eight of the longest. More would leave the processor's second-level cache.
-pub const ARENA_BYTES: usize = 8 * READ_BYTES;
+pub const ARENA_BYTES: usize = 8 * ROOM_BYTES;
 /// Room for the longest frame with its header, in whole cache lines.
 const READ_BYTES: usize = (MAX_FRAME_BYTES + 12).next_multiple_of(64);
+/// Room for that, wherever in a page it is to begin.
+const ROOM_BYTES: usize = READ_BYTES + PAGE_BYTES;
 /// How often a port that never sleeps looks whether its interface changed.
 const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
 /// How often an interface whose namespace we may not enter is tried again after it was down.
@@ -165,7 +168,9 @@ pub struct TapPort {
     next_look: Nanos,
     /// Look at once, whatever the time.
     look_due: bool,
-    arena: Vec<u8>,
+    arena: Pages,
+    /// The length of the frame that was read last.
+    last_bytes: usize,
     pieces: Vec<Piece<'static>>,
     linear: Vec<u8>,
 }
@@ -290,7 +295,8 @@ impl TapPort {
             pending: None,
             next_look: Nanos(0),
             look_due: false,
-            arena: vec![0; ARENA_BYTES],
+            arena: Pages::new(ARENA_BYTES),
+            last_bytes: 0,
             pieces: Vec::new(),
             linear: Vec::new(),
         })
@@ -474,12 +480,19 @@ impl Port for TapPort {
         }
         let mut lost = None;
         let mut used = 0;
+        let mut last_bytes = self.last_bytes;
         let mut free = &mut self.arena[..];
         while used < budget {
-            if free.len() < READ_BYTES {
+            if free.len() < ROOM_BYTES {
                 // There is no room to see whether there is more, so say that there is.
                 used = budget;
                 break;
+            }
+            if last_bytes > PAGE_BYTES {
+                // Long frames follow each other. Each page of one is then a page of ours, see `Pages`; short ones lie close together.
+                let header_end = free.as_ptr().addr() + self.header_bytes;
+                let skipped = header_end.next_multiple_of(PAGE_BYTES) - header_end;
+                free = &mut std::mem::take(&mut free)[skipped..];
             }
             let n = match rustix::io::read(&self.fd, &mut free[..READ_BYTES]) {
                 Ok(n) => n,
@@ -491,6 +504,7 @@ impl Port for TapPort {
                 }
             };
             used += 1;
+            last_bytes = n;
             let (bytes, rest) = std::mem::take(&mut free).split_at_mut(n.next_multiple_of(64));
             free = rest;
             let Some((header, frame)) = bytes[..n].split_at_checked(self.header_bytes) else {
@@ -510,6 +524,7 @@ impl Port for TapPort {
                 Err(reason) => drops.count(reason, 1),
             }
         }
+        self.last_bytes = last_bytes;
         match lost {
             None => Ok(used),
             Some(Errno::BADFD | Errno::NODEV) => {

@@ -10,16 +10,17 @@ use crate::reactor::Watch;
 use crate::sys::{GrantCopy, recycle_copies};
 use crate::vhost_user::pair_of;
 use tombolo_ring::mem::{Foreign, ForeignMut};
+use tombolo_ring::xen::back::Piece;
 use tombolo_ring::xen::netif::{Extra, RSP_DROPPED, RSP_ERROR, RSP_OKAY, RxRequest};
 use tombolo_ring::xen::{Checksum, Gso, PAGE_BYTES, Packet, RingPage, RxBack, TxBack, XenError, back};
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, ETHERNET_HEADER_BYTES, Mac};
 use tombolo_switch::port::{Caps, Fault, FaultKind, Rechecked, Sent};
 
-/// Memory for the packets of one turn: eight of the longest.
+/// Memory for the packets of one turn: eight of the longest, wherever in a page they begin.
 pub(super) const ARENA_BYTES: usize = 8 * LONGEST_BYTES;
-/// Room for the longest packet of a guest, in whole cache lines.
-const LONGEST_BYTES: usize = 65_536;
+/// Room for the longest packet of a guest, in whole pages, and for its beginning (`place`).
+const LONGEST_BYTES: usize = 65_536 + PAGE_BYTES;
 /// Slots of the longest frame to a guest: 17 pages, and its segmentation.
 const MAX_RX_SLOTS: usize = 18;
 /// Multicast addresses that a guest may ask for, as many as with Linux's backend.
@@ -121,6 +122,20 @@ fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
     Fault { kind: FaultKind::Ring, detail: format!("queue {queue}, {side} ring: {error}") }
 }
 
+/// Where in the arena, whose first byte begins a page, a packet is put: at `at` or soon behind it, so that its pieces cross
+/// no page of ours where that can be had. Each crossing costs the hypervisor one copy more.
+fn place(at: usize, pieces: &[Piece]) -> usize {
+    match pieces {
+        // Linux gives headers in the first piece and whole pages behind it.
+        [first, second, ..] => {
+            let phase = (usize::from(second.offset) + PAGE_BYTES - usize::from(first.len) % PAGE_BYTES) % PAGE_BYTES;
+            at + (phase + PAGE_BYTES - at % PAGE_BYTES) % PAGE_BYTES
+        }
+        [only] if at % PAGE_BYTES + usize::from(only.len) > PAGE_BYTES => at.next_multiple_of(PAGE_BYTES),
+        _ => at,
+    }
+}
+
 impl Connection {
     /// With queues that are attached; the guest is told once, since what the last backend told it is not known.
     pub(super) fn new(
@@ -218,7 +233,8 @@ impl Connection {
                     }
                 }
                 used += 1;
-                let mut place = at;
+                one.start = place(at, one.packet.pieces());
+                let mut place = one.start;
                 for piece in one.packet.pieces() {
                     // No more than 65535 bytes in all, for which there is room.
                     let Some(to) = space.slice(place, piece.len.into()) else { break };
@@ -468,3 +484,42 @@ impl Fill<'_> {
 
 const _: () = assert!(back::rx_slots(tombolo_switch::frame::MAX_FRAME_BYTES, true) == MAX_RX_SLOTS);
 const _: () = assert!(ETHERNET_HEADER_BYTES == tombolo_ring::xen::netif::MIN_PACKET_BYTES as usize);
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Pages of ours that a packet's pieces touch, one copy of the hypervisor for each.
+    fn copies(at: usize, pieces: &[Piece]) -> usize {
+        let mut from = place(at, pieces);
+        assert!((at..=at + PAGE_BYTES).contains(&from), "{at} {from}");
+        pieces
+            .iter()
+            .map(|piece| {
+                let to = from + usize::from(piece.len);
+                let pages = to.div_ceil(PAGE_BYTES) - from / PAGE_BYTES;
+                from = to;
+                pages
+            })
+            .sum()
+    }
+
+    #[test]
+    fn a_packet_of_a_linux_guest_costs_one_copy_a_piece() {
+        let piece = |offset: u16, len: u16| {
+            let mut piece = Piece::default();
+            (piece.offset, piece.len) = (offset, len);
+            piece
+        };
+        let whole = [[piece(2, 66)].as_slice(), &[piece(0, 4096); 15]].concat();
+        let within = [piece(130, 66), piece(700, 3396), piece(0, 4096), piece(0, 812)];
+        for at in [0, 64, 100, 4032, 4095, 4096, 40_000] {
+            assert_eq!(copies(at, &whole), 16, "{at}");
+            assert_eq!(copies(at, &within), 4, "{at}");
+            for len in [60, 1514, 4096] {
+                assert_eq!(copies(at, &[piece(0, len)]), 1, "{len} at {at}");
+            }
+        }
+        assert_eq!(place(64, &[]), 64);
+    }
+}

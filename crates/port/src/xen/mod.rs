@@ -70,6 +70,7 @@ use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
 use tombolo_switch::port::{Caps, Fault, Link, MAX_RINGS, Port, Rechecked, Sent};
 
+use crate::pages::Pages;
 use crate::reactor::Registration;
 
 /// The device files of Xen that a port needs.
@@ -128,7 +129,7 @@ pub enum XenOpenError {
 pub struct XenPort {
     exchange: Arc<Exchange>,
     connection: Option<Box<Connection>>,
-    arena: Vec<u8>,
+    arena: Pages,
     config: XenConfig,
     /// Closed when the control thread has ended.
     thread_ends: Option<mpsc::Receiver<()>>,
@@ -176,7 +177,7 @@ impl XenPort {
             control::run(&*machine, &its_config, &for_thread);
         };
         std::thread::Builder::new().name("xen-vif".into()).spawn(run).map_err(XenOpenError::Thread)?;
-        let arena = vec![0; ARENA_BYTES];
+        let arena = Pages::new(ARENA_BYTES);
         Ok(XenPort { exchange, connection: None, arena, config, thread_ends: Some(ends) })
     }
 }
