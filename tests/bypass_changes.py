@@ -1,12 +1,13 @@
 """What changes in the host while flows are bypassed: routes, settings, rules and interfaces. Two routers that differ in the bypass only see the same
 changes between the same frames, and what leaves them is compared; flows hold for ten seconds, so that none is asked for again by itself."""
 
+import os
 import struct
 import time
 
 from bypass_hostile import is_packet, said, twins
 from bypass_paths import A, A6, B, B6, MAC_B, has_tcx, host
-from lib import Namespace, timeout, until
+from lib import Namespace, Skip, timeout, until
 from lib.tap import ETH_IP4, ETH_IP6, TCP, UDP, Tap, ethernet, ipv4, ipv6, packed, transport
 
 ETH_ARP = 0x0806
@@ -177,6 +178,8 @@ def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
     odd = ("rule add iif ta lookup 7 pref 5", "route add 10.2.0.2 dev tb table 7", "route add 10.9.0.0/24 via 10.2.0.2 table 7",
            "route add 10.1.0.2/32 via 10.2.0.2 dev tb")
     for name, change, prepared in TOLD:
+        if "renamed" in name and not renames_what_is_up():
+            continue
         print(name)
         with twins(rules=prepared, routes=(*ROUTES, *(odd if "sources" in name else ()))) as (plain, bypassed):
             warm(plain, bypassed, 20)
@@ -206,11 +209,18 @@ def test_what_rules_write_into_packets_beyond_a_translation_is_not_left_out():
             assert status["taken"] == (0 if rule.startswith("tcp") else 3), (rule, status)
 
 
+def renames_what_is_up():
+    """Before Linux 6.2 an interface has to be down for that, and loses its routes (commit bd039b5ea2a9)."""
+    return tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2]) >= (6, 2)
+
+
 def names(h):
     return [i["name"] for i in h.status()["interfaces"]]
 
 
 def test_an_interface_that_is_renamed_is_known_by_its_new_name():
+    if not renames_what_is_up():
+        raise Skip(f"Linux before 6.2 renames no interface that is up, and this is {os.uname().release}")
     for keeper in ((), ("--no-keeper",)):
         with host() as h:
             h.attach(words=(*LONG, *keeper))
