@@ -5,29 +5,17 @@ asserts a speed.
 """
 
 import contextlib
-import gzip
-import hashlib
 import json
 import random
 import re
-import shutil
-import subprocess
-import sys
 import time
 
 from lib import scratch, timeout
-from lib.fabric import PROGRAM
-from lib.machine import BUILD, ROOT, Skip
 from lib.process import until
-from lib.xen import XenHost
-
-sys.path.insert(0, str(ROOT / "tools/guest"))
-from build import Archive, Modules, program_files  # noqa: E402
+from lib.xen import PATTERN, XenHost, fabric_files, linux_guest, sha256
 
 HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
 CELL_MAC, LINUX_MAC = "00:16:3e:00:00:20", "00:16:3e:00:00:21"
-# httpd's /bytes/N: byte i is i modulo 251.
-PATTERN = bytes(range(251))
 # What Linux serves, and what it fetches again and again from dom0 and from the cell.
 DATA, UP = (random.Random(seed).randbytes(3_000_000) for seed in (1, 2))
 FETCHED = 300_007
@@ -82,56 +70,25 @@ done
 """
 
 
-def sha256(data):
-    return hashlib.sha256(data).hexdigest()
-
-
 def pattern(size):
     return (PATTERN * (size // len(PATTERN) + 1))[:size]
 
 
-def linux_guest():
-    """The ramdisk of the Linux guest, and its kernel, which is dom0's."""
-    busybox = shutil.which("busybox")
-    if not busybox:
-        raise Skip("no busybox: apt-get install busybox-static")
-    archive = Archive()
-    for name in ("proc", "sys", "dev", "tmp", "www"):
-        archive.folder(name)
-    archive.device("dev/console", 5, 1)
-    archive.file("bin/busybox", open(busybox, "rb").read())
-    archive.file("init", INIT.encode())
-    archive.file("udhcpc", (ROOT / "tools/guest/udhcpc.script").read_bytes().replace(b"#!/bin/sh", b"#!/bin/busybox sh"))
-    archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
-    archive.file("www/data", DATA)
-    # Plain, the kernel takes 66 MB; libxl unpacks gzip in a second, and xz in six.
-    return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)
-
-
 @contextlib.contextmanager
 def host():
-    if not PROGRAM.exists():
-        raise Skip(f"{PROGRAM} is not built: run ./x build")
-    if not (BUILD / "xen/version").exists():
-        raise Skip("build/xen is not there: run ./x xen")
-    ramdisk, kernel = linux_guest()
-    with scratch() as folder:
-        stripped = folder / "tombolo"
-        subprocess.run(["strip", "-o", stripped, PROGRAM], check=True)
-        files = {"bin/tombolo": stripped.read_bytes(), "tombolo.toml": FABRIC.encode(), "domu/kernel": kernel, "domu/ramdisk": ramdisk}
-        files |= {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
-        cell = CONFIG.format(name="web", kernel="/cells/httpd", more="memory=32\ncmdline='verbose'", mac=CELL_MAC)
-        linux = "memory=160\nramdisk='/domu/ramdisk'\nextra='console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr'"
-        files["domu/web.cfg"] = cell.encode()
-        files["domu/linux.cfg"] = CONFIG.format(name="linux", kernel="/domu/kernel", more=linux, mac=LINUX_MAC).encode()
-        files["www/up"] = UP
-        with XenHost(folder, ["httpd"], files) as xen:
-            try:
-                print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
-                yield xen
-            except Exception:
-                print(xen.tail(40))
-                raise
+    ramdisk, kernel = linux_guest(INIT, {"data": DATA})
+    files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
+    cell = CONFIG.format(name="web", kernel="/cells/httpd", more="memory=32\ncmdline='verbose'", mac=CELL_MAC)
+    linux = "memory=160\nramdisk='/domu/ramdisk'\nextra='console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr'"
+    files["domu/web.cfg"] = cell.encode()
+    files["domu/linux.cfg"] = CONFIG.format(name="linux", kernel="/domu/kernel", more=linux, mac=LINUX_MAC).encode()
+    with scratch() as folder, XenHost(folder, ["httpd"], files) as xen:
+        try:
+            print(f"Xen and dom0 were up after {xen.bring_up():.1f} s")
+            yield xen
+        except Exception:
+            print(xen.tail(40))
+            raise
 
 
 def port(xen, name):

@@ -1,20 +1,24 @@
 """A Xen host under QEMU: real Xen, a Linux dom0 that takes commands, and cells as domains (tools/xen/dom0.py builds it)."""
 
 import contextlib
+import gzip
 import hashlib
 import itertools
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import time
 
+from .fabric import PROGRAM
 from .guest import CellGuest, Commands, qemu_program
 from . import scratch
 from .machine import BUILD, ROOT, Skip
 from .process import Process, until
 
 sys.path.insert(0, str(ROOT / "tools/guest"))
-from build import Archive  # noqa: E402
+from build import Archive, Modules, program_files  # noqa: E402
 
 DOM0 = "10.9.0.1"
 # The cell that most tests ask.
@@ -120,3 +124,39 @@ def fetch(xen, size, address=CELL, meanwhile=lambda: None):
     meanwhile()
     got = xen.finish(handle, 300).text.split()[0]
     assert got == want, f"{size} bytes have the checksum {got}, expected {want}"
+
+
+def sha256(data):
+    return hashlib.sha256(data).hexdigest()
+
+
+def fabric_files(text):
+    """What a Xen host needs beside its own files to run a fabric: the program, and /tombolo.toml with that text."""
+    if not PROGRAM.exists():
+        raise Skip(f"{PROGRAM} is not built: run ./x build")
+    with scratch() as folder:
+        stripped = folder / "tombolo"
+        subprocess.run(["strip", "-o", stripped, PROGRAM], check=True)
+        files = {"bin/tombolo": stripped.read_bytes(), "tombolo.toml": text.encode()}
+    return files | {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
+
+
+def linux_guest(init, www):
+    """The ramdisk of a Linux domain with `init` as process 1 and the files `www` in /www, and its kernel, which is dom0's."""
+    busybox = shutil.which("busybox")
+    if not busybox:
+        raise Skip("no busybox: apt-get install busybox-static")
+    if not (BUILD / "xen/version").exists():
+        raise Skip("build/xen is not there: run ./x xen")
+    archive = Archive()
+    for name in ("proc", "sys", "dev", "tmp", "www"):
+        archive.folder(name)
+    archive.device("dev/console", 5, 1)
+    archive.file("bin/busybox", open(busybox, "rb").read())
+    archive.file("init", init.encode())
+    archive.file("udhcpc", (ROOT / "tools/guest/udhcpc.script").read_bytes().replace(b"#!/bin/sh", b"#!/bin/busybox sh"))
+    archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
+    for name, data in www.items():
+        archive.file(f"www/{name}", data)
+    # Plain, the kernel takes 66 MB; libxl unpacks gzip in a second, and xz in six.
+    return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)

@@ -63,7 +63,7 @@ pub(crate) struct Run {
     /// auto, kvm or tcg
     #[arg(long, conflicts_with = "sections")]
     accel: Option<String>,
-    /// vhost-user, stream, ivshmem or ivshmem-plain
+    /// vhost-user, stream, ivshmem, ivshmem-plain or xen
     #[arg(long, conflicts_with = "sections")]
     attach: Option<String>,
     /// Queue pairs of each device
@@ -78,6 +78,9 @@ pub(crate) struct Run {
     /// One more argument for QEMU; given again for another
     #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true, conflicts_with = "sections")]
     qemu: Vec<String>,
+    /// One more line for xl's configuration; given again for another
+    #[arg(long, value_name = "LINE", conflicts_with = "sections")]
+    xl: Vec<String>,
     /// Run what the sections [cell.NAME] and [vm.NAME] of this file name, all or nothing; - is standard input
     #[arg(long, value_name = "FILE")]
     sections: Option<PathBuf>,
@@ -151,6 +154,7 @@ impl Run {
             .text("guard", self.guard.as_deref())
             .text("restart", self.restart.as_deref())
             .list("qemu", &self.qemu)
+            .list("xl", &self.xl)
             .finish())
     }
 }
@@ -283,6 +287,7 @@ mod tests {
             ("--guard", "off", "guard = \"off\""),
             ("--restart", "on-failure", "restart = \"on-failure\""),
             ("--qemu", "-snapshot", "qemu = [\"-snapshot\"]"),
+            ("--xl", "cpus=1", "xl = [\"cpus=1\"]"),
         ] {
             assert!(text(&["x", flag, value]).lines().any(|l| l == key), "{flag}");
         }

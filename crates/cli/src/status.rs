@@ -104,6 +104,10 @@ pub(crate) fn machines(machines: &[MachineReport]) -> Table {
             &dash(m.pid.map(|p| p.to_string()).unwrap_or_default()),
             &m.restarts.to_string(),
         ]);
+        if let Some(domain) = m.domain.as_ref().filter(|_| m.state == "running") {
+            let id = domain.id.map_or_else(|| "being created".into(), |id| format!("number {id}"));
+            notes.push(format!("Xen domain {}, {id}", domain.name));
+        }
         // Of a machine that runs again, the end before that is history.
         if m.state != "running" {
             notes.extend(m.last_end.iter().flat_map(|end| end.lines()).map(String::from));

@@ -4,6 +4,8 @@
 //! keeps what was typed until the guest reads it. QEMU's own pair of a socket and a log would repeat in the log each byte that the socket
 //! had no room for.
 //!
+//! A domain of Xen prints into such a file through its `xl`. Input goes to the terminal of xenconsoled, which XenStore names.
+//!
 //! # Invariants
 //! * Both outlive the daemon. QEMU holds both ends of the pipe, so its input never ends, and the next daemon opens it by its name.
 //! * A byte of the file keeps its offset. What is cut off leaves a hole, so that nothing is lost that comes meanwhile, and who
@@ -46,9 +48,14 @@ pub(crate) fn make(runtime: &Path, machine: &str) -> io::Result<(File, File)> {
         _ => mknodat(CWD, &tty, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0)?,
     }
     let input = OpenOptions::new().read(true).write(true).open(&tty)?;
+    Ok((input, make_output(runtime, machine)?))
+}
+
+/// What a machine that starts gets as standard output, where its console takes input elsewhere.
+pub(crate) fn make_output(runtime: &Path, machine: &str) -> io::Result<File> {
     let log = log_path(runtime, machine);
     crate::rundir::private_file(&log)?;
-    Ok((input, OpenOptions::new().append(true).open(&log)?))
+    OpenOptions::new().append(true).open(&log)
 }
 
 /// Where a console begins that has been cut, and 0 for one that has not.

@@ -415,8 +415,15 @@ fn xen_facts() -> Option<XenFacts> {
 }
 
 fn xen_findings(facts: Option<XenFacts>) -> Vec<Finding> {
-    let Some(XenFacts { version, capabilities, refused, netback, xl }) = facts else { return vec![] };
-    let needed = "ports of kind \"xen\"";
+    let needed = "machines with attach = \"xen\", ports of kind \"xen\"";
+    let Some(XenFacts { version, capabilities, refused, netback, xl }) = facts else {
+        let advice = "boot Xen with this system as its dom0 (docs/xen.md)";
+        return vec![finding(
+            "Xen",
+            needed,
+            Err((Outcome::Missing, "no Xen host: Xen does not run here".into(), advice)),
+        )];
+    };
     let dom0 = capabilities.as_ref().is_ok_and(|text| text.contains("control_d"));
     let place = match capabilities {
         Ok(_) if dom0 => Ok(format!("this is the dom0 of Xen {version}")),
@@ -460,7 +467,7 @@ fn xen_findings(facts: Option<XenFacts>) -> Vec<Finding> {
             }
             (Some(path), true) => Ok(format!("{}, with /dev/xen/privcmd", path.display())),
         };
-        out.push(finding("xl", "starting guests of Xen", tools));
+        out.push(finding("xl", "machines with attach = \"xen\"", tools));
     }
     out
 }
@@ -503,7 +510,8 @@ mod tests {
 
     #[test]
     fn a_xen_host_is_told_what_its_ports_need() {
-        assert!(xen_findings(None).is_empty(), "another machine has nothing to do");
+        let [none] = &xen_findings(None)[..] else { panic!("one line elsewhere") };
+        assert!(none.outcome == Outcome::Missing && none.seen.starts_with("no Xen host"), "{none:?}");
         let facts = |capabilities: Result<&str, &str>, refused: &[&str], netback| XenFacts {
             version: "4.17".into(),
             capabilities: capabilities.map(String::from).map_err(String::from),

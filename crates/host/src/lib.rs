@@ -30,6 +30,7 @@ pub mod resolver;
 pub mod routes;
 mod run;
 pub mod rundir;
+pub mod xen;
 
 /// The form of captures, for commands that write some which no port makes.
 pub use tombolo_switch::pcapng;

@@ -17,6 +17,8 @@ use crate::file::{
 use crate::qemu::argv::{self, Device, SharedMemory, Surroundings};
 use crate::qemu::probe::{Qemu, Tsc};
 use crate::rundir;
+use crate::xen;
+use crate::xen::config::Domain;
 
 /// What was found out about the machine.
 #[derive(Debug, Clone)]
@@ -25,6 +27,8 @@ pub struct Facts {
     pub qemu: Result<Qemu, String>,
     /// Whether KVM runs a guest; why not, if it does not.
     pub kvm: Result<(), String>,
+    /// Xen's toolstack; why no domain can be started here, if none can.
+    pub xl: Result<PathBuf, String>,
     /// The fabric's runtime directory.
     pub runtime: PathBuf,
     /// Rate of this machine's time-stamp counter, where the system tells.
@@ -40,6 +44,14 @@ pub enum PlanError {
         /// The first machine that needs it.
         machine: String,
         /// What the probe said.
+        why: String,
+    },
+    /// A domain where Xen starts none.
+    #[error("{machine} has attach = \"xen\", and no domain can be started: {why}")]
+    NoXen {
+        /// The first machine that needs it.
+        machine: String,
+        /// What was found.
         why: String,
     },
     /// accel = "kvm" where it does not run.
@@ -214,6 +226,19 @@ pub struct MachinePlan {
     pub survives: bool,
     /// Its seats on links of shared memory.
     pub seats: Vec<Seat>,
+    /// The domain of Xen that it is, where QEMU does not run it.
+    pub domain: Option<Domain>,
+}
+
+impl MachinePlan {
+    /// What runs it.
+    pub fn accel(&self) -> &'static str {
+        match (&self.domain, self.kvm) {
+            (Some(_), _) => "xen",
+            (None, true) => "kvm",
+            (None, false) => "tcg",
+        }
+    }
 }
 
 /// A machine's seat on a link of shared memory.
@@ -292,39 +317,42 @@ fn short(path: PathBuf) -> Result<PathBuf, PlanError> {
     if path.as_os_str().len() > 107 { Err(PlanError::LongPath { path }) } else { Ok(path) }
 }
 
-/// The plan of a machine and its ports.
-pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePlan, Vec<PortPlan>), PlanError> {
-    let at = format!("{}.{}", m.kind.word(), m.name);
-    let qemu = facts.qemu.as_ref().map_err(|why| PlanError::NoQemu { machine: at.clone(), why: why.clone() })?;
-    let kvm = match (m.accel, &facts.kvm) {
-        (Accel::Tcg, _) | (Accel::Auto, Err(_)) => false,
-        (Accel::Auto | Accel::Kvm, Ok(())) => true,
-        (Accel::Kvm, Err(why)) => return Err(PlanError::NoKvm { machine: at, why: why.clone() }),
-    };
-    let image = match &m.boot {
-        Boot::Cell(Image::Path(path)) => Some(path.clone()),
-        Boot::Cell(Image::App(app)) => Some(file::find_app(app).map_err(|tried| PlanError::NoImage {
+/// The image of a cell; `None` for a VM.
+fn image(m: &Machine) -> Result<Option<PathBuf>, PlanError> {
+    match &m.boot {
+        Boot::Cell(Image::Path(path)) => Ok(Some(path.clone())),
+        Boot::Cell(Image::App(app)) => file::find_app(app).map(Some).map_err(|tried| PlanError::NoImage {
             app: app.clone(),
             tried: tried.iter().map(|p| p.display().to_string()).collect::<Vec<_>>().join(", "),
-        })?),
-        Boot::Vm { .. } => None,
-    };
-    let (mut devices, mut ports, mut seats) = (Vec::new(), Vec::new(), Vec::new());
+        }),
+        Boot::Vm { .. } => Ok(None),
+    }
+}
+
+/// The ports of a machine, and what of them QEMU is told: devices with sockets, and seats on links.
+type Attached = (Vec<PortPlan>, Vec<Device>, Vec<Seat>);
+
+fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Attached, PlanError> {
+    let (mut ports, mut devices, mut seats) = (Vec::new(), Vec::new(), Vec::new());
     for (i, nic) in m.nics.iter().enumerate() {
         let name = port_name(&m.name, i);
         let socket = socket(facts, &name)?;
         let mtu = fabric.network(&nic.network).map_or(1500, |n| n.mtu);
-        if !m.attach.is_ivshmem() {
+        if matches!(m.attach, Attach::VhostUser | Attach::Stream) {
             devices.push(Device { port: name.clone(), socket: socket.clone(), mac: nic.mac.to_string(), mtu });
         }
         let attachment = match m.attach {
             Attach::VhostUser => Attachment::VhostUser { socket, connect: false, queues: m.queues, mac: Some(nic.mac) },
             Attach::Stream => Attachment::Stream { socket, connect: false },
+            Attach::Xen => {
+                let domain = xen::config::domain_of(&fabric.name, &m.name);
+                Attachment::Xen { domain, vif: i as u32, queues: m.queues }
+            }
             Attach::Ivshmem | Attach::IvshmemPlain => {
                 let vectors = if m.attach == Attach::Ivshmem { VECTORS } else { 0 };
                 let socket = (vectors > 0).then_some(socket);
                 let to = NetworkEnd { network: &nic.network, mac: Some(nic.mac), mtu };
-                let link = network_link(&name, &to, (1, m.region, vectors), socket, &at)?;
+                let link = network_link(&name, &to, (1, m.region, vectors), socket, at)?;
                 seats.push(Seat { link: link.clone(), id: 1 });
                 Attachment::Ivshmem { link: Box::new(link) }
             }
@@ -340,6 +368,49 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
             machine: Some(m.name.clone()),
         });
     }
+    Ok((ports, devices, seats))
+}
+
+/// The plan of a machine and its ports.
+pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePlan, Vec<PortPlan>), PlanError> {
+    let at = format!("{}.{}", m.kind.word(), m.name);
+    let (ports, devices, seats) = attached(fabric, m, facts, &at)?;
+    let plan = match m.attach {
+        Attach::Xen => domain(fabric, m, facts, at)?,
+        _ => process(fabric, m, facts, &devices, seats)?,
+    };
+    Ok((plan, ports))
+}
+
+/// A machine that is a domain of Xen.
+fn domain(fabric: &Fabric, m: &Machine, facts: &Facts, at: String) -> Result<MachinePlan, PlanError> {
+    let xl = facts.xl.as_ref().map_err(|why| PlanError::NoXen { machine: at, why: why.clone() })?;
+    let program = std::iter::once(xl.display().to_string());
+    Ok(MachinePlan {
+        name: m.name.clone(),
+        argv: program.chain(xen::config::words(&facts.runtime, &m.name)).collect(),
+        kvm: false,
+        survives: true,
+        seats: vec![],
+        domain: Some(xen::config::build(fabric, m, image(m)?.as_deref(), &facts.runtime)),
+    })
+}
+
+/// A machine that is a process of QEMU.
+fn process(
+    fabric: &Fabric,
+    m: &Machine,
+    facts: &Facts,
+    devices: &[Device],
+    mut seats: Vec<Seat>,
+) -> Result<MachinePlan, PlanError> {
+    let at = format!("{}.{}", m.kind.word(), m.name);
+    let qemu = facts.qemu.as_ref().map_err(|why| PlanError::NoQemu { machine: at.clone(), why: why.clone() })?;
+    let kvm = match (m.accel, &facts.kvm) {
+        (Accel::Tcg, _) | (Accel::Auto, Err(_)) => false,
+        (Accel::Auto | Accel::Kvm, Ok(())) => true,
+        (Accel::Kvm, Err(why)) => return Err(PlanError::NoKvm { machine: at, why: why.clone() }),
+    };
     for link in &fabric.links {
         if let Some(id) = link.seat(&m.name) {
             seats.push(Seat { link: direct_link(link, facts)?, id });
@@ -347,16 +418,17 @@ pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePl
     }
     short(argv::monitor_path(&facts.runtime, &m.name))?;
     let shared: Vec<SharedMemory> = seats.iter().map(shared_memory).collect();
+    let image = image(m)?;
     let (image, tsc) = (image.as_deref(), facts.tsc);
     let with = Surroundings { qemu, kvm, fabric: &fabric.name, runtime: &facts.runtime, image, tsc };
-    let plan = MachinePlan {
+    Ok(MachinePlan {
         name: m.name.clone(),
-        argv: argv::build(m, &devices, &shared, &with),
+        argv: argv::build(m, devices, &shared, &with),
         kvm,
         survives: m.attach != Attach::Stream || qemu.stream_reconnects(),
         seats,
-    };
-    Ok((plan, ports))
+        domain: None,
+    })
 }
 
 /// Doorbells of each peer of a machine's network link: one for states, one for frames.
@@ -625,6 +697,7 @@ mod tests {
         Facts {
             qemu: Ok(Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) }),
             kvm: if kvm { Ok(()) } else { Err("stalls".into()) },
+            xl: Ok("/usr/sbin/xl".into()),
             runtime: "/run/t/demo".into(),
             tsc: Some(Tsc { khz: 2_300_000, told: true }),
         }
@@ -734,6 +807,54 @@ network = "ops"
         assert!(complaint("domain = \"web\"\n").contains("a vif of its own"), "{}", complaint("domain = \"web\"\n"));
         assert!(complaint("domain = \"a/b\"\n").contains("the name of a Xen domain"));
         assert!(complaint("device = \"eth0\"\n").contains("device"));
+    }
+
+    #[test]
+    fn a_machine_of_xen_is_a_domain_whose_vifs_are_its_ports() {
+        let text = "[network.lan]\n[network.ops]\n[cell.web]\nimage = \"Cargo.toml\"\nattach = \"xen\"\nqueues = 2\nnetwork = [\"lan\", \"ops\"]\n";
+        let fabric = fabric(text);
+        // Without QEMU.
+        let facts = Facts { qemu: Err("not looked for".into()), ..facts(false) };
+        let made = plan(&fabric, &facts).unwrap();
+        let vif = |vif| Attachment::Xen { domain: "demo.web".into(), vif, queues: 2 };
+        let ports: Vec<_> = made.ports.iter().map(|p| (p.name.as_str(), p.attachment.clone())).collect();
+        assert_eq!(ports, [("web", vif(0)), ("web.1", vif(1))]);
+        let [web] = &made.machines[..] else { panic!("{:?}", made.machines) };
+        assert_eq!(web.argv, ["/usr/sbin/xl", "create", "-q", "-F", "-c", "/run/t/demo/web.xl"]);
+        assert!(web.survives && web.domain.as_ref().is_some_and(|d| d.name == "demo.web") && web.accel() == "xen");
+        let facts = Facts { xl: Err("this is no Xen host".into()), ..facts };
+        let said = plan(&fabric, &facts).unwrap_err().to_string();
+        assert_eq!(said, "cell.web has attach = \"xen\", and no domain can be started: this is no Xen host");
+    }
+
+    #[test]
+    fn what_means_nothing_to_xen_is_refused_where_it_stands() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let vm = "[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\nattach = \"xen\"\n";
+        let told = |more: &str| file::parse(&format!("name = \"demo\"\n{vm}{more}"), &path).unwrap_err().to_string();
+        for line in [
+            "machine = \"q35\"",
+            "accel = \"tcg\"",
+            "qemu = [\"-s\"]",
+            "iommu = true",
+            "disk = \"Cargo.toml\"",
+            "region = \"1M\"",
+        ] {
+            let key = line.split(' ').next().unwrap();
+            let text = told(&format!("{line}\n"));
+            assert!(
+                text.contains("t.toml:6:") && text.contains(&format!("expected no `{key}` with attach = \"xen\"")),
+                "{text}"
+            );
+        }
+        assert!(told("xl = [\"a\\nb\"]\n").contains("a list of strings"));
+        let linked = told("[link.a]\nbetween = [\"v\"]\nseats = 1\n");
+        assert!(linked.contains("t.toml:7:") && linked.contains("machines that QEMU runs"), "{linked}");
+        let twice = told("[port.p]\nkind = \"xen\"\ndomain = \"demo.v\"\n");
+        assert!(twice.contains("vif 0 of \"demo.v\", as in [vm.v]"), "{twice}");
+        let qemu = "name = \"demo\"\n[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\nxl = [\"a=1\"]\n";
+        let text = file::parse(qemu, &path).unwrap_err().to_string();
+        assert!(text.contains("no `xl` with attach = \"vhost-user\""), "{text}");
     }
 
     #[test]

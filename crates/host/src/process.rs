@@ -8,6 +8,7 @@
 //! | child | mark |
 //! | --- | --- |
 //! | QEMU | `-name tombolo/FABRIC/NAME` and the path of its monitor's socket |
+//! | xl | its last words, `create -q -F -c RUNTIME/NAME.xl`; its domain by the owner record |
 //! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
 //! | keeper of links | `tombolo keeper RUNTIME/keeper.sock` |
 //! | bridge of a link | `tombolo link-bridge RUNTIME/LINK.link.sock`; also the owner record, since a process can change its arguments |
@@ -26,6 +27,8 @@ use rustix::process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal};
 use rustix::time::Timespec;
 use serde::{Deserialize, Serialize};
 use tombolo_port::child::inherit_only;
+
+use crate::xen;
 
 /// How long the kernel may take to end a killed process; one that waits for a device in the kernel takes longer.
 const KILLED: Duration = Duration::from_secs(5);
@@ -233,17 +236,40 @@ pub fn is_same_user(pid: u32) -> bool {
     effective == Some(rustix::process::geteuid().as_raw())
 }
 
+/// The parent of a process: field 4 of /proc/PID/stat (proc_pid_stat(5)).
+fn parent(pid: u32) -> Option<u32> {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?.1.split_ascii_whitespace().nth(1)?.parse().ok()
+}
+
+/// The machine whose domain an `xl` with these arguments creates, if its configuration is in `runtime`.
+pub(crate) fn machine_of_xl(words: &[String], runtime: &Path) -> Option<String> {
+    let path = Path::new(words.last()?);
+    let name = path.file_name()?.to_str()?.strip_suffix(".xl")?;
+    (path.parent() == Some(runtime) && words.ends_with(&xen::config::words(runtime, name))).then(|| name.to_string())
+}
+
 /// Running machines of a fabric whose monitor socket is in `runtime`: (machine's name, process, arguments). They are
-/// found by `-name tombolo/FABRIC/NAME` of a process of the same user.
+/// found by `-name tombolo/FABRIC/NAME` of a process of the same user; those of Xen by the configuration of their `xl`.
 pub fn machines(fabric: &str, runtime: &Path) -> Vec<(String, Process, Vec<String>)> {
     let prefix = format!("tombolo/{fabric}/");
-    let found = all().filter_map(|(process, words)| {
+    let qemu = |words: &[String]| {
         let name = words.windows(2).find(|w| w[0] == "-name").and_then(|w| w[1].strip_prefix(&prefix))?.to_string();
         let monitor = crate::qemu::argv::monitor_path(runtime, &name).display().to_string();
-        let same = words.iter().any(|w| w.contains(&monitor));
-        (same && process.is_running() && is_same_user(process.pid)).then_some((name, process, words))
+        words.iter().any(|w| w.contains(&monitor)).then_some(name)
+    };
+    let found = all().filter_map(|(process, words)| {
+        let xl = machine_of_xl(&words, runtime);
+        let is_xl = xl.is_some();
+        let name = xl.or_else(|| qemu(&words))?;
+        (process.is_running() && is_same_user(process.pid)).then_some((name, process, words, is_xl))
     });
-    found.collect()
+    let found: Vec<_> = found.collect();
+    // `xl` forks for a moment's work, and its child has its command line.
+    let of_xl: Vec<u32> = found.iter().filter(|(.., is_xl)| *is_xl).map(|(_, process, ..)| process.pid).collect();
+    let is_child = |pid| parent(pid).is_some_and(|parent| of_xl.contains(&parent));
+    let kept = found.into_iter().filter(|(_, process, _, is_xl)| !is_xl || !is_child(process.pid));
+    kept.map(|(name, process, words, _)| (name, process, words)).collect()
 }
 
 /// Waits until a process has ended; `false` if it has not within `limit`. A signal to this process, which has handlers, says
@@ -330,6 +356,25 @@ mod tests {
         found[0].1.signal(Signal::KILL).unwrap();
         assert!(start_ticks(std::process::id()).is_some());
     }
+
+    #[test]
+    fn an_xl_is_found_by_its_configuration_without_its_child() {
+        let dir = tempfile::tempdir().unwrap();
+        // A shell with xl's words, and a child that has the same.
+        let words = xen::config::words(dir.path(), "web");
+        let mut command = Command::new("sh");
+        command.args(["-c", "(read x) <&0; read x"]).args(&words).stdin(std::process::Stdio::piped());
+        let mut child = command.spawn().unwrap();
+        let same = || all().filter(|(_, w)| w.ends_with(&words)).count();
+        tombolo_testing::until("the shell and its child", || same() == 2);
+        let found = machines("any", dir.path());
+        let found: Vec<_> = found.iter().map(|(name, process, _)| (name.as_str(), process.pid)).collect();
+        assert_eq!(found, [("web", child.id())]);
+        assert!(machines("any", Path::new("/elsewhere")).is_empty());
+        drop(child.stdin.take());
+        child.wait().unwrap();
+    }
+
     /// Starts `sh` under another name for itself; its environment is `variable`.
     fn disguised(name: &str, variable: Option<&str>) -> Child {
         use std::os::unix::process::CommandExt;

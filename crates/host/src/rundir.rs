@@ -24,6 +24,7 @@ use serde::{Deserialize, Serialize};
 use crate::fabric::Say;
 use crate::fabric::standing::Standing;
 use crate::process::{self, Life, Recorded, RecordedBridge};
+use crate::xen::config::Domain;
 
 /// How long a lock is waited for whose recorded owner has gone.
 const LOCK_PATIENCE: Duration = Duration::from_secs(3);
@@ -148,6 +149,9 @@ pub struct Owner {
     /// The bridges of links, beside the marks by which they are found. A bridge does nothing before it is in here.
     #[serde(default)]
     pub bridges: Vec<RecordedBridge>,
+    /// Domains of Xen: written before they are created, until they are gone.
+    #[serde(default)]
+    pub domains: Vec<Domain>,
     /// The fabric is being taken down.
     #[serde(default)]
     pub ending: bool,

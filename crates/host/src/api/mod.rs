@@ -118,6 +118,6 @@ pub enum Request {
 pub struct Console {
     /// All that it printed; grows while it runs.
     pub log: PathBuf,
-    /// A named pipe that takes what is typed, where there is one.
+    /// A named pipe or terminal that takes what is typed, where there is one.
     pub input: Option<PathBuf>,
 }

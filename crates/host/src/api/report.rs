@@ -164,11 +164,11 @@ pub struct MachineReport {
     pub kind: String,
     /// "starting", "running", "stopped", "failed".
     pub state: String,
-    /// Process id of its QEMU while it runs.
+    /// Process id of its QEMU, or of the `xl` of its domain, while it runs.
     pub pid: Option<u32>,
-    /// "kvm" or "tcg".
+    /// "kvm", "tcg" or "xen".
     pub accel: String,
-    /// QEMU's machine type.
+    /// QEMU's machine type; "pvh" for a domain of Xen.
     pub machine: String,
     /// Addresses by network.
     pub addresses: BTreeMap<String, Ipv4Addr>,
@@ -183,6 +183,18 @@ pub struct MachineReport {
     pub restart_in_s: Option<f64>,
     /// Whether it was found running from before this daemon's start.
     pub adopted: bool,
+    /// The domain of Xen that it is, where QEMU does not run it.
+    #[serde(default)]
+    pub domain: Option<DomainReport>,
+}
+
+/// A domain of Xen.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DomainReport {
+    /// Its name in `xl list`.
+    pub name: String,
+    /// Its number there, once it is created and while it runs.
+    pub id: Option<u32>,
 }
 
 /// A port.

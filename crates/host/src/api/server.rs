@@ -17,6 +17,7 @@
 
 use std::convert::Infallible;
 use std::io;
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -32,6 +33,7 @@ use axum::routing::{MethodRouter, delete, get, patch, post};
 use axum::{Extension, Json, Router};
 use http_body_util::BodyExt;
 use hyper::body::Frame;
+use rustix::fs::OFlags;
 use rustix::net::{AddressFamily, SocketFlags, SocketType, listen, socket_with};
 use serde::Deserialize;
 use tokio::io::AsyncWriteExt;
@@ -471,6 +473,17 @@ async fn runs(requests: &Requests, name: &str) -> bool {
     })
 }
 
+/// Opens what takes a console's input, so that writing waits in the async runtime: a named pipe, or a terminal, which must not
+/// become the daemon's own.
+fn open_console(input: &Path) -> io::Result<pipe::Sender> {
+    if !std::fs::metadata(input)?.file_type().is_char_device() {
+        return pipe::OpenOptions::new().open_sender(input);
+    }
+    let flags = OFlags::NOCTTY | OFlags::NONBLOCK;
+    let file = std::fs::OpenOptions::new().write(true).custom_flags(flags.bits() as i32).open(input)?;
+    pipe::Sender::from_file_unchecked(file)
+}
+
 /// Copies the body to the machine's console as it comes; answers when all of it is there, for the guest to read.
 async fn type_to_console(
     State(app): State<App>,
@@ -500,7 +513,7 @@ async fn type_to_console(
     };
     let deadline = Instant::now() + CONSOLE_APPEARS;
     let mut pipe = loop {
-        match pipe::OpenOptions::new().open_sender(&input) {
+        match open_console(&input) {
             Err(e) if early(&e) && Instant::now() < deadline && runs(&app.requests, &name).await => {
                 tokio::time::sleep(CONSOLE_LOOK).await;
             }

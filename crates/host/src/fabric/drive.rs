@@ -7,7 +7,7 @@ use tokio::sync::{mpsc, oneshot};
 
 use super::{FabricError, Shared, machine};
 use crate::api::report::{MachineReport, PortReport};
-use crate::api::{Refusal, Reply, Request, Requests};
+use crate::api::{Console, Refusal, Reply, Request, Requests};
 
 /// Requests that may wait.
 const QUEUE: usize = 64;
@@ -159,11 +159,17 @@ async fn serve(shared: &Shared, request: Request) {
         }
         Request::Console { name, reply } => {
             let running = shared.running.lock().await;
-            let result = match running.machines.contains_key(&name) {
-                true => Ok(running.console(&name)),
-                false => Err(running.unknown("machine", &name)),
-            };
-            answer(reply, result);
+            if !running.machines.contains_key(&name) {
+                return answer(reply, Err(running.unknown("machine", &name)));
+            }
+            let console = running.console(&name);
+            let Some(input) = running.domain_input(&name) else { return answer(reply, Ok(console)) };
+            // XenStore may be slow; others are served meanwhile.
+            tokio::spawn(async move {
+                // The task does not panic.
+                let input = tokio::task::spawn_blocking(input).await.unwrap_or_default();
+                answer(reply, Ok(Console { input, ..console }));
+            });
         }
         Request::Capture { port, snaplen, reply } => {
             answer(reply, shared.running.lock().await.capture(&port, snaplen));

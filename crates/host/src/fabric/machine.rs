@@ -9,7 +9,8 @@ use tokio::io::unix::AsyncFd;
 use tokio::sync::oneshot;
 
 use super::backoff::Backoff;
-use super::{Ending, FabricError, Running, end_all};
+use super::ending::{Ending, end_all};
+use super::{FabricError, Running, domains};
 use crate::api::Console;
 use crate::confine::{self, Writes};
 use crate::console;
@@ -19,6 +20,7 @@ use crate::process::{self, Process};
 use crate::qemu::argv::{has_disk, memory_place, monitor_path};
 use crate::qemu::monitor;
 use crate::rundir::Settled;
+use crate::xen::toolstack;
 
 /// How often the size of a console, and of QEMU's complaints, is looked at.
 const TRIM: Duration = Duration::from_secs(2);
@@ -120,6 +122,31 @@ pub(super) async fn ended_trimming(
     }
 }
 
+/// Destroys the domain of a machine whose `xl` has ended, if it is still there: that was killed. Until this is done the machine
+/// counts as running, so that none of that name is created meanwhile.
+async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: u32) {
+    let domain = {
+        let Some(running) = fabric.upgrade() else { return };
+        let running = running.lock().await;
+        let is_it = running.machines.get(machine).is_some_and(|m| m.pid == Some(pid));
+        running.domain_of(machine).filter(|_| is_it)
+    };
+    let Some(domain) = domain else { return };
+    let asked = domain.clone();
+    // The task does not panic.
+    let done = tokio::task::spawn_blocking(move || toolstack::destroy(&asked)).await.unwrap_or(Ok(false));
+    let Some(running) = fabric.upgrade() else { return };
+    let mut running = running.lock().await;
+    match done {
+        // Started by hand after a stop, it is another one's.
+        Ok(_) if running.machines.get(machine).is_some_and(|m| m.pid == Some(pid)) => running.forget_domain(&domain),
+        Ok(_) => {}
+        Err(why) => {
+            (running.say)(&format!("{machine}: its domain may run on: {why}; `xl destroy {}` ends it", domain.name));
+        }
+    }
+}
+
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
 fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
@@ -155,6 +182,38 @@ impl Running {
     /// Starts a planned machine.
     pub(crate) fn start_machine(&mut self, plan: &MachinePlan) -> Result<(), FabricError> {
         self.restore_for(&plan.name)?;
+        let child = match &plan.domain {
+            Some(domain) => self.spawn_xl(plan, domain)?,
+            None => self.spawn_qemu(plan)?,
+        };
+        let pid = child.id();
+        // Of one that is started again it stays known how it ended.
+        let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.backoff, m.ended.clone()));
+        let (restarts, backoff, ended) = before.unwrap_or((0, Backoff::MACHINE, None));
+        let machine = RunningMachine {
+            plan: plan.clone(),
+            pid: Some(pid),
+            child: Some(child),
+            adopted: false,
+            restarts,
+            backoff,
+            again_at: None,
+            ended,
+            stopped: false,
+            console: console::log_path(&self.facts.runtime, &plan.name),
+            since: Instant::now(),
+        };
+        self.machines.insert(plan.name.clone(), machine);
+        self.note_member(pid);
+        self.tell_who_is_away();
+        self.watch_machine(&plan.name, pid);
+        self.take_seats(&plan.seats, pid)?;
+        self.settle(&plan.name, pid);
+        (self.say)(&format!("{}: started as process {pid} ({})", plan.name, plan.accel()));
+        Ok(())
+    }
+
+    fn spawn_qemu(&self, plan: &MachinePlan) -> Result<Child, FabricError> {
         let spawn = |source| FabricError::Spawn {
             what: format!("{} for {}", plan.argv[0], plan.name),
             source,
@@ -189,32 +248,7 @@ impl Running {
             command.process_group(0);
             command
         };
-        let child = process::spawn_with(&regions, start).map_err(spawn)?;
-        let pid = child.id();
-        // Of one that is started again it stays known how it ended.
-        let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.backoff, m.ended.clone()));
-        let (restarts, backoff, ended) = before.unwrap_or((0, Backoff::MACHINE, None));
-        let machine = RunningMachine {
-            plan: plan.clone(),
-            pid: Some(pid),
-            child: Some(child),
-            adopted: false,
-            restarts,
-            backoff,
-            again_at: None,
-            ended,
-            stopped: false,
-            console: console::log_path(&self.facts.runtime, &plan.name),
-            since: Instant::now(),
-        };
-        self.machines.insert(plan.name.clone(), machine);
-        self.note_member(pid);
-        self.tell_who_is_away();
-        self.watch_machine(&plan.name, pid);
-        self.take_seats(&plan.seats, pid)?;
-        self.settle(&plan.name, pid);
-        (self.say)(&format!("{}: started as process {pid} ({})", plan.name, if plan.kvm { "kvm" } else { "tcg" }));
-        Ok(())
+        process::spawn_with(&regions, start).map_err(spawn)
     }
 
     /// Notes a machine that could not be started, as one that failed.
@@ -342,6 +376,7 @@ impl Running {
                 };
                 ended_trimming(process, &[&console, &complaints], &me).await;
             }
+            domain_ended(&me, &name, pid).await;
             let Some(running) = me.upgrade() else { return };
             let mut pause = running.lock().await.machine_ended(&name, pid);
             drop(running);
@@ -368,14 +403,23 @@ impl Running {
         let machine = self.machines.get_mut(name).filter(|m| m.pid == Some(pid))?;
         let (kind, restart) = spec.unwrap_or((MachineKind::Vm, Restart::No));
         machine.pid = None;
-        let (how, well) = match machine.child.take().map(|mut c| c.wait()) {
+        let status = machine.child.take().map(|mut c| c.wait());
+        let is_domain = machine.plan.domain.is_some();
+        let (how, well) = match status {
+            Some(Ok(status)) if is_domain => domains::judge(&log, Some(status)),
+            None if is_domain => domains::judge(&log, None),
             Some(Ok(status)) => judge(status, kind),
             Some(Err(error)) => (error.to_string(), false),
             // Only a parent is told how.
             None => ("it ended, how is not known since an earlier daemon had started it".into(), false),
         };
         let mut last_lines = console::tail(&machine.console, LAST_LINES);
-        last_lines.extend(console::tail(&log, 4).into_iter().map(|l| format!("qemu: {l}")));
+        // Where a domain has ended in order, its `xl` has complained of nothing.
+        let (program, lines) = match is_domain {
+            true => ("xl", if how.starts_with("xl ") { 8 } else { 0 }),
+            false => ("qemu", 4),
+        };
+        last_lines.extend(console::tail(&log, lines).into_iter().map(|l| format!("{program}: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
         let stopped = machine.stopped;
         let again = (!stopped && !well && restart == Restart::OnFailure).then(|| machine.failed());
@@ -417,13 +461,16 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
         let say = running.say.clone();
         let runtime = running.facts.runtime.clone();
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
-        let button = machine.button(&runtime);
-        (machine.let_go().map(|process| Ending { process, button }), say)
+        let (button, domain) = (machine.button(&runtime), machine.plan.domain.clone());
+        (Ending { process: machine.let_go(), button, domain }, say)
     };
-    end_all(ending.into_iter().collect(), &say).await;
+    end_all(vec![ending], &say).await;
     let mut running = shared.running.lock().await;
     if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
         running.machine_ended(name, pid);
+    }
+    if let Some(domain) = running.domain_of(name).filter(|_| running.dir.is_some()) {
+        running.forget_domain(&domain);
     }
     if running.forget_addition(name)? {
         let ports: Vec<_> = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(name)).collect();

@@ -23,7 +23,9 @@
 mod backoff;
 mod bypass;
 mod capture;
+mod domains;
 mod drive;
+mod ending;
 pub mod fdstore;
 pub mod handover;
 mod handover_socket;
@@ -60,11 +62,12 @@ use crate::notify;
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
 use crate::process;
 use crate::qemu::probe::{self, Qemu};
-use crate::qemu::{argv, monitor};
 use crate::routes::{self, Clash, Route};
 use crate::rundir::{Addition, RunDir, RunDirError, Sysctl};
+use crate::xen::toolstack;
 
 pub use drive::drive;
+use ending::{Ending, end_all};
 use fdstore::Finder;
 use handover::{Commit, Prepared, Takeover};
 pub use machine::Ended;
@@ -293,17 +296,22 @@ fn kvm(qemu: &Qemu) -> Result<(), String> {
 
 /// Finds out what the plan needs to know. KVM is asked only if a machine may use it.
 pub fn facts(fabric: &Fabric, runtime: PathBuf) -> Facts {
-    let qemu = if fabric.machines.is_empty() {
+    let is_xen = |m: &&file::Machine| m.attach == file::Attach::Xen;
+    let xl = match fabric.machines.iter().find(is_xen) {
+        Some(_) => toolstack::find(),
+        None => Err(NOT_ASKED.into()),
+    };
+    let qemu = if fabric.machines.iter().all(|m| is_xen(&m)) {
         Err("not looked for".into())
     } else {
         probe::find().map_err(|e| e.to_string())
     };
-    let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg);
+    let wanted = fabric.machines.iter().any(|m| m.accel != file::Accel::Tcg && !is_xen(&m));
     let kvm = match &qemu {
         Ok(qemu) if wanted => kvm(qemu),
         _ => Err(NOT_ASKED.into()),
     };
-    Facts { qemu, kvm, runtime, tsc: probe::tsc() }
+    Facts { qemu, kvm, xl, runtime, tsc: probe::tsc() }
 }
 
 impl Running {
@@ -483,6 +491,7 @@ impl Running {
         let (adopted, mut ending) = self.judge(plan);
         if !self.taking_over {
             end_all(std::mem::take(&mut ending), &self.say).await;
+            self.destroy_left(Some(plan), &adopted).await;
             self.undo_leftover(plan)?;
         }
         for worker in self.spec.workers.clone() {
@@ -512,6 +521,7 @@ impl Running {
         if self.taking_over {
             self.teach();
             end_all(ending, &self.say).await;
+            self.destroy_left(Some(plan), &adopted).await;
             self.undo_leftover(plan)?;
             self.kernel_rules(plan)?;
         }
@@ -573,6 +583,11 @@ impl Running {
         let Some(planned) = plan.machines.iter().find(|m| m.name == machine) else {
             return Some("it is not in the file any more".into());
         };
+        match (&planned.domain, process::machine_of_xl(words, &self.facts.runtime)) {
+            (Some(domain), Some(_)) => return self.unfit_domain(domain),
+            (None, None) => {}
+            _ => return Some("its section has changed: `attach`".into()),
+        }
         let settled = self.dir.as_ref()?.owner().settled.iter().find(|s| {
             s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
         });
@@ -615,7 +630,8 @@ impl Running {
             if planned.is_some_and(|p| self.lost_link(&p.seats).is_some()) {
                 self.notes.push(format!("{machine} was started anew: {why}"));
             }
-            let ending = Ending::left(process, &words, &machine, &runtime);
+            let domain = self.domain_left(&words, &runtime);
+            let ending = Ending::left(process, &words, &machine, &runtime, domain);
             let how = if ending.button.is_some() { ", by its power button first" } else { "" };
             let then = if planned.is_some() { "started again" } else { "ended" };
             self.took_over(format!("{machine}: {then}; process {pid} is ended{how}: {why}"));
@@ -711,7 +727,8 @@ impl Running {
             return Err(FabricError::State(text.into()));
         }
         let mut facts = self.facts.clone();
-        if (facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into())) && !spec.machines.is_empty() {
+        let wants_xl = facts.xl.is_err() && spec.machines.iter().any(|m| m.attach == file::Attach::Xen);
+        if (facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into()) || wants_xl) && !spec.machines.is_empty() {
             facts = self::facts(&spec, facts.runtime);
         }
         let names: Vec<String> =
@@ -828,8 +845,8 @@ impl Running {
         }
         let mut processes = Vec::new();
         for machine in self.machines.values_mut() {
-            let button = machine.button(&self.facts.runtime);
-            processes.extend(machine.let_go().map(|process| Ending { process, button }));
+            let (button, domain) = (machine.button(&self.facts.runtime), machine.plan.domain.clone());
+            processes.extend(machine.let_go().map(|process| Ending { process: Some(process), button, domain }));
         }
         end_all(processes, &say).await;
         self.machines.clear();
@@ -840,12 +857,14 @@ impl Running {
             let mut endings = Vec::new();
             for (machine, process, words) in left {
                 let pid = process.pid;
-                let ending = Ending::left(process, &words, &machine, &runtime);
+                let domain = self.domain_left(&words, &runtime);
+                let ending = Ending::left(process, &words, &machine, &runtime, domain);
                 let how = if ending.button.is_some() { ", by its power button first" } else { "" };
                 self.took_over(format!("{machine}: process {pid} is ended{how}"));
                 endings.push(ending);
             }
             end_all(endings, &say).await;
+            self.destroy_left(None, &[]).await;
         }
         if let Err(error) = self.end_bypass() {
             trouble("the bypass", &error);
@@ -938,68 +957,6 @@ fn difference(before: &[String], now: &[String]) -> String {
     let sides = [("now", only(&now_options, &before_options)), ("before", only(&before_options, &now_options))];
     let told: Vec<String> = sides.iter().filter(|(_, t)| !t.is_empty()).map(|(w, t)| format!("{w} {t}")).collect();
     if told.is_empty() { format!("QEMU is {} now", now.first().map_or("", String::as_str)) } else { told.join(", ") }
-}
-
-/// A process that is to end.
-pub(crate) struct Ending {
-    process: process::Process,
-    /// The monitor through which its guest is asked to shut down first.
-    button: Option<PathBuf>,
-}
-
-impl Ending {
-    /// A machine that an earlier daemon left; whether it has a disk is on its command line.
-    fn left(process: process::Process, words: &[String], machine: &str, runtime: &Path) -> Ending {
-        Ending { process, button: argv::has_disk(words).then(|| argv::monitor_path(runtime, machine)) }
-    }
-}
-
-/// Time that a guest has to shut down after its power button was pressed.
-const SHUTDOWN: Duration = Duration::from_secs(15);
-
-/// Ends processes side by side: those with a button by that, if they are off in time; then SIGTERM to all, then SIGKILL
-/// to those that do not end within two seconds.
-pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
-    if endings.is_empty() {
-        return;
-    }
-    let say = say.clone();
-    let work = move || {
-        // A script that started QEMU and waits for it has the same monitor: the button is pressed once.
-        let mut sockets: Vec<&PathBuf> = endings.iter().filter_map(|e| e.button.as_ref()).collect();
-        sockets.sort();
-        sockets.dedup();
-        // Side by side, since each may take seconds. A monitor that does not answer is no reason to wait.
-        let answered: Vec<&PathBuf> = std::thread::scope(|scope| {
-            let mut pressed = Vec::new();
-            for socket in sockets {
-                pressed.push((socket, scope.spawn(move || monitor::power_button(socket))));
-            }
-            pressed.into_iter().filter_map(|(socket, thread)| thread.join().ok()?.ok().map(|()| socket)).collect()
-        });
-        if !answered.is_empty() {
-            let limit = SHUTDOWN.as_secs();
-            say(&format!("{} machine(s) with disks are asked to shut down and have {limit} s for it", answered.len()));
-        }
-        let is_pressed = |e: &&Ending| e.button.as_ref().is_some_and(|socket| answered.contains(&socket));
-        let (pressed, rest): (Vec<_>, Vec<_>) = endings.iter().partition(is_pressed);
-        let deadline = Instant::now() + SHUTDOWN;
-        for ending in rest {
-            let _ = ending.process.signal(rustix::process::Signal::TERM);
-        }
-        for ending in pressed {
-            if !ending.process.wait(deadline.saturating_duration_since(Instant::now())) {
-                let _ = ending.process.signal(rustix::process::Signal::TERM);
-            }
-        }
-        let deadline = Instant::now() + Duration::from_secs(2);
-        for ending in &endings {
-            // A process that cannot be signalled is somebody else's by now.
-            let _ = ending.process.end(deadline.saturating_duration_since(Instant::now()));
-        }
-    };
-    // The task does not panic; a runtime that is going down ends them with the next `up`.
-    let _ = tokio::task::spawn_blocking(work).await;
 }
 
 /// Ends what a killed daemon of this fabric left, without starting anything. Returns what was done, a sentence each;

@@ -269,8 +269,8 @@ impl Running {
                 kind: m.kind.word().into(),
                 state: state.into(),
                 pid: running.pid,
-                accel: if running.plan.kvm { "kvm" } else { "tcg" }.into(),
-                machine: m.machine.word().into(),
+                accel: running.plan.accel().into(),
+                machine: if running.plan.domain.is_some() { "pvh" } else { m.machine.word() }.into(),
                 addresses: m.nics.iter().filter_map(|n| Some((n.network.clone(), n.ip?))).collect(),
                 uptime_s: running.pid.map(|_| running.since.elapsed().as_secs_f64()),
                 last_end,
@@ -283,6 +283,7 @@ impl Running {
                     .filter(|_| !running.stopped)
                     .map(|at| at.saturating_duration_since(Instant::now()).as_secs_f64()),
                 adopted: running.adopted,
+                domain: self.domain_report(&running.plan, running.pid.is_some()),
             })
         };
         self.spec.machines.iter().filter_map(one).collect()

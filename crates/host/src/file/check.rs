@@ -13,6 +13,7 @@ use super::model::*;
 use super::parse::{apps, find_app};
 use super::problem::{Complaints, dotted, near};
 use super::read::Spots;
+use crate::xen::config::domain_of;
 
 /// The file as read, and what is said about it.
 struct Check<'f, 'c, 't> {
@@ -162,12 +163,18 @@ impl Check<'_, '_, '_> {
                 self.fault((at, "device"), &leans_on, "a device of its own", found, None);
             }
         }
-        let mut vifs: HashMap<(&str, u32), &str> = HashMap::new();
+        // Of each vif the section that has it.
+        let mut vifs: HashMap<(String, u32), String> = HashMap::new();
+        for m in fabric.machines.iter().filter(|m| m.attach == Attach::Xen) {
+            let numbers = (0..).zip(&m.nics).map(|(vif, _)| vif);
+            vifs.extend(numbers.map(|vif| ((domain_of(&fabric.name, &m.name), vif), path_of_machine(m))));
+        }
         for port in &fabric.ports {
             let PortKind::Xen { domain, vif, .. } = &port.kind else { continue };
-            if let Some(other) = vifs.insert((domain, *vif), &port.name) {
-                let (at, that) = (&format!("port.{}", port.name)[..], &format!("port.{other}")[..]);
-                let found = format!("vif {vif} of {domain:?}, as in [port.{other}]");
+            let at = &format!("port.{}", port.name)[..];
+            if let Some(that) = &vifs.insert((domain.clone(), *vif), at.to_string()) {
+                let found = format!("vif {vif} of {domain:?}, as in [{that}]");
+                let that = &that[..];
                 let leans_on = [(at, "domain"), (that, "vif"), (that, "domain"), (at, "kind"), (that, "kind")];
                 self.fault((at, "vif"), &leans_on, "a vif of its own", found, None);
             }
@@ -189,6 +196,15 @@ impl Check<'_, '_, '_> {
             if m.iommu && m.machine != MachineType::Q35 {
                 let hint = Some("leave `machine` out".to_string());
                 self.fault((at, "iommu"), &[], "false on a machine that is no q35", "true", hint);
+            }
+            if m.attach == Attach::Xen {
+                // `disk` is complained about where it stands, and a VM without either as such.
+                if matches!(m.boot, Boot::Vm { kernel: None, .. }) && self.spots.has(at, "disk") {
+                    let found = format!("none in [{at}], which has attach = \"xen\"");
+                    let hint = "give `kernel`, and `initrd` where it needs one: a PVH domain has no firmware that boots from a disk";
+                    self.fault((at, "kernel"), &[(at, "attach")], "a kernel image", found, Some(hint.into()));
+                }
+                continue;
             }
             if m.machine == MachineType::Microvm && matches!(m.boot, Boot::Vm { kernel: None, .. }) {
                 let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
@@ -248,6 +264,13 @@ impl Check<'_, '_, '_> {
                         other.then(|| "for processes of your own set `seats`".to_string())
                     });
                     self.fault((at, "between"), &[], expected, format!("{name:?}"), hint);
+                }
+                let is_xen = |m: &&Machine| m.name == *name && m.attach == Attach::Xen;
+                if let Some(machine) = fabric.machines.iter().find(is_xen) {
+                    let found = format!("{name:?}, a domain of Xen (attach = \"xen\")");
+                    let hint = "leave it out: a link is an ivshmem device, which only QEMU has; a network connects the machine";
+                    let leans_on = [(&path_of_machine(machine)[..], "attach")];
+                    self.fault((at, "between"), &leans_on, "machines that QEMU runs", found, Some(hint.into()));
                 }
                 if link.between[..j].contains(name) {
                     self.fault((at, "between"), &[], "each machine once", format!("{name:?} again"), None);
@@ -423,7 +446,9 @@ impl Check<'_, '_, '_> {
             let at = &path_of_machine(m)[..];
             if m.nics.is_empty() && self.spots.has(at, "network") {
                 let reason = "it has no network device;";
-                for key in ["attach", "region", "queues", "guard", "ip6", "allow", "storm", "rate"] {
+                // "xen" says who runs it, too.
+                let attach = ["attach"].into_iter().filter(|_| m.attach != Attach::Xen);
+                for key in attach.chain(["region", "queues", "guard", "ip6", "allow", "storm", "rate"]) {
                     self.idle((at, key), &[(at, "network")], "without a network", reason);
                 }
             }

@@ -309,6 +309,8 @@ pub enum Attach {
     Ivshmem,
     /// Shared memory of an ivshmem device, without; both sides look at it by a timer.
     IvshmemPlain,
+    /// A vif: the machine is a domain of this Xen host, started by `xl` in place of QEMU.
+    Xen,
 }
 
 impl Attach {
@@ -319,6 +321,7 @@ impl Attach {
             Self::Stream => "stream",
             Self::Ivshmem => "ivshmem",
             Self::IvshmemPlain => "ivshmem-plain",
+            Self::Xen => "xen",
         }
     }
 
@@ -415,6 +418,8 @@ pub struct Machine {
     pub cmdline: String,
     /// More arguments for QEMU, as they are.
     pub qemu: Vec<String>,
+    /// More lines for the configuration that `xl` gets, as they are.
+    pub xl: Vec<String>,
     /// Whether it has an IOMMU, by which the guest may hand devices to programs.
     pub iommu: bool,
     /// How the devices attach.

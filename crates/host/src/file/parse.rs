@@ -322,6 +322,19 @@ impl<'t> Reader<'_, 't> {
         let file = |text: &str| (!text.is_empty()).then(|| dir.join(text));
         let mut s = self.open(kind.word(), &(name.clone(), span, table));
         let cell = kind == MachineKind::Cell;
+        let attach = s
+            .word(
+                "attach",
+                &[
+                    ("vhost-user", Attach::VhostUser),
+                    ("stream", Attach::Stream),
+                    ("ivshmem", Attach::Ivshmem),
+                    ("ivshmem-plain", Attach::IvshmemPlain),
+                    ("xen", Attach::Xen),
+                ],
+            )
+            .unwrap_or(Attach::VhostUser);
+        s.applies("attach", Some(attach.word()));
         let (boot, cmdline) = if cell {
             let app = s.string("app");
             let image = match s.text("image", file) {
@@ -343,7 +356,8 @@ impl<'t> Reader<'_, 't> {
             if s.raw("kernel").is_none() && s.raw("disk").is_none() && !s.doubted("disk") {
                 s.missing("kernel");
             }
-            let cmdline = s.text("cmdline", |t| Some(t.to_string())).unwrap_or_else(|| "console=ttyS0".into());
+            let console = if attach == Attach::Xen { "console=hvc0" } else { "console=ttyS0" };
+            let cmdline = s.text("cmdline", |t| Some(t.to_string())).unwrap_or_else(|| console.into());
             for on in ["kernel", "disk"] {
                 let given = s.raw(on).map(|_| "");
                 s.applies(on, given);
@@ -354,18 +368,6 @@ impl<'t> Reader<'_, 't> {
         if s.raw("network").is_none() {
             no_network(&mut s, networks.is_empty(), none_at_all);
         }
-        let attach = s
-            .word(
-                "attach",
-                &[
-                    ("vhost-user", Attach::VhostUser),
-                    ("stream", Attach::Stream),
-                    ("ivshmem", Attach::Ivshmem),
-                    ("ivshmem-plain", Attach::IvshmemPlain),
-                ],
-            )
-            .unwrap_or(Attach::VhostUser);
-        s.applies("attach", Some(attach.word()));
         let count = networks.len();
         let macs = s.list("mac", true, Mac::parse).unwrap_or_default();
         let ips: Vec<Ipv4Addr> = s.list("ip", true, |t| t.parse().ok()).unwrap_or_default();
@@ -399,6 +401,7 @@ impl<'t> Reader<'_, 't> {
             cmdline,
             iommu: !cell && s.flag("iommu").unwrap_or(false),
             qemu: s.list("qemu", false, |t| Some(t.to_string())).unwrap_or_default(),
+            xl: s.list("xl", false, |t| (!t.contains('\n')).then(|| t.to_string())).unwrap_or_default(),
             attach,
             region: region(&mut s, 1 << 20, 16 << 20),
             queues: s.number("queues", 1, 8).unwrap_or(1) as u16,

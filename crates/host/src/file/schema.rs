@@ -76,7 +76,7 @@ const REGION: Key = key(
     "ivshmem: shared memory of each device, and so the size of its rings",
 );
 const VECTORS: Key = key("vectors", "a number from 1 to 16", "2", "ivshmem: doorbells of each peer");
-const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user)");
+const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user, xen)");
 
 /// The keys of a machine, whatever it boots.
 const MACHINE_KEYS: &[Key] = &[
@@ -100,9 +100,16 @@ const MACHINE_KEYS: &[Key] = &[
     key("qemu", "a list of strings", "[]", "more arguments for QEMU, as they are"),
     key(
         "attach",
-        "\"vhost-user\", \"stream\", \"ivshmem\" or \"ivshmem-plain\"",
+        "\"vhost-user\", \"stream\", \"ivshmem\", \"ivshmem-plain\" or \"xen\"",
         "\"vhost-user\"",
-        "how its devices reach the fabric; all but stream survive a restart of the fabric (docs/ivshmem.md)",
+        "how its devices reach the fabric; all but stream survive a restart of the fabric (docs/ivshmem.md). \"xen\" runs the \
+         machine as a domain of this Xen host instead of in QEMU (docs/xen.md)",
+    ),
+    key(
+        "xl",
+        "a list of strings",
+        "[]",
+        "xen: more lines for the configuration that `xl` gets, as they are, like \"tsc_mode='native'\"",
     ),
     REGION,
     QUEUES,
@@ -217,7 +224,12 @@ pub const SECTIONS: &[SectionSchema] = &[
         own: &[
             key("kernel", "the path of a file", "none; then `disk` is needed", "kernel image"),
             key("initrd", "the path of a file", "none", "initial file system"),
-            key("cmdline", "a string", "\"console=ttyS0\"", "kernel command line"),
+            key(
+                "cmdline",
+                "a string",
+                "\"console=ttyS0\"; \"console=hvc0\" with `attach` \"xen\"",
+                "kernel command line",
+            ),
             key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
             key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
             key("iommu", "true or false", "false", "an IOMMU (q35): vfio in the guest needs one; docs/ivshmem.md"),
@@ -380,14 +392,27 @@ const fn only(
     Condition { section, key, on, values }
 }
 
+/// Values of `attach` with which QEMU runs a machine.
+const QEMU: &[&str] = &["vhost-user", "stream", "ivshmem", "ivshmem-plain"];
+
 /// Every key that does not always apply, and that one other key of its section decides about. The parser complains about
 /// one that stands where it does nothing. What several keys or sections decide about is in `check`.
 pub const CONDITIONS: &[Condition] = &[
     only("network", "router", "uplink", &["user", "kernel"]),
     only("network", "bypass", "uplink", &["kernel"]),
-    only("cell", "queues", "attach", &["vhost-user"]),
+    only("cell", "machine", "attach", QEMU),
+    only("cell", "accel", "attach", QEMU),
+    only("cell", "qemu", "attach", QEMU),
+    only("cell", "xl", "attach", &["xen"]),
+    only("cell", "queues", "attach", &["vhost-user", "xen"]),
     only("cell", "region", "attach", &["ivshmem", "ivshmem-plain"]),
-    only("vm", "queues", "attach", &["vhost-user"]),
+    only("vm", "machine", "attach", QEMU),
+    only("vm", "accel", "attach", QEMU),
+    only("vm", "qemu", "attach", QEMU),
+    only("vm", "iommu", "attach", QEMU),
+    only("vm", "disk", "attach", QEMU),
+    only("vm", "xl", "attach", &["xen"]),
+    only("vm", "queues", "attach", &["vhost-user", "xen"]),
     only("vm", "region", "attach", &["ivshmem", "ivshmem-plain"]),
     only("vm", "initrd", "kernel", &[]),
     only("vm", "cmdline", "kernel", &[]),

@@ -50,6 +50,7 @@
 //! connected.
 
 mod connection;
+mod console;
 mod control;
 mod exchange;
 mod platform;
@@ -61,6 +62,7 @@ mod transport;
 use std::sync::{Arc, mpsc};
 
 use connection::{ARENA_BYTES, Connection};
+pub use console::console_of;
 use exchange::Exchange;
 use platform::{Linux, Machine};
 use rustix::io::Errno;

@@ -1,0 +1,214 @@
+"""Machines of a fabric file as domains of real Xen, under emulation: `tombolo up` in dom0 creates, keeps, reports and destroys them.
+
+One boot goes through all of it. An emulated Xen varies tenfold from boot to boot: nothing here asserts a speed.
+"""
+
+import json
+import random
+import re
+import time
+
+from lib import timeout
+from lib.process import until
+from lib.xen import PATTERN, fabric_files, host, linux_guest, sha256
+
+HOST, CELL, LINUX = "10.87.0.3", "10.87.0.20", "10.87.0.21"
+DATA, UP = (random.Random(seed).randbytes(1_500_000) for seed in (1, 2))
+FETCHED = 300_007
+RUNTIME = "/run/tombolo/xen"
+
+# Without `tsc_mode` each reading of the time-stamp counter of an emulated machine is a trap.
+WEB = f"""
+name = "xen"
+[network.lan]
+subnet = "10.87.0.0/24"
+[tap.host]
+ip = "{HOST}"
+[cell.web]
+image = "/cells/httpd"
+attach = "xen"
+args = "verbose"
+ip = "{CELL}"
+xl = ["tsc_mode='native'"]
+"""
+BOTH = f"""{WEB}
+[vm.linux]
+kernel = "/domu/kernel"
+initrd = "/domu/ramdisk"
+cmdline = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr"
+attach = "xen"
+memory = "160M"
+queues = 2
+ip = "{LINUX}"
+xl = ["tsc_mode='native'"]
+"""
+
+# Process 1 of the Linux guest.
+INIT = f"""#!/bin/busybox sh
+export PATH=/bin
+/bin/busybox --install -s /bin
+mount -t proc proc /proc
+mount -t sysfs sys /sys
+mount -t devtmpfs dev /dev
+exec </dev/console >/dev/console 2>&1
+insmod /xen-netfront.ko
+until [ -e /sys/class/net/eth0 ]; do usleep 50000; done
+ip link set eth0 up
+udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
+httpd -h /www
+while read -r line; do
+    case $line in
+        fetch*) echo "fetched $(wget -q -O - "http://${{line#fetch }}" | sha256sum)" ;;
+        *) echo "typed: $line" ;;
+    esac
+done
+"""
+
+
+def pattern(size):
+    return (PATTERN * (size // len(PATTERN) + 1))[:size]
+
+
+def status(xen):
+    return json.loads(xen.run("tombolo status --json").text)
+
+
+def machine(xen, name):
+    return next(m for m in status(xen)["machines"] if m["name"] == name)
+
+
+def waits(xen, name, state, seconds=120):
+    """The report of a machine, once it is in that state."""
+    return until(f"{name} is {state}", lambda: (m := machine(xen, name))["state"] == state and m, seconds, 0.3)
+
+
+def printed(xen, name):
+    return xen.run(f"tombolo cell console {name} --log", check=False).text
+
+
+def wait_printed(xen, name, words, seconds=120):
+    return until(f"{name} prints {words!r}", lambda: (text := printed(xen, name)) and words in text and text, seconds, 0.3)
+
+
+def fetch(xen, address, path, want, meanwhile=lambda: None):
+    """A file by HTTP to dom0, by its checksum; `meanwhile` happens while it comes."""
+    handle = xen.start(f"wget -q -O - http://{address}/{path} | sha256sum")
+    meanwhile()
+    got = xen.finish(handle, 300).text.split()[0]
+    assert got == want, f"{address}/{path} has the checksum {got}, expected {want}"
+
+
+def types(xen, line):
+    """Types a line at the console of the Linux guest."""
+    xen.run(f"(echo '{line}'; sleep 1) | timeout 20 tombolo cell console linux", 60, check=False)
+
+
+def domains(xen):
+    """Domains but dom0: name -> number."""
+    lines = xen.run("xl list").text.splitlines()[2:]
+    return {line.split()[0]: int(line.split()[1]) for line in lines}
+
+
+def reached(xen, what):
+    print(f"{time.monotonic() - xen.started:6.1f} s  {what}", flush=True)
+
+
+def up(xen, file="/tombolo.toml", more=""):
+    return xen.run(f"tombolo up -d {more} {file}", 120).text
+
+
+def kill_daemon(xen):
+    xen.run(f"kill -9 {status(xen)['pid']}")
+
+
+def nothing_is_left(xen):
+    until("dom0 is alone", lambda: not domains(xen))
+    left = xen.run("xenstore-list /local/domain/0/backend/vif; xenstore-list /libxl; xenstore-list /vm; xenstore-list /local/domain", check=False)
+    names = [line for line in left.text.splitlines() if "could not list" not in line]
+    # dom0 itself.
+    assert names in (["0"], ["00000000-0000-0000-0000-000000000000", "0"]), left.text
+    assert xen.run("ls /run/tombolo/xen", check=False).code, "the runtime folder is still there"
+    processes = xen.run("ps", 60).text
+    assert not re.search(r"xl create|xenconsole |tombolo up|tombolo keeper", processes), processes
+
+
+@timeout(900)
+def test_a_fabric_file_runs_its_machines_as_domains():
+    """A cell and Linux by `tombolo up`: traffic, console both ways, two daemons more, each kind of end told, nothing left."""
+    ramdisk, kernel = linux_guest(INIT, {"data": DATA})
+    files = fabric_files(BOTH) | {"web.toml": WEB.encode(), "domu/kernel": kernel, "domu/ramdisk": ramdisk, "www/up": UP}
+    with host("httpd", files=files) as xen:
+        xen.run("rmmod xen_netback; httpd -h /www")
+        up(xen)
+        wait_printed(xen, "web", f"net up {CELL}/24")
+        wait_printed(xen, "linux", f"@net up {LINUX}/24")
+        reached(xen, "both have their leases")
+        before = domains(xen)
+        assert set(before) == {"xen.web", "xen.linux"}, before
+        web = machine(xen, "web")
+        assert (web["state"], web["accel"], web["machine"]) == ("running", "xen", "pvh"), web
+        assert web["domain"] == {"name": "xen.web", "id": before["xen.web"]}, web
+        assert f"Xen domain xen.linux, number {before['xen.linux']}" in xen.run("tombolo status").text
+        fetch(xen, CELL, "bytes/1000003", sha256(pattern(1_000_003)))
+        fetch(xen, LINUX, "data", sha256(DATA))
+        types(xen, f"fetch {CELL}/bytes/{FETCHED}")
+        wait_printed(xen, "linux", f"fetched {sha256(pattern(FETCHED))}")
+        types(xen, f"fetch {HOST}/up")
+        wait_printed(xen, "linux", f"fetched {sha256(UP)}")
+        reached(xen, "content both ways, typed at the console")
+
+        def another_daemon():
+            kill_daemon(xen)
+            up(xen)
+
+        fetch(xen, CELL, "bytes/3000001", sha256(pattern(3_000_001)), meanwhile=another_daemon)
+        assert domains(xen) == before, domains(xen)
+        assert all(m["adopted"] and m["state"] == "running" for m in status(xen)["machines"])
+        assert "web: kept" in "\n".join(status(xen)["takeover"]), status(xen)["takeover"]
+        fetch(xen, LINUX, "data", sha256(DATA), meanwhile=lambda: up(xen, more="--replace"))
+        assert domains(xen) == before, domains(xen)
+        types(xen, "after two daemons")
+        wait_printed(xen, "linux", "typed: after two daemons")
+        reached(xen, "two daemons later")
+
+        # Ends, each with its reason and the console's last lines, and a start again.
+        xen.run("xl destroy xen.web")
+        end = waits(xen, "web", "failed")["last_end"]
+        assert end.startswith("the domain was destroyed") and f"net up {CELL}/24" in end, end
+        xen.run("tombolo cell run web", 60)
+        wait_printed(xen, "web", f"net up {CELL}/24")
+        assert domains(xen)["xen.web"] != before["xen.web"]
+        fetch(xen, CELL, "bytes/300001", sha256(pattern(300_001)))
+        xen.run("xl shutdown xen.web")
+        end = waits(xen, "web", "stopped")["last_end"]
+        assert end.startswith("the domain powered off") and "powered off by the toolstack" in end, end
+        # One that is added while the fabric runs.
+        xen.run("tombolo cell run /cells/httpd --name bad --attach xen --args selftest=panic", 60)
+        end = waits(xen, "bad", "failed")["last_end"]
+        assert end.startswith("the domain crashed") and "panicked at" in end, end
+        xen.run("tombolo cell stop bad")
+        assert set(domains(xen)) == {"xen.linux"}
+        reached(xen, "destroyed, powered off, crashed")
+
+        # A domain that nothing watches any more is not left running.
+        xen.run("tombolo cell run web", 60)
+        wait_printed(xen, "web", f"net up {CELL}/24")
+        xen.run(f"kill -9 {machine(xen, 'web')['pid']}")
+        end = waits(xen, "web", "failed")["last_end"]
+        assert end.startswith("xl was ended by signal 9, and the domain was destroyed"), end
+        assert set(domains(xen)) == {"xen.linux"}
+        xen.run("tombolo down", 120)
+        nothing_is_left(xen)
+        reached(xen, "down")
+
+        # What a killed daemon left is cleared up without one, also where its xl was killed.
+        up(xen, "/web.toml")
+        wait_printed(xen, "web", f"net up {CELL}/24")
+        pid = machine(xen, "web")["pid"]
+        kill_daemon(xen)
+        xen.run(f"kill -9 {pid}")
+        assert set(domains(xen)) == {"xen.web"}
+        said = xen.run("tombolo down --fabric xen", 180).text
+        assert "domain xen.web was destroyed" in said, said
+        nothing_is_left(xen)
+        reached(xen, "cleared up after a crash")
