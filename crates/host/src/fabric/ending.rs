@@ -85,7 +85,8 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
             let _ = process.signal(rustix::process::Signal::TERM);
         }
         // `xl` ends by itself when its domain has gone.
-        destroy(&endings.iter().filter_map(|e| e.domain.as_ref()).collect::<Vec<_>>(), &say);
+        let domains: Vec<_> = endings.iter().filter_map(|e| e.domain.as_ref()).collect();
+        destroy(&domains, &say);
         for process in pressed.iter().filter_map(|e| e.process.as_ref()) {
             if !process.wait(deadline.saturating_duration_since(Instant::now())) {
                 let _ = process.signal(rustix::process::Signal::TERM);
@@ -101,6 +102,8 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
             // A process that cannot be signalled is somebody else's by now.
             let _ = process.end(left());
         }
+        // An `xl` that had just been started may have made its domain meanwhile.
+        destroy(&domains, &say);
     };
     // The task does not panic; a runtime that is going down ends them with the next `up`.
     let _ = tokio::task::spawn_blocking(work).await;

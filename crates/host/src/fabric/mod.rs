@@ -749,7 +749,12 @@ impl Running {
                 self.drop_port(&port.name);
             }
             for name in &names {
-                if let Some(process) = self.machines.remove(name).and_then(|mut m| m.let_go()) {
+                let Some(mut machine) = self.machines.remove(name) else { continue };
+                let (process, domain) = (machine.let_go(), machine.plan.domain.clone());
+                if domain.is_some() {
+                    let say = self.say.clone();
+                    tokio::spawn(async move { end_all(vec![Ending { process, button: None, domain }], &say).await });
+                } else if let Some(process) = process {
                     // It has run for an instant only; nothing in it is worth a grace.
                     let _ = process.signal(rustix::process::Signal::KILL);
                 }
