@@ -44,7 +44,7 @@ xl = ["tsc_mode='native'"]
 """
 
 # Process 1 of the Linux guest.
-INIT = f"""#!/bin/busybox sh
+INIT = """#!/bin/busybox sh
 export PATH=/bin
 /bin/busybox --install -s /bin
 mount -t proc proc /proc
@@ -58,7 +58,7 @@ udhcpc -q -t 100 -T 1 -i eth0 -s /udhcpc
 httpd -h /www
 while read -r line; do
     case $line in
-        fetch*) echo "fetched $(wget -q -O - "http://${{line#fetch }}" | sha256sum)" ;;
+        fetch*) echo "fetched $(wget -q -O - "http://${line#fetch }" | sha256sum)" ;;
         *) echo "typed: $line" ;;
     esac
 done
@@ -187,6 +187,11 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         end = waits(xen, "bad", "failed")["last_end"]
         assert end.startswith("the domain crashed") and "panicked at" in end, end
         xen.run("tombolo cell stop bad")
+        # What xl cannot build is told in its words.
+        xen.run("tombolo cell run /www/up --name none --attach xen", 60)
+        end = waits(xen, "none", "failed")["last_end"]
+        assert end.startswith("xl ended with exit code") and "xl: libxl: error" in end, end
+        xen.run("tombolo cell stop none")
         assert set(domains(xen)) == {"xen.linux"}
         reached(xen, "destroyed, powered off, crashed")
 
