@@ -166,7 +166,7 @@ class Dom0:
         if backend == self.backend:
             return
         if backend == "tombolo":
-            self.xen.run(f"ip addr flush dev br0; rmmod xen_netback; tombolo up -d /tombolo.toml", 120)
+            self.xen.run("ip addr flush dev br0; rmmod xen_netback; tombolo up -d /tombolo.toml", 120)
         else:
             self.xen.run("tombolo down", 120)
             self.xen.run(f"insmod $(ls /lib/modules/*netback*); ip addr add {HOST}/24 dev br0")
