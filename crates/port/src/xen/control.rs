@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use std::time::{Duration, Instant};
 use tombolo_ring::xen::XenError;
 use tombolo_ring::xen::bus::{BackAction, BusState, back_step};
-use tombolo_ring::xen::store::Request;
+use tombolo_ring::xen::store::{Request, StoreError};
 use tombolo_shm::doorbell::Doorbell;
 
 /// Where a backend's nodes are, below the domain's own.
@@ -25,10 +25,11 @@ const FOLDER: &str = "backend/vif";
 const GUARD: &str = "frontend";
 /// How long a connection to XenStore that failed is left alone.
 const RETRY: Timespec = Timespec { tv_sec: 1, tv_nsec: 0 };
-/// How long what the backend before this one held is waited for, and how often it is looked at. A process that is ending lets go
+/// How long what the backend before this one held is waited for. A process that is ending lets go
 /// of an event channel only when its last descriptor is closed.
 const HELD: Duration = Duration::from_secs(10);
-const HELD_LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
+/// How often it is looked whether that is over, or whether XenStore is less busy.
+const LOOK: Timespec = Timespec { tv_sec: 0, tv_nsec: 20_000_000 };
 /// Longest path in XenStore that a frontend may have: "/local/domain/65535/device/vif/4294967295".
 const MAX_FRONT_BYTES: usize = 64;
 
@@ -126,12 +127,13 @@ impl Control<'_> {
         while !self.exchange.is_closed() {
             store.take_events();
             match self.look(&mut store) {
-                // A node that vanished between two questions: the event about it is on its way.
-                Err(StepError::Ask(error)) if error.is_refusal() => {}
-                Err(StepError::Held) => {
-                    sleep(self.exchange.bell(), &HELD_LOOK);
+                // No event tells when these are over.
+                Err(StepError::Held | StepError::Ask(AskError::Refused(StoreError::Again))) => {
+                    sleep(self.exchange.bell(), &LOOK);
                     continue;
                 }
+                // A node that vanished between two questions: the event about it is on its way.
+                Err(StepError::Ask(error)) if error.is_refusal() => {}
                 other => other?,
             }
             store.wait(self.exchange.bell())?;
@@ -191,9 +193,7 @@ impl Control<'_> {
         if let Some(broken) = self.exchange.given_up() {
             drop(broken);
             if vif.own == BusState::Connected {
-                vif.own = BusState::Closing;
                 vif.trouble = Some("the frontend broke the protocol".into());
-                write_state(store, vif)?;
             }
         }
         let front = store.read(&format!("{}/state", vif.front))?;
@@ -235,9 +235,10 @@ impl Control<'_> {
                 },
                 BackAction::Wait | BackAction::Forget => {}
             }
-            vif.own = step.next;
-            nodes.push(("state", vif.own.text().to_owned()));
+            nodes.push(("state", step.next.text().to_owned()));
             store.write_below(&vif.back, GUARD, &nodes)?;
+            // Only now: a write that failed is tried again with the next look.
+            vif.own = step.next;
         }
         let trouble = vif.trouble.as_deref().map(|why| format!(": {why}")).unwrap_or_default();
         self.exchange.say(format!("domain {}, {}{trouble}", vif.domain, vif.own));
@@ -250,10 +251,6 @@ impl Control<'_> {
         drop(self.exchange.hand_over(None)?);
         Ok(())
     }
-}
-
-fn write_state(store: &mut Store, vif: &Vif) -> Result<(), AskError> {
-    store.write_below(&vif.back, GUARD, &[("state", vif.own.text().to_owned())]).map(drop)
 }
 
 /// What the backend offers.

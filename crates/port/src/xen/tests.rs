@@ -347,6 +347,21 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
 }
 
 #[test]
+fn a_busy_xenstore_delays_the_handshake_and_does_not_end_it() {
+    let mut rig = Rig::<XenFixture>::up();
+    rig.peer.frontend.vanish();
+    rig.until("the link goes down", |rig| rig.seen == Some(Link::Down));
+    // More than one write tries by itself, for each of the states that are to be written.
+    rig.peer.world.conflict(60);
+    rig.peer.frontend.make(1);
+    rig.until("the backend waits", |rig| rig.peer.frontend.back("state").as_deref() == Some("2"));
+    rig.peer.world.conflict(120);
+    rig.peer.frontend.publish();
+    rig.until("both are connected", |rig| rig.peer.frontend.back("state").as_deref() == Some("4"));
+    assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (2, 2));
+}
+
+#[test]
 fn a_frontend_that_broke_the_protocol_is_told_to_close() {
     let mut rig = rig(1, true);
     rig.peer.frontend.jump(0);
@@ -393,7 +408,9 @@ fn a_frontend_that_never_finishes_closing_holds_nothing_and_is_gone_with_its_dom
     }
     rig.settle();
     assert_eq!((rig.peer.world.mapped(), rig.peer.world.bound()), (0, 0));
-    assert_eq!(rig.peer.frontend.back("state").as_deref(), Some("5"));
+    // Closed where the frontend's last state but one was none that is known, which counts as gone.
+    let state = rig.peer.frontend.back("state");
+    assert!(matches!(state.as_deref(), Some("5" | "6")), "{state:?}");
     rig.peer.frontend.vanish();
     rig.until("the port waits", |rig| rig.port.details().contains(&("state", "waiting for the domain".into())));
     assert_eq!(rig.peer.world.nodes_below("/local/domain/0/backend/vif/"), 0);

@@ -34,6 +34,8 @@ struct State {
     mapped: usize,
     /// Copies fail.
     revoked: bool,
+    /// So many transactions end with EAGAIN and change nothing.
+    conflicts: usize,
 }
 
 /// What is shared by all.
@@ -66,6 +68,11 @@ impl World {
 
     pub(super) fn revoke(&self, revoked: bool) {
         self.lock().revoked = revoked;
+    }
+
+    /// Has the next transactions meet others.
+    pub(super) fn conflict(&self, transactions: usize) {
+        self.lock().conflicts = transactions;
     }
 
     pub(super) fn nodes_below(&self, path: &str) -> usize {
@@ -147,7 +154,12 @@ impl State {
             }
             // Transactions are whole already: one lock for all.
             6 => (6, b"1\0".to_vec()),
+            7 if self.conflicts > 0 => {
+                self.conflicts -= 1;
+                (16, b"EAGAIN\0".to_vec())
+            }
             7 => (7, b"OK\0".to_vec()),
+            11 if self.conflicts > 0 => (11, b"OK\0".to_vec()),
             11 => {
                 self.nodes.insert(path.clone(), parts[1].as_bytes().to_vec());
                 self.tell(&path);
