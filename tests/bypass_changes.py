@@ -179,6 +179,7 @@ def test_what_the_keeper_is_told_of_is_obeyed_before_the_lease_ends():
            "route add 10.1.0.2/32 via 10.2.0.2 dev tb")
     for name, change, prepared in TOLD:
         if "renamed" in name and not renames_what_is_up():
+            print(f"{name}: left out, since Linux before 6.2 renames no interface that is up")
             continue
         print(name)
         with twins(rules=prepared, routes=(*ROUTES, *(odd if "sources" in name else ()))) as (plain, bypassed):

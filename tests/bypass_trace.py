@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 
+from bypass_capture import setting
 from bypass_others import bpf
 from bypass_paths import A, B, PROGRAM, has_tcx, host
 from lib import until
@@ -19,7 +20,7 @@ from lib.machine import SLOW
 from lib.tap import ETH_IP4, ICMP, Inside, echo, ipv4
 
 # bpf(2), and the settings that `trace` writes: seconds, and what programs look at first, in ns.
-MAP_UPDATE, OBJ_GET, SET_TRACE, SET_OBSERVED_NS = 2, 7, 1, 6
+MAP_UPDATE, OBJ_GET, SET_TRACE, SET_ACCOUNT, SET_OBSERVED_NS = 2, 7, 1, 2, 6
 
 
 def test_a_trace_tells_frame_by_frame_which_way_it_went_and_why():
@@ -153,20 +154,13 @@ def test_a_detach_ends_a_trace_and_a_measurement_of_flows():
             for words in (("trace", "--seconds", "60"), ("flows", "--seconds", "60")):
                 command = [str(PROGRAM), "bypass", *words, "--netns", str(h.space)]
                 started[words[0]] = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
-            # Both have begun once they have the programs look for them: a setting is later than now.
-            until("both have begun", lambda: all(is_observing(process.pid) for process in started.values()))
+            until("both have begun", lambda: all(setting(h, which) > time.monotonic() for which in (SET_TRACE, SET_ACCOUNT)))
             h.cli("detach")
             if follows:
                 h.attach()
             for name, process in started.items():
                 out, said = process.communicate(timeout=30 * SLOW)
                 assert process.returncode == 3 and "everything was detached meanwhile" in said, (name, process.returncode, out, said)
-
-
-def is_observing(pid):
-    """Whether a command has opened maps of the bypass."""
-    folder = f"/proc/{pid}/fd"
-    return any(os.readlink(f"{folder}/{fd}") == "anon_inode:bpf-map" for fd in os.listdir(folder))
 
 
 def test_interfaces_that_are_not_attached_are_refused_by_whatever_looks_at_one():

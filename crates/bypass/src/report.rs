@@ -78,7 +78,7 @@ pub struct InterfaceReport {
     pub peer: bool,
     /// Whether a packet socket listens.
     pub captured: bool,
-    /// The bridge or bond that it is a port of.
+    /// The bridge, bond or VRF that it is a port of; not looked for in a `Glance`.
     pub port_of: Option<String>,
     /// Whether frames that come in here may be taken; else others' filters or programs would miss them.
     pub takes: bool,
@@ -143,9 +143,7 @@ fn present(place: &Place, interfaces: Vec<Interface>, detail: Detail) -> Result<
     let (links, ours) = (Routes::open()?.links()?, Ours::of(place)?);
     let present = interfaces.into_iter().filter_map(|i| {
         let link = links.iter().find(|l| l.index == i.index).filter(|l| is_alive(place, l, ours))?;
-        // The port of a VRF is routed as any other interface.
-        let above = links.iter().find(|l| Some(l.index) == link.master && l.kind != "vrf");
-        let port_of = above.map(|l| l.name.clone());
+        let port_of = links.iter().find(|l| Some(l.index) == link.master).map(|l| l.name.clone());
         Some(Present { interface: Interface { name: link.name.clone(), ..i }, port_of })
     });
     Ok(present.collect())

@@ -96,10 +96,8 @@ fn interface(i: &InterfaceReport) -> Option<Warning> {
         (format!("{name}: nothing is taken: {why}"), "remove them, or attach with --past-filters if they need not")
     } else if let Some(above) = &i.port_of {
         (
-            format!(
-                "{name}: it is a port of {above}, which forwards its frames: the bypass takes only what the host routes"
-            ),
-            "attach the interface that has the address instead",
+            format!("{name}: it is a port of {above}, and at ports of a bridge, bond or VRF the bypass takes nothing"),
+            "attach the bridge or bond itself",
         )
     } else if i.captured && i.wanted != Wanted::Tcx {
         (

@@ -284,8 +284,11 @@ impl Attach {
             exit = Exit::Partly;
         }
         let report = settled_report(&place)?;
+        let is_of_others = |what: &str| !self.interfaces.iter().any(|name| what.starts_with(&format!("{name}: ")));
         for warning in report.warnings.iter().filter(|w| ATTACH_WARNINGS.contains(&w.kind)) {
-            out::tell!("tombolo: {warning}");
+            if warning.kind != "interface" || !is_of_others(&warning.what) {
+                out::tell!("tombolo: {warning}");
+            }
         }
         if self.json {
             out::json(&report)?;
@@ -310,13 +313,10 @@ const RULES_READ: Duration = Duration::from_secs(1);
 /// The report, once the firewall's rules were read again where another attach is about to.
 fn settled_report(place: &Place) -> Result<Report, Failure> {
     let end = Instant::now() + RULES_READ;
-    loop {
-        let report = report::report(place, Detail::Flows)?;
-        if report.rules_fault.is_none() || Instant::now() >= end {
-            return Ok(report);
-        }
+    while report::report(place, Detail::Counters)?.rules_fault.is_some() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(50));
     }
+    Ok(report::report(place, Detail::Flows)?)
 }
 
 impl Detach {
