@@ -45,6 +45,8 @@ const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_E
 pub const ARENA_BYTES: usize = 8 * ROOM_BYTES;
 /// Room for the longest frame with its header, in whole cache lines.
 const READ_BYTES: usize = (MAX_FRAME_BYTES + 12).next_multiple_of(64);
+/// From this length on a frame is put so that its pages are pages of ours. Shorter ones lie close together: more of them fit.
+const LONG_BYTES: usize = 16 << 10;
 /// Room for that, wherever in a page it is to begin.
 const ROOM_BYTES: usize = READ_BYTES + PAGE_BYTES;
 /// How often a port that never sleeps looks whether its interface changed.
@@ -488,7 +490,7 @@ impl Port for TapPort {
                 used = budget;
                 break;
             }
-            if last_bytes > PAGE_BYTES {
+            if last_bytes >= LONG_BYTES {
                 // Long frames follow each other. Each page of one is then a page of ours, see `Pages`; short ones lie close together.
                 let header_end = free.as_ptr().addr() + self.header_bytes;
                 let skipped = header_end.next_multiple_of(PAGE_BYTES) - header_end;
