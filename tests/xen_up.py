@@ -35,7 +35,7 @@ BOTH = f"""{WEB}
 [vm.linux]
 kernel = "/domu/kernel"
 initrd = "/domu/ramdisk"
-cmdline = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr"
+cmdline = "console=hvc0 rdinit=/init quiet loglevel=2 mitigations=off nokaslr note='it is \\\\ \\"quoted\\"' ü"
 attach = "xen"
 memory = "160M"
 queues = 2
@@ -51,6 +51,7 @@ mount -t proc proc /proc
 mount -t sysfs sys /sys
 mount -t devtmpfs dev /dev
 exec </dev/console >/dev/console 2>&1
+echo "told $(cat /proc/cmdline)"
 insmod /xen-netfront.ko
 until [ -e /sys/class/net/eth0 ]; do usleep 50000; done
 ip link set eth0 up
@@ -142,6 +143,7 @@ def test_a_fabric_file_runs_its_machines_as_domains():
         up(xen)
         wait_printed(xen, "web", f"net up {CELL}/24")
         wait_printed(xen, "linux", f"@net up {LINUX}/24")
+        assert "note='it is \\ \"quoted\"' " in printed(xen, "linux"), printed(xen, "linux")
         reached(xen, "both have their leases")
         before = domains(xen)
         assert set(before) == {"xen.web", "xen.linux"}, before

@@ -105,6 +105,12 @@ pub fn life(pid: u32, started_ticks: u64) -> Life {
     if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
 }
 
+/// Whether a process has ended and waits for its parent (state Z of proc_pid_stat(5)).
+pub fn is_zombie(pid: u32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'))
+}
+
 /// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is not.
 pub fn is_stopped(pid: u32) -> bool {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();

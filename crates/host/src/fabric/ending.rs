@@ -38,27 +38,20 @@ impl Ending {
     }
 }
 
-/// Destroys domains side by side, since each may take seconds.
-fn destroy(domains: &[&Domain], say: &Say) {
+/// Destroys domains side by side, since each may take seconds. Those that may run on, and why.
+fn destroy<'d>(domains: &[&'d Domain]) -> Vec<(&'d Domain, String)> {
     std::thread::scope(|scope| {
-        for domain in domains {
-            scope.spawn(|| {
-                if let Err(why) = toolstack::destroy(domain) {
-                    say(&format!(
-                        "{}: its domain may run on: {why}; `xl destroy {}` ends it",
-                        domain.machine, domain.name
-                    ));
-                }
-            });
-        }
-    });
+        let tried: Vec<_> = domains.iter().map(|d| (*d, scope.spawn(|| toolstack::destroy(d)))).collect();
+        let whys = tried.into_iter().filter_map(|(d, thread)| Some((d, thread.join().ok()?.err()?)));
+        whys.collect()
+    })
 }
 
 /// Ends machines side by side: domains by the toolstack, those with a button by that, if they are off in time; then SIGTERM
-/// to all, then SIGKILL to those that do not end within two seconds.
-pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
+/// to all, then SIGKILL to those that do not end within two seconds. Says and returns which domains may run on.
+pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
     if endings.is_empty() {
-        return;
+        return Vec::new();
     }
     let say = say.clone();
     let work = move || {
@@ -86,7 +79,7 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
         }
         // `xl` ends by itself when its domain has gone.
         let domains: Vec<_> = endings.iter().filter_map(|e| e.domain.as_ref()).collect();
-        destroy(&domains, &say);
+        destroy(&domains);
         for process in pressed.iter().filter_map(|e| e.process.as_ref()) {
             if !process.wait(deadline.saturating_duration_since(Instant::now())) {
                 let _ = process.signal(rustix::process::Signal::TERM);
@@ -103,8 +96,12 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) {
             let _ = process.end(left());
         }
         // An `xl` that had just been started may have made its domain meanwhile.
-        destroy(&domains, &say);
+        let left = destroy(&domains);
+        for (domain, why) in &left {
+            say(&format!("{}: its domain may run on: {why}; `xl destroy {}` ends it", domain.machine, domain.name));
+        }
+        left.into_iter().map(|(domain, _)| domain.clone()).collect()
     };
     // The task does not panic; a runtime that is going down ends them with the next `up`.
-    let _ = tokio::task::spawn_blocking(work).await;
+    tokio::task::spawn_blocking(work).await.unwrap_or_default()
 }

@@ -116,7 +116,6 @@ impl Takeover {
         if let Some(standing) = &owner.standing {
             standing.check(&full, &plan)?;
         }
-        let machines = process::machines(&spec.name, &folder);
         let finder = super::fdstore::Finder::new(&folder);
         let unreachable = || {
             refused(
@@ -135,6 +134,8 @@ impl Takeover {
         if commit.old.additions != before {
             return Err(refused("its members have just changed; try again"));
         }
+        // Not before the old daemon stands still: until then it may start another one.
+        let machines = process::machines(&spec.name, &folder);
         let store = finder.open_found(say).ok_or_else(unreachable)?;
         // Taken out at once: whoever holds it keeps the fabric from everybody else.
         let lock = store.take("lock");

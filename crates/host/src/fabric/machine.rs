@@ -52,6 +52,10 @@ pub(crate) struct RunningMachine {
     pub(crate) ended: Option<Ended>,
     /// The user asked for its end.
     pub(crate) stopped: bool,
+    /// That is under way.
+    is_ending: bool,
+    /// Its process has ended: its number may be another's now.
+    is_gone: bool,
     pub(crate) console: PathBuf,
     /// When it was started, or taken over.
     pub(crate) since: Instant,
@@ -71,7 +75,7 @@ impl RunningMachine {
     /// Gives the process up, to be ended by the caller; its end is not reported.
     pub(crate) fn let_go(&mut self) -> Option<Process> {
         self.stopped = true;
-        self.pid.and_then(Process::open)
+        self.pid.filter(|_| !self.is_gone).and_then(Process::open)
     }
 }
 
@@ -127,9 +131,10 @@ pub(super) async fn ended_trimming(
 async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, machine: &str, pid: u32) {
     let domain = {
         let Some(running) = fabric.upgrade() else { return };
-        let running = running.lock().await;
-        let is_it = running.machines.get(machine).is_some_and(|m| m.pid == Some(pid));
-        running.domain_of(machine).filter(|_| is_it)
+        let mut running = running.lock().await;
+        let Some(it) = running.machines.get_mut(machine).filter(|m| m.pid == Some(pid)) else { return };
+        it.is_gone = true;
+        running.domain_of(machine)
     };
     let Some(domain) = domain else { return };
     let asked = domain.clone();
@@ -200,6 +205,8 @@ impl Running {
             again_at: None,
             ended,
             stopped: false,
+            is_ending: false,
+            is_gone: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
             since: Instant::now(),
         };
@@ -265,6 +272,8 @@ impl Running {
             again_at: None,
             ended: Some(Ended { how, well: false, last_lines: vec![] }),
             stopped: false,
+            is_ending: false,
+            is_gone: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
             since: Instant::now(),
         };
@@ -284,6 +293,8 @@ impl Running {
             again_at: None,
             ended: None,
             stopped: false,
+            is_ending: false,
+            is_gone: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
             since: Instant::now(),
         };
@@ -305,6 +316,8 @@ impl Running {
             restarts: 0,
             ended,
             stopped: true,
+            is_ending: false,
+            is_gone: false,
             console: console::log_path(&self.facts.runtime, &plan.name),
             again_at: None,
             backoff: Backoff::MACHINE,
@@ -365,16 +378,27 @@ impl Running {
 
     fn watch_machine(&self, name: &str, pid: u32) {
         let (me, name) = (self.me.clone(), name.to_string());
-        let process = Process::open(pid);
+        let (mut process, ticks) = (Process::open(pid), process::start_ticks(pid));
         tokio::spawn(async move {
-            if let Some(process) = process {
+            loop {
                 let (console, complaints) = {
                     let Some(running) = me.upgrade() else { return };
                     let running = running.lock().await;
                     let console = running.machines.get(&name).map(|m| m.console.clone());
                     (console.unwrap_or_default(), running.log_path(&name))
                 };
-                ended_trimming(process, &[&console, &complaints], &me).await;
+                let logs = [&*console, &*complaints];
+                if let Some(process) = process.take()
+                    && ended_trimming(process, &logs, &me).await
+                {
+                    break;
+                }
+                // It could not be watched, for want of a descriptor perhaps, and need not have ended.
+                if ticks.is_none() || process::start_ticks(pid) != ticks || process::is_zombie(pid) {
+                    break;
+                }
+                tokio::time::sleep(TRIM).await;
+                process = Process::open(pid);
             }
             domain_ended(&me, &name, pid).await;
             let Some(running) = me.upgrade() else { return };
@@ -403,6 +427,7 @@ impl Running {
         let machine = self.machines.get_mut(name).filter(|m| m.pid == Some(pid))?;
         let (kind, restart) = spec.unwrap_or((MachineKind::Vm, Restart::No));
         machine.pid = None;
+        machine.is_gone = false;
         let status = machine.child.take().map(|mut c| c.wait());
         let is_domain = machine.plan.domain.is_some();
         let (how, well) = match status {
@@ -445,6 +470,9 @@ impl Running {
         if let Some(pid) = machine.pid {
             return Err(FabricError::State(format!("machine \"{name}\" runs already, as process {pid}")));
         }
+        if machine.is_ending {
+            return Err(FabricError::State(format!("machine \"{name}\" is being stopped: run it when that is done")));
+        }
         let plan = machine.plan.clone();
         self.start_machine(&plan)
     }
@@ -456,20 +484,27 @@ impl Running {
 /// # Errors
 /// If there is none of that name.
 pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
-    let (ending, say) = {
+    let (ending, say, pid) = {
         let mut running = shared.running.lock().await;
         let say = running.say.clone();
         let runtime = running.facts.runtime.clone();
         let Some(machine) = running.machines.get_mut(name) else { return Err(running.unknown("machine", name)) };
-        let (button, domain) = (machine.button(&runtime), machine.plan.domain.clone());
-        (Ending { process: machine.let_go(), button, domain }, say)
+        let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);
+        if std::mem::replace(&mut machine.is_ending, true) {
+            return Err(FabricError::State(format!("machine \"{name}\" is being stopped already")));
+        }
+        (Ending { process: machine.let_go(), button, domain }, say, pid)
     };
-    end_all(vec![ending], &say).await;
+    let left = end_all(vec![ending], &say).await;
     let mut running = shared.running.lock().await;
-    if let Some(pid) = running.machines.get(name).and_then(|m| m.pid) {
+    // Of its name there is no other one: while it ends none is started.
+    if let Some(machine) = running.machines.get_mut(name) {
+        machine.is_ending = false;
+    }
+    if let Some(pid) = pid.filter(|pid| running.machines.get(name).is_some_and(|m| m.pid == Some(*pid))) {
         running.machine_ended(name, pid);
     }
-    if let Some(domain) = running.domain_of(name).filter(|_| running.dir.is_some()) {
+    if let Some(domain) = running.domain_of(name).filter(|d| running.dir.is_some() && !left.contains(d)) {
         running.forget_domain(&domain);
     }
     if running.forget_addition(name)? {

@@ -236,6 +236,8 @@ pub struct Running {
     /// Ports that could not be made again after their sockets were deleted.
     pub(crate) unmade: Vec<PortPlan>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
+    /// Names of domains that are being ended since the addition that they were a part of failed.
+    unadded: std::collections::BTreeSet<String>,
 }
 
 /// The running fabric, for the task that answers for it and those that watch its processes.
@@ -346,6 +348,7 @@ impl Running {
             missing: vec![],
             unmade: vec![],
             me: std::sync::Weak::new(),
+            unadded: std::collections::BTreeSet::new(),
         }
     }
 
@@ -717,6 +720,11 @@ impl Running {
     /// The sections' faults, or what did not work; then nothing was added.
     pub fn add(&mut self, text: &str) -> Result<Vec<String>, FabricError> {
         let spec = file::add(text, Path::new("request"), &self.spec)?;
+        if let Some(name) = spec.members().find(|name| self.unadded.contains(*name)) {
+            return Err(FabricError::State(format!(
+                "\"{name}\" of an earlier try is being ended; try again in a few seconds"
+            )));
+        }
         let same = spec.networks.len() == self.spec.networks.len()
             && spec.forwards.len() == self.spec.forwards.len()
             && spec.links.len() == self.spec.links.len()
@@ -752,8 +760,7 @@ impl Running {
                 let Some(mut machine) = self.machines.remove(name) else { continue };
                 let (process, domain) = (machine.let_go(), machine.plan.domain.clone());
                 if domain.is_some() {
-                    let say = self.say.clone();
-                    tokio::spawn(async move { end_all(vec![Ending { process, button: None, domain }], &say).await });
+                    self.end_unadded(name, Ending { process, button: None, domain });
                 } else if let Some(process) = process {
                     // It has run for an instant only; nothing in it is worth a grace.
                     let _ = process.signal(rustix::process::Signal::KILL);
@@ -896,9 +903,11 @@ impl Running {
         {
             trouble("the kernel uplink", &error);
         }
-        if let Some(dir) = self.dir.take()
-            && let Err(error) = dir.remove()
-        {
+        let Some(dir) = self.dir.take() else { return };
+        if !dir.owner().domains.is_empty() {
+            // The record is all that tells of them.
+            trouble("the runtime directory", &"it stays, with the domains that may run on; `tombolo down` tries again");
+        } else if let Err(error) = dir.remove() {
             trouble("the runtime directory", &error);
         }
     }

@@ -47,22 +47,23 @@ pub fn build(fabric: &Fabric, machine: &Machine, image: Option<&Path>, runtime: 
         Boot::Vm { kernel, initrd, .. } => (kernel.as_deref(), initrd.as_deref(), machine.cmdline.clone()),
     };
     let (name, uuid) = (domain_of(&fabric.name, &machine.name), uuid(runtime, &machine.name));
-    let path = |path: &Path| quoted(path.as_os_str().as_bytes());
+    // A path that is no UTF-8 is one that the file cannot name.
+    let path = |path: &Path| quoted(&path.to_string_lossy());
     // Of two lines for one key `xl` takes the last, so the fabric's own come behind the file's.
     let mut lines = machine.xl.clone();
-    lines.push(format!("name = {}", quoted(name.as_bytes())));
-    lines.push(format!("uuid = {}", quoted(uuid.as_bytes())));
+    lines.push(format!("name = {}", quoted(&name)));
+    lines.push(format!("uuid = {}", quoted(&uuid)));
     lines.push("type = 'pvh'".into());
     lines.extend(kernel.map(|kernel| format!("kernel = {}", path(kernel))));
     lines.extend(ramdisk.map(|ramdisk| format!("ramdisk = {}", path(ramdisk))));
-    lines.push(format!("cmdline = {}", quoted(cmdline.as_bytes())));
+    lines.push(format!("cmdline = {}", quoted(&cmdline)));
     lines.push(format!("memory = {}", machine.memory_mib));
     lines.push(format!("vcpus = {}", machine.cpus));
     // The fabric's port is the backend: there is nothing for a script to do.
     let vifs: Vec<_> = machine.nics.iter().map(|nic| format!("'mac={},script=/bin/true'", nic.mac)).collect();
     lines.push(format!("vif = [{}]", vifs.join(", ")));
     // Each end is the fabric's to report, and to start again what the file says so of.
-    lines.extend(["poweroff", "reboot", "crash", "watchdog"].map(|end| format!("on_{end} = 'destroy'")));
+    lines.extend(["poweroff", "reboot", "crash", "watchdog", "soft_reset"].map(|end| format!("on_{end} = 'destroy'")));
     Domain { machine: machine.name.clone(), name, uuid, config: lines.join("\n") + "\n" }
 }
 
@@ -119,14 +120,17 @@ fn uuid(runtime: &Path, machine: &str) -> String {
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// A string of xl's configuration. Its own quotes, backslashes, and what is not printable ASCII are in octal: `xl` 4.17
-/// does not take hexadecimal escapes, and a quote behind a backslash ends the string.
-fn quoted(bytes: &[u8]) -> String {
+/// A string of xl's configuration (libxlu_cfg.c, `xlu__cfgl_dequote`). Numeric escapes are not for use: libxlutil takes them and
+/// forgets the character. What has no escape stands as it is.
+fn quoted(text: &str) -> String {
     let mut out = String::from("'");
-    for byte in bytes {
-        match byte {
-            b'\'' | b'\\' | 0..0x20 | 0x7f.. => out.push_str(&format!("\\{byte:03o}")),
-            _ => out.push(char::from(*byte)),
+    for char in text.chars() {
+        match char {
+            '\'' | '\\' => out.extend(['\\', char]),
+            '\n' => out.push_str("\\n"),
+            '\t' => out.push_str("\\t"),
+            '\r' => out.push_str("\\r"),
+            _ => out.push(char),
         }
     }
     out.push('\'');
@@ -155,7 +159,7 @@ mod tests {
              name = 'demo.web'\n\
              uuid = '{}'\n\
              type = 'pvh'\n\
-             kernel = '/i\\047m/a cell'\n\
+             kernel = '/i\\'m/a cell'\n\
              cmdline = 'hostname=web ip.1=10.87.1.9/24 queues=2 verbose'\n\
              memory = 32\n\
              vcpus = 1\n\
@@ -163,7 +167,8 @@ mod tests {
              on_poweroff = 'destroy'\n\
              on_reboot = 'destroy'\n\
              on_crash = 'destroy'\n\
-             on_watchdog = 'destroy'\n",
+             on_watchdog = 'destroy'\n\
+             on_soft_reset = 'destroy'\n",
             web.uuid
         );
         assert_eq!(web.config, expected);
@@ -179,7 +184,7 @@ mod tests {
         assert!(guest.contains(&format!("kernel = '{dir}/Cargo.toml'\nramdisk = '{dir}/src/lib.rs'\n")), "{guest}");
         assert!(guest.contains("cmdline = 'console=hvc0'\nmemory = 256\nvcpus = 2\nvif = []\n"), "{guest}");
         let own = domain("[vm.guest]\nkernel = \"Cargo.toml\"\nnetwork = \"lan\"\ncmdline = \"it's\"\n").config;
-        assert!(own.contains("cmdline = 'it\\047s'\n"), "{own}");
+        assert!(own.contains("cmdline = 'it\\'s'\n"), "{own}");
     }
 
     #[test]
@@ -203,6 +208,6 @@ mod tests {
 
     #[test]
     fn text_of_the_file_stays_inside_its_string() {
-        assert_eq!(quoted(b"a'\nb\\x \xc3\xa4\""), "'a\\047\\012b\\134x \\303\\244\"'");
+        assert_eq!(quoted("a'\nb\\x ä\"\t"), "'a\\'\\nb\\\\x ä\"\\t'");
     }
 }

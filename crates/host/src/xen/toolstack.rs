@@ -48,10 +48,20 @@ fn judge_host(
     }
 }
 
-/// The number of the domain of that UUID in what `xl vm-list` says: lines of UUID, number and name.
-fn id_in(list: &str, uuid: &str) -> Option<u32> {
-    let line = list.lines().find(|line| line.split_whitespace().next() == Some(uuid))?;
-    line.split_whitespace().nth(1)?.parse().ok()
+/// The numbers of the domains of that UUID in what `xl vm-list` says: lines of UUID, number and name. One that has ended is
+/// listed as long as somebody has a page of it, beside the next of the same UUID.
+fn ids_in(list: &str, uuid: &str) -> Vec<u32> {
+    let lines = list.lines().filter(|line| line.split_whitespace().next() == Some(uuid));
+    lines.filter_map(|line| line.split_whitespace().nth(1)?.parse().ok()).collect()
+}
+
+/// Whether a domain is dying, in what `xl list` says: lines of name, number, memory, processors, state and time.
+fn is_dying(list: &str, id: u32) -> bool {
+    let words = list.lines().map(|line| line.split_whitespace().rev().collect::<Vec<_>>());
+    words.into_iter().any(|words| {
+        let [_, state, _, _, number, ..] = words[..] else { return false };
+        number.parse() == Ok(id) && state.contains('d')
+    })
 }
 
 /// Runs `xl`; what it printed, or what it complained of.
@@ -64,18 +74,30 @@ fn xl(program: &Path, words: &[&str], limit: Duration) -> Result<String, String>
     }
 }
 
+/// The domains of a UUID that are not dying.
+fn living(program: &Path, uuid: &str) -> Result<Vec<u32>, String> {
+    let ids = ids_in(&xl(program, &["vm-list"], LIMIT)?, uuid);
+    if ids.is_empty() {
+        return Ok(ids);
+    }
+    let list = xl(program, &["list"], LIMIT)?;
+    Ok(ids.into_iter().filter(|id| !is_dying(&list, *id)).collect())
+}
+
 /// Destroys a domain and waits until its devices are gone. Whether there was one.
 ///
 /// # Errors
-/// What `xl` says, as a sentence.
+/// What `xl` says, as a sentence; the domain may run on.
 pub fn destroy(domain: &Domain) -> Result<bool, String> {
     let program = which("xl").ok_or("no xl in PATH")?;
-    let listed = || xl(&program, &["vm-list"], LIMIT).map(|list| id_in(&list, &domain.uuid));
-    let Some(id) = listed()? else { return Ok(false) };
-    match xl(&program, &["destroy", &id.to_string()], DESTROY_LIMIT) {
-        // It may have ended by itself at the same time.
-        Err(_) if listed()?.is_none() => Ok(true),
-        done => done.map(|_| true),
+    let ids = living(&program, &domain.uuid)?;
+    // It may end by itself at the same time: what counts is what is left.
+    let tried: Vec<_> = ids.iter().map(|id| xl(&program, &["destroy", &id.to_string()], DESTROY_LIMIT)).collect();
+    match living(&program, &domain.uuid)?.first() {
+        None => Ok(!ids.is_empty()),
+        Some(left) => {
+            Err(tried.into_iter().find_map(Result::err).unwrap_or_else(|| format!("domain {left} is still there")))
+        }
     }
 }
 
@@ -99,8 +121,11 @@ pub fn end_in_log(log: &str) -> Option<(String, bool)> {
     let code = |line: &str| -> Option<u32> {
         line.split_once("has shut down, reason code ")?.1.split_whitespace().next()?.parse().ok()
     };
-    let destroyed = || log.contains("has been destroyed").then(|| ("the domain was destroyed".to_string(), false));
-    log.lines().rev().find_map(code).map(meaning).or_else(destroyed)
+    // The last word counts: a domain that was suspended may go on.
+    log.lines().rev().find_map(|line| match code(line) {
+        Some(code) => Some(meaning(code)),
+        None => line.contains("has been destroyed").then(|| ("the domain was destroyed".to_string(), false)),
+    })
 }
 
 #[cfg(test)]
@@ -127,10 +152,20 @@ mod tests {
          01020304-0506-4708-890a-0b0c0d0e0f10  12    demo.web                      \n";
 
     #[test]
-    fn a_domain_is_found_by_its_uuid() {
-        assert_eq!(id_in(LIST, "01020304-0506-4708-890a-0b0c0d0e0f10"), Some(12));
-        assert_eq!(id_in(LIST, "01020304-0506-4708-890a-0b0c0d0e0f11"), None);
-        assert_eq!(id_in(LIST, "UUID"), None);
+    fn domains_are_found_by_their_uuid() {
+        let uuid = "01020304-0506-4708-890a-0b0c0d0e0f10";
+        assert_eq!(ids_in(LIST, uuid), [12]);
+        assert_eq!(ids_in(&format!("{LIST}{uuid}  15    demo.web\n"), uuid), [12, 15]);
+        assert!(ids_in(LIST, "01020304-0506-4708-890a-0b0c0d0e0f11").is_empty() && ids_in(LIST, "UUID").is_empty());
+    }
+
+    #[test]
+    fn a_domain_that_is_dying_is_told_from_one_that_lives() {
+        let list = "Name                                        ID   Mem VCPUs\tState\tTime(s)\n\
+             Domain-0                                     0   320     1     r-----      41.1\n\
+             (null)                                      12     0     1     --ps-d       0.3\n\
+             demo.web                                    15    32     1     -b----       0.1\n";
+        assert_eq!([0, 12, 15, 16].map(|id| is_dying(list, id)), [false, true, false, false]);
     }
 
     #[test]
