@@ -21,12 +21,10 @@ count stay in place in all measurements, of both backends. A segmentation frame 
 """
 
 import argparse
-import gzip
 import math
 import re
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,11 +32,10 @@ from pathlib import Path
 
 from common import ROOT, BenchError, Results, note, ratio, run_bench, until
 from lib.fabric import PROGRAM
-from lib.machine import BUILD
-from lib.xen import XenHost
+from lib.xen import XenHost, fabric_files, linux_guest
 
 sys.path.insert(0, str(ROOT / "tools/guest"))
-from build import Archive, Modules, program_files  # noqa: E402
+from build import program_files  # noqa: E402
 
 HOST = "10.87.0.3"
 BACKENDS = ("netback", "tombolo")
@@ -120,27 +117,10 @@ def guest_config(name, backend):
     return "\n".join([*lines, f"vif=['mac={mac},{vif}']"]).encode() + b"\n"
 
 
-def linux_image():
-    """The ramdisk of the Linux guest, and its kernel, which is dom0's."""
-    archive = Archive()
-    for name in ("proc", "sys", "dev", "tmp"):
-        archive.folder(name)
-    archive.device("dev/console", 5, 1)
-    archive.file("bin/busybox", Path(shutil.which("busybox")).read_bytes())
-    archive.file("init", LINUX_INIT.encode())
-    archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
-    for name, path in program_files("iperf"):
-        archive.file(name, path.read_bytes())
-    return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)
-
-
-def dom0_files(folder):
+def dom0_files():
     """What dom0 has beside what its tests have."""
-    stripped = folder / "tombolo"
-    subprocess.run(["strip", "-o", stripped, PROGRAM], check=True)
-    ramdisk, kernel = linux_image()
-    files = {"bin/tombolo": stripped.read_bytes(), "tombolo.toml": FABRIC.encode(), "domu/kernel": kernel, "domu/ramdisk": ramdisk}
-    files |= {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
+    ramdisk, kernel = linux_guest(LINUX_INIT, {}, ["iperf"])
+    files = fabric_files(FABRIC) | {"domu/kernel": kernel, "domu/ramdisk": ramdisk}
     for program in ("ab", "ping"):
         path = shutil.which(program)
         if not path:
@@ -334,7 +314,7 @@ def main():
     for boot in range(options.boots):
         with tempfile.TemporaryDirectory() as folder:
             folder = Path(folder)
-            with XenHost(folder, ["httpd", "iperf"], dom0_files(folder)) as xen:
+            with XenHost(folder, ["httpd", "iperf"], dom0_files()) as xen:
                 note(f"boot {boot + 1}/{options.boots}: Xen and dom0 were up after {xen.bring_up():.1f} s")
                 dom0 = Dom0(xen)
                 for turn in range(options.rounds):

@@ -62,8 +62,8 @@ def ask_for_events(h, seconds):
     path = ctypes.create_string_buffer(bytes(next((h.folder / "run/bypass/bpf").glob("*/map_settings"))))
     settings = bpf(OBJ_GET, struct.pack("<QII", ctypes.addressof(path), 0, 0))
     until_s = int(time.monotonic() + seconds)
-    for setting, word in ((SET_TRACE, until_s), (SET_OBSERVED_NS, (until_s + 1) * 1_000_000_000)):
-        key, value = ctypes.c_uint32(setting), ctypes.c_uint64(word)
+    for which, word in ((SET_TRACE, until_s), (SET_OBSERVED_NS, (until_s + 1) * 1_000_000_000)):
+        key, value = ctypes.c_uint32(which), ctypes.c_uint64(word)
         bpf(MAP_UPDATE, struct.pack("<IIQQQ", settings, 0, ctypes.addressof(key), ctypes.addressof(value), 0))
     os.close(settings)
 

@@ -141,8 +141,8 @@ def fabric_files(text):
     return files | {name: path.read_bytes() for name, path in program_files(str(PROGRAM)) if name.startswith("lib")}
 
 
-def linux_guest(init, www):
-    """The ramdisk of a Linux domain with `init` as process 1 and the files `www` in /www, and its kernel, which is dom0's."""
+def linux_guest(init, www, programs=()):
+    """The ramdisk of a Linux domain with `init` as process 1, the files `www` in /www and these programs, and its kernel, which is dom0's."""
     busybox = shutil.which("busybox")
     if not busybox:
         raise Skip("no busybox: apt-get install busybox-static")
@@ -158,5 +158,7 @@ def linux_guest(init, www):
     archive.file("xen-netfront.ko", Modules(BUILD / "xen/tree").read("xen_netfront"))
     for name, data in www.items():
         archive.file(f"www/{name}", data)
+    for name, path in (file for program in programs for file in program_files(program)):
+        archive.file(name, path.read_bytes())
     # Plain, the kernel takes 66 MB; libxl unpacks gzip in a second, and xz in six.
     return archive.bytes(), gzip.compress((BUILD / "xen/vmlinux").read_bytes(), 1)
