@@ -137,9 +137,41 @@ impl Connection {
         Ok(())
     }
 
+    /// Whether events came that nothing has taken yet.
+    pub(super) fn has_events(&self) -> bool {
+        !self.events.is_empty()
+    }
+
     /// Whether an event came for the watch with this token.
     pub(super) fn take_event(&mut self, token: &str) -> bool {
         let at = self.events.iter().position(|had| had == token);
         at.map(|at| self.events.swap_remove(at)).is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::machine::dma;
+
+    fn message(kind: u32, number: u32, payload: &[u8]) -> Vec<u8> {
+        let words = [kind, number, 0, payload.len() as u32].map(u32::to_le_bytes);
+        [&words.concat(), payload].concat()
+    }
+
+    #[test]
+    fn an_event_that_comes_with_a_reply_is_not_forgotten() {
+        let page = dma::alloc(4096);
+        let mut connection = Connection::new(BytePage::new(page).unwrap(), 3);
+        let daemon = BytePage::new(page).unwrap();
+        let mut asked = connection.ask(&[Request::Read("state")]);
+        connection.turn(Some(&mut asked));
+        assert!(!asked.is_answered() && !connection.has_events());
+        // One notification may stand for both (xs_wire.h: XS_READ 2, XS_WATCH_EVENT 15).
+        let both = [message(2, 1, b"4"), message(15, 0, b"backend/state\0vif0\0")].concat();
+        assert_eq!(daemon.write(STORE_REPLIES, &both).unwrap(), both.len());
+        connection.turn(Some(&mut asked));
+        assert!(asked.is_answered() && connection.has_events());
+        assert!(connection.take_event("vif0") && !connection.has_events());
     }
 }
