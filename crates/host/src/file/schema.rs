@@ -222,7 +222,12 @@ pub const SECTIONS: &[SectionSchema] = &[
         name: "vm",
         form: "[vm.NAME]",
         own: &[
-            key("kernel", "the path of a file", "none; then `disk` is needed", "kernel image"),
+            key(
+                "kernel",
+                "the path of a file",
+                "none; then `disk` is needed; must be given with attach \"xen\"",
+                "kernel image",
+            ),
             key("initrd", "the path of a file", "none", "initial file system"),
             key(
                 "cmdline",
