@@ -639,7 +639,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
 def test_attach_says_what_is_wrong():
     with host() as h:
         for words, code, text in [
-            (("nosuch",), 1, "no interface nosuch"),
+            (("nosuch",), 2, "no interface nosuch"),
             (("lo",), 0, None),
             (("ta", "--lease", "60000"), 2, "lease of 60s"),
         ]:

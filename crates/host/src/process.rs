@@ -105,10 +105,18 @@ pub fn life(pid: u32, started_ticks: u64) -> Life {
     if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
 }
 
-/// Whether a process has ended and waits for its parent (state Z of proc_pid_stat(5)).
-pub fn is_zombie(pid: u32) -> bool {
-    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
-    stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'))
+/// Whether the process of that number and start, where this is known, has ended, or waits for its parent only (state Z of
+/// proc_pid_stat(5)). One that cannot be looked at, for want of a descriptor perhaps, has not.
+pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
+    match fs::read_to_string(format!("/proc/{pid}/stat")) {
+        Ok(stat) => {
+            let is_zombie = stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('Z'));
+            is_zombie || started_ticks.is_some_and(|ticks| start_ticks(pid).is_some_and(|now| now != ticks))
+        }
+        Err(error) => {
+            error.kind() == io::ErrorKind::NotFound || error.raw_os_error() == Some(Errno::SRCH.raw_os_error())
+        }
+    }
 }
 
 /// Whether a process is stopped by a signal (state T of proc_pid_stat(5)); one that is traced is not.

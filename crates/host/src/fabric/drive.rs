@@ -42,8 +42,8 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
                 continue;
             }
             if let Request::Down(reply) = request {
-                shared.running.lock().await.take_down(false).await;
-                answer(reply, Ok(()));
+                let result = shared.running.lock().await.take_down(false).await;
+                answer(reply, result);
                 break;
             }
             serve(&shared, request).await;

@@ -394,11 +394,11 @@ impl Running {
                     break;
                 }
                 // It could not be watched, for want of a descriptor perhaps, and need not have ended.
-                if ticks.is_none() || process::start_ticks(pid) != ticks || process::is_zombie(pid) {
-                    break;
-                }
                 tokio::time::sleep(TRIM).await;
                 process = Process::open(pid);
+                if process::has_gone(pid, ticks) {
+                    break;
+                }
             }
             domain_ended(&me, &name, pid).await;
             let Some(running) = me.upgrade() else { return };
@@ -517,7 +517,12 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
         running.spec.machines.retain(|m| m.name != name);
         running.update_names();
     }
-    Ok(())
+    match left.first() {
+        None => Ok(()),
+        Some(crate::xen::config::Domain { name, .. }) => {
+            Err(FabricError::State(format!("its domain {name} may run on; `xl destroy {name}` ends it")))
+        }
+    }
 }
 
 #[cfg(test)]

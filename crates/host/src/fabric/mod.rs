@@ -253,7 +253,7 @@ impl Shared {
     pub(crate) async fn fail(&self, error: FabricError) -> FabricError {
         let mut running = self.running.lock().await;
         if !running.has_taken_over {
-            running.take_down(true).await;
+            let _ = running.take_down(true).await;
             return error;
         }
         // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
@@ -844,7 +844,10 @@ impl Running {
     }
 
     /// Takes everything down. With `quietly`, nothing is said of what could not be removed.
-    pub async fn take_down(&mut self, quietly: bool) {
+    ///
+    /// # Errors
+    /// Domains of Xen that may run on; then the runtime folder stays with the record of them.
+    pub async fn take_down(&mut self, quietly: bool) -> Result<(), FabricError> {
         let say = self.say.clone();
         let trouble = |what: &str, error: &dyn std::fmt::Display| {
             if !quietly {
@@ -903,13 +906,25 @@ impl Running {
         {
             trouble("the kernel uplink", &error);
         }
-        let Some(dir) = self.dir.take() else { return };
-        if !dir.owner().domains.is_empty() {
-            // The record is all that tells of them.
-            trouble("the runtime directory", &"it stays, with the domains that may run on; `tombolo down` tries again");
-        } else if let Err(error) = dir.remove() {
+        let Some(mut dir) = self.dir.take() else { return Ok(()) };
+        let left: Vec<String> = dir.owner().domains.iter().map(|d| d.name.clone()).collect();
+        if !left.is_empty() {
+            // The record is all that tells of them; of the rest nothing is to come back.
+            dir.record(|o| {
+                (o.standing, o.ending) = (None, false);
+                o.additions.clear();
+                o.rates.clear();
+                o.settled.clear();
+            });
+            let (names, fabric) = (left.join(", "), &self.spec.name);
+            return Err(FabricError::State(format!(
+                "all is down but the Xen domains {names}, which may run on: `tombolo down --fabric {fabric}` tries again, and `xl destroy` ends one"
+            )));
+        }
+        if let Err(error) = dir.remove() {
             trouble("the runtime directory", &error);
         }
+        Ok(())
     }
 }
 
@@ -984,7 +999,7 @@ pub async fn clean_up(fabric: &str, say: Say) -> Result<Option<Vec<String>>, Fab
     let spec = Fabric::empty(fabric, PathBuf::new());
     let facts = facts(&spec, dir.path().into());
     let mut running = Running::new(spec, PathBuf::new(), dir, facts, say);
-    running.take_down(false).await;
+    running.take_down(false).await?;
     let done = std::mem::take(&mut running.takeover);
     Ok((found || !done.is_empty()).then_some(done))
 }

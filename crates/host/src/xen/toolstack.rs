@@ -55,12 +55,12 @@ fn ids_in(list: &str, uuid: &str) -> Vec<u32> {
     lines.filter_map(|line| line.split_whitespace().nth(1)?.parse().ok()).collect()
 }
 
-/// Whether a domain is dying, in what `xl list` says: lines of name, number, memory, processors, state and time.
-fn is_dying(list: &str, id: u32) -> bool {
-    let words = list.lines().map(|line| line.split_whitespace().rev().collect::<Vec<_>>());
-    words.into_iter().any(|words| {
+/// Whether a domain is there and not dying, in what `xl list` says: lines of name, number, memory, processors, state and time.
+fn is_living(list: &str, id: u32) -> bool {
+    list.lines().any(|line| {
+        let words: Vec<_> = line.split_whitespace().rev().collect();
         let [_, state, _, _, number, ..] = words[..] else { return false };
-        number.parse() == Ok(id) && state.contains('d')
+        number.parse() == Ok(id) && !state.contains('d')
     })
 }
 
@@ -81,7 +81,7 @@ fn living(program: &Path, uuid: &str) -> Result<Vec<u32>, String> {
         return Ok(ids);
     }
     let list = xl(program, &["list"], LIMIT)?;
-    Ok(ids.into_iter().filter(|id| !is_dying(&list, *id)).collect())
+    Ok(ids.into_iter().filter(|id| is_living(&list, *id)).collect())
 }
 
 /// Destroys a domain and waits until its devices are gone. Whether there was one.
@@ -165,7 +165,7 @@ mod tests {
              Domain-0                                     0   320     1     r-----      41.1\n\
              (null)                                      12     0     1     --ps-d       0.3\n\
              demo.web                                    15    32     1     -b----       0.1\n";
-        assert_eq!([0, 12, 15, 16].map(|id| is_dying(list, id)), [false, true, false, false]);
+        assert_eq!([0, 12, 15, 16].map(|id| is_living(list, id)), [true, false, true, false]);
     }
 
     #[test]
