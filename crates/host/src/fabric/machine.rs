@@ -62,6 +62,25 @@ pub(crate) struct RunningMachine {
 }
 
 impl RunningMachine {
+    /// One that does not run, and never has.
+    fn new(plan: &MachinePlan, console: PathBuf) -> RunningMachine {
+        RunningMachine {
+            plan: plan.clone(),
+            pid: None,
+            child: None,
+            adopted: false,
+            restarts: 0,
+            backoff: Backoff::MACHINE,
+            again_at: None,
+            ended: None,
+            stopped: false,
+            is_ending: false,
+            is_gone: false,
+            console,
+            since: Instant::now(),
+        }
+    }
+
     /// Takes note of a failure; how long to wait before it is started again.
     fn failed(&mut self) -> Duration {
         let now = Instant::now();
@@ -195,21 +214,13 @@ impl Running {
         // Of one that is started again it stays known how it ended.
         let before = self.machines.get(&plan.name).map(|m| (m.restarts, m.backoff, m.ended.clone()));
         let (restarts, backoff, ended) = before.unwrap_or((0, Backoff::MACHINE, None));
-        let machine = RunningMachine {
-            plan: plan.clone(),
-            pid: Some(pid),
-            child: Some(child),
-            adopted: false,
-            restarts,
-            backoff,
-            again_at: None,
-            ended,
-            stopped: false,
-            is_ending: false,
-            is_gone: false,
-            console: console::log_path(&self.facts.runtime, &plan.name),
-            since: Instant::now(),
-        };
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.pid = Some(pid);
+        machine.child = Some(child);
+        machine.restarts = restarts;
+        machine.backoff = backoff;
+        machine.ended = ended;
         self.machines.insert(plan.name.clone(), machine);
         self.note_member(pid);
         self.tell_who_is_away();
@@ -262,42 +273,19 @@ impl Running {
     pub(crate) fn note_not_started(&mut self, plan: &MachinePlan, error: &FabricError) {
         let how = format!("it could not be started: {error}");
         (self.say)(&format!("{}: {how}", plan.name));
-        let machine = RunningMachine {
-            plan: plan.clone(),
-            pid: None,
-            child: None,
-            adopted: false,
-            restarts: 0,
-            backoff: Backoff::MACHINE,
-            again_at: None,
-            ended: Some(Ended { how, well: false, last_lines: vec![] }),
-            stopped: false,
-            is_ending: false,
-            is_gone: false,
-            console: console::log_path(&self.facts.runtime, &plan.name),
-            since: Instant::now(),
-        };
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.ended = Some(Ended { how, well: false, last_lines: vec![] });
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
     }
 
     /// Takes over a machine that an earlier daemon started.
     pub(crate) fn adopt(&mut self, plan: &MachinePlan, pid: &u32) -> Result<(), FabricError> {
-        let machine = RunningMachine {
-            plan: plan.clone(),
-            pid: Some(*pid),
-            child: None,
-            adopted: true,
-            restarts: 0,
-            backoff: Backoff::MACHINE,
-            again_at: None,
-            ended: None,
-            stopped: false,
-            is_ending: false,
-            is_gone: false,
-            console: console::log_path(&self.facts.runtime, &plan.name),
-            since: Instant::now(),
-        };
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.pid = Some(*pid);
+        machine.adopted = true;
         self.machines.insert(plan.name.clone(), machine);
         self.note_member(*pid);
         self.tell_who_is_away();
@@ -308,21 +296,10 @@ impl Running {
     /// Takes note of a machine that did not run under the daemon before either.
     pub(crate) fn leave_idle(&mut self, plan: &MachinePlan, how: &str) {
         let ended = (!how.is_empty()).then(|| Ended { how: how.into(), well: false, last_lines: vec![] });
-        let machine = RunningMachine {
-            plan: plan.clone(),
-            pid: None,
-            child: None,
-            adopted: false,
-            restarts: 0,
-            ended,
-            stopped: true,
-            is_ending: false,
-            is_gone: false,
-            console: console::log_path(&self.facts.runtime, &plan.name),
-            again_at: None,
-            backoff: Backoff::MACHINE,
-            since: Instant::now(),
-        };
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.ended = ended;
+        machine.stopped = true;
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
     }
