@@ -261,6 +261,10 @@ fn a_lost_wake_up_lasts_for_one_more_look_and_an_idle_port_costs_nothing() {
     assert_eq!((looks(&a), looks(&b), bench.waiter.quiet().0), (2, 2, timeouts), "an idle port is left alone");
     // A port that goes while a look is due, and a fault of the look.
     a.send(frame(mac(2), mac(1), 64, 3));
+    // The frame is forwarded first: a command that comes with it would remove the port before its turn.
+    while b.lock().from_switch.len() < 3 {
+        bench.worker.step(&mut bench.waiter);
+    }
     b.lock().fault = Some(At::Recheck);
     bench.ask(|h| h.remove_port(a.token)).unwrap();
     bench.settle();
