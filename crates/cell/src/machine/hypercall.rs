@@ -47,11 +47,15 @@ const SCHED_SHUTDOWN: usize = 2;
 const EVTCHN_BIND_VIRQ: usize = 1;
 const EVTCHN_CLOSE: usize = 3;
 const EVTCHN_SEND: usize = 4;
+const EVTCHN_STATUS: usize = 5;
 const EVTCHN_ALLOC_UNBOUND: usize = 6;
 const EVTCHN_UNMASK: usize = 9;
 const HVM_SET_PARAM: usize = 0;
 const HVM_GET_PARAM: usize = 1;
 const HVM_SET_UPCALL_VECTOR: usize = 23;
+
+/// The other end has not bound to the channel, or has closed its own end (EVTCHNSTAT_unbound).
+const STATUS_UNBOUND: u32 = 1;
 
 /// "This domain", wherever a call takes a domain.
 const DOMID_SELF: u16 = 0x7ff0;
@@ -247,6 +251,21 @@ pub(crate) fn send(port: u32) {
     let mut port = port;
     // It fails only for a port that is not open, and then there is no receiver.
     let _ = call_with(EVENT_CHANNEL_OP, EVTCHN_SEND, &mut port);
+}
+
+/// Whether an event channel waits for the other domain to bind to it, for the first time or again.
+pub(crate) fn is_unbound(port: u32) -> bool {
+    /// `evtchn_status`; Xen answers in all but the first two members.
+    #[repr(C)]
+    struct Argument {
+        domain: u16,
+        port: u32,
+        status: u32,
+        processor: u32,
+        detail: [u32; 2],
+    }
+    let mut argument = Argument { domain: DOMID_SELF, port, status: 0, processor: 0, detail: [0; 2] };
+    call_with(EVENT_CHANNEL_OP, EVTCHN_STATUS, &mut argument).is_ok() && argument.status == STATUS_UNBOUND
 }
 
 /// Lets events of a channel through; one that came before is delivered now.

@@ -150,6 +150,18 @@ impl Front {
                 vif.forget(domain, self.token);
                 continue;
             };
+            // Linux's backend can be unbound and bound again without a word, and takes up the rings as they are. Where it
+            // cannot (fewer queues than before), it writes Closing and then Connected at once. The cell may see only the
+            // latter, so it asks Xen whether the backend is there, and begins a new handshake where it is not.
+            let is_silent = (self.state, back) == (BusState::Connected, BusState::Connected)
+                && self.queues().iter().any(|queue| queue.is_unbound());
+            if is_silent {
+                println!("tombolo-cell: the network's backend says connected and has no event channels: again");
+                self.disconnect(stats);
+                self.state = BusState::Closing;
+                vif.set_state(domain, self.state);
+                continue;
+            }
             let step = front_step(self.state, back);
             if step.disconnect {
                 self.disconnect(stats);

@@ -157,6 +157,13 @@ impl Queue {
         self.fault = None;
     }
 
+    /// Whether the backend has not bound to an event channel, or has let go of it.
+    pub(super) fn is_unbound(&self) -> bool {
+        self.channels.is_some_and(|(transmit, receive)| {
+            hypercall::is_unbound(transmit) || receive != transmit && hypercall::is_unbound(receive)
+        })
+    }
+
     /// The domain was restored: its event channels and grants are those of another one, and not to be closed.
     pub(super) fn restored(&mut self) {
         self.channels = None;
