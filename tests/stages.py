@@ -4,10 +4,14 @@
 usage: tests/stages.py [STAGE...]
 
 A stage is a recipe of ./x. All run, also after a failure, so that one run shows all there is to mend; output goes to
-the terminal and to build/test/STAGE.log. The last line counts stages.
+the terminal and to build/test/STAGE.log. At the end come the slowest tests, what failed once more with its output, and a
+table: the tests of each stage that passed, were skipped, or passed on a second run only (tests/run.py). The last line
+counts stages, and the tests that were skipped. A stage that is stopped ends what
+it has started.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +20,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "build/test"
+# How long a stage that is stopped may take to end what it has started.
+GRACE_S = 30
+# How many of the slowest tests are listed.
+SLOWEST = 12
+# Lines shown again of a stage that failed otherwise than by a test of tests/run.py.
+LAST_LINES = 40
+TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
+COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
+CARGO_COUNTS = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored")
 # In this order the cheap verdicts come first. Minutes bound a stage that hangs; none comes near its bound, also not on a machine that is three
 # times slower.
 STAGES = {
@@ -40,28 +53,67 @@ STAGES = {
 
 
 def run(stage, minutes):
-    """True when the stage passed. Its whole process group is ended when it overruns."""
+    """True when the stage passed. One that overruns, or that is interrupted, is asked to end, and killed after `GRACE_S`."""
     log = LOGS / f"{stage}.log"
     print(f"\n=== {stage}", flush=True)
     with subprocess.Popen(["bash", "x", stage], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
                           start_new_session=True) as process, log.open("wb") as file:
-        def overrun(*_):
-            print(f"{stage}: still running after {minutes} minutes: stopped", flush=True)
-            os.killpg(process.pid, signal.SIGKILL)
+        def stop(why):
+            text = f"{stage}: {why}: stopped\n"
+            file.write(text.encode())
+            print(text, end="", flush=True)
+            # tests/run.py ends its test and what that has started.
+            os.killpg(process.pid, signal.SIGTERM)
+            signal.signal(signal.SIGALRM, lambda *_: os.killpg(process.pid, signal.SIGKILL))
+            signal.alarm(GRACE_S)
 
-        signal.signal(signal.SIGALRM, overrun)
+        signal.signal(signal.SIGALRM, lambda *_: stop(f"still running after {minutes} minutes"))
         signal.alarm(minutes * 60)
-        try:
-            for line in process.stdout:
-                file.write(line)
-                sys.stdout.buffer.write(line)
-                sys.stdout.flush()
-        except KeyboardInterrupt:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+        interrupted = None
+        while True:
+            try:
+                for line in process.stdout:
+                    file.write(line)
+                    sys.stdout.buffer.write(line)
+                    sys.stdout.flush()
+                break
+            except KeyboardInterrupt as interrupt:
+                interrupted = interrupt
+                stop("interrupted")
         code = process.wait()
         signal.alarm(0)
+        if interrupted:
+            raise interrupted
     return code == 0
+
+
+class Tests:
+    """The tests of a stage, by its log."""
+
+    def __init__(self, stage):
+        self.lines = (LOGS / f"{stage}.log").read_text(errors="replace").splitlines()
+        self.passed = self.skipped = self.second_runs = 0
+        # Seconds and name of each that tells them.
+        self.times = []
+        for line in self.lines:
+            if test := TEST.match(line):
+                self.times.append((float(test[3]), test[2]))
+            counts = COUNTS.match(line) or CARGO_COUNTS.match(line)
+            if counts:
+                self.passed += int(counts[1])
+                self.skipped += int(counts[3])
+                self.second_runs += int(counts[4] or 0) if counts.re is COUNTS else 0
+
+    def failures(self):
+        """What is to be read about a failure: the tests that failed with their output, or the last lines."""
+        shown, is_inside = [], False
+        for line in self.lines:
+            if test := TEST.match(line):
+                is_inside = test[1] == "FAIL"
+            if is_inside:
+                shown.append(line)
+        cargo = [line for line in self.lines if re.match(r"test .* \.\.\. FAILED$|thread '.*panicked at|assertion |  left: | right: |error", line)]
+        return shown or cargo or self.lines[-LAST_LINES:]
 
 
 def main():
@@ -70,17 +122,30 @@ def main():
     if unknown:
         sys.exit(f"no such stage: {', '.join(unknown)}; there are {', '.join(STAGES)}")
     LOGS.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = []
     for stage in stages:
         start = time.monotonic()
         passed = run(stage, STAGES[stage])
-        rows.append((stage, passed, time.monotonic() - start))
-    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8}")
-    for stage, passed, seconds in rows:
-        print(f"{stage:14} {'passed' if passed else 'FAILED':8} {seconds:8.1f}")
+        rows.append((stage, passed, time.monotonic() - start, Tests(stage)))
+    slowest = sorted((test for *_, tests in rows for test in tests.times), reverse=True)[:SLOWEST]
+    if slowest:
+        print("\nthe slowest tests, in seconds")
+        for seconds, name in slowest:
+            print(f"{seconds:8.1f} {name}")
+    for stage, passed, _, tests in rows:
+        if not passed:
+            print(f"\n=== {stage} failed:")
+            print("\n".join(tests.failures()))
+    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'tests':>6} {'skipped':>8} {'second run':>11}")
+    for stage, passed, seconds, tests in rows:
+        counts = f"{tests.passed:6} {tests.skipped:8} {tests.second_runs:11}" if tests.passed + tests.skipped else ""
+        print(f"{stage:14} {'passed' if passed else 'FAILED':8} {seconds:8.1f} {counts}".rstrip())
     print(f"{'all':14} {'':8} {sum(row[2] for row in rows):8.1f}")
     failed = sum(not row[1] for row in rows)
-    print(f"{len(rows) - failed} passed, {failed} failed, 0 skipped")
+    second_runs = sum(row[3].second_runs for row in rows)
+    note = f", {second_runs} tests passed on a second run" if second_runs else ""
+    print(f"{len(rows) - failed} stages passed, {failed} failed; {sum(row[3].skipped for row in rows)} tests skipped{note}")
     sys.exit(1 if failed else 0)
 
 
