@@ -30,6 +30,7 @@ mod pages;
 pub mod pair;
 pub mod reactor;
 mod repeats;
+mod spread;
 pub mod stream;
 mod sys;
 pub mod tap;

@@ -83,6 +83,7 @@ use tombolo_switch::frame::{Batch, Frame};
 use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, MAX_RINGS, Port, Rechecked, Sent};
 
 use crate::reactor::Registration;
+use crate::spread::{Spread, queue_of};
 use control::Connection;
 pub use kept::Shelf;
 use mailbox::{Answer, Command, Mailbox, StartRing};
@@ -182,6 +183,7 @@ pub struct VhostUserPort {
     /// Reused allocations.
     received: Segments<Foreign<'static>>,
     buffers: Segments<ForeignMut<'static>>,
+    spread: Spread,
 }
 
 impl VhostUserPort {
@@ -233,6 +235,7 @@ impl VhostUserPort {
             first_pair: 0,
             received: Vec::new(),
             buffers: Vec::new(),
+            spread: Spread::default(),
             config: config.clone(),
         };
         let restored = shelf.as_ref().and_then(|shelf| port.take_up(shelf));
@@ -407,45 +410,6 @@ fn memory_fault(memory: &GuestTable) -> Option<Fault> {
     })
 }
 
-/// Spreads flows over `open` queue pairs, so that each flow stays on one: by IP addresses, and by the ports of TCP and UDP
-/// where every packet of a flow has them; other frames by MAC addresses and type.
-pub(crate) fn pair_of(frame: &Frame, open: usize) -> usize {
-    // FNV-1a: short inputs, no adversary that could gain more than its own imbalance. The high bits, since the low ones
-    // of this hash know only the low ones of its input.
-    let hash = flow_bytes(frame.head())
-        .into_iter()
-        .flatten()
-        .fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(*byte)).wrapping_mul(0x0100_0193));
-    ((u64::from(hash) * open as u64) >> 32) as usize
-}
-
-/// The bytes of a frame's head that all frames of its flow have in common, in two parts.
-fn flow_bytes(head: &[u8]) -> [&[u8]; 2] {
-    const TCP: u8 = 6;
-    const UDP: u8 = 17;
-    let mut at = 12;
-    let ethertype = |at: usize| head.get(at..at + 2).map(|bytes| u16::from_be_bytes([bytes[0], bytes[1]]));
-    while matches!(ethertype(at), Some(0x8100 | 0x88a8)) {
-        at += 4;
-    }
-    let ip = head.get(at + 2..).unwrap_or(&[]);
-    let part = |from: usize, bytes: usize| ip.get(from..from + bytes);
-    match ethertype(at) {
-        Some(0x0800) if ip.len() >= 20 => {
-            // Only the first of several fragments has ports, so no fragment is spread by them.
-            let fragment = u16::from_be_bytes([ip[6], ip[7]]) & 0x3fff != 0;
-            let has_ports = matches!(ip[9], TCP | UDP) && !fragment;
-            let ports = part(usize::from(ip[0] & 15) * 4, 4).filter(|_| has_ports);
-            [&ip[12..20], ports.unwrap_or(&[])]
-        }
-        Some(0x86dd) if ip.len() >= 40 => {
-            let ports = part(40, 4).filter(|_| matches!(ip[6], TCP | UDP));
-            [&ip[8..40], ports.unwrap_or(&[])]
-        }
-        _ => [&head[..head.len().min(14)], &[]],
-    }
-}
-
 impl Port for VhostUserPort {
     fn kind(&self) -> &'static str {
         "vhost-user"
@@ -517,24 +481,18 @@ impl Port for VhostUserPort {
 
     #[inline]
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
-        let VhostUserPort { memory, pairs, framing, buffers, .. } = self;
+        let VhostUserPort { memory, pairs, framing, buffers, spread, .. } = self;
         let memory = &**memory;
         let mut segments: Segments<ForeignMut<'_>> = std::mem::take(buffers);
         let mut sent = Sent::default();
-        let mut handled = 0;
         let open = pairs.iter_mut().filter_map(Pair::open_to_guest).count();
         let mut fault = None;
+        let lists = if open > 1 { spread.sort(batch, which, open) } else { &[] };
         let rings = pairs.iter_mut().enumerate().filter_map(|(pair, rings)| Some((pair, rings.open_to_guest()?)));
         for (turn, (pair, ring)) in rings.enumerate() {
-            let result = if open == 1 {
-                handled = which.len();
-                ring.transmit(memory, *framing, batch, which, drops, &mut segments)
-            } else {
-                let here = |index: &u16| pair_of(&batch.frames()[usize::from(*index)], open) == turn;
-                let which: Vec<u16> = which.iter().copied().filter(here).collect();
-                handled += which.len();
-                ring.transmit(memory, *framing, batch, &which, drops, &mut segments)
-            };
+            // With one pair there is nothing to sort.
+            let which = lists.get(turn).map_or(which, Vec::as_slice);
+            let result = ring.transmit(memory, *framing, batch, which, drops, &mut segments);
             match result {
                 Ok(Sent { frames, bytes }) => {
                     sent.frames += frames;
@@ -551,13 +509,15 @@ impl Port for VhostUserPort {
             // Nobody will see what was written; the caller counts all that `drops` does not hold.
             return Err(fault);
         }
-        drops.count(Reason::LinkDown, (which.len() - handled) as u64);
+        if open == 0 {
+            drops.count(Reason::LinkDown, which.len() as u64);
+        }
         Ok(sent)
     }
 
     fn ring_of(&self, frame: &Frame) -> u8 {
         let open = self.pairs.iter().filter(|pair| pair.is_open_to_guest()).count();
-        (pair_of(frame, open) % MAX_RINGS) as u8
+        (queue_of(frame, open) % MAX_RINGS) as u8
     }
 
     #[inline]

@@ -7,8 +7,8 @@
 use super::platform::{Guest, Page};
 use super::transport;
 use crate::reactor::Watch;
+use crate::spread;
 use crate::sys::{GrantCopy, recycle_copies};
-use crate::vhost_user::pair_of;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::xen::back::Piece;
 use tombolo_ring::xen::netif::{Extra, RSP_DROPPED, RSP_ERROR, RSP_OKAY, RxRequest};
@@ -114,6 +114,8 @@ pub(super) struct Connection {
     copies: Vec<GrantCopy<'static>>,
     taken: Vec<Taken>,
     staged: Vec<Staged>,
+    /// Frames that found no room in the turn.
+    refused: Vec<u16>,
     _watch: Watch,
 }
 
@@ -163,6 +165,7 @@ impl Connection {
             copies: Vec::new(),
             taken: Vec::new(),
             staged: Vec::new(),
+            refused: Vec::new(),
             _watch: watch,
         }
     }
@@ -313,7 +316,7 @@ impl Connection {
 
     /// The queue that a frame goes to.
     pub(super) fn queue_of(&self, frame: &tombolo_switch::frame::Frame) -> usize {
-        if self.queues.len() > 1 { pair_of(frame, self.queues.len()) } else { 0 }
+        if self.queues.len() > 1 { spread::queue_of(frame, self.queues.len()) } else { 0 }
     }
 
     /// Copies frames into the guest's pages, all in one call.
@@ -321,7 +324,8 @@ impl Connection {
         let mut ops: Vec<GrantCopy<'_>> = recycle_copies(std::mem::take(&mut self.copies));
         self.staged.clear();
         // Queues that had no pages left; frames of at most 64 queues are kept apart.
-        let (mut full, mut refused) = (0u64, Vec::new());
+        let mut full = 0u64;
+        self.refused.clear();
         for &i in which {
             let frame = &batch.frames()[usize::from(i)];
             if frame.len() > self.caps.max_frame_bytes as usize && frame.offload.segmentation.is_none() {
@@ -348,7 +352,7 @@ impl Connection {
                 continue;
             }
             if full & 1 << (index % 64) != 0 {
-                refused.push(i);
+                self.refused.push(i);
                 continue;
             }
             let queue = &mut self.queues[index];
@@ -358,7 +362,7 @@ impl Connection {
                 Ok(true) => {}
                 Ok(false) => {
                     full |= 1 << (index % 64);
-                    refused.push(i);
+                    self.refused.push(i);
                     continue;
                 }
                 Err(error) => return Err(ring_fault(index, "receive", error)),
@@ -373,7 +377,7 @@ impl Connection {
             let copies = ops.len() - before;
             self.staged.push(Staged { queue: index, requests, slots, copies, content });
         }
-        drops.refuse(&refused);
+        drops.refuse(&self.refused);
         let copied = if ops.is_empty() { Ok(()) } else { self.guest.copy(&mut ops) };
         let (mut sent, mut rest) = (Sent::default(), &ops[..]);
         let mut fault = copied

@@ -532,49 +532,6 @@ fn a_new_call_descriptor_is_rung() {
 }
 
 #[test]
-fn a_flow_stays_on_its_pair() {
-    use tombolo_ring::mem::Foreign;
-    use tombolo_switch::frame::Offload;
-    let pair = |bytes: &[u8]| {
-        let mut batch = Batch::with_capacity(1);
-        batch.push(Foreign::from(bytes), Offload::NONE);
-        super::pair_of(&batch.frames()[0], 64)
-    };
-    let ip4 = |protocol: u8, port: u8, rest: u8, fragment: u8| {
-        let mut bytes = frame(80, rest);
-        bytes[14..34]
-            .copy_from_slice(&[0x45, 0, 0, 66, rest, rest, fragment, 0, 64, protocol, 0, 0, 10, 0, 0, 1, 10, 0, 0, 2]);
-        bytes[34..38].copy_from_slice(&[1, port, 2, port]);
-        bytes
-    };
-    let ip6 = |port: u8, rest: u8| {
-        let mut bytes = frame(100, rest);
-        bytes[12..14].copy_from_slice(&[0x86, 0xdd]);
-        bytes[14..54].fill(0);
-        (bytes[14], bytes[19], bytes[20], bytes[37], bytes[53]) = (0x60, rest, 6, 1, 2);
-        bytes[54..58].copy_from_slice(&[1, port, 2, port]);
-        bytes
-    };
-    let tagged = |mut bytes: Vec<u8>| {
-        bytes.splice(12..12, [0x81, 0, 0, 5]);
-        bytes
-    };
-    let mut pairs = std::collections::BTreeSet::new();
-    for port in 0..32 {
-        for rest in 0..20 {
-            // Sequence numbers, flags and checksums say nothing of the flow.
-            assert_eq!(pair(&ip4(6, port, rest, 0)), pair(&ip4(6, port, 0, 0)));
-            assert_eq!(pair(&ip6(port, rest)), pair(&ip6(port, 0)));
-            assert_eq!(pair(&tagged(ip4(17, port, rest, 0))), pair(&ip4(17, port, 0, 0)));
-            // Fragments have no ports but in the first one.
-            assert_eq!(pair(&ip4(17, port, rest, 0x20)), pair(&ip4(17, 0, 0, 0x20)));
-        }
-        pairs.insert(pair(&ip4(6, port, 0, 0)));
-    }
-    assert!(pairs.len() > 8, "32 flows fell on {} of 64 pairs", pairs.len());
-}
-
-#[test]
 fn a_driver_that_takes_no_mtu_is_hinted_at() {
     let taken = tombolo_ring::virtio::net::features::MTU;
     let hint = super::mtu_hint(9000, FULL & !taken).unwrap();
