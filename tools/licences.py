@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from collections import Counter
 from pathlib import Path
 
@@ -89,7 +90,15 @@ def self_check():
         assert not allowed(text), text
 
 
+def check_deny():
+    """deny.toml, for those who use cargo-deny, allows the same licences."""
+    listed = set(tomllib.loads((ROOT / "deny.toml").read_text())["licenses"]["allow"])
+    if listed != ALLOWED:
+        sys.exit(f"licences: deny.toml and tools/licences.py differ in {', '.join(sorted(listed ^ ALLOWED))}")
+
+
 def main():
+    check_deny()
     self_check()
     counts, bad = Counter(), []
     for folder in (".", "cells"):
