@@ -23,7 +23,7 @@ from bypass import Setting, prepare
 from common import ROOT, BenchError, note, perf, run_bench
 
 WIDTH, ROW, CHARACTER = 1180, 17, 6.6
-# What is narrower is not drawn: nobody could read it, and the file stays small.
+# What is narrower is not drawn: it would be unreadable, and the file stays small.
 NARROWEST = 1.0
 COLOURS = ((r"^(bpf|xdp|htab|__htab|lookup_nulls|trie)|_bpf_", "#7fb77e"), (r"^(nf_|nft_|ipt_|__nf|ct_)", "#e07a5f"),
            (r"^(ip_|ip6_|fib_|__?ip|inet|neigh|arp|dst_)", "#f2b36b"), (r"^(tun_|tap_)", "#8fb8de"), (r"", "#e8dfd0"))

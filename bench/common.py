@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "tests"))
 from lib import Fabric, Process, Skip, tsc_khz, until  # noqa: E402
 
 CLONE_NEWNS = 0x00020000
-# Niceness of whatever is measured, ours and theirs alike: it comes before the machine's other work.
+# Niceness of everything that is measured, ours and theirs alike: it comes before the machine's other work.
 FIRST = -20
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -78,7 +78,7 @@ def private_folder(hugepages=0):
                 raise BenchError(f"{hugepages} hugepages of 2 MiB are needed, the kernel found {free}: free memory or reboot")
             (folder / "huge").mkdir()
             run("mount", "-t", "hugetlbfs", "-o", "pagesize=2M", "huge", folder / "huge")
-            # DPDK keeps its locks and its memory map here, whatever the file prefix.
+            # DPDK keeps its locks and its memory map here, with any file prefix.
             Path("/run/dpdk").mkdir(exist_ok=True)
             run("mount", "--bind", folder / "dpdk", "/run/dpdk")
         with group_first():
@@ -123,7 +123,7 @@ class Testpmd(Process):
         """Sends one command and gives what it printed; the prompt after an unknown command marks the end."""
         self.ready_marks += 1
         since = len(self.lines)
-        # testpmd answers every line in order, so a word it does not know is an end mark of our own.
+        # testpmd answers every line in order, so we use a word that it does not know as our end mark.
         self.send(f"{text}\nendmark{self.ready_marks}\n")
         mark = f"endmark{self.ready_marks}"
         _, _, number = self.wait_line(lambda line: "Bad arguments" in line or "Command not found" in line or f"{mark}" in line, seconds, since)

@@ -216,7 +216,7 @@ def part_restart(results, space, folder, options):
     address = f"{PREFIX}.0.10"
 
     def streams(fabric):
-        # Counters begin anew with the daemon.
+        # Counters restart with the daemon.
         return lambda: fabric.port("server")["counters"]["tx_bytes"] > STREAM_BYTES
 
     with fabric_of(folder, RESTARTED.format(tap=TAP, space=space, host=HOST, cell=address)) as fabric:

@@ -3,16 +3,16 @@
  * Load through a router for bench/bypass.py: frames and sockets from end A to end B, measured while it runs.
  *
  * usage: pathload A B      then commands on standard input, one JSON object on standard output for each
- *        pathload spin     keeps both CPUs from going idle, for as long as its standard input is open: it runs where nobody else wants
- *                          to (SCHED_IDLE). In a virtual machine a halted CPU is the hypervisor's, and to be woken takes longer than all that is measured here.
+ *        pathload spin     keeps both CPUs from going idle, for as long as its standard input is open: it runs only on idle CPU time
+ *                          (SCHED_IDLE). In a virtual machine a halted CPU is the hypervisor's, and to be woken takes longer than all that is measured here.
  *
  * An end is tap:NAME:NAMESPACE or veth:NAMESPACE. NAME is a tap of the namespace that this runs in, held open for as long as this runs (a tap
- * that nobody holds loses its carrier, and with it its queue). NAMESPACE is a path; its `eth0` is what the end's own kernel uses: the other end of
+ * that no process holds loses its carrier, and with it its queue). NAMESPACE is a path; its `eth0` is what the end's own kernel uses: the other end of
  * the veth, or another tap, between which and NAME frames are carried one by one as a monitor of microVMs does it: non-blocking, one per
  * system call, vnet header and all.
  *
  *   frames WARM SECONDS FILE FLOWS AWAKE  A sends the file's frame (vnet header first) as fast as it can, B counts. FLOWS > 1: the UDP source port counts up.
- *                                         AWAKE 1: B never sleeps, so A wakes nobody
+ *                                         AWAKE 1: B never sleeps, so A wakes no thread
  *                                         A TCP frame's connection is opened first, once, by both ends: `opened` says whether that went well
  *   trip WARM SECONDS FILE                one frame at a time, sent and awaited by one thread: nanoseconds from the write to the read
  *   tcp WARM SECONDS ADDRESS WRITE N CORES    N connections, a thread each at both ends
@@ -193,7 +193,7 @@ static int raw(int n)
 	return raws[n] = fd;
 }
 
-/* Nobody listens beside the sockets any more. */
+/* No thread listens beside the sockets any more. */
 static void close_raws(void)
 {
 	for (int n = 0; n < 2; n++) {
@@ -504,7 +504,7 @@ static void start_carriers(int cpus[2])
 {
 	for (int n = 0; n < 2; n++)
 		if (ends[n].tap >= 0) {
-			/* What came while nobody carried is old. */
+			/* What came while no thread carried frames is old. */
 			drain(ends[n].tap);
 			drain(ends[n].guest);
 			start(carries, CARRIER, cpus[n], ends[n].guest, ends[n].tap, 0);
@@ -553,7 +553,7 @@ static void count_troubles(int fd)
 	disordered += late;
 }
 
-/* Lets the workers run, ends them, and prints what they did. `fds` are shut down first, so that nobody sleeps on. Counting begins after `warm` seconds,
+/* Lets the workers run, ends them, and prints what they did. `fds` are shut down first, so that no thread sleeps on. Counting begins after `warm` seconds,
  * and not before `calls` were sent, but after two seconds at most: the frames of each flow until it is known. */
 static void measure(double warm, double seconds, const int *fds, unsigned count, uint64_t calls)
 {

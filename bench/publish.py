@@ -39,7 +39,7 @@ def page(folder, results, title, about, sections):
     # Without a date within, the same data are the same file.
     with results.raw.open("rb") as raw, (folder / f"{name}.jsonl.gz").open("wb") as out, gzip.GzipFile("", "wb", 9, out, mtime=0) as packed:
         shutil.copyfileobj(raw, packed)
-    # Where a run's folder was is nobody's business.
+    # The folder of a run is private and not published.
     arguments = [Path(word).name if word.startswith("/") else word for word in results.arguments]
     made = (f"Made by `./x bench {results.name} {' '.join(arguments)}` on {conditions['date'][:16].replace('T', ' ')} UTC from commit "
             f"{conditions['commit'][:12]}{' with changes' if conditions['commit'].endswith('+changes') else ''}: {conditions['cpu']}, {conditions['cpus']} CPUs, Linux {conditions['kernel']}. {others(conditions)}")

@@ -30,7 +30,7 @@ fn compile(clang: &str, object: &str, flags: &[&str]) {
         .args(["-O2", "-g", "-Wall", "-Wextra", "-Werror", "-target", "bpf", "-mcpu=v3"])
         // Where Debian keeps <asm/types.h>, which for this target is in no default path.
         .arg(format!("-I/usr/include/{target}-linux-gnu"))
-        // Debug paths of the machine that builds are nobody's business.
+        // Debug paths of the build machine must not be in the object.
         .arg("-ffile-prefix-map=".to_owned() + &env::var("CARGO_MANIFEST_DIR").unwrap_or_default() + "=.")
         .args(["-c", "ebpf/bypass.bpf.c", "-o"])
         .arg(&object)

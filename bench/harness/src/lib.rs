@@ -57,8 +57,8 @@ pub fn option(name: &str, default: usize) -> Fallible<usize> {
     Ok(parsed.unwrap_or(default))
 }
 
-/// In the other end: it serves from now on. Returns at once; [`ended`] becomes true when the row is over, and a moment later the process
-/// ends, whatever it does.
+/// In the other end: it serves from now on. Returns at once. [`ended`] becomes true when the row is
+/// over, and a moment later the process ends, even if it is busy.
 pub fn ready() {
     std::thread::spawn(|| {
         for _ in std::io::stdin().lock().lines().map_while(Result::ok) {

@@ -4,7 +4,7 @@
 //! | --- | --- | --- |
 //! | `NAME_blocking` | two | 64 bytes, one call at a time |
 //! | `NAME_one_cpu` | one | the same |
-//! | `NAME_64k` | two | 64 KiB, copied in and out by whoever calls |
+//! | `NAME_64k` | two | 64 KiB, copied in and out by the caller |
 //! | `NAME_16` | two | 64 bytes, 16 calls under way |
 //! | `NAME_loaded` | two | 64 bytes, a busy loop on each CPU, all of the peer as SCHED_FIFO, which none of them sets by itself |
 

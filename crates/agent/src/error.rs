@@ -6,7 +6,7 @@ use tombolo_port::worker::WorkerError;
 use tombolo_shm::memory::MemoryError;
 use tombolo_switch::control::ControlError;
 
-/// Why the agent could not do what it was asked. Its text is for whoever administers the guest.
+/// Why the agent could not do what it was asked. Its text is for the guest's administrator.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AgentError {
     /// A file of sysfs.

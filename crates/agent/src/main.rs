@@ -1,9 +1,11 @@
-//! Puts a Linux guest on a fabric's network through an ivshmem device, without a kernel driver of ours.
+//! Puts a Linux guest on a fabric's network through an ivshmem device, without a kernel driver of
+//! our own.
 //!
-//! The agent is a switch of two ports on one thread: the ivshmem link, and a tap, which is the guest's network device. It
-//! finds the device ([`pci`]), opens it with interrupts or without ([`access`]), reads what link it is ([`link`]), and
-//! runs until a signal; the tap ends with it, however it ends. State is in the link's memory and in the kernel only, so a
-//! killed agent is followed by the next one without more ado.
+//! The agent is a switch of two ports on one thread: the ivshmem link, and a tap, which is the
+//! guest's network device. It finds the device ([`pci`]), opens it with interrupts or without
+//! ([`access`]), reads what link it is ([`link`]), and runs until a signal. The tap ends with the
+//! agent, in every case. All state is in the link's memory and in the kernel. So the next agent can
+//! follow a killed one without further steps.
 #![forbid(unsafe_code)]
 
 mod access;

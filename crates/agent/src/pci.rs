@@ -42,7 +42,7 @@ impl Device {
         self.interrupts_bytes != 0
     }
 
-    /// The file of sysfs that stands for a BAR.
+    /// The file of sysfs for a BAR.
     pub(crate) fn resource(&self, bar: u32) -> PathBuf {
         self.folder.join(format!("resource{bar}"))
     }

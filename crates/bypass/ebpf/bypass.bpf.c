@@ -90,7 +90,7 @@ static __always_inline int up(struct __sk_buff *skb, const struct frame *f, int 
 	c = counters_of(port->slot);
 	if (!c)
 		return TCX_NEXT;
-	/* Flows end with their leases, none of which is longer than that. */
+	/* Flows end with their leases, and no lease is longer than that. */
 	if (!(port->flags & PORT_TAKE) || !is_kept())
 		verdict = UP_OFF;
 	c->packets[masked(verdict, VERDICTS)]++;
@@ -470,7 +470,7 @@ static __always_inline __u64 veth_peer(__u64 device)
 	return peer;
 }
 
-/* Whether the keeper is at work: without it nobody would settle what conntrack holds of a TCP connection. */
+/* Whether the keeper is at work: without it nothing settles what conntrack holds of a TCP connection. */
 static __always_inline bool has_keeper(__u64 now)
 {
 #pragma unroll
@@ -528,7 +528,7 @@ static __always_inline void note_translation(struct flow6 *whole, const struct k
 	__builtin_memcpy(whole->daddr, out->daddr, sizeof(whole->daddr));
 }
 
-/* Whether the flow is known with the very same answer: then its lease begins anew, in place, which is one store. Another entry
+/* Whether the flow is known with the very same answer: then its lease is renewed in place, which is one store. Another entry
  * would cost more than the frame. */
 static __always_inline bool renew(struct flow *known, struct flow *flow, int family)
 {
@@ -573,7 +573,7 @@ static __always_inline bool renew(struct flow *known, struct flow *flow, int fam
 	return true;
 }
 
-/* Whether the transport's checksum is the one that came in but for the translation: it tells what else of the packet a rule has altered. */
+/* Whether the transport's checksum is the one that came in, except for the translation: it tells what else of the packet a rule has altered. */
 static __always_inline bool check_follows(const struct flow *flow, const struct pending *p, const struct frame *out, bool partial)
 {
 	__u32 addresses = out->key.proto == IPPROTO_ICMP ? 0 : flow->addresses_diff, was, is;
@@ -591,7 +591,7 @@ static __always_inline bool check_follows(const struct flow *flow, const struct 
 	return was % 0xffff == is % 0xffff;
 }
 
-/* 0 when the flow was written (or could not be, for want of room), or 1 + why not. */
+/* 0 when the flow was written (or there was no room for it), or 1 + why not. */
 static __always_inline int learn(struct __sk_buff *skb, const struct pending *p, const struct frame *out,
 				 int family, __u64 now, bool *shortened)
 {
@@ -623,7 +623,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 	dst = READ_ONLY(struct dst_entry, TYPE_DST_ENTRY, refdst & SKB_DST_PTRMASK);
 	if (FIELD(dst, lwtstate) || FIELD(net, ipv4.sysctl_ip_fwd_use_pmtu) || (family == AF_INET && is_mtu_learned(dst)))
 		return 1 + NOT_A_PLAIN_ROUTE;
-	/* The port of a bridge or bond, or what a macvlan is on: which of them it is the one above chooses anew for each frame. */
+	/* The port of a bridge or bond, or what a macvlan is on: the device above chooses one of them again for each frame. */
 	if (FIELD(FIELD(dst, dev), ifindex) != FIELD(dev, ifindex))
 		return 1 + NOT_A_PLAIN_ROUTE;
 	in = bpf_map_lookup_elem(&ports, &iif);
@@ -672,7 +672,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 		/* Conntrack calls it invalid. It is not translated, as the next frame may be. */
 		return 1 + NOT_A_PLAIN_CONNECTION;
 	}
-	/* Whoever holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
+	/* Code that holds a frame back takes a reference to its route; so does the first frame after a change of routes, which is as well. */
 	if (in->flags & PORT_QUEUED && !(refdst & SKB_DST_NOREF))
 		return 1 + NOT_AT_ONCE;
 	__builtin_memcpy(flow->mac, data, sizeof(flow->mac));
@@ -774,7 +774,7 @@ static __always_inline void watch(struct __sk_buff *skb, int family)
 		}
 	}
 	if (is_observed(now)) {
-		/* As it came in: what rules made of it is another flow to whoever looks. */
+		/* As it came in: what rules made of it is another flow to an observer. */
 		f.key = p->key;
 		tell(&f, family, skb->ifindex, refused ? KIND_REFUSED : KIND_LEARNED, refused ? refused - 1 : 0);
 	}
@@ -841,7 +841,7 @@ static __always_inline int take_raw(struct xdp_md *ctx, int family)
 	__u64 now;
 
 	f.key.iif = ctx->ingress_ifindex;
-	/* Whatever is not taken here tcx judges again, and counts. */
+	/* tcx judges again, and counts, all frames that are not taken here. */
 	if (parse(data, end, family, bytes, &f))
 		return XDP_PASS;
 	flow = look_up(&f.key, family);

@@ -5,7 +5,7 @@
  *
  * The filters are those of one generation of the ruleset. Under another one nothing is learned, so that no flow is taken
  * under rules that were not read yet. Before Linux 6.17 programs cannot read the generation: there the manager's
- * epoch has flows learned anew once it has read them.
+ * epoch has flows learned again once it has read them.
  */
 #ifndef TOMBOLO_JUDGES_H
 #define TOMBOLO_JUDGES_H

@@ -57,7 +57,7 @@
 #define RTAX_LOCK 1
 #define RTAX_MTU 2
 #define VLAN_HLEN 4
-/* sk_buff.ip_summed: a card, or whoever needs it, finishes the checksum at csum_start + csum_offset. */
+/* sk_buff.ip_summed: a card, or other code that needs it, finishes the checksum at csum_start + csum_offset. */
 #define CHECKSUM_PARTIAL 3
 
 #pragma clang attribute push(__attribute__((preserve_access_index)), apply_to = record)
@@ -240,7 +240,7 @@ struct nf_conn {
 #pragma clang attribute pop
 
 /*
- * Reading the kernel's structures. FIELD(pointer, member) is for whatever the kernel made; BITFIELD is the same for a bit
+ * Reading the kernel's structures. FIELD(pointer, member) is for everything that the kernel made; BITFIELD is the same for a bit
  * field. Since Linux 6.2 both are plain loads by pointers that the verifier knows the types of.
  *
  * Older kernels have no way to such pointers. For them the same source is compiled a second time, with OLD_KERNEL: there each

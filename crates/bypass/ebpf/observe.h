@@ -31,7 +31,7 @@ enum kind {
 	KIND_REFUSED,	/* code: enum unlearned */
 };
 
-/* Whether `trace`, `flows` or `capture` asks for each frame now: one word, whoever of them asks. */
+/* Whether `trace`, `flows` or `capture` asks for each frame now: one word for all three. */
 static __always_inline bool is_observed(__u64 now)
 {
 	return now < setting(SET_OBSERVED_NS);

@@ -87,7 +87,7 @@ struct frame {
 	__u32 seq;		/* of TCP */
 	__u32 end;		/* the sequence number behind its data, and its FIN */
 	__u32 ack;
-	__u16 window;		/* as it stands in the header, not scaled */
+	__u16 window;		/* as in the header, not scaled */
 	__u16 check;		/* the transport's checksum */
 	__u8 tcp_flags;
 	__u8 ttl;

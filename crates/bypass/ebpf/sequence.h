@@ -138,7 +138,7 @@ static __always_inline enum judgement place_of(const struct frame *f, const stru
 	/* How far that direction has come, at least. */
 	__u32 sent = own->is_known ? own->end : other->ack;
 
-	/* It goes on exactly where its direction was: nobody guesses that, and it holds also where the other direction has not been seen for a while. */
+	/* It goes on exactly where its direction was: it cannot be guessed, and it holds also if the other direction has not been seen for a while. */
 	if (own->is_known && f->seq == own->end && (!acknowledges || f->ack == own->ack || (!early && !late)))
 		return JUDGED_UP;
 	/* RFC 5961 section 3.2: none before what was acknowledged. */
@@ -250,7 +250,7 @@ static __always_inline void continue_sequence(struct flow *flow, const struct fl
 		flow->sequence |= SEQUENCE_SURE;
 }
 
-/* The flow is found again by its connection's addresses and ports, whatever its interface and TOS. */
+/* The flow is found again by its connection's addresses and ports, with any interface and TOS. */
 static __always_inline void guard(const struct key6 *key, int family)
 {
 	__u32 input = key->iif << 8 | key->tos, free = 0;

@@ -51,7 +51,7 @@ enum unlearned {
 	NOT_LIBERAL,		/* TCP windows are still checked strictly: the manager is asked */
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
-	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: whoever judged it there judges each frame */
+	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: the program that judged it there judges each frame */
 	NOT_KEPT,	/* TCP through conntrack, and no keeper is at work */
 	JUDGED,			/* a rule that judges each frame could apply to it, or the rules were not read yet */
 };
@@ -62,7 +62,7 @@ struct counters {
 	__u64 taken_bytes;
 	__u64 taken_large;	/* segmentation frames among those taken */
 	__u64 taken_able;	/* those taken by tcx that XDP could have taken */
-	__u64 taken_partial;	/* those that it could, but for their unfinished checksums */
+	__u64 taken_partial;	/* those that it could, except for their unfinished checksums */
 	__u64 learned;
 	__u64 shortened;	/* learned with a shorter lease, for a conntrack timeout */
 	__u64 unlearned[UNLEARNED];
@@ -167,7 +167,7 @@ struct flow {
 	__u32 rest;		/* as in struct frame, of the frame that came in */
 	__u8 mac[12];		/* destination and source of the frame that goes out */
 	__u8 in_mac[6];		/* destination of the frame that came in */
-	__u16 window;		/* in its last frame, as it stands there */
+	__u16 window;		/* in its last frame, as it is there */
 	__u32 used;		/* in USED_NS, to a sixteenth of a lease: with thousands of flows each line that is written must leave the caches again */
 	__u32 end;		/* TCP: the highest sequence number sent, behind its data */
 	__u32 ack;		/* TCP: the highest acknowledgement sent */
@@ -255,7 +255,7 @@ enum point {
 	POINT_FAILED,	/* as POINT_IN; and if this CPU captured it before as one that is taken, it was not */
 };
 
-/* What stands before a captured frame's bytes. */
+/* What precedes a captured frame's bytes. */
 struct captured {
 	__u64 at_ns;
 	__u32 interface;	/* where it came in or goes out */

@@ -15,7 +15,7 @@
 
 #include "packet.h"
 
-/* The bits of a connection's status that a flow is learned under; a change of one makes it be learned anew. */
+/* The bits of a connection's status that a flow is learned under; after a change of one it is learned again. */
 #define STATUS_BITS (IPS_SEEN_REPLY | IPS_CONFIRMED | IPS_SRC_NAT | IPS_DST_NAT | IPS_SEQ_ADJUST | IPS_DYING | IPS_HELPER)
 
 /* As it was before Linux 6.17. */

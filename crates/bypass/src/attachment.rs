@@ -1,8 +1,9 @@
 //! Attaching to interfaces and detaching again.
 //!
-//! Everything that is attached is a pinned link, or a filter where the kernel has no tcx (`hook`), so no process of ours has to live. What
-//! is there already is left as it is: others' programs run before ours; where older tc filters would run after ours, and so
-//! never see a frame that is taken, it is refused unless asked for.
+//! Everything that is attached is a pinned link, or a filter where the kernel has no tcx (`hook`).
+//! So none of our processes has to stay alive. Programs and filters that are already there stay as
+//! they are. Programs of others run before ours. Older tc filters would run after ours, and would
+//! never see a frame that is taken. Attaching there is refused unless the user asks for it.
 
 use crate::chooser::Why;
 use crate::conntrack::Conntrack;
@@ -27,8 +28,9 @@ pub const LEASE: Duration = Duration::from_secs(1);
 const LONGEST_LEASE: Duration = Duration::from_secs(10);
 const SHORTEST_LEASE: Duration = Duration::from_millis(20);
 
-/// For how long an interface that went is attached again if it is made anew under its name: a microVM's restart, or a card that is plugged in
-/// again. One of a container's (CNI) has a name that does not come again.
+/// How long we wait for an interface that went to be re-created under its name, to attach it again.
+/// Examples are the restart of a microVM, and a card that is plugged in again. The name of a
+/// container's interface (CNI) does not come again.
 const AWAITED: Duration = Duration::from_secs(60);
 
 /// The name of libxdp's program that calls others in turn (xdp-tools, lib/libxdp/xdp-dispatcher.c).
@@ -89,7 +91,7 @@ pub enum AttachError {
         program: u32,
         /// Its name; empty if it has none.
         name: String,
-        /// A word more where libxdp put it there.
+        /// Extra text if libxdp put it there.
         dispatcher: &'static str,
         /// The command that takes it off.
         off: String,
@@ -175,10 +177,10 @@ impl Ours {
     }
 }
 
-/// What of others stands at an interface's tc hooks.
+/// What others have attached to an interface's tc hooks.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Others {
-    /// Filters, or programs behind ours, that would not see a frame that is taken here, and shall.
+    /// Filters, or programs behind ours, that should see a frame that is taken here, and would not.
     overlooked: bool,
     /// Programs before ours at the ingress, which XDP would pass by.
     preceding: bool,
@@ -247,7 +249,8 @@ pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
     if others.at_egress {
         return take;
     }
-    // The other end of a veth in this namespace cannot be redirected into, and a queueing discipline shall have its say.
+    // The other end of a veth in this namespace cannot be redirected into, and a queueing
+    // discipline must be able to act.
     let straight = link.qdisc == "noqueue" && link.master.is_none() && !others.at_peer;
     let peer = link.kind == "veth" && link.peer_elsewhere.is_some() && straight;
     // Into a veth XDP would lose what its other end has no NAPI for; and where there is no veth's other end, tcx is faster anyway.
@@ -255,10 +258,11 @@ pub(crate) fn capabilities(link: &Link, others: Others) -> u32 {
     take | if peer { PORT_PEER } else { 0 } | if xdp { PORT_XDP_OUT } else { 0 }
 }
 
-/// Queueing disciplines that nobody would miss: XDP passes them by.
+/// Queueing disciplines that do nothing important: XDP passes them by.
 const PLAIN_QUEUES: [&str; 6] = ["noqueue", "pfifo_fast", "fq_codel", "fq", "pfifo", "mq"];
 
-/// Whether XDP at this interface costs nobody anything. A veth's peer would lose segmentation; of cards nothing is known yet.
+/// Whether XDP at this interface costs nothing. A veth's peer would lose segmentation; nothing is
+/// known of cards yet.
 pub(crate) fn is_suited(link: &Link) -> bool {
     link.kind == "tun"
 }
@@ -403,7 +407,7 @@ fn attach_locked(
                 known.owners.push(options.owner.clone());
             }
             if options.owner != COMMAND {
-                // Whoever attached it has said how.
+                // Another process attached it, and chose the options.
                 report.push(attached);
                 continue;
             }
@@ -510,8 +514,9 @@ fn follow(record: &mut Record, links: &[Link]) {
     }
 }
 
-/// Lets go of what is gone, perhaps into another namespace, and attaches again what was made again under the name that it was attached by, or
-/// came back; says what is attached, and awaited, then. The caller holds the lock.
+/// Releases what is gone, perhaps into another namespace. Attaches again what was re-created under
+/// the name that it was attached by, or came back. Returns what is attached, and awaited, then. The
+/// caller holds the lock.
 pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     restore_checks(place)?;
     if !place.exists() {
@@ -611,7 +616,7 @@ pub fn detach(place: &Place, names: &[String]) -> Result<Detached, AttachError> 
     take_off(place, record, going, staying)
 }
 
-/// A fabric lets go of what it attached; what nobody else asked for is detached.
+/// A fabric releases what it attached. What has no other owner is detached.
 pub fn release(place: &Place, owner: &str) -> Result<Detached, AttachError> {
     let Some(_lock) = place.lock_if_there()? else { return Ok(Detached::default()) };
     restore_checks(place)?;
@@ -648,7 +653,7 @@ fn take_off(
     for interface in &going {
         detach_all(place, interface.index);
     }
-    // Nobody follows their numbers any more.
+    // Their numbers are no longer followed.
     maps.remove_flows(flows.iter().map(|f| &f.0));
     let unchecked = unchecked?;
     if staying.is_empty() && record.awaited.is_empty() {

@@ -1,14 +1,17 @@
-//! What `capture` writes: frames themselves, of one flow or of a filter, as they come in and as they go out.
+//! What `capture` writes: frames themselves, of one flow or of a filter, as they come in and as
+//! they go out.
 //!
-//! The programs copy frames that the filter asks for into perf buffers, one for each CPU, which belong to the process that
-//! captures: while none runs there are none, and a killed one leaves nothing. An interface stays in its mode, and its traffic in the
-//! bypass. Frames are asked for up to a moment that a thread of its own puts off again and again, also while whoever reads them stands
-//! still. So a capture that is killed costs nothing after two seconds.
+//! The programs copy the frames that the filter selects into perf buffers, one for each CPU. The
+//! buffers belong to the process that captures. So there are none while no capture runs, and a
+//! killed capture leaves none behind. An interface stays in its mode, and its traffic stays in the
+//! bypass. Frames are requested up to a moment in the near future. A thread of its own postpones
+//! that moment again and again, also while the reader of the frames is paused. So a killed capture
+//! costs nothing after two seconds.
 //!
 //! # Limits
-//! One capture at a time in a network namespace. A frame that finds its CPU's buffer full is lost, and counted. Of a frame
-//! [`MOST_KEPT`] bytes are kept at most. The frames of all CPUs are put in order by their time; one that is told of later than
-//! `HOLD` stands further behind.
+//! One capture at a time in a network namespace. A frame that finds its CPU's buffer full is lost,
+//! and counted. Of a frame [`MOST_KEPT`] bytes are kept at most. The frames of all CPUs are put in
+//! order by their time; a frame that is reported later than `HOLD` comes further behind.
 
 use crate::attachment::{AttachError, monotonic_ns};
 use crate::layout::{Captured, Point, WANTED_BYTES};
@@ -55,7 +58,7 @@ pub struct End {
 pub struct Wanted {
     /// Number of the interface where they come in or go out.
     pub interface: Option<u32>,
-    /// IP protocol number; ICMP's stands for ICMPv6's, too.
+    /// IP protocol number; ICMP's also selects ICMPv6.
     pub protocol: Option<u8>,
     /// The two ends.
     pub ends: [End; 2],
@@ -77,7 +80,7 @@ impl End {
                 *byte = (0xff00u16 >> ones) as u8;
             }
         }
-        // As on the wire, in a word.
+        // As on the wire, in a `u32`.
         let port = u32::from(self.port.unwrap_or(0).to_be());
         bytes[32..].copy_from_slice(&port.to_ne_bytes());
         bytes

@@ -17,7 +17,7 @@ use std::time::Duration;
 
 /// Windows in a row that must speak for XDP. A window is the keeper's tick, one second.
 const CALM_WINDOWS: u32 = 3;
-/// Below this rate nobody would notice the difference.
+/// Below this rate the difference is not noticeable.
 const FEW_PER_S: u64 = 20_000;
 /// In XDP, below this rate it is given up: attaching may cost the peer its offloads.
 const IDLE_PER_S: u64 = 1_000;
@@ -47,7 +47,7 @@ pub enum Why {
     Partial = 5,
     /// Its frames go out where XDP cannot send.
     OutputUnsuited = 6,
-    /// Somebody captures.
+    /// A process captures.
     Captured = 7,
     /// It went back not long ago.
     Pausing = 8,
@@ -57,11 +57,11 @@ pub enum Why {
     Refused = 10,
     /// The frames are not such as can be taken at all.
     NotTaken = 11,
-    /// It was made anew under its name, and attached again by the keeper.
+    /// It was re-created under its name, and attached again by the keeper.
     MadeAgain = 12,
     /// Others' filters or programs behind ours would not see what is taken.
     Overlooked = 13,
-    /// Others' programs at the ingress stand before ours, which XDP would pass by.
+    /// Others' programs at the ingress run before ours; XDP would pass them by.
     Preceded = 14,
 }
 
@@ -114,7 +114,7 @@ pub struct Window {
     pub partial: u64,
     /// Frames of flows that are not known.
     pub unknown: u64,
-    /// Whether somebody captures.
+    /// Whether a process captures.
     pub captured: bool,
 }
 
@@ -136,7 +136,7 @@ impl Window {
 #[derive(Clone, Debug)]
 pub struct Chooser {
     wanted: Wanted,
-    /// Whether XDP in this driver costs nobody anything.
+    /// Whether XDP in this driver costs nothing.
     suited: bool,
     mode: Mode,
     calm: u32,

@@ -102,7 +102,7 @@ pub fn measure(place: &Place, time: Duration, is_stopped: impl Fn() -> bool) -> 
             FlowUsage::since(Tuple::of_usage(&key), before, now)
         })
         .collect();
-    // The same order each time, whatever the table's is.
+    // The same order each time, independent of the table's order.
     flows
         .sort_by_key(|f| (std::cmp::Reverse(f.bytes()), f.tuple.source, f.tuple.source_port, f.tuple.destination_port));
     Ok(Measured { flows, detached })

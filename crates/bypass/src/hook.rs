@@ -1,13 +1,13 @@
 //! The tc hooks of an interface: its ingress and its egress, by tcx or behind a clsact qdisc.
 //!
-//! Since Linux 6.6 programs stand there in a line of their own (tcx), each by a link, which is
-//! pinned. Older kernels have filters behind a clsact qdisc: a filter holds its program by itself
-//! and needs no pin. It is recognised by its program's number, as a tcx program is. Filters run by
-//! priority, lowest first; ours gets one behind all that are there, so what is there already sees
-//! every frame, as with tcx. Where both kinds stand at a hook tcx programs run first.
+//! Since Linux 6.6 programs have a list of their own there (tcx). Each is attached by a link, which
+//! is pinned. Older kernels have filters behind a clsact qdisc. A filter holds its program by
+//! itself and needs no pin. It is recognised by its program's number, as a tcx program is. Filters
+//! run by priority, lowest first. Ours gets a priority behind all existing filters, so these
+//! already see every frame, as with tcx. If a hook has both kinds, tcx programs run first.
 //!
-//! The qdisc goes with our last filter if it was made for it (a pin `qdisc_INDEX` says so) and
-//! nothing else stands there.
+//! The qdisc goes with our last filter if it was made for it (a pin `qdisc_INDEX` says so) and it
+//! has no other filters.
 
 use crate::netlink::{Filter, NetlinkError, Routes, TC_EGRESS, TC_INGRESS};
 use crate::object::{self, chain};
@@ -54,8 +54,8 @@ fn neighbours(tcx: &[u32], filters: &[Filter], ours: u32) -> Neighbours {
     let Some(own) = filters.iter().find(|f| f.program == Some(ours)).map(|f| f.priority) else {
         return Neighbours { before: !tcx.is_empty(), behind: !filters.is_empty() };
     };
-    // The kernel tells of a priority by itself too, without a program; one of ours is ours alone
-    // unless another filter is there.
+    // The kernel also reports a priority by itself, without a program. Such a report with our
+    // priority is ours alone unless another filter is there.
     let others = || filters.iter().filter(|f| f.program != Some(ours) && !(f.priority == own && f.handle == 0));
     Neighbours {
         before: !tcx.is_empty() || others().any(|f| f.priority < own),
@@ -74,8 +74,7 @@ pub(crate) fn others_at(
     Ok(neighbours(&query_tcx(interface, hook).unwrap_or_default(), &routes.filters(index, parent(hook))?, ours))
 }
 
-/// Whether a program stands at a hook as a filter. Where the kernel cannot be asked it is not said
-/// that it does not.
+/// Whether a hook has a program as a filter. If the kernel cannot be asked, the answer is not "no".
 pub(crate) fn is_filter(index: u32, hook: TcAttachType, ours: u32) -> bool {
     let filters = Routes::open().and_then(|routes| routes.filters(index, parent(hook)));
     filters.map_or(true, |filters| filters.iter().any(|f| f.program == Some(ours)))
@@ -130,7 +129,7 @@ pub(crate) fn attach(
     let id = program
         .attach_with_options(interface, hook, TcAttachOptions::Netlink(options))
         .map_err(|e| format!("tc filter: {}", chain(&e)))?;
-    // The filter is to outlive this process, and dropping what stands for it would remove it.
+    // The filter must outlive this process, and dropping its handle would remove it.
     std::mem::forget(program.take_link(id).map_err(|e| chain(&e))?);
     Ok(())
 }

@@ -1,17 +1,28 @@
-//! The keeper: a process that helps the attached programs along. Traffic flows without it.
+//! The keeper: a process that supports the attached programs. Traffic flows without it.
 //!
-//! It does what the programs cannot: it asks connection tracking to judge a TCP connection that is to be taken liberally (the
-//! kernel will see a few of its segments only), settles what conntrack holds of those that rest, has all flows learned again when an interface or how it
-//! forwards changed, and those to a neighbour when its Ethernet address did, reads the firewall's rules when they change (`rules`),
-//! chooses each interface's mode by its traffic, sees whether somebody captures on one, attaches again what was made anew under its
-//! name, and removes flows that are not used any more.
+//! It does what the programs cannot:
 //!
-//! Two of its threads say in a map, at each turn, that they are at work. One that has not for a while is stopped or hangs: `status` and the metrics
-//! say so, and the next `attach`, or a fabric's daemon, ends it and starts another.
+//! - It asks connection tracking to judge liberally each TCP connection that is to be taken, since
+//!   the kernel will see only a few of its segments.
+//! - It settles what conntrack holds of connections at rest.
+//! - It has all flows learned again when an interface, or how it forwards, has changed. It has the
+//!   flows to a neighbour learned again when the neighbour's Ethernet address has changed.
+//! - It reads the firewall's rules when they change (`rules`).
+//! - It chooses each interface's mode by its traffic, and detects whether a process captures on it.
+//! - It attaches again to an interface that was re-created under its name.
+//! - It removes flows that are no longer used.
 //!
-//! It ends by itself when the place is gone, within one tick, and with everything when the namespace was deleted. One runs per namespace, by a lock.
-//! Rules are read on a third thread, which takes as long as the ruleset is large. Connections have a thread of their own: they wait for it in the midst of their traffic, while all else here asks the kernel for links, which
-//! answers nobody while any namespace of the machine comes or goes.
+//! Two of its threads write into a map, at each turn, that they are at work. A thread that has not
+//! done so for a while is stopped or hangs. `status` and the metrics report this, and the next
+//! `attach`, or a fabric's daemon, ends the keeper and starts another.
+//!
+//! It ends by itself within one tick when the place is gone. When the namespace was deleted, it
+//! removes everything and ends. A lock makes sure that one runs per namespace.
+//!
+//! A third thread reads the rules, which takes longer the larger the ruleset is. Connections have a
+//! thread of their own, since they wait for it in the midst of their traffic. All other work here
+//! asks the kernel for links, and the kernel does not answer while any namespace of the machine is
+//! created or removed.
 
 use crate::attachment::{
     AttachError, Others, Ours, attach_again, attach_xdp, capabilities, detach_xdp, is_suited, leave, monotonic_ns,
@@ -134,8 +145,9 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
     }
 }
 
-/// Starts a keeper for this place with the running program, unless one works; says whether one runs then, or none is needed since somebody
-/// detached everything meanwhile. Its output goes to its log, and it outlives whoever started it.
+/// Starts a keeper for this place with the running program, unless one works already. Returns
+/// whether one runs then; none is needed if another process has detached everything meanwhile. Its
+/// output goes to its log, and it outlives the process that started it.
 pub fn start(place: &Place) -> std::io::Result<bool> {
     let end = Instant::now() + STARTING;
     let mut starts = 0;
@@ -155,8 +167,8 @@ pub fn start(place: &Place) -> std::io::Result<bool> {
 enum Start {
     /// One runs, or none is needed.
     Works,
-    /// It ended because others detached everything meanwhile, and perhaps attached again. Whoever did that may have been
-    /// killed before it started a keeper.
+    /// It ended because other processes detached everything meanwhile, and perhaps attached again.
+    /// Such a process may have been killed before it started a keeper.
     Overtaken,
     /// It ended by a fault, which its log names, or took too long.
     Failed,
@@ -203,7 +215,7 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         }
         std::thread::sleep(Duration::from_millis(5));
     }
-    // A daemon that started it lives on when it ends: then it shall not stay as a zombie.
+    // A daemon that started it may outlive it: then it must not stay as a zombie.
     std::thread::Builder::new().name("bypass-keeper".into()).spawn(move || child.wait())?;
     Ok(Start::Works)
 }
@@ -335,7 +347,7 @@ fn read_rules_once(place: &Place, maps: &mut Maps) -> Result<bool, AttachError> 
     }
     if place.record()?.skips_judging_rules {
         let Some(_lock) = place.lock_now()? else { return Ok(false) };
-        // As it is now that nobody else changes it.
+        // Read again now that no other process can change it.
         if place.exists() && place.record()?.skips_judging_rules {
             rules::skip(place, maps)?;
         }
@@ -401,7 +413,8 @@ impl Keeper {
         Ok(self.links.iter().any(|(index, link)| before.get(index).is_some_and(|old| old != link)))
     }
 
-    /// Attaches what was made anew; nothing where another command holds the lock.
+    /// Attaches to interfaces that were re-created; returns nothing if another command holds the
+    /// lock.
     fn attach_again(&self) -> Result<Option<()>, AttachError> {
         let Some(_lock) = self.place.lock_now()? else { return Ok(None) };
         self.attach_again_locked();
@@ -448,7 +461,7 @@ impl Keeper {
         if !self.place.exists() {
             return Ok(false);
         }
-        // Whatever netlink did not tell of, and what is awaited no longer.
+        // Changes that netlink did not report, and interfaces that are no longer awaited.
         if !self.attach_again_locked() {
             self.place.remove()?;
             return Ok(true);
@@ -525,7 +538,8 @@ impl Keeper {
         let fresh = || Chooser::new(interface.wanted, is_suited(link), port.mode, now);
         let watched =
             self.watched.entry(link.index).or_insert_with(|| Watched { chooser: fresh(), last: counters.clone() });
-        // Attached anew meanwhile, perhaps with another wish: that one counts, and what the map says of the mode.
+        // It was attached again meanwhile, perhaps with another wish: that one counts, and the mode
+        // that the map has.
         if watched.chooser.wanted() != interface.wanted || watched.chooser.mode() != port.mode {
             watched.chooser = fresh();
         }

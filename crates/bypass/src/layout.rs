@@ -16,7 +16,7 @@ pub const FLOW_BYTES: usize = 128;
 pub const FLOW6_BYTES: usize = 160;
 /// Bytes of `struct port`.
 pub const PORT_BYTES: usize = 24;
-/// Elements of `settings`, a word each.
+/// Elements of `settings`, one `u64` each.
 pub const SET_EPOCH: u32 = 0;
 /// Up to which second of the monotonic clock events are wanted; 0: not at all.
 pub const SET_TRACE: u32 = 1;
@@ -38,7 +38,7 @@ pub const USAGE_BYTES: usize = 48;
 pub const COUNTERS_BYTES: usize = 8 * (VERDICT_SLOTS + 6 + UNLEARNED_SLOTS + 2 + UNLEARNED_SLOTS + 1);
 /// Bytes of `struct event`.
 pub const EVENT_BYTES: usize = 72;
-/// Bytes of `struct captured`, behind which a frame's bytes stand.
+/// Bytes of `struct captured`, which a frame's bytes follow.
 pub const CAPTURED_BYTES: usize = 32;
 /// Bytes of `struct wanted`.
 pub const WANTED_BYTES: usize = 88;
@@ -130,7 +130,7 @@ pub const PORT_TWICE: u32 = 16;
 /// A process takes packets from NFQUEUE in this namespace.
 pub const PORT_QUEUED: u32 = 32;
 
-/// Others' tcx programs stand before ours at the ingress: XDP would pass them by.
+/// Others' tcx programs run before ours at the ingress: XDP would pass them by.
 pub const PORT_PRECEDED: u32 = 64;
 
 /// Which program takes frames at an interface.
@@ -215,7 +215,7 @@ pub struct Counters {
     pub taken_large: u64,
     /// Frames that tcx took and XDP could have taken.
     pub taken_able: u64,
-    /// Those that it could have, but for their unfinished checksums.
+    /// Those that it could have, except for their unfinished checksums.
     pub taken_partial: u64,
     /// Flows learned, each renewal counted.
     pub learned: u64,
@@ -341,7 +341,7 @@ impl Tuple {
 pub struct Flow {
     /// When its lease ends, on the monotonic clock.
     pub until_ns: u64,
-    /// Whether a connection stands behind it.
+    /// Whether it belongs to a connection.
     pub tracked: bool,
     /// The epoch that it was learned in.
     pub epoch: u32,
@@ -358,7 +358,7 @@ pub struct Flow {
 /// The sequence numbers of one direction of a TCP connection, as far as frames of one flow tell.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Progress {
-    /// The address of the conntrack entry, which stands for the connection.
+    /// The address of the conntrack entry, which identifies the connection.
     pub conn: u64,
     /// Whether it is the direction of the answers.
     pub is_reply: bool,
@@ -370,14 +370,15 @@ pub struct Progress {
     pub end: u32,
     /// The highest acknowledgement sent.
     pub ack: u32,
-    /// The window in the last frame, as it stands in the header.
+    /// The window in the last frame, as in the header.
     pub window: u16,
     /// By how many bits windows of this direction are shifted (RFC 7323 section 2.2).
     pub scale: u8,
 }
 
 impl Flow {
-    /// From either map, at this moment of the monotonic clock: what IPv6's has more stands behind.
+    /// Reads a flow from either map, at this moment of the monotonic clock. The additional fields
+    /// of IPv6 come last.
     ///
     /// # Panics
     /// With fewer than `FLOW_BYTES`.
@@ -519,7 +520,7 @@ pub struct Captured {
     pub kept: u32,
     /// Bytes of payload of each packet of a segmentation frame.
     pub segment: Option<u16>,
-    /// The VLAN tag's control information, which stands beside the frame.
+    /// The VLAN tag's control information, which is kept beside the frame.
     pub tag: Option<u16>,
     /// Where it was seen.
     pub point: Point,

@@ -28,7 +28,7 @@ const GUARDED: Duration = Duration::from_secs(432_000);
 /// The map that only programs for kernels without typed pointers have.
 const OLD_ONLY: &str = "snapshot";
 
-/// A flow's key as it stands in its map.
+/// A flow's key as it is in its map.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum FlowKey {
     /// Of `flows4`.
@@ -87,7 +87,7 @@ pub(crate) fn are_of_old_in(place: &Place) -> bool {
     place.pin(&format!("map_{OLD_ONLY}")).exists()
 }
 
-/// The ring in which connections are named that shall be tracked liberally.
+/// The ring that names the connections that must be tracked liberally.
 pub(crate) fn wishes(place: &Place) -> Result<RingBuf<MapData>, MapsError> {
     RingBuf::try_from(Map::RingBuf(data(place, "wishes")?)).map_err(wrong("wishes"))
 }

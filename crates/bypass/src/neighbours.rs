@@ -1,7 +1,8 @@
-//! Where each neighbour is, and whose flows are to be learned again because it moved.
+//! Where each neighbour is, and whose flows must be learned again because it moved.
 //!
-//! A neighbour that moves costs a look at every flow, so one that moves again and again waits: at first not at all, then twice as long
-//! each time, up to a second. Meanwhile its own frames may still go where it was before. Nobody else's flows are touched.
+//! A neighbour that moves costs a look at every flow, so one that moves again and again waits: at
+//! first not at all, then twice as long each time, up to a second. Meanwhile its own frames may
+//! still go to its old place. The flows of other neighbours are not touched.
 
 use std::collections::{HashMap, HashSet};
 use std::time::Duration;

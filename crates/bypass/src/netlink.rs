@@ -395,7 +395,7 @@ impl Routes {
         }
     }
 
-    /// Whether tc filters stand at the interface's ingress.
+    /// Whether the interface's ingress has tc filters.
     pub fn has_ingress_filters(&self, index: u32) -> Result<bool, NetlinkError> {
         Ok(!self.filters(index, TC_INGRESS)?.is_empty())
     }

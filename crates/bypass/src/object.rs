@@ -101,7 +101,7 @@ pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     text
 }
 
-/// Whether what older kernels have is to be used, whatever this one has.
+/// Whether to use what older kernels have, even if this kernel has more.
 pub(crate) fn is_as_old() -> bool {
     std::env::var_os(AS_OLD).is_some_and(|value| value == "1")
 }

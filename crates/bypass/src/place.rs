@@ -1,8 +1,9 @@
 //! Where the bypass of a network namespace is kept: pins, owner record, locks.
 //!
-//! Links, programs and maps live as long as something names them. That is a folder of pins in a bpffs of our own under the runtime
-//! directory, so traffic flows on when every process of ours is gone, and the next command finds all by the folder's name,
-//! the namespace's number. Beside it is the owner record.
+//! Links, programs and maps live as long as a name refers to them. The names are a folder of pins
+//! in our own bpffs under the runtime directory. So traffic keeps flowing when all of our processes
+//! are gone, and the next command finds everything by the folder's name, which is the namespace's
+//! number. The owner record is beside it.
 //!
 //! ```text
 //! RUNTIME/bypass/             the folder itself is locked (flock) while something is attached or detached; the lock ends with its holder
@@ -28,7 +29,7 @@ use std::time::{Duration, Instant};
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
 const VERSION: u32 = 5;
-/// For how long the keeper's lock is tried: much longer than anybody looks at it.
+/// For how long the keeper's lock is tried: much longer than any process looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for one other that attaches or detaches.
 const WAITING: Duration = Duration::from_secs(60);
@@ -36,7 +37,7 @@ const WAITING: Duration = Duration::from_secs(60);
 const MOST_HOLDERS: u32 = 5;
 /// How often it looks whether they are done: much shorter than what they take.
 const PAUSE: Duration = Duration::from_millis(5);
-/// How long an unmount is tried again while somebody looks into the bpffs.
+/// How long an unmount is tried again while a process looks into the bpffs.
 const UNMOUNTING: Duration = Duration::from_millis(500);
 
 /// Why the place cannot be used.
@@ -110,9 +111,9 @@ pub enum Wanted {
     /// What is never slower, by its traffic.
     #[default]
     Auto,
-    /// tcx, whatever the traffic.
+    /// Always tcx.
     Tcx,
-    /// XDP, whatever the traffic.
+    /// Always XDP.
     Xdp,
 }
 
@@ -140,7 +141,7 @@ fn by_command() -> Vec<String> {
     vec![COMMAND.into()]
 }
 
-/// An interface that is gone, and is attached again if it is made anew under its name soon.
+/// An interface that is gone. It is attached again if it is soon re-created under its name.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Awaited {
     /// How it was attached.
@@ -207,8 +208,9 @@ impl Place {
         entries.filter_map(|e| id(&e.file_name().to_string_lossy())).map(|id| Place { id, ..self.clone() }).collect()
     }
 
-    /// Whether the namespace was deleted, and only its bypass is still in it: whoever named it when attaching finds it no more under
-    /// that name, and no process but the keeper `but` is in it.
+    /// Whether the namespace was deleted and only its bypass is still in it. That is so if the name
+    /// that was used to attach no longer leads to it, and it holds no process except the keeper
+    /// `but`.
     pub(crate) fn is_abandoned(&self, but: u32) -> bool {
         let is_here = |path: PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
         match self.record() {
@@ -263,7 +265,7 @@ impl Place {
         let wrong = file(&self.root);
         loop {
             fs::create_dir_all(self.root.parent().unwrap_or(Path::new("/"))).map_err(&wrong)?;
-            // For root alone: whoever can open it could hold its lock.
+            // For root alone: every process that can open the folder could hold its lock.
             match fs::DirBuilder::new().mode(0o700).create(&self.root) {
                 Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(wrong(e)),
                 _ => {}
@@ -274,8 +276,8 @@ impl Place {
         }
     }
 
-    /// The same, but nothing where there is no folder, or where whoever held the lock before removed it: who has only to change or to
-    /// remove must not leave a new one behind.
+    /// The same, but returns nothing if there is no folder, or if the previous lock holder removed
+    /// it. A caller that only changes or removes something must not leave a new folder behind.
     pub(crate) fn lock_if_there(&self) -> Result<Option<File>, PlaceError> {
         self.lock_if_there_within(WAITING)
     }
@@ -322,7 +324,7 @@ impl Place {
             }
             std::thread::sleep(PAUSE);
         }
-        // Removed meanwhile, and perhaps made anew: then it is another folder that is to be locked.
+        // It may have been removed and re-created meanwhile: then the new folder must be locked.
         let is = lock.metadata().map_err(&wrong)?.ino();
         Ok(fs::metadata(&self.root).is_ok_and(|now| now.ino() == is).then_some(lock))
     }
@@ -435,7 +437,7 @@ impl Place {
         loop {
             match lock.try_lock() {
                 Ok(()) => return Ok(Some(lock)),
-                // Whoever looks whether there is a keeper holds it for a moment too.
+                // A process that checks whether there is a keeper holds it for a moment too.
                 Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(cause)) => return Err(file(&path)(cause)),
@@ -455,7 +457,8 @@ impl Place {
         }
     }
 
-    /// Whether the keeper that holds this lock is still this place's: not where everything was removed, also if it was made anew meanwhile.
+    /// Whether the keeper that holds this lock is still this place's. It is not if everything was
+    /// removed, even if it was re-created meanwhile.
     pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
         self.has_lock("keeper", lock)
     }

@@ -31,7 +31,7 @@ pub enum ProbeError {
 pub struct Found {
     /// The kernel's release.
     pub release: String,
-    /// Where the programs of mode tcx stand: "tcx" or "clsact".
+    /// Where the programs of mode tcx are attached: "tcx" or "clsact".
     pub hook: &'static str,
     /// What this kernel cannot, though the rest works.
     pub limits: Vec<&'static str>,

@@ -1,27 +1,35 @@
-//! Has conntrack check the windows of TCP connections again, once their frames take the kernel's path for good.
+//! Has conntrack check the windows of TCP connections again, once their frames take the kernel's
+//! path for good.
 //!
-//! While a connection is taken, conntrack sees one frame per lease, so it is told not to check windows ("liberal"). At `detach` its
-//! numbers are far behind, and no request of ctnetlink sets them. But conntrack has a way of its own to get in step with a connection
-//! that it has lost: if it sees a SYN, then a SYN-ACK that acknowledges it, it takes both ends' numbers, scales and
-//! flags from these two (`nf_conntrack_tcp_packet`, the case `TCP_CONNTRACK_IGNORE`). So these two frames, and an acknowledgement from either end, come in
-//! at the connection's interfaces, with the numbers that its flows have noted. The program `inject` puts them there. They
-//! pass conntrack and the rules, and the egress program drops them by a nonce in their options, so no end ever sees one.
+//! While a connection is taken, conntrack sees one frame per lease, so it is told not to check
+//! windows ("liberal"). At `detach` its numbers are far behind, and no request of ctnetlink sets
+//! them. But conntrack has its own way to resynchronise with a connection that it has lost. If it
+//! sees a SYN, then a SYN-ACK that acknowledges it, it takes both ends' numbers, scales and flags
+//! from these two (`nf_conntrack_tcp_packet`, the case `TCP_CONNTRACK_IGNORE`). So these two
+//! frames, and an acknowledgement from either end, are injected at the connection's interfaces,
+//! with the numbers that its flows have noted. The program `inject` does this. The frames pass
+//! conntrack and the rules. The egress program then drops them by a nonce in their options, so no
+//! end ever sees one.
 //!
 //! # Frames in between
-//! Numbers that were read just before are wrong if a frame passes before conntrack has the new ones. So conntrack checks no window in this
-//! namespace while this goes on (`nf_conntrack_tcp_be_liberal`; the owner record says so, so that whoever comes after a kill sets it back). The
-//! numbers are read again afterwards, and if they have changed, it is done again. Where a connection never pauses for that long, it is
-//! liberal again, as before.
+//! Numbers that were read just before are wrong if a frame passes before conntrack has the new
+//! ones. So conntrack checks no window in this namespace while this goes on
+//! (`nf_conntrack_tcp_be_liberal`). The owner record says so, so that the next command sets it back
+//! if this process is killed. The numbers are read again afterwards. If they have changed, the
+//! procedure is repeated. A connection that never pauses for that long stays liberal, as before.
 //!
 //! # What stays liberal
-//! - Connections that never pause, and all that come after the time that is spent at most. Those at rest come first.
-//! - Connections without window scaling: conntrack picks up connections without a handshake in the same state, and knows no scale of these.
-//! - Those of which not both directions are known for sure, or one of them came by an interface without our programs lately:
-//!   then one end has acknowledged more than the other is known to have sent. Those that have begun to end.
+//! - Connections that never pause, and all that come after the time limit of the procedure. Those
+//!   at rest come first.
+//! - Connections without window scaling: conntrack picks up connections without a handshake in the
+//!   same state, and knows no scale of these.
+//! - Those of which not both directions are known for sure, or of which one direction lately came
+//!   by an interface without our programs. Then one end has acknowledged more than the other is
+//!   known to have sent. Also those that have begun to end.
 //! - Those whose injected frames a rule before conntrack drops.
 //!
-//! A kill in the midst leaves an entry that the connection's next frame completes, or the next `detach`; if there is neither for a
-//! minute, the entry expires.
+//! A kill in the midst leaves an entry that the connection's next frame completes, or the next
+//! `detach`. If there is neither for a minute, the entry expires.
 
 use crate::conntrack::{BE_LIBERAL, Conntrack, ESTABLISHED, Entry, SYN_RECV, UNACKNOWLEDGED, Update, WINDOW_SCALE};
 use crate::layout::{Flow, Tuple};
@@ -325,7 +333,8 @@ fn one(injector: &Injector, conntrack: &Conntrack, standing: &Standing, sides: [
             std::thread::sleep(Duration::from_millis(1));
             is_seen = is_in_step(now());
         }
-        // Else a real frame came between two of ours, or a rule before conntrack dropped them.
+        // Else a real frame came between two injected ones, or a rule before conntrack dropped
+        // them.
         let is_still = numbers().is_some_and(|after| agree(after) && (0..2).all(|n| after[n].end == before[n].end));
         if is_seen && is_still {
             // All of it was acknowledged, as conntrack sees it now.

@@ -36,7 +36,7 @@ impl Timeouts {
 /// A connection as its flows know it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Standing {
-    /// The address of its entry, which stands for it as long as that lives.
+    /// The address of its entry, which identifies it as long as the entry lives.
     pub(crate) conn: u64,
     pub(crate) connection: Connection,
     /// When a frame of it came last.
@@ -139,7 +139,8 @@ fn due(entry: Entry, is_acknowledged: [bool; 2], rested_s: u64, timeouts: Timeou
     Some(Update { flags: Some((flags, UNACKNOWLEDGED)), state: None, timeout_s })
 }
 
-/// Takes back that the kernel waits for an acknowledgement which it will not recognise, moments after it began to.
+/// Ends the kernel's wait for an acknowledgement that it will not recognise, moments after the wait
+/// began.
 pub(crate) fn acknowledge(conntrack: &Conntrack, connection: &Connection, timeouts: Timeouts) {
     if let Ok(Some(entry)) = conntrack.entry(connection)
         && let Some(update) = due(entry, [true; 2], 0, timeouts)

@@ -55,8 +55,8 @@ impl Types {
             return Ok(Types { btf, is_module: false });
         }
         let module = file("nf_conntrack").or_else(|_| {
-            // The kernel loads it for whoever asks it about connections. Rules that track do so
-            // too; the module by itself tracks nothing.
+            // The kernel loads it for any process that asks it about connections. Rules that track
+            // do so too; the module by itself tracks nothing.
             let _ = Conntrack::open().map(|c| c.load_module());
             file("nf_conntrack")
         });

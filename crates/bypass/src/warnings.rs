@@ -32,7 +32,8 @@ pub const MOST_NAMED: usize = 20;
 const NEARLY_FULL: usize = 90;
 /// What a counter says is acted on while it was counted within this time: counters never fall, and what they tell of may be over.
 const RECENT_MS: u64 = 60_000;
-/// From so many frames on that wait for liberal windows, and if they are more than those that were taken, nobody grants them.
+/// If at least this many frames wait for liberal windows, and more than were taken, nothing grants
+/// them.
 const MANY_WAITING: u64 = 1000;
 
 /// All warnings of a report, the gravest first.

@@ -18,7 +18,7 @@ pub struct CallOptions {
     pub timeout: Duration,
     /// How long the request may wait for its service; the provider's choice where there is none.
     pub ttl: Option<Duration>,
-    /// Carried to the provider, for whoever follows a call through several services.
+    /// Carried to the provider, to trace a call through several services.
     pub trace: u64,
 }
 
@@ -87,7 +87,7 @@ pub enum CallError {
     ProviderGone,
     /// The caller's own time limit is over. Whether the call is served is not known.
     Timeout,
-    /// The peer broke the protocol; the link begins anew.
+    /// The peer broke the protocol; the link restarts.
     Broken(Broken),
     /// As many calls, or as many bytes of requests, are under way as the link holds.
     Busy,
@@ -98,7 +98,7 @@ pub enum CallError {
         /// The most.
         most: usize,
     },
-    /// Replies that nobody has fetched fill what is kept for them.
+    /// Replies that have not been fetched fill the memory that is kept for them.
     ReplyMemory,
     /// A token that names no call under way.
     Unknown,
@@ -172,7 +172,7 @@ impl Request {
         self.id
     }
 
-    /// What is left of its time to live, for whoever passes it on.
+    /// What is left of its time to live, for a handler that passes the call on.
     pub fn ttl_left(&self) -> Option<Duration> {
         self.ttl.map(|ttl| ttl.saturating_sub(Duration::from_nanos(self.queued_ns)))
     }

@@ -193,7 +193,7 @@ impl Carrier for Frames {
     }
 
     fn arm(&mut self) -> Result<bool, Broken> {
-        // Whoever waits for the stream is woken by its bytes; what came was taken.
+        // The stream's bytes wake the threads that wait for it; what came was taken.
         Ok(true)
     }
 }

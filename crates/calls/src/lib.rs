@@ -1,13 +1,15 @@
-//! Calls with deadlines, as far as they need no operating system: what a service decides about its requests, and both sides of calls
-//! between two machines.
+//! Calls with deadlines, as far as they need no operating system: what a service decides about its
+//! requests, and both sides of calls between two machines.
 //!
-//! Pure: instants in, decisions out, on any clock. Services of this machine ([`tombolo_ring::rpc`] over memfds, in `tombolo-rpc`),
-//! cells, and processes that call cells (`tombolo-remote`) stand on it.
+//! The crate is pure: instants go in, decisions come out, on any clock. Its users are services of
+//! this machine ([`tombolo_ring::rpc`] over memfds, in `tombolo-rpc`), cells, and processes that
+//! call cells (`tombolo-remote`).
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
 //! * [`session`]: one side of calls between two peers: slots, answers, time that is left.
-//! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of bytes.
+//! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of
+//!   bytes.
 #![no_std]
 
 extern crate alloc;

@@ -180,7 +180,7 @@ impl<T> Queue<T> {
         self.free_nodes.push(at);
     }
 
-    /// Says anew in a node what is below one of its slots.
+    /// Updates in a node what is below one of its slots.
     fn refresh(&mut self, at: u32, index: usize) {
         let child = self.node(at).slots[index].below;
         self.node_mut(at).slots[index] = self.summary(child);

@@ -102,7 +102,7 @@ pub struct Rings {
     requests: Consumer<Ask>,
     replies: Producer<Answer>,
     ask_arena: Arena<Vec<Unit>>,
-    /// The request's block of each slot of ours.
+    /// The request's block of each of our slots.
     asked: Vec<Option<u64>>,
     reply_arena: Arena<Vec<Unit>>,
     held: Vec<Held>,
@@ -175,7 +175,7 @@ impl Wire<'_> {
         self.provider.check_peer(Role::Client)
     }
 
-    /// Takes back the blocks that the peer has marked as read.
+    /// Reclaims the blocks that the peer has marked as read.
     fn collect(&mut self) {
         let Rings { reply_arena, held, free, out, .. } = &mut *self.rings;
         out.retain(|id| {
@@ -210,7 +210,7 @@ impl Wire<'_> {
     }
 }
 
-/// A payload's bytes. What the peer does to them after this is nobody's affair.
+/// A payload's bytes. What the peer does to them after this has no effect.
 fn copy(payload: &Payload, inline: &[u8; INLINE_BYTES], ends: Ends<'_>) -> Result<Vec<u8>, Broken> {
     match *payload {
         Payload::Inline { len } => Ok(inline.get(..len as usize).ok_or(Broken::Inline)?.to_vec()),
@@ -269,7 +269,7 @@ impl Carrier for Wire<'_> {
             self.rings.free.pop();
             self.rings.out.push(block);
             let held = &mut self.rings.held[block as usize];
-            // 0 is a mark that nobody ever wrote.
+            // No side ever writes the mark 0.
             held.generation = held.generation.wrapping_add(1).max(1);
             held.offset = offset;
             let generation = held.generation;

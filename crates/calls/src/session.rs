@@ -1,24 +1,31 @@
-//! One side of calls between two peers, both of which may ask and serve: slots and answers as a client, order and lateness as a
-//! provider. Pure: instants in, decisions out; what carries the messages is given with each call ([`Carrier`]).
+//! One side of a connection on which both peers may send and serve calls. As a client it keeps
+//! slots and answers; as a provider it keeps order and deadlines. The module is pure: instants go
+//! in, decisions come out. Each call passes in what carries the messages ([`Carrier`]).
 //!
 //! # Time
-//! The peers' clocks have nothing to do with each other. A deadline crosses as the ns that were left when the request was given to the
-//! carrier; it becomes an instant of our clock when the request is taken out. What the way took between the two is lost: the
-//! deadline is later by that, never earlier. A request that waits for the carrier's room is not taken at all ([`CallError::Busy`]).
+//! The two peers' clocks are unrelated. A deadline crosses as the ns that are left when the request
+//! is given to the carrier. The receiver turns it into an instant of its own clock when it takes
+//! the request out. The transport time in between is not known. It makes the deadline later, never
+//! earlier. A request that would have to wait for room in the carrier is not accepted at all
+//! ([`CallError::Busy`]).
 //!
 //! # One answer per request
-//! A call ends once: with its reply, with what the provider says, with [`CallError::ProviderGone`] when the peer goes
-//! ([`Session::lost`]), or with [`CallError::DeadlineExceeded`] or [`CallError::Timeout`] by its caller ([`Session::is_overdue`]), who gives it up ([`Session::abandon`]). Its slot comes back with the
-//! answer, or with the end of the link's life, and is not used before.
+//! A call ends once. It ends with its reply, with the provider's error, or with
+//! [`CallError::ProviderGone`] when the peer goes ([`Session::lost`]). Its caller can also end it
+//! with [`CallError::DeadlineExceeded`] or [`CallError::Timeout`] ([`Session::is_overdue`]), and
+//! then abandons it ([`Session::abandon`]). A slot becomes free when its answer arrives or the
+//! link's life ends, and is not reused before.
 //!
 //! # The peer is hostile
-//! Entries were read once and checked by the carrier; here each token is checked against what is under way. Requests hold copies of
-//! their bytes, no more of them than the carrier's arena has; replies that nobody fetches are bounded as well. What a peer does wrong is
-//! [`Broken`], and its link begins anew.
+//! The carrier reads each entry once and checks it. This module then checks each token against the
+//! calls that are under way. Requests hold copies of their bytes, and never more of them than the
+//! carrier's arena has. Replies that are never fetched are bounded as well. A protocol violation by
+//! the peer is [`Broken`], and its link restarts.
 //!
 //! # Limits
-//! As many calls each way as the link has entries, at most 64. What is late or has waited for too long is answered when the provider
-//! next looks for something to serve, not before.
+//! As many calls in each direction as the link has entries, at most 64. A request that is late, or
+//! has waited too long, is answered when the provider next looks for something to serve, not
+//! before.
 
 use alloc::vec;
 use alloc::vec::Vec;
@@ -84,7 +91,7 @@ pub struct Stats {
     pub abandoned: u64,
 }
 
-/// A call of ours.
+/// One of our own calls.
 #[derive(Debug)]
 enum Slot {
     Free,
@@ -120,7 +127,7 @@ pub struct Session {
     asked_bytes: usize,
     /// Long bytes of replies that wait to be fetched.
     reply_bytes: usize,
-    /// Somebody serves what the peer asks.
+    /// Whether this side serves what the peer asks.
     serves: bool,
     schedule: Schedule<Request>,
     theirs: Vec<Theirs>,
@@ -159,7 +166,8 @@ impl Session {
         }
     }
 
-    /// From now on somebody serves what the peer asks ([`Session::next`]). Before, requests are answered as failed.
+    /// From now on this side serves what the peer asks ([`Session::next`]). Before, requests are
+    /// answered as failed.
     pub fn serve(&mut self) {
         self.serves = true;
     }
@@ -179,10 +187,11 @@ impl Session {
         self.slots.len() - self.free.len()
     }
 
-    /// Asks the peer. The deadline is what is left of it now, at `now_ns`.
+    /// Sends a request to the peer. What is left of the deadline at `now_ns` goes with it.
     ///
     /// # Errors
-    /// [`CallError::Busy`], [`CallError::TooLong`]: nothing was sent. [`CallError::Broken`]: the link is to begin anew.
+    /// [`CallError::Busy`], [`CallError::TooLong`]: nothing was sent. [`CallError::Broken`]: the
+    /// link must be restarted.
     pub fn submit(
         &mut self,
         carrier: &mut (impl Carrier + ?Sized),
@@ -265,11 +274,12 @@ impl Session {
         }
     }
 
-    /// Asks the peer to take a call back. Its answer still comes: [`CallError::Cancelled`], or what it was if service had begun. False
-    /// where the token names no call under way, or it was cancelled already.
+    /// Asks the peer to cancel a call. Its answer still comes: [`CallError::Cancelled`], or the
+    /// real result if service had begun. Returns false if the token names no call under way, or one
+    /// that was already cancelled.
     ///
     /// # Errors
-    /// The link is to begin anew.
+    /// The link must be restarted.
     pub fn cancel(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token) -> Result<bool, Broken> {
         let Some(Slot::Waiting { cancelled, .. }) = self.slot(token) else { return Ok(false) };
         if *cancelled || !carrier.ask(Ask::Cancel(token), &[])? {
@@ -279,7 +289,8 @@ impl Session {
         Ok(true)
     }
 
-    /// Nobody waits for this call any more. Its slot comes back with its answer; [`Session::cancel`] hastens that.
+    /// Marks a call as no longer awaited. Its slot becomes free with its answer;
+    /// [`Session::cancel`] hastens that.
     pub fn abandon(&mut self, token: Token) {
         if let Some(Slot::Waiting { abandoned, waker, .. }) = self.slot(token) {
             *abandoned = true;
@@ -290,10 +301,11 @@ impl Session {
         }
     }
 
-    /// Takes what has come: requests into the queue, answers into their slots. True where anything had.
+    /// Takes what has arrived: requests go into the queue, answers into their slots. Returns true
+    /// if anything had arrived.
     ///
     /// # Errors
-    /// What no correct peer does: the link is to begin anew ([`Session::lost`]).
+    /// Something that no correct peer does: the link must be restarted ([`Session::lost`]).
     pub fn drain(&mut self, carrier: &mut (impl Carrier + ?Sized), now_ns: u64) -> Result<bool, Broken> {
         let most = carrier.most();
         let mut any = false;
@@ -361,7 +373,8 @@ impl Session {
         Ok(())
     }
 
-    /// Whether nobody waits for the answer to this request any more: its caller has taken it back since its service began, or is gone.
+    /// Whether the answer to this request is no longer awaited: its caller has cancelled it since
+    /// its service began, or is gone.
     pub fn is_taken_back(&self, request: RequestId) -> bool {
         let slot = self.theirs.get(request.token.slot() as usize);
         request.epoch != self.epoch || slot == Some(&Theirs::Serving { token: request.token, taken_back: true })
@@ -428,7 +441,7 @@ impl Session {
         }
     }
 
-    /// A request is served. Its answer goes nowhere where the link has begun anew since.
+    /// Answers a request that was served. The answer is dropped if the link has restarted since.
     ///
     /// # Errors
     /// What no correct peer does.
@@ -447,7 +460,7 @@ impl Session {
         self.end(carrier, request, now_ns, response)
     }
 
-    /// As [`Session::respond`], where the link is down and nobody is to be answered.
+    /// As [`Session::respond`], for a link that is down, where there is nothing to answer.
     pub fn forget(&mut self, request: &Request) {
         self.schedule.done(0, request.began_ns, None);
         self.stats.abandoned += 1;
@@ -488,8 +501,8 @@ impl Session {
         Ok(())
     }
 
-    /// The peer has gone, or its link begins anew: each call under way ends with `error` at once, its slot comes back when that is
-    /// fetched; the peer's requests are dropped.
+    /// The peer has gone, or its link restarts. Each call under way ends with `error` at once; its
+    /// slot becomes free when the caller fetches that. The peer's requests are dropped.
     pub fn lost(&mut self, error: CallError) {
         self.epoch = self.epoch.wrapping_add(1);
         self.stats.abandoned += self.schedule.drain().len() as u64;

@@ -347,7 +347,7 @@ fn who_waits_learns_at_once_that_the_peer_is_gone_and_slots_come_back() {
             assert_eq!(pair.result(*token), Some(Err(CallError::ProviderGone)));
         }
         assert_eq!((pair.a.session.under_way(), pair.b.session.pending()), (0, 0));
-        // The next life: what was being served in the last one is answered to nobody.
+        // The next life: an answer to what was being served in the last one goes nowhere.
         pair.b.respond(&served, 0, echo(b"old"));
         pair.turn(0);
         let token = pair.a.submit(&within(5), b"new").unwrap();

@@ -101,7 +101,7 @@ impl Bridge {
             bridge::Bridge { service, target: self.to.clone(), workers: self.workers, ..Default::default() };
         bridge.access.everybody = self.everybody;
         let error = bridge.run(&calls, |there| {
-            // A line for whoever watches; that nobody does is no failure.
+            // A line for a user who watches; it is no failure if there is none.
             match (there, &bridge.service) {
                 (true, Some(name)) => crate::out::tell!("tombolo: the peer is there: service {name} is registered"),
                 (true, None) => crate::out::tell!("tombolo: the peer is there"),

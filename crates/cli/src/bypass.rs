@@ -424,7 +424,8 @@ struct Line<'a> {
     why: &'static str,
 }
 
-/// A flow's protocol in words, and its ends: only TCP's and UDP's have ports; an echo's id stands with the protocol.
+/// A flow's protocol in words, and its ends: only TCP's and UDP's have ports; an echo's id is with
+/// the protocol.
 fn ends(t: &Tuple) -> (String, String, String) {
     let ported = |address, port| std::net::SocketAddr::new(address, port).to_string();
     // An echo has its type and code where a destination port would be.

@@ -88,7 +88,7 @@ fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-/// What a call ended with, in a word or two.
+/// How a call ended, in one or two words.
 fn outcome(result: &Result<u32, CallError>) -> String {
     match result {
         Ok(0) => "served",

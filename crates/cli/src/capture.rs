@@ -153,7 +153,7 @@ impl Capture {
         if path.is_some() {
             crate::out::tell!("{what}");
         }
-        // A port that went away, or came anew, has nothing more to say.
+        // A port that went away, or was restarted, has nothing more to say.
         let lost = client.port(&self.port).map_or(0, |p| p.counters.capture_lost.saturating_sub(lost_before));
         if lost > 0 {
             crate::out::tell!(

@@ -196,7 +196,7 @@ impl Cell {
     }
 }
 
-/// Prints what comes, but for the first `skip` bytes, and counts it.
+/// Prints what comes, except for the first `skip` bytes, and counts it.
 fn printer(skip: usize, seen: &std::cell::Cell<usize>) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
     let mut skip = skip;
     move |piece| {

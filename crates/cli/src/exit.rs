@@ -34,7 +34,7 @@ impl From<Exit> for ExitCode {
 pub(crate) enum Failure {
     /// Something to tell the user, and the code to end with.
     Said(Exit, String),
-    /// Whoever read our output has gone: nothing to say to nobody.
+    /// The reader of our output has gone: there is nothing to print.
     Unread,
 }
 
@@ -51,7 +51,8 @@ impl Failure {
     pub(crate) fn report(&self) -> Exit {
         match self {
             Failure::Said(exit, text) => {
-                // Nobody to tell that nobody listens.
+                // A failed write is ignored: if standard error has no reader, there is no other
+                // place to report it.
                 let _ = writeln!(io::stderr(), "tombolo: {text}");
                 *exit
             }

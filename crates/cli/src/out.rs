@@ -41,7 +41,7 @@ pub(crate) fn colour() -> bool {
     io::stdout().is_terminal() && !unwanted && !dumb
 }
 
-/// How a piece of text stands out, where there is colour.
+/// How a piece of text is highlighted, if there is colour.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Tone {
     /// Headings.

@@ -4,7 +4,8 @@
 #[derive(Debug)]
 pub(crate) struct Section(String);
 
-/// A basic string of TOML: JSON's strings are, but for DEL, which serde_json leaves as it is.
+/// A basic string of TOML. It is the same as a JSON string, except for DEL, which serde_json leaves
+/// as it is.
 pub(crate) fn quoted(text: &str) -> String {
     serde_json::Value::from(text).to_string().replace('\u{7f}', "\\u007f")
 }

@@ -1,4 +1,5 @@
-//! The terminal: raw for a console, held still for a screen that refreshes, and put back whatever happens.
+//! The terminal: raw for a console, kept unchanged for a screen that refreshes, and restored in
+//! every case.
 
 use std::io::{self, Read, Write};
 

@@ -43,7 +43,7 @@ impl Top {
                 return Ok(Exit::Done);
             }
             let now = match client.status() {
-                // The fabric went down while we looked: no failure of ours.
+                // The fabric went down while we looked: this is not a failure.
                 Err(error) if error.is_absent() => {
                     drop(screen);
                     out::tell!("tombolo: {} is down", before.name);
@@ -189,7 +189,7 @@ mod tests {
         let row: Vec<_> = text.lines().find(|l| l.starts_with("web")).unwrap().split_whitespace().collect();
         assert_eq!(row, ["web", "up", "2.00", "k", "1.00", "Mbit/s", "0", "0", "bit/s", "0", "40.0", "25", "%"]);
         assert!(text.lines().any(|l| l.starts_with("main") && l.contains("75.0 %")), "{text}");
-        // A daemon that was started anew counts from zero.
+        // A restarted daemon counts from zero.
         let text = render(&now, &before, false);
         assert!(text.lines().find(|l| l.starts_with("web")).unwrap().contains("  0  "), "{text}");
     }

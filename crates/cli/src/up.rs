@@ -1,13 +1,15 @@
 //! `tombolo up`: the fabric in the foreground, or as a daemon.
 //!
 //! # The daemon
-//! The program starts itself again in a session of its own, with its log as standard error and a pipe as standard output.
-//! Over the pipe it says once how it went: the report when the fabric stands, or why it does not. Only then does the
-//! first process end, with 0 only if the fabric stands. A daemon that dies before it says anything has closed its pipe.
+//! The program starts itself again in a new session, with its log as standard error and a pipe as
+//! standard output. It reports the outcome once over the pipe: the report when the fabric is up, or
+//! the reason why it is not. Only then does the first process end, and with 0 only if the fabric is
+//! up. A daemon that dies before it reports has closed its pipe.
 //!
-//! A process in between starts the daemon and ends at once, so that the daemon is the child of process 1 (or of a
-//! subreaper) before the fabric stands. systemd takes a new main process for its own only if it is its child when
-//! `MAINPID=` comes; of another it does not wait for the end when it stops the service, but kills it.
+//! A process in between starts the daemon and ends at once. So the daemon is the child of process 1
+//! (or of a subreaper) before the fabric is up. When `MAINPID=` arrives, systemd accepts a new main
+//! process as its own only if it is its child. If it is not, systemd does not wait for it to end
+//! when it stops the service, but kills it.
 
 use std::io::{self, BufRead, BufReader, IsTerminal, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -245,7 +247,7 @@ fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Fa
             out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
         );
     }
-    // Progress is for a terminal; what happens once it stands is for everybody.
+    // Progress is for a terminal only; what happens once the fabric is up is always printed.
     let stands = Arc::new(AtomicBool::new(false));
     let aloud = stands.clone();
     let say: tombolo_host::fabric::Say = Arc::new(move |line: &str| {
@@ -259,7 +261,7 @@ fn foreground(spec: file::Fabric, path: &Path, replace: bool) -> Result<Exit, Fa
         stands.store(true, Ordering::Relaxed);
         tell_all(status);
         let rest = if io::stdout().is_terminal() { "; Ctrl-C ends it" } else { "" };
-        // Whoever reads our output may have gone; the fabric stands all the same.
+        // The reader of our output may have gone; the fabric is up all the same.
         let _ = writeln!(io::stdout(), "{}{rest}", summary(status, took));
     })?;
     if tty {
@@ -309,7 +311,7 @@ fn serve_as_daemon(path: &Path, replace: bool, starter: u32) -> Result<Exit, Fai
     let send = |word: &Word| {
         if let Ok(text) = serde_json::to_string(word) {
             let mut pipe = io::stdout().lock();
-            // Whoever started us may have been killed; the fabric stands all the same.
+            // The process that started us may have been killed; the fabric is up all the same.
             let _ = writeln!(pipe, "{text}").and_then(|()| pipe.flush());
         }
     };

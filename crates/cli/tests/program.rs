@@ -72,7 +72,7 @@ impl Home {
 
 impl Drop for Home {
     fn drop(&mut self) {
-        // Ends whatever a test that failed has left; there is nothing in one that did not.
+        // Ends what a failed test has left; a test that passed leaves nothing.
         let running = tombolo_host::rundir::running(&self.path("run"));
         for fabric in running {
             let _ = self.run(&format!("down --fabric {fabric}"));

@@ -211,7 +211,7 @@ pub unsafe extern "C" fn tombolo_wait_all(
         let tokens: Vec<Token> = pointer::slice("tokens", tokens, count)?.iter().map(|bits| token(*bits)).collect();
         let client = CLIENTS.get(client.id)?;
         if count > 0 {
-            // Before anything is waited for, which nobody could be told of.
+            // Before anything is waited for, since an error after that could not be reported.
             pointer::put("ends", ends, End { status: Status::Pending as i32, refusal: 0, reply: NO_HANDLE })?;
         }
         for (at, end) in client.wait_all(&tokens, Duration::from_nanos(timeout_ns)).into_iter().enumerate() {

@@ -38,7 +38,7 @@ fn checked<T>(what: &str, from: *const T) -> Result<*const T, Failure> {
 /// `len` elements; none may be at null.
 ///
 /// # Safety
-/// They are there, initialised, and nobody writes them during `'a`.
+/// They are there, initialised, and nothing writes them during `'a`.
 pub(crate) unsafe fn slice<'a, T: Copy>(what: &str, from: *const T, len: usize) -> Result<&'a [T], Failure> {
     if len == 0 {
         return Ok(&[]);
@@ -70,7 +70,7 @@ pub(crate) unsafe fn view<'a>(what: &str, from: *const c_void, len: usize) -> Re
 /// A text that ends with 0.
 ///
 /// # Safety
-/// It does, and nobody writes it during `'a`.
+/// It does, and nothing writes it during `'a`.
 pub(crate) unsafe fn text<'a>(what: &str, from: *const c_char) -> Result<&'a str, Failure> {
     let from = checked(what, from)?;
     // SAFETY: not null; the rest is the caller's promise.
@@ -113,7 +113,7 @@ pub(crate) unsafe fn window<'a>(what: &str, to: *mut u8, len: usize) -> Result<F
 /// A duplicate of a descriptor of C's.
 ///
 /// # Safety
-/// It is no number that somebody else closes meanwhile.
+/// Nothing else closes that descriptor's number meanwhile.
 pub(crate) unsafe fn descriptor(what: &str, fd: i32) -> Result<OwnedFd, Failure> {
     if fd < 0 {
         return argument(what, format_args!("{fd}, expected an open descriptor"));

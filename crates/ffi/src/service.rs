@@ -65,7 +65,8 @@ pub unsafe extern "C" fn tombolo_stop(service: Handle) -> i32 {
             // In a forked child it is its parent's, and who may have used it there is not here.
             return Ok(Status::Ok);
         }
-        // Whoever reads its statistics just now is done at once; the handler must not be called once we return.
+        // A thread that reads its statistics just now is done at once; the handler must not be
+        // called once we return.
         while let Err(shared) = Arc::try_unwrap(service).map(drop) {
             service = shared;
             std::thread::yield_now();

@@ -166,7 +166,7 @@ thread_local! {
 
 fn remember(failure: Failure) -> i32 {
     let text: Vec<u8> = failure.text.into_bytes().into_iter().filter(|byte| *byte != 0).collect();
-    // In a thread that is ending there is nobody left to ask for it.
+    // In a thread that is ending no caller is left to ask for it.
     let _ = LAST.try_with(|last| {
         *last.borrow_mut() = Last { text: CString::new(text).unwrap_or_default(), refusal: failure.refusal };
     });

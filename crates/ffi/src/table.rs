@@ -82,7 +82,7 @@ impl<T: Send + Sync + 'static> Table<T> {
         Ok(self.kind << (SLOT_BITS + GENERATION_BITS) | entry.generation << SLOT_BITS | u64::from(slot))
     }
 
-    /// Closes a handle, and gives what it stood for.
+    /// Closes a handle, and returns the object behind it.
     pub(crate) fn take(&'static self, id: u64) -> Result<T, Failure> {
         let parsed = self.parse(id);
         let mut inner = self.lock().write().unwrap_or_else(PoisonError::into_inner);
@@ -96,7 +96,7 @@ impl<T: Send + Sync + 'static> Table<T> {
         taken.ok_or_else(|| self.unknown(id))
     }
 
-    /// What a handle stands for.
+    /// What a handle refers to.
     pub(crate) fn get(&'static self, id: u64) -> Result<T, Failure>
     where
         T: Clone,

@@ -150,7 +150,7 @@ c_structs! {
     }
 }
 
-/// `tombolo_answer`, which nobody looks into.
+/// `tombolo_answer`, an opaque type.
 #[repr(C)]
 pub struct AnswerMark {
     _opaque: [u8; 0],

@@ -93,7 +93,7 @@ impl Side {
         });
     }
 
-    /// The link begins anew: each call that is under way ends.
+    /// The link restarts: each call that is under way ends.
     fn lost(&mut self, broken: Broken, behaviour: &mut Behaviour) {
         behaviour.note(std::mem::discriminant(&broken));
         // What was answered before the peer was found out has its own end.

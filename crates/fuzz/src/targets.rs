@@ -41,9 +41,10 @@ const LINK_BYTES: usize = 0x6000;
 /// What we send, and how the channel's sections are cut.
 const SHAPE: Shape = Shape { slots: 4, record_bytes: 60, latest_bytes: 24 };
 
-/// The flags of each record say what our end does; before that its bytes are written over the region at the place that its
-/// first two name, our own section included, as a v1 guest can. The network's queues and the channel run over the same
-/// sections at once: neither relies on what stands in its own.
+/// The flags of each record say what our end does. Before that its bytes are written over the
+/// region at the place that its first two name, including our own section, as a v1 guest can. The
+/// network's queues and the channel run over the same sections at once: neither relies on the
+/// content of its own.
 pub fn ivshmem(input: &[u8], behaviour: &mut Behaviour) {
     let mut bytes = vec![0u8; LINK_BYTES + 64];
     let skip = bytes.as_ptr().align_offset(64);
@@ -308,8 +309,8 @@ pub fn gateway(input: &[u8], behaviour: &mut Behaviour) {
 
 // --- address translation ---
 
-/// Each record is a frame from the network, or, with flag 1, from the uplink. Flags 4 and 8 let time pass, 2 starts the
-/// uplink anew.
+/// Each record is a frame from the network, or, with flag 1, from the uplink. Flags 4 and 8 let
+/// time pass, 2 restarts the uplink.
 pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
     let guest = Ipv4Addr::new(10, 9, 0, 9);
     let mut nat = Nat::new(Config {
@@ -455,7 +456,7 @@ pub fn stream(input: &[u8], behaviour: &mut Behaviour) {
     let (mut written, mut got) = (Vec::new(), Vec::new());
     let (mut runts, mut faulted) = (0, false);
     for (flags, piece) in records(input) {
-        // No more than a socket holds, since nobody reads meanwhile.
+        // No more than a socket holds, since the port does not read meanwhile.
         theirs.write_all(piece).expect("the port reads after each piece");
         written.extend_from_slice(piece);
         let budget = 1 + usize::from(flags);

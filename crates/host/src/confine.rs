@@ -155,8 +155,8 @@ pub fn wrap(argv: &[String], writes: &Writes) -> Vec<String> {
     out
 }
 
-/// Whether a machine's QEMU can be confined. With arguments of the user's own nobody knows what it needs, and a script that stands
-/// before QEMU may do anything.
+/// Whether a machine's QEMU can be confined. With the user's own arguments its needs are unknown,
+/// and a script that runs before QEMU may do anything.
 pub fn fits(qemu: &Path, has_own_arguments: bool) -> bool {
     let is_program = || -> std::io::Result<bool> {
         let mut magic = [0; 4];

@@ -1,11 +1,12 @@
 //! The daemon: one fabric with its API, from its start to its end, on the calling thread.
 //!
-//! It ends after a `down` request, or when SIGINT, SIGTERM or SIGHUP comes. A signal that comes while the fabric is being
-//! taken down is the user's hurry: machines that were given two seconds to end are killed at once. A signal that comes
-//! before the fabric stands takes back what has been made; before a handover's "commit" it calls that off.
+//! It ends after a `down` request, or when SIGINT, SIGTERM or SIGHUP comes. A signal during `down`
+//! means that the user is in a hurry: machines that were given two seconds to end are killed at
+//! once. A signal that comes before the fabric is up undoes what has been made. Before a handover's
+//! "commit" it cancels the handover.
 //!
-//! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one; then this process ends
-//! and clears up nothing. See [`crate::fabric::handover`].
+//! Another daemon may take the fabric over (`up --replace`), and SIGUSR2 leaves it to the next one.
+//! In both cases this process ends and removes nothing. See [`crate::fabric::handover`].
 
 use std::path::Path;
 use std::sync::Arc;
@@ -22,7 +23,7 @@ use crate::api::{Request, Requests};
 use crate::fabric::{self, FabricError, Running, Say, heal};
 use crate::{file, process, rundir};
 
-/// Why a daemon did not stand, or ended badly.
+/// Why a daemon did not start, or ended badly.
 #[derive(Debug, thiserror::Error)]
 pub enum DaemonError {
     /// The fabric did not come about, or could not be cleared up.
@@ -34,7 +35,7 @@ pub enum DaemonError {
     /// The API could not be served.
     #[error(transparent)]
     Server(#[from] ServerError),
-    /// A signal came before it stood.
+    /// A signal came before it was up.
     #[error("interrupted before the fabric stood; what had been made was taken back")]
     Interrupted,
     /// A signal came before the daemon that runs the fabric had handed over.
@@ -67,10 +68,11 @@ impl Signals {
     }
 }
 
-/// Runs a fabric to its end, with `replace` in place of the daemon that runs it. `ready` is called once it stands and answers, with its report and the time that took.
+/// Runs a fabric to its end, with `replace` in place of the daemon that runs it. `ready` is called
+/// once it is up and answers, with its report and the time that took.
 ///
 /// # Errors
-/// Why it did not stand; then nothing is left.
+/// Why it could not start; then nothing is left.
 pub fn run(
     spec: file::Fabric,
     path: &Path,

@@ -1,20 +1,23 @@
-//! The kernel uplink's part in the host: one nftables table named by the fabric, and IPv4 forwarding.
+//! The kernel uplink's part in the host: one nftables table named by the fabric, and IPv4
+//! forwarding.
 //!
-//! The tap itself is a port and goes with the process. The table and the sysctl stay when the process is killed;
-//! they are in the owner record, and the next `up` or `down` takes them back.
+//! The tap itself is a port and goes with the process. The table and the sysctl stay when the
+//! process is killed. They are in the owner record, and the next `up` or `down` undoes them.
 //!
 //! # Theory of operation
-//! Guests route through the tap's address. Outwards they are masqueraded. A forward is a DNAT at `prerouting` for
-//! connections from elsewhere and at `output` for those of the host itself. A connection from 127.0.0.1 can leave through
-//! the tap only with `route_localnet` on it, and its source must become the tap's address. `route_localnet` would also let
-//! a guest reach the host's loopback services (CVE-2020-8558 elsewhere): the table drops what comes from a tap for 127/8
-//! before anything else looks at it.
+//! Guests route through the tap's address. Outwards they are masqueraded. A forward is a DNAT at
+//! `prerouting` for connections from elsewhere and at `output` for those of the host itself. A
+//! connection from 127.0.0.1 can leave through the tap only with `route_localnet` on it, and its
+//! source must become the tap's address. `route_localnet` would also let a guest reach the host's
+//! loopback services (CVE-2020-8558 elsewhere). So the table drops what comes from a tap for 127/8,
+//! before any other rule looks at it.
 //!
-//! Guests need `ip_forward`, which makes the host forward between all of its networks. The chain `forward` lets through only what
-//! the fabric needs: packets of a network's subnet outwards, answers to them, and connections of its forwards. Everything else from or
-//! to one of the fabric's taps is dropped. Where the host did not forward IPv4 before, what comes from and goes to other
-//! interfaces is dropped too, but for taps of other fabrics, which have chains of their own. The chain stands before `ip_forward` is set
-//! and goes after that is restored.
+//! Guests need `ip_forward`, which makes the host forward between all of its networks. The chain
+//! `forward` accepts only what the fabric needs: packets of a network's subnet outwards, answers to
+//! them, and connections of its forwards. It drops everything else from or to one of the fabric's
+//! taps. If the host did not forward IPv4 before, it also drops traffic from and to other
+//! interfaces, except for taps of other fabrics, which have chains of their own. The chain exists
+//! before `ip_forward` is set, and is removed after `ip_forward` is restored.
 
 use std::fmt::Write as _;
 use std::path::PathBuf;
@@ -61,8 +64,8 @@ pub fn table(fabric: &str) -> String {
 /// How the names of all taps of kernel uplinks begin ([`crate::plan::kernel_device`]).
 const DEVICES: &str = "tb-*";
 
-/// The rules of all kernel uplinks of a fabric, as input for `nft -f -`: the table is made anew, in one transaction. `forwarding` tells
-/// whether the host forwarded IPv4 before there were fabrics.
+/// The rules of all kernel uplinks of a fabric, as input for `nft -f -`. They replace the table, in
+/// one transaction. `forwarding` tells whether the host forwarded IPv4 before there were fabrics.
 pub fn rules(fabric: &str, uplinks: &[KernelUplink], forwarding: bool) -> String {
     let table = table(fabric);
     let (mut inwards, mut outwards) = (String::new(), String::new());

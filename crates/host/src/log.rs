@@ -82,7 +82,8 @@ impl Log {
         text.push('\n');
         // Panics and children write to it, too.
         let there = self.file.metadata()?;
-        // Somebody has deleted it: what is written there nobody reads. Without its folder it is opened again later.
+        // The file was deleted: what is written there is never read. Without its folder it is
+        // opened again later.
         let is_deleted = there.nlink() == 0 && self.reopen();
         let bytes = if is_deleted { 0 } else { there.len() };
         let full = bytes > 0 && bytes + text.len() as u64 > self.limit;

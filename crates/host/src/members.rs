@@ -39,7 +39,7 @@ pub(crate) fn note(pid: u32) {
 pub(crate) struct Peer {
     /// Its number, 0 where it has none here (another PID namespace).
     pub(crate) pid: u32,
-    /// Its user; of one that is not told, nobody's.
+    /// Its user; `u32::MAX` if the kernel does not tell.
     pub(crate) uid: u32,
     /// Its start time, in clock ticks after boot.
     pub(crate) ticks: Option<u64>,

@@ -1,8 +1,10 @@
-//! What a service manager is told, by sd_notify(3): the fabric stands, and which process the daemon is.
+//! What a service manager is told, by sd_notify(3): that the fabric is up, and which process the
+//! daemon is.
 //!
-//! `MAINPID=` goes out twice: when this daemon has taken a fabric over, since the one before ends at that moment, and with
-//! `READY=1`. A daemon that fails in between is then a main process that failed, which the manager sees and may start again;
-//! else the manager would see a main process that ended well. Without `NOTIFY_SOCKET` nothing happens.
+//! `MAINPID=` goes out twice. The first time is when this daemon has taken a fabric over, since the
+//! previous one ends at that moment. The second is with `READY=1`. A daemon that fails in between
+//! is then a main process that failed, which the manager sees and may start again. Otherwise the
+//! manager would see a main process that ended well. Without `NOTIFY_SOCKET` nothing happens.
 
 use std::io::{self, PipeReader};
 use std::os::fd::AsFd;
@@ -15,7 +17,7 @@ use tombolo_shm::passing;
 /// How long a manager that is busy is waited for.
 const PATIENCE: Duration = Duration::from_secs(1);
 
-/// The fabric stands, and this process is its daemon.
+/// The fabric is up, and this process is its daemon.
 pub fn stands() {
     tell(&format!("READY=1\nMAINPID={}\n", std::process::id()));
 }

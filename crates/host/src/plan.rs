@@ -602,7 +602,8 @@ pub fn uplink_name(network: &str) -> String {
 pub fn uplink(fabric: &Fabric, n: &file::Network) -> (Option<PortPlan>, Option<KernelUplink>) {
     let forwards: Vec<_> = fabric.forwards.iter().filter(|f| f.network == n.name).cloned().collect();
     let mac = Mac::derived(&[&fabric.name, &n.name, "router"]);
-    // The router's MAC is nobody else's, whatever a port without a guard sends; what it forwards comes from anywhere.
+    // The router's MAC belongs to it alone, even if a port without a guard sends with it; what it
+    // forwards comes from anywhere.
     let guard = PortGuard::new(file::Guard::Mac, mac, None, &Ip6::Any);
     // The host and passt are trusted. Behind a bridge is a real network, whose routers and DHCP servers are not ours to refuse.
     let roles = Roles { gateway: !matches!(n.uplink, Uplink::Bridge { .. }), ..Roles::ALL };

@@ -1,9 +1,11 @@
 //! Processes of a fabric: found, watched and ended by pidfd, so that a reused pid is never hit.
 //!
 //! # How children are found again
-//! A daemon may be killed at any instant, and its children may be stopped, spinning, or run as another user (passt becomes
-//! `nobody`). So each kind has a mark that is there from the first instruction of its program on, in a place that every
-//! state and user leaves readable: the command line. A child that has not reached its program yet holds the fabric's lock.
+//! A daemon may be killed at any instant. Its children may be stopped, spinning, or run as another
+//! user (passt switches to `nobody`). So each kind has a mark that exists from the first
+//! instruction of its program on. The mark is in a place that stays readable in every state and for
+//! every user: the command line. A child that has not reached its program yet holds the fabric's
+//! lock.
 //!
 //! | child | mark |
 //! | --- | --- |
@@ -50,8 +52,8 @@ pub fn spawn(command: &mut Command) -> io::Result<Child> {
     inherit_only(command, &[]).spawn()
 }
 
-/// Starts a child that inherits some descriptors as well, under whatever numbers they get: `make` is told these, and makes the
-/// command.
+/// Starts a child that inherits some descriptors as well. Their numbers are not known in advance:
+/// `make` gets these numbers, and makes the command.
 ///
 /// # Errors
 /// The system's.
@@ -105,8 +107,9 @@ pub fn life(pid: u32, started_ticks: u64) -> Life {
     if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
 }
 
-/// Whether the process of that number and start, where this is known, has ended, or waits for its parent only (state Z of
-/// proc_pid_stat(5)). One that cannot be looked at, for want of a descriptor perhaps, has not.
+/// Whether the process of that number and start time, if known, has ended or only waits for its
+/// parent (state Z of proc_pid_stat(5)). A process that cannot be looked at, perhaps because no
+/// descriptor is free, counts as running.
 pub fn has_gone(pid: u32, started_ticks: Option<u64>) -> bool {
     match fs::read_to_string(format!("/proc/{pid}/stat")) {
         Ok(stat) => {
@@ -165,12 +168,13 @@ fn all() -> impl Iterator<Item = (Process, Vec<String>)> {
     })
 }
 
-/// Whether a process of that number may be signalled; nobody else's can be one of our children.
+/// Whether we may signal a process of that number. Processes of other users cannot be our children.
 fn is_ours(process: &Process) -> bool {
     rustix::process::test_kill_process(Pid::from_raw(process.pid as i32).unwrap_or(Pid::INIT)).is_ok()
 }
 
-/// Helpers (passt) of the fabric with this runtime directory that run, in whatever state: (port, process).
+/// Running helpers (passt) of the fabric with this runtime directory, in any state: (port,
+/// process).
 pub fn helpers(runtime: &Path, recorded: &[Recorded]) -> Vec<(String, Process)> {
     let prefix = format!("{}/", runtime.display());
     let port = |name: &str| name.strip_prefix(&prefix)?.strip_suffix("/passt").map(str::to_string);
@@ -193,7 +197,7 @@ pub fn helpers(runtime: &Path, recorded: &[Recorded]) -> Vec<(String, Process)> 
     found.collect()
 }
 
-/// Keepers of links at this socket that run, in whatever state.
+/// Running keepers of links at this socket, in any state.
 pub fn keepers(socket: &Path) -> Vec<Process> {
     let socket = socket.display().to_string();
     let found = all().filter(|(process, words)| {
@@ -219,8 +223,9 @@ fn is_bridge(words: &[String], runtime: &Path) -> bool {
     command == crate::bridge::COMMAND && Path::new(socket).parent() == Some(runtime)
 }
 
-/// Bridges of links of the fabric with this runtime directory that run, in whatever state, with the arguments that they show.
-/// The second is how the record has it: only that one the fabric itself has started.
+/// Running link bridges of the fabric with this runtime directory, in any state, with the arguments
+/// that they show. The second part is the record's entry: only a process that has one was started
+/// by the fabric itself.
 pub fn bridges(runtime: &Path, recorded: &[RecordedBridge]) -> Vec<(Process, Vec<String>, Option<RecordedBridge>)> {
     let found = all().filter_map(|(process, words)| {
         let known = recorded.iter().find(|r| r.pid == process.pid && start_ticks(r.pid) == Some(r.started_ticks));
@@ -406,7 +411,8 @@ mod tests {
             command.args(["-c", "read x"]).args(words).stdin(std::process::Stdio::piped());
             command.spawn().unwrap()
         };
-        // A shell does not let go of its own first words, so it stands for one that has changed what it shows.
+        // A shell does not give up its own first words, so it represents a process that has changed
+        // what it shows.
         let mut changed = start(&[]);
         let words = vec!["link-bridge".to_string(), "/run/x/a.link.sock".into()];
         let record = RecordedBridge { pid: changed.id(), started_ticks: start_ticks(changed.id()).unwrap(), words };
@@ -447,7 +453,7 @@ mod tests {
         let mut expected: Vec<_> = pids.iter().copied().zip(names).collect();
         expected.sort();
         assert_eq!(find(&[record]), expected);
-        // A number that belongs to another process by now is nobody's record.
+        // A number that belongs to another process by now matches no record.
         assert_eq!(find(&[elsewhere]).len(), 2);
         assert!(helpers(Path::new("/elsewhere"), &[]).is_empty());
         for child in &children {

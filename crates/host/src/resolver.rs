@@ -146,7 +146,7 @@ pub async fn resolve(query: &UpstreamQuery, servers: &[SocketAddr], timing: Timi
                 }
                 failure = Some(answer);
             }
-            // Nobody there, or silence: the next.
+            // No server there, or no answer: the next.
             Ok(Ok(Err(_)) | Err(_)) => {}
             Err(_) => break,
         }
@@ -223,7 +223,7 @@ mod tests {
         address
     }
 
-    /// An address where nobody listens.
+    /// An address without a listener.
     async fn nobody() -> SocketAddr {
         UdpSocket::bind("127.0.0.1:0").await.unwrap().local_addr().unwrap()
     }
@@ -263,7 +263,7 @@ mod tests {
         let whole = answer([0x81, 0x80], &[7; 3000]);
         let cut = answer([0x83, 0x80], b"");
         let address = server(vec![cut.clone()]).await;
-        // Nobody listens for TCP: the cut one is better than none.
+        // There is no listener for TCP: the truncated answer is better than none.
         assert_eq!(resolve(&query(), &[address], QUICK).await, Some(cut));
         let listener = TcpListener::bind(address).await.unwrap();
         let to_send = whole.clone();

@@ -1,14 +1,17 @@
-//! Where a running fabric keeps what must have a name: its lock, its owner record, sockets and consoles.
+//! Where a running fabric keeps everything that needs a name: its lock, its owner record, sockets
+//! and consoles.
 //!
-//! `$TOMBOLO_RUNTIME/NAME/`, else `/run/tombolo/NAME/` for root and `$XDG_RUNTIME_DIR/tombolo/NAME/` for others. Leases
-//! and logs outlive `down`: `$TOMBOLO_STATE/NAME/`, else `/var/lib/tombolo/NAME/` or `$XDG_STATE_HOME/tombolo/NAME/`.
+//! The runtime directory is `$TOMBOLO_RUNTIME/NAME/`, else `/run/tombolo/NAME/` for root and
+//! `$XDG_RUNTIME_DIR/tombolo/NAME/` for others. Leases and logs outlive `down`. They are in
+//! `$TOMBOLO_STATE/NAME/`, else `/var/lib/tombolo/NAME/` or `$XDG_STATE_HOME/tombolo/NAME/`.
 //!
 //! # Invariants
-//! - Whoever holds the exclusive lock of `lock` owns the fabric; the kernel releases it however the owner ends.
-//! - `owner.json` is written (whole, then renamed) before a thing outside this process is made, so a killed owner's
-//!   leftovers are in it. Processes are found by marks that they carry (see [`process`]), so there is no instant at
-//!   which one runs and is not findable.
-//! - The directory is 0700 and its owner's.
+//! - The holder of the exclusive lock of `lock` owns the fabric. The kernel releases the lock
+//!   however the owner ends.
+//! - `owner.json` is written (whole, then renamed) before a thing outside this process is made, so
+//!   a killed owner's leftovers are in it. Processes are found by marks that they carry (see
+//!   [`process`]), so there is no instant at which a process runs and cannot be found.
+//! - The directory has mode 0700 and belongs to its owner.
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
@@ -165,7 +168,7 @@ pub struct Owner {
 pub struct Settled {
     /// Its name.
     pub machine: String,
-    /// The process that listens at its monitor's socket: QEMU itself, whatever started it.
+    /// The process that listens at its monitor's socket: QEMU itself, even if a script started it.
     pub pid: u32,
     /// Its start, in clock ticks after boot.
     pub started_ticks: u64,
@@ -256,7 +259,8 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
     out
 }
 
-/// The process that runs the fabric of this runtime directory, by the lock that it holds, whatever is left of its files.
+/// The process that runs the fabric of this runtime directory, by the lock that it holds, even if
+/// its files are gone.
 pub fn daemon_of(folder: &Path) -> Option<u32> {
     let (root, name) = (folder.parent()?, folder.file_name()?.to_str()?);
     let named =
@@ -428,7 +432,7 @@ impl RunDir {
             started_ticks: process::start_ticks(pid).unwrap_or(0),
             file: file.into(),
             ending: false,
-            // Until they are taken back they are ours to take back.
+            // Until they are undone, undoing them is up to us.
             ..leftover.clone().unwrap_or_default()
         };
         let state = state_root().join(fabric);
@@ -490,8 +494,9 @@ impl RunDir {
         Ok(path)
     }
 
-    /// Changes the owner record and writes it, before what it names is made or after it is gone. On a full disk the record
-    /// in memory is what counts until there is room again: a network that stands is worth more than its record.
+    /// Changes the owner record and writes it, before what it names is made or after it is gone. On
+    /// a full disk the record in memory counts until there is room again: a running network is
+    /// worth more than its record.
     pub fn record(&mut self, change: impl FnOnce(&mut Owner)) {
         change(&mut self.owner);
         let text = serde_json::to_vec_pretty(&self.owner).expect("the record has no map with keys that are no strings");
@@ -554,7 +559,8 @@ impl RunDir {
     }
 }
 
-/// Makes a file that only our own user may read, empty, whatever the umask is and whatever was there before.
+/// Makes an empty file that only our own user may read, independent of the umask and of what was
+/// there before.
 pub(crate) fn private_file(path: &Path) -> io::Result<File> {
     let file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(path)?;
     // One that was there already keeps its mode by itself.

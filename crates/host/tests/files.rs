@@ -1,7 +1,8 @@
 //! Fabric files, good and bad, against what is said about them.
 //!
-//! `files/errors/NAME.toml` holds one fault each, named by the file; `files/errors.golden` holds what is said.
-//! `TOMBOLO_BLESS=1 cargo test -p tombolo-host --test files` writes the golden file anew; read the difference before committing it.
+//! `files/errors/NAME.toml` holds one fault each, named by the file; `files/errors.golden` holds
+//! what is said. `TOMBOLO_BLESS=1 cargo test -p tombolo-host --test files` rewrites the golden
+//! file. Read the difference before committing it.
 
 use std::path::{Path, PathBuf};
 

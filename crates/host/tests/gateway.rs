@@ -250,7 +250,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let answer = answer.unwrap().unwrap();
     assert_eq!((answer.len(), &answer[..4], &answer[12..query.len()]), (3000, &b"\x43\x21\x81\x80"[..], &query[12..]));
 
-    // A client that asks for a UDP port that nobody serves hears so at once.
+    // A client that asks for a UDP port without a server hears so at once.
     let refused = fabric.netns.run(|| {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
         socket.set_read_timeout(Some(Duration::from_secs(PATIENCE_SECS)))?;
@@ -260,7 +260,8 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     });
     assert_eq!(refused.unwrap().unwrap_err().kind(), std::io::ErrorKind::ConnectionRefused);
 
-    // A fabric that starts again with these leases gives the same client the same address, whatever it says.
+    // A fabric that starts again with these leases gives the same client the same address, even if
+    // it asks otherwise.
     let stored = fabric.gateway.leases();
     fabric.stop();
     let fabric = Fabric::start(&stored);

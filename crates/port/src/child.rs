@@ -1,7 +1,8 @@
-//! Child processes: what they inherit; and those that nobody else would find, which die with the one that started them.
+//! Child processes: what they inherit. Children that could not be found again die with the process
+//! that started them.
 //!
-//! Machines are found again by their command lines, and passt ends with its stream. A short-lived helper (a probe, nft)
-//! has neither: if its parent is killed meanwhile, the kernel has to end it.
+//! Machines are found again by their command lines, and passt ends with its stream. A short-lived
+//! helper (a probe, nft) has neither: if its parent is killed meanwhile, the kernel has to end it.
 
 use std::os::fd::RawFd;
 use std::process::Command;
@@ -15,8 +16,9 @@ pub fn die_with_parent(command: &mut Command) -> &mut Command {
     crate::sys::die_with_parent(command)
 }
 
-/// Has the child inherit its standard streams and these descriptors, which have to be open when it starts, and nothing else,
-/// whatever flags descriptors have: one that came from a peer an instant ago may not be close-on-exec yet.
+/// Has the child inherit its standard streams and these descriptors, which have to be open when it
+/// starts, and nothing else. Flags of descriptors do not matter: one that came from a peer an
+/// instant ago may not be close-on-exec yet.
 pub fn inherit_only<'c>(command: &'c mut Command, fds: &[RawFd]) -> &'c mut Command {
     crate::sys::inherit_only(command, fds)
 }

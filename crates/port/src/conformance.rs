@@ -90,7 +90,7 @@ pub trait Fixture: Sized {
     /// The next frame that the peer got, if there is one now.
     fn collect(&mut self) -> Option<OwnedFrame>;
 
-    /// The peer dies without a word.
+    /// The peer dies silently.
     fn disconnect(&mut self);
 
     /// A new peer comes in its place.
@@ -149,8 +149,9 @@ pub fn frame(number: u32, len: usize) -> Vec<u8> {
     bytes
 }
 
-/// A TCP frame over IPv4 or IPv6 of `len` bytes, numbered as [`frame`], whose checksum field holds the
-/// pseudo-header's sum only; `segment` bytes to a segment where it stands for several.
+/// A TCP frame over IPv4 or IPv6 of `len` bytes, numbered as [`frame`], whose checksum field holds
+/// the pseudo-header's sum only. If it represents several segments, `segment` is their size in
+/// bytes.
 pub fn tcp_frame(number: u32, len: usize, kind: SegmentKind, segment: Option<u16>) -> OwnedFrame {
     let mut bytes = frame(number, len);
     let (ip_bytes, ethertype) = match kind {

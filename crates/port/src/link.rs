@@ -1,15 +1,16 @@
-//! Interfaces of the kernel that an attachment stands on: where they are (network namespaces), how they are set
-//! up, and who tells when they change.
+//! Interfaces of the kernel that an attachment uses: where they are (network namespaces), how they
+//! are set up, and who tells when they change.
 //!
 //! Three things that belong together because each needs the right namespace:
-//! * [`Netns`]: a network namespace by name, path or descriptor. Work in it is done by a thread that is made for
-//!   it and ends with it, so no other thread can be left in the wrong namespace.
-//! * [`Interface`]: up and down, MTU, hardware address, addresses; a netlink socket stays in the namespace where
-//!   it was made, so it is used for every later question.
-//! * `Monitor`: hears that something about links changed in a namespace, and wakes a port. It reads of which interface,
-//!   since asking for a state takes a lock of the whole namespace, which is busy while others make and remove links.
-//!   It does not read what: messages can be lost when many come, so the port asks for the state it needs. The same
-//!   way round that a level-triggered interrupt is served.
+//! * [`Netns`]: a network namespace by name, path or descriptor. Work in it is done by a thread
+//!   that is made for it and ends with it, so no other thread can be left in the wrong namespace.
+//! * [`Interface`]: up and down, MTU, hardware address, addresses. A netlink socket stays in the
+//!   namespace where it was made, so it is used for every later question.
+//! * `Monitor`: hears that something about links changed in a namespace, and wakes a port. It reads
+//!   which interface the change is about, since asking for a state takes a lock of the whole
+//!   namespace, which is busy while others make and remove links. It does not read what changed:
+//!   messages can be lost when many come, so the port asks for the state it needs. A
+//!   level-triggered interrupt is served in the same way.
 
 use crate::reactor::{Registration, Watch};
 use crate::sys::{self, IfReq, InterfaceRequest as Request};
@@ -155,7 +156,7 @@ impl From<OwnedFd> for Netns {
 /// What is known of an interface at a moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct LinkState {
-    /// Set up by whoever administers it.
+    /// Set up by its administrator.
     pub up: bool,
     /// Up, and the other side (cable, peer) is there.
     pub running: bool,

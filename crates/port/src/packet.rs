@@ -1,21 +1,24 @@
-//! An attachment to an interface that exists: a network card, a veth, by a packet socket on it.
+//! An attachment to an existing interface: a network card, a veth, by a packet socket on it.
 //!
-//! The network and what is behind the interface are one: every frame that the interface receives comes in,
-//! whatever its address, and frames for it go out with the addresses that guests gave them. What it is not: a way
-//! between guests and the host's own stack; what the host itself sends on the interface stays unseen, and what goes
-//! out here does not come up in the host (as with macvlan). For that there is the tap.
+//! The network and what is behind the interface are one. Every frame that the interface receives
+//! comes in, for any address. Frames for it go out with the addresses that guests gave them. It is
+//! not a way between guests and the host's own stack. What the host itself sends on the interface
+//! stays unseen, and what goes out here does not come up in the host (as with macvlan). The tap is
+//! for that.
 //!
-//! What is carried: checksum and segmentation state (`PACKET_VNET_HDR`) both ways. A VLAN tag that the kernel took out
-//! of a frame is put back where it was.
+//! What is carried: checksum and segmentation state (`PACKET_VNET_HDR`) both ways. A VLAN tag that
+//! the kernel took out of a frame is put back in its place.
 //!
-//! Limits: [`SLOTS`] frames per call, of 65,557 bytes; what the kernel drops because the socket's buffer is full
-//! is counted as `system_refused`.
+//! Limits: [`SLOTS`] frames per call, of 65,557 bytes. What the kernel drops because the socket's
+//! buffer is full is counted as `system_refused`.
 //!
-//! Life: a `Monitor` tells of changes. Down, or without its carrier, the link is down. Deleted, the port reports it
-//! once as a fault and waits until an interface of its name is there again.
+//! Life: a `Monitor` reports changes. The link is down while the interface is down or without its
+//! carrier. When the interface is deleted, the port reports it once as a fault and waits until an
+//! interface of its name is there again.
 //!
-//! Sending goes through the interface's queueing discipline, which queues where the device is busy. `qdisc_bypass`
-//! goes past it: less work per frame, frames lost as soon as the device is busy, and unseen by the host's captures.
+//! Sending goes through the interface's queueing discipline, which queues while the device is busy.
+//! `qdisc_bypass` goes past it: less work per frame, but frames are lost as soon as the device is
+//! busy, and the host's captures do not see them.
 
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::reactor::{Registration, Watch};
@@ -105,7 +108,7 @@ pub struct PacketPort {
     mtu: u32,
     pending: Option<Fault>,
     next_look: Nanos,
-    /// Look at once, whatever the time.
+    /// Look at once, at any time.
     look_due: bool,
     /// Frames that the kernel dropped and that are not counted yet.
     uncounted: u64,

@@ -1,5 +1,6 @@
-//! Memory that begins at a page. The kernel copies between a guest of Xen and a process page by page of the process's memory
-//! (gntdev, drivers/xen/gntdev.c), so a page of a guest that lies across two of ours costs two copies.
+//! Memory that begins at a page. The kernel copies between a guest of Xen and a process page by
+//! page of the process's memory (gntdev, drivers/xen/gntdev.c). So a page of a guest that lies
+//! across two of our pages costs two copies.
 
 use std::ops::{Deref, DerefMut};
 

@@ -1,18 +1,21 @@
-//! An attachment to something in the same process: two bounded queues of frames with their offload state.
+//! An attachment to something in the same process: two bounded queues of frames with their offload
+//! state.
 //!
-//! One end is a [`PairPort`], the other a [`PairPeer`]: a plain handle with `send` and `receive`, for tests and
-//! for anything that lives in the fabric's own process. What it is not: a fast path; frames are owned by the
-//! queue, so each is copied once on the way in and once on the way out.
+//! One end is a [`PairPort`], the other a [`PairPeer`]: a plain handle with `send` and `receive`,
+//! for tests and for anything that lives in the fabric's own process. It is not a fast path: the
+//! queue owns the frames, so each is copied once on the way in and once on the way out.
 //!
 //! Invariants:
 //! * A queue holds at most `capacity` frames; a frame that the port received counts until
 //!   [`Port::release`], as a slot of a ring would.
 //! * The peer sees transmitted frames at [`Port::flush`], not before.
-//! * Nothing blocks: a full queue refuses ([`PairPeer::send`]) or drops as `no_buffer` (towards the peer).
-//! * The peer's end may go and another may come ([`PairConnector::connect`]); what the queues held is gone then.
+//! * Nothing blocks: a full queue refuses ([`PairPeer::send`]) or drops as `no_buffer` (towards the
+//!   peer).
+//! * The peer's end may go and another may come ([`PairConnector::connect`]); the content of the
+//!   queues is gone then.
 //!
-//! Threads: the port belongs to its worker, the peer to whoever holds it; a mutex per pair, held for a push or a
-//! pop of one batch.
+//! Threads: the port belongs to its worker, the peer to its holder. There is a mutex per pair, held
+//! for a push or a pop of one batch.
 
 use crate::reactor::Registration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -346,7 +349,7 @@ impl Port for PairPort {
             }
         } else {
             drop(state);
-            // The peer went between transmit and flush, with whatever its queue held.
+            // The peer went between transmit and flush, with the content of its queue.
             while let Some(frame) = self.staged.pop() {
                 self.keep(frame.bytes);
             }

@@ -1,11 +1,12 @@
 //! Where a worker sleeps: one epoll instance for all of its ports.
 //!
-//! Sources are edge-triggered: an eventfd that a guest kicks need not be read (which would be a system call per
-//! wake-up), and a socket that stays readable while its port is polled wakes nobody. In exchange a port has to
-//! look once more after it armed, which the port trait asks for anyway.
+//! Sources are edge-triggered. An eventfd that a guest kicks need not be read (which would be a
+//! system call per wake-up). A socket that stays readable while its port is polled wakes no thread.
+//! In exchange a port has to look once more after it armed, which the port trait asks for anyway.
 //!
-//! A [`Registration`] belongs to one port (one [`Token`]). It may be used from any thread: a control thread adds
-//! the kick descriptor of a new ring, or wakes the port to look into its mailbox.
+//! A [`Registration`] belongs to one port (one [`Token`]). It may be used from any thread: a
+//! control thread adds the kick descriptor of a new ring, or wakes the port to look into its
+//! mailbox.
 
 use rustix::event::epoll;
 use rustix::io::Errno;

@@ -118,7 +118,7 @@ pub(crate) fn send_pieces(socket: impl AsFd, pieces: &[Piece<'_>]) -> Result<usi
 #[derive(Default)]
 pub(crate) struct Headers(Vec<libc::mmsghdr>);
 
-// SAFETY: the pointers in the headers are written anew before each call that uses them.
+// SAFETY: the pointers in the headers are rewritten before each call that uses them.
 unsafe impl Send for Headers {}
 
 /// Sends messages on a datagram socket without blocking: message `i` is the pieces up to `ends[i]` from where
@@ -199,7 +199,7 @@ pub(crate) struct Slots {
     controls: Vec<Control>,
 }
 
-// SAFETY: the pointers in the iovecs are written anew before each call that uses them.
+// SAFETY: the pointers in the iovecs are rewritten before each call that uses them.
 unsafe impl Send for Slots {}
 
 impl Slots {
@@ -295,7 +295,7 @@ pub(crate) fn packet_socket(vnet_header: bool, qdisc_bypass: bool) -> Result<Own
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointer is passed; the descriptor, where there is one, is new and ours.
     let fd = check(unsafe { libc::socket(libc::AF_PACKET, kind, 0) } as isize)?;
-    // SAFETY: as above: nobody else owns it.
+    // SAFETY: as above: nothing else owns it.
     let socket = unsafe { OwnedFd::from_raw_fd(fd as c_int) };
     let one: c_int = 1;
     if vnet_header {
@@ -462,7 +462,7 @@ pub(crate) fn tun_word(fd: impl AsFd, request: TunWord, word: &mut c_int) -> Res
 
 /// The network namespace in which a tap's interface is now.
 pub(crate) fn tun_namespace(fd: impl AsFd) -> Result<OwnedFd, Errno> {
-    // SAFETY: the request takes no argument and returns a new descriptor, which nobody else owns.
+    // SAFETY: the request takes no argument and returns a new descriptor, which nothing else owns.
     let fd = check(unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), libc::TUNGETDEVNETNS) } as isize)?;
     // SAFETY: as above.
     Ok(unsafe { OwnedFd::from_raw_fd(fd as c_int) })
@@ -474,7 +474,7 @@ pub(crate) fn netlink_socket(groups: u32) -> Result<OwnedFd, Errno> {
     let kind = libc::SOCK_RAW | libc::SOCK_CLOEXEC | libc::SOCK_NONBLOCK;
     // SAFETY: no pointer is passed.
     let fd = check(unsafe { libc::socket(libc::AF_NETLINK, kind, libc::NETLINK_ROUTE) } as isize)?;
-    // SAFETY: a new descriptor, which nobody else owns.
+    // SAFETY: a new descriptor, which nothing else owns.
     let socket = unsafe { OwnedFd::from_raw_fd(fd as c_int) };
     // SAFETY: all-zero bytes are a valid sockaddr_nl.
     let mut address: libc::sockaddr_nl = unsafe { std::mem::zeroed() };

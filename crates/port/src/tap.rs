@@ -1,23 +1,26 @@
 //! An attachment to the host's kernel: a tap, an interface whose other end is a descriptor.
 //!
-//! What is carried: frames with their checksum and segmentation state (`IFF_VNET_HDR`), both ways. The kernel
-//! gives frames of up to 64 KiB with partial checksums where its stack made them, and takes the same. A tap
-//! that was made without offload headers by somebody else is served too, as a plain destination.
+//! What is carried: frames with their checksum and segmentation state (`IFF_VNET_HDR`), both ways.
+//! If the host's stack makes frames of up to 64 KiB with partial checksums, the kernel passes them
+//! on as they are, and it takes the same. A tap that another process made without offload headers
+//! is served too, as a plain destination.
 //!
-//! What it is not: fast per frame. A system call moves one frame (about a microsecond here); a tap pays by frames
-//! that stand for 45 segments. Several queues are not used: one worker owns the port.
+//! It is not fast per frame. A system call moves one frame (about a microsecond here); a tap pays
+//! by frames that represent 45 segments. Several queues are not used: one worker owns the port.
 //!
 //! Invariants:
-//! * The arena holds what one turn received; a frame takes as much of it as it has bytes, so small frames lie
-//!   close together and the rest of the arena is never touched.
+//! * The arena holds what one turn received. A frame takes as much of it as it has bytes, so small
+//!   frames lie close together and the rest of the arena is never touched.
 //! * One write is one frame, never a part of one.
 //!
-//! Life: a `Monitor` tells of changes of the interface. Set down, the link is down and frames to it are dropped as
-//! `link_down`. Deleted by somebody, the port reports it once as a fault and waits until a tap of its name is there
-//! again; it attaches the same descriptor to it. A tap that is not persistent goes away with the port, also when the
-//! process is killed.
+//! Life: a `Monitor` reports changes of the interface. When it is set down, the link is down and
+//! frames to it are dropped as `link_down`. When another process deletes it, the port reports it
+//! once as a fault and waits until a tap of its name is there again; it attaches the same
+//! descriptor to it. A tap that is not persistent goes away with the port, also when the process is
+//! killed.
 //!
-//! Limits: frames of 65,557 bytes; [`ARENA_BYTES`] a turn, after which the worker is told that there is more.
+//! Limits: frames of 65,557 bytes; [`ARENA_BYTES`] a turn, after which the worker is told that
+//! there is more.
 
 use crate::link::{Condition, Interface, LinkError, LinkState, Monitor, Netns, drop_reason};
 use crate::pages::{PAGE_BYTES, Pages};
@@ -45,7 +48,8 @@ const TUN_F_ALL_TSO: u32 = 0x01 | 0x02 | 0x04 | 0x08; // CSUM, TSO4, TSO6, TSO_E
 pub const ARENA_BYTES: usize = 8 * ROOM_BYTES;
 /// Room for the longest frame with its header, in whole cache lines.
 const READ_BYTES: usize = (MAX_FRAME_BYTES + 12).next_multiple_of(64);
-/// From this length on a frame is put so that its pages are pages of ours. Shorter ones lie close together: more of them fit.
+/// From this length on a frame is placed so that its pages match our pages. Shorter ones lie close
+/// together: more of them fit.
 const LONG_BYTES: usize = 16 << 10;
 /// Room for that, wherever in a page it is to begin.
 const ROOM_BYTES: usize = READ_BYTES + PAGE_BYTES;
@@ -66,12 +70,12 @@ pub enum Existing {
     CreateOrAdopt,
 }
 
-/// Which tap, and what it shall be like.
+/// Which tap, and how to set it up.
 #[derive(Clone, Debug)]
 pub struct TapConfig {
     /// Its name; a `%d` in the name of a new one is replaced by the first free number.
     pub name: String,
-    /// The namespace that it is in, or shall be in.
+    /// The namespace that it is in, or will be in.
     pub netns: Option<Netns>,
     /// Whether it is made or found.
     pub existing: Existing,
@@ -168,7 +172,7 @@ pub struct TapPort {
     /// A fault that was found where none can be returned.
     pending: Option<Fault>,
     next_look: Nanos,
-    /// Look at once, whatever the time.
+    /// Look at once, at any time.
     look_due: bool,
     arena: Pages,
     /// The length of the frame that was read last.
@@ -223,7 +227,7 @@ impl TapPort {
         Self::attached(fd, name, 12, netns, registration)
     }
 
-    /// Takes a tap that somebody else opened, with offload headers or without.
+    /// Takes a tap that another process opened, with offload headers or without.
     ///
     /// # Errors
     /// [`TapError`], among them [`TapError::NotATap`].
@@ -342,7 +346,7 @@ impl TapPort {
     fn look(&mut self) {
         let Some(monitor) = &self.monitor else { return };
         if self.condition == Condition::Gone {
-            // Only one that exists is attached to: what was deleted by somebody is not made again.
+            // Only an existing tap is attached to: one that was deleted is not made again.
             if monitor.index(&self.name).is_none() || attach(&self.fd, &self.name, 0).is_err() {
                 return;
             }
@@ -461,7 +465,7 @@ impl Port for TapPort {
             match &self.monitor {
                 Some(monitor) if monitor.changed(self.index, &self.name) || due => self.look(),
                 Some(_) => {}
-                // Nobody tells when it comes up: the next frame finds out.
+                // No event says when it comes up: the next frame finds out.
                 None if self.condition == Condition::Down => {
                     self.next_look = now.after(PROBE_INTERVAL);
                     self.condition = Condition::Up;
@@ -491,7 +495,8 @@ impl Port for TapPort {
                 break;
             }
             if last_bytes >= LONG_BYTES {
-                // Long frames follow each other. Each page of one is then a page of ours, see `Pages`; short ones lie close together.
+                // Long frames follow each other. Each page of one then matches one of our pages,
+                // see `Pages`; short ones lie close together.
                 let header_end = free.as_ptr().addr() + self.header_bytes;
                 let skipped = header_end.next_multiple_of(PAGE_BYTES) - header_end;
                 free = &mut std::mem::take(&mut free)[skipped..];

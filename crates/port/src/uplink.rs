@@ -152,8 +152,8 @@ impl NatPort {
         }
     }
 
-    /// A router that continues where that of another process stood, before an uplink that takes up the rest of `handed`
-    /// with `attach`.
+    /// A router that continues where another process's router stopped, before an uplink that takes
+    /// up the rest of `handed` with `attach`.
     ///
     /// # Errors
     /// Why that cannot be, in words.
@@ -569,7 +569,7 @@ mod tests {
         let (_reactor, mut port, passt) = introduced(16);
         let mut echo = ipv4(GUEST, 1, [10, 9, 0, 9], [10, 9, 0, 2], &[8, 0, 0, 0, 0, 1, 0, 1]);
         echo[24..26].fill(0);
-        // More pings at the router than its queue holds, with nobody who takes the answers.
+        // More pings at the router than its queue holds, while the answers are not taken.
         for _ in 0..(QUEUE_FRAMES / 64 + 3) {
             let (sent, drops) = give(&mut port, &vec![echo.clone(); 64]);
             assert_eq!(sent.frames + drops.total(), 64);

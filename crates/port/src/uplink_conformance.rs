@@ -1,8 +1,9 @@
 //! The router's port under the suite that all attachments pass.
 //!
-//! The suite's frames are no IP, which a router does not pass. So they travel as datagrams: [`Tunnel`] stands where a guest
-//! would and wraps them, the peer behind the uplink unwraps them, and the other way round. One frame is one datagram, so
-//! what the suite checks of frames, budgets, drops and wake-ups it checks of the router's port.
+//! The suite's frames are no IP, which a router does not pass. So they travel as datagrams.
+//! [`Tunnel`] takes the place of a guest and wraps them, the peer behind the uplink unwraps them,
+//! and the other way round. One frame is one datagram. So what the suite checks of frames, budgets,
+//! drops and wake-ups it checks of the router's port.
 
 use super::tests::{GUEST, PASST, arp_answer, config, ipv4};
 use super::*;

@@ -306,7 +306,8 @@ fn a_direct_link_carries_records_between_two_processes() {
     }
 }
 
-/// What 64 links cost that nothing wakes and nobody uses: their looks fall together, and there are 250 in a second.
+/// What 64 links cost that nothing wakes and nothing uses: their looks fall together, and there are
+/// 250 in a second.
 #[test]
 fn idle_links_without_doorbells_share_their_wake_ups() {
     let mut fabric = Fabric::new("idle");

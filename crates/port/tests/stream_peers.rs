@@ -173,7 +173,7 @@ fn ping(to: [u8; 6], sequence: u16, data: usize) -> Vec<u8> {
     ip(to, 1, OUR_IP, GATEWAY, &icmp)
 }
 
-/// A folder of its own, which a program that runs as nobody may write.
+/// A folder of its own, which a program that runs as user `nobody` may write.
 struct Folder(PathBuf);
 
 impl Folder {

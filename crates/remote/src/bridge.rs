@@ -1,17 +1,19 @@
-//! The bridge between calls with a peer and the services of this machine: a service of this machine's that the peer serves, and one that
-//! serves the peer.
+//! The bridge between calls with a peer and the services of this machine. It offers the peer's
+//! service on this machine, and one of this machine's services to the peer.
 //!
-//! The service stands in the folder of services while the peer is there, and no longer: a name that nobody can serve is not there. Its
-//! requests are ordered by their deadlines here, then on the way by the peer; a deadline crosses as the time that is left when a
-//! request is passed on. What a call ends with at the peer it ends with here: `late`, `refused`, and so on. When the peer goes,
-//! the clients whose requests it had are hung up on, which is "provider gone" to them.
+//! The peer's service is in the folder of services only while the peer is there. So each name in
+//! the folder can be served. Its requests are ordered by their deadlines here, then by the peer. A
+//! deadline crosses as the time that is left when a request is passed on. A call ends here with the
+//! same result as at the peer: `late`, `refused`, and so on. When the peer goes, the bridge closes
+//! the connections of the clients whose requests it had. They see that as "provider gone".
 //!
-//! What the peer asks is passed on to one service of this machine, with its deadline. While that is not running the peer's
-//! requests are answered as failed.
+//! The peer's requests are passed on to one service of this machine, with their deadlines. While
+//! that service is not running the peer's requests are answered as failed.
 //!
-//! A request that its caller takes back (or whose caller dies) is taken back at the other side too: it ends as cancelled where its service had not
-//! begun. What is left of its time to live is passed on with it. Not passed on is memory that is handed over: payloads are copied, up to what
-//! the link carries.
+//! If a caller cancels its request (or dies), the request is cancelled at the other side too. It
+//! ends as cancelled if its service had not begun. What is left of its time to live is passed on
+//! with it. Memory that is handed over is not passed on: payloads are copied, up to what the link
+//! carries.
 
 use std::path::PathBuf;
 use std::sync::Mutex;

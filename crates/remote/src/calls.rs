@@ -1,9 +1,11 @@
 //! Calls with one peer, from any thread: blocking or not, both ways.
 //!
-//! There is no thread of its own. One of those that wait (a caller, a server) sleeps on the link's doorbells and takes for all of
-//! them what comes; the others wait for it on a condition variable, and one of them takes its place when it has what it
-//! waited for. Who takes something while another one sleeps on the doorbells wakes that one, since the peer has been told that
-//! we are awake. So with nobody waiting nothing happens: a peer that asks is served while somebody serves ([`Calls::serve`]).
+//! This module has no thread of its own. One of the threads that wait (a caller, a server) sleeps
+//! on the link's doorbells, and takes what arrives for all of them. The others wait for it on a
+//! condition variable. One of them takes its place when it has what it waited for. A thread that
+//! takes something while another one sleeps on the doorbells wakes that one, since the peer has
+//! been told that we are awake. So nothing happens while no thread waits: a peer's requests are
+//! served while a thread serves ([`Calls::serve`]).
 
 use std::fmt;
 use std::net::{SocketAddr, TcpStream};
@@ -31,7 +33,7 @@ fn after(left: Duration) -> Instant {
 /// A wait without a limit is a sequence of such.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 
-/// Called when a request that is being served is taken back.
+/// Called when a request that is being served is cancelled.
 type Hook = Box<dyn FnOnce() + Send>;
 
 struct State {
@@ -77,16 +79,17 @@ impl Calls {
         Ok(Calls::new(Way::join(path.as_ref(), timeout, options)?, options))
     }
 
-    /// Connects to a peer that listens for calls by TCP. When the connection ends, this is over ([`Calls::is_over`]).
+    /// Connects to a peer that listens for calls by TCP. When the connection ends, this is over
+    /// ([`Calls::is_over`]).
     ///
     /// # Errors
-    /// [`RemoteError`]: nobody is there, or it is no peer of calls.
+    /// [`RemoteError`]: nothing listens there, or it is no peer of calls.
     pub fn connect(to: SocketAddr, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
         let stream = TcpStream::connect_timeout(&to, timeout).map_err(|source| RemoteError::Connect { to, source })?;
         Calls::over(stream, timeout, options)
     }
 
-    /// Over a connection that stands, such as one that a listener took.
+    /// Uses an established connection, such as one that a listener accepted.
     ///
     /// # Errors
     /// [`RemoteError`]: the other side is no peer of calls.
@@ -171,7 +174,7 @@ impl Calls {
             }
         };
         if state.followers > 0 {
-            // Somebody else's turn to sleep on the doorbells.
+            // Another thread's turn to sleep on the doorbells.
             self.0.turn.notify_all();
         }
         found
@@ -199,7 +202,8 @@ impl Calls {
         self.wait(Instant::now() + timeout, ended).is_some()
     }
 
-    /// Whether the server of the link has ended, with its fabric. The link itself goes on, but nobody tells any more who dies.
+    /// Whether the server of the link has ended, with its fabric. The link itself goes on, but
+    /// peers that die are no longer reported.
     pub fn server_is_gone(&self) -> bool {
         let mut state = self.lock();
         state.way.hear();
@@ -241,7 +245,8 @@ impl Calls {
         self.call_with(bytes, options, |_| ())
     }
 
-    /// As [`Calls::call`]; `begun` is told the token before the wait, so that somebody else may cancel the call.
+    /// As [`Calls::call`]; `begun` is told the token before the wait, so that another thread may
+    /// cancel the call.
     ///
     /// # Errors
     /// As there.
@@ -312,7 +317,7 @@ impl Calls {
         self.with(&mut state, |session, way| session.cancel(way, token)).unwrap_or(false)
     }
 
-    /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
+    /// Abandons this call: it is cancelled, and its slot becomes free with its answer.
     pub fn give_up(&self, token: Token) {
         self.cancel(token);
         self.lock().way.session.abandon(token);
@@ -333,9 +338,10 @@ impl Calls {
         self.with(state, |session, way| session.next(way, now_ns())).flatten()
     }
 
-    /// Has `hook` called when nobody waits for the answer to a request that is being served any more: its caller takes it back, or is
-    /// gone. At once where that was so before; never where it is answered first. Whoever notices calls it, while nobody else can use
-    /// this side: it is to be short, and must not use these [`Calls`].
+    /// Has `hook` called when the answer to a request that is being served is no longer awaited:
+    /// its caller cancels it, or is gone. It is called at once if that was so before, and never if
+    /// the request is answered first. The thread that notices calls it, and blocks all other use of
+    /// this side meanwhile. So the hook must be short, and must not use these [`Calls`].
     pub fn on_taken_back(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
         let mut state = self.lock();
         if state.way.session.is_taken_back(request.id()) {

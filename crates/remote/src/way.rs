@@ -92,13 +92,13 @@ pub(crate) struct Wakers {
     socket: OwnedFd,
     /// Rung by other threads of this process.
     pub(crate) nudge: Doorbell,
-    /// Nobody rings us: the memory is looked at again and again.
+    /// We have no doorbell: the memory is looked at again and again.
     polled: bool,
 }
 
 /// A wait's pauses.
 pub(crate) struct Naps {
-    /// The next one, where nobody rings.
+    /// The next one, if no doorbell is rung.
     polled: Duration,
     /// Where peers ring: the last look was the second one of a sleep. The first pause is short, since a machine's memory fences
     /// may do nothing ([`tombolo_ring::virtio::notify`]).
@@ -251,7 +251,7 @@ impl Way {
         matches!(&self.kind, Kind::Stream(on) if on.over)
     }
 
-    /// Whether nobody tells any more who comes and goes.
+    /// Whether peers that come and go are no longer reported.
     pub(crate) fn server_is_gone(&self) -> bool {
         matches!(&self.kind, Kind::Link(on) if on.deaf)
     }

@@ -122,7 +122,7 @@ fn what_a_client_takes_back_is_taken_back_at_the_peer() {
         until("the request", || peer.pending() == 1);
         assert!(client.cancel(waits));
         let end = found("the end", || {
-            // Nobody else looks at the link for the peer.
+            // No other thread looks at the link for the peer.
             peer.is_up();
             client.poll(waits)
         });
@@ -140,7 +140,7 @@ fn what_a_client_takes_back_is_taken_back_at_the_peer() {
         });
         peer.respond(&request, Response::new(b"done all the same"));
         assert_eq!(client.wait(served, SOON).unwrap().to_vec().unwrap(), b"done all the same");
-        // A client that goes takes back what it had asked.
+        // A client that goes cancels what it had asked.
         client.submit(b"gone", &within(SOON)).unwrap();
         until("the request", || peer.pending() == 1);
         drop(client);

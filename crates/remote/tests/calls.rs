@@ -16,7 +16,7 @@ use tombolo_testing::{found, until};
 use place::{BYTES, Place};
 
 const SOON: Duration = Duration::from_secs(20);
-/// Between two looks of a peer that nobody may ring.
+/// Between two looks of a peer that has no doorbell.
 const LOOK: Duration = Duration::from_millis(20);
 
 /// Two sides, and what is to be kept for them.

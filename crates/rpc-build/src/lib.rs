@@ -105,7 +105,7 @@ fn path(package: &str, service: &str, method: &str) -> String {
 
 struct Generator;
 
-/// The file's own comments, or a line of ours.
+/// The file's own comments, or a default line.
 fn document(comments: &Comments, otherwise: &str, indent: u8, code: &mut String) {
     if comments.leading.is_empty() {
         let _ = writeln!(code, "{:width$}/// {otherwise}", "", width = usize::from(indent) * 4);
@@ -239,7 +239,7 @@ impl {kind}Client {{
         self.0.call_async(\"{path}\", request, options)
     }}
 ",
-            // A name that is a word of Rust's is only that without what we add to it.
+            // A name that is a Rust keyword is one only without our additions.
             plain = method.trim_start_matches("r#"),
         );
     }

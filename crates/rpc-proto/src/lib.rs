@@ -28,7 +28,7 @@ mod status;
 pub use client::{Caller, Error, Pending};
 pub use server::{Call, Context, Methods, Router, unary};
 pub use status::{Code, Status};
-// What generated code, and whoever uses it, needs besides.
+// What generated code, and its users, need besides.
 pub use prost;
 pub use prost_types;
 pub use tombolo_rpc;

@@ -13,7 +13,7 @@ macro_rules! codes {
         }
 
         impl Code {
-            /// The code of a number; one that nobody knows is [`Code::Unknown`].
+            /// The code of a number; an unknown number is [`Code::Unknown`].
             pub fn from_number(number: u32) -> Code {
                 match number {
                     $($value => Code::$name,)*
@@ -31,7 +31,7 @@ codes! {
     Cancelled = 1,
     /// Something else.
     Unknown = 2,
-    /// The request makes no sense, whatever the state of things.
+    /// The request makes no sense, regardless of the state of the service.
     InvalidArgument = 3,
     /// Too late, or not in time.
     DeadlineExceeded = 4,

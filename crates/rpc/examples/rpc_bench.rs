@@ -42,7 +42,8 @@ const FIFO: u8 = 50;
 
 fn serve(request: &Request<'_>, reply: &mut Reply<'_>) {
     match request.len() {
-        // Large requests in shared memory are answered by a word of them: no byte is moved.
+        // Large requests in shared memory are answered with one word of their payload: no byte is
+        // moved.
         len if len as u64 == SHARED_BYTES => {
             let word = request.payload().read_array::<8>(0).unwrap_or_default();
             let _ = reply.write(&word);
@@ -234,7 +235,8 @@ fn until(word: Foreign<'_>, n: u32, spins: bool) {
     }
 }
 
-/// A word there and a word back: "futex", or "spin" without the kernel, which is what a cache line takes there and back.
+/// One word in each direction: "futex", or "spin" without the kernel, which is the round trip of a
+/// cache line.
 fn word_row(name: &str, what: &str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
     let dir = tempfile::tempdir()?;
     pin(cpus.0);
@@ -253,16 +255,16 @@ fn word_row(name: &str, what: &str, cpus: (usize, usize), calls: usize) -> Falli
     })
 }
 
-/// Memory of ours, and of the other end, which does the same.
+/// Memory of our side, and of the other end, which does the same.
 fn share(socket: &UnixStream) -> Fallible<(Mapping, Mapping)> {
     let (fd, own) = section::make("bench", 4096, true)?;
     passing::send(socket, b"x", &[fd.as_fd()], true)?;
     Ok((own, section::adopt(receive_fd(socket)?, 4096, true)?))
 }
 
-/// A word of ours that the other end sees.
+/// A word of our side that the other end sees.
 struct OwnWord<'m>(ForeignMut<'m>, usize);
-/// A word of the other end's.
+/// A word of the other end's side.
 struct PeerWord<'m>(Foreign<'m>, usize);
 
 impl Word for OwnWord<'_> {
@@ -363,7 +365,7 @@ fn unix_row(name: &str, cpus: (usize, usize), calls: usize) -> Fallible<()> {
     })
 }
 
-/// Starts an end that connects to a socket of ours, and does with that what the two begin with.
+/// Starts an end that connects to our socket, and does with that what the two begin with.
 fn connected<T>(
     what: &str,
     cpu: usize,

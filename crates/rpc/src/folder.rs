@@ -1,16 +1,21 @@
 //! Where services are found: a folder of sockets, one for each name.
 //!
-//! `$TOMBOLO_RUNTIME/services/NAME`, else `/run/tombolo/services/NAME` for root and `$XDG_RUNTIME_DIR/tombolo/services/NAME` for
-//! others. A service lives as long as somebody listens on its socket: a socket whose listener was killed refuses
-//! connections, and is replaced by the next service of that name and removed by whoever lists the services. So is one whose listener's process
-//! has ended, and only a child that it forked keeps it open. What is no socket is nobody's service, and left alone.
+//! The folder is `$TOMBOLO_RUNTIME/services/NAME`, else `/run/tombolo/services/NAME` for root and
+//! `$XDG_RUNTIME_DIR/tombolo/services/NAME` for others. A service lives as long as a process
+//! listens on its socket. A socket is stale if its listener was killed and it refuses connections.
+//! It is also stale if its listener's process has ended and only a forked child keeps it open. The
+//! next service of that name replaces a stale socket, and listing the services removes it. A file
+//! that is no socket belongs to no service, and is left alone.
 //!
-//! Processes of one user that register one name at a time, or remove a stale socket while another process replaces it, are
-//! kept apart by a lock that only this user can take: a file of mode 0600, `.lock-UID`, which is there while it is held. The folder itself
-//! is not locked, since everybody who can read it could hold that lock for ever. Users who share a folder that all of them may
-//! write are kept apart by the file system: a name is taken by a rename that replaces nothing, and what is removed as stale is
-//! first moved aside and looked at again. A socket is bound under another name and renamed, so
-//! that a client that finds the name finds a listener.
+//! Two processes of one user may register one name at the same time, or one may remove a stale
+//! socket while another replaces it. A lock that only this user can take keeps them apart. It is a
+//! file of mode 0600, `.lock-UID`, that exists while it is held. The folder itself is not locked,
+//! since every process that can read it could hold that lock for ever.
+//!
+//! Several users may share a folder that all of them can write. The file system keeps them apart: a
+//! name is taken by a rename that replaces nothing, and a stale file is first moved aside and
+//! checked again. A socket is bound under another name and then renamed, so that a client that
+//! finds the name finds a listener.
 
 use std::fs::{self, File, OpenOptions};
 use std::io;
@@ -42,7 +47,7 @@ pub enum FolderError {
         "no place for sockets: expected $XDG_RUNTIME_DIR or $TOMBOLO_RUNTIME to be set (not running as root); set one"
     )]
     NoPlace,
-    /// Somebody serves under this name already.
+    /// Another process serves under this name already.
     #[error("the service \"{0}\" is running already; end it, or register another name")]
     Running(String),
     /// A Unix socket's path has at most 107 bytes.
@@ -100,24 +105,25 @@ fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags | SocketFlags::CLOEXEC, None)
 }
 
-/// Connects to a service's socket, and waits for at most `patience` where many connect at a time.
+/// Connects to a service's socket. Waits for at most `patience` if many clients connect at the same
+/// time.
 ///
 /// # Errors
-/// `NotFound` and `ConnectionRefused` mean that nobody serves under the name.
+/// `NotFound` and `ConnectionRefused` mean that no process serves under the name.
 pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, FolderError> {
     let address = address(path)?;
     let tried = (|| {
         let socket = new_socket(SocketFlags::empty())?;
         set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
         connect(&socket, &address)?;
-        // Nobody accepts what a child of the listener keeps open.
+        // If only a child of the listener keeps the socket open, no process accepts on it.
         if process::has_ended(&socket) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
     })();
     tried.map_err(|e: Errno| system("connecting to", path)(e.into()))
 }
 
-/// It is a socket, nobody listens on it, and nobody will: its listener has gone. The kernel refuses connections to what is no socket by
-/// the same word.
+/// Whether it is a socket without a listener, now and in the future, because its listener has gone.
+/// The kernel refuses a connection to a file that is no socket with the same error.
 fn is_stale(path: &Path) -> bool {
     if !fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket()) {
         return false;
@@ -150,7 +156,7 @@ fn lock(folder: &Path) -> Result<Locked, FolderError> {
     let path = folder.join(format!(".lock-{user}"));
     let end = Instant::now() + LOCKED;
     loop {
-        // Without waiting: where others may write the folder, it could be a pipe of theirs.
+        // Without waiting: where others may write the folder, it could be a pipe that they made.
         let flags = (OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed();
         let opened = OpenOptions::new().read(true).write(true).create(true).mode(0o600).custom_flags(flags).open(&path);
         let file = opened.map_err(system("opening", &path))?;
@@ -163,7 +169,8 @@ fn lock(folder: &Path) -> Result<Locked, FolderError> {
             return Err(system("locking", &path)(io::Error::new(io::ErrorKind::PermissionDenied, why)));
         }
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            // Its last holder removed it between our opening and our locking it: then it keeps nobody apart.
+            // Its last holder removed the file between our open and our lock: then it protects
+            // nothing.
             Ok(()) if file_of(&path) == Some((there.dev(), there.ino())) => return Ok(Locked { file, path }),
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
@@ -184,7 +191,8 @@ fn private(folder: &Path, name: &str, what: &str) -> PathBuf {
     folder.join(format!(".{name}.{}.{next}.{now:x}{what}", std::process::id()))
 }
 
-/// Renames where nothing stands in the way. File systems that cannot (none of those that hold `/run`) replace what is there.
+/// Renames if the target name is free. On file systems that cannot do this (none of those that hold
+/// `/run`) it replaces the target.
 fn rename_to_free(from: &Path, to: &Path) -> io::Result<()> {
     match renameat_with(CWD, from, CWD, to, RenameFlags::NOREPLACE) {
         Err(Errno::INVAL | Errno::NOSYS) => fs::rename(from, to),
@@ -204,7 +212,8 @@ fn remove_stale(folder: &Path, path: &Path) {
     }
 }
 
-/// The socket that a service listens on. Its name goes when this is dropped, unless somebody else has it by then.
+/// The socket that a service listens on. Its name goes when this is dropped, unless another service
+/// has it by then.
 #[derive(Debug)]
 pub(crate) struct Listener {
     pub(crate) socket: OwnedFd,
@@ -218,7 +227,8 @@ fn file_of(path: &Path) -> Option<(u64, u64)> {
     fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
 }
 
-/// Makes a folder for services, open for others to look into whatever the umask is; one that is there stays as it is.
+/// Makes a folder for services that other users can look into, independent of the umask. An
+/// existing folder stays as it is.
 ///
 /// # Errors
 /// The system's.
@@ -280,7 +290,8 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Where it is not to be had: nobody replaces a socket that still listens, as ours does.
+        // If the lock is not available, go on: no other process replaces a socket that still
+        // listens, as ours does.
         let _lock = lock(&self.folder);
         if file_of(&self.path) == Some(self.file) {
             let _ = fs::remove_file(&self.path);
@@ -416,7 +427,8 @@ mod tests {
         drop(listener);
         drop(held);
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "its own name goes all the same");
-        // What others could open is no lock of ours: said, not waited for.
+        // A file that others can open is not accepted as our lock: this is reported, not waited
+        // for.
         let planted = dir.path().join(format!(".lock-{}", rustix::process::geteuid().as_raw()));
         fs::write(&planted, "").unwrap();
         fs::set_permissions(&planted, fs::Permissions::from_mode(0o666)).unwrap();

@@ -53,7 +53,7 @@ pub struct Summary {
     pub max_ns: u64,
 }
 
-/// One more, where nobody else counts: no locked instruction.
+/// Adds one, while no other thread counts: no locked instruction.
 #[inline]
 pub(crate) fn bump(counter: &AtomicU64) {
     // Relaxed: a counter that nothing else depends on, with one writer.
@@ -67,7 +67,7 @@ impl Histogram {
         self.buckets[bucket(ns)].fetch_add(1, Ordering::Relaxed);
     }
 
-    /// As [`Histogram::record`], where nobody else records: no locked instruction.
+    /// As [`Histogram::record`], while no other thread records: no locked instruction.
     #[inline]
     pub(crate) fn record_alone(&self, ns: u64) {
         bump(&self.buckets[bucket(ns)]);

@@ -1,10 +1,13 @@
-//! Processes: which one this is after a fork, and whether the one at the other end of a socket still runs.
+//! Processes: which one this is after a fork, and whether the one at the other end of a socket
+//! still runs.
 //!
-//! What stands in shared memory, and the descriptors, are inherited by a forked child: it could answer its parent's calls, end its
-//! connections and remove its names. So whoever holds such a thing remembers which process made it ([`here`]) and leaves it alone in another.
+//! A forked child inherits the shared memory and the descriptors. It could answer its parent's
+//! calls, end its connections and remove its names. So the holder of such a thing remembers which
+//! process made it ([`here`]), and leaves it alone in another.
 //!
-//! A child also keeps open what its parent had open: a socket whose process was killed does not close while a child of its lives. So
-//! the life of the other side is its socket *and* its process ([`life_of`]).
+//! A child also keeps open what its parent had open: a socket whose process was killed does not
+//! close while a child of that process lives. So the life of the other side is its socket *and* its
+//! process ([`life_of`]).
 
 //!
 //! The process is known by a descriptor that the socket gives (SO_PEERPIDFD, Linux 6.5), which holds across PID namespaces. Before
@@ -43,7 +46,7 @@ pub(crate) fn has_ended(socket: impl AsFd) -> bool {
     match pidfd(socket) {
         Err(error) => error == Errno::SRCH,
         Ok(None) => false,
-        // A dead process that nobody has waited for is readable too.
+        // A dead process that was not waited for yet is readable too.
         Ok(Some(life)) => poll(&mut [PollFd::new(&life, PollFlags::IN)], Some(&Timespec::default())) == Ok(1),
     }
 }

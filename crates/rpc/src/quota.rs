@@ -35,7 +35,7 @@ impl Quota {
         self.used.load(Ordering::Relaxed)
     }
 
-    /// Whether nobody uses anything of it.
+    /// Whether nothing of it is in use.
     pub(crate) fn is_free(&self) -> bool {
         self.used() == 0
     }

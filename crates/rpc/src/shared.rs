@@ -44,11 +44,13 @@ impl SharedBuffer {
         Ok(SharedBuffer::over(fd, mapping))
     }
 
-    /// A memfd that is there already, whole. It is sealed against shrinking and growing, or whoever reads it could be killed by its maker; sealed
-    /// against writing too, nobody can change it under the reader.
+    /// Uses the whole of an existing memfd. It must be sealed against shrinking and growing, or its
+    /// maker could kill its readers. If it is also sealed against writing, no process can change it
+    /// under the reader.
     ///
     /// # Errors
-    /// [`AdoptError`]: it is no memfd of ordinary pages, lacks those two seals or is empty, or cannot be mapped.
+    /// [`AdoptError`]: it is no memfd of ordinary pages, lacks those two seals or is empty, or
+    /// cannot be mapped.
     pub fn of_memfd(fd: OwnedFd) -> Result<SharedBuffer, AdoptError> {
         let bytes = section::sealed_bytes(&fd)?;
         // Where it is sealed against writing, it is mapped for reading.
@@ -97,7 +99,8 @@ impl SharedBuffer {
 pub(crate) struct Given(Vec<(u32, std::sync::Weak<Memory>)>);
 
 impl Given {
-    /// Hands the memory over unless that was done before. Memories that are gone are taken back first.
+    /// Hands the memory over unless that was done before. Memories that are gone are reclaimed
+    /// first.
     pub(crate) fn give(&mut self, to: impl AsFd, buffer: &SharedBuffer) -> Result<(), rustix::io::Errno> {
         if self.0.iter().any(|(number, _)| *number == buffer.number()) {
             return Ok(());
@@ -114,14 +117,15 @@ impl Given {
         Ok(())
     }
 
-    /// The other side has not taken it. It is handed over anew when it is used next: there may be room for it then.
+    /// The other side has not taken it. The next use hands it over again: there may be room for it
+    /// then.
     pub(crate) fn refused(&mut self, buffer: &SharedBuffer) {
         self.0.retain(|(number, _)| *number != buffer.number());
     }
 }
 
-/// Memory that the other side has handed over, mapped for reading. Whoever reads it holds it: what it takes of the bounds comes back when the
-/// last of them is done, and not when the other side forgets it.
+/// Memory that the other side has handed over, mapped for reading. Every reader holds it. Its share
+/// of the bounds becomes free when the last reader is done, not when the other side forgets it.
 #[derive(Debug)]
 pub(crate) struct Lent {
     mapping: Mapping,
@@ -147,7 +151,7 @@ pub(crate) struct TooLarge {
 #[derive(Debug)]
 pub(crate) struct Taken {
     memories: HashMap<u32, Arc<Lent>>,
-    /// So that whoever asks for one is told why it is not there; at most [`MAX_MEMORIES`].
+    /// So that a caller that asks for one is told why it is not there; at most [`MAX_MEMORIES`].
     too_large: HashMap<u32, TooLarge>,
     bound: Quota,
     quota: Quota,

@@ -29,7 +29,7 @@ pub struct Task {
 pub struct Outcome {
     /// Requests.
     pub requests: u64,
-    /// Not done by their deadline, for whatever reason.
+    /// Not done by their deadline, for any reason.
     pub missed: u64,
     /// Of these: not accepted, or given up unserved.
     pub unserved: u64,

@@ -1,9 +1,11 @@
 //! A peer's section when a connection begins: checked without touching its pages, then faulted in.
 //!
-//! Reading a hole of a memfd through a mapping allocates a page of it. A peer that sends a sparse section would have us make all of its pages,
-//! which takes tens of milliseconds for 64 MiB and is memory that nobody asked for. So the header is read with `pread`, which
-//! allocates nothing; then the queue is faulted in, which is small (1 MiB with the most entries), and the arena only where its owner has made
-//! its pages already. Pages of a sparse arena are made when a payload in them is read, and are part of what its owner is charged.
+//! Reading a hole of a memfd through a mapping allocates a page of it. A peer that sends a sparse
+//! section would have us make all of its pages. That takes tens of milliseconds for 64 MiB, and
+//! uses memory that is not needed. So the header is read with `pread`, which allocates nothing.
+//! Then the queue is faulted in, which is small (1 MiB with the most entries). The arena is faulted
+//! in only if its owner has made its pages already. Pages of a sparse arena are made when a payload
+//! in them is read, and are part of what its owner is charged.
 
 use std::os::fd::AsFd;
 

@@ -474,7 +474,7 @@ fn loans_and_shared_memory_are_written_in_place_and_read_in_place() {
         assert_eq!(reply.to_vec().unwrap(), b"shared answer");
     }
     assert!(matches!(client.submit_shared(&buffer, 1, 1 << 30, &CallOptions::default()), Err(CallError::Range { .. })));
-    // More memories than a connection holds at a time: those that are gone are taken back.
+    // More memories than a connection holds at a time: those that are gone are reclaimed.
     for n in 0..200u32 {
         let buffer = SharedBuffer::new(4096, false).unwrap();
         buffer.view().write_array(0, n.to_le_bytes()).unwrap();
@@ -830,7 +830,7 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
     hears(b"a", "taken back");
     go.send(()).unwrap();
     assert_eq!(client.wait(a, PATIENCE).unwrap().code(), 1, "it was served, since that had begun");
-    // The same slot's next turn: what was taken back before is nobody's any more.
+    // The same slot's next turn: the earlier cancellation has no effect any more.
     let b = client.submit(b"b", &CallOptions::default()).unwrap();
     hears(b"b", "begun");
     go.send(()).unwrap();
@@ -868,7 +868,8 @@ fn a_hook_that_panics_costs_the_service_nothing() {
     };
     let _service = Service::register("s", options(dir.path()), handler).unwrap();
     let client = connect(dir.path());
-    // By the control thread, as the only worker is busy; then by whoever sees the client go.
+    // By the control thread, as the only worker is busy; then by the thread that sees the client
+    // go.
     let token = client.submit(b"x", &CallOptions::default()).unwrap();
     begins.recv_timeout(PATIENCE).unwrap();
     assert!(client.cancel(token));

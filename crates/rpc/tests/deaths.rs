@@ -393,7 +393,7 @@ fn time_to_error(step: &str) -> Duration {
     });
     assert!(matches!(client.call(b"x", &call), Err(CallError::ProviderGone)));
     drop(provider);
-    // The dead provider's socket is in nobody's way.
+    // The dead provider's socket does not block a new service.
     assert!(matches!(Client::connect_with("s", &connect_options(dir.path())), Err(ConnectError::NoService { .. })));
     let _next = Service::register("s", options(dir.path()), serve).unwrap();
     assert!(connect(dir.path()).call(b"x", &call).is_ok());
@@ -489,7 +489,7 @@ fn a_killed_provider_is_told_of_and_followed_also_while_a_child_of_its_keeps_its
     provider.kill();
     assert!(matches!(client.wait(token, PATIENCE), Err(CallError::ProviderGone)));
     assert!(killed.elapsed() < PATIENCE / 10, "told at once: {:?}", killed.elapsed());
-    // Also before anybody has waited for the dead process.
+    // Also before the dead process has been waited for.
     let error = Client::connect_with("s", &connect_options(dir.path())).unwrap_err();
     assert!(matches!(error, ConnectError::NoService { .. }), "{error}");
     assert_eq!(folder::list(dir.path()), [""; 0]);

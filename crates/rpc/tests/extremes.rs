@@ -1,4 +1,5 @@
-//! Values at their ends, names that several want, folders that go, thousands of calls taken back: each call has one end, and all comes back.
+//! Values at their ends, names that several want, folders that go, thousands of cancelled calls:
+//! each call has one end, and all resources come back.
 
 mod support;
 
@@ -240,7 +241,7 @@ fn a_service_whose_folder_goes_serves_on_and_takes_nobodys_name_with_it() {
     let error = Client::connect_with("s", &connect_options(&folder)).unwrap_err();
     assert!(matches!(error, ConnectError::NoService { .. }), "{error}");
     assert_eq!(folder::list(&folder), [""; 0]);
-    // The name is free, in a folder that is made anew.
+    // The name is free, in a re-created folder.
     let _next = Service::register("s", options(&folder), echo).unwrap();
     drop(service);
     assert!(matches!(client.call(b"x", &CallOptions::default()), Err(CallError::ProviderGone)));

@@ -1,4 +1,4 @@
-//! Clients and providers that write what they like, spoken to by hand: they hurt themselves, and nobody else.
+//! Clients and providers that send arbitrary data, driven by hand: they hurt only themselves.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -215,7 +215,7 @@ fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
         assert!(text.contains(why), "{what}: {text}");
         works(&client);
     }
-    // Those who only connect, or send what a provider sends, are in nobody's way.
+    // Clients that only connect, or send what a provider sends, disturb no other client.
     let _silent: Vec<_> = (0..20).map(|_| dial(dir.path())).collect();
     let socket = dial(dir.path());
     send(&socket, &u32s(&[18]), &[]);
@@ -644,7 +644,8 @@ fn a_provider_that_hands_over_memory_without_end_is_mapped_up_to_the_bound() {
     let dir = tempfile::tempdir().unwrap();
     let mut answers = Producer::default();
     let mut number = 0;
-    // Each reply is in memory of its own, which the provider says it has taken back at once: a client that holds its replies holds it.
+    // Each reply is in memory of its own, which the provider says it has reclaimed at once: a
+    // client that holds its replies holds it.
     let provider = answering_all(dir.path(), 21, move |ends, token, socket| {
         number += 1;
         share_sparse(socket, number, EACH);
@@ -699,7 +700,7 @@ fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
         let mut n = 0;
         while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
             n += 1;
-            // Published, and taken back, all the time.
+            // Published, and withdrawn, all the time.
             own.view_mut().unwrap().store_u32(PUBLISHED, n & 1, Ordering::Release).unwrap();
             tombolo_shm::futex::wake(own.view(), PUBLISHED);
         }

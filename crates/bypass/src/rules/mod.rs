@@ -1,26 +1,27 @@
-//! Firewall rules that judge each frame: which they are, and how flows that they could judge stay on
-//! the kernel's path.
+//! Firewall rules that judge each frame: which they are, and how flows that they could judge stay
+//! on the kernel's path.
 //!
-//! The bypass repeats for a flow what the kernel did with one of its frames. A rule like `limit`, `log`,
-//! `dup` or a match on the payload may treat the next frame differently. So the ruleset of nftables is
-//! read over netlink (`source`, `ruleset`), and walked for each kind of flow that may be taken (`world`,
-//! `walk`). What comes out are the rules that judge each frame, for people, and filters of the flows that
-//! they could judge (`filter`), which are written into a map. The egress program does not learn a flow
-//! that a filter matches (ebpf/judges.h).
+//! The bypass repeats for a flow what the kernel did with one of its frames. A rule like `limit`,
+//! `log`, `dup` or a match on the payload may treat the next frame differently. So the ruleset of
+//! nftables is read over netlink (`source`, `ruleset`), and walked for each kind of flow that may
+//! be taken (`world`, `walk`). There are two results: the rules that judge each frame, for people,
+//! and filters of the flows that these rules could judge (`filter`), which are written into a map.
+//! The egress program does not learn a flow that a filter matches (ebpf/judges.h).
 //!
 //! # When it is read
-//! At `attach`, and by the keeper whenever the ruleset's generation changes or an interface gets another
-//! name. The map holds the generation that it was made for. Under another one nothing is learned (from
-//! Linux 6.17 on, where programs can read the generation), so no flow is learned before a new rule was read. The keeper reads
-//! on a thread of its own and without the place's lock, since a large ruleset takes seconds.
-//! Known flows fall out by themselves, since they hold under one generation only. Without a keeper this
-//! stays so until the next `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that
-//! has not been read yet, for as long as the keeper needs for it, and then learned anew.
+//! It is read at `attach`, and by the keeper whenever the ruleset's generation changes or an
+//! interface gets another name. The map holds the generation that it was made for. Under another
+//! generation no flow is learned, from Linux 6.17 on, where programs can read the generation. So no
+//! flow is learned before a new rule was read. The keeper reads on a thread of its own and without
+//! the place's lock, since a large ruleset takes seconds. Known flows expire by themselves, since
+//! they hold under one generation only. Without a keeper no flow is learned until the next
+//! `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that has not
+//! been read yet, for as long as the keeper needs to read it. They are then learned again.
 //!
 //! # What it does not see
 //! Rules of legacy iptables, and BPF programs at netfilter's hooks. Of sets only the elements that
-//! matter are read: verdicts, and those that a rule was written with. Whether an element times out, or
-//! is added by a rule, counts as a change of the ruleset that is seen after the lease.
+//! matter are read: verdicts, and those that a rule was written with. If an element times out, or
+//! is added by a rule, this is a change of the ruleset that is seen after the lease.
 
 mod compare;
 mod filter;
@@ -149,8 +150,8 @@ pub(crate) fn suspend(maps: &mut Maps) -> Result<(), AttachError> {
     Ok(maps.set_judges(&Filters::default().to_bytes(RulesState::Unread, 0))?)
 }
 
-/// Writes what was read, if it is still true; says whether. Flows that were learned before are then learned anew. The caller holds
-/// the place's lock.
+/// Writes what was read, if it is still true, and returns whether it is. Flows that were learned
+/// before are then learned again. The caller holds the place's lock.
 pub(crate) fn write(place: &Place, maps: &mut Maps, reading: &Reading) -> Result<bool, AttachError> {
     if !is_true(reading, maps)? {
         return Ok(false);
@@ -177,8 +178,8 @@ pub(crate) fn skip(place: &Place, maps: &mut Maps) -> Result<(), AttachError> {
     set(maps, &Filters::default().to_bytes(RulesState::Skipped, 0))
 }
 
-/// Reads the ruleset, and writes the map where it is another then. The caller holds the place's lock, or nobody else would know of
-/// the place yet.
+/// Reads the ruleset, and writes the map if the ruleset has changed. The caller holds the place's
+/// lock, or no other process knows of the place yet.
 pub(crate) fn refresh(place: &Place, maps: &mut Maps, skips: bool) -> Result<(), AttachError> {
     if skips {
         return skip(place, maps);

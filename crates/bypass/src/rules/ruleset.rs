@@ -30,7 +30,7 @@ pub(crate) const IPV6: u8 = 10;
 pub(crate) const SET_ANONYMOUS: u32 = 0x1;
 pub(crate) const SET_INTERVAL: u32 = 0x4;
 pub(crate) const SET_CONCAT: u32 = 0x80;
-/// Of an element: it is where an interval ends; it stands for every other key.
+/// Flags of an element: it is where an interval ends; it matches every other key.
 pub(crate) const INTERVAL_END: u32 = 0x1;
 pub(crate) const CATCH_ALL: u32 = 0x2;
 /// `NFT_DATA_VERDICT`: the data type of a verdict map.
@@ -290,7 +290,7 @@ pub(crate) struct Ruleset {
     pub is_too_large: bool,
     pub(super) rules: usize,
     pub(super) elements: usize,
-    /// Where the table stands that was looked for last: messages of one table follow each other.
+    /// The index of the table that was looked for last: messages of one table follow each other.
     pub(super) last: usize,
 }
 

@@ -119,10 +119,10 @@ impl RulesMonitor {
         Socket::open(Some(NETFILTER), GROUP_NFTABLES).map(RulesMonitor).ok()
     }
 
-    /// Whether anything changed since it was asked last; does not wait.
+    /// Whether anything changed since the last question; does not wait.
     ///
     /// # Errors
-    /// What the kernel says to a read, but for what it lost count of: that is a change.
+    /// What the kernel answers to a read. If it lost messages, that is a change and no error.
     pub fn changed(&self) -> Result<bool, NetlinkError> {
         let mut changed = false;
         let mut buffer = vec![0; 64 << 10];

@@ -1,13 +1,13 @@
-//! Which rules judge each frame of a flow, and of which flows: all base chains that forwarded frames
-//! pass are walked, once for each kind of flow.
+//! Which rules judge each frame of a flow, and of which flows: all base chains that forwarded
+//! frames pass are walked, once for each kind of flow.
 //!
-//! A kind of flow (`World`) fixes the family, the protocol and the state of the connection, as they are
-//! for every frame that may be taken. So `ct state established accept` ends the walk for established
-//! flows, and what stands behind it cannot judge them. Interfaces, addresses and ports that a rule asks
-//! for before it judges narrow the filter of the flows that it could judge.
+//! A kind of flow (`World`) fixes the family, the protocol and the state of the connection, as they
+//! are for every frame that may be taken. So `ct state established accept` ends the walk for
+//! established flows, and the rules behind it cannot judge them. A rule may ask for interfaces,
+//! addresses and ports before it judges. These narrow the filter of the flows that it could judge.
 //!
-//! Everything is conservative. What is not understood may match, and does not end a walk; an expression
-//! that is not known judges each frame. An `accept` ends only the base chain that it is in.
+//! Everything is conservative. A match that is not understood may match, and does not end a walk.
+//! An unknown expression judges each frame. An `accept` ends only the base chain that it is in.
 
 use super::JudgingRule;
 use super::compare::{Comparer, Comparison, Match};
@@ -556,7 +556,8 @@ impl<'a> Walk<'_, 'a> {
         Some(Outcome::Matches(by.is_in(&cells, set, e.number(5).unwrap_or(0) & INVERTED == 0, filter)))
     }
 
-    /// Elements that a rule adds. One that is added again, or whose time is set anew once per lease, is as well off.
+    /// Elements that a rule adds. It makes no difference whether one is added again, or its time is
+    /// set again once per lease.
     fn update(&self, e: &Expression, registers: &Registers) -> Option<Outcome> {
         let set = self.table.sets.get(&e.text(1)?)?;
         if let Some(limit) = e.inner(7, 10).iter().find(|e| !is_counter(&e.name)) {
@@ -735,7 +736,8 @@ mod tests {
         assert_eq!((rules.len(), worlds(&filters)), (1, bits(|w| w.state >= NEW)));
         let (rules, filters) = forward(vec![accept(0x4f), vec![plain("limit")]]);
         assert_eq!((rules, filters), (vec![], Filters::default()));
-        // A rule that only some of them meet ends nothing, but for those that just an interface tells from the others.
+        // A rule that only some of them meet ends nothing, except for those that just an interface
+        // tells from the others.
         let on_port = |states| {
             let port = [packet(2, 2, 2), compare(0, &[0, 53])];
             all(&[&state(states), &udp(), &port, &[verdict(ACCEPT, "")]])

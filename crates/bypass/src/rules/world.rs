@@ -16,7 +16,7 @@ const INET_INGRESS: u32 = 5;
 /// Hooks of netdev.
 const INGRESS: u32 = 0;
 const EGRESS: u32 = 1;
-/// Where connection tracking and both translations stand among the chains of a hook.
+/// Where connection tracking and both translations are among the chains of a hook.
 const PRIORITY_CONNTRACK: i32 = -200;
 const PRIORITY_DNAT: i32 = -100;
 const PRIORITY_SNAT: i32 = 100;
@@ -78,7 +78,7 @@ impl World {
         STATES[self.state]
     }
 
-    /// Whether a connection stands behind the flow.
+    /// Whether the flow belongs to a connection.
     pub(crate) fn is_tracked(self) -> bool {
         self.state < 3
     }
@@ -209,9 +209,10 @@ pub(crate) fn payload(world: World, at: Position, header: u32, n: usize) -> Cell
     }
 }
 
-/// Whether what a rule writes there is seen when a flow is learned: a frame that has the written value
-/// already is then told from one that has not (ebpf/truth.h, `differs_in_fields`), or the value is such
-/// as the kernel writes anew. What varies in a packet beyond that may not be written.
+/// Whether what a rule writes there is seen when a flow is learned. It is seen if a frame that
+/// already has the written value is told from one that has not (ebpf/truth.h, `differs_in_fields`),
+/// or if the kernel itself rewrites the value. Other fields that vary in a packet may not be
+/// written.
 pub(crate) fn may_be_written(world: World, header: u32, n: usize) -> bool {
     match (header, world.v6) {
         (LINK_HEADER, _) => n < 14 || may_be_written(world, NETWORK_HEADER, n - 14),

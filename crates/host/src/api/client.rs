@@ -55,7 +55,7 @@ pub enum ClientError {
         /// The fabrics that do run beside that place.
         running: Vec<String>,
     },
-    /// A socket that nobody listens on.
+    /// A socket without a listener.
     #[error(
         "the fabric \"{fabric}\" does not run any more: nobody answers at {}; its daemon was killed. `tombolo up` takes up its guests again, `tombolo down` ends them",
         socket.display()
@@ -514,8 +514,8 @@ impl Client {
         UnixStream::from_std(tokio::task::spawn_blocking(wait).await??)
     }
 
-    /// Connects. A socket that is not there, or that nobody listens on, is waited for while its daemon holds its lock: it
-    /// starts, or makes the socket again that was deleted.
+    /// Connects. If the socket is missing or has no listener, this waits while its daemon holds its
+    /// lock: the daemon starts, or makes the deleted socket again.
     async fn connect(&self) -> Result<UnixStream, ClientError> {
         let patience = Instant::now() + COMES_BACK;
         loop {

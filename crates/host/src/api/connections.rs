@@ -52,7 +52,7 @@ use tokio::time::Sleep;
 
 /// Bytes of a request's head, and of an answer that hyper buffers.
 const HEAD_BYTES: usize = 64 << 10;
-/// Pause after a connection could not be accepted, for want of descriptors for one.
+/// Pause after a connection could not be accepted because no descriptor was free for it.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// How long answers under way may take to reach their clients once the fabric has ended.
 const LAST_WORDS: Duration = Duration::from_secs(2);
@@ -446,7 +446,7 @@ async fn connection(
     let service = Seated { router: TowerToHyperService::new(router), seat: seat.clone() };
     let mut served = pin!(http.serve_connection(TokioIo::new(io), service));
     let mut open = true;
-    // Whatever a client has found to wait with: longer than all of its limits together it does not.
+    // However a client manages to wait, it does not wait longer than all of its limits together.
     let all = limits.head + limits.body + limits.turn + limits.stalled;
     loop {
         tokio::select! {

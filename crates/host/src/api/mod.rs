@@ -1,8 +1,8 @@
 //! What the running fabric can be asked, and how it answers.
 //!
-//! The fabric is one task that owns its state; everybody else sends it a [`Request`] and waits for the reply. The HTTP
-//! server on the Unix socket is such a somebody, and so are tests. The reports are the JSON of the API and of every
-//! `--json`: one schema, described in docs/api.md and by the OpenAPI document.
+//! The fabric is one task that owns its state. All others send it a [`Request`] and wait for the
+//! reply: the HTTP server on the Unix socket, and tests. The reports are the JSON of the API and of
+//! every `--json`: one schema, described in docs/api.md and by the OpenAPI document.
 
 pub mod client;
 pub mod connections;
@@ -19,7 +19,7 @@ use report::{MachineReport, PortReport, Status};
 use std::path::PathBuf;
 use tokio::sync::{mpsc, oneshot};
 
-/// Where the answer to a request goes. An answer that nobody waits for any more is dropped.
+/// Where the answer to a request goes. An answer that is no longer awaited is dropped.
 pub type Reply<T> = oneshot::Sender<Result<T, Refusal>>;
 
 /// The sending end of the fabric's requests.

@@ -1,19 +1,23 @@
 //! The API: HTTP/1.1 with JSON on a Unix socket, for the fabric's [`Request`]s.
 //!
-//! Purpose: whoever may open the socket asks the fabric and gets [`super::report`]'s schema. It is not the fabric: it holds
-//! no state but its connections, and every answer comes from the fabric's task.
+//! Purpose: a process that may open the socket asks the fabric and gets [`super::report`]'s schema.
+//! This module is not the fabric: it holds no state except its connections, and every answer comes
+//! from the fabric's task.
 //!
 //! # Invariants
-//! - The peer's credentials, taken from the kernel when it connects, decide: root and the daemon's own user may do
-//!   everything, others get 403 whatever they ask. The socket's mode (0600) and its folder's (0700) say the same.
-//! - A client is never waited for: [`super::connections`] bounds connections and their time, and there are at most
-//!   [`MAX_STREAMS`] endless answers (503), so that a `status` or `down` gets through beside half-sent requests and
-//!   forgotten captures. Places are shared fairly between processes ([`Limits::process`]).
-//! - A client that hangs up ends what was started for it: its capture's receiver is dropped with the answer's body.
+//! - The peer's credentials decide. They are taken from the kernel when it connects. Root and the
+//!   daemon's own user may do everything; others get 403 for every request. The socket's mode
+//!   (0600) and its folder's (0700) say the same.
+//! - The server never waits for a client. [`super::connections`] bounds connections and their time,
+//!   and there are at most [`MAX_STREAMS`] endless answers (503). So a `status` or `down` gets
+//!   through beside half-sent requests and forgotten captures. Places are shared fairly between
+//!   processes ([`Limits::process`]).
+//! - A client that hangs up ends what was started for it: its capture's receiver is dropped with
+//!   the answer's body.
 //!
 //! # Limits
-//! A body of sections may have [`MAX_BODY_BYTES`]; typed console input is copied as it comes and has no limit, so it
-//! counts as an endless answer.
+//! A body of sections may have [`MAX_BODY_BYTES`]. Typed console input is copied as it comes and
+//! has no limit, so it counts as an endless answer.
 
 use std::convert::Infallible;
 use std::io;
@@ -428,7 +432,7 @@ async fn tail(log: PathBuf, follow: Option<(Requests, String)>, sender: mpsc::Se
     let mut ended = follow.is_none();
     loop {
         let mut buffer = vec![0; CONSOLE_CHUNK];
-        // Opened again each time: a machine that is started anew may have a new file, from the start.
+        // Opened again each time: a restarted machine may have a new file, from the start.
         let read = std::fs::File::open(&log).and_then(|file| {
             if file.metadata()?.len() < offset {
                 offset = 0;

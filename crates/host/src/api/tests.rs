@@ -315,7 +315,7 @@ fn a_request_that_does_not_go_on_is_ended() {
         let status = if unfinished.starts_with("POST") { "HTTP/1.1 408" } else { "" };
         assert!(answer.starts_with(status), "{unfinished:?}: {answer}");
     }
-    // Answers that nobody reads: more of them than a socket holds.
+    // Answers that are not read: more of them than a socket holds.
     let mut stream = UnixStream::connect(&stand.socket).unwrap();
     stream.set_write_timeout(Some(PATIENCE)).unwrap();
     let asked = "GET /v1/openapi.json HTTP/1.1\r\nHost: t\r\n\r\n".repeat(1000);
@@ -658,7 +658,7 @@ fn a_full_queue_of_connections_is_waited_for() {
     });
 }
 
-/// Nobody reads its answer, and a member that ends could pass for somebody else.
+/// Its answer is not read, and a member that ends could pass for another process.
 #[test]
 fn what_a_process_sent_that_has_ended_is_not_carried_out() {
     let stand = Stand::new();

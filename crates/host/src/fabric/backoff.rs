@@ -1,5 +1,5 @@
-//! The pause before something that failed is started again: it doubles with each failure in a row, and begins anew once
-//! what was started has run for a while.
+//! The back-off before something that failed is started again. It doubles with each failure in a
+//! row, and is reset once the thing that was started has run for a while.
 
 use std::time::{Duration, Instant};
 

@@ -95,7 +95,7 @@ impl Running {
         }
     }
 
-    /// Lets go of everything that was attached for this fabric, by this daemon or one before it.
+    /// Releases everything that was attached for this fabric, by this daemon or one before it.
     pub(crate) fn end_bypass(&mut self) -> Result<(), FabricError> {
         self.bypass_watch.take().into_iter().for_each(|task| task.abort());
         if self.dir.as_ref().is_none_or(|d| !d.owner().bypass) {

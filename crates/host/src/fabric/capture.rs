@@ -1,4 +1,4 @@
-//! Captures: a port's frames as pcapng, handed from its worker to whoever asked.
+//! Captures: a port's frames as pcapng, handed from its worker to the requester.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -17,7 +17,7 @@ const PIECES: usize = 2;
 const MEMORY_BYTES: usize = 64 << 20;
 /// A reader that takes nothing for so long loses what waits for it.
 const STALLED: Duration = Duration::from_secs(10);
-/// How often a capture of a silent port looks whether anybody reads it still.
+/// How often a capture of a silent port checks whether it still has a reader.
 const LOOK: Duration = Duration::from_millis(250);
 
 /// Memory of all captures of this process.
@@ -79,7 +79,7 @@ impl Running {
                     }
                 }
             };
-            // A thread of its own: a capture waits for frames as long as somebody reads it.
+            // A thread of its own: a capture waits for frames as long as it has a reader.
             std::thread::Builder::new().name("tb-capture".into()).spawn(work).map_err(|source| FabricError::Spawn {
                 what: format!("a capture of {name}"),
                 source,

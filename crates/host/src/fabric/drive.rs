@@ -24,7 +24,7 @@ impl From<FabricError> for Refusal {
     }
 }
 
-/// Answers. Nobody may be waiting any more, which is no matter of ours.
+/// Answers. The requester may have gone, which does not matter to us.
 fn answer<T>(reply: Reply<T>, result: Result<T, FabricError>) {
     let _ = reply.send(result.map_err(Refusal::from));
 }
@@ -49,7 +49,7 @@ pub fn drive(shared: Shared) -> (Requests, oneshot::Receiver<()>) {
             serve(&shared, request).await;
         }
         drop(keep);
-        // Whoever started us may have gone.
+        // The thread that started us may have gone.
         let _ = ended.send(());
     });
     (sender, end)
@@ -96,8 +96,9 @@ impl Waiting {
     }
 }
 
-/// Answers a daemon that wants to take over, on a thread of its own, since everything stands still until that one has
-/// decided. Meanwhile `status` is answered as it was before; other requests wait.
+/// Answers a daemon that wants to take over, on a thread of its own, since everything is paused
+/// until that one has decided. Meanwhile `status` is answered as it was before; other requests
+/// wait.
 async fn hand_over(shared: &Shared, socket: UnixStream, waiting: &mut Waiting, receiver: &mut mpsc::Receiver<Request>) {
     let before = shared.running.lock().await.status();
     let asked = shared.clone();

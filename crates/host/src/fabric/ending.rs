@@ -92,7 +92,7 @@ pub(crate) async fn end_all(endings: Vec<Ending>, say: &Say) -> Vec<Domain> {
             if ending.domain.is_some() && process.wait(left()) {
                 continue;
             }
-            // A process that cannot be signalled is somebody else's by now.
+            // A process that cannot be signalled is no longer ours.
             let _ = process.end(left());
         }
         // An `xl` that had just been started may have made its domain meanwhile.

@@ -64,7 +64,7 @@ impl Finder {
         &self.path
     }
 
-    /// Whether a store runs that nobody can reach: its socket was deleted, or it hangs.
+    /// Whether a store runs that cannot be reached: its socket was deleted, or it hangs.
     pub(crate) fn is_cut_off(&self) -> bool {
         self.running().is_none() && !process::keepers(&self.path).is_empty()
     }
@@ -124,7 +124,7 @@ impl Finder {
         Ok(keeper)
     }
 
-    /// Ends the store that runs, whoever started it, and waits for its end.
+    /// Ends the store that runs, even if another process started it, and waits for its end.
     pub(crate) fn end(&self) {
         if let Ok(keeper) = Keeper::connect(&self.path)
             && keeper.quit().is_ok()

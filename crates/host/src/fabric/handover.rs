@@ -49,7 +49,7 @@ use crate::rundir::{self, Owner, RunDir};
 
 /// The first word, with the version of the conversation.
 pub(crate) const HELLO: &str = "tombolo handover 1";
-/// How long the old daemon stands still for the new one, which has little left to do.
+/// How long the old daemon pauses for the new one, which has little left to do.
 const COMMIT: Duration = Duration::from_secs(2);
 /// How long the new daemon waits for the old one.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -134,10 +134,10 @@ impl Takeover {
         if commit.old.additions != before {
             return Err(refused("its members have just changed; try again"));
         }
-        // Not before the old daemon stands still: until then it may start another one.
+        // Not before the old daemon is paused: until then it may start another one.
         let machines = process::machines(&spec.name, &folder);
         let store = finder.open_found(say).ok_or_else(unreachable)?;
-        // Taken out at once: whoever holds it keeps the fabric from everybody else.
+        // Taken out at once: its holder keeps the fabric from every other process.
         let lock = store.take("lock");
         store.forget("lock");
         let lock = lock.and_then(|record| record.fds.into_iter().next());
@@ -217,7 +217,7 @@ impl Commit {
         if matches!(&said, Ok(line) if line == "yours") {
             return Ok(());
         }
-        // It may have ended at this very instant: then nobody else has the fabric.
+        // It may have ended at this very instant: then no other process has the fabric.
         if process::start_ticks(self.old.pid) != Some(self.old.started_ticks) || old.is_none_or(|p| !p.is_running()) {
             return Ok(());
         }
@@ -225,7 +225,8 @@ impl Commit {
     }
 }
 
-/// Everything stands still until this is dropped. The order of the fields is the order in which it goes on.
+/// Everything is paused until this is dropped. The order of the fields is the order in which it
+/// resumes.
 struct Standstill<'r> {
     _paused: Vec<Paused>,
     _links: Option<links::Standstill<'r>>,
@@ -251,7 +252,7 @@ impl Running {
                     // Nothing is cleared up: all of it is the other's now.
                     std::process::exit(0);
                 }
-                // Closed before anything goes on here: a late "commit" finds no one.
+                // Closed before anything goes on here: a late "commit" finds no receiver.
                 drop(socket);
                 store.forget_all(&names);
                 drop(standstill);
@@ -370,7 +371,7 @@ impl Running {
             let name = path.file_name().map(|name| name.to_string_lossy()).unwrap_or_default();
             put(format!("door/{name}"), path.as_os_str().as_encoded_bytes(), &[door])?;
         }
-        // Of a daemon that has ended nobody may hold the lock.
+        // When a daemon has ended, no process may hold its lock.
         if let Some(dir) = self.dir.as_ref().filter(|_| with_lock) {
             put("lock".into(), &[], &[dir.lock()])?;
         }

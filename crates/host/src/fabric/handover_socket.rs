@@ -1,10 +1,12 @@
-//! The socket at which another daemon asks for a handover: who may ask, and how long one may take to say so.
+//! The socket at which another daemon asks for a handover: who may ask, and how long the asking may
+//! take.
 //!
 //! # Invariants
-//! - Only root and the daemon's own user are heard, and of these no machine and no helper of the fabric ([`crate::members`]).
-//!   A refused peer takes no place, and one that connects again and again is told of in the log once a second.
-//! - A peer that connects and says nothing costs a place among [`ASKING`] for [`PATIENCE`], or until another needs it; the
-//!   fabric's task waits for nobody before the first word is there.
+//! - Only root and the daemon's own user are heard, but no machine and no helper of the fabric
+//!   ([`crate::members`]). A refused peer takes no place. One that connects again and again is
+//!   logged once a second.
+//! - A peer that connects and says nothing takes a place among [`ASKING`] for [`PATIENCE`], or
+//!   until another needs it. The fabric's task waits for no peer before its first word has arrived.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -97,11 +99,11 @@ async fn hear(mut socket: UnixStream, requests: &Requests, is_heard: &AtomicBool
     let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
     let mut socket = socket.map_err(|error| error.to_string())?;
     if line != HELLO {
-        // Nobody may be there to read it. The buffer of a fresh socket has room for it.
+        // There may be no reader. The buffer of a fresh socket has room for it.
         let _ = std::io::Write::write_all(&mut socket, format!("expected {HELLO:?}, found {line:?}\n").as_bytes());
         return Err(format!("a process asked for it in other words: {line:?}"));
     }
-    // The fabric has ended where nobody takes it.
+    // If there is no receiver, the fabric has ended.
     let _ = requests.send(Request::HandOver { socket }).await;
     Ok(())
 }

@@ -78,7 +78,8 @@ fn own_socket(plan: &PortPlan) -> Option<&Path> {
 }
 
 impl Running {
-    /// Makes missing runtime files again, but for the API's socket. Returns whether something is left to be made.
+    /// Makes missing runtime files again, except for the API's socket. Returns whether something is
+    /// left to be made.
     pub(super) fn restore_files(&mut self) -> bool {
         let Some(dir) = &mut self.dir else { return false };
         let restored = dir.restore();

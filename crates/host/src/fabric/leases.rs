@@ -1,29 +1,33 @@
 //! Keeps a network's DHCP leases over a restart: a snapshot, and a journal of what changed since.
 //!
 //! # Why a journal
-//! A guest can renew its lease many times a second. Writing the whole table for each change would make its cost grow
-//! with the number of *other* guests. Here a change is one line appended to the journal. When the journal has grown to
-//! twice the snapshot's size it is folded into a new snapshot, so that the cost per change stays constant on average.
+//! A guest can renew its lease many times a second. Writing the whole table for each change would
+//! make its cost grow with the number of *other* guests. Here a change is one line appended to the
+//! journal. When the journal has grown to twice the snapshot's size it is folded into a new
+//! snapshot, so that the cost per change stays constant on average.
 //!
 //! # Files
-//! `NETWORK.leases.json` is the snapshot, one JSON document, replaced as a whole by rename. `NETWORK.leases.journal` has
-//! one [`LeaseChange`] per line. A line says all about its address, so reading the journal twice, or a journal that
-//! is older than the snapshot, gives the same table. Lines that cannot be read (one that was torn by a crash or a full
-//! disk) are skipped and told.
+//! `NETWORK.leases.json` is the snapshot, one JSON document, replaced as a whole by rename.
+//! `NETWORK.leases.journal` has one [`LeaseChange`] per line. A line holds everything about its
+//! address. So reading the journal twice, or a journal that is older than the snapshot, gives the
+//! same table. Lines that cannot be read (one that was torn by a crash or a full disk) are skipped
+//! and reported.
 //!
 //! # Threads
-//! One thread per network with DHCP writes. Neither a worker nor the control plane waits for a disk: the worker leaves
-//! changes in memory, merged by address, and unparks the thread. [`LeaseKeeper::finish`] waits for the last
-//! write, for [`FINISH_PATIENCE`] at most.
+//! One thread per network with DHCP writes. Neither a worker nor the control plane waits for a
+//! disk: the worker leaves changes in memory, merged by address, and unparks the thread.
+//! [`LeaseKeeper::finish`] waits for the last write, for [`FINISH_PATIENCE`] at most.
 //!
 //! # Durability
-//! A change is in the page cache within moments, so it survives a killed daemon. A snapshot is synchronised to the disk
-//! before it replaces the old one. Journal lines are not: whoever loses the host loses its guests at the same moment,
-//! and a client that returns may have its old address if it is free.
+//! A change is in the page cache within moments, so it survives a killed daemon. A snapshot is
+//! synchronised to the disk before it replaces the old one. Journal lines are not: if the host is
+//! lost, its guests are lost at the same moment. A client that returns may have its old address if
+//! it is free.
 //!
 //! # Failure
-//! What cannot be written (a full disk) is told once, counted as `lease_write_failures`, kept in memory, and tried again
-//! every [`RETRY_PAUSE`]. The journal is cut back to its last whole line.
+//! A failed write (a full disk) is reported once and counted as `lease_write_failures`. The changes
+//! are kept in memory, and the write is tried again every [`RETRY_PAUSE`]. The journal is cut back
+//! to its last whole line.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};

@@ -304,7 +304,8 @@ impl Running {
         self.tell_who_is_away();
     }
 
-    /// Notes all that run as ready to be adopted: in a handover their connections go on, whatever their drivers do.
+    /// Notes all that run as ready to be adopted: in a handover their connections go on,
+    /// independent of their drivers.
     pub(crate) fn note_all_settled(&mut self) {
         let running: Vec<_> = self.machines.iter().filter_map(|(name, m)| Some((name.clone(), m.pid?))).collect();
         for (name, pid) in running {
@@ -318,7 +319,7 @@ impl Running {
         let own = self.ports.values().filter(|p| p.plan.machine.as_deref() == Some(&name));
         let waits = own.map(|p| {
             let (tell, told) = oneshot::channel();
-            // Nobody may listen any more.
+            // The receiver may have gone.
             let up = move || tell.send(()).unwrap_or(());
             self.workers[p.worker].thread.handle().when_up(p.token, up).map(|()| told)
         });
@@ -346,7 +347,7 @@ impl Running {
         let Some(started_ticks) = process::start_ticks(pid) else { return };
         self.note_member(pid);
         let settled = Settled { machine: name.to_string(), pid, started_ticks, argv };
-        // Where the record cannot be written, the next daemon starts the machine anew.
+        // If the record cannot be written, the next daemon restarts the machine.
         self.dir().record(|o| {
             o.settled.retain(|s| s.machine != settled.machine);
             o.settled.push(settled);
@@ -370,7 +371,8 @@ impl Running {
                 {
                     break;
                 }
-                // It could not be watched, for want of a descriptor perhaps, and need not have ended.
+                // It could not be watched, perhaps because no descriptor was free, and need not
+                // have ended.
                 tokio::time::sleep(TRIM).await;
                 process = Process::open(pid);
                 if process::has_gone(pid, ticks) {

@@ -1,24 +1,28 @@
 //! A running fabric: the plan carried out, kept, changed and taken down again.
 //!
 //! # Purpose
-//! [`Running::start`] makes everything that a fabric file says; [`Running::add`], [`Running::remove`], [`Running::run`]
-//! and stopping a machine change it; [`Running::take_down`] ends it. It is not the API (that calls this) and not the data
-//! path: worker threads run that, and this module speaks to them through their handles.
+//! [`Running::start`] makes everything that a fabric file says. [`Running::add`],
+//! [`Running::remove`], [`Running::run`] and stopping a machine change it. [`Running::take_down`]
+//! ends it. This module is not the API, which calls it. It is not the data path either: worker
+//! threads run that, and this module talks to them through their handles.
 //!
 //! # Invariants
-//! - The runtime directory's lock is held from before the first thing is made until after the last is gone.
-//! - What outlives a killed daemon is found again: machines, helpers and bridges by marks that they carry ([`crate::process`]), the
-//!   nftables table, the sysctls and interfaces under the bypass by the owner record, which is written first. Taps and
-//!   sockets' listeners end with the process. passt ends with its stream, unless it hangs.
-//! - A machine that was started with exactly the arguments that the plan has for it, that can connect again, and whose
-//!   driver had been on the network, is adopted; any other process of the fabric is ended before anything is made, with
-//!   the same grace as by `down`.
-//! - What was done with things that an earlier daemon left is said, and stands in the report ([`Running::status`]).
-//! - Either everything of the file stands after `start`, or nothing.
+//! - The runtime directory's lock is held from before the first thing is made until after the last
+//!   is gone.
+//! - Everything that outlives a killed daemon is found again. Machines, helpers and bridges carry
+//!   marks ([`crate::process`]). The owner record, which is written first, names the nftables
+//!   table, the sysctls and the interfaces under the bypass. Taps and sockets' listeners end with
+//!   the process. passt ends with its stream, unless it hangs.
+//! - A machine is adopted if it was started with exactly the arguments that the plan has for it,
+//!   can connect again, and its driver had been on the network. Any other process of the fabric is
+//!   ended before anything is made, with the same grace as by `down`.
+//! - What was done with the leftovers of an earlier daemon is printed, and is part of the report
+//!   ([`Running::status`]).
+//! - After `start`, either everything in the file is up, or nothing.
 //!
 //! # Threads
-//! One async thread owns the `Running` behind a mutex; workers run on their own; waiting for processes to end happens
-//! outside the mutex.
+//! One async thread owns the `Running` behind a mutex. Workers run on their own. Waiting for
+//! processes to end happens outside the mutex.
 
 mod backoff;
 mod bypass;
@@ -248,8 +252,8 @@ pub struct Shared {
 }
 
 impl Shared {
-    /// The fabric cannot stand because of `error`: takes back what was made, or, after a handover, leaves the guests to the
-    /// next daemon. Returns what to tell the user.
+    /// The fabric cannot start because of `error`: undoes what was made, or, after a handover,
+    /// leaves the guests to the next daemon. Returns what to tell the user.
     pub(crate) async fn fail(&self, error: FabricError) -> FabricError {
         let mut running = self.running.lock().await;
         if !running.has_taken_over {
@@ -503,8 +507,8 @@ impl Running {
         for network in self.spec.networks.clone() {
             self.start_network(&network)?;
         }
-        // Kernel rules before the ports: a guest is not let out a moment before its masquerade stands. In a handover the
-        // rules of the daemon before stand, and guests do not wait for new ones.
+        // Kernel rules before the ports: no guest may send before its masquerade is in place. In a
+        // handover the previous daemon's rules are in place, and guests do not wait for new ones.
         if !self.taking_over {
             self.kernel_rules(plan)?;
         }
@@ -560,7 +564,7 @@ impl Running {
         self.takeover.push(what);
     }
 
-    /// Kills the helpers (passt) that an earlier daemon left, in whatever state they are.
+    /// Kills the helpers (passt) that an earlier daemon left, in any state.
     async fn end_helpers(&mut self) {
         let Some(dir) = &self.dir else { return };
         let left = process::helpers(dir.path(), &dir.owner().helpers);
@@ -595,7 +599,7 @@ impl Running {
             s.machine == machine && s.pid == process.pid && process::start_ticks(s.pid) == Some(s.started_ticks)
         });
         let Some(settled) = settled else {
-            // A script may add arguments, and a descriptor's number stands in the place of its name.
+            // A script may add arguments, and a descriptor's number replaces its name.
             let asked = planned.argv.iter().skip(1).filter(|w| !w.contains("/proc/self/fd/"));
             if asked.into_iter().any(|word| !words.contains(word)) {
                 return Some(format!("its section has changed: {}", difference(words, &planned.argv)));
@@ -643,7 +647,7 @@ impl Running {
         (keep, end)
     }
 
-    /// Takes back what an earlier daemon made for a plan that has changed.
+    /// Undoes what an earlier daemon made for a plan that has changed.
     fn undo_leftover(&mut self, plan: &Plan) -> Result<(), FabricError> {
         self.end_bypass()?;
         if let Some(table) = self.dir().owner().nft_table.clone()

@@ -7,7 +7,7 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 
 /// What it shows.
 pub(super) enum Planted {
-    /// Of ours, with these words.
+    /// A bug in our code, with these words.
     Bug(&'static str),
     /// Of a peer that breaks the rules, with these words.
     Fault(&'static str),

@@ -112,8 +112,9 @@ const STOPPED_LOOKS: u32 = 2;
 const SILENT_LOOKS: u32 = 4;
 const FIRST_LOOKS: u32 = 15;
 
-/// Watches over a passt: Debian's has been seen to repeat one segment 18.9 million times, and one that hangs takes the way
-/// out from all guests. Looks are counted and not seconds, so that a machine that stood still accuses nobody.
+/// Watches over a passt: Debian's has been seen to repeat one segment 18.9 million times, and one
+/// that hangs takes the way out from all guests. It counts looks and not seconds, so that a paused
+/// machine causes no false alarm.
 #[derive(Debug, Default)]
 struct Watchdog {
     last: Beat,

@@ -391,7 +391,8 @@ mod tests {
             registration.wake();
         }
         let reserved = handle.reserve().unwrap();
-        // What it is made anew as has a peer that breaks the rules; that it was our bug is still what is told.
+        // Its replacement has a peer that breaks the rules; the report still says that it was our
+        // bug.
         let port = bad(Planted::Bug("table is empty"));
         let again = Box::new(|_| Ok(bad(Planted::Fault("no such word")) as _));
         let counters =
@@ -400,7 +401,7 @@ mod tests {
         let status = loop {
             let status = handle.status().unwrap();
             if status.ports.iter().all(|p| p.counters.faults.get() > 0) && counters.restarts.get() > 0 {
-                // This one was asked for before the port was made anew, maybe.
+                // This one may have been requested before the port was restarted.
                 break handle.status().unwrap();
             }
             assert!(Instant::now() < deadline, "{status:?}");

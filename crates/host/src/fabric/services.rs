@@ -1,18 +1,21 @@
 //! Services of cells and VMs by name: what `service` and `to` of a `[link.NAME]` ask for.
 //!
-//! For each such link a process beside the daemon takes the link's one seat for processes and passes calls on ([`crate::bridge`]). It
-//! goes on while the daemon is replaced, and after a crash: the next daemon adopts it.
+//! For each such link a process beside the daemon takes the link's one seat for processes and
+//! forwards calls ([`crate::bridge`]). It goes on while the daemon is replaced, and after a crash:
+//! the next daemon adopts it.
 //!
 //! # Invariants
-//! - A bridge does nothing before it is in the owner record, with its arguments. It is adopted where it was started so, its arguments
-//!   are what the file asks for now, and it has its seat still; any other is ended before another one is started for its link.
+//! - A bridge does nothing before it is in the owner record, with its arguments. It is adopted if
+//!   it was started so, its arguments are what the file asks for now, and it still has its seat.
+//!   Any other bridge is ended before another one is started for its link.
 //! - It is a member of the fabric as a machine is: the sockets that are for the owner refuse it.
-//! - Whatever ends a bridge, the name of its service goes with it, or is taken by the next one.
+//! - However a bridge ends, the name of its service goes with it, or is taken by the next bridge.
 //!
 //! # Failure
-//! A bridge that ends, whose name or seat is taken among others, is started again after a pause of 0.2 to 2 s. The reason is said
-//! once, and stands among the warnings of the status until it works. Calls under way end with "provider gone". A bridge that is stopped
-//! by a signal is ended after two looks, of which there is one every 2 s.
+//! A bridge that ends is started again after a pause of 0.2 to 2 s, also if its name or seat is
+//! taken. The reason is printed once, and is among the warnings of the status until the bridge
+//! works. Calls under way end with "provider gone". A bridge that is stopped by a signal is ended
+//! after two looks, of which there is one every 2 s.
 
 use std::collections::BTreeSet;
 use std::io::{self, Write};
@@ -60,7 +63,7 @@ fn clear_name(words: &[String]) {
     }
 }
 
-/// Kills bridges, in whatever state they are. Returns those that are still there.
+/// Kills bridges, in any state. Returns those that are still there.
 async fn kill(bridges: Vec<(Process, Vec<String>)>) -> Vec<u32> {
     let work = move || {
         let there = process::kill_all(&bridges.iter().map(|(process, _)| process).collect::<Vec<_>>());
@@ -235,11 +238,12 @@ impl Running {
         })
     }
 
-    /// Ends all bridges, those that an earlier daemon left included, in whatever state they are. Nothing of them stays.
+    /// Ends all bridges, including those that an earlier daemon left, in any state. Nothing of them
+    /// stays.
     pub(crate) async fn end_bridges(&mut self) {
         let Some(dir) = &self.dir else { return };
         let (runtime, recorded) = (dir.path().to_path_buf(), dir.owner().bridges.clone());
-        // Without them here nobody starts them again.
+        // Once they are taken out here, nothing starts them again.
         let mut own = std::mem::take(&mut self.bridges);
         let pids: Vec<u32> = own.values().filter_map(RunningBridge::pid).collect();
         let left = process::bridges(&runtime, &recorded).into_iter();

@@ -1,9 +1,11 @@
-//! What of a running fabric a handover cannot change, and what a new daemon can refuse before the old one gives anything up.
+//! What a handover cannot change of a running fabric, and what a new daemon can refuse before the
+//! old one gives anything up.
 //!
 //! # Purpose
-//! A daemon that takes over goes on with the taps, streams and addresses as they are. A changed file may say otherwise. So
-//! the daemon that runs writes what stands into its owner record, and the next one compares before it asks for a handover.
-//! What is new in the file is looked at as by `up`: routes, listeners, interfaces and programs.
+//! A daemon that takes over continues with the taps, streams and addresses as they are. A changed
+//! file may ask for something else. So the running daemon writes what is in use into its owner
+//! record, and the next one compares before it asks for a handover. New parts of the file are
+//! checked as by `up`: routes, listeners, interfaces and programs.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
@@ -67,7 +69,7 @@ fn listeners(plan: &PortPlan) -> impl Iterator<Item = (Proto, SocketAddr)> {
 }
 
 impl Standing {
-    /// What stands of a fabric with these ports.
+    /// What is in use in a fabric with these ports.
     pub(crate) fn of<'p>(fabric: &Fabric, ports: impl Iterator<Item = &'p PortPlan>) -> Standing {
         let mut out = Standing::default();
         for port in ports {
@@ -167,7 +169,7 @@ fn can_be_made(port: &PortPlan) -> Result<(), FabricError> {
 }
 
 impl Running {
-    /// Writes what stands into the owner record, for the daemon that takes over.
+    /// Writes what is in use into the owner record, for the daemon that takes over.
     pub(crate) fn record_standing(&mut self) {
         let standing = Standing::of(&self.spec, self.ports.values().map(|port| &port.plan));
         if self.dir.as_ref().is_some_and(|dir| dir.owner().standing.as_ref() != Some(&standing)) {

@@ -198,7 +198,7 @@ impl Check<'_, '_, '_> {
                 self.fault((at, "iommu"), &[], "false on a machine that is no q35", "true", hint);
             }
             if m.attach == Attach::Xen {
-                // `disk` is complained about where it stands, and a VM without either as such.
+                // `disk` is complained about where it is given, and a VM without either as such.
                 if matches!(m.boot, Boot::Vm { kernel: None, .. }) && self.spots.has(at, "disk") {
                     let found = format!("none in [{at}], which has attach = \"xen\"");
                     let hint = "give `kernel`, and `initrd` where it needs one: a PVH domain has no firmware that boots from a disk";
@@ -361,7 +361,8 @@ impl Check<'_, '_, '_> {
         ips.into_iter().map(|(place, (.., who))| (place, who)).collect()
     }
 
-    /// `guard = "ip"` that was asked for, where there is no address to hold the member to; `ip6` where nobody is held to it.
+    /// `guard = "ip"` that was asked for, where there is no address to hold the member to; `ip6`
+    /// where no member is held to it.
     fn guards(&mut self) {
         let fabric = self.fabric;
         let asked = |ip6: &Ip6| *ip6 != Ip6::Unsaid;

@@ -30,7 +30,7 @@ impl Mac {
         Self::bytes(text).filter(|bytes| bytes[0] & 1 == 0 && *bytes != [0; 6]).map(Self)
     }
 
-    /// The six bytes of `aa:bb:cc:dd:ee:ff`, whatever they mean.
+    /// The six bytes of `aa:bb:cc:dd:ee:ff`, without a check of their meaning.
     pub(super) fn bytes(text: &str) -> Option<[u8; 6]> {
         let mut bytes = [0; 6];
         let mut parts = text.split(':');

@@ -22,7 +22,7 @@ pub fn load(path: &Path) -> Result<Fabric, FileError> {
     parse(&text, path)
 }
 
-/// The name of the fabric of the file at `path`, whatever else is wrong with the file.
+/// The name of the fabric of the file at `path`, even if other parts of the file are wrong.
 ///
 /// # Errors
 /// If the file cannot be read.
@@ -67,8 +67,8 @@ pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
     read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File)
 }
 
-/// Reads `text` as additions to a fabric that stands: sections of cells, VMs, taps, ports and forwards. The whole is
-/// checked again. `path` is what complaints show, as in [`parse`].
+/// Reads `text` as additions to a running fabric: sections of cells, VMs, taps, ports and forwards.
+/// The whole is checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
     read(text, path, to.clone(), Part::Addition)
 }
@@ -257,7 +257,8 @@ impl<'t> Reader<'_, 't> {
                 continue;
             };
             match value.get_ref() {
-                // The span of a table's own header is empty for dotted keys; its key always stands somewhere.
+                // The span of a table's own header is empty for dotted keys; its key always has a
+                // place in the text.
                 DeValue::Table(table) => out.push((name, key.span(), table)),
                 other => {
                     let keys: Vec<_> = schema::section(word).keys().map(|k| k.name).collect();
@@ -292,7 +293,7 @@ impl<'t> Reader<'_, 't> {
         let router = uplink.forwards().then_some(router);
         // A network that joins a real one has that one's DHCP server; a second would lease addresses to strangers.
         let dhcp = dhcp(&mut s, subnet, !matches!(uplink, Uplink::Bridge { .. }));
-        // Nor does it answer for an address there that nobody gave it.
+        // Nor does it answer for an address there that it was not given.
         let asked = dhcp.is_some() || !matches!(uplink, Uplink::Bridge { .. });
         let gateway = gateway.or_else(|| asked.then(|| subnet.nth(1)));
         let domain = s.text("domain", domain_name).unwrap_or(domain);

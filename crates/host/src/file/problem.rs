@@ -16,7 +16,7 @@ pub struct Problem {
     pub key: String,
     /// What would have been right.
     pub expected: String,
-    /// What stands there.
+    /// What is there.
     pub found: String,
     /// A near name, or what to do.
     pub hint: Option<String>,
@@ -64,9 +64,9 @@ pub enum FileError {
 pub enum Part {
     /// A whole fabric file.
     File,
-    /// An addition to a fabric that stands.
+    /// An addition to a running fabric.
     Addition,
-    /// A change of something that stands.
+    /// A change of a running fabric.
     Change,
 }
 
@@ -87,9 +87,10 @@ fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
 
 /// Turns byte offsets into lines and columns and gathers complaints: of each fault its root alone.
 ///
-/// A key that could not be read, or was left out where a misspelt one stands, has a default for its value, and whatever does not
-/// fit that default is no fault of the file. So reading notes what is in doubt, and the check of the whole says nothing that
-/// leans on it: the user mends the root, and is told of the rest, if there is any, the next time.
+/// A key gets a default value if it could not be read, or if a misspelt one was found in its place.
+/// A conflict with that default is no fault of the file. So reading notes what is in doubt, and the
+/// check of the whole file reports nothing that depends on it. The user fixes the root fault, and
+/// the next run reports the rest, if there is any.
 pub(super) struct Complaints<'a> {
     text: &'a str,
     list: Vec<Problem>,

@@ -9,7 +9,7 @@ use super::model::Mac;
 use super::problem::{Complaints, dotted, near, nearest};
 use super::schema::{self, SectionSchema};
 
-/// Where each key of the file stands, by dotted path.
+/// Where each key of the file is, by dotted path.
 #[derive(Debug, Default)]
 pub(super) struct Spots(HashMap<String, Range<usize>>);
 
@@ -74,7 +74,8 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
                 continue;
             }
             let names: Vec<_> = known().collect();
-            // What stands there may have been meant for any key that is left out, or for the near one.
+            // The unknown key may have been meant for any key that is left out, or for the near
+            // one.
             let left_out = || known().filter(|k| !table.contains_key(*k));
             let meant = nearest(name, left_out());
             left_out().filter(|k| meant.is_none_or(|m| m == *k)).for_each(|k| out.doubt(&path, k));
@@ -129,7 +130,8 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         self.out.say(span, dotted(&self.path, key), expects, found, hint);
     }
 
-    /// Complains that a key is missing, unless it stands there misspelt or may stand where the text is no TOML.
+    /// Complains that a key is missing, unless it is there misspelt or may be where the text is no
+    /// TOML.
     pub(super) fn missing(&mut self, key: &str) {
         self.out.doubt(&self.path, key);
         if self.misspelt.contains(&key) || self.out.broken {

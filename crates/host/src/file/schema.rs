@@ -78,7 +78,7 @@ const REGION: Key = key(
 const VECTORS: Key = key("vectors", "a number from 1 to 16", "2", "ivshmem: doorbells of each peer");
 const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of each device (vhost-user, xen)");
 
-/// The keys of a machine, whatever it boots.
+/// The keys of a machine, for everything that it can boot.
 const MACHINE_KEYS: &[Key] = &[
     key(
         "network",
@@ -400,8 +400,9 @@ const fn only(
 /// Values of `attach` with which QEMU runs a machine.
 const QEMU: &[&str] = &["vhost-user", "stream", "ivshmem", "ivshmem-plain"];
 
-/// Every key that does not always apply, and that one other key of its section decides about. The parser complains about
-/// one that stands where it does nothing. What several keys or sections decide about is in `check`.
+/// Every key that does not always apply, and that one other key of its section decides about. The
+/// parser complains about one in a place where it has no effect. Conditions of several keys or
+/// sections are in `check`.
 pub const CONDITIONS: &[Condition] = &[
     only("network", "router", "uplink", &["user", "kernel"]),
     only("network", "bypass", "uplink", &["kernel"]),

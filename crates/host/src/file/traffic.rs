@@ -10,11 +10,12 @@ use super::model::Traffic;
 use super::problem::{Complaints, FileError, Part, near};
 use super::read::{Section, Spots, found, integer};
 
-/// Reads a change of a running port: the key `rate`, as it stands in the port's section of a fabric file. Limits that it leaves
-/// out are off afterwards. `path` is what complaints show.
+/// Reads a change of a running port: the key `rate`, as it is in the port's section of a fabric
+/// file. Limits that it leaves out are off afterwards. `path` is what complaints show.
 ///
 /// # Errors
-/// Every fault of the text; also other keys, which a running port does not take, and a text without `rate`.
+/// Every fault of the text; also other keys, which a running port does not take, and a text without
+/// `rate`.
 pub fn rate_change(text: &str, path: &Path) -> Result<Rates, FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let (mut out, mut spots) = (Complaints::new(text), Spots::default());

@@ -33,7 +33,8 @@ pub struct SharedMemory {
     pub word: Option<String>,
 }
 
-/// Where a plain device's memory stands in the arguments, until the descriptor's number is known.
+/// The placeholder for a plain device's memory in the arguments, until the descriptor's number is
+/// known.
 pub fn memory_place(link: &str) -> String {
     format!("/proc/self/fd/{link}")
 }
@@ -103,7 +104,7 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
     }
     add(&["-M", &format!("{chipset},accel={accel},memory-backend=mem")]);
     if machine.iommu {
-        // Before the devices that it stands before.
+        // It must come before the devices that it serves.
         add(&["-device", "intel-iommu"]);
     }
     if with.kvm {

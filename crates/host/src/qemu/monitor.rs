@@ -1,7 +1,9 @@
-//! What a machine's monitor (QMP) is for: pressing the guest's power button, and telling which process QEMU is.
+//! What a machine's monitor (QMP) is for: pressing the guest's power button, and telling which
+//! process QEMU is.
 //!
-//! The socket has one client at a time; a second one waits for its greeting, here not longer than `ANSWER`.
-//! Whoever broke out of a guest may answer anything: what is read is bounded, and its meaning is yes or no.
+//! The socket has one client at a time. A second one waits for its greeting, here not longer than
+//! `ANSWER`. An attacker who broke out of a guest may answer anything: what is read is bounded, and
+//! its meaning is yes or no.
 
 use std::io::{self, BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;

@@ -120,8 +120,9 @@ fn uuid(runtime: &Path, machine: &str) -> String {
     format!("{}-{}-{}-{}-{}", &hex[..8], &hex[8..12], &hex[12..16], &hex[16..20], &hex[20..])
 }
 
-/// A string of xl's configuration (libxlu_cfg.c, `xlu__cfgl_dequote`). Numeric escapes are not for use: libxlutil takes them and
-/// forgets the character. What has no escape stands as it is.
+/// A string of xl's configuration (libxlu_cfg.c, `xlu__cfgl_dequote`). Numeric escapes must not be
+/// used: libxlutil takes them and forgets the character. A character without an escape is written
+/// as it is.
 fn quoted(text: &str) -> String {
     let mut out = String::from("'");
     for char in text.chars() {

@@ -264,7 +264,8 @@ pub fn a_wish_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) 
     assert!(rig.peer.collect().is_some());
 }
 
-/// A connected port without traffic wakes nobody and asks for no timers; one that is polled is looked at seldom.
+/// A connected port without traffic wakes no thread and asks for no timers; one that is polled is
+/// looked at seldom.
 pub fn an_idle_port_sleeps<F: Fixture>(_: &str) {
     let mut rig = Rig::<F>::up();
     rig.receive_all(&plain(0, [60, 60]));
@@ -319,7 +320,7 @@ pub fn a_partial_checksum_is_carried<F: Fixture>(name: &str) {
     carried::<F>(name, &frames);
 }
 
-/// A frame that stands for several segments stays whole, both ways.
+/// A frame that represents several segments stays whole, both ways.
 pub fn segmentation_is_carried<F: Fixture>(name: &str) {
     let frames = [
         tcp_frame(1, 20_000, SegmentKind::Tcp4, Some(1448)),

@@ -1,9 +1,11 @@
-//! A link for a process's own protocol: the two output sections, the states and the doorbells, and nothing else.
+//! A link for a process's own protocol: the two output sections, the states and the doorbells, and
+//! nothing else.
 //!
-//! What the sections hold is the user's. Here it is said when they may be looked at: after both peers have cleared theirs, until
-//! one of them stops. Each such time is a *life* of the link, with a number of its own; whoever remembers anything of the
-//! sections forgets it when the number changes. No thread; each call looks at the peer's state first. Nothing blocks but the wait
-//! of [`super::client::Link`].
+//! The content of the sections is up to the user. This module says when they may be looked at:
+//! after both peers have cleared theirs, until one of them stops. Each such time is a *life* of the
+//! link, with a number of its own. A user that remembers anything of the sections must forget it
+//! when the number changes. The module has no thread; each call looks at the peer's state first.
+//! Nothing blocks except the wait of [`super::client::Link`].
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
@@ -93,13 +95,13 @@ impl BarePeer {
         Some((own, bytes.slice(self.peer, self.section_bytes)?.as_foreign()))
     }
 
-    /// Rings the peer on the vector that stands for data.
+    /// Rings the peer on the vector that means data.
     pub fn ring(&mut self) {
         self.meeting.ring(vector_traffic(self.meeting.vectors));
     }
 
-    /// The peer broke the user's protocol: the link goes to RESET, and begins anew where the peer follows. Where the peer has
-    /// stopped meanwhile, that is all there was.
+    /// The peer broke the user's protocol: the link goes to RESET, and restarts if the peer
+    /// follows. If the peer has stopped meanwhile, nothing more happens.
     pub fn fault(&mut self) {
         if !self.meeting.peer_stopped() {
             self.life += 1;

@@ -1,5 +1,5 @@
-//! A process as a peer of a link: it connects to the link's server as QEMU does, maps the region, and has frames
-//! ([`Joined::network`]) or records ([`Joined::channel`]).
+//! A process as a peer of a link: it connects to the link's server as QEMU does, maps the region,
+//! and has frames ([`Joined::network`]) or records ([`Joined::channel`]).
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -14,12 +14,13 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
-//! The messages are those of ivshmem version 1 ([`tombolo_shm::ivshmem::v1`]); the region begins with our header page, which is
-//! judged as a stranger's. A server that ends leaves the link as it is: region and doorbells outlive it, only joins and
-//! leaves are not heard of any more ([`Link::server_is_gone`]).
+//! The messages are those of ivshmem version 1 ([`tombolo_shm::ivshmem::v1`]). The region begins
+//! with our header page, which is checked like that of an untrusted peer. When the server ends, the
+//! link stays as it is: region and doorbells outlive it. Only joins and leaves are no longer
+//! reported ([`Link::server_is_gone`]).
 //!
-//! It is here and not in `shm`, since it stands on the link's states and queues; the conversation itself is in `shm`. No thread;
-//! nothing blocks but `connect` and `wait`, both up to the time given.
+//! It is here and not in `shm`, since it uses the link's states and queues; the conversation itself
+//! is in `shm`. No thread; nothing blocks except `connect` and `wait`, both up to the time given.
 
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -358,7 +359,7 @@ impl<P: Meets> Link<P> {
         if heard.left {
             self.peer.left();
             if self.header.vectors == 0 {
-                // Nobody tells of the next one's coming; its word does.
+                // The arrival of the next one is not reported; its state word shows it.
                 self.peer.joined(None);
             }
         }

@@ -48,7 +48,7 @@ impl Host {
         self.bells[seat].iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap()).collect()
     }
 
-    /// Greets whoever takes `seat`, and tells the other one; returns the client's socket.
+    /// Greets the client that takes `seat`, and tells the other one; returns the client's socket.
     fn greet(&mut self, seat: usize) -> OwnedFd {
         let (server, client) = UnixStream::pair().unwrap();
         self.bells[seat] = (0..self.header.vectors).map(|_| Doorbell::new().unwrap()).collect();

@@ -113,7 +113,8 @@ pub struct LinkEnd {
     pub bells: Option<Box<dyn Bells>>,
     /// Whether the peer may be there. False where somebody will say when it comes ([`super::Handle::peer_joined`]).
     pub peer_present: bool,
-    /// Whether we made the region: then the state word of a peer that leaves is cleared by us, since nobody else does.
+    /// Whether we made the region. If so, we clear the state word of a peer that leaves, since
+    /// nothing else does.
     pub owns_region: bool,
     /// MTU of the link's network, in bytes; bounded by what the rings can carry.
     pub mtu: u32,

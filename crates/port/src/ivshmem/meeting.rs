@@ -16,7 +16,7 @@ pub(super) enum Step {
     None,
     /// To look again: the own state moved on.
     Again,
-    /// To clear the own section and start anew, then to call [`Meeting::cleared`] and look again.
+    /// To clear the own section and restart, then to call [`Meeting::cleared`] and look again.
     Clear,
     /// To forget what is held, and look again.
     Forget,
@@ -70,7 +70,8 @@ impl Meeting {
             #[cfg(test)]
             muted: false,
         };
-        // Whoever was here before may have left another state; a peer that runs sees this and begins anew.
+        // A previous user of this end may have left another state; a running peer sees this change
+        // and restarts.
         meeting.write();
         Ok((meeting, [own, peer]))
     }

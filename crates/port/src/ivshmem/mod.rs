@@ -1,12 +1,13 @@
-//! A link to one peer over shared memory: a cell, a guest of Jailhouse or Zephyr's kind, or a process. We are one of the
-//! region's two peers; frames go by [`tombolo_ring::ivshmem::net`].
+//! A link to one peer over shared memory: a cell, a guest such as Jailhouse's or Zephyr's, or a
+//! process. We are one of the region's two peers; frames go by [`tombolo_ring::ivshmem::net`].
 //!
 //! # Theory of operation
 //!
-//! Whoever made the region and its doorbells (a server, a plan of the file's, the driver inside a guest) hands them over as a
-//! [`LinkEnd`]. The two ends then agree by their state words on when each has cleared its own output section
-//! ([`tombolo_ring::ivshmem::state`]), and frames flow while both are in RUN. Each end writes its own section only: a frame to the
-//! peer is copied into ours, one from the peer is read where it lies in the peer's.
+//! The maker of the region and its doorbells hands them over as a [`LinkEnd`]. It is a server, a
+//! plan of the file's, or the driver inside a guest. The two ends then agree by their state words
+//! on when each has cleared its own output section ([`tombolo_ring::ivshmem::state`]). Frames flow
+//! while both are in RUN. Each end writes its own section only: a frame to the peer is copied into
+//! ours, and one from the peer is read in place in the peer's.
 //!
 //! ```text
 //!   server's thread                     worker (this file)                    peer
@@ -17,8 +18,9 @@
 //! ```
 //!
 //! # Without a doorbell
-//! A link whose [`LinkEnd::doorbells`] are empty is looked at by a timer: often while frames flow, seldom when idle
-//! ([`poll`](PollSettings)). A frame that we send makes it look often again, since an answer is likely.
+//! A link whose [`LinkEnd::doorbells`] are empty is looked at by a timer: often while frames flow,
+//! seldom when idle ([`poll`](PollSettings)). A frame that we send makes it look often again, since
+//! an answer is likely.
 //!
 //! # What a peer can do to us
 //!
@@ -31,8 +33,10 @@
 //! | writes into *our* section (v1 devices allow it) | its own frames; we never read back what we wrote | – |
 //!
 //! # Limits
-//! Two peers; frames as they are on a wire, or behind their offload state where both ends agreed on that ([`LinkEnd::offloads`]), of an MTU up to a quarter of the section's data area; 4096 frames out, of which
-//! no more than the section's ring and data area hold (290 of 1500 bytes on the default link); 512 held at a time.
+//! Two peers. Frames are as they are on a wire, or behind their offload state if both ends agreed
+//! on that ([`LinkEnd::offloads`]), of an MTU up to a quarter of the section's data area. 4096
+//! frames out, of which no more than the section's ring and data area hold (290 of 1500 bytes on
+//! the default link); 512 held at a time.
 
 pub mod bare;
 pub mod channel;

@@ -1,9 +1,10 @@
 //! A link for a process of its own, without a switch: frames in and out by plain calls.
 //!
-//! A [`NetPeer`] is one end of a network link, as [`super::Ivshmem`] is, for whoever wants frames and not a port: a test, a
-//! protocol stack in user space, a tool. It has no thread: each call looks at the peer's state first.
+//! A [`NetPeer`] is one end of a network link, as [`super::Ivshmem`] is. It is for users that want
+//! frames and not a port: a test, a protocol stack in user space, a tool. It has no thread: each
+//! call looks at the peer's state first.
 //!
-//! Frames that were sent are seen by the peer at [`NetPeer::flush`]. Nothing blocks but [`NetPeer::wait`].
+//! The peer sees sent frames at [`NetPeer::flush`]. Nothing blocks except [`NetPeer::wait`].
 
 use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
@@ -146,12 +147,12 @@ impl NetPeer {
         self.end.left();
     }
 
-    /// Stops and begins anew, as a driver whose interface is set down and up; the peer follows.
+    /// Stops and restarts, as a driver whose interface is set down and up; the peer follows.
     pub fn restart(&mut self) {
         self.end.restart_link();
     }
 
-    /// Has the peer go without a word, as one that is killed.
+    /// Has the peer disappear silently, as one that is killed.
     #[cfg(test)]
     pub(super) fn die(mut self) {
         self.end.meeting.mute();

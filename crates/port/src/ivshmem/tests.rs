@@ -335,8 +335,8 @@ fn a_state_word_of_any_value_costs_only_the_link() {
     other.die();
 }
 
-/// A machine that was killed leaves its word in RUN. Nobody clears it on a link without a server's eyes, until the next one
-/// comes up and begins with RESET.
+/// A killed machine leaves its state word in RUN. On a link without a server that watches peers the
+/// word stays so until the next machine comes up and begins with RESET.
 #[test]
 fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
     let mut rig = Rig::<LinkFixture<0>>::up();
@@ -344,7 +344,7 @@ fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
     for _ in 0..10 {
         rig.peer.driven = None;
         rig.send(&plain(1, [60, 60]));
-        // Without a word from anybody.
+        // No notification from either side.
         let mut parts = parts(&rig.peer.region, 1, 0, Vec::new());
         parts.peer_present = true;
         rig.peer.driven = Some(Driven::new(NetPeer::new(parts).unwrap(), Vec::new()));
@@ -360,7 +360,7 @@ fn a_peer_that_was_killed_is_replaced_with_its_word_still_in_run() {
     }
 }
 
-/// The port is made anew over a region in which both ran: the state of before is nobody's.
+/// The port is re-created over a region in which both ran: the old state belongs to neither.
 #[test]
 fn a_port_that_is_made_anew_meets_the_peer_again() {
     let mut rig = Rig::<LinkFixture<2>>::up();
@@ -394,7 +394,7 @@ fn a_peer_that_rings_without_end_is_not_listened_to_and_others_go_on() {
         bad.turn(16);
     }
     assert!(detail(&*bad.port, "woken_by").contains("held"), "{:?}", bad.port.details());
-    // Its rings wake nobody now.
+    // Its rings wake no thread now.
     bad.turn(16);
     bad.wakeups = 0;
     for _ in 0..100 {
@@ -557,7 +557,7 @@ fn a_lost_ring_does_not_leave_both_waiting() {
     let (mut port, _handle) = Ivshmem::new(ours, PollSettings::default(), registration).unwrap();
     let mut theirs = parts(&region, 1, 2, Vec::new());
     theirs.peer_present = true;
-    // It cannot ring, and nobody rings it.
+    // It cannot ring, and it is not rung.
     let mut peer = NetPeer::new(theirs).unwrap();
     let (mut now, mut looks) = (Nanos(0), 0);
     while port.link() != Link::Up {

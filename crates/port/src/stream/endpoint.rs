@@ -1,4 +1,5 @@
-//! Where a stream attachment finds its peer: addresses, listening sockets and connections, none of which blocks.
+//! Where a stream attachment finds its peer: addresses, listening sockets and connections. All of
+//! them are non-blocking.
 
 use super::StreamError;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -54,7 +55,8 @@ fn socket(address: &Address) -> Result<OwnedFd, Errno> {
     net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC | SocketFlags::NONBLOCK, None)
 }
 
-/// Has a TCP socket send frames at once and notice a peer that is gone without a word; no effect on others.
+/// Has a TCP socket send frames at once and notice a peer that disappears silently; no effect on
+/// others.
 pub(crate) fn tune(socket: impl AsFd) {
     // Each fails on a Unix socket, which needs none of them.
     let _ = sockopt::set_tcp_nodelay(&socket, true);
@@ -90,7 +92,7 @@ impl Listener {
             Address::Tcp(ip) => {
                 sockopt::set_socket_reuseaddr(&listener.socket, true).map_err(failed("setting options of"))?;
                 net::bind(&listener.socket, ip).map_err(failed("listening on"))?;
-                // Port 0 stands for any.
+                // Port 0 means any port.
                 let bound = net::getsockname(&listener.socket).ok().and_then(|a| SocketAddr::try_from(a).ok());
                 listener.address = bound.map_or(address.clone(), Address::Tcp);
             }
@@ -132,14 +134,14 @@ impl Drop for Listener {
         if let (Address::Unix(path), Some(file)) = (&self.address, self.file) {
             let ours = std::fs::symlink_metadata(path).is_ok_and(|m| (m.dev(), m.ino()) == file);
             if ours {
-                // Whoever removed it meanwhile has done the same.
+                // If it was removed meanwhile, another process has done the same.
                 let _ = std::fs::remove_file(path);
             }
         }
     }
 }
 
-/// Removes the socket's file of a process that was killed: one to which nobody listens.
+/// Removes the socket file of a killed process: one that has no listener.
 fn remove_stale(path: &PathBuf, name: &SocketAddrUnix) {
     use std::os::unix::fs::FileTypeExt;
     let is_socket = std::fs::symlink_metadata(path).is_ok_and(|m| m.file_type().is_socket());

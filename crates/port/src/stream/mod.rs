@@ -110,7 +110,7 @@ impl StreamFeed {
     pub fn give(&self, socket: OwnedFd) -> Result<(), StreamError> {
         check_stream(&socket)?;
         *self.mailbox.socket.lock().unwrap_or_else(PoisonError::into_inner) = Some(socket);
-        // Release: whoever sees the flag finds the socket; the mutex orders the rest.
+        // Release: a thread that sees the flag finds the socket; the mutex orders the rest.
         self.mailbox.full.store(true, Ordering::Release);
         self.registration.wake();
         Ok(())
@@ -523,7 +523,7 @@ impl Port for StreamPort {
                 }
                 Err(Errno::AGAIN) => more = false,
                 Err(Errno::INTR) => {}
-                // Reset by the peer, timed out, unreachable: it is gone, whatever the reason.
+                // Reset by the peer, timed out, unreachable: in each case it is gone.
                 Err(_) => connection.ended = true,
             }
         }
@@ -635,7 +635,8 @@ impl Port for StreamPort {
         if let Role::Connect { attempt, .. } = &mut self.role {
             *attempt = None;
         }
-        // A peer that broke the protocol is waited for longer each time, whatever it sent before.
+        // A peer that broke the protocol is waited for longer each time, even if it sent correct
+        // frames before.
         self.proved = false;
     }
 

@@ -477,7 +477,8 @@ pub(super) enum Source {
 }
 
 impl Source {
-    /// Opens the socket. A path that a dead daemon left behind is taken over; one on which somebody listens is not.
+    /// Opens the socket. A path that a dead daemon left behind is taken over; one with a listener
+    /// is not.
     pub(super) fn open(socket: &Socket, kept: Option<OwnedFd>) -> io::Result<Source> {
         if let (Socket::Listen(path), Some(kept)) = (socket, kept)
             && tombolo_shm::listener::is_found_at(&kept, path)

@@ -55,7 +55,7 @@ pub(super) enum Command {
 #[derive(Debug)]
 pub(super) enum Answer {
     Done,
-    /// The available index at which a stopped ring stands.
+    /// The available index of a stopped ring.
     Base(u16),
     /// Memory that is not used any more, to be unmapped by the control thread: it takes long.
     Old(Arc<GuestTable>),
@@ -148,7 +148,7 @@ impl Mailbox {
         self.lock().discarded.push(memory);
     }
 
-    /// The port is going: whoever waits, or posts later, hears so.
+    /// The port is going: threads that wait, or post later, hear so.
     pub(super) fn close(&self) {
         self.lock().gone = true;
         self.answered.notify_all();

@@ -1,13 +1,13 @@
 //! The frontend's messages, as they come from its socket.
 //!
-//! Descriptors that come with a message may lead to files whose `close` or `fstat` asks a server of the frontend's own
-//! (FUSE), and the crate `vhost` closes what it does not expect. So messages are taken off the frontend's socket here,
-//! their descriptors are looked at without asking anybody ([`tombolo_shm::foreign`]), and only harmless ones go on to the
-//! crate.
+//! Descriptors that come with a message may lead to files whose `close` or `fstat` asks a server of
+//! the frontend's own (FUSE), and the crate `vhost` closes what it does not expect. So messages are
+//! read from the frontend's socket here. Their descriptors are checked without such a question
+//! ([`tombolo_shm::foreign`]), and only harmless ones go on to the crate.
 //!
-//! What is changed on the way: a memory table that is longer than its number of regions says is cut to that length, since
-//! user-mode Linux sends all entries of a table of fixed size; a descriptor that comes with REM_MEM_REG is closed, as the
-//! specification allows.
+//! Two things are changed on the way. A memory table that is longer than its number of regions says
+//! is cut to that length, since user-mode Linux sends all entries of a table of fixed size. A
+//! descriptor that comes with REM_MEM_REG is closed, as the specification allows.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;

@@ -1,11 +1,12 @@
-//! A network device of a virtual machine, whose VMM is a vhost-user frontend: QEMU, Cloud Hypervisor, crosvm, or
-//! DPDK's virtio-user. We are the backend.
+//! A network device of a virtual machine, whose VMM is a vhost-user frontend: QEMU, Cloud
+//! Hypervisor, crosvm, or DPDK's virtio-user. We are the backend.
 //!
 //! # Theory of operation
 //!
-//! The frontend connects over a Unix socket (or listens there, and we connect), hands over the guest's memory as file
-//! descriptors, says where in it the virtqueues are, and gives an eventfd for each direction of wake-ups. From then on
-//! frames go between guest and worker through the rings, and the frontend is not involved.
+//! The frontend connects over a Unix socket (or listens there, and we connect). It hands over the
+//! guest's memory as file descriptors, says where in it the virtqueues are, and gives an eventfd
+//! for each direction of wake-ups. From then on frames go between guest and worker through the
+//! rings, and the frontend is not involved.
 //!
 //! ```text
 //!   control thread (control.rs)             worker (this file, ring.rs)
@@ -19,13 +20,14 @@
 //!   waits for the next frontend
 //! ```
 //!
-//! So a slow or hostile frontend blocks its own control thread and nothing else, and the worker's cost is one relaxed
-//! load per turn.
+//! So a slow or hostile frontend blocks only its own control thread. The worker's cost is one
+//! relaxed load per turn.
 //!
 //! # Rings
 //!
-//! Ring 2k carries frames *to* the guest (its receive queue), ring 2k+1 frames *from* it, for queue pair k. Frames to
-//! a guest with several enabled pairs are spread by a hash of addresses and ports, so that a flow stays in order.
+//! Ring 2k carries frames *to* the guest (its receive queue), ring 2k+1 frames *from* it, for queue
+//! pair k. Frames to a guest with several enabled pairs are spread by a hash of addresses and
+//! ports, so that a flow stays in order.
 //!
 //! # Life of a ring
 //!
@@ -38,18 +40,19 @@
 //! | running | new memory | stopped, then running at the same index |
 //! | any | connection closed, fault | stopped; memory unmapped |
 //!
-//! Refused, since the worker would be using what changes: size, address, base or kick descriptor of a running ring;
-//! features while any ring runs.
+//! The worker would be using what changes, so these are refused: size, address, base or kick
+//! descriptor of a running ring; features while any ring runs.
 //!
-//! A frontend that comes back (a restarted VMM, or the same guest after *we* were restarted) goes through the same
-//! steps. A ring that has been in use continues at its used index, whatever base the frontend remembers: frames are
-//! answered in order, so behind that index nothing is done, and nothing is lost to the guest's driver.
-//! That is why no in-flight log is kept.
+//! A frontend that comes back goes through the same steps. It is a restarted VMM, or the same guest
+//! after *we* were restarted. A ring that has been in use continues at its used index, and the base
+//! that the frontend remembers is ignored. Frames are answered in order, so nothing is done behind
+//! that index, and the guest's driver loses nothing. For this reason no in-flight log is kept.
 //!
 //! # Restart of the daemon
-//! With a place in the fd store ([`Shelf`]) the connection, the memory and the eventfds outlive this process. The control
-//! thread stores the state after each message, and marks it as in doubt while it handles one. The next daemon continues
-//! at the used index, without a word to the frontend. See docs/upgrade.md.
+//! With a place in the fd store ([`Shelf`]) the connection, the memory and the eventfds outlive
+//! this process. The control thread stores the state after each message, and marks it as in doubt
+//! while it handles one. The next daemon continues at the used index, and sends the frontend no
+//! message. See docs/upgrade.md.
 //!
 //! # Limits
 //!
@@ -187,11 +190,12 @@ pub struct VhostUserPort {
 }
 
 impl VhostUserPort {
-    /// Opens the port's socket and waits for a frontend, in a thread of its own. `registration` is the port's in its
-    /// worker's reactor.
+    /// Opens the port's socket and waits for a frontend, in a thread of its own. `registration` is
+    /// the port's in its worker's reactor.
     ///
     /// # Errors
-    /// [`OpenError`]; a listening socket whose path somebody listens on already is refused, a stale one is taken over.
+    /// [`OpenError`]; a listening socket whose path already has a listener is refused, a stale one
+    /// is taken over.
     pub fn open(config: VhostUserConfig, registration: Registration) -> Result<VhostUserPort, OpenError> {
         Self::open_kept(config, registration, None)
     }
@@ -506,7 +510,8 @@ impl Port for VhostUserPort {
         }
         *buffers = recycle(segments);
         if let Some(fault) = fault.or_else(|| memory_fault(memory)) {
-            // Nobody will see what was written; the caller counts all that `drops` does not hold.
+            // What was written is never published; the caller counts everything that `drops` does
+            // not hold.
             return Err(fault);
         }
         if open == 0 {

@@ -16,7 +16,7 @@ use crate::reactor::Watch;
 /// Chains taken from a ring before their frames are looked at: as many cache misses are under way at a time.
 const CHUNK: usize = 32;
 
-/// The negotiated layout of what stands before a frame.
+/// The negotiated layout of what precedes a frame.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Framing {
     /// Length of the header: 12 bytes, or 10 with a driver older than VirtIO 1.0 without mergeable buffers.

@@ -124,8 +124,9 @@ fn ring_fault(queue: usize, side: &str, error: XenError) -> Fault {
     Fault { kind: FaultKind::Ring, detail: format!("queue {queue}, {side} ring: {error}") }
 }
 
-/// Where in the arena, whose first byte begins a page, a packet is put: at `at` or soon behind it, so that its pieces cross
-/// no page of ours where that can be had. Each crossing costs the hypervisor one copy more.
+/// Where in the arena, whose first byte begins a page, a packet is put: at `at` or soon behind it,
+/// so that its pieces cross none of our pages if possible. Each crossing costs the hypervisor one
+/// copy more.
 fn place(at: usize, pieces: &[Piece]) -> usize {
     match pieces {
         // Linux gives headers in the first piece and whole pages behind it.
@@ -493,7 +494,7 @@ const _: () = assert!(ETHERNET_HEADER_BYTES == tombolo_ring::xen::netif::MIN_PAC
 mod tests {
     use super::*;
 
-    /// Pages of ours that a packet's pieces touch, one copy of the hypervisor for each.
+    /// Number of our pages that a packet's pieces touch, one copy of the hypervisor for each.
     fn copies(at: usize, pieces: &[Piece]) -> usize {
         let mut from = place(at, pieces);
         assert!((at..=at + PAGE_BYTES).contains(&from), "{at} {from}");

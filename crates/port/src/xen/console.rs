@@ -15,8 +15,8 @@ pub fn console_of(domain: u32) -> Option<PathBuf> {
     terminal(&store.ask(&Request::Read(&node)).ok()?)
 }
 
-/// A pseudoterminal by its path, and nothing else: the toolstack keeps the guest from writing this node, and whoever did
-/// would choose a file that the daemon writes.
+/// A pseudoterminal by its path, and nothing else. The toolstack keeps the guest from writing this
+/// node. A guest that could write it would choose a file that the daemon writes.
 fn terminal(path: &[u8]) -> Option<PathBuf> {
     let path = std::str::from_utf8(path).ok()?;
     let number = path.strip_prefix("/dev/pts/")?;

@@ -245,7 +245,7 @@ impl Control<'_> {
         Ok(changes)
     }
 
-    /// Lets go of rings and event channels.
+    /// Releases rings and event channels.
     fn disconnect(&mut self) -> Result<(), StepError> {
         drop(self.exchange.given_up());
         drop(self.exchange.hand_over(None)?);

@@ -1,4 +1,5 @@
-//! Between a port's control thread and its worker: one connection handed over at a time, or taken back.
+//! Between a port's control thread and its worker: one connection handed over at a time, or
+//! withdrawn.
 
 use super::connection::Connection;
 use crate::reactor::Registration;
@@ -53,8 +54,8 @@ impl Exchange {
         self.slot.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Control side: has the worker run `next` and nothing else. Blocks until it does; returns what it ran before, to be let go of
-    /// here, since unmapping takes long.
+    /// Control side: has the worker run `next` and nothing else. Blocks until it does. Returns what
+    /// it ran before, which is released here, since unmapping takes long.
     pub(super) fn hand_over(&self, next: Option<Box<Connection>>) -> Result<Option<Box<Connection>>, Gone> {
         let mut slot = self.lock();
         slot.next = Some(next);

@@ -112,7 +112,7 @@ fn rig(queues: u32, split: bool) -> Rig<XenFixture> {
     rig
 }
 
-/// Stands where a port was while another one is made.
+/// Takes the place of a port while another one is made.
 struct NoPort;
 
 impl Port for NoPort {
@@ -147,7 +147,7 @@ impl Port for NoPort {
     fn reset(&mut self, _: &Fault) {}
 }
 
-/// A frontend that was told to close does so, and is served when it begins anew.
+/// A frontend that was told to close does so, and is served when it restarts.
 fn closes_and_comes_again(rig: &mut Rig<XenFixture>) {
     rig.peer.frontend.set_state("6");
     rig.until("closed", |rig| rig.peer.frontend.back("state").as_deref() == Some("6"));
@@ -231,7 +231,8 @@ fn a_port_that_takes_over_goes_on_where_the_rings_stand() {
     let world = rig.peer.world.clone();
     for round in 0..20 {
         let registration = rig.port_registration();
-        // A turn that is cut short after frames were taken: what stands in their slots now is no request.
+        // A turn that is cut short after frames were taken: the content of their slots is no
+        // request now.
         let taken = tcp_frame(50 + round, 9000, SegmentKind::Tcp4, Some(1448));
         rig.received.clear();
         assert!(rig.peer.inject(&taken.bytes, taken.offload));

@@ -57,7 +57,7 @@ pub enum ConnectError {
     /// The name, the folder, or the socket.
     #[error(transparent)]
     Folder(FolderError),
-    /// Nobody serves under the name.
+    /// No process serves under the name.
     #[error("no service \"{name}\" is running ({}); `tombolo service ls` shows those that are", path.display())]
     NoService {
         /// The name.

@@ -1,13 +1,15 @@
 //! One connection as all who use it share it: its sections, its slots, and the wait for answers.
 //!
 //! # Who waits
-//! One of the threads that wait is the leader: it polls or sleeps on the provider's word without the lock. The others are followers, on
-//! `turn`. Whoever takes answers wakes the followers; a leader that is done leaves the lead to one of them. What a slot holds and which
-//! turn it is in are only read and written under the lock.
+//! One of the threads that wait is the leader: it polls or sleeps on the provider's word without
+//! the lock. The others are followers, on `turn`. A thread that takes answers wakes the followers.
+//! A leader that is done leaves the lead to one of them. The content of a slot and its turn are
+//! only read and written under the lock.
 //!
-//! A future's waker is somebody else's code, which may poll or drop futures then and there. So it is called and dropped without the lock: who
-//! takes an answer leaves the waker in `woken`. Whoever polls takes it up once the lock is free, and else the thread that waits on behalf of
-//! futures, which hears of each answer.
+//! A future's waker is foreign code, which may poll or drop futures immediately. So it is called
+//! and dropped without the lock. A thread that takes an answer leaves the waker in `woken`. A
+//! thread that polls calls it once the lock is free. If none polls, the thread that waits on behalf
+//! of futures does so, since it hears of each answer.
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
@@ -58,7 +60,7 @@ pub(super) enum Slot {
         block: Option<u64>,
         /// The request's memory, kept until its answer.
         shared: Option<SharedBuffer>,
-        /// Nobody waits for it any more.
+        /// The call is no longer awaited.
         abandoned: bool,
         waker: Option<Waker>,
         /// When the answer is wanted; `u64::MAX`: best effort.
@@ -390,7 +392,7 @@ impl Inner {
             state.leader = false;
         };
         if state.followers > 0 {
-            // Somebody else's turn to sleep.
+            // Another thread's turn to sleep.
             self.turn.notify_all();
         }
         (state, done)

@@ -1,14 +1,16 @@
-//! Notices that providers have gone: one thread per process sleeps on the sockets of all connections, and on the processes at their other
-//! ends.
+//! Notices that providers have gone: one thread per process sleeps on the sockets of all
+//! connections, and on the processes at their other ends.
 //!
-//! A socket closes with its process, however that ends, unless a child that it forked keeps it open: then the process itself is the sign. The
-//! thread marks the connection as lost and wakes those who wait on it, again
-//! and again until none is left: between its look at the mark and its sleep a waiter cannot be woken, so one wake-up might come too
-//! early. While nobody dies the thread never runs.
+//! A socket closes with its process, however that ends, unless a forked child keeps it open: then
+//! the process itself is the sign. The thread marks the connection as lost and wakes those who wait
+//! on it, again and again until none is left. A waiter cannot be woken between its look at the mark
+//! and its sleep, so one wake-up might come too early. While no provider dies the thread never
+//! runs.
 //!
-//! A process that forks has no such thread in the child: its first connection starts one of its own. The connections of its parent do not
-//! survive a fork; in the child they are left alone ([`is_ours`]). What tells it that there is no thread yet is behind a lock that forks take
-//! ([`fork::keep`]), so that it is free in the child.
+//! A process that forks has no such thread in the child: its first connection starts one of its
+//! own. The connections of its parent do not survive a fork; in the child they are left alone
+//! ([`is_ours`]). The child knows that there is no thread yet from data behind a lock that forks
+//! take ([`fork::keep`]), so that the lock is free in the child.
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;

@@ -1,25 +1,37 @@
-//! Who calls: connects to a service by its name and asks it, blocking or not.
+//! The calling side: connects to a service by its name and sends it requests, blocking or not.
 //!
-//! A [`Client`] is one connection. Threads may share it: one of those that wait sleeps on the provider's word and takes the answers for
-//! all of them. Threads that need not wait for each other open a client each.
+//! A [`Client`] is one connection. Threads may share it: one of the waiting threads sleeps on the
+//! provider's word and takes the answers for all of them. Threads that need not wait for each other
+//! open a client each.
 //!
-//! # What a call ends with
-//! Exactly one of: the reply; [`CallError::Late`], [`CallError::Refused`], [`CallError::Cancelled`], [`CallError::Expired`],
-//! [`CallError::Failed`] as the provider says; [`CallError::ProviderGone`] when it dies, [`CallError::Broken`] when it breaks the
-//! protocol, [`CallError::DeadlineExceeded`] when its deadline passes without an answer, [`CallError::Timeout`] when the caller's own
-//! patience ends before that. A call that ended so is cancelled, and its slot and memory come back with the answer, which nobody sees.
+//! # How a call ends
+//! A call ends in exactly one way:
+//!
+//! - with the reply;
+//! - with [`CallError::Late`], [`CallError::Refused`], [`CallError::Cancelled`],
+//!   [`CallError::Expired`] or [`CallError::Failed`], as the provider says;
+//! - with [`CallError::ProviderGone`] when the provider dies;
+//! - with [`CallError::Broken`] when the provider breaks the protocol;
+//! - with [`CallError::DeadlineExceeded`] when its deadline passes without an answer;
+//! - with [`CallError::Timeout`] when the caller's own patience ends before that.
+//!
+//! After a deadline or a timeout the call is cancelled. Its slot and memory become free with the
+//! answer, which is discarded.
 //!
 //! # Deadlines
-//! A call ends at its deadline, whatever its provider does: also where that is stopped or hangs. A caller that can use a late reply
-//! says for how long after the deadline it waits ([`CallOptions::wait_late`]); such a reply says that it is late ([`Reply::is_late`]).
+//! A call ends at its deadline, also if its provider is stopped or hangs. A caller that can use a
+//! late reply sets how long it waits after the deadline ([`CallOptions::wait_late`]). Such a reply
+//! says that it is late ([`Reply::is_late`]).
 //!
 //! # Forks
-//! A connection does not survive one. In a child of the process that connected, each call ends with [`CallError::ProviderGone`], and what the
-//! child drops of the connection, of its loans and of its replies stays the parent's.
+//! A connection does not survive a fork. In a child of the process that connected, each call ends
+//! with [`CallError::ProviderGone`]. If the child drops the connection, loans or replies, they
+//! still belong to the parent.
 //!
 //! # A hostile provider
-//! can answer nonsense or nothing. Each field of an answer is read once and checked; every wait has a time limit. What it has a client map is bounded:
-//! its section when the client connects, and whole memories by [`ConnectOptions::max_shared_bytes`].
+//! It can answer nonsense or nothing. Each field of an answer is read once and checked, and every
+//! wait has a time limit. The memory that it makes a client map is bounded: its section when the
+//! client connects, and whole memories by [`ConnectOptions::max_shared_bytes`].
 
 mod connect;
 mod connection;
@@ -104,7 +116,7 @@ pub enum CallError {
         /// The buffer's size.
         bytes: u64,
     },
-    /// The reply was held for too long, and its memory was taken back.
+    /// The reply was held for too long, and its memory was reclaimed.
     #[error("the reply was held for too long, and the service took its memory back")]
     Reclaimed,
     /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
@@ -180,7 +192,8 @@ impl CallOptions {
 #[derive(Debug)]
 struct Handle {
     inner: Arc<Inner>,
-    /// Calls that nobody waits for any more, and that could not be cancelled since the ring was full: the next who calls or waits does.
+    /// Calls that are no longer awaited, and that could not be cancelled since the ring was full.
+    /// The next thread that calls or waits cancels them.
     unsaid: Mutex<Vec<Token>>,
     /// Whether there may be any.
     any_unsaid: AtomicBool,
@@ -199,10 +212,11 @@ impl Drop for Handle {
     }
 }
 
-/// Whether this process made the connection; a forked child has it from its parent, with whatever was locked at that instant.
+/// Whether this process made the connection. A forked child has it from its parent, with all locks
+/// as they were at that instant.
 #[inline]
 fn is_ours(inner: &Inner) -> bool {
-    // Relaxed: stored before anybody else has the connection.
+    // Relaxed: stored before any other thread has the connection.
     life::is_ours(inner.life.load(Ordering::Relaxed))
 }
 
@@ -447,7 +461,7 @@ impl Client {
         known && state.turns.get(token.slot() as usize) == Some(&token.turn())
     }
 
-    /// Whether a token's answer has not come yet, whoever waits for it.
+    /// Whether a token's answer has not come yet, regardless of which thread waits for it.
     fn is_waiting(state: &State, token: Token) -> bool {
         let at = token.slot() as usize;
         matches!(state.slots.get(at), Some(Slot::Waiting { .. })) && state.turns.get(at) == Some(&token.turn())
@@ -594,7 +608,8 @@ impl Client {
         }
     }
 
-    /// Nobody waits for this call any more: it is cancelled, now or as soon as there is room for that, and its slot comes back with its answer.
+    /// Abandons this call: it is cancelled, now or as soon as there is room for that. Its slot
+    /// becomes free with its answer.
     fn abandon(&self, token: Token) {
         if !is_ours(&self.inner) {
             return;

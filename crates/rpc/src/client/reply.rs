@@ -18,7 +18,7 @@ pub(super) enum Bytes {
     Memory(Arc<Lent>),
 }
 
-/// The reply to a call. Where it stands in the provider's memory, it is given back when this is dropped.
+/// The reply to a call. If it is in the provider's memory, it is given back when this is dropped.
 #[derive(Debug)]
 pub struct Reply {
     pub(super) inner: Arc<Inner>,

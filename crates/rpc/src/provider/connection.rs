@@ -1,11 +1,11 @@
 //! One client, as the provider sees it.
 //!
-//! What is taken from the client is under the service's one lock (`intake`); what is answered is under the connection's own
-//! (`Replies`), so that a worker that has served answers without waiting for anybody else. Lock order: the service's, then a
-//! connection's.
+//! What is taken from the client is under the service's one lock (`intake`). What is answered is
+//! under the connection's own (`Replies`), so a worker that has served answers without waiting for
+//! any other thread. Lock order: the service's, then a connection's.
 //!
-//! A slot is FREE, SERVING, or names the queued request by its handle. It is freed *before* the answer is published, since the
-//! client may use it again at once.
+//! A slot is FREE, SERVING, or names the queued request by its handle. It is freed *before* the
+//! answer is published, since the client may use it again at once.
 
 use std::os::fd::OwnedFd;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -80,7 +80,7 @@ struct Replies {
     given: Given,
 }
 
-/// What is called when a request that is being served is taken back.
+/// What is called when a request that is being served is cancelled.
 #[derive(Default)]
 struct Hooks(Vec<(Token, Box<dyn FnOnce() + Send>)>);
 
@@ -106,7 +106,7 @@ pub(crate) struct Connection {
     /// For both sections, and their entries.
     _charges: [Charge; 2],
     gone: AtomicBool,
-    /// For each slot the turn whose request was taken back while it was served, last.
+    /// For each slot the turn whose request was last cancelled while it was served.
     taken_back: Vec<AtomicU32>,
     hooks: Mutex<Hooks>,
     /// Whether there may be any, for those who would look in vain.
@@ -202,9 +202,9 @@ impl Connection {
         }
     }
 
-    /// Whether the client has gone, or was sent away.
+    /// Whether the client has gone, or was disconnected.
     pub(crate) fn is_gone(&self) -> bool {
-        // Relaxed: who misses it answers into memory that nobody reads.
+        // Relaxed: a thread that misses it answers into memory that is never read.
         self.gone.load(Ordering::Relaxed)
     }
 
@@ -218,7 +218,7 @@ impl Connection {
         first
     }
 
-    /// The client takes back a request that is being served.
+    /// The client cancels a request that is being served.
     pub(crate) fn take_back(&self, token: Token) {
         if let Some(turn) = self.taken_back.get(token.slot() as usize) {
             // Relaxed: the hooks' lock orders it for who waits to hear; who only looks may miss it.
@@ -227,7 +227,7 @@ impl Connection {
         self.call_hooks(|of| of == token);
     }
 
-    /// Whether nobody waits any more for the answer to a request that is being served.
+    /// Whether the answer to a request that is being served is no longer awaited.
     pub(crate) fn is_taken_back(&self, token: Token) -> bool {
         let turn = self.taken_back.get(token.slot() as usize);
         self.is_gone() || turn.is_some_and(|turn| turn.load(Ordering::Relaxed) == token.turn())
@@ -300,7 +300,7 @@ impl Connection {
         replies.free.pop();
         replies.out.push(id);
         let held = &mut replies.held[id as usize];
-        // 0 is a mark that nobody ever wrote.
+        // No side ever writes the mark 0.
         held.generation = held.generation.wrapping_add(1).max(1);
         (held.offset, held.sent_ns) = (offset, None);
         Some(Block { id, offset, len })
@@ -332,7 +332,7 @@ impl Connection {
         replies.out.iter().filter_map(|id| replies.held[*id as usize].sent_ns).min()
     }
 
-    /// Takes back what the client has held for longer than `ttl_ns`; returns how many blocks.
+    /// Reclaims what the client has held for longer than `ttl_ns`; returns how many blocks.
     pub(crate) fn reclaim(&self, now: u64, ttl_ns: u64) -> u64 {
         let ends = self.ends();
         let mut replies = lock(&self.replies);
@@ -395,7 +395,7 @@ impl Connection {
 }
 
 impl Replies {
-    /// Takes back the blocks that the client has marked as read.
+    /// Reclaims the blocks that the client has marked as read.
     fn collect(&mut self, ends: &Ends<'_>) {
         let Replies { arena, free, held, out, .. } = self;
         out.retain(|id| {

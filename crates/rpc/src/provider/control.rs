@@ -243,8 +243,8 @@ impl Control {
         self.spare = spare();
     }
 
-    /// Takes a client out, with all that it asked. A child of ours that was forked may hold its descriptors too, so that closing them
-    /// would end neither the connection nor the events.
+    /// Takes a client out, with all that it asked. One of our forked children may hold its
+    /// descriptors too, so that closing them would end neither the connection nor the events.
     fn remove(&mut self, id: u64) {
         match self.clients.remove(&id) {
             None => {}

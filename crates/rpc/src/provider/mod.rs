@@ -1,15 +1,17 @@
 //! A service: registered under a name, called by clients, earliest deadline first.
 //!
 //! # Threads
-//! `workers` threads serve; one more, the control thread, accepts clients, reads their sockets, notices their deaths and looks after
-//! requests while all workers are busy. There is no dispatcher: a worker that is free takes what all clients have asked into the queue
-//! and serves the first (`worker`). An idle service sleeps, with no timer running.
+//! `workers` threads serve. One more, the control thread, accepts clients, reads their sockets,
+//! notices their deaths, and looks after requests while all workers are busy. There is no
+//! dispatcher: a free worker takes what all clients have asked into the queue and serves the first
+//! request (`worker`). An idle service sleeps, with no timer running.
 //!
 //! # Failure
-//! A client that breaks the protocol is sent away and counted; a client that dies has its requests taken out of the queue and its
-//! memory given back. A handler that panics costs its request, answered as failed. When the service is dropped, what waits is
-//! refused and clients see their sockets close; a handler under way is waited for. When its process dies, the kernel closes the
-//! sockets and each waiting client gets its error.
+//! A client that breaks the protocol is disconnected and counted. When a client dies, its requests
+//! leave the queue and its memory is given back. A handler that panics costs its request, which is
+//! answered as failed. When the service is dropped, waiting requests are refused and clients see
+//! their sockets close. A handler under way is waited for. When the service's process dies, the
+//! kernel closes the sockets and each waiting client gets its error.
 //!
 //! A child that the process forks does not serve: what it drops of the service stays its parent's.
 //!
@@ -66,7 +68,7 @@ pub enum WorkerClass {
     Deadline,
 }
 
-/// Who may call. Whoever the service runs as, and root, always may.
+/// Who may call. The user that the service runs as, and root, always may.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
     /// Users.
@@ -126,8 +128,9 @@ pub struct Options {
     /// Most bytes of memory that the clients of one user may have in use together: their sections, those of their replies, and whole
     /// memories that they hand over.
     pub max_bytes_per_uid: u64,
-    /// Most requests that the clients of one user may have under way together: less than [`Options::queue_bound`], so that there is room in the queue
-    /// for others whatever one user asks. Each client counts with the entries that it connected with.
+    /// Most requests that the clients of one user may have under way together. It is less than
+    /// [`Options::queue_bound`], so that the queue always has room for other users. Each client
+    /// counts with the entries that it connected with.
     pub max_entries_per_uid: u64,
     /// Most requests that one client may have under way.
     pub max_entries: u32,

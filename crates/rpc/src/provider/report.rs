@@ -57,13 +57,13 @@ pub struct Answers {
     pub refused_reply_memory: u64,
     /// Refused since the service was ending.
     pub refused_stopping: u64,
-    /// Taken back by the client.
+    /// Cancelled by the client.
     pub cancelled: u64,
     /// Waited for longer than their time to live.
     pub expired: u64,
     /// The handler panicked.
     pub failed: u64,
-    /// Whose client had gone, or was sent away, before the answer.
+    /// Whose client had gone, or was disconnected, before the answer.
     pub abandoned: u64,
 }
 
@@ -88,7 +88,7 @@ pub struct Report {
     pub admission: bool,
     /// Clients connected.
     pub clients: u64,
-    /// Clients sent away since they broke the protocol.
+    /// Clients disconnected because they broke the protocol.
     pub broken_clients: u64,
     /// Of these, how many for which reason, by the reason's name (`tombolo_ring::rpc::Broken`); those that are none are left out.
     #[serde(default)]
@@ -99,7 +99,7 @@ pub struct Report {
     pub pending: u64,
     /// Answers.
     pub answers: Answers,
-    /// Replies that were held for too long and taken back.
+    /// Replies that were held for too long and reclaimed.
     pub reclaimed_replies: u64,
     /// How often a worker slept.
     pub sleeps: u64,
@@ -119,7 +119,8 @@ pub struct Report {
     pub slow_calls: Vec<SlowCall>,
 }
 
-/// What one worker counts: nobody else writes it, so that a call costs no locked instruction for it.
+/// Counters of one worker. No other thread writes them, so a call costs no locked instruction for
+/// them.
 #[derive(Debug, Default)]
 #[repr(align(128))]
 pub(crate) struct Tally {
@@ -229,7 +230,7 @@ impl Counters {
         add(counter, 1);
     }
 
-    /// Counts a client that was sent away.
+    /// Counts a client that was disconnected.
     pub(crate) fn sent_away(&self, broken: Broken) {
         add(&self.broken_clients, 1);
         if let Some(index) = Broken::ALL.iter().position(|b| *b == broken) {

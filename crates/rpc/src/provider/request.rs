@@ -67,20 +67,23 @@ impl<'a> Request<'a> {
         self.queued_ns
     }
 
-    /// What is left of the time to live that its caller gave it; `None` where that left it to the service. For whoever passes it on.
+    /// What is left of the time to live that its caller gave it; `None` if the caller left it to
+    /// the service. It is for a handler that passes the request on.
     pub fn ttl_left(&self) -> Option<Duration> {
         let ttl = (self.ttl_ms > 0).then(|| Duration::from_millis(self.ttl_ms.into()))?;
         Some(ttl.saturating_sub(Duration::from_nanos(self.queued_ns)))
     }
 
-    /// Whether nobody waits for the answer any more: the caller has taken the request back since its service began, or is gone. A handler
-    /// that takes long may look, and end early. While all workers are busy it is noticed within 10 ms.
+    /// Whether the answer is no longer awaited: the caller has cancelled the request since its
+    /// service began, or is gone. A handler that takes long may look, and end early. While all
+    /// workers are busy it is noticed within 10 ms.
     pub fn is_taken_back(&self) -> bool {
         self.connection.is_taken_back(self.token)
     }
 
-    /// Has `hook` called when that becomes so, at once where it is so already, and not any more when the handler has returned. Whoever
-    /// notices calls it while the service's queue is held up: it is to be short.
+    /// Has `hook` called when that becomes so, at once if it is so already, and not any more when
+    /// the handler has returned. The thread that notices calls it while the service's queue is held
+    /// up: it must be short.
     pub fn on_taken_back(&self, hook: impl FnOnce() + Send + 'static) {
         self.connection.on_taken_back(self.token, Box::new(hook));
     }

@@ -1,4 +1,5 @@
-//! Workers: no dispatcher, each free worker takes what clients have asked and serves the first.
+//! Workers. There is no dispatcher: each free worker takes what clients have asked, and serves the
+//! first request.
 //!
 //! ```text
 //!   take all that clients have asked into the queue; answer what is late, refused, expired
@@ -8,13 +9,15 @@
 //!                        arm the bells, look again, sleep in epoll
 //! ```
 //!
-//! All of it but the serving is under the core's lock, held for well below a µs per request. A client is *active* while its bell
-//! is not armed: it is looked at in each turn, and rings for nobody. All idle workers sleep on one epoll instance, edge-triggered:
-//! the kernel wakes one of them for each ring, so no thread hands work to another. While none is idle, a bell that rings wakes nobody:
-//! workers then listen for bells between two requests, every [`LOOK_NS`] at most, so that the order of service is that of
-//! deadlines over all clients to within that time.
+//! A worker holds the core's lock for all of this except the serving, for well below a µs per
+//! request. A client is *active* while its bell is not armed: workers look at it in each turn, and
+//! it rings no bell. All idle workers sleep on one epoll instance, edge-triggered. The kernel wakes
+//! one of them for each ring, so no thread hands work to another. While no worker is idle, a ring
+//! wakes none of them. Workers then listen for bells between two requests, every [`LOOK_NS`] at
+//! most. So service follows the order of deadlines over all clients to within that time.
 //!
-//! A bell that rings for nothing costs a wake-up. A bell that is armed late costs nothing: after arming, the ring is looked at again.
+//! A ring without work costs a wake-up. Arming a bell late costs nothing: after arming, the worker
+//! looks at the ring again.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::Ordering;
@@ -185,7 +188,7 @@ impl Core {
         self.activate(place);
     }
 
-    /// Looks at this client in each turn from now on, and has it ring for nobody.
+    /// Looks at this client in each turn from now on; it rings no bell meanwhile.
     fn activate(&mut self, place: Place) {
         let Some(intake) = self.intake(place) else { return };
         if !intake.active {
@@ -195,7 +198,8 @@ impl Core {
         }
     }
 
-    /// Arms the bells of all active clients. True where one of them has asked in between: then nobody may sleep.
+    /// Arms the bells of all active clients. Returns true if one of them has asked in between: then
+    /// no worker may sleep.
     fn arm(&mut self) -> bool {
         let mut found = false;
         let Core { intakes, active, .. } = self;
@@ -242,7 +246,7 @@ impl Engine {
                     drop(core);
                     self.call_control();
                     let served = self.serve(&item, queued_ns, now, worker.tally);
-                    // Whatever else it holds is given back without the lock.
+                    // Everything else that it holds is given back without the lock.
                     let Job { place, inline, .. } = item;
                     core = lock(&self.core);
                     core.schedule.done(place.index, now, served);
@@ -266,7 +270,7 @@ impl Engine {
         self.nudge.ring();
     }
 
-    /// Activates the clients whose bells have rung while nobody slept on them.
+    /// Activates the clients whose bells have rung while no worker slept on them.
     fn collect(&self, core: &mut Core, events: &mut Vec<epoll::Event>) {
         events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
@@ -418,8 +422,8 @@ impl Engine {
         let _ = epoll::delete(&self.bells, &connection.bell);
         let now = now_ns();
         for slot in 0..connection.slots() {
-            // A request of a client that was sent away may have left the queue without a word to its slot, and its handle may be
-            // another one's by now.
+            // A request of a disconnected client may have left the queue without an update of its
+            // slot. Its handle may belong to another request by now.
             if let Slot::Queued(handle) = connection.slot(slot)
                 && core.schedule.get(handle).is_some_and(|job| job.is_of(&connection))
                 && core.schedule.remove(now, handle).is_some()
@@ -558,11 +562,13 @@ impl Engine {
                 return core;
             }
         }
-        // While this one polled, without the lock, the control thread may have taken what came into the queue: nobody sleeps then.
+        // This worker polled without the lock. Meanwhile the control thread may have taken in what
+        // has arrived: then no worker may sleep.
         if core.schedule.pending() > 0 || core.arm() {
             return core;
         }
-        // Under the lock: who finds nobody idle after this looks at the active clients itself.
+        // Under the lock: a thread that finds no idle worker after this looks at the active clients
+        // itself.
         self.idle.fetch_add(1, Ordering::Relaxed);
         drop(core);
         let began = began.unwrap_or_else(now_ns);
@@ -579,7 +585,8 @@ impl Engine {
         core
     }
 
-    /// Finds the clients to poll. False where polling is not worth it, or somebody else does it.
+    /// Finds the clients to poll. Returns false if polling is not worth it, or another thread does
+    /// it.
     fn watch(&self, core: &Core, worker: &mut Worker<'_>) -> bool {
         let Worker { poller, watched, .. } = worker;
         if self.options.polling == Polling::Never || core.active.is_empty() || core.active.len() > POLLED {

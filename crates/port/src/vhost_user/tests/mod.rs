@@ -1,5 +1,5 @@
-//! The vhost-user port against a frontend that is told what to say: what works, what is refused, and that whatever one
-//! frontend does, its own port is all that it loses.
+//! The vhost-user port against a scripted frontend: what works, what is refused, and that a
+//! frontend, however it behaves, loses only its own port.
 
 mod conformance;
 mod frontend;
@@ -282,7 +282,7 @@ fn segmented_frames_keep_their_state_over_many_buffers() {
 fn frames_that_cannot_be_taken_are_dropped_for_their_reason() {
     let worker = Worker::new("drops", 1);
     let (mut a, _fa) = worker.guest(0, FULL, 2048);
-    // Nobody there; then a guest with small buffers that may not be merged.
+    // First without a peer; then a guest with small buffers that may not be merged.
     a.send(&PLAIN, &frame(64, 1), &[]);
     worker.dropped(Reason::LinkDown, 1);
     let (mut b, fb) = worker.guest(1, MODERN, 200);
@@ -365,7 +365,7 @@ fn the_backend_restarts_under_a_live_guest() {
         talk(&mut a, &mut b);
         drop(worker);
         assert!(fa.is_closed() && fb.is_closed());
-        // Sent while nobody is there.
+        // Sent while no frontend is connected.
         let sent = frame(333, 1);
         a.send(&PLAIN, &sent, &[]);
         let worker = Worker::new(&name, 1);
@@ -516,7 +516,7 @@ fn a_new_call_descriptor_is_rung() {
     let (mut a, _fa) = worker.guest(0, FULL, 2048);
     talk(&mut a, &mut b);
     assert!(!b.rings[0].arm().unwrap());
-    // The signal for this frame goes to a descriptor at which nobody looks any more.
+    // The signal for this frame goes to a descriptor that is no longer watched.
     let sent = frame(80, 1);
     let old = std::mem::replace(&mut b.calls[0], tombolo_shm::doorbell::Doorbell::new().unwrap());
     a.send(&PLAIN, &sent, &[]);
@@ -590,8 +590,9 @@ fn several_queue_pairs_are_served() {
     assert!(got > 0 && lost > 0, "{got} to the first pair, {lost} to the second");
 }
 
-/// After whatever `attack` does on port 0 (it gets port 1's guest, port 0's guest and its frontend), port 0's connection ends, the fault is of `kind` and says `word`, port 1's guest
-/// and port 0's next one talk on.
+/// After any `attack` on port 0 (it gets port 1's guest, port 0's guest and its frontend), port 0's
+/// connection ends, the fault is of `kind` and says `word`. Port 1's guest and port 0's next one go
+/// on exchanging frames.
 fn survive(name: &str, kind: FaultKind, word: &str, attack: impl FnOnce(&mut Guest, &mut Guest, &mut Frontend)) {
     let worker = Worker::new(name, 1);
     let (mut b, _fb) = worker.guest(1, FULL, 2048);

@@ -34,7 +34,8 @@ impl Place {
         (store.clone(), Worker::with_store(sockets, 1, ports, Some(store)))
     }
 
-    /// Ends a daemon as a handover or a kill does: nothing is closed, and nobody of it acts any more.
+    /// Ends a daemon as a handover or a kill does: nothing is closed, and none of its threads acts
+    /// any more.
     fn leave((store, worker): (Arc<Store>, Worker)) {
         std::mem::forget(store.freeze(Duration::from_millis(50)));
         worker.leave.store(true, Ordering::SeqCst);
@@ -57,7 +58,7 @@ fn frames_go_on_with_the_next_daemon_and_the_frontend_does_not_notice() {
         for round in 0..5u8 {
             talk(&mut a, &mut b);
             Place::leave(daemon);
-            // Sent while nobody is there: it waits in the ring.
+            // Sent while no daemon runs: it waits in the ring.
             let waiting = frame(700, round);
             a.send(&PLAIN, &waiting, &[]);
             daemon = place.daemon();

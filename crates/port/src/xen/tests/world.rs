@@ -461,7 +461,7 @@ impl Frontend {
         self.push(queue, bytes, checksum, gso, notify)
     }
 
-    /// As [`Frontend::send`], with a blank checksum whatever the bytes are.
+    /// As [`Frontend::send`], with a blank checksum for any bytes.
     pub(super) fn send_as_is(&mut self, queue: usize, bytes: &[u8], _offload: Offload) {
         assert!(self.push(queue, bytes, Checksum::Blank, None, true));
     }
