@@ -70,8 +70,8 @@ pub struct Request {
 pub enum Parsed {
     /// The head is not complete.
     Partial,
-    /// A head of so many bytes, with a request, or with the status that refuses it; in `keep_alive` of a refusal stands whether
-    /// the next request can be told from this one.
+    /// A head of so many bytes, with a request, or with the status that refuses it. In a refusal, `keep_alive` says
+    /// whether the next request can be told from this one.
     Head {
         /// Bytes of the head.
         bytes: usize,

@@ -1,8 +1,8 @@
-//! A calculator that is called with a deadline, and calls one: over an ivshmem link, without IP, or over TCP.
+//! A calculator that serves calls with a deadline, and makes them: over an ivshmem link, without IP, or over TCP.
 //!
-//! It serves whoever is at the other end ("6 * 7" is answered by "42"): a Linux process ([`tombolo_remote`] or `tombolo call` over a
-//! bridge), or another cell. With `role=client` it calls the other end as well, checks each reply, prints as one line of JSON what the calls
-//! ended with and how long they took, and leaves with an exit code.
+//! It serves the peer at the other end ("6 * 7" is answered by "42"): a Linux process ([`tombolo_remote`] or `tombolo
+//! call` over a bridge), or another cell. With `role=client` it also calls the other end and checks each reply. At the
+//! end it prints, as one line of JSON, how the calls ended and how long they took, and leaves with an exit code.
 //!
 //! [`tombolo_remote`]: https://github.com/tombolo-fabric/tombolo
 //!

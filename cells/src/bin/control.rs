@@ -1,8 +1,10 @@
-//! A control loop over an ivshmem link, without IP: a controller sends a command each period, a plant answers with what it measures.
+//! A control loop over an ivshmem link, without IP: a controller sends a command each period, and a plant answers with
+//! its measurement.
 //!
-//! Two cells run this app on one link, with no switch between them: one with `role=controller`, one with `role=plant`. The plant is a
-//! first-order lag, the controller a PI controller that brings it to a set point. At the end the controller prints how
-//! long the replies took and how many periods passed without one, as one line of JSON; and both leave with an exit code.
+//! Two cells run this app on one link, with no switch between them: one with `role=controller`, one with `role=plant`.
+//! The plant is a first-order lag. The controller is a PI controller that brings it to a set point. At the end the
+//! controller prints one line of JSON: how long the replies took, and how many periods passed without one. Both leave
+//! with an exit code.
 //!
 //! | word | meaning | default |
 //! | --- | --- | --- |

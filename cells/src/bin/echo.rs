@@ -31,7 +31,7 @@ async fn echo(net: Net) {
     let mut bytes = [0; 2048];
     loop {
         let (n, from) = udp.receive(&mut bytes).await;
-        // Nobody to tell if the way back is gone.
+        // If the way back is gone, the error cannot be reported.
         let _ = udp.send(&bytes[..n], from).await;
     }
 }

@@ -7,8 +7,8 @@
 //! | `die=STATE` | leaves the domain in this state of the handshake: `initialising`, `published`, `connecting`, `connected`, `traffic`, `closing`, `closed` |
 //! | `stubborn` | breaks the protocol, and never closes when its backend does |
 //!
-//! After an attack the backend either closes the device or goes on to take a well-formed frame, whichever the protocol
-//! demands. One line says so for each attack, and a last one for all of them.
+//! After an attack the backend either closes the device or goes on to take a well-formed frame, as the protocol
+//! demands. One line reports this for each attack, and a last line for all of them.
 #![no_std]
 #![no_main]
 
@@ -225,7 +225,7 @@ impl Foe {
         }
     }
 
-    /// Closes, and takes back what the backend no longer has.
+    /// Closes, and reclaims what the backend no longer has.
     async fn disconnect(&self, rings: Option<Rings>) {
         self.set_state(CLOSING);
         self.wait(&[CLOSING, CLOSED]).await;

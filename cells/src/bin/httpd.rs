@@ -1,9 +1,10 @@
 //! A web server: `/` is a page with the cell's counters, `/bytes/N` any number of bytes up to 1 GiB.
 //!
-//! Byte `i` of `/bytes/N` is `i` modulo 251, so a client can check what it gets: the first 100,000,000 bytes have the SHA-256
-//! that `python3 -c 'import sys; sys.stdout.buffer.write((bytes(range(251))*398407)[:100000000])' | sha256sum` prints.
+//! Byte `i` of `/bytes/N` is `i` modulo 251, so a client can check what it gets: the first 100,000,000 bytes have the
+//! SHA-256 that `python3 -c 'import sys; sys.stdout.buffer.write((bytes(range(251))*398407)[:100000000])' | sha256sum`
+//! prints.
 //!
-//! A connection may stay open. One that says nothing for 30 s, or takes nothing for 30 s, is closed.
+//! A connection may stay open. One that sends nothing for 30 s, or takes nothing for 30 s, is closed.
 #![no_std]
 #![no_main]
 
@@ -62,7 +63,7 @@ async fn httpd(net: Net) {
         let server = server.clone();
         async move {
             server.open.set(server.open.get() + 1);
-            // An error means that the client has gone; there is nobody to tell.
+            // An error means that the client has gone, so it cannot be reported.
             let _ = server.serve(&mut stream).await;
             server.open.set(server.open.get() - 1);
         }

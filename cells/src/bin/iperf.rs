@@ -39,7 +39,7 @@ const UDP_BURST: u64 = 32;
 /// How often, and for how long each time, the report of a server is waited for.
 const FIN_TRIES: u32 = 10;
 const FIN_WAIT_NS: u64 = 250_000_000;
-/// A sender that has been silent for so long has gone without a word.
+/// A sender that has been silent for so long has gone without a notice.
 const SESSION_IDLE_US: u64 = 10_000_000;
 const MAX_SESSIONS: usize = 64;
 
@@ -113,7 +113,7 @@ async fn send_stream(net: &Net, stream: &mut TcpStream, amount: Amount, rate: u6
         if left == 0 {
             break;
         }
-        // What stands in the buffer is as good as anything.
+        // Any content of the buffer will do.
         let fill = |room: &mut [u8]| {
             let n = usize::try_from(left).unwrap_or(usize::MAX).min(room.len());
             (n, n as u64)

@@ -1,5 +1,5 @@
-//! Finds out whether all cells of a network reach each other: pings each address of a range until it has answered once, answers
-//! pings itself, and then says nothing any more.
+//! Finds out whether all cells of a network reach each other. It pings each address of a range until that address has
+//! answered once, and answers pings itself. Then it prints nothing any more.
 //!
 //! | word of the command line | meaning | default |
 //! | --- | --- | --- |
@@ -63,7 +63,7 @@ async fn mesh(net: Net) {
     }
 }
 
-/// Asks one after the other until nobody is waiting.
+/// Asks one after the other until no address waits for a ping.
 async fn ask(net: Net, state: Rc<State>) {
     let mut pinger = net.pinger();
     loop {

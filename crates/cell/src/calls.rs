@@ -1,18 +1,19 @@
 //! Calls with deadlines: a cell calls its peer, and serves it, over a link of shared memory or over TCP.
 //!
-//! A [`Calls`] is one side ([`Net::calls`](crate::Net::calls), [`Net::calls_over`](crate::Net::calls_over)). What is decided is in
-//! [`tombolo_calls`], the same as on the other side: earliest deadline first, exactly one end of each call, deadlines that
-//! cross as time left. A clone refers to the same side, and any task may use it.
+//! A [`Calls`] is one side ([`Net::calls`](crate::Net::calls), [`Net::calls_over`](crate::Net::calls_over)). The
+//! decisions are made in [`tombolo_calls`], the same as on the other side: earliest deadline first, exactly one end of
+//! each call, deadlines that cross as time left. A clone refers to the same side, and any task may use it.
 //!
 //! # Tasks
-//! One task, the driver, belongs to each side: it sleeps until the peer rings (or sends), takes what came, and wakes the tasks that wait
-//! for it. A request is served by one of the tasks of [`Calls::serve`], so that a handler may wait, also for calls of its own.
+//! One task, the driver, belongs to each side. It sleeps until the peer rings (or sends), takes what came, and wakes
+//! the tasks that wait for it. A request is served by one of the tasks of [`Calls::serve`]. So a handler may wait, also
+//! for its own calls.
 //!
 //! # Failure
-//! A peer that stops or dies ends each call under way at once with [`CallError::ProviderGone`]; over a link the next peer is served as the last
-//! one was, over TCP this side is over. A peer that breaks the protocol has its link reset, after 10 ms of rest, or its
-//! connection aborted; nobody else notices. A link without doorbell is looked at now and then, so all of this takes
-//! until the next look.
+//! A peer that stops or dies ends each call in progress at once with [`CallError::ProviderGone`]. Over a link, the next
+//! peer is served as the last one was; over TCP, this side is over. A peer that breaks the protocol has its link reset,
+//! after 10 ms of rest, or its connection aborted; no other peer notices. A link without doorbell is polled now and
+//! then, so all of this takes until the next poll.
 
 use crate::Net;
 use crate::ivshmem::link::{Link, LinkError};
@@ -282,7 +283,7 @@ impl Calls {
         let mut state = self.state.borrow_mut();
         for _ in 0..TURNS {
             if state.turn(self.now_ns()) {
-                // Nobody rings for what follows on it, where there is no doorbell.
+                // Without a doorbell, no ring announces what follows on it.
                 link.expect_answer();
             } else if state.may_sleep() {
                 return true;
@@ -327,7 +328,8 @@ impl Calls {
                 let mut exchange = pin!(stream.exchange(take, fill));
                 let mut woken = false;
                 poll_fn(|cx| {
-                    // Begun anew each time: what it is to send, and whether the other side goes on, is looked at before.
+                    // Restarted each time: before that, the code checks what it is to send, and whether the other side
+                    // continues.
                     if core::mem::replace(&mut woken, true) {
                         return Poll::Ready(true);
                     }
@@ -463,7 +465,7 @@ impl Calls {
         self.state.borrow_mut().with(|session, way| session.cancel(way, token)).unwrap_or(false)
     }
 
-    /// Nobody waits for this call any more: it is cancelled, and its slot comes back with its answer.
+    /// The caller does not wait for this call any more: it is cancelled, and its slot comes back with its answer.
     pub fn give_up(&self, token: Token) {
         self.cancel(token);
         self.state.borrow_mut().session.abandon(token);
@@ -488,8 +490,8 @@ impl Calls {
         .await
     }
 
-    /// Whether nobody waits for the answer any more: the peer has taken the request back since its service began, or is gone. A handler that
-    /// takes long may look, and end early.
+    /// Whether the caller does not wait for the answer any more: the peer has cancelled the request since its service
+    /// began, or is gone. A handler that takes long may look, and end early.
     pub fn is_taken_back(&self, request: &Request) -> bool {
         self.state.borrow().session.is_taken_back(request.id())
     }

@@ -42,7 +42,7 @@ pub(crate) enum NetDevice {
 }
 
 impl NetDevice {
-    /// The device's address; one that nobody has where there is no device.
+    /// The device's address; an unused one where there is no device.
     pub(crate) fn mac(&self) -> EthernetAddress {
         match self {
             NetDevice::Virtio(device) => device.mac(),
@@ -198,7 +198,7 @@ impl NetDevice {
     }
 }
 
-/// Leave to send a frame.
+/// Permission to send a frame.
 pub(crate) enum LeaveToSend<'d> {
     Virtio(Leave<'d>),
     Ivshmem(LinkLeave<'d>),

@@ -14,7 +14,7 @@ use spinning_top::Spinlock;
 
 type Task = Pin<Box<dyn Future<Output = ()>>>;
 
-/// Which tasks were woken. Wakers have to be `Send`, hence the lock; nothing ever contends for it.
+/// Which tasks were woken. Wakers must be `Send`, so there is a lock; nothing ever contends for it.
 #[derive(Default)]
 struct Ready(Spinlock<VecDeque<usize>>);
 

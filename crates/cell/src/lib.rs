@@ -64,7 +64,8 @@
 //!
 //! # What it is not
 //!
-//! At most 3 GiB of memory, whatever the machine has. One processor, one network device (on Xen up to three), no disk, no threads, no user mode: isolation is the hypervisor's.
+//! At most 3 GiB of memory are used, even if the machine has more. The cell has one processor, one network device (on
+//! Xen up to three), no disk, no threads and no user mode: isolation is the hypervisor's.
 #![cfg_attr(not(test), no_std)]
 #![warn(unreachable_pub)]
 // On the host only the pure parts are tested; what runs on the machine alone has no caller there.

@@ -1,16 +1,17 @@
 //! Whom to ask for its Ethernet address, and when. Pure.
 //!
-//! The stack below asks for a neighbour by itself (ARP, neighbour solicitation), but at most once a second over all of them: the
-//! second new neighbour would wait a second, the tenth nine. So every neighbour that is about to be sent to is asked for here
-//! as well, each at its own pace. The stack takes the answers like those to its own questions, and sends at once
-//! what waits for them.
+//! The stack below asks for a neighbour by itself (ARP, neighbour solicitation), but at most once a second over all of
+//! them. The second new neighbour would wait a second, the tenth nine. So this module also asks for each neighbour that
+//! is about to be sent to, each at its own pace. The stack takes the answers like those to its own questions. It then
+//! sends the waiting packets at once.
 //!
-//! A neighbour is about to be sent to when the app names it, and when a packet came from it: whoever still knows a restarted
-//! cell's address does not ask before it speaks. What a sender claims is only asked after, never believed.
+//! A neighbour is about to be sent to when the app names it, and when a packet came from it. A peer that still knows a
+//! restarted cell's address does not ask before it sends. A sender's claim is only a reason to ask; it is never
+//! believed.
 //!
 //! Limits: [`MAX_NEIGHBORS`] are remembered, as many as the stack holds answers of. Where more than that are new within
-//! a second, the rest waits for the stack's own questions. A question that is lost is asked again when the neighbour is next
-//! wanted, or by the stack.
+//! a second, the rest waits for the stack's own questions. A question that is lost is asked again when the neighbour is
+//! next wanted, or by the stack.
 
 use alloc::vec::Vec;
 use smoltcp::phy::ChecksumCapabilities;

@@ -34,8 +34,8 @@ const MSIX_TABLE_SIZE: u32 = 0x7ff;
 const DEFAULT_WINDOW: u64 = 0xc000_0000;
 /// The window ends at the next multiple of its size: behind it lies microvm's configuration space.
 const WINDOW_BYTES: u64 = 512 << 20;
-/// Larger 64-bit base addresses go to the top quarter of what the processor can address, where microvm's host bridge has its
-/// second window and where q35 decodes whatever is not memory.
+/// Larger 64-bit base addresses go to the top quarter of what the processor can address. There microvm's host bridge
+/// has its second window, and q35 decodes everything that is not memory.
 const LARGE_BYTES: u64 = 64 << 20;
 
 /// QEMU's microvm says where its configuration space is in AML only: here, behind this host bridge (1b36:0008).
@@ -47,7 +47,7 @@ enum Access {
     Memory(Ecam),
 }
 
-/// The way to PCI's configuration space, with the window for base addresses that nobody has set.
+/// The way to PCI's configuration space, with the window for base addresses that the firmware has not set.
 pub(crate) struct Pci<'p> {
     platform: &'p Platform,
     access: Access,

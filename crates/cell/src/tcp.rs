@@ -1,16 +1,16 @@
 //! TCP: listeners and streams.
 //!
-//! The stack below has no backlog: one socket takes one connection. So a listener keeps a few sockets listening, one more
-//! is added as soon as one is taken (after each frame that asks for a connection, so a burst finds enough), up to
-//! the limit of connections. Closed connections give their socket, with its buffers, to the next.
+//! The stack below has no backlog: one socket takes one connection. So a listener keeps a few sockets listening. It
+//! adds one more as soon as one is taken, up to the limit of connections. It checks after each frame that asks for a
+//! connection, so a burst finds enough sockets. Closed connections give their socket, with its buffers, to the next.
 //!
-//! The stack sends in the order of its sockets and stops when the transmit ring is full, so early sockets could starve late
-//! ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold: each may have
-//! written and not yet acknowledged an equal share of that, at least [`MIN_SHARE_BYTES`].
+//! The stack sends in the order of its sockets and stops when the transmit ring is full. So early sockets could starve
+//! late ones. Therefore all streams together have no more on the way than half of what the ring's buffers hold. Each
+//! stream may have written, and not yet acknowledged, an equal share of that, at least [`MIN_SHARE_BYTES`].
 //!
-//! The other way the peers may send what the windows allow, all at a time, and the receive ring loses what it cannot hold. So the windows
-//! of some dozens of sockets together stay within the ring: each new socket gets at most a quarter of what the others have left
-//! of seven eighths of it, at least [`MIN_WINDOW_BYTES`].
+//! In the other direction the peers may send what the windows allow, all at a time. The receive ring loses what it
+//! cannot hold. So the windows of some dozens of sockets together stay within the ring. Each new socket gets at most a
+//! quarter of what the others have left of seven eighths of it, at least [`MIN_WINDOW_BYTES`].
 
 use crate::Net;
 use crate::machine::heap;
@@ -153,7 +153,7 @@ impl Stack {
             if room == 0 {
                 self.stats.refused += 1;
             }
-            // Over the limit nobody may listen.
+            // Over the limit no socket may listen.
             while idle > room {
                 let Some(at) =
                     listener.backlog.iter().position(|h| self.sockets.get::<tcp::Socket<'_>>(*h).is_listening())
@@ -166,7 +166,7 @@ impl Stack {
         }
     }
 
-    /// Hands finished handshakes to whoever accepts.
+    /// Hands finished handshakes to the tasks that accept.
     pub(crate) fn promote_connections(&mut self) {
         let mut changed = false;
         for listener in &mut self.listeners {
@@ -223,7 +223,7 @@ impl Stack {
         }
     }
 
-    /// Takes back the sockets of connections that have ended.
+    /// Reclaims the sockets of connections that have ended.
     pub(crate) fn reap_connections(&mut self, now_ns: u64) {
         if self.closing.is_empty() {
             return;
@@ -244,7 +244,7 @@ impl Stack {
             if !ended {
                 socket.abort();
                 self.closing[at].deadline_ns = u64::MAX;
-                // The reset goes out in this turn; the socket is taken back in the next.
+                // The reset is sent in this turn; the socket is reclaimed in the next.
                 at += 1;
                 continue;
             }

@@ -147,7 +147,7 @@ stop
 
 if start microvm-legacy httpd 80 32; then
     ticks() { awk '{ print $14 + $15 }' "/proc/$1/stat"; }
-    # `timeout` stands before QEMU; its only child is the emulator.
+    # `timeout` comes before QEMU; its only child is the emulator.
     emulator=$(cat "/proc/$qemu/task/$qemu/children")
     emulator=${emulator%% *}
     hz=$(getconf CLK_TCK)

@@ -2,18 +2,18 @@
 //!
 //! Two rules, for the whole project:
 //!
-//! 1. **No Rust reference points into foreign memory.** A `&[u8]` promises that the bytes do not change while
-//!    it lives; a hostile peer keeps no such promise. A view is a pointer with a length and a lifetime.
-//! 2. **Read once.** A field is read into a local, the local is checked, the local is used. Reading it again
-//!    may give another value.
+//! 1. **No Rust reference points into foreign memory.** A `&[u8]` promises that the bytes do not change while it lives.
+//!    A hostile peer keeps no such promise. A view is a pointer with a length and a lifetime.
+//! 2. **Read once.** A field is read into a local, the local is checked, the local is used. Reading it again may give
+//!    another value.
 //!
-//! What a peer can do by writing at a bad moment is to hand over torn *data*; it can never make an access here
-//! leave the bounds that the constructor was promised. Single words are accessed as atomics (so a torn index
-//! does not exist), bulk bytes by plain copies, whose content is untrusted anyway.
+//! A peer that writes at a bad moment can hand over torn *data*. It can never make an access here leave the bounds that
+//! the constructor was promised. Single words are accessed as atomics, so a torn index does not exist. Bulk bytes are
+//! accessed by plain copies, whose content is untrusted anyway.
 //!
 //! [`Foreign`] is a readable view, [`ForeignMut`] a writable one. Both are plain values: copying one copies the
-//! pointer. The lifetime is that of the mapping; two views may overlap, even two writable ones, since another
-//! process writes there too.
+//! pointer. The lifetime is that of the mapping. Two views may overlap, even two writable ones, since another process
+//! writes there too.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -34,8 +34,8 @@ pub struct Foreign<'m> {
 #[derive(Clone, Copy, Debug)]
 pub struct ForeignMut<'m>(Foreign<'m>);
 
-// SAFETY: a view holds no state of its own and every access through it is an atomic or a bulk copy whose
-// content nobody relies on; the mapping's lifetime bounds it on whichever thread it is used.
+// SAFETY: a view holds no state of its own and every access through it is an atomic or a bulk copy whose content no
+// code relies on; the mapping's lifetime bounds it on whichever thread it is used.
 unsafe impl Send for Foreign<'_> {}
 // SAFETY: as for Send; a shared view only copies out of memory that others write anyway.
 unsafe impl Sync for Foreign<'_> {}
@@ -174,7 +174,7 @@ impl<'m> Foreign<'m> {
     #[inline]
     pub fn prefetch(&self) {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch never faults, whatever the address.
+        // SAFETY: a prefetch never faults, for any address.
         unsafe {
             core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_T0 }>(self.ptr.as_ptr().cast())
         };
@@ -182,7 +182,7 @@ impl<'m> Foreign<'m> {
 }
 
 impl<'m> From<&'m [u8]> for Foreign<'m> {
-    /// A view of memory of our own: nobody writes there while the reference lives, so reading is fine.
+    /// A view of this process's own memory: nothing writes there while the reference lives, so reading is fine.
     #[inline]
     fn from(bytes: &'m [u8]) -> Self {
         Foreign { ptr: NonNull::from(bytes).cast(), len: bytes.len(), lifetime: PhantomData }
@@ -312,7 +312,7 @@ impl<'m> ForeignMut<'m> {
     #[inline]
     pub fn prefetch(&self) {
         #[cfg(target_arch = "x86_64")]
-        // SAFETY: a prefetch never faults, whatever the address.
+        // SAFETY: a prefetch never faults, for any address.
         unsafe {
             core::arch::x86_64::_mm_prefetch::<{ core::arch::x86_64::_MM_HINT_ET0 }>(self.0.ptr.as_ptr().cast())
         };

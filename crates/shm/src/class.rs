@@ -1,8 +1,8 @@
 //! The scheduling class of the calling thread.
 //!
-//! Setting a class costs about 2 µs and may need a privilege; whoever sets one asks [`current`] what is in force.
-//! `SCHED_DEADLINE` is refused by the kernel to a thread that may not run on all CPUs of its domain, and where the
-//! bandwidth of all such threads would pass what the kernel grants.
+//! Setting a class costs about 2 µs and may need a privilege. A caller that sets one first asks [`current`] what is
+//! in force. The kernel refuses `SCHED_DEADLINE` to a thread that may not run on all CPUs of its domain. It also
+//! refuses it where the bandwidth of all such threads would pass what the kernel grants.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md): the C library has no wrapper.
 #![allow(unsafe_code)]

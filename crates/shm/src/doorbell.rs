@@ -1,7 +1,7 @@
-//! Doorbells: eventfds that wake whoever waits on them.
+//! Doorbells: eventfds that wake the side that waits on them.
 //!
-//! An eventfd that a peer holds too is never written or read in a way that could block, whatever the peer does with
-//! the open file that both share: ringing goes through [`crate::signal`], and rings are taken with `RWF_NOWAIT`
+//! A peer may hold the same eventfd and can change the open file that both share. So the eventfd is never written or
+//! read in a way that could block. Ringing goes through [`crate::signal`], and rings are taken with `RWF_NOWAIT`
 //! (eventfds have it since Linux 5.8).
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -25,7 +25,7 @@ pub struct Doorbell {
 }
 
 impl Doorbell {
-    /// A new doorbell that nobody has rung, for this process alone.
+    /// A new doorbell, not yet rung, for this process alone.
     ///
     /// # Errors
     /// The kernel's, where no descriptor is left.
@@ -34,7 +34,7 @@ impl Doorbell {
         Ok(Doorbell { fd, shared: None, pipe: None })
     }
 
-    /// A new doorbell that is to be handed to peers, whatever they do with it.
+    /// A new doorbell to hand to peers. It is safe against anything that they do with it.
     ///
     /// # Errors
     /// The kernel's, where no descriptor is left.
@@ -51,19 +51,20 @@ impl Doorbell {
         Ok(Doorbell { fd: rustix::io::fcntl_dupfd_cloexec(&self.fd, 3)?, shared, pipe: None })
     }
 
-    /// A doorbell that a peer handed over, whatever the peer does with it. Anything else is closed where closing hurts
-    /// nothing ([`crate::foreign`]).
+    /// A doorbell that a peer handed over. It is safe against anything that the peer does with it. Any other descriptor
+    /// is closed where closing does no harm ([`crate::foreign`]).
     ///
     /// # Errors
-    /// `EINVAL` for what is no eventfd: a pipe or a file of the peer's could block whoever writes to it. Else the
-    /// kernel's.
+    /// `EINVAL` for a descriptor that is no eventfd: a peer's pipe or file could block its writer. Otherwise the
+    /// kernel's error.
     pub fn adopt(fd: impl Into<ForeignFd>) -> Result<Doorbell, Errno> {
         Self::take_over(fd.into(), Some(Helper::default()))
     }
 
-    /// As [`Doorbell::adopt`], and takes the writing end of a pipe too, as user-mode Linux has it: each ring adds eight
-    /// bytes, unless the pipe is full. A peer can keep whoever writes to its pipe waiting, by the flags of the open file or by
-    /// holding the pipe's lock in a read, so a thread of its own writes, and rings in between are one.
+    /// As [`Doorbell::adopt`], and also takes the writing end of a pipe, which user-mode Linux uses: each ring adds
+    /// eight bytes, unless the pipe is full. A peer can block a writer of its pipe, by the flags of the open file or by
+    /// holding the pipe's lock in a read. So a separate thread writes, and rings that come in between are merged into
+    /// one.
     ///
     /// # Errors
     /// As for [`Doorbell::adopt`]; `EAGAIN` where [`MAX_PIPES`] pipes are written already, or there is no thread.
@@ -103,7 +104,7 @@ impl Doorbell {
         }
     }
 
-    /// Wakes whoever waits. A doorbell that was rung 2^64 - 2 times and never taken stays rung.
+    /// Wakes the side that waits. A doorbell that was rung 2^64 - 2 times and never taken stays rung.
     #[inline]
     pub fn ring(&self) {
         match &self.shared {
@@ -161,7 +162,7 @@ impl PipeWriter {
                 if stopped.load(Ordering::Acquire) {
                     break;
                 }
-                // A full pipe is a rung doorbell; one that nobody reads any more rings nobody.
+                // A full pipe counts as a rung doorbell. A pipe without a reader wakes no process.
                 if heard.take() {
                     let _ = rustix::io::write(&*written, &1u64.to_ne_bytes());
                 }

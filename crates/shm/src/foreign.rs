@@ -1,16 +1,18 @@
 //! Descriptors that a peer handed over: finding out what they are, and closing them, without waiting for the peer.
 //!
-//! A descriptor can lead to a file system of the peer's own making (FUSE). There `fstat`, `fstatfs`, `poll`, `read` and
-//! `close` ask the peer's server, which may never answer; a socket whose owner set SO_LINGER can hold up `close`, too.
+//! A descriptor can lead to a file system that the peer made itself (FUSE). There `fstat`, `fstatfs`, `poll`, `read`
+//! and `close` ask the peer's server, which may never answer. A socket whose owner set SO_LINGER can hold up `close`,
+//! too.
 //!
-//! * [`kind`] asks the kernel's own structures only: seals, which only memory has (fcntl(2), F_GET_SEALS), and the
-//!   name of an anonymous inode, which no path can imitate, since paths begin with a slash.
-//! * [`ForeignFd`] owns a received descriptor. What is not kept is closed by [`close`]: at once for eventfds and
-//!   memory, whose closing asks nobody; on a thread of its own for all else, since that may never return.
+//! * [`kind`] asks only the kernel's own structures: seals, which only memory has (fcntl(2), F_GET_SEALS), and the name
+//!   of an anonymous inode. No path can imitate that name, since paths begin with a slash.
+//! * [`ForeignFd`] owns a received descriptor. A descriptor that is not kept is closed by [`close`]. Eventfds and
+//!   memory are closed at once, because closing them involves no other process. All others are closed on a separate
+//!   thread, since that may never return.
 //!
 //! # Limits
-//! * [`MAX_CLOSERS`] threads close; what comes while all are held up waits. A user (of the sending process) may have
-//!   [`MAX_HELD_PER_USER`] descriptors waiting or held up, all users together [`MAX_HELD`]. Beyond that
+//! * [`MAX_CLOSERS`] threads close. While all are held up, further descriptors wait. A user (of the sending process)
+//!   may have [`MAX_HELD_PER_USER`] descriptors waiting or held up, all users together [`MAX_HELD`]. Beyond that
 //!   [`has_room`] says no, and sockets are read without accepting descriptors, which the kernel then discards.
 //! * A thread that is held up by a FUSE server ends when that server answers or ends. Until then the kernel keeps the
 //!   process, even a killed one, and with it the descriptors that it has open.

@@ -1,20 +1,23 @@
-//! Forks: which process this is after one, and locks that nobody holds across one.
+//! Forks: which process this is after one, and locks that no thread holds across one.
 //!
-//! A forked child has its parent's memory as it was at that instant, and of its threads the one that forked. A lock that another thread held then
-//! stays held in the child for ever, and what it keeps may be half changed. So a lock in a static that a child needs too is named here ([`keep`])
-//! before it is first taken. From then on each fork takes it first and releases it afterwards, in the parent and in the child (pthread_atfork(3)): the
-//! child finds it free, and what it keeps whole.
+//! A forked child has its parent's memory as it was at that instant. Of its parent's threads it has only the one that
+//! forked. A lock that another thread held stays held in the child for ever, and the data under it may be half changed.
+//! So a lock in a static that a child also needs is named here ([`keep`]) before it is first taken. From then on each
+//! fork takes it first and releases it afterwards, in the parent and in the child (pthread_atfork(3)). So the child
+//! finds the lock free and its data complete.
 //!
 //! # Invariants
-//! * Nobody forks while holding a kept lock, or takes one while holding another: they are held for a few steps that call nobody's code. So a fork
-//!   waits for them, however briefly, and never for itself.
-//! * Nothing here blocks in a child for what its parent was doing: what is made once is made without a lock.
+//! * No thread forks while it holds a kept lock, or takes one while it holds another. Kept locks are held for a few
+//!   steps that call no other module's code. So a fork waits only briefly for them, and never for itself.
+//! * Nothing here blocks in a child on what its parent was doing: what is made once is made without a lock.
 //!
 //! # Limits
-//! * Children that are made without these handlers (clone(2), `_Fork`, `posix_spawn`) may only become another program, or end. A signal handler that
-//!   forks uses `_Fork`, as POSIX has it.
-//! * Locks of single objects are not kept: whoever shares one remembers which process made it ([`process`]), and leaves it alone in another.
-//! * The first lock of a process that is named while another thread's fork runs other libraries' handlers is not held by that fork.
+//! * Children that are made without these handlers (clone(2), `_Fork`, `posix_spawn`) may only become another program,
+//!   or end. A signal handler that forks uses `_Fork`, as POSIX has it.
+//! * Locks of single objects are not kept. The owner of such an object remembers which process made it ([`process`]),
+//!   and leaves it alone in another process.
+//! * The first lock of a process is not held by a fork if it is named while that fork, in another thread, runs other
+//!   libraries' handlers.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -62,7 +65,7 @@ pub fn keep(lock: &'static dyn Lock) {
     if !HANDLED.load(Ordering::Relaxed) {
         // SAFETY: the handlers are functions of this module, which live as long as it does; a library that is unloaded takes them along.
         let failed = unsafe { libc::pthread_atfork(Some(before), Some(after), Some(after)) };
-        // Without memory for that, whoever names a lock next tries again.
+        // Without memory for that, the next call that names a lock tries again.
         HANDLED.store(failed == 0, Ordering::Relaxed);
     }
     let mut kept = KEPT.lock().unwrap_or_else(PoisonError::into_inner);
@@ -114,12 +117,12 @@ fn made() -> Option<&'static Mapping> {
     let made = Box::into_raw(Box::new(Mapping::wiped_on_fork(4096).ok()?));
     // Release, partner in `process`. The first wins; no lock, which a fork could leave behind.
     match PAGE.compare_exchange(ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
-        // SAFETY: it was just leaked, and nobody frees it.
+        // SAFETY: it was just leaked, and nothing frees it.
         Ok(_) => Some(unsafe { &*made }),
         Err(first) => {
-            // SAFETY: from `Box::into_raw` above, and nobody else has it.
+            // SAFETY: from `Box::into_raw` above, and no other thread has it.
             drop(unsafe { Box::from_raw(made) });
-            // SAFETY: what is there was leaked by another thread, and nobody frees it.
+            // SAFETY: what is there was leaked by another thread, and nothing frees it.
             Some(unsafe { &*first })
         }
     }
@@ -172,7 +175,7 @@ mod tests {
                 });
             }
             let child = || {
-                // Nobody else is here who could hold them.
+                // No other thread exists here that could hold them.
                 let pair = PAIR.try_lock().is_ok_and(|pair| pair.0 == pair.1);
                 let other = OTHER.try_write().is_ok_and(|pair| pair.0 == pair.1);
                 // A child of the child's as well.

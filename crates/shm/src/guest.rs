@@ -1,21 +1,21 @@
 //! Memory of a guest, which its owner can take away.
 //!
-//! A guest's memory comes as a descriptor of somebody else's file. That file can shrink (unless sealed, which cannot
-//! be demanded: memory of `memory-backend-file` and of hugepages is not), and huge pages or a full tmpfs can fail at
-//! the first touch. The next access to such a page raises SIGBUS, which would end this process, and with it the
-//! network of every other guest. So:
+//! A guest's memory comes as a descriptor of another process's file. That file can shrink unless it is sealed. Seals
+//! cannot be demanded, because memory of `memory-backend-file` and of hugepages has none. Huge pages or a full tmpfs
+//! can also fail at the first touch. The next access to such a page raises SIGBUS. That would end this process, and
+//! with it the network of every other guest. So:
 //!
 //! * each mapping is entered in a table of the process before it is used;
 //! * the handler of SIGBUS finds the mapping whose page is gone, puts zeroed private memory over **all** of it (a
-//!   mapping of huge pages cannot be replaced in part), and marks it lost; the access that failed goes on there;
-//! * whoever owns the mapping looks at [`GuestMapping::is_lost`] once per batch and resets its port.
+//!   mapping of huge pages cannot be replaced in part), and marks it lost; the access that failed continues there;
+//! * the owner of the mapping looks at [`GuestMapping::is_lost`] once per batch and resets its port.
 //!
-//! An address outside the table is not ours: the handler that was there before (Rust's own, which tells a stack
-//! overflow) gets it, or the process dies as it would have.
+//! An address outside the table does not belong to this module. Then the earlier handler (Rust's own, which reports a
+//! stack overflow) gets it, or the process dies as it would have.
 //!
-//! The handler is async-signal-safe: it reads atomics and makes one system call. SIGBUS of this kind is raised by the
-//! access itself, in the accessing thread, so nothing is interrupted half-way through a change of the table by the
-//! same thread: entering and removing touch no guest memory.
+//! The handler is async-signal-safe: it reads atomics and makes one system call. The access itself raises this kind of
+//! SIGBUS, in the accessing thread. Entering and removing touch no guest memory. So the handler never interrupts a
+//! change of the table by the same thread.
 //!
 //! Limits: [`MAX_MAPPINGS`] in a process. This module is on the list of modules that may use `unsafe`
 //! (ARCHITECTURE.md).
@@ -140,7 +140,7 @@ impl Drop for GuestMapping {
         // Before the address range can be used for something else. Release: partner is the handler's acquire.
         TABLE[self.entry].start.store(0, Ordering::Release);
         // SAFETY: exactly what the constructor mapped (or the handler put in its place), and views cannot outlive self.
-        // A failure would leak address space only, and there is nobody to tell.
+        // A failure would leak address space only, and no caller could act on it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.mapped) };
     }
 }

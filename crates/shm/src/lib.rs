@@ -1,6 +1,6 @@
 //! Linux below the rings: memory that is shared by descriptor, doorbells, descriptor passing.
 //!
-//! Nothing here has a name in a file system that could outlive its owner: memory is a sealed memfd, a wake-up
+//! Nothing here has a name in a file system that could outlive its owner. Memory is a sealed memfd, a wake-up
 //! is an eventfd, and both die with the last descriptor.
 //!
 //! * [`memory`] – making a sealed region, and mapping a region that a peer handed over.
@@ -10,12 +10,12 @@
 //! * [`foreign`] – finding out what a peer's descriptor is, and closing it, without waiting for the peer.
 //! * [`futex`] – sleeping on a word of shared memory.
 //! * [`class`] – the scheduling class of a thread.
-//! * [`fork`] – which process this is after a fork, and locks that nobody holds across one.
+//! * [`fork`] – which process this is after a fork, and locks that no thread holds across one.
 //! * [`credentials`] – who is at the other end of a Unix socket.
 //! * [`passing`] – descriptors that go through a Unix socket.
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
 //! * [`store`] – what ports keep in the fd store, which survives the daemon.
-//! * [`verdicts`] – what was found out about processes that connect, for a moment.
+//! * [`verdicts`] – a short-lived cache of what was found out about processes that connect.
 //! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
 #![warn(unreachable_pub)]
 

@@ -21,8 +21,8 @@ pub struct Listener {
     file: Option<(u64, u64)>,
 }
 
-/// Binds a Unix socket at `path` with the mode 0600, whatever the umask is. The file is never open wider, not even for a
-/// moment, and nobody can connect before the caller listens.
+/// Binds a Unix socket at `path` with the mode 0600, for any umask. The file never has wider permissions, not even for
+/// a moment, and no process can connect before the caller listens.
 ///
 /// # Errors
 /// The kernel's.
@@ -34,20 +34,22 @@ pub fn bind_private(socket: impl AsFd, path: &Path) -> Result<(), Errno> {
     rustix::fs::chmod(path, Mode::from_raw_mode(0o600))
 }
 
-/// Whether a listening Unix socket is what is found at `path`, its name. A file that was removed has left it without one, whatever
-/// has the name now: of a listener that was killed nobody may be found there.
+/// Whether a connection to `path`, the name of a listening Unix socket, finds this socket. If its file was removed, the
+/// socket has no name any more, even if another file has that name now. A listener that was killed may leave a file
+/// behind on which no process listens.
 pub fn is_found_at(socket: impl AsFd, path: &Path) -> bool {
     let named = net::getsockname(&socket).ok().and_then(|name| SocketAddrUnix::try_from(name).ok());
     let Ok(name) = SocketAddrUnix::new(path) else { return false };
     let listens = net::sockopt::socket_acceptconn(&socket).unwrap_or(false);
-    // A datagram socket cannot connect to a listener, and is told apart from one that finds nobody. So no connection comes of it.
+    // A datagram socket cannot connect to a listener, and this error differs from the one for a name without a
+    // listener. So no connection results from it.
     let found = net::socket_with(AddressFamily::UNIX, SocketType::DGRAM, SocketFlags::CLOEXEC, None)
         .and_then(|probe| net::connect(&probe, &name));
     listens && named.is_some_and(|named| named == name) && found == Err(Errno::PROTOTYPE)
 }
 
 impl Listener {
-    /// Listens at `path`. The file of a socket on which nobody listens any more is replaced.
+    /// Listens at `path`. Replaces the file of a socket on which no process listens any more.
     ///
     /// # Errors
     /// `EADDRINUSE` where somebody listens there, else the kernel's.
@@ -56,14 +58,15 @@ impl Listener {
         let make = |flags| net::socket_with(AddressFamily::UNIX, kind, flags | SocketFlags::CLOEXEC, None);
         let probe = make(SocketFlags::NONBLOCK)?;
         if net::connect(&probe, &name) == Err(Errno::CONNREFUSED) {
-            // Whoever removed it meanwhile has done the same.
+            // If another process removed it meanwhile, the result is the same.
             let _ = rustix::fs::unlink(path);
         }
         Self::listen(make(SocketFlags::NONBLOCK)?, path, BACKLOG)
     }
 
-    /// Listens at `path` in place of whoever does, who is found there no more. For names that belong to the caller alone: a
-    /// process that ends may close what it listened at after all else. Many connections may wait to be accepted.
+    /// Listens at `path` in place of the present listener, which cannot be reached there any more. This is for names
+    /// that belong to the caller alone: a process that ends may close its listening socket after everything else. Many
+    /// connections may wait to be accepted.
     ///
     /// # Errors
     /// The kernel's.
@@ -152,7 +155,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // It listens still, so nobody binds the name between the look and the removal.
+        // It still listens, so no other process binds the name between the look and the removal.
         if self.file.is_some() && identity(&self.path) == self.file {
             let _ = rustix::fs::unlink(&self.path);
         }

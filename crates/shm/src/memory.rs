@@ -1,6 +1,6 @@
-//! Memory shared by descriptor: sealed regions of our own, and mappings of what a peer handed over.
+//! Memory shared by descriptor: this process's own sealed regions, and mappings of what a peer handed over.
 //!
-//! A mapping lives as long as its [`Mapping`]; views borrow from it, so none outlives it. This module is on the
+//! A mapping lives as long as its [`Mapping`]. Views borrow from it, so none outlives it. This module is on the
 //! list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
 
@@ -64,8 +64,8 @@ pub fn sealed_region(name: &str, bytes: u64) -> Result<OwnedFd, MemoryError> {
     Ok(fd)
 }
 
-/// Refuses a file of any file system but tmpfs and hugetlbfs, without asking it: a peer's own (FUSE) could make whoever asks
-/// it anything, or touches its pages, wait for ever.
+/// Refuses a file of any file system except tmpfs and hugetlbfs, without asking the file system. A peer's own (FUSE)
+/// could block a process for ever that asks it anything or touches its pages.
 pub fn expect_memory(fd: impl AsFd) -> Result<(), MemoryError> {
     match foreign::kind(&fd) {
         Kind::Memory => Ok(()),
@@ -196,7 +196,7 @@ impl Mapping {
 impl Drop for Mapping {
     fn drop(&mut self) {
         // SAFETY: start and len are those of the mapping made in the constructor, and views cannot outlive self.
-        // A failure would leak address space only, and there is nobody to tell.
+        // A failure would leak address space only, and no caller could act on it.
         let _ = unsafe { munmap(self.start.as_ptr().cast(), self.len) };
     }
 }

@@ -1,8 +1,8 @@
 //! Sections: memory that its maker writes, that another process can only read, and that neither can take away.
 //!
-//! The maker maps its memfd for writing and then seals it: it can neither shrink nor grow, and no new writable mapping can
-//! be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). Whoever gets the descriptor cannot write, whatever it tries; whoever adopts
-//! one checks the seals first, so that no access can raise SIGBUS.
+//! The maker maps its memfd for writing and then seals it. The memfd can neither shrink nor grow, and no new writable
+//! mapping can be made (`F_SEAL_FUTURE_WRITE`, Linux 5.1). A process that gets the descriptor cannot write by any
+//! means. A process that adopts one checks the seals first, so that no access can raise SIGBUS.
 
 use std::os::fd::{AsFd, OwnedFd};
 

@@ -1,17 +1,17 @@
-//! The daemon's side of the fd store for everything but ivshmem links: ports put their connections there, and the next
-//! daemon takes them out again. The store itself is [`keeper`].
+//! The daemon's side of the fd store, for everything except ivshmem links. Ports put their connections there, and the
+//! next daemon takes them out again. The store itself is [`keeper`].
 //!
 //! # Two uses
 //! - A port keeps its record up to date at each change, so that it survives a daemon that is killed (vhost-user).
 //! - In a planned handover every port puts its final state there (taps, streams, listeners), see docs/upgrade.md.
 //!
 //! # Freezing
-//! Control threads act inside [`Store::enter`]. [`Store::freeze`] waits until none of them does and keeps them out until
-//! the returned guard is dropped. What a thread has begun and does not finish in time is left in doubt in the store, and
-//! the next daemon closes that connection.
+//! Control threads act inside [`Store::enter`]. [`Store::freeze`] waits until no thread is inside, and keeps threads
+//! out until the returned guard is dropped. Work that a thread has begun and does not finish in time is left in doubt
+//! in the store. The next daemon closes that connection.
 //!
 //! # Failure
-//! A store that is lost is replaced once per change. If that fails, ports go on, and connect again after a restart.
+//! A store that is lost is replaced once per change. If that fails, ports continue, and connect again after a restart.
 
 use crate::ivshmem::keeper::{self, Keeper, Record};
 use rustix::io::Errno;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 pub const PREFIX: &str = "fd:";
 /// Most bytes of a state.
 pub const MAX_STATE_BYTES: u64 = 1 << 26;
-/// A state up to this long stands in its record; a longer one in a memfd behind its descriptors.
+/// A state up to this long is kept in its record; a longer one in a memfd behind its descriptors.
 const INLINE_BYTES: usize = 2048;
 const INLINE: u8 = 0;
 const IN_MEMORY: u8 = 1;
@@ -227,7 +227,7 @@ impl Store {
         self.lock().left.remove(name)
     }
 
-    /// Names of records that begin with `prefix` and that nobody has taken.
+    /// Names of records that begin with `prefix` and that were not taken.
     pub fn left(&self, prefix: &str) -> Vec<String> {
         self.lock().left.keys().filter(|name| name.starts_with(prefix)).cloned().collect()
     }
@@ -240,7 +240,7 @@ impl Store {
         }
     }
 
-    /// Forgets what nobody has taken. A connection among it ends.
+    /// Forgets the records that were not taken. A connection among them ends.
     pub fn forget_rest(&self) {
         let left = std::mem::take(&mut self.lock().left);
         for (name, record) in left {

@@ -21,7 +21,8 @@ fn lingering() -> (OwnedFd, TcpStream) {
     (slow.into(), peer)
 }
 
-/// A peer sends descriptors whose `close` blocks: nobody waits for them, and no more than the limit get in.
+/// A peer sends descriptors whose `close` blocks: no thread of this process waits for them, and no more than the limit
+/// get in.
 #[test]
 fn closing_holds_up_nobody_and_is_limited() {
     let (ours, theirs) = UnixStream::pair().unwrap();
@@ -34,7 +35,7 @@ fn closing_holds_up_nobody_and_is_limited() {
         close(fd);
         drop(passing::receive(&ours, &mut [0; 8], false).unwrap());
     }
-    // All threads are held up; whatever else comes from this user waits.
+    // All threads are held up; everything else that comes from this user waits.
     tombolo_testing::until("what holds up nobody is closed", || held() <= 2 * MAX_CLOSERS);
     let file = std::fs::File::open("/proc/self/stat").unwrap();
     let mut came = 0;

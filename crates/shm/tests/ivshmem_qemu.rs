@@ -1,5 +1,5 @@
-//! Stock QEMU's two ivshmem devices as peers of links of ours. There is no guest: the device's registers are worked through
-//! QEMU's qtest protocol, and its interrupts are seen as what MSI-X is, writes to memory.
+//! Stock QEMU's two ivshmem devices as peers of this project's links. There is no guest. The tests access the device's
+//! registers through QEMU's qtest protocol, and see its interrupts as what MSI-X is, writes to memory.
 
 use std::io::{BufRead, BufReader, Write};
 use std::os::fd::{AsFd, AsRawFd};
@@ -220,7 +220,7 @@ fn doorbells_of_two_machines_and_the_host() {
     a.interrupted(0);
     rung(&opened.own[0]);
     assert_eq!(read_u32(&ours, layout.state(2).unwrap()), 0);
-    // Ringing who is gone harms nobody; another takes the seat and hears of all.
+    // Ringing a peer that is gone does no harm; another peer takes the seat and is told of all.
     a.ring(2, 0);
     let Some(mut c) = doorbell(place.path(), 2) else { return };
     c.enable_msix(2);
@@ -257,6 +257,6 @@ fn a_plain_device_has_the_memory_and_nothing_else() {
     assert_eq!(links.status()[0].peers.len(), 2);
     drop(qemu);
     until("its end", || links.status()[0].peers.len() == 1);
-    // Nobody shrank or grew it meanwhile.
+    // No process shrank or grew it meanwhile.
     assert_eq!(rustix::fs::fstat(&opened.region).unwrap().st_size, 1 << 20);
 }

@@ -5,18 +5,18 @@
 //! ```
 //!
 //! The worker copies the frames of a turn into a parcel and sends it on. Where the reader has left too many bytes
-//! unread, frames are left out and counted, in the port's `capture_lost` and in the statistics block at the end of
-//! the capture; the worker never waits. A [`Capture`] that is dropped ends the copying with the next frame.
+//! unread, frames are left out. They are counted in the port's `capture_lost` and in the statistics block at the end of
+//! the capture. The worker never waits. A [`Capture`] that is dropped ends the copying with the next frame.
 //!
-//! Captures may share a [`CaptureMemory`]. Of it each may hold as much as is still free, so that many that are not read
-//! leave room for one that is. A reader that cannot go on gives back what waits by [`Capture::discard`].
+//! Captures may share a [`CaptureMemory`]. Each may hold as much of it as is still free. So many captures that are not
+//! read leave room for one that is. A reader that cannot continue frees its waiting parcels by [`Capture::discard`].
 //!
 //! What is captured:
-//! * *received*: what came from the peer and was taken, with a comment on those that go nowhere and why.
-//! * *transmitted*: what was handed to the peer, after segments and checksums were made. Where the port did not take
-//!   all frames of a turn, a comment says how many of how many, since only the port knows which.
+//! * *received*: frames that came from the peer and were taken, with a comment on those that go nowhere and why.
+//! * *transmitted*: frames that were handed to the peer, after segments and checksums were made. Where the port did not
+//!   take all frames of a turn, a comment says how many of how many, since only the port knows which.
 //!
-//! A port that nobody captures pays one comparison per turn.
+//! A port that is not captured pays one comparison per turn.
 
 use crate::Nanos;
 use crate::counters::PortCounters;
@@ -217,7 +217,7 @@ pub(crate) fn start(name: Arc<str>, settings: CaptureSettings) -> (Tap, Capture)
 
 impl Tap {
     /// Copies the frames of a turn that came from the port; `dropped` are those that go nowhere, by rising index.
-    /// Returns `false` when nobody reads any more.
+    /// Returns `false` when there is no reader any more.
     pub(crate) fn received(
         &self,
         now: Nanos,

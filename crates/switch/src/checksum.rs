@@ -3,9 +3,9 @@
 /// The one's complement sum of `bytes` as big-endian words, an odd last byte padded with zero; not complemented.
 #[inline]
 pub fn sum(bytes: &[u8]) -> u16 {
-    // The sum is the same whatever the word size and byte order, up to a swap at the end (RFC 1071 §2), so wide
-    // words of the machine's own order are added, in a form that the compiler makes vector code of. 64 KiB of
-    // 32-bit words cannot overflow 64 bits.
+    // The sum is the same for any word size and byte order, up to a swap at the end (RFC 1071 §2). So wide words
+    // of the machine's own order are added, in a form that the compiler makes vector code of. 64 KiB of 32-bit
+    // words cannot overflow 64 bits.
     let (words, rest) = bytes.as_chunks::<4>();
     let mut total: u64 = words.iter().map(|word| u32::from_le_bytes(*word) as u64).sum();
     let mut last = [0; 4];

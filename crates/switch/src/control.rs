@@ -1,8 +1,9 @@
 //! The control side of a worker: what other threads may ask of it.
 //!
-//! A [`WorkerHandle`] sends commands through a queue and wakes the worker, which runs them between two turns of its ports; the
-//! call returns when it is done. So an answer waits for one turn at most, however many ports are busy. So nothing in a frame's path takes a lock, and a command sees a worker at rest.
-//! Calls are for control threads: a port must never call its own worker's handle, which would wait for itself.
+//! A [`WorkerHandle`] sends commands through a queue and wakes the worker. The worker runs them between two turns of
+//! its ports, and the call returns when the command is done. So an answer waits for one turn at most, however many
+//! ports are busy. Nothing in a frame's path takes a lock, and a command sees a worker at rest. Calls are for control
+//! threads. A port must never call its own worker's handle, because the call would wait for itself.
 
 use crate::Nanos;
 use crate::capture::{self, Capture, CaptureSettings};
@@ -158,7 +159,7 @@ pub struct NetworkStatus {
     pub mac_settings: MacSettings,
     /// Copies of frames on their way to a destination.
     pub copies: u64,
-    /// Frames flooded because nobody was known to have the address.
+    /// Frames flooded because no port was known to have the address.
     pub flooded_unknown: u64,
     /// Frames flooded because of a group address.
     pub flooded_group: u64,
@@ -187,8 +188,8 @@ struct Tokens {
     next: u16,
 }
 
-/// A token that is nobody else's until this is dropped. The port's wake-ups are registered under it before the
-/// port is made; then both go to [`WorkerHandle::add_port`].
+/// A token that belongs to no other port until this is dropped. The port's wake-ups are registered under it before the
+/// port is made. Then both go to [`WorkerHandle::add_port`].
 #[derive(Debug)]
 pub struct Reserved {
     token: Token,
@@ -216,14 +217,14 @@ struct Shared {
 }
 
 impl Drop for Shared {
-    /// Nobody can ask the worker for anything any more, so it ends.
+    /// No handle can send requests to the worker any more, so it ends.
     fn drop(&mut self) {
         let _ = self.commands.send(Box::new(|core| core.stopped = true));
         (self.wake)();
     }
 }
 
-/// A worker that stands still, and the state of its ports.
+/// A paused worker, and the state of its ports.
 #[derive(Debug)]
 pub struct Paused {
     /// The ports that can be continued by another process, by name.
@@ -345,7 +346,7 @@ impl WorkerHandle {
         self.add(reserved, network, name, port, None, settings)
     }
 
-    /// As [`WorkerHandle::add_port`], for a port that `remake` can make anew after a panic in its code.
+    /// As [`WorkerHandle::add_port`], for a port that `remake` can restart after a panic in its code.
     ///
     /// # Errors
     /// As for [`WorkerHandle::add_port`].

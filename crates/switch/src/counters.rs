@@ -58,7 +58,7 @@ pub struct PortCounters {
     pub frames_per_turn: [Counter; TURN_BUCKETS],
     /// Times that the peer broke its protocol and the port was reset.
     pub faults: Counter,
-    /// Times that the port was made anew after a panic in its code.
+    /// Times that the port was restarted after a panic in its code.
     pub restarts: Counter,
     /// Checksums completed in software for this destination.
     pub software_checksums: Counter,

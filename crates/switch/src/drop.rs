@@ -53,7 +53,7 @@ reasons! {
     /// The destination is a group address that belongs to one link, such as that of pause frames or LLDP.
     Reserved = "reserved",
     /// The destination needs a checksum or segments in software, and the frame's headers do not allow it; or a frame
-    /// that stands for several segments is for no known port.
+    /// that represents several segments is for no known port.
     NotTransformable = "not_transformable",
     /// The operating system refused the frame.
     SystemRefused = "system_refused",

@@ -1,12 +1,12 @@
 //! Frames on their way through the switch.
 //!
-//! A frame's first [`HEAD_BYTES`] bytes are copied once into local memory, so that whatever the switch decides
-//! on (addresses, protocol headers) is what leaves it: a peer that rewrites its buffer meanwhile changes only
-//! payload. The rest stays in its source's memory as [`Foreign`] segments, and is copied once, straight into the
+//! A frame's first [`HEAD_BYTES`] bytes are copied once into local memory. The switch decides only on these bytes
+//! (addresses, protocol headers), and exactly these bytes leave it. A peer that rewrites its buffer meanwhile changes
+//! only payload. The rest stays in its source's memory as [`Foreign`] segments. It is copied once, straight into the
 //! destination's buffer. A small frame is wholly in the head, and its source is not touched again.
 //!
-//! A [`Batch`] is what one turn took from one port. It borrows the source's memory for its lifetime, so a port
-//! cannot change or release its buffers while the batch lives.
+//! A [`Batch`] holds the frames that one turn took from one port. It borrows the source's memory for its lifetime, so
+//! a port cannot change or release its buffers while the batch lives.
 
 use crate::mac::Address;
 use crate::wait::Token;
@@ -27,12 +27,12 @@ pub type Mac = [u8; 6];
 /// What is known of a frame's transport checksum.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Checksum {
-    /// The bytes hold a checksum that nobody vouched for.
+    /// The bytes hold a checksum that was not verified.
     #[default]
     Unverified,
     /// Somebody we trust for it (the host's kernel, a device) has checked it, or it never left this machine.
     Valid,
-    /// The checksum field holds only the pseudo-header's sum: whoever sends the frame on to a wire has to sum the
+    /// The checksum field holds only the pseudo-header's sum. The side that sends the frame to a wire must sum the
     /// bytes from `start` to the end and put the result at `start + offset`.
     Partial {
         /// First byte that is summed, from the start of the frame.
@@ -51,7 +51,7 @@ pub enum SegmentKind {
     Tcp6,
 }
 
-/// A frame that stands for several segments of one stream.
+/// A frame that represents several segments of one stream.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Segmentation {
     /// What kind of stream.
@@ -69,7 +69,7 @@ pub struct Segmentation {
 pub struct Offload {
     /// State of the transport checksum.
     pub checksum: Checksum,
-    /// How the frame is to be cut, where it stands for several segments.
+    /// How the frame is to be segmented, where it represents several segments.
     pub segmentation: Option<Segmentation>,
 }
 
@@ -87,7 +87,7 @@ pub struct Frame {
     first_segment: u32,
     segments: u16,
     head_len: u16,
-    /// Offload state, checked against the frame's length by whoever pushed it.
+    /// Offload state. The code that pushed the frame has checked it against the frame's length.
     pub offload: Offload,
 }
 

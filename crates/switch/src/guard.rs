@@ -1,11 +1,12 @@
 //! What a port may claim to be: the check of source addresses.
 //!
-//! A guard without lists lets everything pass. With a list of MAC addresses only these may be a frame's source.
-//! With a list of IPv4 addresses the sender fields of ARP and the source field of IPv4 have to be on it, behind
-//! any VLAN tags and an LLC/SNAP header; where the header is cut short nothing passes, since nothing could be checked. A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass.
-//! With a list of IPv6 addresses, which may be empty, IPv6 is held to that and to the link-local address of the frame's
-//! Ethernet source; so is neighbour discovery, and routers are not played (`ipv6`). Without such a list IPv6 passes
-//! whatever it says, as other protocols do.
+//! A guard without lists lets everything pass. With a list of MAC addresses only these may be a frame's source. With a
+//! list of IPv4 addresses, the sender fields of ARP and the source field of IPv4 must be on it. This also holds behind
+//! any VLAN tags and an LLC/SNAP header. Where the header is cut short nothing passes, since nothing could be checked.
+//! A host that has no address yet may ask: ARP probes (sender 0.0.0.0) and DHCP requests pass. With a list of IPv6
+//! addresses, which may be empty, IPv6 is held to that list and to the link-local address of the frame's Ethernet
+//! source. The same holds for neighbour discovery, and the port may not act as a router (`ipv6`). Without such a list,
+//! IPv6 passes unchecked, as other protocols do.
 //!
 //! What no ordinary member does is refused to every port that has no role for it, with or without lists ([`Roles`]).
 

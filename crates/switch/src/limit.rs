@@ -10,12 +10,14 @@
 //! | the port's share of [`FLOOD_COPIES`] | copies/s | each port | none: beyond it, the pool decides |
 //! | the pool, once more [`FLOOD_COPIES`] | copies/s | the network | `flood_budget` |
 //!
-//! A port that stays within its share is never refused, whatever the others do: a storm cannot take away a neighbour's ARP
-//! requests. A port beyond its share takes from the pool, so that a single sender in a quiet network gets more.
+//! A port that stays within its share is never refused, whatever load the others cause: a storm cannot take away a
+//! neighbour's ARP requests. A port beyond its share takes from the pool, so that a single sender in a quiet network
+//! gets more.
 //!
 //! # Rates
-//! [`Rates::send`] slows a port down: the worker takes no more frames from it until its bucket allows more, so that the peer's own
-//! queue fills and nothing is lost in the switch. [`Rates::receive`] drops what is beyond it, as `rate_limit`.
+//! [`Rates::send`] slows a port down. The worker takes no more frames from it until its bucket allows more. So the
+//! peer's own queue fills and nothing is lost in the switch. [`Rates::receive`] drops frames beyond the rate, as
+//! `rate_limit`.
 
 use crate::Nanos;
 use crate::drop::{Drops, Reason};
@@ -192,7 +194,7 @@ impl Floods {
 pub struct Rate {
     /// Bits of frames per second, Ethernet header included.
     pub bits: Option<u64>,
-    /// Frames per second. A frame that stands for several segments is one.
+    /// Frames per second. A frame that represents several segments counts as one.
     pub frames: Option<u64>,
 }
 

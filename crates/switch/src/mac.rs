@@ -1,11 +1,11 @@
 //! Where each MAC address was last seen: the memory of a learning switch.
 //!
 //! # Shape
-//! Open addressing with linear probing over one array of words, address and port in one word, so that the
-//! look-up of a destination touches one cache line in nearly every case. When an address was seen lies in a second
-//! array, and the order of age of each port's addresses in a third: an address that is seen again within the same
-//! [`Tick`] touches neither list nor order. Deletion shifts back, so there are no tombstones. All memory is taken
-//! when the table is made.
+//! Open addressing with linear probing over one array of words. Address and port are in one word, so the look-up
+//! of a destination touches one cache line in nearly every case. A second array says when an address was seen. A
+//! third holds each port's addresses in order of age. An address that is seen again within the same [`Tick`]
+//! touches neither of these two. Deletion shifts back, so there are no tombstones. All memory is allocated when
+//! the table is made.
 //!
 //! # Invariants
 //! * A slot is 0 or `port << 48 | address`; an address is never 0 and never a group address.
@@ -14,10 +14,10 @@
 //!
 //! # What a hostile port can do
 //! A port has a limit; at the limit it pushes out its own oldest address. When the whole table is full, a port
-//! that holds its fair share (capacity divided by ports) or more pushes out its own oldest; one below its share
-//! takes the place of the oldest of the port that holds most. So a flood of addresses costs its own port, and
-//! nobody else more than the share that the table owes to each. The hash is keyed, so that nobody outside can
-//! choose addresses that share a slot, and a probe has a bound all the same.
+//! that holds its fair share (capacity divided by ports) or more pushes out its own oldest address. A port below
+//! its share takes the place of the oldest address of the port that holds most. So a flood of addresses costs its
+//! own port. It costs no other port more than the share that the table owes to each. The hash is keyed, so no
+//! outsider can choose addresses that share a slot. A probe has a bound all the same.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -72,7 +72,7 @@ pub struct Tick(u32);
 
 impl Tick {
     const SHIFT: u32 = 28;
-    /// Stands in `seen` for an address that does not age.
+    /// Marks in `seen` an address that does not age.
     const PINNED: Tick = Tick(u32::MAX);
 
     /// The tick of an instant. 2^32 ticks are 36 years.
@@ -105,7 +105,7 @@ impl Default for MacSettings {
 /// What a table went through. Only grows.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct MacStats {
-    /// Addresses learned anew.
+    /// Addresses learned that were not in the table; see also `moved`.
     pub learned: u64,
     /// Addresses that turned up behind another port.
     pub moved: u64,
@@ -126,7 +126,7 @@ pub enum Learned {
     Known,
     /// The table changed: a new address, or one that moved.
     Changed,
-    /// The address is pinned to another port: whoever sends from it is an impostor.
+    /// The address is pinned to another port: a sender that uses it is an impostor.
     Pinned,
     /// There was no room; frames to it are flooded.
     Refused,

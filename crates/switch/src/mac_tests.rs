@@ -22,7 +22,7 @@ struct Known {
     pinned: bool,
 }
 
-/// The dull table: the rules of the module's head, each time by looking at everything.
+/// The simple table: the rules of the module's head, each time by looking at everything.
 struct Model {
     known: HashMap<Address, Known>,
     limits: Vec<Option<u32>>,

@@ -1,8 +1,8 @@
 //! Where the frames of a batch go: one network's decision, without moving a byte.
 //!
-//! [`Network::decide`] passes over a batch once and writes a [`Plan`]: for each destination port the indices of
-//! its frames, in order. Frames of one batch tend to be of few flows, so the verdict on the last source and the
-//! way to the last destination are kept while they repeat; a repeated pair costs two comparisons.
+//! [`Network::decide`] passes over a batch once and writes a [`Plan`]: for each destination port the indices of its
+//! frames, in order. Frames of one batch tend to be of few flows. So the verdict on the last source and the way to the
+//! last destination are kept while they repeat. A repeated pair costs two comparisons.
 //!
 //! # What becomes of a frame
 //! | frame | becomes |
@@ -12,7 +12,7 @@
 //! | source or sender that the port's guard does not let pass | dropped, `guard` |
 //! | what the port has no role for ([`crate::guard::Roles`]) | dropped, `rogue_router`, `rogue_dhcp`, `gateway_claim` |
 //! | partial checksum of anything but the TCP or UDP header behind the IP headers | dropped, `bad_offload` |
-//! | stands for several segments, and would be flooded | dropped, `not_transformable` |
+//! | represents several segments, and would be flooded | dropped, `not_transformable` |
 //! | destination known, behind another port | one copy there |
 //! | destination known, behind the port it came from | dropped, `hairpin` |
 //! | destination unknown, multicast or broadcast | a copy to every other port whose link is up |
@@ -21,9 +21,9 @@
 //! | flooded beyond what storm control allows ([`crate::limit`]) | dropped, `…_storm` or `flood_budget` |
 //!
 //! # Accounting
-//! A frame that came in is counted once: as one of the port's `rx_frames`, and then either as one of its
-//! `rx_drops` or as `copies` ≥ 1 of this network. Each copy ends as one of the destination's `tx_frames` or
-//! `tx_drops`; where a destination needs segments, each segment counts instead of the copy that was cut.
+//! A frame that came in is counted once as one of the port's `rx_frames`. It is then counted either as one of its
+//! `rx_drops` or as `copies` ≥ 1 of this network. Each copy ends as one of the destination's `tx_frames` or `tx_drops`.
+//! Where a destination needs segments, each segment counts instead of the copy that was cut.
 
 use crate::Nanos;
 use crate::counters::Counter;
@@ -68,7 +68,7 @@ pub struct Summary {
     pub bytes: u64,
     /// Length of the longest frame.
     pub longest: usize,
-    /// Whether any frame has a partial checksum or stands for several segments.
+    /// Whether any frame has a partial checksum or represents several segments.
     pub offloads: bool,
 }
 
@@ -235,7 +235,7 @@ impl Network {
         self.macs.expire(now);
         let mut summary = Summary::default();
         let roles = guard.roles();
-        // The address zero is no station's, so it can stand for "none yet": it never has a verdict kept.
+        // The address zero is no station's, so it can mean "none yet": it never has a verdict kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
         let (mut copies, mut unknown, mut group) = (0u64, 0u64, 0u64);
@@ -289,8 +289,8 @@ impl Network {
                     plan.push(port, index as u16);
                 }
                 Way::Nowhere(reason) => plan.lose(index, reason, drops),
-                // TCP knows no groups, and whoever sends bulk has just heard from its peer. Flooded, one frame of a few
-                // bytes per segment would cost a thousand copies at each port that has it cut.
+                // TCP knows no groups, and a sender of bulk data has just heard from its peer. If one such frame with a
+                // few bytes per segment were flooded, it would cost a thousand copies at each port that has it cut.
                 Way::Unknown | Way::Group if frame.offload.segmentation.is_some() => {
                     plan.lose(index, Reason::NotTransformable, drops);
                 }

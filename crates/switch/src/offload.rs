@@ -1,8 +1,8 @@
 //! Offloads done in software, for a destination that cannot do them.
 //!
-//! A frame that the destination takes as it is goes there as it is, straight from its source. One that it does not
-//! take is first copied into memory of the worker's own, so that its source cannot change it any more, then cut or
-//! summed there, and the results go out as a batch of their own. The order of frames is kept.
+//! A frame that the destination takes as it is goes there as it is, straight from its source. Any other frame is first
+//! copied into the worker's own memory, so that its source cannot change it any more. It is segmented or summed there,
+//! and the results are sent as a separate batch. The order of frames is kept.
 //!
 //! | frame | destination | becomes |
 //! | --- | --- | --- |
@@ -222,7 +222,7 @@ impl Sent {
 /// Completes a partial checksum in place.
 fn complete(bytes: &mut [u8], start: u16, offset: u16) -> Result<(), Reason> {
     let (start, field) = (start as usize, start as usize + offset as usize);
-    // Whoever pushed the frame has checked that; a mistake there must not become a panic here.
+    // The code that pushed the frame has checked that; a mistake there must not become a panic here.
     if start < ETHERNET_HEADER_BYTES || field + 2 > bytes.len() {
         return Err(Reason::BadOffload);
     }
@@ -234,8 +234,9 @@ fn complete(bytes: &mut [u8], start: u16, offset: u16) -> Result<(), Reason> {
 }
 
 /// Whether a partial checksum is that of the TCP or UDP header behind the IP headers of the frame that starts with
-/// `head`. Completing any other would write a sum of the sender's choosing over what was looked at already, such as
-/// the source address that a guard let pass, whoever completes it: we, a kernel, or the guest that gets it.
+/// `head`. Completing any other would write a sum of the sender's choosing over bytes that were checked already, such
+/// as the source address that a guard let pass. It makes no difference who completes it: we, a kernel, or the guest
+/// that gets it.
 pub(crate) fn is_of_transport(head: &[u8], start: u16, offset: u16) -> bool {
     transport(head) == Some((start as usize, offset))
 }

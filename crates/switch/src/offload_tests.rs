@@ -240,7 +240,7 @@ fn a_partial_checksum_is_completed_only_where_it_has_to_be() {
         assert_eq!((out, offloads, work), (vec![frame.clone()], vec![offload], Work::default()));
         let (out, offloads, drops, work, _) = run(&[(frame.clone(), offload)], Caps::plain(1500));
         let mut want = shape.segments(2000).remove(0);
-        // Nobody asked for the IPv4 header's sum, which the sender has to make.
+        // The IPv4 header's sum was not requested; the sender has to make it.
         let ip = 14;
         if !v6 {
             want[ip + 10..ip + 12].copy_from_slice(&frame[ip + 10..ip + 12]);

@@ -86,7 +86,7 @@ impl World {
         self.drain();
     }
 
-    /// What holds whatever happened: each cell is free or in one frame, and lanes know what they have.
+    /// What holds in every case: each cell is free or in one frame, and lanes know what they have.
     fn check(&self) {
         let Some(store) = &self.overflow.store else { return };
         let mut free = 0;
@@ -277,7 +277,7 @@ fn what_a_fault_loses_is_counted_once() {
     world.check();
 }
 
-/// Beside a dull one: per source a queue, nothing but order and accounts.
+/// Beside a simple one: per source a queue, nothing but order and accounts.
 #[test]
 fn random_work_keeps_order_and_accounts() {
     let seed = std::env::var("TOMBOLO_SEED").ok().and_then(|seed| seed.parse().ok()).unwrap_or(0x5eed_u64);

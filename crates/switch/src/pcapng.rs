@@ -107,7 +107,7 @@ fn time(out: &mut Vec<u8>, time_ns: u64) {
     out.extend_from_slice(&(time_ns as u32).to_le_bytes());
 }
 
-/// Type and length stand before a block, and the length once more behind it. All blocks have whole words.
+/// Type and length come before a block, and the length once more behind it. All blocks have whole words.
 fn block(out: &mut Vec<u8>, kind: u32, body: impl FnOnce(&mut Vec<u8>)) {
     let start = out.len();
     out.extend_from_slice(&kind.to_le_bytes());

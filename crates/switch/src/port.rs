@@ -19,18 +19,18 @@
 //! worker: receive -> nothing        arm: wake-ups on  ->  look again -> nothing -> sleep
 //! peer:                     adds a frame ^ sees wake-ups off, does not ring
 //! ```
-//! A port that looked only before it armed would sleep on that frame. So `arm` turns wake-ups on first, then
-//! looks again, and says what it found.
+//! A port that looked only before it armed would sleep on that frame. So `arm` first turns wake-ups on, then looks
+//! again, and says what it found.
 //!
 //! # The window that `recheck` closes
-//! That needs memory fences on both sides, and a peer's may do nothing: QEMU before 8.1 drops those of a guest with one
-//! CPU ([`tombolo_ring::virtio::notify`] draws it). So a port whose peer shares memory asks for one more look
-//! ([`Port::take_recheck`]) when it was armed and when it did not signal its peer; the worker has it look
+//! `arm` needs memory fences on both sides, and a peer's fences may do nothing. QEMU before 8.1 drops those of a guest
+//! with one CPU ([`tombolo_ring::virtio::notify`] draws it). So a port whose peer shares memory asks for one more look
+//! ([`Port::take_recheck`]) when it was armed and when it did not signal its peer. The worker has it look
 //! ([`Port::recheck`]) [`RECHECK_DELAY`](crate::recheck::RECHECK_DELAY) later, once.
 //!
 //! # Faults
-//! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls
-//! [`Port::reset`], and goes on with the other ports. No method blocks, and none panics over what a peer wrote.
+//! A peer that breaks its protocol makes a method return a [`Fault`]. The worker counts it, calls [`Port::reset`], and
+//! continues with the other ports. No method blocks, and none panics over what a peer wrote.
 
 use crate::Nanos;
 use crate::drop::Drops;
@@ -42,9 +42,9 @@ use std::os::fd::OwnedFd;
 pub struct Caps {
     /// Takes frames whose checksum is partial.
     pub checksum: bool,
-    /// Takes TCP over IPv4 frames that stand for several segments.
+    /// Takes TCP over IPv4 frames that represent several segments.
     pub tso4: bool,
-    /// Takes TCP over IPv6 frames that stand for several segments.
+    /// Takes TCP over IPv6 frames that represent several segments.
     pub tso6: bool,
     /// Takes segmented frames with the ECN flag.
     pub ecn: bool,
@@ -152,9 +152,9 @@ pub trait Port: Send {
     /// Each frame is accounted for once: it is one of [`Sent::frames`] or one of `drops`.
     ///
     /// # Errors
-    /// A [`Fault`]. What was counted in `drops` before it stays counted; every other frame, those already written
-    /// included since nobody sees them any more, is counted by the caller, as [`Reason::Reset`]. The port counts none of
-    /// them itself.
+    /// A [`Fault`]. What was counted in `drops` before it stays counted. The caller counts every other frame as
+    /// [`Reason::Reset`], including those already written, since the peer does not see them any more. The port counts
+    /// none of them itself.
     ///
     /// [`Reason::Reset`]: crate::drop::Reason::Reset
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault>;
@@ -211,8 +211,9 @@ pub trait Port: Send {
     /// Drops everything held for the peer and returns to waiting for one, after `fault`.
     fn reset(&mut self, fault: &Fault);
 
-    /// What the port of another process needs to continue where this one stands. The worker is stopped meanwhile. The
-    /// port must be able to go on itself, since a handover can be called off. `None` where the kind starts afresh.
+    /// The state that the port of another process needs to continue from here. The worker is stopped meanwhile. The
+    /// port must be able to continue itself, since a handover can be called off. `None` where the kind starts from
+    /// scratch.
     fn hand_over(&self) -> Option<HandOver> {
         None
     }

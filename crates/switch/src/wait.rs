@@ -2,7 +2,7 @@
 
 use crate::Nanos;
 
-/// Names one port of a worker to whatever wakes it: the index of its slot.
+/// Names one port of a worker to the code that wakes it: the index of its slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Token(pub u32);
 

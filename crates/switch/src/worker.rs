@@ -1,13 +1,13 @@
 //! The poll loop: one thread, its ports, and the networks that they belong to.
 //!
 //! # What a worker does
-//! It holds the ports that are *active*: those that were woken and have not yet been found empty with their
-//! wake-ups on. Each gets one turn per round: up to *budget* frames are taken, decided on, and copied straight
-//! to their destinations. A port under budget is polled on for the busy-poll time, then armed, looked at once
-//! more (the window is drawn in [`crate::port`]), and sleeps. Where a peer's memory fences may do nothing, it is looked at once
-//! more a little later ([`crate::recheck`]). With nobody active the worker sleeps in its
-//! [`Waiter`]; with somebody active it asks the waiter without sleeping, after each round that moved nothing and
-//! at least every [`POLL_INTERVAL`], so that ports that wake up meanwhile get their turns.
+//! A worker holds the ports that are *active*: those that were woken and have not yet been found empty with their
+//! wake-ups on. Each active port gets one turn per round. In a turn, up to *budget* frames are taken, decided on, and
+//! copied straight to their destinations. A port that stays under budget is polled for the busy-poll time. Then it is
+//! armed, looked at once more (the window is drawn in [`crate::port`]), and sleeps. Where a peer's memory fences may do
+//! nothing, it is looked at once more a little later ([`crate::recheck`]). With no active port the worker sleeps in its
+//! [`Waiter`]. With active ports it asks the waiter without sleeping, after each round that moved nothing and at least
+//! every [`POLL_INTERVAL`]. So ports that wake up meanwhile get their turns.
 //!
 //! ```text
 //!            woken, timer, found by a re-check, or an answer left by a transmit
@@ -18,33 +18,34 @@
 //! ```
 //!
 //! # Invariants
-//! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of the port that the
-//!   frames came from. It pays a budget's worth per round in place of a turn, so that one that floods, or has others'
-//!   ports cut its frames, gets no more of the worker's time than the rest. Its next turn takes fewer frames, so that no
-//!   turn costs much more than a budget's worth of copies.
+//! * What a turn costs beyond its budget, in copies and in segments made in software, is a debt of the port that sent
+//!   the frames. The port pays a budget's worth per round in place of a turn. So a port that floods, or makes the
+//!   worker segment its frames for other ports, gets no more of the worker's time than the rest. Its next turn takes
+//!   fewer frames, so that no turn costs much more than a budget's worth of copies.
 //! * A control command waits for one turn at most, and a wake-up for [`ROUND_TIME`] and one turn.
 //! * A port's clock is never further behind than [`SERVICE_INTERVAL`] when it gets frames, even while it sleeps.
 //! * All ports of a network belong to one worker, so the path of a frame takes no lock
 //!   (docs/decisions/0001-one-worker-per-network.md).
-//! * While a port's batch lives its slot is out of the table; a frame never goes back to its own port, so the
+//! * While a port's batch lives, its slot is out of the table. A frame never goes back to its own port, so the
 //!   destinations are all in the table.
 //! * A token is the index of a slot. It is reserved before the port is made and free again after it is removed.
-//! * Every frame is accounted for; see [`crate::network`]. One that waits for a buffer of its destination
+//! * Every frame is accounted for; see [`crate::network`]. A frame that waits for a buffer of its destination
 //!   (`overflow.rs`) is counted when it leaves that queue.
 //!
 //! # Failure
-//! A [`Fault`] is recorded, the port is reset, and it is left alone for [`FAULT_PAUSE`], so that a peer that breaks
-//! its protocol over and over costs others nothing. A port that does not account for every frame that it was given is
-//! treated the same way, and what it lost is counted.
+//! A [`Fault`] is recorded, and the port is reset. The worker then leaves it alone for [`FAULT_PAUSE`], so that a peer
+//! that breaks its protocol over and over costs others nothing. A port that does not account for every frame that it
+//! was given is treated the same way, and its lost frames are counted.
 //!
-//! A panic inside a port's code is a bug of ours, and others must not pay for it: it is caught at the call, the
-//! port's object is dropped and its slot reports the panic's text. A port that came with a [`Remake`] is made anew in the same slot, with its name, guard, pins and counters, after a pause that doubles from
-//! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while it goes on panicking; `restarts` counts that. Any other stays out of
-//! service until the control side removes it. A panic in the loop itself ends the worker, and every [`WorkerHandle`]
-//! call then says so.
+//! A panic inside a port's code is a defect in this project, and other ports must not pay for it. It is caught at the
+//! call. The port's object is dropped, and its slot reports the panic's text. A port that came with a [`Remake`] is
+//! restarted in the same slot, with its name, guard, pins and counters. The pause before that doubles from
+//! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while the port continues to panic; `restarts` counts the restarts. Any other
+//! port stays out of service until the control side removes it. A panic in the loop itself ends the worker, and every
+//! [`WorkerHandle`] call then says so.
 //!
 //! # Limits
-//! 65,535 ports per worker; a batch of at most 65,535 frames, ordinary budgets are 32 to 256.
+//! 65,535 ports per worker. A batch has at most 65,535 frames; ordinary budgets are 32 to 256.
 
 mod deliver;
 
@@ -83,10 +84,10 @@ const STORM_PART: usize = 16;
 const LIMITED_BUDGET: usize = 8;
 /// How long a port is left alone after a fault.
 pub const FAULT_PAUSE: Nanos = Nanos(10_000_000);
-/// Longest pause before a port that panicked is made anew, so that a guest that finds a way to make it panic costs
-/// the worker a restart per second.
+/// Longest pause before a port that panicked is restarted. A guest that finds a way to make it panic so costs the
+/// worker one restart per second.
 pub const REMAKE_PAUSE_MAX: Nanos = Nanos(1_000_000_000);
-/// A port that ran for so long since it was made anew starts with the shortest pause again.
+/// A port that ran for this long since its restart starts with the shortest pause again.
 const CALM: Nanos = Nanos(10_000_000_000);
 
 /// Frames of a batch are numbered by 16 bits.
@@ -150,8 +151,8 @@ pub struct FaultRecord {
     pub at: Nanos,
 }
 
-/// Makes a port anew after a panic in its code, from what outlives it; called by the worker with its clock. Must not
-/// block. The error is one sentence that says what to do; it is tried again later.
+/// Restarts a port after a panic in its code, from the state that outlives it. The worker calls it with its clock. It
+/// must not block. The error is one sentence that says what to do; the worker tries again later.
 pub type Remake = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
 
 /// Who is told that frames flow.
@@ -170,7 +171,7 @@ pub(crate) struct Slot {
     pub(crate) last_fault: Option<FaultRecord>,
     pub(crate) panic: Option<String>,
     pub(crate) remake: Option<Remake>,
-    /// The last pause before the port was made anew, and when that was.
+    /// The last pause before the port was restarted, and when that was.
     remake_pause: Nanos,
     remade_at: Nanos,
     pub(crate) taps: Vec<Tap>,
@@ -275,7 +276,7 @@ impl Worker {
         while self.step(waiter) {}
     }
 
-    /// One round: waits if nobody is active, does what was asked, then gives each active port one turn. Returns
+    /// One round: waits if no port is active, does what was asked, then gives each active port one turn. Returns
     /// `false` when the worker was stopped.
     pub fn step(&mut self, waiter: &mut impl Waiter) -> bool {
         let core = &mut self.core;
@@ -701,7 +702,7 @@ impl Slot {
         let _ = catch_unwind(AssertUnwindSafe(|| drop(port)));
     }
 
-    /// Notes a panic in the port's code, and when it is made anew.
+    /// Notes a panic in the port's code, and when the port is to be restarted.
     #[cold]
     fn broke(&mut self, text: String, now: Nanos) {
         let (what, deadline) = match self.remake {
@@ -720,7 +721,8 @@ impl Slot {
         self.panic = Some(text);
     }
 
-    /// Makes the port anew after a panic; whether it is there again. If not, it is tried again when the next pause is over.
+    /// Restarts the port after a panic; returns whether it is there again. If not, the worker tries again after the
+    /// next pause.
     #[cold]
     fn remake(&mut self, now: Nanos) -> bool {
         let Some(remake) = &mut self.remake else { return false };

@@ -109,7 +109,7 @@ fn a_capture_that_is_not_read_loses_frames_and_never_holds_the_worker_up() {
     assert_eq!(numbers[..4], [4, 0, 8, 0]);
     assert_eq!(numbers[4..12], 1000u64.to_le_bytes());
     assert_eq!(numbers[16..24], 900u64.to_le_bytes());
-    // Nobody reads any more: the next frame ends the copying.
+    // There is no reader any more: the next frame ends the copying.
     let before = a.counters.captured.get();
     for n in 0..3 {
         a.send(frame(BROADCAST, mac(1), 60, n));

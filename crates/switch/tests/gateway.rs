@@ -231,7 +231,8 @@ fn a_gateway_that_panicked_comes_back_with_its_leases_members_and_counters() {
         let got = reply(&mut bench, &a, 1);
         assert_eq!((got[42 + 3] & 15, got.last()), (0, Some(&last)), "{name}");
     }
-    // An answer to the old one's query is nobody's, though the new one's first query could have been taken for it.
+    // An answer to the old one's query matches no query, though the new one's first query could have been taken
+    // for it.
     a.send(udp(mac(1), GATEWAY_MAC, client, (GATEWAY, 53), &query(9, "big.org")));
     let asked = run(&mut bench, || handle.take_queries().pop());
     assert_ne!(asked.id, old);
@@ -249,7 +250,7 @@ fn the_worker_names_the_port_that_a_claim_came_from() {
     for n in 1..=20 {
         a.send(discover(n));
     }
-    // One turn takes them all; time does not pass, so that the offers stand.
+    // One turn takes them all; time does not pass, so that the offers stay valid.
     for _ in 0..8 {
         bench.worker.step(&mut bench.waiter);
         if a.lock().to_switch.is_empty() && !a.lock().from_switch.is_empty() {
@@ -300,7 +301,7 @@ fn a_query_that_nobody_answers_fails_by_the_workers_own_timer() {
 fn the_first_query_after_an_idle_minute_is_timed_from_now() {
     let (mut bench, handle, [a, _b]) = bench();
     bench.settle();
-    // Nobody wakes the gateway meanwhile.
+    // Nothing wakes the gateway meanwhile.
     bench.waiter.advance(Nanos::SECOND.times(60));
     let client = (Ipv4Addr::new(10, 9, 0, 50), 4000);
     let query = b"\x43\x21\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x03big\x03org\x00\x00\x01\x00\x01";

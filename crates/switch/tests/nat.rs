@@ -1,5 +1,5 @@
-//! Address translation beside a dull table: every mapping is one-to-one and stable, every frame that comes out is
-//! rightly summed, and answers find their way back. And whatever bytes come in, nothing panics.
+//! Address translation compared with a simple table: every mapping is one-to-one and stable, every frame that comes
+//! out has right checksums, and answers find their way back. No input bytes cause a panic.
 #![allow(missing_docs)]
 
 use proptest::prelude::*;
@@ -167,7 +167,7 @@ proptest! {
     fn mappings_are_one_to_one_and_stable_and_answers_come_back(steps in prop::collection::vec(step(), 1..60)) {
         let mut nat = nat();
         let mut now = Nanos(0);
-        // The dull table: a guest's end, its uplink port, and when it was last used.
+        // The simple table: a guest's end, its uplink port, and when it was last used.
         let mut table: HashMap<(Protocol, End), (u16, Nanos)> = HashMap::new();
         for Step { guest: n, kind, port, peer, data, pause_secs } in steps {
             now = now.after(Nanos::SECOND.times(pause_secs));

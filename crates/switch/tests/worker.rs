@@ -184,7 +184,7 @@ fn a_port_pays_for_segments_made_in_software_and_none_are_flooded() {
 fn a_port_is_polled_on_for_the_busy_poll_time() {
     let mut bench = Bench::new(WorkerSettings { budget: 64, busy_poll: Nanos::MICRO.times(50) });
     let net = bench.network(MacSettings::default());
-    // Time stands still while the port is polled, so the bench cannot settle by itself.
+    // Time does not pass while the port is polled, so the bench cannot settle by itself.
     let handle = bench.handle.clone();
     bench.ask(|_| handle.set(WorkerSettings::default())).unwrap();
     let [a, b] = bench.ports(net);

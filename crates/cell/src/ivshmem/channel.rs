@@ -1,8 +1,8 @@
-//! Records between two peers of a link, without IP: what real-time code is made of.
+//! Records between two peers of a link, without IP: the base for real-time code.
 //!
-//! The layout of the sections is [`tombolo_ring::ivshmem::channel`]'s: a queue of records each way, and a register that holds the
-//! latest value. The states are those of a network link: either peer may stop, die and start anew, and the channel comes
-//! up again. A peer that breaks the layout costs itself the channel for a moment, counted.
+//! The layout of the sections is [`tombolo_ring::ivshmem::channel`]'s: a queue of records each way, and a register that
+//! holds the latest value. The states are those of a network link. Either peer may stop, die and restart, and the
+//! channel comes up again. A peer that breaks the layout loses the channel for a moment, and this is counted.
 
 use super::link::{Link, LinkError};
 use super::meeting::{Do, Meeting};
@@ -47,9 +47,9 @@ pub enum ChannelError {
         /// How many peers there can be.
         max_peers: u32,
     },
-    /// The peer is not there, or begins anew; [`Channel::up`] waits for it.
+    /// The peer is not there, or restarts; [`Channel::up`] waits for it.
     Down,
-    /// The call, or the shape of the channel, does not fit; or the peer broke the layout, and the channel begins anew.
+    /// The call, or the shape of the channel, does not fit; or the peer broke the layout, and the channel restarts.
     Layout(channel::ChannelError),
 }
 
@@ -140,7 +140,7 @@ impl Channel {
         stepped.map_err(|error| self.fault(error))
     }
 
-    /// What an error of the layout means: the channel begins anew where it is the peer's doing.
+    /// What an error of the layout means: the channel restarts where the peer caused it.
     fn fault(&mut self, error: channel::ChannelError) -> ChannelError {
         if error.resets_link() {
             self.meeting.fault();

@@ -1,11 +1,13 @@
-//! The device: memory that peers share, a word of state for each, doorbells.
+//! The device: memory that peers share, a state word for each, doorbells.
 //!
-//! Two kinds are known. The first version (QEMU's `ivshmem-doorbell` and `ivshmem-plain`; docs/specs/ivshmem-spec.rst) has no
-//! register for the memory's layout, so its region begins with a header page. The second (Jailhouse's) has it in its capability.
-//! Whatever the memory says is read once and checked; a device that makes no sense is refused, and the cell goes on without it.
+//! Two kinds are known. The first version (QEMU's `ivshmem-doorbell` and `ivshmem-plain`; docs/specs/ivshmem-spec.rst)
+//! has no register for the memory's layout, so its region begins with a header page. The second (Jailhouse's) has the
+//! layout in its capability. Every value from the memory is read once and checked. A device that makes no sense is
+//! refused, and the cell continues without it.
 //!
-//! Bus mastering and MSI-X are on before anything is written that peers see: a ring that comes before is lost, since a vector
-//! has no pending bit that can be polled. All vectors lead to one interrupt of the cell, which looks at everything then.
+//! Bus mastering and MSI-X are on before anything is written that peers see. A ring that comes before is lost, since a
+//! vector has no pending bit that can be polled. All vectors lead to one interrupt of the cell, which then looks at
+//! everything.
 
 use super::v2;
 use crate::config::Config;
@@ -103,7 +105,7 @@ pub(crate) struct Device {
     mtu: u16,
     /// Whether the fabric offers offloads.
     offloads: bool,
-    /// Vectors of each peer; 0 where nobody rings.
+    /// Vectors of each peer; 0 where no peer rings.
     vectors: u32,
     interrupt: Option<Interrupt>,
 }

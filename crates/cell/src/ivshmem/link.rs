@@ -1,18 +1,18 @@
-//! A link as an app has it: sections, state words, doorbells, and how to wait for a peer.
+//! A link from an app's point of view: sections, state words, doorbells, and how to wait for a peer.
 //!
-//! Nothing here knows a protocol. What peers write is untrusted: read a field once, check it, use it; the views
+//! Nothing here knows a protocol. What peers write is untrusted: read a field once, check it, use it. The views
 //! ([`Foreign`], [`ForeignMut`]) give no reference into the memory.
 //!
 //! # Waiting
 //!
-//! Rings of a doorbell run together and have no memory of their own, so what is waited for is always something in the
-//! memory: look, and if it is not there wait until a peer has rung, then look again. A ring between the look and the wait is
-//! not lost: interrupts come in only while the cell sleeps, and the count of rings is compared with the one before the look.
-//! On a link without doorbell the wait ends when it is time to look again ([`super::pace`]).
+//! Rings of a doorbell merge and are not stored. So a waiter always waits for something in the memory: it looks, and if
+//! the thing is not there, it waits until a peer has rung and looks again. A ring between the look and the wait is not
+//! lost. Interrupts come in only while the cell sleeps, and the count of rings is compared with the one before the
+//! look. On a link without doorbell the wait ends when it is time to look again ([`super::pace`]).
 //!
 //! [`Link::until`] lets the network and other tasks run meanwhile. [`Link::until_alone`] does not: the processor does
-//! nothing else until what is waited for is there or the time is up, which saves the way through the main loop. With `spin`
-//! it does not even sleep.
+//! nothing else until the event is there or the time is up. That saves the way through the main loop. With `spin` the
+//! processor does not even sleep.
 
 use super::device::Device;
 use super::pace::Pace;
@@ -48,7 +48,7 @@ impl fmt::Display for LinkError {
     }
 }
 
-/// The links of the cell: those that nobody has taken, and those that somebody waits for.
+/// The links of the cell: those that are not taken yet, and those that a task waits for.
 #[derive(Default)]
 pub(crate) struct Links {
     free: RefCell<Vec<Device>>,
@@ -184,7 +184,7 @@ impl Link {
         self.taken.device.shared()
     }
 
-    /// The state word of `peer`; 0, which stands for "not there", where there can be no such peer.
+    /// The state word of `peer`; 0, which means "not there", where there can be no such peer.
     pub fn state(&self, peer: u32) -> u32 {
         self.taken.device.state(peer)
     }
@@ -203,7 +203,7 @@ impl Link {
         self.taken.device.ring(peer, vector);
     }
 
-    /// Rings the vector of `peer` that stands for data: 1, or 0 where there is only one.
+    /// Rings the vector of `peer` that means data: 1, or 0 where there is only one.
     pub fn ring_traffic(&self, peer: u32) {
         self.taken.device.ring_traffic(peer);
     }

@@ -1,5 +1,5 @@
-//! How the cell and its peer on a link meet: the state words, and what is done to the sections on the way. What channels and calls have in
-//! common; what they clear and check is theirs.
+//! The handshake of the cell and its peer on a link: the state words, and what is done to the sections on the way.
+//! Channels and calls share this. What they clear and check is defined in their own modules.
 
 use super::link::Link;
 use super::pace::Pace;
@@ -11,7 +11,7 @@ const FAULT_PAUSE_NS: u64 = 10_000_000;
 /// What is to be done to the sections.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Do {
-    /// Make the own one fresh, and start anew.
+    /// Clear the own section, and restart.
     Clear,
     /// Look whether the peer's is what it should be.
     Check,
@@ -93,7 +93,7 @@ impl Meeting {
         Ok(is_up)
     }
 
-    /// The peer broke the protocol: the link begins anew after a pause.
+    /// The peer broke the protocol: the link restarts after a pause.
     pub(crate) fn fault(&mut self) {
         self.faults += 1;
         self.machine.reset();

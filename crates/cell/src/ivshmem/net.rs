@@ -1,21 +1,23 @@
 //! A network link: Ethernet frames over a device's memory, as the stack's device.
 //!
-//! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A frame is copied between local
-//! memory and the sections, once each way, so no reference leads to where a peer writes. Where the fabric offers offloads, frames stand
-//! behind virtio-net headers: checksums between machines of one host are left undone, and TCP is cut by whoever needs it cut. Otherwise frames
-//! are as on a wire, and checksums are computed and verified here ([`offload`]).
+//! The rings are [`tombolo_ring::ivshmem::net`]'s, the states [`tombolo_ring::ivshmem::state`]'s. A frame is copied
+//! between local memory and the sections, once each way. So no reference points to memory that a peer writes. Where the
+//! fabric offers offloads, frames follow virtio-net headers. Then machines of one host exchange frames with unfinished
+//! checksums, and TCP is segmented only by a receiver that needs segments. Otherwise frames are as on a wire, and
+//! checksums are computed and verified here ([`offload`]).
 //!
 //! # Up and down
 //!
-//! Each turn begins with a look at the peer's state word. While the link is down no frame is taken from the stack: what it wants
-//! to say first (DHCP, an answer to be retried) waits. A peer that goes to RESET, or starts anew, takes the link down; it comes up again
-//! when that peer is ready, and addresses and connections stay as they are. A peer that breaks the rings costs itself the link
-//! for [`FAULT_PAUSE_NS`], counted.
+//! Each turn begins with a look at the peer's state word. While the link is down, no frame is taken from the stack. The
+//! stack's first frames (DHCP, an answer to be retried) wait. A peer that goes to RESET, or restarts, takes the link
+//! down. The link comes up again when that peer is ready, and addresses and connections stay as they are. A peer that
+//! breaks the rings loses the link for [`FAULT_PAUSE_NS`], and this is counted.
 //!
 //! # Wake-ups
 //!
-//! With doorbell: by event index, as the rings say. Without: the link is looked at, often while frames come, seldom while they
-//! do not ([`Pace`]). A link with doorbell that is down is looked at too, since a peer that died rings nobody.
+//! With a doorbell, wake-ups use the event index, as the rings say. Without one, the link is polled, often while frames
+//! come and seldom while they do not ([`Pace`]). A link with a doorbell is polled too while it is down, since a peer
+//! that died does not ring.
 
 use super::device::Device;
 use super::pace::{Pace, Pauses};
@@ -300,14 +302,14 @@ impl IvshmemNet {
         false
     }
 
-    /// The frame that was received last, and leave to answer it.
+    /// The frame that was received last, and permission to answer it.
     pub(crate) fn received(&mut self) -> (&[u8], Leave<'_>) {
         let outgoing = &mut self.outgoing;
         let has_room = outgoing.prepare();
         (&self.frame[outgoing.header_bytes..self.frame_bytes], Leave { outgoing, has_room, segment_bytes: None })
     }
 
-    /// Leave to send a frame, where there is room for the largest.
+    /// Permission to send a frame, where there is room for the largest.
     pub(crate) fn transmit(&mut self) -> Option<Leave<'_>> {
         let outgoing = &mut self.outgoing;
         outgoing.prepare().then_some(Leave { outgoing, has_room: true, segment_bytes: None })
@@ -357,7 +359,8 @@ impl IvshmemNet {
         }
     }
 
-    /// Whether a sleep is to be followed by [`IvshmemNet::recheck`]: a wish that stands since the last one was seen by now.
+    /// Whether a sleep is to be followed by [`IvshmemNet::recheck`]: a wish that has been set since the last one was
+    /// seen by now.
     pub(crate) fn wants_recheck(&self) -> bool {
         self.device.rings().is_some() && self.outgoing.is_up && self.has_moved
     }
@@ -441,7 +444,7 @@ impl Outgoing {
     }
 }
 
-/// Leave to send a frame; without room, to build one that is dropped.
+/// Permission to send a frame; without room, to build one that is dropped.
 pub(crate) struct Leave<'d> {
     outgoing: &'d mut Outgoing,
     has_room: bool,

@@ -118,7 +118,8 @@ impl Local {
     }
 
     /// The rate, of 500 µs or more: the tightest of up to five readings, since a busy host may take the processor away
-    /// between two of them. Where the counter has run out meanwhile, or its beginning was not tight, it is begun anew.
+    /// between two of them. Where the counter has run out meanwhile, or its beginning was not tight, the measurement
+    /// starts again.
     fn measured_rate(&self, clock: &Clock, mut before_start: u64, mut after_start: u64) -> u64 {
         const RUN_NS: u64 = 500_000;
         let (mut best_rate, mut best_slack) = (1_000_000_000, u64::MAX);
@@ -147,7 +148,7 @@ impl Local {
     }
 
     /// Sets the timer to fire at `until_ns` by `clock`, or stops it. A countdown that cannot reach so far fires
-    /// earlier; whoever waits looks at the clock again.
+    /// earlier; the waiting code looks at the clock again.
     pub(super) fn arm(&self, clock: &Clock, until_ns: Option<u64>) {
         if let Timer::Measuring(before_ns, after_ns) = self.timer.get() {
             self.timer.set(Timer::Countdown(self.measured_rate(clock, before_ns, after_ns)));

@@ -1,9 +1,9 @@
 //! The clock: nanoseconds since the start, from the processor's time-stamp counter.
 //!
-//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's clock page, KVM's pvclock,
-//! CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
+//! Its rate comes from the first of these that is there: `tsc_khz=` of the command line, Xen's clock page, KVM's
+//! pvclock, CPUID leaf 0x15, the hypervisor's CPUID leaf 0x40000010, the interval timer (PIT).
 //!
-//! While a domain of Xen is saved its clock stands still ([`Clock::resume`]).
+//! While a domain of Xen is saved, its clock is stopped ([`Clock::resume`]).
 #![allow(unsafe_code)]
 
 use super::cpu::{self, cpuid, in8, out8, tsc};
@@ -159,8 +159,8 @@ fn kvm_clock_multiplier() -> Option<u64> {
         return None;
     }
     let page = &raw mut PV_CLOCK;
-    // SAFETY: the page is a static of ours that nothing else uses; KVM writes it before the MSR write returns, and
-    // is told to stop right after the read.
+    // SAFETY: the page is a static of this module that nothing else uses; KVM writes it before the MSR write returns,
+    // and is told to stop right after the read.
     let (multiplier, shift) = unsafe {
         cpu::write_msr(KVM_CLOCK_MSR, page.addr() as u64 | 1);
         let bytes = page.cast::<u8>();
@@ -237,8 +237,9 @@ fn interval_timer_hz() -> Option<u64> {
     best_hz
 }
 
-/// Sets the interval timer to fire once, and so to stop: from reset on it fires 18 times a second for nobody, which costs each
-/// emulated machine a third of a percent of its host's processor. Where there is none, nobody hears it.
+/// Sets the interval timer to fire once, and so to stop. From reset on it fires 18 times a second for no purpose, which
+/// costs each emulated machine a third of a percent of its host's processor. On a machine without such a timer this has
+/// no effect.
 fn stop_interval_timer() {
     out8(0x43, 0x30);
     out8(0x40, 1);

@@ -16,7 +16,7 @@ const FIFO_BYTES: usize = 16;
 /// stop the cell.
 const READY_TRIES: u32 = 100_000;
 
-/// False where a read of the status gives what an empty bus gives: there is no port, and nobody to wait for.
+/// False where a read of the status gives what an empty bus gives: there is no port, and no output to wait for.
 static PRESENT: AtomicBool = AtomicBool::new(true);
 
 /// Sets the port to 115200 8N1 with its FIFO on.

@@ -1,8 +1,8 @@
 //! Memory that devices read and write.
 //!
-//! Some of the machine's memory is set apart at the start and never given to the heap: buffers come from there as they
-//! are, without being zeroed (which would cost milliseconds of the start, and touch pages that are not needed yet). Rust
-//! never owned it, so its bytes have some value, whatever it is.
+//! Some of the machine's memory is set apart at the start and never given to the heap. Buffers come from there as they
+//! are, without being zeroed. Zeroing would cost milliseconds of the start, and touch pages that are not needed yet.
+//! Rust never owned this memory, so its bytes have some unknown value.
 #![allow(unsafe_code)]
 
 use super::startup::Region;

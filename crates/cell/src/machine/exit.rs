@@ -1,12 +1,12 @@
-//! The end of a cell: a code for whoever started it, else a reset, else a stop.
+//! The end of a cell: an exit code for the process that started it, else a reset, else a stop.
 
 use super::hypercall::{self, ShutdownReason};
 use super::{console, cpu};
 
-/// What the cell reports through QEMU's `-device isa-debug-exit,iobase=0xf4,iosize=4`; QEMU's own exit status is
-/// then `2 * code + 1`. Without that device the machine is reset (which ends QEMU under `-no-reboot`, and starts
-/// the cell anew otherwise); where even that does nothing, the processor halts. A domain of Xen powers off with `Success`, and
-/// reports a crash with every other code.
+/// What the cell reports through QEMU's `-device isa-debug-exit,iobase=0xf4,iosize=4`. QEMU's own exit status is then
+/// `2 * code + 1`. Without that device the machine is reset, which ends QEMU under `-no-reboot` and otherwise restarts
+/// the cell. Where even that does nothing, the processor halts. A domain of Xen powers off with `Success`, and reports
+/// a crash with every other code.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub enum ExitCode {

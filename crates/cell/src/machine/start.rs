@@ -32,7 +32,7 @@ impl Physical for Identity {
             return None;
         }
         let pointer = core::ptr::with_exposed_provenance::<[u8; N]>(address as usize);
-        // SAFETY: mapped by boot.s and readable; bytes have no invalid value; whoever uses them checks them. What
+        // SAFETY: mapped by boot.s and readable; bytes have no invalid value; the code that uses them checks them. What
         // is read this way (start information, ACPI tables) is not written by Rust.
         Some(unsafe { pointer.read_unaligned() })
     }

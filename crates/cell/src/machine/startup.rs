@@ -1,4 +1,5 @@
-//! What the loader tells: the PVH start information, read once into plain values. Pure but for the reader.
+//! What the loader passes on: the PVH start information, read once into plain values. Pure except for the
+//! reader.
 //!
 //! Layout: Xen's public/arch-x86/hvm/start_info.h, version 1.
 //!

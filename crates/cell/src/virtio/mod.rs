@@ -39,7 +39,7 @@ pub(crate) trait Transport {
     fn notify(&self, queue: u16);
     /// A byte of the device's own configuration.
     fn config(&self, offset: usize) -> u8;
-    /// Takes back the interrupt line, where that is needed.
+    /// Acknowledges the interrupt, where that is needed.
     fn acknowledge(&self);
     /// The interrupt that wakes the cell; `None` where it has to look by itself.
     fn interrupt(&self) -> Option<Interrupt>;

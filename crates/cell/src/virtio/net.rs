@@ -1,15 +1,15 @@
 //! The network device: two rings, buffers, and the stack's view of them.
 //!
-//! Receiving: the device writes into a pool of buffers; a frame (spread over several of them if the device merges) is
-//! copied once into local memory, the buffers go back at once, and the stack reads the copy. So no Rust reference
-//! points into memory that the other side can write, and a burst finds all buffers free again after one turn.
+//! Receiving: the device writes into a pool of buffers. A frame may be spread over several of them if the device
+//! merges. It is copied once into local memory, the buffers go back at once, and the stack reads the copy. So no Rust
+//! reference points into memory that the other side can write, and a burst finds all buffers free again after one turn.
 //!
-//! Sending: the stack writes a frame into local memory, it is completed ([`super::offload`]) and copied into pages of
-//! the pool, one descriptor each. A frame for which no page or descriptor is free is not taken from the stack; an
-//! answer that the stack must give at once (an acknowledgement, an echo) is dropped and counted.
+//! Sending: the stack writes a frame into local memory. The frame is completed ([`super::offload`]) and copied into
+//! pages of the pool, one descriptor each. A frame for which no page or descriptor is free is not taken from the stack.
+//! An answer that the stack must give at once (an acknowledgement, an echo) is dropped and counted.
 //!
-//! What the device returns is checked by the ring; a device that breaks the protocol ends the cell by a panic, since
-//! a machine whose only network card is broken has nothing left to do.
+//! The ring checks what the device returns. A device that breaks the protocol ends the cell by a panic, since a machine
+//! whose only network card is broken has nothing left to do.
 
 use super::offload;
 use super::{Transport, go, negotiate};
@@ -375,7 +375,7 @@ impl VirtioNet {
         }
     }
 
-    /// Takes back the interrupt line and asks not to be interrupted; the first step of each turn.
+    /// Acknowledges the interrupt and asks for no further ones; the first step of each turn.
     pub(crate) fn begin_turn(&mut self) {
         self.transport.acknowledge();
         self.receive.disarm();
@@ -400,8 +400,8 @@ impl VirtioNet {
         arrived || space
     }
 
-    /// Whether a sleep is to be followed by [`VirtioNet::recheck`]: a wish that stands since the last one was seen by now. Without
-    /// event indices each turn takes the wish back.
+    /// Whether a sleep is to be followed by [`VirtioNet::recheck`]: a wish that has been set since the last one was
+    /// seen by now. Without event indices each turn withdraws the wish.
     pub(crate) fn wants_recheck(&self) -> bool {
         self.transport.interrupt().is_some() && (self.has_moved || self.features & EVENT_IDX == 0)
     }
@@ -441,7 +441,7 @@ impl Sender {
         self.free_pages.len() >= MAX_SEGMENTS && self.queue.free() >= MAX_SEGMENTS
     }
 
-    /// Takes back what the device has sent.
+    /// Reclaims the pages of frames that the device has sent.
     fn reap(&mut self) {
         loop {
             match self.queue.take_used() {
@@ -506,7 +506,7 @@ impl RxToken for Received<'_> {
     }
 }
 
-/// Leave to send a frame; without a sender, to build one that is dropped.
+/// Permission to send a frame; without a sender, to build one that is dropped.
 pub(crate) struct Leave<'d> {
     sender: &'d mut Sender,
     has_room: bool,

@@ -177,7 +177,7 @@ mod tests {
     };
     use std::vec::Vec;
 
-    /// A frame with a right checksum, made by smoltcp: the dull model.
+    /// A frame with a right checksum, made by smoltcp: the simple model.
     fn frame(tcp: bool, v4: bool, payload: &[u8]) -> Vec<u8> {
         let caps = ChecksumCapabilities::default();
         let (src, dst): (IpAddress, IpAddress) = if v4 {

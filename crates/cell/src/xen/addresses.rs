@@ -1,8 +1,9 @@
 //! Which network device a frame belongs to, where a domain has several: by the cell's own address in it. Pure.
 //!
-//! The stack has one interface with the addresses of all devices, and the Ethernet address of the first. A frame leaves by
-//! the device whose address is its source, with that device's Ethernet address in place of the first one's: in the header,
-//! and in what ARP and neighbour discovery say of the sender. What comes in for another device's address is not taken.
+//! The stack has one interface with the addresses of all devices, and the Ethernet address of the first. A frame leaves
+//! by the device whose address is its source. That device's Ethernet address replaces the first one's, in the header
+//! and in what ARP and neighbour discovery say of the sender. A frame that comes in for another device's address is not
+//! taken.
 //!
 //! The first device has all addresses that no other has, among them the one by DHCP and the link-local one.
 
@@ -116,7 +117,7 @@ pub(super) fn stamp(frame: &mut [u8], mac: EthernetAddress) {
     frame[ICMPV6_AT + 2..ICMPV6_AT + 4].copy_from_slice(&(!(folded as u16)).to_be_bytes());
 }
 
-/// A number that the frames of one flow share: over the addresses and, where they stand behind a plain header, the ports.
+/// A number that the frames of one flow share: over the addresses and, where they follow a plain header, the ports.
 pub(super) fn flow(frame: &[u8]) -> usize {
     const AT: usize = ETHERNET_HEADER_BYTES;
     let (addresses, ports) = match frame.get(12..14) {

@@ -1,16 +1,17 @@
 //! The frontend of one network device (vif): the handshake with its backend, and its queues.
 //!
 //! The table of the handshake is [`front_step`]; the nodes in XenStore are [`super::vif`]'s. There may be no device
-//! yet, and the one that there is may go and come back, with another address or another backend.
+//! yet. An existing device may go and come back, with another address or another backend.
 //!
-//! The backend is not trusted. What it writes is checked by the rings; one that breaks them loses the device, counted
-//! (`link_faults`): the frontend goes to Closing, and takes part again when the backend starts again. The domain goes on.
+//! The backend is not trusted. The rings check what it writes. A backend that breaks them loses the device, counted
+//! (`link_faults`): the frontend goes to Closing, and takes part again when the backend starts again. The domain
+//! continues.
 //!
 //! # Queues
 //!
-//! As many as both ends agree on ([`Front::queues`]). The frontend chooses a frame's queue by its flow, so frames of one
-//! connection stay in order; the backend chooses for what it sends. With one processor more queues make no cell faster. They
-//! keep a slow receiver at the backend's other side from holding up the flows of the other queues.
+//! There are as many as both ends agree on ([`Front::queues`]). The frontend chooses a frame's queue by its flow, so
+//! frames of one connection stay in order. The backend chooses for what it sends. With one processor, more queues make
+//! no cell faster. They keep a slow receiver at the backend's other side from holding up the flows of the other queues.
 
 use super::Domain;
 use super::queue::Queue;
@@ -150,9 +151,9 @@ impl Front {
                 vif.forget(domain, self.token);
                 continue;
             };
-            // Linux's backend can be unbound and bound again without a word, and takes up the rings as they are. Where it
-            // cannot (fewer queues than before), it writes Closing and then Connected at once. The cell may see only the
-            // latter, so it asks Xen whether the backend is there, and begins a new handshake where it is not.
+            // Linux's backend can be unbound and bound again without a notice, and uses the existing rings. Where it
+            // cannot (fewer queues than before), it writes Closing and then Connected at once. The cell may see only
+            // the latter. So it asks Xen whether the backend is there, and begins a new handshake where it is not.
             let is_silent = (self.state, back) == (BusState::Connected, BusState::Connected)
                 && self.queues().iter().any(|queue| queue.is_unbound());
             if is_silent {

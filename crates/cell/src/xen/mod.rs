@@ -1,7 +1,7 @@
 //! The cell as a domain of Xen (PVH): what takes the place of a machine's devices.
 //!
-//! [`Domain`] holds the shared information page (events, clock), the timer, the grant table and the connection to XenStore; it
-//! is there on Xen only. Hypercalls are in `machine/hypercall.rs`, which has all that is unsafe about them.
+//! [`Domain`] holds the shared information page (events, clock), the timer, the grant table and the connection to
+//! XenStore. It exists only on Xen. Hypercalls are in `machine/hypercall.rs`, which has all that is unsafe about them.
 //!
 //! # Events
 //!
@@ -18,20 +18,21 @@
 //!   sti; hlt
 //! ```
 //!
-//! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none is lost.
+//! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none
+//! is lost.
 //!
 //! # Time
 //!
-//! The rate of the time-stamp counter is read once from Xen's clock page; the timer is one that fires once, and is set only
-//! when something waits for a time. An idle cell does not tick.
+//! The rate of the time-stamp counter is read once from Xen's clock page. The timer fires once, and is set only when
+//! something waits for a time. An idle cell does not tick.
 //!
 //! # Save and restore
 //!
-//! `xl save` asks for a suspend in `control/shutdown`. The cell acknowledges it and stops ([`hypercall::suspend`]). What goes
-//! on after `xl restore` is another domain with the same memory: its shared information page, event channels, grant table,
-//! console and XenStore are new, and are taken up again in [`Domain::restored`], in that order. Devices notice by
-//! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock stands still in between. A
-//! domain that goes on after all (`xl save -c`, or a save that failed) has lost nothing.
+//! `xl save` asks for a suspend in `control/shutdown`. The cell acknowledges it and stops ([`hypercall::suspend`]).
+//! After `xl restore` another domain with the same memory continues. Its shared information page, event channels, grant
+//! table, console and XenStore are new. [`Domain::restored`] connects to them again, in that order. Devices notice by
+//! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock is stopped in between. A
+//! domain that continues after all (`xl save -c`, or a save that failed) has lost nothing.
 //!
 //! Limits: one processor; at most 4096 event channels (the two-level form).
 
@@ -73,7 +74,7 @@ const FEATURES: [&str; 3] = ["control/feature-poweroff", "control/feature-reboot
 const ENLIGHTENED: u64 = 1;
 const NO_STORE: StoreError = StoreError::Other;
 
-/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` stands first.
+/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes first.
 const UPCALL_PENDING: usize = 0;
 const PENDING_SEL: usize = 8;
 const TIME: usize = 32;

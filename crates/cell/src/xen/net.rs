@@ -5,15 +5,16 @@
 //!
 //! # Up and down
 //!
-//! A vif may come and go: the stack stays as it is, with its addresses and connections, and while no vif is there no frame
-//! is taken from it. When a link comes up the cell tells its neighbours (gratuitous ARP).
+//! A vif may come and go. The stack stays as it is, with its addresses and connections. While no vif is there, no frame
+//! is taken from the stack. When a link comes up, the cell tells its neighbours (gratuitous ARP).
 //!
-//! A restored domain (`xl restore`) finds new vifs in place of those that it had, and connects to them in the same way.
+//! A restored domain (`xl restore`) finds new vifs in place of its old ones, and connects to them in the same way.
 //!
 //! # A full ring
 //!
-//! The stack is given room for a frame while each vif has room, so that what it sends is paced and not lost. Where there are
-//! several vifs, one whose backend has taken nothing for [`STUCK_NS`] does not hold up the others: frames for it are dropped.
+//! The stack is given room for a frame while each vif has room. So its frames are paced and not lost. Where there are
+//! several vifs, one whose backend has taken nothing for [`STUCK_NS`] does not hold up the others: frames for it are
+//! dropped.
 //!
 //! Limits: [`MAX_VIFS`] vifs, packets of up to 60 KiB sent and 64 KiB received.
 
@@ -311,13 +312,13 @@ impl XenNet {
         }
     }
 
-    /// The frame of [`XenNet::next_frame`], and leave to answer it.
+    /// The frame of [`XenNet::next_frame`], and permission to answer it.
     pub(crate) fn received(&mut self) -> (&[u8], Leave<'_>) {
         let has_room = self.outgoing.prepare();
         (&self.frame[..self.frame_bytes], Leave { outgoing: &mut self.outgoing, has_room, segment_bytes: None })
     }
 
-    /// Leave to send a frame, where there is room for the largest.
+    /// Permission to send a frame, where there is room for the largest.
     pub(crate) fn transmit(&mut self) -> Option<Leave<'_>> {
         self.outgoing.prepare().then_some(Leave { outgoing: &mut self.outgoing, has_room: true, segment_bytes: None })
     }
@@ -407,7 +408,7 @@ impl Outgoing {
     }
 }
 
-/// Leave to send a frame; without room, to build one that is dropped.
+/// Permission to send a frame; without room, to build one that is dropped.
 pub(crate) struct Leave<'d> {
     outgoing: &'d mut Outgoing,
     has_room: bool,

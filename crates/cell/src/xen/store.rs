@@ -1,10 +1,10 @@
 //! The connection to XenStore: requests that are waited for, and watch events that are not.
 //!
 //! A domain has to trust XenStore, so a request sleeps until its reply comes. The wait has a limit, since a dead daemon
-//! must not stop the cell. A connection that gives no reply in time, or sends a malformed message, is closed for good: the
-//! domain goes on, without control by the toolstack and without new devices.
+//! must not stop the cell. A connection that gives no reply in time, or sends a malformed message, is closed for good.
+//! The domain then continues without control by the toolstack and without new devices.
 //!
-//! Several requests go out together where that is possible: each way costs two switches between domains.
+//! Several requests are sent together where that is possible: each way costs two switches between domains.
 
 use crate::machine::hypercall;
 use crate::println;
@@ -167,7 +167,7 @@ mod tests {
         let mut asked = connection.ask(&[Request::Read("state")]);
         connection.turn(Some(&mut asked));
         assert!(!asked.is_answered() && !connection.has_events());
-        // One notification may stand for both (xs_wire.h: XS_READ 2, XS_WATCH_EVENT 15).
+        // One notification may announce both (xs_wire.h: XS_READ 2, XS_WATCH_EVENT 15).
         let both = [message(2, 1, b"4"), message(15, 0, b"backend/state\0vif0\0")].concat();
         assert_eq!(daemon.write(STORE_REPLIES, &both).unwrap(), both.len());
         connection.turn(Some(&mut asked));

@@ -1,10 +1,10 @@
-//! Records between two peers, for real-time code that wants no IP: a queue of fixed-size slots each way, and a register that
-//! holds the latest value.
+//! Records between two peers, for real-time code that wants no IP: a queue of fixed-size slots each way, and a register
+//! that holds the latest value.
 //!
 //! # Layout
 //!
-//! Each peer writes its own output section only. Both use the same [`Shape`], which they know beforehand; a section says its
-//! own, so that a mistake is an error and not garbage.
+//! Each peer writes only its own output section. Both use the same [`Shape`], which they know beforehand. A section
+//! states its own shape, so that a mistake is an error and not garbage.
 //!
 //! ```text
 //!   bytes        field                               little-endian; line
@@ -22,19 +22,20 @@
 //! ```
 //!
 //! # Queue
-//! A record goes into the slot of its number; head is published after it. The reader copies it out and publishes tail, which
-//! gives the slot back. A full queue refuses; nothing is overwritten. Numbers count from 1 and are checked: a reader that finds
-//! another one than the next is told so.
+//! A record goes into the slot of its number; head is published after it. The reader copies the record out and
+//! publishes tail, which frees the slot. A full queue refuses a record; nothing is overwritten. Numbers count from 1
+//! and are checked. A reader that finds a number other than the next one gets an error.
 //!
 //! # Register
-//! A value goes into the next of four copies, whose number is 0 meanwhile; then the number of the latest is published. The writer
-//! never waits. A reader copies the latest and looks at its number before and after; it fails only if three
-//! more values were written during the copy, four times in a row.
+//! A value goes into the next of four copies, whose number is 0 meanwhile. Then the number of the latest copy is
+//! published. The writer never waits. A reader copies the latest value and looks at its number before and after. It
+//! fails only if three more values were written during the copy, four times in a row.
 //!
 //! # Invariants and failure
-//! As in [`net`](super::net): nothing is read back from the own section, each foreign word is read once and checked, and an error
-//! means that the link is to be reset. States are those of [`state`](super::state); [`initialise`] clears the own section.
-//! Nothing allocates, blocks or rings. Every call takes a bounded number of steps: one record, or four copies of a value.
+//! As in [`net`](super::net): nothing is read back from the own section, and each foreign word is read once and
+//! checked. After an error the link must be reset. States are those of [`state`](super::state); [`initialise`] clears
+//! the own section. Nothing allocates, blocks or rings. Every call takes a bounded number of steps: one record, or four
+//! copies of a value.
 
 use core::fmt;
 use core::num::Wrapping;
@@ -107,21 +108,21 @@ pub enum ChannelError {
     HeadJump {
         /// The head that was expected next.
         next: u16,
-        /// What stood there.
+        /// What was there.
         got: u16,
     },
     /// The peer's tail is ahead of what was written, or ran backwards.
     TailJump {
         /// Records that are out.
         outstanding: u16,
-        /// What stood there.
+        /// What was there.
         got: u16,
     },
     /// A slot holds another record than the next one.
     Number {
         /// The number expected.
         expected: u32,
-        /// What stood there.
+        /// What was there.
         got: u32,
     },
 }
@@ -346,7 +347,7 @@ impl Channel {
         Channel { shape, written: Wrapping(0), seen_tail: Wrapping(0), read: Wrapping(0), values: 0 }
     }
 
-    /// Starts anew, with a section that was [`initialise`]d again.
+    /// Starts again, with a section that was [`initialise`]d again.
     pub const fn restart(&mut self) {
         *self = Channel::new(&self.shape);
     }
@@ -462,7 +463,7 @@ impl Channel {
         if value.len() > room || room == 0 {
             return Err(ChannelError::Length { got: value.len(), room });
         }
-        // 0 stands for "none".
+        // 0 means "none".
         self.values = self.values.wrapping_add(1).max(1);
         let copy = self.shape.copy(self.values);
         let own = &sections.own;

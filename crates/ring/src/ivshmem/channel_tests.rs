@@ -1,4 +1,4 @@
-//! Golden bytes, both ends against a dull model, and peers that write anything.
+//! Golden bytes, both ends against a simple model, and peers that write anything.
 
 use std::collections::VecDeque;
 use std::sync::atomic::AtomicBool;

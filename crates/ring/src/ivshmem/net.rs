@@ -13,36 +13,41 @@
 //!   data               the frames, one behind the other, round and round
 //! ```
 //!
-//! So the used rings stand swapped: what returns my buffers is in the peer's section. `offset` counts from the start of the
-//! section. `num` and the place of the data follow from the section's length alone ([`Geometry`]), so the two sides need not
-//! exchange anything.
+//! So the used rings are swapped: the ring that returns my buffers is in the peer's section. `offset` counts from the
+//! start of the section. `num` and the place of the data follow from the section's length alone ([`Geometry`]), so the
+//! two sides need not exchange anything.
 //!
-//! A frame is one descriptor, as it is on a wire: checksummed, no header before it, no VLAN tag beside it. The sender lays frames out
-//! contiguously and gets them back **in order**: it checks that each used entry names the oldest frame it has out, and has length 1.
+//! A frame is one descriptor, in the form it has on a wire: with checksums, without a header before it or a VLAN tag
+//! beside it. The sender lays frames out contiguously and gets them back **in order**. It checks that each used entry
+//! names its oldest outstanding frame and has length 1.
 //!
-//! Doorbells go by event index: `avail_event` says after which frame the receiver wants to be rung, `used_event` after which
-//! returned buffer the sender does. Zephyr rings always and leaves `used_event` at 0.
+//! Doorbells use the event index. `avail_event` says after which frame the receiver wants a doorbell. `used_event` says
+//! after which returned buffer the sender wants one. Zephyr always rings and leaves `used_event` at 0.
 //!
 //! # Offloads
 //!
-//! Between two ends that have agreed on it ([`state::Offloads`](super::state::Offloads)) each frame stands behind a virtio-net header of
-//! [`OFFLOAD_HEADER_BYTES`] ([`crate::virtio::net`], without `num_buffers`; so the IP header is aligned), and both ends take whatever it says: sums that
-//! are left to do, and, where the sections have room ([`Geometry::takes_segments`]), TCP that is not cut. Everything else stays as it is.
+//! Two ends can agree on offloads ([`state::Offloads`](super::state::Offloads)). Then each frame follows a virtio-net
+//! header of [`OFFLOAD_HEADER_BYTES`] ([`crate::virtio::net`], without `num_buffers`, so that the IP header is
+//! aligned). Both ends accept everything that the header can say: checksums that are still to be computed, and, where
+//! the sections have room ([`Geometry::takes_segments`]), TCP that is not yet segmented. Everything else stays as it
+//! is.
 //!
 //! # A wish that comes late
 //!
-//! Linux's sender writes `used_event` without looking at the used index again, which leaves the window of
-//! [`notify`] open: buffers that return in it are not told of. It then always publishes one more frame, so
-//! [`Receiver::release`] asks whether the wish lies behind the index of its *last ring*, not of its last question: the return of
-//! that frame finds it. A wish costs one ring at most, late or not.
+//! Linux's sender writes `used_event` without looking at the used index again. That leaves the window of [`notify`]
+//! open: it gets no doorbell for buffers that return in this window. It then always publishes one more frame, and that
+//! frame's return closes the window: [`Receiver::release`] asks whether the wish is past the index of its *last ring*,
+//! not of its last check. A wish costs one ring at most, late or not.
 //!
 //! # Invariants and failure
 //!
-//! Both sections may be written by the peer at any moment (with v1 devices; v2 protects ours). Nothing is read back from our
-//! own. A peer's word is read once and checked; what breaks the rules is a [`NetError`] that says which word. After an error the
-//! link is to be reset; nothing that came with it is to be used.
+//! The peer may write both sections at any moment (with v1 devices; v2 protects ours). This module never reads back
+//! what it wrote to its own section. It reads each word of the peer once and checks it. A word that breaks the rules is
+//! a [`NetError`] that names the word. After an error the link must be reset, and nothing that came with the error may
+//! be used.
 //!
-//! Limits: sections below 4 GiB; a sender has up to `N` frames out whatever `num` is; a receiver holds [`MAX_HELD`].
+//! Limits: sections below 4 GiB. A sender has up to `N` frames outstanding, for any `num`. A receiver holds
+//! [`MAX_HELD`].
 
 use core::fmt;
 use core::num::Wrapping;
@@ -72,7 +77,7 @@ const USED_LEN: u32 = 1;
 
 /// Bytes of the header before a frame, where offloads were agreed on.
 pub const OFFLOAD_HEADER_BYTES: usize = crate::virtio::net::SHORT_HEADER_BYTES;
-/// The longest frame that stands for several segments, with its header.
+/// The longest frame that represents several segments, with its header.
 const MAX_SEGMENTED_BYTES: u32 = 65535 + 14 + 4 + OFFLOAD_HEADER_BYTES as u32;
 
 const DESCRIPTOR_BYTES: u32 = 16;
@@ -407,7 +412,7 @@ impl<const N: usize> Sender<N> {
         }
     }
 
-    /// Starts anew, with a section that was [`initialise`]d again.
+    /// Starts again, with a section that was [`initialise`]d again.
     pub const fn restart(&mut self) {
         self.next_avail = Wrapping(0);
         self.published = Wrapping(0);
@@ -475,7 +480,7 @@ impl<const N: usize> Sender<N> {
         Some(place)
     }
 
-    /// Takes back the frame pushed last, if it was not published.
+    /// Withdraws the frame pushed last, if it was not published.
     pub fn unpush(&mut self) -> bool {
         if self.next_avail == self.published {
             return false;
@@ -520,7 +525,7 @@ impl<const N: usize> Sender<N> {
         }
     }
 
-    /// Takes back the places of frames that the peer has returned; says how many.
+    /// Reclaims the places of frames that the peer has returned; says how many.
     ///
     /// # Errors
     /// [`NetError`]: an index that jumped, an entry out of order or with another length than 1.
@@ -560,8 +565,8 @@ impl<const N: usize> Sender<N> {
         Ok(usize::from(count))
     }
 
-    /// Asks to be rung when the next frame returns, and looks again. True: some have returned meanwhile (and are taken back),
-    /// so the caller goes on instead of sleeping.
+    /// Asks for a doorbell when the next frame returns, and looks again. True: some frames have returned meanwhile and
+    /// are reclaimed, so the caller continues instead of sleeping.
     ///
     /// # Errors
     /// As for [`Sender::reclaim`].
@@ -600,7 +605,7 @@ impl Receiver {
         }
     }
 
-    /// Starts anew, with a section that was [`initialise`]d again.
+    /// Starts again, with a section that was [`initialise`]d again.
     pub const fn restart(&mut self) {
         self.next_avail = Wrapping(0);
         self.seen_avail = Wrapping(0);

@@ -1,8 +1,9 @@
 //! Where the sections of a region are, and the header page with which a v1 region begins.
 //!
-//! IVSHMEM v2 tells a driver the layout by registers. The devices of stock QEMU (v1) have none, so a v1 region of ours
-//! begins with a page that says the same. Its writer is the region's maker, before the first peer joins and never after;
-//! a v1 guest can write it all the same, so the host uses its own copy and never reads the page back.
+//! IVSHMEM v2 tells a driver the layout by registers. The devices of stock QEMU (v1) have no such registers. So a v1
+//! region of this project begins with a page that says the same. The region's maker writes this page before the first
+//! peer joins and never after. A v1 guest can write it all the same, so the host uses its own copy and never reads the
+//! page back.
 //!
 //! ```text
 //!   bytes     field                        little-endian
@@ -43,7 +44,7 @@ pub const HEADER_BYTES: usize = 108;
 const OFFERS_OFFLOADS: u32 = 1;
 /// Bytes of a link's name in a header.
 pub const NAME_BYTES: usize = 32;
-/// Most peers of a region of ours.
+/// Most peers of a region of this project.
 pub const MAX_PEERS: u32 = 64;
 /// Largest region that is laid out here: far more than any of its rings can use.
 pub const MAX_REGION_BYTES: u64 = 1 << 40;
@@ -61,9 +62,9 @@ pub enum RegionError {
         /// Bytes that were there.
         got: usize,
     },
-    /// Not a header page of ours.
+    /// Not a header page of this project.
     Magic {
-        /// What stood there.
+        /// What was there.
         got: [u8; 8],
     },
     /// A header of another version.
@@ -173,8 +174,8 @@ impl Layout {
         }
     }
 
-    /// The layout of a v1 region of ours: header page, state table of one page, R/W section, and output sections as large as
-    /// whole pages allow.
+    /// The layout of a v1 region of this project: header page, state table of one page, R/W section, and output
+    /// sections as large as whole pages allow.
     ///
     /// # Errors
     /// [`RegionError`] where not a page is left for each output section.
@@ -207,8 +208,8 @@ impl Layout {
         }
     }
 
-    /// Checks that the sections are whole pages, in order, do not overlap, and fit a region of `region_bytes`. Whoever takes a
-    /// layout from elsewhere calls this before anything else; the other methods rely on it.
+    /// Checks that the sections are whole pages, in order, do not overlap, and fit a region of `region_bytes`. A caller
+    /// that takes a layout from elsewhere calls this before anything else; the other methods rely on it.
     ///
     /// # Errors
     /// [`RegionError`] with what was found.
@@ -303,7 +304,7 @@ pub struct Header {
     pub layout: Layout,
     /// The address that the guest should use on a network link; zero where it may choose.
     pub mac: [u8; 6],
-    /// MTU of a network link; 0 stands for 1500.
+    /// MTU of a network link; 0 means 1500.
     pub mtu: u16,
     /// The link's name.
     pub name: Name,

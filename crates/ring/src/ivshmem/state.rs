@@ -1,12 +1,12 @@
 //! When two peers of a network link may use their rings: the states RESET, INIT, READY and RUN.
 //!
-//! Each peer has a state word, writes it alone, and hears of changes of the other's by [`VECTOR_STATE`](super::VECTOR_STATE).
-//! The point of it: a peer clears its section only while the other one does not look at it, and looks at the other's only
-//! after that was cleared.
+//! Each peer has a state word and is its only writer. [`VECTOR_STATE`](super::VECTOR_STATE) tells it that the other
+//! peer's word changed. The purpose: a peer clears its section only while the other peer does not look at it. It looks
+//! at the other peer's section only after that section was cleared.
 //!
 //! # The table
 //!
-//! What a peer in the state of the row does on seeing the other's word in the column's state:
+//! What a peer in the row's state does when it sees the other peer's word in the column's state:
 //!
 //! | own \ peer | RESET | INIT | READY | RUN | any other value |
 //! | --- | --- | --- | --- | --- | --- |
@@ -15,7 +15,8 @@
 //! | READY | fall | wait | RUN | RUN | fall |
 //! | RUN | fall | fall | – | – | fall |
 //!
-//! "Clear" is: zero the rings in the own section, start both queues anew. "Fall" is: stop at once and go to RESET.
+//! "Clear" means: zero the rings in the own section and restart both queues. "Fall" means: stop at once and go to
+//! RESET.
 //!
 //! # Transitions of a peer's word
 //!
@@ -32,17 +33,18 @@
 //! | RESET → READY or RUN | the section was not cleared after we stopped looking; we wait in RESET, or clear ours and find rings that contradict ours, which is a fault |
 //! | to a value above 3 | no state; we fall |
 //!
-//! These are the rules of the drivers of Linux and Zephyr, with three answers where the two say nothing: a peer that skips RESET,
-//! and words that are no state, which Linux takes for READY.
+//! These are the rules of the drivers of Linux and Zephyr. This module adds three answers where the two drivers say
+//! nothing: for a peer that skips RESET, and for words that are no state, which Linux takes for READY.
 //!
 //! # Who takes offloads
 //!
-//! Where the region's header offers offloads, a guest that wants them says so by [`TAKES_OFFLOADS`] in its words of INIT, READY and RUN,
-//! so that what an earlier driver of it wanted is never mistaken for its own wish. Peer 0, which offers, has plain words. The drivers of
-//! Linux and Zephyr read no header, and never say it; nobody may say it where it was not offered.
+//! The region's header may offer offloads. A guest that wants them sets [`TAKES_OFFLOADS`] in its words of INIT, READY
+//! and RUN. So the wish of its earlier driver is never mistaken for its own. Peer 0, which makes the offer, writes
+//! plain words. The drivers of Linux and Zephyr read no header and never set the flag. A peer must not set it where
+//! offloads were not offered.
 //!
-//! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not on changes only, so a change
-//! that was missed costs nothing.
+//! [`Machine`] is pure: it is told the peer's word and says what to do. It steps on any look, not only on changes, so a
+//! missed change costs nothing.
 
 use core::fmt;
 
@@ -62,7 +64,7 @@ pub enum State {
 }
 
 impl State {
-    /// The state that a word stands for; `None` for a word that is no state.
+    /// The state that a word encodes; `None` for a word that is no state.
     pub const fn from_word(word: u32) -> Option<State> {
         match word {
             0 => Some(State::Reset),
@@ -98,7 +100,7 @@ impl fmt::Display for State {
 /// What a guest that takes offloads adds to its words of INIT, READY and RUN.
 pub const TAKES_OFFLOADS: u32 = 1 << 8;
 
-/// One end's part in the agreement on offloads: whether frames stand behind the header of [`net`](super::net).
+/// One end's part in the agreement on offloads: whether frames follow the header of [`net`](super::net).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Offloads {
     /// They are not offered, or not known: frames are as on a wire.
@@ -111,7 +113,7 @@ pub enum Offloads {
 }
 
 impl Offloads {
-    /// The state that a peer's word stands for, and whether it takes offloads; `None` for a word that is no state.
+    /// The state that a peer's word encodes, and whether it takes offloads; `None` for a word that is no state.
     pub const fn of_peer(self, word: u32) -> (Option<State>, bool) {
         match (self, State::from_word(word & !TAKES_OFFLOADS)) {
             (Offloads::Offered, Some(State::Init | State::Ready | State::Run)) if word & TAKES_OFFLOADS != 0 => {
@@ -127,7 +129,7 @@ impl Offloads {
 pub enum Cause {
     /// The peer went to RESET: it stopped, restarted or left.
     PeerReset,
-    /// The peer began anew without having been in RESET.
+    /// The peer restarted without having been in RESET.
     PeerSkipped,
     /// The peer's word is no state.
     PeerWord(u32),
@@ -150,8 +152,8 @@ pub enum Action {
     None,
     /// Write the state into the own word ([`Machine::own_word`]), and ring the peer on the state vector.
     Write(State),
-    /// Zero the rings in the own section and start both queues anew ([`net::initialise`](super::net::initialise)); then write
-    /// [`State::Ready`] and ring.
+    /// Zero the rings in the own section and restart both queues ([`net::initialise`](super::net::initialise)). Then
+    /// write [`State::Ready`] and ring.
     Initialise,
     /// Stop looking at rings; then write [`State::Reset`] and ring.
     Fall(Cause),
@@ -190,13 +192,13 @@ impl Machine {
         }
     }
 
-    /// The state that a peer's word stands for; `None` for a word that is no state.
+    /// The state that a peer's word encodes; `None` for a word that is no state.
     pub const fn state_of(&self, peer_word: u32) -> Option<State> {
         self.offloads.of_peer(peer_word).0
     }
 
-    /// Whether frames stand behind the header of [`net`](super::net), both ways. It does not change while the rings may be
-    /// used: a peer whose word says otherwise of a sudden is one that began anew.
+    /// Whether frames follow the header of [`net`](super::net), both ways. It does not change while the rings may be
+    /// used: a peer whose word suddenly says otherwise has restarted.
     pub const fn uses_offloads(&self) -> bool {
         match self.offloads {
             Offloads::None => false,

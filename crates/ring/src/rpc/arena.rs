@@ -174,7 +174,7 @@ mod tests {
     }
 
     proptest! {
-        /// Beside a dull book: a list of the ranges in use.
+        /// Beside a simple book: a list of the ranges in use.
         #[test]
         fn blocks_never_overlap_and_all_comes_back(steps in prop::collection::vec((any::<bool>(), 1u64..20_000, any::<prop::sample::Index>()), 1..400)) {
             let mut arena = Arena::new([Unit::default(); 128]);

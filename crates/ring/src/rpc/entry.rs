@@ -162,7 +162,7 @@ pub struct Call {
     pub deadline_ns: u64,
     /// Whether the deadline is the time that is left.
     pub time_left: bool,
-    /// Carried to the provider's trace, for whoever follows a call through several services.
+    /// Carried to the provider's trace, so that a call can be followed through several services.
     pub trace: u64,
     /// How long it may wait for service before it is given up, in ms; 0 leaves that to the service.
     pub ttl_ms: u32,
@@ -320,7 +320,7 @@ fn u16_at(head: &Head, at: usize) -> u16 {
 
 /// An entry of a ring: what it says, apart from its inline payload.
 pub trait Entry: Sized {
-    /// As it stands in the ring.
+    /// In the form that it has in the ring.
     fn encode(&self) -> Head;
     /// Checked against the geometry of its writer's section.
     ///

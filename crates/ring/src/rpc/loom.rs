@@ -5,16 +5,20 @@
 //! **What runs**: the functions of [`wake`](super::wake) that the rings run, over `loom`'s atomics, with the decisions that
 //! `Producer` and `Consumer` take on their results.
 //!
-//! **What is shown**: a consumer that follows drain, arm, look again, sleep never sleeps while an entry stands for which
-//! it is not going to be woken, also where it gives up waiting (a time-out) and sleeps again; an entry read behind an acquired
-//! index or stamp is the one written for it; the index is never behind the stamps that were seen; and an entry is not written again before it has been read, in a ring smaller than
-//! what goes through it. Where the producer's fence does nothing (a cell with one CPU in QEMU before 8.1), a consumer that looks
-//! once more after it went to sleep ([`crate::virtio::notify::RECHECK_NS`]) misses nothing either. As both sides are this
+//! **What is shown**:
+//! - A consumer that follows drain, arm, look again, sleep never sleeps while an entry waits for which it will not be
+//!   woken. This also holds where it gives up waiting (a time-out) and sleeps again.
+//! - An entry read behind an acquired index or stamp is the one written for it.
+//! - The index is never behind the stamps that were seen.
+//! - In a ring smaller than what goes through it, an entry is not written again before it has been read.
+//!
+//! The producer's fence may do nothing (a cell with one CPU in QEMU before 8.1). A consumer that looks once more after
+//! it went to sleep ([`crate::virtio::notify::RECHECK_NS`]) then misses nothing either. As both sides are this
 //! project's code, the consumer's look is enough.
 //!
-//! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most [`PREEMPTIONS`] forced
-//! switches of threads. **What it does not show**: that a signal, once sent, arrives; anything about a hostile peer;
-//! that `mem` compiles to the orderings that it names.
+//! **What bounds it**: one producer, one consumer, three entries (four in a ring of two), at most [`PREEMPTIONS`]
+//! forced switches of threads. **What it does not show**: that a signal, once sent, arrives; anything about a hostile
+//! peer; that `mem` compiles to the orderings that it names.
 
 use std::sync::Arc;
 

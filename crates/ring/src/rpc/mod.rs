@@ -1,11 +1,11 @@
 //! Calls with deadlines over shared memory: the layout of a connection and the protocol of its rings, both ends.
 //!
-//! A connection has two **sections**, one made and written by the client, one made and written by the provider; each
-//! side maps the other's for reading only. Both have the same layout, so that there is one of it to check:
+//! A connection has two **sections**. The client makes and writes one, the provider makes and writes the other. Each
+//! side maps the other's section for reading only. Both have the same layout, so that there is only one to check:
 //!
 //! ```text
 //!   0     header     magic, version, role, geometry; written once
-//!   128   published  how many entries this side has put into its ring; whoever sleeps looks at it
+//!   128   published  how many entries this side has put into its ring; a side that sleeps looks at it
 //!   256   wake       how many entries of the peer's ring this side has taken, and whether it sleeps (see `wake`)
 //!   384   hint       the CPU this side last ran on, plus one; 0 is unknown
 //!   512   marks      one word for each block of the provider's arena (see below)
@@ -13,18 +13,18 @@
 //!         arena      payloads that are too long for an entry; which part is in use only its writer knows
 //! ```
 //!
-//! Words of different writers, and words that change at different times, are on lines of 128 bytes of their own.
+//! Words of different writers, and words that change at different times, are on separate lines of 128 bytes.
 //!
-//! **One answer per request.** A request carries a token whose low half is a *slot* below `entries`; the slot is in use
-//! until the reply with that token has been taken. So there are at most `entries` requests and replies under way, and
-//! the reply ring always has room for the answer. A request's payload in the client's arena is the provider's to read until
-//! its answer; a reply's block in the provider's arena is the client's to read until it writes the block's generation
-//! into its own mark of that block. The provider keeps the generation in *its* mark of the block and moves it on when it
-//! takes a block back that was held too long, so that the client can tell that what it copied may be torn.
+//! **One answer per request.** A request carries a token whose low half is a *slot* below `entries`. The slot is in use
+//! until the reply with that token has been taken. So there are at most `entries` requests and replies in progress, and
+//! the reply ring always has room for the answer. The provider may read a request's payload in the client's arena until
+//! its answer. The client may read a reply's block in the provider's arena until it writes the block's generation into
+//! its own mark of that block. The provider keeps the generation in *its* mark of the block. When it reclaims a block
+//! that was held too long, it moves the generation on. So the client can tell that what it copied may be torn.
 //!
-//! **The peer is hostile.** An entry is read once into a local and checked against the geometry that was agreed on at
-//! the handshake, never against the peer's header; an index that moves by more than the ring holds ends the connection.
-//! What a peer can still do is to write nonsense *into its own payloads*, and not to wake us.
+//! **The peer is hostile.** An entry is read once into a local and checked against the geometry that the handshake
+//! agreed on, never against the peer's header. An index that moves by more than the ring holds ends the connection. A
+//! peer can still write nonsense *into its own payloads*, and it can fail to wake us.
 //!
 //! Limits: 1 to [`MAX_ENTRIES`] entries, an arena of 0 or a power of two from 4 KiB to 2^40 bytes.
 
@@ -358,7 +358,7 @@ impl<'m> Ends<'m> {
     }
 }
 
-/// Writes the header of a fresh section of ours, before the peer's is known.
+/// Writes the header of this side's fresh section, before the peer's is known.
 pub fn initialise(own: ForeignMut<'_>, geometry: Geometry, role: Role) {
     own.write_array(HEADER, geometry.header(role));
 }

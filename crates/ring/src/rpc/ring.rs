@@ -1,13 +1,14 @@
 //! The two ends of a ring: who puts entries in, and who takes them out.
 //!
-//! A [`Producer`] writes entries, its published index and the entries' stamps in its own section and reads the consumer's wake word in the
-//! peer's; a [`Consumer`] the other way round. Both hold only indices; the memory is given with every call.
+//! A [`Producer`] writes entries, its published index and the entries' stamps in its own section, and reads the
+//! consumer's wake word in the peer's section. A [`Consumer`] does the reverse. Both hold only indices; the memory is
+//! given with every call.
 //!
-//! A consumer that is awake finds the next entry by its stamp: one line comes from the other processor, and not the index's before it. The
-//! index is what it looks at before it sleeps.
+//! A consumer that is awake finds the next entry by its stamp. So only one line comes from the other processor, and not
+//! first the line of the index. The consumer looks at the index before it sleeps.
 //!
-//! A peer's index is checked on every read: at most as many entries under way as the ring has. What fails ends the
-//! connection ([`Broken`]).
+//! A peer's index is checked on every read: at most as many entries are in progress as the ring has. A check that fails
+//! ends the connection ([`Broken`]).
 
 use core::marker::PhantomData;
 use core::sync::atomic::Ordering;
@@ -110,8 +111,8 @@ impl<E: Entry> Producer<E> {
         }
     }
 
-    /// Writes an entry with the bytes that go with it, which nobody sees before [`Producer::publish`]. The caller has
-    /// asked [`Producer::has_room`], and `inline` is as long as the entry says.
+    /// Writes an entry with the bytes that belong to it. The peer does not see it before [`Producer::publish`]. The
+    /// caller has asked [`Producer::has_room`], and `inline` is as long as the entry says.
     #[inline]
     pub fn push(&mut self, ends: Ends<'_>, entry: &E, inline: &[u8]) {
         let at = ends.own_geometry.entry(self.next);
@@ -214,8 +215,8 @@ impl<E: Entry> Consumer<E> {
         self.told.took_some(&Own(ends.own, WAKE), self.next, ends.entries());
     }
 
-    /// Says that we are about to sleep. False where an entry waits, and we must not. True gives leave to sleep until the
-    /// producer wakes us or its published index is no longer [`Consumer::index`].
+    /// Says that we are about to sleep. False where an entry waits, and we must not sleep. True means that we may sleep
+    /// until the producer wakes us or its published index is no longer [`Consumer::index`].
     ///
     /// # Errors
     /// [`Broken::Index`].

@@ -1,4 +1,4 @@
-//! Golden bytes, impossible values field by field, the rings beside a dull model, and peers that write what they like.
+//! Golden bytes, impossible values field by field, the rings beside a simple model, and peers that write what they like.
 
 use super::entry::{Answer, Ask, BEST_EFFORT, Call, Entry, Head, Payload, Refusal, Status, Token};
 use super::ring::{Consumer, Producer, is_there};
@@ -154,7 +154,7 @@ fn impossible_requests_are_refused_field_by_field() {
     ] {
         assert_eq!(Ask::parse(&head, GEOMETRY), Err(broken), "{head:?}");
     }
-    // A cancellation's slot is checked too; what it has in other fields is nobody's business.
+    // A cancellation's slot is checked too; its other fields are not.
     assert_eq!(Ask::parse(&with(with(inline, 48, &[2]), 0, &[9]), GEOMETRY), Err(Broken::Slot));
 }
 
@@ -400,8 +400,8 @@ proptest! {
         }
     }
 
-    /// A client that writes what it likes, wherever it likes, at any time: the provider's end answers or ends the connection, and
-    /// whatever it hands out is inside the arena.
+    /// A client that writes anything, anywhere, at any time: the provider's end answers or ends the connection, and
+    /// everything that it hands out is inside the arena.
     #[test]
     fn a_hostile_section_is_survived(
         junk in prop::collection::vec((0usize..4096, any::<u64>()), 1..200),

@@ -12,10 +12,10 @@
 //!   recheck   `has_available` and `recheck_signal`, for drivers whose fences do nothing
 //! ```
 //!
-//! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`], fills the views,
-//! gives back what it did not need with [`DeviceQueue::untake`], then [`DeviceQueue::complete`] with the lengths
-//! and [`DeviceQueue::publish`]: the driver sees nothing of a frame that spans several buffers before the last
-//! step, so its header may be written late.
+//! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`] and fills the views. It
+//! returns what it did not need with [`DeviceQueue::untake`], then calls [`DeviceQueue::complete`] with the lengths and
+//! [`DeviceQueue::publish`]. The driver sees nothing of a frame that spans several buffers before the last step. So the
+//! frame's header may be written late.
 //!
 //! A chain is wholly readable or wholly writable here, as network devices demand; a mixed one is refused.
 
@@ -122,7 +122,7 @@ impl DeviceQueue {
     /// it) the base is taken.
     pub fn resume<M: GuestMemory>(&mut self, memory: &M, base: u16) -> Result<u16, RingError> {
         let areas = self.areas(memory)?;
-        // Relaxed: nobody else writes this word while no other device runs; it orders nothing.
+        // Relaxed: no other device runs, so nothing else writes this word; it orders nothing.
         let used = areas.used_index().load(Ordering::Relaxed);
         let available = notify::available(&areas.avail_index());
         let index = if available.wrapping_sub(used) <= self.size { used } else { base };
@@ -262,8 +262,8 @@ impl DeviceQueue {
         Descriptor::read(table, got).ok_or(refused)
     }
 
-    /// The general case: chains of several descriptors, indirect tables, and whatever is wrong. Work is bounded by
-    /// the queue's size plus [`MAX_INDIRECT_ENTRIES`].
+    /// The general case: chains of several descriptors, indirect tables, and anything invalid. Work is bounded by the
+    /// queue's size plus [`MAX_INDIRECT_ENTRIES`].
     #[inline(never)]
     fn walk<'m, M: GuestMemory, const WRITE: u16>(
         &self,
@@ -426,7 +426,7 @@ impl DeviceQueue {
         }
         let areas = self.areas(memory)?;
         if self.in_order {
-            // One entry stands for the batch: at the first one's place, naming the last (VirtIO 1.3 §2.7.9).
+            // One entry represents the batch: it is at the first one's place and names the last (VirtIO 1.3 §2.7.9).
             let last = self.next_used + Wrapping(count as u16 - 1);
             let head = self.held[usize::from(last.0) % MAX_HELD];
             areas.set_used_entry(self.next_used.0 & (self.size - 1), head, 0);

@@ -1,11 +1,11 @@
 //! The driver side of a split virtqueue, for the unikernel, and as the mock peer of tests.
 //!
-//! The caller owns the memory: one piece for the ring, laid out by [`Layout`](super::Layout), and the buffers. It
-//! names each buffer by the address that the *device* uses for it. Nothing is allocated: what must be remembered
-//! stands in an array of `N`, the largest size of the queue.
+//! The caller owns the memory: one piece for the ring, laid out by [`Layout`](super::Layout), and the buffers. It names
+//! each buffer by the address that the *device* uses for it. Nothing is allocated: the queue's own state is in an array
+//! of `N`, the largest size of the queue.
 //!
-//! The device is hostile too: it can write all over the ring. Free descriptors and what is outstanding are
-//! therefore remembered here and not read back from the ring, and what a device returns is checked against that.
+//! The device is hostile too: it can write all over the ring. So free descriptors and outstanding chains are remembered
+//! here and not read back from the ring. What a device returns is checked against that.
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -151,9 +151,9 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         true
     }
 
-    /// Adds a chain whose descriptors stand in a table of the caller's at the device's address `table`, `entries` long (see
-    /// [`Descriptor::write`]), into which the device may write `room` bytes. False where no descriptor is free or the
-    /// feature was not agreed on.
+    /// Adds a chain whose descriptors are in a table of the caller's at the device's address `table`, `entries` long
+    /// (see [`Descriptor::write`]). The device may write `room` bytes into the chain. False where no descriptor is free
+    /// or the feature was not agreed on.
     pub fn add_indirect(&mut self, table: u64, entries: u16, room: u32, token: u32) -> bool {
         if self.free == 0 || !self.indirect || entries == 0 {
             return false;
@@ -213,7 +213,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         self.signals.recheck(wish, self.published.0)
     }
 
-    /// Whether the device has returned chains, without a word to it: the second look some time after [`DriverQueue::arm`].
+    /// Whether the device has returned chains without a notification: the second look some time after
+    /// [`DriverQueue::arm`].
     pub fn has_used(&mut self) -> Result<bool, RingError> {
         if self.seen_used == self.next_used {
             self.accept_used(notify::available(&self.areas.used_index()))?;

@@ -5,21 +5,21 @@
 //! **What runs**: the functions of [`notify`](super::notify) that the rings run, over `loom`'s atomics, with the
 //! decisions that `DeviceQueue` and `DriverQueue` take on their results (`passes`, "look again before sleep").
 //!
-//! **What is shown**: a consumer that follows drain, arm, re-check, sleep never sleeps while an entry stands that the
-//! producer published without signalling; and an entry read behind an acquired index is the one written before it.
-//! Both for the flag and for the event index, with wrap-around of the index in between. The same holds, with one more look
-//! ([`notify::RECHECK_NS`]), where the peer's fence does nothing.
+//! **What is shown**: a consumer that follows drain, arm, re-check, sleep never sleeps while there is an entry that the
+//! producer published without signalling. An entry read behind an acquired index is the one written before it. Both
+//! hold for the flag and for the event index, with wrap-around of the index in between. Where the peer's fence does
+//! nothing, both hold with one more look ([`notify::RECHECK_NS`]).
 //!
-//! **A peer whose fence does nothing** runs its load before its store, as a CPU's store buffer makes it seem. That a store leaves the
-//! buffer within bounded time is a lock: the peer holds it from its load to its store, and this side takes it before its
-//! second look. So the look comes after each store whose load came before the decision that it repeats; that is all that
-//! the delay has to ensure.
+//! **A peer whose fence does nothing** runs its load before its store, as a CPU's store buffer makes it seem. A lock
+//! models that a store leaves the buffer within bounded time: the peer holds it from its load to its store, and this
+//! side takes it before its second look. So the look comes after each store whose load came before the decision that it
+//! repeats. The delay has to ensure nothing else.
 //!
-//! **What bounds it**: one producer, one consumer, three entries, at most [`PREEMPTIONS`] forced switches of
-//! threads. **What it does not show**: that a signal, once sent, arrives (that is the eventfd's or the
-//! hypervisor's); anything about a peer that does not follow the protocol (such a peer can only fail to be woken);
-//! that `mem` compiles to the orderings that it names. `loom` takes sequentially consistent *fences* for what they
-//! are, which is all that is used here; it knows no torn reads, which word-sized atomics rule out.
+//! **What bounds it**: one producer, one consumer, three entries, at most [`PREEMPTIONS`] forced switches of threads.
+//! **What it does not show**: that a signal, once sent, arrives (that is the eventfd's or the hypervisor's part);
+//! anything about a peer that does not follow the protocol (such a peer can only fail to be woken); that `mem` compiles
+//! to the orderings that it names. `loom` models sequentially consistent *fences* correctly, and nothing else is used
+//! here. It knows no torn reads, which word-sized atomics rule out.
 
 use std::sync::Arc;
 use std::vec::Vec;

@@ -16,10 +16,10 @@
 //!
 //! # What is here
 //!
-//! * [`DeviceQueue`]: the device side. It takes chains in batches, one acquire of `avail.idx` and one release of
-//!   `used.idx` for each batch, and returns them **in the order in which it took them**. That order is what lets a
-//!   device that died be replaced: everything before `used.idx` is done and nothing behind it is
-//!   ([`DeviceQueue::resume`]), and it is what `VIRTIO_F_IN_ORDER` promises.
+//! * [`DeviceQueue`]: the device side. It takes chains in batches, with one acquire of `avail.idx` and one release
+//!   of `used.idx` for each batch. It returns them **in the order in which it took them**. `VIRTIO_F_IN_ORDER`
+//!   promises this order. The order also lets a dead device be replaced: everything before `used.idx` is done and
+//!   nothing behind it is ([`DeviceQueue::resume`]).
 //! * [`DriverQueue`]: the driver side, for the unikernel, and as the peer in tests.
 //! * [`net`]: the header in front of every frame of a network device.
 //! * [`notify`]: the four steps in which the two sides avoid a missed wake-up, apart from the rings so that
@@ -28,17 +28,17 @@
 //!
 //! # Invariants and failure
 //!
-//! The other side is hostile. Every index, address, length and flag that it wrote is read once, checked, and
-//! refused with a [`RingError`] that says where. Nothing here panics on what memory holds, loops longer than the
-//! queue's size, or allocates. After an error the queue is broken: what it has delivered is not to be used, and
-//! its owner resets it. Descriptor tables are not checked in advance, since the peer could change them after the
-//! check; what counts is the local copy that is used.
+//! The other side is hostile. Every index, address, length and flag that it wrote is read once and checked. A bad
+//! one is refused with a [`RingError`] that says where. Nothing here panics on what memory holds, loops longer
+//! than the queue's size, or allocates. After an error the queue is broken: its owner resets it and must not use
+//! what it has delivered. Descriptor tables are not checked in advance, since the peer could change them after the
+//! check. The local copy that is used is what gets checked.
 //!
-//! Limits: sizes are powers of two up to 32768; a chain has up to `size` descriptors, or up to
-//! [`MAX_INDIRECT_ENTRIES`] in an indirect table; a device holds up to [`MAX_HELD`] chains at a time.
+//! Limits: sizes are powers of two up to 32768. A chain has up to `size` descriptors, or up to
+//! [`MAX_INDIRECT_ENTRIES`] in an indirect table. A device holds up to [`MAX_HELD`] chains at a time.
 //!
-//! A queue belongs to one thread at a time and has no lock. State is plain numbers: memory is passed to each call,
-//! and views handed out live as long as that borrow.
+//! A queue belongs to one thread at a time and has no lock. Its state is plain numbers. Memory is passed to each
+//! call, and views handed out live as long as that borrow.
 
 pub mod device;
 pub mod driver;
@@ -87,7 +87,7 @@ impl<M: GuestMemory + ?Sized> GuestMemory for &M {
     }
 }
 
-/// What can stand behind a [`Region`]: something that holds a mapping and lends views of it.
+/// What can be behind a [`Region`]: something that holds a mapping and lends views of it.
 pub trait Backing {
     /// All bytes of the region. The same ones at each call.
     fn bytes(&self) -> ForeignMut<'_>;
@@ -284,7 +284,7 @@ pub enum RingError {
     },
     /// A descriptor index is not below the table's size.
     DescriptorIndex {
-        /// The chain's head, or what stood for it in the available ring.
+        /// The chain's head, or the value in its place in the available ring.
         head: u16,
         /// The index found.
         got: u16,

@@ -148,7 +148,7 @@ pub struct NetHeaderRepr {
     /// Where the checksum goes, from `csum_start`.
     pub csum_offset: u16,
     /// Over how many chains the frame is spread; 1 for frames that the driver sends (the specification says 0 there,
-    /// which nobody checks).
+    /// but no known device checks it).
     pub num_buffers: u16,
 }
 

@@ -1,9 +1,10 @@
 //! The wake-up protocol between a producer and a consumer of a virtqueue, in four steps. The rings of Xen use it too
 //! ([`xen::ring`](crate::xen::ring)).
 //!
-//! Both rings of a virtqueue use it: the driver produces `avail.idx` for the device, the device produces `used.idx` for the
-//! driver. The consumer says when it wants to be woken: by a flag, or by the index after which it wants to hear
-//! (`VIRTIO_F_EVENT_IDX`). Both words are in memory that the other side may see late, hence this window:
+//! Both rings of a virtqueue use it: the driver produces `avail.idx` for the device, the device produces `used.idx` for
+//! the driver. The consumer says when it wants to be woken: by a flag, or by the index after which it wants a
+//! notification (`VIRTIO_F_EVENT_IDX`). Both words are in memory that the other side may see late. That opens this
+//! window:
 //!
 //! ```text
 //!   producer                                consumer
@@ -15,10 +16,10 @@
 //!                                           sleeps for ever
 //! ```
 //!
-//! It is closed from both sides: the consumer looks at the index again *after* its wish is visible, and the
-//! producer reads the wish *after* its index is visible. Each of the two is a store followed by a load of
-//! another word, which only a sequentially consistent fence keeps in order. With the fences one of the two loads
-//! sees the other side's store: either the consumer finds the entry, or the producer finds the wish.
+//! It is closed from both sides. The consumer looks at the index again *after* its wish is visible. The producer reads
+//! the wish *after* its index is visible. Each of the two is a store followed by a load of another word, and only a
+//! sequentially consistent fence keeps these in order. With the fences, one of the two loads sees the other side's
+//! store: either the consumer finds the entry, or the producer finds the wish.
 //!
 //! # A peer whose fences do nothing
 //!
@@ -32,22 +33,22 @@
 //!                                           writes the wish, fence, looks at index: nothing new
 //!                                           sleeps
 //!   the index leaves the store buffer
-//!   ... nobody looks at it again
+//!   ... no side looks at it again
 //! ```
 //!
-//! The same happens the other way round: the peer reads the index, this side publishes and reads an old wish, and the peer's
-//! wish becomes visible after that. A store leaves the buffer within well under a microsecond of its execution, and at
-//! the latest when the thread is switched out. So each side repeats its last look once, [`RECHECK_NS`] later:
+//! The same happens the other way round: the peer reads the index, this side publishes and reads an old wish, and the
+//! peer's wish becomes visible after that. A store leaves the buffer within well under a microsecond of its execution,
+//! and at the latest when the thread is switched out. So each side repeats its last look once, [`RECHECK_NS`] later:
 //!
 //! * a consumer that went to sleep looks at the index once more, without touching its wish;
 //! * a producer that did not signal reads the wish once more ([`Signals`]) and signals late.
 //!
-//! One look per sleep or unsent signal is enough: what the peer stores after this side's fence has taken effect, it
-//! stores in view of it. Nothing ticks. Where both sides are this project's code the consumer's look alone is enough; the
-//! producer's is for foreign consumers.
+//! One look per sleep or unsent signal is enough. When the peer makes a later store, this side's fence has taken
+//! effect, and the peer sees its result. There is no periodic tick. Where both sides are this project's code, the
+//! consumer's look alone is enough; the producer's look is for foreign consumers.
 //!
-//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory model allows, with
-//! such a peer too.
+//! `crates/ring/src/virtio/loom.rs` runs these functions under every interleaving that the memory model allows, also
+//! with such a peer.
 
 use core::sync::atomic::Ordering;
 

@@ -1,4 +1,4 @@
-//! Both sides against each other, against a dull model, and against garbage.
+//! Both sides against each other, against a simple model, and against garbage.
 
 use std::boxed::Box;
 use std::collections::VecDeque;
@@ -17,7 +17,7 @@ use super::*;
 const LOW: u64 = 0x1_0000;
 const HIGH: u64 = 0x8000_0000;
 const REGION_BYTES: usize = 1 << 17;
-/// The ring stands at the start of the low region, tables and buffers behind it.
+/// The ring is at the start of the low region, tables and buffers behind it.
 const LOW_BUFFERS: u64 = LOW + 0x4000;
 
 type Table<'m> = RegionTable<ForeignMut<'m>, [Region<ForeignMut<'m>>; 2]>;
@@ -527,7 +527,7 @@ fn event_index_arithmetic_wraps() {
     assert!(!passes(1, 65530, 1));
 }
 
-// --- against a dull model ---
+// --- against a simple model ---
 
 #[derive(Clone, Debug)]
 enum Op {

@@ -1,8 +1,8 @@
 //! The byte rings of a guest's page: its connection to XenStore (xen/include/public/io/xs_wire.h) and its console
 //! (xen/include/public/io/console.h).
 //!
-//! Two buffers of bytes with a producer and a consumer index each; indices are 32 bits and run free. There is no wish to be
-//! notified: each side notifies the other whenever it has produced or consumed something.
+//! Two buffers of bytes with a producer and a consumer index each; indices are 32 bits and run free. There is no
+//! notification suppression: each side notifies the other whenever it has produced or consumed something.
 
 use core::sync::atomic::Ordering;
 
@@ -48,7 +48,7 @@ impl<'m> BytePage<'m> {
         Ok(BytePage(page.take(PAGE_BYTES)))
     }
 
-    /// Both indices of a direction, and how many bytes stand between them.
+    /// Both indices of a direction, and how many bytes lie between them.
     fn indices(&self, at: Direction) -> Result<(u32, u32, u32), XenError> {
         let page = self.0.as_foreign();
         // A0: the bytes before the peer's index may be read, and those behind it written, after this. Partner R0 in

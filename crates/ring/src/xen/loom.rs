@@ -2,13 +2,14 @@
 //!
 //! Run by `RUSTFLAGS="--cfg loom" cargo test -p tombolo-ring --release loom`.
 //!
-//! **What runs**: the functions of [`notify`], which [`virtio::loom`](crate::virtio) models at length, here over 32-bit words
-//! with what [`ring`](super::ring) makes of them: an event index that is one more than VirtIO's, kept in 16 bits for the
-//! decision, and [`Signals`]. Requests to a backend and responses to a frontend differ in names only.
+//! **What runs**: the functions of [`notify`], which [`virtio::loom`](crate::virtio) models at length. Here they run
+//! over 32-bit words with the additions of [`ring`](super::ring): an event index that is one more than VirtIO's, kept
+//! in 16 bits for the decision, and [`Signals`]. Requests to a backend and responses to a frontend differ in names
+//! only.
 //!
-//! **What is shown**: a consumer that arms and looks again never sleeps while an entry stands that was published without a
-//! notification; also where it wants to be notified later than at the next entry, and also, with one more look, where the
-//! peer's fence does nothing.
+//! **What is shown**: a consumer that arms and looks again never sleeps while there is an entry that was published
+//! without a notification. This also holds where it wants to be notified later than at the next entry. With one more
+//! look, it also holds where the peer's fence does nothing.
 //!
 //! **What bounds it, and what it does not show**: as for virtqueues. That a notification arrives is the hypervisor's part.
 

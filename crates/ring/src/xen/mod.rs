@@ -28,15 +28,17 @@
 //!
 //! # Invariants and failure
 //!
-//! The other side is hostile and can write to the whole page at any time. Each of its words is read once into a local, checked,
-//! and refused with a [`XenError`]; what this side has written is remembered here and never read back. Nothing panics on
-//! what memory holds, allocates, or takes more than 256 steps per call. After an error the ring is broken: its owner
-//! disconnects the vif. A packet that is merely wrong (too long, bad checksum request) is answered with an error instead.
+//! The other side is hostile and can write to the whole page at any time. Each of its words is read once into a local
+//! and checked. A bad one is refused with a [`XenError`]. What this side has written is remembered here and never read
+//! back. Nothing panics on what memory holds, allocates, or takes more than 256 steps per call. After an error the ring
+//! is broken: its owner disconnects the vif. A packet that is merely wrong (too long, bad checksum request) is answered
+//! with an error instead.
 //!
-//! Responses are written in the order of their requests, so each response stands in the slot of its request. netif.h demands that
-//! for the receive ring; on the transmit ring it lets a backend that died be replaced ([`ring::BackIndices::attach`]).
+//! Responses are written in the order of their requests, so each response is in the slot of its request. netif.h
+//! demands that for the receive ring. On the transmit ring it lets a backend that died be replaced
+//! ([`ring::BackIndices::attach`]).
 //!
-//! A ring belongs to one thread at a time and has no lock. State is plain numbers; the page is passed to each call.
+//! A ring belongs to one thread at a time and has no lock. Its state is plain numbers; the page is passed to each call.
 
 pub mod back;
 pub mod bus;

@@ -10,8 +10,8 @@
 //!   multicast      | 2/3 |flags| address                           |
 //! ```
 //!
-//! Little-endian (the frontend's own order; only x86 and arm64 guests exist). The size of a packet's first transmit request is
-//! that of the whole packet. An extra info takes a slot of its own behind the first one.
+//! Little-endian (the frontend's own order; only x86 and arm64 guests exist). The size of a packet's first transmit
+//! request is that of the whole packet. An extra info takes its own slot behind the first one.
 
 use core::fmt;
 
@@ -76,7 +76,7 @@ pub const RX_GSO_PREFIX: u16 = 1 << 4;
 pub const RSP_DROPPED: i16 = -2;
 /// Status: the request was wrong (XEN_NETIF_RSP_ERROR).
 pub const RSP_ERROR: i16 = -1;
-/// Status: done (XEN_NETIF_RSP_OKAY). On the receive ring the length in bytes stands instead.
+/// Status: done (XEN_NETIF_RSP_OKAY). On the receive ring the field holds the length in bytes instead.
 pub const RSP_OKAY: i16 = 0;
 /// Status: the slot held an extra info; there is nothing to answer (XEN_NETIF_RSP_NULL).
 pub const RSP_NULL: i16 = 1;
@@ -95,7 +95,7 @@ pub const MAX_DATA_SLOTS: usize = 18;
 
 // --- ours ---
 
-/// Extra infos per packet. Nobody sends more than one; the header names four types.
+/// Extra infos per packet. No known peer sends more than one; the header names four types.
 pub const MAX_EXTRAS: usize = 4;
 /// Slots of data after which a frontend is broken, and not merely generous: those above [`MAX_DATA_SLOTS`] are dropped, not fatal.
 /// Linux's backend draws the line at 20 by default.

@@ -1,11 +1,12 @@
 //! The shared page of a ring (xen/include/public/io/ring.h), and how each side counts in it.
 //!
-//! Indices are 32 bits and run free; the low 8 bits name the slot. `req_event` and `rsp_event` hold the value of the index at
-//! which their writer wants to be notified, which is one more than VirtIO's event index would be. The wake-up protocol is that of
-//! [`virtio::notify`](crate::virtio::notify), and so is the second look at [`RECHECK_NS`](notify::RECHECK_NS).
+//! Indices are 32 bits and run free; the low 8 bits name the slot. `req_event` and `rsp_event` hold the value of the
+//! index at which their writer wants to be notified. This is one more than VirtIO's event index would be. The wake-up
+//! protocol is that of [`virtio::notify`](crate::virtio::notify), and so is the second look at
+//! [`RECHECK_NS`](notify::RECHECK_NS).
 //!
-//! What decides about signals keeps the low 16 bits of the indices. An event index that nobody renewed therefore costs
-//! one notification too many in 65536 slots, and none is ever missed.
+//! The code that decides about signals keeps the low 16 bits of the indices. So an event index that was not renewed
+//! costs one notification too many in 65536 slots, and none is ever missed.
 
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
@@ -344,8 +345,9 @@ impl BackIndices {
         self.rsp += 1;
     }
 
-    /// Makes the responses of one packet visible, without a notification. A response takes the place of its request, so a backend
-    /// that ends between the two would leave slots that the next one takes for requests. Hence packet by packet, and at once.
+    /// Makes the responses of one packet visible, without a notification. A response takes the place of its request. So
+    /// a backend that ends between the two would leave slots that the next one takes for requests. Therefore this runs
+    /// packet by packet, and at once.
     #[inline]
     pub(super) fn reveal(&mut self, page: &RingPage<'_>) {
         self.published = self.rsp;

@@ -1,4 +1,4 @@
-//! Both ends of both rings against each other, against a dull model, and against garbage.
+//! Both ends of both rings against each other, against a simple model, and against garbage.
 
 use std::boxed::Box;
 use std::collections::VecDeque;

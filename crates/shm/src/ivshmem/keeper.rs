@@ -1,41 +1,45 @@
-//! The fd store of a fabric (the keeper): a small process that holds what must survive the daemon. For ivshmem links these
-//! are regions, doorbells and the connections of the VMMs; for vhost-user ports the connection, the guest's memory and
-//! the eventfds. It does not interpret what it holds: it keeps records by name, bytes with descriptors, and gives them back.
+//! The fd store of a fabric (the keeper): a small process that holds what must survive the daemon. For ivshmem links
+//! this is regions, doorbells and the connections of the VMMs. For vhost-user ports it is the connection, the guest's
+//! memory and the eventfds. The keeper does not interpret what it holds. It keeps records by name, bytes with
+//! descriptors, and returns them.
 //!
-//! A machine without a server goes on ringing and reading: its memory and eventfds are its own. What a killed server takes
-//! with it is the other end of each, and the connection through which the machine hears of others. Those lie here too.
+//! A machine without a server continues to ring and read: its memory and eventfds are its own. A killed server takes
+//! with it the other end of each, and the connection through which the machine is told of others. The keeper holds
+//! these too.
 //!
 //! # Life
-//! It ends when it is told to, or when nobody is connected and none of the things that its records name as signs of life
-//! (`life`: pidfds and connections) lives any more. So it outlives a killed daemon for as long as there is a machine to
-//! adopt, and not longer. Its listening socket is made, and connected to, before it is started: there is no instant at
-//! which it runs and cannot be reached, and one that nobody is connected to any more when it starts ends at once.
+//! The keeper ends when it is told to. It also ends when no process is connected and all signs of life in its records
+//! are dead (`life`: pidfds and connections). So it outlives a killed daemon as long as there is a machine to take
+//! over, and not longer. Its listening socket is made, and connected to, before the keeper is started. So there is no
+//! instant at which it runs and cannot be reached. A keeper that has no connection any more when it starts ends at
+//! once.
 //!
 //! # Connections that expect answers
-//! A vhost-user frontend that has sent a request waits for the answer, and its guest may stand still until it comes. Nobody
-//! answers while the daemon is away. Such a connection is kept with PUT_CONNECTION: its first descriptor is shut down as
-//! soon as the peer sends something while no daemon is connected. The frontend then connects again, as after any crash.
-//! DOUBT marks a record while the daemon handles a request, because nobody knows how far a killed daemon got. A record in
-//! doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT. The next PUT ends the doubt.
+//! A vhost-user frontend that has sent a request waits for the answer, and its guest may be stopped until it comes.
+//! There is no answer while the daemon is away. Such a connection is kept with PUT_CONNECTION: its first descriptor is
+//! shut down as soon as the peer sends something while no daemon is connected. The frontend then connects again, as
+//! after any crash. DOUBT marks a record while the daemon handles a request, because the keeper cannot know how far a
+//! killed daemon got. A record in doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT. The
+//! next PUT ends the doubt.
 //!
 //! # The wire
-//! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except LIST, which is
-//! answered by one ENTRY for each record whose name begins with the one given, and an END. A request that was sent is carried out even if its sender is killed
-//! at the next instant.
+//! A SOCK_SEQPACKET Unix socket that only the same user may use. Requests need no answer, except LIST. LIST is answered
+//! by one ENTRY for each record whose name begins with the one given, and an END. A request that was sent is carried
+//! out even if its sender is killed at the next instant.
 //! ```text
 //! 0 kind u8 (1 PUT, 2 FORGET, 3 LIST, 4 QUIT, 5 ENTRY, 6 END, 7 PUT_CONNECTION, 8 DOUBT, 9 ENTRY_IN_DOUBT, 10 LINGER)
 //! 1 life u8 · 2 name's bytes u16 LE · 4 name · record
 //! ```
-//! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in it is alive.
-//! PUT replaces the record of that name; its descriptors, of which the first `life` are signs of life, come with it.
+//! LINGER carries a u32 LE of seconds: so long the store stays without a daemon even if nothing in it is alive. PUT
+//! replaces the record of that name. Its descriptors come with it; the first `life` of them are signs of life.
 //!
 //! # Who may connect
-//! Processes of the same user, but none that a record [`refusal`] names (its bytes: the start time, u64 LE) or that descends
-//! from one: a guest that has taken its QEMU over gets nothing here. That is found out once a second for a process that
-//! connects again and again, and after 64 connections requests are heard.
+//! Processes of the same user, except those that a record [`refusal`] names (its bytes: the start time, u64 LE) and
+//! their descendants. So a guest that has taken over its QEMU gets nothing here. For a process that connects again and
+//! again, the keeper checks this once a second. After 64 new connections it serves requests again.
 //!
 //! # A deleted socket
-//! Where nothing has its path any more it listens there again, at the next request.
+//! Where nothing has its path any more, the keeper listens there again at the next request.
 //!
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
@@ -296,7 +300,7 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let me = rustix::process::geteuid().as_raw();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
-    // Gone before the connections are: whoever sees them end starts another keeper in its place.
+    // Gone before the connections are: a process that sees them end starts another keeper in its place.
     let mut listener = listener;
     let mut refusals = Verdicts::default();
     let mut linger_until: Option<Instant> = None;
@@ -419,7 +423,7 @@ fn request(
     let (kind, life, name, bytes) = parse(&buffer[..got.bytes])?;
     match kind {
         PUT | PUT_CONNECTION => {
-            // What came in part is worse than nothing: whoever asks for it finds nothing.
+            // An incomplete record is worse than none, so a request for it finds nothing.
             if got.truncated || usize::from(life) > got.fds.len() || records.len() >= MAX_RECORDS {
                 if let Some(old) = records.remove(name)
                     && old.expects_answers

@@ -1,24 +1,26 @@
-//! The links of one fabric: their regions, their listening sockets, their clients, and the keeper that has them all while
-//! the daemon restarts. The shell around [`server`](super::server).
+//! The links of one fabric: their regions, listening sockets and clients. The keeper holds all of these while the
+//! daemon restarts. This module is the shell around [`server`](super::server).
 //!
 //! # Where the I/O runs
-//! In one thread for the whole fabric, which sleeps in epoll and never blocks on a client. Not in the daemon's runtime:
-//! stock QEMU blocks in its start until it was greeted, and a daemon that waits for QEMU (or for nft, or a monitor) must
-//! not be what it waits for. Not in a worker: a greeting has no business between frames. Calls from other threads act
-//! under the same lock, at once.
+//! One thread does the I/O of the whole fabric. It sleeps in epoll and never blocks on a client. It is not the daemon's
+//! runtime: stock QEMU blocks at its start until it is greeted. A daemon that waits for QEMU (or for nft, or a monitor)
+//! must not also be what QEMU waits for. It is not a worker either, because a greeting must not delay frames. Calls
+//! from other threads act at once, under the same lock.
 //!
 //! # Invariants
-//! - What the keeper must know is sent to it before what follows from it is sent to a client (see [`server`](super::server)).
-//! - A region's state word is written here only for a peer that is gone: then to 0, and everybody's vector 0 is rung.
-//! - Regions are sealed; of the region only the header page and the state table are mapped here.
+//! - The keeper is told a fact before any client is told what follows from it (see [`server`](super::server)).
+//! - This module writes a region's state word only for a peer that is gone. It writes 0 and rings vector 0 of
+//!   everybody.
+//! - Regions are sealed. Only the header page and the state table of a region are mapped here.
 //!
 //! # What failure does
-//! A client that says anything, or takes nothing for ten seconds, is cut off, counted, and announced as gone; its VMM does
-//! not connect again, so its machine has to be started anew to come back. A keeper that is lost is replaced and told
-//! everything again; if that fails, links go on, and do not survive the daemon.
+//! A client that sends anything, or takes nothing for ten seconds, is disconnected, counted, and announced as gone. Its
+//! VMM does not connect again, so its machine must be restarted to come back. A keeper that is lost is replaced, and
+//! the new one is told everything again. If that fails, the links continue, but they do not survive the daemon.
 //!
-//! A connection for which no seat is free waits for one for five seconds, since the peer in whose place it comes may have been
-//! killed an instant ago; at most eight wait at a link. Then it is closed, counted, and the reason is logged.
+//! A connection for which no seat is free waits for one for five seconds. The peer that it replaces may have been
+//! killed an instant ago. At most eight connections wait at a link. After five seconds the connection is closed and
+//! counted, and the reason is logged.
 //!
 //! Limits: those of [`server`](super::server); doorbells and connections are three to five descriptors per peer.
 
@@ -95,8 +97,8 @@ pub enum LinkError {
 pub struct Door {
     /// Where it listens.
     pub path: PathBuf,
-    /// Where whoever comes in by it sits. Behind a door to a fixed seat of a version 1 link stands stock QEMU, which hears of
-    /// all seats at once; others hear of comings and goings.
+    /// The seat that a peer gets when it joins through this door. Stock QEMU is behind a door to a fixed seat of a
+    /// version 1 link. It is told of all seats at once; other clients are told when peers join and leave.
     pub seat: Seat,
 }
 
@@ -115,8 +117,8 @@ pub struct Config {
     pub header: Option<Header>,
     /// The seat of this process itself.
     pub host: Option<u32>,
-    /// The seat of a process that serves this one. It stays on the link while this process is away, and is no reason for the
-    /// keeper to stay: where nobody else is left, the keeper ends, and its connection with it.
+    /// The seat of a process that serves this one. It stays on the link while this process is away. It is no reason for
+    /// the keeper to stay: where it is the only peer left, the keeper ends, and its connection with it.
     pub helper: Option<u32>,
     /// The ways in.
     pub doors: Vec<Door>,
@@ -169,7 +171,7 @@ pub enum Event {
     },
 }
 
-/// Told of a link's events, in the thread of the links or of whoever calls them. It must not call back.
+/// Is told of a link's events, in the thread of the links or in the caller's thread. It must not call back.
 pub type Watcher = Box<dyn FnMut(Event) + Send>;
 
 /// A link that was made, or taken up again.
@@ -190,7 +192,7 @@ pub struct PeerStatus {
     pub id: u32,
     /// Its process; 0 where the kernel does not say.
     pub pid: u32,
-    /// Its state word, as it stands in the region now.
+    /// Its state word, as the region holds it now.
     pub state: u32,
     /// Messages that wait for it.
     pub waiting: usize,
@@ -256,7 +258,7 @@ struct Link {
     mapping: Mapping,
     server: Server,
     members: BTreeMap<u32, Member>,
-    /// The doorbells of each seat, by vector. They stay with it, whoever comes and goes.
+    /// The doorbells of each seat, by vector. They stay with the seat when peers join and leave.
     bells: Vec<Vec<Doorbell>>,
     doors: Vec<(Listener, u64, Seat)>,
     watcher: Option<Watcher>,
@@ -275,7 +277,7 @@ pub type Launch = Box<dyn FnMut() -> Result<Keeper, String> + Send>;
 /// Told of what goes wrong, in a sentence.
 pub type Trouble = Box<dyn Fn(&str) + Send>;
 
-/// Links that stand still; see [`Links::freeze`].
+/// Links that are frozen; see [`Links::freeze`].
 pub struct Standstill<'l> {
     inner: MutexGuard<'l, Inner>,
 }
@@ -372,8 +374,8 @@ impl Links {
         }
     }
 
-    /// Makes a link, or takes it up again where the keeper of an earlier daemon had it as `config` says and somebody is on
-    /// it still. Nobody can join before [`Links::serve`].
+    /// Makes a link. Where the keeper of an earlier daemon holds it with the same `config` and a peer is still on it,
+    /// takes that link over instead. No peer can join before [`Links::serve`].
     ///
     /// # Errors
     /// The kernel's; nothing is left then.
@@ -381,7 +383,7 @@ impl Links {
         lock(&self.inner).open(config)
     }
 
-    /// Opens a link's doors. `watcher` is told of whoever comes and goes from now on.
+    /// Opens a link's doors. From now on `watcher` is told of each peer that joins or leaves.
     ///
     /// # Errors
     /// The kernel's, such as `EADDRINUSE`. The link is closed then.
@@ -426,7 +428,8 @@ impl Links {
         inner.links.values().map(|link| link.status(kept)).collect()
     }
 
-    /// Nobody comes, goes or is told anything until the guard is dropped: another process takes the links over.
+    /// Until the guard is dropped, no peer joins or leaves, and no peer is told anything: another process takes the
+    /// links over.
     pub fn freeze(&self) -> Standstill<'_> {
         Standstill { inner: lock(&self.inner) }
     }
@@ -456,7 +459,7 @@ impl Drop for Links {
         lock(&self.inner).end = true;
         self.bell.ring();
         if let Some(thread) = self.thread.take() {
-            // It panics only by a bug of ours, which was told where it happened.
+            // It panics only through a defect in this code, and the panic was already reported where it happened.
             let _ = thread.join();
         }
         let mut inner = lock(&self.inner);
@@ -532,7 +535,8 @@ impl Link {
     /// Writes 0 into the state word of a peer that is gone.
     fn clear_state(&self, id: u32) {
         if let (Some(view), Some(at)) = (self.mapping.view_mut(), self.config.layout.state(id)) {
-            // Release: whoever sees the word sees what was said of the peer's going before. Nothing depends on it.
+            // Release: a reader that sees the word also sees what was said before of the peer's going. Nothing depends
+            // on it.
             let _ = view.store_u32(at, 0, Ordering::Release);
         }
     }

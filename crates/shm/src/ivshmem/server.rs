@@ -1,23 +1,25 @@
-//! The core of an ivshmem server: who is on a link, who has been told of whom, and what is still to be sent. Free of
-//! I/O; the same for both versions of the protocol, which differ in their messages only.
+//! The core of an ivshmem server: which peers are on a link, what each has been told of the others, and what is still
+//! to be sent. It does no I/O. It is the same for both versions of the protocol, which differ only in their messages.
 //!
 //! # Invariants
-//! - A joining peer is unsettled until its own greeting and every announcement of it has been taken by a socket. A server
-//!   that restarts drops the unsettled ones: nobody can say which of their messages went out. All others go on.
-//! - [`Server::changed`] names the peers whose records have to be kept before anything more is sent: a record never
-//!   claims less than what a client may have been told.
-//! - A queue is bounded by what there is to say: an announcement that nobody has taken yet is withdrawn when its peer
-//!   leaves, so there are at most `vectors + 1` messages about each other peer, and the greeting.
-//! - A client blocks nobody. One that has taken nothing for [`PATIENCE_NS`] while something waits is [`overdue`].
-//! - Nobody is told twice in a row that the same peer is gone.
+//! - A joining peer is unsettled until a socket has taken its own greeting and every announcement of it. A server that
+//!   restarts drops the unsettled peers, because it cannot know which of their messages were sent. All others continue.
+//! - [`Server::changed`] names the peers whose records must be kept before anything more is sent. A record never claims
+//!   less than what a client may have been told.
+//! - A queue is bounded by what there is to say. When a peer leaves, announcements of it that no socket has taken yet
+//!   are withdrawn. So there are at most `vectors + 1` messages about each other peer, and the greeting.
+//! - A client blocks no other client. One that has taken nothing for [`PATIENCE_NS`] while something waits is
+//!   [`overdue`].
+//! - No client is told twice in a row that the same peer is gone.
 //!
 //! # Stock QEMU is told once
-//! A doorbell belongs to its seat, not to who sits there: a peer that comes back finds, and is found by, the same ones. So
-//! a client can be given all of them in its greeting, whether the seats are taken or not, and needs no later word
-//! ([`Hears::Seats`]). Stock QEMU must be treated so: when it is told that a peer is gone it frees that peer's doorbells
-//! (hw/misc/ivshmem.c, `close_peer_eventfds`), keeps the pointer, and writes through it when the seat is taken again; the
-//! heap of 7.2 is corrupt from then on. Its guest sees nothing of such words anyway; that a peer is gone it sees by the
-//! state word. Other clients are told as the protocol has it ([`Hears::Comings`]).
+//! A doorbell belongs to its seat, not to the peer on that seat. A peer that comes back finds the same doorbells, and
+//! others reach it through the same ones. So a client can get all of them in its greeting, whether the seats are taken
+//! or not. It then needs no later message ([`Hears::Seats`]). Stock QEMU must be treated so. When it is told that a
+//! peer is gone, it frees that peer's doorbells (hw/misc/ivshmem.c, `close_peer_eventfds`) but keeps the pointer. It
+//! writes through that pointer when the seat is taken again. The heap of 7.2 is corrupt from then on. Its guest does
+//! not see such messages anyway. It sees by the state word that a peer is gone. Other clients are told as the protocol
+//! has it ([`Hears::Comings`]).
 //!
 //! # Limits
 //! [`MAX_PEERS`] peers on a link, [`MAX_VECTORS`] vectors each.
@@ -27,7 +29,7 @@
 use super::{v1, v2};
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 
-/// Most peers of a link. The header page of a region of ours has the same limit.
+/// Most peers of a link. The header page of this project's regions has the same limit.
 pub const MAX_PEERS: u32 = 64;
 /// Most vectors of a peer.
 pub const MAX_VECTORS: u32 = 16;
@@ -127,7 +129,7 @@ pub enum Hears {
     Nothing,
     /// Its greeting, with the doorbells of all seats, and no more.
     Seats,
-    /// Its greeting, with the doorbells of those who are there, and whoever comes and goes.
+    /// Its greeting, with the doorbells of the peers that are there, and each peer that joins or leaves.
     Comings,
 }
 
@@ -219,15 +221,16 @@ pub struct Server {
 }
 
 impl Server {
-    /// A server of a link on which nobody is.
+    /// A server of a link without peers.
     pub fn new(shape: Shape) -> Server {
         debug_assert!((1..=MAX_PEERS).contains(&shape.max_peers) && shape.vectors <= MAX_VECTORS);
         Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: PATIENCE_NS }
     }
 
-    /// A server that takes up the peers of an earlier one. Whoever was told of a peer that has no record any more is told
-    /// that it is gone. Those that were not settled are not taken up, and nothing is said of them: whoever heard of them
-    /// before finds it by the state word, and whoever did not must not hear that they are gone. Returns their ids.
+    /// A server that takes over the peers of an earlier one. Clients that were told of a peer that has no record any
+    /// more are told that it is gone. Unsettled peers are not taken over, and nothing is said of them. A client that
+    /// was told of one before finds by the state word that it is gone. A client that was not told of it must not be
+    /// told that it is gone. Returns their ids.
     pub fn restore(shape: Shape, records: &[Record], now_ns: u64) -> (Server, Vec<u32>) {
         let mut server = Server::new(shape);
         let mut out = Vec::new();

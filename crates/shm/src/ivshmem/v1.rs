@@ -11,9 +11,9 @@
 //! peer     + descriptor  later: a peer's next vector; the peer is new with its first
 //! peer                   later, alone: the peer is gone
 //! ```
-//! The reader takes what a server of ours or QEMU's own (contrib/ivshmem-server) sends. It is for host processes that
-//! join a link, and for tests; it trusts nothing: a server that breaks the order above is an error, and says what came.
-//! Limits: ids to [`MAX_PEERS`], [`MAX_VECTORS`] vectors.
+//! The reader takes what this project's server or QEMU's own (contrib/ivshmem-server) sends. It is for host processes
+//! that join a link, and for tests. It trusts nothing: a server that breaks the order above is an error, and the error
+//! says what came. Limits: ids to [`MAX_PEERS`], [`MAX_VECTORS`] vectors.
 
 use crate::doorbell::Doorbell;
 use crate::foreign::{self, ForeignFd, Kind};

@@ -1,16 +1,16 @@
 //! Signalling an eventfd that a peer holds too, without ever blocking.
 //!
 //! `write` on an eventfd blocks when its counter is full, unless the open file is non-blocking. That flag belongs to
-//! the open file, which the peer shares: it can clear the flag, fill the counter, and keep a worker in `write` for
-//! ever. Looking with `poll` first leaves a gap, and `RWF_NOWAIT` is not supported for writing to eventfds.
+//! the open file, which the peer shares. The peer can clear the flag, fill the counter, and keep a worker in `write`
+//! for ever. Looking with `poll` first leaves a gap, and `RWF_NOWAIT` is not supported for writing to eventfds.
 //!
 //! The kernel itself signals eventfds without blocking, when asynchronous work completes. A full counter stays full,
-//! which is a rung doorbell. The ways, in the order in which they are tried:
+//! which is a rung doorbell. The ways are tried in this order:
 //!
 //! 1. `aio`: one system call. The system has a limit of contexts that any local user can use up.
 //! 2. `uring`: three system calls. Administrators and containers may switch io_uring off.
 //! 3. A helper thread that writes, and may block. A doorbell has one helper at most, and the process
-//!    [`MAX_HELPERS`]; a helper that a peer keeps blocked ends when the peer closes or drains the eventfd.
+//!    [`MAX_HELPERS`]. A helper that a peer keeps blocked ends when the peer closes or drains the eventfd.
 //! 4. The signal is dropped and counted ([`Counters::dropped`]).
 //!
 //! A thread keeps its context and its ring until it ends. Where it has none, the next signal tries to make one.
@@ -296,7 +296,7 @@ mod tests {
         until("the helper ends", || state.load(Ordering::SeqCst) == IDLE);
     }
 
-    /// The real thing: whatever the system allows is taken.
+    /// The real thing: everything that the system allows is taken.
     #[test]
     fn a_used_up_limit_of_asynchronous_io_blocks_nobody() {
         let taken = aio::take_all();

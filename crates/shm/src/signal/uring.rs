@@ -1,10 +1,10 @@
 //! Signals by io_uring, for threads that have no context of asynchronous I/O.
 //!
-//! The ring's completions are announced at an eventfd (`IORING_REGISTER_EVENTFD`). For each signal the eventfd is
-//! registered, a request that does nothing is submitted, which completes within the system call, and the eventfd is
-//! taken out again: three system calls. No limit of the system as a whole applies; what a ring takes is charged to
-//! its own process and user. Where io_uring is switched off (`kernel.io_uring_disabled`, the seccomp filters of
-//! containers) there is no ring.
+//! The ring's completions are announced at an eventfd (`IORING_REGISTER_EVENTFD`). Each signal takes three system
+//! calls. The eventfd is registered. A request that does nothing is submitted, and completes within the system call.
+//! The eventfd is unregistered. No limit of the system as a whole applies: a ring is charged to its own process and
+//! user. Where io_uring is switched off (`kernel.io_uring_disabled`, the seccomp filters of containers) there is no
+//! ring.
 //!
 //! This module is on the list of modules that may use `unsafe` (ARCHITECTURE.md).
 #![allow(unsafe_code)]
@@ -132,7 +132,7 @@ impl Uring {
             libc::syscall(libc::SYS_io_uring_enter, self.fd.as_raw_fd(), 1u32, 0u32, 0u32, none, 0usize)
         };
         if submitted != 1 {
-            // Not consumed: taken back, so that the queue does not fill up.
+            // Not consumed: withdrawn, so that the queue does not fill up.
             self.index(self.sq_tail).store(tail, Ordering::Release);
         }
         // What has completed has done its work.

@@ -1,5 +1,5 @@
-//! What a gateway counts. Each counter has one writer: the worker that owns its port, or, for `lease_writes` and what
-//! follows it, the thread that keeps leases. Any thread reads.
+//! What a gateway counts. Each counter has one writer: the worker that owns its port. `lease_writes` and the counters
+//! after it are written by the thread that keeps leases. Any thread reads.
 
 use crate::counters::Counter;
 
@@ -61,7 +61,7 @@ counters! {
     dns_malformed,
     /// DNS queries answered from the network's own names.
     dns_local_answers,
-    /// DNS queries about names or addresses of the network that nobody has.
+    /// DNS queries about names or addresses of the network that no member has.
     dns_unknown_names,
     /// DNS queries refused: names of elsewhere without an uplink, classes and types that are not served.
     dns_refused,

@@ -1,8 +1,8 @@
 //! The DNS messages (RFC 1035) that the gateway reads and writes.
 //!
-//! Only the header and the one question of a query are read. A question has nothing before it that a compression
-//! pointer could lead to, so a pointer in it is an error, and no loop can be built. Everything behind the question
-//! is looked at for one thing: whether an OPT record (RFC 6891) follows at once, and the size it names.
+//! Only the header and the one question of a query are read. Nothing comes before a question that a compression
+//! pointer could lead to. So a pointer in it is an error, and no loop can be built. Everything behind the question
+//! is checked for one thing: whether an OPT record (RFC 6891) follows at once, and the size it names.
 
 use crate::gateway::names::MAX_LABEL_BYTES;
 use std::net::Ipv4Addr;
@@ -268,7 +268,7 @@ fn write_soa(bytes: &mut Vec<u8>, zone: &[String]) {
     let mut data = Vec::with_capacity(96);
     write_name(&mut data, std::iter::once("gateway").chain(labels()));
     write_name(&mut data, std::iter::once("hostmaster").chain(labels()));
-    // Serial, refresh, retry, expire: nobody transfers the zone. Minimum: of negative answers.
+    // Serial, refresh, retry, expire: unused, since there are no zone transfers. Minimum: of negative answers.
     for value in [1, 3600, 600, 86_400, TTL_SECS] {
         data.extend_from_slice(&value.to_be_bytes());
     }

@@ -1,9 +1,8 @@
 //! Queries that the gateway hands to the shell, which asks the host's name servers, until their answers come.
 //!
 //! Limits: [`MAX_OUTSTANDING`] at a time, [`MAX_PER_SOURCE`] of one source and no more than are left for the others,
-//! [`ANSWER_SPAN`] each. What is over a limit
-//! is answered with SERVFAIL at once, what runs out with SERVFAIL then. A query that a client repeats while the first
-//! is outstanding is not asked twice.
+//! [`ANSWER_SPAN`] each. A query over a limit is answered with SERVFAIL at once. A query that runs out is answered with
+//! SERVFAIL then. A query that a client repeats while the first is outstanding is not asked twice.
 
 use super::dns;
 use super::tcp::Stream;
@@ -82,7 +81,7 @@ pub(super) struct Forwarder {
 
 impl Forwarder {
     /// As new, with ids that none of the `epoch` forwarders before it gave out: an answer to a query of one of those
-    /// is then nobody's.
+    /// then matches no query.
     pub(super) fn of_epoch(epoch: u64) -> Forwarder {
         Forwarder { next: epoch << 40, ..Forwarder::default() }
     }
@@ -143,8 +142,8 @@ impl Forwarder {
         Some(pending)
     }
 
-    /// The shell's answer to query `id`; `None` where nobody waits for it or it answers something else. An empty
-    /// one says that no name server answered.
+    /// The shell's answer to query `id`; `None` where no client waits for it or it answers something else. An empty one
+    /// says that no name server answered.
     pub(super) fn answer(&mut self, id: u64, mut answer: Vec<u8>) -> Option<Delivery> {
         let pending = self.pending.get(&id)?;
         if answer.is_empty() {

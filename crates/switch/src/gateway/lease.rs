@@ -9,15 +9,15 @@
 //!             +-------> declined (10 min) -> free               the client found somebody else there
 //! ```
 //!
-//! Limits: 65,536 dynamic addresses; each source port of the switch holds at most its quota of them, offered
-//! and declined ones included, so that one guest that makes up MAC addresses cannot take them all. An address
-//! is chosen by a keyed hash of the MAC (a client without history gets the same one again after a restart),
-//! then the next free one.
+//! Limits: 65,536 dynamic addresses. Each source port of the switch holds at most its quota of them, offered and
+//! declined ones included. So one guest that makes up MAC addresses cannot take them all. An address is chosen by a
+//! keyed hash of the MAC, so a client without history gets the same one again after a restart. If it is taken, the
+//! next free one is used.
 //!
 //! # Cost
 //! Every operation is logarithmic in the number of leases at most. The search for a free address reads a bitmap
-//! ([`FreeSet`]). Each call ends at most [`EXPIRED_PER_CALL`] leases, so that many that end at one moment are spread
-//! over several turns of the worker. What changed is noted by address, so that the table is never copied.
+//! ([`FreeSet`]). Each call ends at most [`EXPIRED_PER_CALL`] leases. So many leases that end at one moment are
+//! spread over several turns of the worker. Changes are noted by address, so the table is never copied.
 
 use crate::Nanos;
 use crate::frame::Mac;
@@ -26,7 +26,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::net::Ipv4Addr;
 
-/// How long an offer stands (RFC 2131 leaves it to the server).
+/// How long an offer is valid (RFC 2131 leaves it to the server).
 pub(super) const OFFER_SPAN: Nanos = Nanos::SECOND.times(10);
 /// How long an address is left alone after a client declined it.
 pub(super) const DECLINE_SPAN: Nanos = Nanos::SECOND.times(600);
@@ -138,8 +138,8 @@ pub(crate) struct Claim {
     pub(crate) fixed: Option<Ipv4Addr>,
 }
 
-/// Which addresses of the range the search may still try: a bitmap of two levels, so that finding the next one
-/// reads a few words whatever the range holds.
+/// Which addresses of the range the search may still try: a bitmap of two levels. So finding the next one reads a few
+/// words, for any size of the range.
 #[derive(Debug)]
 struct FreeSet {
     words: Vec<u64>,
@@ -366,7 +366,7 @@ impl Leases {
         if held < self.quota { Ok(()) } else { Err(Refusal::Quota) }
     }
 
-    /// Writes `claim` down for `address`, in the place of whatever its MAC held. The caller has checked both.
+    /// Writes `claim` down for `address`, in place of the address that its MAC held. The caller has checked both.
     fn record(&mut self, claim: &Claim, address: u32, state: State, name: Option<String>, expires: Nanos) {
         if let Some(held) = self.by_mac.get(&claim.mac).copied() {
             self.free(held);
@@ -388,7 +388,7 @@ impl Leases {
         self.expire(now);
         let held = self.of_mac(claim.mac).map(|(address, _)| address);
         let choice = match claim.fixed {
-            // Declined, or still leased to whoever had it before the file said otherwise: a dynamic one meanwhile.
+            // Declined, or still leased to the holder from before the file changed: a dynamic address meanwhile.
             Some(fixed) if self.check(claim, fixed.to_bits(), reserved).is_ok() => fixed.to_bits(),
             _ => {
                 let free = |a: &Ipv4Addr| self.check(claim, a.to_bits(), reserved).is_ok();
@@ -468,7 +468,7 @@ impl Leases {
         true
     }
 
-    /// Ends whatever stands at `address`, unless `keep` holds it: the configuration gave it to somebody else.
+    /// Ends the lease of `address`, unless `keep` holds it: the configuration gave the address to another member.
     pub(crate) fn revoke(&mut self, address: Ipv4Addr, keep: Option<Mac>) -> bool {
         let stale = self.at(address).is_some_and(|lease| Some(lease.mac) != keep);
         stale && self.free(address.to_bits()).is_some()

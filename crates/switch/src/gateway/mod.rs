@@ -1,13 +1,14 @@
 //! The gateway: the inner port of a network that answers for its one address. ARP, ICMP echo, a DHCP server, and a DNS
 //! server for the names of the network's members.
 //!
-//! It is not a router: it forwards no packet. Which router clients are told is a setting; with a user uplink that is
-//! the NAT's port, with a kernel uplink the host's tap. It serves IPv4 only; IPv6 frames pass the switch untouched.
+//! It is not a router: it forwards no packet. A setting says which router clients are told. With a user uplink that is
+//! the NAT's port, with a kernel uplink the host's tap. The gateway serves IPv4 only; IPv6 frames pass the switch
+//! untouched.
 //!
 //! # Parts
-//! [`Gateway`] is the pure core: frames and instants in; frames, queries for the host's name servers, and changes of
-//! leases to be kept out. [`GatewayPort`] puts it behind the switch's port trait; [`GatewayHandle`] is the host's end, for any
-//! thread: members, leases, queries, answers.
+//! [`Gateway`] is the pure core. Frames and instants go in. Out come frames, queries for the host's name servers, and
+//! changes of leases that must be kept. [`GatewayPort`] puts it behind the switch's port trait. [`GatewayHandle`] is
+//! the host's end, for any thread: members, leases, queries, answers.
 //!
 //! ```text
 //! guest -> switch -> GatewayPort::transmit -> Gateway::input -+-> answer -> queue -> GatewayPort::receive -> switch
@@ -16,11 +17,11 @@
 //! ```
 //!
 //! # Invariants
-//! * An answer goes to the MAC address that the question came from, and a question's source must be of the subnet:
+//! * An answer goes to the MAC address that the question came from, and a question's source must be of the subnet. So
 //!   nothing is reflected or amplified to a third party, and there is no neighbour cache.
-//! * A MAC address holds at most one lease; the client's hardware address must be the frame's source address.
+//! * A MAC address holds at most one lease. The client's hardware address must be the frame's source address.
 //! * What the configuration says (members, the gateway's and the router's address) wins over what clients say.
-//! * Neither a panic nor unbounded memory, whatever a guest sends; every table has a limit, and a share per source.
+//! * No input from a guest causes a panic or unbounded memory. Every table has a limit, and a share per source.
 //!
 //! # Limits
 //! | what | limit |
@@ -28,7 +29,7 @@
 //! | answers waiting to be sent | 1024 frames, then `gateway_full` |
 //! | dynamic leases | the range, at most 65,536; half of it per source port unless set otherwise |
 //! | DHCP messages | 100 a second and 300 at once of one source port, then `dhcp_rate` |
-//! | an offer | stands 10 s; a declined address rests 600 s |
+//! | an offer | is valid for 10 s; a declined address rests 600 s |
 //! | members | 16,384 |
 //! | forwarded queries | 256 outstanding, 64 of one source and no more than are left, 4.5 s each, then SERVFAIL |
 //! | DNS over UDP | 512 bytes, or what EDNS names up to the MTU; then truncated |
@@ -36,9 +37,9 @@
 //! | ICMP errors and TCP resets | 50 a second |
 //!
 //! # Failure
-//! What cannot be read is dropped as `gateway_refused` or answered with an error, and counted. If the host does not take
-//! the queries, they run out and their clients get SERVFAIL. Times of stored leases are wall-clock seconds: setting
-//! the host's clock while the fabric is down moves the ends of leases by as much.
+//! A message that cannot be read is dropped as `gateway_refused` or answered with an error, and counted. If the host
+//! does not take the queries, they run out and their clients get SERVFAIL. Times of stored leases are wall-clock
+//! seconds. If the host's clock is set while the fabric is down, the ends of leases move by the same amount.
 
 mod config;
 mod counters;
@@ -198,7 +199,7 @@ impl Gateway {
                 continue;
             }
             let name = record.name.as_deref().and_then(names::label).filter(|name| !names::is_reserved(name));
-            // Refused where another record has the address; the first one stands.
+            // Refused where another record has the address; the first one remains.
             let _ = leases.bind(&claim, record.address, name, &|_| false, now, now.after(span));
         }
         // What was read is kept already; what no longer fits goes with the next snapshot.
@@ -633,7 +634,7 @@ impl Gateway {
         }
     }
 
-    /// What a name stands for: `None` where nobody has it, `Some(None)` where its owner has no address now.
+    /// What a name resolves to: `None` where no member has it, `Some(None)` where its owner has no address now.
     fn resolve(&self, name: &str) -> Option<Option<Ipv4Addr>> {
         if let Some(member) = self.members.named(name) {
             let leased = || Some(self.leases.as_ref()?.of_mac(member.mac?)?.0);

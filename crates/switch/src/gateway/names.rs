@@ -6,10 +6,10 @@
 //! | --- | --- | --- |
 //! | yes | yes | a static lease, and the name |
 //! | no | yes | the name; the first client that asks for a lease by that host name gets the address |
-//! | yes | no | the name, for whatever address that MAC leases |
+//! | yes | no | the name, for the address that this MAC leases |
 //! | no | no | nothing is served, but no client may take the name |
 //!
-//! What is written here wins over what clients say: a client cannot take a member's name or address.
+//! This configuration wins over what clients say: a client cannot take a member's name or address.
 
 use crate::frame::Mac;
 use crate::gateway::ConfigError;
@@ -44,9 +44,9 @@ pub(crate) fn label(text: &str) -> Option<String> {
     fits.then(|| text.to_ascii_lowercase())
 }
 
-/// Names that programs look up by themselves and trust, so that whoever has one takes over a part of its neighbours: proxies
-/// and tunnels (CERT VU#598349), mail settings, configuration servers; and names that mean the
-/// machine itself or no machine (RFC 6761, RFC 8375). Sorted.
+/// Names that programs look up by themselves and trust. A client that has one takes over a part of its neighbours:
+/// proxies and tunnels (CERT VU#598349), mail settings, configuration servers. Also names that mean the machine itself
+/// or no machine (RFC 6761, RFC 8375). Sorted.
 const RESERVED: [&str; 27] = [
     "alt",
     "arpa",

@@ -6,18 +6,18 @@
 //! GatewayHandle: take queries, lease changes   <--  service, flush: leave them, notify
 //! ```
 //!
-//! The port is never asleep in the sense of a ring: its frames come from its own `transmit`, after which it says so
-//! ([`Port::answers`]), and its handle wakes it whenever it leaves something.
+//! The port is never asleep in the sense of a ring. Its frames come from its own `transmit`, after which it says so
+//! ([`Port::answers`]). Its handle wakes it whenever the handle leaves something.
 //!
-//! Both boxes are behind a mutex that is held for a move of a vector or for one entry per change, never for work.
-//! The worker never copies the lease table: it leaves what changed, by address, and the handle applies that to a table
-//! of its own when it is asked. Changes that are not fetched are merged by address, so they are never more than there
-//! are addresses.
+//! Both boxes are behind a mutex that is held for a move of a vector or for one entry per change, never for work. The
+//! worker never copies the lease table. It leaves the changes, by address, and the handle applies them to its own
+//! table when it is asked. Changes that are not fetched are merged by address, so there are never more of them than
+//! addresses.
 //!
-//! What both ends share outlives the port: settings, members, counters, and the leases as of the last flush. No answer
-//! leaves before the lease that it grants is there, so [`GatewayHandle::remake`] makes a port after a panic in the old
-//! one that knows every lease a guest was told of. What the old one had in work is lost as if on a wire: frames not
-//! received from it yet, offers, queries and TCP connections; guests repeat them.
+//! Some state is shared by both ends and outlives the port: settings, members, counters, and the leases as of the last
+//! flush. No answer leaves before the lease that it grants is in this state. So after a panic in the old port,
+//! [`GatewayHandle::remake`] makes a port that knows every lease a guest was told of. The old port's unfinished work
+//! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
     ConfigError, Entropy, Gateway, GatewayConfig, GatewayCounters, LeaseChange, LeaseRecord, LeaseStore, Member, Start,
@@ -81,12 +81,12 @@ struct Shared {
     wake_host: Mutex<Option<Wake>>,
     /// The control side's copy, by which a change is checked before it is sent.
     members: Mutex<Members>,
-    /// As the gateway started, but for `forward`.
+    /// As the gateway started, except for `forward`.
     config: GatewayConfig,
     /// What the handle said last.
     forward: AtomicBool,
     start: Start,
-    /// Times that the port was made anew.
+    /// Times that the port was restarted.
     remade: AtomicU64,
     counters: Arc<GatewayCounters>,
 }
@@ -149,7 +149,7 @@ impl GatewayHandle {
 
     /// As [`Gateway::set_forward`].
     pub fn set_forward(&self, forward: bool) {
-        // Relaxed: read only when a port is made anew, which then also finds the command.
+        // Relaxed: read only when a port is restarted, which then also finds the command.
         self.0.forward.store(forward, Ordering::Relaxed);
         self.send(Command::SetForward(forward));
     }
@@ -216,7 +216,7 @@ impl GatewayHandle {
         gateway.members = lock(&shared.members).clone();
         gateway.counters = shared.counters.clone();
         gateway.forwarder = Forwarder::of_epoch(epoch);
-        // Nobody waits for the answers any more.
+        // No client waits for the answers any more.
         lock(&shared.outbox).queries.clear();
         Ok(GatewayPort::of(gateway, shared.clone()))
     }
@@ -307,7 +307,7 @@ impl GatewayPort {
         {
             let mut outbox = lock(&self.shared.outbox);
             outbox.queries.append(&mut queries);
-            // Nobody takes them: the oldest have run out long ago.
+            // The host does not take them: the oldest have run out long ago.
             let excess = outbox.queries.len().saturating_sub(MAX_OUTSTANDING);
             outbox.queries.drain(..excess);
             outbox.leases.extend(leases.into_iter().map(|change| (change.address(), change)));

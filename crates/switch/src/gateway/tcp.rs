@@ -1,8 +1,8 @@
 //! DNS over TCP (RFC 7766), on smoltcp's TCP.
 //!
-//! smoltcp's interface runs at the IP level here: it is given the TCP packets that are addressed to the gateway, and what
-//! it sends goes to the MAC address that its peer's packets come from. A socket listens only while one SYN that was
-//! let in is handed to it, so the limits below hold whatever a guest sends:
+//! smoltcp's interface runs at the IP level here. It is given the TCP packets that are addressed to the gateway. What
+//! it sends goes to the MAC address that its peer's packets come from. A socket listens only while one admitted SYN is
+//! handed to it. So the limits below hold for any input from a guest:
 //!
 //! * [`MAX_STREAMS`] connections, [`STREAMS_PER_SOURCE`] of one source and no more than are left for the others; more SYNs
 //!   are not answered, and clients repeat them;

@@ -11,8 +11,9 @@
 //! | neighbour advertisement | besides, its target is an own address, and the target link-layer option is the Ethernet source |
 //! | router advertisement, redirect | its port has the role of a router ([`super::Roles`]) |
 //!
-//! Neighbour discovery behind extension headers is found; in fragments, which hosts have to ignore (RFC 6980), or longer than what is
-//! seen of a frame, it does not pass, nor does a packet whose headers are cut short before its upper layer.
+//! Neighbour discovery behind extension headers is found. It does not pass in fragments, which hosts have to ignore
+//! (RFC 6980), or where it is longer than the part of a frame that the guard sees. A packet whose headers are cut short
+//! before its upper layer does not pass either.
 
 use crate::frame::Mac;
 use std::net::Ipv6Addr;
@@ -32,7 +33,7 @@ const DESTINATION_OPTIONS: u8 = 60;
 const MOBILITY: u8 = 135;
 const HOST_IDENTITY: u8 = 139;
 const SHIM6: u8 = 140;
-/// More extension headers than that nobody sends.
+/// No known sender uses more extension headers than that.
 const MAX_EXTENSIONS: usize = 8;
 
 // Messages of ICMPv6 (RFC 4861 §4, RFC 2710, RFC 3810).

@@ -28,7 +28,7 @@ pub enum Protocol {
     Tcp,
     /// UDP (17).
     Udp,
-    /// ICMP echo (1); the identifier stands for the port.
+    /// ICMP echo (1); the identifier takes the place of the port.
     Echo,
 }
 
@@ -130,7 +130,7 @@ pub(super) struct Flow {
     pub(super) station: Mac,
     pub(super) source: Source,
     pub(super) state: State,
-    /// It stands in its source's queue.
+    /// It is in its source's queue.
     pub(super) queued: bool,
     pub(super) id: u64,
 }

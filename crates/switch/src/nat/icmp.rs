@@ -1,10 +1,10 @@
-//! ICMP (RFC 792) as far as the router has a part in it: its answers to pings; errors, translated together with the packet
-//! that they quote (RFC 5508 §4); and the one error that it sends itself, for a packet whose hops are used up.
+//! The router's part of ICMP (RFC 792). It answers pings. It translates errors together with the packet that they quote
+//! (RFC 5508 §4). It sends one error itself, for a packet whose hops are used up.
 //!
-//! An error quotes the header of the packet that caused it and at least 8 bytes behind it, as that packet was where it
-//! was lost: behind the translation. Whoever sent it knows it as it was before, so the quoted addresses, ports and sums
-//! are put back as well. All of it is covered by the error's own sum, which is updated by what changed; the quoted sums
-//! need not be right, nor be quoted at all.
+//! An error quotes the header of the packet that caused it and at least 8 bytes behind it. The quote shows the packet
+//! as it was where it was lost: behind the translation. The packet's sender knows it as it was before, so the quoted
+//! addresses, ports and sums are put back as well. The error's own sum covers all of it and is updated by what changed.
+//! The quoted sums need not be right, nor be quoted at all.
 
 use std::net::Ipv4Addr;
 
@@ -133,9 +133,9 @@ impl Quote {
     }
 }
 
-/// The answer of the router at `router` to a packet whose hops are used up: a frame for whoever sent it. `None` where
-/// no error may be sent (RFC 1812 §4.3.2.7): about another error, a fragment that is not the first, and what was sent to or
-/// by nobody in particular.
+/// The answer of the router at `router` to a packet whose hops are used up: a frame for the packet's sender. `None`
+/// where no error may be sent (RFC 1812 §4.3.2.7): about another error, a fragment that is not the first, or a packet
+/// whose source or destination is not one particular host.
 pub(super) fn time_exceeded(frame: &[u8], ip: &Ipv4, mac: Mac, router: Ipv4Addr) -> Option<Vec<u8>> {
     let station = frame.get(6..12).filter(|from| from[0] & 1 == 0)?;
     let transport_at = IP_AT + ip.header_bytes;

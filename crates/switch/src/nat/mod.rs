@@ -1,7 +1,7 @@
 //! Network address translation between the guests of a network and an uplink that knows one address.
 //!
 //! # Why
-//! The user uplink (passt) serves one guest: one address, one MAC; two guests that use the same port there get each
+//! The user uplink (passt) serves one guest: one address, one MAC. Two guests that use the same port there get each
 //! other's resets (docs/decisions/0008-user-uplink.md). This module puts one address in front of many guests.
 //!
 //! # What it is not
@@ -9,38 +9,38 @@
 //! first has ports); they are dropped as `not_transformable`.
 //!
 //! # How it works
-//! Frames go through [`Nat::outbound`] (from the network) and [`Nat::inbound`] (from the uplink); each says what to do
-//! with the frame, which was rewritten in place. On the network the router has an address of its own ([`Config::router`]),
-//! answers ARP and echo for it, and forwards what is sent to its MAC.
+//! Frames go through [`Nat::outbound`] (from the network) and [`Nat::inbound`] (from the uplink). Each rewrites the
+//! frame in place and says what to do with it. On the network the router has its own address ([`Config::router`]). It
+//! answers ARP and echo for that address, and forwards what is sent to its MAC.
 //! - A guest's (protocol, address, port) gets one port of the uplink's address, for all its peers (RFC 4787:
 //!   endpoint-independent mapping). Ports are taken from 1024 on; lower ones belong to forwards.
-//! - A mapping belongs to the MAC that made it: two guests that claim one address do not meet, and answers go to the
-//!   MAC that asked, whatever ARP says meanwhile.
+//! - A mapping belongs to the MAC that made it. Two guests that claim one address do not meet. Answers go to the MAC
+//!   that asked, even if ARP says otherwise meanwhile.
 //! - A forward is a rule (protocol, low port → guest address, port). A connection that comes through one is remembered
-//!   with its peer, so that the answers leave with the forward's port. Only the guests that forwards name are looked
-//!   for by ARP; who says that such an address has moved is believed once its holder does not answer for it.
-//! - The uplink sends the first segment of a connection once and never again (passt of 2023), so it is kept and
-//!   repeated until the guest answers: one that boots answers ARP before anything listens to it.
-//! - What is for a guest that is known to be away ([`Nat::set_away`]) is refused: a TCP segment is answered with a
-//!   reset, the rest is dropped. A guest that merely does not answer may be booting, and is waited for.
-//! - ICMP errors about a translated packet are translated with the packet that they quote, both ways, so that path MTU
-//!   discovery, traceroute and "port unreachable" work through it. The router itself answers a guest's packet whose hops
-//!   are used up, at most fifty times a second, and no other.
-//! - The maximum segment size of TCP is left alone: network and uplink have one MTU, so what fits one fits the other, and
-//!   a smaller MTU further away is told by the errors above. (The user uplink ends TCP connections and makes its own.)
+//!   with its peer, so that the answers leave with the forward's port. ARP requests are sent only for guests that
+//!   forwards name. A claim that such an address has moved is believed once its holder does not answer for it.
+//! - The uplink sends the first segment of a connection once and never again (passt of 2023). So the segment is kept
+//!   and repeated until the guest answers: a guest that boots answers ARP before anything listens to it.
+//! - Frames for a guest that is known to be away ([`Nat::set_away`]) are refused. A TCP segment is answered with a
+//!   reset, the rest is dropped. A guest that merely does not answer may be booting, so its frames wait.
+//! - ICMP errors about a translated packet are translated with the packet that they quote, both ways. So path MTU
+//!   discovery, traceroute and "port unreachable" work through the router. The router itself answers a guest's packet
+//!   whose hops are used up, at most fifty times a second, and no other.
+//! - The maximum segment size of TCP is left alone. Network and uplink have one MTU, so what fits one fits the other.
+//!   The errors above report a smaller MTU further away. (The user uplink ends TCP connections and makes its own.)
 //! - Checksums are updated by difference (RFC 1624), never recomputed, so a frame damaged on the way stays damaged.
 //!
 //! # Limits
-//! [`FLOWS_PER_SOURCE`] mappings a port of the switch (a guest cannot spend its neighbours' share by inventing
-//! addresses); at that limit its own oldest half-open or closing connection, or silent datagram flow, goes first. When
-//! the ports of a protocol are used up by many such sources, the one with the most mappings makes room for the others.
-//! Connections through a forward are counted by forward and outside address (`forwarded`): a full share makes room
-//! among its own, unconfirmed ones first, and a UDP peer that the guest has not answered is forgotten after 30 s.
-//! [`HELD`] frames of at most [`HELD_BYTES`] wait for guests. When all places are taken, the guest that has the most
-//! gives one up, so each of n guests is sure of its n-th part, and a guest alone may have them all; [`HELD_DATAGRAMS`]
-//! datagrams at most for each. Among a guest's own frames the outside address with the most gives up its oldest: the one
-//! that the uplink gives up first.
-//! Beyond them frames are dropped with a reason; an idle mapping goes after its time.
+//! Each port of the switch has [`FLOWS_PER_SOURCE`] mappings, so a guest cannot spend its neighbours' share by
+//! inventing addresses. At that limit the port's own oldest half-open or closing connection, or silent datagram flow,
+//! goes first. When the ports of a protocol are used up by many such sources, the one with the most mappings makes room
+//! for the others. Connections through a forward are counted by forward and outside address (`forwarded`). A full share
+//! makes room among its own connections, unconfirmed ones first. A UDP peer that the guest has not answered is
+//! forgotten after 30 s. [`HELD`] frames of at most [`HELD_BYTES`] wait for guests. When all places are taken, the
+//! guest that has the most gives one up. So each of n guests is sure of its n-th part, and a guest alone may have them
+//! all. Each guest may have at most [`HELD_DATAGRAMS`] datagrams. Among a guest's own frames, the outside address with
+//! the most gives up its oldest. That is also the frame that the uplink gives up first. Beyond these limits frames are
+//! dropped with a reason. An idle mapping is removed after its time.
 //!
 //! Time comes in as [`Nanos`]; one thread calls.
 
@@ -238,7 +238,7 @@ impl Nat {
         !self.to_network.is_empty()
     }
 
-    /// The uplink is a new one (its process was started anew): connections through the old one are forgotten.
+    /// The uplink is a new one (its process was restarted): connections through the old one are forgotten.
     pub fn uplink_restarted(&mut self) {
         self.flows.clear();
         self.ports.clear();
@@ -409,7 +409,7 @@ impl Nat {
                 self.held.retain(|held| held.key != key);
                 port
             }
-            // The uplink's own address stands for the host there; only answers go to it.
+            // The uplink's own address represents the host there; only answers go to it.
             None if ip.to == self.config.peer || ip.to == self.config.outside => return Err(Reason::NoDestination),
             None => self.map(now, from, ingress.map_or(Source::Mac(from), Source::Port), inside, &transport, frame)?,
         };
@@ -676,7 +676,7 @@ impl Nat {
 
     /// A guest's error about a packet that came to it: it leaves as if the uplink's address had got that packet.
     fn error_out(&self, station: Mac, ip: &Ipv4, quote: &Quote, frame: &mut [u8]) -> Result<Verdict, Reason> {
-        // It is about its own packet, and goes to whoever sent that: nobody complains in another's name.
+        // It is about its own packet, and goes to that packet's sender: no host complains in another's name.
         if quote.to != ip.from || quote.from != ip.to {
             return Err(Reason::BadSource);
         }

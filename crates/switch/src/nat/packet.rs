@@ -1,8 +1,8 @@
 //! The packets that [`super::Nat`] rewrites: Ethernet, ARP, IPv4 and the transports, in place in a frame.
 //!
-//! A header that was checked ([`Ipv4::of`], [`Ipv4::transport`]) lies within its frame, so no accessor panics on the frame
-//! that it was read from. Sums of what is passed on are updated by difference (RFC 1624), never computed anew, so a frame
-//! damaged on the way stays damaged.
+//! A header that was checked ([`Ipv4::of`], [`Ipv4::transport`]) lies within its frame, so no accessor panics on the
+//! frame that it was read from. Checksums of forwarded packets are updated by difference (RFC 1624), never recomputed,
+//! so a frame damaged on the way stays damaged.
 
 use std::net::Ipv4Addr;
 

@@ -140,7 +140,7 @@ fn a_forward_asks_for_the_guest_then_delivers_and_its_answers_keep_its_port() {
     assert_eq!(nat.outbound(Nanos(0), None, &mut reply), Verdict::Pass);
     sums_are_right(&reply);
     assert_eq!(ends(&reply), ((ip("192.0.0.2"), 1), (ip("192.0.0.1"), 40000)));
-    // Nobody starts a connection to the host through that address.
+    // No guest starts a connection to the host through that address.
     let mut other = packet(ROUTER, GUEST, Protocol::Tcp, ("10.87.0.9", 81), ("192.0.0.1", 22), 2);
     assert_eq!(nat.outbound(Nanos(0), None, &mut other), Verdict::Drop(Reason::NoDestination));
 }
@@ -179,12 +179,12 @@ fn what_is_for_a_guest_that_is_away_is_refused_at_once() {
     let mut frame = syn.clone();
     assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
     assert_eq!(refusal(&frame), (RST | ACK, 0, 6));
-    // One of a connection that stands.
+    // One of an established connection.
     let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), ACK);
     frame[42..46].copy_from_slice(&77u32.to_be_bytes());
     assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Reply);
     assert_eq!(refusal(&frame), (RST, 77, 0));
-    // A reset is not answered, and nobody is asked for.
+    // A reset is not answered, and no ARP request is sent.
     let mut frame = packet(ROUTER, PEER, Protocol::Tcp, from, ("192.0.0.2", 1), RST);
     assert_eq!(nat.inbound(Nanos(0), &mut frame), Verdict::Drop(Reason::NoDestination));
     assert_eq!((nat.next_for_network(), nat.deadline(), nat.flows()), (None, None, 0));
@@ -333,7 +333,7 @@ fn a_guest_that_was_known_and_boots_again_gets_the_first_segment_again() {
     let mut syn = tcp(("192.0.0.1", 40000), ("192.0.0.2", 1), SYN);
     assert_eq!(nat.inbound(Nanos(0), &mut syn), Verdict::Pass);
     assert_eq!(syn[0..6], OTHER);
-    // It comes back with another MAC; the old one answers nobody.
+    // It comes back with another MAC; the old one does not answer.
     let mut now = Nanos(0);
     let delivered = loop {
         let (lost, next) = nat.poll(now);
@@ -422,7 +422,7 @@ fn a_flood_of_one_forward_leaves_the_others_alone() {
     let mut answer = tcp(("10.87.0.9", 80), client, ACK);
     assert_eq!(nat.outbound(secs(1), None, &mut answer), Verdict::Pass);
     assert_eq!(ends(&answer).0, (ip("192.0.0.2"), 1));
-    // Nobody answered them.
+    // No answer to them came.
     nat.sweep(secs(31).after(SWEEP_NS));
     assert_eq!(nat.flows(), 3);
 }
@@ -477,7 +477,7 @@ fn what_is_not_confirmed_gives_way_before_what_is() {
     assert!(nat.forwarded.get(&key(("203.0.113.7", 1024 + 7499))).is_some());
 }
 
-/// The table beside a dull one, over random operations.
+/// The table beside a simple one, over random operations.
 #[test]
 fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
     let mut random: u64 = std::env::var("TOMBOLO_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or(0x5eed);
@@ -745,7 +745,7 @@ fn short_connections_give_way_to_new_ones_and_a_long_one_stays() {
     assert_eq!(nat.outbound(Nanos(0), None, &mut long), Verdict::Pass);
     let port = ends(&long).0.1;
     assert_eq!(nat.inbound(Nanos(0), &mut tcp(("198.51.100.7", 22), ("192.0.0.2", port), SYN | ACK)), Verdict::Pass);
-    // A thousand connections a second, and nobody waits for one.
+    // A thousand connections a second, and no client waits for one.
     for n in 0..40_000u64 {
         let now = Nanos::MILLI.times(n);
         let from = format!("10.87.0.{}", 20 + n / 20_000);
@@ -905,7 +905,7 @@ fn errors_about_nothing_that_is_known_go_nowhere() {
     assert_eq!(nat.inbound(Nanos(0), &mut way(&whole[14..])), drop(Reason::NotTransformable));
     let mut redirect = error((ROUTER, PEER), "203.0.113.9", "192.0.0.2", 60, [5, 1], [0; 4], &out[14..]);
     assert_eq!(nat.inbound(Nanos(0), &mut redirect), drop(Reason::NotTransformable));
-    // A guest may complain only about what came to it, to whoever sent that, and not to the host itself.
+    // A guest may complain only about packets that came to it, only to their sender, and not to the host itself.
     let came = |from, to| packet(GUEST, ROUTER, Protocol::Udp, from, (to, 4000), 0);
     for (quoted, to, want) in [
         (came(far, "10.87.0.9"), "198.51.100.7", Verdict::Pass),

@@ -149,7 +149,7 @@ impl Core {
                 }
             }
             Err(trouble) => {
-                // Whatever was not counted yet went down with the port's rings; see `Port::transmit`.
+                // Frames that were not counted yet were lost with the port's rings; see `Port::transmit`.
                 drops.count(Reason::Reset, total.saturating_sub(drops.total() + queued));
                 slot.counters.add_tx_drops(&mut drops);
                 self.fault_of(to, trouble);
@@ -233,7 +233,8 @@ fn drain(
     done.map(drop)
 }
 
-/// A port's code has lost frames without a word, or counted some twice: a bug of ours, which costs that port only.
+/// A port's code has lost frames without accounting for them, or counted some twice. This is a defect in this
+/// project, and it costs that port only.
 #[cold]
 fn unaccounted(sent: Sent, drops: &Drops, total: u64) -> Fault {
     let detail = format!(

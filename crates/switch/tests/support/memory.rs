@@ -55,7 +55,7 @@ impl Port for Memory {
         let n = budget.min(self.left);
         self.left -= n;
         for index in self.left..self.left + n {
-            // One frame stands for as many as are left.
+            // One frame represents as many as are left.
             let (bytes, offload) = &self.frames[index.min(self.frames.len() - 1)];
             batch.push(Foreign::from(&bytes[..]), *offload);
         }

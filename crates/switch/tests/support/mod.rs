@@ -1,5 +1,5 @@
-//! A worker under a virtual clock, and ports whose peers are the test. Time moves only when the worker sleeps or
-//! the test says so, and nothing here waits for real.
+//! A worker under a virtual clock, and ports whose peers are the test. Time moves only when the worker sleeps or the
+//! test says so. Nothing here waits in real time.
 #![allow(dead_code, missing_docs, unreachable_pub)] // each test file uses its own part
 
 use std::collections::VecDeque;
@@ -99,7 +99,7 @@ pub struct Delivered {
 pub struct PeerState {
     pub to_switch: VecDeque<(Vec<u8>, Offload)>,
     pub from_switch: Vec<Delivered>,
-    /// Room for frames from the switch; more are dropped for want of a buffer.
+    /// Room for frames from the switch; more are dropped because there is no buffer.
     pub room: usize,
     /// Frames without room are refused, so that they wait for some.
     pub refuses: bool,
@@ -119,7 +119,7 @@ pub struct PeerState {
     pub deadline: Option<Nanos>,
     /// Answers each frame that it gets within `transmit`, as the gateway does.
     pub echoes: bool,
-    /// Frames that the next `transmit` takes without a word.
+    /// Frames that the next `transmit` takes without accounting for them.
     pub forgets: usize,
     pub services: u64,
     pub resets: u64,
@@ -312,7 +312,7 @@ impl Port for TestPort {
     fn arm(&mut self) -> Result<bool, Fault> {
         let mut state = self.step(At::Arm)?;
         if let Some(bytes) = state.in_the_window.take() {
-            // Wake-ups are off, so nobody is woken for it.
+            // Wake-ups are off, so this wakes no port.
             state.to_switch.push_back((bytes, Offload::NONE));
         }
         state.armed = true;
@@ -383,7 +383,7 @@ impl Bench {
         self.add(network, settings, false)
     }
 
-    /// A port that is made anew after a panic; its state is in its peer, and outlives it.
+    /// A port that is restarted after a panic; its state is in its peer, and outlives it.
     pub fn lasting_port(&mut self, network: NetworkId, settings: PortSettings) -> Peer {
         self.add(network, settings, true)
     }

@@ -163,7 +163,7 @@ fn frames_are_sent_whole_with_what_is_left_to_the_backend() {
         let is_tcp = frame[23] == 6;
         assert_eq!(packet.checksum, if is_tcp { Checksum::Blank } else { Checksum::None });
         assert_eq!(packet.gso, segment.map(|size| Gso { kind: GsoKind::TcpV4, size }));
-        // But for the sum of the pseudo header.
+        // Except for the sum of the pseudo header.
         assert!(bytes.len() == frame.len() && bytes[..50] == frame[..50] && bytes[52..] == frame[52..]);
         backend.transmit.answer(&queue(&device).transmit_page, &packet, RSP_OKAY).unwrap();
         backend.transmit.publish(&queue(&device).transmit_page);

@@ -114,7 +114,7 @@ fn every_word_of_a_return_is_checked() {
         let result = returned(|used, own| own.store_u32(used + 4, got, Ordering::Relaxed).unwrap());
         assert_eq!(result, Err(E::UsedId { index: 0, expected: 0, got }));
     }
-    // Out of order: the second before the first; what came before the wrong one is taken back.
+    // Out of order: the second before the first; what came before the wrong one is reclaimed.
     let swapped = returned(|used, own| {
         own.store_u32(used + 4 + 8, 2, Ordering::Relaxed).unwrap();
         own.store_u32(used + 4 + 16, 1, Ordering::Relaxed).unwrap();

@@ -1,4 +1,4 @@
-//! Both ends of a link against each other, against a dull model, and against garbage; regions and states.
+//! Both ends of a link against each other, against a simple model, and against garbage; regions and states.
 
 mod hostile;
 mod model;

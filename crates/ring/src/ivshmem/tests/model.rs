@@ -1,4 +1,4 @@
-//! Both ends against a dull model, over random operations.
+//! Both ends against a simple model, over random operations.
 
 use std::collections::VecDeque;
 use std::vec::Vec;

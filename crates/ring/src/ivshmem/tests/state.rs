@@ -94,14 +94,14 @@ fn offloads_are_agreed_on_by_the_guests_words() {
     }
 }
 
-/// Two machines, looked after in any order, from any states in which one's driver may have been replaced: they meet in RUN,
-/// and nobody clears its section while the other one runs.
+/// Two machines, served in any order, from any states in which one's driver may have been replaced: they meet in RUN,
+/// and neither clears its section while the other one runs.
 #[test]
 fn two_machines_meet_from_wherever_they_are() {
     use State::{Init, Ready, Reset, Run};
     for stale in [Reset, Init, Ready, Run] {
         for order in 0..256u32 {
-            // `a` is new, as after a restart; `b` stands where it was when `a`'s predecessor ran.
+            // `a` is new, as after a restart; `b` is where it was when `a`'s predecessor ran.
             let (mut a, mut b) = (Machine::new(), Machine::new());
             while b.own() != stale {
                 let _ = b.step(if b.own() == Reset { 0 } else { 2 });

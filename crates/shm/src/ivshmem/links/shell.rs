@@ -355,7 +355,7 @@ impl Inner {
         let same = |fd: &OwnedFd| rustix::fs::fstat(fd).map(|s| s.st_size as u64) == Ok(config.region_bytes);
         let region = region.filter(|fd| cannot_shrink(fd) && same(fd));
         let (mut records, mut members, mut bells, mut out) = (vec![], BTreeMap::new(), vec![], vec![]);
-        // Without one seat's doorbells the others would ring nobody.
+        // Without one seat's doorbells the others would ring no peer.
         let mut whole = region.is_some() && seats.iter().all(Option::is_some);
         for (id, seat) in seats.into_iter().enumerate().filter_map(|(id, seat)| Some((id as u32, seat?))) {
             bells.push(seat.bells);
@@ -417,7 +417,7 @@ impl Inner {
         Ok(())
     }
 
-    /// Listens anew behind every door whose name is gone. Who is connected stays.
+    /// Listens again behind every door whose name is gone. Connected peers stay.
     pub(super) fn restore_doors(&mut self) -> Vec<LinkError> {
         let is_gone = |path: &Path| std::fs::symlink_metadata(path).is_err_and(|e| e.kind() == ErrorKind::NotFound);
         let mut gone = Vec::new();
@@ -497,7 +497,7 @@ impl Inner {
     /// Seats a connection, or gives it back where there is no seat for it now.
     fn try_seat(&mut self, name: &str, waiting: Waiting) -> Option<Waiting> {
         if let Seat::Fixed(id) = waiting.seat {
-            // Whoever sat there may have ended an instant ago.
+            // The peer on that seat may have ended an instant ago.
             self.look(name, id);
         }
         match self.links.get(name)?.server.seat(waiting.seat) {

@@ -112,7 +112,7 @@ fn peers_come_ring_each_other_and_go() {
     assert_eq!(b.peers(), [0, 1]);
     b.says.peers()[&1][1].ring();
     rung(&a.says.own()[1]);
-    // All see the same memory, with its header; nobody can shrink it.
+    // All see the same memory, with its header; no peer can shrink it.
     let memory = b.says.memory().unwrap();
     assert!(cannot_shrink(memory));
     let mapping = Mapping::new(memory, 0, 1 << 20, true).unwrap();
@@ -260,7 +260,7 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     mapping.view_mut().unwrap().store_u32(4096 + 8, 3, Ordering::Release).unwrap();
     until("peers without messages", || status(&first, "lan").peers.iter().all(|p| p.waiting == 0));
     drop((first, opened));
-    // Nobody serves; what there is goes on.
+    // No daemon serves; existing peers continue.
     b.says.peers()[&1][1].ring();
     rung(&a.says.own()[1]);
     drop(b);
@@ -314,7 +314,7 @@ fn a_helpers_seat_is_kept_and_is_no_reason_for_the_keeper_to_stay() {
     assert_eq!(opened.restored.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 1]);
     drop((second, opened));
     assert!(machine.read() && helper.read(), "their connections stand");
-    // Nobody serves, and with the machine the last one goes whom the link is for.
+    // No daemon serves. The machine is the last peer that the link is for.
     drop(machine);
     until("the keeper's end", || !place.path().join("keeper").exists());
     helper.until_cut();
@@ -451,7 +451,7 @@ fn version_2_over_its_socket() {
     bells[0].ring();
     rung(&opened.own[0]);
     memory.view_mut().unwrap().store_u32(layout.state(1).unwrap(), 3, Ordering::Release).unwrap();
-    // Whatever byte it says, it is dropped, and its state with it.
+    // Any byte that it says gets it disconnected, and its state is cleared.
     rustix::io::write(&socket, &[0]).unwrap();
     assert!(matches!(events.recv_timeout(PATIENCE), Ok(Event::Left { id: 1 })));
     assert_eq!(memory.view().load_u32(layout.state(1).unwrap(), Ordering::Acquire), Some(0));

@@ -199,7 +199,7 @@ fn leases_outlive_a_restart() {
     assert_eq!(world.select(3, None, first).unwrap().kind, Nak);
     let renewed = world.ask(Ask { client: first, ..Ask::new(1, Request) }).unwrap();
     assert_eq!((renewed.kind, renewed.option(12)), (Ack, Some(&b"alpha"[..])));
-    // The second ran out while nobody was there.
+    // The second ran out while no gateway ran.
     let world = world.restart(3500);
     assert_eq!(world.gateway.leases().leases.iter().map(|l| l.mac).collect::<Vec<_>>(), [mac(1)]);
 }
@@ -248,7 +248,7 @@ fn members_have_their_addresses_by_mac_or_by_name() {
     assert_eq!((said.option(12), world.count("dhcp_name_conflicts")), (None, 1));
     let laptop = world.discover(3, Some("other")).unwrap();
     assert_eq!(laptop.option(12), Some(&b"laptop"[..]));
-    // Nobody gets a member's address by asking for it.
+    // No client gets a member's address by asking for it.
     assert_eq!(world.select(5, None, ip(100)).unwrap().kind, Nak);
     assert_eq!(world.select(5, None, ip(20)).unwrap().kind, Nak);
     for (m, a) in [(None, 1), (None, 2), (None, 255), (Some(9), 100)] {

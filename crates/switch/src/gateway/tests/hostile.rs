@@ -1,4 +1,4 @@
-//! Whatever comes in: no panic, no broken table. And the lease table beside a dull one.
+//! For any input: no panic, no broken table. The lease table is also compared with a simple model.
 
 use super::*;
 use crate::gateway::lease::{DECLINE_SPAN, OFFER_SPAN};
@@ -64,7 +64,7 @@ fn every_valid_frame_is_taken_and_every_shorter_one_does_no_harm() {
     check_tables(&world);
 }
 
-/// What holds of the lease table whatever happened.
+/// What holds of the lease table in every case.
 fn check_tables(world: &World) {
     let leases = world.gateway.leases.as_ref().unwrap();
     let (used, size) = leases.usage();
@@ -194,7 +194,7 @@ fn act() -> impl Strategy<Value = Act> {
     ]
 }
 
-/// The dull table: one map, everything by going through all of it.
+/// The simple table: one map, everything by going through all of it.
 #[derive(Clone, Debug, PartialEq)]
 struct Row {
     mac: Mac,

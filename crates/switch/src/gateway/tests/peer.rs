@@ -343,7 +343,7 @@ fn one_source_has_its_share_of_streams_and_silence_ends_them() {
     other.set_address(Ipv4Cidr::new(ip(51), 24));
     let stream = net.connect(&mut other, 7000);
     net.connected(&mut other, stream);
-    // After ten seconds without a word the first four are reset, and the others, still trying, get in.
+    // After ten seconds of silence the first four are reset, and the others, still trying, get in.
     net.until(&mut client, "the refused ones", |c| streams[4..].iter().all(|s| open(c, s)).then_some(()));
     assert!(!streams[..4].iter().any(|s| open(&client, s)));
 }
