@@ -16,7 +16,7 @@ fn document() -> String {
          Every frame that is lost goes through one function with one of these reasons. Each is a counter of each port,\n\
          once for frames that came from the port (`rx`) and once for frames that were to go to it (`tx`), in\n\
          `tombolo status`, in the metrics and in captures. This table is generated from `crates/switch/src/drop.rs`;\n\
-         `TOMBOLO_REGENERATE=1 cargo test -p tombolo-switch --test drops` writes it anew.\n\n\
+         `TOMBOLO_REGENERATE=1 cargo test -p tombolo-switch --test drops` rewrites it.\n\n\
          | reason | what happened |\n| --- | --- |\n",
     );
     for reason in Reason::ALL {
