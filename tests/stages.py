@@ -5,9 +5,9 @@ usage: tests/stages.py [STAGE...]
 
 A stage is a recipe of ./x. All run, also after a failure, so that one run shows all there is to mend; output goes to
 the terminal and to build/test/STAGE.log. At the end come the slowest tests, what failed once more with its output, and a
-table: the tests of each stage that passed, were skipped, or passed on a second run only (tests/run.py). The last line
-counts stages, and the tests that were skipped. A stage that is stopped ends what
-it has started.
+table: the tests of each stage that passed, were skipped, or passed on a second run only (tests/run.py), and how many of
+the machine's CPUs were busy meanwhile, by this and all other work. The last line counts stages, and the tests that were
+skipped. A stage that is stopped ends what it has started.
 """
 
 import os
@@ -87,6 +87,13 @@ def run(stage, minutes):
     return code == 0
 
 
+def busy_seconds():
+    """CPU time that the machine has spent on any work since it was started, in seconds."""
+    # proc(5): user, nice, system, idle, iowait, irq, softirq.
+    user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:8])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
 class Tests:
     """The tests of a stage, by its log."""
 
@@ -125,27 +132,28 @@ def main():
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     rows = []
     for stage in stages:
-        start = time.monotonic()
+        start, busy = time.monotonic(), busy_seconds()
         passed = run(stage, STAGES[stage])
-        rows.append((stage, passed, time.monotonic() - start, Tests(stage)))
+        took = time.monotonic() - start
+        rows.append((stage, passed, took, (busy_seconds() - busy) / took, Tests(stage)))
     slowest = sorted((test for *_, tests in rows for test in tests.times), reverse=True)[:SLOWEST]
     if slowest:
         print("\nthe slowest tests, in seconds")
         for seconds, name in slowest:
             print(f"{seconds:8.1f} {name}")
-    for stage, passed, _, tests in rows:
+    for stage, passed, *_, tests in rows:
         if not passed:
             print(f"\n=== {stage} failed:")
             print("\n".join(tests.failures()))
-    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'tests':>6} {'skipped':>8} {'second run':>11}")
-    for stage, passed, seconds, tests in rows:
+    print(f"\n{'stage':14} {'verdict':8} {'seconds':>8} {'busy':>5} {'tests':>6} {'skipped':>8} {'second run':>11}")
+    for stage, passed, seconds, busy, tests in rows:
         counts = f"{tests.passed:6} {tests.skipped:8} {tests.second_runs:11}" if tests.passed + tests.skipped else ""
-        print(f"{stage:14} {'passed' if passed else 'FAILED':8} {seconds:8.1f} {counts}".rstrip())
+        print(f"{stage:14} {'passed' if passed else 'FAILED':8} {seconds:8.1f} {busy:5.2f} {counts}".rstrip())
     print(f"{'all':14} {'':8} {sum(row[2] for row in rows):8.1f}")
     failed = sum(not row[1] for row in rows)
-    second_runs = sum(row[3].second_runs for row in rows)
+    second_runs = sum(row[-1].second_runs for row in rows)
     note = f", {second_runs} tests passed on a second run" if second_runs else ""
-    print(f"{len(rows) - failed} stages passed, {failed} failed; {sum(row[3].skipped for row in rows)} tests skipped{note}")
+    print(f"{len(rows) - failed} stages passed, {failed} failed; {sum(row[-1].skipped for row in rows)} tests skipped{note}")
     sys.exit(1 if failed else 0)
 
 
