@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from bypass_paths import PROGRAM
-from lib import ROOT, Skip, need_program, need_root, timeout
+from lib import ROOT, Skip, alone, need_program, need_root, timeout
 
 CELLS = "^veth-veth udp64_1$"
 
@@ -56,6 +56,7 @@ def bench(strike):
     return process.returncode, summary, said, {cell["cell"]: cell for cell in cells}
 
 
+@alone
 @timeout(300)
 def test_a_load_that_dies_is_started_anew_and_everything_is_measured():
     struck = []
@@ -74,6 +75,7 @@ def test_a_load_that_dies_is_started_anew_and_everything_is_measured():
     assert all(cells[name]["ratio"] == summary["table"][name]["ratio"] for name in cells)
 
 
+@alone
 @timeout(300)
 def test_what_cannot_be_measured_is_named_with_the_reason_and_the_rest_is_measured():
     def strike(bench):

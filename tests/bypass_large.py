@@ -10,7 +10,7 @@ import sys
 import time
 
 from bypass_paths import A, B, PROGRAM, host
-from lib import timeout, until
+from lib import alone, timeout, until
 from lib.machine import SLOW
 from lib.tap import UDP, ETH_IP4, ipv4, transport
 
@@ -68,6 +68,7 @@ def measure(counts):
                 yield make, count, seconds, mib, shown, json.loads(text)
 
 
+@alone
 @timeout(600)
 def test_reading_a_ruleset_takes_time_and_memory_by_its_size_and_status_does_not_read_it_again():
     spent = {}
@@ -84,6 +85,7 @@ def test_reading_a_ruleset_takes_time_and_memory_by_its_size_and_status_does_not
         assert large - none < 8 * max(small - none, 0.1), (make.__name__, spent)
 
 
+@alone
 @timeout(600)
 def test_the_keeper_goes_on_while_it_reads_a_large_ruleset():
     with host() as h:
@@ -106,6 +108,7 @@ def test_the_keeper_goes_on_while_it_reads_a_large_ruleset():
         until("frames to be taken", lambda: h.across(frame) and h.across(frame) and h.taken() > 0, 60)
 
 
+@alone
 @timeout(600)
 def test_a_ruleset_that_is_too_large_keeps_all_flows_on_the_kernels_path_and_says_so():
     with host() as h:

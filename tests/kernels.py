@@ -137,6 +137,9 @@ def boot(kernel, parts, seconds):
     if not program.exists():
         raise Missing(f"{program} is not built: run ./x build")
     slow = os.environ.get("TOMBOLO_SLOW", "8" if accel == "tcg" else "1")
+    for path in (kernel.tree.resolve(), ROOT, program):
+        if path.is_relative_to("/tmp") or path.is_relative_to("/run"):
+            raise Missing(f"{path} is not seen in the guest, which has a /tmp and a /run of its own: move it elsewhere")
     settings = {
         "tree": str(kernel.tree.resolve()),
         "root": str(ROOT),

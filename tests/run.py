@@ -1,19 +1,22 @@
 #!/usr/bin/env python3
 """Runs the tests of one group: every `test_*` function of tests/GROUP_*.py, each in a process of its own.
 
-usage: tests/run.py GROUP [PART-OF-A-NAME...]
+usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
-One line per test; the last line is 'N passed, N failed, N skipped', with ', N passed on a second run' behind it where there
+GROUP may be a path, as of the samples of tests/runner_tells.py. With --jobs N so many tests run at the same time, but those marked `@alone` (tests/lib/machine.py) run after the others, one
+at a time. One line per test; the last line is 'N passed, N failed, N skipped', with ', N passed on a second run' behind it where there
 were any. A test that ends leaves nothing running: what it started is found and killed, and counted against it. The same holds
 when this program is stopped by SIGTERM or SIGINT, or killed.
 
-With CI=true a skip fails unless tests/expected-skips names it, and a failed test runs once more
-(docs/decisions/0016-second-run-in-ci.md).
+With CI=true a skip fails unless tests/expected-skips names it, and a failed test runs once more, alone, when the others are
+done (docs/decisions/0016-second-run-in-ci.md).
 """
 
+import argparse
 import contextlib
 import ctypes
 import importlib
+import json
 import os
 import select
 import signal
@@ -132,45 +135,158 @@ def run(name, test):
     return ("FAIL", f"{text}\nleft running: {', '.join(left)}") if left else ("ok", text)
 
 
-def main():
-    if len(sys.argv) < 2:
-        sys.exit(__doc__)
-    group, parts = sys.argv[1], sys.argv[2:]
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    # As Ctrl-C: the test in progress ends, and what it started.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    tests = []
-    for path in sorted(HERE.glob(f"{group}_*.py")):
+def collect(group, parts):
+    """The tests of a group by their full names."""
+    tests = {}
+    folder = HERE / Path(group).parent
+    if folder != HERE:
+        sys.path.insert(0, str(folder))
+    for path in sorted(folder.glob(f"{Path(group).name}_*.py")):
         module = importlib.import_module(path.stem)
         for name, value in vars(module).items():
             if name.startswith("test_") and callable(value):
                 full = f"{path.stem}.{name}"
                 if not parts or any(part in full for part in parts):
-                    tests.append((full, value))
+                    tests[full] = value
     if not tests:
         sys.exit(f"no test of group {group} matches {' '.join(parts) or 'anything'}")
+    return tests
+
+
+def stop(*_):
+    """The handler of SIGTERM and SIGINT: what runs is ended once, however often it is asked for."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    raise KeyboardInterrupt
+
+
+def lane(tests, orders, reports, parent):
+    """A process that runs one test after the other, as it is told: its orphans are its own, so that it counts nothing of another lane's."""
+    # So that it ends its test when the runner is killed.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    for line in orders:
+        name = line.strip()
+        start = time.monotonic()
+        verdict, text = run(name, tests[name])
+        reports.write(json.dumps([name, verdict, text, time.monotonic() - start]) + "\n")
+        reports.flush()
+
+
+class Lanes:
+    """Processes that run tests side by side. What this program prints stays in one piece per test."""
+
+    def __init__(self, tests, count):
+        # Of each: its process, where it is told a test, and where it tells the verdict.
+        self.lanes = []
+        for _ in range(count):
+            (orders, told), (reports, telling) = os.pipe(), os.pipe()
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                # Else a lane would not see the end of its orders while another holds the other end.
+                for _, other, _ in self.lanes:
+                    other.close()
+                os.close(told)
+                os.close(reports)
+                code = 1
+                try:
+                    with os.fdopen(orders) as orders, os.fdopen(telling, "w") as telling:
+                        lane(tests, orders, telling, parent)
+                    code = 0
+                except SystemExit as end:
+                    print(end, file=sys.stderr, flush=True)
+                finally:
+                    os._exit(code)
+            os.close(orders)
+            os.close(telling)
+            self.lanes.append((pid, os.fdopen(told, "w"), os.fdopen(reports)))
+
+    def run(self, names):
+        """Yields name, verdict, text and seconds of each of these tests as they end."""
+        waiting, busy = list(reversed(names)), {}
+        while waiting or busy:
+            for _, orders, reports in self.lanes:
+                if waiting and reports not in busy:
+                    busy[reports] = waiting.pop()
+                    orders.write(busy[reports] + "\n")
+                    orders.flush()
+            for reports in select.select(list(busy), [], [])[0]:
+                line = reports.readline()
+                if not line:
+                    sys.exit(f"the process that ran {busy[reports]} ended without a verdict")
+                del busy[reports]
+                yield json.loads(line)
+
+    def close(self):
+        """Ends the lanes, and what they run."""
+        for pid, orders, _ in self.lanes:
+            with contextlib.suppress(OSError):
+                orders.close()
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        for pid, *_ in self.lanes:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+
+
+def tell(name, verdict, text, took):
+    print(f"{verdict:4} {name}  {took:.1f} s" + (f": {text}" if verdict == "skip" else ""), flush=True)
+    if verdict == "FAIL":
+        print("\n".join(f"     {line}" for line in text.strip().splitlines()[-60:]), flush=True)
+
+
+def run_all(tests, jobs, in_ci):
+    """Runs all tests; gives the verdict of each by its name, and the names of those that passed on a second run only."""
+    verdicts, failed = {}, []
+    together = [name for name, test in tests.items() if jobs > 1 and not getattr(test, "alone", False)]
+    one_by_one = [name for name in tests if name not in together]
+    for names, count in ((together, jobs), (one_by_one, 1)):
+        if not names:
+            continue
+        lanes = Lanes(tests, min(count, len(names)))
+        try:
+            for name, verdict, text, took in lanes.run(names):
+                tell(name, verdict, text, took)
+                verdicts[name] = verdict
+                if verdict == "FAIL":
+                    failed.append(name)
+        finally:
+            lanes.close()
+    second_runs = []
+    if in_ci and failed:
+        print("once more:", flush=True)
+        lanes = Lanes(tests, 1)
+        try:
+            for name, verdict, text, took in lanes.run(failed):
+                tell(name, verdict, text, took)
+                verdicts[name] = verdict
+                if verdict != "FAIL":
+                    second_runs.append(name)
+        finally:
+            lanes.close()
+    return verdicts, second_runs
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="tests that run at the same time (1)")
+    parser.add_argument("group")
+    parser.add_argument("parts", nargs="*", metavar="PART-OF-A-NAME")
+    options = parser.parse_args()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    tests = collect(options.group, options.parts)
     in_ci = os.environ.get("CI") == "true"
-    counts = {"ok": 0, "FAIL": 0, "skip": 0}
+    try:
+        verdicts, second_runs = run_all(tests, options.jobs, in_ci)
+    except KeyboardInterrupt:
+        sys.exit("stopped; what the tests had started is killed")
     allowed = expected_skips()
-    unexpected, second_runs = [], []
-    for name, test in tests:
-        for attempt in (1, 2):
-            start = time.monotonic()
-            verdict, text = run(name, test)
-            took = time.monotonic() - start
-            print(f"{verdict:4} {name}  {took:.1f} s" + (f": {text}" if verdict == "skip" else ""), flush=True)
-            if verdict != "FAIL":
-                break
-            print("\n".join(f"     {line}" for line in text.strip().splitlines()[-60:]), flush=True)
-            if not in_ci or attempt == 2:
-                break
-            print("once more:", flush=True)
-        counts[verdict] += 1
-        if attempt == 2 and verdict != "FAIL":
-            second_runs.append(name)
-        if verdict == "skip" and name not in allowed:
-            unexpected.append(name)
+    counts = {verdict: sum(found == verdict for found in verdicts.values()) for verdict in ("ok", "FAIL", "skip")}
+    unexpected = [name for name, verdict in verdicts.items() if verdict == "skip" and name not in allowed]
     failed = counts["FAIL"] > 0
     if unexpected and in_ci:
         failed = True

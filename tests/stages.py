@@ -36,6 +36,7 @@ STAGES = {
     "paths": 3,
     "unsafe-list": 3,
     "licences": 10,
+    "runner": 10,
     "lint": 30,
     "doc": 30,
     "unit": 60,

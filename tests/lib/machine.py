@@ -31,10 +31,16 @@ def need_root():
 
 
 def timeout(seconds):
-    """Bounds one test; without it the runner's default of 120 s holds."""
+    """Bounds one test; without it the runner's default of 300 s holds."""
 
     def mark(test):
         test.timeout_s = seconds
         return test
 
     return mark
+
+
+def alone(test):
+    """Marks a test that needs the machine for itself, such as one that compares speeds: no other test runs beside it."""
+    test.alone = True
+    return test

@@ -1,0 +1,127 @@
+"""The runner of tests itself: its verdicts, tests side by side, and what is left when it is stopped or killed."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from lib import Process, alone, scratch, timeout, until
+
+RUNNER = Path(__file__).resolve().parent / "run.py"
+HEAD = """
+import os, subprocess, time
+from pathlib import Path
+from lib import Skip, alone, until
+FOLDER = Path({folder!r})
+def note(word):
+    with (FOLDER / "notes").open("a") as file:
+        file.write(word + "\\n")
+"""
+VERDICTS = """
+def test_good(): pass
+def test_bad(): assert False, "as it should be"
+def test_skipped(): raise Skip("a reason")
+def test_leaves_a_process(): subprocess.Popen(["sleep", "600"])
+def test_good_the_second_time():
+    note("run")
+    assert (FOLDER / "notes").read_text().count("run") == 2, "the first time"
+"""
+# Each waits for the other, so one after the other they would not end.
+TOGETHER = """
+def meet(own, other):
+    note(own)
+    until("the other test", lambda: other in (FOLDER / "notes").read_text(), 20)
+def test_a(): meet("a", "b")
+def test_b(): meet("b", "a")
+@alone
+def test_alone():
+    note("alone")
+"""
+# The first runs forever, with a process in a session of its own.
+ENDLESS = """
+def test_endless():
+    process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    note(str(process.pid))
+    note(str(os.getpid()))
+    time.sleep(600)
+def test_beside():
+    process = subprocess.Popen(["sleep", "601"], start_new_session=True)
+    note(str(process.pid))
+    note(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+def sample(folder, text):
+    (Path(folder) / "sample_one.py").write_text(HEAD.format(folder=str(folder)) + text)
+    return f"{folder}/sample"
+
+
+def runner(*words, ci=False):
+    environment = {name: value for name, value in os.environ.items() if name != "CI"} | ({"CI": "true"} if ci else {})
+    done = subprocess.run([sys.executable, "-B", str(RUNNER), *words], env=environment, capture_output=True, text=True, timeout=120)
+    verdicts = {}
+    for verdict, name in re.findall(r"^(ok|FAIL|skip) +sample_one.test_(\S+)", done.stdout, re.M):
+        verdicts.setdefault(name, []).append(verdict)
+    return done, verdicts
+
+
+@timeout(120)
+def test_each_verdict_is_told_and_counted():
+    for jobs in ("1", "3"):
+        with scratch() as folder:
+            done, verdicts = runner("--jobs", jobs, sample(folder, VERDICTS))
+            assert verdicts == {"good": ["ok"], "bad": ["FAIL"], "skipped": ["skip"], "leaves_a_process": ["FAIL"], "good_the_second_time": ["FAIL"]}, done.stdout
+            assert "as it should be" in done.stdout and "left running: sleep" in done.stdout, done.stdout
+            assert done.stdout.splitlines()[-1] == "1 passed, 3 failed, 1 skipped" and done.returncode == 1, done.stdout
+
+
+@timeout(120)
+def test_in_ci_a_failed_test_runs_once_more_and_a_skip_fails():
+    with scratch() as folder:
+        done, verdicts = runner("--jobs", "2", sample(folder, VERDICTS), ci=True)
+        assert verdicts["good_the_second_time"] == ["FAIL", "ok"] and verdicts["bad"] == ["FAIL", "FAIL"] and verdicts["good"] == ["ok"], done.stdout
+        assert done.stdout.splitlines()[-1] == "2 passed, 2 failed, 1 skipped, 1 passed on a second run" and done.returncode == 1, done.stdout
+        assert "skipped although CI must not skip: sample_one.test_skipped" in done.stdout, done.stdout
+
+
+@timeout(120)
+def test_jobs_run_side_by_side_and_those_that_need_the_machine_run_after_them():
+    with scratch() as folder:
+        done, verdicts = runner("--jobs", "2", sample(folder, TOGETHER))
+        assert done.returncode == 0 and set(map(tuple, verdicts.values())) == {("ok",)} and len(verdicts) == 3, done.stdout
+        assert (Path(folder) / "notes").read_text().split()[-1] == "alone"
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@timeout(180)
+def test_nothing_is_left_when_it_is_stopped_or_killed():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGKILL):
+        for jobs in (1, 2):
+            with scratch() as folder, Process([sys.executable, "-B", str(RUNNER), "--jobs", str(jobs), sample(folder, ENDLESS)]) as process:
+                notes = Path(folder) / "notes"
+                until("the tests' processes", lambda: notes.exists() and len(notes.read_text().split()) == 2 * jobs, 30)
+                pids = [int(word) for word in notes.read_text().split()]
+                assert all(map(is_running, pids))
+                os.kill(process.pid, number)
+                until(f"the end of {pids} after signal {number}", lambda: not any(map(is_running, pids)), 30)
+
+
+@alone
+@timeout(60)
+def test_a_test_that_hangs_is_ended():
+    text = "def test_hangs():\n    time.sleep(600)\ntest_hangs.timeout_s = 1\n"
+    with scratch() as folder:
+        start = time.monotonic()
+        done, verdicts = runner(sample(folder, text))
+        assert verdicts == {"hangs": ["FAIL"]} and "still running after" in done.stdout, done.stdout
+        assert time.monotonic() - start < 50
