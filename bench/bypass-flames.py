@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Flame graphs of a frame's way from tap to tap: before (the kernel's conntrack and masquerade) and after (the bypass over the same).
+"""Flame graphs of a frame's path from tap to tap: before (the kernel's conntrack and masquerade) and after (the bypass over the same).
 
 usage: ./x bench bypass-flames [--seconds S] [--load LOAD] [--folder FOLDER]
 
-The same two taps and the same load as `./x bench bypass --cells 'tap-tap udp64_1$'`, sampled by perf(1) while it runs: the writer's calls, in which all
-of the forwarding happens. A box is a function, above it what it called; its width is its share of the writer's samples, and both pictures have one
-scale: nanoseconds of CPU time per frame, so that the second is narrower by what is saved. Samples come from a timer where the machine has no
-hardware counters; then what runs with interrupts off is charged to where they are let in again. Needs root.
+Uses the same two taps and the same load as `./x bench bypass --cells 'tap-tap udp64_1$'`. perf(1) samples the writer's
+calls, in which all of the forwarding happens. A box is a function; the boxes above it are the functions that it called. Its
+width is its share of the writer's samples. Both pictures have one scale, nanoseconds of CPU time per frame, so the second
+one is narrower by the time that is saved. If the machine has no hardware counters, samples come from a timer. Code that
+runs with interrupts off is then charged to the place where they are enabled again. Needs root.
 """
 
 import argparse

@@ -1,30 +1,37 @@
 #!/usr/bin/env python3
-"""The bypass beside the kernel's ways: plain forwarding, forwarding with conntrack and masquerade, a bridge, a plain XDP-FIB redirect.
+"""The bypass beside the kernel's paths: plain forwarding, forwarding with conntrack and masquerade, a bridge, a plain XDP-FIB redirect.
 
 usage: ./x bench bypass [--cells PATTERN] [--short] [--rounds N] [--seconds S] [--no-perf]
 
-Each cell of the matrix is one load between two ends. All paths of it are set up side by side, in namespaces of the bench's own, and measured in rounds: a short
-slice of each, in an order that is drawn anew for each round, so that what else the machine does meets all of them.
+Each cell of the matrix is one load between two ends. All of its paths are set up side by side, in the bench's own
+namespaces, and measured in rounds: a short slice of each path. Each round draws a new order, so that other work of the
+machine affects all paths alike.
 
-    ends    tap-tap, tap-veth, veth-tap, veth-veth. A tap is driven by bench/pathload.c, one frame per system call and with a vnet header, as
-            a monitor of microVMs does; frames of the socket loads come from another kernel namespace's tap behind it.
-    loads   udp64_F, udp1500_F: UDP frames as fast as one writer makes them, in F flows; trip64: one frame at a time, from write to read;
-            gso_60k: segmentation frames of an opened connection; udp_send: a UDP socket; tcp_W_N_C: N connections that write W bytes
-            at a time, on C cores; tcp_rr: one byte there and back.
-    paths   ip and nat (conntrack and masquerade), each set up twice; bridge, xdpfib; and ours: bypass (mode auto, given time to choose) over each
-            of ip and nat. At tap-tap also two bounds: drop (the tap's write alone, XDP_DROP) and straight (an XDP program that only redirects).
+    ends    tap-tap, tap-veth, veth-tap, veth-veth. A tap is driven by bench/pathload.c, one frame per system call and with
+            a vnet header, as a monitor of microVMs does; frames of the socket loads come from the tap of another kernel
+            namespace behind it.
+    loads   udp64_F, udp1500_F: UDP frames as fast as one writer makes them, in F flows; trip64: one frame at a time, from
+            write to read; gso_60k: segmentation frames of an opened connection; udp_send: a UDP socket; tcp_W_N_C: N
+            connections that write W bytes at a time, on C cores; tcp_rr: one byte there and back.
+    paths   ip and nat (conntrack and masquerade), each set up twice; bridge, xdpfib; and bypass (mode auto, given time to
+            choose) over each of ip and nat. At tap-tap also two bounds: drop (the tap's write alone, XDP_DROP) and straight
+            (an XDP program that only redirects).
 
-`rate` is what the receiver got a second (of trip64 and tcp_rr: what the median time allows), cpu_ns the CPU time per frame (per kilobyte of a stream, per round
-trip), as the kernel accounts it: the writer's, in whose calls the forwarding is done, or all threads' for sockets.
+`rate` is what the receiver got per second (for trip64 and tcp_rr: what the median time allows). cpu_ns is the CPU time per
+frame (per kilobyte of a stream, per round trip), as the kernel accounts it: that of the writer, whose calls do the
+forwarding, or that of all threads for sockets.
 
-A cell is ours divided by the kernel's same set-up (nat's by nat), round by round: the middle of these ratios and the interval in which it lies with 95 %
-(bench/stats.py says which and how). The kernel's rate of a round is the mean of its two set-ups; `equals` is one of them divided by the other, so what this bench
-gives for two paths that are the same: the noise, cell by cell. `faster` and `slower` are said only of what lies outside of it. `worst_cell` is the smallest ratio.
-`retransmitted` and `disordered` count TCP's troubles; `path` says which way our frames went. Where the machine has hardware counters, `perf stat` adds
-instructions and cycles per frame. While it measures, the CPUs are kept from halting. Needs root. Nothing is left: namespaces, taps and programs go with the bench.
+A cell is the bypass's result divided by that of the same set-up of the kernel (nat's by nat), round by round: the middle of
+these ratios, and the interval in which it lies with 95 % (bench/stats.py describes the method). The kernel's rate of a round
+is the mean of its two set-ups. `equals` is one of them divided by the other, which shows the noise, cell by cell. `faster`
+and `slower` are used only for results outside of it. `worst_cell` is the smallest ratio. `retransmitted` and `disordered`
+count TCP's troubles; `path` shows the path that our frames took. If the machine has hardware counters, `perf stat` adds
+instructions and cycles per frame. The CPUs are kept from halting while the bench measures. Needs root. The bench removes
+its namespaces, taps and programs.
 
-A path whose load fails or gives no answer is set up anew, once a cell. Where that fails too the cell is named as not measured, with the reason, and the rest is
-measured; the bench then ends with 1. What is measured is written as it comes: raw.jsonl, and each cell to cells.jsonl when it is done.
+A path whose load fails or gives no answer is set up again, once per cell. If that fails too, the cell is listed as not
+measured, with the reason, and the rest is measured; the bench then ends with 1. Results are written as they arrive:
+raw.jsonl, and each finished cell to cells.jsonl.
 """
 
 import argparse

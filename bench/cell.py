@@ -3,18 +3,18 @@
 
 usage: ./x bench cell [--repeats N] [--port fabric|tap] [--accel tcg|kvm]
 
-Both guests serve HTTP (the cell's httpd; busybox httpd) on microvm, one after the other within each repeat, at fixed addresses,
-so that no lease is waited for. Measured from the host's side of the network:
+Both guests serve HTTP (the cell's httpd; busybox httpd) on microvm. They run in turn within each repeat, at fixed addresses,
+so that no measurement waits for a lease. Measured from the host's side of the network:
 
     first_reply_ms   QEMU's exec to the first byte of an HTTP reply (a connection is tried every 2 ms)
-    request_us       one GET / with its own connection, one after the other: p50 and p99 of --requests
+    request_us       sequential GET / requests, each with its own connection: p50 and p99 of --requests
     bytes_mb_s       GET /bytes/N of 100 MiB
     ping_us          ICMP echo, p50 of --pings
-    rss_mib, idle_pct   of the QEMU process: after all that, and with nothing to do
+    rss_mib, idle_pct   of the QEMU process: after all that, and when idle
 
-The port is vhost-user through `tombolo up`, with a tap of the same network as the host's side; --port tap leaves our switch
-out of it. Ratios are the cell's divided by the Linux guest's: http_vs_linux compares bytes_mb_s (a rate: more is better),
-http_requests_vs_linux requests a second (a rate), ping_vs_linux and first_reply_vs_linux times (less is better). Needs root
+The port is vhost-user through `tombolo up`, with a tap of the same network as the host's side; --port tap omits our switch.
+Ratios are the cell's divided by the Linux guest's: http_vs_linux compares bytes_mb_s (a rate: more is better),
+http_requests_vs_linux requests per second (a rate), ping_vs_linux and first_reply_vs_linux times (less is better). Needs root
 (a network namespace and a tap).
 """
 

@@ -1,12 +1,12 @@
-"""Rows of the bench of calls that have a cell at one end: the example link_calls of crates/remote on this machine, the app calc in the cell.
+"""Rows of the calls bench that have a cell at one end: the example link_calls of crates/remote on this machine, the app calc in the cell.
 
 cell_link        a process calls the cell over a direct ivshmem link, woken by doorbells
 cell_tcp         a process calls the cell over TCP, through a tap, the switch and virtio
 link_process     the cell calls a process over the link; other tasks of the cell may run while it waits
-link_process_alone   the same, and nothing else runs in the cell meanwhile
+link_process_alone   the same, with nothing else running in the cell meanwhile
 
-Each is round trips, one after the other, of a sum of two small numbers. The cells run under emulation (accel = "tcg") so that figures of one machine mean
-the same on another; most of each round trip is the emulator's.
+Each row is sequential round trips that add two small numbers. The cells run under emulation (accel = "tcg") so that figures
+are comparable between machines; the emulator takes most of each round trip.
 """
 
 import contextlib

@@ -5,23 +5,23 @@ usage: ./x bench ivshmem [--repeats N] [--cells 2,8,32,64] [--seconds S] [--only
 
 Four parts, each interleaved within each repeat:
 
-links    one cell (the app iperf) on microvm, one after the other by each kind of link: `virtio` (vhost-user), `ivshmem` (doorbell), `plain`
-         (ivshmem-plain, polled), `user` (QEMU's own user networking, no switch: reached by forwarded ports, so without ping and UDP
-         downwards). Measured from a tap on the same network, with ping and stock iperf 2:
+links    one cell (the app iperf) on microvm, in turn on each kind of link: `virtio` (vhost-user), `ivshmem` (doorbell), `plain`
+         (ivshmem-plain, polled), `user` (QEMU's own user networking, no switch: reached by forwarded ports, so without ping and
+         UDP downwards). Measured from a tap on the same network, with ping and stock iperf 2:
              ping_us, ping_p99_us     ICMP echo, one each 10 ms; ping_cpu_us: CPU for each
              tcp_up, tcp_down         Mbit/s, writes of 128 KiB, and of 256 and 1,460 bytes upwards
              udp_up_256, …            received Mbit/s and loss in % at each offered rate
-             cpu_up, cpu_down         seconds of CPU, ours and QEMU's together, for each second of the TCP stream upwards and downwards
-direct   two cells (the app control) on a direct link, with nothing between them: a command and a reply each millisecond with doorbells
-         (`records`) and polled without sleeping (`polled`), and bare doorbells there and back (`rings`); times of round trips. Beside them
+             cpu_up, cpu_down         seconds of CPU, ours and QEMU's together, per second of the TCP stream upwards and downwards
+direct   two cells (the app control) on a direct link: a command and a reply each millisecond with doorbells (`records`) and
+         polled without sleeping (`polled`), and doorbells alone there and back (`rings`); times of round trips. For comparison
          two cells on doorbell links with the switch between them, one pinging the other (`switched`)
-restart  the daemon, which is the links' server too, is killed under traffic and started again at once, with the machines left running:
-             pause_ms, lost           the time without a reply to pings of a cell, one each 5 ms, and how many were sent in vain
+restart  the daemon, which also serves the links, is killed under traffic and restarted at once, while the machines run on:
+             pause_ms, lost           the time without a reply to pings of a cell, one each 5 ms, and how many got no reply
              daemon_ms                of that, until the new daemon answers `tombolo status`
-             stream                   whether a TCP stream between two cells on ivshmem went on afterwards
+             stream                   whether a TCP stream between two cells on ivshmem continued afterwards
 mesh     N cells on one network by doorbell links: each pings all others until all have answered
              ready_s                  from `tombolo up` until every cell has an address; all_s: until all pairs have answered
-             rss_mib, idle_core_pct   memory of each QEMU; CPU of the whole (daemon and all QEMUs) in 10 seconds after 15 quiet ones, in % of a core
+             rss_mib, idle_core_pct   memory of each QEMU; CPU of daemon and all QEMUs in 10 seconds after 15 quiet ones, in % of a core
 
 Ratios are ivshmem's divided by virtio's: ping_vs_virtio for times (less is better), tcp_vs_virtio for rates. Needs root.
 """

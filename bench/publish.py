@@ -1,7 +1,7 @@
-"""Puts a run's results into a folder of the docs: a page with the tables, the plots and the conditions, beside the table and the raw data as files.
+"""Puts a run's results into a folder of the docs: a page with tables, plots and conditions, and the table and raw data as files.
 
-The names hold no date, so that a later run replaces the files and every link stays right; the page says when, where and from which commit
-its figures are."""
+The names contain no date, so a later run replaces the files and every link stays valid. The page has the time, the place
+and the commit of its figures."""
 
 import gzip
 import shutil

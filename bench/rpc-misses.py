@@ -1,22 +1,25 @@
 #!/usr/bin/env python3
-"""Deadlines missed against offered load: earliest deadline first, first come first served, and priorities (deadline-monotonic), with admission and
-without, on the same task sets, beside what no order can do better.
+"""Deadlines missed against offered load: earliest deadline first, first come first served, and priorities (deadline-monotonic),
+with admission and without, on the same task sets, beside the bound for any order.
 
 usage: ./x bench rpc-misses [--sim-seeds N] [--seeds N] [--ms N] [--tries N] [--load PERCENT] [--sim-only] [--publish FOLDER]
 
-Runs crates/rpc/examples/misses.rs twice: on a virtual clock, where the service's own rules decide and nothing else takes time; and for real, a
-service with one worker (SCHED_FIFO where that is allowed) and its client, two processes. Loads are 0.5 to 1.2. Task sets: "spread", deadlines of 4 to 40 times
-the work, and "implicit", random rates with each period as deadline, both feasible up to a load of 1 for an order that interrupts, which a service does not; and "tight",
-deadlines of 1.2 to 3 times the work, infeasible at each load.
+Runs crates/rpc/examples/misses.rs twice: on a virtual clock, where the service's own rules decide and nothing else takes
+time; and for real, with a service of one worker (SCHED_FIFO where that is allowed) and its client, two processes. Loads are
+0.5 to 1.2. The task sets are "spread", deadlines of 4 to 40 times the work; "implicit", random rates with each period as
+deadline; and "tight", deadlines of 1.2 to 3 times the work. The first two are feasible up to a load of 1 for an order that
+preempts, which a service does not. "tight" is infeasible at each load.
 
-The work that a real run is charged for each request is measured before the runs, with the call's own cost; the bound is of the handler's CPU time
-alone, which no order does without. Real runs that the hypervisor or a late client disturbed are kept in raw.jsonl, done again, and left out of the tables.
+The work charged to each request of a real run is measured before the runs, with the call's own cost. The bound counts the
+handler's CPU time only, which every order needs. Real runs that the hypervisor or a late client disturbed are kept in
+raw.jsonl, repeated, and left out of the tables.
 
-Beside the orders stand two bounds: what the requests that really came demand beyond what time there was (no order misses less of them), and 1 - 1/load,
-which is that of a long run. All orders serve the same requests, one order after the other for each seed, so they are compared by the differences within a
-seed. Miss ratios are means over the seeds, with 95 % confidence intervals (Student's t). build/bench/DATE-rpc-misses/ keeps every
-run (raw.jsonl), the table (misses.csv), and a plot for each kind of set and clock. It takes about twelve minutes. `--publish docs/results` writes the
-page of the docs, rpc-misses.md, and what it shows.
+Two bounds are shown beside the orders: how far the requests that really arrived exceed the available time (no order misses
+fewer of them), and 1 - 1/load, which is the bound of a long run. All orders serve the same requests, in turn for each seed,
+so they are compared by the differences within a seed. Miss ratios are means over the seeds, with 95 % confidence intervals
+(Student's t). build/bench/DATE-rpc-misses/ keeps every run (raw.jsonl), the table (misses.csv), and a plot for each kind of
+set and clock. It takes about twelve minutes. `--publish docs/results` writes the page of the docs, rpc-misses.md, and the
+files that it shows.
 """
 
 import argparse

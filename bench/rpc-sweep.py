@@ -3,10 +3,10 @@
 
 usage: ./x bench rpc-sweep [--calls N] [--publish FOLDER]
 
-Runs crates/rpc/examples/rpc_sweep.rs: 1000 calls a size, both ends asleep while they wait, on two CPUs. Prints a table of each size's lowest, mean and
-highest time and its distribution, and keeps, in build/bench/DATE-rpc-sweep/, every single time (raw.jsonl), the table (sweep.csv) and two plots
-(sweep.svg, sweep-distribution.svg). Times are us. It takes about a quarter of a minute. `--publish docs/results` writes the page of the docs, rpc-sweep.md,
-and what it shows.
+Runs crates/rpc/examples/rpc_sweep.rs: 1000 calls per size, both ends asleep while they wait, on two CPUs. Prints a table of
+each size's lowest, mean and highest time and its distribution. Keeps every single time (raw.jsonl), the table (sweep.csv) and
+two plots (sweep.svg, sweep-distribution.svg) in build/bench/DATE-rpc-sweep/. Times are us. It takes about 15 seconds.
+`--publish docs/results` writes the page of the docs, rpc-sweep.md, and the files that it shows.
 """
 
 import argparse

@@ -1,16 +1,19 @@
 #!/usr/bin/env python3
-"""Calls with deadlines, beside the floor that the kernel sets and beside peers, all between the same two processes.
+"""Calls with deadlines, beside the lower bound that the kernel sets and beside peers, all between the same two processes.
 
 usage: ./x bench rpc [--repeats N] [--calls N] [--no-peers] [--no-cells] [--only-cells] [--publish FOLDER]
        ./x bench rpc --from build/bench/DATE-rpc [--publish FOLDER]
 
-Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each peer (bench/peers):
-iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared memory. All are measured in turn in each repeat. The table has the medians over
-the repeats and the spread from the least to the most; ratios are formed within each repeat. `--publish docs/results` writes the page rpc.md, from seven repeats at least. Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call; "blocking" and "asleep" mean
-that both ends sleep at once, "outstanding_16" and "loaded" wait as the library does by itself (poll where it gains, then sleep).
-`--from` measures nothing: it makes tables and page from the raw data of an earlier run, also of one that was cut short.
-Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip less what the provider had of it.
-Ratios are ours divided by the peer's: below 1 we are faster (of rates: above 1). A peer that cannot be built or run is named with the reason.
+Each repeat runs crates/rpc/examples/rpc_bench.rs (ours, a futex, a Unix socket, a spinning word) and then the program of each
+peer (bench/peers): iceoryx2 by events, by a WaitSet and polled, Cap'n Proto, gRPC by tonic over a Unix socket, zenoh in shared
+memory. All are measured in turn in each repeat. The table has the medians over the repeats and the spread from the least to
+the most; ratios are formed within each repeat. `--publish docs/results` writes the page rpc.md, from at least seven repeats.
+Times are round trips in us, p50 unless named otherwise; cpu is of both processes, per call. "blocking" and "asleep" mean that
+both ends sleep at once; "outstanding_16" and "loaded" wait as the library does by default (poll where that gains, then sleep).
+`--from` measures nothing: it makes tables and page from the raw data of an earlier run, even an unfinished one.
+Rows with a cell at one end follow (bench/cellcalls.py); their `way` is the median of a round trip minus the provider's share.
+Ratios are ours divided by the peer's: below 1 we are faster (for rates: above 1). A peer that cannot be built or run is listed
+with the reason.
 
 After that crates/rpc/examples/misses.rs counts the deadlines that earliest deadline first misses at a load of 0.9, on a virtual clock.
 """

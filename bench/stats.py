@@ -1,8 +1,9 @@
-"""What interleaved slices say: a ratio, how sure it is, and what the measuring itself would give for two things that are the same.
+"""What interleaved slices show: a ratio, its confidence interval, and the noise of the measurement for two equal things.
 
-A cell's values are ratios, one of each round. Their middle is the *midmean* of the logarithms: the mean of the half that is left when the lowest and the
-highest quarter are put aside. It bears disturbed slices as a median does, and does not jump where slices fall into two groups. The interval is the
-bootstrap's: 95 % of the midmeans of resampled rounds. A ratio of equals, measured in the same rounds, has an interval of its own: that is the noise.
+The values of a cell are ratios, one per round. Their middle is the *midmean* of the logarithms: the mean of what is left when
+the lowest and the highest quarter are dropped. It tolerates disturbed slices as a median does, and does not jump if slices
+fall into two groups. The interval is the bootstrap's: 95 % of the midmeans of resampled rounds. A ratio of equals, measured
+in the same rounds, has its own interval: that is the noise.
 """
 
 import math

@@ -3,17 +3,17 @@
 
 usage: ./x bench switch [--repeats N] [--seconds S] [--only PEER[,PEER]] [--sizes 64,1500]
 
-DPDK's testpmd with two virtio-user ports is the guest: on CPU 0 it sends back out of one port what it gets from the other, so
-768 frames go round and round through the forwarder, which has CPU 1. The rate is what comes out of the forwarder, both
-directions together; since the generator is one core too, it is a lower bound of what the forwarder can do, so cycles a
-frame on the forwarder's core stand beside it (work only, as each forwarder counts it, and all the core spent).
+DPDK's testpmd with two virtio-user ports is the guest. On CPU 0 it sends out of one port what it receives from the other, so
+768 frames circulate through the forwarder, which has CPU 1. The rate is what leaves the forwarder, both directions together.
+The generator has only one core too, so the rate is a lower bound for the forwarder. Therefore the table also has the cycles
+per frame on the forwarder's core (work only, as each forwarder counts it, and the whole core).
 
     tombolo      `tombolo up` with two vhost-user ports: learning, source guard, counters on
-    testpmd_io   testpmd's io forwarder over two vhost ports: looks at no address, counts little
+    testpmd_io   testpmd's io forwarder over two vhost ports: reads no address, counts little
     ovs_dpdk     Open vSwitch, one PMD, two dpdkvhostuserclient ports, NORMAL
 
-Peers take turns within each repeat, so that a drift of the machine meets them alike; a
-measurement in which a polling side lost its core to other work is repeated (both are kept in the raw data). Needs root (hugepages) and two CPUs.
+Peers take turns within each repeat, so that a drift of the machine affects all alike. A measurement in which a polling side
+lost its core to other work is repeated (both are kept in the raw data). Needs root (hugepages) and two CPUs.
 """
 
 import argparse

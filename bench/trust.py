@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""Hostile peers, random faults and handovers, one after the other.
+"""Hostile peers, random faults and handovers, in turn.
 
 usage: ./x bench trust [--minutes M] [--handovers N] [--seed S]
 
-adversary   every attack of tests/adversary.py beside neighbours: what got through, the worst p99 of a
-            neighbour's pings
+adversary   every attack of tests/adversary.py beside neighbours: attacks that succeeded, the worst p99 of
+            a neighbour's pings
 soak        M minutes (60) of checked traffic with a random fault every 20 s: recovery times, and how
             often a person was needed
 handover    `tombolo up --replace` N times (100) under traffic: the largest gap of each attachment
 
 Each part prints its table to standard error. `lost` counts checks with wrong data, broken transfers and
-what leaked. A part that cannot run is an error, not a zero. Needs root (network namespaces).
+leaks. A part that cannot run is an error, not a zero. Needs root (network namespaces).
 """
 
 import argparse

@@ -3,9 +3,9 @@
 
 usage: ./x mesh [CELLS]        (default 64; up to 200)
 
-Starts a fabric of cells with the app `mesh`, each on an ivshmem link of its own, and prints when all have their addresses, when all pairs have
-answered, what memory a cell takes, and what the whole costs when it is quiet. On a terminal it counts the cells as they come. Needs no root.
-Exits 0 only if all pairs answered; everything is torn down.
+Starts a fabric of cells with the app `mesh`, each on its own ivshmem link. Prints when all have their addresses, when all
+pairs have answered, how much memory a cell needs, and what the idle fabric costs. On a terminal it counts the cells as they
+start. Needs no root. Exits 0 only if all pairs answered; everything is removed at the end.
 """
 
 import os

@@ -6,7 +6,7 @@ usage: tests/adversary.py [PART-OF-A-NAME…]     all attacks, or those whose na
 
 One row per attack: the neighbours' loss and latency, the time of `tombolo status`, the daemon's CPU, and
 the memory and descriptors that it holds afterwards. The last line is one JSON object. The exit code is 1
-where an attack got through. Needs root (a network namespace); bounded to a few seconds per attack.
+if an attack succeeded. Needs root (a network namespace); limited to a few seconds per attack.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`tombolo bypass capture`: frames of one flow or of a filter, with the way that each went, read by tshark."""
+"""`tombolo bypass capture`: frames of one flow or of a filter, with the path of each, read by tshark."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""The bypass and what becomes of interfaces: VLANs, programs that are there, taps that are made anew, and taps as microVMs' monitors use them."""
+"""The bypass and changes of interfaces: VLANs, existing programs, taps that are created again, and taps as microVMs' monitors use them."""
 
 import fcntl
 import json
@@ -63,7 +63,7 @@ def test_interfaces_without_ethernet_are_refused():
         h.space.ip("tuntap", "add", "layer3", "mode", "tun")
         for name in ("lo", "layer3"):
             wrong = h.cli("attach", "ta", name, check=False)
-            assert wrong.returncode == 2 and f"{name} is no Ethernet interface" in wrong.stderr, wrong
+            assert wrong.returncode == 2 and f"{name} is not an Ethernet interface" in wrong.stderr, wrong
         assert not h.status()["attached"]
 
 

@@ -1,4 +1,4 @@
-"""The manager of the bypass killed at every step, and what it manages taken away under it: traffic flows on, and nothing stays."""
+"""The keeper of the bypass is killed at every step, and loses what it manages: traffic continues, and nothing is left behind."""
 
 import os
 import signal
@@ -113,7 +113,7 @@ def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_s
             assert time.monotonic() - begin < 8
             assert not any(taken() for _ in range(50))
             assert "up_off" in traced_frames(h)
-            assert h.status()["needs_keeper"] and "so all traffic goes the kernel's way" in h.cli("status").stdout
+            assert h.status()["needs_keeper"] and "so all traffic takes the kernel's path" in h.cli("status").stdout
             # Another keeper; that it is needed is as it was.
             h.attach("ta", "tb", words=("--mode", mode))
             until("frames to be taken again", taken)

@@ -1,4 +1,4 @@
-"""The bypass with large rulesets: the time and memory that reading them takes, and who waits for it.
+"""The bypass with large rulesets: the time and memory for reading them, and which commands wait for that.
 
 `python3 tests/bypass_large.py 1000 10000 50000` prints the table of docs/bypass.md.
 """

@@ -1,4 +1,4 @@
-"""The bypass on interfaces where others' programs and filters stand: refused or in line, said clearly, and nothing that they shall see is kept from them."""
+"""The bypass on interfaces with programs and filters of others: it refuses or lines up, says so clearly, and hides no frame that they must see."""
 
 import contextlib
 import ctypes
@@ -232,7 +232,7 @@ def test_a_filter_at_the_ingress_sees_every_frame_unless_it_need_not():
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
         add_filter(h, "ta", "ingress")
-        until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
+        until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
         before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
         for _ in range(5):
             assert h.across(h.udp())
@@ -263,7 +263,7 @@ def test_without_tcx_filters_that_were_there_see_every_frame_and_so_do_those_tha
         # One behind ours: everything goes by it until it goes.
         h.space.run("tc", "filter", "add", "dev", "ta", "ingress", "pref", "60000", "protocol", "all", "u32", "match", "u32", "0", "0",
                     "action", "mirred", "egress", "mirror", "dev", "lo")
-        until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
+        until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
         before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
         assert all(h.across(h.udp()) for _ in range(5))
         assert seen_by_filter(h, "ta", "ingress") == before + 5 and h.taken() == taken
@@ -285,7 +285,7 @@ def test_tcx_programs_that_come_later_see_every_frame():
             assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(3))
         until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
         with tcx_program(h.space, "ta", TCX_INGRESS, SHOT):
-            until("the keeper's notice", lambda: "filters came" in h.status("ta")["why"])
+            until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
             assert h.across(h.udp(), seconds=0.1) is None
         assert h.across(h.udp())
 
@@ -358,7 +358,7 @@ def test_several_bypasses_are_in_line_and_each_goes_without_the_other():
             return one.taken() > before
 
         # A program behind one's own is to see every frame, whatever its name: the first in line steps aside for the last, with its keeper.
-        until("the first one's keeper to notice", lambda: "filters came" in other.status("ta")["why"])
+        until("the first one's keeper to notice", lambda: "filters were added" in other.status("ta")["why"])
         until("the last one to take frames", lambda: takes(h))
         before = other.taken()
         assert h.across(h.udp()) and other.taken() == before

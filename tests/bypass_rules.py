@@ -227,7 +227,7 @@ def test_the_user_may_have_flows_taken_although_a_rule_judges_them():
         h.rules(FORWARD % EVIL)
         words = ("--judging-rules", "skip")
         said = h.attach(words=(*LONG, *words)).stderr
-        assert "matches the payload" in said and "as --judging-rules skip has it" in said, said
+        assert "matches the payload" in said and "as --judging-rules skip says" in said, said
 
         def skips():
             assert h.across(udp(h, b"good")) and h.across(udp(h, b"good"))
@@ -235,7 +235,7 @@ def test_the_user_may_have_flows_taken_although_a_rule_judges_them():
             return h.status()["judging_rules_skipped"]
 
         assert skips() and h.taken() == 2
-        assert "as --judging-rules skip has it" in h.cli("status").stdout and h.status()["judging_rules"]
+        assert "as --judging-rules skip says" in h.cli("status").stdout and h.status()["judging_rules"]
         # As it is.
         h.attach()
         assert skips()

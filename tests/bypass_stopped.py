@@ -115,7 +115,7 @@ def test_frames_leave_the_bypass_with_a_stopped_keeper_where_it_is_needed():
         until("frames to go the kernel's way", lambda: not any(taken() for _ in range(5)))
         assert time.monotonic() - begin < 8
         until("it to be seen", lambda: h.status()["keeper_fault"], 15)
-        assert "and all traffic goes the kernel's way" in h.cli("status").stdout
+        assert "and all traffic takes the kernel's path" in h.cli("status").stdout
         h.attach()
         until("frames to be taken again", taken)
 

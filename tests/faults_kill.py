@@ -1,5 +1,5 @@
-"""Each party killed by SIGKILL, beside others that must not notice: a cell's QEMU, passt, the daemon at rest and at seeded moments
-of its start, the keeper of shared memory. Every fabric is in a network namespace of its own, so that what it leaves there is told from anything else."""
+"""Each party is killed by SIGKILL, beside others that must not notice: a cell's QEMU, passt, the daemon at rest and at seeded
+moments of its start, the fd store. Every fabric is in its own network namespace, so that its leftovers can be told apart."""
 
 import contextlib
 import os
@@ -332,7 +332,7 @@ def test_shared_memory_outlives_each_party():
         shared_well(space)
         assert not set(pids(fabric).values()) & set(after.values())
         warnings = fabric.status()["warnings"]
-        assert any("web was started anew" in line and "is lost, since no keeper has it" in line for line in warnings), warnings
+        assert any("web was restarted" in line and "is lost, because no fd store has it" in line for line in warnings), warnings
 
         # With the daemon gone, the last machine takes the keeper with it.
         [third] = keepers(fabric)

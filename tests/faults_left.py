@@ -152,7 +152,7 @@ def test_up_right_after_a_kill_waits_for_the_daemon_before():
                 os.kill(fabric.status()["pid"], signal.SIGKILL)
                 begun = time.monotonic()
                 told = fabric.cli("up", "-d", fabric.file).stderr
-                print(f"up stands after {time.monotonic() - begun:.2f} s: {told}")
+                print(f"up is done after {time.monotonic() - begun:.2f} s: {told}")
                 assert sum(port["kind"] == "tap" for port in fabric.status()["ports"]) == 40
             os.kill(fabric.status()["pid"], signal.SIGKILL)
             fabric.cli("down", "--fabric", fabric.name)
@@ -284,7 +284,7 @@ def test_deleted_runtime_files_come_back():
             old = fabric.process
             fabric.process = Process([PROGRAM, "up", "--replace", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder)
             assert old.wait(60) == 0, old.tail()
-            fabric.process.wait_line(lambda line: "stands after" in line)
+            fabric.process.wait_line(lambda line: "is up after" in line)
             assert fabric.machine_pids() == pids and not is_gone(keeper)
             until("a ping", lambda: space.pings("10.234.0.20"))
             # A socket whose peer is connected comes back with the peer's end; the machine is started again once.
@@ -345,7 +345,7 @@ def test_a_machine_that_is_started_again_after_its_files_were_deleted_has_its_ne
                 old = fabric.process
                 fabric.process = Process([PROGRAM, "up", "--replace", fabric.file], name="tombolo", netns=space, env=fabric.env, cwd=folder)
                 assert old.wait(60) == 0, old.tail()
-                fabric.process.wait_line(lambda line: "stands after" in line)
+                fabric.process.wait_line(lambda line: "is up after" in line)
                 fabric.kill()
                 fabric.start()
                 fabric.cli("cell", "stop", "web", "--fabric", fabric.name)

@@ -1,4 +1,4 @@
-"""The unit of docs/upgrade.md, as it stands there, under a systemd of the test's own: start, reload, restart, a crash, stop."""
+"""The unit of docs/upgrade.md, word for word, under a systemd of the test's own: start, reload, restart, a crash, stop."""
 
 import contextlib
 import os

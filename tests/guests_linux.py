@@ -1,4 +1,4 @@
-"""The stock Linux guest itself, on both machines, with no network of ours: what every other guest test leans on."""
+"""The stock Linux guest itself, on both machine types, without our network: the basis of every other guest test."""
 
 from lib import LinuxGuest, Net, Namespace, http_get, need_root, timeout
 

@@ -7,12 +7,12 @@ KERNEL is `debian-12` (the stock kernel of this Debian 12), `backports` (the new
 of any other unpacked kernel package with boot/vmlinuz-* and lib/modules/. Without one, both of Debian's are run.
 Tests of the bench are left out, since speed under emulation means nothing, and so is bypass_old, which other kernels skip.
 
-The guest's root is this machine's, read-only over 9p, so it has the same programs; what it writes goes into its memory.
+The guest's root is this machine's, read-only over 9p, so it has the same programs; it writes to its memory only.
 The last table has a row per test and a column per kernel. Each guest's results are in build/kernels/NAME/results, its
-console in build/kernels/NAME/console. The exit code is 1 where a test failed or a guest did not come to its end.
+console in build/kernels/NAME/console. The exit code is 1 if a test failed or a guest did not finish.
 
-Environment: TOMBOLO_PROGRAM (the program under test), TOMBOLO_QEMU, TOMBOLO_ACCEL ("tcg" unless told), and
-TOMBOLO_SLOW, by which the guests' tests multiply their time limits (8 unless told, under emulation).
+Environment: TOMBOLO_PROGRAM (the program under test), TOMBOLO_QEMU, TOMBOLO_ACCEL (default: "tcg"), and TOMBOLO_SLOW, the
+factor for the time limits of the guests' tests (default: 8, under emulation).
 """
 
 import argparse

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Runs the tests of one group: every `test_*` function of tests/GROUP_*.py, each in a process of its own.
+"""Runs the tests of one group: every `test_*` function of tests/GROUP_*.py, each in its own process.
 
 usage: tests/run.py [--jobs N] GROUP [PART-OF-A-NAME...]
 
-GROUP may be a path, as of the samples of tests/runner_tells.py. With --jobs N so many tests run at the same time, but those marked `@alone` (tests/lib/machine.py) run after the others, one
-at a time. One line per test; the last line is 'N passed, N failed, N skipped', with ', N passed on a second run' behind it where there
-were any. A test that ends leaves nothing running: what it started is found and killed, and counted against it. The same holds
-when this program is stopped by SIGTERM or SIGINT, or killed.
+GROUP may be a path, as for the samples of tests/runner_tells.py. With --jobs N, N tests run at the same time; those marked
+`@alone` (tests/lib/machine.py) run after the others, one at a time. Prints one line per test. The last line is 'N passed, N
+failed, N skipped', followed by ', N passed on a second run' if there were any. A test must leave nothing running: leftovers
+are found, killed and counted as a failure. The same holds when this program is stopped by SIGTERM or SIGINT, or killed.
 
 With CI=true a skip fails unless tests/expected-skips names it, and a failed test runs once more, alone, when the others are
 done (docs/decisions/0016-second-run-in-ci.md).

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Runs the stages of `make test` one after the other and prints a table of their times.
+"""Runs the stages of `make test` in turn and prints a table of their times.
 
 usage: tests/stages.py [STAGE...]
 
-A stage is a recipe of ./x. All run, also after a failure, so that one run shows all there is to mend; output goes to
-the terminal and to build/test/STAGE.log. At the end come the slowest tests, what failed once more with its output, and a
-table: the tests of each stage that passed, were skipped, or passed on a second run only (tests/run.py), and how many of
-the machine's CPUs were busy meanwhile, by this and all other work. The last line counts stages, and the tests that were
-skipped. A stage that is stopped ends what it has started.
+A stage is a recipe of ./x. All stages run, even after a failure, so that one run shows everything that needs fixing. Output
+goes to the terminal and to build/test/STAGE.log. At the end come the slowest tests, the output of repeated failures, and a
+table: the tests of each stage that passed, were skipped, or passed only on a second run (tests/run.py), and how many CPUs of
+the machine were busy meanwhile, with this and all other work. The last line counts stages and skipped tests. A stopped stage
+ends all that it has started.
 """
 
 import os

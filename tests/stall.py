@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Streams through guests whose memory fences may do nothing, and says whether a network stalled.
+"""Streams through guests whose memory fences may do nothing, and reports whether a network stalled.
 
 usage: tests/stall.py [SECONDS] [--only VARIANT,…]
 
-Each variant gets so many seconds (60 unless told): a cell and a stock Linux guest, both over vhost-user and over ivshmem (in Linux
-by tombolo-agent), each under the system's QEMU and under build/qemu10. The last line is one JSON object. The exit code is 1 where a
+Each variant runs for SECONDS (default: 60): a cell and a stock Linux guest, both over vhost-user and over ivshmem (in Linux by
+tombolo-agent), each under the system's QEMU and under build/qemu10. The last line is one JSON object. The exit code is 1 if a
 network stalled. Needs root (network namespaces) and iperf 2; everything it starts ends with it.
 """
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Checks that no tracked file names a folder of somebody's machine or the address of a package registry."""
+"""Checks that no tracked file names a folder of one machine or the address of a package registry."""
 
 import re
 import subprocess

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""A service that calculates, and its client, in Python. calculator.c tells the protocol and the arguments, which are the same in all
-languages."""
+"""A service that calculates, and its client, in Python. calculator.c describes the protocol and the arguments, which are the
+same in all languages."""
 
 import argparse
 import re

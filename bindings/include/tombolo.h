@@ -15,7 +15,7 @@
  * Memory   A pointer into a request or a reply shows memory that the other side may write at any moment: what is looked at twice
  *          is copied first. It can never be read out of bounds, and never faults while its owner (said at each) lives.
  * fork     A connection and a service do not survive fork(). In the child each call on its parent's connection is TOMBOLO_PROVIDER_GONE, and what
- *          it closes, frees or stops of its parent's stays the parent's; it may connect and register anew. Any thread may fork at any time, but not in a
+ *          it closes, frees or stops of its parent's stays the parent's; it may connect and register again. Any thread may fork at any time, but not in a
  *          handler of a signal, nor by _Fork() or clone() unless the child becomes another program.
  */
 #ifndef TOMBOLO_H
@@ -40,7 +40,7 @@ typedef enum tombolo_status {
     /* A call ended, in one of these ways. */
     TOMBOLO_LATE = 2,            /* its deadline had passed before the service could begin: it was not served */
     TOMBOLO_REFUSED = 3,         /* not accepted; tombolo_error_refusal() says why */
-    TOMBOLO_CANCELLED = 4,       /* taken back before it was served */
+    TOMBOLO_CANCELLED = 4,       /* cancelled before it was served */
     TOMBOLO_EXPIRED = 5,         /* it waited for longer than its time to live */
     TOMBOLO_FAILED = 6,          /* the service's handler broke, or said that it failed */
     TOMBOLO_PROVIDER_GONE = 7,   /* the service died or ended; whether the call was served is not known */
@@ -57,7 +57,7 @@ typedef enum tombolo_status {
     TOMBOLO_UNKNOWN_CALL = 16,   /* no call of that token is under way */
 
     /* There is no connection. */
-    TOMBOLO_NO_SERVICE = 17,     /* nobody serves under the name */
+    TOMBOLO_NO_SERVICE = 17,     /* no service has this name */
     TOMBOLO_DENIED = 18,         /* the service does not let us in, or has no room */
     TOMBOLO_SILENT = 19,         /* it took the connection and said nothing */
     TOMBOLO_CONNECT_GONE = 20,   /* it went away while we connected */
@@ -111,7 +111,7 @@ typedef uint64_t tombolo_token;
 
 /* TOMBOLO_ABI_VERSION of the library. */
 uint32_t tombolo_abi_version(void);
-/* A status as one word, as all languages write it ("provider-gone"); "unknown" for what is no status. Never freed. */
+/* A status as one word, as all languages write it ("provider-gone"); "unknown" for any other number. Never freed. */
 const char *tombolo_status_name(int32_t status);
 /* The last failure of this thread in words; "" before the first. Valid until this thread's next failure. */
 const char *tombolo_error_text(void);
@@ -145,7 +145,7 @@ typedef struct tombolo_connect_options {
 
 typedef enum tombolo_deadline {
     TOMBOLO_DEADLINE_INHERIT = 0, /* that of the request which this thread serves, if it serves one; else none */
-    TOMBOLO_DEADLINE_WITHIN = 1,  /* so many ns after the call; or the inherited one, if that is earlier */
+    TOMBOLO_DEADLINE_WITHIN = 1,  /* this many ns after the call; or the inherited one, if that is earlier */
     TOMBOLO_DEADLINE_AT = 2       /* at an instant; or the inherited one, if that is earlier */
 } tombolo_deadline;
 
@@ -198,7 +198,7 @@ int32_t tombolo_loan_submit(tombolo_client client, tombolo_loan loan, const tomb
 /* Gives it back unsent. */
 int32_t tombolo_loan_free(tombolo_loan loan);
 
-/* Zeroed memory of so many bytes, to GiB; with populate not 0 its pages are there at once. The pointer is valid until it is freed. */
+/* Zeroed memory of this many bytes, to GiB; with populate not 0 its pages are there at once. The pointer is valid until it is freed. */
 int32_t tombolo_buffer_new(uint64_t bytes, int32_t populate, tombolo_buffer *buffer, void **data);
 /* The memory of a memfd that is there already, whole. It has a size and is sealed against shrinking and growing (F_SEAL_SHRINK, F_SEAL_GROW), or it
  * is TOMBOLO_SECTION; the descriptor stays the caller's, who may close it. bytes is its size. The pointer is for reading, and for writing too where
@@ -261,7 +261,7 @@ typedef struct tombolo_service_options {
     uint64_t queue_bound;       /* most requests that wait; default 16384 */
     uint32_t late_policy;       /* a tombolo_late_policy */
     uint32_t admission;         /* not 0: what cannot be met is refused at once */
-    const uint32_t *uids;       /* who may call, besides root and whoever the service runs as */
+    const uint32_t *uids;       /* users that may call, besides root and the user of the service */
     size_t uid_count;
     const uint32_t *gids;       /* of a caller, the group that it runs as and those that it is a member of besides */
     size_t gid_count;
@@ -325,7 +325,7 @@ typedef struct tombolo_stats {
     uint32_t reserved;
     uint64_t uptime_ns;
     uint64_t clients;              /* connected */
-    uint64_t broken_clients;       /* sent away since they broke the protocol */
+    uint64_t broken_clients;       /* disconnected because they broke the protocol */
     uint64_t refused_connections;
     uint64_t pending;              /* requests that wait */
     uint64_t served;               /* answers since the service began, by their kind */
@@ -340,7 +340,7 @@ typedef struct tombolo_stats {
     uint64_t expired;
     uint64_t failed;
     uint64_t abandoned;            /* their client had gone before the answer */
-    uint64_t reclaimed_replies;    /* held for too long and taken back */
+    uint64_t reclaimed_replies;    /* held for too long and reclaimed */
     uint64_t queued_p50_ns;        /* from when a request was seen to when its service began */
     uint64_t queued_p99_ns;
     uint64_t queued_max_ns;

@@ -388,7 +388,7 @@ public:
 
     // Throws NoRoom where the client holds too many replies; it gets Refused, unless something else is put in.
     void write(std::string_view bytes) { put(tombolo_answer_write(answer_, bytes.data(), bytes.size())); }
-    // Room for so many bytes, to be written before serve returns.
+    // Room for this many bytes, to be written before serve returns.
     char *loan(uint64_t len) {
         void *data = nullptr;
         put(tombolo_answer_loan(answer_, len, &data));

@@ -193,7 +193,7 @@ class Calls(unittest.TestCase):
         with tombolo.Client("tester", max_shared_bytes=8191) as client:
             with self.assertRaises(tombolo.errors.ReplyTooLarge) as caught:
                 client.call("share")
-            self.assertRegex(str(caught.exception), "memory of 8192 bytes.*takes 8191 together.*max_shared_bytes")
+            self.assertRegex(str(caught.exception), "memory of 8192 bytes.*accepts 8191 together.*max_shared_bytes")
             self.assertEqual(client.call("goes on").data, b"goes on")
         with tombolo.Client("tester", max_shared_bytes=8192) as client:
             self.assertEqual(len(client.call("share")), 8192)

@@ -14,7 +14,7 @@ pub const PATTERN: usize = 251;
 /// The statuses that are answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Status {
-    /// Here it is.
+    /// The answer carries what was asked for.
     Ok = 200,
     /// This is not HTTP, or N is too large.
     BadRequest = 400,
@@ -48,7 +48,7 @@ impl Status {
 /// What a request is for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Target {
-    /// `/`.
+    /// `/`: a short fixed page.
     Page,
     /// `/bytes/N`.
     Bytes(u64),
@@ -57,7 +57,7 @@ pub enum Target {
 /// A request that can be answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Request {
-    /// What it is for.
+    /// The page or byte stream that was asked for.
     pub target: Target,
     /// HEAD: the answer without its body.
     pub head_only: bool,
@@ -73,7 +73,7 @@ pub enum Parsed {
     /// A head of so many bytes, with a request, or with the status that refuses it. In a refusal, `keep_alive` says
     /// whether the next request can be told from this one.
     Head {
-        /// Bytes of the head.
+        /// Length of the request head up to and including its empty line.
         bytes: usize,
         /// The request, or why not.
         request: Result<Request, Refusal>,
@@ -83,7 +83,7 @@ pub enum Parsed {
 /// Why a request is not answered.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Refusal {
-    /// The status.
+    /// The status that the response carries.
     pub status: Status,
     /// Whether the connection stays open.
     pub keep_alive: bool,
@@ -176,7 +176,7 @@ fn head(bytes: &[u8]) -> Result<Request, Refusal> {
     Ok(Request { target, head_only, keep_alive })
 }
 
-/// The head of a response.
+/// Formats status line and headers, including the empty line that ends them.
 pub fn response_head(status: Status, kind: &str, body_bytes: u64, keep_alive: bool) -> String {
     let connection = if keep_alive { "keep-alive" } else { "close" };
     let allow = if status == Status::MethodNotAllowed { "Allow: GET, HEAD\r\n" } else { "" };

@@ -49,16 +49,16 @@ fn put(bytes: &mut [u8], at: usize, value: u32) {
 /// How much is to be sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Amount {
-    /// So many bytes.
+    /// Stop after this many payload bytes.
     Bytes(u64),
-    /// For so long.
+    /// Stop after this time.
     Nanoseconds(u64),
 }
 
 /// What the server is to do besides receiving.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Mode {
-    /// Nothing.
+    /// This side only receives.
     Receive,
     /// Send to the client's port when it has finished (`-r`).
     Tradeoff,
@@ -167,7 +167,7 @@ impl Datagram {
 /// What a receiver of datagrams has seen.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Report {
-    /// Payload bytes.
+    /// Bytes of payload, headers not counted.
     pub bytes: u64,
     /// From the first datagram to the last.
     pub duration_us: u64,

@@ -28,7 +28,7 @@ impl Latencies {
         Latencies(Vec::with_capacity(count))
     }
 
-    /// Adds a sample.
+    /// Records one measured time.
     pub fn push(&mut self, ns: u64) {
         self.0.push(ns);
     }

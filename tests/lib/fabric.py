@@ -140,7 +140,7 @@ class Fabric:
         self.process = Process([PROGRAM, "up", "--replace", self.file], name="tombolo", netns=self.netns, env=self.env, cwd=self.folder,
                                own_mounts=self.own_mounts)
         assert before.wait(seconds) == 0, before.tail()
-        self.process.wait_line(lambda line: "stands after" in line, seconds)
+        self.process.wait_line(lambda line: "is up after" in line, seconds)
 
     def kill(self):
         """SIGKILL to the daemon alone: what a crash is."""

@@ -1,4 +1,4 @@
-"""Ethernet frames by hand: stations that say and hear exactly what a test wants. One is the peer of a `stream` port."""
+"""Ethernet frames by hand: stations that send and receive exactly what a test wants. One is the peer of a `stream` port."""
 
 import socket
 import struct

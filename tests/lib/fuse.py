@@ -1,4 +1,4 @@
-"""A file system of a hostile user: a FUSE server, spoken directly over /dev/fuse, that stops answering when it is told to."""
+"""A file system of a hostile user: a FUSE server, spoken directly over /dev/fuse, that stops answering on command."""
 
 import ctypes
 import errno

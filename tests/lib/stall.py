@@ -1,7 +1,7 @@
-"""The load under which a lost wake-up once stalled a guest's network for ever.
+"""The load under which a lost wake-up used to stall a guest's network for ever.
 
-QEMU before 8.1 drops the memory fences of a guest with one CPU. A guest that streams in both directions then misses a wake-up now
-and then. Its peer has to look once more, or neither side ever wakes the other again.
+QEMU before 8.1 drops the memory fences of a guest with one CPU. A guest that streams in both directions then sometimes misses
+a wake-up. Its peer must check once more, or neither side ever wakes the other again.
 """
 
 import itertools

@@ -129,7 +129,7 @@ impl Other {
     /// # Errors
     /// Where the other end has ended.
     pub fn cpu_ns(&mut self) -> Fallible<u64> {
-        let into = self.into.as_mut().ok_or("the other end has no input")?;
+        let into = self.into.as_mut().ok_or("the other end has no standard input")?;
         into.write_all(b"\n")?;
         Ok(cpu_ns() + self.line()?.parse::<u64>()?)
     }

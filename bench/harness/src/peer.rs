@@ -12,7 +12,7 @@ use std::path::Path;
 
 use crate::{Fallible, Other, burn, closed_loop, option, other_end, pin, rate, real_time};
 
-/// What calls.
+/// One connection to a peer under test, as the benchmark loop uses it.
 pub trait Caller {
     /// One call: sends these bytes, and copies what comes back.
     ///
@@ -66,7 +66,7 @@ pub fn run<C: Caller>(
 }
 
 fn start(what: &str, cpu: usize, class: &str, dir: &Path) -> Fallible<Other> {
-    Other::start(&[what, &cpu.to_string(), class, dir.to_str().ok_or("a folder that is no text")?])
+    Other::start(&[what, &cpu.to_string(), class, dir.to_str().ok_or("the folder's name is not UTF-8")?])
 }
 
 /// Both ends of one row, on these CPUs.

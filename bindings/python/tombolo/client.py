@@ -1,4 +1,4 @@
-"""Who calls. Times are seconds, as floats; instants are ns of CLOCK_MONOTONIC (`now_ns`)."""
+"""The calling side. Times are seconds, as floats; instants are ns of CLOCK_MONOTONIC (`now_ns`)."""
 
 import ctypes
 import json

@@ -125,7 +125,7 @@ async fn run(net: &Net, calls: Calls, is_client: bool) {
         }
         println!("calc: the other end is there");
         calls.down().await;
-        println!("calc: the other end is gone");
+        println!("calc: the peer has disconnected");
     }
 }
 
@@ -172,7 +172,7 @@ async fn client(net: &Net, calls: &Calls) {
     }
     let patience_s = number(net, "patience_s", 60);
     if net.within(patience_s * SECOND_NS, calls.up()).await != Some(true) {
-        fail(format_args!("nobody came within {patience_s} s"));
+        fail(format_args!("no peer connected within {patience_s} s"));
     }
     let (mut trips, mut ends) = (Latencies::with_capacity(count as usize), Ends::default());
     let mut way = Latencies::with_capacity(count as usize);
@@ -194,7 +194,7 @@ async fn client(net: &Net, calls: &Calls) {
             && !is_last
             && net.within(patience_s * SECOND_NS, calls.up()).await.is_none()
         {
-            fail(format_args!("the other end went after {n} calls, and did not come again"));
+            fail(format_args!("the peer disconnected after {n} calls and did not connect again"));
         }
     }
     let Ends { replied, wrong, late, timeout, gone, other } = ends;

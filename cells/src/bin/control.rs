@@ -120,7 +120,7 @@ async fn meet(net: &Net, channel: &mut Channel, patience_ns: u64) {
         Some(Ok(())) => {}
         Some(Err(error)) => fail(format_args!("link {:?}: {error}", channel.link().name())),
         None => {
-            fail(format_args!("nobody came to link {:?} within {} s", channel.link().name(), patience_ns / SECOND_NS))
+            fail(format_args!("no peer joined link {:?} within {} s", channel.link().name(), patience_ns / SECOND_NS))
         }
     }
 }
@@ -283,7 +283,7 @@ async fn doorbell(net: &Net, link: &Link, settings: &Settings, is_controller: bo
     let deadline_ns = net.now_ns() + settings.patience_ns;
     while net.within(10_000_000, link.until(here)).await.is_none() {
         if net.now_ns() > deadline_ns {
-            fail(format_args!("nobody came to link {:?} within {} s", link.name(), settings.patience_ns / SECOND_NS));
+            fail(format_args!("no peer joined link {:?} within {} s", link.name(), settings.patience_ns / SECOND_NS));
         }
     }
     let spin = settings.wait == Wait::Spin;

@@ -530,7 +530,7 @@ async fn die(foe: &Foe, state: &str) -> ! {
 }
 
 async fn hostile(net: Net) {
-    let Some(xen) = Hostile::new(&net) else { fail(format_args!("this is no domain of Xen")) };
+    let Some(xen) = Hostile::new(&net) else { fail(format_args!("this is not a Xen domain")) };
     let node = |name: &str| xen.read(&format!("{DEVICE}/{name}")).unwrap_or_default();
     let (backend, domain, mac) = (node("backend"), node("backend-id").parse(), node("mac"));
     let (false, Ok(domain)) = (backend.is_empty(), domain) else { fail(format_args!("there is no vif 0")) };

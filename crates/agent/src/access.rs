@@ -20,14 +20,14 @@ const IV_POSITION: usize = 8;
 const DOORBELL: usize = 12;
 const PAGE: u64 = 4096;
 
-/// How wake-ups are to be had.
+/// How the agent learns of frames.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, clap::ValueEnum)]
 pub(crate) enum Wakeups {
-    /// By interrupts where the guest can, else by polling.
+    /// By interrupts if this guest has them, else by polling.
     Auto,
     /// By interrupts, through vfio, or not at all.
     Vfio,
-    /// By polling.
+    /// By polling only.
     Poll,
 }
 

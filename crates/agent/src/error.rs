@@ -9,16 +9,16 @@ use tombolo_switch::control::ControlError;
 /// Why the agent could not do what it was asked. Its text is for the guest's administrator.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum AgentError {
-    /// A file of sysfs.
     #[error("{what} {}: {source}; the agent has to run as root in a guest with /sys mounted", path.display())]
     Sysfs { what: &'static str, path: PathBuf, source: std::io::Error },
     /// There is no ivshmem device at all.
     #[error(
-        "this guest has no ivshmem device (1af4:1110); in the fabric's file give it `attach = \"ivshmem\"`, or start its QEMU with -device ivshmem-doorbell"
+        "this guest has no ivshmem device (1af4:1110); set `attach = \"ivshmem\"` in the fabric's file, or start its \
+         QEMU with -device ivshmem-doorbell"
     )]
     NoDevice,
     /// The device asked for is not there.
-    #[error("there is no ivshmem device {address}; those that are there: {there}")]
+    #[error("no ivshmem device {address}; found: {there}")]
     NoSuchDevice { address: String, there: String },
     /// There are several network links, and none was chosen.
     #[error("several devices are network links: {there}; choose one with --device")]
@@ -35,7 +35,6 @@ pub(crate) enum AgentError {
     /// Memory of the device.
     #[error("{address}: mapping {what}: {source}")]
     Map { address: String, what: &'static str, source: MemoryError },
-    /// The tap.
     #[error(transparent)]
     Tap(#[from] TapError),
     /// The loop's thread.

@@ -10,7 +10,6 @@ use tombolo_ring::ivshmem::region::Header;
 
 /// A device that is open, and is a network link.
 pub(crate) struct NetworkLink {
-    /// The device.
     pub(crate) device: Device,
     /// The way to it.
     pub(crate) access: Access,

@@ -28,16 +28,16 @@ use std::process::ExitCode;
 #[derive(Debug, Parser)]
 #[command(version)]
 struct Arguments {
-    /// PCI address of the device, such as 00:03.0; needed only where several are network links
+    /// PCI address of the device, such as 00:03.0; needed only if several are network links
     #[arg(long, value_name = "ADDRESS")]
     device: Option<String>,
-    /// Name of the tap device to make
+    /// Name of the tap device to create
     #[arg(long, value_name = "NAME", default_value = "tmb0")]
     tap: String,
-    /// How to be woken: by interrupts through vfio, by polling, or by whichever this guest has
+    /// How to be woken: by interrupts through vfio, by polling, or by the one that this guest has
     #[arg(long, value_enum, default_value_t = Wakeups::Auto)]
     wakeups: Wakeups,
-    /// List the ivshmem devices of this guest and what each is, and end
+    /// List the ivshmem devices of this guest with their kind, and exit
     #[arg(long)]
     list: bool,
 }

@@ -30,7 +30,6 @@ pub(crate) struct Device {
     pub(crate) interrupts_bytes: u64,
     /// Bytes of BAR 2, the memory.
     pub(crate) memory_bytes: u64,
-    /// The driver that has it, if one has.
     pub(crate) driver: Option<String>,
     /// The number of its group of the IOMMU, if the guest has one.
     pub(crate) iommu_group: Option<String>,

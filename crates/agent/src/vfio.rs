@@ -58,8 +58,8 @@ pub(crate) fn obstacle(device: &Device) -> Option<String> {
     }
     if device.iommu_group.is_none() {
         return Some(
-            "this guest has no IOMMU, which vfio needs: QEMU gives one by `-device intel-iommu,intremap=on` (machine q35), \
-             and the guest's kernel wants intel_iommu=on"
+            "this guest has no IOMMU, which vfio needs: QEMU provides one with `-device intel-iommu,intremap=on` \
+             (machine q35), and the guest's kernel needs intel_iommu=on"
                 .into(),
         );
     }

@@ -17,7 +17,7 @@ enum verdict {
 	TAKEN_TCX,	/* redirected to the output's queue */
 	TAKEN_PEER,	/* redirected straight into the other end of a veth pair */
 	TAKEN_XDP,	/* redirected before there was an sk_buff */
-	UP_OFF,		/* the interface is not to be bypassed now, or the keeper that is needed has gone */
+	UP_OFF,		/* the interface is not bypassed now, or the required keeper is gone */
 	UP_NOT_OURS,	/* broadcast, multicast, or another's MAC address */
 	UP_PROTOCOL,	/* neither IPv4 nor IPv6: ARP and the like */
 	UP_VLAN,	/* it has a VLAN tag */
@@ -36,7 +36,7 @@ enum verdict {
 	HANDED_PARTIAL,	/* its checksum is not finished, or it might hold a packet whose checksum is not */
 	HANDED_LARGE,	/* a segmentation frame, or another for which there is an sk_buff already, or too long for the way out */
 	HANDED_OUTPUT,	/* only tcx serves the way out, or others' programs stand before ours there */
-	HANDED_CAPTURE,	/* somebody captures on this interface */
+	HANDED_CAPTURE,	/* a process captures on this interface */
 	UP_FAILED,	/* the kernel could not make room for the change */
 	UP_FIELDS,	/* TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from */
 	DROPPED_WINDOW,	/* FIN or RST outside of the window of a connection that is taken: conntrack calls that invalid */

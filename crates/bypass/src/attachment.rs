@@ -40,14 +40,12 @@ const XDP_ATTACHED_SKB: u8 = 2;
 
 /// Why attaching or detaching failed. What was attached before it failed is detached again.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum AttachError {
-    /// The place.
     #[error(transparent)]
     Place(#[from] PlaceError),
-    /// Loading.
     #[error(transparent)]
     Load(#[from] LoadError),
-    /// A map.
     #[error(transparent)]
     Maps(#[from] MapsError),
     /// An interface.
@@ -60,32 +58,26 @@ pub enum AttachError {
     #[error("capture: {0}")]
     Capture(String),
     /// One capture runs already.
-    #[error("another capture runs in this network namespace, by {0}: one at a time can")]
+    #[error("another capture runs in this network namespace, by {0}; only one can run at a time")]
     Capturing(String),
     /// The system has no thread for the keeper.
     #[error("the keeper's second thread: {0}")]
     Thread(std::io::Error),
     /// A program could not be attached.
     #[error("{interface}: {cause}")]
-    Program {
-        /// Where.
-        interface: String,
-        /// The kernel's words.
-        cause: String,
-    },
+    Program { interface: String, cause: String },
     /// Older filters would be skipped.
     #[error(
         "{0} has tc filters at its ingress, which run after tcx programs: they would not see a frame that is taken. \
-         Remove them, or say --past-filters if they need not"
+         Remove them, or use --past-filters if they need not see it"
     )]
     Filters(String),
     /// An XDP program is there, and an interface has room for one.
     #[error(
-        "{interface} has an XDP program already ({name}, id {program}{dispatcher}), and there is room for one: \
-         attach with --mode auto or tcx, which works behind it, or take that one off ({off})"
+        "{interface} has an XDP program already ({name}, id {program}{dispatcher}), and an interface can have only \
+         one: attach with --mode auto or tcx, which works behind it, or remove that program ({off})"
     )]
     XdpTaken {
-        /// Where.
         interface: String,
         /// Its id, as in `bpftool prog`.
         program: u32,
@@ -97,7 +89,7 @@ pub enum AttachError {
         off: String,
     },
     /// Not a member of an Ethernet.
-    #[error("{0} is no Ethernet interface: the bypass writes Ethernet headers")]
+    #[error("{0} is not an Ethernet interface, and the bypass writes Ethernet headers")]
     NotEthernet(String),
     /// Asked for what is not attached.
     #[error("{0} is not attached; `tombolo bypass status` lists what is (with the same --netns)")]
@@ -112,7 +104,7 @@ pub enum AttachError {
 /// How to attach.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// The mode.
+    /// Which program takes frames: tcx, XDP, or the better one.
     pub wanted: Wanted,
     /// How long a flow holds before one frame goes the kernel's way again; `None`: as it is, or `LEASE`.
     pub lease: Option<Duration>,
@@ -132,7 +124,7 @@ pub struct Options {
 /// What was done at one interface.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Attached {
-    /// Its name.
+    /// As `ip link` shows it.
     pub interface: String,
     /// Whether it was attached before.
     pub already: bool,

@@ -60,7 +60,7 @@ pub struct Wanted {
     pub interface: Option<u32>,
     /// IP protocol number; ICMP's also selects ICMPv6.
     pub protocol: Option<u8>,
-    /// The two ends.
+    /// Frames from either end to the other are captured.
     pub ends: [End; 2],
     /// Bytes that are kept of each frame.
     pub snap: u32,
@@ -100,12 +100,12 @@ impl Wanted {
     }
 }
 
-/// A captured frame.
+/// One frame of a capture.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Frame {
-    /// What it is.
+    /// Time, interface, path and length, as the program recorded them.
     pub captured: Captured,
-    /// Its first bytes.
+    /// The frame from its Ethernet header on, cut to the wanted length.
     pub bytes: Vec<u8>,
 }
 

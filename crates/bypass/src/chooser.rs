@@ -73,18 +73,18 @@ const TEXTS: [&str; 15] = [
     "segmentation frames come in",
     "frames with unfinished checksums come in",
     "frames go out where XDP cannot send",
-    "somebody captures on it",
-    "XDP did not serve here; tried again later",
+    "a process captures on it",
+    "XDP failed here; it is tried again later",
     "many whole frames, to outputs that take them from XDP",
     "XDP could not be attached",
     "few of its frames can be taken at all",
-    "the interface was made anew",
-    "nothing is taken: filters came to its ingress that would not see it (--past-filters takes it all the same)",
-    "others' tcx programs at its ingress come before ours, and XDP would pass them by",
+    "the interface was created again",
+    "nothing is taken: filters were added at its ingress that would not see it (--past-filters takes it anyway)",
+    "tcx programs of others run before ours at its ingress, and XDP would bypass them",
 ];
 
 impl Why {
-    /// In words.
+    /// The reason as a phrase, for `status`.
     pub fn text(self) -> &'static str {
         TEXTS[self as usize]
     }
@@ -104,11 +104,11 @@ pub struct Window {
     pub taken: u64,
     /// Of those: by tcx, although XDP could have sent them out.
     pub xdp_able: u64,
-    /// Of those: by XDP.
+    /// Frames among `taken` that XDP took.
     pub by_xdp: u64,
     /// Frames that went the kernel's way.
     pub passed: u64,
-    /// Segmentation frames.
+    /// Segmentation frames among `taken`.
     pub large: u64,
     /// Frames with unfinished checksums, which XDP hands on.
     pub partial: u64,
@@ -183,7 +183,7 @@ impl Chooser {
         Why::Refused
     }
 
-    /// The mode from here on, and why.
+    /// Decides the mode for the time after `window`, and gives the reason.
     pub fn choose(&mut self, window: &Window, now: Duration) -> (Mode, Why) {
         let (mode, why) = match (self.wanted, self.mode) {
             (Wanted::Tcx, _) => (Mode::Tcx, Why::Asked),

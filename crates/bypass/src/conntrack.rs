@@ -42,13 +42,13 @@ pub const CLOSED: u8 = 8;
 /// A TCP connection by its first direction, addresses of 4 or 16 bytes, ports in the wire's byte order.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Connection {
-    /// Who opened it.
+    /// Address of the side that opened the connection, 4 or 16 bytes.
     pub source: Vec<u8>,
-    /// To whom.
+    /// Address of the other side, 4 or 16 bytes.
     pub destination: Vec<u8>,
-    /// From which port.
+    /// Big-endian, as on the wire.
     pub source_port: [u8; 2],
-    /// To which port.
+    /// Big-endian, as on the wire.
     pub destination_port: [u8; 2],
 }
 
@@ -119,7 +119,7 @@ impl Update {
 pub struct Conntrack(Socket);
 
 impl Conntrack {
-    /// Opens the socket.
+    /// Opens a netlink socket for the calling thread's network namespace.
     pub fn open() -> Result<Conntrack, NetlinkError> {
         Socket::open(Some(netlink::NETFILTER), 0).map(Conntrack).map_err(failed("conntrack socket"))
     }
@@ -130,7 +130,7 @@ impl Conntrack {
         self.0.ask(&request, |_, _| {}).map_err(failed("conntrack"))
     }
 
-    /// The entry of a connection, if there is one.
+    /// Asks the kernel for the connection's entry. `None`: conntrack has none.
     pub fn entry(&self, connection: &Connection) -> Result<Option<Entry>, NetlinkError> {
         let mut entry = None;
         match self.0.ask(&request(GET, connection).finish(), |_, body| entry = Some(Entry::parse(body))) {

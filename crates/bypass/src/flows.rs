@@ -26,7 +26,7 @@ pub struct FlowUsage {
     pub taken_bytes: u64,
     /// Frames that took the kernel's path.
     pub passed: u64,
-    /// Their bytes.
+    /// Bytes of the frames in `passed`.
     pub passed_bytes: u64,
     /// How the last frame that was taken went: a key of `VERDICTS`, or nothing if none was.
     pub path: Option<&'static str>,
@@ -64,7 +64,7 @@ impl FlowUsage {
     }
 }
 
-/// What was measured.
+/// The result of watching flows for a while.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Measured {
     /// The flows with frames in that time; those with most bytes first.

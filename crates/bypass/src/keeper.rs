@@ -137,7 +137,7 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
     let limit = rustix::event::Timespec::try_from(DYING).expect("seconds");
     match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) {
         Ok(0) => {
-            let what = format!("the keeper, process {pid}, was killed and has not ended: the kernel holds it");
+            let what = format!("the keeper, process {pid}, was killed but has not ended; the kernel holds it");
             Err(std::io::Error::other(what))
         }
         Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -427,7 +427,7 @@ impl Keeper {
             Ok(record) => !record.interfaces.is_empty() || !record.awaited.is_empty(),
             // One that is gone again already is no reason to end.
             Err(error) => {
-                tell(&format!("an interface that was made anew could not be attached: {error}"));
+                tell(&format!("an interface that was created again could not be attached: {error}"));
                 true
             }
         }

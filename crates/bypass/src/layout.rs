@@ -59,13 +59,13 @@ pub const VERDICTS: [(&str, &str); 25] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
-    ("up_off", "the interface is not to be bypassed now, or the keeper that is needed has gone"),
+    ("up_off", "the interface is not bypassed now, or the required keeper is gone"),
     ("up_not_ours", "broadcast, multicast, or another's Ethernet address"),
     ("up_protocol", "neither IPv4 nor IPv6"),
     ("up_vlan", "a VLAN tag"),
     ("up_options", "IPv4 options or IPv6 extension headers"),
     ("up_fragment", "a fragment"),
-    ("up_ttl", "its hops end here"),
+    ("up_ttl", "its hop limit ends here"),
     ("up_transport", "neither TCP, UDP nor an ICMP echo"),
     ("up_malformed", "lengths or the header's checksum do not agree"),
     ("up_handshake", "SYN, FIN, RST or no ACK"),
@@ -73,14 +73,14 @@ pub const VERDICTS: [(&str, &str); 25] = [
     ("up_lease", "the flow's lease ended; the kernel is asked again"),
     ("up_changed", "routes, rules or settings have changed"),
     ("up_conntrack", "the connection's entry is gone or changed"),
-    ("up_mtu", "too long for the way out"),
+    ("up_mtu", "too long for the output"),
     ("handed_partial", "by XDP to tcx: its checksum is not finished, or it has none, or may be a tunnel's"),
     (
         "handed_large",
-        "by XDP to tcx: a segmentation frame or another that came as an sk_buff, or too long for the way out",
+        "by XDP to tcx: a segmentation frame or another that came as an sk_buff, or too long for the output",
     ),
-    ("handed_output", "by XDP to tcx: a way out that only tcx serves, or others' programs before ours there"),
-    ("handed_capture", "by XDP to tcx: somebody captures here"),
+    ("handed_output", "by XDP to tcx: an output that only tcx serves, or programs of others before ours there"),
+    ("handed_capture", "by XDP to tcx: a process captures here"),
     ("up_failed", "the kernel had no room for the change"),
     ("up_fields", "TTL, DF, id, flow label or mark differ from those of the frame that the flow was learned from"),
     (
@@ -100,7 +100,7 @@ pub const HANDED_LARGE: usize = 19;
 pub const DROPPED_WINDOW: usize = 24;
 /// Frames whose flow is not known.
 pub const NO_FLOW: usize = 13;
-/// Taken by XDP.
+/// Frames that XDP sent out.
 pub const TAKEN_XDP: usize = 2;
 
 /// `enum unlearned`: why nothing was learned from a frame that the kernel forwarded.
@@ -109,9 +109,9 @@ pub const UNLEARNED: [(&str, &str); 8] = [
     ("not_established", "the TCP connection is not established both ways"),
     ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone, or a frame that conntrack calls invalid"),
-    ("not_plain_route", "a tunnel, a port of a bridge or bond, or the way out is not attached"),
-    ("not_at_once", "it was held on its way, as by NFQUEUE"),
-    ("not_kept", "TCP through conntrack, and no keeper is at work"),
+    ("not_plain_route", "a tunnel, a port of a bridge or bond, or the output is not attached"),
+    ("not_at_once", "it was held back, for example by NFQUEUE"),
+    ("not_kept", "TCP through conntrack, and no keeper runs"),
     ("judged", "a firewall rule that judges each frame could apply to it, or changed rules were not read yet"),
 ];
 
@@ -145,7 +145,7 @@ pub enum Mode {
 }
 
 impl Mode {
-    /// Its name.
+    /// "tcx" or "xdp", as reports spell it.
     pub fn word(self) -> &'static str {
         match self {
             Mode::Tcx => "tcx",
@@ -171,7 +171,7 @@ fn long(bytes: &[u8], at: usize) -> u64 {
 pub struct Port {
     /// Which entry of the counters is its own.
     pub slot: u32,
-    /// `PORT_*`.
+    /// A set of the `PORT_*` bits.
     pub flags: u32,
     /// Which program takes frames.
     pub mode: Mode,
@@ -192,7 +192,7 @@ impl Port {
         bytes
     }
 
-    /// From the map.
+    /// Decodes an entry of the map.
     pub fn from_bytes(bytes: &[u8; PORT_BYTES]) -> Port {
         Port {
             slot: word(bytes, 0),
@@ -207,9 +207,9 @@ impl Port {
 /// `struct counters`, summed over the CPUs; of times the latest. All are monotonic.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Counters {
-    /// Packets by verdict.
+    /// Indexed like `VERDICTS`.
     pub packets: [u64; VERDICTS.len()],
-    /// Bytes of those taken.
+    /// Bytes of taken frames, summed over all paths.
     pub taken_bytes: u64,
     /// Segmentation frames among those taken.
     pub taken_large: u64,
@@ -234,7 +234,7 @@ pub struct Counters {
 }
 
 impl Counters {
-    /// Adds one CPU's.
+    /// Adds the counters of one CPU.
     pub fn add(&mut self, bytes: &[u8; COUNTERS_BYTES]) {
         let at = |n: usize| long(bytes, 8 * n);
         for (n, sum) in self.packets.iter_mut().enumerate() {
@@ -274,11 +274,11 @@ impl Counters {
 pub struct Tuple {
     /// Number of the interface.
     pub input: u32,
-    /// Source address.
+    /// Of the frame as it comes in, before NAT.
     pub source: IpAddr,
     /// Source port; an echo's id.
     pub source_port: u16,
-    /// Destination address.
+    /// Of the frame as it comes in, before NAT.
     pub destination: IpAddr,
     /// Destination port; an echo's type and code.
     pub destination_port: u16,
@@ -421,7 +421,7 @@ pub struct Usage {
     pub taken_bytes: u64,
     /// Frames that took the kernel's path.
     pub passed: u64,
-    /// Their bytes.
+    /// Bytes of the frames in `passed`.
     pub passed_bytes: u64,
     /// When the last frame came, on the monotonic clock.
     pub at_ns: u64,
@@ -461,7 +461,7 @@ impl Usage {
 pub struct Event {
     /// When, on the monotonic clock.
     pub at_ns: u64,
-    /// Which flow.
+    /// Addresses, ports and protocol of the flow.
     pub tuple: Tuple,
     /// Number of the interface where it goes out; 0: not known.
     pub output: u32,
@@ -495,7 +495,7 @@ impl Event {
 /// Where a frame was captured: `enum point`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Point {
-    /// As it came in.
+    /// At ingress, before any rewriting.
     In,
     /// As it goes out, after it was taken.
     Out,

@@ -246,7 +246,6 @@ impl Maps {
         self.judges.get(&0, 0).map_err(wrong("judges"))
     }
 
-    /// Writes them.
     pub(crate) fn set_judges(&mut self, judges: &[u8; JUDGES_BYTES]) -> Result<(), MapsError> {
         self.judges.set(0, judges, 0).map_err(wrong("judges"))
     }
@@ -265,7 +264,7 @@ impl Maps {
         self.set(SET_EPOCH, epoch.into())
     }
 
-    /// The attached interfaces.
+    /// Interface index and entry of each attached interface.
     pub fn ports(&self) -> Result<Vec<(u32, Port)>, MapsError> {
         self.ports
             .iter()
@@ -274,7 +273,7 @@ impl Maps {
             .map_err(wrong("ports"))
     }
 
-    /// One interface.
+    /// The entry of one interface. `None`: it is not attached.
     pub fn port(&self, index: u32) -> Result<Option<Port>, MapsError> {
         match self.ports.get(&index, 0) {
             Ok(bytes) => Ok(Some(Port::from_bytes(&bytes))),
@@ -309,7 +308,7 @@ impl Maps {
         Ok(slot)
     }
 
-    /// An interface's counters.
+    /// The counters in `slot`, summed over all CPUs.
     pub fn counters(&self, slot: u32) -> Result<Counters, MapsError> {
         let mut sum = Counters::default();
         for cpu in self.counters.get(&slot, 0).map_err(wrong("counters"))?.iter() {
@@ -336,7 +335,6 @@ impl Maps {
         flows
     }
 
-    /// Removes these flows.
     pub(crate) fn remove_flows<'a>(&mut self, keys: impl Iterator<Item = &'a FlowKey>) {
         let (mut keys4, mut keys6) = (vec![], vec![]);
         for key in keys {

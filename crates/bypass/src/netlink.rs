@@ -69,19 +69,12 @@ const TCA_BPF_ID: u16 = 11;
 
 /// What went wrong with the kernel.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum NetlinkError {
     /// A system call failed.
     #[error("netlink {what}: {cause}")]
-    Call {
-        /// What was asked.
-        what: &'static str,
-        /// The kernel's answer.
-        cause: Errno,
-    },
-    /// No such interface here.
-    #[error(
-        "there is no interface {0} in this network namespace; `ip link` lists those that are (--netns names another namespace)"
-    )]
+    Call { what: &'static str, cause: Errno },
+    #[error("no interface {0} in this network namespace; `ip link` lists them (--netns names another namespace)")]
     NoInterface(String),
 }
 
@@ -166,11 +159,11 @@ fn messages(mut bytes: &[u8]) -> impl Iterator<Item = (u16, &[u8])> {
 pub struct Link {
     /// Its number in this namespace.
     pub index: u32,
-    /// Its name.
+    /// As `ip link` shows it, without `@peer`.
     pub name: String,
     /// The driver's kind as `ip -d link` shows it: "veth", "tun", "bridge"; empty for a card.
     pub kind: String,
-    /// Its queueing discipline.
+    /// Name of the root queueing discipline, such as "noqueue".
     pub qdisc: String,
     /// Its MTU in bytes.
     pub mtu: u32,
@@ -262,11 +255,11 @@ fn tc_message(index: u32, handle: u32, parent: u32, info: u32) -> Vec<u8> {
 pub enum Change {
     /// A neighbour has this Ethernet address now, or none that serves.
     Neighbour {
-        /// The interface.
+        /// Index of the interface behind which it is.
         index: u32,
         /// The neighbour's address, 4 or 16 bytes.
         address: Vec<u8>,
-        /// Where it is.
+        /// The neighbour's Ethernet address; `None` if it cannot be reached now.
         mac: Option<[u8; 6]>,
     },
     /// Something about an interface changed, or it went.
@@ -343,12 +336,12 @@ impl Socket {
 pub struct Routes(Socket);
 
 impl Routes {
-    /// Opens the socket.
+    /// Opens a route netlink socket for the calling thread's network namespace.
     pub fn open() -> Result<Routes, NetlinkError> {
         Socket::open(None, 0).map(Routes).map_err(failed("socket"))
     }
 
-    /// All interfaces.
+    /// Dumps all interfaces of the namespace.
     pub fn links(&self) -> Result<Vec<Link>, NetlinkError> {
         let mut links = vec![];
         let request = Message::new(RTM_GETLINK, NLM_F_DUMP, &[0; 16]).finish();
@@ -400,7 +393,6 @@ impl Routes {
         Ok(!self.filters(index, TC_INGRESS)?.is_empty())
     }
 
-    /// Removes one of them.
     pub(crate) fn remove_filter(&self, index: u32, parent: u32, filter: &Filter) -> Result<(), NetlinkError> {
         let info = u32::from(filter.priority) << 16 | u32::from(filter.protocol);
         let mut request = Message::new(RTM_DELTFILTER, NLM_F_ACK, &tc_message(index, filter.handle, parent, info));
@@ -416,7 +408,7 @@ impl Routes {
         self.0.ask(&request.finish(), |_, _| {}).map_err(failed("removal of a qdisc"))
     }
 
-    /// All neighbours, as changes.
+    /// Dumps the neighbour table, one [`Change::Neighbour`] per entry.
     pub fn neighbours(&self) -> Result<Vec<Change>, NetlinkError> {
         let mut found = vec![];
         let request = Message::new(RTM_GETNEIGH, NLM_F_DUMP, &[0; 12]).finish();

@@ -54,7 +54,7 @@ pub enum LoadError {
     #[error("this kernel's BTF has no {0}, which the programs read")]
     Missing(&'static str),
     /// The object has no use of it where there must be one: it was compiled from other sources than these.
-    #[error("the object uses {0} nowhere: build the program anew")]
+    #[error("the object does not use {0}; build the program again")]
     NoUse(&'static str),
     /// The kernel refused a program or a map.
     #[error(

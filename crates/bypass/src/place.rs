@@ -42,18 +42,19 @@ const UNMOUNTING: Duration = Duration::from_millis(500);
 
 /// Why the place cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum PlaceError {
     /// A file or folder.
     #[error("{path}: {cause}")]
     File {
-        /// Which.
         path: PathBuf,
         /// What the system said.
         cause: std::io::Error,
     },
     /// No such network namespace.
     #[error(
-        "there is no network namespace {name}: {cause}; `ip netns` lists those with names, and a path such as /proc/PID/ns/net serves too"
+        "no network namespace {name}: {cause}; `ip netns` lists those with names, and a path such as \
+         /proc/PID/ns/net works too"
     )]
     Namespace {
         /// As it was given.
@@ -67,7 +68,6 @@ pub enum PlaceError {
          try again when it has ended, or end it if it hangs", .waited.as_secs()
     )]
     Busy {
-        /// The locked folder.
         path: PathBuf,
         /// Which process, as far as the kernel tells.
         holder: String,
@@ -76,22 +76,19 @@ pub enum PlaceError {
     },
     /// Pins would go with the calling process.
     #[error(
-        "this process has a mount namespace of its own, as `ip netns exec` makes one: pins made here would be lost with it. \
-         Run it outside, with --netns NAME"
+        "this process has its own mount namespace, as `ip netns exec` creates one: pins made here would be lost with \
+         it. Run it outside, with --netns NAME"
     )]
     PrivateMounts,
     /// Another version's record.
-    #[error("{path} is of another version of tombolo ({found}, this one writes {VERSION}): detach with that one first")]
-    Version {
-        /// The record.
-        path: PathBuf,
-        /// Its version.
-        found: u32,
-    },
+    #[error(
+        "{path} belongs to another version of tombolo ({found}; this one writes {VERSION}): detach with that \
+        version first"
+    )]
+    Version { path: PathBuf, found: u32 },
     /// A record that is none.
     #[error("{path} is not an owner record: {cause}; remove {pins} and it to give the interfaces back")]
     Record {
-        /// The record.
         path: PathBuf,
         /// What is wrong with it.
         cause: serde_json::Error,
@@ -111,9 +108,9 @@ pub enum Wanted {
     /// What is never slower, by its traffic.
     #[default]
     Auto,
-    /// Always tcx.
+    /// Frames are always taken by tcx.
     Tcx,
-    /// Always XDP.
+    /// Frames are always taken by XDP.
     Xdp,
 }
 
@@ -122,7 +119,7 @@ pub enum Wanted {
 pub struct Interface {
     /// Its name when it was attached.
     pub name: String,
-    /// Its number.
+    /// Its index when it was attached.
     pub index: u32,
     /// The mode that was asked for.
     pub wanted: Wanted,
@@ -156,7 +153,7 @@ pub struct Record {
     version: u32,
     /// The namespace as the user named it; empty: the one that the command ran in.
     pub netns: String,
-    /// The attached interfaces.
+    /// Interfaces that our programs are attached to.
     pub interfaces: Vec<Interface>,
     /// Those that went a short while ago.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]

@@ -29,7 +29,7 @@ pub enum ProbeError {
 /// What there can be.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Found {
-    /// The kernel's release.
+    /// As `uname -r` says.
     pub release: String,
     /// Where the programs of mode tcx are attached: "tcx" or "clsact".
     pub hook: &'static str,

@@ -40,7 +40,7 @@ pub struct Report {
     pub flow_limit: usize,
     /// Firewall rules that judge each frame of flows between the attached interfaces, the first hundred.
     pub judging_rules: Vec<JudgingRule>,
-    /// How many there are.
+    /// Length of the whole list, of which `judging_rules` shows the first hundred.
     pub judging_rules_total: usize,
     /// Whether flows are taken although these rules then judge one frame per lease. Otherwise flows that they could
     /// judge take the kernel's path.
@@ -51,7 +51,7 @@ pub struct Report {
     pub is_lenient: bool,
     /// Events that traces lost since all was attached.
     pub trace_lost: u64,
-    /// The interfaces.
+    /// Interfaces that are attached now and still have our programs.
     pub interfaces: Vec<InterfaceReport>,
     /// What this kernel lacks, and what follows.
     pub limits: Vec<&'static str>,
@@ -59,16 +59,16 @@ pub struct Report {
     pub warnings: Vec<Warning>,
 }
 
-/// One interface.
+/// State and counters of one attached interface.
 #[derive(Clone, Debug, Serialize)]
 pub struct InterfaceReport {
-    /// Its name.
+    /// As `ip link` shows it.
     pub name: String,
-    /// Its number.
+    /// The interface index in its namespace.
     pub index: u32,
     /// The mode that was asked for.
     pub wanted: Wanted,
-    /// The mode that it has.
+    /// The mode in force now.
     pub mode: Mode,
     /// Why it has that mode.
     pub why: &'static str,
@@ -84,9 +84,9 @@ pub struct InterfaceReport {
     pub takes: bool,
     /// Flows that come in here and hold now.
     pub flows: usize,
-    /// Packets taken.
+    /// Packets that came in here and skipped the kernel's forwarding.
     pub taken: u64,
-    /// Bytes taken.
+    /// Bytes of the packets in `taken`.
     pub taken_bytes: u64,
     /// Segmentation frames among those taken.
     pub taken_large: u64,

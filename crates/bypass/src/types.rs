@@ -33,7 +33,6 @@ pub enum TypesError {
 pub(crate) struct Types {
     /// With those of the module of connection tracking, if it is one.
     pub(crate) btf: Btf,
-    /// Whether it is.
     is_module: bool,
 }
 

@@ -75,15 +75,15 @@ fn keeper(report: &Report) -> Option<Warning> {
     };
     let what = match (&report.keeper_fault, report.keeper, report.needs_keeper) {
         (Some(fault), ..) => {
-            let all = if report.needs_keeper { ", and all traffic goes the kernel's way" } else { "" };
+            let all = if report.needs_keeper { ", and all traffic takes the kernel's path" } else { "" };
             format!("{fault}: no changes of mode, no new TCP connections through connection tracking{all}")
         }
         (None, Some(_), _) => return None,
         (None, None, false) => {
             "no keeper runs: no new TCP connections through connection tracking, no changes of mode".into()
         }
-        (None, None, true) => "no keeper runs, so all traffic goes the kernel's way, within three seconds of its end, \
-                               as --if-keeper-dies leave has it"
+        (None, None, true) => "no keeper runs, so all traffic takes the kernel's path, within three seconds of its \
+            end, as --if-keeper-dies leave says"
             .into(),
     };
     Some(Warning { kind: "keeper", what, advice })
@@ -93,20 +93,20 @@ fn keeper(report: &Report) -> Option<Warning> {
 fn interface(i: &InterfaceReport) -> Option<Warning> {
     let name = &i.name;
     let (what, advice) = if !i.takes {
-        let why = "filters or programs came behind ours at its ingress that would not see what is taken";
+        let why = "filters or programs were added behind ours at its ingress, which would not see what is taken";
         (format!("{name}: nothing is taken: {why}"), "remove them, or attach with --past-filters if they need not")
     } else if let Some(above) = &i.port_of {
         (
-            format!("{name}: it is a port of {above}, and at ports of a bridge, bond or VRF the bypass takes nothing"),
+            format!("{name}: it is a port of {above}, and the bypass takes nothing at ports of a bridge, bond or VRF"),
             "attach the bridge or bond itself",
         )
     } else if i.captured && i.wanted != Wanted::Tcx {
         (
-            format!("{name}: somebody captures on it, so XDP takes nothing there"),
+            format!("{name}: a process captures on it, so XDP takes nothing there"),
             "`tombolo bypass capture` leaves the interface in its mode",
         )
     } else if i.why == Why::Refused.text() {
-        (format!("{name}: {}", i.why), "the keeper's log has the kernel's words")
+        (format!("{name}: {}", i.why), "the keeper's log has the kernel's message")
     } else if i.why == Why::Preceded.text() {
         (format!("{name}: {}", i.why), "")
     } else {
@@ -137,7 +137,7 @@ fn judging_rules(report: &Report) -> Vec<Warning> {
     }
     let so = match skips {
         false => "flows that it could judge take the kernel's path",
-        true => "of taken flows it judges one frame per lease, as --judging-rules skip has it",
+        true => "it judges one frame per lease of taken flows, as --judging-rules skip says",
     };
     for rule in report.judging_rules.iter().take(MOST_NAMED) {
         let what = format!("rule that judges each frame: {rule}");
@@ -260,13 +260,13 @@ mod tests {
             assert!(told.len() == 1 && told[0].0 == kind && told[0].1.contains(text), "{kind}: {told:?}");
         };
         is(&|r| r.keeper = None, "keeper", "no keeper runs: no new TCP");
-        is(&|r| (r.keeper, r.needs_keeper) = (None, true), "keeper", "all traffic goes the kernel's way");
+        is(&|r| (r.keeper, r.needs_keeper) = (None, true), "keeper", "all traffic takes the kernel's path");
         is(&|r| r.keeper_fault = Some("the keeper is stopped".into()), "keeper", "stopped: no changes of mode");
         is(&|r| r.rules_fault = Some("rules changed".into()), "rules_unread", "until then no flow is learned");
         is(&|r| r.interfaces[0].takes = false, "interface", "ta: nothing is taken");
-        is(&|r| r.interfaces[0].captured = true, "interface", "ta: somebody captures");
+        is(&|r| r.interfaces[0].captured = true, "interface", "ta: a process captures");
         is(&|r| r.interfaces[0].why = Why::Refused.text(), "interface", "ta: XDP could not be attached");
-        is(&|r| r.interfaces[0].why = Why::Preceded.text(), "interface", "ta: others' tcx programs");
+        is(&|r| r.interfaces[0].why = Why::Preceded.text(), "interface", "ta: tcx programs of others");
         is(
             &|r| (r.interfaces[0].shortened, r.interfaces[0].shortened_ms_ago) = (3, Some(RECENT_MS - 1)),
             "leases",
@@ -312,6 +312,9 @@ mod tests {
             r.judging_rules_skipped = true;
             unlearned(r, "judged", 12, 1000);
         });
-        assert!(all[0].1.contains("judges one frame per lease, as --judging-rules skip has it"), "{all:?}");
+        assert!(
+            all[0].1.contains("judges one frame per lease of taken flows, as --judging-rules skip says"),
+            "{all:?}"
+        );
     }
 }

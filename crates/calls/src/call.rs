@@ -70,6 +70,7 @@ pub fn ns(duration: Duration) -> u64 {
 
 /// How a call ended, if not with a reply.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum CallError {
     /// Its deadline passed without an answer. Whether the call is served is not known.
     DeadlineExceeded,
@@ -92,12 +93,7 @@ pub enum CallError {
     /// As many calls, or as many bytes of requests, are under way as the link holds.
     Busy,
     /// The link carries no payload of that length.
-    TooLong {
-        /// Its bytes.
-        bytes: usize,
-        /// The most.
-        most: usize,
-    },
+    TooLong { bytes: usize, most: usize },
     /// Replies that have not been fetched fill the memory that is kept for them.
     ReplyMemory,
     /// A token that names no call under way.
@@ -113,12 +109,12 @@ impl fmt::Display for CallError {
             CallError::Cancelled => f.write_str("the call was cancelled"),
             CallError::Expired => f.write_str("the call waited for longer than its time to live"),
             CallError::Failed => f.write_str("the service failed while serving the call, or the peer serves nothing"),
-            CallError::ProviderGone => f.write_str("the peer that serves is not there, or has gone"),
+            CallError::ProviderGone => f.write_str("the serving peer is not connected, or has gone"),
             CallError::Timeout => f.write_str("no answer came within the time limit"),
-            CallError::Broken(broken) => write!(f, "{broken}; the link begins anew"),
+            CallError::Broken(broken) => write!(f, "{broken}; the link is reset"),
             CallError::Busy => f.write_str("the link holds no more calls, or bytes of requests, at a time"),
             CallError::TooLong { bytes, most } => write!(f, "a payload of {bytes} bytes; the link carries {most}"),
-            CallError::ReplyMemory => f.write_str("replies that nobody has fetched fill what is kept for them"),
+            CallError::ReplyMemory => f.write_str("unfetched replies fill the memory kept for replies"),
             CallError::Unknown => f.write_str("no call of that token is under way"),
         }
     }
@@ -129,7 +125,7 @@ impl core::error::Error for CallError {}
 /// What a call brings back.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Reply {
-    /// The reply.
+    /// What the handler answered.
     pub bytes: Vec<u8>,
     /// The application's code; 0 is success.
     pub code: u32,
@@ -154,7 +150,7 @@ pub struct RequestId {
 pub struct Request {
     pub(crate) id: RequestId,
     pub(crate) began_ns: u64,
-    /// Its bytes.
+    /// The payload that the client sent.
     pub bytes: Vec<u8>,
     /// When the answer is wanted, on our clock: what was left when it was taken, from then on. `u64::MAX`: best effort.
     pub deadline_ns: u64,
@@ -167,7 +163,7 @@ pub struct Request {
 }
 
 impl Request {
-    /// Which one it is.
+    /// Names the request in the provider's schedule and in logs.
     pub fn id(&self) -> RequestId {
         self.id
     }

@@ -8,11 +8,11 @@ use tombolo_ring::rpc::entry::{Answer, Ask, Call, Token};
 /// Something that came from the peer, its payload copied: read once, checked against the geometry.
 #[derive(Debug)]
 pub enum Message {
-    /// It asks.
+    /// A request, with its payload.
     Call(Call, Vec<u8>),
     /// It takes a request back.
     Cancel(Token),
-    /// It answers.
+    /// The answer to a request, with its payload.
     Answer(Answer, Vec<u8>),
 }
 

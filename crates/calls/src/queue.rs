@@ -36,7 +36,6 @@ type Key = (u64, u64);
 struct Slot {
     /// The first one's.
     key: Key,
-    /// Work in it.
     work: i64,
     /// Least slack in it.
     slack: i64,
@@ -114,7 +113,7 @@ impl<T> Request<T> {
     }
 }
 
-/// The queue.
+/// Waiting requests, ordered by deadline, with the work ahead of each.
 #[derive(Debug)]
 pub struct Queue<T> {
     judges: bool,
@@ -145,7 +144,7 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Requests in it.
+    /// How many requests wait.
     pub fn len(&self) -> usize {
         self.len
     }
@@ -219,7 +218,7 @@ impl<T> Queue<T> {
         split.and_then(|sibling| self.put(at, index + 1, sibling))
     }
 
-    /// Removes a key that is there.
+    /// Removes `key`, which must be in the tree.
     fn remove_below(&mut self, at: u32, height: u32, key: Key) {
         let index = self.node(at).covers(key);
         if height == 0 {
@@ -292,7 +291,7 @@ impl<T> Queue<T> {
         handle
     }
 
-    /// The first request.
+    /// The request that is served next.
     pub fn first(&self) -> Option<Handle> {
         let mut at = self.root;
         for _ in 0..self.height {

@@ -41,7 +41,7 @@ pub enum Order {
     /// Earliest absolute deadline first, best effort last.
     #[default]
     Edf,
-    /// As they come.
+    /// In order of arrival.
     Fifo,
     /// Priorities: the less time a request has from its arrival to its deadline, the sooner (deadline-monotonic); best effort last.
     DeadlineMonotonic,
@@ -64,7 +64,7 @@ impl Order {
 pub struct Rules {
     /// Most requests that wait.
     pub pending: usize,
-    /// Who comes first.
+    /// Order in which waiting requests are served.
     pub order: Order,
     /// What happens to the late.
     pub late: Late,
@@ -86,7 +86,7 @@ struct Waiting<T> {
     deadline_ns: u64,
     arrived_ns: u64,
     expires_ns: u64,
-    /// Who asked.
+    /// The client that sent it.
     client: u32,
     /// In that client's own queue.
     own: Handle,
@@ -114,18 +114,18 @@ struct Running {
 pub enum Next<T> {
     /// Serve this; call [`Schedule::done`] when that is done.
     Serve {
-        /// The request.
+        /// The request to serve.
         item: T,
         /// How long it waited.
         queued_ns: u64,
     },
     /// Answer this without serving it.
     Answer {
-        /// The request.
+        /// The request that is not served.
         item: T,
         /// How long it waited.
         queued_ns: u64,
-        /// With what.
+        /// Says why it was not served.
         status: Status,
     },
 }
@@ -174,7 +174,7 @@ impl<T> Schedule<T> {
         known.filter_map(|estimate| estimate.known()).next().unwrap_or((self.rules.budget_ns, 0))
     }
 
-    /// Requests that wait.
+    /// How many requests wait.
     pub fn pending(&self) -> usize {
         self.queue.len()
     }

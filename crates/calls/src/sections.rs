@@ -133,7 +133,7 @@ impl Rings {
     }
 
     /// Whether the peer is to be rung for what was written since the last question.
-    #[must_use = "a peer that sleeps sleeps on if nobody rings"]
+    #[must_use = "a sleeping peer keeps sleeping if its doorbell is not rung"]
     pub fn take_ring(&mut self) -> bool {
         core::mem::take(&mut self.ring)
     }

@@ -73,17 +73,17 @@ impl Default for ServeOptions {
 /// Counters of one side, all monotonic.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Stats {
-    /// Calls made.
+    /// Calls that this side made.
     pub asked: u64,
     /// Calls that got the reply.
     pub replied: u64,
     /// Calls that ended since the peer went or broke the protocol.
     pub lost: u64,
-    /// Requests served.
+    /// Requests of the peer that this side served.
     pub served: u64,
     /// Requests answered as late.
     pub late: u64,
-    /// Requests refused.
+    /// Requests of the peer that this side refused.
     pub refused: u64,
     /// Requests answered as cancelled, expired or failed.
     pub given_up: u64,
@@ -172,7 +172,7 @@ impl Session {
         self.serves = true;
     }
 
-    /// The counters.
+    /// Counters that only grow.
     pub fn stats(&self) -> Stats {
         self.stats
     }

@@ -25,7 +25,6 @@ unsafe extern "Rust" {
     fn tombolo_cell_app(net: crate::Net);
 }
 
-/// Calls the app.
 #[cfg(not(test))]
 pub(crate) fn start(net: crate::Net) {
     // SAFETY: `app!` defines the function with this signature; without it the image does not link.

@@ -64,11 +64,11 @@ impl fmt::Display for CallsError {
         match self {
             CallsError::Link(error) => write!(f, "{error}"),
             CallsError::Protocol(got) => write!(f, "the link's protocol is {got:#06x}, expected {CALLS:#06x}, calls"),
-            CallsError::Peers(peers) => write!(f, "the link has {peers} peers; calls go between two"),
+            CallsError::Peers(peers) => write!(f, "the link has {peers} peers; calls need exactly two"),
             CallsError::Sections(bytes) => {
                 write!(f, "output sections of {bytes} bytes hold no calls; 24 KiB are needed")
             }
-            CallsError::Greeting => f.write_str("the other side of the connection is no peer of calls"),
+            CallsError::Greeting => f.write_str("the other side of the connection does not speak the calls protocol"),
         }
     }
 }
@@ -383,7 +383,7 @@ impl Calls {
         self.watch(|state| !state.up).await;
     }
 
-    /// The counters.
+    /// Counters that only grow.
     pub fn stats(&self) -> Stats {
         self.state.borrow().session.stats()
     }

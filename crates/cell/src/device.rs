@@ -31,7 +31,6 @@ pub(crate) fn capabilities(mtu: usize, segmented_bytes: usize, tcpv4: bool, tcpv
 
 /// The network device of the cell.
 pub(crate) enum NetDevice {
-    /// A virtio device.
     Virtio(Box<VirtioNet>),
     /// A link over shared memory.
     Ivshmem(Box<IvshmemNet>),
@@ -72,7 +71,6 @@ impl NetDevice {
         }
     }
 
-    /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         match self {
             NetDevice::Virtio(device) => device.stats(),

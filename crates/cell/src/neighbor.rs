@@ -192,7 +192,6 @@ impl Question {
         (header, message)
     }
 
-    /// Bytes of the frame.
     pub(crate) fn frame_bytes(&self, mac: EthernetAddress) -> usize {
         ETHERNET_HEADER_BYTES
             + match *self {
@@ -204,7 +203,6 @@ impl Question {
             }
     }
 
-    /// Writes the frame.
     pub(crate) fn emit(&self, mac: EthernetAddress, frame: &mut [u8]) {
         let mut frame = EthernetFrame::new_unchecked(frame);
         frame.set_src_addr(mac);

@@ -54,7 +54,7 @@ impl Net {
         self.0.executor.spawn(task);
     }
 
-    /// The command line.
+    /// The options that the command line sets.
     pub fn config(&self) -> &Config {
         &self.0.config
     }
@@ -64,7 +64,7 @@ impl Net {
         self.0.now_ns()
     }
 
-    /// The counters.
+    /// Counters that only grow.
     pub fn stats(&self) -> NetStats {
         self.with(|stack| stack.stats())
     }

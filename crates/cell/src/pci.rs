@@ -202,7 +202,6 @@ impl<'p> Pci<'p> {
         found
     }
 
-    /// The capabilities of a function.
     pub(crate) fn capabilities(&mut self, f: Function) -> Vec<Capability> {
         let mut found = Vec::new();
         if self.read(f, COMMAND_STATUS) & STATUS_CAPABILITIES == 0 {
@@ -283,7 +282,6 @@ impl<'p> Pci<'p> {
         self.platform.map_device(bar.address, usize::try_from(bar.bytes).ok()?)
     }
 
-    /// How many vectors the function has.
     pub(crate) fn msix_vectors(&mut self, f: Function) -> u32 {
         let capability = self.capabilities(f).into_iter().find(|c| c.id == CAPABILITY_MSIX);
         capability.map_or(0, |c| (self.read(f, c.at) >> 16 & MSIX_TABLE_SIZE) + 1)

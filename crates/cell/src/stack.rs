@@ -41,7 +41,7 @@ const DNS_QUERIES: usize = 8;
 /// Counters of the main loop and the device, all monotonic.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct NetStats {
-    /// The device's counters.
+    /// Frames and drops of the network device.
     pub device: DeviceStats,
     /// Turns of the main loop.
     pub turns: u64,
@@ -178,7 +178,6 @@ impl Stack {
         }
     }
 
-    /// The counters.
     pub(crate) fn stats(&self) -> NetStats {
         let mut stats = self.stats;
         stats.device = self.device.stats();
@@ -383,7 +382,6 @@ fn egress(shared: &Shared) -> bool {
     more
 }
 
-/// The main loop.
 pub(crate) fn drive(shared: &Rc<Shared>) -> ! {
     let (budget, busy_poll_ns) = (shared.config.budget, shared.config.busy_poll_ns);
     let mut busy_until_ns = 0;

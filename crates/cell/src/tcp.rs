@@ -105,7 +105,6 @@ fn window_bytes(wanted: usize, whole: usize, taken: usize) -> usize {
     wanted.min(((whole - whole / 8).saturating_sub(taken) / 4).max(MIN_WINDOW_BYTES))
 }
 
-/// The windows of all sockets.
 fn windows(sockets: &SocketSet<'static>) -> usize {
     let window = |socket: &Socket<'static>| match socket {
         Socket::Tcp(socket) => socket.recv_capacity(),
@@ -300,7 +299,7 @@ impl TcpListener {
         TcpListener { net, index }
     }
 
-    /// The next connection.
+    /// Waits for the next connection.
     pub async fn accept(&mut self) -> TcpStream {
         let handle = poll_fn(|cx| {
             self.net.with(|stack| {
@@ -335,7 +334,6 @@ impl TcpStream {
         TcpStream { net, handle, listener }
     }
 
-    /// Connects to `to`.
     pub(crate) async fn connect(net: Net, to: IpEndpoint, options: TcpOptions) -> Result<TcpStream, TcpError> {
         let now_ns = net.now_ns();
         let handle = net.with(|stack| {

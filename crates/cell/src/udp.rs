@@ -18,7 +18,7 @@ pub(crate) const DEFAULT_BYTES: usize = 128 << 10;
 pub enum UdpError {
     /// No address of our own, or none of the peer's.
     Unreachable,
-    /// The port is in use.
+    /// Another socket of this cell is bound to the port.
     PortInUse,
 }
 

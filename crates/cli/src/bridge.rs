@@ -19,25 +19,25 @@ const PATIENCE: Duration = Duration::from_secs(5);
 #[derive(Args, Debug)]
 #[command(group = clap::ArgGroup::new("peer").args(["link", "tcp"]).required(true))]
 pub(crate) struct Bridge {
-    /// Direct link of the fabric with a free seat, by name, or by the path of its socket
+    /// Direct link of the fabric with a free peer ID: its name, or the path of its socket
     #[arg(conflicts_with = "tcp")]
     link: Option<String>,
-    /// No link: connect to a peer that listens for calls, such as a forwarded port of a cell
+    /// Use TCP instead of a link: connect to a peer that listens for calls, such as a forwarded port of a cell
     #[arg(long, value_name = "ADDRESS:PORT")]
     tcp: Option<String>,
     /// Name under which the peer's service is registered here [default: the link's]
     #[arg(long = "as", value_name = "NAME", conflicts_with = "no_service")]
     service: Option<String>,
-    /// Register nothing: only serve the peer
+    /// Register no service; only serve the peer
     #[arg(long, requires = "to")]
     no_service: bool,
-    /// Service of this machine that serves what the peer asks [default: none, and its calls fail]
+    /// Service of this machine that answers the peer's calls [default: none, so they fail]
     #[arg(long, value_name = "NAME")]
     to: Option<String>,
-    /// Requests that are passed on at a time, each way
+    /// Most requests passed on at a time, each way
     #[arg(long, value_name = "N", default_value = "16", value_parser = clap::value_parser!(u32).range(1..=64))]
     workers: u32,
-    /// Whoever can reach the folder of services may call, not only the owner
+    /// Let anyone who can reach the folder of services call, not only the owner
     #[arg(long)]
     everybody: bool,
 }
@@ -80,7 +80,8 @@ impl Bridge {
         let socket = rundir::link_socket(&root.join(&fabric), link);
         if !Path::new(&socket).exists() {
             return Err(Failure::failed(format!(
-                "fabric {fabric} has no direct link \"{link}\" with seats for processes (looked for {}); expected a section [link.{link}] with seats = 1",
+                "fabric {fabric} has no direct link \"{link}\" with room for processes (looked for {}); expected a \
+                 section [link.{link}] with seats = 1",
                 socket.display()
             )));
         }
@@ -105,7 +106,7 @@ impl Bridge {
             match (there, &bridge.service) {
                 (true, Some(name)) => crate::out::tell!("tombolo: the peer is there: service {name} is registered"),
                 (true, None) => crate::out::tell!("tombolo: the peer is there"),
-                (false, _) => crate::out::tell!("tombolo: the peer is gone"),
+                (false, _) => crate::out::tell!("tombolo: the peer has disconnected"),
             }
         });
         match error {

@@ -28,15 +28,15 @@ use crate::out::{self, Table};
 pub(crate) enum Bypass {
     /// Let traffic between these interfaces skip the kernel's forwarding
     Attach(Attach),
-    /// Give interfaces back to the kernel; without a name all of them
+    /// Return interfaces to the kernel; without a name, all of them
     Detach(Detach),
-    /// Show interfaces, their modes, and which way their frames went and why
+    /// Show interfaces, their modes, and which path their frames took and why
     Status(Status),
-    /// Print frame by frame which way it went and why
+    /// Print each frame with the path that it took, and why
     Trace(Trace),
     /// Measure which flows have traffic, which path their frames take, and why
     Flows(Flows),
-    /// Write frames of one flow, or of a filter, into a pcapng file, with the way that each went and why
+    /// Write the frames of one flow or filter to a pcapng file, each with its path and the reason
     Capture(Capture),
     /// Help the attached programs along until they are detached
     #[command(hide = true)]
@@ -52,7 +52,7 @@ pub(crate) struct Space {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum ModeArg {
-    /// What is never slower, by the traffic of each interface
+    /// Chosen by the traffic of each interface, so that it is never slower
     Auto,
     /// At the tc ingress hook: segmentation and checksum state are kept
     Tcx,
@@ -62,9 +62,9 @@ enum ModeArg {
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum IfKeeperDies {
-    /// It stays in the bypass, with what the keeper does left undone
+    /// It stays in the bypass, without the keeper's work
     Stay,
-    /// It goes the kernel's way within three seconds, until `attach` starts another keeper
+    /// It takes the kernel's path within three seconds, until `attach` starts another keeper
     Leave,
 }
 
@@ -84,18 +84,19 @@ pub(crate) struct Attach {
     /// Which program takes the frames
     #[arg(long, value_enum, default_value = "auto")]
     mode: ModeArg,
-    /// How long a flow holds before one frame goes the kernel's way again, in milliseconds: 20 to 10000, for all interfaces of the
-    /// namespace [default: 1000, or as it is]
+    /// Milliseconds before one frame of a flow takes the kernel's path again, 20 to 10000, for all interfaces of the
+    /// namespace [default: 1000, or unchanged]
     #[arg(long, value_name = "MS", value_parser = number::milliseconds, allow_hyphen_values = true)]
     lease: Option<Duration>,
-    /// Attach although older tc filters at the ingress will not see the frames that are taken
+    /// Attach even if older tc filters at the ingress then do not see the frames that are taken
     #[arg(long)]
     past_filters: bool,
-    /// What becomes of traffic if the keeper is killed, for all interfaces of the namespace [default: stay, or as it is]
+    /// What happens to traffic if the keeper is killed, for all interfaces of the namespace [default: stay, or
+    /// unchanged]
     #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "no_keeper")]
     if_keeper_dies: Option<IfKeeperDies>,
-    /// What becomes of firewall rules that judge each frame (limit, log, matches on the payload), for all interfaces of the
-    /// namespace [default: obey, or as it is]
+    /// How to treat firewall rules that judge each frame (limit, log, matches on the payload), for all interfaces of
+    /// the namespace [default: obey, or unchanged]
     #[arg(long, value_enum, value_name = "WHAT")]
     judging_rules: Option<JudgingRules>,
     /// Start no keeper: no changes of mode, and no new TCP connections through connection tracking
@@ -124,8 +125,8 @@ pub(crate) struct Status {
     /// Print it as JSON
     #[arg(long)]
     json: bool,
-    /// Print the counters as Prometheus text: the names and labels of a fabric's metrics, with the namespace as it is
-    /// given in place of a network
+    /// Print the counters as Prometheus text, with the names and labels of a fabric's metrics; the namespace, as given,
+    /// takes the place of a network
     #[arg(long, conflicts_with = "json")]
     metrics: bool,
 }
@@ -135,18 +136,18 @@ pub(crate) struct Trace {
     /// Only frames that come in at this interface
     #[arg(value_name = "INTERFACE")]
     interface: Option<String>,
-    /// End after so many lines
+    /// Stop after this many lines
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
-    /// End after so many seconds
+    /// Stop after this many seconds
     #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Option<Duration>,
-    /// Every frame, not only the first of each flow that goes a given way
+    /// Print every frame, not only the first of each flow and path
     #[arg(long)]
     all: bool,
     #[command(flatten)]
     space: Space,
-    /// Print one JSON object a line; the last one says how many events were lost
+    /// Print one JSON object per line; the last one has the number of lost events
     #[arg(long)]
     json: bool,
 }
@@ -159,7 +160,7 @@ pub(crate) struct Flows {
     /// How long to measure
     #[arg(long, value_name = "S", default_value = "1", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Duration,
-    /// Show so many flows, those with most bytes first
+    /// Show this many flows, those with most bytes first
     #[arg(long, value_name = "N", default_value = "20", value_parser = number::count, allow_hyphen_values = true)]
     top: u64,
     /// Only flows with frames that took the kernel's path
@@ -368,7 +369,7 @@ fn as_of_a_network(report: Report) -> BypassReport {
     let fault = if !report.attached {
         Some(NOTHING.into())
     } else if report.needs_keeper && report.keeper.is_none() {
-        Some("no keeper runs, without which nothing is to be taken".into())
+        Some("no keeper runs, and --if-keeper-dies leave takes nothing without one".into())
     } else {
         report.keeper_fault
     };
@@ -540,7 +541,7 @@ impl Flows {
         let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.clone());
         if !self.json && self.seconds > Duration::from_secs(2) && std::io::stderr().is_terminal() {
             out::tell!(
-                "tombolo: measuring for {:.1} s; Ctrl-C ends it and shows what there is",
+                "tombolo: measuring for {:.1} s; Ctrl-C ends it early and shows the result so far",
                 self.seconds.as_secs_f64()
             );
         }
@@ -586,7 +587,7 @@ impl Trace {
         let links = links_of_attached(&place, self.interface.as_deref())?;
         let name = |index| links.iter().find(|l| l.index == index).map(|l| l.name.as_str());
         if !self.json && std::io::stderr().is_terminal() {
-            out::tell!("tombolo: waiting for frames; Ctrl-C ends it, and leaves the bypass as it is");
+            out::tell!("tombolo: waiting for frames; Ctrl-C ends the trace and does not change the bypass");
         }
         let end = self.seconds.map(|s| Instant::now() + s);
         let start = monotonic_ns();
@@ -620,7 +621,7 @@ impl Trace {
         if self.json {
             writeln!(std::io::stdout(), "{}", serde_json::json!({ "lost": lost }))?;
         } else if lost > 0 {
-            out::tell!("tombolo: {lost} more events, of all interfaces, came faster than they could be told of");
+            out::tell!("tombolo: {lost} more events, of all interfaces, came faster than they could be printed");
         }
         Ok(end_of(detached))
     }

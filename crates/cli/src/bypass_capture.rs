@@ -25,7 +25,7 @@ pub(crate) struct Capture {
     /// Only frames that come in or go out at this interface [default: all attached ones]
     #[arg(value_name = "INTERFACE")]
     interface: Option<String>,
-    /// File to write; - is standard output, and the default in a pipe
+    /// File to write; - is standard output, which is the default in a pipe
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
     /// Only frames from or to this end: `10.1.0.2`, `10.1.0.0/24`, `:53`, `10.1.0.2:53`, `[fd01::2]:53`. Given twice: between
@@ -35,13 +35,13 @@ pub(crate) struct Capture {
     /// Only this protocol: tcp, udp, icmp (of both families), or its number
     #[arg(long, value_name = "PROTOCOL", value_parser = protocol)]
     protocol: Option<u8>,
-    /// End after this many frames
+    /// Stop after this many frames
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
-    /// End after this time
+    /// Stop after this time
     #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Option<std::time::Duration>,
-    /// Bytes kept of each frame, 65000 at most [default: 65000]
+    /// Bytes to keep of each frame, 65000 at most [default: 65000]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..=65_000))]
     snaplen: Option<u32>,
     #[command(flatten)]
@@ -178,7 +178,6 @@ fn is_ambiguous(text: &str) -> bool {
     shorter.is_some_and(|(host, _)| host.parse::<Ipv6Addr>().is_ok()) && text.parse::<Ipv6Addr>().is_ok()
 }
 
-/// An end as it was typed.
 #[derive(Clone, Debug)]
 struct TypedEnd {
     end: End,
@@ -238,7 +237,7 @@ impl Capture {
         }
         output.file.flush()?;
         if path.is_some() && io::stderr().is_terminal() && self.seconds.is_none() && self.count.is_none() {
-            out::tell!("capturing; Ctrl-C ends it, and leaves the bypass as it is");
+            out::tell!("capturing; Ctrl-C ends it and does not change the bypass");
         }
         let (deadline, stop) = (self.seconds.map(|s| Instant::now() + s), stop_flag()?);
         let mut ends = [End::default(); 2];
@@ -271,7 +270,7 @@ impl Capture {
         }
         if totals.lost() > 0 {
             out::tell!(
-                "tombolo: {} more frames came faster than they could be written, and are not in it",
+                "tombolo: {} more frames came faster than they could be written, and are not in the file",
                 totals.lost()
             );
         }

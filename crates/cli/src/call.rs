@@ -24,11 +24,11 @@ const LOOK: Duration = Duration::from_millis(20);
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 enum Form {
-    /// As it came, with a line's end if it has none
+    /// As received, with a newline if it lacks one
     Text,
     /// In hexadecimal digits
     Hex,
-    /// As it came, byte for byte
+    /// As received, byte for byte
     Raw,
 }
 
@@ -36,34 +36,34 @@ enum Form {
 pub(crate) struct Call {
     /// Name of the service
     name: String,
-    /// What to send, as text; after `--` where it begins with a dash [default: nothing]
+    /// Text to send; put `--` before it if it begins with a dash [default: nothing]
     #[arg(conflicts_with_all = ["hex", "file"])]
     data: Option<String>,
-    /// What to send, in hexadecimal digits
+    /// Bytes to send, in hexadecimal digits
     #[arg(long, value_name = "DIGITS", conflicts_with = "file")]
     hex: Option<String>,
-    /// Send what is in this file; - is standard input
+    /// Send the contents of this file; - is standard input
     #[arg(long, value_name = "FILE")]
     file: Option<PathBuf>,
-    /// When the answer is wanted, after the call: 200us, 5ms, 1s [default: best effort]
+    /// Deadline, counted from the call: 200us, 5ms, 1s [default: best effort]
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     deadline: Option<Duration>,
-    /// Wait so long after the deadline for a late reply [default: the call ends at its deadline]
+    /// Time to wait for a late reply after the deadline [default: the call ends at its deadline]
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, requires = "deadline")]
     wait_late: Option<Duration>,
-    /// How long to wait for the answer at most
+    /// Longest time to wait for the answer
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, default_value = "30s")]
     timeout: Duration,
-    /// How long the request may wait for its service [default: the service's choice]
+    /// Longest time that the request may wait to be served [default: the service's choice]
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     ttl: Option<Duration>,
-    /// Wait so long for the service where it is not there yet
+    /// Time to wait for a service that is not there yet
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true)]
     wait: Option<Duration>,
-    /// Call so many times and report ends, times, and replies that came after the deadline; none is printed
+    /// Call this many times and report ends, times and late replies, without printing replies
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     repeat: Option<u64>,
-    /// Time between two calls that are repeated
+    /// Time between two repeated calls
     #[arg(long, value_name = "TIME", value_parser = number::duration, allow_hyphen_values = true, requires = "repeat")]
     interval: Option<Duration>,
     /// How the reply is printed
@@ -185,7 +185,8 @@ impl Call {
         }
         let name = &self.name;
         Err(Failure::failed(format!(
-            "{name}: {error}: the service took the connection and said nothing. It may be stopped or hang; `tombolo service ls` shows its process"
+            "{name}: {error}: the service accepted the connection but does not answer. It may be stopped or hang; \
+             `tombolo service ls` shows its process"
         )))
     }
 

@@ -19,16 +19,16 @@ use crate::select::Select;
 pub(crate) struct Capture {
     /// Name of the port
     port: String,
-    /// File to write; - is standard output, and the default in a pipe
+    /// File to write; - is standard output, which is the default in a pipe
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
-    /// End after this many frames
+    /// Stop after this many frames
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
-    /// End after this time
+    /// Stop after this time
     #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true)]
     seconds: Option<Duration>,
-    /// Bytes kept of each frame [default: all]
+    /// Bytes to keep of each frame [default: all]
     #[arg(long, value_name = "BYTES", value_parser = clap::value_parser!(u32).range(1..))]
     snaplen: Option<u32>,
 }
@@ -56,7 +56,7 @@ impl Blocks {
             let word = |i: usize| u32::from_le_bytes([head[i], head[i + 1], head[i + 2], head[i + 3]]);
             let (kind, length) = (word(0), word(4) as usize);
             if length < BLOCK_HEAD + 4 || length % 4 != 0 {
-                return Err(io::Error::other(format!("the capture is no pcapng: a block of {length} bytes")));
+                return Err(io::Error::other(format!("the capture is not valid pcapng: a block of {length} bytes")));
             }
             if self.pending.len() - at < length {
                 break;
@@ -97,12 +97,11 @@ impl Destination {
     pub(crate) fn path_of(write: Option<&Path>) -> Result<Option<&Path>, Failure> {
         let path = write.filter(|p| *p != Path::new("-"));
         if path.is_none() && io::stdout().is_terminal() {
-            return Err(Failure::misused("a capture is no text for a terminal: write it with -w FILE, or pipe it on"));
+            return Err(Failure::misused("a capture is binary data: write it with -w FILE, or pipe it"));
         }
         Ok(path)
     }
 
-    /// Creates the file, where there is one.
     pub(crate) fn create(path: Option<&Path>) -> Result<Destination, Failure> {
         let mut created = Destination { path: path.map(Path::to_owned), out: Box::new(io::stdout()) };
         if let Some(path) = path {
@@ -161,7 +160,7 @@ impl Capture {
             );
         }
         if end == Ending::Fabric && (self.count.is_some() || deadline.is_some()) {
-            crate::out::tell!("tombolo: the port {} went away before that", self.port);
+            crate::out::tell!("tombolo: the port {} was removed before that", self.port);
             return Ok(Exit::Partly);
         }
         Ok(Exit::Done)

@@ -18,13 +18,13 @@ use crate::terminal::{Raw, Typing};
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum Cell {
-    /// Run a cell, or what the sections of a file name, or a machine that has ended
+    /// Run a cell, the machines of a file, or a machine that has ended
     Run(Box<Run>),
     /// List cells and VMs
     Ls(Ls),
-    /// Join a machine's console: its output, and input from the terminal (Ctrl-] leaves) or a pipe
+    /// Connect to a machine's console, with input from the terminal (Ctrl-] leaves) or a pipe
     Console(Console),
-    /// Stop a machine; one that was added while the fabric ran is forgotten with that
+    /// Stop a machine; one that was added at run time is also removed from the fabric
     Stop(Stop),
 }
 
@@ -39,7 +39,7 @@ pub(crate) struct Run {
     /// Words for the cell's command line, such as "budget=32"
     #[arg(long, value_name = "WORDS", allow_hyphen_values = true, conflicts_with = "sections")]
     args: Option<String>,
-    /// Network where it attaches; given again for another device [default: the only one]
+    /// Network to join; repeat it for another device [default: the only one]
     #[arg(long, conflicts_with = "sections")]
     network: Vec<String>,
     /// Memory, such as 64M
@@ -54,7 +54,7 @@ pub(crate) struct Run {
     /// IPv4 address that is leased to it
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// IPv6 address or prefix that the guard lets it use, besides the link-local one of its MAC; given again for another
+    /// IPv6 address or prefix that the guard allows, besides the link-local one of its MAC; repeat it for more
     #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
     ip6: Vec<String>,
     /// QEMU's machine type: microvm or q35
@@ -75,13 +75,13 @@ pub(crate) struct Run {
     /// no or on-failure
     #[arg(long, conflicts_with = "sections")]
     restart: Option<String>,
-    /// One more argument for QEMU; given again for another
+    /// Extra argument for QEMU; repeat it for more
     #[arg(long, value_name = "ARGUMENT", allow_hyphen_values = true, conflicts_with = "sections")]
     qemu: Vec<String>,
-    /// One more line for xl's configuration; given again for another
+    /// Extra line for xl's configuration; repeat it for more
     #[arg(long, value_name = "LINE", conflicts_with = "sections")]
     xl: Vec<String>,
-    /// Run what the sections [cell.NAME] and [vm.NAME] of this file name, all or nothing; - is standard input
+    /// Run all [cell.NAME] and [vm.NAME] sections of this file, or none if one fails; - is standard input
     #[arg(long, value_name = "FILE")]
     sections: Option<PathBuf>,
     /// Print the new machines as JSON
@@ -100,7 +100,7 @@ pub(crate) struct Ls {
 pub(crate) struct Console {
     /// Name of the machine
     name: String,
-    /// Print what it has printed until now, and end
+    /// Print the output so far and exit
     #[arg(long)]
     log: bool,
     /// Only read, until the machine ends
@@ -131,7 +131,7 @@ impl Run {
         let is_path = what.contains('/') || path.is_file();
         if is_path && path.extension().is_some_and(|e| e == "toml") {
             return Err(Failure::misused(format!(
-                "{what} is no image; sections of a file are run with --sections {what}"
+                "{what} is not an image; run the sections of a file with --sections {what}"
             )));
         }
         let stem = path.file_stem().and_then(|s| s.to_str()).unwrap_or(what).to_lowercase();

@@ -53,7 +53,7 @@ fn render(report: &Report, colour: bool) -> String {
     let count = |outcome| report.findings.iter().filter(|f| f.outcome == outcome).count();
     let sum = (count(Outcome::Works), count(Outcome::Degraded), count(Outcome::Missing));
     out.push_str(&format!("\n{} work, {} degraded, {} missing; ", sum.0, sum.1, sum.2));
-    out.push_str(if report.is_usable() { "a fabric can run here\n" } else { "no fabric can run here yet\n" });
+    out.push_str(if report.is_usable() { "a fabric can run here\n" } else { "a fabric cannot run here yet\n" });
     out
 }
 

@@ -33,21 +33,21 @@ use exit::{Exit, Failure};
 const AFTER: &str = "\
 Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part.
 
-Which fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo.toml, else the only one running.
+Fabric: --fabric or $TOMBOLO_FABRIC, else that of --file, else that of ./tombolo.toml, else the only one running.
 
 Files: runtime files are in $TOMBOLO_RUNTIME, else /run/tombolo (root) or $XDG_RUNTIME_DIR/tombolo; leases in
 $TOMBOLO_STATE, else /var/lib/tombolo (root) or $XDG_STATE_HOME/tombolo.
 
 Variables:
-  TOMBOLO_FABRIC   the fabric that is meant, as --fabric says it
-  TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path has to be short
-  TOMBOLO_STATE    folder of what outlives a fabric: leases and logs
-  TOMBOLO_CONFINE  off: neither the daemon nor its machines are confined (docs/security.md)
-  TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script has to exec it
-  TOMBOLO_APPS     folder of cell images, looked at before those beside the program, in the source tree and in
+  TOMBOLO_FABRIC   the fabric to use, same as --fabric
+  TOMBOLO_RUNTIME  folder of runtime files: locks, sockets, consoles, logs; its path must be short
+  TOMBOLO_STATE    folder of files that outlive a fabric: leases and logs
+  TOMBOLO_CONFINE  off: do not confine the daemon and its machines (docs/security.md)
+  TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script must exec it
+  TOMBOLO_APPS     folder of cell images, searched before those beside the program, in the source tree and in
                    /usr/lib/tombolo/apps";
 
-/// Ties VMs, unikernels, taps and processes of one machine together in one Ethernet network, through shared memory.
+/// Connects VMs, unikernels, taps and processes of one machine to one Ethernet network, through shared memory.
 #[derive(Debug, Parser)]
 #[command(name = "tombolo", version, after_help = AFTER, max_term_width = 100, propagate_version = false)]
 struct Cli {
@@ -61,11 +61,11 @@ struct Cli {
 enum Command {
     /// Start a fabric from its file
     Up(up::Up),
-    /// End a fabric and remove all that it made
+    /// Stop a fabric and remove all that it created
     Down(down::Down),
     /// Show networks, machines, ports, forwards, leases, drops and faults
     Status(status::StatusArgs),
-    /// Show rates per port and worker, again and again
+    /// Show rates per port and worker, updated every interval
     Top(top::Top),
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
@@ -75,7 +75,7 @@ enum Command {
     /// Run, list, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
-    /// Let traffic between taps, veths and cards skip the kernel's forwarding, NAT and firewall kept true
+    /// Let traffic between taps, veths and cards skip the kernel's forwarding; NAT and firewall still apply
     #[command(subcommand)]
     Bypass(bypass::Bypass),
     /// List and watch the services that run, and bridge them to cells and guests
@@ -83,7 +83,7 @@ enum Command {
     Service(service::Service),
     /// Call a service with a deadline
     Call(call::Call),
-    /// Find out what this machine can do, and what to do about the rest
+    /// Check what this machine can do, and how to get the rest
     Doctor(doctor::Doctor),
     /// Print the version
     Version(manual::Version),

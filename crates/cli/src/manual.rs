@@ -53,7 +53,7 @@ impl Completions {
 
 #[derive(Args, Debug)]
 pub(crate) struct Man {
-    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …); made if it is not there
+    /// Folder for the pages of all commands (tombolo.1, tombolo-up.1, …); created if it does not exist
     #[arg(long, value_name = "DIR")]
     out: Option<PathBuf>,
 }
@@ -116,26 +116,28 @@ pub(crate) fn reference() -> String {
 const HEAD: &str = "\
 # The program `tombolo`
 
-Printed by the program itself; a test compares (`UPDATE=1 cargo test -p tombolo-cli reference` writes it anew).
+Printed by the program itself. A test compares it with the code; `UPDATE=1 cargo test -p tombolo-cli reference`
+writes it again.
 
-- **Exit codes**: 0 done, 1 failed, 2 used wrongly (a faulty fabric file counts), 3 done in part. A closed pipe is no failure.
-- **JSON**: all that reports takes `--json` and prints the schema of [the API](api.md).
-- **Output**: tables are for people and may change; `--json` only grows. No colour in a pipe or with `NO_COLOR`; progress
-  is shown on a terminal only.
+- **Exit codes**: 0 done, 1 failed, 2 used wrongly (this includes a faulty fabric file), 3 done in part. A closed pipe is
+  not an error.
+- **JSON**: every command that reports accepts `--json`, and prints the schema of [the API](api.md).
+- **Output**: tables are for people and may change; `--json` only gains fields. There is no colour in a pipe or with
+  `NO_COLOR`. Progress is shown on a terminal only.
 - **Completion**: `source <(tombolo completions bash)`; also zsh, fish, elvish, powershell.
-- **Manual pages**: `tombolo man | man -l -`, or all of them by `tombolo man --out DIR`.
-- **Signals**: SIGINT, SIGTERM and SIGHUP to `up` take the fabric down as `down` does; a second one kills machines that are
-  slow to end. The daemon's log is `log` in the runtime directory. `down` keeps leases and logs in the state folder.
-- **After a crash**: the next `up` keeps the machines that still fit the file, and ends, starts again or removes what does
-  not, with a line for each that says why; `status --json` has the same lines as `takeover`. `down` ends all that is left.
-  Both wait for a daemon that is just ending (256 taps take the kernel 22 s), and say so.
-- **Deleted files**: a running daemon makes runtime files again that were deleted; the socket of a port whose peer is
-  connected comes back when the peer goes, a console when its machine is started again. `status`, `up` and `down` find a
-  daemon by the lock that it holds, and `down` ends one that does not answer by a signal.
-- **Full disk**: `up` needs none of it to give guests that run on their network back. What could not be written is a
-  warning: without the owner record the next start may start machines again, without leases addresses may change.
-- **Consoles**: `cell console` joins the console; from a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
-  output is followed until the machine ends. The last 512 KiB to 1 MiB of it are kept in `NAME.console` in the runtime directory.
+- **Manual pages**: `tombolo man | man -l -` shows one. `tombolo man --out DIR` writes all of them.
+- **Signals**: SIGINT, SIGTERM and SIGHUP to `up` stop the fabric as `down` does. A second signal kills machines that end
+  slowly. The daemon's log is `log` in the runtime directory. `down` keeps leases and logs in the state folder.
+- **After a crash**: the next `up` keeps the machines that still fit the file. It ends, restarts or removes the rest, and
+  prints a line with the reason for each; `status --json` has the same lines as `takeover`. `down` ends all that is left.
+  Both wait for a daemon that is just ending, and say so (the kernel needs 22 s for 256 taps).
+- **Deleted files**: a running daemon creates deleted runtime files again. The socket of a port whose peer is connected
+  comes back when the peer disconnects, a console when its machine is restarted. `status`, `up` and `down` find a
+  daemon by the lock that it holds. If the daemon does not answer, `down` ends it by a signal.
+- **Full disk**: `up` needs no disk space to restore the network of guests that still run. What could not be written is a
+  warning. Without the owner record the next start may restart machines; without leases addresses may change.
+- **Consoles**: `cell console` connects to the console; on a terminal Ctrl-] leaves it. Input from a pipe is typed, and the
+  output is followed until the machine ends. `NAME.console` in the runtime directory has its last 512 KiB to 1 MiB.
 ";
 
 #[cfg(test)]

@@ -4,7 +4,7 @@ use std::time::Duration;
 
 /// A number of things, from 1 on.
 pub(crate) fn count(text: &str) -> Result<u64, String> {
-    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number from 1 on, such as 10".into())
+    text.parse().ok().filter(|n| *n > 0).ok_or_else(|| "expected a whole number of at least 1, such as 10".into())
 }
 
 /// A span of time in whole milliseconds.
@@ -29,7 +29,8 @@ pub(crate) fn duration(text: &str) -> Result<Duration, String> {
         "s" => 1e9,
         _ => return Err("expected a number with ns, us, ms or s, such as 5ms".into()),
     };
-    let number: f64 = digits.parse().map_err(|_| format!("\"{digits}\" is no number; expected such as 5ms"))?;
+    let number: f64 =
+        digits.parse().map_err(|_| format!("\"{digits}\" is not a number; expected a time such as 5ms"))?;
     let ns = number * unit_ns;
     if !(0.0..1e19).contains(&ns) {
         return Err("expected at least 0 and less than 300 years".into());

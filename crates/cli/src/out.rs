@@ -52,7 +52,6 @@ pub(crate) enum Tone {
     Bad,
 }
 
-/// `text` in a tone.
 pub(crate) fn toned(text: &str, tone: Tone, colour: bool) -> String {
     let code = match tone {
         Tone::Bold => "1",

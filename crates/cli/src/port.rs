@@ -47,16 +47,16 @@ pub(crate) struct Add {
     /// Name of the new port
     #[arg(required_unless_present = "sections", conflicts_with = "sections")]
     name: Option<String>,
-    /// What it speaks
+    /// Kind of attachment
     #[arg(long, value_enum, default_value = "vhost-user", conflicts_with = "sections")]
     kind: Kind,
-    /// Network where it attaches [default: the only one]
+    /// Network to join [default: the only one]
     #[arg(long, conflicts_with = "sections")]
     network: Option<String>,
     /// Path of its socket [default: NAME.sock in the runtime directory]
     #[arg(long, value_name = "PATH", conflicts_with = "sections")]
     socket: Option<PathBuf>,
-    /// Connect to the socket, where the peer listens, instead of listening on it (vhost-user, stream)
+    /// Connect to the socket instead of listening on it; the peer then listens (vhost-user, stream)
     #[arg(long, conflicts_with = "sections")]
     connect: bool,
     /// Queue pairs (vhost-user, xen)
@@ -68,10 +68,10 @@ pub(crate) struct Add {
     /// Name of the guest (xen) [default: the port's name]
     #[arg(long, value_name = "DOMAIN", conflicts_with = "sections")]
     domain: Option<String>,
-    /// Which of the guest's devices, from 0 (xen)
+    /// Number of the guest's network device, from 0 (xen)
     #[arg(long, value_name = "N", conflicts_with = "sections")]
     vif: Option<u32>,
-    /// The device is there already and stays when the port goes (tap)
+    /// Use an existing device, and keep it when the port is removed (tap)
     #[arg(long, conflicts_with = "sections")]
     adopt: bool,
     /// Network namespace that holds the device, by name or path (tap)
@@ -83,13 +83,13 @@ pub(crate) struct Add {
     /// IPv4 address: leased to the peer, or set on the tap
     #[arg(long, conflicts_with = "sections")]
     ip: Option<String>,
-    /// IPv6 address or prefix that the guard `ip` lets it use, besides the link-local one of its MAC; given again for another
+    /// IPv6 address or prefix that the guard `ip` allows, besides the link-local one of its MAC; repeat it for more
     #[arg(long, value_name = "ADDRESS", conflicts_with = "sections")]
     ip6: Vec<String>,
-    /// Source addresses that it may use: `ip` its own MAC and IP addresses, `mac` its own MAC, `off` any
+    /// Source addresses that it may use. `ip`: its own MAC and IP addresses; `mac`: its own MAC; `off`: any
     #[arg(long, conflicts_with = "sections")]
     guard: Option<String>,
-    /// Add what the sections [port.NAME] and [tap.NAME] of this file name, all or nothing; - is standard input
+    /// Add all [port.NAME] and [tap.NAME] sections of this file, or none if one fails; - is standard input
     #[arg(long, value_name = "FILE")]
     sections: Option<PathBuf>,
     /// Print the new ports as JSON
@@ -101,7 +101,8 @@ pub(crate) struct Add {
 pub(crate) struct Set {
     /// Name of the port
     name: String,
-    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_frames=50000; those left out are off; `off` for none
+    /// Limits as in the file's key `rate`, such as send=100M,receive=1G,send_frames=50000; a limit left out is off;
+    /// `off` turns all off
     #[arg(long, value_name = "LIMITS")]
     rate: String,
     /// Print the port as JSON

@@ -13,7 +13,7 @@ pub(crate) const DEFAULT_FILE: &str = "tombolo.toml";
 
 #[derive(Args, Debug, Default)]
 pub(crate) struct Select {
-    /// Name of the fabric, where the command is about one
+    /// Name of the fabric to use
     #[arg(
         long,
         global = true,
@@ -23,7 +23,7 @@ pub(crate) struct Select {
         conflicts_with = "file"
     )]
     pub(crate) fabric: Option<String>,
-    /// Fabric file whose fabric is meant, likewise
+    /// Use the fabric that this file describes
     #[arg(short, long, global = true, value_name = "FILE")]
     pub(crate) file: Option<PathBuf>,
 }

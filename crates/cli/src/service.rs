@@ -31,7 +31,7 @@ pub(crate) enum Service {
     Stats(Stats),
     /// Print the last calls that took longer than the service's threshold
     Slow(Slow),
-    /// Print rates of a service, again and again
+    /// Print rates of a service, updated every interval
     Watch(Watch),
     /// Pass calls between a cell or guest and the services of this machine
     Bridge(Bridge),
@@ -51,7 +51,7 @@ pub(crate) struct Stats {
     /// Print the report as JSON
     #[arg(long)]
     json: bool,
-    /// Print the report as Prometheus text, as the API of a fabric has it for all services
+    /// Print the report as Prometheus text, as a fabric's API does for all services
     #[arg(long, conflicts_with = "json")]
     metrics: bool,
 }
@@ -69,13 +69,13 @@ pub(crate) struct Slow {
 pub(crate) struct Watch {
     /// Name of the service
     name: String,
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(short, long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true, default_value = "1")]
     interval: Duration,
-    /// End after so many looks
+    /// Stop after this many updates
     #[arg(long, value_name = "N", value_parser = number::count, allow_hyphen_values = true)]
     count: Option<u64>,
-    /// Print a report as JSON at each look, one a line
+    /// Print a report as JSON at each update, one per line
     #[arg(long)]
     json: bool,
 }
@@ -167,7 +167,7 @@ fn text(r: &Report) -> String {
     let reasons: Vec<String> = r.broken_by.iter().map(|(reason, n)| format!("{reason} {n}")).collect();
     let reasons = if reasons.is_empty() { String::new() } else { format!(" ({})", reasons.join(", ")) };
     out.push_str(&format!(
-        "clients    {} sent away{}, {} connections refused; {} replies taken back; {} sleeps, {} polls gained\n",
+        "clients    {} disconnected{}, {} connections refused; {} replies reclaimed; {} sleeps, {} polls gained\n",
         r.broken_clients, reasons, r.refused_connections, r.reclaimed_replies, r.sleeps, r.polls_gained,
     ));
     out.push_str(&summary("queued", &r.queued));

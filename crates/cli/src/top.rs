@@ -14,13 +14,13 @@ use crate::terminal::Screen;
 
 #[derive(Args, Debug)]
 pub(crate) struct Top {
-    /// Seconds between two looks
+    /// Seconds between two updates
     #[arg(short, long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true, default_value = "1")]
     interval: Duration,
-    /// Print the rates of one interval and end
+    /// Print the rates of one interval and exit
     #[arg(long)]
     once: bool,
-    /// Print the report of `status` as JSON at each look, one a line
+    /// Print the report of `status` as JSON at each update, one per line
     #[arg(long)]
     json: bool,
 }

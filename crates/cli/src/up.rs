@@ -35,7 +35,7 @@ pub(crate) struct Up {
     /// Fabric file [default: tombolo.toml]
     #[arg(value_name = "FILE", conflicts_with = "file")]
     path: Option<PathBuf>,
-    /// Run as a daemon: return once the fabric stands
+    /// Run as a daemon; return once the fabric is up
     #[arg(short, long)]
     daemon: bool,
     /// With --daemon: return once every machine's ports are up, or exit with 3 after SECONDS
@@ -44,7 +44,7 @@ pub(crate) struct Up {
     /// With --daemon: print the report of `status` as JSON
     #[arg(long, requires = "daemon")]
     json: bool,
-    /// Take over from the daemon that runs this fabric, under its running guests; without one, as `up` alone
+    /// Take over from the running daemon of this fabric while its guests run on; without one, same as plain `up`
     #[arg(long)]
     replace: bool,
     /// The process in between: starts the daemon and ends
@@ -153,7 +153,7 @@ impl Up {
                 let last: Vec<_> = log.lines().rev().take(5).collect();
                 let last: Vec<_> = last.into_iter().rev().collect();
                 Err(Failure::failed(format!(
-                    "the daemon ended before the fabric stood; the end of its log {}:\n{}",
+                    "the daemon ended before the fabric was up; the end of its log {}:\n{}",
                     log_path.display(),
                     last.join("\n")
                 )))
@@ -226,7 +226,7 @@ fn tell_all(status: &Status) {
 
 fn summary(status: &Status, took: Duration) -> String {
     format!(
-        "{} stands after {}: {}, {}, {}, {}",
+        "{} is up after {}: {}, {}, {}, {}",
         status.name,
         out::span(took.as_secs_f64()),
         out::counted(status.networks.len(), "network"),

@@ -159,7 +159,7 @@ fn services_are_listed_and_tell_what_they_did() {
     assert_eq!(watched.lines().filter(|l| l.starts_with('a')).count(), 2, "{watched}");
     drop(services);
     assert!(says(dir.path(), &["service", "stats", "a"], 1).contains("no service \"a\" is running"));
-    assert!(says(dir.path(), &["call", "a/b", "x"], 2).contains("no name of a service"));
+    assert!(says(dir.path(), &["call", "a/b", "x"], 2).contains("not a valid service name"));
 }
 
 #[test]
@@ -171,12 +171,12 @@ fn what_is_typed_wrongly_is_told_with_what_is_expected() {
         (&["call", "mirror", "x", "--deadline", "5"], 2, "expected a number with ns, us, ms or s"),
         (&["call", "mirror", "x", "--deadline", "-5ms"], 2, "expected at least 0"),
         (&["call", "mirror", "x", "--deadline", "--json"], 2, "expected a number with ns, us, ms or s"),
-        (&["call", "mirror", "x", "--repeat", "0"], 2, "expected a whole number from 1 on"),
-        (&["call", "mirror", "x", "--repeat", "-1"], 2, "expected a whole number from 1 on"),
+        (&["call", "mirror", "x", "--repeat", "0"], 2, "expected a whole number of at least 1"),
+        (&["call", "mirror", "x", "--repeat", "-1"], 2, "expected a whole number of at least 1"),
         (&["call", "mirror", "x", "--output", "hex", "--json"], 2, "cannot be used with"),
         (&["call", "mirror", "--file", "/no/such/file"], 1, "reading /no/such/file"),
         (&["service", "stats", "Mirror"], 1, "did you mean \"mirror\"?"),
-        (&["service", "watch", "mirror", "--count", "0"], 2, "expected a whole number from 1 on"),
+        (&["service", "watch", "mirror", "--count", "0"], 2, "expected a whole number of at least 1"),
         (&["service", "watch", "mirror", "-i", "-1"], 2, "expected seconds"),
         (&["service", "bridge"], 2, "LINK|--tcp"),
         (&["service", "bridge", "--tcp", "nonsense"], 2, "expected an address or name and a port"),
@@ -213,11 +213,11 @@ fn whom_a_service_does_not_let_in_is_told_whose_it_is() {
         let (code, said) = as_nobody(args);
         assert_eq!(code, Some(1), "{args:?}: {said}");
         assert!(
-            said.contains("open to its owner alone, user 0, and this process is of user 65534"),
+            said.contains("open only to its owner, user 0, and this process runs as user 65534"),
             "{args:?}: {said}"
         );
     }
     std::fs::set_permissions(dir.path().join("services"), std::fs::Permissions::from_mode(0o700)).unwrap();
     let (_, said) = as_nobody(&["call", "mirror", "x"]);
-    assert!(said.contains("a folder on the way to it is closed to user 65534"), "{said}");
+    assert!(said.contains("user 65534 may not enter a folder on this path"), "{said}");
 }

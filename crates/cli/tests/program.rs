@@ -96,7 +96,7 @@ fn signal(pid: u32, signal: Signal) {
 fn a_daemon_stands_before_its_starter_ends_and_leaves_nothing() {
     let home = Home::new(FILE);
     let said = home.ok("up -d");
-    assert!(said.starts_with("t stands after ") && said.contains("1 network, 0 machines"), "{said}");
+    assert!(said.starts_with("t is up after ") && said.contains("1 network, 0 machines"), "{said}");
     let status = home.status();
     assert_eq!((status.name.as_str(), status.networks.len()), ("t", 1));
     assert!(status.ports.iter().any(|p| p.name == "guest" && p.kind == "stream"));
@@ -106,7 +106,7 @@ fn a_daemon_stands_before_its_starter_ends_and_leaves_nothing() {
     let table = home.ok("status");
     assert!(table.contains("guest") && table.contains("10.87.0.0/24") && !table.contains('\x1b'), "{table}");
     let log = std::fs::read_to_string(home.path("run/t/log")).unwrap();
-    assert!(log.lines().all(|l| l.as_bytes()[10] == b'T') && log.contains("t stands"), "{log}");
+    assert!(log.lines().all(|l| l.as_bytes()[10] == b'T') && log.contains("t is up"), "{log}");
     home.ok("down");
     assert!(!home.path("run/t").exists());
     let gone = home.refused("status", 1);
@@ -360,10 +360,10 @@ fn the_foreground_ends_well_with_either_signal() {
         let mut said = String::new();
         up.stdout.take().unwrap().read_to_string(&mut said).unwrap();
         assert_eq!(said.lines().count(), 1, "{said}");
-        assert!(said.starts_with("t stands after"), "{said}");
+        assert!(said.starts_with("t is up after"), "{said}");
         let mut noise = String::new();
         up.stderr.take().unwrap().read_to_string(&mut noise).unwrap();
-        assert_eq!(noise, "tombolo: a signal came: taking the fabric down\n", "no progress in a pipe");
+        assert_eq!(noise, "tombolo: received a signal: taking the fabric down\n", "no progress in a pipe");
         assert!(!home.path("run/t").exists());
     }
     let mut up = home.command("up").stdout(Stdio::null()).stderr(Stdio::null()).spawn().unwrap();

@@ -240,7 +240,7 @@ pub unsafe extern "C" fn tombolo_cancel(client: Handle, token: u64) -> i32 {
 pub unsafe extern "C" fn tombolo_loan_new(client: Handle, len: u64, loan: *mut Handle, data: *mut *mut c_void) -> i32 {
     // SAFETY: as for every export.
     guard(|| unsafe {
-        let text = "no room for it in the connection's memory now; ask for a larger arena_bytes, or use a buffer";
+        let text = "the connection's memory has no room for it now; use a larger arena_bytes, or a buffer";
         let lend = || CLIENTS.get(client.id)?.loan(len).ok_or_else(|| Failure::new(Status::NoRoom, text));
         put_memory((&LOANS, "loan"), (loan, data), lend, |lent| lent.view().as_mut_ptr())
     })

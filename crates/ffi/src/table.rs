@@ -54,7 +54,7 @@ impl<T: Send + Sync + 'static> Table<T> {
     }
 
     fn unknown(&self, id: u64) -> Failure {
-        let text = format!("{id:#x} is no {} that is open: it was closed already, or is something else", self.name);
+        let text = format!("{id:#x} is not an open {}: it was closed already, or is something else", self.name);
         Failure::new(Status::UnknownHandle, text)
     }
 

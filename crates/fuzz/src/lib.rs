@@ -26,7 +26,7 @@ use tombolo_testing::Random;
 
 /// Inputs that are kept in memory for their behaviour.
 pub const MAX_KEPT: usize = 4096;
-/// Longest input.
+/// Inputs do not grow beyond this.
 pub const MAX_INPUT_BYTES: usize = 16 << 10;
 /// An input that takes longer, on a machine however busy, has found something that does not end soon enough.
 pub const TOO_LONG: Duration = Duration::from_secs(5);
@@ -36,7 +36,7 @@ pub const TOO_LONG: Duration = Duration::from_secs(5);
 pub struct Behaviour(DefaultHasher);
 
 impl Behaviour {
-    /// Something that happened.
+    /// Adds `what` to the behaviour. An input with a new behaviour is kept.
     pub fn note(&mut self, what: impl Hash) {
         what.hash(&mut self.0);
     }

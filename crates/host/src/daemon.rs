@@ -36,16 +36,16 @@ pub enum DaemonError {
     #[error(transparent)]
     Server(#[from] ServerError),
     /// A signal came before it was up.
-    #[error("interrupted before the fabric stood; what had been made was taken back")]
+    #[error("interrupted before the fabric was up; everything created so far was removed")]
     Interrupted,
     /// A signal came before the daemon that runs the fabric had handed over.
-    #[error("interrupted before it took over; the daemon that runs the fabric goes on")]
+    #[error("interrupted before it took over; the running daemon continues")]
     CalledOff,
     /// The system refused what every program needs.
     #[error("setting up the daemon: {0}")]
     System(#[from] std::io::Error),
     /// The fabric's task is gone without having been asked to end.
-    #[error("the fabric's task ended by itself; `tombolo down` clears up after it")]
+    #[error("the fabric's task ended unexpectedly; `tombolo down` cleans up")]
     Lost,
 }
 
@@ -130,14 +130,14 @@ async fn live(
     tokio::select! {
         _ = &mut end => {}
         () = signals.came() => {
-            say("a signal came: taking the fabric down");
+            say("received a signal: taking the fabric down");
             let (reply, _answer) = oneshot::channel();
             // An error means that it is going down already.
             let _ = requests.send(Request::Down(reply)).await;
             tokio::select! {
                 _ = &mut end => {}
                 () = signals.came() => {
-                    say("another signal came: killing the machines that have not ended yet");
+                    say("received another signal: killing the machines that have not ended yet");
                     for (_, machine, _) in process::machines(&name, &folder) {
                         let _ = machine.signal(Number::KILL);
                     }
@@ -173,7 +173,7 @@ pub fn end(fabric: &str, say: &Say) -> Result<(), DaemonError> {
     let found = rundir::daemon_of(&folder).and_then(process::Process::open);
     // Looked up again while it is held, so that it is no other process of that number.
     if let Some(daemon) = found.filter(|d| rundir::daemon_of(&folder) == Some(d.pid)) {
-        say(&format!("the daemon (process {}) does not answer: it is asked to end by a signal", daemon.pid));
+        say(&format!("the daemon (process {}) does not answer: ending it with a signal", daemon.pid));
         daemon.signal(Number::TERM)?;
         // One that was stopped cannot hear the other.
         daemon.signal(Number::CONT)?;

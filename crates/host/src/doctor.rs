@@ -17,7 +17,7 @@ use crate::run::{LIMIT, run};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Outcome {
-    /// It works.
+    /// The probe succeeded.
     Works,
     /// It does not, and there is a way without it.
     Degraded,
@@ -28,13 +28,13 @@ pub enum Outcome {
 /// One thing that was tried.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Finding {
-    /// What was tried.
+    /// The probe, in a few words.
     pub what: String,
-    /// How it came out.
+    /// Whether it works, works in part, or is missing.
     pub outcome: Outcome,
-    /// What was seen.
+    /// Versions, limits or error texts that the probe found.
     pub seen: String,
-    /// What needs it.
+    /// Features of tombolo that depend on it.
     pub needed_for: String,
     /// What to do; empty if it works.
     pub advice: String,
@@ -135,7 +135,8 @@ fn qemu() -> Vec<Finding> {
     let mut out = vec![finding("QEMU", machines, Ok(format!("{a}.{b}.{c} at {}", qemu.path.display())))];
     let emulation = probe::emulation(&qemu.path);
     let text = |d: std::time::Duration| format!("a guest of a few instructions ran in {} ms", d.as_millis());
-    let advice = "this QEMU is broken or lacks emulation, or the machine is overloaded: try again when it is not, or install another or name one with $TOMBOLO_QEMU";
+    let advice = "this QEMU is broken or lacks emulation, or the machine is overloaded: try again when it is not, or \
+        install another one, or name one with $TOMBOLO_QEMU";
     out.push(finding("emulation", machines, emulation.map(text).map_err(|e| (Outcome::Missing, e, advice))));
     let kvm = probe::kvm(&qemu.path);
     let works = kvm.is_ok();
@@ -145,7 +146,12 @@ fn qemu() -> Vec<Finding> {
     out.push(finding("KVM", "speed of cells and VMs", seen));
     let trap = if !works && qemu.msix_trap() {
         let seen = format!("QEMU {a}.{b} crashes on MSI-X over vhost-user under emulation");
-        Err((Outcome::Degraded, seen, "q35 machines get vectors=0 (INTx) by themselves; QEMU 10 needs no such detour"))
+        Err((
+            Outcome::Degraded,
+            seen,
+            "q35 machines get vectors=0 (INTx) automatically; QEMU 10 does not need this \
+            workaround",
+        ))
     } else {
         Ok("not affected".into())
     };
@@ -166,7 +172,7 @@ fn qemu() -> Vec<Finding> {
         Err((
             Outcome::Degraded,
             seen,
-            "keep attach = \"vhost-user\", or such machines start anew with the daemon; QEMU 9.2 connects again",
+            "keep attach = \"vhost-user\", or such machines restart with the daemon; QEMU 9.2 connects again",
         ))
     };
     let devices = all_lines(&qemu.path, &["-device", "help"]);
@@ -390,7 +396,6 @@ struct XenFacts {
     refused: Vec<(String, String)>,
     /// Whether the kernel's xen-netback is there.
     netback: bool,
-    /// The toolstack.
     xl: Option<std::path::PathBuf>,
 }
 

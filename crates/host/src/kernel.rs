@@ -30,8 +30,8 @@ use crate::rundir::Sysctl;
 
 /// Why the host's part could not be set up.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum KernelError {
-    /// No `nft`.
     #[error(
         "the kernel uplink needs nft, which is not in PATH; install it (Debian: apt install nftables), or use uplink = \"user\""
     )]
@@ -40,20 +40,10 @@ pub enum KernelError {
     #[error(
         "nft {what}: {said}; the kernel uplink needs CAP_NET_ADMIN (run as root) and nf_tables in the kernel, or use uplink = \"user\""
     )]
-    Nft {
-        /// What was tried.
-        what: &'static str,
-        /// Its first line.
-        said: String,
-    },
+    Nft { what: &'static str, said: String },
     /// A sysctl could not be read or written.
     #[error("sysctl {key}: {source}; run as root, or use uplink = \"user\"")]
-    Sysctl {
-        /// Which.
-        key: String,
-        /// The system's answer.
-        source: std::io::Error,
-    },
+    Sysctl { key: String, source: std::io::Error },
 }
 
 /// The name of a fabric's table. Fabric names have no underscore, so two of them never meet.

@@ -37,6 +37,7 @@ pub struct Facts {
 
 /// Why a file that is right cannot be carried out here.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum PlanError {
     /// A machine without QEMU.
     #[error("{machine} needs QEMU: {why}")]
@@ -51,7 +52,6 @@ pub enum PlanError {
     NoXen {
         /// The first machine that needs it.
         machine: String,
-        /// What was found.
         why: String,
     },
     /// accel = "kvm" where it does not run.
@@ -59,7 +59,6 @@ pub enum PlanError {
         "{machine} asks for accel = \"kvm\", which does not run guests here: {why}; leave accel out to fall back to emulation"
     )]
     NoKvm {
-        /// The machine.
         machine: String,
         /// What the probe said.
         why: String,
@@ -67,7 +66,6 @@ pub enum PlanError {
     /// A cell's image that is gone since the file was checked.
     #[error("no image of the app \"{app}\": looked at {tried}; build the cells or set $TOMBOLO_APPS")]
     NoImage {
-        /// The app.
         app: String,
         /// Where it was looked for.
         tried: String,
@@ -82,40 +80,37 @@ pub enum PlanError {
     },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
-    LongPath {
-        /// The path.
-        path: PathBuf,
-    },
+    LongPath { path: PathBuf },
 }
 
 /// How a port is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Attachment {
-    /// A vhost-user backend.
+    /// A vhost-user backend, for a frontend such as QEMU.
     VhostUser {
-        /// Its socket.
+        /// Path of the Unix socket.
         socket: PathBuf,
         /// Connect instead of listening.
         connect: bool,
-        /// Queue pairs.
+        /// Queue pairs that the frontend may use.
         queues: u16,
         /// MAC told to the guest.
         mac: Option<Mac>,
     },
     /// QEMU's framed stream.
     Stream {
-        /// Its socket.
+        /// Path of the Unix socket.
         socket: PathBuf,
         /// Connect instead of listening.
         connect: bool,
     },
-    /// A tap device.
+    /// A tap device of the host.
     Tap {
-        /// Device name.
+        /// Name of the interface.
         device: String,
         /// Found instead of made.
         adopt: bool,
-        /// Namespace.
+        /// Network namespace of the interface; `None`: the daemon's own.
         netns: Option<String>,
         /// Address and prefix length set on it.
         ip: Option<(Ipv4Addr, u8)>,
@@ -126,17 +121,17 @@ pub enum Attachment {
     },
     /// A packet socket on an interface.
     Packet {
-        /// The interface.
+        /// Name of the host's interface.
         device: String,
     },
     /// A link of shared memory, of which this process is peer 0.
     Ivshmem {
-        /// The link.
+        /// Layout, peers and server socket of the region.
         link: Box<Config>,
     },
     /// The network device of a Xen guest.
     Xen {
-        /// The guest's name.
+        /// Name of the guest in `xl list`.
         domain: String,
         /// Which of its devices.
         vif: u32,
@@ -150,9 +145,9 @@ pub enum Attachment {
 /// The user uplink of a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct UserUplink {
-    /// The router's MAC.
+    /// MAC address of the NAT router inside the network.
     pub mac: Mac,
-    /// The router's address.
+    /// IPv4 address of the NAT router inside the network.
     pub router: Ipv4Addr,
     /// Forwards: transport, listener, port at passt's one address, guest.
     pub forwards: Vec<(Proto, SocketAddr, u16, (Ipv4Addr, u16))>,
@@ -161,7 +156,7 @@ pub struct UserUplink {
 /// The source addresses of a guarded port.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortGuard {
-    /// Its Ethernet address.
+    /// The only source MAC address that may pass.
     pub mac: Mac,
     /// Its IPv4 address, where it is held to that too.
     pub ip: Option<Ipv4Addr>,
@@ -194,12 +189,12 @@ impl PortGuard {
     }
 }
 
-/// One port.
+/// How the fabric makes one port of the switch.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortPlan {
-    /// Its name.
+    /// Unique in the fabric.
     pub name: String,
-    /// Its network.
+    /// Name of the network that it joins.
     pub network: String,
     /// How it is made.
     pub attachment: Attachment,
@@ -216,7 +211,7 @@ pub struct PortPlan {
 /// One process to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachinePlan {
-    /// The machine's name.
+    /// As in the fabric file.
     pub name: String,
     /// Its arguments, the program first.
     pub argv: Vec<String>,
@@ -231,7 +226,7 @@ pub struct MachinePlan {
 }
 
 impl MachinePlan {
-    /// What runs it.
+    /// "kvm" or "tcg", for `status`.
     pub fn accel(&self) -> &'static str {
         match (&self.domain, self.kvm) {
             (Some(_), _) => "xen",
@@ -244,9 +239,9 @@ impl MachinePlan {
 /// A machine's seat on a link of shared memory.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Seat {
-    /// The link.
+    /// Layout, peers and server socket of the region.
     pub link: Config,
-    /// Its number there.
+    /// Peer ID of the machine on that link.
     pub id: u32,
 }
 
@@ -260,24 +255,24 @@ impl Seat {
 /// The kernel uplink of a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KernelUplink {
-    /// The network.
+    /// Addresses and settings, as in the fabric file.
     pub network: file::Network,
-    /// The tap's name.
+    /// Name of the tap device on the host.
     pub device: String,
-    /// Its forwards.
+    /// Port forwards that nftables carries out.
     pub forwards: Vec<file::Forward>,
 }
 
-/// Everything.
+/// All that a fabric file comes to on this machine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Plan {
     /// Ports, those of machines first.
     pub ports: Vec<PortPlan>,
-    /// Processes.
+    /// Machines to start.
     pub machines: Vec<MachinePlan>,
     /// Networks with a kernel uplink.
     pub kernel: Vec<KernelUplink>,
-    /// Direct links.
+    /// Links between machines that carry no network.
     pub links: Vec<Config>,
 }
 
@@ -371,7 +366,7 @@ fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Att
     Ok((ports, devices, seats))
 }
 
-/// The plan of a machine and its ports.
+/// Plans the process of one machine, and the ports that it needs.
 pub fn machine(fabric: &Fabric, m: &Machine, facts: &Facts) -> Result<(MachinePlan, Vec<PortPlan>), PlanError> {
     let at = format!("{}.{}", m.kind.word(), m.name);
     let (ports, devices, seats) = attached(fabric, m, facts, &at)?;
@@ -540,7 +535,7 @@ fn shared_memory(seat: &Seat) -> SharedMemory {
     }
 }
 
-/// The plan of a tap.
+/// Plans the port of a tap section.
 pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
     let network = fabric.network(&t.network);
     PortPlan {
@@ -823,9 +818,9 @@ network = "ops"
         let [web] = &made.machines[..] else { panic!("{:?}", made.machines) };
         assert_eq!(web.argv, ["/usr/sbin/xl", "create", "-q", "-F", "-c", "/run/t/demo/web.xl"]);
         assert!(web.survives && web.domain.as_ref().is_some_and(|d| d.name == "demo.web") && web.accel() == "xen");
-        let facts = Facts { xl: Err("this is no Xen host".into()), ..facts };
+        let facts = Facts { xl: Err("this is not a Xen host".into()), ..facts };
         let said = plan(&fabric, &facts).unwrap_err().to_string();
-        assert_eq!(said, "cell.web has attach = \"xen\", and no domain can be started: this is no Xen host");
+        assert_eq!(said, "cell.web has attach = \"xen\", and no domain can be started: this is not a Xen host");
     }
 
     #[test]

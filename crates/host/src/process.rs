@@ -83,7 +83,7 @@ pub enum Life {
     Gone,
 }
 
-/// What the process of that number and start is at.
+/// Looks the process up by number and start time, so that a reused number is not mistaken for it.
 pub fn life(pid: u32, started_ticks: u64) -> Life {
     /// `PF_EXITING` (linux/sched.h), in field 9 of a thread's stat.
     const EXITING: u32 = 4;
@@ -128,7 +128,7 @@ pub fn is_stopped(pid: u32) -> bool {
     stat.rsplit_once(')').is_some_and(|(_, rest)| rest.trim_start().starts_with('T'))
 }
 
-/// The arguments of a process.
+/// Reads the process's command line. `None`: /proc does not show it.
 pub fn arguments(pid: u32) -> Option<Vec<String>> {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
     let words = bytes.strip_suffix(&[0]).unwrap_or(&bytes).split(|b| *b == 0);
@@ -144,7 +144,7 @@ pub const HELPER_VARIABLE: &str = "_TOMBOLO_HELPER";
 pub struct Recorded {
     /// What it is for: the port's name.
     pub name: String,
-    /// The process.
+    /// Process ID; it names the process only together with `started_ticks`.
     pub pid: u32,
     /// Its start, in clock ticks after boot.
     pub started_ticks: u64,
@@ -206,10 +206,10 @@ pub fn keepers(socket: &Path) -> Vec<Process> {
     found.map(|(process, _)| process).collect()
 }
 
-/// A bridge as the owner record has it.
+/// A bridge process, as the owner record keeps it.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RecordedBridge {
-    /// The process.
+    /// Process ID; it names the process only together with `started_ticks`.
     pub pid: u32,
     /// Its start, in clock ticks after boot.
     pub started_ticks: u64,

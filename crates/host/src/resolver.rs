@@ -42,7 +42,7 @@ impl Default for Timing {
 /// Which name servers are asked.
 #[derive(Debug)]
 pub enum Servers {
-    /// These.
+    /// Servers that the fabric file names.
     Fixed(Vec<SocketAddr>),
     /// Those that a resolv.conf names, read again whenever it changes.
     File(ResolvConf),
@@ -54,7 +54,7 @@ impl Servers {
         if servers.is_empty() { Servers::File(ResolvConf::new("/etc/resolv.conf")) } else { Servers::Fixed(servers) }
     }
 
-    /// The servers now.
+    /// The servers to ask now; reads resolv.conf again if it changed.
     pub fn now(&mut self) -> Vec<SocketAddr> {
         match self {
             Servers::Fixed(servers) => servers.clone(),

@@ -14,7 +14,7 @@ use crate::plan::kernel_device;
 pub struct Route {
     /// Where it leads to.
     pub subnet: Subnet,
-    /// Through which interface.
+    /// Name of the interface that the route leads to.
     pub device: String,
 }
 

@@ -33,7 +33,6 @@ pub(crate) enum RunError {
         limit.as_secs_f32()
     )]
     Hangs {
-        /// Its path.
         program: String,
         /// The time it had.
         limit: Duration,

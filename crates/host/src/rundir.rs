@@ -42,6 +42,7 @@ pub const WAITING: &str = "waiting ";
 
 /// Why a runtime directory cannot be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RunDirError {
     /// Neither variable nor default fits.
     #[error(
@@ -50,30 +51,15 @@ pub enum RunDirError {
     NoPlace,
     /// The system refused.
     #[error("{what} {}: {source}", path.display())]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    System { what: &'static str, path: PathBuf, source: io::Error },
     /// Somebody else's directory.
     #[error("{} belongs to user {owner}, expected {expected}; remove it or set $TOMBOLO_RUNTIME", path.display())]
-    Foreign {
-        /// The directory.
-        path: PathBuf,
-        /// Whose it is.
-        owner: u32,
-        /// Who we are.
-        expected: u32,
-    },
+    Foreign { path: PathBuf, owner: u32, expected: u32 },
     /// Another daemon runs this fabric.
     #[error(
         "the fabric \"{name}\" is running already (process {pid}); `tombolo up --replace` takes over from it, `tombolo down --fabric {name}` ends it"
     )]
     Running {
-        /// The fabric.
         name: String,
         /// Its daemon, 0 if it has not said yet.
         pid: u32,
@@ -84,19 +70,14 @@ pub enum RunDirError {
          sockets to be released; found it still there. See /proc/{pid}/stack for what the kernel does, and try again"
     )]
     Ending {
-        /// The fabric.
         name: String,
-        /// Its daemon.
         pid: u32,
         /// Seconds that were waited.
         waited: u64,
     },
     /// A Unix socket's path has at most 107 bytes.
     #[error("the socket path {} has {} bytes, and the system allows 107; set $TOMBOLO_RUNTIME to a shorter folder", path.display(), path.as_os_str().len())]
-    LongPath {
-        /// The path.
-        path: PathBuf,
-    },
+    LongPath { path: PathBuf },
 }
 
 pub(crate) fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> RunDirError {
@@ -108,7 +89,7 @@ pub(crate) fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) 
 pub struct Sysctl {
     /// Path below /proc/sys.
     pub key: String,
-    /// What it was.
+    /// The value to restore on `down`.
     pub before: String,
 }
 
@@ -124,11 +105,11 @@ pub struct Addition {
 /// What a fabric has made outside its own process that the kernel does not reclaim by itself.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Owner {
-    /// The daemon.
+    /// Process ID of the daemon.
     pub pid: u32,
     /// Its start, in clock ticks after boot, so that a reused pid is not taken for it.
     pub started_ticks: u64,
-    /// The fabric file.
+    /// Absolute path of the fabric file.
     pub file: PathBuf,
     /// The nftables table, if the kernel uplink made one.
     pub nft_table: Option<String>,
@@ -166,7 +147,7 @@ pub struct Owner {
 /// A running machine that the next daemon may adopt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Settled {
-    /// Its name.
+    /// Name of the machine in the fabric file.
     pub machine: String,
     /// The process that listens at its monitor's socket: QEMU itself, even if a script started it.
     pub pid: u32,
@@ -210,7 +191,7 @@ fn state_root() -> PathBuf {
     base.unwrap_or_else(|| "/tmp".into()).join("tombolo")
 }
 
-/// The API socket of a fabric.
+/// Where the daemon of a fabric listens for API clients.
 pub fn api_socket(root: &Path, fabric: &str) -> PathBuf {
     root.join(fabric).join("api.sock")
 }
@@ -462,7 +443,7 @@ impl RunDir {
         self.lock.as_fd()
     }
 
-    /// The directory.
+    /// Folder of the fabric's sockets, records and locks.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -499,7 +480,7 @@ impl RunDir {
     /// worth more than its record.
     pub fn record(&mut self, change: impl FnOnce(&mut Owner)) {
         change(&mut self.owner);
-        let text = serde_json::to_vec_pretty(&self.owner).expect("the record has no map with keys that are no strings");
+        let text = serde_json::to_vec_pretty(&self.owner).expect("all map keys in the record are strings");
         self.unwritten = write_whole(&self.path.join("owner.json"), &text).err().map(|e| e.to_string());
     }
 

@@ -62,7 +62,10 @@ fn additions_are_checked_with_the_whole() {
     let more = file::add("[tap.b]\nip = \"10.87.0.10\"\n", Path::new("request"), &base).unwrap();
     assert_eq!(more.taps.len(), 2);
     let error = file::add("[tap.c]\nip = \"10.87.0.9\"\n", Path::new("request"), &base).unwrap_err();
-    assert!(error.to_string().contains("request:2:6: tap.c.ip: expected an address that nobody else has"), "{error}");
+    assert!(
+        error.to_string().contains("request:2:6: tap.c.ip: expected an address that no other member has"),
+        "{error}"
+    );
     assert!(error.to_string().ends_with("\n1 fault in the addition; nothing was added"), "{error}");
 }
 

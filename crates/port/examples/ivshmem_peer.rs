@@ -114,7 +114,7 @@ fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>>
     while !link.step()? {
         link.wait(Duration::from_millis(100))?;
         if Instant::now() > end {
-            return Err("nobody sits on the other seat".into());
+            return Err("the other peer is not connected".into());
         }
     }
     let mut to = [0; RECORD_BYTES as usize];
@@ -181,7 +181,7 @@ fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -
                 break;
             }
             if begin.elapsed() > PATIENCE {
-                return Err(format!("request {number}: nobody says that it has {target}").into());
+                return Err(format!("request {number}: no answer for {target}").into());
             }
             repeated += 1;
         }

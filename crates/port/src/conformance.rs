@@ -210,9 +210,9 @@ pub fn number(bytes: &[u8]) -> Option<u32> {
 
 /// A worker with one port, and the port's peer.
 pub struct Rig<F> {
-    /// The port.
+    /// The attachment under test.
     pub port: Box<dyn Port>,
-    /// Its peer.
+    /// The other end of that attachment, driven by the test.
     pub peer: F,
     /// Frames received from the peer, strangers' frames left out.
     pub received: Vec<OwnedFrame>,

@@ -32,54 +32,29 @@ const ARPHRD_ETHER: u16 = 1;
 
 /// Why an interface could not be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum LinkError {
     /// The namespace cannot be opened.
     #[error("network namespace {}: {source}; `ip netns list` shows those that have names", path.display())]
-    Namespace {
-        /// The path tried.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: std::io::Error,
-    },
+    Namespace { path: PathBuf, source: std::io::Error },
     /// A thread could not enter the namespace.
     #[error("entering a network namespace: {source}; that needs CAP_SYS_ADMIN over it")]
-    Enter {
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Enter { source: Errno },
     /// A name that no interface can have.
     #[error("`{name}` cannot be the name of an interface: 1 to 15 bytes without `/` are expected")]
-    Name {
-        /// The name given.
-        name: String,
-    },
+    Name { name: String },
     /// There is no such interface.
-    #[error("there is no interface `{name}` here")]
-    Absent {
-        /// The name given.
-        name: String,
-    },
+    #[error("there is no interface `{name}` in this network namespace")]
+    Absent { name: String },
     /// A sysctl that keeps peers from configuring this machine could not be set.
     #[error(
         "writing {}: {source}; without it a guest could change this machine's routes. Make /proc/sys/net writable, or \
          set accept_ra = true for this tap to accept that", path.display()
     )]
-    Closed {
-        /// The sysctl's file.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Closed { path: PathBuf, source: Errno },
     /// The kernel refused an operation.
     #[error("{what} of interface `{name}`: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Which interface.
-        name: String,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    System { what: &'static str, name: String, source: Errno },
 }
 
 /// A network namespace.
@@ -214,7 +189,7 @@ impl Interface {
         interface.index().map(|_| interface)
     }
 
-    /// Its name.
+    /// The name given at opening; a rename of the interface does not change it.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -481,7 +456,7 @@ mod tests {
         assert_eq!(lo.index().unwrap(), 1);
         assert!(lo.state().unwrap().mtu >= 1500);
         let error = Interface::open(None, "tmb-absent").unwrap_err().to_string();
-        assert_eq!(error, "there is no interface `tmb-absent` here");
+        assert_eq!(error, "there is no interface `tmb-absent` in this network namespace");
         assert!(matches!(Interface::open(None, "much-too-long-a-name"), Err(LinkError::Name { .. })));
         assert!(matches!(Netns::open("tmb-no-such"), Err(LinkError::Namespace { .. })));
     }

@@ -53,7 +53,7 @@ const LOOK_INTERVAL: Nanos = Nanos(10_000_000);
 /// Which interface, and how.
 #[derive(Clone, Debug)]
 pub struct PacketConfig {
-    /// Its name.
+    /// As `ip link` shows it.
     pub interface: String,
     /// The namespace that it is in.
     pub netns: Option<Netns>,
@@ -72,29 +72,20 @@ impl PacketConfig {
 
 /// Why an interface could not be joined.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum PacketError {
     /// The kernel gives no packet socket.
     #[error("a packet socket: {source}; that needs CAP_NET_RAW in the interface's namespace")]
-    Socket {
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Socket { source: Errno },
     /// The socket cannot be used on the interface.
     #[error("{what} `{interface}`: {source}")]
-    Join {
-        /// What was tried.
-        what: &'static str,
-        /// Which interface.
-        interface: String,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Join { what: &'static str, interface: String, source: Errno },
     /// The interface or its namespace.
     #[error(transparent)]
     Link(#[from] LinkError),
 }
 
-/// The port.
+/// A port on an interface of the host, over an `AF_PACKET` socket.
 pub struct PacketPort {
     socket: OwnedFd,
     _watch: Watch,

@@ -51,7 +51,7 @@ impl Default for PairConfig {
 pub struct OwnedFrame {
     /// The frame from its Ethernet header on.
     pub bytes: Vec<u8>,
-    /// Its offload state.
+    /// What of checksum and segmentation is still to be done.
     pub offload: Offload,
 }
 
@@ -100,7 +100,7 @@ impl Shared {
     }
 }
 
-/// The port's end.
+/// The end that the switch uses.
 pub struct PairPort {
     shared: Arc<Shared>,
     caps: Caps,
@@ -116,7 +116,7 @@ pub struct PairPort {
 #[derive(Clone)]
 pub struct PairConnector(Arc<Shared>);
 
-/// The other end.
+/// The end that a test or an in-process member uses.
 pub struct PairPeer {
     shared: Arc<Shared>,
     generation: u64,

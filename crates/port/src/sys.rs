@@ -564,7 +564,6 @@ impl GrantedPage {
         Ok(GrantedPage { address, gntdev, index: map.index })
     }
 
-    /// The page's bytes.
     pub(crate) fn bytes(&self) -> ForeignMut<'_> {
         // SAFETY: PAGE_BYTES are mapped at `address` until `drop`, and no reference to them is ever made.
         unsafe { ForeignMut::new(self.address, PAGE_BYTES) }

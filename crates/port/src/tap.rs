@@ -64,9 +64,9 @@ pub enum Existing {
     /// It must not exist yet.
     #[default]
     Create,
-    /// It exists.
+    /// It must exist already.
     Adopt,
-    /// Either.
+    /// It is used if it exists, and created otherwise.
     CreateOrAdopt,
 }
 
@@ -116,33 +116,17 @@ impl TapConfig {
 
 /// Why a tap could not be attached.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum TapError {
     /// `/dev/net/tun` cannot be opened.
     #[error("/dev/net/tun: {source}; the tun module has to be there, and the file readable and writable")]
-    Device {
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Device { source: Errno },
     /// The kernel does not attach to the name.
     #[error("attaching to the tap `{name}`: {source}; {hint}")]
-    Attach {
-        /// Which tap.
-        name: String,
-        /// The kernel's answer.
-        source: Errno,
-        /// What to do.
-        hint: &'static str,
-    },
+    Attach { name: String, source: Errno, hint: &'static str },
     /// A property that could not be set.
     #[error("setting {what} of the tap `{name}`: {source}")]
-    Property {
-        /// Which property.
-        what: &'static str,
-        /// Which tap.
-        name: String,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Property { what: &'static str, name: String, source: Errno },
     /// The descriptor is no tap that can be used.
     #[error("the descriptor is not usable as a tap: {found}; a tap with IFF_TAP and IFF_NO_PI is expected")]
     NotATap {
@@ -154,7 +138,7 @@ pub enum TapError {
     Link(#[from] LinkError),
 }
 
-/// The port.
+/// A port on a tap device of the host.
 pub struct TapPort {
     fd: OwnedFd,
     /// `None` while the interface is gone.
@@ -422,7 +406,7 @@ fn attach(fd: &OwnedFd, name: &str, exclusive: u16) -> Result<String, TapError> 
                 Errno::PERM => "making one needs CAP_NET_ADMIN, using one needs to be its owner",
                 Errno::BUSY if exclusive != 0 => "one of that name exists; adopt it, or choose another name",
                 Errno::BUSY => "another process uses it; stop that one first",
-                Errno::INVAL => "an interface of that name exists and is no single-queue tap",
+                Errno::INVAL => "an interface of that name exists and is not a single-queue tap",
                 _ => "see ip-tuntap(8)",
             };
             Err(TapError::Attach { name: name.into(), source, hint })

@@ -94,9 +94,9 @@ struct Pulse {
 /// What [`Away::beat`] tells.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Beat {
-    /// Questions sent.
+    /// Questions that were sent.
     pub asked: u64,
-    /// Answers received.
+    /// Replies of the uplink to them.
     pub answers: u64,
     /// Frames received.
     pub frames: u64,

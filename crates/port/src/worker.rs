@@ -33,13 +33,12 @@ pub struct WorkerConfig {
 
 /// Why a worker could not be started, or how it ended.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum WorkerError {
     /// A CPU number beyond what the kernel's set holds.
     #[error("worker {name}: CPU {cpu} was asked for; expected a number below {limit}")]
     BadCpu {
-        /// The worker.
         name: String,
-        /// The number.
         cpu: usize,
         /// The first number that is too large.
         limit: usize,
@@ -49,9 +48,7 @@ pub enum WorkerError {
         "worker {name}: the kernel refused to bind it to CPUs {cpus:?}: {errno}; see /sys/devices/system/cpu/online"
     )]
     Affinity {
-        /// The worker.
         name: String,
-        /// The CPUs.
         cpus: Vec<usize>,
         /// What the kernel said.
         errno: Errno,
@@ -59,22 +56,16 @@ pub enum WorkerError {
     /// No reactor or no thread.
     #[error("worker {name}: could not be started: {detail}; raise the limit on open files or processes")]
     NotStarted {
-        /// The worker.
         name: String,
         /// What the kernel said.
         detail: String,
     },
     /// The loop panicked.
     #[error("worker {name} ended by a panic: {detail}; this is a defect of tombolo, its ports are gone")]
-    Panicked {
-        /// The worker.
-        name: String,
-        /// The panic's text.
-        detail: String,
-    },
+    Panicked { name: String, detail: String },
 }
 
-/// A running worker.
+/// A started worker: its thread, and the handle that controls it.
 pub struct WorkerThread {
     name: String,
     handle: WorkerHandle,
@@ -114,7 +105,7 @@ impl WorkerThread {
         Ok(WorkerThread { name, handle, registrar, thread, pid })
     }
 
-    /// The control side.
+    /// Adds, changes and removes ports while the thread runs.
     pub fn handle(&self) -> &WorkerHandle {
         &self.handle
     }
@@ -124,7 +115,7 @@ impl WorkerThread {
         self.registrar.registration(reserved.token())
     }
 
-    /// The name.
+    /// The name given at its start, as `status` shows it.
     pub fn name(&self) -> &str {
         &self.name
     }

@@ -60,7 +60,7 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
         "call" => {
             let count = arguments.get(3).map_or(Ok(1), |text| text.parse())?;
             if !calls.wait_up(PATIENCE) {
-                return Err("nobody came to the other end of the link".into());
+                return Err("no peer joined the other end of the link".into());
             }
             call(&calls, arguments.get(2).ok_or(usage)?.as_bytes(), count)?;
         }

@@ -218,7 +218,7 @@ impl Calls {
         state.way.is_over()
     }
 
-    /// The counters.
+    /// Counters that only grow.
     pub fn stats(&self) -> Stats {
         self.lock().way.session.stats()
     }

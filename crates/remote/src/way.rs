@@ -26,7 +26,6 @@ use tombolo_shm::doorbell::Doorbell;
 
 /// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long as the one before.
 const FIRST_NAP: Duration = Duration::from_micros(50);
-/// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
 /// From a sleep to its second look, where peers ring.
 const SECOND_LOOK: Duration = Duration::from_nanos(RECHECK_NS);
@@ -34,51 +33,35 @@ const READ_BYTES: usize = 64 << 10;
 
 /// Why there are no calls with a peer.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RemoteError {
     /// The link could not be joined.
     #[error(transparent)]
     Join(#[from] JoinError),
     /// The link's output sections are too small.
     #[error("output sections of {bytes} bytes hold no calls; give the link a region of 64K or more")]
-    Sections {
-        /// Their length.
-        bytes: u64,
-    },
+    Sections { bytes: u64 },
     /// The link has more than two peers.
-    #[error("the link has {peers} peers; calls go between two: one member and seats = 1, or two members")]
+    #[error("the link has {peers} peers; calls need exactly two: one member and seats = 1, or two members")]
     Peers {
         /// How many it can have.
         peers: u32,
     },
     /// No connection.
     #[error(
-        "connecting to {to}: {source}; a peer of calls listens there once it is up, such as the cell `calc` with tcp=PORT"
+        "connecting to {to}: {source}; expected a peer that listens for calls there, such as the cell `calc` with \
+         tcp=PORT"
     )]
-    Connect {
-        /// Where to.
-        to: SocketAddr,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Connect { to: SocketAddr, source: io::Error },
     /// A TCP connection.
     #[error("{what}: {source}")]
-    Stream {
-        /// What was tried.
-        what: &'static str,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Stream { what: &'static str, source: io::Error },
     /// The other side of a connection speaks something else, or nothing.
-    #[error("the other side of the connection is no peer of calls: {0}")]
+    #[error("the other side of the connection does not speak the calls protocol: {0}")]
     Greeting(&'static str),
     /// The system refused a descriptor or a thread.
     #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// The system's answer.
-        source: io::Error,
-    },
+    System { what: &'static str, source: io::Error },
 }
 
 fn system(what: &'static str) -> impl Fn(Errno) -> RemoteError {
@@ -225,12 +208,12 @@ impl Way {
                 Ok(n) => _ = frames.feed(&bytes[..n]),
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
                 Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    return Err(RemoteError::Greeting("it says nothing"));
+                    return Err(RemoteError::Greeting("it does not answer"));
                 }
                 Err(source) => return Err(RemoteError::Stream { what: "the greeting", source }),
             }
             if Instant::now() > end {
-                return Err(RemoteError::Greeting("it says nothing"));
+                return Err(RemoteError::Greeting("it does not answer"));
             }
         };
         stream.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;

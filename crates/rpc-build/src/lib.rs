@@ -21,6 +21,7 @@ use prost_types::FileDescriptorSet;
 
 /// Why nothing was generated.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum Error {
     /// A file is not there, or wrong.
     #[error(transparent)]
@@ -28,7 +29,6 @@ pub enum Error {
     /// A method that cannot be called.
     #[error("{method}: {what}")]
     Method {
-        /// Its full name.
         method: String,
         /// What is wrong with it.
         what: &'static str,

@@ -52,7 +52,7 @@ impl Caller {
         Caller(client)
     }
 
-    /// The connection.
+    /// The connection that calls go over.
     pub fn client(&self) -> &Client {
         &self.0
     }

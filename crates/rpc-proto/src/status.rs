@@ -25,11 +25,11 @@ macro_rules! codes {
 }
 
 codes! {
-    /// It was done.
+    /// The call was carried out.
     Ok = 0,
     /// The caller took it back.
     Cancelled = 1,
-    /// Something else.
+    /// An error without a code of its own.
     Unknown = 2,
     /// The request makes no sense, regardless of the state of the service.
     InvalidArgument = 3,
@@ -49,7 +49,7 @@ codes! {
     Aborted = 10,
     /// Beyond what there is.
     OutOfRange = 11,
-    /// No such method.
+    /// The service has no method of that name.
     Unimplemented = 12,
     /// The service is broken.
     Internal = 13,

@@ -94,7 +94,7 @@ fn call(name: &str, text: &str, options: &CallOptions) -> Result<ExitCode, Box<d
 }
 
 fn milliseconds(text: &str) -> Result<Duration, String> {
-    text.parse().map(Duration::from_millis).map_err(|_| format!("\"{text}\" is no number of milliseconds; {USAGE}"))
+    text.parse().map(Duration::from_millis).map_err(|_| format!("\"{text}\" is not a number of milliseconds; {USAGE}"))
 }
 
 fn run() -> Result<ExitCode, Box<dyn std::error::Error>> {

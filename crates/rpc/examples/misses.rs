@@ -91,7 +91,7 @@ fn points(seeds: usize, loads: &[i32]) -> Vec<Point> {
 }
 
 impl Point {
-    /// Its tasks, with so much work each.
+    /// The point's task set, with `work_ns` of work per request.
     fn set(&self, work_ns: u64) -> Vec<Task> {
         self.tasks.1.set(self.load, work_ns, self.seed)
     }
@@ -109,7 +109,6 @@ fn simulated(point: &Point) -> Outcome {
     run(&point.set(SIMULATED_WORK_NS), point.order.1, point.admission, Late::Refuse, SIMULATED_NS, point.seed)
 }
 
-/// Points of the same requests.
 fn same_requests(points: &[Point]) -> impl Iterator<Item = &[Point]> {
     points.chunk_by(|a, b| (a.tasks.0, a.load, a.seed) == (b.tasks.0, b.load, b.seed))
 }
@@ -207,8 +206,15 @@ fn serve(args: &[String]) -> Fallible<()> {
 fn service(order: &str, admission: bool, budget_ns: u64) -> Fallible<(tempfile::TempDir, Other, Client)> {
     let dir = tempfile::tempdir()?;
     let folder: &Path = dir.path();
-    let words =
-        [order, &admission.to_string(), &budget_ns.to_string(), folder.to_str().ok_or("a folder that is no text")?];
+    let words = [
+        order,
+        &admission.to_string(),
+        &budget_ns.to_string(),
+        folder.to_str().ok_or(
+            "the folder's name is not \
+            UTF-8",
+        )?,
+    ];
     let other = Other::start(&words)?;
     let options =
         ConnectOptions { folder: Some(folder.into()), entries: 1024, arena_bytes: 0, ..ConnectOptions::default() };

@@ -126,7 +126,7 @@ fn other(args: &[String]) -> Fallible<()> {
 }
 
 fn start(what: &str, cpu: usize, dir: &Path) -> Fallible<Other> {
-    Other::start(&[what, &cpu.to_string(), dir.to_str().ok_or("a folder that is no text")?])
+    Other::start(&[what, &cpu.to_string(), dir.to_str().ok_or("the folder's name is not UTF-8")?])
 }
 
 fn receive_fd(socket: &UnixStream) -> Fallible<std::os::fd::OwnedFd> {

@@ -85,7 +85,7 @@ fn main() -> Fallible<()> {
     let (calls, largest) = (option("--calls", 1000)?, option("--largest", 30)? as u32);
     let dir = tempfile::tempdir()?;
     pin(0);
-    let _other = Other::start(&[dir.path().to_str().ok_or("a folder that is no text")?])?;
+    let _other = Other::start(&[dir.path().to_str().ok_or("the folder's name is not UTF-8")?])?;
     let options = ConnectOptions {
         folder: Some(dir.path().into()),
         polling: Polling::Never,

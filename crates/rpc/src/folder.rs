@@ -38,9 +38,10 @@ const LOCKED: Duration = Duration::from_secs(2);
 
 /// Why a service's socket could not be used.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum FolderError {
     /// Not a name of a service.
-    #[error("\"{0}\" is no name of a service: expected 1 to 64 of a-z A-Z 0-9 . _ -, the first not a dot")]
+    #[error("\"{0}\" is not a valid service name: expected 1 to 64 of a-z A-Z 0-9 . _ -, the first not a dot")]
     Name(String),
     /// Neither variable nor default fits.
     #[error(
@@ -55,14 +56,7 @@ pub enum FolderError {
     LongPath(PathBuf),
     /// The system refused.
     #[error("{what} {}: {source}", path.display())]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// On what.
-        path: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    System { what: &'static str, path: PathBuf, source: io::Error },
 }
 
 fn system(what: &'static str, path: &Path) -> impl FnOnce(io::Error) -> FolderError {
@@ -175,7 +169,7 @@ fn lock(folder: &Path) -> Result<Locked, FolderError> {
             Ok(()) => {}
             Err(Errno::WOULDBLOCK) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
             Err(Errno::WOULDBLOCK) => {
-                let held = format!("another process of user {user} has held it for {LOCKED:?}; end that one");
+                let held = format!("another process of user {user} has held it for {LOCKED:?}; end that process");
                 return Err(system("locking", &path)(io::Error::new(io::ErrorKind::WouldBlock, held)));
             }
             Err(error) => return Err(system("locking", &path)(error.into())),
@@ -255,7 +249,7 @@ impl Listener {
         let _lock = lock(folder)?;
         if let Ok(there) = fs::symlink_metadata(&path) {
             if !there.file_type().is_socket() {
-                let why = "it is no socket, expected one or nothing; move it away, or register another name";
+                let why = "it is not a socket, expected a socket or nothing; move it away, or register another name";
                 return Err(system("taking the name of", &path)(io::Error::new(io::ErrorKind::AlreadyExists, why)));
             }
             if !is_stale(&path) {
@@ -395,7 +389,7 @@ mod tests {
         assert_eq!(list(dir.path()), [""; 0]);
         for name in ["notes", "folder", "link"] {
             let error = Listener::bind(dir.path(), name, 0o600).unwrap_err().to_string();
-            assert!(error.contains("no socket") && error.contains(name), "{error}");
+            assert!(error.contains("not a socket") && error.contains(name), "{error}");
             assert!(fs::symlink_metadata(at(name)).is_ok(), "{name} is gone");
         }
         assert_eq!(fs::read_to_string(at("notes")).unwrap(), "precious");

@@ -41,7 +41,7 @@ fn upper(bucket: usize) -> u64 {
 /// A histogram in figures, ns.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct Summary {
-    /// How many.
+    /// Number of samples.
     pub count: u64,
     /// Half are at most this.
     pub p50_ns: u64,
@@ -49,7 +49,7 @@ pub struct Summary {
     pub p99_ns: u64,
     /// 999 of 1000 are at most this.
     pub p999_ns: u64,
-    /// All are at most this.
+    /// Largest sample.
     pub max_ns: u64,
 }
 
@@ -61,7 +61,7 @@ pub(crate) fn bump(counter: &AtomicU64) {
 }
 
 impl Histogram {
-    /// Counts one.
+    /// Adds one sample.
     pub fn record(&self, ns: u64) {
         // Relaxed: a counter that nothing else depends on.
         self.buckets[bucket(ns)].fetch_add(1, Ordering::Relaxed);

@@ -36,7 +36,6 @@ pub struct Facts {
     pub admission: bool,
 }
 
-/// A message.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
     Hello { entries: u32, arena_bytes: u64 },
@@ -62,7 +61,7 @@ impl std::fmt::Display for Malformed {
             Malformed::Version(found) => {
                 write!(f, "the other side speaks version {found}, expected {VERSION}; use programs of one release")
             }
-            Malformed::Bytes => write!(f, "the other side sent what is no message of this protocol"),
+            Malformed::Bytes => write!(f, "the other side sent an invalid message"),
         }
     }
 }

@@ -20,7 +20,7 @@ pub(crate) const LONGEST_NS: u64 = 100_000;
 const LOOKS: u32 = 32;
 const MAX_LEVEL: u32 = 8;
 
-/// When to poll.
+/// When a waiting thread polls instead of sleeping.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum Polling {
     /// As it gains.

@@ -64,7 +64,7 @@ impl SharedBuffer {
         SharedBuffer(Arc::new(Memory { fd, mapping, number }))
     }
 
-    /// Bytes.
+    /// Length in bytes.
     pub fn len(&self) -> u64 {
         self.0.mapping.len() as u64
     }

@@ -27,7 +27,7 @@ pub struct Task {
 /// What came of a run.
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Outcome {
-    /// Requests.
+    /// Requests that arrived during the run.
     pub requests: u64,
     /// Not done by their deadline, for any reason.
     pub missed: u64,
@@ -115,7 +115,7 @@ pub enum Tasks {
 }
 
 impl Tasks {
-    /// A set of that load.
+    /// Tasks that together ask for `load` of one worker's time; only [`Tasks::Implicit`] uses `seed`.
     pub fn set(self, load: f64, work_ns: u64, seed: u64) -> Vec<Task> {
         const TASKS: u64 = 10;
         match self {

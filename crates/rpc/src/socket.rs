@@ -19,7 +19,6 @@ const MAX_FDS: usize = 2;
 /// What came from a socket.
 #[derive(Debug)]
 pub(crate) enum Received {
-    /// A message, with its descriptors.
     Message(Message, Vec<ForeignFd>),
     /// A packet that is none.
     Malformed(Malformed),

@@ -199,12 +199,12 @@ fn handshakes_that_are_wrong_are_refused_and_the_service_goes_on() {
         ("an unsealed section", fine_hello.clone(), vec![unsealed.as_fd()], "seal"),
         ("a pipe", fine_hello.clone(), vec![pipe.as_fd()], "memfd"),
         ("another version", version, vec![fine.as_fd()], "version 9"),
-        ("another magic", magic, vec![fine.as_fd()], "no message"),
+        ("another magic", magic, vec![fine.as_fd()], "invalid message"),
         ("no entries", hello(0, 4096), vec![fine.as_fd()], "powers of two"),
         ("too many entries", hello(1 << 30, 4096), vec![fine.as_fd()], "allows"),
         ("a huge arena", hello(8, 1 << 60), vec![fine.as_fd()], "allows"),
-        ("a cut message", fine_hello[..20].to_vec(), vec![fine.as_fd()], "no message"),
-        ("nonsense", vec![0xff; 60_000], vec![], "no message"),
+        ("a cut message", fine_hello[..20].to_vec(), vec![fine.as_fd()], "invalid message"),
+        ("nonsense", vec![0xff; 60_000], vec![], "invalid message"),
     ];
     for (what, bytes, fds, why) in cases {
         let socket = dial(dir.path());

@@ -33,7 +33,7 @@ pub enum Class {
         runtime_ns: u64,
         /// From a period's start to when that must be done.
         deadline_ns: u64,
-        /// The period.
+        /// Time from one activation to the next.
         period_ns: u64,
     },
 }

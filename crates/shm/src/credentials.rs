@@ -25,9 +25,9 @@ const SO_PEERPIDFD: libc::c_int = 77;
 pub struct Peer {
     /// Its number here; `None` where it is in a PID namespace that we do not see into.
     pub pid: Option<Pid>,
-    /// Its user.
+    /// Effective user ID when it connected.
     pub uid: u32,
-    /// Its group.
+    /// Effective group ID when it connected.
     pub gid: u32,
 }
 

@@ -35,7 +35,7 @@ pub const MAX_HELD: usize = 256;
 /// What a descriptor is, as far as that can be known without asking its file system.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
-    /// An eventfd.
+    /// `read` and `write` can block if the peer made it blocking.
     Eventfd,
     /// A file of tmpfs or hugetlbfs: a memfd, or one with a name. `fstat`, `fstatfs` and `close` do not block.
     Memory,
@@ -45,7 +45,7 @@ pub enum Kind {
     Other,
 }
 
-/// What the descriptor is.
+/// Classifies a descriptor without calling into its file system.
 pub fn kind(fd: impl AsFd) -> Kind {
     // The kernel looks at the file's operations, and asks no file system.
     if fcntl_get_seals(&fd).is_ok() {
@@ -82,7 +82,7 @@ impl ForeignFd {
         ForeignFd { fd: Some(fd), user }
     }
 
-    /// What it is.
+    /// Same as the function [`kind`].
     pub fn kind(&self) -> Kind {
         kind(self)
     }

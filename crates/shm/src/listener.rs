@@ -113,7 +113,7 @@ impl Listener {
         Ok(socket)
     }
 
-    /// Where it listens.
+    /// Path of the socket, as it was given.
     pub fn path(&self) -> &Path {
         &self.path
     }

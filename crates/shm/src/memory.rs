@@ -15,17 +15,11 @@ use crate::foreign::{self, Kind};
 
 /// Why memory could not be shared.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum MemoryError {
     /// The kernel refused.
     #[error("{what} of {bytes} bytes: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Size asked for.
-        bytes: u64,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    System { what: &'static str, bytes: u64, source: Errno },
     /// The peer named a range that its file does not have.
     #[error("the peer's file has {file_bytes} bytes, but bytes {offset} to {offset}+{bytes} were to be mapped")]
     OutsideFile {

@@ -18,26 +18,24 @@ const NEEDED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW);
 
 /// Why memory that another made was not taken.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum AdoptError {
     /// Somebody else may hold back or take away its pages: a pipe, a file of a disk, huge pages.
-    #[error("the descriptor is {found}, expected a memfd of ordinary pages; make it with memfd_create")]
+    #[error("the descriptor is {found}, expected a memfd of ordinary pages; create it with memfd_create")]
     NoMemfd {
         /// What it is, as the kernel names it.
         found: String,
     },
     /// Its pages could be taken away under the mapping.
-    #[error("the memory has {}, expected seals SHRINK and GROW; make it with MFD_ALLOW_SEALING and add them with fcntl(F_ADD_SEALS)", seals(*found))]
-    Unsealed {
-        /// Its seals.
-        found: SealFlags,
-    },
+    #[error("the memory has {}, expected seals SHRINK and GROW; create it with MFD_ALLOW_SEALING and add them with \
+        fcntl(F_ADD_SEALS)", seals(*found))]
+    Unsealed { found: SealFlags },
     /// It was sealed before it had a size.
     #[error("the memory has 0 bytes, expected some; give it its size with ftruncate before it is sealed")]
     Empty,
     /// The size is not what was agreed on.
     #[error("the peer's section has {found} bytes, expected {wanted}")]
     Size {
-        /// Bytes it has.
         found: u64,
         /// Bytes it should have.
         wanted: u64,

@@ -22,7 +22,7 @@ use std::time::{Duration, Instant};
 
 /// What the names of this module's records begin with; names of links' records do not.
 pub const PREFIX: &str = "fd:";
-/// Most bytes of a state.
+/// Longest state that can be kept: 64 MiB.
 pub const MAX_STATE_BYTES: u64 = 1 << 26;
 /// A state up to this long is kept in its record; a longer one in a memfd behind its descriptors.
 const INLINE_BYTES: usize = 2048;
@@ -92,7 +92,7 @@ impl Store {
         Ok(Store { state: Mutex::new(state), changed: Condvar::new(), tell })
     }
 
-    /// Tells the user.
+    /// Passes `text` to the function that the store was opened with.
     pub fn tell(&self, text: &str) {
         (self.tell)(text);
     }
@@ -209,7 +209,7 @@ impl Store {
         self.say_here(|keeper| keeper.forget("nothing has this name"));
     }
 
-    /// Forgets a record.
+    /// Deletes a record and its descriptors from the store.
     pub fn forget(&self, name: &str) {
         self.say_here(|keeper| keeper.forget(&format!("{PREFIX}{name}")));
     }

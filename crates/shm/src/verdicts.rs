@@ -44,7 +44,7 @@ pub enum Found<V> {
     Known(V),
     /// It was looked at.
     New(V),
-    /// It has ended.
+    /// The process at the other end is gone.
     Ended,
 }
 

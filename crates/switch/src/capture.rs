@@ -39,7 +39,7 @@ pub struct CaptureMemory {
 }
 
 impl CaptureMemory {
-    /// Memory of so many bytes.
+    /// Creates a budget that several captures share.
     pub fn new(limit_bytes: usize) -> CaptureMemory {
         CaptureMemory { limit_bytes, used_bytes: AtomicUsize::new(0) }
     }
@@ -186,7 +186,7 @@ impl Parcel {
 /// What [`Capture::read`] found.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum CaptureRead {
-    /// Bytes were appended.
+    /// Frames were appended to the buffer.
     Data,
     /// Nothing came within the time.
     Quiet,

@@ -41,7 +41,7 @@ impl Default for WorkerSettings {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct NetworkId(pub u16);
 
-/// Settings of a port.
+/// What a network's owner decides about one port.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct PortSettings {
     /// What it may claim to be.
@@ -56,24 +56,18 @@ pub struct PortSettings {
 
 /// Why a worker did not do what it was asked.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ControlError {
     /// The worker's thread has ended.
-    #[error("the switch worker has ended, so nothing can be asked of it; restart the fabric")]
+    #[error("the switch worker has ended; restart the fabric")]
     Gone,
-    /// No such network.
     #[error("the worker has no network number {}; it was removed, or belongs to another worker", .0.0)]
     NoSuchNetwork(NetworkId),
-    /// No such port.
     #[error("the worker has no port number {}; it was removed, or belongs to another worker", .0.0)]
     NoSuchPort(Token),
     /// The network still has ports.
     #[error("network {name} still has {ports} ports; remove them first")]
-    NetworkInUse {
-        /// Its name.
-        name: String,
-        /// How many.
-        ports: usize,
-    },
+    NetworkInUse { name: String, ports: usize },
     /// Every token is in use.
     #[error("a worker holds at most 65535 ports, and all are in use; start another worker")]
     TooManyPorts,
@@ -107,21 +101,21 @@ pub struct LoopCounters {
 /// A port as the worker sees it.
 #[derive(Clone, Debug)]
 pub struct PortStatus {
-    /// Its token.
+    /// Names the port in control commands.
     pub token: Token,
-    /// Its name.
+    /// As given when the port was added.
     pub name: Arc<str>,
-    /// Its network.
+    /// The network that it is a member of.
     pub network: NetworkId,
-    /// Its kind.
+    /// Kind of attachment, such as "vhost-user" or "tap".
     pub kind: &'static str,
-    /// Whether frames flow.
+    /// Whether frames flow between port and peer.
     pub link: Link,
     /// What it takes; `None` where its code panicked.
     pub caps: Option<Caps>,
     /// Facts of its kind.
     pub details: Vec<(&'static str, String)>,
-    /// Its guard.
+    /// Source addresses that it may use.
     pub guard: Guard,
     /// What it may flood.
     pub storm: Storm,
@@ -145,13 +139,13 @@ pub struct PortStatus {
 /// A network as the worker sees it.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct NetworkStatus {
-    /// Its number.
+    /// Names the network in control commands.
     pub id: NetworkId,
-    /// Its name.
+    /// As in the fabric file.
     pub name: Arc<str>,
-    /// Its ports.
+    /// Tokens of the member ports.
     pub ports: Vec<Token>,
-    /// MAC addresses known.
+    /// MAC addresses that the table holds now.
     pub macs: usize,
     /// What became of addresses.
     pub mac_stats: MacStats,
@@ -172,11 +166,11 @@ pub struct WorkerStatus {
     pub now: Nanos,
     /// When it began; what of the time since then was not slept was work.
     pub started: Nanos,
-    /// Its settings.
+    /// Batch size and busy polling.
     pub settings: WorkerSettings,
-    /// What its loop counts.
+    /// Turns, sleeps and frames; shared with the running loop.
     pub counters: Arc<LoopCounters>,
-    /// Its networks.
+    /// Networks that this worker forwards for.
     pub networks: Vec<NetworkStatus>,
     /// Its ports, by token.
     pub ports: Vec<PortStatus>,
@@ -197,7 +191,7 @@ pub struct Reserved {
 }
 
 impl Reserved {
-    /// The token.
+    /// Names the port once it is added.
     pub fn token(&self) -> Token {
         self.token
     }

@@ -26,7 +26,7 @@ impl Counter {
 /// Buckets of the histogram of frames per turn: 0, 1, 2–3, 4–7, … , 2^(n-2) and more.
 pub const TURN_BUCKETS: usize = 12;
 
-/// The counters of one port.
+/// Written only by the port's worker; readable from any thread.
 #[derive(Debug, Default)]
 pub struct PortCounters {
     /// Frames taken from the peer.
@@ -50,7 +50,7 @@ pub struct PortCounters {
     pub late_wakeups: Counter,
     /// Times that the peer was signalled only at that look, which found its wish.
     pub late_signals: Counter,
-    /// Turns in which the port was asked for frames.
+    /// Turns in which the port was polled for frames.
     pub turns: Counter,
     /// Turns in which it gave as many as the budget allows, so that it was asked again before any sleep.
     pub exhausted_budgets: Counter,

@@ -92,7 +92,7 @@ reasons! {
 }
 
 impl Reason {
-    /// How many reasons there are.
+    /// Length of the arrays that count by reason.
     pub const COUNT: usize = Reason::ALL.len();
 }
 

@@ -45,11 +45,11 @@ pub mod worker;
 pub struct Nanos(pub u64);
 
 impl Nanos {
-    /// One microsecond, millisecond, second.
+    /// 1,000 ns.
     pub const MICRO: Nanos = Nanos(1_000);
-    /// One millisecond.
+    /// 1,000,000 ns.
     pub const MILLI: Nanos = Nanos(1_000_000);
-    /// One second.
+    /// 1,000,000,000 ns.
     pub const SECOND: Nanos = Nanos(1_000_000_000);
 
     /// `self + span`, at most the end of time.

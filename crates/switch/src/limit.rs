@@ -73,7 +73,7 @@ pub struct Bucket {
 }
 
 impl Bucket {
-    /// Takes `tokens` if they are there.
+    /// Takes `tokens`, or nothing and returns `false` if there are fewer.
     #[inline]
     pub fn take(&mut self, now: Nanos, tokens: u64, limit: Limit) -> bool {
         let full_at = self.full_at.max(now).after(limit.span(tokens));

@@ -31,7 +31,7 @@ impl Address {
     pub(crate) const MASK: u64 = (1 << 48) - 1;
     /// No address: what a runt has.
     pub const ZERO: Address = Address(0);
-    /// Everyone.
+    /// ff:ff:ff:ff:ff:ff.
     pub const BROADCAST: Address = Address(Self::MASK);
 
     /// The low 48 bits of a word.
@@ -88,7 +88,7 @@ pub type PortNumber = u16;
 /// Limits of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MacSettings {
-    /// Addresses in all.
+    /// Most addresses that the table holds.
     pub capacity: u32,
     /// Addresses behind one port, where the port has no limit of its own.
     pub per_port: u32,
@@ -135,7 +135,7 @@ pub enum Learned {
 /// One address, for a listing.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct MacEntry {
-    /// The address.
+    /// MAC address, as learned or pinned.
     pub address: Address,
     /// The port behind which it was seen.
     pub port: PortNumber,
@@ -334,7 +334,7 @@ impl MacTable {
         self.stats
     }
 
-    /// The limits.
+    /// The limits that the table was created with.
     pub fn settings(&self) -> MacSettings {
         self.settings
     }

@@ -50,7 +50,7 @@ pub struct NetworkCounters {
 pub struct Network {
     /// Addresses and their ports.
     pub macs: MacTable,
-    /// Counters.
+    /// Copies and floods.
     pub counters: NetworkCounters,
     members: Vec<PortNumber>,
     /// Members whose link is up: where floods go.

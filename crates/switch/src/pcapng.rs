@@ -39,7 +39,7 @@ pub struct Packet<'a> {
     pub direction: Direction,
     /// The bytes that were captured.
     pub bytes: &'a [u8],
-    /// The frame's length.
+    /// Length of the whole frame; more than what was captured if it was cut.
     pub original_bytes: u32,
     /// What else is known, or empty.
     pub comment: &'a str,
@@ -70,7 +70,7 @@ pub fn interface(out: &mut Vec<u8>, name: &str, snap_bytes: u32) {
     });
 }
 
-/// Appends a frame.
+/// Appends one frame as an enhanced packet block.
 pub fn packet(out: &mut Vec<u8>, packet: &Packet<'_>) {
     block(out, BLOCK_PACKET, |out| {
         out.extend_from_slice(&packet.interface.to_le_bytes());

@@ -245,8 +245,8 @@ pub struct HandOver {
 /// What a [`Port::transmit`] took.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Sent {
-    /// Frames.
+    /// How many frames were taken.
     pub frames: u64,
-    /// Bytes of them.
+    /// Length of those frames in bytes.
     pub bytes: u64,
 }

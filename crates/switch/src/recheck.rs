@@ -17,7 +17,6 @@ pub const RECHECK_DELAY: Nanos = Nanos(RECHECK_NS);
 
 /// Noted in the current round.
 const NOTED: u8 = 1;
-/// In the queue.
 const QUEUED: u8 = 2;
 /// Noted since it was queued.
 const AGAIN: u8 = 4;

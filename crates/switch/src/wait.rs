@@ -16,6 +16,6 @@ pub trait Waiter {
     /// for ever with `None`, not at all with zero. A token may come without work and may come twice.
     fn wait(&mut self, timeout: Option<Nanos>, ready: &mut Vec<Token>);
 
-    /// The time now.
+    /// The worker's clock.
     fn now(&mut self) -> Nanos;
 }

@@ -145,7 +145,7 @@ pub(crate) struct NetworkSlot {
 /// The last fault of a port.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct FaultRecord {
-    /// What it was.
+    /// Kind, and the sentence for `status`.
     pub fault: Fault,
     /// When, by the worker's clock.
     pub at: Nanos,
@@ -712,7 +712,7 @@ impl Slot {
                 let pause = if calm { FAULT_PAUSE } else { Nanos(self.remake_pause.0 * 2).min(REMAKE_PAUSE_MAX) };
                 self.remake_pause = pause;
                 self.quiet_until = now.after(pause);
-                ("is made anew", self.quiet_until)
+                ("restarts", self.quiet_until)
             }
         };
         self.deadline = deadline;
@@ -736,7 +736,7 @@ impl Slot {
                 true
             }
             Err(text) => {
-                self.broke(format!("it could not be made anew: {text}"), now);
+                self.broke(format!("it could not be restarted: {text}"), now);
                 false
             }
         }

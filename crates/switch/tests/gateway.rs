@@ -164,7 +164,6 @@ fn answer(frame: &[u8]) -> (u8, Ipv4Addr) {
     (message[242], Ipv4Addr::new(message[16], message[17], message[18], message[19]))
 }
 
-/// An A query for `name`.
 fn query(id: u16, name: &str) -> Vec<u8> {
     let mut bytes = [&id.to_be_bytes()[..], b"\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00"].concat();
     for label in name.split('.') {

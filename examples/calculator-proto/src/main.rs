@@ -17,7 +17,7 @@ const NAME: &str = "calculator-proto";
 const USAGE: &str = "expected nothing, to serve, or A + B or A / B as three words, to call";
 
 fn number(word: &str) -> Result<f64, String> {
-    word.parse().map_err(|_| format!("\"{word}\" is no number; {USAGE}"))
+    word.parse().map_err(|_| format!("\"{word}\" is not a number; {USAGE}"))
 }
 
 fn run() -> Result<(), Box<dyn std::error::Error>> {

@@ -50,9 +50,9 @@ use world::Port;
 pub struct JudgingRule {
     /// "ip", "ip6", "inet" or "netdev"; empty where the ruleset as a whole could not be understood.
     pub family: String,
-    /// The table.
+    /// As `nft list ruleset` names it.
     pub table: String,
-    /// The chain.
+    /// As `nft list ruleset` names it.
     pub chain: String,
     /// The rule's handle, as `nft -a list ruleset` shows it.
     pub handle: u64,

@@ -56,7 +56,7 @@ impl Cell {
         Cell { origin: Some((field, byte)), mask: 0xff, ..Cell::STABLE }
     }
 
-    /// `self & mask ^ xor`.
+    /// The cell after nftables' `bitwise` expression.
     pub(crate) fn masked(self, mask: u8, xor: u8) -> Cell {
         Cell {
             known: self.known | !mask,
@@ -79,7 +79,6 @@ pub(crate) fn known(cells: &[Cell]) -> Option<Vec<u8>> {
     cells.iter().map(|c| (c.known == 0xff).then_some(c.value)).collect()
 }
 
-/// All registers.
 #[derive(Clone, Debug)]
 pub(crate) struct Registers([Cell; REGISTERS_BYTES]);
 

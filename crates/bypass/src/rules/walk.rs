@@ -645,7 +645,6 @@ mod tests {
         expression(name, &[])
     }
 
-    /// `iifname NAME`.
     fn iifname(name: &str) -> Vec<Expression> {
         let mut bytes = name.as_bytes().to_vec();
         bytes.resize(16, 0);

@@ -63,7 +63,6 @@ impl World {
         1 << ((3 * usize::from(self.v6) + self.protocol as usize) * STATES.len() + self.state)
     }
 
-    /// The protocol's number.
     pub(crate) fn number(self) -> u8 {
         match (self.protocol, self.v6) {
             (Protocol::Tcp, _) => 6,
@@ -258,7 +257,6 @@ fn all_of(field: Field, bytes: u8) -> Loaded {
     Loaded::Cells((0..bytes).map(|n| Cell::of(field, n)).collect())
 }
 
-/// `meta KEY`.
 pub(crate) fn meta(world: World, at: Position, key: u32) -> Loaded {
     match key {
         meta::LEN => Loaded::Each(Cell::varying("meta length")),

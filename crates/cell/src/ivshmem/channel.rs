@@ -115,7 +115,7 @@ impl Channel {
         &self.meeting.link
     }
 
-    /// The counters.
+    /// Counters that only grow.
     pub fn stats(&self) -> ChannelStats {
         let Meeting { resets, faults, .. } = self.meeting;
         ChannelStats { sent: self.sent, received: self.received, resets, faults }

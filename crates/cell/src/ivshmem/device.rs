@@ -262,12 +262,10 @@ impl Device {
         &self.name
     }
 
-    /// The protocol's number.
     pub(crate) fn protocol(&self) -> u32 {
         self.protocol
     }
 
-    /// This peer's number.
     pub(crate) fn own_id(&self) -> u32 {
         self.own_id
     }
@@ -282,7 +280,6 @@ impl Device {
         self.mac
     }
 
-    /// The link's MTU.
     pub(crate) fn mtu(&self) -> u16 {
         self.mtu
     }

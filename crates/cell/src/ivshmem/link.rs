@@ -138,7 +138,7 @@ impl Link {
         &self.net
     }
 
-    /// The link's name.
+    /// The name in the region's header, as the fabric file gives it.
     pub fn name(&self) -> &str {
         self.taken.device.name()
     }

@@ -62,7 +62,7 @@ impl fmt::Display for Refusal {
             Refusal::Section(error) => write!(f, "{error}"),
             Refusal::Mtu { got, most } => write!(f, "an MTU of {got}, expected {MIN_MTU} to {most}"),
             Refusal::Address(mac) => {
-                write!(f, "the address {}, expected one that is no group's", EthernetAddress(*mac))
+                write!(f, "the address {}, expected a unicast address", EthernetAddress(*mac))
             }
         }
     }
@@ -185,7 +185,6 @@ impl IvshmemNet {
         self.mtu
     }
 
-    /// The link's name.
     pub(crate) fn name(&self) -> &str {
         self.device.name()
     }
@@ -202,7 +201,6 @@ impl IvshmemNet {
         self.transmit_bytes()
     }
 
-    /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.outgoing.stats
     }

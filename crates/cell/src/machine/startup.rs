@@ -80,7 +80,6 @@ impl StartInfo {
         (info.ram_count > 0).then_some(info)
     }
 
-    /// The regions that are RAM.
     pub(crate) fn ram(&self) -> &[Region] {
         &self.ram[..self.ram_count]
     }

@@ -223,7 +223,6 @@ impl VirtioNet {
         Some(device)
     }
 
-    /// The device's address.
     pub(crate) fn mac(&self) -> EthernetAddress {
         self.mac
     }
@@ -259,7 +258,6 @@ impl VirtioNet {
         usize::from(self.receive.size()) * self.mtu.min(self.buffer_bytes)
     }
 
-    /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.sender.stats
     }

@@ -32,7 +32,6 @@ const STEPS: usize = 8;
 /// Which device of the domain a front takes.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Wanted {
-    /// The one with this number.
     Number(u32),
     /// The first one that none of these numbers names.
     FirstBut(Vec<u32>),
@@ -157,7 +156,7 @@ impl Front {
             let is_silent = (self.state, back) == (BusState::Connected, BusState::Connected)
                 && self.queues().iter().any(|queue| queue.is_unbound());
             if is_silent {
-                println!("tombolo-cell: the network's backend says connected and has no event channels: again");
+                println!("tombolo-cell: the network's backend says connected but has no event channels: retrying");
                 self.disconnect(stats);
                 self.state = BusState::Closing;
                 vif.set_state(domain, self.state);

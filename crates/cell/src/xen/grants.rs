@@ -27,7 +27,6 @@ pub(crate) enum Access {
     ReadWrite,
 }
 
-/// The table.
 #[derive(Default)]
 pub(super) struct Grants {
     pages: Vec<ForeignMut<'static>>,

@@ -168,7 +168,6 @@ impl XenNet {
         self.page_count() * self.mtu().min(PAGE)
     }
 
-    /// The counters.
     pub(crate) fn stats(&self) -> DeviceStats {
         self.outgoing.stats
     }

@@ -30,7 +30,6 @@ pub(super) struct Features {
     pub(super) split_channels: bool,
     /// Only the multicast addresses that the frontend asks for.
     pub(super) multicast_control: bool,
-    /// Most queues.
     pub(super) max_queues: u32,
 }
 

@@ -44,11 +44,11 @@ const QUEUED: Duration = Duration::from_millis(500);
 
 /// Why a request has no answer, or not the one asked for.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ClientError {
     /// No socket.
     #[error("no fabric named \"{fabric}\" runs: no socket at {}; start it with `tombolo up`{}", socket.display(), others(running))]
     NotRunning {
-        /// The fabric.
         fabric: String,
         /// Where its socket was expected.
         socket: PathBuf,
@@ -57,49 +57,28 @@ pub enum ClientError {
     },
     /// A socket without a listener.
     #[error(
-        "the fabric \"{fabric}\" does not run any more: nobody answers at {}; its daemon was killed. `tombolo up` takes up its guests again, `tombolo down` ends them",
+        "the fabric \"{fabric}\" does not run any more: no process answers at {}; its daemon was killed. `tombolo \
+         up` takes over its guests, `tombolo down` ends them",
         socket.display()
     )]
-    Stale {
-        /// The fabric.
-        fabric: String,
-        /// Its socket.
-        socket: PathBuf,
-    },
+    Stale { fabric: String, socket: PathBuf },
     /// A daemon that runs and cannot be asked.
     #[error(
-        "the fabric \"{fabric}\" runs (process {pid}), but nothing answers at {}: it is just starting or ending, or its \
-         runtime files were deleted and cannot be made again; `tombolo down --fabric {fabric}` ends it",
+        "the fabric \"{fabric}\" runs (process {pid}), but nothing answers at {}: it is just starting or ending, or \
+         its runtime files were deleted and cannot be created again; `tombolo down --fabric {fabric}` ends it",
         socket.display()
     )]
-    Unreachable {
-        /// The fabric.
-        fabric: String,
-        /// Its socket.
-        socket: PathBuf,
-        /// Its daemon.
-        pid: u32,
-    },
+    Unreachable { fabric: String, socket: PathBuf, pid: u32 },
     /// The socket may not be opened.
     #[error("no permission for {}: the fabric \"{fabric}\" belongs to another user; run this as its owner, or with sudo", socket.display())]
-    Denied {
-        /// The fabric.
-        fabric: String,
-        /// Its socket.
-        socket: PathBuf,
-    },
+    Denied { fabric: String, socket: PathBuf },
     /// The fabric said no.
     #[error("{}", with_hint(.fault))]
-    Refused {
-        /// The HTTP status.
-        status: u16,
-        /// Its words.
-        fault: Fault,
-    },
+    Refused { status: u16, fault: Fault },
     /// Silence.
-    #[error("the fabric \"{fabric}\" took the request and did not answer within {} s; its log in its runtime directory may say why", limit.as_secs())]
+    #[error("the fabric \"{fabric}\" accepted the request but did not answer within {} s; the log in its runtime \
+        directory may say why", limit.as_secs())]
     Timeout {
-        /// The fabric.
         fabric: String,
         /// How long was waited.
         limit: Duration,
@@ -107,9 +86,7 @@ pub enum ClientError {
     /// The connection ended before an answer, each time.
     #[error("the fabric \"{fabric}\" gives no answer at {}: {what}", socket.display())]
     Unanswered {
-        /// The fabric.
         fabric: String,
-        /// Its socket.
         socket: PathBuf,
         /// How it ended the last time.
         what: String,
@@ -118,20 +95,10 @@ pub enum ClientError {
     },
     /// The fabric has too many other requests, each time.
     #[error("{}", with_hint(.fault))]
-    Busy {
-        /// Its words.
-        fault: Fault,
-    },
+    Busy { fault: Fault },
     /// The answer is not one of this API.
     #[error("talking to the fabric \"{fabric}\" at {}: {what}", socket.display())]
-    Broken {
-        /// The fabric.
-        fabric: String,
-        /// Its socket.
-        socket: PathBuf,
-        /// What went wrong.
-        what: String,
-    },
+    Broken { fabric: String, socket: PathBuf, what: String },
     /// The receiving side on this end failed, such as a full disk or a closed pipe.
     #[error(transparent)]
     Sink(io::Error),
@@ -195,7 +162,7 @@ pub enum Ending {
     Fabric,
     /// The closure had enough.
     Enough,
-    /// The deadline came.
+    /// The time limit that the caller set was reached.
     Deadline,
     /// SIGINT or SIGTERM came.
     Interrupted,
@@ -242,7 +209,7 @@ impl Client {
         Ok(Client { fabric: fabric.into(), socket: socket.into(), runtime, links: RefCell::default(), stop: None })
     }
 
-    /// The fabric's name.
+    /// The name that this client was opened with.
     pub fn fabric(&self) -> &str {
         &self.fabric
     }
@@ -252,7 +219,7 @@ impl Client {
         self.get("/v1/status")
     }
 
-    /// One port.
+    /// `GET /v1/ports/NAME`.
     pub fn port(&self, name: &str) -> Result<PortReport, ClientError> {
         self.get(&format!("/v1/ports/{}", quoted(name)))
     }
@@ -267,7 +234,7 @@ impl Client {
         self.json(Method::PATCH, &format!("/v1/ports/{}", quoted(name)), change, None)
     }
 
-    /// Removes a port.
+    /// `DELETE /v1/ports/NAME`. Fails for ports of machines, which go with their machine.
     pub fn remove_port(&self, name: &str) -> Result<(), ClientError> {
         let path = format!("/v1/ports/{}", quoted(name));
         self.call(self.repeated(false, async || self.nothing(Method::DELETE, &path).await))
@@ -278,12 +245,12 @@ impl Client {
         self.json(Method::POST, "/v1/machines", sections, None)
     }
 
-    /// Stops a machine.
+    /// `DELETE /v1/machines/NAME`. Returns once the machine has ended.
     pub fn stop_machine(&self, name: &str) -> Result<MachineReport, ClientError> {
         self.json(Method::DELETE, &format!("/v1/machines/{}", quoted(name)), "", None)
     }
 
-    /// Ends the fabric.
+    /// `POST /v1/down`: ends the fabric and its machines.
     pub fn down(&self) -> Result<(), ClientError> {
         self.call(self.repeated(true, async || self.nothing(Method::POST, "/v1/down").await))
     }

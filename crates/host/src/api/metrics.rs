@@ -47,14 +47,14 @@ const PORT_COUNTERS: &[PortCounter] = &[
         |c| c.queued_frames,
     ),
     ("wakeups_total", "Times the port was found ready after it had slept.", |c| c.wakeups),
-    ("late_wakeups_total", "Times frames waited without a wake-up, at the look that follows a sleep.", |c| {
+    ("late_wakeups_total", "Times frames were waiting without a wake-up, found by the check after a sleep.", |c| {
         c.late_wakeups
     }),
-    ("late_signals_total", "Times the peer was signalled only at that look.", |c| c.late_signals),
-    ("turns_total", "Turns in which the port was asked for frames.", |c| c.turns),
+    ("late_signals_total", "Times the peer was signalled only by that check.", |c| c.late_signals),
+    ("turns_total", "Turns in which the port was polled for frames.", |c| c.turns),
     ("exhausted_budgets_total", "Turns that used up the budget.", |c| c.exhausted_budgets),
     ("faults_total", "Times the peer broke the rules and the port was reset.", |c| c.faults),
-    ("restarts_total", "Times the port was made anew after a panic in its code.", |c| c.restarts),
+    ("restarts_total", "Times the port was restarted after a panic in its code.", |c| c.restarts),
     ("software_checksums_total", "Checksums completed in software for the port.", |c| c.software_checksums),
     ("software_segments_total", "Segments cut in software for the port.", |c| c.software_segments),
     ("captured_frames_total", "Frames copied to captures.", |c| c.captured),
@@ -65,15 +65,15 @@ pub(super) fn seconds(ns: u64) -> String {
     format!("{}.{:09}", ns / 1_000_000_000, ns % 1_000_000_000)
 }
 
-/// The whole page.
+/// Writes all metrics in Prometheus's text format.
 pub fn render(status: &Status) -> String {
     let mut page = Page { text: String::with_capacity(16 << 10) };
     let p = &mut page;
     p.family("tombolo_info", "gauge", "Version of the program and name of the fabric; always 1.");
     p.sample("tombolo_info", &[("version", &status.version), ("fabric", &status.name)], 1);
-    p.family("tombolo_uptime_seconds", "gauge", "Seconds since the fabric stands.");
+    p.family("tombolo_uptime_seconds", "gauge", "Seconds since the fabric came up.");
     p.sample("tombolo_uptime_seconds", &[], status.uptime_s);
-    p.family("tombolo_warnings", "gauge", "What does not work as the file asks.");
+    p.family("tombolo_warnings", "gauge", "Number of warnings in status: what does not work as the file asks.");
     p.sample("tombolo_warnings", &[], status.warnings.len());
     networks(p, status);
     bypasses(p, status.networks.iter().filter_map(|n| Some((n.name.as_str(), n.bypass.as_ref()?))));
@@ -120,7 +120,7 @@ fn networks(p: &mut Page, status: &Status) {
         p.sample("tombolo_network_uplink_up", &labels, u8::from(n.uplink_fault.is_none()));
     }
     let name = "tombolo_network_flooded_unknown_frames_total";
-    p.family(name, "counter", "Frames flooded because nobody was known to have the address.");
+    p.family(name, "counter", "Frames flooded because no port was known to have the address.");
     for n in &status.networks {
         p.sample(name, &[("network", &n.name)], n.flooded_unknown);
     }
@@ -145,7 +145,7 @@ fn bypasses<'a>(p: &mut Page, all: impl Iterator<Item = (&'a str, &'a BypassRepo
     const NUMBERS: &[Number] = &[
         ("taken_frames_total", "Frames that came in here and skipped the kernel's forwarding.", |i| i.taken_frames),
         ("taken_bytes_total", "Bytes of frames that skipped the kernel's forwarding.", |i| i.taken_bytes),
-        ("passed_frames_total", "Frames that went the kernel's way.", |i| i.passed_frames),
+        ("passed_frames_total", "Frames that took the kernel's path.", |i| i.passed_frames),
     ];
     let interfaces = || all.clone().flat_map(|(n, b)| b.interfaces.iter().map(move |i| (n, i)));
     p.family("tombolo_bypass_up", "gauge", "Whether the bypass works; networks that ask for none are left out.");
@@ -164,7 +164,7 @@ fn bypasses<'a>(p: &mut Page, all: impl Iterator<Item = (&'a str, &'a BypassRepo
         }
     }
     let name = "tombolo_bypass_frames_total";
-    p.family(name, "counter", "Frames by the way they went and why, as `tombolo bypass status` and `trace` name them.");
+    p.family(name, "counter", "Frames by path and reason, as `tombolo bypass status` and `trace` name them.");
     for (network, i) in interfaces() {
         for (path, count) in &i.by_reason {
             p.sample(name, &[("network", network), ("interface", &i.name), ("path", path)], count);
@@ -244,16 +244,16 @@ fn links(p: &mut Page, status: &Status) {
     const NUMBERS: &[LinkNumber] = &[
         ("region_bytes", "gauge", "Size of the link's shared memory.", |l| Some(l.region_bytes)),
         ("peers", "gauge", "Peers that are on the link.", |l| Some(l.peers.len() as u64)),
-        ("kept", "gauge", "Whether a keeper has the link, so that it survives a restart of the daemon.", |l| {
+        ("kept", "gauge", "Whether the fd store has the link, so that it survives a restart of the daemon.", |l| {
             Some(l.kept.into())
         }),
-        ("joins_total", "counter", "Peers that came.", |l| Some(l.joins)),
-        ("leaves_total", "counter", "Peers that went.", |l| Some(l.leaves)),
+        ("joins_total", "counter", "Peers that joined.", |l| Some(l.joins)),
+        ("leaves_total", "counter", "Peers that left.", |l| Some(l.leaves)),
         ("cut_slow_total", "counter", "Clients cut off because they took nothing from the server.", |l| {
             Some(l.cut_slow)
         }),
         ("cut_talking_total", "counter", "Clients cut off because they spoke to the server.", |l| Some(l.cut_talking)),
-        ("refused_total", "counter", "Connections for which there was no seat.", |l| Some(l.refused)),
+        ("refused_total", "counter", "Connections for which no peer ID was free.", |l| Some(l.refused)),
         ("frames_out", "gauge", "Frames on their way to the peer.", |l| l.rings.as_ref().map(|r| r.frames_out)),
         ("frames_out_max", "gauge", "Frames that can be on their way.", |l| l.rings.as_ref().map(|r| r.frames_out_max)),
         ("bytes_out", "gauge", "Bytes that frames on their way take.", |l| l.rings.as_ref().map(|r| r.bytes_out)),
@@ -323,7 +323,7 @@ pub(crate) mod check {
         loop {
             let (label, after) = rest.split_once("=\"").ok_or("a label without =\"")?;
             if !name(label) || out.iter().any(|(l, _)| l == label) {
-                return Err(format!("label {label:?} is no name, or doubled"));
+                return Err(format!("label {label:?} is not a name, or is repeated"));
             }
             let mut value = String::new();
             let mut chars = after.char_indices();

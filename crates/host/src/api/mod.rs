@@ -49,14 +49,14 @@ pub enum Request {
     Status(Reply<Status>),
     /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of it or nothing.
     AddPorts {
-        /// TOML text.
+        /// Sections of a fabric file, as TOML text.
         sections: String,
-        /// The new ports.
+        /// The ports that were added.
         reply: Reply<Vec<PortReport>>,
     },
     /// Changes a running port's rate limits, and keeps the change for daemons that follow.
     ChangePort {
-        /// The port's name.
+        /// As in `status`.
         name: String,
         /// The key `rate`, as TOML text.
         change: String,
@@ -65,9 +65,9 @@ pub enum Request {
     },
     /// Removes a port that was added, or a tap or bare port of the file. A machine's port goes with its machine.
     RemovePort {
-        /// The port's name.
+        /// As in `status`.
         name: String,
-        /// Done.
+        /// Sent once the port is gone.
         reply: Reply<()>,
     },
     /// Starts the machines that the sections of this piece of a fabric file name (`[cell.x]`, `[vm.x]`), or one that the
@@ -75,26 +75,26 @@ pub enum Request {
     RunMachine {
         /// TOML text, or only the name of a known machine.
         sections: String,
-        /// The machines started.
+        /// The machines that were started.
         reply: Reply<Vec<MachineReport>>,
     },
     /// Stops a machine and waits for its end.
     StopMachine {
-        /// Its name.
+        /// As in `status`.
         name: String,
         /// Done; the machine's last state.
         reply: Reply<MachineReport>,
     },
     /// Where a machine's console is.
     Console {
-        /// The machine's name.
+        /// As in `status`.
         name: String,
-        /// Its files.
+        /// Where its console can be read and written.
         reply: Reply<Console>,
     },
     /// Starts a capture of a port.
     Capture {
-        /// The port's name.
+        /// As in `status`.
         port: String,
         /// Bytes kept of each frame; the whole frame with `None`.
         snaplen: Option<u32>,
@@ -113,7 +113,7 @@ pub enum Request {
     Down(Reply<()>),
 }
 
-/// A machine's console.
+/// Where a machine's console can be read and written.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Console {
     /// All that it printed; grows while it runs.

@@ -10,33 +10,33 @@ use std::net::{Ipv4Addr, SocketAddr};
 /// The version of this schema.
 pub const SCHEMA: u32 = 1;
 
-/// A running fabric.
+/// State of a running fabric: the answer to `GET /v1/status`.
 #[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Status {
-    /// [`SCHEMA`].
+    /// Version of this document: [`SCHEMA`].
     pub schema: u32,
     /// Version of the program.
     pub version: String,
-    /// The fabric's name.
+    /// As in the fabric file.
     pub name: String,
     /// The file it was started from.
     pub file: String,
     /// Process id of the daemon.
     pub pid: u32,
-    /// Seconds since it stands.
+    /// Seconds since it came up.
     pub uptime_s: f64,
     /// Networks, in the order of the file.
     pub networks: Vec<NetworkReport>,
-    /// Cells and VMs.
+    /// Cells and VMs, running or not.
     pub machines: Vec<MachineReport>,
     /// Ports of all networks.
     pub ports: Vec<PortReport>,
-    /// Port forwards.
+    /// Port forwards of all uplinks.
     pub forwards: Vec<ForwardReport>,
     /// Links of shared memory: of ports, and direct ones.
     #[serde(default)]
     pub links: Vec<LinkReport>,
-    /// Worker threads.
+    /// Threads that forward frames.
     pub workers: Vec<WorkerReport>,
     /// What peers' descriptors cost the daemon.
     #[serde(default)]
@@ -61,10 +61,10 @@ pub struct DescriptorReport {
     pub held: u64,
 }
 
-/// A network.
+/// One network of the fabric.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct NetworkReport {
-    /// Its name.
+    /// As in the fabric file.
     pub name: String,
     /// Its addresses, such as "10.87.0.0/24".
     pub subnet: String,
@@ -78,7 +78,7 @@ pub struct NetworkReport {
     pub uplink_fault: Option<String>,
     /// Domain of the members' names.
     pub domain: String,
-    /// MTU in bytes.
+    /// Largest IP packet in bytes.
     pub mtu: u32,
     /// The worker that runs it.
     pub worker: String,
@@ -107,10 +107,10 @@ pub struct BypassReport {
     pub warnings: Vec<String>,
 }
 
-/// An interface of a bypass.
+/// One interface that a bypass is attached to.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct BypassInterfaceReport {
-    /// Its name.
+    /// As `ip link` shows it on the host.
     pub name: String,
     /// "tcx" or "xdp".
     pub mode: String,
@@ -118,9 +118,9 @@ pub struct BypassInterfaceReport {
     pub why: String,
     /// Frames that came in here and skipped the kernel's forwarding.
     pub taken_frames: u64,
-    /// Their bytes.
+    /// Bytes of `taken_frames`, from the Ethernet header on.
     pub taken_bytes: u64,
-    /// Frames that went the kernel's way.
+    /// Frames that took the kernel's path.
     pub passed_frames: u64,
     /// Frames by path and reason, by the names of docs/bypass.md; those without any are left out.
     pub by_reason: BTreeMap<String, u64>,
@@ -140,12 +140,12 @@ impl From<tombolo_bypass::report::InterfaceReport> for BypassInterfaceReport {
     }
 }
 
-/// A DHCP lease.
+/// One DHCP lease of the gateway.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct LeaseReport {
-    /// MAC address.
+    /// The client's MAC address, such as "52:54:00:12:34:56".
     pub mac: String,
-    /// IPv4 address.
+    /// IPv4 address that the client may use.
     pub ip: Ipv4Addr,
     /// Host name, where the client gave one or the file names it.
     pub name: Option<String>,
@@ -158,7 +158,7 @@ pub struct LeaseReport {
 /// A cell or VM.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct MachineReport {
-    /// Its name.
+    /// As in the fabric file.
     pub name: String,
     /// "cell" or "vm".
     pub kind: String,
@@ -170,7 +170,7 @@ pub struct MachineReport {
     pub accel: String,
     /// QEMU's machine type; "pvh" for a domain of Xen.
     pub machine: String,
-    /// Addresses by network.
+    /// IPv4 address by name of the network.
     pub addresses: BTreeMap<String, Ipv4Addr>,
     /// Seconds since its start, while it runs.
     pub uptime_s: Option<f64>,
@@ -197,16 +197,16 @@ pub struct DomainReport {
     pub id: Option<u32>,
 }
 
-/// A port.
+/// One port of the switch.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct PortReport {
-    /// Its name.
+    /// Unique in the fabric, as `tombolo port` takes it.
     pub name: String,
-    /// Its network.
+    /// Name of the network that the port belongs to.
     pub network: String,
     /// "vhost-user", "tap", "stream", "packet", "gateway", …
     pub kind: String,
-    /// Whether frames flow.
+    /// Whether frames flow between port and peer.
     pub up: bool,
     /// What it takes as a destination: "checksum", "tso4", "tso6", "ecn".
     pub offloads: Vec<String>,
@@ -216,7 +216,7 @@ pub struct PortReport {
     pub details: BTreeMap<String, String>,
     /// MAC addresses learned behind it.
     pub macs: u64,
-    /// Counters.
+    /// Frames, bytes and drops, both ways.
     pub counters: CounterReport,
     /// What its peer last did against the rules, in a sentence.
     pub last_fault: Option<String>,
@@ -227,11 +227,11 @@ pub struct PortReport {
 pub struct CounterReport {
     /// Frames from the peer.
     pub rx_frames: u64,
-    /// Their bytes.
+    /// Bytes of `rx_frames`.
     pub rx_bytes: u64,
     /// Frames to the peer.
     pub tx_frames: u64,
-    /// Their bytes.
+    /// Bytes of `tx_frames`.
     pub tx_bytes: u64,
     /// Frames from the peer that were dropped, by reason (docs/drops.md); reasons without a drop are left out.
     pub rx_drops: BTreeMap<String, u64>,
@@ -249,7 +249,7 @@ pub struct CounterReport {
     /// Times that its peer was signalled only at that look.
     #[serde(default)]
     pub late_signals: u64,
-    /// Turns in which it was asked for frames.
+    /// Turns in which the port was polled for frames.
     pub turns: u64,
     /// Turns that used up the budget.
     pub exhausted_budgets: u64,
@@ -257,7 +257,7 @@ pub struct CounterReport {
     pub frames_per_turn: Vec<u64>,
     /// Times that its peer broke the rules and the port was reset.
     pub faults: u64,
-    /// Times that it was made anew after a panic in its code.
+    /// Times that it was restarted after a panic in its code.
     #[serde(default)]
     pub restarts: u64,
     /// Checksums completed in software for it.
@@ -270,7 +270,7 @@ pub struct CounterReport {
     pub capture_lost: u64,
 }
 
-/// A port forward.
+/// One port forward of an uplink.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct ForwardReport {
     /// "tcp" or "udp".
@@ -279,7 +279,7 @@ pub struct ForwardReport {
     pub listen: SocketAddr,
     /// The member and port it goes to, such as "web:80".
     pub to: String,
-    /// The address it goes to.
+    /// IPv4 address of that member.
     pub address: Ipv4Addr,
     /// Whether it works; a sentence where it does not.
     pub fault: Option<String>,
@@ -298,42 +298,42 @@ pub struct LinkReport {
     pub protocol: u32,
     /// Whether it has no doorbells.
     pub plain: bool,
-    /// Bytes of the region.
+    /// Size of the shared memory, all sections included.
     pub region_bytes: u64,
     /// Doorbells of each peer.
     pub vectors: u32,
     /// Peers that there can be.
     pub max_peers: u32,
-    /// Peers that are there.
+    /// Peers that are connected now.
     pub peers: Vec<LinkPeerReport>,
     /// Fill of the rings of a network link.
     pub rings: Option<RingReport>,
-    /// Peers that came.
+    /// Peers that have joined since the daemon started.
     pub joins: u64,
-    /// Peers that went.
+    /// Peers that have left since the daemon started.
     pub leaves: u64,
     /// Clients that were cut off because they took nothing from the server's socket.
     pub cut_slow: u64,
     /// Clients that were cut off because they said something to it.
     pub cut_talking: u64,
-    /// Connections for which there was no seat.
+    /// Connections for which no peer ID was free.
     pub refused: u64,
-    /// Whether a keeper has it, so that it survives a restart of the daemon.
+    /// Whether the fd store has it, so that it survives a restart of the daemon.
     pub kept: bool,
 }
 
-/// A peer of a link.
+/// One connected peer of a link.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LinkPeerReport {
-    /// Its number on the link.
+    /// Peer ID, unique on the link.
     pub id: u32,
     /// The machine, or "fabric"; none for a process of the user's own.
     pub name: Option<String>,
-    /// Its process.
+    /// Process ID, if the kernel tells it.
     pub pid: Option<u32>,
     /// Its state: "reset", "init", "ready", "run", or the word in hexadecimal.
     pub state: String,
-    /// The state word.
+    /// The state as the number in the region.
     pub state_word: u32,
     /// Messages of the server that it has not taken.
     pub waiting_messages: u64,
@@ -348,7 +348,7 @@ pub struct RingReport {
     pub frames_out_max: u64,
     /// Bytes that they take.
     pub bytes_out: u64,
-    /// Bytes that there are.
+    /// Room for bytes in the ring to the peer.
     pub bytes_out_max: u64,
     /// Frames of the peer that wait to be taken.
     pub frames_waiting: u64,
@@ -356,10 +356,10 @@ pub struct RingReport {
     pub frames_waiting_max: u64,
 }
 
-/// A worker thread.
+/// One thread that forwards frames.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct WorkerReport {
-    /// Its name.
+    /// As in the fabric file.
     pub name: String,
     /// CPU that it stays on.
     pub cpu: Option<u32>,
@@ -367,27 +367,27 @@ pub struct WorkerReport {
     pub budget: u32,
     /// Microseconds of polling before it sleeps.
     pub busy_poll_us: u64,
-    /// Times it slept.
+    /// How often it slept.
     pub sleeps: u64,
-    /// Nanoseconds slept.
+    /// Total time asleep.
     pub slept_ns: u64,
     /// Nanoseconds since its start.
     pub lifetime_ns: u64,
 }
 
-/// Ports alone.
+/// Answer of requests for ports.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Ports {
-    /// [`SCHEMA`].
+    /// Version of this document: [`SCHEMA`].
     pub schema: u32,
     /// The ports asked for, or those added.
     pub ports: Vec<PortReport>,
 }
 
-/// Machines alone.
+/// Answer of requests for machines.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Machines {
-    /// [`SCHEMA`].
+    /// Version of this document: [`SCHEMA`].
     pub schema: u32,
     /// The machines asked for, or those started.
     pub machines: Vec<MachineReport>,
@@ -398,6 +398,6 @@ pub struct Machines {
 pub struct Fault {
     /// What was tried, expected and found.
     pub error: String,
-    /// What to do.
+    /// What the user can do about it.
     pub hint: Option<String>,
 }

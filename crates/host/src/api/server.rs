@@ -71,17 +71,11 @@ pub const OPENAPI: &str = include_str!("openapi.json");
 
 /// Why the API cannot be served.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ServerError {
     /// The socket was refused.
     #[error("{what} the API socket {}: {source}; expected a folder of our own with room for it", path.display())]
-    Socket {
-        /// What was tried.
-        what: &'static str,
-        /// The socket.
-        path: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Socket { what: &'static str, path: PathBuf, source: io::Error },
 }
 
 /// A bound API socket. It is there from now on, so that a client that comes early waits instead of failing.
@@ -168,11 +162,11 @@ fn router(app: App) -> Router {
     router
         .fallback(async |request: HttpRequest| {
             let error = format!("nothing is at {}", request.uri().path());
-            Answer::new(StatusCode::NOT_FOUND, error).hint("GET /v1/openapi.json lists what there is")
+            Answer::new(StatusCode::NOT_FOUND, error).hint("GET /v1/openapi.json lists what exists")
         })
         .method_not_allowed_fallback(async |request: HttpRequest| {
             let error = format!("{} is not for {}", request.uri().path(), request.method());
-            Answer::new(StatusCode::METHOD_NOT_ALLOWED, error).hint("GET /v1/openapi.json lists what there is")
+            Answer::new(StatusCode::METHOD_NOT_ALLOWED, error).hint("GET /v1/openapi.json lists what exists")
         })
         .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
         .layer(from_fn_with_state(app.clone(), check_peer))
@@ -268,7 +262,7 @@ fn busy(seat: &Seat, why: Busy) -> Response {
 }
 
 async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
-    let ending = || Answer::new(StatusCode::SERVICE_UNAVAILABLE, "the fabric is ending and takes no more requests");
+    let ending = || Answer::new(StatusCode::SERVICE_UNAVAILABLE, "the fabric is ending and accepts no more requests");
     let (reply, answer) = oneshot::channel();
     requests.send(request(reply)).await.map_err(|_| ending())?;
     Ok(answer.await.map_err(|_| ending())??)
@@ -377,7 +371,7 @@ struct StreamPermit {
 fn stream_permit(app: &App, seat: &Seat) -> Result<StreamPermit, Answer> {
     let full = |error: String| move |_| Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them");
     let most = seat.limits.process;
-    let own = format!("{}: {most} captures and consoles are open, and one process may have no more", seat.process);
+    let own = format!("{}: {most} captures and consoles are open, which is the limit for one process", seat.process);
     let all = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
     Ok(StreamPermit {
         _own: seat.process.streams.clone().try_acquire_owned().map_err(full(own))?,
@@ -502,7 +496,7 @@ async fn type_to_console(
     let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
     let Some(input) = console.input else {
         return Err(
-            Refusal::Conflict(format!("the console of \"{name}\" takes no input: it is kept, not attached")).into()
+            Refusal::Conflict(format!("the console of \"{name}\" accepts no input: it is kept, not attached")).into()
         );
     };
     let failed = |what: &'static str| {
@@ -554,7 +548,7 @@ impl FromRequest<App> for Sections {
         }
         let bytes = tokio::time::timeout(app.body_time, Bytes::from_request(request, app)).await;
         let late = |_| {
-            let error = format!("the body did not come within {} seconds", app.body_time.as_secs_f32());
+            let error = format!("the body did not arrive within {} seconds", app.body_time.as_secs_f32());
             Answer::new(StatusCode::REQUEST_TIMEOUT, error).hint("send as many bytes as Content-Length says")
         };
         let bytes = bytes.map_err(|e| late(e).into_response())?;

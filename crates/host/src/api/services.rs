@@ -32,12 +32,12 @@ const COUNTERS: &[Counter] = &[
     ("served_total", "Requests served.", |r| r.answers.served),
     ("overran_total", "Of those served, how many were done after their deadline.", |r| r.answers.overran),
     ("late_total", "Requests not served since their deadline had passed.", |r| r.answers.late),
-    ("cancelled_total", "Requests taken back by their clients.", |r| r.answers.cancelled),
+    ("cancelled_total", "Requests cancelled by their clients.", |r| r.answers.cancelled),
     ("expired_total", "Requests that waited for longer than their time to live.", |r| r.answers.expired),
     ("failed_total", "Requests whose handler failed.", |r| r.answers.failed),
-    ("abandoned_total", "Requests whose client had gone.", |r| r.answers.abandoned),
+    ("abandoned_total", "Requests whose client had disconnected.", |r| r.answers.abandoned),
     ("refused_connections_total", "Connections refused.", |r| r.refused_connections),
-    ("reclaimed_replies_total", "Replies held for too long and taken back.", |r| r.reclaimed_replies),
+    ("reclaimed_replies_total", "Replies held for too long and reclaimed.", |r| r.reclaimed_replies),
     ("ended_services_total", "Requests whose handler has ended, however.", |r| r.service.count),
     ("sleeps_total", "Times a worker slept.", |r| r.sleeps),
     ("polls_gained_total", "Times polling saved a sleep.", |r| r.polls_gained),
@@ -48,7 +48,7 @@ pub fn render(services: &BTreeMap<String, Option<Report>>) -> String {
     let mut page = Page::default();
     let p = &mut page;
     let reports: Vec<(&str, &Report)> = services.iter().filter_map(|(n, r)| Some((n.as_str(), r.as_ref()?))).collect();
-    p.family("tombolo_service_up", "gauge", "Whether the service told of itself.");
+    p.family("tombolo_service_up", "gauge", "Whether the service answered with a report.");
     for (name, report) in services {
         p.sample("tombolo_service_up", &[("service", name)], u8::from(report.is_some()));
     }
@@ -92,7 +92,7 @@ pub fn render(services: &BTreeMap<String, Option<Report>>) -> String {
     p.family(
         "tombolo_service_broken_clients_total",
         "counter",
-        "Clients sent away since they broke the protocol, by reason.",
+        "Clients disconnected because they broke the protocol, by reason.",
     );
     for (name, report) in &reports {
         for (reason, count) in &report.broken_by {

@@ -717,7 +717,7 @@ fn forgotten_captures_do_not_lock_others_out() {
         assert!(refused.to_string().contains(why), "{refused}");
         assert_eq!(client.status().unwrap().name, "demo");
     };
-    refused("one process may have no more");
+    refused("the limit for one process");
     let others: Vec<_> = (process..MAX_STREAMS).step_by(process).map(|_| Flood::start(&stand, CAPTURE)).collect();
     until("all captures", || stand.captures.load(Ordering::SeqCst) == MAX_STREAMS);
     drop(forgotten);

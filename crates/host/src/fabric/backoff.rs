@@ -15,7 +15,6 @@ pub(super) struct Backoff {
 }
 
 impl Backoff {
-    /// For a machine.
     pub(super) const MACHINE: Backoff =
         Backoff { first: Duration::from_secs(1), longest: Duration::from_secs(60), failures: 0 };
     /// For a passt: all members of its network wait for it.

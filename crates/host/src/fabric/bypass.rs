@@ -57,7 +57,7 @@ impl Running {
         for uplink in plan.kernel.iter().filter(|u| u.network.bypass.is_some()) {
             if let Err(error) = self.attach_bypass(uplink) {
                 let (name, why) = (uplink.network.name.clone(), error.to_string());
-                (self.say)(&format!("network {name}: no bypass, its traffic goes the kernel's way: {why}"));
+                (self.say)(&format!("network {name}: no bypass, its traffic takes the kernel's path: {why}"));
                 self.bypass_faults.insert(name, why);
             }
         }
@@ -67,7 +67,7 @@ impl Running {
         let fail = |why: &str| FabricError::Network { network: uplink.network.name.clone(), why: why.into() };
         let outputs = outputs(uplink.network.bypass.as_deref().unwrap_or_default());
         if outputs.is_empty() {
-            return Err(fail("the host has no default route: name the ways out, like bypass = [\"eth0\"]"));
+            return Err(fail("the host has no default route: name the outgoing interfaces, like bypass = [\"eth0\"]"));
         }
         if !rustix::process::geteuid().is_root() {
             return Err(fail("the bypass needs root (CAP_BPF, CAP_NET_ADMIN, CAP_PERFMON)"));
@@ -133,7 +133,7 @@ impl Running {
             }
         };
         if interfaces.is_empty() {
-            fault.get_or_insert("somebody detached it; `tombolo down` and `tombolo up` bring it back".into());
+            fault.get_or_insert("another process detached it; `tombolo down` and `tombolo up` attach it again".into());
         }
         Some(BypassReport { fault, interfaces, warnings })
     }

@@ -63,7 +63,6 @@ impl Running {
         process::spawn(&mut command).map_err(spawn)
     }
 
-    /// The domain of a machine, where it is one.
     pub(super) fn domain_of(&self, machine: &str) -> Option<Domain> {
         self.machines.get(machine)?.plan.domain.clone()
     }
@@ -133,7 +132,7 @@ impl Running {
         }
     }
 
-    /// What is reported of a machine's domain.
+    /// Name and number for `status`. `None`: the machine is not a Xen domain.
     pub(super) fn domain_report(&self, plan: &MachinePlan, runs: bool) -> Option<DomainReport> {
         let domain = plan.domain.as_ref()?;
         let id = if runs { self.domain_id(&plan.name) } else { None };

@@ -178,7 +178,7 @@ async fn serve(shared: &Shared, request: Request) {
         Request::Leave => {
             let mut running = shared.running.lock().await;
             let why = running.leave();
-            (running.say)(&format!("cannot leave the guests to the next daemon: {why}; this one goes on"));
+            (running.say)(&format!("cannot leave the guests to the next daemon: {why}; this one continues"));
         }
         // Both are the caller's.
         Request::HandOver { .. } => {}

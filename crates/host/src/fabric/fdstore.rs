@@ -199,7 +199,7 @@ impl Running {
         match self.finder.open(&self.say) {
             Ok(store) => self.store = Some(store),
             Err(why) => {
-                (self.say)(&format!("guests have to connect again after a restart, since there is no fd store: {why}"))
+                (self.say)(&format!("guests must connect again after a restart, because there is no fd store: {why}"))
             }
         }
     }

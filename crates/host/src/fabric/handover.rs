@@ -119,8 +119,8 @@ impl Takeover {
         let finder = super::fdstore::Finder::new(&folder);
         let unreachable = || {
             refused(
-                "its fd store cannot be reached: expected it to listen at keeper.sock; the running daemon makes a deleted \
-                 socket again, so try again in a few seconds; else `tombolo down` and `tombolo up`",
+                "its fd store cannot be reached: expected it to listen at keeper.sock; the running daemon creates a \
+                 deleted socket again, so try again in a few seconds; else run `tombolo down` and `tombolo up`",
             )
         };
         // One that hangs is replaced by the daemon that is asked.
@@ -256,11 +256,11 @@ impl Running {
                 drop(socket);
                 store.forget_all(&names);
                 drop(standstill);
-                say("handover: the other daemon did not take over; this one goes on");
+                say("handover: the other daemon did not take over; this one continues");
             }
             Err(why) => {
                 let _ = writeln!(socket, "{why}");
-                say(&format!("handover: {why}; this daemon goes on"));
+                say(&format!("handover: {why}; this daemon continues"));
             }
         }
         // The other one had written its own number there.
@@ -322,7 +322,7 @@ impl Running {
             Ok(()) => Ok((Standstill { _paused: paused, _links: links, _frozen: frozen }, store, names)),
             Err(error) => {
                 store.forget_all(&names);
-                Err(format!("the fd store does not take the state of the ports: {error}"))
+                Err(format!("the fd store does not accept the state of the ports: {error}"))
             }
         }
     }

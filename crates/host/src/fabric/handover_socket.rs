@@ -28,7 +28,6 @@ use crate::members::{Peer, Peers};
 const PATIENCE: Duration = Duration::from_secs(2);
 /// Peers that may be about to say it, or have said it and wait for the fabric's task.
 const ASKING: usize = 16;
-/// Bytes of a line.
 const LINE_BYTES: usize = 64;
 
 /// Passes daemons that want to take over on to the fabric's task, until the returned task is aborted.
@@ -84,16 +83,16 @@ struct Asking {
 /// Why a peer is not heard.
 fn refusal(peer: &Peer, me: u32) -> Option<String> {
     if peer.uid != me && peer.uid != 0 {
-        return Some(format!("expected root or user {me}, found user {}: it is not heard", peer.uid));
+        return Some(format!("expected root or user {me}, found user {}: it is ignored", peer.uid));
     }
     let member = peer.member?;
-    Some(format!("process {member} is the fabric's own machine or helper and may not ask: it is not heard"))
+    Some(format!("process {member} is a machine or helper of the fabric itself and may not ask: it is ignored"))
 }
 
 /// Hears a peer's first line and passes it on.
 async fn hear(mut socket: UnixStream, requests: &Requests, is_heard: &AtomicBool) -> Result<(), String> {
     let line = tokio::time::timeout(PATIENCE, line(&mut socket)).await;
-    let line = line.map_err(|_| format!("a process connected and said nothing for {} s", PATIENCE.as_secs()))?;
+    let line = line.map_err(|_| format!("a process connected and stayed silent for {} s", PATIENCE.as_secs()))?;
     let line = line.map_err(|error| error.to_string())?;
     is_heard.store(true, Ordering::Relaxed);
     let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));
@@ -101,7 +100,7 @@ async fn hear(mut socket: UnixStream, requests: &Requests, is_heard: &AtomicBool
     if line != HELLO {
         // There may be no reader. The buffer of a fresh socket has room for it.
         let _ = std::io::Write::write_all(&mut socket, format!("expected {HELLO:?}, found {line:?}\n").as_bytes());
-        return Err(format!("a process asked for it in other words: {line:?}"));
+        return Err(format!("a process sent an unknown request: {line:?}"));
     }
     // If there is no receiver, the fabric has ended.
     let _ = requests.send(Request::HandOver { socket }).await;

@@ -86,9 +86,9 @@ impl Running {
         self.missing.clear();
         match restored {
             Ok(false) => {}
-            Ok(true) => (self.say)("runtime files were deleted, and are made again"),
+            Ok(true) => (self.say)("runtime files were deleted, and are created again"),
             Err(error) => {
-                self.missing.push(format!("runtime files were deleted and cannot be made again: {error}"));
+                self.missing.push(format!("runtime files were deleted and cannot be created again: {error}"));
                 return true;
             }
         }
@@ -101,8 +101,9 @@ impl Running {
         let connected = self.connected();
         for plan in gone {
             if connected.contains(&plan.name) {
-                let text =
-                    "its socket was deleted; its peer stays connected, and the socket is made again when that goes";
+                let text = "its socket was deleted; its peer stays connected, and the socket is created again when \
+                    the peer \
+                     disconnects";
                 self.missing.push(format!("port {}: {text}", plan.name));
                 continue;
             }
@@ -125,7 +126,7 @@ impl Running {
                 }
             }
             Err(error) => {
-                self.missing.push(format!("port {} cannot be made again: {error}", plan.name));
+                self.missing.push(format!("port {} cannot be created again: {error}", plan.name));
                 self.unmade.push(plan);
             }
         }
@@ -234,7 +235,7 @@ pub(crate) async fn keep(
                 // The connections of the one before come to their ends.
                 Ok(server) => stop = serve(server),
                 Err(error) => {
-                    running.missing.push(format!("the API's socket was deleted and cannot be made again: {error}"));
+                    running.missing.push(format!("the API's socket was deleted and cannot be created again: {error}"));
                     is_pending = true;
                 }
             }
@@ -245,7 +246,7 @@ pub(crate) async fn keep(
                 Err(error) => {
                     running
                         .missing
-                        .push(format!("{} was deleted and cannot be made again: {error}", handover.display()));
+                        .push(format!("{} was deleted and cannot be created again: {error}", handover.display()));
                     is_pending = true;
                 }
             }

@@ -149,14 +149,14 @@ impl Writer {
         match done {
             Ok(()) => {
                 if std::mem::take(&mut self.failing) {
-                    say("leases are kept again");
+                    say("leases are written again");
                 }
             }
             Err(error) => {
                 counters.lease_write_failures.add(1);
                 if !std::mem::replace(&mut self.failing, true) {
                     say(&format!(
-                        "leases are not kept for now, and tried again every second: {}: {error}",
+                        "leases cannot be written now, and this is retried every second: {}: {error}",
                         self.files.journal.display()
                     ));
                 }

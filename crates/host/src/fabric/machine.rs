@@ -30,7 +30,7 @@ const LAST_LINES: usize = 12;
 /// How a machine ended.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Ended {
-    /// In words.
+    /// Exit code or signal, as a phrase.
     pub how: String,
     /// Whether it ended well.
     pub well: bool,
@@ -203,7 +203,6 @@ impl Running {
         Console { log: console::log_path(runtime, name), input: Some(console::tty_path(runtime, name)) }
     }
 
-    /// Starts a planned machine.
     pub(crate) fn start_machine(&mut self, plan: &MachinePlan) -> Result<(), FabricError> {
         self.restore_for(&plan.name)?;
         let child = match &plan.domain {

@@ -81,42 +81,29 @@ use ports::RunningPort;
 
 /// Why a fabric, or a change of it, did not come about.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum FabricError {
-    /// The file.
     #[error(transparent)]
     File(#[from] FileError),
-    /// The runtime directory.
     #[error(transparent)]
     RunDir(#[from] RunDirError),
-    /// The plan.
     #[error(transparent)]
     Plan(#[from] PlanError),
-    /// A worker.
     #[error("the switch: {0}")]
     Control(#[from] ControlError),
-    /// A worker's thread.
     #[error(transparent)]
     Worker(#[from] WorkerError),
-    /// The kernel uplink.
     #[error(transparent)]
     Kernel(#[from] KernelError),
-    /// A port.
     #[error("port {port}: {why}")]
     Port {
-        /// Its name.
         port: String,
         /// What its kind said.
         why: String,
     },
     /// The gateway of a network.
     #[error("network {network}: {why}")]
-    Network {
-        /// Its name.
-        network: String,
-        /// What was wrong.
-        why: String,
-    },
-    /// The bypass.
+    Network { network: String, why: String },
     #[error("the bypass: {0}")]
     Bypass(#[from] AttachError),
     /// A link of shared memory.
@@ -127,9 +114,7 @@ pub enum FabricError {
     Spawn {
         /// Which program, for whom.
         what: String,
-        /// The system's answer.
         source: std::io::Error,
-        /// What to do.
         hint: &'static str,
     },
     /// The host has another way to a network's addresses.
@@ -138,29 +123,18 @@ pub enum FabricError {
          set another `subnet` in [network.{network}]{hint}", route.subnet, route.device
     )]
     Subnet {
-        /// The network.
         network: String,
-        /// Its subnet.
         subnet: file::Subnet,
-        /// What leads there.
         route: Route,
         /// A subnet that is free.
         hint: String,
     },
     /// A forward's listener is taken.
     #[error("forward {proto} {listen}: {source}; {}", listener_hint(source))]
-    Listener {
-        /// Transport.
-        proto: &'static str,
-        /// Where.
-        listen: std::net::SocketAddr,
-        /// The system's answer.
-        source: std::io::Error,
-    },
+    Listener { proto: &'static str, listen: std::net::SocketAddr, source: std::io::Error },
     /// No such member.
-    #[error("there is no {what} \"{name}\" in the fabric{hint}")]
+    #[error("the fabric has no {what} \"{name}\"{hint}")]
     Unknown {
-        /// "port", "machine".
         what: &'static str,
         /// The name asked for.
         name: String,
@@ -247,7 +221,7 @@ pub struct Running {
 /// The running fabric, for the task that answers for it and those that watch its processes.
 #[derive(Clone)]
 pub struct Shared {
-    /// The fabric.
+    /// All that requests read or change.
     pub running: Arc<Mutex<Running>>,
 }
 
@@ -635,7 +609,7 @@ impl Running {
             };
             let planned = plan.machines.iter().find(|m| m.name == machine);
             if planned.is_some_and(|p| self.lost_link(&p.seats).is_some()) {
-                self.notes.push(format!("{machine} was started anew: {why}"));
+                self.notes.push(format!("{machine} was restarted: {why}"));
             }
             let domain = self.domain_left(&words, &runtime);
             let ending = Ending::left(process, &words, &machine, &runtime, domain);
@@ -734,8 +708,8 @@ impl Running {
             && spec.links.len() == self.spec.links.len()
             && spec.name == self.spec.name;
         if !same {
-            let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; \
-                        for the rest change the file and start it anew";
+            let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; for the rest \
+                change the file and restart the fabric";
             return Err(FabricError::State(text.into()));
         }
         let mut facts = self.facts.clone();

@@ -5,7 +5,6 @@ use tombolo_switch::drop::Drops;
 use tombolo_switch::frame::Batch;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Sent};
 
-/// What it shows.
 pub(super) enum Planted {
     /// A bug in our code, with these words.
     Bug(&'static str),

@@ -91,11 +91,11 @@ impl std::fmt::Display for Blame {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Blame::Stopped => write!(f, "ended by the watchdog: it was stopped by a signal"),
-            Blame::Silent => write!(f, "ended by the watchdog: it hung, and answered nothing for {SILENT_LOOKS} looks"),
+            Blame::Silent => write!(f, "ended by the watchdog: it hung, and did not answer {SILENT_LOOKS} checks"),
             Blame::Deaf => {
                 write!(
                     f,
-                    "ended by the watchdog: it sent, and read nothing from its full socket for {SILENT_LOOKS} looks"
+                    "ended by the watchdog: it sent, but read nothing from its full socket for {SILENT_LOOKS} checks"
                 )
             }
             Blame::Storm(times) => {
@@ -556,12 +556,12 @@ fn attach(
                 match TapPort::adopt(fd, registration.clone()) {
                     Ok(port) if port.name() == device => return Ok(Box::new(port)),
                     Ok(port) => say(&format!(
-                        "port {}: expected the tap {device}, found {}: opening it anew",
+                        "port {}: expected the tap {device}, found {}: opening it again",
                         plan.name,
                         port.name()
                     )),
                     // What the port before it was of another kind.
-                    Err(why) => say(&format!("port {}: opening {device} anew: {why}", plan.name)),
+                    Err(why) => say(&format!("port {}: opening {device} again: {why}", plan.name)),
                 }
             }
             let netns = netns.as_deref().map(Netns::open).transpose().map_err(text)?;

@@ -69,13 +69,12 @@ fn conduct(p: &PortStatus) -> impl Iterator<Item = (&'static str, String)> {
 /// What is to be said of a port whose last fault was this.
 fn port_warning(p: &PortStatus, fault: &str) -> Option<String> {
     if p.panic.is_some() {
-        let way =
-            if p.lasting { "it is made anew in a moment" } else { "`tombolo down` and `tombolo up` bring it back" };
+        let way = if p.lasting { "it restarts in a moment" } else { "`tombolo down` and `tombolo up` bring it back" };
         return Some(format!("port {}: {fault}; {way}", p.name));
     }
     let restarts = p.counters.restarts.get();
     if restarts > 0 {
-        return Some(format!("port {}: made anew {restarts} time(s) after a bug of ours, last: {fault}", p.name));
+        return Some(format!("port {}: restarted {restarts} time(s) after a panic in its code, last: {fault}", p.name));
     }
     let faults = p.counters.faults.get();
     (faults > 0).then(|| format!("port {}: its peer broke the rules {faults} time(s), last: {fault}", p.name))
@@ -87,7 +86,8 @@ fn link_warning(link: &LinkReport) -> Option<String> {
     (cut > 0).then(|| {
         let (slow, talking) = (link.cut_slow, link.cut_talking);
         format!(
-            "link {}: {cut} client(s) cut off ({slow} took nothing from the server, {talking} spoke to it); a machine comes back by `tombolo cell stop` and `tombolo cell run`",
+            "link {}: {cut} client(s) cut off ({slow} read nothing from the server, {talking} sent to it); `tombolo \
+             cell stop` and `tombolo cell run` reconnect a machine",
             link.name
         )
     })
@@ -99,7 +99,7 @@ fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
         let ago = worker.now.since(f.at).0 / 1_000_000_000;
         format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)
     });
-    p.panic.as_ref().map(|text| format!("out of service after a bug of ours: {text}")).or(fault)
+    p.panic.as_ref().map(|text| format!("out of service after a panic in its code: {text}")).or(fault)
 }
 
 fn network_warnings(network: &NetworkReport) -> impl Iterator<Item = String> {
@@ -250,7 +250,7 @@ impl Running {
         })
     }
 
-    /// The machines.
+    /// One row per machine of the file, running or not.
     pub fn machine_reports(&self) -> Vec<MachineReport> {
         let one = |m: &file::Machine| {
             let running = self.machines.get(&m.name)?;
@@ -411,14 +411,17 @@ mod tests {
             let port = status.ports.iter().find(|p| *p.name == *name).unwrap();
             port_warning(port, &last_fault(&status, port).unwrap()).unwrap()
         };
-        let bug = "port gateway-lan: out of service after a bug of ours: table is empty; \
+        let bug = "port gateway-lan: out of service after a panic in its code: table is empty; \
                    `tombolo down` and `tombolo up` bring it back";
         assert_eq!(say("gateway-lan"), bug);
         let peer = say("peer");
         assert!(peer.starts_with("port peer: its peer broke the rules "), "{peer}");
         assert!(peer.contains("last: protocol: no such word ("), "{peer}");
         let lasting = say("lasting");
-        assert!(lasting.starts_with("port lasting: made anew 1 time(s) after a bug of ours, last: "), "{lasting}");
+        assert!(
+            lasting.starts_with("port lasting: restarted 1 time(s) after a panic in its code, last: "),
+            "{lasting}"
+        );
         // What `settle` waits for: a port that is out of service is not up.
         let up = |token| {
             let (tell, told) = std::sync::mpsc::channel();

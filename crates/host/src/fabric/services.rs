@@ -95,7 +95,7 @@ impl Running {
                     self.have_bridge(name, spec.clone(), Some(Helper::Adopted(process)));
                     continue;
                 }
-                Some(_) => "it has no seat on its link any more",
+                Some(_) => "it has no peer ID on its link any more",
                 None => "the file asks for another one, or for none",
             };
             self.took_over(format!("a link's bridge, process {pid}, is ended: {why}"));
@@ -223,7 +223,7 @@ impl Running {
     fn bridge_failed(&mut self, link: &str, why: String) {
         let Some(bridge) = self.bridges.get_mut(link) else { return };
         if bridge.fault.as_ref() != Some(&why) || bridge.works() {
-            (self.say)(&format!("link {link}: {why}; it is started again, as often as it takes"));
+            (self.say)(&format!("link {link}: {why}; it is restarted until it stays up"));
         }
         bridge.fault = Some(why);
         let pause = bridge.backoff.failed(bridge.since, Instant::now());

@@ -41,7 +41,7 @@ impl SharedMemory {
         if let Some(keeper) = finder.running()
             && let Err(error) = links.recall(keeper)
         {
-            say(&format!("the keeper of the ivshmem links does not answer ({error}): they start anew"));
+            say(&format!("the fd store of the ivshmem links does not answer ({error}): the links start again"));
         }
         Ok(SharedMemory { links, finder: finder.clone() })
     }
@@ -88,7 +88,7 @@ impl Running {
     pub(crate) fn lost_link(&self, seats: &[Seat]) -> Option<String> {
         let links = self.links()?;
         let lost = seats.iter().find(|seat| !links.remembers(&seat.link, seat.id))?;
-        Some(format!("its link {} is lost, since no keeper has it", lost.link.name))
+        Some(format!("its link {} is lost, because no fd store has it", lost.link.name))
     }
 
     /// The port of a network link; the link is open and not served yet.

@@ -95,8 +95,8 @@ impl Standing {
             for (key, before) in keys {
                 if let Some(found) = now.get(key).filter(|found| *found != before) {
                     return Err(FabricError::State(format!(
-                        "[{section}] expected {key} = {before}, as it runs, found {found}: a handover does not change it, and \
-                         the running daemon goes on; `tombolo down` and `tombolo up` carry out the change"
+                        "[{section}] expected {key} = {before}, as it runs, found {found}: a handover cannot change \
+                         it, and the running daemon continues; `tombolo down` and `tombolo up` make the change"
                     )));
                 }
             }
@@ -149,7 +149,7 @@ fn can_be_made(port: &PortPlan) -> Result<(), FabricError> {
             let netns = netns.as_deref().map(Netns::open).transpose().map_err(refused)?;
             match Interface::open(netns.as_ref(), device) {
                 Ok(_) if !adopt => Err(failed(format!(
-                    "expected no interface {device} yet, found one: choose another `device`, or say `adopt = true`"
+                    "expected no interface {device} yet, found one: choose another `device`, or set `adopt = true`"
                 ))),
                 Err(LinkError::Absent { .. }) if !adopt => Ok(()),
                 found => found.map(drop).map_err(refused),

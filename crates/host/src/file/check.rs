@@ -195,7 +195,7 @@ impl Check<'_, '_, '_> {
             }
             if m.iommu && m.machine != MachineType::Q35 {
                 let hint = Some("leave `machine` out".to_string());
-                self.fault((at, "iommu"), &[], "false on a machine that is no q35", "true", hint);
+                self.fault((at, "iommu"), &[], "false on a machine other than q35", "true", hint);
             }
             if m.attach == Attach::Xen {
                 // `disk` is complained about where it is given, and a VM without either as such.
@@ -218,7 +218,7 @@ impl Check<'_, '_, '_> {
     fn file(&mut self, (at, key): Spot<'_>, path: &Path) {
         let found = match std::fs::metadata(path) {
             Ok(meta) if meta.is_file() => return,
-            Ok(_) => format!("{}, which is no file", path.display()),
+            Ok(_) => format!("{}, which is not a file", path.display()),
             Err(error) => format!("{}: {error}", path.display()),
         };
         let made_by = if path.parent().is_some_and(|p| p.ends_with("build/guest")) {
@@ -278,7 +278,7 @@ impl Check<'_, '_, '_> {
             }
             let ends = (2..=64).contains(&link.max_peers());
             if !ends {
-                let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
+                let found = format!("{} machine(s) and seats = {}", link.between.len(), link.seats);
                 // A bridge's seat comes with its service.
                 let leans_on = [(at, "seats"), (at, "service"), (at, "to")];
                 self.fault((at, "between"), &leans_on, "2 to 64 ends, with `seats`", found, None);
@@ -296,8 +296,8 @@ impl Check<'_, '_, '_> {
     fn bridged(&mut self, at: &str, link: &Link) {
         if link.is_bridged() {
             if link.between.len() != 1 || link.seats != 1 {
-                let found = format!("{} machine(s) and {} seat(s)", link.between.len(), link.seats);
-                let hint = Some("the fabric takes the seat itself: leave `seats` out".to_string());
+                let found = format!("{} machine(s) and seats = {}", link.between.len(), link.seats);
+                let hint = Some("the fabric itself is the other end: leave `seats` out".to_string());
                 self.fault((at, "between"), &[(at, "seats")], "one machine, with `service` or `to`", found, hint);
             }
             if link.protocol != protocol::CALLS {
@@ -355,7 +355,7 @@ impl Check<'_, '_, '_> {
             if let Some((that, key, who)) = ips.insert((network.into(), ip), (at.into(), "ip", format!("[{at}]"))) {
                 let leans_on = [&placed[..], &[(&that, key)]].concat();
                 let found = format!("{ip}, which is that of {who}");
-                self.fault((at, "ip"), &leans_on, "an address that nobody else has", found, None);
+                self.fault((at, "ip"), &leans_on, "an address that no other member has", found, None);
             }
         }
         ips.into_iter().map(|(place, (.., who))| (place, who)).collect()

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Rates, Storm};
 
-/// An Ethernet address.
+/// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Mac(pub [u8; 6]);
 
@@ -78,12 +78,12 @@ impl Subnet {
         u32::MAX << (32 - self.prefix)
     }
 
-    /// The netmask as an address.
+    /// Such as 255.255.255.0 for a /24.
     pub fn netmask(self) -> Ipv4Addr {
         Ipv4Addr::from(self.mask())
     }
 
-    /// The broadcast address.
+    /// The highest address of the subnet.
     pub fn broadcast(self) -> Ipv4Addr {
         Ipv4Addr::from(u32::from(self.base) | !self.mask())
     }
@@ -151,7 +151,7 @@ pub enum Uplink {
     Kernel,
     /// A real or veth interface joins the network. Needs CAP_NET_RAW.
     Bridge {
-        /// The interface's name.
+        /// Name of the host's interface.
         device: String,
     },
 }
@@ -210,11 +210,11 @@ pub struct Network {
     pub router: Option<Ipv4Addr>,
     /// The DHCP server, if it runs.
     pub dhcp: Option<Dhcp>,
-    /// The way out.
+    /// How members reach other networks.
     pub uplink: Uplink,
     /// Domain under which members' names are served.
     pub domain: String,
-    /// MTU in bytes.
+    /// Largest IP packet in bytes.
     pub mtu: u16,
     /// Upstream name servers; empty means the host's own, from /etc/resolv.conf.
     pub dns: Vec<SocketAddr>,
@@ -229,9 +229,9 @@ pub struct Network {
 pub enum Accel {
     /// KVM where it really runs a guest, else emulation.
     Auto,
-    /// KVM or nothing.
+    /// KVM; without it `up` fails.
     Kvm,
-    /// Emulation.
+    /// QEMU's emulation (TCG).
     Tcg,
 }
 
@@ -261,12 +261,12 @@ pub enum Guard {
     Ip,
     /// Only the port's own MAC.
     Mac,
-    /// Anything.
+    /// Every source address may pass.
     Off,
 }
 
 impl Guard {
-    /// The file's word.
+    /// As the fabric file spells it.
     pub fn word(self) -> &'static str {
         match self {
             Self::Ip => "ip",
@@ -281,9 +281,9 @@ impl Guard {
 pub enum Ip6 {
     /// The file says nothing: none, where the port is held to an IPv4 address.
     Unsaid,
-    /// Any.
+    /// Every source address may pass (`ip6 = "any"`).
     Any,
-    /// These.
+    /// Only source addresses in these prefixes may pass.
     Only(Vec<Prefix6>),
 }
 
@@ -314,7 +314,7 @@ pub enum Attach {
 }
 
 impl Attach {
-    /// The file's word.
+    /// As the fabric file spells it.
     pub fn word(self) -> &'static str {
         match self {
             Self::VhostUser => "vhost-user",
@@ -334,7 +334,7 @@ impl Attach {
 /// When an ended machine is started again.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Restart {
-    /// Never.
+    /// It stays down.
     No,
     /// When it ended with anything but success, at most once a second.
     OnFailure,
@@ -350,7 +350,7 @@ pub enum MachineKind {
 }
 
 impl MachineKind {
-    /// The file's word.
+    /// As the fabric file spells it.
     pub fn word(self) -> &'static str {
         match self {
             Self::Cell => "cell",
@@ -364,20 +364,20 @@ impl MachineKind {
 pub enum Image {
     /// One of the project's apps, found by name.
     App(String),
-    /// A file.
+    /// An image file on the host.
     Path(PathBuf),
 }
 
 /// What a machine boots.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Boot {
-    /// A cell's image.
+    /// A unikernel of this repository or of the user.
     Cell(Image),
     /// Any guest: kernel and initrd, or a disk, or both.
     Vm {
-        /// Kernel image.
+        /// Image that QEMU boots directly; needs no boot loader.
         kernel: Option<PathBuf>,
-        /// Initial file system.
+        /// Initial RAM disk for that kernel.
         initrd: Option<PathBuf>,
         /// Disk image, with QEMU's format word.
         disk: Option<(PathBuf, String)>,
@@ -389,7 +389,7 @@ pub enum Boot {
 pub struct Nic {
     /// Name of the network.
     pub network: String,
-    /// Its MAC address.
+    /// Given in the file, or derived from the names of fabric, machine and network.
     pub mac: Mac,
     /// The address leased to it. Filled for every device of a network with DHCP.
     pub ip: Option<Ipv4Addr>,
@@ -400,19 +400,19 @@ pub struct Nic {
 pub struct Machine {
     /// Its name: port, host name, DNS name.
     pub name: String,
-    /// Cell or VM.
+    /// Whether it is a `[cell.NAME]` or a `[vm.NAME]`.
     pub kind: MachineKind,
-    /// What it boots.
+    /// Image, kernel or disk.
     pub boot: Boot,
     /// Its network devices, in order.
     pub nics: Vec<Nic>,
-    /// Memory in MiB.
+    /// Memory of the guest.
     pub memory_mib: u32,
-    /// Virtual CPUs.
+    /// Virtual CPUs of the guest.
     pub cpus: u16,
-    /// Machine type.
+    /// QEMU's machine type; microvm or a PC.
     pub machine: MachineType,
-    /// Accelerator.
+    /// Whether KVM is required, wanted or not used.
     pub accel: Accel,
     /// Kernel command line (a cell's own words are put before it).
     pub cmdline: String,
@@ -434,18 +434,18 @@ pub struct Machine {
     pub ip6: Ip6,
     /// What each of its ports may do.
     pub traffic: Traffic,
-    /// Restart policy.
+    /// What happens when it ends by itself.
     pub restart: Restart,
 }
 
 /// A tap device on a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Tap {
-    /// Port name.
+    /// The NAME in `[tap.NAME]`, which is also that of its port.
     pub name: String,
-    /// Network.
+    /// Name of the network that the tap joins.
     pub network: String,
-    /// Device name.
+    /// Name of the interface on the host.
     pub device: String,
     /// True: the device is there already and stays; false: it is made and goes with the fabric.
     pub adopt: bool,
@@ -472,7 +472,7 @@ pub enum PortKind {
     VhostUser {
         /// The socket; in the runtime directory if the file says nothing.
         socket: Option<PathBuf>,
-        /// Queue pairs.
+        /// Queue pairs that the frontend may use.
         queues: u16,
         /// True: the frontend listens and the fabric connects.
         connect: bool,
@@ -486,7 +486,7 @@ pub enum PortKind {
     },
     /// A raw packet socket on an interface.
     Packet {
-        /// The interface.
+        /// Name of the host's interface.
         device: String,
     },
     /// A server of an ivshmem link on a socket.
@@ -502,7 +502,7 @@ pub enum PortKind {
     },
     /// The network device of a Xen guest.
     Xen {
-        /// The guest's name.
+        /// Name of the guest in `xl list`.
         domain: String,
         /// Which of its devices.
         vif: u32,
@@ -514,13 +514,13 @@ pub enum PortKind {
 /// Shared memory between machines, without a network.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Link {
-    /// Its name.
+    /// The NAME in `[link.NAME]`, unique in the file.
     pub name: String,
     /// The machines, in the order of their seats.
     pub between: Vec<String>,
     /// Seats for processes of the user's own, behind those of the machines.
     pub seats: u32,
-    /// No doorbells.
+    /// The region has no doorbells, so peers poll.
     pub plain: bool,
     /// Bytes of the region.
     pub region: u64,
@@ -544,12 +544,12 @@ impl Link {
         self.service.is_some() || self.to.is_some()
     }
 
-    /// All seats.
+    /// Peers that the region has room for.
     pub fn max_peers(&self) -> u32 {
         self.between.len() as u32 + self.seats
     }
 
-    /// The seat of a machine.
+    /// Peer ID of a machine on this link. `None`: it is not one of `between`.
     pub fn seat(&self, machine: &str) -> Option<u32> {
         self.between.iter().position(|m| m == machine).map(|i| i as u32)
     }
@@ -558,11 +558,11 @@ impl Link {
 /// A bare attachment for anyone's own VMM or process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PortDecl {
-    /// Port name.
+    /// The NAME in `[port.NAME]`, unique in the file.
     pub name: String,
-    /// Network.
+    /// Name of the network that it joins.
     pub network: String,
-    /// What it speaks.
+    /// Protocol and socket of the attachment.
     pub kind: PortKind,
     /// The peer's MAC, if known: for the guard and the lease.
     pub mac: Option<Mac>,
@@ -579,9 +579,9 @@ pub struct PortDecl {
 /// Transport of a forward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Proto {
-    /// TCP.
+    /// Forwards TCP connections.
     Tcp,
-    /// UDP.
+    /// Forwards UDP datagrams.
     Udp,
 }
 
@@ -598,22 +598,22 @@ impl Proto {
 /// Where a forward goes, as written.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Target {
-    /// A member's name.
+    /// A member, by its name.
     Name(String),
-    /// An address.
+    /// An IPv4 address inside the network.
     Ip(Ipv4Addr),
 }
 
 /// One port forward, host → guest.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Forward {
-    /// Transport.
+    /// TCP or UDP.
     pub proto: Proto,
     /// Address and port on the host.
     pub listen: SocketAddr,
-    /// The member.
+    /// The member that connections go to.
     pub target: Target,
-    /// The member's port.
+    /// Port number at that member.
     pub port: u16,
     /// Filled by the check: the network it goes through.
     pub network: String,
@@ -621,7 +621,7 @@ pub struct Forward {
     pub ip: Ipv4Addr,
 }
 
-/// A whole fabric.
+/// The contents of a fabric file, checked and with defaults filled in.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fabric {
     /// Its name: of the runtime directory, rules, devices.
@@ -632,20 +632,20 @@ pub struct Fabric {
     pub workers: Vec<Worker>,
     /// Networks, in the file's order.
     pub networks: Vec<Network>,
-    /// Cells and VMs.
+    /// `[cell.NAME]` and `[vm.NAME]` sections, in the file's order.
     pub machines: Vec<Machine>,
-    /// Taps.
+    /// `[tap.NAME]` sections, in the file's order.
     pub taps: Vec<Tap>,
-    /// Bare ports.
+    /// `[port.NAME]` sections, in the file's order.
     pub ports: Vec<PortDecl>,
-    /// Forwards.
+    /// `[[forward]]` sections, in the file's order.
     pub forwards: Vec<Forward>,
-    /// Direct links.
+    /// `[link.NAME]` sections, in the file's order.
     pub links: Vec<Link>,
 }
 
 impl Fabric {
-    /// The network of that name.
+    /// Finds a network by its name in the file.
     pub fn network(&self, name: &str) -> Option<&Network> {
         self.networks.iter().find(|n| n.name == name)
     }

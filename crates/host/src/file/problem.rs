@@ -10,13 +10,13 @@ use std::path::PathBuf;
 pub struct Problem {
     /// Line of the value or key complained about.
     pub line: usize,
-    /// Column of it.
+    /// Column where that begins.
     pub column: usize,
     /// Dotted path of the key, empty for a fault of TOML's syntax outside any key.
     pub key: String,
     /// What would have been right.
     pub expected: String,
-    /// What is there.
+    /// What the file has there instead.
     pub found: String,
     /// A near name, or what to do.
     pub hint: Option<String>,
@@ -38,11 +38,11 @@ impl fmt::Display for Problem {
 
 /// Why a fabric file, or an addition to one, was refused. Nothing has been started when one of these is returned.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum FileError {
     /// The file could not be read.
     #[error("reading the fabric file {}: {source}; give its path, or write one (docs/fabric-file.md)", path.display())]
     Read {
-        /// The path tried.
         path: PathBuf,
         /// What the system said.
         source: std::io::Error,
@@ -54,7 +54,6 @@ pub enum FileError {
         path: PathBuf,
         /// In order of their place in the file; never empty.
         problems: Vec<Problem>,
-        /// What was read.
         part: Part,
     },
 }

@@ -230,7 +230,7 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
 fn why_not(key: &str, value: &DeValue<'_>) -> Option<String> {
     let bytes = Mac::bytes(value.as_str().filter(|_| key == "mac")?)?;
     if bytes == [0; 6] {
-        return Some("that is nobody's address".into());
+        return Some("an address that no host can have".into());
     }
     let even = Mac([bytes[0] & !1, bytes[1], bytes[2], bytes[3], bytes[4], bytes[5]]);
     Some(format!("that is a group address, since its first byte is odd; a station's is even, like {even}"))

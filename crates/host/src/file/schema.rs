@@ -4,31 +4,31 @@
 /// One key of a section.
 #[derive(Debug, Clone, Copy)]
 pub struct Key {
-    /// Its name.
+    /// As written before the `=`.
     pub name: &'static str,
     /// What a value looks like, in the words of a complaint.
     pub expects: &'static str,
     /// What it is if left out; empty for a key that must be given.
     pub default: &'static str,
-    /// What it does.
+    /// What it does, as docs/fabric-file.md says it.
     pub doc: &'static str,
 }
 
-/// One section.
+/// A kind of section and the keys that it accepts.
 #[derive(Debug, Clone, Copy)]
 pub struct SectionSchema {
     /// `""` for the head of the file, else the word of `[WORD]`, `[WORD.NAME]` or `[[WORD]]`.
     pub name: &'static str,
     /// How it is written.
     pub form: &'static str,
-    /// Its own keys.
+    /// Keys that only this section has.
     pub own: &'static [Key],
     /// Keys that it has in common with other sections.
     pub shared: &'static [Key],
 }
 
 impl SectionSchema {
-    /// All of its keys.
+    /// Own keys first, then the shared ones.
     pub fn keys(&self) -> impl Iterator<Item = &'static Key> {
         self.own.iter().chain(self.shared)
     }
@@ -61,7 +61,7 @@ const STORM: Key = key(
     "storm",
     "false, or { broadcast = …, multicast = …, unknown = … } with frames per second or false",
     "1000 each",
-    "limits of the frames it sends that are copied to all ports; false is no limit",
+    "limits for frames from it that are copied to all ports; false: no limit",
 );
 const RATE: Key = key(
     "rate",
@@ -246,7 +246,7 @@ pub const SECTIONS: &[SectionSchema] = &[
         form: "[tap.NAME]",
         own: &[
             key("device", "an interface name, 1 to 15 characters", "the tap's name", "name of the device"),
-            key("adopt", "true or false", "false", "true: the device is there already and stays when the fabric goes"),
+            key("adopt", "true or false", "false", "true: use an existing device, and keep it when the fabric ends"),
             key(
                 "netns",
                 "the name or path of a network namespace",
@@ -285,7 +285,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "connect",
                 "true or false",
                 "false",
-                "vhost-user, stream: connect to the socket, where the peer listens, instead of listening on it",
+                "vhost-user, stream: connect to the socket instead of listening on it; the peer then listens",
             ),
             key("device", "an interface name", "", "packet: the interface that joins the network"),
             key(
@@ -330,12 +330,12 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "",
                 "the machines that share the memory; its order numbers them from 0",
             ),
-            key("plain", "true or false", "false", "true: no doorbells, the machines look by themselves"),
+            key("plain", "true or false", "false", "true: no doorbells, the machines poll"),
             key(
                 "seats",
                 "a number from 0 to 62",
                 "0",
-                "seats for processes of your own, at NAME.link.sock in the runtime directory",
+                "places for processes of your own, at NAME.link.sock in the runtime directory",
             ),
             key("region", "a power of two from \"64K\" to \"1G\"", "\"1M\"", "the shared memory, with its header page"),
             key("rw", "a size like \"64K\" or \"1M\", or \"0\"", "\"0\"", "of it, the section that all may write"),
@@ -352,7 +352,7 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "none",
                 "what the one machine of the link serves is the service of that name, for `tombolo call` and the libraries",
             ),
-            key("to", "a name of a-z A-Z 0-9 . _ -", "none", "what the machine asks goes to the service of this name"),
+            key("to", "a name of a-z A-Z 0-9 . _ -", "none", "calls of the machine go to the service of this name"),
             key("callers", "\"owner\" or \"everybody\"", "\"owner\"", "which users of the host may call `service`"),
         ],
         shared: &[],
@@ -380,7 +380,7 @@ pub const SECTIONS: &[SectionSchema] = &[
 pub struct Condition {
     /// The word of its section.
     pub section: &'static str,
-    /// The key.
+    /// The key that applies only under this condition.
     pub key: &'static str,
     /// The key that decides.
     pub on: &'static str,

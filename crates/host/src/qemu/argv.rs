@@ -10,7 +10,7 @@ use crate::file::{Attach, Boot, Machine, MachineKind, MachineType};
 pub struct Device {
     /// Name of the port.
     pub port: String,
-    /// Path of its socket.
+    /// The Unix socket between QEMU and the switch.
     pub socket: PathBuf,
     /// MAC, in text.
     pub mac: String,
@@ -25,7 +25,7 @@ pub struct SharedMemory {
     pub link: String,
     /// The socket of its server; `None` for a plain device, whose memory is inherited.
     pub socket: Option<PathBuf>,
-    /// Vectors.
+    /// Doorbells of each peer.
     pub vectors: u32,
     /// Size of the memory.
     pub bytes: u64,

@@ -7,7 +7,6 @@ use std::time::{Duration, Instant};
 
 use crate::run::{LIMIT, RunError, run, run_with};
 
-/// The ROM of `kvm_probe.S`.
 const ROM: &[u8; 4096] = include_bytes!("kvm_probe.bin");
 /// Bytes of the image given to QEMU; microvm and q35 both map the last 64 KiB below 4 GiB.
 const ROM_BYTES: usize = 65536;
@@ -21,7 +20,7 @@ const KVM_LIMIT: Duration = Duration::from_secs(2);
 /// A QEMU binary.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Qemu {
-    /// Where it is.
+    /// The binary, from $TOMBOLO_QEMU or PATH.
     pub path: PathBuf,
     /// Major, minor, micro.
     pub version: (u32, u32, u32),
@@ -48,6 +47,7 @@ impl Qemu {
 
 /// Why there is no QEMU to work with.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ProbeError {
     /// No binary.
     #[error("no QEMU: looked for {tried} in PATH and $TOMBOLO_QEMU; install it (Debian: apt install qemu-system-x86)")]
@@ -58,7 +58,6 @@ pub enum ProbeError {
     /// It does not say its version.
     #[error("{} --version: expected a line with \"version N.N.N\", found {found:?}; give another with $TOMBOLO_QEMU", path.display())]
     Version {
-        /// The binary.
         path: PathBuf,
         /// Its first line, or the error.
         found: String,
@@ -100,7 +99,7 @@ fn version(text: &str) -> Option<(u32, u32, u32)> {
 /// The rate of a processor's time-stamp counter.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Tsc {
-    /// In kHz.
+    /// Ticks per millisecond.
     pub khz: u64,
     /// The kernel was told it, by the processor or the hypervisor; one that it measured may be off a little, which is good enough for
     /// a guest that corrects it.

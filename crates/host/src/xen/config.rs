@@ -14,7 +14,7 @@ const NAMED_VIFS: usize = 2;
 /// A domain that the fabric creates.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Domain {
-    /// The machine that it is.
+    /// Name of the machine in the fabric file.
     pub machine: String,
     /// Its name in `xl list`.
     pub name: String,

@@ -33,7 +33,7 @@ fn judge_host(
 ) -> Result<PathBuf, String> {
     if hypervisor != Some("xen") {
         let found = hypervisor.map_or_else(|| "no hypervisor's name".into(), |name| format!("{name:?}"));
-        return Err(format!("this is no Xen host: expected \"xen\" in {TYPE}, found {found}; {DOCTOR}"));
+        return Err(format!("this is not a Xen host: expected \"xen\" in {TYPE}, found {found}; {DOCTOR}"));
     }
     match capabilities {
         Err(why) => Err(format!(
@@ -139,7 +139,8 @@ mod tests {
         assert_eq!(judge_host(Some("xen"), dom0(), xl()).unwrap(), Path::new("/usr/sbin/xl"));
         let told = |hypervisor, capabilities, xl| judge_host(hypervisor, capabilities, xl).unwrap_err();
         assert!(
-            told(None, dom0(), xl()).starts_with("this is no Xen host") && told(None, dom0(), xl()).contains("doctor")
+            told(None, dom0(), xl()).starts_with("this is not a Xen host")
+                && told(None, dom0(), xl()).contains("doctor")
         );
         assert!(told(Some("xen"), Ok(String::new()), xl()).contains("only the dom0"));
         assert!(told(Some("xen"), Err("not there".into()), xl()).contains("mount -t xenfs"));

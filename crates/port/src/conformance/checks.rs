@@ -382,7 +382,7 @@ pub fn a_broken_protocol_costs_only_that_port<F: Fixture>(name: &str) {
     let mut good = Rig::<F>::up_in(&reactor, Token(2));
     let kind = match bad.peer.break_protocol() {
         Misdeed::Impossible(reason) => return not_applicable(name, reason),
-        Misdeed::Dropped(reason) => panic!("{reason:?} is no fault"),
+        Misdeed::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
         Misdeed::Faulted(kind) => kind,
     };
     bad.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
@@ -429,7 +429,7 @@ pub fn a_fault_of_transmit_counts_each_frame_once<F: Fixture>(name: &str) {
     rig.settle();
     let kind = match rig.peer.spoil_transmit() {
         Misdeed::Impossible(reason) => return not_applicable(name, reason),
-        Misdeed::Dropped(reason) => panic!("{reason:?} is no fault"),
+        Misdeed::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
         Misdeed::Faulted(kind) => kind,
     };
     let longest = rig.port.caps().max_frame_bytes as usize;

@@ -18,15 +18,11 @@ use super::peer::wait_until;
 
 /// Why a record was not sent or received.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum Error {
     /// The link is not up.
     #[error("the link is not up: own state {own}, peer's {peer}")]
-    Down {
-        /// Our state.
-        own: State,
-        /// The peer's state.
-        peer: State,
-    },
+    Down { own: State, peer: State },
     /// The queue is full until the peer has read records.
     #[error("the queue is full; wait until the peer has read records")]
     Full,
@@ -47,7 +43,6 @@ pub struct ChannelPeer {
     doorbells: Vec<Doorbell>,
 }
 
-/// The sections of a channel in `memory`.
 fn sections<'m>(memory: &'m Memory, shape: &Shape, own: usize, peer: usize) -> Result<Sections<'m>, ChannelError> {
     let (bytes, needed) = (memory.bytes(), shape.bytes());
     // A checked shape is far below the end of the address space.

@@ -48,20 +48,16 @@ use super::peer::NetPeer;
 
 /// Why a link could not be joined.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum JoinError {
     /// The socket.
     #[error("the ivshmem server's socket {path}: {source}")]
-    Connect {
-        /// Its path.
-        path: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Connect { path: PathBuf, source: io::Error },
     /// The conversation's socket failed.
     #[error("reading from the ivshmem server: {0}")]
     Socket(Errno),
     /// The server ended the conversation before it had said all.
-    #[error("the ivshmem server closed the connection before it had greeted: is there a free seat on the link?")]
+    #[error("the ivshmem server closed the connection before the handshake: does the link have a free peer ID?")]
     Closed,
     /// The server said something else.
     #[error("the ivshmem server: {0}")]
@@ -80,14 +76,7 @@ pub enum JoinError {
     Header(RegionError),
     /// A region of other use.
     #[error("link `{name}` has protocol {got:#x}, expected {expected}")]
-    Protocols {
-        /// The link's name.
-        name: String,
-        /// Its protocol.
-        got: u32,
-        /// What was wanted.
-        expected: &'static str,
-    },
+    Protocols { name: String, got: u32, expected: &'static str },
     /// Ids, sections or shape do not fit.
     #[error(transparent)]
     End(#[from] EndError),
@@ -225,7 +214,7 @@ impl Joined {
         &self.header
     }
 
-    /// The own id.
+    /// This client's own peer ID.
     pub fn id(&self) -> u32 {
         self.id
     }

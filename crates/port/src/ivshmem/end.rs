@@ -101,9 +101,9 @@ pub struct LinkEnd {
     pub memory: Memory,
     /// Its sections; from our own plan or a decoded header, never trusted to fit.
     pub layout: Layout,
-    /// Our number.
+    /// This side's peer ID.
     pub own_id: u32,
-    /// The other's number.
+    /// The other side's peer ID.
     pub peer_id: u32,
     /// Vectors of the link's devices: 0 where there is no doorbell at all.
     pub vectors: u32,
@@ -131,6 +131,7 @@ impl fmt::Debug for LinkEnd {
 
 /// Why an end cannot be made of its parts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum EndError {
     /// The layout is wrong or does not fit the mapped memory.
     #[error("ivshmem link: {0}")]
@@ -141,9 +142,7 @@ pub enum EndError {
     /// The two numbers are not those of two peers of the region.
     #[error("ivshmem link: own number {own}, peer's number {peer}: two different ones below {max_peers} are expected")]
     Peers {
-        /// Our number.
         own: u32,
-        /// The peer's number.
         peer: u32,
         /// Peers of the region.
         max_peers: u32,
@@ -184,7 +183,7 @@ pub struct Resets {
 }
 
 impl Resets {
-    /// In all.
+    /// Sum over all causes.
     pub fn total(&self) -> u64 {
         self.peer_reset + self.peer_left + self.peer_skipped + self.peer_word + self.fault
     }
@@ -209,7 +208,6 @@ pub(super) struct Places {
 }
 
 impl Places {
-    /// The sections in `memory`.
     #[inline]
     pub(super) fn of<'m>(&self, memory: &'m Memory) -> Result<Sections<'m>, NetError> {
         let (bytes, len) = (memory.bytes(), self.geometry.section_bytes() as usize);

@@ -74,18 +74,14 @@ const CHUNK: usize = 32;
 
 /// Why a port could not be made.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum OpenError {
     /// Its parts do not fit together.
     #[error(transparent)]
     End(#[from] EndError),
     /// A doorbell cannot be waited for.
     #[error("ivshmem link: watching doorbell {vector}: {source}")]
-    Watch {
-        /// Its vector.
-        vector: usize,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Watch { vector: usize, source: Errno },
 }
 
 /// What the server's side left for the port.

@@ -20,7 +20,6 @@ use super::end::{Bells, End, EndError, LinkEnd, Resets};
 /// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
 /// before.
 const FIRST_NAP: Duration = Duration::from_micros(50);
-/// The longest.
 const LONGEST_NAP: Duration = Duration::from_millis(4);
 /// With one: from the beginning of a sleep to its second look, since the peer's memory fences may do nothing
 /// ([`tombolo_ring::virtio::notify`]).
@@ -67,15 +66,11 @@ pub(super) fn wait_until<P>(
 
 /// Why a frame was not sent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum SendError {
     /// The link is not up.
     #[error("the link is not up: own state {own}, peer's {peer}")]
-    Down {
-        /// Our state.
-        own: State,
-        /// The peer's state.
-        peer: State,
-    },
+    Down { own: State, peer: State },
     /// The ring or the section has no room until the peer has taken frames.
     #[error("the ring is full; wait until the peer has taken frames")]
     Full,
@@ -84,7 +79,6 @@ pub enum SendError {
     Length {
         /// The bytes asked for.
         got: usize,
-        /// The most.
         most: usize,
     },
     /// The peer broke the rings' rules; the link was reset.

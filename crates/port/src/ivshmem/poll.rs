@@ -19,7 +19,6 @@ use tombolo_switch::Nanos;
 
 /// Rings without frames that are borne in a window.
 pub(super) const STORM_RINGS: u64 = 400;
-/// The window.
 pub(super) const STORM_WINDOW: Nanos = Nanos(10_000_000);
 /// How long doorbells are not listened to after that.
 pub(super) const STORM_HOLD: Nanos = Nanos(200_000_000);
@@ -32,7 +31,7 @@ pub(super) const DOWN_INTERVAL: Nanos = Nanos(100_000_000);
 /// How often a link without doorbell is looked at.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct PollSettings {
-    /// While frames flow.
+    /// Interval while frames flow.
     pub fast: Nanos,
     /// How long after the last frame it stays fast.
     pub linger: Nanos,
@@ -102,7 +101,6 @@ pub(super) struct Storm {
 /// What is to be done about the doorbells.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Listen to them.
     Listen,
     /// Do not, and look again at the time given.
     Hold(Nanos),

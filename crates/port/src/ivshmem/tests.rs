@@ -108,7 +108,6 @@ struct LinkFixture<const VECTORS: usize, const OFFLOADS: bool = false> {
 }
 
 impl<const VECTORS: usize, const OFFLOADS: bool> LinkFixture<VECTORS, OFFLOADS> {
-    /// The parts of the end `own_id`.
     fn parts(region: &OwnedFd, own_id: u32, doorbells: Vec<Doorbell>) -> LinkEnd {
         let offloads = match (OFFLOADS, own_id) {
             (false, _) => Offloads::None,

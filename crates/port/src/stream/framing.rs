@@ -30,7 +30,6 @@ impl Inbox {
         Inbox { arena: vec![0; PLENTY_BYTES + RECEIVE_BYTES], start: 0, end: 0 }
     }
 
-    /// Forgets everything.
     pub(crate) fn clear(&mut self) {
         (self.start, self.end) = (0, 0);
     }

@@ -50,7 +50,6 @@ use tombolo_switch::port::{Caps, Fault, FaultKind, HandOver, Link, Port, Sent};
 
 /// The first wait before a new attempt to connect.
 const FIRST_RETRY: Nanos = Nanos(10_000_000);
-/// The longest.
 const LONGEST_RETRY: Nanos = Nanos(1_000_000_000);
 /// How long an attempt to connect over TCP may take.
 const CONNECT_TIMEOUT: Nanos = Nanos(5_000_000_000);
@@ -64,29 +63,17 @@ const HAS_LISTENER: u8 = 2;
 
 /// Why a stream attachment could not be made.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum StreamError {
     /// No address of a stream socket.
-    #[error("`{text}` is no address of a stream socket: `unix:PATH`, `/PATH` or `tcp:IP:PORT` is expected")]
-    Address {
-        /// What was given.
-        text: String,
-    },
+    #[error("`{text}` is not an address of a stream socket; expected `unix:PATH`, `/PATH` or `tcp:IP:PORT`")]
+    Address { text: String },
     /// The kernel refused.
     #[error("{what} {address}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// Where.
-        address: Address,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    System { what: &'static str, address: Address, source: Errno },
     /// A descriptor that cannot be used.
     #[error("the descriptor given is not usable as a stream: {source}; a connected stream socket is expected")]
-    NotAStream {
-        /// The kernel's answer.
-        source: Errno,
-    },
+    NotAStream { source: Errno },
 }
 
 /// Hands sockets to a port that was made by [`StreamPort::given`].
@@ -171,7 +158,7 @@ impl Connection {
     }
 }
 
-/// The port.
+/// A port that speaks QEMU's framed stream, as listener or client.
 pub struct StreamPort {
     role: Role,
     registration: Registration,

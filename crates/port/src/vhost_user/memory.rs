@@ -65,9 +65,9 @@ impl Backing for SharedMapping {
 /// Why a frontend's description of memory was refused.
 #[derive(Debug, thiserror::Error)]
 pub(super) enum TableError {
-    #[error("{got} memory regions, {MAX_REGIONS} are taken")]
+    #[error("{got} memory regions, at most {MAX_REGIONS} are accepted")]
     TooMany { got: usize },
-    #[error("memory regions of {got} bytes in all, {MAX_BYTES} are taken")]
+    #[error("memory regions of {got} bytes in all, at most {MAX_BYTES} are accepted")]
     TooLarge { got: u64 },
     #[error("memory region at frontend address {address:#x} overlaps another one or wraps around")]
     FrontendOverlap { address: u64 },

@@ -118,15 +118,10 @@ pub struct VhostUserConfig {
 
 /// Why a port could not be opened.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum OpenError {
-    /// The socket.
     #[error("vhost-user socket {path}: {source}")]
-    Socket {
-        /// Its path.
-        path: PathBuf,
-        /// The system's answer.
-        source: io::Error,
-    },
+    Socket { path: PathBuf, source: io::Error },
     /// An impossible number of queue pairs.
     #[error("{got} queue pairs, expected 1 to {MAX_QUEUE_PAIRS}")]
     QueuePairs {

@@ -315,7 +315,6 @@ impl Connection {
         Ok(())
     }
 
-    /// The queue that a frame goes to.
     pub(super) fn queue_of(&self, frame: &tombolo_switch::frame::Frame) -> usize {
         if self.queues.len() > 1 { spread::queue_of(frame, self.queues.len()) } else { 0 }
     }

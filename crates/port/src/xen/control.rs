@@ -41,7 +41,7 @@ enum StepError {
     #[error("the port is gone")]
     Gone,
     /// What the backend before this one had is still held by its process, which is ending.
-    #[error("the backend before has not let go yet")]
+    #[error("the previous backend has not released the device yet")]
     Held,
 }
 
@@ -58,9 +58,9 @@ enum ConnectError {
     Ask(#[from] AskError),
     #[error("the frontend did not write `{0}`, or no number")]
     Missing(String),
-    #[error("the frontend does not set `{0}`, without which there is no way to serve it")]
+    #[error("the frontend does not set `{0}`, which is needed to serve it")]
     Unserved(&'static str),
-    #[error("the frontend wants {wanted} queues; up to {offered} are offered")]
+    #[error("the frontend asks for {wanted} queues; at most {offered} are offered")]
     Queues { wanted: u32, offered: u32 },
     #[error("mapping the {side} ring of queue {queue}, grant {gref}: {source}")]
     Map { side: &'static str, queue: u32, gref: u32, source: Errno },

@@ -98,6 +98,7 @@ pub struct XenConfig {
 
 /// Why a port could not be opened.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum XenOpenError {
     /// More queues than a port may have, or none.
     #[error("{got} queues: 1 to {MAX_QUEUES} are expected")]
@@ -110,12 +111,7 @@ pub enum XenOpenError {
         "{path}: {source}; expected a dom0 or driver domain of Xen, and root. There `modprobe -a xen-evtchn xen-gntdev` loads what is missing; \
          `tombolo doctor` says more"
     )]
-    Device {
-        /// Which file.
-        path: &'static str,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Device { path: &'static str, source: Errno },
     /// The kernel's backend would serve the vif as well.
     #[error(
         "the kernel's xen-netback is loaded and takes every vif: `rmmod xen-netback`, and `blacklist xen-netback` in /etc/modprobe.d \
@@ -127,7 +123,7 @@ pub enum XenOpenError {
     Thread(std::io::Error),
 }
 
-/// The port.
+/// A port that is the network backend of one Xen vif.
 pub struct XenPort {
     exchange: Arc<Exchange>,
     connection: Option<Box<Connection>>,

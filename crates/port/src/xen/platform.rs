@@ -15,7 +15,6 @@ pub(super) trait Machine: Send + Sync {
     fn guest(&self, domain: u16) -> Result<Box<dyn Guest>, Errno>;
 }
 
-/// A guest.
 pub(super) trait Guest: Send {
     /// Maps a granted page.
     fn map(&self, gref: u32) -> Result<Box<dyn Page>, Errno>;

@@ -330,7 +330,7 @@ fn frontends_that_cannot_be_served_are_told_to_close_and_may_try_again() {
     for (name, value, why) in [
         ("request-rx-copy", "0", "request-rx-copy"),
         ("feature-rx-notify", "", "feature-rx-notify"),
-        ("multi-queue-num-queues", "5", "up to 4 are offered"),
+        ("multi-queue-num-queues", "5", "at most 4 are offered"),
         ("tx-ring-ref", "77777", "mapping the transmit ring"),
         ("rx-ring-ref", "-1", "rx-ring-ref"),
         ("event-channel-rx", "4000", "binding event channel 4000"),

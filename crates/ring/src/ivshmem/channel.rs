@@ -68,12 +68,12 @@ const COPIES: u32 = 4;
 /// Why a shape or a section was refused, what could not be sent, or what a peer wrote that breaks the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ChannelError {
     /// No channel has such slots, records or values.
     Shape(Shape),
     /// The section is too short for the shape, or not aligned to 64 bytes.
     Section {
-        /// Its length.
         bytes: u64,
         /// The length that the shape needs.
         needed: u64,
@@ -84,47 +84,25 @@ pub enum ChannelError {
         got: [u8; 8],
     },
     /// The peer's section says another shape.
-    PeerShape {
-        /// Ours.
-        expected: Shape,
-        /// The peer's.
-        got: Shape,
-    },
+    PeerShape { expected: Shape, got: Shape },
     /// The record or value is longer than the shape allows, or than the caller's buffer.
-    Length {
-        /// Its length.
-        got: usize,
-        /// The room.
-        room: usize,
-    },
+    Length { got: usize, room: usize },
     /// A record or value of the peer's is longer than the shape allows.
-    RecordLength {
-        /// Its length.
-        got: u32,
-        /// The longest.
-        most: u32,
-    },
+    RecordLength { got: u32, most: u32 },
     /// The peer's head is further ahead than there are slots.
     HeadJump {
         /// The head that was expected next.
         next: u16,
-        /// What was there.
         got: u16,
     },
     /// The peer's tail is ahead of what was written, or ran backwards.
     TailJump {
         /// Records that are out.
         outstanding: u16,
-        /// What was there.
         got: u16,
     },
     /// A slot holds another record than the next one.
-    Number {
-        /// The number expected.
-        expected: u32,
-        /// What was there.
-        got: u32,
-    },
+    Number { expected: u32, got: u32 },
 }
 
 impl ChannelError {
@@ -156,7 +134,7 @@ impl fmt::Display for ChannelError {
             ChannelError::TailJump { outstanding, got } => {
                 write!(f, "tail is {got} with {outstanding} records out")
             }
-            ChannelError::Number { expected, got } => write!(f, "record {got} stands where {expected} should"),
+            ChannelError::Number { expected, got } => write!(f, "found record {got} in place of record {expected}"),
         }
     }
 }
@@ -168,7 +146,7 @@ impl core::error::Error for ChannelError {}
 pub struct Shape {
     /// Slots of each queue: a power of two up to [`MAX_SLOTS`].
     pub slots: u32,
-    /// Longest record.
+    /// Longest record that fits, in bytes.
     pub record_bytes: u32,
     /// Longest value of the register; 0 where there is none.
     pub latest_bytes: u32,

@@ -96,44 +96,27 @@ pub const DEFAULT_DEPTH: usize = MAX_NUM as usize;
 /// Why a section was refused, or what a peer wrote that breaks the rules.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum NetError {
     /// A section without room for rings and frames, or of 4 GiB and more, or not aligned to 64 bytes in memory.
-    Section {
-        /// Its length.
-        bytes: u64,
-    },
+    Section { bytes: u64 },
     /// The available index is further ahead than the ring is long, or ran backwards.
     AvailableJump {
         /// The index that was expected next.
         next: u16,
         /// The index that the peer published.
         got: u16,
-        /// The ring's entries.
         num: u16,
     },
     /// An entry of the available ring is no index of the descriptor table.
-    AvailableEntry {
-        /// The available index.
-        index: u16,
-        /// The entry.
-        got: u16,
-        /// The table's entries.
-        num: u16,
-    },
+    AvailableEntry { index: u16, got: u16, num: u16 },
     /// A descriptor has flags; frames are single descriptors.
-    DescriptorFlags {
-        /// The descriptor.
-        id: u16,
-        /// Its flags.
-        got: u16,
-    },
+    DescriptorFlags { id: u16, got: u16 },
     /// A descriptor's frame is not wholly inside the data area.
     DescriptorRange {
-        /// The descriptor.
         id: u16,
         /// The frame's offset in the section.
         address: u64,
-        /// Its length.
         len: u32,
         /// The first byte of the data area.
         from: u32,
@@ -151,20 +134,13 @@ pub enum NetError {
     },
     /// A used entry does not name the oldest frame that is out.
     UsedId {
-        /// The used index.
         index: u16,
         /// The descriptor that was expected.
         expected: u16,
-        /// What it named.
         got: u32,
     },
     /// A used entry's length is not 1.
-    UsedLen {
-        /// The used index.
-        index: u16,
-        /// The length.
-        got: u32,
-    },
+    UsedLen { index: u16, got: u32 },
 }
 
 impl fmt::Display for NetError {
@@ -254,7 +230,7 @@ impl Geometry {
         self.num
     }
 
-    /// Bytes of the section.
+    /// Size of each peer's output section.
     pub const fn section_bytes(&self) -> u32 {
         self.section_bytes
     }
@@ -279,12 +255,12 @@ impl Geometry {
         self.used_offset
     }
 
-    /// Offset of `used_event`.
+    /// Where the reader of used entries says when it wants a doorbell.
     pub const fn used_event_offset(&self) -> u32 {
         self.available_offset() + RING_ENTRIES + AVAIL_ENTRY_BYTES * self.num as u32
     }
 
-    /// Offset of `avail_event`.
+    /// Where the reader of available entries says when it wants a doorbell.
     pub const fn avail_event_offset(&self) -> u32 {
         self.used_offset + RING_ENTRIES + USED_ENTRY_BYTES * self.num as u32
     }

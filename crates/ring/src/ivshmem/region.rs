@@ -56,6 +56,7 @@ const fn page_multiple(n: u64) -> bool {
 /// Why a layout or a header is refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RegionError {
     /// Fewer bytes than a header has.
     Truncated {
@@ -63,25 +64,14 @@ pub enum RegionError {
         got: usize,
     },
     /// Not a header page of this project.
-    Magic {
-        /// What was there.
-        got: [u8; 8],
-    },
+    Magic { got: [u8; 8] },
     /// A header of another version.
-    Version {
-        /// The version.
-        got: u32,
-    },
+    Version { got: u32 },
     /// A number of peers that no region has.
-    Peers {
-        /// The number.
-        got: u32,
-    },
+    Peers { got: u32 },
     /// A section does not begin or end at a page, is empty though it may not be, or overlaps the one before.
     Section {
-        /// Which.
         part: Section,
-        /// Its first byte.
         offset: u64,
         /// Its length in bytes.
         bytes: u64,
@@ -300,13 +290,13 @@ pub struct Header {
     pub protocol: u32,
     /// Vectors of each peer; 0 where there is no doorbell.
     pub vectors: u32,
-    /// The sections.
+    /// Offsets and sizes of all sections.
     pub layout: Layout,
     /// The address that the guest should use on a network link; zero where it may choose.
     pub mac: [u8; 6],
     /// MTU of a network link; 0 means 1500.
     pub mtu: u16,
-    /// The link's name.
+    /// As the fabric file names the link.
     pub name: Name,
     /// Whether peer 0 of a network link takes and gives frames with their offload state, if the guest wants that too
     /// ([`Offloads`](super::state::Offloads)).

@@ -75,7 +75,7 @@ impl State {
         }
     }
 
-    /// The word.
+    /// The number as the state table holds it.
     pub const fn word(self) -> u32 {
         self as u32
     }
@@ -179,7 +179,7 @@ impl Machine {
         Machine { own: State::Reset, peer: State::Reset, offloads, peer_takes: false }
     }
 
-    /// The own state.
+    /// This side's state.
     pub const fn own(&self) -> State {
         self.own
     }

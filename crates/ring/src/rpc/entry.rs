@@ -38,12 +38,12 @@ const PAYLOAD_SHARED: u8 = 2;
 pub struct Token(u64);
 
 impl Token {
-    /// The token of a slot's turn.
+    /// Packs a slot and its turn, which tells a reused slot from its earlier use.
     pub const fn new(slot: u32, turn: u32) -> Token {
         Token((turn as u64) << 32 | slot as u64)
     }
 
-    /// The slot.
+    /// Index into the slot table.
     pub const fn slot(self) -> u32 {
         self.0 as u32
     }
@@ -64,10 +64,10 @@ impl Token {
     }
 }
 
-/// Where a payload is.
+/// Location and length of a payload.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Payload {
-    /// In the entry.
+    /// The bytes are in the entry itself.
     Inline {
         /// Bytes, at most [`INLINE_BYTES`].
         len: u32,
@@ -76,7 +76,7 @@ pub enum Payload {
     Arena {
         /// From the arena's start.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
         /// In an answer: the block that is given back by its mark. 0 in a request.
         block: u32,
@@ -89,16 +89,16 @@ pub enum Payload {
         memory: u32,
         /// From the memory's start.
         offset: u64,
-        /// Bytes.
+        /// Length in bytes.
         len: u64,
     },
 }
 
 impl Payload {
-    /// No bytes.
+    /// A payload without bytes.
     pub const EMPTY: Payload = Payload::Inline { len: 0 };
 
-    /// Bytes.
+    /// Length in bytes, wherever the payload is.
     pub const fn len(&self) -> u64 {
         match *self {
             Payload::Inline { len } => len as u64,
@@ -147,7 +147,7 @@ impl Payload {
 /// What a client asks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ask {
-    /// Serve this.
+    /// A request to serve.
     Call(Call),
     /// Answer the call with this token as cancelled, if it is not being served yet. Not answered itself.
     Cancel(Token),
@@ -246,9 +246,9 @@ impl Refusal {
     pub const fn text(self) -> &'static str {
         match self {
             Refusal::QueueFull => "its queue is full",
-            Refusal::Admission => "the deadline cannot be met beside what is queued",
+            Refusal::Admission => "the deadline cannot be met with the requests already queued",
             Refusal::Memory => {
-                "the payload's memory is not sealed, too short, or beyond what the service takes of one client or user"
+                "the payload's memory is not sealed, too short, or beyond the service's limit for one client or user"
             }
             Refusal::ReplyMemory => {
                 "the reply does not fit into the connection's reply memory (the service's reply_arena_bytes); it can hand over larger ones by reference"
@@ -289,9 +289,9 @@ impl Status {
 /// An answer, without its payload's bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Answer {
-    /// The request's.
+    /// Token of the request that it answers.
     pub token: Token,
-    /// How it ended.
+    /// Whether the request was served, and why not.
     pub status: Status,
     /// The application's code; 0 is success.
     pub code: u32,

@@ -58,7 +58,7 @@ pub const ENTRY_PAYLOAD: usize = 64;
 pub const INLINE_BYTES: usize = ENTRY_BYTES - ENTRY_PAYLOAD;
 /// Most entries of a ring.
 pub const MAX_ENTRIES: u32 = 4096;
-/// Largest arena.
+/// 1 TiB.
 pub const MAX_ARENA_BYTES: u64 = 1 << 40;
 /// Smallest arena that is one.
 pub const MIN_ARENA_BYTES: u64 = 4096;
@@ -121,12 +121,12 @@ pub enum Broken {
     Token,
     /// An answer's status is unknown.
     Status,
-    /// It woke us again and again for nothing.
+    /// It woke us repeatedly for nothing.
     Noise,
 }
 
 impl Broken {
-    /// Each of them.
+    /// In declaration order, for reports and tests.
     pub const ALL: [Broken; 12] = [
         Broken::Header,
         Broken::Short,
@@ -172,9 +172,9 @@ impl Broken {
             Broken::Inline => "sent an inline payload longer than an entry",
             Broken::Arena => "named a payload outside its arena",
             Broken::Slot => "named a slot that does not exist",
-            Broken::Token => "used a token that is in use, or answered what was not asked",
+            Broken::Token => "used a token that is in use, or answered a request that was not made",
             Broken::Status => "sent an answer of unknown status",
-            Broken::Noise => "woke us again and again for nothing",
+            Broken::Noise => "woke us repeatedly for nothing",
         }
     }
 }
@@ -210,7 +210,7 @@ impl Geometry {
         self.entries
     }
 
-    /// Bytes of the arena.
+    /// Size of the area for payloads that do not fit an entry; 0 if there is none.
     pub const fn arena_bytes(&self) -> u64 {
         self.arena_bytes
     }

@@ -126,7 +126,7 @@ impl<E: Entry> Producer<E> {
 
     /// Makes what was pushed visible. True where the consumer has to be woken for it.
     #[inline]
-    #[must_use = "a consumer that waits sleeps on if nobody wakes it"]
+    #[must_use = "a waiting consumer keeps sleeping if it is not woken"]
     pub fn publish(&mut self, ends: Ends<'_>) -> bool {
         wake::publish(&Own(ends.own, PUBLISHED), self.next);
         while self.published != self.next {

@@ -118,7 +118,7 @@ impl<B: Backing> Region<B> {
         self.start
     }
 
-    /// The bytes' holder.
+    /// The object that keeps the bytes mapped.
     pub const fn backing(&self) -> &B {
         &self.backing
     }
@@ -158,7 +158,7 @@ impl<B: Backing, S: AsRef<[Region<B>]>> RegionTable<B, S> {
         Ok(RegionTable { regions, backing: PhantomData, last: AtomicUsize::new(0) })
     }
 
-    /// The regions.
+    /// In ascending order of guest address.
     pub fn regions(&self) -> &[Region<B>] {
         self.regions.as_ref()
     }
@@ -233,6 +233,7 @@ impl fmt::Display for Part {
 /// Why a queue was refused or broke. Each is the peer's fault, and each costs the peer its port.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RingError {
     /// A queue's size is not a power of two from 1 to 32768.
     QueueSize {
@@ -241,27 +242,17 @@ pub enum RingError {
     },
     /// An area of a queue is not aligned as the specification demands.
     Misaligned {
-        /// Which area.
         part: Part,
-        /// Its address.
         address: u64,
         /// The alignment it needs, in bytes.
         expected: u64,
     },
     /// An area of a queue is not wholly inside one region of the guest's memory.
-    RingUnmapped {
-        /// Which area.
-        part: Part,
-        /// Its address.
-        address: u64,
-        /// Its length.
-        bytes: u32,
-    },
+    RingUnmapped { part: Part, address: u64, bytes: u32 },
     /// Regions of guest memory are empty, overlap, wrap around, or are out of order.
     Regions {
         /// The first region that is wrong.
         index: usize,
-        /// Its address.
         start: u64,
     },
     /// The available index is further ahead than the queue is long.
@@ -270,7 +261,6 @@ pub enum RingError {
         next: u16,
         /// The index that the driver published.
         got: u16,
-        /// The queue's size.
         size: u16,
     },
     /// The used index is further ahead than buffers are outstanding.
@@ -286,85 +276,60 @@ pub enum RingError {
     DescriptorIndex {
         /// The chain's head, or the value in its place in the available ring.
         head: u16,
-        /// The index found.
         got: u16,
-        /// The table's entries.
         size: u16,
     },
     /// A chain has more descriptors than it may (as one with a loop always has).
     ChainLength {
-        /// The chain's head.
         head: u16,
         /// How many it may have.
         limit: u16,
     },
     /// A chain describes more bytes than a device takes.
     ChainBytes {
-        /// The chain's head.
         head: u16,
-        /// Bytes so far.
         got: u64,
         /// Bytes that are taken.
         limit: u32,
     },
     /// An indirect descriptor without the feature, inside an indirect table, or with a `next`.
     Indirect {
-        /// The chain's head.
         head: u16,
         /// The index of the descriptor.
         index: u16,
-        /// Its flags.
         flags: u16,
     },
     /// An indirect table is empty, not a multiple of 16 bytes, or too long.
     IndirectLength {
-        /// The chain's head.
         head: u16,
         /// The table's length in bytes.
         bytes: u32,
     },
     /// A descriptor is for writing by the device in a chain that the device reads.
     UnexpectedWritable {
-        /// The chain's head.
         head: u16,
         /// The index of the descriptor.
         index: u16,
     },
     /// A descriptor is for reading by the device in a chain that the device writes.
     UnexpectedReadable {
-        /// The chain's head.
         head: u16,
         /// The index of the descriptor.
         index: u16,
     },
     /// A descriptor has no bytes.
-    EmptyDescriptor {
-        /// The chain's head.
-        head: u16,
-        /// The index of the descriptor.
-        index: u16,
-    },
+    EmptyDescriptor { head: u16, index: u16 },
     /// A buffer or an indirect table is not wholly inside one region of the guest's memory.
-    BufferUnmapped {
-        /// The chain's head.
-        head: u16,
-        /// Its address.
-        address: u64,
-        /// Its length.
-        bytes: u32,
-    },
+    BufferUnmapped { head: u16, address: u64, bytes: u32 },
     /// A device returned a buffer that it does not hold.
     UsedId {
         /// The identifier it returned.
         got: u32,
-        /// The queue's size.
         size: u16,
     },
     /// A device claims to have written more than it was given room for.
     UsedLength {
-        /// The chain's head.
         head: u16,
-        /// The length claimed.
         got: u32,
         /// The room it had.
         limit: u32,
@@ -395,7 +360,11 @@ impl fmt::Display for RingError {
                 write!(f, "chain {head}: descriptor index {got} in a table of {size}")
             }
             E::ChainLength { head, limit } => write!(f, "chain {head}: more than {limit} descriptors, or a loop"),
-            E::ChainBytes { head, got, limit } => write!(f, "chain {head}: {got} bytes or more, {limit} are taken"),
+            E::ChainBytes { head, got, limit } => write!(
+                f,
+                "chain {head}: {got} bytes or more, at most {limit} are \
+                accepted"
+            ),
             E::Indirect { head, index, flags } => write!(
                 f,
                 "chain {head}: descriptor {index} is indirect (flags {flags:#x}) where that was not agreed, \

@@ -25,11 +25,11 @@ mod field {
 
 // --- the specification's ---
 
-/// Bytes of the header with `num_buffers`.
+/// Length with `num_buffers` (VIRTIO_F_VERSION_1 or mergeable buffers).
 pub const HEADER_BYTES: usize = field::NUM_BUFFERS.end;
-/// Bytes of the header without `num_buffers`.
+/// Length without `num_buffers`.
 pub const SHORT_HEADER_BYTES: usize = field::CSUM_OFFSET.end;
-/// Offset of `num_buffers`.
+/// Where `num_buffers` begins.
 pub const NUM_BUFFERS_OFFSET: usize = field::NUM_BUFFERS.start;
 
 /// Flag: the checksum is to be computed from `csum_start` on and stored at `csum_start + csum_offset`.

@@ -104,7 +104,7 @@ pub struct Layout {
     pub available: usize,
     /// Offset of the used ring.
     pub used: usize,
-    /// Bytes of all.
+    /// Length from the descriptor table to the end of the used ring.
     pub bytes: usize,
 }
 
@@ -126,7 +126,7 @@ pub struct Descriptor {
     pub len: u32,
     /// [`DESC_NEXT`], [`DESC_WRITE`], [`DESC_INDIRECT`].
     pub flags: u16,
-    /// The next descriptor, if there is one.
+    /// Index of the next descriptor; valid only with [`DESC_NEXT`].
     pub next: u16,
 }
 

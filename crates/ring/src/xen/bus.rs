@@ -27,13 +27,13 @@ pub enum BusState {
     /// The node is not there, or says nothing that is known: the end is gone.
     #[default]
     Unknown = 0,
-    /// Just made.
+    /// The toolstack has created the device.
     Initialising = 1,
     /// The backend waits for what the frontend writes.
     InitWait = 2,
     /// A frontend has written its rings and waits; other devices than vifs use it.
     Initialised = 3,
-    /// Running.
+    /// Frames flow.
     Connected = 4,
     /// On the way to Closed.
     Closing = 5,
@@ -46,7 +46,7 @@ pub enum BusState {
 }
 
 impl BusState {
-    /// All states.
+    /// In the order of their numbers, 0 to 8.
     pub const ALL: [BusState; 9] = [
         BusState::Unknown,
         BusState::Initialising,
@@ -67,7 +67,7 @@ impl BusState {
         }
     }
 
-    /// A node's text.
+    /// The number as XenStore holds it.
     pub const fn text(self) -> &'static str {
         ["0", "1", "2", "3", "4", "5", "6", "7", "8"][self as usize]
     }

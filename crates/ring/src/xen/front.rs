@@ -30,7 +30,7 @@ pub struct TxPart {
 /// A piece that the backend has answered: its buffer may be used again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Completed {
-    /// The piece's.
+    /// The caller's name for the piece.
     pub token: u32,
     /// [`RSP_OKAY`](netif::RSP_OKAY), [`RSP_ERROR`](netif::RSP_ERROR) or [`RSP_DROPPED`](netif::RSP_DROPPED): what the
     /// backend says became of the packet.
@@ -246,7 +246,6 @@ pub struct RxPart {
 #[derive(Clone, Debug)]
 pub struct RxFront {
     ring: FrontIndices,
-    /// Token by slot.
     tokens: [u32; RING_SLOTS as usize],
 }
 

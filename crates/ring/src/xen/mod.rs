@@ -62,6 +62,7 @@ use core::fmt;
 
 /// Why a ring, a message or a peer was refused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum XenError {
     /// The memory for a ring is shorter than a page, or not aligned to 64 bytes.
     Page {
@@ -93,7 +94,6 @@ pub enum XenError {
         index: u32,
         /// Offset in the page, in bytes.
         offset: u16,
-        /// Length in bytes.
         len: u16,
     },
     /// The pieces of a packet are together longer than the length in its first slot.
@@ -104,22 +104,13 @@ pub enum XenError {
         total: u16,
     },
     /// An extra info has a type that was not agreed on, or that is not known.
-    ExtraType {
-        /// The type.
-        got: u8,
-    },
+    ExtraType { got: u8 },
     /// An extra info asks for an unknown kind of segmentation, or for segments of no bytes.
-    Gso {
-        /// The kind.
-        kind: u8,
-        /// Bytes per segment.
-        size: u16,
-    },
+    Gso { kind: u8, size: u16 },
     /// A response answers a request that is not outstanding.
     ResponseId {
         /// Index of its slot.
         index: u32,
-        /// The identifier in it.
         got: u16,
     },
     /// Responses were given for a packet that was not the next one to be answered. The caller's mistake.
@@ -140,10 +131,7 @@ pub enum XenError {
         needed: usize,
     },
     /// A message has an unknown type.
-    MessageType {
-        /// The type.
-        got: u32,
-    },
+    MessageType { got: u32 },
     /// A message's payload is not what its type demands.
     Payload,
 }
@@ -158,7 +146,7 @@ impl fmt::Display for XenError {
                 write!(f, "the peer's producer index is {got}, expected {from} to {from} + {room}")
             }
             XenError::Incomplete { index } => {
-                write!(f, "the packet at index {index} goes on in a slot that is not published")
+                write!(f, "the packet at index {index} continues in a slot that is not published")
             }
             XenError::TooManySlots { index } => write!(f, "the packet at index {index} takes too many slots"),
             XenError::Buffer { index, offset, len } => {

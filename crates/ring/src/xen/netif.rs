@@ -142,7 +142,7 @@ impl TxRequest {
         }
     }
 
-    /// Its bytes.
+    /// Serialises into the layout of a ring slot.
     #[inline]
     pub fn emit(&self) -> [u8; TX_REQUEST_BYTES] {
         use field::tx;
@@ -166,7 +166,7 @@ impl fmt::Display for TxRequest {
 /// A transmit response.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct TxResponse {
-    /// The request's.
+    /// `id` of the request that it answers.
     pub id: u16,
     /// [`RSP_OKAY`], [`RSP_ERROR`], [`RSP_DROPPED`], or [`RSP_NULL`] where `id` means nothing.
     pub status: i16,
@@ -179,7 +179,7 @@ impl TxResponse {
         TxResponse { id: word(bytes, field::rx::ID), status: word(bytes, field::STATUS) as i16 }
     }
 
-    /// Its bytes.
+    /// Serialises into the layout of a ring slot.
     #[inline]
     pub fn emit(&self) -> [u8; TX_RESPONSE_BYTES] {
         let ([a, b], [c, d]) = (self.id.to_le_bytes(), self.status.to_le_bytes());
@@ -203,13 +203,13 @@ pub struct RxRequest {
 }
 
 impl RxRequest {
-    /// The request in a slot's bytes.
+    /// Reads a ring slot. Every bit pattern is valid.
     #[inline]
     pub fn parse(bytes: &[u8; SLOT_BYTES]) -> Self {
         RxRequest { id: word(bytes, field::rx::ID), gref: long(bytes, field::rx::GREF) }
     }
 
-    /// Its bytes.
+    /// Serialises into the layout of a ring slot.
     #[inline]
     pub fn emit(&self) -> [u8; SLOT_BYTES] {
         let mut bytes = [0; SLOT_BYTES];
@@ -228,7 +228,7 @@ impl fmt::Display for RxRequest {
 /// A receive response: a piece of a packet.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct RxResponse {
-    /// The request's.
+    /// `id` of the request that it answers.
     pub id: u16,
     /// Where in the page it starts, in bytes.
     pub offset: u16,
@@ -239,7 +239,7 @@ pub struct RxResponse {
 }
 
 impl RxResponse {
-    /// The response in a slot's bytes.
+    /// Reads a ring slot. Every bit pattern is valid.
     #[inline]
     pub fn parse(bytes: &[u8; SLOT_BYTES]) -> Self {
         use field::rx;
@@ -251,7 +251,7 @@ impl RxResponse {
         }
     }
 
-    /// Its bytes.
+    /// Serialises into the layout of a ring slot.
     #[inline]
     pub fn emit(&self) -> [u8; SLOT_BYTES] {
         use field::rx;
@@ -338,7 +338,7 @@ pub enum GsoKind {
 /// Segmentation that a packet needs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Gso {
-    /// The protocols.
+    /// TCP over IPv4 or IPv6.
     pub kind: GsoKind,
     /// Largest payload of a segment, in bytes; not 0.
     pub size: u16,
@@ -347,7 +347,7 @@ pub struct Gso {
 /// An extra info.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Extra {
-    /// Segmentation.
+    /// Says how a large frame is cut into segments.
     Gso(Gso),
     /// Let packets to this multicast address pass.
     MulticastAdd([u8; 6]),

@@ -43,7 +43,7 @@ const _: () = {
     assert!(fit(TX_SLOT_BYTES) == RING_SLOTS && fit(RX_SLOT_BYTES) == RING_SLOTS);
 };
 
-/// The slot of an index.
+/// Maps a free-running index to its place in the ring.
 #[inline]
 pub const fn slot_of(index: u32) -> usize {
     (index % RING_SLOTS) as usize

@@ -27,9 +27,9 @@ mod field {
 
 /// Bytes of a message's header.
 pub const HEADER_BYTES: usize = field::LEN.end;
-/// Most bytes of a payload.
+/// XENSTORE_PAYLOAD_MAX.
 pub const MAX_PAYLOAD_BYTES: usize = 4096;
-/// Most bytes of a message.
+/// Header and largest payload together.
 pub const MAX_MESSAGE_BYTES: usize = HEADER_BYTES + MAX_PAYLOAD_BYTES;
 /// Most bytes of an absolute path, with its NUL.
 pub const MAX_PATH_BYTES: usize = 3072;
@@ -103,13 +103,13 @@ impl Kind {
 /// A message's header.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Header {
-    /// What it is.
+    /// Operation, event or error.
     pub kind: Kind,
     /// The request's number; 0 in watch events.
     pub request: u32,
     /// The transaction's number; 0 outside of one.
     pub transaction: u32,
-    /// Bytes of payload.
+    /// Length of the payload in bytes.
     pub len: u32,
 }
 
@@ -130,7 +130,7 @@ impl Header {
         Ok(Header { kind, request: word(field::REQUEST), transaction: word(field::TRANSACTION), len })
     }
 
-    /// Its bytes.
+    /// Serialises into the little-endian layout of the wire.
     pub fn emit(&self) -> [u8; HEADER_BYTES] {
         let mut bytes = [0; HEADER_BYTES];
         bytes[field::TYPE].copy_from_slice(&(self.kind as u32).to_le_bytes());
@@ -156,7 +156,7 @@ pub enum Request<'a> {
     Watch(&'a str, &'a str),
     /// Ends the watch with this path and token.
     Unwatch(&'a str, &'a str),
-    /// Starts a transaction.
+    /// Answered with the number that later requests carry in their header.
     TransactionStart,
     /// Commits a transaction (`true`), or gives it up.
     TransactionEnd(bool),
@@ -303,19 +303,19 @@ pub fn request(buffer: &mut [u8], number: u32, transaction: u32, what: &Request<
 /// An error that XenStore reported.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum StoreError {
-    /// No such node.
+    /// The node does not exist (ENOENT).
     NoEntry,
     /// Somebody else changed what the transaction had read: try again.
     Again,
-    /// Not allowed.
+    /// This domain may not access the node (EACCES).
     Access,
     /// A limit of this domain's is reached: nodes, watches, transactions or memory.
     Quota,
-    /// There already.
+    /// The node exists already (EEXIST).
     Exists,
     /// A request that makes no sense.
     Invalid,
-    /// Any other.
+    /// Every errno text without a variant of its own.
     Other,
 }
 
@@ -337,7 +337,7 @@ impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             StoreError::NoEntry => "no such node in XenStore",
-            StoreError::Again => "XenStore's transaction met another one",
+            StoreError::Again => "XenStore's transaction conflicts with another one",
             StoreError::Access => "XenStore does not allow that to this domain",
             StoreError::Quota => "a limit of this domain's in XenStore is reached",
             StoreError::Exists => "the node is in XenStore already",
@@ -352,7 +352,7 @@ impl core::error::Error for StoreError {}
 /// A message that came from XenStore.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Message<'a> {
-    /// Its header.
+    /// Type, numbers and length.
     pub header: Header,
     /// Its payload, of the header's length.
     pub payload: &'a [u8],
@@ -363,13 +363,13 @@ pub struct Message<'a> {
 pub enum Content<'a> {
     /// The answer to a request: its payload, without the NUL behind it where it is text.
     Reply(&'a [u8]),
-    /// The request failed.
+    /// XenStore refused the request.
     Failed(StoreError),
     /// Something changed at `path`, or below it, or above it.
     Event {
         /// Where. What the watch was set on, or something below it.
         path: &'a str,
-        /// The watch's token.
+        /// The token that the watch was set with.
         token: &'a str,
     },
 }
@@ -613,6 +613,6 @@ mod tests {
         for text in ["", "-1", "+1", "1 ", "0x1", "\0"] {
             assert_eq!(number(text.as_bytes()), None, "{text:?}");
         }
-        assert_eq!(StoreError::parse(b"EAGAIN").to_string(), "XenStore's transaction met another one");
+        assert_eq!(StoreError::parse(b"EAGAIN").to_string(), "XenStore's transaction conflicts with another one");
     }
 }

@@ -53,6 +53,7 @@ impl Default for ConnectOptions {
 
 /// Why there is no connection.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ConnectError {
     /// The name, the folder, or the socket.
     #[error(transparent)]
@@ -60,7 +61,6 @@ pub enum ConnectError {
     /// No process serves under the name.
     #[error("no service \"{name}\" is running ({}); `tombolo service ls` shows those that are", path.display())]
     NoService {
-        /// The name.
         name: String,
         /// Where it was looked for.
         path: PathBuf,
@@ -69,10 +69,10 @@ pub enum ConnectError {
     #[error("the service refused the connection: {0}")]
     Refused(String),
     /// The provider did not answer in time.
-    #[error("the service took the connection and said nothing for {0:?}")]
+    #[error("the service accepted the connection but did not answer for {0:?}")]
     Silent(Duration),
     /// The provider closed the connection, or died.
-    #[error("the service went away while we connected")]
+    #[error("the service ended while we connected")]
     Gone,
     /// The other side speaks another protocol, or wants what none of its kind does.
     #[error("{0}")]
@@ -90,20 +90,10 @@ pub enum ConnectError {
     #[error(
         "{entries} entries and an arena of {arena_bytes} bytes: expected powers of two, up to 4096 entries, an arena of 0 or from 4096 bytes"
     )]
-    Geometry {
-        /// As asked for.
-        entries: u32,
-        /// As asked for.
-        arena_bytes: u64,
-    },
+    Geometry { entries: u32, arena_bytes: u64 },
     /// The system refused.
     #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// The system's answer.
-        source: Errno,
-    },
+    System { what: &'static str, source: Errno },
 }
 
 impl From<Malformed> for ConnectError {
@@ -126,11 +116,12 @@ fn kept_out(path: &Path) -> String {
     let us = rustix::process::geteuid();
     match std::fs::metadata(path) {
         Ok(socket) => format!(
-            "{} is open to its owner alone, user {}, and this process is of user {us}: call as that user, or have the service let others in",
+            "{} is open only to its owner, user {}, and this process runs as user {us}: call as that user, or let \
+             the service admit others",
             path.display(),
             socket.uid(),
         ),
-        Err(_) => format!("{}: a folder on the way to it is closed to user {us}: call as its owner", path.display()),
+        Err(_) => format!("{}: user {us} may not enter a folder on this path: call as its owner", path.display()),
     }
 }
 

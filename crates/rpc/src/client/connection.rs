@@ -171,7 +171,6 @@ impl State {
     }
 }
 
-/// A connection.
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) socket: OwnedFd,

@@ -63,6 +63,7 @@ use connection::{Inner, Limit, Slot, State, help};
 
 /// How a call ended, if not with a reply.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum CallError {
     /// Its deadline passed without an answer. Whether the call is served is not known. A caller that can use a late answer sets
     /// [`CallOptions::wait_late`].
@@ -93,19 +94,14 @@ pub enum CallError {
     #[error("{0}; the connection is of no use any more")]
     Broken(Broken),
     /// As many calls are under way as the connection allows.
-    #[error("{0} calls are under way, and the connection allows no more")]
+    #[error("{0} calls are under way, which is the limit of the connection")]
     Busy(u32),
     /// No memory for the request.
     #[error(transparent)]
     Memory(#[from] MemoryError),
     /// The service takes no more memory, or no such large one.
-    #[error("the service takes no memory of {bytes} bytes: {}", why_not(*.source))]
-    Share {
-        /// Its size.
-        bytes: u64,
-        /// The system's answer.
-        source: rustix::io::Errno,
-    },
+    #[error("the service accepts no memory of {bytes} bytes: {}", why_not(*.source))]
+    Share { bytes: u64, source: rustix::io::Errno },
     /// A part that the buffer does not have.
     #[error("bytes {offset} to {offset}+{len} were to be sent of a buffer that has {bytes}")]
     Range {
@@ -113,11 +109,10 @@ pub enum CallError {
         offset: u64,
         /// Length of the part.
         len: u64,
-        /// The buffer's size.
         bytes: u64,
     },
     /// The reply was held for too long, and its memory was reclaimed.
-    #[error("the reply was held for too long, and the service took its memory back")]
+    #[error("the reply was held for too long, and the service reclaimed its memory")]
     Reclaimed,
     /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
     #[error("the reply is in memory that the service did not hand over")]
@@ -125,8 +120,8 @@ pub enum CallError {
     /// The reply is in memory that goes beyond what this side takes of the service ([`ConnectOptions::max_shared_bytes`]); it was not mapped, and is
     /// released. The connection goes on.
     #[error(
-        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection takes {max} together; drop replies that \
-         are held, or connect with a larger max_shared_bytes"
+        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection accepts \
+         {max} together; drop held replies, or connect with a larger max_shared_bytes"
     )]
     ReplyTooLarge {
         /// The size of its memory.
@@ -237,7 +232,7 @@ pub struct Loan {
 }
 
 impl Loan {
-    /// Where to write.
+    /// The bytes to fill in; other processes may see them change.
     pub fn view(&self) -> ForeignMut<'_> {
         self.inner.ends().own_payload(self.offset, self.len).unwrap_or_else(|| ForeignMut::from(&mut [][..]))
     }
@@ -645,7 +640,7 @@ impl Client {
         }
     }
 
-    /// Calls, as a future.
+    /// Submits a request and returns a future of its reply.
     pub fn call_async(&self, bytes: &[u8], options: &CallOptions) -> CallFuture {
         CallFuture::new(self.clone(), self.submit(bytes, options))
     }

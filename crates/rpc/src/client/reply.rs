@@ -28,7 +28,7 @@ pub struct Reply {
 }
 
 impl Reply {
-    /// Bytes.
+    /// Length of the payload in bytes.
     pub fn len(&self) -> usize {
         self.answer.payload.len() as usize
     }

@@ -32,11 +32,11 @@ use crate::sync::lock;
 /// Who a client is, as the kernel says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Caller {
-    /// Process.
+    /// Process ID in the provider's PID namespace; 0 if it has none there.
     pub pid: u32,
-    /// User.
+    /// Effective user ID when it connected.
     pub uid: u32,
-    /// Group.
+    /// Effective group ID when it connected.
     pub gid: u32,
 }
 

@@ -71,7 +71,7 @@ pub enum WorkerClass {
 /// Who may call. The user that the service runs as, and root, always may.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Access {
-    /// Users.
+    /// User IDs that may call.
     pub uids: Vec<u32>,
     /// Groups: of a caller, the one that it runs as and those that it is a member of besides.
     pub gids: Vec<u32>,
@@ -99,7 +99,7 @@ impl Access {
 /// How a service runs.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Threads that serve.
+    /// Threads that run handlers.
     pub workers: u32,
     /// Their class. What is in force is in the report; that it was refused is no failure.
     pub class: WorkerClass,
@@ -119,7 +119,7 @@ pub struct Options {
     /// Whether each user that calls, and each of its clients, has a share of the workers' time, so that none makes the calls of the others late. Only
     /// with [`Order::Edf`].
     pub shares: bool,
-    /// Who may call.
+    /// Users and groups that may call.
     pub access: Access,
     /// Most clients at a time.
     pub max_clients: usize,
@@ -146,7 +146,7 @@ pub struct Options {
     pub reply_ttl: Duration,
     /// Calls that take longer, waiting and service together, are in the report; so are those that waited for longer and were not served.
     pub slow: Duration,
-    /// How workers wait.
+    /// Whether and how long idle workers poll before they sleep.
     pub polling: Polling,
     /// The folder of the socket; the user's own where there is none.
     pub folder: Option<PathBuf>,
@@ -184,6 +184,7 @@ impl Default for Options {
 
 /// Why a service could not be registered.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum RegisterError {
     /// Its name or socket.
     #[error(transparent)]
@@ -191,21 +192,14 @@ pub enum RegisterError {
     /// An option that makes no sense.
     #[error("option {option}: {found}, expected {expected}")]
     Option {
-        /// Its name.
         option: &'static str,
-        /// Its value.
         found: u64,
         /// What it may be.
         expected: &'static str,
     },
     /// The system refused a thread or a descriptor.
     #[error("{what}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// The system's answer.
-        source: std::io::Error,
-    },
+    System { what: &'static str, source: std::io::Error },
 }
 
 impl Options {

@@ -18,11 +18,11 @@ const SLOW_CALLS: usize = 32;
 /// A call that took longer than the service's threshold, or waited for longer and was not served.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SlowCall {
-    /// The caller's process.
+    /// Process ID of the client that sent it.
     pub pid: u32,
     /// What the caller put in to find it again.
     pub trace: u64,
-    /// Bytes of the request.
+    /// Payload length of the request.
     pub request_bytes: u64,
     /// How long it waited.
     pub queued_ns: u64,
@@ -41,7 +41,7 @@ pub struct SlowCall {
 /// Counters of answers, all since the service began.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Answers {
-    /// Served.
+    /// Requests whose handler returned an answer.
     pub served: u64,
     /// Of these: done after their deadline.
     pub overran: u64,
@@ -67,12 +67,12 @@ pub struct Answers {
     pub abandoned: u64,
 }
 
-/// A service's report.
+/// State and counters of one service.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Report {
-    /// Its name.
+    /// Name under which the service is registered.
     pub name: String,
-    /// Its process.
+    /// Process ID of the provider.
     pub pid: u32,
     /// Seconds since it began.
     pub uptime_s: f64,
@@ -86,18 +86,18 @@ pub struct Report {
     pub late_policy: Late,
     /// Whether what cannot be met is refused at once.
     pub admission: bool,
-    /// Clients connected.
+    /// Clients that are connected now.
     pub clients: u64,
     /// Clients disconnected because they broke the protocol.
     pub broken_clients: u64,
     /// Of these, how many for which reason, by the reason's name (`tombolo_ring::rpc::Broken`); those that are none are left out.
     #[serde(default)]
     pub broken_by: BTreeMap<String, u64>,
-    /// Connections refused.
+    /// Connections that were refused, for any reason.
     pub refused_connections: u64,
-    /// Requests that wait.
+    /// Requests that wait for a worker now.
     pub pending: u64,
-    /// Answers.
+    /// Requests by how they were answered.
     pub answers: Answers,
     /// Replies that were held for too long and reclaimed.
     pub reclaimed_replies: u64,
@@ -180,7 +180,6 @@ pub(crate) fn get(counter: &AtomicU64) -> u64 {
 }
 
 impl Counters {
-    /// For so many workers.
     pub(crate) fn new(workers: usize) -> Counters {
         Counters { workers: (0..workers).map(|_| Tally::default()).collect(), ..Counters::default() }
     }

@@ -30,7 +30,7 @@ impl<'a> Request<'a> {
         self.payload
     }
 
-    /// Bytes.
+    /// Length of the payload in bytes.
     pub fn len(&self) -> usize {
         self.payload.len()
     }

@@ -119,7 +119,6 @@ pub(crate) struct Core {
     spare: Vec<Inline>,
 }
 
-/// What a worker has for itself.
 struct Worker<'e> {
     poller: Poller,
     events: Vec<epoll::Event>,
@@ -387,7 +386,6 @@ impl Engine {
         self.send(&job.connection, &answer, &[], now, || self.counters.answered(status));
     }
 
-    /// Counts and sends an answer.
     fn send(&self, connection: &Connection, answer: &Answer, inline: &[u8], now: u64, count: impl FnOnce()) {
         if connection.is_gone() {
             add(&self.counters.abandoned, 1);

@@ -59,9 +59,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-/// Most records.
+/// Records that the store accepts.
 pub const MAX_RECORDS: usize = 4096;
-/// Most bytes of a name and record.
+/// Longest message: header, name and record together.
 pub const MAX_BYTES: usize = 4096;
 
 const HEADER_BYTES: usize = 4;
@@ -82,12 +82,12 @@ const PATIENCE: Duration = Duration::from_secs(3);
 /// Connections that are accepted before requests are heard again.
 const ACCEPTED: usize = 64;
 
-/// Something kept.
+/// A record that the fd store holds, with its descriptors.
 #[derive(Debug)]
 pub struct Record {
-    /// Its name.
+    /// Unique in the store: putting a record replaces the one of that name.
     pub name: String,
-    /// What it says.
+    /// Contents, which only the owner of the record interprets.
     pub bytes: Vec<u8>,
     /// Its descriptors, in the order in which they were given.
     pub fds: Vec<OwnedFd>,

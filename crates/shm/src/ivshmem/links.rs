@@ -47,55 +47,29 @@ use tombolo_ring::ivshmem::region::{Header, Layout, PAGE_BYTES};
 
 /// Why a link cannot be.
 #[derive(Debug, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum LinkError {
     /// Its region.
     #[error("the region of link {link}: {source}")]
-    Memory {
-        /// The link.
-        link: String,
-        /// Why.
-        source: MemoryError,
-    },
+    Memory { link: String, source: MemoryError },
     /// A socket on which it is to be served.
     #[error("listening on {} for link {link}: {source}", path.display())]
-    Listen {
-        /// The link.
-        link: String,
-        /// Where.
-        path: PathBuf,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    Listen { link: String, path: PathBuf, source: Errno },
     /// Another system call.
     #[error("{what} of link {link}: {source}")]
-    System {
-        /// What was tried.
-        what: &'static str,
-        /// The link.
-        link: String,
-        /// The kernel's answer.
-        source: Errno,
-    },
+    System { what: &'static str, link: String, source: Errno },
     /// No seat.
     #[error("link {link}: {source}")]
-    Refused {
-        /// The link.
-        link: String,
-        /// Why.
-        source: Refused,
-    },
+    Refused { link: String, source: Refused },
     /// No such link.
-    #[error("there is no link {link}")]
-    Unknown {
-        /// The name.
-        link: String,
-    },
+    #[error("no link {link}")]
+    Unknown { link: String },
 }
 
 /// A way into a link.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Door {
-    /// Where it listens.
+    /// Path of the socket.
     pub path: PathBuf,
     /// The seat that a peer gets when it joins through this door. Stock QEMU is behind a door to a fixed seat of a
     /// version 1 link. It is told of all seats at once; other clients are told when peers join and leave.
@@ -109,7 +83,7 @@ pub struct Config {
     pub name: String,
     /// Protocol, seats, vectors.
     pub shape: Shape,
-    /// The sections.
+    /// Offsets and sizes of the region's sections.
     pub layout: Layout,
     /// Size of the region in bytes, a power of two.
     pub region_bytes: u64,
@@ -120,7 +94,7 @@ pub struct Config {
     /// The seat of a process that serves this one. It stays on the link while this process is away. It is no reason for
     /// the keeper to stay: where it is the only peer left, the keeper ends, and its connection with it.
     pub helper: Option<u32>,
-    /// The ways in.
+    /// Sockets at which peers join.
     pub doors: Vec<Door>,
 }
 
@@ -159,14 +133,14 @@ impl Config {
 pub enum Event {
     /// A peer is on the link, with these doorbells by vector; none where it has none.
     Joined {
-        /// Its id.
+        /// Peer ID of the new peer.
         id: u32,
-        /// To ring it.
+        /// One doorbell per vector of the peer.
         bells: Vec<Doorbell>,
     },
-    /// It is gone.
+    /// A peer has left the link.
     Left {
-        /// Its id.
+        /// Peer ID that is free again.
         id: u32,
     },
 }
@@ -177,7 +151,7 @@ pub type Watcher = Box<dyn FnMut(Event) + Send>;
 /// A link that was made, or taken up again.
 #[derive(Debug)]
 pub struct Opened {
-    /// The region.
+    /// The shared memory, to be mapped.
     pub region: OwnedFd,
     /// The doorbells on which this process is rung, by vector.
     pub own: Vec<Doorbell>,
@@ -188,7 +162,7 @@ pub struct Opened {
 /// A peer as a report shows it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PeerStatus {
-    /// Its id.
+    /// Peer ID, unique on the link.
     pub id: u32,
     /// Its process; 0 where the kernel does not say.
     pub pid: u32,
@@ -201,25 +175,25 @@ pub struct PeerStatus {
 /// A link as a report shows it. Counters grow from the daemon's start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LinkStatus {
-    /// Its name.
+    /// As the fabric file or the caller gave it.
     pub name: String,
     /// Protocol, seats, vectors.
     pub shape: Shape,
-    /// Bytes of the region.
+    /// Size of the shared region, header included.
     pub region_bytes: u64,
-    /// Who is on it.
+    /// Peers that are connected now.
     pub peers: Vec<PeerStatus>,
-    /// Peers that came.
+    /// Peers that have joined.
     pub joins: u64,
-    /// Peers that went.
+    /// Peers that have left.
     pub leaves: u64,
     /// Clients that were cut off because they took nothing.
     pub cut_slow: u64,
     /// Clients that were cut off because they said something.
     pub cut_talking: u64,
-    /// Connections for which there was no seat.
+    /// Connections for which no peer ID was free.
     pub refused: u64,
-    /// Whether the keeper has it.
+    /// Whether the fd store has it.
     pub kept: bool,
 }
 

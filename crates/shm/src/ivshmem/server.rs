@@ -53,7 +53,7 @@ pub enum Dialect {
 /// What does not change about a link.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Shape {
-    /// The protocol.
+    /// Version of the server protocol, with its settings.
     pub dialect: Dialect,
     /// Peers that there can be, 1 to [`MAX_PEERS`].
     pub max_peers: u32,
@@ -64,13 +64,13 @@ pub struct Shape {
 /// Which descriptor goes with a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Passed {
-    /// The region.
+    /// The memfd of the shared memory.
     Region,
     /// A peer's doorbell.
     Bell {
-        /// Whose.
+        /// Peer ID of the doorbell's owner.
         peer: u32,
-        /// Which.
+        /// Index among that peer's doorbells.
         vector: u32,
     },
 }
@@ -93,7 +93,7 @@ enum About {
 }
 
 impl Outgoing {
-    /// Its bytes.
+    /// Encoded form, ready for `sendmsg`.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes[..self.len]
     }
@@ -118,7 +118,7 @@ pub enum Seat {
     Any,
     /// The lowest free id from this one on.
     From(u32),
-    /// This id.
+    /// Only this peer ID.
     Fixed(u32),
 }
 
@@ -135,33 +135,22 @@ pub enum Hears {
 
 /// Why a peer cannot join.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum Refused {
     /// No seat is free.
-    #[error("all seats of the link of {max_peers} that it may take are taken")]
-    Full {
-        /// The seats.
-        max_peers: u32,
-    },
+    #[error("all peer IDs of the link that it may use (of {max_peers}) are in use")]
+    Full { max_peers: u32 },
     /// The seat is taken.
-    #[error("seat {id} of the link is taken")]
-    Taken {
-        /// The seat.
-        id: u32,
-    },
-    /// There is no such seat.
-    #[error("there is no seat {id} on a link of {max_peers}")]
-    NoSeat {
-        /// The seat.
-        id: u32,
-        /// The seats.
-        max_peers: u32,
-    },
+    #[error("peer ID {id} of the link is in use")]
+    Taken { id: u32 },
+    #[error("there is no peer ID {id} on a link of {max_peers}")]
+    NoSeat { id: u32, max_peers: u32 },
 }
 
 /// What is remembered of a peer across a restart of the server.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Record {
-    /// Its id.
+    /// Peer ID.
     pub id: u32,
     /// What it is told.
     pub hears: Hears,

@@ -25,58 +25,48 @@ use std::os::fd::OwnedFd;
 pub const VERSION: i64 = 0;
 /// The word that comes with the shared memory.
 pub const MEMORY: i64 = -1;
-/// Bytes of a message.
+/// Each message is one little-endian 64-bit number.
 pub const MESSAGE_BYTES: usize = 8;
 /// Ids are below this (ivshmem-spec.rst: IVPosition is 0 to 65535).
 pub const MAX_PEERS: i64 = 65536;
 /// Most vectors of a peer that the reader takes.
 pub const MAX_VECTORS: usize = 32;
 
-/// A message's bytes.
+/// Puts one message into bytes, little-endian.
 pub fn encode(number: i64) -> [u8; MESSAGE_BYTES] {
     number.to_le_bytes()
 }
 
-/// A message's number.
+/// Reads the number of a message, little-endian.
 pub fn decode(bytes: [u8; MESSAGE_BYTES]) -> i64 {
     i64::from_le_bytes(bytes)
 }
 
 /// What a server did that the protocol does not have.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ReadError {
     /// Another version, or no ivshmem server at all.
     #[error("the server's first word is {found}, expected 0 (protocol version 0); is this an ivshmem server's socket?")]
-    Version {
-        /// What came.
-        found: i64,
-    },
+    Version { found: i64 },
     /// A number outside its range.
     #[error("the server sent {found} where {expected} was expected")]
     Number {
         /// What should have come.
         expected: &'static str,
-        /// What came.
         found: i64,
     },
     /// A descriptor that should have come, or should not.
     #[error("the server sent {found} descriptor(s) with the number {number}, expected {expected}")]
     Descriptors {
-        /// The message's number.
         number: i64,
         /// How many belong to it.
         expected: &'static str,
-        /// How many came.
         found: usize,
     },
     /// A descriptor that is no eventfd.
-    #[error("the server sent a descriptor with peer {peer} that is no eventfd: {source}")]
-    NoEventfd {
-        /// The peer.
-        peer: u32,
-        /// Why not.
-        source: Errno,
-    },
+    #[error("the server sent a descriptor with peer {peer} that is not an eventfd: {source}")]
+    NoEventfd { peer: u32, source: Errno },
     /// Shared memory whose pages somebody else may hold back.
     #[error("the server sent {found} as the shared memory, expected a memfd, or a file of tmpfs or hugetlbfs")]
     NoMemory {
@@ -85,22 +75,19 @@ pub enum ReadError {
     },
     /// More vectors than the reader takes.
     #[error("the server sent more than {MAX_VECTORS} vectors of peer {peer}")]
-    Vectors {
-        /// The peer.
-        peer: u32,
-    },
+    Vectors { peer: u32 },
 }
 
 /// What a client has learned with a message.
 #[derive(Debug)]
 pub enum News {
-    /// Nothing yet.
+    /// The message changes nothing yet.
     Nothing,
     /// The shared memory is there; the client's own id is known.
     Memory,
     /// A vector of another peer; the first is its coming.
     Vector {
-        /// The peer.
+        /// Peer ID.
         peer: u32,
         /// Which of its vectors, from 0.
         vector: usize,
@@ -112,7 +99,7 @@ pub enum News {
     },
     /// A peer is gone, and its vectors with it.
     Gone {
-        /// The peer.
+        /// Peer ID.
         peer: u32,
     },
 }

@@ -26,7 +26,7 @@ pub const TYPE_INIT: u32 = 0;
 pub const TYPE_EVENT_FD: u32 = 1;
 /// Type of [`Message::PeerGone`].
 pub const TYPE_PEER_GONE: u32 = 2;
-/// Bytes of the header.
+/// Message type and length of the whole message, 4 bytes each.
 pub const HEADER_BYTES: usize = 8;
 /// Bytes of the longest message.
 pub const MAX_BYTES: usize = 40;
@@ -45,7 +45,7 @@ pub fn protocol_of(protocol: u32, id: u32) -> u32 {
     }
 }
 
-/// A message.
+/// What the server sends, decoded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Message {
     /// The first one, with the shared memory.
@@ -54,7 +54,7 @@ pub enum Message {
         id: u32,
         /// Peers that there can be.
         max_peers: u32,
-        /// Vectors of each.
+        /// Doorbells of each peer.
         vectors: u32,
         /// The protocol number of this client.
         protocol: u32,
@@ -63,41 +63,31 @@ pub enum Message {
     },
     /// A vector of a peer, or of the client's own, with its eventfd.
     EventFd {
-        /// The peer.
+        /// Peer ID.
         id: u32,
-        /// Which vector.
+        /// Index among that peer's doorbells.
         vector: u32,
     },
     /// A peer is gone; its state word is 0 already.
     PeerGone {
-        /// The peer.
+        /// Peer ID that is free again.
         id: u32,
     },
 }
 
 /// What is wrong with a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum MessageError {
     /// Too short for its type, or longer than any.
     #[error("a message of type {kind} says that it has {len} bytes, expected {expected} to {MAX_BYTES}")]
-    Length {
-        /// Its type.
-        kind: u32,
-        /// Its length field.
-        len: u32,
-        /// The type's length.
-        expected: u32,
-    },
+    Length { kind: u32, len: u32, expected: u32 },
     /// An unknown type.
     #[error("a message of type {kind}, expected 0 (INIT), 1 (EVENT_FD) or 2 (PEER_GONE)")]
-    Type {
-        /// The type.
-        kind: u32,
-    },
+    Type { kind: u32 },
     /// Another protocol.
     #[error("the server speaks version {version}, compatible with {compatible}; expected {VERSION}")]
     Version {
-        /// Its version.
         version: u32,
         /// The oldest that it is compatible with.
         compatible: u32,

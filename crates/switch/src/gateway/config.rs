@@ -13,9 +13,9 @@ pub const MIN_LEASE_SECS: u32 = 10;
 /// Settings of a gateway.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct GatewayConfig {
-    /// Its MAC address.
+    /// Source MAC address of all that the gateway sends.
     pub mac: Mac,
-    /// Its address.
+    /// IPv4 address at which it answers ARP, ICMP echo, DHCP and DNS.
     pub address: Ipv4Addr,
     /// Length of the subnet's prefix, 8 to 30.
     pub prefix: u8,
@@ -27,7 +27,7 @@ pub struct GatewayConfig {
     pub dns: Vec<Ipv4Addr>,
     /// The domain of the members' names (option 15); empty: names have one label only.
     pub domain: String,
-    /// The gateway's own name.
+    /// Label under which the gateway itself is found in DNS.
     pub name: String,
     /// Whether names of elsewhere go to the shell as [`super::UpstreamQuery`]; otherwise they are refused.
     pub forward: bool,
@@ -48,6 +48,7 @@ pub struct DhcpConfig {
 
 /// Why a configuration, or a change of it, is refused.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+#[allow(missing_docs, reason = "the message names what each field holds")]
 pub enum ConfigError {
     /// The prefix is out of bounds.
     #[error("a network's prefix is /8 to /30; /{0} was given")]
@@ -60,13 +61,12 @@ pub enum ConfigError {
     Outside {
         /// What the address is for.
         what: &'static str,
-        /// The address.
         address: Ipv4Addr,
         /// The subnet, as `10.0.0.0/24`.
         subnet: String,
     },
     /// The range of dynamic leases is empty, too long, or reversed.
-    #[error("the DHCP range {0} to {1} is not a range of 1 to 65536 addresses; the first comes first")]
+    #[error("the DHCP range {0} to {1} is not a range of 1 to 65536 addresses; give the lower address first")]
     Range(Ipv4Addr, Ipv4Addr),
     /// The lease time is too short.
     #[error("a lease lasts at least 10 seconds; {0} was given")]
@@ -84,7 +84,7 @@ pub enum ConfigError {
     #[error("{0:?} is not a domain: host names with dots between them, up to 100 bytes")]
     Domain(String),
     /// Too many name servers.
-    #[error("clients are told at most 3 name servers; {0} were given")]
+    #[error("expected at most 3 name servers for clients, found {0}")]
     NameServers(usize),
     /// Another member has the MAC address or the address.
     #[error("the {what} of {name:?} is that of {other:?} already; give each member its own")]
@@ -96,7 +96,6 @@ pub enum ConfigError {
         /// The member that has it.
         other: String,
     },
-    /// There are too many members.
     #[error("a network has at most {MAX_MEMBERS} named members")]
     TooManyMembers,
 }
@@ -133,7 +132,6 @@ impl GatewayConfig {
         (Ipv4Addr::from_bits(first), Ipv4Addr::from_bits(last))
     }
 
-    /// The labels of the domain.
     pub(super) fn domain_labels(&self) -> Result<Vec<String>, ConfigError> {
         let wrong = || ConfigError::Domain(self.domain.clone());
         if self.domain.is_empty() {

@@ -11,7 +11,6 @@ use std::net::Ipv4Addr;
 
 /// Port of servers (RFC 2131 §4.1).
 pub(super) const SERVER_PORT: u16 = 67;
-/// Port of clients.
 pub(super) const CLIENT_PORT: u16 = 68;
 /// Messages are padded to this; some clients take nothing shorter (BOOTP's 300 bytes, RFC 1542 §2.1).
 const MIN_MESSAGE_BYTES: usize = 300;

@@ -7,11 +7,9 @@
 use crate::gateway::names::MAX_LABEL_BYTES;
 use std::net::Ipv4Addr;
 
-/// Port of servers.
 pub(super) const PORT: u16 = 53;
 /// How long an answer about a member may be kept, in seconds: addresses can change at any time.
 const TTL_SECS: u32 = 10;
-/// Bytes of the header.
 pub(super) const HEADER_BYTES: usize = 12;
 /// Longest message over UDP for a client that names no size (RFC 1035 §4.2.1).
 pub(super) const UDP_BYTES: usize = 512;
@@ -75,7 +73,6 @@ fn word(bytes: &[u8], at: usize) -> Option<u16> {
     Some(u16::from_be_bytes(bytes.get(at..at + 2)?.try_into().ok()?))
 }
 
-/// Reads a query.
 pub(super) fn read(bytes: &[u8]) -> Result<Query<'_>, Unread> {
     let (Some(id), Some(flags), Some(questions)) = (word(bytes, 0), word(bytes, 2), word(bytes, 4)) else {
         return Err(Unread::Silence);
@@ -121,7 +118,6 @@ pub(super) fn read(bytes: &[u8]) -> Result<Query<'_>, Unread> {
 pub(super) enum Subject {
     /// A name of the network: its one label, in small letters.
     Member(String),
-    /// The domain itself.
     Domain,
     /// A name under the domain that no member can have.
     Nobody,
@@ -308,7 +304,6 @@ pub(super) fn truncated(answer: &[u8], question_len: usize) -> Vec<u8> {
 mod tests {
     use super::*;
 
-    /// A query for `labels`.
     pub(crate) fn query(id: u16, labels: &[&str], kind: u16) -> Vec<u8> {
         let mut bytes = Vec::new();
         header(&mut bytes, id, FLAG_RECURSION_DESIRED);

@@ -68,10 +68,10 @@ pub struct LeaseStore {
 /// One bound lease.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeaseRecord {
-    /// The client.
+    /// The client's MAC address.
     #[serde(with = "mac_text")]
     pub mac: Mac,
-    /// Its address.
+    /// The IPv4 address that it holds.
     pub address: Ipv4Addr,
     /// The name that it goes by in DNS, if any.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -91,7 +91,7 @@ pub enum LeaseChange {
 }
 
 impl LeaseChange {
-    /// The address that changed.
+    /// The address that was bound or freed.
     pub fn address(&self) -> Ipv4Addr {
         match self {
             LeaseChange::Bound(record) => record.address,

@@ -207,12 +207,12 @@ impl Gateway {
         self.leases = Some(leases);
     }
 
-    /// Its settings.
+    /// The settings that it was created with.
     pub fn config(&self) -> &GatewayConfig {
         &self.config
     }
 
-    /// Its counters.
+    /// Shared with the shell, which reads them for status and metrics.
     pub fn counters(&self) -> &Arc<GatewayCounters> {
         &self.counters
     }

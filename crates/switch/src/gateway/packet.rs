@@ -243,7 +243,6 @@ pub(super) fn tcp_reset(route: &Route, segment: &TcpPacket<&[u8]>) -> Option<Vec
     Some(frame)
 }
 
-/// The way back.
 pub(super) fn back(route: &Route) -> Route {
     Route {
         source_mac: route.destination_mac,

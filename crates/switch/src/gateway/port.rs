@@ -138,7 +138,7 @@ impl GatewayHandle {
         Ok(())
     }
 
-    /// As [`Gateway::remove_member`].
+    /// Queues [`Gateway::remove_member`] for the worker. `false`: there is no such member.
     pub fn remove_member(&self, name: &str) -> bool {
         let found = lock(&self.0.members).remove(name).is_some();
         if found {
@@ -147,14 +147,14 @@ impl GatewayHandle {
         found
     }
 
-    /// As [`Gateway::set_forward`].
+    /// Queues [`Gateway::set_forward`] for the worker.
     pub fn set_forward(&self, forward: bool) {
         // Relaxed: read only when a port is restarted, which then also finds the command.
         self.0.forward.store(forward, Ordering::Relaxed);
         self.send(Command::SetForward(forward));
     }
 
-    /// As [`Gateway::answer`].
+    /// Queues [`Gateway::answer`] for the worker.
     pub fn answer(&self, id: u64, bytes: Vec<u8>) {
         self.send(Command::Answer(id, bytes));
     }
@@ -221,7 +221,7 @@ impl GatewayHandle {
         Ok(GatewayPort::of(gateway, shared.clone()))
     }
 
-    /// The gateway's counters.
+    /// Readable at any time; the worker adds to them.
     pub fn counters(&self) -> &GatewayCounters {
         &self.0.counters
     }

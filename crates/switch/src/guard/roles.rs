@@ -37,7 +37,7 @@ pub struct Roles {
 }
 
 impl Roles {
-    /// Everything.
+    /// Everything is allowed.
     pub const ALL: Roles = Roles { router: true, dhcp_server: true, gateway: true };
 }
 
@@ -49,7 +49,7 @@ pub struct Protected {
 }
 
 impl Protected {
-    /// Those of `addresses`.
+    /// Sorts `addresses` by family for fast look-up.
     pub fn new(addresses: &[IpAddr]) -> Protected {
         let mut out = Protected::default();
         for address in addresses {

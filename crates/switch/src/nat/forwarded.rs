@@ -93,7 +93,6 @@ impl Share {
     const EMPTY: Share = Share { held: 0, stages: [List { oldest: NONE, newest: NONE }; Stage::COUNT] };
 }
 
-/// The table.
 #[derive(Debug)]
 pub(super) struct Table {
     forwards: usize,

@@ -98,11 +98,11 @@ pub struct Forward {
     pub protocol: Protocol,
     /// Port of the uplink's address, below [`FIRST_PORT`].
     pub port: u16,
-    /// The guest.
+    /// Address and port of the guest.
     pub to: (Ipv4Addr, u16),
 }
 
-/// Addresses and rules.
+/// Addresses and forwards of a NAT router.
 #[derive(Clone, Debug)]
 pub struct Config {
     /// The router's MAC, on both sides.
@@ -117,7 +117,7 @@ pub struct Config {
     pub outside: Ipv4Addr,
     /// The uplink's own address: where frames are sent to, and as what the host's own connections come.
     pub peer: Ipv4Addr,
-    /// Forwards.
+    /// Connections from outside that are let in, and to which guest.
     pub forwards: Vec<Forward>,
 }
 
@@ -130,7 +130,7 @@ pub enum Verdict {
     Reply,
     /// It was not for the router, or it was taken in (an ARP answer, a frame that waits); nothing is sent.
     Taken,
-    /// It is lost.
+    /// The frame is dropped for this reason.
     Drop(Reason),
 }
 
@@ -189,7 +189,7 @@ pub struct Nat {
 }
 
 impl Nat {
-    /// An empty table.
+    /// A router without any mapping.
     pub fn new(config: Config) -> Nat {
         let forwarded = Table::new(config.forwards.len());
         let mut nat = Nat {

@@ -798,7 +798,7 @@ fn error(macs: (Mac, Mac), from: &str, to: &str, ttl: u8, kind: [u8; 2], word: [
     [&macs.0[..], &macs.1, &[8, 0], &header, &body].concat()
 }
 
-/// A frame as it is one hop on.
+/// The same frame with its TTL reduced by one.
 fn a_hop_on(frame: &[u8]) -> Vec<u8> {
     let mut frame = frame.to_vec();
     Ipv4::of(&frame).unwrap().live(&mut frame).unwrap();

@@ -128,7 +128,7 @@ pub struct PeerState {
     /// Wants one more look after each sleep and each unsent signal, as a port whose peer shares memory.
     pub rechecks: bool,
     pub wants_recheck: bool,
-    /// Looks that it had.
+    /// Rechecks that the worker made.
     pub looks: u64,
 }
 
@@ -206,7 +206,6 @@ impl TestPort {
     }
 }
 
-/// The ring that a frame goes to.
 fn ring_of(state: &PeerState, frame: &Frame) -> u8 {
     frame.head()[11] % state.rings.max(1)
 }

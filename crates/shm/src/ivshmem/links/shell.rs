@@ -214,7 +214,7 @@ impl Inner {
         if self.keeping.is_none() {
             return;
         }
-        (self.trouble)(&format!("the keeper of the ivshmem links is lost ({why}); starting another"));
+        (self.trouble)(&format!("the fd store of the ivshmem links is lost ({why}); starting another"));
         self.find_keeper();
     }
 
@@ -232,7 +232,7 @@ impl Inner {
             Err(error) => {
                 keeping.given_up = true;
                 (self.trouble)(&format!(
-                    "no keeper for the ivshmem links ({error}): they work, and do not survive a restart of the daemon"
+                    "no fd store for the ivshmem links ({error}): they work, but do not survive a restart of the daemon"
                 ));
             }
         }
@@ -539,7 +539,8 @@ impl Inner {
         let pid = peer_pid(&waiting.connection);
         let holders: Vec<String> = link.members.iter().map(|(id, m)| format!("{id} by process {}", m.pid)).collect();
         (self.trouble)(&format!(
-            "link {name}: process {pid} was refused after {} ms: {why} (seats are taken: {}); end one of them, or raise the link's peers",
+            "link {name}: process {pid} was refused after {} ms: {why} (peer IDs in use: {}); end one of them, or \
+             raise the link's peers",
             now.saturating_sub(waiting.since_ns) / 1_000_000,
             holders.join(", "),
         ));
