@@ -182,7 +182,7 @@ class Setting:
 
     def cli(self, *words):
         env = dict(os.environ, TOMBOLO_RUNTIME=str(self.folder / "run"))
-        # The keeper that it starts is to have its turn among loads that come first.
+        # The controller that it starts is to have its turn among loads that come first.
         return run("nice", "-n", str(FIRST), PROGRAM, "bypass", *words, "--netns", str(self.router), env=env)
 
     def close(self):

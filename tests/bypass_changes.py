@@ -161,7 +161,7 @@ def test_nexthop_objects_that_change_or_go_are_followed_at_once():
             assert not kernel[1][0] and not kernel[3][0], kernel
 
 
-# What no generation tells of, and the keeper is told of by netlink.
+# What no generation tells of, and the controller is told of by netlink.
 TOLD = [
     ("an input renamed", links("link set ta name tx"), RULES + 'add rule inet f forward iifname "tx" drop'),
     ("an output renamed", links("link set tb name ty"), RULES + 'add rule inet f forward oifname "ty" drop'),
@@ -222,7 +222,7 @@ def names(h):
 def test_an_interface_that_is_renamed_is_known_by_its_new_name():
     if not renames_what_is_up():
         raise Skip(f"Linux before 6.2 renames no interface that is up, and this is {os.uname().release}")
-    for keeper in ((), ("--no-keeper",)):
+    for keeper in ((), ("--no-controller",)):
         with host() as h:
             h.attach(words=(*LONG, *keeper))
             h.space.ip("link", "set", "tb", "name", "ty")

@@ -111,7 +111,7 @@ def bypassed(kind, taken):
         delete()
         if kind == "ptp":
             until("the interface's end", lambda: side not in h.space.ip("link"), 5)
-            # From status at once, and with the keeper's next look from the record.
+            # From status at once, and with the controller's next look from the record.
             assert [i["name"] for i in h.status()["interfaces"]] == ["tb"] and side not in h.cli("status").stdout
             until("its attachment's end", lambda: side not in recorded(h))
             h.attach("ta")

@@ -243,7 +243,7 @@ def test_what_a_killed_fabric_attached_goes_with_the_next_up_and_down_and_what_o
             keeper = json.loads(w.bypass("status", "--json"))["keeper"]
             w.bypass("detach")
             assert w.attached() == {}
-            until("the keeper's end", lambda: has_ended(keeper))
+            until("the controller's end", lambda: has_ended(keeper))
 
 
 @timeout(300)

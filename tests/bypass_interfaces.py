@@ -109,8 +109,8 @@ def test_a_tap_that_is_made_anew_is_attached_again():
         h.a.close()
         until("the tap's end", lambda: "ta:" not in h.space.ip("link"))
         h.a = Tap(h.space, "ta", "10.1.0.1/24", mac=MAC_A, neighbours=(A,))
-        until("the keeper's notice", lambda: h.status("ta")["index"] != old)
-        assert "anew" in h.status("ta")["why"] or h.status("ta")["why"] == "light traffic", h.status("ta")
+        until("the controller's notice", lambda: h.status("ta")["index"] != old)
+        assert "created again" in h.status("ta")["why"] or h.status("ta")["why"] == "light traffic", h.status("ta")
 
         def taken():
             assert h.across(h.udp()), "a frame was lost"
@@ -151,7 +151,7 @@ def test_an_interface_that_is_deleted_leaves_status_and_the_records_and_the_last
         assert h.cli("status").stdout.startswith("nothing is attached in this network namespace") and not has_ended(keeper)
         minute_is_over(h)
         until("the end of all", lambda: not (h.folder / "run/bypass").exists())
-        until("the keeper's end", lambda: has_ended(keeper))
+        until("the controller's end", lambda: has_ended(keeper))
 
 
 def minute_is_over(h):
@@ -173,12 +173,12 @@ def test_what_is_awaited_is_detached_by_its_name_and_with_its_last_owner():
         h.space.ip("link", "del", "gone")
         assert h.cli("detach", "gone").stdout == "gone detached\n"
         h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
-        until("the keeper to have looked", lambda: h.status("ta")["for_ms"] > 2500)
+        until("the controller to have looked", lambda: h.status("ta")["for_ms"] > 2500)
         assert shown(h) == ["ta"]
 
 
 def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already():
-    for keeper in ((), ("--no-keeper",)):
+    for keeper in ((), ("--no-controller",)):
         with host() as h:
             def make(h=h):
                 h.space.ip("link", "add", "again", "index", "77", "type", "veth", "peer", "name", "other")
@@ -196,7 +196,7 @@ def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already()
             # One by another name is another one.
             h.space.ip("link", "del", "again")
             h.space.ip("link", "add", "third", "index", "77", "type", "veth", "peer", "name", "other")
-            until("the keeper to have looked", lambda: shown(h) == ["ta"] and (keeper or recorded(h) == ["ta"]))
+            until("the controller to have looked", lambda: shown(h) == ["ta"] and (keeper or recorded(h) == ["ta"]))
 
 
 def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
@@ -210,7 +210,7 @@ def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
 
         try:
             make()
-            h.attach("again", words=("--no-keeper", "--lease", "5000"))
+            h.attach("again", words=("--no-controller", "--lease", "5000"))
             old = number()
             for _ in range(50):
                 subprocess.run(["ip", "netns", "del", str(space)], check=True)
@@ -221,7 +221,7 @@ def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
                 raise Skip("the kernel has not given the namespace's number again in 50 times")
             make()
             assert not h.status()["attached"], h.status()
-            assert h.cli("attach", "again", "--no-keeper").stdout.startswith("again attached in")
+            assert h.cli("attach", "again", "--no-controller").stdout.startswith("again attached in")
             assert shown(h) == ["again"] and h.status()["lease_ms"] == 1000, "what was set was the other's"
         finally:
             h.cli("detach")

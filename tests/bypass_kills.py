@@ -1,4 +1,4 @@
-"""The keeper of the bypass is killed at every step, and loses what it manages: traffic continues, and nothing is left behind."""
+"""The controller of the bypass is killed at every step, and loses what it manages: traffic continues, and nothing is left behind."""
 
 import os
 import signal
@@ -50,7 +50,7 @@ def test_attach_killed_at_every_step_leaves_traffic_flowing_and_nothing_that_det
         before, kills = h.space.ip("-d", "link"), 0
         for call in CALLS:
             number = 1
-            while is_killed(h, ["attach", "ta", "tb", "--mode", "xdp", "--no-keeper"], call, number):
+            while is_killed(h, ["attach", "ta", "tb", "--mode", "xdp", "--no-controller"], call, number):
                 assert h.across(h.udp()) and h.across(h.udp()), f"{call} {number}"
                 if number % 4 == 1:
                     # Whoever comes after it attaches over what it left.
@@ -74,7 +74,7 @@ def test_detach_killed_at_every_step_leaves_traffic_flowing_and_is_finished_by_t
         for call in CALLS:
             number = 1
             while True:
-                h.attach(words=("--lease", "10000", "--mode", "xdp", "--no-keeper"))
+                h.attach(words=("--lease", "10000", "--mode", "xdp", "--no-controller"))
                 h.across(h.udp())
                 if not is_killed(h, ["detach"], call, number):
                     break
@@ -103,7 +103,7 @@ def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_s
                 assert h.across(h.udp())
                 return h.taken() > before
 
-            h.attach("ta", "tb", words=("--lease", "10000", "--mode", mode, "--if-keeper-dies", "leave"))
+            h.attach("ta", "tb", words=("--lease", "10000", "--mode", mode, "--if-controller-dies", "leave"))
             until("frames to be taken", taken)
             # At once: however long it has run, frames are taken no longer than three seconds without it.
             os.kill(h.status()["keeper"], signal.SIGKILL)
@@ -117,13 +117,13 @@ def test_traffic_leaves_the_bypass_with_its_keeper_where_that_is_asked_for_and_s
             # Another keeper; that it is needed is as it was.
             h.attach("ta", "tb", words=("--mode", mode))
             until("frames to be taken again", taken)
-            h.attach("ta", "tb", words=("--mode", mode, "--if-keeper-dies", "stay"))
+            h.attach("ta", "tb", words=("--mode", mode, "--if-controller-dies", "stay"))
             keeper = h.status()["keeper"]
             os.kill(keeper, signal.SIGKILL)
-            until("the keeper's end", lambda k=keeper: has_ended(k))
+            until("the controller's end", lambda k=keeper: has_ended(k))
             # Longer than frames are taken without one where it is needed.
             time.sleep(4)
-            until("frames to be taken without a keeper", taken)
+            until("frames to be taken without a controller", taken)
 
 
 @timeout(600)
@@ -134,7 +134,7 @@ def test_an_interface_that_goes_while_it_is_attached_leaves_nothing():
             h.space.ip("link", "add", "gone", "type", "veth", "peer", "name", "other")
             log = h.folder / "strace"
             log.unlink(missing_ok=True)
-            strace = subprocess.Popen(traced(h, ["attach", "gone", "ta", "--no-keeper"], "bpf", number, "STOP", log), stdout=subprocess.PIPE,
+            strace = subprocess.Popen(traced(h, ["attach", "gone", "ta", "--no-controller"], "bpf", number, "STOP", log), stdout=subprocess.PIPE,
                                       stderr=subprocess.STDOUT, text=True, env=environment(h))
             try:
                 (process,) = until("the command to run", lambda s=strace: children(s.pid, PROGRAM.name[:15]))
@@ -168,11 +168,11 @@ def test_a_namespace_that_is_deleted_takes_its_bypass_with_it():
         other = lone(folder, space)
         other.attach("lone")
         keeper = other.status()["keeper"]
-        # One that is alive is left alone by the keeper of the other.
+        # One that is alive is left alone by the controller of the other.
         h.folder = folder
         h.attach("ta", "tb", words=("--lease", "10000"))
         subprocess.run(["ip", "netns", "del", str(space)], check=True)
-        until("the keeper's end", lambda: has_ended(keeper))
+        until("the controller's end", lambda: has_ended(keeper))
         left = [entry.name for entry in (folder / "run/bypass").iterdir() if entry.name.endswith(".json")]
         assert len(left) == 1, left
         h.across(h.udp())
@@ -184,10 +184,10 @@ def test_a_namespace_that_is_deleted_takes_its_bypass_with_it():
 def test_what_a_deleted_namespace_left_without_a_keeper_goes_with_the_next_attach_anywhere():
     with host() as h, scratch() as folder, Namespace() as space:
         other = lone(folder, space)
-        other.attach("lone", words=("--no-keeper",))
+        other.attach("lone", words=("--no-controller",))
         subprocess.run(["ip", "netns", "del", str(space)], check=True)
         h.folder = folder
-        h.attach("ta", "tb", words=("--no-keeper",))
+        h.attach("ta", "tb", words=("--no-controller",))
         assert len([e for e in (folder / "run/bypass").iterdir() if e.name.endswith(".json")]) == 1
         h.cli("detach")
         assert not (folder / "run/bypass").exists()

@@ -62,7 +62,7 @@ def measure(counts):
             with host() as h:
                 if count:
                     h.rules(make(count))
-                seconds, mib, _ = cost(h, "attach", "ta", "tb", "--no-keeper")
+                seconds, mib, _ = cost(h, "attach", "ta", "tb", "--no-controller")
                 shown, _, text = cost(h, "status", "--json")
                 print(f"| {make.__name__} | {count} | {seconds:.2f} s | {mib:.0f} MiB | {shown:.2f} s |", flush=True)
                 yield make, count, seconds, mib, shown, json.loads(text)
@@ -95,7 +95,7 @@ def test_the_keeper_goes_on_while_it_reads_a_large_ruleset():
         for n in range(3):
             h.rules("flush ruleset\n" + judging(20_000 + n))
             begin, gaps = time.monotonic(), []
-            # It is read while the keeper tells that it is at work, and commands do not wait for it.
+            # It is read while the controller tells that it is at work, and commands do not wait for it.
             while h.status()["rules_fault"]:
                 at = time.monotonic()
                 h.attach()
@@ -114,7 +114,7 @@ def test_a_ruleset_that_is_too_large_keeps_all_flows_on_the_kernels_path_and_say
     with host() as h:
         # As chains of two rules each, which are followed for each kind of flow.
         h.rules(chains(85_000))
-        h.attach(words=("--no-keeper",))
+        h.attach(words=("--no-controller",))
         report = h.status()
         whys = [rule["why"] for rule in report["judging_rules"]]
         assert whys == ["the ruleset is too large to be followed"], report

@@ -135,7 +135,7 @@ def test_a_connection_that_closes_is_given_back_and_its_end_is_tracked():
                 return h.taken() >= before + 5
 
             until("data to be taken", send)
-            assert h.status("ta")["unlearned"].get("not_liberal", 0) >= 1, "the keeper was not asked"
+            assert h.status("ta")["unlearned"].get("not_liberal", 0) >= 1, "the controller was not asked"
             # Far beyond the window that the kernel saw last.
             for _ in range(200):
                 assert forward(h, TCP, 3000, 8080, b"d" * 1400, seq=seq, ack=501)
@@ -183,7 +183,7 @@ def test_frames_that_conntrack_calls_invalid_are_not_learned_from():
 def test_without_a_keeper_tracked_tcp_goes_the_kernels_way_and_udp_is_taken():
     with host() as h:
         h.rules(NAT)
-        h.attach(words=("--lease", "10000", "--no-keeper"))
+        h.attach(words=("--lease", "10000", "--no-controller"))
         open_tcp(h)
         for _ in range(3):
             assert forward(h, TCP, 3000, 8080, seq=101, ack=501)

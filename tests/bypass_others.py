@@ -87,7 +87,7 @@ def test_what_a_process_judges_by_nfqueue_it_judges_frame_by_frame():
             before = queue.judged
             return h.across(h.udp()) and queue.judged == before + 1
 
-        until("the keeper's notice of the queue", is_seen)
+        until("the controller's notice of the queue", is_seen)
         before, taken = queue.judged, h.taken()
         for turn in range(1, 6):
             assert h.across(h.udp()) and h.across(h.udp(b"evil" * 5), seconds=0.2) is None
@@ -227,12 +227,12 @@ def test_a_filter_at_the_ingress_sees_every_frame_unless_it_need_not():
         until("a frame to be taken", is_taken)
         h.cli("detach")
         h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
-        # One that comes later: the keeper sees it, and until it goes again everything goes by it.
+        # One that comes later: the controller sees it, and until it goes again everything goes by it.
         h.attach(words=("--lease", "10000"))
         h.across(h.udp())
         assert h.across(h.udp()) and h.taken() == 1
         add_filter(h, "ta", "ingress")
-        until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
+        until("the controller's notice", lambda: "filters were added" in h.status("ta")["why"])
         before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
         for _ in range(5):
             assert h.across(h.udp())
@@ -263,13 +263,13 @@ def test_without_tcx_filters_that_were_there_see_every_frame_and_so_do_those_tha
         # One behind ours: everything goes by it until it goes.
         h.space.run("tc", "filter", "add", "dev", "ta", "ingress", "pref", "60000", "protocol", "all", "u32", "match", "u32", "0", "0",
                     "action", "mirred", "egress", "mirror", "dev", "lo")
-        until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
+        until("the controller's notice", lambda: "filters were added" in h.status("ta")["why"])
         before, taken = seen_by_filter(h, "ta", "ingress"), h.taken()
         assert all(h.across(h.udp()) for _ in range(5))
         assert seen_by_filter(h, "ta", "ingress") == before + 5 and h.taken() == taken
         h.space.run("tc", "filter", "del", "dev", "ta", "ingress", "pref", "60000")
         until("frames to be taken again", lambda: h.across(h.udp()) and h.taken() > taken)
-        # Somebody removes the qdisc, and with it ours: the keeper puts it there again.
+        # Somebody removes the qdisc, and with it ours: the controller puts it there again.
         h.space.run("tc", "qdisc", "del", "dev", "ta", "clsact")
         until("it to be attached again", lambda: h.programs_at("ta") == 2)
         until("frames to be taken again", lambda: h.across(h.udp()) and h.taken("ta") > 0)
@@ -285,7 +285,7 @@ def test_tcx_programs_that_come_later_see_every_frame():
             assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(3))
         until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
         with tcx_program(h.space, "ta", TCX_INGRESS, SHOT):
-            until("the keeper's notice", lambda: "filters were added" in h.status("ta")["why"])
+            until("the controller's notice", lambda: "filters were added" in h.status("ta")["why"])
             assert h.across(h.udp(), seconds=0.1) is None
         assert h.across(h.udp())
 
@@ -309,7 +309,7 @@ def test_a_tcx_program_that_comes_before_ours_later_sees_what_xdp_took():
         h.across(h.udp())
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
         with tcx_program(h.space, "ta", TCX_INGRESS, NEXT, BEFORE) as first:
-            until("the keeper's notice", lambda: h.across(h.udp()) and first())
+            until("the controller's notice", lambda: h.across(h.udp()) and first())
             before, count = h.taken(), first()
             assert all(h.across(h.udp()) for _ in range(5)) and h.taken() >= before + 4, h.status("ta")
             assert first() == count + 5
@@ -334,7 +334,7 @@ def test_what_a_filter_at_the_output_drops_is_dropped_in_every_mode():
                 # Without tcx it is there already.
                 h.space.run("tc", "qdisc", "add", "dev", name, "clsact", check=False)
                 h.space.run("tc", "filter", "add", "dev", name, "egress", "bpf", "da", "obj", made, "sec", "shot")
-            until("the keeper's notice", lambda: not h.status("vc")["peer"] and h.across(h.udp(), seconds=0.1) is None)
+            until("the controller's notice", lambda: not h.status("vc")["peer"] and h.across(h.udp(), seconds=0.1) is None)
             assert all(h.across(h.udp(), seconds=0.1) is None for _ in range(5)), mode
             straight = h.status("ta")["by_reason"]["taken_peer"]
             for _ in range(5):
@@ -381,12 +381,12 @@ def test_programs_of_others_that_have_the_names_of_ours_are_not_taken_for_ours()
         h.across(h.udp())
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
         with tcx_program(h.space, "tb", TCX_EGRESS, NEXT, name=b"tcx_out") as seen:
-            until("the keeper's notice", lambda s=seen: sees(s, 5))
+            until("the controller's notice", lambda s=seen: sees(s, 5))
             assert sees(seen, 20)
         until("frames to be taken by XDP again", lambda: h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] > 1)
         for flags in (0, BEFORE):
             with tcx_program(h.space, "ta", TCX_INGRESS, NEXT, flags, name=b"tcx_in") as seen:
-                until("the keeper's notice", lambda s=seen: sees(s, 5))
+                until("the controller's notice", lambda s=seen: sees(s, 5))
                 assert sees(seen, 20), flags
                 # What is attached is changed around it, and it stays.
                 h.attach(words=("--lease", "10000", "--mode", "xdp"))

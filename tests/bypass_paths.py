@@ -190,7 +190,7 @@ def same(got, expected, mode):
 
 
 def settle(h, frame, header):
-    """Sends a frame until its flow is in the bypass. The first frames of a tracked TCP connection are not enough: the keeper has to
+    """Sends a frame until its flow is in the bypass. The first frames of a tracked TCP connection are not enough: the controller has to
     have conntrack judge it liberally."""
     def is_in():
         before = h.status("ta")
@@ -353,14 +353,14 @@ def test_xdp_steps_aside_while_somebody_captures_and_for_outputs_that_are_no_tap
             capture = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
         capture.bind(("ta", 3))
         assert h.across(h.udp())
-        until("the keeper's notice", lambda: h.status("ta")["captured"])
+        until("the controller's notice", lambda: h.status("ta")["captured"])
         capture.settimeout(ARRIVES_S)
         # It hears also what the host's own IPv6 says.
         while capture.recv(2000)[12:14] != b"\x08\x00":
             pass
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 1
         capture.close()
-        until("the keeper's notice", lambda: not h.status("ta")["captured"])
+        until("the controller's notice", lambda: not h.status("ta")["captured"])
         h.across(h.udp())
         assert h.across(h.udp()) and h.status("ta")["by_reason"]["taken_xdp"] == 2
 
@@ -573,9 +573,9 @@ def test_a_neighbour_that_moves_is_followed_by_the_keeper_and_without_it_by_the_
         assert h.across(h.udp())[1][:6] == h.b.mac
         h.space.ip("neighbour", "replace", B, "lladdr", "02:00:00:00:0b:99", "dev", "tb", "nud", "permanent")
         moved = bytes.fromhex("020000000b99")
-        until("the keeper's notice", lambda: h.across(h.udp())[1][:6] == moved)
+        until("the controller's notice", lambda: h.across(h.udp())[1][:6] == moved)
         h.cli("detach")
-        h.attach(words=("--lease", "100", "--no-keeper"))
+        h.attach(words=("--lease", "100", "--no-controller"))
         h.across(h.udp())
         h.across(h.udp())
         h.space.ip("neighbour", "replace", B, "lladdr", MAC_B, "dev", "tb", "nud", "permanent")
@@ -612,7 +612,7 @@ def test_detach_leaves_nothing_and_gives_the_way_back():
         h.cli("detach")
         assert h.across(h.udp()), "the kernel forwards again"
         assert h.space.ip("-d", "link") == before
-        until("the keeper's end", lambda: has_ended(keeper))
+        until("the controller's end", lambda: has_ended(keeper))
         assert not (h.folder / "run/bypass").exists()
         assert str(h.folder) not in Path("/proc/mounts").read_text()
         wrong = h.cli("detach", "ta", check=False)
@@ -624,7 +624,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
         h.attach(words=("--lease", "50"))
         h.across(h.udp())
         os.kill(h.status()["keeper"], 9)
-        until("the keeper's end", lambda: h.status()["keeper"] is None)
+        until("the controller's end", lambda: h.status()["keeper"] is None)
 
         def taken():
             # Some at once, since what comes more slowly than the lease is not taken.
@@ -632,7 +632,7 @@ def test_a_killed_keeper_leaves_traffic_flowing_and_the_next_attach_starts_anoth
             return h.taken() >= 30
 
         # Which is for many leases.
-        until("frames to be taken without a keeper", taken)
+        until("frames to be taken without a controller", taken)
         assert "attached already" in h.attach().stdout
         assert h.status()["keeper"]
 

@@ -253,22 +253,22 @@ def test_without_a_keeper_changed_rules_have_all_flows_take_the_kernels_path_unt
     for how in ("killed", "never started"):
         with host() as h:
             h.rules(FORWARD % "counter")
-            h.attach(words=(*LONG, *(() if how == "killed" else ("--no-keeper",))))
+            h.attach(words=(*LONG, *(() if how == "killed" else ("--no-controller",))))
             if how == "killed":
                 keeper = h.status()["keeper"]
                 os.kill(keeper, signal.SIGKILL)
-                until("the keeper's end", lambda k=keeper: has_ended(k))
+                until("the controller's end", lambda k=keeper: has_ended(k))
             assert all(h.across(udp(h, b"good")) for _ in range(4)) and h.taken() == 3
             h.rules("add rule inet f c " + EVIL)
             for _ in range(3):
                 assert h.across(udp(h, b"good")) and h.across(udp(h, b"evil"), seconds=0.1) is None
             assert h.taken() == 3 and h.status("ta")["unlearned"]["judged"] >= 3, h.status("ta")
             assert "not read yet" in h.status()["rules_fault"] and "until then no flow is learned" in h.cli("status").stdout
-            h.attach(words=("--no-keeper",))
+            h.attach(words=("--no-controller",))
             assert h.status()["rules_fault"] is None
             assert h.across(udp(h, b"good")) and h.across(udp(h, b"evil"), seconds=0.1) is None
             h.rules("flush chain inet f c")
-            h.attach(words=("--no-keeper",))
+            h.attach(words=("--no-controller",))
             assert all(h.across(udp(h, b"good")) for _ in range(4)) and h.taken() >= 6, h.status("ta")
 
 
@@ -295,7 +295,7 @@ def test_rules_for_interfaces_that_come_or_are_renamed_later_judge_them():
             other.close()
         until("frames of another input to be taken", lambda: h.across(udp(h, b"good")) and h.taken() > 3)
         h.space.ip("link", "set", "ta", "name", "tx")
-        until("the keeper's notice", lambda: h.across(udp(h, b"evil"), seconds=0.1) is None)
+        until("the controller's notice", lambda: h.across(udp(h, b"evil"), seconds=0.1) is None)
         assert h.across(udp(h, b"good")) and h.across(udp(h, b"evil"), seconds=0.1) is None
 
 

@@ -70,7 +70,7 @@ def test_a_keeper_that_is_stopped_with_the_lock_in_its_hand_holds_nothing_up_for
             print("it was never met in it; what follows is the plain case")
             stop(h)
         begin = time.monotonic()
-        until("another keeper", lambda: h.attach() and h.status()["keeper"] != keeper, 30)
+        until("another controller", lambda: h.attach() and h.status()["keeper"] != keeper, 30)
         assert has_ended(keeper) and time.monotonic() - begin < 15
         h.cli("detach")
         assert not (h.folder / "run/bypass").exists()
@@ -83,7 +83,7 @@ def test_no_flow_outlives_its_lease_while_the_keeper_is_stopped():
             h.across(h.udp())
             assert h.across(h.udp()) and h.taken() == 1
             stop(h)
-            # A neighbour that moves is what only a keeper tells before the lease ends.
+            # A neighbour that moves is what only a controller tells before the lease ends.
             h.space.ip("neighbour", "replace", B, "lladdr", OTHER_MAC, "dev", "tb", "nud", "permanent")
             begin, old, frames = time.monotonic(), 0, 0
             while time.monotonic() < begin + 8:
@@ -102,7 +102,7 @@ def test_no_flow_outlives_its_lease_while_the_keeper_is_stopped():
 
 def test_frames_leave_the_bypass_with_a_stopped_keeper_where_it_is_needed():
     with host() as h:
-        h.attach(words=("--lease", "10000", "--if-keeper-dies", "leave"))
+        h.attach(words=("--lease", "10000", "--if-controller-dies", "leave"))
 
         def taken():
             before = h.taken()
@@ -129,13 +129,13 @@ def test_a_fabrics_daemon_replaces_a_keeper_that_is_stopped_or_killed():
             first = keeper()
             os.kill(first, signal.SIGSTOP)
             until("its end", lambda: has_ended(first), 30)
-            second = until("another keeper", keeper, 30)
+            second = until("another controller", keeper, 30)
             assert second != first
             until("the bypass to work", lambda: bypass_of(fabric)["fault"] is None, 10)
             os.kill(second, signal.SIGKILL)
-            third = until("a third keeper", lambda: keeper() not in (None, second) and keeper(), 30)
+            third = until("a third controller", lambda: keeper() not in (None, second) and keeper(), 30)
             w.talk()
             fabric.cli("down")
             assert w.attached() == {}
-            until("the last keeper's end", lambda: has_ended(third))
+            until("the last controller's end", lambda: has_ended(third))
             fabric.nothing_left()

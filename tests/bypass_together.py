@@ -51,7 +51,7 @@ def nothing_is_left(h, keepers=()):
     h.cli("detach")
     assert not (h.folder / "run/bypass").exists(), list((h.folder / "run/bypass").rglob("*"))
     for keeper in keepers:
-        until("the keeper's end", lambda k=keeper: has_ended(k))
+        until("the controller's end", lambda k=keeper: has_ended(k))
 
 
 @timeout(300)
@@ -89,7 +89,7 @@ def test_two_hundred_attaches_at_once_leave_one_bypass_of_all_that_said_attached
             firsts = [name for name, _, out, _ in ends if "attached in" in out]
             assert len(firsts) == len(set(firsts)) and (kills or len(firsts) == len(names)), firsts
             # One that a killed command had started ends when it finds another at work.
-            until("one keeper", lambda: keepers_of(h) == [h.status()["keeper"]])
+            until("one controller", lambda: keepers_of(h) == [h.status()["keeper"]])
             keepers = keepers_of(h)
             works(h)
             nothing_is_left(h, keepers)
@@ -130,7 +130,7 @@ def test_attaches_beside_detaches_and_kills_end_in_one_state_or_the_other():
             h.attach("ta", "tb")
             works(h)
             nothing_is_left(h)
-        until("all keepers' ends", lambda: not keepers_of(h))
+        until("all controllers' ends", lambda: not keepers_of(h))
 
 
 @timeout(300)

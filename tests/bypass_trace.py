@@ -188,10 +188,10 @@ def test_a_port_of_a_bridge_is_attached_with_a_warning():
 
 def test_attach_says_what_it_set_for_all_interfaces():
     with host() as h:
-        done = h.attach("ta", "ta", words=("--lease", "200", "--if-keeper-dies", "leave", "--judging-rules", "skip"))
+        done = h.attach("ta", "ta", words=("--lease", "200", "--if-controller-dies", "leave", "--judging-rules", "skip"))
         assert done.stdout.splitlines() == [
             "ta attached in mode auto",
-            "all interfaces of this network namespace: lease 200 ms, traffic leaves the bypass if the keeper dies, judging rules see one frame per lease",
+            "all interfaces of this network namespace: lease 200 ms, traffic leaves the bypass if the controller dies, judging rules see one frame per lease",
         ], done.stdout
 
 
@@ -216,7 +216,7 @@ def test_status_of_nothing_and_of_something_is_one_schema():
         ta = next(i for i in report["interfaces"] if i["name"] == "ta")
         assert (ta["taken"], ta["passed"], ta["taken_bytes"], ta["learned"], ta["flows"]) == (1, 1, 64, 1, 1)
         text = h.cli("status").stdout
-        assert "up_no_flow: the kernel has not forwarded one like it yet" in text and "keeper" in text
+        assert "up_no_flow: the kernel has not forwarded one like it yet" in text and "controller" in text
 
 
 def kinds(h):
@@ -275,7 +275,7 @@ def test_status_warns_of_what_a_user_should_act_on_and_of_nothing_else():
             until("its end", lambda: "interface" not in kinds(h), 20)
         # The keeper's end, and what follows of it for changed rules.
         os.kill(h.status()["keeper"], signal.SIGKILL)
-        until("the keeper's warning", lambda: only("keeper", "no keeper runs: no new TCP connections"), 20)
+        until("the controller's warning", lambda: only("keeper", "no controller runs: no new TCP connections"), 20)
         h.rules("table inet f { chain c { type filter hook forward priority 0; counter; }; }")
         assert only("rules_unread", "until then no flow is learned"), h.status()
         h.attach()

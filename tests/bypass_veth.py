@@ -90,7 +90,7 @@ def test_tcp_between_containers_arrives_whole_through_nat_and_a_firewall():
         client.connect(("10.5.0.1", 8080))
 
         def taken():
-            # The keeper has to mark the connection first, in its own time.
+            # The controller has to mark the connection first, in its own time.
             for _ in range(24):
                 client.sendall(block)
                 sent.update(block)
@@ -149,7 +149,7 @@ def test_an_xdp_program_of_a_containers_own_sees_every_frame():
                           'char licence[] __attribute__((section("license"), used)) = "GPL";\n')
         subprocess.run(["clang", "-O2", "-g", "-target", "bpf", "-c", source, "-o", h.folder / "drop.o"], check=True)
         far.run("ip", "link", "set", "dev", "eth0", "xdpdrv", "obj", h.folder / "drop.o", "sec", "xdp")
-        until("the keeper's notice", lambda: not h.status("vc")["peer"])
+        until("the controller's notice", lambda: not h.status("vc")["peer"])
         for n in range(5):
             assert not arrives(), f"frame {n} went past the container's program"
         assert h.status("ta")["by_reason"].get("taken_tcx", 0) >= 3

@@ -293,10 +293,10 @@ def test_shared_memory_outlives_each_party():
             shared_well(space)
             adopted(fabric, before)
 
-        # A lost keeper is replaced, and knows all that it has to.
+        # A lost fd store is replaced, and knows all that it has to.
         os.kill(keeper, signal.SIGKILL)
-        fabric.process.wait_line(lambda line: "keeper" in line and "lost" in line)
-        until("another keeper, and it alone", lambda: len(keepers(fabric)) == 1 and keepers(fabric) != [keeper])
+        fabric.process.wait_line(lambda line: "fd store" in line and "lost" in line)
+        until("another fd store, and it alone", lambda: len(keepers(fabric)) == 1 and keepers(fabric) != [keeper])
         [second] = keepers(fabric)
         until("all to be handed over to it", lambda: all(link["kept"] for link in fabric.status()["links"]))
         assert space.answers(WEB) and space.answers(METER)

@@ -143,7 +143,7 @@ def boot(kernel, parts, seconds):
     settings = {
         "tree": str(kernel.tree.resolve()),
         "root": str(ROOT),
-        "command": " ".join([sys.executable, "-B", "tests/run.py", "bypass", *parts]),
+        "command": " ".join([sys.executable, "-B", "tests/run.py", "--jobs", "2", "bypass", *parts]),
         "paths": os.environ["PATH"],
         "environment": f"TOMBOLO_PROGRAM={program} TOMBOLO_SLOW={slow}",
         "end": END,

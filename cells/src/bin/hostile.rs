@@ -24,7 +24,7 @@ use tombolo_cell::{ExitCode, ForeignMut, Net, exit, println};
 tombolo_cell::app!(hostile);
 
 const DEVICE: &str = "device/vif/0";
-const PATIENCE_NS: u64 = 30_000_000_000;
+const TIMEOUT_NS: u64 = 30_000_000_000;
 const LOOK_NS: u64 = 10_000_000;
 const RING_SLOTS: u32 = 256;
 const SLOTS_AT: usize = 64;
@@ -146,7 +146,7 @@ impl Foe {
 
     /// Waits until the backend is in one of these states; which, or what it was at the end.
     async fn wait(&self, states: &[u32]) -> u32 {
-        let until_ns = self.net.now_ns() + PATIENCE_NS;
+        let until_ns = self.net.now_ns() + TIMEOUT_NS;
         loop {
             let state = self.state();
             if states.contains(&state) || self.net.now_ns() > until_ns {
@@ -248,7 +248,7 @@ impl Foe {
         let index = rings.produced;
         rings.push(&rings.sound());
         rings.publish();
-        let until_ns = self.net.now_ns() + PATIENCE_NS;
+        let until_ns = self.net.now_ns() + TIMEOUT_NS;
         while rings.answered() != rings.produced {
             self.xen.notify(rings.channel);
             if self.net.now_ns() > until_ns || self.state() != CONNECTED {

@@ -29,7 +29,7 @@ const RECEIVE_BYTES: usize = 8 << 10;
 const SEND_BYTES: core::ops::RangeInclusive<usize> = 8 << 10..=128 << 10;
 /// Half of the memory is for connections: so many at least, as long as each gets the smallest buffers, and so many at most.
 const CONNECTIONS: core::ops::RangeInclusive<usize> = 256..=1024;
-const PATIENCE_NS: u64 = 30_000_000_000;
+const TIMEOUT_NS: u64 = 30_000_000_000;
 
 /// What all connections share.
 struct Server {
@@ -107,7 +107,7 @@ impl Server {
             input.extend_from_slice(&bytes[..n]);
             (n, ())
         });
-        match self.net.within(PATIENCE_NS, read).await {
+        match self.net.within(TIMEOUT_NS, read).await {
             Some(read) => Ok(read?.is_some()),
             None => {
                 self.refuse(stream, Refusal { status: Status::Timeout, keep_alive: false }).await?;
@@ -117,7 +117,7 @@ impl Server {
     }
 
     async fn write(&self, stream: &mut TcpStream, bytes: &[u8]) -> Result<(), TcpError> {
-        self.net.within(PATIENCE_NS, stream.write_all(bytes)).await.unwrap_or(Err(TcpError::Closed))
+        self.net.within(TIMEOUT_NS, stream.write_all(bytes)).await.unwrap_or(Err(TcpError::Closed))
     }
 
     async fn refuse(&self, stream: &mut TcpStream, refusal: Refusal) -> Result<(), TcpError> {
@@ -158,7 +158,7 @@ impl Server {
                 room[..len].copy_from_slice(&pattern[at..at + len]);
                 (len, len as u64)
             });
-            let written = self.net.within(PATIENCE_NS, write).await.unwrap_or(Err(TcpError::Closed))?;
+            let written = self.net.within(TIMEOUT_NS, write).await.unwrap_or(Err(TcpError::Closed))?;
             sent += written;
             self.body_bytes.set(self.body_bytes.get() + written);
         }

@@ -1,4 +1,4 @@
-//! A device's memory and bells, by whichever way this guest has.
+//! A device's memory and doorbells, by whichever way this guest has.
 //!
 //! | way | needs | wake-ups | cost of waiting |
 //! | --- | --- | --- | --- |
@@ -66,7 +66,7 @@ impl Registers {
     pub(crate) fn ring(&self, peer: u16, vector: u16) {
         let value = u32::from(peer) << 16 | u32::from(vector);
         match self {
-            // Release: what was written into the memory is there before the bell is heard.
+            // Release: what was written into the memory is there before the doorbell is heard.
             Registers::Mapped(page, offset) => {
                 let _ = page.view_mut().and_then(|view| view.store_u32(offset + DOORBELL, value, Ordering::Release));
             }

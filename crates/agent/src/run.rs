@@ -5,7 +5,7 @@ use crate::error::AgentError;
 use crate::link::NetworkLink;
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
-use tombolo_port::ivshmem::{Bells, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::ivshmem::{Ivshmem, LinkEnd, PeerDoorbells, PollSettings};
 use tombolo_port::tap::{TapConfig, TapPort};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::state::Offloads;
@@ -14,7 +14,7 @@ use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 
-impl Bells for Registers {
+impl PeerDoorbells for Registers {
     fn ring(&self, peer: u32, vector: u16) {
         // A peer's id is below the link's number of peers, at most 64.
         Registers::ring(self, peer as u16, vector);
@@ -39,7 +39,7 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
     let Access { memory, registers, doorbells, polled_because } = access;
     let mac = (header.mac != [0; 6]).then_some(header.mac);
     // Only a device with doorbells can ring, whether it is rung or not.
-    let bells = device.has_doorbells().then(|| Box::new(registers) as Box<dyn Bells>);
+    let peer_doorbells = device.has_doorbells().then(|| Box::new(registers) as Box<dyn PeerDoorbells>);
     let end = LinkEnd {
         memory: memory.into(),
         layout: header.layout,
@@ -47,7 +47,7 @@ pub(crate) fn until_signal(link: NetworkLink, tap: &str) -> Result<(), AgentErro
         peer_id,
         vectors: header.vectors,
         doorbells,
-        bells,
+        peer_doorbells,
         peer_present: true,
         owns_region: false,
         mtu: u32::from(header.mtu()),

@@ -133,9 +133,9 @@ mod tests {
     #[test]
     fn a_duplicate_is_the_same_file() {
         let event = EventFd::new(EFD_NONBLOCK).unwrap();
-        let bell = Doorbell::private(duplicate(event.as_raw_fd()).unwrap()).unwrap();
+        let doorbell = Doorbell::private(duplicate(event.as_raw_fd()).unwrap()).unwrap();
         event.write(1).unwrap();
-        assert!(bell.take());
+        assert!(doorbell.take());
     }
 
     #[test]

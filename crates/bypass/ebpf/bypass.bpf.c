@@ -57,7 +57,7 @@ static __always_inline bool was_seen(const struct key6 *key)
 	return false;
 }
 
-/* Up to when frames are taken without another word of the keeper's. */
+/* Up to when frames are taken without another word of the controller's. */
 static __always_inline __u64 kept_until(void)
 {
 	__u32 zero = 0;
@@ -66,7 +66,7 @@ static __always_inline __u64 kept_until(void)
 	return until && *until ? *until : ~0ULL;
 }
 
-/* Whether frames are taken now. Where no keeper is needed that costs a look at a map's word, and no reading of the clock. */
+/* Whether frames are taken now. Where no controller is needed that costs a look at a map's word, and no reading of the clock. */
 static __always_inline bool is_kept(void)
 {
 	__u64 until = kept_until();
@@ -265,10 +265,10 @@ static __always_inline void wish(const struct nf_conn *conn, int family, __u64 a
 	bpf_ringbuf_submit(w, 0);
 }
 
-static __always_inline enum judgement judge(struct frame *f, int family)
+static __always_inline enum standing classify(struct frame *f, int family)
 {
 	__u64 exact = 0;
-	enum judgement judgement = judge_end(f, family, &exact);
+	enum standing standing = classify_end(f, family, &exact);
 
 	if (exact) {
 		const struct nf_conn *conn = connection(exact);
@@ -276,7 +276,7 @@ static __always_inline enum judgement judge(struct frame *f, int family)
 		if (!IS_MISSING(conn))
 			wish(conn, family, exact, WISH_CLOSED);
 	}
-	return judgement;
+	return standing;
 }
 
 static __always_inline int drop(struct __sk_buff *skb, const struct frame *f, int family)
@@ -317,7 +317,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	struct counters *c;
 	__u32 segments, bytes;
 	__u64 now;
-	enum judgement judgement = JUDGED_UP;
+	enum standing standing = STANDING_UP;
 	bool observed;
 	int verdict;
 
@@ -337,10 +337,10 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 			verdict = UP_MALFORMED;
 	}
 	if (verdict == UP_HANDSHAKE && f.tcp_flags & (TCP_FIN | TCP_RST)) {
-		judgement = judge(&f, family);
-		if (judgement == JUDGED_DROP)
+		standing = classify(&f, family);
+		if (standing == STANDING_DROP)
 			return drop(skb, &f, family);
-		if (judgement != JUDGED_UP)
+		if (standing != STANDING_UP)
 			verdict = 0;
 	}
 	if (verdict)
@@ -349,27 +349,27 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	if (is_injected(skb))
 		return up(skb, &f, family, UP_HANDSHAKE);
 	flow = look_up(&f.key, family);
-	if (!flow && judgement == JUDGED_IGNORE)
+	if (!flow && standing == STANDING_IGNORE)
 		return drop(skb, &f, family);
 	if (!flow) {
-		if (judgement == JUDGED_UP && f.key.proto == IPPROTO_TCP)
+		if (standing == STANDING_UP && f.key.proto == IPPROTO_TCP)
 			note_elsewhere(&f, family);
 		return up(skb, &f, family, UP_NO_FLOW);
 	}
-	if (judgement == JUDGED_UP)
+	if (standing == STANDING_UP)
 		note_sequence(flow, &f);
 	now = bpf_ktime_get_coarse_ns();
 	kernel_skb = kernel_context(skb);
 	verdict = holds(flow, &f, family, FIELD(FIELD(kernel_skb, dev), nd_net.net), now);
 	/* The kernel must not see what is to leave its entry alone, so what it did last is done once more. */
-	if (judgement == JUDGED_IGNORE && verdict == UP_LEASE)
+	if (standing == STANDING_IGNORE && verdict == UP_LEASE)
 		verdict = 0;
 	if (verdict == UP_LEASE) {
 		/* A lease that no frame makes use of costs more than it gives: such a flow is learned again with its next quick frame. */
 		f.slow = unused_ns(flow, now) >= setting(SET_LEASE_NS);
 		flow->used = now >> USED_SHIFT;
 	}
-	if (verdict && judgement == JUDGED_IGNORE)
+	if (verdict && standing == STANDING_IGNORE)
 		return drop(skb, &f, family);
 	if (verdict)
 		return up(skb, &f, family, verdict);
@@ -379,7 +379,7 @@ static __always_inline int take(struct __sk_buff *skb, int family)
 	if (flow->flags & FLOW_PEER && !segments && !fits_peer(flow, f.length))
 		return up(skb, &f, family, UP_MTU);
 	if (differs_in_fields(flow, &f, family, skb->mark))
-		return judgement == JUDGED_IGNORE ? drop(skb, &f, family) : up(skb, &f, family, UP_FIELDS);
+		return standing == STANDING_IGNORE ? drop(skb, &f, family) : up(skb, &f, family, UP_FIELDS);
 	/* A segmentation frame has no padding; one that says so is for the kernel to judge. */
 	if (segments && skb->len != ETH_HLEN + f.length)
 		return up(skb, &f, family, UP_MALFORMED);
@@ -470,8 +470,8 @@ static __always_inline __u64 veth_peer(__u64 device)
 	return peer;
 }
 
-/* Whether the keeper is at work: without it nothing settles what conntrack holds of a TCP connection. */
-static __always_inline bool has_keeper(__u64 now)
+/* Whether the controller is at work: without it nothing settles what conntrack holds of a TCP connection. */
+static __always_inline bool has_controller(__u64 now)
 {
 #pragma unroll
 	for (__u32 n = 0; n < BEATS; n++) {
@@ -655,7 +655,7 @@ static __always_inline int learn(struct __sk_buff *skb, const struct pending *p,
 				return 1 + NOT_LIBERAL;
 			}
 			/* From here on the kernel sees all of them, and is in step again if it has not missed more than a window. */
-			if (!has_keeper(now))
+			if (!has_controller(now))
 				return 1 + NOT_KEPT;
 			begin_sequence(flow, out, conn);
 			if (waits_in_vain(flow, out, conn))

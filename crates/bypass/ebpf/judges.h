@@ -10,7 +10,7 @@
 #ifndef TOMBOLO_JUDGES_H
 #define TOMBOLO_JUDGES_H
 
-#include "truth.h"
+#include "validate.h"
 
 /* What a frame without a connection has in _nfct where a rule said that it is not to be tracked. */
 #define IP_CT_UNTRACKED 7

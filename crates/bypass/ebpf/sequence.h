@@ -13,7 +13,7 @@
 #ifndef TOMBOLO_SEQUENCE_H
 #define TOMBOLO_SEQUENCE_H
 
-#include "truth.h"
+#include "validate.h"
 
 /* The least window to judge by: some stacks send a little more than they were offered (conntrack's MAXACKWINCONST). */
 #define LEAST_WINDOW 66000
@@ -119,15 +119,15 @@ static __always_inline void answers_of(struct key6 *tuple, const struct flow *fl
 }
 
 /* As the kernel's tcp_in_window has it for connections that it follows. */
-enum judgement {
-	JUDGED_UP,	/* right, or not to be judged: the kernel may see it */
+enum standing {
+	STANDING_UP,	/* right, or not to be judged: the kernel may see it */
 	JUDGED_TAKE,	/* right, but the kernel would take it for a stale one: by the flow, if there is one */
-	JUDGED_IGNORE,	/* old or a little early: it passes, and the connection's entry stays as it is */
-	JUDGED_DROP,	/* invalid */
+	STANDING_IGNORE,	/* old or a little early: it passes, and the connection's entry stays as it is */
+	STANDING_DROP,	/* invalid */
 };
 
 /* In which window a FIN or RST is. */
-static __always_inline enum judgement place_of(const struct frame *f, const struct progress *own, const struct progress *other)
+static __always_inline enum standing place_of(const struct frame *f, const struct progress *own, const struct progress *other)
 {
 	__u32 last = other->ack + other->window, window = other->window > LEAST_WINDOW ? other->window : LEAST_WINDOW;
 	__u32 back = own->window > LEAST_WINDOW ? own->window : LEAST_WINDOW;
@@ -140,52 +140,52 @@ static __always_inline enum judgement place_of(const struct frame *f, const stru
 
 	/* It goes on exactly where its direction was: it cannot be guessed, and it holds also if the other direction has not been seen for a while. */
 	if (own->is_known && f->seq == own->end && (!acknowledges || f->ack == own->ack || (!early && !late)))
-		return JUDGED_UP;
+		return STANDING_UP;
 	/* RFC 5961 section 3.2: none before what was acknowledged. */
 	if (f->tcp_flags & TCP_RST && is_before(f->seq, other->ack))
-		return JUDGED_DROP;
+		return STANDING_DROP;
 	if (is_before(last, f->seq))
-		return f->end - last < window && !early && !late ? JUDGED_IGNORE : JUDGED_DROP;
+		return f->end - last < window && !early && !late ? STANDING_IGNORE : STANDING_DROP;
 	if (early)
-		return JUDGED_DROP;
-	return late || is_before(f->end, sent - window) ? JUDGED_IGNORE : JUDGED_UP;
+		return STANDING_DROP;
+	return late || is_before(f->end, sent - window) ? STANDING_IGNORE : STANDING_UP;
 }
 
 /* What is to become of a FIN or RST. `exact` is set for a RST that ends the connection and that the kernel cannot recognise as such. */
-static __noinline int judge_end(struct frame *f, int family, __u64 *exact)
+static __noinline int classify_end(struct frame *f, int family, __u64 *exact)
 {
 	struct progress own = {}, other = {};
 	const struct nf_conn *conn;
 	const struct ip_ct_tcp_state *seen;
 	struct key6 tuple = f->key;
-	enum judgement judgement;
+	enum standing standing;
 	struct flow *flow;
 
 	flow = progress_of(&tuple, family, &own);
 	if (!flow)
-		return JUDGED_UP;
+		return STANDING_UP;
 	conn = connection(flow->conn);
 	if (IS_MISSING(conn) || (conn->status & STATUS_BITS) != flow->conn_status ||
 	    !connection_is(conn, family, flow->direction, &f->key, family == AF_INET ? &flow->saddr : ((struct flow6 *)flow)->saddr,
 			   family == AF_INET ? &flow->daddr : ((struct flow6 *)flow)->daddr, flow->ports))
-		return JUDGED_UP;
+		return STANDING_UP;
 	answers_of(&tuple, flow, family);
 	progress_of(&tuple, family, &other);
 	if (!other.is_known)
-		return JUDGED_UP;
-	judgement = place_of(f, &own, &other);
-	if (judgement != JUDGED_UP)
-		return judgement;
+		return STANDING_UP;
+	standing = place_of(f, &own, &other);
+	if (standing != STANDING_UP)
+		return standing;
 	flow->sequence |= SEQUENCE_ENDING;
 	if (!(f->tcp_flags & TCP_RST)) {
 		note_sequence(flow, f);
-		return JUDGED_UP;
+		return STANDING_UP;
 	}
 	if (conn->proto.tcp.state == TCP_CONNTRACK_ESTABLISHED &&
 	    (f->seq == other.ack || f->seq == flow->end || (own.is_known && f->seq == own.end)))
 		*exact = flow->conn;
 	seen = flow->direction ? &conn->proto.tcp.seen[0] : &conn->proto.tcp.seen[1];
-	return is_before(f->seq, seen->td_maxack) ? JUDGED_TAKE : JUDGED_UP;
+	return is_before(f->seq, seen->td_maxack) ? JUDGED_TAKE : STANDING_UP;
 }
 
 /* A frame that no flow is known of may still be of a connection that is taken: with another TOS, or from another interface. */

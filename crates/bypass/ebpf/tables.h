@@ -17,7 +17,7 @@ enum verdict {
 	TAKEN_TCX,	/* redirected to the output's queue */
 	TAKEN_PEER,	/* redirected straight into the other end of a veth pair */
 	TAKEN_XDP,	/* redirected before there was an sk_buff */
-	UP_OFF,		/* the interface is not bypassed now, or the required keeper is gone */
+	UP_OFF,		/* the interface is not bypassed now, or the required controller is gone */
 	UP_NOT_OURS,	/* broadcast, multicast, or another's MAC address */
 	UP_PROTOCOL,	/* neither IPv4 nor IPv6: ARP and the like */
 	UP_VLAN,	/* it has a VLAN tag */
@@ -52,7 +52,7 @@ enum unlearned {
 	NOT_A_PLAIN_CONNECTION,	/* a helper, sequence adjustment, a zone, an expectation */
 	NOT_A_PLAIN_ROUTE,	/* a tunnel's encapsulation, a bridge's or bond's port, or back out where it came in */
 	NOT_AT_ONCE,		/* it was held on its way, as by NFQUEUE: the program that judged it there judges each frame */
-	NOT_KEPT,	/* TCP through conntrack, and no keeper is at work */
+	NOT_KEPT,	/* TCP through conntrack, and no controller is at work */
 	JUDGED,			/* a rule that judges each frame could apply to it, or the rules were not read yet */
 };
 #define UNLEARNED 8
@@ -340,7 +340,7 @@ static __always_inline __u64 setting(enum setting which)
 	return value ? *value : 0;
 }
 
-/* Up to when frames are taken, if the keeper does not say more; 0: for ever. On its own, since the keeper writes it again and again. */
+/* Up to when frames are taken, if the controller does not say more; 0: for ever. On its own, since the controller writes it again and again. */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, 1);
@@ -348,9 +348,9 @@ struct {
 	__type(value, __u64);
 } kept SEC(".maps");
 
-/* When each thread of the keeper was at work last, on the monotonic clock. Written by it alone. */
+/* When each thread of the controller was at work last, on the monotonic clock. Written by it alone. */
 #define BEATS 2
-#define SILENT_NS 5000000000ULL	/* keeper.rs, SILENT */
+#define SILENT_NS 5000000000ULL	/* controller.rs, SILENT */
 struct {
 	__uint(type, BPF_MAP_TYPE_ARRAY);
 	__uint(max_entries, BEATS);

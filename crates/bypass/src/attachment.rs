@@ -7,8 +7,8 @@
 
 use crate::chooser::Why;
 use crate::conntrack::Conntrack;
+use crate::controller::{self, KEPT};
 use crate::hook::{self, has_tcx};
-use crate::keeper::{self, KEPT};
 use crate::layout::{Flow, Mode, PORT_PEER, PORT_PRECEDED, PORT_QUEUED, PORT_TAKE, PORT_XDP_OUT, Port, Tuple};
 use crate::maps::{self, FlowKey, Maps, MapsError};
 use crate::netlink::{Link, NetlinkError, Routes};
@@ -60,8 +60,8 @@ pub enum AttachError {
     /// One capture runs already.
     #[error("another capture runs in this network namespace, by {0}; only one can run at a time")]
     Capturing(String),
-    /// The system has no thread for the keeper.
-    #[error("the keeper's second thread: {0}")]
+    /// The system has no thread for the controller.
+    #[error("the controller's second thread: {0}")]
     Thread(std::io::Error),
     /// A program could not be attached.
     #[error("{interface}: {cause}")]
@@ -110,7 +110,7 @@ pub struct Options {
     pub lease: Option<Duration>,
     /// Attach although older filters at the ingress will not see what is taken.
     pub past_filters: bool,
-    /// Whether traffic goes the kernel's way again when the keeper has been killed; `None`: as it is, or not.
+    /// Whether traffic goes the kernel's way again when the controller has been killed; `None`: as it is, or not.
     pub needs_keeper: Option<bool>,
     /// Whether flows are taken although rules that judge each frame will then judge one per lease; `None`: as it is, or
     /// not.
@@ -224,9 +224,9 @@ pub(crate) fn is_alive(place: &Place, link: &Link, ours: Ours) -> bool {
     })
 }
 
-/// Whether the place is a namespace's that is no more, whose number another one has now: nothing of it is at work, and no keeper runs.
+/// Whether the place is a namespace's that is no more, whose number another one has now: nothing of it is at work, and no controller runs.
 fn is_leftover(place: &Place) -> Result<bool, AttachError> {
-    if place.keeper().is_some() {
+    if place.controller().is_some() {
         return Ok(false);
     }
     let (links, record, ours) = (Routes::open()?.links()?, place.record()?, Ours::of(place)?);
@@ -429,11 +429,11 @@ fn attach_locked(
         record.netns.clone_from(&options.netns);
     }
     record.needs_keeper = options.needs_keeper.unwrap_or(record.needs_keeper);
-    // A keeper that takes longer to start has frames taken from then on.
+    // A controller that takes longer to start has frames taken from then on.
     let until_ns = monotonic_ns() + KEPT.as_nanos() as u64;
     maps.keep_until(if record.needs_keeper { until_ns } else { 0 })?;
     record.skips_judging_rules = options.skips_judging_rules.unwrap_or(record.skips_judging_rules);
-    // What cannot be read now is read by the keeper; nothing is learned until then, and the report says so.
+    // What cannot be read now is read by the controller; nothing is learned until then, and the report says so.
     let _ = rules::refresh(place, &mut maps, record.skips_judging_rules);
     maps.set_lease(lease.as_nanos() as u64, tick_ns())?;
     maps.forget_flows()?;
@@ -552,7 +552,7 @@ pub(crate) fn attach_again(place: &Place) -> Result<Record, AttachError> {
     failed.map_or(Ok(record), Err)
 }
 
-/// Removes everything where the namespace was deleted and only the calling keeper holds it; says whether. The caller holds the lock.
+/// Removes everything where the namespace was deleted and only the calling controller holds it; says whether. The caller holds the lock.
 pub(crate) fn leave(place: &Place) -> Result<bool, AttachError> {
     let abandoned = place.is_abandoned(std::process::id());
     if abandoned {
@@ -650,7 +650,7 @@ fn take_off(
     let unchecked = unchecked?;
     if staying.is_empty() && record.awaited.is_empty() {
         // It would end by itself, unless it is stopped.
-        let _ = keeper::end(place);
+        let _ = controller::end(place);
         place.remove()?;
     } else {
         record.interfaces = staying;

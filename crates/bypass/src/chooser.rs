@@ -15,7 +15,7 @@ use crate::layout::Mode;
 use crate::place::Wanted;
 use std::time::Duration;
 
-/// Windows in a row that must speak for XDP. A window is the keeper's tick, one second.
+/// Windows in a row that must speak for XDP. A window is the controller's tick, one second.
 const CALM_WINDOWS: u32 = 3;
 /// Below this rate the difference is not noticeable.
 const FEW_PER_S: u64 = 20_000;
@@ -57,7 +57,7 @@ pub enum Why {
     Refused = 10,
     /// The frames are not such as can be taken at all.
     NotTaken = 11,
-    /// It was re-created under its name, and attached again by the keeper.
+    /// It was re-created under its name, and attached again by the controller.
     MadeAgain = 12,
     /// Others' filters or programs behind ours would not see what is taken.
     Overlooked = 13,

@@ -59,7 +59,7 @@ pub const VERDICTS: [(&str, &str); 25] = [
     ("taken_tcx", "redirected to the output's queue"),
     ("taken_peer", "redirected straight into the other end of a veth pair"),
     ("taken_xdp", "redirected before there was an sk_buff"),
-    ("up_off", "the interface is not bypassed now, or the required keeper is gone"),
+    ("up_off", "the interface is not bypassed now, or the required controller is gone"),
     ("up_not_ours", "broadcast, multicast, or another's Ethernet address"),
     ("up_protocol", "neither IPv4 nor IPv6"),
     ("up_vlan", "a VLAN tag"),
@@ -107,11 +107,11 @@ pub const TAKEN_XDP: usize = 2;
 pub const UNLEARNED: [(&str, &str); 8] = [
     ("altered", "the kernel altered more than a plain forward does"),
     ("not_established", "the TCP connection is not established both ways"),
-    ("not_liberal", "the TCP connection's windows are still checked; the keeper is asked"),
+    ("not_liberal", "the TCP connection's windows are still checked; the controller is asked"),
     ("not_plain_connection", "a helper, sequence adjustment or a zone, or a frame that conntrack calls invalid"),
     ("not_plain_route", "a tunnel, a port of a bridge or bond, or the output is not attached"),
     ("not_at_once", "it was held back, for example by NFQUEUE"),
-    ("not_kept", "TCP through conntrack, and no keeper runs"),
+    ("not_kept", "TCP through conntrack, and no controller runs"),
     ("judged", "a firewall rule that judges each frame could apply to it, or changed rules were not read yet"),
 ];
 

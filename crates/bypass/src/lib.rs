@@ -6,7 +6,7 @@
 //! program at the egress, behind routing, netfilter and neighbours, sees the result. From then on
 //! the ingress program does the same to the next frames (ebpf/bypass.bpf.c). For each frame the
 //! programs read from the kernel's own memory whether that still holds: generations of routes and
-//! rules, and the conntrack entry itself (ebpf/truth.h). Each flow's lease is short, so that the
+//! rules, and the conntrack entry itself (ebpf/validate.h). Each flow's lease is short, so that the
 //! kernel sees a frame of it again and again.
 //!
 //! # What there is
@@ -15,7 +15,7 @@
 //! - `layout`, `maps`: what is in the maps.
 //! - `place`: pins, owner record, locks, namespaces.
 //! - `attachment`, `hook`: attaching and detaching; tc's hooks with tcx or without.
-//! - `keeper`: the process that supports the programs: traffic flows without it.
+//! - `controller`: the process that supports the programs: traffic flows without it.
 //! - `rules`: which firewall rules judge each frame, whose flows therefore stay on the kernel's
 //!   path.
 //! - `report`, `flows`, `trace`: what `status`, `flows` and `trace` show; `capture`: frames
@@ -36,9 +36,9 @@ pub mod attachment;
 pub mod capture;
 pub mod chooser;
 pub mod conntrack;
+pub mod controller;
 pub mod flows;
 mod hook;
-pub mod keeper;
 pub mod layout;
 pub mod maps;
 mod neighbours;

@@ -124,7 +124,7 @@ impl Lost {
     }
 }
 
-/// When the keeper was at work last: each of its threads says so at each turn.
+/// When the controller was at work last: each of its threads says so at each turn.
 pub(crate) struct Beats(Array<MapData, u64>);
 
 impl Beats {

@@ -11,7 +11,7 @@
 //! RUNTIME/bypass/bpf/ID/      pins: map_*, prog_*, link_*, qdisc_*
 //! RUNTIME/bypass/ID.json      the owner record
 //! RUNTIME/bypass/ID.rules     which firewall rules judge each frame, as they were read last
-//! RUNTIME/bypass/ID.keeper    held by the keeper while it runs
+//! RUNTIME/bypass/ID.keeper        held by the controller while it runs
 //! RUNTIME/bypass/ID.capture   held by a capture while it runs
 //! ```
 
@@ -29,7 +29,7 @@ use std::time::{Duration, Instant};
 const BPFFS: u64 = 0xcafe_4a11;
 /// Raised when a record or a map changes its meaning.
 const VERSION: u32 = 5;
-/// For how long the keeper's lock is tried: much longer than any process looks at it.
+/// For how long the controller's lock is tried: much longer than any process looks at it.
 const GLANCING: Duration = Duration::from_millis(500);
 /// How long a command waits for one other that attaches or detaches.
 const WAITING: Duration = Duration::from_secs(60);
@@ -158,7 +158,7 @@ pub struct Record {
     /// Those that went a short while ago.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub awaited: Vec<Awaited>,
-    /// Whether traffic goes the kernel's way again when the keeper has been killed.
+    /// Whether traffic goes the kernel's way again when the controller has been killed.
     #[serde(default)]
     pub needs_keeper: bool,
     /// Whether flows are taken although rules that judge each frame will then judge one per lease.
@@ -206,7 +206,7 @@ impl Place {
     }
 
     /// Whether the namespace was deleted and only its bypass is still in it. That is so if the name
-    /// that was used to attach no longer leads to it, and it holds no process except the keeper
+    /// that was used to attach no longer leads to it, and it holds no process except the controller
     /// `but`.
     pub(crate) fn is_abandoned(&self, but: u32) -> bool {
         let is_here = |path: PathBuf| fs::metadata(path).is_ok_and(|m| m.ino() == self.id);
@@ -220,10 +220,10 @@ impl Place {
         !processes.filter(other).any(|e| is_here(e.path().join("ns/net")))
     }
 
-    /// Removes what is left of namespaces that are gone, where no keeper did. The caller holds the lock.
+    /// Removes what is left of namespaces that are gone, where no controller did. The caller holds the lock.
     pub(crate) fn sweep(&self) -> Result<(), PlaceError> {
         for place in self.all() {
-            if place.id != self.id && place.keeper().is_none() && place.is_abandoned(0) {
+            if place.id != self.id && place.controller().is_none() && place.is_abandoned(0) {
                 place.remove()?;
             }
         }
@@ -279,7 +279,7 @@ impl Place {
         self.lock_if_there_within(WAITING)
     }
 
-    /// The same for the keeper, which has to go on: nothing, too, where another process holds the lock.
+    /// The same for the controller, which has to go on: nothing, too, where another process holds the lock.
     pub(crate) fn lock_now(&self) -> Result<Option<File>, PlaceError> {
         match self.lock_if_there_within(Duration::ZERO) {
             Err(PlaceError::Busy { .. }) => Ok(None),
@@ -309,9 +309,9 @@ impl Place {
             }
             if waited >= looked + Duration::from_secs(1) {
                 looked = waited;
-                // A keeper holds it for a moment in each second; one that was stopped in it would hold it for ever. What cannot be ended is
+                // A controller holds it for a moment in each second; one that was stopped in it would hold it for ever. What cannot be ended is
                 // named when the time is up.
-                let _ = crate::keeper::end_if_silent(self);
+                let _ = crate::controller::end_if_silent(self);
                 // Not sooner: reading the table makes the kernel wait for all its CPUs.
                 let now = holder_of(&lock);
                 if seen.is_some() && now != seen {
@@ -370,7 +370,7 @@ impl Place {
             let end = Instant::now() + UNMOUNTING;
             loop {
                 match rustix::mount::unmount(&bpffs, rustix::mount::UnmountFlags::empty()) {
-                    // Others look into it, most for an instant: `status`, or a keeper whether it is still there.
+                    // Others look into it, most for an instant: `status`, or a controller whether it is still there.
                     Err(Errno::BUSY) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
                     // Or it was no mount any more: the next one that detaches tries again.
                     Ok(()) | Err(Errno::BUSY | Errno::INVAL | Errno::NOENT) => break,
@@ -425,8 +425,8 @@ impl Place {
         fs::rename(&new, &path).map_err(file(&path))
     }
 
-    /// The keeper's lock: nothing where another keeper holds it.
-    pub(crate) fn keeper_lock(&self) -> Result<Option<File>, PlaceError> {
+    /// The controller's lock: nothing where another controller holds it.
+    pub(crate) fn controller_lock(&self) -> Result<Option<File>, PlaceError> {
         let path = self.beside("keeper");
         let lock =
             File::options().create(true).truncate(false).read(true).write(true).open(&path).map_err(file(&path))?;
@@ -434,7 +434,7 @@ impl Place {
         loop {
             match lock.try_lock() {
                 Ok(()) => return Ok(Some(lock)),
-                // A process that checks whether there is a keeper holds it for a moment too.
+                // A process that checks whether there is a controller holds it for a moment too.
                 Err(TryLockError::WouldBlock) if Instant::now() < end => std::thread::sleep(Duration::from_millis(1)),
                 Err(TryLockError::WouldBlock) => return Ok(None),
                 Err(TryLockError::Error(cause)) => return Err(file(&path)(cause)),
@@ -454,7 +454,7 @@ impl Place {
         }
     }
 
-    /// Whether the keeper that holds this lock is still this place's. It is not if everything was
+    /// Whether the controller that holds this lock is still this place's. It is not if everything was
     /// removed, even if it was re-created meanwhile.
     pub(crate) fn is_kept_by(&self, lock: &File) -> bool {
         self.has_lock("keeper", lock)
@@ -476,8 +476,8 @@ impl Place {
         self.exists() && fs::metadata(self.beside(name)).is_ok_and(|m| held.is_ok_and(|ino| ino == m.ino()))
     }
 
-    /// The keeper's process, if one runs.
-    pub fn keeper(&self) -> Option<u32> {
+    /// The controller's process, if one runs.
+    pub fn controller(&self) -> Option<u32> {
         let path = self.beside("keeper");
         let lock = File::open(&path).ok()?;
         match lock.try_lock_shared() {
@@ -486,14 +486,14 @@ impl Place {
         }
     }
 
-    /// Whether a process is a keeper in this namespace: its number in a file may have become another's.
-    pub(crate) fn is_keeper(&self, pid: u32) -> bool {
+    /// Whether a process is a controller in this namespace: its number in a file may have become another's.
+    pub(crate) fn is_controller(&self, pid: u32) -> bool {
         let words = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
         let is_here = fs::metadata(format!("/proc/{pid}/ns/net")).is_ok_and(|m| m.ino() == self.id);
         is_here && words.split(|b| *b == 0).skip(1).take(2).eq([&b"bypass"[..], b"keep"])
     }
 
-    /// Where the keeper says what went wrong.
+    /// Where the controller says what went wrong.
     pub fn log(&self) -> PathBuf {
         self.beside("log")
     }
@@ -572,7 +572,7 @@ mod tests {
     }
 
     #[test]
-    fn whoever_looks_for_the_keeper_does_not_keep_it_from_its_lock() {
+    fn whoever_looks_for_the_controller_does_not_keep_it_from_its_lock() {
         let place = absent("glances");
         drop(place.lock().unwrap());
         let done = std::sync::atomic::AtomicBool::new(false);
@@ -580,11 +580,11 @@ mod tests {
             for _ in 0..2 {
                 scope.spawn(|| {
                     while !done.load(std::sync::atomic::Ordering::Relaxed) {
-                        place.keeper();
+                        place.controller();
                     }
                 });
             }
-            let refused = (0..200).filter(|_| place.keeper_lock().unwrap().is_none()).count();
+            let refused = (0..200).filter(|_| place.controller_lock().unwrap().is_none()).count();
             done.store(true, std::sync::atomic::Ordering::Relaxed);
             assert_eq!(refused, 0);
         });
@@ -592,13 +592,13 @@ mod tests {
     }
 
     #[test]
-    fn a_place_that_was_made_anew_has_another_keeper() {
+    fn a_place_that_was_made_anew_has_another_controller() {
         let place = absent("other-keeper");
         drop(place.lock().unwrap());
         let make = || {
             fs::create_dir_all(place.pins()).unwrap();
             fs::write(place.beside("json"), "").unwrap();
-            place.keeper_lock().unwrap().unwrap()
+            place.controller_lock().unwrap().unwrap()
         };
         let old = make();
         assert!(place.is_kept_by(&old));

@@ -1,7 +1,7 @@
 //! What `status` shows.
 
 use crate::attachment::{AttachError, Ours, is_alive, monotonic_ns};
-use crate::keeper;
+use crate::controller;
 use crate::layout::{MAX_FLOWS, Mode, PORT_CAPTURED, PORT_PEER, PORT_TAKE, TAKEN, UNLEARNED, VERDICTS};
 use crate::maps::{Lost, Maps};
 use crate::netlink::{NetlinkError, Routes};
@@ -22,7 +22,7 @@ pub struct Report {
     pub schema: u32,
     /// Whether anything is attached here.
     pub attached: bool,
-    /// The keeper's process, if it runs. Without it nothing is lost but changes of mode, TCP connections that are opened
+    /// The controller's process, if it runs. Without it nothing is lost but changes of mode, TCP connections that are opened
     /// from now on through connection tracking, and quickness in seeing a neighbour change.
     pub keeper: Option<u32>,
     /// What is wrong with it, where it runs and does not work: stopped, or it hangs.
@@ -180,8 +180,8 @@ fn of_attached(place: &Place, detail: Detail) -> Result<Report, AttachError> {
     let record = place.record()?;
     let interfaces = present(place, record.interfaces, detail)?;
     report.attached = !interfaces.is_empty();
-    report.keeper = place.keeper();
-    report.keeper_fault = report.keeper.and_then(|pid| keeper::fault(place, pid));
+    report.keeper = place.controller();
+    report.keeper_fault = report.keeper.and_then(|pid| controller::fault(place, pid));
     report.needs_keeper = record.needs_keeper;
     report.is_lenient = record.is_lenient;
     report.judging_rules_skipped = record.skips_judging_rules;

@@ -42,12 +42,12 @@ pub fn of(report: &Report) -> Vec<Warning> {
         return vec![];
     }
     let mut all = vec![];
-    all.extend(keeper(report));
+    all.extend(controller(report));
     if let Some(fault) = &report.rules_fault {
         all.push(Warning {
             kind: "rules_unread",
             what: format!("{fault}: until then no flow is learned"),
-            advice: "the keeper or `tombolo bypass attach` reads them",
+            advice: "the controller or `tombolo bypass attach` reads them",
         });
     }
     all.extend(report.interfaces.iter().filter_map(interface));
@@ -68,7 +68,7 @@ pub fn of(report: &Report) -> Vec<Warning> {
     all
 }
 
-fn keeper(report: &Report) -> Option<Warning> {
+fn controller(report: &Report) -> Option<Warning> {
     let advice = match report.keeper {
         Some(_) => "`tombolo bypass attach` replaces it",
         None => "`tombolo bypass attach` starts one",
@@ -80,11 +80,13 @@ fn keeper(report: &Report) -> Option<Warning> {
         }
         (None, Some(_), _) => return None,
         (None, None, false) => {
-            "no keeper runs: no new TCP connections through connection tracking, no changes of mode".into()
+            "no controller runs: no new TCP connections through connection tracking, no changes of mode".into()
         }
-        (None, None, true) => "no keeper runs, so all traffic takes the kernel's path, within three seconds of its \
-            end, as --if-keeper-dies leave says"
-            .into(),
+        (None, None, true) => {
+            "no controller runs, so all traffic takes the kernel's path, within three seconds of its \
+            end, as --if-controller-dies leave says"
+                .into()
+        }
     };
     Some(Warning { kind: "keeper", what, advice })
 }
@@ -106,7 +108,7 @@ fn interface(i: &InterfaceReport) -> Option<Warning> {
             "`tombolo bypass capture` leaves the interface in its mode",
         )
     } else if i.why == Why::Refused.text() {
-        (format!("{name}: {}", i.why), "the keeper's log has the kernel's message")
+        (format!("{name}: {}", i.why), "the controller's log has the kernel's message")
     } else if i.why == Why::Preceded.text() {
         (format!("{name}: {}", i.why), "")
     } else {
@@ -165,7 +167,7 @@ fn windows(i: &InterfaceReport) -> Option<Warning> {
             "{}: {waiting} frames of TCP connections whose windows conntrack still checks take the kernel's path",
             i.name
         ),
-        advice: "see that the keeper runs and the module nf_conntrack_netlink is loaded",
+        advice: "see that the controller runs and the module nf_conntrack_netlink is loaded",
     })
 }
 
@@ -180,7 +182,7 @@ fn leases(i: &InterfaceReport) -> Option<Warning> {
     })
 }
 
-/// A `detach` that was killed. A keeper would have restored the setting.
+/// A `detach` that was killed. A controller would have restored the setting.
 fn lenient(report: &Report) -> Option<Warning> {
     (report.is_lenient && report.keeper.is_none()).then(|| Warning {
         kind: "lenient",
@@ -259,9 +261,9 @@ mod tests {
             let told = told(change);
             assert!(told.len() == 1 && told[0].0 == kind && told[0].1.contains(text), "{kind}: {told:?}");
         };
-        is(&|r| r.keeper = None, "keeper", "no keeper runs: no new TCP");
+        is(&|r| r.keeper = None, "keeper", "no controller runs: no new TCP");
         is(&|r| (r.keeper, r.needs_keeper) = (None, true), "keeper", "all traffic takes the kernel's path");
-        is(&|r| r.keeper_fault = Some("the keeper is stopped".into()), "keeper", "stopped: no changes of mode");
+        is(&|r| r.keeper_fault = Some("the controller is stopped".into()), "keeper", "stopped: no changes of mode");
         is(&|r| r.rules_fault = Some("rules changed".into()), "rules_unread", "until then no flow is learned");
         is(&|r| r.interfaces[0].takes = false, "interface", "ta: nothing is taken");
         is(&|r| r.interfaces[0].captured = true, "interface", "ta: a process captures");

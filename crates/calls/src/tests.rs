@@ -29,7 +29,7 @@ fn region(bytes: usize) -> ForeignMut<'static> {
 }
 
 /// What takes messages to the other side. Both ways are tested by the same tests.
-enum Way {
+enum Transport {
     Link(Box<Rings>, ForeignMut<'static>, Foreign<'static>),
     Stream(Frames),
 }
@@ -38,37 +38,37 @@ struct Side {
     session: Session,
     /// When it last took what had come.
     now: u64,
-    way: Way,
+    transport: Transport,
 }
 
 impl Side {
     fn wire(&mut self) -> (&mut Session, Wire<'_>) {
-        let Way::Link(rings, own, peer) = &mut self.way else { panic!("no link") };
+        let Transport::Link(rings, own, peer) = &mut self.transport else { panic!("no link") };
         (&mut self.session, rings.on(*own, *peer).unwrap())
     }
 
     fn submit(&mut self, options: &CallOptions, bytes: &[u8]) -> Result<Token, CallError> {
-        match &mut self.way {
-            Way::Link(rings, own, peer) => {
+        match &mut self.transport {
+            Transport::Link(rings, own, peer) => {
                 self.session.submit(&mut rings.on(*own, *peer).unwrap(), options, bytes, self.now)
             }
-            Way::Stream(frames) => self.session.submit(frames, options, bytes, self.now),
+            Transport::Stream(frames) => self.session.submit(frames, options, bytes, self.now),
         }
     }
 
     fn cancel(&mut self, token: Token) -> bool {
-        match &mut self.way {
-            Way::Link(rings, own, peer) => self.session.cancel(&mut rings.on(*own, *peer).unwrap(), token),
-            Way::Stream(frames) => self.session.cancel(frames, token),
+        match &mut self.transport {
+            Transport::Link(rings, own, peer) => self.session.cancel(&mut rings.on(*own, *peer).unwrap(), token),
+            Transport::Stream(frames) => self.session.cancel(frames, token),
         }
         .unwrap()
     }
 
     fn drain(&mut self, now: u64) -> Result<bool, Broken> {
         self.now = now;
-        match &mut self.way {
-            Way::Link(rings, own, peer) => self.session.drain(&mut rings.on(*own, *peer)?, now),
-            Way::Stream(frames) => {
+        match &mut self.transport {
+            Transport::Link(rings, own, peer) => self.session.drain(&mut rings.on(*own, *peer)?, now),
+            Transport::Stream(frames) => {
                 frames.greeted()?;
                 self.session.drain(frames, now)
             }
@@ -76,19 +76,19 @@ impl Side {
     }
 
     fn next(&mut self, now: u64) -> Option<crate::Request> {
-        match &mut self.way {
-            Way::Link(rings, own, peer) => self.session.next(&mut rings.on(*own, *peer).unwrap(), now),
-            Way::Stream(frames) => self.session.next(frames, now),
+        match &mut self.transport {
+            Transport::Link(rings, own, peer) => self.session.next(&mut rings.on(*own, *peer).unwrap(), now),
+            Transport::Stream(frames) => self.session.next(frames, now),
         }
         .unwrap()
     }
 
     fn respond(&mut self, request: &crate::Request, now: u64, response: Response) {
-        match &mut self.way {
-            Way::Link(rings, own, peer) => {
+        match &mut self.transport {
+            Transport::Link(rings, own, peer) => {
                 self.session.respond(&mut rings.on(*own, *peer).unwrap(), request, now, response)
             }
-            Way::Stream(frames) => self.session.respond(frames, request, now, response),
+            Transport::Stream(frames) => self.session.respond(frames, request, now, response),
         }
         .unwrap()
     }
@@ -112,7 +112,7 @@ struct Pair {
 
 /// Moves bytes from one stream to the other.
 fn carry(from: &mut Side, to: &mut Side) {
-    if let (Way::Stream(from), Way::Stream(to)) = (&mut from.way, &mut to.way) {
+    if let (Transport::Stream(from), Transport::Stream(to)) = (&mut from.transport, &mut to.transport) {
         let n = to.feed(from.output());
         from.sent(n);
     }
@@ -127,7 +127,7 @@ impl Pair {
         let side = |own: ForeignMut<'static>, peer: ForeignMut<'static>| Side {
             now: 0,
             session: Session::new(plan.entries(), options),
-            way: Way::Link(Box::new(Rings::new(plan)), own, peer.as_foreign()),
+            transport: Transport::Link(Box::new(Rings::new(plan)), own, peer.as_foreign()),
         };
         let mut pair = Pair { a: side(own, peer), b: side(peer, own) };
         pair.a.wire().1.check_peer().unwrap();
@@ -138,7 +138,7 @@ impl Pair {
         let side = || Side {
             now: 0,
             session: Session::new(crate::frames::ENTRIES, options),
-            way: Way::Stream(Frames::default()),
+            transport: Transport::Stream(Frames::default()),
         };
         let mut pair = Pair { a: side(), b: side() };
         pair.turn(0);
@@ -362,9 +362,9 @@ fn who_waits_learns_at_once_that_the_peer_is_gone_and_slots_come_back() {
 #[test]
 fn a_peer_is_rung_only_while_it_sleeps() {
     let mut pair = Pair::link(&ServeOptions::default());
-    let rung = |side: &mut Side| match &mut side.way {
-        Way::Link(rings, ..) => rings.take_ring(),
-        Way::Stream(_) => unreachable!(),
+    let rung = |side: &mut Side| match &mut side.transport {
+        Transport::Link(rings, ..) => rings.take_ring(),
+        Transport::Stream(_) => unreachable!(),
     };
     pair.a.submit(&within(5), b"1").unwrap();
     assert!(!rung(&mut pair.a), "it has not said that it sleeps");
@@ -529,7 +529,7 @@ proptest! {
     ) {
         let mut pair = Pair::link(&ServeOptions::default());
         let token = pair.a.submit(&within(5), &[7; 300]).unwrap();
-        let Way::Link(_, theirs, _) = &pair.b.way else { unreachable!() };
+        let Transport::Link(_, theirs, _) = &pair.b.transport else { unreachable!() };
         let theirs = *theirs;
         let half = 0x3f000;
         for (at, word) in words {

@@ -16,9 +16,9 @@
 //! then, so all of this takes until the next poll.
 
 use crate::Net;
+use crate::ivshmem::handshake::{Do, Handshake};
 use crate::ivshmem::link::{Link, LinkError};
-use crate::ivshmem::meeting::{Do, Meeting};
-use crate::ivshmem::pace::{Pace, Pauses};
+use crate::ivshmem::poll_interval::{Pauses, PollInterval};
 use crate::tcp::TcpStream;
 use alloc::boxed::Box;
 use alloc::rc::Rc;
@@ -75,14 +75,14 @@ impl fmt::Display for CallsError {
 
 /// Over a link.
 struct OnLink {
-    meeting: Meeting,
+    handshake: Handshake,
     plan: Plan,
     rings: Rings,
     own: ForeignMut<'static>,
     theirs: Foreign<'static>,
 }
 
-enum Way {
+enum Transport {
     Link(Box<OnLink>),
     Stream(Frames),
 }
@@ -90,7 +90,7 @@ enum Way {
 /// What all handles of one side share.
 struct State {
     session: Session,
-    way: Way,
+    transport: Transport,
     up: bool,
     /// The connection has ended: there is no next peer.
     over: bool,
@@ -109,9 +109,9 @@ fn wake_all(wakers: &mut Vec<Waker>) {
 }
 
 impl State {
-    fn new(session: Session, way: Way, up: bool) -> Rc<RefCell<State>> {
+    fn new(session: Session, transport: Transport, up: bool) -> Rc<RefCell<State>> {
         let (servers, watchers) = (Vec::new(), Vec::new());
-        let state = State { session, way, up, over: false, driver: None, servers, watchers };
+        let state = State { session, transport, up, over: false, driver: None, servers, watchers };
         Rc::new(RefCell::new(state))
     }
 
@@ -120,17 +120,17 @@ impl State {
         if !self.up {
             return None;
         }
-        let State { session, way, driver, .. } = self;
-        let result = match way {
-            Way::Link(on) => {
-                let OnLink { meeting, rings, own, theirs, .. } = &mut **on;
+        let State { session, transport, driver, .. } = self;
+        let result = match transport {
+            Transport::Link(on) => {
+                let OnLink { handshake, rings, own, theirs, .. } = &mut **on;
                 let result = rings.on(*own, *theirs).and_then(|mut wire| work(session, &mut wire));
                 if rings.take_ring() {
-                    meeting.link.ring_traffic(meeting.peer);
+                    handshake.link.ring_traffic(handshake.peer);
                 }
                 result
             }
-            Way::Stream(frames) => {
+            Transport::Stream(frames) => {
                 let result = work(session, frames);
                 if !frames.output().is_empty()
                     && let Some(driver) = driver.take()
@@ -144,9 +144,9 @@ impl State {
     }
 
     fn fault(&mut self, broken: Broken) {
-        match &mut self.way {
-            Way::Link(on) => on.meeting.fault(),
-            Way::Stream(_) => self.over = true,
+        match &mut self.transport {
+            Transport::Link(on) => on.handshake.fault(),
+            Transport::Stream(_) => self.over = true,
         }
         self.down(CallError::Broken(broken));
     }
@@ -165,7 +165,7 @@ impl State {
 
     /// Takes what has come.
     fn drain(&mut self, now_ns: u64) -> bool {
-        let any = self.with(|session, way| session.drain(way, now_ns)).unwrap_or(false);
+        let any = self.with(|session, transport| session.drain(transport, now_ns)).unwrap_or(false);
         if self.session.pending() > 0 {
             wake_all(&mut self.servers);
         }
@@ -177,10 +177,10 @@ impl State {
         // Before the peer's state: what it wrote before it went is still an answer.
         let any = self.drain(now_ns);
         let was_up = self.up;
-        let Way::Link(on) = &mut self.way else { return any };
-        let OnLink { meeting, plan, rings, own, theirs } = &mut **on;
+        let Transport::Link(on) = &mut self.transport else { return any };
+        let OnLink { handshake, plan, rings, own, theirs } = &mut **on;
         let mut fell = false;
-        let stepped = meeting.step(|what| {
+        let stepped = handshake.step(|what| {
             match what {
                 Do::Clear => {
                     plan.clear(*own);
@@ -208,7 +208,7 @@ impl State {
 
     /// Whether the driver of a link may sleep.
     fn may_sleep(&mut self) -> bool {
-        self.with(|_, way| way.arm()).unwrap_or(true)
+        self.with(|_, transport| transport.arm()).unwrap_or(true)
     }
 }
 
@@ -244,10 +244,10 @@ impl Calls {
         let theirs = theirs.ok_or(CallsError::Peers(link.max_peers()))?;
         let own = link.own_output();
         let plan = Plan::new(own.len().min(theirs.len()) as u64).ok_or(CallsError::Sections(own.len()))?;
-        let meeting = Meeting::new(link.clone(), peer);
-        let way = Way::Link(Box::new(OnLink { meeting, plan, rings: Rings::new(plan), own, theirs }));
+        let handshake = Handshake::new(link.clone(), peer);
+        let transport = Transport::Link(Box::new(OnLink { handshake, plan, rings: Rings::new(plan), own, theirs }));
         let session = Session::new(plan.entries(), options);
-        let calls = Calls { net: net.clone(), state: State::new(session, way, false), link: Some(link.clone()) };
+        let calls = Calls { net: net.clone(), state: State::new(session, transport, false), link: Some(link.clone()) };
         net.spawn(calls.clone().drive_link(link));
         Ok(calls)
     }
@@ -268,7 +268,7 @@ impl Calls {
         };
         let entries = net.within(GREETING_NS, greeting).await.unwrap_or(Err(CallsError::Greeting))?;
         let session = Session::new(entries, options);
-        let state = State::new(session, Way::Stream(frames), true);
+        let state = State::new(session, Transport::Stream(frames), true);
         let calls = Calls { net: net.clone(), state, link: None };
         net.spawn(calls.clone().drive_stream(stream));
         Ok(calls)
@@ -293,16 +293,16 @@ impl Calls {
     }
 
     async fn drive_link(self, link: Link) {
-        let mut pace = Pace::new(Pauses::DOWN);
+        let mut poll_interval = PollInterval::new(Pauses::DOWN);
         loop {
             link.until(|| (!self.settle(&link) || !self.is_up()).then_some(())).await;
-            pace.busy(self.now_ns());
+            poll_interval.busy(self.now_ns());
             while !self.is_up() {
                 let (theirs, down_until_ns) = {
-                    let Way::Link(on) = &self.state.borrow().way else { return };
-                    (on.meeting.theirs(), on.meeting.down_until_ns())
+                    let Transport::Link(on) = &self.state.borrow().transport else { return };
+                    (on.handshake.theirs(), on.handshake.down_until_ns())
                 };
-                Meeting::change(&link, theirs, down_until_ns, &mut pace).await;
+                Handshake::change(&link, theirs, down_until_ns, &mut poll_interval).await;
                 self.state.borrow_mut().turn(self.now_ns());
             }
             self.net.pause().await;
@@ -312,9 +312,9 @@ impl Calls {
     async fn drive_stream(self, mut stream: TcpStream) {
         loop {
             let is_open = !stream.is_ended() && {
-                let frames = |work: &mut dyn FnMut(&mut Frames) -> usize| match &mut self.state.borrow_mut().way {
-                    Way::Stream(frames) => work(frames),
-                    Way::Link(_) => 0,
+                let frames = |work: &mut dyn FnMut(&mut Frames) -> usize| match &mut self.state.borrow_mut().transport {
+                    Transport::Stream(frames) => work(frames),
+                    Transport::Link(_) => 0,
                 };
                 let take = |bytes: &mut [u8]| frames(&mut |frames| frames.feed(bytes));
                 let fill = |room: &mut [u8]| {
@@ -439,9 +439,11 @@ impl Calls {
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
         let now_ns = self.now_ns();
-        let sent = self.state.borrow_mut().with(|session, way| match session.submit(way, options, bytes, now_ns) {
-            Err(CallError::Broken(broken)) => Err(broken),
-            other => Ok(other),
+        let sent = self.state.borrow_mut().with(|session, transport| {
+            match session.submit(transport, options, bytes, now_ns) {
+                Err(CallError::Broken(broken)) => Err(broken),
+                other => Ok(other),
+            }
         });
         if let Some(link) = &self.link {
             link.expect_answer();
@@ -449,7 +451,7 @@ impl Calls {
         sent.unwrap_or(Err(CallError::ProviderGone))
     }
 
-    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
+    /// How a call ended; `None` while it is under transport. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
     /// more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let end = self.state.borrow_mut().session.fetch(token, None);
@@ -460,9 +462,9 @@ impl Calls {
         end
     }
 
-    /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under way.
+    /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under transport.
     pub fn cancel(&self, token: Token) -> bool {
-        self.state.borrow_mut().with(|session, way| session.cancel(way, token)).unwrap_or(false)
+        self.state.borrow_mut().with(|session, transport| session.cancel(transport, token)).unwrap_or(false)
     }
 
     /// The caller does not wait for this call any more: it is cancelled, and its slot comes back with its answer.
@@ -478,7 +480,7 @@ impl Calls {
             let mut state = self.state.borrow_mut();
             state.session.serve();
             let now_ns = self.now_ns();
-            if let Some(request) = state.with(|session, way| session.next(way, now_ns)).flatten() {
+            if let Some(request) = state.with(|session, transport| session.next(transport, now_ns)).flatten() {
                 return Poll::Ready(Some(request));
             }
             if state.over {
@@ -501,7 +503,7 @@ impl Calls {
         let now_ns = self.now_ns();
         let mut state = self.state.borrow_mut();
         if state.up {
-            state.with(|session, way| session.respond(way, request, now_ns, response));
+            state.with(|session, transport| session.respond(transport, request, now_ns, response));
         } else {
             state.session.forget(request);
         }

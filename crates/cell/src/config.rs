@@ -1,6 +1,6 @@
 //! The command line: `key=value` words, separated by spaces. Pure.
 
-use crate::ivshmem::pace::Pauses;
+use crate::ivshmem::poll_interval::Pauses;
 use alloc::string::{String, ToString};
 use alloc::vec::Vec;
 use core::fmt;

@@ -1,9 +1,9 @@
 //! The stack's device: virtio, a link over shared memory, a network device of Xen, or none.
 
-use crate::ivshmem::net::{IvshmemNet, Leave as LinkLeave};
-use crate::neighbor::Sighting;
-use crate::virtio::net::{DeviceStats, Leave, Received, VirtioNet};
-use crate::xen::net::{Leave as XenLeave, XenNet};
+use crate::ivshmem::net::{IvshmemNet, TransmitPermit as IvshmemPermit};
+use crate::neighbor::NeighborEvent;
+use crate::virtio::net::{DeviceStats, Received, TransmitPermit as VirtioPermit, VirtioNet};
+use crate::xen::net::{TransmitPermit as XenPermit, XenNet};
 use alloc::boxed::Box;
 use core::num::NonZeroUsize;
 use smoltcp::phy::{Checksum, Device, DeviceCapabilities, Medium, PacketMeta, RxToken, TxToken};
@@ -101,7 +101,7 @@ impl NetDevice {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         match self {
             NetDevice::Virtio(device) => device.take_sighting(),
             NetDevice::Ivshmem(device) => device.take_sighting(),
@@ -197,26 +197,26 @@ impl NetDevice {
 }
 
 /// Permission to send a frame.
-pub(crate) enum LeaveToSend<'d> {
-    Virtio(Leave<'d>),
-    Ivshmem(LinkLeave<'d>),
-    Xen(XenLeave<'d>),
+pub(crate) enum TransmitPermit<'d> {
+    Virtio(VirtioPermit<'d>),
+    Ivshmem(IvshmemPermit<'d>),
+    Xen(XenPermit<'d>),
 }
 
-impl TxToken for LeaveToSend<'_> {
+impl TxToken for TransmitPermit<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
         match self {
-            LeaveToSend::Virtio(leave) => leave.consume(len, build),
-            LeaveToSend::Ivshmem(leave) => leave.consume(len, build),
-            LeaveToSend::Xen(leave) => leave.consume(len, build),
+            TransmitPermit::Virtio(permit) => permit.consume(len, build),
+            TransmitPermit::Ivshmem(permit) => permit.consume(len, build),
+            TransmitPermit::Xen(permit) => permit.consume(len, build),
         }
     }
 
     fn set_meta(&mut self, meta: PacketMeta) {
         match self {
-            LeaveToSend::Virtio(leave) => leave.set_meta(meta),
-            LeaveToSend::Ivshmem(leave) => leave.set_meta(meta),
-            LeaveToSend::Xen(leave) => leave.set_meta(meta),
+            TransmitPermit::Virtio(permit) => permit.set_meta(meta),
+            TransmitPermit::Ivshmem(permit) => permit.set_meta(meta),
+            TransmitPermit::Xen(permit) => permit.set_meta(meta),
         }
     }
 }
@@ -232,44 +232,44 @@ impl RxToken for ReceivedFrame<'_> {
 
 impl Device for NetDevice {
     type RxToken<'d> = ReceivedFrame<'d>;
-    type TxToken<'d> = LeaveToSend<'d>;
+    type TxToken<'d> = TransmitPermit<'d>;
 
-    fn receive(&mut self, now: Instant) -> Option<(ReceivedFrame<'_>, LeaveToSend<'_>)> {
+    fn receive(&mut self, now: Instant) -> Option<(ReceivedFrame<'_>, TransmitPermit<'_>)> {
         match self {
             NetDevice::Virtio(device) => {
-                let (Received(frame), leave) = device.receive(now)?;
-                Some((ReceivedFrame(frame), LeaveToSend::Virtio(leave)))
+                let (Received(frame), permit) = device.receive(now)?;
+                Some((ReceivedFrame(frame), TransmitPermit::Virtio(permit)))
             }
             NetDevice::Ivshmem(device) => {
                 device.flush_if_much();
                 if !device.next_frame() {
                     return None;
                 }
-                let (frame, leave) = device.received();
-                Some((ReceivedFrame(frame), LeaveToSend::Ivshmem(leave)))
+                let (frame, permit) = device.received();
+                Some((ReceivedFrame(frame), TransmitPermit::Ivshmem(permit)))
             }
             NetDevice::Xen(device) => {
                 device.flush_if_much();
                 if !device.next_frame() {
                     return None;
                 }
-                let (frame, leave) = device.received();
-                Some((ReceivedFrame(frame), LeaveToSend::Xen(leave)))
+                let (frame, permit) = device.received();
+                Some((ReceivedFrame(frame), TransmitPermit::Xen(permit)))
             }
             NetDevice::None => None,
         }
     }
 
-    fn transmit(&mut self, now: Instant) -> Option<LeaveToSend<'_>> {
+    fn transmit(&mut self, now: Instant) -> Option<TransmitPermit<'_>> {
         match self {
-            NetDevice::Virtio(device) => device.transmit(now).map(LeaveToSend::Virtio),
+            NetDevice::Virtio(device) => device.transmit(now).map(TransmitPermit::Virtio),
             NetDevice::Ivshmem(device) => {
                 device.flush_if_much();
-                device.transmit().map(LeaveToSend::Ivshmem)
+                device.transmit().map(TransmitPermit::Ivshmem)
             }
             NetDevice::Xen(device) => {
                 device.flush_if_much();
-                device.transmit().map(LeaveToSend::Xen)
+                device.transmit().map(TransmitPermit::Xen)
             }
             NetDevice::None => None,
         }

@@ -2,7 +2,7 @@
 //!
 //! The stack below asks for a neighbour by itself (ARP, neighbour solicitation), but at most once a second over all of
 //! them. The second new neighbour would wait a second, the tenth nine. So this module also asks for each neighbour that
-//! is about to be sent to, each at its own pace. The stack takes the answers like those to its own questions. It then
+//! is about to be sent to, each at its own poll_interval. The stack takes the answers like those to its own questions. It then
 //! sends the waiting packets at once.
 //!
 //! A neighbour is about to be sent to when the app names it, and when a packet came from it. A peer that still knows a
@@ -37,7 +37,7 @@ const NEIGHBOR_MESSAGES: core::ops::RangeInclusive<u8> = 135..=136;
 
 /// What a received frame says of who sent it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Sighting {
+pub(crate) enum NeighborEvent {
     /// It sent a packet to this card.
     Packet(IpAddress),
     /// It told its Ethernet address, to `to` if that is said.
@@ -49,20 +49,20 @@ fn ipv4(frame: &[u8], at: usize) -> Option<IpAddress> {
     Some(IpAddress::Ipv4(Ipv4Address::from(octets)))
 }
 
-impl Sighting {
+impl NeighborEvent {
     /// Reads a frame; `own` is the address of the card that got it.
-    pub(crate) fn of(frame: &[u8], own: EthernetAddress) -> Option<Sighting> {
+    pub(crate) fn of(frame: &[u8], own: EthernetAddress) -> Option<NeighborEvent> {
         let kind = frame.get(12..14)?;
         if kind == TYPE_ARP {
             // RFC 826: the sender's protocol address at byte 14 of the packet, the target's at 24.
             let (from, to) = (ipv4(frame, ETHERNET_HEADER_BYTES + 14)?, ipv4(frame, ETHERNET_HEADER_BYTES + 24)?);
-            return Some(Sighting::Answer { from, to: Some(to) });
+            return Some(NeighborEvent::Answer { from, to: Some(to) });
         }
         if frame[..6] != own.0 {
             return None;
         }
         if kind == TYPE_IPV4 {
-            return ipv4(frame, ETHERNET_HEADER_BYTES + 12).map(Sighting::Packet);
+            return ipv4(frame, ETHERNET_HEADER_BYTES + 12).map(NeighborEvent::Packet);
         }
         if kind != TYPE_IPV6 {
             return None;
@@ -71,30 +71,30 @@ impl Sighting {
         let from = IpAddress::Ipv6(Ipv6Address::from(octets));
         let neighbor = frame[ETHERNET_HEADER_BYTES + 6] == ICMPV6
             && frame.get(ETHERNET_HEADER_BYTES + 40).is_some_and(|kind| NEIGHBOR_MESSAGES.contains(kind));
-        Some(if neighbor { Sighting::Answer { from, to: None } } else { Sighting::Packet(from) })
+        Some(if neighbor { NeighborEvent::Answer { from, to: None } } else { NeighborEvent::Packet(from) })
     }
 }
 
 /// Where a device keeps whom it has seen, without the further packets of the same sender.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
-    news: Option<Sighting>,
-    last: Option<Sighting>,
+    news: Option<NeighborEvent>,
+    last: Option<NeighborEvent>,
 }
 
 impl Watch {
     /// Looks at a received frame. `asks` for a connection: then its sender is news each time, since what was found out of it may be
     /// too old.
     pub(crate) fn note(&mut self, frame: &[u8], own: EthernetAddress, asks: bool) {
-        let sighting = Sighting::of(frame, own);
-        if asks || sighting != self.last {
-            self.news = sighting;
-            self.last = sighting;
+        let event = NeighborEvent::of(frame, own);
+        if asks || event != self.last {
+            self.news = event;
+            self.last = event;
         }
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take(&mut self) -> Option<Sighting> {
+    pub(crate) fn take(&mut self) -> Option<NeighborEvent> {
         self.news.take()
     }
 }
@@ -288,7 +288,7 @@ mod tests {
             &[10, 0, 0, 7],
         ];
         assert_eq!(frame, golden.concat());
-        assert_eq!(Sighting::of(&frame, MAC), Some(Sighting::Answer { from: v4(9), to: Some(v4(7)) }));
+        assert_eq!(NeighborEvent::of(&frame, MAC), Some(NeighborEvent::Answer { from: v4(9), to: Some(v4(7)) }));
 
         let (to, own) =
             (Ipv6Address::new(0xfd00, 0, 0, 0, 0, 0, 0x12, 0x3456), Ipv6Address::new(0xfd00, 0, 0, 0, 0, 0, 0, 9));
@@ -319,10 +319,10 @@ mod tests {
             watch.note(&packet(last), MAC, asks);
             watch.take()
         };
-        assert_eq!(news(1, false), Some(Sighting::Packet(v4(1))));
+        assert_eq!(news(1, false), Some(NeighborEvent::Packet(v4(1))));
         assert_eq!(news(1, false), None);
-        assert_eq!(news(1, true), Some(Sighting::Packet(v4(1))));
-        assert_eq!(news(2, false), Some(Sighting::Packet(v4(2))));
+        assert_eq!(news(1, true), Some(NeighborEvent::Packet(v4(1))));
+        assert_eq!(news(2, false), Some(NeighborEvent::Packet(v4(2))));
     }
 
     #[test]
@@ -331,21 +331,21 @@ mod tests {
         frame[..6].copy_from_slice(&MAC.0);
         frame[12..14].copy_from_slice(&TYPE_IPV4);
         frame[26..30].copy_from_slice(&[10, 0, 0, 3]);
-        assert_eq!(Sighting::of(&frame, MAC), Some(Sighting::Packet(v4(3))));
+        assert_eq!(NeighborEvent::of(&frame, MAC), Some(NeighborEvent::Packet(v4(3))));
         for len in 0..30 {
-            assert_eq!(Sighting::of(&frame[..len], MAC), None, "{len}");
+            assert_eq!(NeighborEvent::of(&frame[..len], MAC), None, "{len}");
         }
         frame[0] = 0xff;
-        assert_eq!(Sighting::of(&frame, MAC), None);
+        assert_eq!(NeighborEvent::of(&frame, MAC), None);
         let mut frame = vec![0; 55];
         frame[..6].copy_from_slice(&MAC.0);
         frame[12..14].copy_from_slice(&TYPE_IPV6);
         frame[37] = 1;
         let from = IpAddress::v6(0, 0, 0, 0, 0, 0, 0, 1);
-        assert_eq!(Sighting::of(&frame, MAC), Some(Sighting::Packet(from)));
+        assert_eq!(NeighborEvent::of(&frame, MAC), Some(NeighborEvent::Packet(from)));
         frame[20] = ICMPV6;
         frame[54] = 136;
-        assert_eq!(Sighting::of(&frame, MAC), Some(Sighting::Answer { from, to: None }));
-        assert_eq!(Sighting::of(&frame[..54], MAC), Some(Sighting::Packet(from)));
+        assert_eq!(NeighborEvent::of(&frame, MAC), Some(NeighborEvent::Answer { from, to: None }));
+        assert_eq!(NeighborEvent::of(&frame[..54], MAC), Some(NeighborEvent::Packet(from)));
     }
 }

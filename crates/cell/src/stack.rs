@@ -13,7 +13,7 @@ use crate::device::NetDevice;
 use crate::executor::Executor;
 use crate::ivshmem::link::Links;
 use crate::machine::Platform;
-use crate::neighbor::{Neighbors, Question, Sighting};
+use crate::neighbor::{NeighborEvent, Neighbors, Question};
 use crate::println;
 use crate::tcp::{Closing, ListenState};
 use crate::virtio::net::DeviceStats;
@@ -224,8 +224,8 @@ impl Stack {
         }
         let mac = self.device.mac();
         // Where the transmit ring is full the stack asks later.
-        if let Some(leave) = self.device.transmit(instant(now_ns)) {
-            leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+        if let Some(permit) = self.device.transmit(instant(now_ns)) {
+            permit.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
         }
     }
 
@@ -243,8 +243,8 @@ impl Stack {
             .collect();
         for own in own {
             let question = Question::Arp { to: own, own };
-            if let Some(leave) = self.device.transmit(instant(now_ns)) {
-                leave.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
+            if let Some(permit) = self.device.transmit(instant(now_ns)) {
+                permit.consume(question.frame_bytes(mac), |frame| question.emit(mac, frame));
             }
         }
     }
@@ -269,10 +269,10 @@ impl Stack {
         best
     }
 
-    fn see(&mut self, sighting: Sighting, now_ns: u64) {
-        match sighting {
-            Sighting::Packet(from) => self.expect_sending_to(from, now_ns),
-            Sighting::Answer { from, to } => {
+    fn see(&mut self, event: NeighborEvent, now_ns: u64) {
+        match event {
+            NeighborEvent::Packet(from) => self.expect_sending_to(from, now_ns),
+            NeighborEvent::Answer { from, to } => {
                 // As the stack below: what is not for one of the own addresses is not believed.
                 if to.is_none_or(|to| self.interface.has_ip_addr(to)) {
                     self.neighbors.answered(from, now_ns);
@@ -356,8 +356,8 @@ fn ingress(shared: &Shared, budget: usize) -> usize {
             PollIngressSingleResult::None => break,
             PollIngressSingleResult::PacketProcessed | PollIngressSingleResult::SocketStateChanged => taken += 1,
         }
-        if let Some(sighting) = stack.device.take_sighting() {
-            stack.see(sighting, shared.now_ns());
+        if let Some(event) = stack.device.take_sighting() {
+            stack.see(event, shared.now_ns());
         }
         if stack.device.take_syn() {
             stack.refill_listeners();

@@ -14,7 +14,7 @@ use crate::exit::{Exit, Failure};
 use crate::select::Select;
 
 /// How long a link's server, or the other side of a connection, may take to answer.
-const PATIENCE: Duration = Duration::from_secs(5);
+const TIMEOUT: Duration = Duration::from_secs(5);
 
 #[derive(Args, Debug)]
 #[command(group = clap::ArgGroup::new("peer").args(["link", "tcp"]).required(true))]
@@ -91,8 +91,8 @@ impl Bridge {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let options = ServeOptions { workers: self.workers, ..ServeOptions::default() };
         let (calls, default) = match (self.link(select)?, &self.tcp) {
-            (Some((socket, name)), _) => (Calls::join(socket, PATIENCE, &options)?, Some(name)),
-            (None, tcp) => (Calls::connect(address(tcp.as_deref().unwrap_or_default())?, PATIENCE, &options)?, None),
+            (Some((socket, name)), _) => (Calls::join(socket, TIMEOUT, &options)?, Some(name)),
+            (None, tcp) => (Calls::connect(address(tcp.as_deref().unwrap_or_default())?, TIMEOUT, &options)?, None),
         };
         let service = if self.no_service { None } else { self.service.clone().or(default) };
         if service.is_none() && self.to.is_none() {

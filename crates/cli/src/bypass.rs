@@ -61,10 +61,10 @@ enum ModeArg {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum IfKeeperDies {
-    /// It stays in the bypass, without the keeper's work
+enum IfControllerDies {
+    /// It stays in the bypass, without the controller's work
     Stay,
-    /// It takes the kernel's path within three seconds, until `attach` starts another keeper
+    /// It takes the kernel's path within three seconds, until `attach` starts another controller
     Leave,
 }
 
@@ -91,17 +91,17 @@ pub(crate) struct Attach {
     /// Attach even if older tc filters at the ingress then do not see the frames that are taken
     #[arg(long)]
     past_filters: bool,
-    /// What happens to traffic if the keeper is killed, for all interfaces of the namespace [default: stay, or
+    /// What happens to traffic if the controller is killed, for all interfaces of the namespace [default: stay, or
     /// unchanged]
-    #[arg(long, value_enum, value_name = "WHAT", conflicts_with = "no_keeper")]
-    if_keeper_dies: Option<IfKeeperDies>,
+    #[arg(long, alias = "if-keeper-dies", value_enum, value_name = "WHAT", conflicts_with = "no_controller")]
+    if_controller_dies: Option<IfControllerDies>,
     /// How to treat firewall rules that judge each frame (limit, log, matches on the payload), for all interfaces of
     /// the namespace [default: obey, or unchanged]
     #[arg(long, value_enum, value_name = "WHAT")]
     judging_rules: Option<JudgingRules>,
-    /// Start no keeper: no changes of mode, and no new TCP connections through connection tracking
-    #[arg(long)]
-    no_keeper: bool,
+    /// Start no controller: no changes of mode, and no new TCP connections through connection tracking
+    #[arg(long, alias = "no-keeper")]
+    no_controller: bool,
     #[command(flatten)]
     space: Space,
     /// Print the state afterwards as JSON
@@ -238,9 +238,9 @@ impl Attach {
     fn settings(&self) -> Option<String> {
         let set = [
             self.lease.map(|lease| format!("lease {} ms", lease.as_millis())),
-            self.if_keeper_dies.map(|then| match then {
-                IfKeeperDies::Stay => "traffic stays in the bypass if the keeper dies".into(),
-                IfKeeperDies::Leave => "traffic leaves the bypass if the keeper dies".into(),
+            self.if_controller_dies.map(|then| match then {
+                IfControllerDies::Stay => "traffic stays in the bypass if the controller dies".into(),
+                IfControllerDies::Leave => "traffic leaves the bypass if the controller dies".into(),
             }),
             self.judging_rules.map(|then| match then {
                 JudgingRules::Obey => "flows that a judging rule could judge take the kernel's path".into(),
@@ -266,7 +266,7 @@ impl Attach {
                 wanted,
                 lease: self.lease,
                 past_filters: self.past_filters,
-                needs_keeper: self.if_keeper_dies.map(|then| then == IfKeeperDies::Leave),
+                needs_keeper: self.if_controller_dies.map(|then| then == IfControllerDies::Leave),
                 skips_judging_rules: self.judging_rules.map(|then| then == JudgingRules::Skip),
                 netns,
                 owner: COMMAND.into(),
@@ -280,8 +280,8 @@ impl Attach {
             );
         }
         let mut exit = Exit::Done;
-        if !self.no_keeper && !tombolo_bypass::keeper::start(&place)? {
-            out::tell!("tombolo: the keeper did not start; see {}", place.log().display());
+        if !self.no_controller && !tombolo_bypass::controller::start(&place)? {
+            out::tell!("tombolo: the controller did not start; see {}", place.log().display());
             exit = Exit::Partly;
         }
         let report = settled_report(&place)?;
@@ -342,7 +342,7 @@ impl Keep {
         let place = self.space.enter()?;
         // A session of its own: a terminal that closes does not end it.
         let _ = rustix::process::setsid();
-        tombolo_bypass::keeper::keep(&place)?;
+        tombolo_bypass::controller::keep(&place)?;
         Ok(Exit::Done)
     }
 }
@@ -369,7 +369,7 @@ fn as_of_a_network(report: Report) -> BypassReport {
     let fault = if !report.attached {
         Some(NOTHING.into())
     } else if report.needs_keeper && report.keeper.is_none() {
-        Some("no keeper runs, and --if-keeper-dies leave takes nothing without one".into())
+        Some("no controller runs, and --if-controller-dies leave takes nothing without one".into())
     } else {
         report.keeper_fault
     };
@@ -385,11 +385,11 @@ fn render(report: &Report) -> String {
     if !report.attached {
         return format!("{NOTHING}\n");
     }
-    let keeper = match report.keeper {
-        Some(pid) => format!("keeper {pid}"),
-        None => "no keeper".into(),
+    let controller = match report.keeper {
+        Some(pid) => format!("controller {pid}"),
+        None => "no controller".into(),
     };
-    let mut text = format!("{} flows, lease {} ms, {keeper}\n\n", report.flows, report.lease_ms);
+    let mut text = format!("{} flows, lease {} ms, {controller}\n\n", report.flows, report.lease_ms);
     let mut table = Table::new(&["interface", "mode", "why", ">flows", ">taken", ">bytes", ">passed"]);
     for i in &report.interfaces {
         let numbers = [i.flows as u64, i.taken, i.taken_bytes, i.passed].map(|n| n.to_string());
@@ -696,20 +696,20 @@ mod tests {
         let mut report = Report { attached: true, rules_fault: Some("rules changed".into()), ..Report::default() };
         report.warnings = tombolo_bypass::warnings::of(&report);
         let text = render(&report);
-        let (keeper, rules) =
-            (text.find("\nno keeper runs: no new TCP"), text.find("\nrules changed: until then no flow"));
-        assert!(keeper.is_some() && keeper < rules, "{text}");
+        let (controller, rules) =
+            (text.find("\nno controller runs: no new TCP"), text.find("\nrules changed: until then no flow"));
+        assert!(controller.is_some() && controller < rules, "{text}");
     }
 
     #[test]
-    fn metrics_say_that_nothing_is_taken_where_the_keeper_that_is_needed_is_gone() {
+    fn metrics_say_that_nothing_is_taken_where_the_controller_that_is_needed_is_gone() {
         let up = |needs_keeper, keeper| {
             let report = Report { schema: 1, attached: true, needs_keeper, keeper, ..Report::default() };
             metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"\"} 1\n")
         };
         assert!(up(true, Some(7)) && up(false, None) && up(false, Some(7)));
         assert!(!up(true, None));
-        let fault = Some("the keeper is stopped".to_owned());
+        let fault = Some("the controller is stopped".to_owned());
         let report = Report { attached: true, keeper: Some(7), keeper_fault: fault, ..Report::default() };
         assert!(metrics::render_bypass("", &as_of_a_network(report)).contains("tombolo_bypass_up{network=\"\"} 0\n"));
     }

@@ -18,7 +18,7 @@ use crate::service::time;
 /// Longest reply, in bytes, that is repeated in a message.
 const MOST_WORDS: usize = 200;
 /// How long a service may take to let us in, however short the call is to be: on a busy machine a good one needs a while.
-const LEAST_PATIENCE: Duration = Duration::from_millis(100);
+const LEAST_TIMEOUT: Duration = Duration::from_millis(100);
 /// Between two looks for a service that is waited for.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -149,7 +149,7 @@ impl Call {
         let until = Instant::now() + self.wait.unwrap_or_default();
         let mut options = ConnectOptions::default();
         let limit = self.deadline.map_or(self.timeout, |deadline| deadline.min(self.timeout));
-        options.patience = options.patience.min(limit.max(LEAST_PATIENCE));
+        options.timeout = options.timeout.min(limit.max(LEAST_TIMEOUT));
         loop {
             match Client::connect_with(&self.name, &options) {
                 Err(ConnectError::NoService { .. }) if Instant::now() < until => std::thread::sleep(LOOK),

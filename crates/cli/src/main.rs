@@ -13,7 +13,7 @@ mod confine;
 mod doctor;
 mod down;
 mod exit;
-mod keeper;
+mod fd_store;
 mod link_bridge;
 mod manual;
 mod number;
@@ -92,8 +92,8 @@ enum Command {
     /// Print the manual page, or write the pages of all commands into a folder
     Man(manual::Man),
     /// Keep the links of shared memory of a fabric while its daemon restarts; the daemon starts it
-    #[command(hide = true)]
-    Keeper(keeper::Keeper),
+    #[command(name = "keeper", hide = true)]
+    FdStore(fd_store::FdStore),
     /// Pass calls on between a link of a fabric and the services of this machine; the daemon starts it
     #[command(hide = true)]
     LinkBridge(link_bridge::LinkBridge),
@@ -124,7 +124,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
-        Command::Keeper(keeper) => keeper.run(),
+        Command::FdStore(fd_store) => fd_store.run(),
         Command::LinkBridge(bridge) => bridge.run(),
         Command::Confine(confine) => confine.run(),
     }

@@ -21,7 +21,7 @@ use crate::select::Select;
 use crate::terminal::Screen;
 
 /// How long a service may take to report.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 
 #[derive(Subcommand, Debug)]
 pub(crate) enum Service {
@@ -81,7 +81,7 @@ pub(crate) struct Watch {
 }
 
 fn report(name: &str) -> Result<Report, ConnectError> {
-    client::report(name, &ConnectOptions { patience: PATIENCE, ..ConnectOptions::default() })
+    client::report(name, &ConnectOptions { timeout: TIMEOUT, ..ConnectOptions::default() })
 }
 
 /// A time for people.

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use tombolo_host::api::client::Client;
 use tombolo_host::api::report::{Ports, Status};
-use tombolo_testing::{PATIENCE, found, until};
+use tombolo_testing::{TIMEOUT, found, until};
 
 const FILE: &str = "\
 name = \"t\"
@@ -218,7 +218,7 @@ fn a_peer_that_breaks_the_rules_is_told_of_with_the_reason() {
     home.ok("up -d");
     let mut peer = UnixStream::connect(home.path("run/t/vm.sock")).unwrap();
     peer.write_all(&[0xa5; 64]).unwrap();
-    peer.set_read_timeout(Some(PATIENCE)).unwrap();
+    peer.set_read_timeout(Some(TIMEOUT)).unwrap();
     // It is hung up on: by an end, or by a reset where it had more to say than was read.
     assert!(!matches!(peer.read(&mut [0; 64]), Ok(1..)), "nothing is answered");
     let faulty = found("the fault", || home.status().ports.into_iter().find(|p| p.counters.faults > 0));
@@ -259,7 +259,7 @@ fn a_capture_is_a_file_that_tshark_reads() {
     let home = Home::new(FILE);
     home.ok("up -d");
     let mut guest = UnixStream::connect(home.path("run/t/guest.sock")).unwrap();
-    guest.set_read_timeout(Some(PATIENCE)).unwrap();
+    guest.set_read_timeout(Some(TIMEOUT)).unwrap();
     until("the port's link", || home.client().port("guest").unwrap().up);
     let mut capture = home.command("capture guest -w c.pcapng --count 2 --seconds 60").spawn().unwrap();
     // The file's head is written once the capture runs.
@@ -340,7 +340,7 @@ fn a_probe_that_stalls_dies_with_the_program_that_was_killed_over_it() {
     let probes = found("the probe's QEMU", || Some(processes_with(&mark)).filter(|p| !p.is_empty()));
     signal(doctor.id(), Signal::KILL);
     end(&mut doctor);
-    let deadline = Instant::now() + PATIENCE;
+    let deadline = Instant::now() + TIMEOUT;
     while !processes_with(&mark).is_empty() && Instant::now() < deadline {
         std::thread::park_timeout(Duration::from_millis(5));
     }

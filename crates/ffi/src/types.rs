@@ -192,7 +192,7 @@ impl ConnectSettings {
             entries: or(self.entries, default.entries),
             arena_bytes: bytes(self.arena_bytes, default.arena_bytes),
             max_shared_bytes: bytes(self.max_shared_bytes, default.max_shared_bytes),
-            patience: duration(self.patience_ns, default.patience),
+            timeout: duration(self.patience_ns, default.timeout),
             polling: polling(self.polling)?,
             folder: folder.map(Into::into),
         })
@@ -207,14 +207,14 @@ impl CallSettings {
             2 => Deadline::At(self.deadline_ns),
             other => return wrong("deadline_kind", other.into(), "a tombolo_deadline, 0 to 2"),
         };
-        let patience = match deadline {
+        let timeout = match deadline {
             Deadline::In(left) => CallOptions::within(left).timeout,
             _ => CallOptions::TIMEOUT,
         };
         Ok(CallOptions {
             deadline,
             wait_late: Duration::from_nanos(self.wait_late_ns),
-            timeout: duration(self.timeout_ns, patience),
+            timeout: duration(self.timeout_ns, timeout),
             ttl: (self.ttl_ns != 0).then_some(Duration::from_nanos(self.ttl_ns)),
             trace: self.trace,
         })

@@ -3,7 +3,7 @@
 //! memory and doorbells are its own, and the server's end of its connection is in the fd store. So calls go on while the
 //! daemon is replaced, or killed and started again.
 //!
-//! # Life
+//! # Liveness
 //! It begins when the daemon has written it down and says so on its standard input, and not at all where that ends first. It
 //! ends when its connection to the link's server does: the link is closed, or another one now, or a killed daemon's last machine
 //! has ended and the fd store with it. It ends as well where it can get no seat or name. Its standard error has the reason, and

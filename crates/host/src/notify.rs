@@ -15,7 +15,7 @@ use std::time::Duration;
 use tombolo_shm::passing;
 
 /// How long a manager that is busy is waited for.
-const PATIENCE: Duration = Duration::from_secs(1);
+const TIMEOUT: Duration = Duration::from_secs(1);
 
 /// The fabric is up, and this process is its daemon.
 pub fn stands() {
@@ -38,7 +38,7 @@ pub(crate) fn settle() {
     });
     match sent {
         Ok(reader) => {
-            let _ = crate::process::ends_within(&reader, PATIENCE);
+            let _ = crate::process::ends_within(&reader, TIMEOUT);
         }
         Err(error) => eprintln!("tombolo: waiting for the service manager: {error}"),
     }
@@ -61,7 +61,7 @@ fn socket() -> Option<io::Result<UnixDatagram>> {
     Some(address.and_then(|address| {
         let socket = UnixDatagram::unbound()?;
         socket.connect_addr(&address)?;
-        socket.set_write_timeout(Some(PATIENCE))?;
+        socket.set_write_timeout(Some(TIMEOUT))?;
         Ok(socket)
     }))
 }

@@ -12,7 +12,7 @@
 //! | QEMU | `-name tombolo/FABRIC/NAME` and the path of its monitor's socket |
 //! | xl | its last words, `create -q -F -c RUNTIME/NAME.xl`; its domain by the owner record |
 //! | passt | its name for itself, `RUNTIME/PORT/passt`; also [`HELPER_VARIABLE`], and the owner record |
-//! | keeper of links | `tombolo keeper RUNTIME/keeper.sock` |
+//! | fd store of links | `tombolo keeper RUNTIME/keeper.sock` |
 //! | bridge of a link | `tombolo link-bridge RUNTIME/LINK.link.sock`; also the owner record, since a process can change its arguments |
 //! | nft, probes | none: the kernel kills them with the daemon (`tombolo_port::child`) |
 
@@ -74,7 +74,7 @@ pub fn start_ticks(pid: u32) -> Option<u64> {
 
 /// What a process is at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Life {
+pub enum Liveness {
     /// It runs, or is stopped.
     Runs,
     /// It was killed or ends by itself, and the kernel still takes it apart: about ten taps a second, for one.
@@ -84,13 +84,13 @@ pub enum Life {
 }
 
 /// Looks the process up by number and start time, so that a reused number is not mistaken for it.
-pub fn life(pid: u32, started_ticks: u64) -> Life {
+pub fn liveness(pid: u32, started_ticks: u64) -> Liveness {
     /// `PF_EXITING` (linux/sched.h), in field 9 of a thread's stat.
     const EXITING: u32 = 4;
     /// SIGKILL, in the masks of pending signals.
     const KILLED: u64 = 1 << 8;
     if start_ticks(pid) != Some(started_ticks) || !Process::open(pid).is_some_and(|p| p.is_running()) {
-        return Life::Gone;
+        return Liveness::Gone;
     }
     let ends = |task: &Path| -> Option<bool> {
         let stat = fs::read_to_string(task.join("stat")).ok()?;
@@ -104,7 +104,7 @@ pub fn life(pid: u32, started_ticks: u64) -> Life {
     };
     let mut tasks = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten();
     // A thread that goes while it is looked at is ending.
-    if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Life::Ending } else { Life::Runs }
+    if tasks.all(|t| ends(&t.path()).unwrap_or(true)) { Liveness::Ending } else { Liveness::Runs }
 }
 
 /// Whether the process of that number and start time, if known, has ended or only waits for its
@@ -197,8 +197,8 @@ pub fn helpers(runtime: &Path, recorded: &[Recorded]) -> Vec<(String, Process)> 
     found.collect()
 }
 
-/// Running keepers of links at this socket, in any state.
-pub fn keepers(socket: &Path) -> Vec<Process> {
+/// Running fd stores of links at this socket, in any state.
+pub fn fd_stores(socket: &Path) -> Vec<Process> {
     let socket = socket.display().to_string();
     let found = all().filter(|(process, words)| {
         words.len() == 3 && words[1] == "keeper" && words[2] == socket && process.is_running() && is_ours(process)

@@ -26,13 +26,13 @@ use serde::{Deserialize, Serialize};
 
 use crate::fabric::Say;
 use crate::fabric::standing::Standing;
-use crate::process::{self, Life, Recorded, RecordedBridge};
+use crate::process::{self, Liveness, Recorded, RecordedBridge};
 use crate::xen::config::Domain;
 
 /// How long a lock is waited for whose recorded owner has gone.
-const LOCK_PATIENCE: Duration = Duration::from_secs(3);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a daemon that is ending is waited for: 256 taps took the kernel 22 s, and a guest may take 15 s to shut down.
-const ENDING_PATIENCE: Duration = Duration::from_secs(180);
+const ENDING_TIMEOUT: Duration = Duration::from_secs(180);
 /// How often it is said that a daemon is waited for, and how often that one is looked at.
 const PROGRESS: Duration = Duration::from_secs(2);
 const LOOK: Duration = Duration::from_millis(20);
@@ -159,10 +159,10 @@ pub struct Settled {
 
 impl Owner {
     /// What that daemon is at. One that is dead and not reaped is gone; one that takes its fabric down is ending.
-    pub fn life(&self) -> Life {
-        match process::life(self.pid, self.started_ticks) {
-            Life::Runs if self.ending => Life::Ending,
-            life => life,
+    pub fn liveness(&self) -> Liveness {
+        match process::liveness(self.pid, self.started_ticks) {
+            Liveness::Runs if self.ending => Liveness::Ending,
+            liveness => liveness,
         }
     }
 }
@@ -232,7 +232,7 @@ fn holders(root: &Path) -> Vec<(String, u32, bool)> {
             // A command that only looks has it open and not locked.
             let info = fs::read_to_string(entry.path().join("fdinfo").join(file.file_name())).unwrap_or_default();
             let is_locked = info.lines().any(|l| l.starts_with("lock:") && l.contains("FLOCK") && l.contains("WRITE"));
-            if is_locked && process::start_ticks(pid).is_some_and(|t| process::life(pid, t) == Life::Runs) {
+            if is_locked && process::start_ticks(pid).is_some_and(|t| process::liveness(pid, t) == Liveness::Runs) {
                 out.push((name, pid, is_deleted));
             }
         }
@@ -246,7 +246,7 @@ pub fn daemon_of(folder: &Path) -> Option<u32> {
     let (root, name) = (folder.parent()?, folder.file_name()?.to_str()?);
     let named =
         File::open(folder.join("lock")).is_ok_and(|l| flock(&l, FlockOperation::NonBlockingLockShared).is_err());
-    let recorded = read_owner(folder).filter(|o| process::life(o.pid, o.started_ticks) == Life::Runs);
+    let recorded = read_owner(folder).filter(|o| process::liveness(o.pid, o.started_ticks) == Liveness::Runs);
     match recorded.filter(|_| named) {
         Some(owner) => Some(owner.pid),
         None => holders(root).into_iter().find(|(n, ..)| n == name).map(|(_, pid, _)| pid),
@@ -351,28 +351,28 @@ async fn take_lock(fabric: &str, path: &Path, say: &Say) -> Result<(File, Option
             Attempt::Held(record) => (None, record),
             Attempt::Removed => continue,
         };
-        let life = record.as_ref().map_or(Life::Gone, Owner::life);
+        let liveness = record.as_ref().map_or(Liveness::Gone, Owner::liveness);
         let pid = record.as_ref().map_or(0, |o| o.pid);
-        match (taken, life) {
+        match (taken, liveness) {
             // Nothing is recorded: it is the first start, or a daemon runs whose files were deleted and not made again yet.
-            (Some(_), Life::Gone) if record.is_none() && deleted(fabric, root).is_some() => {
+            (Some(_), Liveness::Gone) if record.is_none() && deleted(fabric, root).is_some() => {
                 return Err(RunDirError::Running { name: fabric.into(), pid: deleted(fabric, root).unwrap_or(0) });
             }
-            (Some(lock), Life::Gone) => return Ok((lock, record)),
-            (Some(lock), Life::Runs) if pid == std::process::id() => return Ok((lock, record)),
+            (Some(lock), Liveness::Gone) => return Ok((lock, record)),
+            (Some(lock), Liveness::Runs) if pid == std::process::id() => return Ok((lock, record)),
             // Only the file was deleted: that daemon makes it again, or cannot, and has all else still.
-            (Some(_), Life::Runs) if begun.elapsed() >= LOCK_PATIENCE || deleted(fabric, root).is_some() => {
+            (Some(_), Liveness::Runs) if begun.elapsed() >= LOCK_TIMEOUT || deleted(fabric, root).is_some() => {
                 return Err(RunDirError::Running { name: fabric.into(), pid });
             }
-            (None, Life::Runs) => return Err(RunDirError::Running { name: fabric.into(), pid }),
+            (None, Liveness::Runs) => return Err(RunDirError::Running { name: fabric.into(), pid }),
             // The lock is given back: it is taken again once the process is gone.
-            (_, Life::Ending) if begun.elapsed() >= ENDING_PATIENCE => {
+            (_, Liveness::Ending) if begun.elapsed() >= ENDING_TIMEOUT => {
                 return Err(RunDirError::Ending { name: fabric.into(), pid, waited: begun.elapsed().as_secs() });
             }
-            (None, Life::Gone) if begun.elapsed() >= LOCK_PATIENCE => {
+            (None, Liveness::Gone) if begun.elapsed() >= LOCK_TIMEOUT => {
                 return Err(RunDirError::Running { name: fabric.into(), pid });
             }
-            (_, Life::Ending) if Instant::now() >= next_word => {
+            (_, Liveness::Ending) if Instant::now() >= next_word => {
                 next_word = Instant::now() + PROGRESS;
                 let since = begun.elapsed().as_secs_f64();
                 say(&format!(
@@ -601,7 +601,7 @@ mod tests {
         record(dir.path(), me, process::start_ticks(me).unwrap());
         let begun = Instant::now();
         assert!(matches!(lock(dir.path(), &quiet()), Err(RunDirError::Running { pid, .. }) if pid == me));
-        assert!(begun.elapsed() < LOCK_PATIENCE);
+        assert!(begun.elapsed() < LOCK_TIMEOUT);
         // The same number with another start is another process.
         record(dir.path(), me, 0);
         let waiter = std::thread::scope(|scope| {
@@ -622,7 +622,7 @@ mod tests {
         let mut child = Command::new("sleep").arg("600").spawn().unwrap();
         until("the program's start", || process::arguments(child.id()).is_some_and(|w| w[0] == "sleep"));
         let (pid, started_ticks) = (child.id(), process::start_ticks(child.id()).unwrap());
-        assert_eq!(process::life(pid, started_ticks), Life::Runs);
+        assert_eq!(process::liveness(pid, started_ticks), Liveness::Runs);
         let owner = Owner { pid, started_ticks, ending: true, ..Owner::default() };
         write_whole(&dir.path().join("owner.json"), &serde_json::to_vec(&owner).unwrap()).unwrap();
         let said = Arc::new(Mutex::new(Vec::<String>::new()));
@@ -638,7 +638,7 @@ mod tests {
         });
         let said = said.lock().unwrap();
         assert!(said[0].starts_with(WAITING) && said[0].contains(&format!("process {pid}")), "{said:?}");
-        assert_eq!(process::life(pid, started_ticks), Life::Gone);
+        assert_eq!(process::liveness(pid, started_ticks), Liveness::Gone);
     }
 
     #[test]

@@ -28,7 +28,7 @@ use tombolo_switch::mac::MacSettings;
 const TAP: &str = "tmbgw0";
 const TAP_MAC: [u8; 6] = [2, 0x7b, 0, 0, 0, 1];
 /// Every command ends by itself within this.
-const PATIENCE_SECS: u64 = 10;
+const TIMEOUT_SECS: u64 = 10;
 
 /// Why the test cannot run here.
 fn missing() -> Option<String> {
@@ -97,10 +97,10 @@ impl Fabric {
         self.worker.stop().unwrap();
     }
 
-    /// Runs a command in the namespace, for at most [`PATIENCE_SECS`].
+    /// Runs a command in the namespace, for at most [`TIMEOUT_SECS`].
     fn output(&self, line: &str) -> Output {
         let mut command = Command::new("timeout");
-        command.arg(PATIENCE_SECS.to_string()).args(line.split_whitespace());
+        command.arg(TIMEOUT_SECS.to_string()).args(line.split_whitespace());
         self.netns.run(move || command.output()).unwrap().unwrap()
     }
 
@@ -182,8 +182,8 @@ fn name_server() -> SocketAddr {
 
 /// Serves the gateway's queries on a thread of its own, as the host's task does.
 fn serve(gateway: &GatewayHandle, server: SocketAddr) {
-    let bell = Arc::new(Notify::new());
-    let ring = bell.clone();
+    let doorbell = Arc::new(Notify::new());
+    let ring = doorbell.clone();
     gateway.set_event_waker(Arc::new(move || ring.notify_one()));
     let gateway = gateway.clone();
     std::thread::spawn(move || {
@@ -191,7 +191,7 @@ fn serve(gateway: &GatewayHandle, server: SocketAddr) {
         runtime.block_on(async move {
             let mut resolver = Resolver::new(Servers::Fixed(vec![server]), Timing::default());
             loop {
-                bell.notified().await;
+                doorbell.notified().await;
                 resolver.serve(&gateway);
             }
         });
@@ -240,7 +240,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let query = b"\x43\x21\x01\x00\x00\x01\x00\x00\x00\x00\x00\x00\x03big\x07example\x04test\x00\x00\x01\x00\x01";
     let answer = fabric.netns.run(|| {
         let mut stream = TcpStream::connect("10.213.7.1:53")?;
-        stream.set_read_timeout(Some(Duration::from_secs(PATIENCE_SECS)))?;
+        stream.set_read_timeout(Some(Duration::from_secs(TIMEOUT_SECS)))?;
         stream.write_all(&[&(query.len() as u16).to_be_bytes()[..], query].concat())?;
         let mut length = [0; 2];
         stream.read_exact(&mut length)?;
@@ -253,7 +253,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     // A client that asks for a UDP port without a server hears so at once.
     let refused = fabric.netns.run(|| {
         let socket = UdpSocket::bind("0.0.0.0:0")?;
-        socket.set_read_timeout(Some(Duration::from_secs(PATIENCE_SECS)))?;
+        socket.set_read_timeout(Some(Duration::from_secs(TIMEOUT_SECS)))?;
         socket.connect("10.213.7.1:9")?;
         socket.send(b"anybody?")?;
         socket.recv(&mut [0; 8])
@@ -275,7 +275,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
     let mut command = Command::new("busybox");
     command.args(["udhcpc", "-f", "-n", "-i", TAP, "-s"]).arg(script);
     let client = Running(fabric.netns.run(move || command.spawn()).unwrap().unwrap());
-    let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
+    let end = Instant::now() + Duration::from_secs(TIMEOUT_SECS);
     // The script writes what it was told before it sets the address.
     let pings = || fabric.output("busybox ping -c 1 10.213.7.1").status.success();
     while !(told.exists() && pings()) {
@@ -283,7 +283,7 @@ fn busybox_gets_a_lease_resolves_and_pings() {
         std::thread::yield_now();
     }
     kill_process(Pid::from_child(&client.0), Signal::USR2).unwrap();
-    let end = Instant::now() + Duration::from_secs(PATIENCE_SECS);
+    let end = Instant::now() + Duration::from_secs(TIMEOUT_SECS);
     while !fabric.gateway.leases().leases.is_empty() {
         if Instant::now() >= end {
             let counters = fabric.gateway.counters().all();

@@ -31,7 +31,7 @@ use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape as LinkShape};
 const USAGE: &str = "usage: ivshmem_peer SOCKET echo | ping COUNT | arp OWN-ADDRESS ADDRESS COUNT | serve";
 const RECORD_BYTES: u32 = 56;
 /// How long anything may take.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// After so long without an answer a request is repeated.
 const REPEAT: Duration = Duration::from_millis(100);
 /// Between two requests.
@@ -74,7 +74,7 @@ fn serve(socket: &str) -> Result<(), Box<dyn Error>> {
 }
 
 fn join(socket: &str) -> Result<Joined, Box<dyn Error>> {
-    let joined = Joined::connect(socket, PATIENCE)?;
+    let joined = Joined::connect(socket, TIMEOUT)?;
     println!("peer {} of {}", joined.id(), joined.header());
     Ok(joined)
 }
@@ -102,7 +102,7 @@ fn echo(mut link: Link<ChannelPeer>) -> Result<(), Box<dyn Error>> {
         match link.peer().recv(&mut to) {
             Ok(Some(record)) => link.peer().send(&to[..record.len])?,
             Ok(None) | Err(ChannelTrouble::Down { .. }) => {
-                link.wait(PATIENCE)?;
+                link.wait(TIMEOUT)?;
             }
             Err(error) => return Err(error.into()),
         }
@@ -110,7 +110,7 @@ fn echo(mut link: Link<ChannelPeer>) -> Result<(), Box<dyn Error>> {
 }
 
 fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>> {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !link.step()? {
         link.wait(Duration::from_millis(100))?;
         if Instant::now() > end {
@@ -123,8 +123,8 @@ fn ping(mut link: Link<ChannelPeer>, count: usize) -> Result<(), Box<dyn Error>>
         let start = Instant::now();
         link.peer().send(&number.to_le_bytes())?;
         while link.peer().recv(&mut to)?.is_none() {
-            link.wait(PATIENCE)?;
-            if start.elapsed() > PATIENCE {
+            link.wait(TIMEOUT)?;
+            if start.elapsed() > TIMEOUT {
                 return Err(format!("record {number} was not answered").into());
             }
         }
@@ -142,7 +142,7 @@ fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -
         [0, 0, 0, 0, 0, 0] => [0x02, 0, 0, 0, 0, 0x77],
         given => given,
     };
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !link.step()? {
         link.wait(Duration::from_millis(100))?;
         if Instant::now() > end {
@@ -180,7 +180,7 @@ fn arp(mut link: Link<NetPeer>, own: Ipv4Addr, target: Ipv4Addr, count: usize) -
                 who = mac;
                 break;
             }
-            if begin.elapsed() > PATIENCE {
+            if begin.elapsed() > TIMEOUT {
                 return Err(format!("request {number}: no answer for {target}").into());
             }
             repeated += 1;

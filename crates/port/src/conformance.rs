@@ -54,7 +54,7 @@ pub struct Abilities {
 
 /// What the port makes of something that a peer should not do.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Misdeed {
+pub enum Violation {
     /// The frame is dropped, and counted under this reason.
     Dropped(Reason),
     /// The port faults.
@@ -97,16 +97,16 @@ pub trait Fixture: Sized {
     fn connect(&mut self);
 
     /// The peer sends a frame of 13 bytes, and says what is to become of it.
-    fn send_runt(&mut self) -> Misdeed;
+    fn send_runt(&mut self) -> Violation;
 
     /// The peer sends a frame that is longer than any may be.
-    fn send_over_long(&mut self) -> Misdeed;
+    fn send_over_long(&mut self) -> Violation;
 
     /// The peer sends a frame whose offload state does not fit it.
-    fn send_bad_offload(&mut self) -> Misdeed;
+    fn send_bad_offload(&mut self) -> Violation;
 
     /// The peer breaks the protocol as badly as it can.
-    fn break_protocol(&mut self) -> Misdeed;
+    fn break_protocol(&mut self) -> Violation;
 
     /// Whether a wake-up between port and peer can get lost: they share memory, and decide by words in it. The next three are
     /// asked only then.
@@ -119,8 +119,8 @@ pub trait Fixture: Sized {
         unreachable!("this kind loses no wake-ups")
     }
 
-    /// The peer's wish for a signal at the next frame becomes visible; it does not look at the ring again.
-    fn wish(&mut self) {
+    /// The peer's request for a signal at the next frame becomes visible; it does not look at the ring again.
+    fn ask_for_signals(&mut self) {
         unreachable!("this kind loses no wake-ups")
     }
 
@@ -131,8 +131,8 @@ pub trait Fixture: Sized {
 
     /// The peer spoils what it gives the port for frames, so that [`Port::transmit`] of 64 frames comes on a fault after
     /// some of them.
-    fn spoil_transmit(&mut self) -> Misdeed {
-        Misdeed::Impossible("the peer gives the port nothing that could spoil a transmit")
+    fn spoil_transmit(&mut self) -> Violation {
+        Violation::Impossible("the peer gives the port nothing that could spoil a transmit")
     }
 }
 
@@ -579,7 +579,7 @@ macro_rules! conformance_suite {
             a_frame_between_receive_and_arm_is_seen
             a_frame_after_arm_wakes
             a_lost_wake_up_is_found_by_one_more_look
-            a_wish_that_was_missed_is_found_by_one_more_look
+            a_request_that_was_missed_is_found_by_one_more_look
             an_idle_port_sleeps
             a_partial_checksum_is_carried
             segmentation_is_carried

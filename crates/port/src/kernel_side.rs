@@ -1,7 +1,7 @@
 //! For tests: a network namespace with an interface in it, a packet socket that plays the peer there, and what the fixtures of all
 //! attachments have in common whose peer is the kernel.
 
-use crate::conformance::{Abilities, DEADLINE, Fixture, Misdeed, number};
+use crate::conformance::{Abilities, DEADLINE, Fixture, Violation, number};
 use crate::link::{Interface, Netns};
 use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
@@ -150,23 +150,23 @@ impl<A: Attachment> Fixture for KernelFixture<A> {
         self.side = KernelSide::open(&self.netns, A::PEER);
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         assert!(self.side.inject_raw(&[0; 13], &[0; 10]).is_err());
-        Misdeed::Impossible("the kernel passes on no frame without an Ethernet header")
+        Violation::Impossible("the kernel passes on no frame without an Ethernet header")
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
+    fn send_over_long(&mut self) -> Violation {
         assert!(self.side.inject_raw(&[0; 1600], &[0; 10]).is_err());
-        Misdeed::Impossible("the kernel sends no frame beyond the MTU")
+        Violation::Impossible("the kernel sends no frame beyond the MTU")
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
+    fn send_bad_offload(&mut self) -> Violation {
         let past_the_end = [1, 0, 0, 0, 0, 0, 0, 1, 0, 1];
         assert!(self.side.inject_raw(&[0; 60], &past_the_end).is_err());
-        Misdeed::Impossible("the kernel checks offload fields itself")
+        Violation::Impossible("the kernel checks offload fields itself")
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
-        Misdeed::Impossible("the peer is the kernel")
+    fn break_protocol(&mut self) -> Violation {
+        Violation::Impossible("the peer is the kernel")
     }
 }

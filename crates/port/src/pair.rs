@@ -393,7 +393,7 @@ impl Port for PairPort {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::conformance::{Abilities, Fixture, Misdeed, Rig, frame, plain};
+    use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, plain};
 
     struct PairFixture {
         connector: PairConnector,
@@ -433,25 +433,25 @@ mod tests {
             self.peer = Some(self.connector.connect());
         }
 
-        fn send_runt(&mut self) -> Misdeed {
+        fn send_runt(&mut self) -> Violation {
             assert!(self.inject(&frame(0, 13), Offload::NONE));
-            Misdeed::Dropped(Reason::Runt)
+            Violation::Dropped(Reason::Runt)
         }
 
-        fn send_over_long(&mut self) -> Misdeed {
+        fn send_over_long(&mut self) -> Violation {
             let refused = self.peer.as_ref().unwrap().send(&frame(0, MAX_FRAME_BYTES + 1), Offload::NONE);
             assert_eq!(refused, Err(SendError::Length(MAX_FRAME_BYTES + 1)));
-            Misdeed::Impossible("`send` refuses it")
+            Violation::Impossible("`send` refuses it")
         }
 
-        fn send_bad_offload(&mut self) -> Misdeed {
+        fn send_bad_offload(&mut self) -> Violation {
             let checksum = tombolo_switch::frame::Checksum::Partial { start: 34, offset: 40 };
             assert!(self.inject(&frame(0, 60), Offload { checksum, segmentation: None }));
-            Misdeed::Dropped(Reason::BadOffload)
+            Violation::Dropped(Reason::BadOffload)
         }
 
-        fn break_protocol(&mut self) -> Misdeed {
-            Misdeed::Impossible("the handle has no way to")
+        fn break_protocol(&mut self) -> Violation {
+            Violation::Impossible("the handle has no way to")
         }
     }
 

@@ -165,16 +165,16 @@ mod tests {
     #[test]
     fn a_kick_wakes_its_port_once_per_ring_without_being_read() {
         let mut reactor = Reactor::new().unwrap();
-        let bell = Doorbell::new().unwrap();
-        let watch = reactor.registrar().registration(Token(7)).watch(&bell).unwrap();
+        let doorbell = Doorbell::new().unwrap();
+        let watch = reactor.registrar().registration(Token(7)).watch(&doorbell).unwrap();
         assert!(woken(&mut reactor, Nanos(0)).is_empty());
         for _ in 0..2 {
-            bell.ring();
+            doorbell.ring();
             assert_eq!(woken(&mut reactor, Nanos::SECOND), [Token(7)]);
             assert!(woken(&mut reactor, Nanos(0)).is_empty());
         }
         drop(watch);
-        bell.ring();
+        doorbell.ring();
         assert!(woken(&mut reactor, Nanos(0)).is_empty());
     }
 

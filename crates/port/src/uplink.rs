@@ -680,7 +680,7 @@ mod tests {
             assert_eq!((&frame[..4], &frame[16..18]), (&[0, 0, 0, 42][..], &[8, 6][..]));
             drop(port);
             assert_eq!(theirs.read(&mut frame).unwrap(), 0, "whoever is behind it sees that it is gone");
-            port = NatPort::new(config(), Box::new(feed.remake(1500)), 1500);
+            port = NatPort::new(config(), Box::new(feed.restart(1500)), 1500);
             assert_eq!(port.link(), Link::Down);
         }
     }

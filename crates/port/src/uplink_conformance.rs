@@ -7,7 +7,7 @@
 
 use super::tests::{GUEST, PASST, arp_answer, config, ipv4};
 use super::*;
-use crate::conformance::{Abilities, Fixture, Misdeed, frame};
+use crate::conformance::{Abilities, Fixture, Violation, frame};
 use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
 use crate::stream::tests::Peer;
@@ -186,23 +186,23 @@ impl Fixture for UplinkFixture {
         self.feed.give(ours.into()).unwrap();
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         self.peer().inject(&frame(0, 13));
-        Misdeed::Dropped(Reason::Runt)
+        Violation::Dropped(Reason::Runt)
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
+    fn send_over_long(&mut self) -> Violation {
         self.peer().inject(&frame(0, MAX_FRAME_BYTES + 1));
-        Misdeed::Faulted(FaultKind::Protocol)
+        Violation::Faulted(FaultKind::Protocol)
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
-        Misdeed::Impossible("the framing of the uplink has no offload fields")
+    fn send_bad_offload(&mut self) -> Violation {
+        Violation::Impossible("the framing of the uplink has no offload fields")
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
+    fn break_protocol(&mut self) -> Violation {
         self.peer().write(&[0, 0, 0, 0]);
-        Misdeed::Faulted(FaultKind::Protocol)
+        Violation::Faulted(FaultKind::Protocol)
     }
 }
 

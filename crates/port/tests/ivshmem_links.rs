@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use tombolo_port::ivshmem::client::{Joined, Link};
 use tombolo_port::ivshmem::peer::NetPeer;
-use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::ivshmem::{EventDoorbells, Handle, Ivshmem, LinkEnd, PeerDoorbells, PollSettings};
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_ring::ivshmem::region::{Header, Layout, Name};
 use tombolo_ring::ivshmem::state::Offloads;
@@ -21,7 +21,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::Link as PortLink;
 use tombolo_testing::until;
 
-const PATIENCE: Duration = Duration::from_secs(30);
+const TIMEOUT: Duration = Duration::from_secs(30);
 const BYTES: u64 = 1 << 20;
 
 struct Place(PathBuf);
@@ -87,7 +87,7 @@ impl Fabric {
             peer_id: 1,
             vectors,
             doorbells: opened.own,
-            bells: None,
+            peer_doorbells: None,
             peer_present: false,
             owns_region: true,
             mtu: 1500,
@@ -101,9 +101,10 @@ impl Fabric {
         let watched = handle.clone();
         let watcher = move |event| {
             match event {
-                Event::Joined { bells, .. } => {
-                    let bells = (!bells.is_empty()).then(|| Box::new(EventBells::from(bells)) as Box<dyn Bells>);
-                    watched.peer_joined(bells);
+                Event::Joined { doorbells, .. } => {
+                    let doorbells = (!doorbells.is_empty())
+                        .then(|| Box::new(EventDoorbells::from(doorbells)) as Box<dyn PeerDoorbells>);
+                    watched.peer_joined(doorbells);
                     tell.send("joined")
                 }
                 Event::Left { .. } => {
@@ -119,14 +120,14 @@ impl Fabric {
     }
 
     fn join(&self, name: &str) -> Link<NetPeer> {
-        let joined = Joined::connect(self.place.socket(name), PATIENCE).unwrap();
+        let joined = Joined::connect(self.place.socket(name), TIMEOUT).unwrap();
         assert_eq!((joined.id(), joined.header().name.as_str()), (1, name));
         joined.network().unwrap()
     }
 
     /// Waits until the switch knows that all links are up: a link is up at its two ends one after the other.
     fn all_up(&self) {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while self.worker.handle().status().unwrap().ports.iter().any(|port| port.link != PortLink::Up) {
             assert!(Instant::now() < end, "not all ports come up");
             std::thread::yield_now();
@@ -140,7 +141,7 @@ impl Fabric {
 }
 
 fn up(link: &mut Link<NetPeer>) {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !link.step().unwrap() {
         link.wait(Duration::from_millis(20)).unwrap();
         assert!(Instant::now() < end, "the link does not come up: {:?}", link.peer().states());
@@ -195,7 +196,7 @@ fn all_pairs(links: &mut [Link<NetPeer>], round: u32) {
 
 /// Has everybody receive until `done` says so.
 fn collect(links: &mut [Link<NetPeer>], mut done: impl FnMut(usize, &[u8]) -> bool) {
-    let (mut buffer, end) = (Vec::new(), Instant::now() + PATIENCE);
+    let (mut buffer, end) = (Vec::new(), Instant::now() + TIMEOUT);
     loop {
         for (i, link) in links.iter_mut().enumerate() {
             while let Some(over) = link.peer().receive(&mut buffer, |bytes| done(i, bytes)) {
@@ -216,17 +217,17 @@ fn each_reaches_each_with_doorbells_and_without() {
     let told: Vec<_> = [2, 1, 0, 2].into_iter().enumerate().map(|(i, n)| fabric.add(&format!("l{i}"), n)).collect();
     let mut links: Vec<_> = (0..4).map(|i| fabric.join(&format!("l{i}"))).collect();
     links.iter_mut().for_each(up);
-    assert!(told.iter().all(|t| t.recv_timeout(PATIENCE) == Ok("joined")));
+    assert!(told.iter().all(|t| t.recv_timeout(TIMEOUT) == Ok("joined")));
     fabric.all_up();
     all_pairs(&mut links, 0);
     for round in 1..4 {
         // One goes and another comes in its place; the others are not disturbed.
         let gone = round as usize % links.len();
         drop(links.remove(gone));
-        assert_eq!(told[gone].recv_timeout(PATIENCE), Ok("left"));
+        assert_eq!(told[gone].recv_timeout(TIMEOUT), Ok("left"));
         links.insert(gone, fabric.join(&format!("l{gone}")));
         up(&mut links[gone]);
-        assert_eq!(told[gone].recv_timeout(PATIENCE), Ok("joined"));
+        assert_eq!(told[gone].recv_timeout(TIMEOUT), Ok("joined"));
         for (i, link) in links.iter_mut().enumerate() {
             assert!(link.step().unwrap());
             assert_eq!(link.peer().resets().total(), 0, "link {i}");
@@ -240,7 +241,7 @@ fn each_reaches_each_with_doorbells_and_without() {
     // The server ends: links that exist go on.
     drop(fabric.links.take());
     for link in &mut links {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while !link.server_is_gone() {
             link.step().unwrap();
             assert!(Instant::now() < end, "the server's end is not seen");
@@ -260,7 +261,7 @@ fn a_direct_link_carries_records_between_two_processes() {
     let shape = records::Shape { slots: 64, record_bytes: 56, latest_bytes: 0 };
     let socket = place.socket("control");
     let join = |id: u32| {
-        let joined = Joined::connect(&socket, PATIENCE).unwrap();
+        let joined = Joined::connect(&socket, TIMEOUT).unwrap();
         assert_eq!(joined.id(), id, "the lowest free seat");
         joined.channel(1 - id, shape).unwrap()
     };
@@ -268,7 +269,7 @@ fn a_direct_link_carries_records_between_two_processes() {
     for _ in 0..3 {
         let mut theirs = join(1);
         let echo = std::thread::spawn(move || {
-            let (mut to, mut answered, end) = ([0; 56], 0, Instant::now() + PATIENCE);
+            let (mut to, mut answered, end) = ([0; 56], 0, Instant::now() + TIMEOUT);
             while answered < 200 {
                 match theirs.peer().recv(&mut to) {
                     Ok(Some(record)) => {
@@ -285,7 +286,7 @@ fn a_direct_link_carries_records_between_two_processes() {
                 assert!(Instant::now() < end, "the other does not end");
             }
         });
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         while !ours.step().unwrap() {
             ours.wait(Duration::from_millis(100)).unwrap();
             assert!(Instant::now() < end, "the link does not come up");

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use tombolo_remote::{CallError, CallOptions, Calls, Response, ServeOptions};
 use tombolo_rpc::histogram::Histogram;
 
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 
 fn summary(histogram: &Histogram) -> serde_json::Value {
     let s = histogram.summary();
@@ -53,13 +53,13 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
     let usage = "expected: SOCKET call TEXT [COUNT] | SOCKET serve";
     let (socket, what) = (arguments.first().ok_or(usage)?, arguments.get(1).ok_or(usage)?);
     let calls = match socket.strip_prefix("tcp:") {
-        Some(address) => Calls::connect(address.parse()?, PATIENCE, &ServeOptions::default())?,
-        None => Calls::join(socket, PATIENCE, &ServeOptions::default())?,
+        Some(address) => Calls::connect(address.parse()?, TIMEOUT, &ServeOptions::default())?,
+        None => Calls::join(socket, TIMEOUT, &ServeOptions::default())?,
     };
     match what.as_str() {
         "call" => {
             let count = arguments.get(3).map_or(Ok(1), |text| text.parse())?;
-            if !calls.wait_up(PATIENCE) {
+            if !calls.wait_up(TIMEOUT) {
                 return Err("no peer joined the other end of the link".into());
             }
             call(&calls, arguments.get(2).ok_or(usage)?.as_bytes(), count)?;
@@ -75,8 +75,8 @@ fn run() -> Result<(), Box<dyn std::error::Error>> {
                 }
             })?;
             while !calls.server_is_gone() {
-                calls.wait_down(PATIENCE);
-                calls.wait_up(PATIENCE);
+                calls.wait_down(TIMEOUT);
+                calls.wait_up(TIMEOUT);
             }
         }
         _ => return Err(usage.into()),

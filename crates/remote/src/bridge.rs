@@ -27,10 +27,10 @@ use tombolo_rpc::deadline::Deadline;
 use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
 
 use crate::calls::Calls;
-use crate::way::RemoteError;
+use crate::transport::RemoteError;
 
 /// How long a request is waited for that is passed on: as long as requests live by default.
-const PATIENCE: Duration = Duration::from_secs(60);
+const TIMEOUT: Duration = Duration::from_secs(60);
 /// A look at whether all still is as it was.
 const LOOK: Duration = Duration::from_secs(3600);
 
@@ -117,8 +117,8 @@ impl Bridge {
             let options = CallOptions {
                 deadline: request.left_ns().map(Duration::from_nanos),
                 // Whether a late reply is of use is its caller's choice, who takes the call back if not.
-                wait_late: PATIENCE,
-                timeout: PATIENCE,
+                wait_late: TIMEOUT,
+                timeout: TIMEOUT,
                 trace: request.trace(),
                 ttl: request.ttl_left(),
             };
@@ -179,15 +179,15 @@ impl Target {
         let left_ns = request.left_ns(now_ns());
         let options = client::CallOptions {
             deadline: left_ns.map_or(Deadline::Inherit, |_| Deadline::At(request.deadline_ns)),
-            wait_late: PATIENCE,
-            timeout: PATIENCE,
+            wait_late: TIMEOUT,
+            timeout: TIMEOUT,
             trace: request.trace,
             ttl: request.ttl_left(),
         };
         let called = client.submit(&request.bytes, &options).and_then(|token| {
             let taken_back = client.clone();
             peer.on_taken_back(request, move || _ = taken_back.cancel(token));
-            client.wait(token, PATIENCE)
+            client.wait(token, TIMEOUT)
         });
         let end = called.and_then(|reply| {
             let code = reply.code();

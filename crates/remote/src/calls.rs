@@ -23,7 +23,7 @@ use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::{Status, Token};
 use tombolo_rpc::clock::now_ns;
 
-use crate::way::{Naps, RemoteError, Wakers, Way};
+use crate::transport::{Backoff, RemoteError, Transport, Wakers};
 
 /// So much from now; what is longer than any run is as good as for ever.
 fn after(left: Duration) -> Instant {
@@ -37,7 +37,7 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 type Hook = Box<dyn FnOnce() + Send>;
 
 struct State {
-    way: Way,
+    transport: Transport,
     /// For requests that are being served.
     hooks: Vec<(RequestId, Hook)>,
     /// One of those that wait sleeps on the doorbells.
@@ -66,8 +66,8 @@ impl fmt::Debug for Calls {
 }
 
 impl Calls {
-    fn new((way, wakers): (Way, Wakers), options: &ServeOptions) -> Calls {
-        let state = Mutex::new(State { way, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
+    fn new((transport, wakers): (Transport, Wakers), options: &ServeOptions) -> Calls {
+        let state = Mutex::new(State { transport, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
         Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
     }
 
@@ -76,7 +76,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: no such link, no free seat, or one that was made for something else than calls.
     pub fn join(path: impl AsRef<Path>, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Ok(Calls::new(Way::join(path.as_ref(), timeout, options)?, options))
+        Ok(Calls::new(Transport::join(path.as_ref(), timeout, options)?, options))
     }
 
     /// Connects to a peer that listens for calls by TCP. When the connection ends, this is over
@@ -94,7 +94,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: the other side is no peer of calls.
     pub fn over(stream: TcpStream, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Ok(Calls::new(Way::greet(stream, timeout, options)?, options))
+        Ok(Calls::new(Transport::greet(stream, timeout, options)?, options))
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -104,11 +104,11 @@ impl Calls {
 
     /// Follows the peer, and has others look where something came for them. Returns whether anything did.
     fn turn(&self, state: &mut State) -> bool {
-        let any = state.way.turn();
+        let any = state.transport.turn();
         if any {
             self.tell(state);
-            let State { way, hooks, .. } = state;
-            for (_, hook) in hooks.extract_if(.., |(id, _)| way.session.is_taken_back(*id)) {
+            let State { transport, hooks, .. } = state;
+            for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session.is_taken_back(*id)) {
                 hook();
             }
         }
@@ -131,9 +131,9 @@ impl Calls {
         state: &mut State,
         work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>,
     ) -> Option<T> {
-        let was_up = state.way.is_up();
-        let done = state.way.with(work);
-        if was_up != state.way.is_up() || state.way.has_unsent() {
+        let was_up = state.transport.is_up();
+        let done = state.transport.with(work);
+        if was_up != state.transport.is_up() || state.transport.has_unsent() {
             self.tell(state);
         }
         done
@@ -141,11 +141,11 @@ impl Calls {
 
     /// Waits until `ready` gives something, or `until`.
     fn wait<T>(&self, until: Instant, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
-        let mut naps = Naps::default();
+        let mut backoff = Backoff::default();
         let mut state = self.lock();
         let found = loop {
             if self.turn(&mut state) {
-                naps.found();
+                backoff.found();
             }
             if let Some(found) = ready(&mut state) {
                 break Some(found);
@@ -160,17 +160,17 @@ impl Calls {
                 state.followers -= 1;
                 continue;
             }
-            if !state.way.arm() {
+            if !state.transport.arm() {
                 continue;
             }
             state.leader = true;
-            let listens = state.way.listens();
+            let listens = state.transport.listens();
             drop(state);
-            let is_heard = self.0.wakers.wait(left, listens, &mut naps);
+            let is_heard = self.0.wakers.wait(left, listens, &mut backoff);
             state = self.lock();
             state.leader = false;
             if is_heard {
-                state.way.hear();
+                state.transport.hear();
             }
         };
         if state.followers > 0 {
@@ -184,21 +184,21 @@ impl Calls {
     pub fn is_up(&self) -> bool {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.way.is_up()
+        state.transport.is_up()
     }
 
     /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
     pub fn wait_up(&self, timeout: Duration) -> bool {
         let found = self.wait(Instant::now() + timeout, |state| {
-            let ended = state.way.is_over() || state.way.server_is_gone();
-            (state.way.is_up() || ended).then(|| state.way.is_up())
+            let ended = state.transport.is_over() || state.transport.server_is_gone();
+            (state.transport.is_up() || ended).then(|| state.transport.is_up())
         });
         found.unwrap_or(false)
     }
 
     /// Waits until the peer is not there, or the link's server has ended; false where neither is so after `timeout`.
     pub fn wait_down(&self, timeout: Duration) -> bool {
-        let ended = |state: &mut State| (!state.way.is_up() || state.way.server_is_gone()).then_some(());
+        let ended = |state: &mut State| (!state.transport.is_up() || state.transport.server_is_gone()).then_some(());
         self.wait(Instant::now() + timeout, ended).is_some()
     }
 
@@ -206,35 +206,35 @@ impl Calls {
     /// peers that die are no longer reported.
     pub fn server_is_gone(&self) -> bool {
         let mut state = self.lock();
-        state.way.hear();
+        state.transport.hear();
         self.turn(&mut state);
-        state.way.server_is_gone()
+        state.transport.server_is_gone()
     }
 
     /// Whether the peer is gone for good: its connection has ended.
     pub fn is_over(&self) -> bool {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.way.is_over()
+        state.transport.is_over()
     }
 
     /// Counters that only grow.
     pub fn stats(&self) -> Stats {
-        self.lock().way.session.stats()
+        self.lock().transport.session.stats()
     }
 
     /// Requests of the peer's that wait.
     pub fn pending(&self) -> usize {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.way.session.pending()
+        state.transport.session.pending()
     }
 
     /// Our calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> usize {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.way.session.under_way()
+        state.transport.session.under_way()
     }
 
     /// Calls, and waits for the reply.
@@ -258,13 +258,13 @@ impl Calls {
     ) -> Result<Reply, CallError> {
         let (limit, over) = options.limit();
         let until = after(limit);
-        let was_deaf = self.lock().way.server_is_gone();
+        let was_deaf = self.lock().transport.server_is_gone();
         let token = self.submit(bytes, options)?;
         begun(token);
         let end = self.wait(until, |state| {
             // Who waits would not be told that the peer dies.
-            let is_lost = !was_deaf && state.way.server_is_gone();
-            let end = state.way.session.fetch(token, None);
+            let is_lost = !was_deaf && state.transport.server_is_gone();
+            let end = state.transport.session.fetch(token, None);
             end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
         });
         let end = end.unwrap_or(Err(over));
@@ -281,10 +281,11 @@ impl Calls {
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
         let mut state = self.lock();
         self.turn(&mut state);
-        let sent = self.with(&mut state, |session, way| match session.submit(way, options, bytes, now_ns()) {
-            Err(CallError::Broken(broken)) => Err(broken),
-            other => Ok(other),
-        });
+        let sent =
+            self.with(&mut state, |session, transport| match session.submit(transport, options, bytes, now_ns()) {
+                Err(CallError::Broken(broken)) => Err(broken),
+                other => Ok(other),
+            });
         sent.unwrap_or(Err(CallError::ProviderGone))
     }
 
@@ -293,8 +294,8 @@ impl Calls {
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let mut state = self.lock();
         self.turn(&mut state);
-        let end = state.way.session.fetch(token, None);
-        if end.is_none() && state.way.session.is_overdue(token, now_ns()) {
+        let end = state.transport.session.fetch(token, None);
+        if end.is_none() && state.transport.session.is_overdue(token, now_ns()) {
             drop(state);
             self.give_up(token);
             return Some(Err(CallError::DeadlineExceeded));
@@ -304,9 +305,9 @@ impl Calls {
 
     /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
-        let until_ns = self.lock().way.session.until_ns(token);
+        let until_ns = self.lock().transport.session.until_ns(token);
         let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
-        let end = self.wait(after(timeout.min(left)), |state| state.way.session.fetch(token, None));
+        let end = self.wait(after(timeout.min(left)), |state| state.transport.session.fetch(token, None));
         end.or_else(|| self.poll(token))
     }
 
@@ -314,28 +315,28 @@ impl Calls {
     /// where the token names no call under way.
     pub fn cancel(&self, token: Token) -> bool {
         let mut state = self.lock();
-        self.with(&mut state, |session, way| session.cancel(way, token)).unwrap_or(false)
+        self.with(&mut state, |session, transport| session.cancel(transport, token)).unwrap_or(false)
     }
 
     /// Abandons this call: it is cancelled, and its slot becomes free with its answer.
     pub fn give_up(&self, token: Token) {
         self.cancel(token);
-        self.lock().way.session.abandon(token);
+        self.lock().transport.session.abandon(token);
     }
 
     /// Waits for the next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. From the first such call on
     /// what the peer asks waits for the next; before, it is answered as failed.
     pub fn next(&self, timeout: Duration) -> Option<Request> {
-        self.lock().way.session.serve();
+        self.lock().transport.session.serve();
         self.wait(Instant::now() + timeout, |state| match self.take(state) {
-            None if state.way.is_over() => Some(None),
+            None if state.transport.is_over() => Some(None),
             request => request.map(Some),
         })
         .flatten()
     }
 
     fn take(&self, state: &mut State) -> Option<Request> {
-        self.with(state, |session, way| session.next(way, now_ns())).flatten()
+        self.with(state, |session, transport| session.next(transport, now_ns())).flatten()
     }
 
     /// Has `hook` called when the answer to a request that is being served is no longer awaited:
@@ -344,7 +345,7 @@ impl Calls {
     /// this side meanwhile. So the hook must be short, and must not use these [`Calls`].
     pub fn on_taken_back(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
         let mut state = self.lock();
-        if state.way.session.is_taken_back(request.id()) {
+        if state.transport.session.is_taken_back(request.id()) {
             hook();
         } else {
             state.hooks.push((request.id(), Box::new(hook)));
@@ -355,10 +356,10 @@ impl Calls {
     pub fn respond(&self, request: &Request, response: Response) {
         let mut state = self.lock();
         state.hooks.retain(|(id, _)| *id != request.id());
-        if state.way.is_up() {
-            self.with(&mut state, |session, way| session.respond(way, request, now_ns(), response));
+        if state.transport.is_up() {
+            self.with(&mut state, |session, transport| session.respond(transport, request, now_ns(), response));
         } else {
-            state.way.session.forget(request);
+            state.transport.session.forget(request);
         }
     }
 
@@ -369,7 +370,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError::System`] where no thread can be had.
     pub fn serve(&self, handler: impl Fn(&Request) -> Response + Send + Sync + 'static) -> Result<Server, RemoteError> {
-        self.lock().way.session.serve();
+        self.lock().transport.session.serve();
         let handler = Arc::new(handler);
         let mut server = Server { calls: self.clone(), stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
         for _ in 0..=self.0.workers {
@@ -387,7 +388,7 @@ impl Calls {
         let mut over = false;
         while !over {
             let request = self.wait(Instant::now() + LONGEST_SLEEP, |state| {
-                over = stop.load(Ordering::SeqCst) || state.way.is_over();
+                over = stop.load(Ordering::SeqCst) || state.transport.is_over();
                 if over {
                     return Some(None);
                 }

@@ -20,10 +20,10 @@
 
 pub mod bridge;
 mod calls;
-mod way;
+mod transport;
 
 pub use calls::{Calls, Server};
 pub use tombolo_calls::session::{ServeOptions, Stats};
 pub use tombolo_calls::{CallError, CallOptions, Reply, Request, RequestId, Response};
 pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};
-pub use way::RemoteError;
+pub use transport::RemoteError;

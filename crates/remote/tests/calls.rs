@@ -6,8 +6,8 @@ use std::net::{TcpListener, TcpStream};
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use tombolo_port::ivshmem::bare::Clear;
 use tombolo_port::ivshmem::client::Joined;
+use tombolo_port::ivshmem::raw::Clear;
 use tombolo_remote::{CallError, CallOptions, Calls, RemoteError, Response, ServeOptions, Status};
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::region::Layout;
@@ -85,7 +85,7 @@ fn deadlines_cross_and_what_is_late_timed_out_or_cancelled_is_told_so() {
         });
         assert_eq!(failed, Err(CallError::Failed));
         assert!(b.next(Duration::ZERO).is_none(), "from now on it serves");
-        // A call without patience; it holds its slot until its answer.
+        // A call without timeout; it holds its slot until its answer.
         let short = CallOptions { timeout: Duration::from_millis(1), ..CallOptions::default() };
         assert_eq!(a.call(b"impatient", &short), Err(CallError::Timeout));
         assert_eq!(a.call(b"past its deadline", &within(1)), Err(CallError::DeadlineExceeded));
@@ -185,7 +185,7 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
     let place = Place::new(protocol::CALLS, 2);
     let a = place.join(&ServeOptions::default());
     let _server = a.serve(|request| Response::new(request.bytes.clone())).unwrap();
-    /// Of the provider half; it is looked at once in each life.
+    /// Of the provider half; it is looked at once in each epoch.
     const HEADER: usize = 0x3f000;
     let lies: [(usize, u32); 4] = [
         // Client half: more requests than the ring holds; a request of no kind.
@@ -205,10 +205,10 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         });
         let joined = Joined::connect(place.socket(), SOON).unwrap();
         let peer = 1 - joined.id();
-        let mut liar = joined.bare(peer, protocol::CALLS, "calls", clear).unwrap();
+        let mut liar = joined.raw(peer, protocol::CALLS, "calls", clear).unwrap();
         until("the link to come up", || liar.wait(LOOK).unwrap());
         assert!(at == HEADER || a.wait_up(SOON));
-        let life = liar.peer().life();
+        let epoch = liar.peer().epoch();
         let (own, _) = liar.peer().sections().unwrap();
         own.store_u32(at, word, Ordering::Release).unwrap();
         liar.peer().ring();
@@ -221,7 +221,7 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         assert!(lost, "{at:#x}: {result:?}");
         until("the liar's link to be reset", || {
             liar.wait(LOOK).unwrap();
-            liar.peer().life() != life
+            liar.peer().epoch() != epoch
         });
     }
     // An honest one is served as if nothing had been.

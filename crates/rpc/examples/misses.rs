@@ -231,11 +231,11 @@ fn charged() -> Fallible<u64> {
             (0..=CALIBRATION_CALLS).map(|_| client.submit(b"work", &CallOptions::default())).collect();
         let mut tokens = tokens?.into_iter();
         // From the end of the first, so that the way there is not counted.
-        let patience = Duration::from_secs(10);
-        client.wait(tokens.next().ok_or("no calls")?, patience)?;
+        let timeout = Duration::from_secs(10);
+        client.wait(tokens.next().ok_or("no calls")?, timeout)?;
         let begun = now_ns();
         for token in tokens {
-            client.wait(token, patience)?;
+            client.wait(token, timeout)?;
         }
         took.push((now_ns() - begun) / CALIBRATION_CALLS as u64);
     }

@@ -99,16 +99,16 @@ fn new_socket(flags: SocketFlags) -> Result<OwnedFd, Errno> {
     socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags | SocketFlags::CLOEXEC, None)
 }
 
-/// Connects to a service's socket. Waits for at most `patience` if many clients connect at the same
+/// Connects to a service's socket. Waits for at most `timeout` if many clients connect at the same
 /// time.
 ///
 /// # Errors
 /// `NotFound` and `ConnectionRefused` mean that no process serves under the name.
-pub(crate) fn dial(path: &Path, patience: Duration) -> Result<OwnedFd, FolderError> {
+pub(crate) fn dial(path: &Path, timeout: Duration) -> Result<OwnedFd, FolderError> {
     let address = address(path)?;
     let tried = (|| {
         let socket = new_socket(SocketFlags::empty())?;
-        set_socket_timeout(&socket, Timeout::Send, Some(patience))?;
+        set_socket_timeout(&socket, Timeout::Send, Some(timeout))?;
         connect(&socket, &address)?;
         // If only a child of the listener keeps the socket open, no process accepts on it.
         if process::has_ended(&socket) { Err(Errno::CONNREFUSED) } else { Ok(socket) }
@@ -423,9 +423,9 @@ mod tests {
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0, "its own name goes all the same");
         // A file that others can open is not accepted as our lock: this is reported, not waited
         // for.
-        let planted = dir.path().join(format!(".lock-{}", rustix::process::geteuid().as_raw()));
-        fs::write(&planted, "").unwrap();
-        fs::set_permissions(&planted, fs::Permissions::from_mode(0o666)).unwrap();
+        let injected = dir.path().join(format!(".lock-{}", rustix::process::geteuid().as_raw()));
+        fs::write(&injected, "").unwrap();
+        fs::set_permissions(&injected, fs::Permissions::from_mode(0o666)).unwrap();
         let error = Listener::bind(dir.path(), "b", 0o600).unwrap_err().to_string();
         assert!(error.contains("mode 666") && error.contains("remove it"), "{error}");
     }

@@ -7,7 +7,7 @@
 //!
 //! A child also keeps open what its parent had open: a socket whose process was killed does not
 //! close while a child of that process lives. So the life of the other side is its socket *and* its
-//! process ([`life_of`]).
+//! process ([`pidfd_of`]).
 
 //!
 //! The process is known by a descriptor that the socket gives (SO_PEERPIDFD, Linux 6.5), which holds across PID namespaces. Before
@@ -37,7 +37,7 @@ fn pidfd(socket: impl AsFd) -> Result<Option<OwnedFd>, Errno> {
 
 /// A descriptor that becomes readable when the process at the other end of a socket ends. `None` where that cannot be told: then only
 /// the socket tells.
-pub(crate) fn life_of(socket: impl AsFd) -> Option<OwnedFd> {
+pub(crate) fn pidfd_of(socket: impl AsFd) -> Option<OwnedFd> {
     pidfd(socket).ok().flatten()
 }
 

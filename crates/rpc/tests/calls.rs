@@ -17,7 +17,7 @@ use tombolo_rpc::poll::Polling;
 use tombolo_rpc::provider::{Options, Reply, Request, Service, WorkerClass};
 use tombolo_rpc::schedule::Late;
 use tombolo_rpc::shared::{AdoptError, SharedBuffer};
-use tombolo_testing::{PATIENCE, until};
+use tombolo_testing::{TIMEOUT, until};
 
 fn options(folder: &Path) -> Options {
     Options { folder: Some(folder.into()), ..Options::default() }
@@ -48,7 +48,7 @@ fn gate() -> (impl Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync, mpsc::Sender<
     let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
         let name = request.to_vec().first().copied().unwrap_or(0);
         gate.entered.send(name).unwrap();
-        gate.open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        gate.open.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
         let _ = reply.write(&[name]);
     };
     (handler, go, order)
@@ -120,7 +120,7 @@ fn many_clients_are_served_at_a_time() {
                         .iter()
                         .map(|n| client.submit(&n.to_le_bytes(), &CallOptions::default()).unwrap())
                         .collect();
-                    for (n, reply) in chunk.iter().zip(client.wait_all(&tokens, PATIENCE)) {
+                    for (n, reply) in chunk.iter().zip(client.wait_all(&tokens, TIMEOUT)) {
                         assert_eq!(reply.unwrap().to_vec().unwrap(), n.to_le_bytes());
                     }
                 }
@@ -147,7 +147,7 @@ fn the_earliest_deadline_is_served_first_and_best_effort_last() {
     .unwrap();
     let (a, b) = (connect(dir.path()), connect(dir.path()));
     let first = a.submit(b"0", &CallOptions::default()).unwrap();
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
     // While it is served the others queue, from two clients.
     let soon = now_ns() + 5_000_000_000;
     let at = |ns| CallOptions { deadline: Deadline::At(soon + ns), ..CallOptions::default() };
@@ -167,10 +167,10 @@ fn the_earliest_deadline_is_served_first_and_best_effort_last() {
     for _ in 0..7 {
         go.send(()).unwrap();
     }
-    let served: Vec<u8> = (0..6).map(|_| order.recv_timeout(PATIENCE).unwrap()).collect();
+    let served: Vec<u8> = (0..6).map(|_| order.recv_timeout(TIMEOUT).unwrap()).collect();
     assert_eq!(String::from_utf8(served).unwrap(), "abcdxy");
     for (client, token) in tokens {
-        client.wait(token, PATIENCE).unwrap();
+        client.wait(token, TIMEOUT).unwrap();
     }
 }
 
@@ -201,12 +201,12 @@ fn what_becomes_late_while_it_waits_is_told_before_a_worker_is_free() {
     let service = Service::register("s", options(dir.path()), handler).unwrap();
     let client = connect(dir.path());
     let served = client.submit(b"0", &CallOptions::default()).unwrap();
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
     // In time when it is taken, and not when the worker would be free.
-    let soon = CallOptions { wait_late: PATIENCE, ..CallOptions::within(Duration::from_millis(200)) };
+    let soon = CallOptions { wait_late: TIMEOUT, ..CallOptions::within(Duration::from_millis(200)) };
     assert!(matches!(client.call(b"l", &soon), Err(CallError::Late)));
     go.send(()).unwrap();
-    assert!(client.wait(served, PATIENCE).is_ok());
+    assert!(client.wait(served, TIMEOUT).is_ok());
     assert_eq!((service.report().answers.served, service.report().answers.late), (1, 1));
 }
 
@@ -218,7 +218,7 @@ fn while_all_workers_are_busy_requests_are_still_judged() {
     let service = Service::register("s", rules, handler).unwrap();
     let client = connect(dir.path());
     let served = client.submit(b"0", &CallOptions::default()).unwrap();
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
     // Late, refused by admission, expired, cancelled, queue full: none of them waits for the worker.
     let past = CallOptions { deadline: Deadline::At(1), wait_late: Duration::MAX, ..CallOptions::default() };
     assert!(matches!(client.call(b"l", &past), Err(CallError::Late)));
@@ -228,15 +228,15 @@ fn while_all_workers_are_busy_requests_are_still_judged() {
     assert!(matches!(client.call(b"e", &short), Err(CallError::Expired)));
     let cancelled = client.submit(b"c", &CallOptions::default()).unwrap();
     assert!(client.cancel(cancelled));
-    assert!(matches!(client.wait(cancelled, PATIENCE), Err(CallError::Cancelled)));
+    assert!(matches!(client.wait(cancelled, TIMEOUT), Err(CallError::Cancelled)));
     let queued: Vec<_> = (0..2).map(|_| client.submit(b"q", &CallOptions::default()).unwrap()).collect();
     assert!(matches!(client.call(b"f", &CallOptions::default()), Err(CallError::Refused(Refusal::QueueFull))));
     assert_eq!(service.report().pending, 2);
     for _ in 0..3 {
         go.send(()).unwrap();
     }
-    assert!(client.wait(served, PATIENCE).is_ok());
-    assert!(client.wait_all(&queued, PATIENCE).iter().all(Result::is_ok));
+    assert!(client.wait(served, TIMEOUT).is_ok());
+    assert!(client.wait_all(&queued, TIMEOUT).iter().all(Result::is_ok));
     let answers = service.report().answers;
     assert_eq!((answers.served, answers.late, answers.expired, answers.cancelled), (3, 1, 1, 1));
     assert_eq!((answers.refused_admission, answers.refused_queue_full), (1, 1));
@@ -254,39 +254,39 @@ fn a_call_ends_at_its_deadline_or_waits_longer_as_its_caller_says() {
     // It is being served, and would be for ever.
     let error = client.call(&[b'0'; 3000], &soon).unwrap_err();
     assert!(matches!(error, CallError::DeadlineExceeded), "{error}");
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
     let token = client.submit(b"1", &soon).unwrap();
-    assert_eq!(client.wait_any(&[token], PATIENCE), Some(0), "its end is there to be fetched");
+    assert_eq!(client.wait_any(&[token], TIMEOUT), Some(0), "its end is there to be fetched");
     assert!(matches!(client.poll(token), Some(Err(CallError::DeadlineExceeded))));
     assert!(matches!(client.poll(token), Some(Err(CallError::Unknown))));
-    let futures = [client.call_async(b"2", &soon), client.call_async(b"3", &CallOptions::within(PATIENCE))];
+    let futures = [client.call_async(b"2", &soon), client.call_async(b"3", &CallOptions::within(TIMEOUT))];
     let [second, third] = futures;
     let (mut second, (woken, wakes)) = (Box::pin(second), mpsc::channel());
     let waker = Waker::from(Arc::new(Flag(woken)));
     let second = loop {
         match second.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(end) => break end,
-            Poll::Pending => wakes.recv_timeout(PATIENCE).expect("a future is woken at its deadline"),
+            Poll::Pending => wakes.recv_timeout(TIMEOUT).expect("a future is woken at its deadline"),
         }
     };
     assert!(matches!(second, Err(CallError::DeadlineExceeded)), "{second:?}");
     drop(third);
-    assert!(began.elapsed() < PATIENCE, "all at their deadlines");
+    assert!(began.elapsed() < TIMEOUT, "all at their deadlines");
     // What timed out is not what exceeded its deadline.
-    let impatient = CallOptions { timeout: Duration::from_millis(1), ..CallOptions::within(PATIENCE) };
+    let impatient = CallOptions { timeout: Duration::from_millis(1), ..CallOptions::within(TIMEOUT) };
     assert!(matches!(client.call(b"4", &impatient), Err(CallError::Timeout)));
     go.send(()).unwrap();
     until("all slots and memory come back", || client.under_way() == 0 && client.arena_used() == 0);
     // The same with a caller that waits for what is late: the reply says that it is.
-    let patient = CallOptions { wait_late: PATIENCE, ..soon };
+    let patient = CallOptions { wait_late: TIMEOUT, ..soon };
     let token = client.submit(b"5", &patient).unwrap();
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'5'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'5'));
     std::thread::sleep(Duration::from_millis(25));
     go.send(()).unwrap();
-    let late = client.wait(token, PATIENCE).unwrap();
+    let late = client.wait(token, TIMEOUT).unwrap();
     assert!(late.is_late() && late.late_by_ns() > 0);
     go.send(()).unwrap();
-    let reply = client.call(b"6", &CallOptions::within(PATIENCE)).unwrap();
+    let reply = client.call(b"6", &CallOptions::within(TIMEOUT)).unwrap();
     assert!(!reply.is_late() && reply.late_by_ns() == 0);
     assert_eq!(service.report().answers.overran, 2, "the service counts both that it ended after their deadlines");
 }
@@ -343,7 +343,7 @@ fn a_caller_whose_patience_ends_gets_its_slot_and_memory_back_with_the_answer() 
     let options = CallOptions { timeout: Duration::from_millis(20), ..CallOptions::default() };
     // The answer does not come before `go`: who would wait for it waits for ever.
     assert!(matches!(client.call(&[b'0'; 3000], &options), Err(CallError::Timeout)));
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'0'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'0'));
     assert_eq!(client.under_way(), 1);
     assert!(client.arena_used() > 0);
     go.send(()).unwrap();
@@ -359,17 +359,17 @@ fn tokens_are_polled_waited_for_and_used_up() {
     let client = connect(dir.path());
     let (a, b) =
         (client.submit(b"a", &CallOptions::default()).unwrap(), client.submit(b"b", &CallOptions::default()).unwrap());
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'a'));
     assert!(client.poll(a).is_none() && client.poll(b).is_none());
     assert_eq!(client.wait_any(&[a, b], Duration::from_millis(5)), None);
     go.send(()).unwrap();
-    assert_eq!(client.wait_any(&[b, a], PATIENCE), Some(1));
+    assert_eq!(client.wait_any(&[b, a], TIMEOUT), Some(1));
     assert_eq!(client.poll(a).unwrap().unwrap().to_vec().unwrap(), b"a");
     assert!(matches!(client.poll(a), Some(Err(CallError::Unknown))));
-    assert!(matches!(client.wait(a, PATIENCE), Err(CallError::Unknown)));
+    assert!(matches!(client.wait(a, TIMEOUT), Err(CallError::Unknown)));
     assert!(!client.cancel(a));
     go.send(()).unwrap();
-    assert!(client.wait(b, PATIENCE).is_ok());
+    assert!(client.wait(b, TIMEOUT).is_ok());
     assert_eq!(client.wait_any(&[], Duration::from_millis(1)), None);
 }
 
@@ -382,7 +382,7 @@ fn a_connection_holds_as_many_calls_as_it_has_slots() {
     let tokens: Vec<_> = (0..4).map(|_| client.submit(b"x", &CallOptions::default()).unwrap()).collect();
     assert!(matches!(client.submit(b"x", &CallOptions::default()), Err(CallError::Busy(4))));
     (0..4).for_each(|_| go.send(()).unwrap());
-    assert!(client.wait_all(&tokens, PATIENCE).iter().all(Result::is_ok));
+    assert!(client.wait_all(&tokens, TIMEOUT).iter().all(Result::is_ok));
     go.send(()).unwrap();
     assert!(client.call(b"x", &CallOptions::default()).is_ok());
 }
@@ -461,7 +461,7 @@ fn loans_and_shared_memory_are_written_in_place_and_read_in_place() {
     let loan = client.loan(3000).unwrap();
     loan.view().write_array(2995, *b"loan!").unwrap();
     let token = client.submit_loan(loan, &CallOptions::default()).unwrap();
-    let reply = client.wait(token, PATIENCE).unwrap();
+    let reply = client.wait(token, TIMEOUT).unwrap();
     assert_eq!(reply.view().read_array(8990), Some(*b"from place"));
     drop(client.loan(3000));
     assert_eq!(client.arena_used(), 0);
@@ -576,12 +576,12 @@ fn a_call_is_a_future_for_any_executor() {
         assert!(call.as_mut().poll(&mut context).is_pending());
     }
     for (name, call) in b"ab".iter().zip(&mut calls) {
-        assert_eq!(order.recv_timeout(PATIENCE), Ok(*name));
+        assert_eq!(order.recv_timeout(TIMEOUT), Ok(*name));
         go.send(()).unwrap();
         let reply = loop {
             match call.as_mut().poll(&mut context) {
                 Poll::Ready(reply) => break reply.unwrap(),
-                Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+                Poll::Pending => wakes.recv_timeout(TIMEOUT).unwrap(),
             }
         };
         assert_eq!(reply.to_vec().unwrap(), [*name]);
@@ -589,7 +589,7 @@ fn a_call_is_a_future_for_any_executor() {
     // One that is dropped is cancelled; one that waits when the service ends is woken.
     let mut first = Box::pin(client.call_async(b"c", &CallOptions::default()));
     assert!(first.as_mut().poll(&mut context).is_pending());
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'c'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'c'));
     drop(client.call_async(b"d", &CallOptions::default()));
     until("it is cancelled", || service.report().answers.cancelled == 1);
     go.send(()).unwrap();
@@ -600,14 +600,14 @@ fn a_call_is_a_future_for_any_executor() {
                 assert_eq!(done.unwrap().to_vec().unwrap(), b"c", "it was served before the service ended");
                 break;
             }
-            Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+            Poll::Pending => wakes.recv_timeout(TIMEOUT).unwrap(),
         }
     }
     let mut last = Box::pin(client.call_async(b"e", &CallOptions::default()));
     let ended = loop {
         match last.as_mut().poll(&mut context) {
             Poll::Ready(done) => break done,
-            Poll::Pending => wakes.recv_timeout(PATIENCE).unwrap(),
+            Poll::Pending => wakes.recv_timeout(TIMEOUT).unwrap(),
         }
     };
     assert!(matches!(ended, Err(CallError::ProviderGone)), "{ended:?}");
@@ -621,7 +621,7 @@ fn a_nearer_deadline_that_comes_while_the_client_falls_asleep_is_met() {
     let (woken, wakes) = mpsc::channel();
     let waker = Waker::from(Arc::new(Flag(woken)));
     let mut context = Context::from_waker(&waker);
-    let far = CallOptions::within(PATIENCE * 4);
+    let far = CallOptions::within(TIMEOUT * 4);
     // The first future has the client's thread go to sleep until the far deadline. The second one comes at each instant of that.
     for n in 0..300 {
         let client = connect(dir.path());
@@ -635,7 +635,7 @@ fn a_nearer_deadline_that_comes_while_the_client_falls_asleep_is_met() {
         let ended = loop {
             match soon.as_mut().poll(&mut context) {
                 Poll::Ready(done) => break done,
-                Poll::Pending => wakes.recv_timeout(PATIENCE).expect("a future is woken at its deadline"),
+                Poll::Pending => wakes.recv_timeout(TIMEOUT).expect("a future is woken at its deadline"),
             }
         };
         assert!(matches!(ended, Err(CallError::DeadlineExceeded)), "{ended:?}");
@@ -680,7 +680,7 @@ fn a_waker_may_poll_and_drop_futures_then_and_there() {
             assert!(Pin::new(&mut future).poll(&mut Context::from_waker(&waker)).is_pending());
             task.futures.lock().unwrap().push(future);
         }
-        assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+        assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'a'));
         let cancelled = service.report().answers.cancelled;
         let waits = blocks.then(|| {
             let client = client.clone();
@@ -688,7 +688,7 @@ fn a_waker_may_poll_and_drop_futures_then_and_there() {
         });
         until("the blocking call waits too", || service.report().pending == 2 + u64::from(blocks));
         go.send(()).unwrap();
-        assert_eq!(ends.recv_timeout(PATIENCE).as_deref(), Ok(&b"a"[..]));
+        assert_eq!(ends.recv_timeout(TIMEOUT).as_deref(), Ok(&b"a"[..]));
         // The two others were dropped by the waker: one may be served by now.
         until("they are taken back", || {
             if order.try_recv().is_ok() {
@@ -709,7 +709,7 @@ fn a_service_that_ends_answers_all_that_wait() {
     let service = Service::register("s", options(dir.path()), handler).unwrap();
     let client = connect(dir.path());
     let served = client.submit(b"a", &CallOptions::default()).unwrap();
-    assert_eq!(order.recv_timeout(PATIENCE), Ok(b'a'));
+    assert_eq!(order.recv_timeout(TIMEOUT), Ok(b'a'));
     let queued = client.submit(b"b", &CallOptions::default()).unwrap();
     std::thread::scope(|scope| {
         let (tell, told) = mpsc::channel();
@@ -718,13 +718,13 @@ fn a_service_that_ends_answers_all_that_wait() {
             drop(service);
         });
         // It has been asked to end once who asked sleeps: until the call that is served is over there is nothing to do.
-        let thread = told.recv_timeout(PATIENCE).unwrap().as_raw_nonzero();
+        let thread = told.recv_timeout(TIMEOUT).unwrap().as_raw_nonzero();
         let stat = || std::fs::read_to_string(format!("/proc/self/task/{thread}/stat")).unwrap();
         until("the service to be asked to end", || stat().rsplit_once(") ").unwrap().1.starts_with('S'));
         go.send(()).unwrap();
     });
-    assert_eq!(client.wait(served, PATIENCE).unwrap().to_vec().unwrap(), b"a");
-    assert!(matches!(client.wait(queued, PATIENCE), Err(CallError::Refused(Refusal::Stopping))));
+    assert_eq!(client.wait(served, TIMEOUT).unwrap().to_vec().unwrap(), b"a");
+    assert!(matches!(client.wait(queued, TIMEOUT), Err(CallError::Refused(Refusal::Stopping))));
     assert!(matches!(client.call(b"c", &CallOptions::default()), Err(CallError::ProviderGone)));
     let absent =
         Client::connect_with("s", &ConnectOptions { folder: Some(dir.path().into()), ..ConnectOptions::default() });
@@ -783,16 +783,16 @@ fn slow_calls_are_told_with_what_they_waited_for_and_how_they_ended() {
         client.submit(&[trace as u8], &options).unwrap()
     };
     let served = submit(1, None);
-    assert_eq!(entered.recv_timeout(PATIENCE).unwrap(), 1);
+    assert_eq!(entered.recv_timeout(TIMEOUT).unwrap(), 1);
     let (waited, expired) = (submit(2, None), submit(3, Some(40)));
-    assert!(matches!(client.wait(expired, PATIENCE), Err(CallError::Expired)));
+    assert!(matches!(client.wait(expired, TIMEOUT), Err(CallError::Expired)));
     go.send(()).unwrap();
-    client.wait(served, PATIENCE).unwrap();
+    client.wait(served, TIMEOUT).unwrap();
     go.send(()).unwrap();
-    client.wait(waited, PATIENCE).unwrap();
+    client.wait(waited, TIMEOUT).unwrap();
     // At once.
     go.send(()).unwrap();
-    client.wait(submit(4, None), PATIENCE).unwrap();
+    client.wait(submit(4, None), TIMEOUT).unwrap();
     let report = service.report();
     assert_eq!((report.slow, report.slow_ns), (report.slow_calls.len() as u64, 20_000_000));
     // The fourth is among them only if this machine held it up.
@@ -818,23 +818,23 @@ fn a_handler_is_told_that_nobody_waits_for_its_answer_any_more() {
         assert!(!request.is_taken_back());
         tell.send((name.clone(), "begun")).unwrap();
         request.on_taken_back(move || tell.send((name, "taken back")).unwrap());
-        open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        open.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
         reply.set_code(u32::from(request.is_taken_back()));
     };
     let _service = Service::register("s", options(dir.path()), handler).unwrap();
-    let hears = |name: &[u8], what| assert_eq!(told.recv_timeout(PATIENCE).unwrap(), (name.to_vec(), what));
+    let hears = |name: &[u8], what| assert_eq!(told.recv_timeout(TIMEOUT).unwrap(), (name.to_vec(), what));
     let client = connect(dir.path());
     let a = client.submit(b"a", &CallOptions::default()).unwrap();
     hears(b"a", "begun");
     assert!(client.cancel(a));
     hears(b"a", "taken back");
     go.send(()).unwrap();
-    assert_eq!(client.wait(a, PATIENCE).unwrap().code(), 1, "it was served, since that had begun");
+    assert_eq!(client.wait(a, TIMEOUT).unwrap().code(), 1, "it was served, since that had begun");
     // The same slot's next turn: the earlier cancellation has no effect any more.
     let b = client.submit(b"b", &CallOptions::default()).unwrap();
     hears(b"b", "begun");
     go.send(()).unwrap();
-    assert_eq!(client.wait(b, PATIENCE).unwrap().code(), 0);
+    assert_eq!(client.wait(b, TIMEOUT).unwrap().code(), 0);
     assert!(!client.cancel(b));
     // A caller that goes.
     client.submit(b"c", &CallOptions::default()).unwrap();
@@ -862,7 +862,7 @@ fn a_hook_that_panics_costs_the_service_nothing() {
                     panic!("as meant");
                 });
                 begun.send(()).unwrap();
-                open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+                open.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
             }
         }
     };
@@ -871,14 +871,14 @@ fn a_hook_that_panics_costs_the_service_nothing() {
     // By the control thread, as the only worker is busy; then by the thread that sees the client
     // go.
     let token = client.submit(b"x", &CallOptions::default()).unwrap();
-    begins.recv_timeout(PATIENCE).unwrap();
+    begins.recv_timeout(TIMEOUT).unwrap();
     assert!(client.cancel(token));
     until("its hook is called", || hooked.load(Ordering::SeqCst) == 1);
     go.send(()).unwrap();
-    assert!(client.wait(token, PATIENCE).is_ok());
+    assert!(client.wait(token, TIMEOUT).is_ok());
     let other = connect(dir.path());
     client.submit(b"x", &CallOptions::default()).unwrap();
-    begins.recv_timeout(PATIENCE).unwrap();
+    begins.recv_timeout(TIMEOUT).unwrap();
     drop(client);
     until("its hook is called again", || hooked.load(Ordering::SeqCst) == 2);
     go.send(()).unwrap();

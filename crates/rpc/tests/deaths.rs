@@ -19,7 +19,7 @@ use tombolo_rpc::client::{CallError, CallOptions, Client, ConnectError};
 use tombolo_rpc::folder;
 use tombolo_rpc::provider::{Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
-use tombolo_testing::{PATIENCE, until};
+use tombolo_testing::{TIMEOUT, until};
 
 use support::{connect, connect_options, options};
 
@@ -100,7 +100,7 @@ fn say(word: &str) {
 
 fn sleep_for_ever() -> ! {
     loop {
-        std::thread::sleep(PATIENCE);
+        std::thread::sleep(TIMEOUT);
     }
 }
 
@@ -182,7 +182,7 @@ fn child() {
                 let tokens = [client.submit(b"x", &call).unwrap(), client.submit(&large, &call).unwrap()];
                 client.call_shared(&buffer, n % 1000, 1000, &call).unwrap();
                 client.cancel(tokens[1]);
-                let _ = client.wait_all(&tokens, PATIENCE);
+                let _ = client.wait_all(&tokens, TIMEOUT);
             }
         }
         other => panic!("no role {other}"),
@@ -210,16 +210,16 @@ fn calls_to_a_stopped_provider_end_at_their_deadlines() {
     let began = Instant::now();
     let waited = client.submit(b"x", &within(30)).unwrap();
     let all = [client.submit(b"x", &within(60)).unwrap(), client.submit(b"x", &within(90)).unwrap()];
-    for end in [client.call(b"x", &within(30)), client.wait(waited, PATIENCE)] {
+    for end in [client.call(b"x", &within(30)), client.wait(waited, TIMEOUT)] {
         assert!(matches!(end, Err(CallError::DeadlineExceeded)), "{:?}", end.map(|_| ()));
     }
     assert!(began.elapsed() >= Duration::from_millis(30), "not before it");
-    assert_eq!(client.wait_any(&all, PATIENCE), Some(0));
-    for end in client.wait_all(&all, PATIENCE) {
+    assert_eq!(client.wait_any(&all, TIMEOUT), Some(0));
+    for end in client.wait_all(&all, TIMEOUT) {
         assert!(matches!(end, Err(CallError::DeadlineExceeded)), "{:?}", end.map(|_| ()));
     }
     let took = began.elapsed();
-    assert!(took < Duration::from_secs(10), "{took:?}: far from the 30 s of a caller's own patience");
+    assert!(took < Duration::from_secs(10), "{took:?}: far from the 30 s of a caller's own timeout");
     kill_process(pid, Signal::CONT).unwrap();
     until("the slots come back", || client.under_way() == 0);
     assert!(client.call(b"x", &CallOptions::default()).is_ok());
@@ -364,7 +364,7 @@ fn time_to_error(step: &str) -> Duration {
     let mut provider = Killed::start("provider", dir.path());
     provider.says("ready");
     let client = connect(dir.path());
-    let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+    let call = CallOptions { timeout: TIMEOUT, ..CallOptions::default() };
     let ended = std::thread::scope(|scope| {
         let (client, call) = (&client, &call);
         let first: &[u8] = if step == "writing the reply" { b"l" } else { b"h" };
@@ -425,7 +425,7 @@ fn a_provider_killed_at_any_instant_is_followed_by_the_next() {
     std::thread::scope(|scope| {
         for _ in 0..3 {
             scope.spawn(|| {
-                let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+                let call = CallOptions { timeout: TIMEOUT, ..CallOptions::default() };
                 while !stop.load(Ordering::SeqCst) {
                     let client = match Client::connect_with("s", &connect_options(dir.path())) {
                         Ok(client) => client,
@@ -480,15 +480,15 @@ fn a_killed_provider_is_told_of_and_followed_also_while_a_child_of_its_keeps_its
     let mut provider = Killed::start("provider", dir.path());
     provider.says("ready");
     let client = connect(dir.path());
-    let call = CallOptions { timeout: PATIENCE, ..CallOptions::default() };
+    let call = CallOptions { timeout: TIMEOUT, ..CallOptions::default() };
     let token = client.submit(b"h", &call).unwrap();
     provider.says("serving");
     let kept = inherited(provider.child.id());
     assert!(kept.len() > 5, "{kept:?}");
     let killed = Instant::now();
     provider.kill();
-    assert!(matches!(client.wait(token, PATIENCE), Err(CallError::ProviderGone)));
-    assert!(killed.elapsed() < PATIENCE / 10, "told at once: {:?}", killed.elapsed());
+    assert!(matches!(client.wait(token, TIMEOUT), Err(CallError::ProviderGone)));
+    assert!(killed.elapsed() < TIMEOUT / 10, "told at once: {:?}", killed.elapsed());
     // Also before the dead process has been waited for.
     let error = Client::connect_with("s", &connect_options(dir.path())).unwrap_err();
     assert!(matches!(error, ConnectError::NoService { .. }), "{error}");

@@ -15,7 +15,7 @@ use tombolo_rpc::folder::{self, FolderError};
 use tombolo_rpc::provider::{Options, RegisterError, Reply, Request, Service};
 use tombolo_rpc::schedule::{Late, Order};
 use tombolo_rpc::shared::SharedBuffer;
-use tombolo_testing::{PATIENCE, Random, until};
+use tombolo_testing::{Random, TIMEOUT, until};
 
 use support::{connect, connect_options, options};
 
@@ -30,7 +30,7 @@ fn gate() -> (impl Fn(&Request<'_>, &mut Reply<'_>) + Send + Sync, mpsc::Sender<
     let open = Mutex::new(open);
     let handler = move |request: &Request<'_>, reply: &mut Reply<'_>| {
         let _ = entered.send(());
-        open.lock().unwrap().recv_timeout(PATIENCE).unwrap();
+        open.lock().unwrap().recv_timeout(TIMEOUT).unwrap();
         echo(request, reply);
     };
     (handler, go, began)
@@ -79,7 +79,7 @@ fn patience_and_times_to_live_at_their_ends() {
     let client = connect(dir.path());
     let call = |timeout, ttl| client.call(b"x", &CallOptions { timeout, ttl, ..CallOptions::default() });
     let held = client.submit(b"held", &CallOptions::default()).unwrap();
-    began.recv_timeout(PATIENCE).unwrap();
+    began.recv_timeout(TIMEOUT).unwrap();
     assert!(matches!(call(Duration::ZERO, None), Err(CallError::Timeout)));
     // The shortest that there is: 1 ms.
     assert!(matches!(call(Duration::MAX, Some(Duration::ZERO)), Err(CallError::Expired)));
@@ -101,13 +101,13 @@ fn budgets_without_end_are_admitted_to_nobody_and_harm_nobody() {
     let _service = Service::register("s", endless, handler).unwrap();
     let client = connect(dir.path());
     let tokens: Vec<_> = (0..4).map(|_| client.submit(b"x", &CallOptions::default()).unwrap()).collect();
-    (0..3).for_each(|_| began.recv_timeout(PATIENCE).unwrap());
+    (0..3).for_each(|_| began.recv_timeout(TIMEOUT).unwrap());
     for deadline in [Deadline::In(Duration::from_secs(3600)), Deadline::At(u64::MAX - 1)] {
         let refused = client.call(b"y", &CallOptions { deadline, ..CallOptions::default() });
         assert!(matches!(refused, Err(CallError::Refused(_))), "{refused:?}");
     }
     (0..4).for_each(|_| go.send(()).unwrap());
-    assert!(client.wait_all(&tokens, PATIENCE).iter().all(Result::is_ok));
+    assert!(client.wait_all(&tokens, TIMEOUT).iter().all(Result::is_ok));
 }
 
 #[test]
@@ -128,7 +128,7 @@ fn payloads_at_the_ends_of_their_memory() {
             drop(reply);
             if let Some(loan) = client.loan(len as u64) {
                 loan.view().write_from(&bytes);
-                let reply = client.wait(client.submit_loan(loan, &call).unwrap(), PATIENCE).unwrap();
+                let reply = client.wait(client.submit_loan(loan, &call).unwrap(), TIMEOUT).unwrap();
                 assert!(reply.to_vec().unwrap() == bytes, "{len} bytes in place");
             }
         }
@@ -168,7 +168,7 @@ fn thousands_that_wait_are_taken_back_and_each_has_one_end() {
         .collect();
     let mut random = Random::seeded();
     let held = clients[0].submit(b"held", &CallOptions::default()).unwrap();
-    began.recv_timeout(PATIENCE).unwrap();
+    began.recv_timeout(TIMEOUT).unwrap();
     for round in 0..3 {
         let mut tokens = Vec::new();
         for (which, client) in clients.iter().enumerate() {
@@ -195,14 +195,14 @@ fn thousands_that_wait_are_taken_back_and_each_has_one_end() {
             });
         }
         for (which, token) in tokens {
-            let end = clients[which].wait(token, PATIENCE);
+            let end = clients[which].wait(token, TIMEOUT);
             assert!(matches!(end, Err(CallError::Cancelled | CallError::Unknown)), "{end:?}");
         }
         let answers = service.report().answers;
         assert_eq!((answers.cancelled, service.report().pending), (9000 * (round + 1), 0));
     }
     go.send(()).unwrap();
-    assert!(clients[0].wait(held, PATIENCE).is_ok());
+    assert!(clients[0].wait(held, TIMEOUT).is_ok());
     go.send(()).unwrap();
     assert!(clients[1].call(b"x", &CallOptions::default()).is_ok());
     assert!(clients.iter().all(|client| (client.under_way(), client.arena_used()) == (0, 0)));
@@ -216,7 +216,7 @@ fn calls_whose_patience_ends_are_not_served_also_where_the_ring_is_full() {
     let service = Service::register("s", options(dir.path()), handler).unwrap();
     let client = Client::connect_with("s", &ConnectOptions { entries: 4, ..connect_options(dir.path()) }).unwrap();
     let held = client.submit(b"held", &CallOptions::default()).unwrap();
-    began.recv_timeout(PATIENCE).unwrap();
+    began.recv_timeout(TIMEOUT).unwrap();
     for _ in 0..3 {
         let tokens: Vec<_> = (0..3).map(|_| client.submit(b"x", &CallOptions::default()).unwrap()).collect();
         for token in tokens {
@@ -225,7 +225,7 @@ fn calls_whose_patience_ends_are_not_served_also_where_the_ring_is_full() {
         until("their slots come back", || client.under_way() == 1);
     }
     go.send(()).unwrap();
-    assert!(client.wait(held, PATIENCE).is_ok());
+    assert!(client.wait(held, TIMEOUT).is_ok());
     let answers = service.report().answers;
     assert_eq!((answers.served, answers.cancelled), (1, 9));
 }

@@ -22,7 +22,7 @@ use tombolo_rpc::provider::{Access, Options, Reply, Request, Service};
 use tombolo_rpc::shared::SharedBuffer;
 use tombolo_shm::memory::Mapping;
 use tombolo_shm::section;
-use tombolo_testing::{PATIENCE, until};
+use tombolo_testing::{TIMEOUT, until};
 
 const GEOMETRY: Geometry = Geometry::new(8, 4096).unwrap();
 
@@ -65,7 +65,7 @@ fn receive(socket: &OwnedFd) -> (Vec<u8>, Vec<OwnedFd>) {
 
 fn dial(dir: &Path) -> OwnedFd {
     let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-    set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+    set_socket_timeout(&socket, Timeout::Recv, Some(TIMEOUT)).unwrap();
     connect(&socket, &SocketAddrUnix::new(dir.join("s")).unwrap()).unwrap();
     socket
 }
@@ -84,7 +84,7 @@ struct Raw {
     own: Mapping,
     peer: Mapping,
     peer_geometry: Geometry,
-    bell: OwnedFd,
+    doorbell: OwnedFd,
     asks: Producer<Ask>,
     answers: Consumer<Answer>,
 }
@@ -99,9 +99,9 @@ impl Raw {
         assert_eq!(&welcome[..8], &u32s(&[17, VERSION])[..], "{}", String::from_utf8_lossy(&welcome));
         let arena = u64::from_le_bytes(welcome[8..16].try_into().unwrap());
         let peer_geometry = Geometry::new(8, arena).unwrap();
-        let [section_fd, bell] = <[OwnedFd; 2]>::try_from(fds).unwrap();
+        let [section_fd, doorbell] = <[OwnedFd; 2]>::try_from(fds).unwrap();
         let peer = section::adopt(&section_fd, peer_geometry.section_bytes(), false).unwrap();
-        Raw { socket, own, peer, peer_geometry, bell, asks: Producer::default(), answers: Consumer::default() }
+        Raw { socket, own, peer, peer_geometry, doorbell, asks: Producer::default(), answers: Consumer::default() }
     }
 
     fn own(&self) -> ForeignMut<'_> {
@@ -109,7 +109,7 @@ impl Raw {
     }
 
     fn ring(&self) {
-        rustix::io::write(&self.bell, &1u64.to_ne_bytes()).unwrap();
+        rustix::io::write(&self.doorbell, &1u64.to_ne_bytes()).unwrap();
     }
 
     fn ask(&mut self, slot: u32, payload: Payload) {
@@ -396,7 +396,7 @@ fn hostile_provider(dir: &Path, act: impl FnOnce(OwnedFd) + Send + 'static) -> s
     listen(&listener, 4).unwrap();
     std::thread::spawn(move || {
         let socket = accept(&listener).unwrap();
-        set_socket_timeout(&socket, Timeout::Recv, Some(PATIENCE)).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(TIMEOUT)).unwrap();
         act(socket)
     })
 }
@@ -411,12 +411,12 @@ fn welcome(arena_bytes: u64) -> Vec<u8> {
 }
 
 /// As [`GEOMETRY`].
-fn small(dir: &Path, patience: Duration) -> ConnectOptions {
-    ConnectOptions { folder: Some(dir.into()), entries: 8, arena_bytes: 4096, patience, ..ConnectOptions::default() }
+fn small(dir: &Path, timeout: Duration) -> ConnectOptions {
+    ConnectOptions { folder: Some(dir.into()), entries: 8, arena_bytes: 4096, timeout, ..ConnectOptions::default() }
 }
 
-fn try_connect(dir: &Path, patience: Duration) -> Result<Client, ConnectError> {
-    Client::connect_with("s", &small(dir, patience))
+fn try_connect(dir: &Path, timeout: Duration) -> Result<Client, ConnectError> {
+    Client::connect_with("s", &small(dir, timeout))
 }
 
 #[test]
@@ -437,30 +437,30 @@ fn providers_that_answer_the_handshake_wrongly_are_left() {
             let geometry = Geometry::new(8, 1 << 40).unwrap();
             let (fd, own) = section::make("hostile", geometry.section_bytes(), false).unwrap();
             initialise(own.view_mut().unwrap(), geometry, Role::Provider);
-            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-            send(&socket, &welcome(1 << 40), &[fd.as_fd(), bell.as_fd()]);
+            let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(1 << 40), &[fd.as_fd(), doorbell.as_fd()]);
         }),
         ("sends a short section", |socket| {
             let (fd, _own) = section::make("hostile", 4096, false).unwrap();
-            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+            let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         }),
         ("sends an unsealed section", |socket| {
             let fd = memfd_create("hostile", MemfdFlags::ALLOW_SEALING).unwrap();
             ftruncate(&fd, GEOMETRY.section_bytes()).unwrap();
-            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+            let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         }),
         ("sends a section without a header", |socket| {
             let (fd, _own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
-            let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+            let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         }),
-        ("sends a pipe for a bell", |socket| {
+        ("sends a pipe for a doorbell", |socket| {
             let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
             initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
-            let (_reader, bell) = rustix::pipe::pipe().unwrap();
-            send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+            let (_reader, doorbell) = rustix::pipe::pipe().unwrap();
+            send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         }),
     ];
     for (what, act) in cases {
@@ -498,8 +498,8 @@ fn answering_all(
         let peer = section::adopt(&fds[0], GEOMETRY.section_bytes(), false).unwrap();
         let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
         initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
-        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         let ends = Ends::new(own.view_mut().unwrap(), GEOMETRY, peer.view(), GEOMETRY).unwrap();
         let mut asks = Consumer::<Ask>::default();
         for _ in 0..requests {
@@ -589,8 +589,8 @@ fn a_provider_that_answers_nonsense_gets_an_error_and_never_a_crash() {
     ];
     for (what, act, check) in cases {
         let provider = answering(dir.path(), act);
-        let client = try_connect(dir.path(), PATIENCE).unwrap();
-        let timeout = if what == "says nothing" { Duration::from_millis(200) } else { PATIENCE };
+        let client = try_connect(dir.path(), TIMEOUT).unwrap();
+        let timeout = if what == "says nothing" { Duration::from_millis(200) } else { TIMEOUT };
         let error = client.call(b"x", &CallOptions { timeout, ..CallOptions::default() }).expect_err(what);
         assert!(check(&error), "{what}: {error:?}");
         drop(client);
@@ -616,7 +616,7 @@ fn a_reply_longer_than_all_memory_is_no_crash() {
         share_sparse(socket, 3, BYTES);
         answer(ends, token, Payload::Shared { memory: 3, offset: 0, len: BYTES });
     });
-    let options = ConnectOptions { max_shared_bytes: u64::MAX, ..small(dir.path(), PATIENCE) };
+    let options = ConnectOptions { max_shared_bytes: u64::MAX, ..small(dir.path(), TIMEOUT) };
     let client = Client::connect_with("s", &options).unwrap();
     let reply = client.call(b"x", &CallOptions::default()).unwrap();
     assert_eq!(reply.len() as u64, BYTES);
@@ -655,7 +655,7 @@ fn a_provider_that_hands_over_memory_without_end_is_mapped_up_to_the_bound() {
         }
     });
     assert_eq!(ConnectOptions::default().max_shared_bytes, BOUND);
-    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let client = try_connect(dir.path(), TIMEOUT).unwrap();
     let mut held = Vec::new();
     for n in 0..20 {
         match client.call(b"x", &CallOptions::default()) {
@@ -694,8 +694,8 @@ fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
         let peer = section::adopt(&fds[0], GEOMETRY.section_bytes(), false).unwrap();
         let (fd, own) = section::make("hostile", GEOMETRY.section_bytes(), false).unwrap();
         initialise(own.view_mut().unwrap(), GEOMETRY, Role::Provider);
-        let bell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
-        send(&socket, &welcome(4096), &[fd.as_fd(), bell.as_fd()]);
+        let doorbell = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        send(&socket, &welcome(4096), &[fd.as_fd(), doorbell.as_fd()]);
         let _peer = peer;
         let mut n = 0;
         while stopped.try_recv() == Err(std::sync::mpsc::TryRecvError::Empty) {
@@ -705,7 +705,7 @@ fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
             tombolo_shm::futex::wake(own.view(), PUBLISHED);
         }
     });
-    let client = try_connect(dir.path(), PATIENCE).unwrap();
+    let client = try_connect(dir.path(), TIMEOUT).unwrap();
     let begun = Instant::now();
     let options = CallOptions { timeout: Duration::from_millis(100), ..CallOptions::default() };
     let error = client.call(b"x", &options).unwrap_err();
@@ -717,7 +717,7 @@ fn an_index_that_never_rests_does_not_hold_a_client_beyond_its_patience() {
 
 #[test]
 fn a_client_that_wakes_the_service_for_nothing_is_sent_away() {
-    // By its bell, to a worker that sleeps; by an index that comes and goes, to one that polls.
+    // By its doorbell, to a worker that sleeps; by an index that comes and goes, to one that polls.
     type Disturb = fn(&Raw);
     let ring: Disturb = |raw| raw.ring();
     let flicker: Disturb = |raw| {
@@ -733,7 +733,7 @@ fn a_client_that_wakes_the_service_for_nothing_is_sent_away() {
         let raw = Raw::connect(dir.path());
         let begun = Instant::now();
         while service.report().broken_clients == 0 {
-            assert!(begun.elapsed() < PATIENCE, "it is still there");
+            assert!(begun.elapsed() < TIMEOUT, "it is still there");
             for _ in 0..10 {
                 disturb(&raw);
                 std::thread::yield_now();
@@ -760,9 +760,9 @@ fn one_user_does_not_take_all_connections_all_memory_and_all_of_the_queue() {
     let options = Options { folder: Some(dir.path().into()), max_clients_per_uid: 2, ..Options::default() };
     let service = Service::register("s", options.clone(), sum).unwrap();
     let clients = [good(dir.path()), good(dir.path())];
-    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "clients of user");
+    refused(try_connect(dir.path(), TIMEOUT).unwrap_err(), "clients of user");
     drop(clients);
-    until("places come back", || try_connect(dir.path(), PATIENCE).is_ok());
+    until("places come back", || try_connect(dir.path(), TIMEOUT).is_ok());
     assert!(service.report().refused_connections > 0);
     drop(service);
 
@@ -772,7 +772,7 @@ fn one_user_does_not_take_all_connections_all_memory_and_all_of_the_queue() {
         Options { max_clients_per_uid: 128, max_bytes_per_uid: 2 * geometry.section_bytes() + (512 << 10), ..options };
     let service = Service::register("s", options, sum).unwrap();
     let client = good(dir.path());
-    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "bytes");
+    refused(try_connect(dir.path(), TIMEOUT).unwrap_err(), "bytes");
     let call = |bytes: u64| {
         let buffer = SharedBuffer::new(bytes, false).unwrap();
         client.call_shared(&buffer, 0, bytes, &CallOptions::default()).map(|_| ())
@@ -782,16 +782,16 @@ fn one_user_does_not_take_all_connections_all_memory_and_all_of_the_queue() {
     // That memory has gone, and comes back with the next that is handed over.
     call(512 << 10).unwrap();
     drop(client);
-    until("its memory comes back", || try_connect(dir.path(), PATIENCE).is_ok());
+    until("its memory comes back", || try_connect(dir.path(), TIMEOUT).is_ok());
     drop(service);
 
     // Two connections of 64 entries each.
     let options = Options { folder: Some(dir.path().into()), max_entries_per_uid: 128, ..Options::default() };
     let _service = Service::register("s", options, sum).unwrap();
     let clients = [good(dir.path()), good(dir.path())];
-    refused(try_connect(dir.path(), PATIENCE).unwrap_err(), "8 entries");
+    refused(try_connect(dir.path(), TIMEOUT).unwrap_err(), "8 entries");
     drop(clients);
-    until("its entries come back", || try_connect(dir.path(), PATIENCE).is_ok());
+    until("its entries come back", || try_connect(dir.path(), TIMEOUT).is_ok());
 }
 
 #[test]

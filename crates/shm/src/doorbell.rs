@@ -73,9 +73,9 @@ impl Doorbell {
         if fd.kind() != Kind::Pipe {
             return Doorbell::adopt(fd);
         }
-        let bell = Doorbell::new()?;
-        let writer = PipeWriter::start(&bell, fd)?;
-        Ok(Doorbell { pipe: Some(writer), ..bell })
+        let doorbell = Doorbell::new()?;
+        let writer = PipeWriter::start(&doorbell, fd)?;
+        Ok(Doorbell { pipe: Some(writer), ..doorbell })
     }
 
     /// A doorbell that only this process and the kernel hold, made by a library.
@@ -139,13 +139,13 @@ static PIPES: AtomicUsize = AtomicUsize::new(0);
 #[derive(Debug)]
 struct PipeWriter {
     pipe: Arc<ForeignFd>,
-    bell: OwnedFd,
+    doorbell: OwnedFd,
     stop: Arc<AtomicBool>,
 }
 
 impl PipeWriter {
-    fn start(bell: &Doorbell, pipe: ForeignFd) -> Result<PipeWriter, Errno> {
-        let (heard, own) = (bell.duplicate()?, rustix::io::fcntl_dupfd_cloexec(bell, 3)?);
+    fn start(doorbell: &Doorbell, pipe: ForeignFd) -> Result<PipeWriter, Errno> {
+        let (heard, own) = (doorbell.duplicate()?, rustix::io::fcntl_dupfd_cloexec(doorbell, 3)?);
         if PIPES.fetch_add(1, Ordering::Relaxed) >= MAX_PIPES {
             PIPES.fetch_sub(1, Ordering::Relaxed);
             return Err(Errno::AGAIN);
@@ -154,7 +154,7 @@ impl PipeWriter {
         let written = pipe.clone();
         let stop = Arc::new(AtomicBool::new(false));
         let stopped = stop.clone();
-        let thread = std::thread::Builder::new().name("pipe-bell".into()).stack_size(64 << 10);
+        let thread = std::thread::Builder::new().name("pipe-doorbell".into()).stack_size(64 << 10);
         let started = thread.spawn(move || {
             loop {
                 // An interrupted wait looks again.
@@ -174,7 +174,7 @@ impl PipeWriter {
             PIPES.fetch_sub(1, Ordering::Relaxed);
             return Err(Errno::AGAIN);
         }
-        Ok(PipeWriter { pipe, bell: own, stop })
+        Ok(PipeWriter { pipe, doorbell: own, stop })
     }
 }
 
@@ -182,7 +182,7 @@ impl Drop for PipeWriter {
     fn drop(&mut self) {
         // Release, partner in the thread: the ring below comes after it.
         self.stop.store(true, Ordering::Release);
-        let _ = rustix::io::write(&self.bell, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.doorbell, &1u64.to_ne_bytes());
     }
 }
 
@@ -198,12 +198,12 @@ mod tests {
 
     #[test]
     fn rings_add_up_and_are_taken_once() {
-        let bell = Doorbell::new().unwrap();
-        assert!(!bell.take());
-        bell.ring();
-        bell.ring();
-        assert!(bell.take());
-        assert!(!bell.take());
+        let doorbell = Doorbell::new().unwrap();
+        assert!(!doorbell.take());
+        doorbell.ring();
+        doorbell.ring();
+        assert!(doorbell.take());
+        assert!(!doorbell.take());
     }
 
     #[test]
@@ -219,16 +219,16 @@ mod tests {
     fn a_peer_cannot_make_ringing_block() {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let peer = fd.try_clone().unwrap();
-        let bell = Doorbell::adopt(fd).unwrap();
-        bell.ring();
-        assert!(bell.take(), "it is rung at all");
+        let doorbell = Doorbell::adopt(fd).unwrap();
+        doorbell.ring();
+        assert!(doorbell.take(), "it is rung at all");
         rustix::io::write(&peer, &(u64::MAX - 1).to_ne_bytes()).unwrap();
         let flags = rustix::fs::fcntl_getfl(&peer).unwrap();
         rustix::fs::fcntl_setfl(&peer, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
         let (done, rung) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for _ in 0..1000 {
-                bell.ring();
+                doorbell.ring();
             }
             done.send(()).unwrap();
         });
@@ -241,14 +241,14 @@ mod tests {
     fn a_peer_cannot_make_taking_block() {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let peer = fd.try_clone().unwrap();
-        let bell = Doorbell::adopt(fd).unwrap();
+        let doorbell = Doorbell::adopt(fd).unwrap();
         let flags = rustix::fs::fcntl_getfl(&peer).unwrap();
         rustix::fs::fcntl_setfl(&peer, flags - rustix::fs::OFlags::NONBLOCK).unwrap();
         let (done, taken) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
-            let empty = bell.take();
-            bell.ring();
-            done.send((empty, bell.take(), bell.take())).unwrap();
+            let empty = doorbell.take();
+            doorbell.ring();
+            done.send((empty, doorbell.take(), doorbell.take())).unwrap();
         });
         let answer = taken.recv_timeout(std::time::Duration::from_secs(10));
         assert_eq!(answer, Ok((false, true, false)), "taking blocks");
@@ -258,18 +258,18 @@ mod tests {
     #[test]
     fn a_pipe_is_rung_and_its_peer_cannot_make_ringing_block() {
         let (reader, writer) = rustix::pipe::pipe().unwrap();
-        let bell = Doorbell::adopt_any(writer).unwrap();
-        bell.ring();
+        let doorbell = Doorbell::adopt_any(writer).unwrap();
+        doorbell.ring();
         let mut bytes = [0; 8];
         assert_eq!(rustix::io::read(&reader, &mut bytes), Ok(8));
         assert_eq!(u64::from_ne_bytes(bytes), 1);
         let (done, rung) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             for _ in 0..20_000 {
-                bell.ring();
+                doorbell.ring();
                 std::thread::yield_now();
             }
-            drop(bell);
+            drop(doorbell);
             done.send(()).unwrap();
         });
         let answer = rung.recv_timeout(std::time::Duration::from_secs(20));

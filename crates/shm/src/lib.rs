@@ -16,7 +16,7 @@
 //! * [`listener`] – listening Unix sockets that leave nothing behind.
 //! * [`store`] – what ports keep in the fd store, which survives the daemon.
 //! * [`verdicts`] – a short-lived cache of what was found out about processes that connect.
-//! * [`ivshmem`] – servers of ivshmem links, and the keeper of what outlives them.
+//! * [`ivshmem`] – servers of ivshmem links, and the fd store of what outlives them.
 #![warn(unreachable_pub)]
 
 pub mod class;

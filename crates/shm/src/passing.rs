@@ -86,13 +86,13 @@ mod tests {
     #[test]
     fn descriptors_arrive_with_their_message_and_in_order() {
         let (a, b) = pair(SocketType::SEQPACKET);
-        let bells = [Doorbell::new().unwrap(), Doorbell::new().unwrap()];
-        assert_eq!(send(&a, b"two", &[bells[0].as_fd(), bells[1].as_fd()], false), Ok(3));
+        let doorbells = [Doorbell::new().unwrap(), Doorbell::new().unwrap()];
+        assert_eq!(send(&a, b"two", &[doorbells[0].as_fd(), doorbells[1].as_fd()], false), Ok(3));
         assert_eq!(send(&a, b"none", &[], false), Ok(4));
         let mut buffer = [0; 16];
         let got = receive(&b, &mut buffer, false).unwrap();
         assert_eq!((got.bytes, got.fds.len(), got.truncated), (3, 2, false));
-        bells[1].ring();
+        doorbells[1].ring();
         let mut arrived = got.fds.into_iter().map(|fd| Doorbell::adopt(fd).unwrap());
         assert!(!arrived.next().unwrap().take() && arrived.next().unwrap().take());
         let got = receive(&b, &mut buffer, false).unwrap();
@@ -103,9 +103,9 @@ mod tests {
     #[test]
     fn too_much_is_told_on_both_sides() {
         let (a, b) = pair(SocketType::SEQPACKET);
-        let bell = Doorbell::new().unwrap();
-        assert_eq!(send(&a, b"x", &[bell.as_fd(); MAX_DESCRIPTORS + 1], false), Err(Errno::TOOBIG));
-        send(&a, b"longer than its room", &[bell.as_fd(); MAX_DESCRIPTORS], false).unwrap();
+        let doorbell = Doorbell::new().unwrap();
+        assert_eq!(send(&a, b"x", &[doorbell.as_fd(); MAX_DESCRIPTORS + 1], false), Err(Errno::TOOBIG));
+        send(&a, b"longer than its room", &[doorbell.as_fd(); MAX_DESCRIPTORS], false).unwrap();
         let got = receive(&b, &mut [0; 4], false).unwrap();
         assert!(got.truncated && got.fds.len() == MAX_DESCRIPTORS);
     }

@@ -1,5 +1,5 @@
 //! The daemon's side of the fd store, for everything except ivshmem links. Ports put their connections there, and the
-//! next daemon takes them out again. The store itself is [`keeper`].
+//! next daemon takes them out again. The store itself is [`fd_store`].
 //!
 //! # Two uses
 //! - A port keeps its record up to date at each change, so that it survives a daemon that is killed (vhost-user).
@@ -13,7 +13,7 @@
 //! # Failure
 //! A store that is lost is replaced once per change. If that fails, ports continue, and connect again after a restart.
 
-use crate::ivshmem::keeper::{self, Keeper, Record};
+use crate::ivshmem::fd_store::{self, FdStore, Record};
 use rustix::io::Errno;
 use std::collections::BTreeMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -30,12 +30,12 @@ const INLINE: u8 = 0;
 const IN_MEMORY: u8 = 1;
 
 /// Finds a store, or starts one.
-pub type Find = Box<dyn FnMut() -> Result<Keeper, String> + Send>;
+pub type Find = Box<dyn FnMut() -> Result<FdStore, String> + Send>;
 /// Told what the user should know, in a sentence.
 pub type Tell = Box<dyn Fn(&str) + Send + Sync>;
 
 struct State {
-    keeper: Option<Keeper>,
+    fd_store: Option<FdStore>,
     find: Find,
     /// Records of an earlier daemon that no port has taken.
     left: BTreeMap<String, Record>,
@@ -85,10 +85,11 @@ impl Store {
     /// # Errors
     /// Why there is none, in words.
     pub fn open(mut find: Find, tell: Tell) -> Result<Store, String> {
-        let keeper = find()?;
-        let records = keeper.list_of(PREFIX).map_err(|e| format!("the fd store does not answer: {e}"))?;
+        let fd_store = find()?;
+        let records = fd_store.list_of(PREFIX).map_err(|e| format!("the fd store does not answer: {e}"))?;
         let left = records.into_iter().filter_map(|r| Some((r.name.strip_prefix(PREFIX)?.to_string(), r)));
-        let state = State { keeper: Some(keeper), find, left: left.collect(), frozen: false, busy: 0, closed: false };
+        let state =
+            State { fd_store: Some(fd_store), find, left: left.collect(), frozen: false, busy: 0, closed: false };
         Ok(Store { state: Mutex::new(state), changed: Condvar::new(), tell })
     }
 
@@ -102,26 +103,26 @@ impl Store {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn say(&self, what: impl Fn(&Keeper) -> Result<(), Errno>) -> Result<(), Errno> {
+    fn say(&self, what: impl Fn(&FdStore) -> Result<(), Errno>) -> Result<(), Errno> {
         self.say_to(&mut self.lock(), what)
     }
 
     /// What is of no use in another store than the one that it is about.
-    fn say_here(&self, what: impl Fn(&Keeper) -> Result<(), Errno>) {
-        if let Some(keeper) = &self.lock().keeper {
+    fn say_here(&self, what: impl Fn(&FdStore) -> Result<(), Errno>) {
+        if let Some(fd_store) = &self.lock().fd_store {
             // One that is lost is replaced at the next change.
-            let _ = what(keeper);
+            let _ = what(fd_store);
         }
     }
 
     /// No more is kept, and no store is started in place of one that ends: the fabric goes down.
     pub fn close(&self) {
         let mut state = self.lock();
-        (state.keeper, state.closed) = (None, true);
+        (state.fd_store, state.closed) = (None, true);
     }
 
-    fn say_to(&self, state: &mut State, what: impl Fn(&Keeper) -> Result<(), Errno>) -> Result<(), Errno> {
-        let error = match state.keeper.as_ref().map(&what) {
+    fn say_to(&self, state: &mut State, what: impl Fn(&FdStore) -> Result<(), Errno>) -> Result<(), Errno> {
+        let error = match state.fd_store.as_ref().map(&what) {
             Some(Ok(())) => return Ok(()),
             // The record's own fault, not the store's.
             Some(Err(error @ (Errno::MSGSIZE | Errno::TOOBIG))) => return Err(error),
@@ -131,8 +132,8 @@ impl Store {
         if state.closed {
             return Err(error);
         }
-        state.keeper = (state.find)().ok();
-        state.keeper.as_ref().map_or(Err(error), what)
+        state.fd_store = (state.find)().ok();
+        state.fd_store.as_ref().map_or(Err(error), what)
     }
 
     /// Keeps a record, in place of the one of that name. What is kept this way is no reason for the store to stay.
@@ -141,7 +142,7 @@ impl Store {
     /// `EMSGSIZE` and `E2BIG` beyond the limits of a record; else there is no store.
     pub fn put(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let name = format!("{PREFIX}{name}");
-        self.say(|keeper| keeper.put(&name, bytes, fds, 0))
+        self.say(|fd_store| fd_store.put(&name, bytes, fds, 0))
     }
 
     /// Keeps a state of any size up to [`MAX_STATE_BYTES`], with its descriptors, for [`Store::take_state`].
@@ -191,27 +192,27 @@ impl Store {
     /// As for [`Store::put`].
     pub fn put_connection(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let name = format!("{PREFIX}{name}");
-        self.say(|keeper| keeper.put_connection(&name, bytes, fds))
+        self.say(|fd_store| fd_store.put_connection(&name, bytes, fds))
     }
 
     /// Marks a connection: its peer has asked something that is not answered yet.
     pub fn doubt(&self, name: &str) {
-        self.say_here(|keeper| keeper.doubt(&format!("{PREFIX}{name}")));
+        self.say_here(|fd_store| fd_store.doubt(&format!("{PREFIX}{name}")));
     }
 
     /// Has the store refuse connections of a process that started at that time, and of those that descend from it.
     pub fn refuse(&self, pid: u32, start_ticks: u64) {
-        self.say_here(|keeper| keeper.put(&keeper::refusal(pid), &start_ticks.to_le_bytes(), &[], 0));
+        self.say_here(|fd_store| fd_store.put(&fd_store::refusal(pid), &start_ticks.to_le_bytes(), &[], 0));
     }
 
     /// Has the store look after its socket: it listens again where the path was deleted.
     pub fn wake(&self) {
-        self.say_here(|keeper| keeper.forget("nothing has this name"));
+        self.say_here(|fd_store| fd_store.forget("nothing has this name"));
     }
 
     /// Deletes a record and its descriptors from the store.
     pub fn forget(&self, name: &str) {
-        self.say_here(|keeper| keeper.forget(&format!("{PREFIX}{name}")));
+        self.say_here(|fd_store| fd_store.forget(&format!("{PREFIX}{name}")));
     }
 
     /// Has the store stay for `limit` without a daemon.
@@ -219,7 +220,7 @@ impl Store {
     /// # Errors
     /// There is no store.
     pub fn linger(&self, limit: Duration) -> Result<(), Errno> {
-        self.say(|keeper| keeper.linger(limit))
+        self.say(|fd_store| fd_store.linger(limit))
     }
 
     /// Takes what an earlier daemon left under a name. The store keeps its copy until it is replaced or forgotten.
@@ -280,19 +281,19 @@ impl Store {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ivshmem::keeper::serve;
+    use crate::ivshmem::fd_store::serve;
     use crate::listener::Listener;
     use rustix::net::SocketType;
     fn store(path: std::path::PathBuf) -> Store {
         Store::open(
             Box::new(move || {
-                if let Ok(found) = Keeper::connect(&path) {
+                if let Ok(found) = FdStore::connect(&path) {
                     return Ok(found);
                 }
                 let listener = Listener::replace(&path, SocketType::SEQPACKET).map_err(|e| e.to_string())?;
-                let keeper = Keeper::connect(&path).map_err(|e| e.to_string())?;
+                let fd_store = FdStore::connect(&path).map_err(|e| e.to_string())?;
                 std::thread::spawn(move || serve(listener));
-                Ok(keeper)
+                Ok(fd_store)
             }),
             Box::new(|_| ()),
         )
@@ -302,17 +303,17 @@ mod tests {
     #[test]
     fn records_come_back_and_a_lost_store_is_replaced() {
         let path = std::env::temp_dir().join(format!("tmb-store-{}", std::process::id()));
-        let bell = crate::doorbell::Doorbell::new().unwrap();
+        let doorbell = crate::doorbell::Doorbell::new().unwrap();
         let first = store(path.clone());
-        first.put("a", b"1", &[bell.as_fd()]).unwrap();
-        first.put("b", b"2", &[bell.as_fd()]).unwrap();
+        first.put("a", b"1", &[doorbell.as_fd()]).unwrap();
+        first.put("b", b"2", &[doorbell.as_fd()]).unwrap();
         let second = store(path.clone());
         let record = second.take("a").unwrap();
         assert_eq!((&record.bytes[..], record.fds.len()), (&b"1"[..], 1));
         assert!(second.take("a").is_none());
         for size in [0, INLINE_BYTES, INLINE_BYTES + 1, 200_000] {
             let state: Vec<u8> = (0..size).map(|n| n as u8).collect();
-            first.put_state("s", &state, &[bell.as_fd()]).unwrap();
+            first.put_state("s", &state, &[doorbell.as_fd()]).unwrap();
             let (back, fds) = store(path.clone()).take_state("s").unwrap();
             assert!(back == state && fds.len() == 1, "{size}");
         }
@@ -320,11 +321,11 @@ mod tests {
         assert_eq!(second.left(""), ["b"]);
         second.forget_rest();
         assert_eq!(store(path.clone()).left(""), ["a"]);
-        Keeper::connect(&path).unwrap().quit().unwrap();
-        tombolo_testing::until("the store's end", || Keeper::connect(&path).is_err());
+        FdStore::connect(&path).unwrap().quit().unwrap();
+        tombolo_testing::until("the store's end", || FdStore::connect(&path).is_err());
         first.put("c", b"3", &[]).unwrap();
         assert_eq!(store(path.clone()).left(""), ["c"]);
-        Keeper::connect(&path).unwrap().quit().unwrap();
+        FdStore::connect(&path).unwrap().quit().unwrap();
         assert!(matches!(first.put("x", &[0; 5000], &[]), Err(Errno::MSGSIZE)));
     }
 
@@ -346,6 +347,6 @@ mod tests {
         drop(frozen);
         told.recv().unwrap();
         thread.join().unwrap();
-        Keeper::connect(&path).unwrap().quit().unwrap();
+        FdStore::connect(&path).unwrap().quit().unwrap();
     }
 }

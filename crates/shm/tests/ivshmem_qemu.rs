@@ -13,7 +13,7 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::ivshmem::links::{Config, Door, Event, Links};
 use tombolo_shm::ivshmem::server::{Dialect, Seat, Shape};
 use tombolo_shm::memory::Mapping;
-use tombolo_testing::{PATIENCE, found, until};
+use tombolo_testing::{TIMEOUT, found, until};
 
 /// Where the test puts the devices' BARs: in q35's window for PCI below 4 GiB.
 const REGISTERS: u64 = 0xe000_0000;
@@ -56,7 +56,7 @@ impl Qemu {
             assert_eq!(child.try_wait().unwrap(), None, "QEMU ended");
             UnixStream::connect(&socket).ok()
         });
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         let mut qemu = Qemu { child, qtest: BufReader::new(stream) };
         qemu.set_up();
         Some(qemu)
@@ -161,8 +161,8 @@ fn links() -> Links {
     Links::start("test", None, Box::new(|text| panic!("{text}"))).unwrap()
 }
 
-fn rung(bell: &Doorbell) {
-    until("a ring", || bell.take());
+fn rung(doorbell: &Doorbell) {
+    until("a ring", || doorbell.take());
 }
 
 fn read_u32(mapping: &Mapping, offset: usize) -> u32 {
@@ -180,9 +180,9 @@ fn doorbells_of_two_machines_and_the_host() {
     links.serve("lan", Some(Box::new(move |event| sender.send(event).unwrap()))).unwrap();
     // The second seat is taken before the first: seats do not depend on who comes first.
     let Some(mut b) = doorbell(place.path(), 2) else { return };
-    let Event::Joined { id: 2, bells: to_b } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    let Event::Joined { id: 2, doorbells: to_b } = events.recv_timeout(TIMEOUT).unwrap() else { panic!() };
     let Some(mut a) = doorbell(place.path(), 1) else { return };
-    let Event::Joined { id: 1, bells: to_a } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    let Event::Joined { id: 1, doorbells: to_a } = events.recv_timeout(TIMEOUT).unwrap() else { panic!() };
     assert_eq!((a.position(), b.position()), (1, 2));
     // Each sees the header, and what another writes.
     let ours = Mapping::new(&opened.region, 0, 1 << 20, true).unwrap();
@@ -216,7 +216,7 @@ fn doorbells_of_two_machines_and_the_host() {
     b.ask(&format!("writel {:#x} 3", MEMORY + layout.state(2).unwrap() as u64));
     assert_eq!(read_u32(&ours, layout.state(2).unwrap()), 3);
     drop(b);
-    assert!(matches!(events.recv_timeout(PATIENCE).unwrap(), Event::Left { id: 2 }));
+    assert!(matches!(events.recv_timeout(TIMEOUT).unwrap(), Event::Left { id: 2 }));
     a.interrupted(0);
     rung(&opened.own[0]);
     assert_eq!(read_u32(&ours, layout.state(2).unwrap()), 0);
@@ -224,7 +224,7 @@ fn doorbells_of_two_machines_and_the_host() {
     a.ring(2, 0);
     let Some(mut c) = doorbell(place.path(), 2) else { return };
     c.enable_msix(2);
-    let Event::Joined { id: 2, .. } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    let Event::Joined { id: 2, .. } = events.recv_timeout(TIMEOUT).unwrap() else { panic!() };
     until("a's view of c", || {
         a.ring(2, 1);
         c.number(&format!("readl {:#x}", MESSAGE + 4)) == 0x101

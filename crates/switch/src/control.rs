@@ -15,7 +15,7 @@ use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
 use crate::port::{Caps, HandOver, Link, Port};
 use crate::wait::Token;
-use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Remake, Slot};
+use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Restart, Slot};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::mpsc::{self, Receiver, Sender};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -340,7 +340,7 @@ impl WorkerHandle {
         self.add(reserved, network, name, port, None, settings)
     }
 
-    /// As [`WorkerHandle::add_port`], for a port that `remake` can restart after a panic in its code.
+    /// As [`WorkerHandle::add_port`], for a port that `restart` can restart after a panic in its code.
     ///
     /// # Errors
     /// As for [`WorkerHandle::add_port`].
@@ -350,10 +350,10 @@ impl WorkerHandle {
         network: NetworkId,
         name: &str,
         port: Box<dyn Port>,
-        remake: Remake,
+        restart: Restart,
         settings: PortSettings,
     ) -> Result<Arc<PortCounters>, ControlError> {
-        self.add(reserved, network, name, port, Some(remake), settings)
+        self.add(reserved, network, name, port, Some(restart), settings)
     }
 
     fn add(
@@ -362,13 +362,13 @@ impl WorkerHandle {
         network: NetworkId,
         name: &str,
         port: Box<dyn Port>,
-        remake: Option<Remake>,
+        restart: Option<Restart>,
         settings: PortSettings,
     ) -> Result<Arc<PortCounters>, ControlError> {
         if !Arc::ptr_eq(&reserved.tokens, &self.0.tokens) {
             return Err(ControlError::ForeignToken(name.into()));
         }
-        let mut slot = Slot::new(reserved, network, name, port, remake, settings.guard);
+        let mut slot = Slot::new(reserved, network, name, port, restart, settings.guard);
         slot.limit(settings.storm, settings.rates);
         // What could not be added comes back, to be dropped by the caller's thread.
         let refused = self.call(move |core| {
@@ -606,7 +606,7 @@ impl Core {
                 counters: slot.counters.clone(),
                 last_fault: slot.last_fault.clone(),
                 panic: slot.panic.clone(),
-                lasting: slot.remake.is_some(),
+                lasting: slot.restart.is_some(),
             }
         });
         WorkerStatus {

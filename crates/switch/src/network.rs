@@ -143,7 +143,7 @@ impl Plan {
 
 /// Where frames to one address go.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Way {
+enum Destination {
     Port(PortNumber),
     Unknown,
     Group,
@@ -278,23 +278,23 @@ impl Network {
             let to = match way {
                 Some(way) if destination == last_destination => way,
                 _ => {
-                    let found = self.way(destination, from);
+                    let found = self.destination(destination, from);
                     (last_destination, way) = (destination, Some(found));
                     found
                 }
             };
             match to {
-                Way::Port(port) => {
+                Destination::Port(port) => {
                     copies += 1;
                     plan.push(port, index as u16);
                 }
-                Way::Nowhere(reason) => plan.lose(index, reason, drops),
+                Destination::Nowhere(reason) => plan.lose(index, reason, drops),
                 // TCP knows no groups, and a sender of bulk data has just heard from its peer. If one such frame with a
                 // few bytes per segment were flooded, it would cost a thousand copies at each port that has it cut.
-                Way::Unknown | Way::Group if frame.offload.segmentation.is_some() => {
+                Destination::Unknown | Destination::Group if frame.offload.segmentation.is_some() => {
                     plan.lose(index, Reason::NotTransformable, drops);
                 }
-                Way::Unknown | Way::Group => {
+                Destination::Unknown | Destination::Group => {
                     let own = self.is_up.get(from as usize).is_some_and(|up| *up);
                     let (up, reached) = (self.up.len() as u64, self.up.len() as u64 - u64::from(own));
                     if reached == 0 {
@@ -302,8 +302,8 @@ impl Network {
                         continue;
                     }
                     let why = match to {
-                        Way::Group if destination == Address::BROADCAST => Flooded::Broadcast,
-                        Way::Group => Flooded::Multicast,
+                        Destination::Group if destination == Address::BROADCAST => Flooded::Broadcast,
+                        Destination::Group => Flooded::Multicast,
                         _ => Flooded::Unknown,
                     };
                     if let Err(reason) = self.floods.admit(instant, from, why, (reached, up)) {
@@ -314,7 +314,7 @@ impl Network {
                         plan.push(*port, index as u16);
                     }
                     copies += reached;
-                    *(if to == Way::Group { &mut group } else { &mut unknown }) += 1;
+                    *(if to == Destination::Group { &mut group } else { &mut unknown }) += 1;
                 }
             }
         }
@@ -343,14 +343,14 @@ impl Network {
     }
 
     #[inline]
-    fn way(&self, destination: Address, from: PortNumber) -> Way {
+    fn destination(&self, destination: Address, from: PortNumber) -> Destination {
         if destination.is_group() {
-            return if is_reserved(destination) { Way::Nowhere(Reason::Reserved) } else { Way::Group };
+            return if is_reserved(destination) { Destination::Nowhere(Reason::Reserved) } else { Destination::Group };
         }
         match self.macs.find(destination) {
-            Some(port) if port == from => Way::Nowhere(Reason::Hairpin),
-            Some(port) => Way::Port(port),
-            None => Way::Unknown,
+            Some(port) if port == from => Destination::Nowhere(Reason::Hairpin),
+            Some(port) => Destination::Port(port),
+            None => Destination::Unknown,
         }
     }
 }

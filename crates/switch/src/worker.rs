@@ -38,7 +38,7 @@
 //! was given is treated the same way, and its lost frames are counted.
 //!
 //! A panic inside a port's code is a defect in this project, and other ports must not pay for it. It is caught at the
-//! call. The port's object is dropped, and its slot reports the panic's text. A port that came with a [`Remake`] is
+//! call. The port's object is dropped, and its slot reports the panic's text. A port that came with a [`Restart`] is
 //! restarted in the same slot, with its name, guard, pins and counters. The pause before that doubles from
 //! [`FAULT_PAUSE`] to [`REMAKE_PAUSE_MAX`] while the port continues to panic; `restarts` counts the restarts. Any other
 //! port stays out of service until the control side removes it. A panic in the loop itself ends the worker, and every
@@ -153,7 +153,7 @@ pub struct FaultRecord {
 
 /// Restarts a port after a panic in its code, from the state that outlives it. The worker calls it with its clock. It
 /// must not block. The error is one sentence that says what to do; the worker tries again later.
-pub type Remake = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
+pub type Restart = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>;
 
 /// Who is told that frames flow.
 pub(crate) type WhenUp = Box<dyn FnOnce() + Send>;
@@ -170,7 +170,7 @@ pub(crate) struct Slot {
     pub(crate) counters: Arc<PortCounters>,
     pub(crate) last_fault: Option<FaultRecord>,
     pub(crate) panic: Option<String>,
-    pub(crate) remake: Option<Remake>,
+    pub(crate) restart: Option<Restart>,
     /// The last pause before the port was restarted, and when that was.
     remake_pause: Nanos,
     remade_at: Nanos,
@@ -206,25 +206,25 @@ struct Source<'a> {
 }
 
 /// Why a call into a port failed.
-enum Trouble {
+enum PortFailure {
     Fault(Fault),
     Panic(String),
 }
 
-/// Calls into a port; a panic becomes a [`Trouble`] instead of the worker's end. The port is not used again after
+/// Calls into a port; a panic becomes a [`PortFailure`] instead of the worker's end. The port is not used again after
 /// a panic, so that it may be left in any state.
 #[inline]
-fn guarded<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, Trouble> {
+fn catch_panic<T>(call: impl FnOnce() -> Result<T, Fault>) -> Result<T, PortFailure> {
     match catch_unwind(AssertUnwindSafe(call)) {
-        Ok(result) => result.map_err(Trouble::Fault),
-        Err(payload) => Err(Trouble::Panic(panic_text(payload.as_ref()))),
+        Ok(result) => result.map_err(PortFailure::Fault),
+        Err(payload) => Err(PortFailure::Panic(panic_text(payload.as_ref()))),
     }
 }
 
-/// [`guarded`], for calls that cannot fail otherwise.
+/// [`catch_panic`], for calls that cannot fail otherwise.
 #[inline]
-fn guarded_call(call: impl FnOnce()) -> Result<(), Trouble> {
-    guarded(|| {
+fn catch_panic_call(call: impl FnOnce()) -> Result<(), PortFailure> {
+    catch_panic(|| {
         call();
         Ok(())
     })
@@ -377,18 +377,18 @@ impl Core {
     pub(crate) fn activate(&mut self, index: u16) {
         let Some(slot) = &mut self.slots[index as usize] else { return };
         slot.wants_service = true;
-        if slot.active || (slot.port.is_none() && slot.remake.is_none()) {
+        if slot.active || (slot.port.is_none() && slot.restart.is_none()) {
             return;
         }
-        if self.now < slot.quiet_until || (slot.port.is_none() && !slot.remake(self.now)) {
+        if self.now < slot.quiet_until || (slot.port.is_none() && !slot.restart(self.now)) {
             slot.deadline = slot.deadline.min(slot.quiet_until);
             self.earliest = self.earliest.min(slot.deadline);
             return;
         }
         slot.active = true;
         self.active.push_back(index);
-        if let Some(Err(trouble)) = slot.port.as_mut().map(|port| guarded_call(|| port.disarm())) {
-            slot.suffer(trouble, self.now);
+        if let Some(Err(failure)) = slot.port.as_mut().map(|port| catch_panic_call(|| port.disarm())) {
+            slot.suffer(failure, self.now);
         }
     }
 
@@ -409,7 +409,7 @@ impl Core {
     fn recheck(&mut self, index: u16) {
         let Some(Some(slot)) = self.slots.get_mut(usize::from(index)) else { return };
         let Some(port) = slot.port.as_mut().filter(|_| self.now >= slot.quiet_until) else { return };
-        match guarded(|| port.recheck()) {
+        match catch_panic(|| port.recheck()) {
             Ok(Rechecked { work, signalled }) => {
                 slot.counters.late_signals.add(signalled.into());
                 // What waits for the end of a rate limit's pause is not late.
@@ -418,7 +418,7 @@ impl Core {
                     self.activate(index);
                 }
             }
-            Err(trouble) => self.fault_of(index, trouble),
+            Err(failure) => self.fault_of(index, failure),
         }
     }
 
@@ -453,8 +453,8 @@ impl Core {
         if result.is_ok() && slot.port.as_mut().is_some_and(|port| port.take_recheck()) {
             self.rechecks.note(index);
         }
-        let stays = result.unwrap_or_else(|trouble| {
-            slot.suffer(trouble, self.now);
+        let stays = result.unwrap_or_else(|failure| {
+            slot.suffer(failure, self.now);
             self.refresh_link(index, &mut slot);
             false
         });
@@ -464,13 +464,13 @@ impl Core {
         stays
     }
 
-    fn turn_of(&mut self, index: u16, slot: &mut Slot) -> Result<bool, Trouble> {
+    fn turn_of(&mut self, index: u16, slot: &mut Slot) -> Result<bool, PortFailure> {
         let (now, budget) = (self.now, self.settings.budget);
         if slot.wants_service || now.since(slot.serviced_at) >= SERVICE_INTERVAL {
             slot.wants_service = false;
             slot.serviced_at = now;
             let Some(port) = &mut slot.port else { return Ok(false) };
-            slot.deadline = guarded(|| port.service(now))?.unwrap_or(NEVER);
+            slot.deadline = catch_panic(|| port.service(now))?.unwrap_or(NEVER);
             self.refresh_link(index, slot);
         }
         if slot.debt != 0 {
@@ -511,12 +511,12 @@ impl Core {
         let Some(port) = &mut slot.port else { return Ok(false) };
         if used != 0 {
             slot.last_frame_at = now;
-            guarded(|| port.release())?;
+            catch_panic(|| port.release())?;
         }
         if used >= budget || now.since(slot.last_frame_at) < self.settings.busy_poll {
             return Ok(true);
         }
-        guarded(|| {
+        catch_panic(|| {
             let found = port.arm()?;
             if found {
                 port.disarm();
@@ -556,9 +556,9 @@ impl Core {
     }
 
     #[cold]
-    fn fault_of(&mut self, to: u16, trouble: Trouble) {
+    fn fault_of(&mut self, to: u16, failure: PortFailure) {
         let Some(mut slot) = self.slots[to as usize].take() else { return };
-        slot.suffer(trouble, self.now);
+        slot.suffer(failure, self.now);
         self.refresh_link(to, &mut slot);
         self.earliest = self.earliest.min(slot.deadline);
         self.slots[to as usize] = Some(slot);
@@ -567,7 +567,7 @@ impl Core {
     /// Tells the network whether floods should reach the port.
     fn refresh_link(&mut self, index: u16, slot: &mut Slot) {
         let up = match &mut slot.port {
-            Some(port) => guarded(|| Ok(port.link() == Link::Up)).unwrap_or(false),
+            Some(port) => catch_panic(|| Ok(port.link() == Link::Up)).unwrap_or(false),
             None => false,
         };
         if up != slot.up {
@@ -623,8 +623,8 @@ fn receive<'m>(
     budget: usize,
     batch: &mut Batch<'m>,
     drops: &mut Drops,
-) -> Result<usize, Trouble> {
-    guarded(move || port.receive(budget, batch, drops))
+) -> Result<usize, PortFailure> {
+    catch_panic(move || port.receive(budget, batch, drops))
 }
 
 impl Slot {
@@ -633,7 +633,7 @@ impl Slot {
         network: NetworkId,
         name: &str,
         port: Box<dyn Port>,
-        remake: Option<Remake>,
+        restart: Option<Restart>,
         guard: Guard,
     ) -> Box<Slot> {
         Box::new(Slot {
@@ -646,7 +646,7 @@ impl Slot {
             counters: Arc::default(),
             last_fault: None,
             panic: None,
-            remake,
+            restart,
             remake_pause: Nanos(0),
             remade_at: Nanos(0),
             taps: Vec::new(),
@@ -678,20 +678,20 @@ impl Slot {
 
     /// Records what happened, and resets the port or drops it.
     #[cold]
-    fn suffer(&mut self, trouble: Trouble, now: Nanos) {
+    fn suffer(&mut self, failure: PortFailure, now: Nanos) {
         self.counters.faults.add(1);
         let mut lost = Drops::default();
         self.overflow.clear(Reason::Reset, &mut lost);
         self.counters.add_tx_drops(&mut lost);
-        let text = match trouble {
-            Trouble::Panic(text) => text,
-            Trouble::Fault(fault) => {
+        let text = match failure {
+            PortFailure::Panic(text) => text,
+            PortFailure::Fault(fault) => {
                 self.quiet_until = now.after(FAULT_PAUSE);
                 self.deadline = self.quiet_until;
-                let reset = self.port.as_mut().map(|port| guarded_call(|| port.reset(&fault)));
+                let reset = self.port.as_mut().map(|port| catch_panic_call(|| port.reset(&fault)));
                 self.last_fault = Some(FaultRecord { fault, at: now });
                 match reset {
-                    Some(Err(Trouble::Panic(text))) => text,
+                    Some(Err(PortFailure::Panic(text))) => text,
                     _ => return,
                 }
             }
@@ -705,7 +705,7 @@ impl Slot {
     /// Notes a panic in the port's code, and when the port is to be restarted.
     #[cold]
     fn broke(&mut self, text: String, now: Nanos) {
-        let (what, deadline) = match self.remake {
+        let (what, deadline) = match self.restart {
             None => ("was taken out of service", NEVER),
             Some(_) => {
                 let calm = self.remake_pause == Nanos(0) || now.since(self.remade_at) >= CALM;
@@ -724,9 +724,9 @@ impl Slot {
     /// Restarts the port after a panic; returns whether it is there again. If not, the worker tries again after the
     /// next pause.
     #[cold]
-    fn remake(&mut self, now: Nanos) -> bool {
-        let Some(remake) = &mut self.remake else { return false };
-        let made = catch_unwind(AssertUnwindSafe(|| remake(now)));
+    fn restart(&mut self, now: Nanos) -> bool {
+        let Some(restart) = &mut self.restart else { return false };
+        let made = catch_unwind(AssertUnwindSafe(|| restart(now)));
         self.remade_at = now;
         match made.unwrap_or_else(|payload| Err(panic_text(payload.as_ref()))) {
             Ok(port) => {

@@ -85,7 +85,7 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                 }
             }
         }
-        // Faults that were planted and not met would cut the end short.
+        // Faults that were injected and not met would cut the end short.
         for peer in &peers {
             peer.lock().fault = None;
         }

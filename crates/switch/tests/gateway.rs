@@ -19,7 +19,7 @@ use tombolo_switch::gateway::{
 use tombolo_switch::guard::{Guard, Roles};
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, Link, Port, Sent};
-use tombolo_switch::worker::Remake;
+use tombolo_switch::worker::Restart;
 
 const GATEWAY: Ipv4Addr = Ipv4Addr::new(10, 9, 0, 1);
 const GATEWAY_MAC: [u8; 6] = [2, 0, 0, 0, 0xff, 1];
@@ -107,11 +107,11 @@ fn trapped() -> (Bench, GatewayHandle, [Peer; 2], Arc<AtomicBool>) {
     let sprung = Arc::<AtomicBool>::default();
     let port = Box::new(Trap { port, sprung: sprung.clone() });
     let (again, trap) = (handle.clone(), sprung.clone());
-    let remake: Remake = Box::new(move |now| match again.remake(now) {
+    let restart: Restart = Box::new(move |now| match again.restart(now) {
         Ok(port) => Ok(Box::new(Trap { port, sprung: trap.clone() })),
         Err(error) => Err(error.to_string()),
     });
-    bench.ask(|h| h.add_lasting_port(reserved, net, "gateway", port, remake, settings)).unwrap();
+    bench.ask(|h| h.add_lasting_port(reserved, net, "gateway", port, restart, settings)).unwrap();
     let ports = bench.ports(net);
     (bench, handle, ports, sprung)
 }

@@ -323,7 +323,7 @@ fn a_fault_anywhere_costs_only_its_own_port() {
         assert_eq!(bad.lock().resets, 1, "{at:?}");
         let status = bench.ask(|h| h.status()).unwrap();
         let record = status.ports[bad.token.0 as usize].last_fault.clone().unwrap();
-        assert_eq!(record.fault.detail, format!("planted in {at:?}"));
+        assert_eq!(record.fault.detail, format!("injected in {at:?}"));
         // After the pause it works again, with what it had not given yet.
         bad.take();
         bad.send(frame(BROADCAST, mac(9), 64, 3));
@@ -356,7 +356,7 @@ fn a_panic_in_a_port_takes_only_that_port_out() {
         let status = bench.ask(|h| h.status()).unwrap();
         let port = &status.ports[bad.token.0 as usize];
         if at != At::Details {
-            assert!(port.panic.as_ref().is_some_and(|text| text.contains("planted")), "{at:?}: {port:?}");
+            assert!(port.panic.as_ref().is_some_and(|text| text.contains("injected")), "{at:?}: {port:?}");
             assert_eq!(port.link, Link::Down);
         }
         bench.ask(|h| h.remove_port(bad.token)).unwrap();
@@ -393,7 +393,7 @@ fn a_lasting_port_is_made_anew_after_a_panic_anywhere_in_it() {
         let port = &status.ports[bad.token.0 as usize];
         assert_eq!((port.panic.as_ref(), port.link, port.counters.restarts.get()), (None, Link::Up, 1), "{at:?}");
         let fault = port.last_fault.as_ref().unwrap();
-        assert!(fault.fault.detail.contains("restarts: planted"), "{at:?}: {fault:?}");
+        assert!(fault.fault.detail.contains("restarts: injected"), "{at:?}: {fault:?}");
         // As before, with its pins and its place in floods.
         a.take();
         bad.take();
@@ -434,7 +434,7 @@ fn a_port_that_panics_over_and_over_is_made_anew_ever_more_slowly() {
     }
     assert_eq!(b.take_bytes(), [frame(BROADCAST, mac(1), 64, 1)]);
     // Nor does a maker that panics itself end the worker.
-    bad.lock().panic = Some(At::Remake);
+    bad.lock().panic = Some(At::Restart);
     for _ in 0..8 {
         bench.worker.step(&mut bench.waiter);
     }

@@ -8,22 +8,22 @@ pub mod fork;
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 /// How long a wait lasts before it fails: long enough for a machine that has much else to do.
-pub const PATIENCE: Duration = Duration::from_secs(60);
+pub const TIMEOUT: Duration = Duration::from_secs(60);
 /// Between two looks.
 const PAUSE: Duration = Duration::from_millis(1);
 
 /// Waits until `look` finds something, and gives it.
 ///
 /// # Panics
-/// When it finds nothing within [`PATIENCE`].
+/// When it finds nothing within [`TIMEOUT`].
 #[track_caller]
 pub fn found<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     loop {
         if let Some(found) = look() {
             return found;
         }
-        assert!(Instant::now() < end, "{what}: not within {PATIENCE:?}");
+        assert!(Instant::now() < end, "{what}: not within {TIMEOUT:?}");
         std::thread::sleep(PAUSE);
     }
 }
@@ -31,7 +31,7 @@ pub fn found<T>(what: &str, mut look: impl FnMut() -> Option<T>) -> T {
 /// Waits until `done`.
 ///
 /// # Panics
-/// When it is not within [`PATIENCE`].
+/// When it is not within [`TIMEOUT`].
 #[track_caller]
 pub fn until(what: &str, mut done: impl FnMut() -> bool) {
     found(what, || done().then_some(()));

@@ -21,7 +21,7 @@ use tombolo_rpc_proto::tombolo_rpc::deadline::Deadline;
 use tombolo_rpc_proto::tombolo_rpc::provider::{Handler, Options, Service};
 use tombolo_rpc_proto::{Code, Context, Error, Router, Status};
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const TIMEOUT: Duration = Duration::from_secs(20);
 
 fn serve(dir: &Path, handler: impl Handler) -> Service {
     Service::register("c", Options { folder: Some(dir.into()), ..Options::default() }, handler).unwrap()
@@ -42,7 +42,7 @@ fn methods_of_two_services_are_called_under_one_name() {
     let dir = tempfile::tempdir().unwrap();
     let _service = serve(dir.path(), Machine::default().router());
     let client = CalculatorClient::new(connect(dir.path()));
-    assert_eq!(client.add(&SIX_SEVEN, &CallOptions::within(PATIENCE)).unwrap().value, 13.0);
+    assert_eq!(client.add(&SIX_SEVEN, &CallOptions::within(TIMEOUT)).unwrap().value, 13.0);
     assert_eq!(client.divide(&SIX_SEVEN, &any()).unwrap().value, 6.0 / 7.0);
     // Larger than what an entry holds: the arena carries it.
     let many = Numbers { values: (0..10_000).map(f64::from).collect() };
@@ -57,24 +57,24 @@ fn tokens_and_futures_bring_messages_too() {
     let client = CalculatorClient::new(connect(dir.path()));
     let pending = client.submit_add(&SIX_SEVEN, &any()).unwrap();
     let other = client.submit_divide(&Operands { a: 1.0, b: 0.0 }, &any()).unwrap();
-    assert!(client.client().wait_any(&[other.token()], PATIENCE).is_some());
+    assert!(client.client().wait_any(&[other.token()], TIMEOUT).is_some());
     assert_eq!(other.poll().unwrap().unwrap_err().code(), Code::InvalidArgument);
-    assert_eq!(pending.wait(PATIENCE).unwrap().value, 13.0);
+    assert_eq!(pending.wait(TIMEOUT).unwrap().value, 13.0);
 
-    struct Bell(mpsc::Sender<()>);
-    impl Wake for Bell {
+    struct Doorbell(mpsc::Sender<()>);
+    impl Wake for Doorbell {
         fn wake(self: Arc<Self>) {
             let _ = self.0.send(());
         }
     }
     let (ring, rung) = mpsc::channel();
-    let waker = Waker::from(Arc::new(Bell(ring)));
+    let waker = Waker::from(Arc::new(Doorbell(ring)));
     let mut call = pin!(client.add_async(&SIX_SEVEN, &any()));
     let value = loop {
         if let Poll::Ready(done) = call.as_mut().poll(&mut Task::from_waker(&waker)) {
             break done.unwrap().value;
         }
-        rung.recv_timeout(PATIENCE).unwrap();
+        rung.recv_timeout(TIMEOUT).unwrap();
     };
     assert_eq!(value, 13.0);
 }
@@ -161,7 +161,7 @@ enum Order {
 impl Calculator for Instructed {
     fn add(&self, context: &Context<'_>, _request: Operands) -> Result<Number, Status> {
         self.begun.send(()).unwrap();
-        match self.orders.lock().unwrap_or_else(|e| e.into_inner()).recv_timeout(PATIENCE).unwrap() {
+        match self.orders.lock().unwrap_or_else(|e| e.into_inner()).recv_timeout(TIMEOUT).unwrap() {
             Order::Answer => Ok(Number { value: context.left_ns().map_or(-1.0, |left| left as f64) }),
             Order::Panic => std::panic::resume_unwind(Box::new("as meant")),
             Order::Status(code) => Err(Status::new(code, "as meant")),
@@ -189,8 +189,8 @@ fn each_end_of_a_call_has_a_code() {
     let code = |options: &CallOptions| client.add(&SIX_SEVEN, options).unwrap_err().code();
 
     order.send(Order::Answer).unwrap();
-    let left = client.add(&SIX_SEVEN, &CallOptions::within(PATIENCE)).unwrap().value;
-    assert!(left > 0.0 && left <= PATIENCE.as_nanos() as f64, "{left} ns left");
+    let left = client.add(&SIX_SEVEN, &CallOptions::within(TIMEOUT)).unwrap().value;
+    assert!(left > 0.0 && left <= TIMEOUT.as_nanos() as f64, "{left} ns left");
     order.send(Order::Panic).unwrap();
     assert_eq!(code(&any()), Code::Internal);
     for number in 1..17 {
@@ -202,17 +202,17 @@ fn each_end_of_a_call_has_a_code() {
 
     while begins.try_recv().is_ok() {}
     let served = client.submit_add(&SIX_SEVEN, &any()).unwrap();
-    begins.recv_timeout(PATIENCE).unwrap();
+    begins.recv_timeout(TIMEOUT).unwrap();
     let expires = CallOptions { ttl: Some(Duration::from_millis(1)), ..any() };
     assert_eq!(code(&expires), Code::DeadlineExceeded);
     let queued = client.submit_add(&SIX_SEVEN, &any()).unwrap();
     assert_eq!(code(&any()), Code::ResourceExhausted, "the queue is full");
     assert!(queued.cancel());
-    assert_eq!(queued.wait(PATIENCE).unwrap_err().code(), Code::Cancelled);
+    assert_eq!(queued.wait(TIMEOUT).unwrap_err().code(), Code::Cancelled);
     let impatient = CallOptions { timeout: Duration::from_millis(1), ..any() };
     assert_eq!(code(&impatient), Code::DeadlineExceeded);
     order.send(Order::Answer).unwrap();
-    assert_eq!(served.wait(PATIENCE).unwrap().value, -1.0);
+    assert_eq!(served.wait(TIMEOUT).unwrap().value, -1.0);
     drop(service);
     let gone = client.add(&SIX_SEVEN, &any()).unwrap_err();
     assert!(matches!(gone, Error::Call(CallError::ProviderGone)), "{gone}");

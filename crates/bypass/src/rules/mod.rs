@@ -9,14 +9,14 @@
 //! The egress program does not learn a flow that a filter matches (ebpf/judges.h).
 //!
 //! # When it is read
-//! It is read at `attach`, and by the keeper whenever the ruleset's generation changes or an
+//! It is read at `attach`, and by the controller whenever the ruleset's generation changes or an
 //! interface gets another name. The map holds the generation that it was made for. Under another
 //! generation no flow is learned, from Linux 6.17 on, where programs can read the generation. So no
-//! flow is learned before a new rule was read. The keeper reads on a thread of its own and without
+//! flow is learned before a new rule was read. The controller reads on a thread of its own and without
 //! the place's lock, since a large ruleset takes seconds. Known flows expire by themselves, since
-//! they hold under one generation only. Without a keeper no flow is learned until the next
+//! they hold under one generation only. Without a controller no flow is learned until the next
 //! `attach`; `status` says so. Before Linux 6.17 flows are learned under a ruleset that has not
-//! been read yet, for as long as the keeper needs to read it. They are then learned again.
+//! been read yet, for as long as the controller needs to read it. They are then learned again.
 //!
 //! # What it does not see
 //! Rules of legacy iptables, and BPF programs at netfilter's hooks. Of sets only the elements that
@@ -185,7 +185,7 @@ pub(crate) fn refresh(place: &Place, maps: &mut Maps, skips: bool) -> Result<(),
         return skip(place, maps);
     }
     let reading = read(maps)?;
-    // Where it is true no more the keeper reads it again.
+    // Where it is true no more the controller reads it again.
     write(place, maps, &reading).map(drop)
 }
 

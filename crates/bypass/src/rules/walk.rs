@@ -25,7 +25,7 @@ use std::collections::{BTreeMap, HashMap, HashSet};
 
 /// The kernel's limit of jumps within jumps.
 const DEPTH: usize = 16;
-/// Most rules that are looked at, so that no ruleset keeps the keeper from its work.
+/// Most rules that are looked at, so that no ruleset keeps the controller from its work.
 const MOST_STEPS: usize = 3_000_000;
 /// An element of a set that stays at least this long, in ms, is renewed in time by a frame per lease.
 const LONG_MS: u64 = 20_000;

@@ -2,7 +2,7 @@
 //!
 //! The frames that the bypass takes are untagged, have neither IPv4 options nor IPv6 extension headers,
 //! and carry TCP with ACK and without SYN, FIN and RST, UDP or an ICMP echo. All frames of a flow have
-//! the same addresses, ports, TOS, TTL, fragment bits, flow label and mark (ebpf/truth.h).
+//! the same addresses, ports, TOS, TTL, fragment bits, flow label and mark (ebpf/validate.h).
 
 use super::ruleset::{Hook, INET, IPV4, IPV6, NETDEV};
 use super::value::{Cell, Field};
@@ -209,7 +209,7 @@ pub(crate) fn payload(world: World, at: Position, header: u32, n: usize) -> Cell
 }
 
 /// Whether what a rule writes there is seen when a flow is learned. It is seen if a frame that
-/// already has the written value is told from one that has not (ebpf/truth.h, `differs_in_fields`),
+/// already has the written value is told from one that has not (ebpf/validate.h, `differs_in_fields`),
 /// or if the kernel itself rewrites the value. Other fields that vary in a packet may not be
 /// written.
 pub(crate) fn may_be_written(world: World, header: u32, n: usize) -> bool {

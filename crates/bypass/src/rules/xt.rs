@@ -230,7 +230,7 @@ mod tests {
         World { v6: false, protocol, state }
     }
 
-    fn judge(world: World, name: &str, info: &[u8]) -> Match {
+    fn classify(world: World, name: &str, info: &[u8]) -> Match {
         matches(world, forward(), name, 3, info, &Filter::ALL)
     }
 
@@ -245,7 +245,7 @@ mod tests {
 
     #[test]
     fn the_state_of_a_connection_settles_what_asks_for_it() {
-        let by = |info: &[u8], state| judge(world(Protocol::Udp, state), "conntrack", info);
+        let by = |info: &[u8], state| classify(world(Protocol::Udp, state), "conntrack", info);
         assert_eq!([0, 1, 2, 3, 4].map(|s| by(&ctstate(6, 0), s) == Match::Always), [true, true, false, false, false]);
         assert_eq!([0, 2].map(|s| by(&ctstate(6, 1), s)), [Match::Never, Match::Always]);
         assert_eq!([3, 4].map(|s| by(&ctstate(1 << 8, 0), s)), [Match::Always, Match::Never]);
@@ -254,7 +254,7 @@ mod tests {
         for length in 0..152 {
             assert_eq!(by(&ctstate(6, 0)[..length], 0), Match::Maybe(Filter::ALL));
         }
-        assert_eq!(judge(world(Protocol::Udp, 0), "state", &6u32.to_ne_bytes()), Match::Always);
+        assert_eq!(classify(world(Protocol::Udp, 0), "state", &6u32.to_ne_bytes()), Match::Always);
     }
 
     #[test]
@@ -262,15 +262,15 @@ mod tests {
         let tcp = |mask, compared, inverted: u8| {
             let mut info = [0, 0, 0xff, 0xff].repeat(2);
             info.extend([0, mask, compared, inverted]);
-            judge(world(Protocol::Tcp, 0), "tcp", &info)
+            classify(world(Protocol::Tcp, 0), "tcp", &info)
         };
         // --tcp-flags SYN,RST SYN, as before -j TCPMSS; ! --syn; --tcp-flags PSH PSH; none.
         assert_eq!(tcp(0x06, 0x02, 0), Match::Never);
         assert_eq!(tcp(0x17, 0x02, 4), Match::Always);
         assert_eq!(tcp(0x08, 0x08, 0), Match::Judges("matches TCP's flags".into()));
         assert_eq!(tcp(0, 0, 0), Match::Always);
-        assert_eq!(judge(world(Protocol::Udp, 0), "tcp", &[]), Match::Never);
-        assert_eq!(judge(world(Protocol::Tcp, 0), "tcp", &[0; 11]), Match::Judges("matches -m tcp".into()));
+        assert_eq!(classify(world(Protocol::Udp, 0), "tcp", &[]), Match::Never);
+        assert_eq!(classify(world(Protocol::Tcp, 0), "tcp", &[0; 11]), Match::Judges("matches -m tcp".into()));
     }
 
     #[test]
@@ -278,9 +278,9 @@ mod tests {
         let mut info = [0u16, 0xffff, 53, 53].map(u16::to_ne_bytes).concat();
         info.push(0);
         let expected = Filter { destination_ports: (53, 53), ..Filter::ALL };
-        assert_eq!(judge(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(expected));
+        assert_eq!(classify(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(expected));
         info[8] = TCP_INVERT_DESTINATION;
-        assert_eq!(judge(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(Filter::ALL));
+        assert_eq!(classify(world(Protocol::Udp, 0), "udp", &info), Match::Maybe(Filter::ALL));
     }
 
     #[test]
@@ -288,10 +288,10 @@ mod tests {
         for name in
             ["limit", "hashlimit", "statistic", "string", "u32", "length", "connbytes", "quota", "bpf", "mac", "new"]
         {
-            assert!(matches!(judge(world(Protocol::Udp, 0), name, &[]), Match::Judges(_)), "{name}");
+            assert!(matches!(classify(world(Protocol::Udp, 0), name, &[]), Match::Judges(_)), "{name}");
         }
-        assert_eq!(judge(world(Protocol::Udp, 0), "mark", &[]), Match::Maybe(Filter::ALL));
-        assert_eq!(judge(world(Protocol::Udp, 0), "comment", &[]), Match::Always);
+        assert_eq!(classify(world(Protocol::Udp, 0), "mark", &[]), Match::Maybe(Filter::ALL));
+        assert_eq!(classify(world(Protocol::Udp, 0), "comment", &[]), Match::Always);
         assert_eq!(target("MASQUERADE"), None);
         assert!(target("LOG").is_some() && target("TEE").is_some() && target("NEW").is_some());
     }

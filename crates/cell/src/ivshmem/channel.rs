@@ -4,9 +4,9 @@
 //! holds the latest value. The states are those of a network link. Either peer may stop, die and restart, and the
 //! channel comes up again. A peer that breaks the layout loses the channel for a moment, and this is counted.
 
+use super::handshake::{Do, Handshake};
 use super::link::{Link, LinkError};
-use super::meeting::{Do, Meeting};
-use super::pace::{Pace, Pauses};
+use super::poll_interval::{Pauses, PollInterval};
 use crate::Net;
 use core::fmt;
 use tombolo_ring::ivshmem::channel::{self, Record, Sections, Sent, Shape};
@@ -82,7 +82,7 @@ pub struct ChannelStats {
 
 /// One end of a channel; from [`Net::channel`]. It stays open for as long as the cell lives.
 pub struct Channel {
-    meeting: Meeting,
+    handshake: Handshake,
     sections: Sections<'static>,
     ring: channel::Channel,
     sent: u64,
@@ -106,18 +106,18 @@ impl Channel {
         let ChannelOptions { slots, record_bytes, latest_bytes, .. } = options;
         let shape = Shape { slots, record_bytes, latest_bytes };
         let sections = Sections::new(&shape, link.own_output(), other).map_err(ChannelError::Layout)?;
-        let (meeting, ring) = (Meeting::new(link, peer), channel::Channel::new(&shape));
-        Ok(Channel { meeting, sections, ring, sent: 0, received: 0 })
+        let (handshake, ring) = (Handshake::new(link, peer), channel::Channel::new(&shape));
+        Ok(Channel { handshake, sections, ring, sent: 0, received: 0 })
     }
 
     /// The link that the channel runs over.
     pub fn link(&self) -> &Link {
-        &self.meeting.link
+        &self.handshake.link
     }
 
     /// Counters that only grow.
     pub fn stats(&self) -> ChannelStats {
-        let Meeting { resets, faults, .. } = self.meeting;
+        let Handshake { resets, faults, .. } = self.handshake;
         ChannelStats { sent: self.sent, received: self.received, resets, faults }
     }
 
@@ -127,8 +127,8 @@ impl Channel {
     }
 
     fn step(&mut self) -> Result<bool, ChannelError> {
-        let Channel { meeting, sections, ring, .. } = self;
-        let stepped = meeting.step(|what| match what {
+        let Channel { handshake, sections, ring, .. } = self;
+        let stepped = handshake.step(|what| match what {
             Do::Clear => {
                 channel::initialise(ring.shape(), sections);
                 ring.restart();
@@ -143,7 +143,7 @@ impl Channel {
     /// What an error of the layout means: the channel restarts where the peer caused it.
     fn fault(&mut self, error: channel::ChannelError) -> ChannelError {
         if error.resets_link() {
-            self.meeting.fault();
+            self.handshake.fault();
         }
         ChannelError::Layout(error)
     }
@@ -157,14 +157,14 @@ impl Channel {
     /// # Errors
     /// [`ChannelError::Layout`] where the peer's channel has another shape.
     pub async fn up(&mut self) -> Result<(), ChannelError> {
-        let mut pace = Pace::new(Pauses::DOWN);
-        pace.busy(self.meeting.link.now_ns());
+        let mut poll_interval = PollInterval::new(Pauses::DOWN);
+        poll_interval.busy(self.handshake.link.now_ns());
         loop {
-            let theirs = self.meeting.theirs();
+            let theirs = self.handshake.theirs();
             if self.step()? {
                 return Ok(());
             }
-            Meeting::change(&self.meeting.link, theirs, self.meeting.down_until_ns(), &mut pace).await;
+            Handshake::change(&self.handshake.link, theirs, self.handshake.down_until_ns(), &mut poll_interval).await;
         }
     }
 
@@ -179,7 +179,7 @@ impl Channel {
             return Ok(false);
         }
         self.sent += 1;
-        let Meeting { link, peer, .. } = &self.meeting;
+        let Handshake { link, peer, .. } = &self.handshake;
         link.expect_answer();
         if sent == Sent::Ring {
             link.ring_traffic(*peer);
@@ -233,7 +233,7 @@ impl Channel {
 
     /// A second handle of the link, for the wait, beside the channel that looks.
     fn split(&mut self) -> (Link, &mut Channel) {
-        (self.meeting.link.clone(), self)
+        (self.handshake.link.clone(), self)
     }
 
     /// Writes the register. The peer is not rung: it looks when it needs the value.

@@ -15,7 +15,7 @@
 //! processor does not even sleep.
 
 use super::device::Device;
-use super::pace::Pace;
+use super::poll_interval::PollInterval;
 use crate::Net;
 use crate::stack::Shared;
 use alloc::rc::Rc;
@@ -60,7 +60,7 @@ struct Taken {
     device: Device,
     /// Rings before the last look.
     seen: Cell<u64>,
-    pace: Cell<Pace>,
+    poll_interval: Cell<PollInterval>,
     /// Something was found or sent since the last look that found nothing.
     has_moved: Cell<bool>,
     /// When to look again. Where peers ring: once, a little after a look that found nothing, since a machine's memory fences may
@@ -110,7 +110,7 @@ impl Links {
         let link = Rc::new(Taken {
             seen: Cell::new(device.rings().unwrap_or(0)),
             has_moved: Cell::new(true),
-            pace: Cell::new(Pace::new(shared.config.pauses)),
+            poll_interval: Cell::new(PollInterval::new(shared.config.pauses)),
             look_at_ns: Cell::new(None),
             waker: RefCell::new(None),
             device,
@@ -228,9 +228,9 @@ impl Link {
             };
             self.taken.look_at_ns.set(next);
         } else {
-            let mut pace = self.taken.pace.get();
-            self.taken.look_at_ns.set(Some(pace.next(now_ns)));
-            self.taken.pace.set(pace);
+            let mut poll_interval = self.taken.poll_interval.get();
+            self.taken.look_at_ns.set(Some(poll_interval.next(now_ns)));
+            self.taken.poll_interval.set(poll_interval);
         }
     }
 
@@ -238,9 +238,9 @@ impl Link {
     pub fn expect_answer(&self) {
         self.taken.has_moved.set(true);
         if !self.has_doorbell() {
-            let mut pace = self.taken.pace.get();
-            pace.busy(self.now_ns());
-            self.taken.pace.set(pace);
+            let mut poll_interval = self.taken.poll_interval.get();
+            poll_interval.busy(self.now_ns());
+            self.taken.poll_interval.set(poll_interval);
         }
     }
 

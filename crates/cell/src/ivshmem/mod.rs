@@ -7,14 +7,14 @@
 //! | v2.rs | what the second version of the device says of itself (pure) |
 //! | net.rs | a network link, as the stack's device |
 //! | link.rs | a link as an app has it: sections, state, doorbells, waiting |
-//! | meeting.rs | the state words of the cell and its one peer, followed |
+//! | handshake.rs | the state words of the cell and its one peer, followed |
 //! | channel.rs | records between two peers |
-//! | pace.rs | how often a link without doorbell is looked at (pure) |
+//! | poll_interval.rs | how often a link without doorbell is looked at (pure) |
 
 pub(crate) mod channel;
 pub(crate) mod device;
+pub(crate) mod handshake;
 pub(crate) mod link;
-pub(crate) mod meeting;
 pub(crate) mod net;
-pub(crate) mod pace;
+pub(crate) mod poll_interval;
 mod v2;

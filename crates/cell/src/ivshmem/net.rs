@@ -16,14 +16,14 @@
 //! # Wake-ups
 //!
 //! With a doorbell, wake-ups use the event index, as the rings say. Without one, the link is polled, often while frames
-//! come and seldom while they do not ([`Pace`]). A link with a doorbell is polled too while it is down, since a peer
+//! come and seldom while they do not ([`PollInterval`]). A link with a doorbell is polled too while it is down, since a peer
 //! that died does not ring.
 
 use super::device::Device;
-use super::pace::{Pace, Pauses};
+use super::poll_interval::{Pauses, PollInterval};
 use crate::config::Config;
 use crate::device::capabilities;
-use crate::neighbor::{Sighting, Watch};
+use crate::neighbor::{NeighborEvent, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::boxed::Box;
@@ -109,8 +109,8 @@ pub(crate) struct IvshmemNet {
     frame_bytes: usize,
     mac: EthernetAddress,
     mtu: usize,
-    pace: Pace,
-    /// Frames moved since the last look at the pace.
+    poll_interval: PollInterval,
+    /// Frames moved since the last look at the poll_interval.
     is_busy: bool,
     /// Frames moved, or the link came up, since the last [`IvshmemNet::recheck`].
     has_moved: bool,
@@ -165,7 +165,7 @@ impl IvshmemNet {
             frame_bytes: 0,
             mac,
             mtu,
-            pace: Pace::new(pauses),
+            poll_interval: PollInterval::new(pauses),
             is_busy: false,
             has_moved: true,
             down_until_ns: 0,
@@ -216,7 +216,7 @@ impl IvshmemNet {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
     }
 
@@ -301,16 +301,19 @@ impl IvshmemNet {
     }
 
     /// The frame that was received last, and permission to answer it.
-    pub(crate) fn received(&mut self) -> (&[u8], Leave<'_>) {
+    pub(crate) fn received(&mut self) -> (&[u8], TransmitPermit<'_>) {
         let outgoing = &mut self.outgoing;
         let has_room = outgoing.prepare();
-        (&self.frame[outgoing.header_bytes..self.frame_bytes], Leave { outgoing, has_room, segment_bytes: None })
+        (
+            &self.frame[outgoing.header_bytes..self.frame_bytes],
+            TransmitPermit { outgoing, has_room, segment_bytes: None },
+        )
     }
 
     /// Permission to send a frame, where there is room for the largest.
-    pub(crate) fn transmit(&mut self) -> Option<Leave<'_>> {
+    pub(crate) fn transmit(&mut self) -> Option<TransmitPermit<'_>> {
         let outgoing = &mut self.outgoing;
-        outgoing.prepare().then_some(Leave { outgoing, has_room: true, segment_bytes: None })
+        outgoing.prepare().then_some(TransmitPermit { outgoing, has_room: true, segment_bytes: None })
     }
 
     /// Returns what was received, shows what is to be sent, and rings where the peer wants that.
@@ -389,10 +392,10 @@ impl IvshmemNet {
     /// When the cell has to look by itself, at `now_ns` or later; `None` where the peer rings.
     pub(crate) fn poll_at(&mut self, now_ns: u64) -> Option<u64> {
         if core::mem::take(&mut self.is_busy) {
-            self.pace.busy(now_ns);
+            self.poll_interval.busy(now_ns);
         }
         let rings = self.device.rings().is_some() && self.outgoing.is_up;
-        (!rings).then(|| self.pace.next(now_ns))
+        (!rings).then(|| self.poll_interval.next(now_ns))
     }
 
     /// Whether nothing can be sent now: the stack's wish to send is no reason to stay awake.
@@ -443,13 +446,13 @@ impl Outgoing {
 }
 
 /// Permission to send a frame; without room, to build one that is dropped.
-pub(crate) struct Leave<'d> {
+pub(crate) struct TransmitPermit<'d> {
     outgoing: &'d mut Outgoing,
     has_room: bool,
     segment_bytes: Option<NonZeroU16>,
 }
 
-impl TxToken for Leave<'_> {
+impl TxToken for TransmitPermit<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
         let outgoing = self.outgoing;
         let at = outgoing.header_bytes;

@@ -15,7 +15,7 @@ use super::offload;
 use super::{Transport, go, negotiate};
 use crate::device::capabilities;
 use crate::machine::{dma, heap};
-use crate::neighbor::{Sighting, Watch};
+use crate::neighbor::{NeighborEvent, Watch};
 use alloc::boxed::Box;
 use alloc::vec::Vec;
 use core::num::NonZeroU16;
@@ -273,7 +273,7 @@ impl VirtioNet {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
     }
 
@@ -505,13 +505,13 @@ impl RxToken for Received<'_> {
 }
 
 /// Permission to send a frame; without a sender, to build one that is dropped.
-pub(crate) struct Leave<'d> {
+pub(crate) struct TransmitPermit<'d> {
     sender: &'d mut Sender,
     has_room: bool,
     segment_bytes: Option<NonZeroU16>,
 }
 
-impl TxToken for Leave<'_> {
+impl TxToken for TransmitPermit<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
         let sender = self.sender;
         let at = sender.header_bytes;
@@ -531,21 +531,25 @@ impl TxToken for Leave<'_> {
 
 impl Device for VirtioNet {
     type RxToken<'d> = Received<'d>;
-    type TxToken<'d> = Leave<'d>;
+    type TxToken<'d> = TransmitPermit<'d>;
 
-    fn receive(&mut self, _now: Instant) -> Option<(Received<'_>, Leave<'_>)> {
+    fn receive(&mut self, _now: Instant) -> Option<(Received<'_>, TransmitPermit<'_>)> {
         self.flush_if_much();
         self.next_frame()?;
         let has_room = self.sender.prepare();
         Some((
             Received(&self.frame[..self.frame_bytes]),
-            Leave { sender: &mut self.sender, has_room, segment_bytes: None },
+            TransmitPermit { sender: &mut self.sender, has_room, segment_bytes: None },
         ))
     }
 
-    fn transmit(&mut self, _now: Instant) -> Option<Leave<'_>> {
+    fn transmit(&mut self, _now: Instant) -> Option<TransmitPermit<'_>> {
         self.flush_if_much();
-        self.sender.prepare().then_some(Leave { sender: &mut self.sender, has_room: true, segment_bytes: None })
+        self.sender.prepare().then_some(TransmitPermit {
+            sender: &mut self.sender,
+            has_room: true,
+            segment_bytes: None,
+        })
     }
 
     fn capabilities(&self) -> DeviceCapabilities {

@@ -53,7 +53,7 @@ impl Addresses {
         self.0.iter().position(|own| own.iter().any(|own| own.address() == address)).map_or(0, |at| at + 1)
     }
 
-    /// The device by which a frame is to leave.
+    /// The device by which a frame is to permit.
     pub(super) fn outgoing(&self, frame: &[u8]) -> usize {
         if self.0.is_empty() { 0 } else { ends(frame).map_or(0, |(from, _)| self.device_of(from)) }
     }

@@ -11,7 +11,7 @@ use core::cell::Cell;
 use tombolo_ring::xen::bytes::{BytePage, CONSOLE_INPUT, CONSOLE_OUTPUT};
 
 /// How long one wait for the reader may take, in ticks of the time-stamp counter: about a second of a fast machine.
-const PATIENCE_TICKS: u64 = 3_000_000_000;
+const TIMEOUT_TICKS: u64 = 3_000_000_000;
 
 /// The ring, mapped.
 pub(crate) struct ConsoleRing {
@@ -30,7 +30,7 @@ impl ConsoleRing {
     fn wait(&self, step: impl Fn() -> bool) -> bool {
         let start = cpu::tsc();
         while !step() {
-            if self.is_stuck.get() || cpu::tsc().wrapping_sub(start) > PATIENCE_TICKS {
+            if self.is_stuck.get() || cpu::tsc().wrapping_sub(start) > TIMEOUT_TICKS {
                 self.is_stuck.set(true);
                 return false;
             }

@@ -374,7 +374,7 @@ impl Domain {
     pub(crate) fn ask(&self, requests: &[Request<'_>]) -> Vec<Reply> {
         let Some(store) = &self.store else { return requests.iter().map(|_| Err(NO_STORE)).collect() };
         let mut asked = store.borrow_mut().ask(requests);
-        let deadline_ns = self.clock.now_ns() + store::PATIENCE_NS;
+        let deadline_ns = self.clock.now_ns() + store::TIMEOUT_NS;
         loop {
             store.borrow_mut().turn(Some(&mut asked));
             if asked.is_answered() || store.borrow().is_closed() {

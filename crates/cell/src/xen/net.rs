@@ -26,7 +26,7 @@ use super::vif::{Features, Vif};
 use crate::config::{Config, MAX_VIFS};
 use crate::device::capabilities;
 use crate::machine::heap;
-use crate::neighbor::{Sighting, Watch};
+use crate::neighbor::{NeighborEvent, Watch};
 use crate::virtio::net::DeviceStats;
 use crate::virtio::offload;
 use alloc::rc::Rc;
@@ -183,7 +183,7 @@ impl XenNet {
     }
 
     /// Who sent the frame that was received last, where that is news.
-    pub(crate) fn take_sighting(&mut self) -> Option<Sighting> {
+    pub(crate) fn take_sighting(&mut self) -> Option<NeighborEvent> {
         self.watch.take()
     }
 
@@ -312,14 +312,21 @@ impl XenNet {
     }
 
     /// The frame of [`XenNet::next_frame`], and permission to answer it.
-    pub(crate) fn received(&mut self) -> (&[u8], Leave<'_>) {
+    pub(crate) fn received(&mut self) -> (&[u8], TransmitPermit<'_>) {
         let has_room = self.outgoing.prepare();
-        (&self.frame[..self.frame_bytes], Leave { outgoing: &mut self.outgoing, has_room, segment_bytes: None })
+        (
+            &self.frame[..self.frame_bytes],
+            TransmitPermit { outgoing: &mut self.outgoing, has_room, segment_bytes: None },
+        )
     }
 
     /// Permission to send a frame, where there is room for the largest.
-    pub(crate) fn transmit(&mut self) -> Option<Leave<'_>> {
-        self.outgoing.prepare().then_some(Leave { outgoing: &mut self.outgoing, has_room: true, segment_bytes: None })
+    pub(crate) fn transmit(&mut self) -> Option<TransmitPermit<'_>> {
+        self.outgoing.prepare().then_some(TransmitPermit {
+            outgoing: &mut self.outgoing,
+            has_room: true,
+            segment_bytes: None,
+        })
     }
 
     /// Shows the backends all that was added to the rings, and notifies them where they want that.
@@ -408,13 +415,13 @@ impl Outgoing {
 }
 
 /// Permission to send a frame; without room, to build one that is dropped.
-pub(crate) struct Leave<'d> {
+pub(crate) struct TransmitPermit<'d> {
     outgoing: &'d mut Outgoing,
     has_room: bool,
     segment_bytes: Option<NonZeroU16>,
 }
 
-impl TxToken for Leave<'_> {
+impl TxToken for TransmitPermit<'_> {
     fn consume<R, F: FnOnce(&mut [u8]) -> R>(self, len: usize, build: F) -> R {
         let outgoing = self.outgoing;
         let result = build(&mut outgoing.frame[..len]);

@@ -16,7 +16,7 @@ use tombolo_ring::xen::bytes::{BytePage, STORE_REPLIES, STORE_REQUESTS};
 use tombolo_ring::xen::store::{Content, Inbox, MAX_MESSAGE_BYTES, Request, StoreError, request};
 
 /// How long a reply may take.
-pub(super) const PATIENCE_NS: u64 = 10_000_000_000;
+pub(super) const TIMEOUT_NS: u64 = 10_000_000_000;
 
 /// What a request came to.
 pub(crate) type Reply = Result<Vec<u8>, StoreError>;

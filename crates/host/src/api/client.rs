@@ -484,7 +484,7 @@ impl Client {
     /// Connects. If the socket is missing or has no listener, this waits while its daemon holds its
     /// lock: the daemon starts, or makes the deleted socket again.
     async fn connect(&self) -> Result<UnixStream, ClientError> {
-        let patience = Instant::now() + COMES_BACK;
+        let timeout = Instant::now() + COMES_BACK;
         loop {
             let error = match self.queued().await {
                 Ok(stream) => return Ok(stream),
@@ -499,7 +499,7 @@ impl Client {
                 _ => return Err(self.broken(error)),
             };
             let Some(pid) = self.socket.parent().and_then(rundir::daemon_of) else { return Err(absent) };
-            if Instant::now() >= patience {
+            if Instant::now() >= timeout {
                 return Err(ClientError::Unreachable { fabric: self.fabric.clone(), socket: self.socket.clone(), pid });
             }
             tokio::time::sleep(LOOK_AGAIN).await;

@@ -17,7 +17,7 @@
 //!   requests came, so a connection with pipelined requests gets one answer and then waits behind the others.
 //! - Of one process at most [`Limits::process`] requests are handled at one time, short ones aside. It has at most as many
 //!   endless answers, which have a limit for all processes too (`MAX_STREAMS`).
-//! - A new connection of root or the owner that finds no place waits [`Limits::seat`] for one. It is told by a 503 if
+//! - A new connection of root or the owner that finds no place waits [`Limits::slot`] for one. It is told by a 503 if
 //!   there is none, and so is a request that was replaced while it waited for its turn.
 //! - A refused connection is cheap: what was found out about its process holds for a second (`members::Peers`).
 //! - A process is known by its number and start time when it connected. A user who starts a process per connection
@@ -77,7 +77,7 @@ pub struct Limits {
     /// Requests of one process that are handled at one time; also its endless answers.
     pub process: usize,
     /// Time that a new connection of root or the owner waits for a place.
-    pub seat: Duration,
+    pub slot: Duration,
     /// Time that a request waits for its turn behind others of its process.
     pub turn: Duration,
     /// Time for a request's head, and between two requests.
@@ -96,7 +96,7 @@ impl Default for Limits {
             working: 96,
             short: 12,
             process: 32,
-            seat: Duration::from_secs(1),
+            slot: Duration::from_secs(1),
             turn: Duration::from_secs(5),
             head: Duration::from_secs(5),
             body: Duration::from_secs(5),
@@ -174,7 +174,7 @@ impl fmt::Display for Process {
 
 /// One connection, for its task, its requests and the accept loop.
 #[derive(Debug)]
-pub(super) struct Seat {
+pub(super) struct Slot {
     /// The user at the other end, as the kernel says.
     pub(super) uid: u32,
     /// The machine or helper of the fabric that it is or descends from.
@@ -190,12 +190,12 @@ pub(super) struct Seat {
     turned_away: Notify,
 }
 
-impl Seat {
-    fn new(peer: &Peer, process: Arc<Process>, limits: Limits, places: Arc<Places>) -> Seat {
+impl Slot {
+    fn new(peer: &Peer, process: Arc<Process>, limits: Limits, places: Arc<Places>) -> Slot {
         let phase = Mutex::new(Phase::Waiting { since: Instant::now(), turn: false });
         let Peer { uid, member, trusted, .. } = *peer;
         let (replaced, turned_away) = (Notify::new(), Notify::new());
-        Seat { uid, member, trusted, process, limits, places, phase, replaced, turned_away }
+        Slot { uid, member, trusted, process, limits, places, phase, replaced, turned_away }
     }
 
     fn set(&self, phase: Phase) {
@@ -302,24 +302,24 @@ pub(super) async fn serve(
 ) {
     let mut ended = pin!(ended);
     let mut tasks = JoinSet::new();
-    let mut seats: Vec<Arc<Seat>> = Vec::new();
+    let mut slots: Vec<Arc<Slot>> = Vec::new();
     let mut lobby: VecDeque<Newcomer> = VecDeque::new();
     let mut peers = Peers::default();
     let places = Arc::new(Places::new(&limits));
     let (closing, closed) = watch::channel(());
-    let sit = |seats: &mut Vec<Arc<Seat>>, stream, peer: Peer, tasks: &mut JoinSet<Arc<Seat>>| {
-        let known = seats.iter().map(|seat| &seat.process).find(|process| process.id == peer.id).cloned();
+    let admit_to_slot = |slots: &mut Vec<Arc<Slot>>, stream, peer: Peer, tasks: &mut JoinSet<Arc<Slot>>| {
+        let known = slots.iter().map(|slot| &slot.process).find(|process| process.id == peer.id).cloned();
         let process = known.unwrap_or_else(|| Arc::new(Process::new(peer.id, &limits)));
-        let seat = Arc::new(Seat::new(&peer, process, limits, places.clone()));
-        seats.push(seat.clone());
-        tasks.spawn(connection(stream, seat, router.clone(), limits, closed.clone()));
+        let slot = Arc::new(Slot::new(&peer, process, limits, places.clone()));
+        slots.push(slot.clone());
+        tasks.spawn(connection(stream, slot, router.clone(), limits, closed.clone()));
     };
     loop {
         tokio::select! {
             () = &mut ended => break,
             Some(gone) = tasks.join_next() => {
                 if let Ok(gone) = gone {
-                    seats.retain(|seat| !Arc::ptr_eq(seat, &gone));
+                    slots.retain(|slot| !Arc::ptr_eq(slot, &gone));
                 }
             }
             accepted = listener.accept() => {
@@ -333,10 +333,10 @@ pub(super) async fn serve(
                 let peer = Peer { id: (found.pid, found.ticks), uid: found.uid, member: found.member, trusted };
                 if !trusted && found.is_known {
                     refuse(&stream, &peer, owner);
-                } else if admit(&mut seats, &peer, &limits) {
-                    sit(&mut seats, stream, peer, &mut tasks);
+                } else if admit(&mut slots, &peer, &limits) {
+                    admit_to_slot(&mut slots, stream, peer, &mut tasks);
                 } else if trusted && lobby.len() < LOBBY {
-                    lobby.push_back(Newcomer { stream, peer, until: Instant::now() + limits.seat });
+                    lobby.push_back(Newcomer { stream, peer, until: Instant::now() + limits.slot });
                 } else {
                     refuse(&stream, &peer, owner);
                 }
@@ -346,8 +346,8 @@ pub(super) async fn serve(
         }
         for _ in 0..lobby.len() {
             let Some(Newcomer { stream, peer, until }) = lobby.pop_front() else { break };
-            if admit(&mut seats, &peer, &limits) {
-                sit(&mut seats, stream, peer, &mut tasks);
+            if admit(&mut slots, &peer, &limits) {
+                admit_to_slot(&mut slots, stream, peer, &mut tasks);
             } else if Instant::now() < until {
                 lobby.push_back(Newcomer { stream, peer, until });
             } else {
@@ -362,30 +362,30 @@ pub(super) async fn serve(
 }
 
 /// Whether there is room for one more connection of that process; makes room where that is allowed.
-fn admit(seats: &mut Vec<Arc<Seat>>, peer: &Peer, limits: &Limits) -> bool {
+fn admit(slots: &mut Vec<Arc<Slot>>, peer: &Peer, limits: &Limits) -> bool {
     let (trusted, process) = (peer.trusted, peer.id);
     let limit = if trusted { limits.connections } else { limits.strangers };
-    if seats.iter().filter(|s| s.trusted == trusted).count() < limit {
+    if slots.iter().filter(|s| s.trusted == trusted).count() < limit {
         return true;
     }
     if !trusted {
         return false;
     }
     let mut held: HashMap<ProcessId, usize> = HashMap::from([(process, 0)]);
-    for seat in seats.iter().filter(|s| s.trusted) {
-        *held.entry(seat.process.id).or_default() += 1;
+    for slot in slots.iter().filter(|s| s.trusted) {
+        *held.entry(slot.process.id).or_default() += 1;
     }
     let own = held[&process];
-    let waiting = seats.iter().enumerate().filter(|(_, s)| s.trusted);
-    let victims = waiting.filter_map(|(at, seat)| {
-        let ((since, turn), id) = (seat.waiting()?, seat.process.id);
+    let waiting = slots.iter().enumerate().filter(|(_, s)| s.trusted);
+    let victims = waiting.filter_map(|(at, slot)| {
+        let ((since, turn), id) = (slot.waiting()?, slot.process.id);
         // The new connection counts as one of its own process.
         let held = if id == process { own + 1 } else { held[&id] };
         (held > own).then_some((Reverse(held), turn, since, at))
     });
     let Some((.., at)) = victims.min() else { return false };
     // Its task ends by this; until it has, the connection counts no more.
-    seats.swap_remove(at).replaced.notify_one();
+    slots.swap_remove(at).replaced.notify_one();
     true
 }
 
@@ -416,34 +416,34 @@ fn refuse(stream: &UnixStream, peer: &Peer, owner: u32) {
     let _ = rustix::net::send(stream, answer.as_bytes(), flags);
 }
 
-/// The API for one connection: its requests know its seat.
-struct Seated {
+/// The API for one connection: its requests know its slot.
+struct InSlot {
     router: TowerToHyperService<Router>,
-    seat: Arc<Seat>,
+    slot: Arc<Slot>,
 }
 
-impl Service<Request<Incoming>> for Seated {
+impl Service<Request<Incoming>> for InSlot {
     type Response = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Response;
     type Error = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Error;
     type Future = <TowerToHyperService<Router> as Service<Request<Incoming>>>::Future;
 
     fn call(&self, mut request: Request<Incoming>) -> Self::Future {
-        request.extensions_mut().insert(self.seat.clone());
+        request.extensions_mut().insert(self.slot.clone());
         self.router.call(request)
     }
 }
 
 async fn connection(
     stream: UnixStream,
-    seat: Arc<Seat>,
+    slot: Arc<Slot>,
     router: Router,
     limits: Limits,
     mut closed: watch::Receiver<()>,
-) -> Arc<Seat> {
-    let io = Connection { stream, seat: seat.clone(), stalled: limits.stalled, limit: None };
+) -> Arc<Slot> {
+    let io = Connection { stream, slot: slot.clone(), stalled: limits.stalled, limit: None };
     let mut http = http1::Builder::new();
     http.timer(TokioTimer::new()).header_read_timeout(limits.head).max_buf_size(HEAD_BYTES);
-    let service = Seated { router: TowerToHyperService::new(router), seat: seat.clone() };
+    let service = InSlot { router: TowerToHyperService::new(router), slot: slot.clone() };
     let mut served = pin!(http.serve_connection(TokioIo::new(io), service));
     let mut open = true;
     // However a client manages to wait, it does not wait longer than all of its limits together.
@@ -452,10 +452,10 @@ async fn connection(
         tokio::select! {
             // First, so that a connection that was replaced begins no other request.
             biased;
-            () = seat.replaced.notified() => {
-                let told = seat.places.farewells.try_acquire();
-                if told.is_ok() && seat.waiting().is_some_and(|(_, turn)| turn) {
-                    seat.turned_away.notify_one();
+            () = slot.replaced.notified() => {
+                let told = slot.places.farewells.try_acquire();
+                if told.is_ok() && slot.waiting().is_some_and(|(_, turn)| turn) {
+                    slot.turned_away.notify_one();
                     served.as_mut().graceful_shutdown();
                     // What has not reached its client by then does not.
                     let _ = tokio::time::timeout(FAREWELL, served.as_mut()).await;
@@ -463,7 +463,7 @@ async fn connection(
                 break;
             }
             () = tokio::time::sleep(all) => {
-                if seat.waiting().is_some_and(|(since, _)| since.elapsed() >= all) {
+                if slot.waiting().is_some_and(|(since, _)| since.elapsed() >= all) {
                     break;
                 }
             }
@@ -475,13 +475,13 @@ async fn connection(
             }
         }
     }
-    seat
+    slot
 }
 
 /// A stream whose writes fail when the client reads nothing for too long.
 struct Connection {
     stream: UnixStream,
-    seat: Arc<Seat>,
+    slot: Arc<Slot>,
     stalled: Duration,
     /// Runs while the client does not read.
     limit: Option<Pin<Box<Sleep>>>,
@@ -489,8 +489,8 @@ struct Connection {
 
 impl Connection {
     /// What a write gave, or the end of the client's time.
-    fn judge<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
-        if written.is_ready() || self.seat.lasts() {
+    fn classify<T>(&mut self, cx: &mut Context<'_>, written: Poll<io::Result<T>>) -> Poll<io::Result<T>> {
+        if written.is_ready() || self.slot.lasts() {
             self.limit = None;
             return written;
         }
@@ -510,7 +510,7 @@ impl AsyncRead for Connection {
 impl AsyncWrite for Connection {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
         let written = Pin::new(&mut self.stream).poll_write(cx, buf);
-        self.judge(cx, written)
+        self.classify(cx, written)
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
@@ -527,63 +527,63 @@ mod tests {
     use super::*;
 
     /// Connections by process, as the accept loop keeps them.
-    struct Seats(Vec<Arc<Seat>>, Limits);
+    struct Slots(Vec<Arc<Slot>>, Limits);
 
-    impl Seats {
+    impl Slots {
         fn connect(&mut self, pid: u32) -> bool {
             let (id, limits) = ((pid, Some(1)), self.1);
             let peer = Peer { id, uid: 0, member: None, trusted: true };
             let admitted = admit(&mut self.0, &peer, &limits);
             if admitted {
                 let process = Arc::new(Process::new(id, &limits));
-                self.0.push(Arc::new(Seat::new(&peer, process, limits, Arc::new(Places::new(&limits)))));
+                self.0.push(Arc::new(Slot::new(&peer, process, limits, Arc::new(Places::new(&limits)))));
             }
             assert!(self.0.len() <= limits.connections);
             admitted
         }
 
         fn held(&self, pid: u32) -> usize {
-            self.0.iter().filter(|seat| seat.process.id.0 == pid).count()
+            self.0.iter().filter(|slot| slot.process.id.0 == pid).count()
         }
     }
 
     #[test]
     fn processes_that_want_all_connections_share_them_and_take_none_of_those_with_few() {
-        let mut seats = Seats(Vec::new(), Limits::default());
+        let mut slots = Slots(Vec::new(), Limits::default());
         for (pid, wanted) in [(1, 3), (2, 300), (3, 1), (4, 300), (5, 300), (6, 40), (2, 300)] {
-            assert!((0..wanted).all(|_| seats.connect(pid)));
+            assert!((0..wanted).all(|_| slots.connect(pid)));
         }
-        let held: Vec<_> = (1..=6).map(|pid| seats.held(pid)).collect();
+        let held: Vec<_> = (1..=6).map(|pid| slots.held(pid)).collect();
         assert_eq!((held[0], held[2]), (3, 1));
         assert!([1, 3, 4, 5].iter().all(|&at| (30..=32).contains(&held[at])), "{held:?}");
         // As many processes as there are connections: the one that waits longest makes room.
-        assert!((100..228).all(|pid| seats.connect(pid)));
-        assert!((1..=6).all(|pid| seats.held(pid) == 0));
-        assert!(seats.connect(228) && seats.held(100) == 0 && seats.held(101) == 1);
+        assert!((100..228).all(|pid| slots.connect(pid)));
+        assert!((1..=6).all(|pid| slots.held(pid) == 0));
+        assert!(slots.connect(228) && slots.held(100) == 0 && slots.held(101) == 1);
     }
 
     #[test]
     fn what_the_fabric_works_on_is_not_replaced() {
-        let mut seats = Seats(Vec::new(), Limits { connections: 4, ..Limits::default() });
-        assert!([1, 1, 1, 2].into_iter().all(|pid| seats.connect(pid)));
-        seats.0[0].is_endless();
-        seats.0[1].is_endless();
-        assert!(seats.connect(2) && seats.held(1) == 2, "the one that waits");
-        assert!(seats.connect(3) && seats.held(2) == 1);
-        assert!(!seats.connect(1), "it has more than the others, and none of its own waits");
-        assert!(seats.connect(4));
-        assert!([1, 2, 3, 4].map(|pid| seats.held(pid)) == [2, 0, 1, 1], "the oldest of those with one");
+        let mut slots = Slots(Vec::new(), Limits { connections: 4, ..Limits::default() });
+        assert!([1, 1, 1, 2].into_iter().all(|pid| slots.connect(pid)));
+        slots.0[0].is_endless();
+        slots.0[1].is_endless();
+        assert!(slots.connect(2) && slots.held(1) == 2, "the one that waits");
+        assert!(slots.connect(3) && slots.held(2) == 1);
+        assert!(!slots.connect(1), "it has more than the others, and none of its own waits");
+        assert!(slots.connect(4));
+        assert!([1, 2, 3, 4].map(|pid| slots.held(pid)) == [2, 0, 1, 1], "the oldest of those with one");
     }
 
     #[test]
     fn a_request_that_waits_for_its_turn_is_replaced_after_those_that_wait_for_their_clients() {
-        let mut seats = Seats(Vec::new(), Limits { connections: 3, ..Limits::default() });
-        assert!([1, 2, 3].into_iter().all(|pid| seats.connect(pid)));
-        seats.0[0].set(Phase::Waiting { since: Instant::now(), turn: true });
-        assert!(seats.connect(4) && seats.connect(5) && seats.held(1) == 1);
-        assert!([4, 5].map(|pid| seats.held(pid)) == [1, 1]);
-        seats.0.iter().for_each(|seat| seat.set(Phase::Waiting { since: Instant::now(), turn: true }));
-        assert!(seats.connect(6), "none of them is worked on");
+        let mut slots = Slots(Vec::new(), Limits { connections: 3, ..Limits::default() });
+        assert!([1, 2, 3].into_iter().all(|pid| slots.connect(pid)));
+        slots.0[0].set(Phase::Waiting { since: Instant::now(), turn: true });
+        assert!(slots.connect(4) && slots.connect(5) && slots.held(1) == 1);
+        assert!([4, 5].map(|pid| slots.held(pid)) == [1, 1]);
+        slots.0.iter().for_each(|slot| slot.set(Phase::Waiting { since: Instant::now(), turn: true }));
+        assert!(slots.connect(6), "none of them is worked on");
     }
 
     #[test]

@@ -46,7 +46,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tombolo_shm::listener::bind_private;
 
-use super::connections::{self, Busy, Limits, Line, Seat};
+use super::connections::{self, Busy, Limits, Line, Slot};
 use super::report::{Fault, Machines, Ports, SCHEMA};
 use super::{Refusal, Reply, Request, Requests, metrics, services};
 use crate::console;
@@ -211,23 +211,23 @@ impl From<Refusal> for Answer {
 
 async fn check_peer(
     State(app): State<App>,
-    Extension(seat): Extension<Arc<Seat>>,
+    Extension(slot): Extension<Arc<Slot>>,
     request: HttpRequest,
     next: Next,
 ) -> Response {
-    if seat.trusted {
-        if let Err(why) = seat.works(line_of(&request)).await {
-            return busy(&seat, why);
+    if slot.trusted {
+        if let Err(why) = slot.works(line_of(&request)).await {
+            return busy(&slot, why);
         }
         let response = next.run(request).await;
         if response.extensions().get::<Endless>().is_some() {
-            seat.is_endless();
+            slot.is_endless();
         } else {
-            seat.waits();
+            slot.waits();
         }
         return response;
     }
-    let fault = connections::forbidden(seat.uid, seat.member, app.owner);
+    let fault = connections::forbidden(slot.uid, slot.member, app.owner);
     let mut response = Answer { status: StatusCode::FORBIDDEN, body: fault }.into_response();
     response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     response
@@ -243,9 +243,9 @@ fn line_of(request: &HttpRequest) -> Line {
 }
 
 /// The answer to a request that was not handled, because others are. It may be sent again.
-fn busy(seat: &Seat, why: Busy) -> Response {
-    let Limits { process, working, turn, .. } = seat.limits;
-    let (who, waited) = (&seat.process, turn.as_secs_f32());
+fn busy(slot: &Slot, why: Busy) -> Response {
+    let Limits { process, working, turn, .. } = slot.limits;
+    let (who, waited) = (&slot.process, turn.as_secs_f32());
     let error = match why {
         Busy::Process => {
             format!("{who}: {process} requests are under way, and this one waited {waited} s for its turn")
@@ -344,11 +344,11 @@ struct CaptureQuery {
 async fn capture(
     State(app): State<App>,
     InPath(port): InPath<String>,
-    Extension(seat): Extension<Arc<Seat>>,
+    Extension(slot): Extension<Arc<Slot>>,
     query: Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>,
 ) -> Result<Response, Answer> {
     let Query(CaptureQuery { snaplen }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
-    let permit = stream_permit(&app, &seat)?;
+    let permit = stream_permit(&app, &slot)?;
     let pieces = ask(&app.requests, |reply| Request::Capture { port, snaplen, reply }).await?;
     Ok(endless("application/x-pcapng", pieces, permit))
 }
@@ -368,13 +368,13 @@ struct StreamPermit {
     _all: OwnedSemaphorePermit,
 }
 
-fn stream_permit(app: &App, seat: &Seat) -> Result<StreamPermit, Answer> {
+fn stream_permit(app: &App, slot: &Slot) -> Result<StreamPermit, Answer> {
     let full = |error: String| move |_| Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them");
-    let most = seat.limits.process;
-    let own = format!("{}: {most} captures and consoles are open, which is the limit for one process", seat.process);
+    let most = slot.limits.process;
+    let own = format!("{}: {most} captures and consoles are open, which is the limit for one process", slot.process);
     let all = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
     Ok(StreamPermit {
-        _own: seat.process.streams.clone().try_acquire_owned().map_err(full(own))?,
+        _own: slot.process.streams.clone().try_acquire_owned().map_err(full(own))?,
         _all: app.streams.clone().try_acquire_owned().map_err(full(all))?,
     })
 }
@@ -403,7 +403,7 @@ struct ConsoleQuery {
 async fn console(
     State(app): State<App>,
     InPath(name): InPath<String>,
-    Extension(seat): Extension<Arc<Seat>>,
+    Extension(slot): Extension<Arc<Slot>>,
     query: Result<Query<ConsoleQuery>, axum::extract::rejection::QueryRejection>,
 ) -> Result<Response, Answer> {
     let Query(ConsoleQuery { follow }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
@@ -411,7 +411,7 @@ async fn console(
         let name = name.clone();
         ask(&app.requests, |reply| Request::Console { name, reply }).await?
     };
-    let permit = stream_permit(&app, &seat)?;
+    let permit = stream_permit(&app, &slot)?;
     let (sender, pieces) = mpsc::channel(4);
     let follow = follow.unwrap_or(0) != 0;
     tokio::spawn(tail(console.log, follow.then_some((app.requests, name)), sender));
@@ -486,12 +486,12 @@ fn open_console(input: &Path) -> io::Result<pipe::Sender> {
 async fn type_to_console(
     State(app): State<App>,
     InPath(name): InPath<String>,
-    Extension(seat): Extension<Arc<Seat>>,
+    Extension(slot): Extension<Arc<Slot>>,
     request: HttpRequest,
 ) -> Result<StatusCode, Answer> {
-    let _permit = stream_permit(&app, &seat)?;
+    let _permit = stream_permit(&app, &slot)?;
     // Typing goes on for as long as the client wants, and keeps no other request of its process waiting.
-    seat.is_endless();
+    slot.is_endless();
     let known = name.clone();
     let console = ask(&app.requests, |reply| Request::Console { name: known, reply }).await?;
     let Some(input) = console.input else {
@@ -541,10 +541,10 @@ impl FromRequest<App> for Sections {
             toml: String,
         }
         let json = is_json(request.headers());
-        let seat = request.extensions().get::<Arc<Seat>>().cloned();
+        let slot = request.extensions().get::<Arc<Slot>>().cloned();
         // Until the body is there it is the client's turn.
-        if let Some(seat) = &seat {
-            seat.waits();
+        if let Some(slot) = &slot {
+            slot.waits();
         }
         let bytes = tokio::time::timeout(app.body_time, Bytes::from_request(request, app)).await;
         let late = |_| {
@@ -553,8 +553,8 @@ impl FromRequest<App> for Sections {
         };
         let bytes = bytes.map_err(|e| late(e).into_response())?;
         let bytes = bytes.map_err(|e| Answer::new(e.status(), e.body_text()).into_response())?;
-        if let Some(seat) = &seat {
-            seat.works(Line::Common).await.map_err(|why| busy(seat, why))?;
+        if let Some(slot) = &slot {
+            slot.works(Line::Common).await.map_err(|why| busy(slot, why))?;
         }
         let wrong = |error: String| Answer::new(StatusCode::BAD_REQUEST, error).into_response();
         if json {

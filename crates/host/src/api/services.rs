@@ -1,6 +1,6 @@
 //! The services that run beside the fabric (`tombolo_rpc`), as Prometheus text: they are processes of their own, each of which tells of itself.
 //!
-//! A service that does not answer in time is shown as down; it costs a page its patience, and all of them together at most `TIME_LIMIT`.
+//! A service that does not answer in time is shown as down; it costs a page its timeout, and all of them together at most `TIME_LIMIT`.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -13,7 +13,7 @@ use tombolo_rpc::provider::Report;
 use super::metrics::Page;
 
 /// How long one service may take to tell of itself.
-const PATIENCE: Duration = Duration::from_millis(200);
+const TIMEOUT: Duration = Duration::from_millis(200);
 /// How long all of them may take.
 const TIME_LIMIT: Duration = Duration::from_secs(1);
 
@@ -21,7 +21,7 @@ const TIME_LIMIT: Duration = Duration::from_secs(1);
 pub fn collect() -> BTreeMap<String, Option<Report>> {
     let Ok(folder) = folder::services() else { return BTreeMap::new() };
     let end = Instant::now() + TIME_LIMIT;
-    let options = ConnectOptions { patience: PATIENCE, folder: Some(folder.clone()), ..ConnectOptions::default() };
+    let options = ConnectOptions { timeout: TIMEOUT, folder: Some(folder.clone()), ..ConnectOptions::default() };
     let report = |name: &str| (Instant::now() < end).then(|| client::report(name, &options).ok()).flatten();
     folder::list(&folder).into_iter().map(|name| (name.clone(), report(&name))).collect()
 }

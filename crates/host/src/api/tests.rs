@@ -19,7 +19,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 use tokio::sync::{mpsc, oneshot};
-use tombolo_testing::{PATIENCE, until};
+use tombolo_testing::{TIMEOUT, until};
 
 /// Requests that the fabric works on until the test answers them.
 type Slow = Arc<Mutex<Vec<Reply<Vec<MachineReport>>>>>;
@@ -175,7 +175,7 @@ impl Stand {
     /// One request as it is, the connection closed afterwards; the answer's head and body.
     fn raw(&self, text: &str) -> String {
         let mut stream = UnixStream::connect(&self.socket).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(text.as_bytes()).unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -286,7 +286,7 @@ const UNFINISHED: [&str; 5] = [
 
 #[test]
 fn half_sent_requests_do_not_lock_their_own_user_out() {
-    let mut stand = Stand::with(Limits { head: 10 * PATIENCE, body: 10 * PATIENCE, ..Limits::default() });
+    let mut stand = Stand::with(Limits { head: 10 * TIMEOUT, body: 10 * TIMEOUT, ..Limits::default() });
     let held: Vec<_> = (0..2 * Limits::default().connections)
         .map(|n| {
             let mut stream = UnixStream::connect(&stand.socket).unwrap();
@@ -299,7 +299,7 @@ fn half_sent_requests_do_not_lock_their_own_user_out() {
     let client = stand.client();
     assert_eq!(client.status().unwrap(), samples::status());
     client.down().unwrap();
-    assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+    assert!(begun.elapsed() < TIMEOUT, "no limit of time was waited for");
     stand.thread.take().unwrap().join().unwrap();
     stand.thread = Some(std::thread::spawn(|| ()));
     drop(held);
@@ -317,7 +317,7 @@ fn a_request_that_does_not_go_on_is_ended() {
     }
     // Answers that are not read: more of them than a socket holds.
     let mut stream = UnixStream::connect(&stand.socket).unwrap();
-    stream.set_write_timeout(Some(PATIENCE)).unwrap();
+    stream.set_write_timeout(Some(TIMEOUT)).unwrap();
     let asked = "GET /v1/openapi.json HTTP/1.1\r\nHost: t\r\n\r\n".repeat(1000);
     let ended = loop {
         match stream.write_all(asked.as_bytes()) {
@@ -342,7 +342,7 @@ fn another_users_connections_take_none_of_the_owners() {
         eprintln!("SKIPPED another_users_connections_take_none_of_the_owners: it takes root to become another user");
         return;
     }
-    let stand = Stand::with(Limits { head: 10 * PATIENCE, ..Limits::default() });
+    let stand = Stand::with(Limits { head: 10 * TIMEOUT, ..Limits::default() });
     for path in [stand.dir.path(), &stand.socket] {
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(0o777)).unwrap();
     }
@@ -365,7 +365,7 @@ fn another_users_connections_take_none_of_the_owners() {
         (0..Limits::default().connections - 1).map(|_| UnixStream::connect(&stand.socket).unwrap()).collect();
     assert_eq!(stand.client().status().unwrap().name, "demo");
     for mut stream in mine {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(b"GET /v1/nothing HTTP/1.1\r\nHost: t\r\nConnection: close\r\n\r\n").unwrap();
         let mut answer = String::new();
         stream.read_to_string(&mut answer).unwrap();
@@ -431,7 +431,7 @@ fn a_process_that_floods() {
 
 /// The status line of the answer to a question on a connection that stays.
 fn asked(stream: &mut UnixStream) -> String {
-    stream.set_read_timeout(Some(PATIENCE)).unwrap();
+    stream.set_read_timeout(Some(TIMEOUT)).unwrap();
     let mut line = String::new();
     let sent = stream.write_all(b"GET /v1/nothing HTTP/1.1\r\nHost: t\r\n\r\n");
     if sent.is_ok() {
@@ -444,7 +444,7 @@ fn asked(stream: &mut UnixStream) -> String {
 fn one_process_takes_no_places_from_another() {
     let status = "GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n".repeat(500);
     for text in UNFINISHED.into_iter().chain([SLOW, CAPTURE, &status]) {
-        let long = 10 * PATIENCE;
+        let long = 10 * TIMEOUT;
         let stand = Stand::with(Limits { head: long, body: long, stalled: long, turn: long, ..Limits::default() });
         // Longer idle than any of the flood.
         let mut mine: Vec<_> = (0..8).map(|_| UnixStream::connect(&stand.socket).unwrap()).collect();
@@ -458,7 +458,7 @@ fn one_process_takes_no_places_from_another() {
         for stream in &mut mine {
             assert!(asked(stream).starts_with("HTTP/1.1 404"), "{text:.50?}");
         }
-        assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+        assert!(begun.elapsed() < TIMEOUT, "no limit of time was waited for");
         let process = Limits::default().process;
         match text {
             SLOW => until("requests of the flood", || stand.slow.lock().unwrap().len() == process),
@@ -479,7 +479,7 @@ fn one_process_takes_no_places_from_another() {
 fn a_request_waits_for_its_turn_behind_others_of_its_process() {
     let send = |stand: &Stand| {
         let mut stream = UnixStream::connect(&stand.socket).unwrap();
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
         stream.write_all(SLOW.as_bytes()).unwrap();
         stream
     };
@@ -489,7 +489,7 @@ fn a_request_waits_for_its_turn_behind_others_of_its_process() {
         String::from_utf8(status.to_vec()).unwrap()
     };
     // It gets its turn when one of the others has ended.
-    let stand = Stand::with(Limits { process: 2, turn: 10 * PATIENCE, ..Limits::default() });
+    let stand = Stand::with(Limits { process: 2, turn: 10 * TIMEOUT, ..Limits::default() });
     let mut first: Vec<_> = (0..2).map(|_| send(&stand)).collect();
     until("two requests", || stand.slow.lock().unwrap().len() == 2);
     let mut third = send(&stand);
@@ -522,7 +522,7 @@ fn a_request_waits_for_its_turn_behind_others_of_its_process() {
 
 #[test]
 fn many_processes_with_requests_under_way_lock_nobody_out() {
-    let long = 10 * PATIENCE;
+    let long = 10 * TIMEOUT;
     let status = "GET /v1/status HTTP/1.1\r\nHost: t\r\n\r\n".repeat(500);
     for text in [SLOW, &status] {
         let mut stand = Stand::with(Limits { head: long, body: long, stalled: long, turn: long, ..Limits::default() });
@@ -538,7 +538,7 @@ fn many_processes_with_requests_under_way_lock_nobody_out() {
             assert_eq!(client.status().unwrap().name, "demo", "{text:.50?}");
         }
         client.down().unwrap();
-        assert!(begun.elapsed() < PATIENCE, "no limit of time was waited for");
+        assert!(begun.elapsed() < TIMEOUT, "no limit of time was waited for");
         stand.slow.lock().unwrap().clear();
         stand.thread.take().unwrap().join().unwrap();
         stand.thread = Some(std::thread::spawn(|| ()));
@@ -548,8 +548,8 @@ fn many_processes_with_requests_under_way_lock_nobody_out() {
 
 #[test]
 fn who_finds_no_place_waits_for_one_and_is_told_if_there_is_none() {
-    let seat = Duration::from_millis(200);
-    let stand = Stand::with(Limits { connections: 1, seat, turn: 10 * PATIENCE, ..Limits::default() });
+    let slot = Duration::from_millis(200);
+    let stand = Stand::with(Limits { connections: 1, slot, turn: 10 * TIMEOUT, ..Limits::default() });
     let mut first = UnixStream::connect(&stand.socket).unwrap();
     first.write_all(SLOW.as_bytes()).unwrap();
     until("a request", || stand.slow.lock().unwrap().len() == 1);
@@ -557,12 +557,12 @@ fn who_finds_no_place_waits_for_one_and_is_told_if_there_is_none() {
     let begun = Instant::now();
     let refused = stand.raw(asks);
     assert!(refused.starts_with("HTTP/1.1 503") && refused.contains("all connections are taken"), "{refused}");
-    assert!(begun.elapsed() >= seat, "it waited for a place");
+    assert!(begun.elapsed() >= slot, "it waited for a place");
     // A client asks again until there is one.
     std::thread::scope(|scope| {
         let client = stand.client();
         let asked = scope.spawn(move || client.status());
-        std::thread::sleep(2 * seat);
+        std::thread::sleep(2 * slot);
         assert!(!asked.is_finished());
         drop(first);
         assert_eq!(asked.join().unwrap().unwrap().name, "demo");
@@ -571,7 +571,7 @@ fn who_finds_no_place_waits_for_one_and_is_told_if_there_is_none() {
 
 #[test]
 fn a_request_that_is_replaced_while_it_waits_for_its_turn_is_told() {
-    let stand = Stand::with(Limits { connections: 2, process: 1, turn: 10 * PATIENCE, ..Limits::default() });
+    let stand = Stand::with(Limits { connections: 2, process: 1, turn: 10 * TIMEOUT, ..Limits::default() });
     let mut first = UnixStream::connect(&stand.socket).unwrap();
     first.write_all(SLOW.as_bytes()).unwrap();
     until("a request", || stand.slow.lock().unwrap().len() == 1);
@@ -583,7 +583,7 @@ fn a_request_that_is_replaced_while_it_waits_for_its_turn_is_told() {
     assert_eq!(silent.kind(), std::io::ErrorKind::WouldBlock, "it waits for its turn");
     assert_eq!(stand.client().status().unwrap().name, "demo");
     let mut told = String::new();
-    second.set_read_timeout(Some(PATIENCE)).unwrap();
+    second.set_read_timeout(Some(TIMEOUT)).unwrap();
     second.read_to_string(&mut told).unwrap();
     assert!(told.starts_with("HTTP/1.1 503") && told.contains("a process with fewer needed"), "{told}");
 }
@@ -711,7 +711,7 @@ fn forgotten_captures_do_not_lock_others_out() {
     until("all captures of one process", || stand.captures.load(Ordering::SeqCst) == process);
     let mut client = stand.client();
     let mut refused = |why: &str| {
-        let late = Some(Instant::now() + PATIENCE);
+        let late = Some(Instant::now() + TIMEOUT);
         let refused = client.capture("web", None, late, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
         assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
         assert!(refused.to_string().contains(why), "{refused}");

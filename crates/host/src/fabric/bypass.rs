@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use tombolo_bypass::attachment::{self, AttachError, Options};
 use tombolo_bypass::place::{Place, Wanted};
-use tombolo_bypass::{keeper, report, warnings};
+use tombolo_bypass::{controller, report, warnings};
 
 use super::{FabricError, Running, Say};
 use crate::api::report::BypassReport;
@@ -25,19 +25,21 @@ fn outputs(named: &[String]) -> Vec<String> {
     if named.is_empty() { routes::host_default_devices() } else { named.to_vec() }
 }
 
-/// How often the daemon looks at the keeper of its networks' bypass.
+/// How often the daemon looks at the controller of its networks' bypass.
 const LOOK: Duration = Duration::from_secs(5);
 
-/// Has a keeper that ended, is stopped or hangs replaced, until it is aborted. The lock of the place may be waited for, so that is left to another thread.
+/// Has a controller that ended, is stopped or hangs replaced, until it is aborted. The lock of the place may be waited for, so that is left to another thread.
 async fn watch(place: Place, say: Say) {
     let mut told = String::new();
     loop {
         tokio::time::sleep(LOOK).await;
         let here = place.clone();
-        let look = move || keeper::lacks(&here).map(|why| (why, keeper::start(&here)));
+        let look = move || controller::lacks(&here).map(|why| (why, controller::start(&here)));
         let text = match tokio::task::spawn_blocking(look).await {
             Ok(Some((why, Ok(true)))) => format!("the bypass: {why}: another one was started"),
-            Ok(Some((_, Ok(false)))) => format!("the bypass: its keeper did not start; see {}", place.log().display()),
+            Ok(Some((_, Ok(false)))) => {
+                format!("the bypass: its controller did not start; see {}", place.log().display())
+            }
             Ok(Some((why, Err(error)))) => format!("the bypass: {why}: another one could not be started: {error}"),
             Ok(None) | Err(_) => {
                 told.clear();
@@ -88,10 +90,10 @@ impl Running {
         // Also where it does not start now: it is tried again.
         let watching = tokio::spawn(watch(place.clone(), self.say.clone()));
         self.bypass_watch.replace(watching).into_iter().for_each(|old| old.abort());
-        match keeper::start(&place) {
+        match controller::start(&place) {
             Ok(true) => Ok(()),
-            Ok(false) => Err(fail(&format!("its keeper did not start; see {}", place.log().display()))),
-            Err(error) => Err(fail(&format!("its keeper did not start: {error}"))),
+            Ok(false) => Err(fail(&format!("its controller did not start; see {}", place.log().display()))),
+            Err(error) => Err(fail(&format!("its controller did not start: {error}"))),
         }
     }
 

@@ -27,7 +27,7 @@ fn read_log(path: &Path) -> String {
 
 /// How a domain ended, and whether well: by the log of its `xl`, else by how that ended itself; `None` as the status where
 /// another process had started it.
-pub(super) fn judge(log: &Path, status: Option<ExitStatus>) -> (String, bool) {
+pub(super) fn classify_end(log: &Path, status: Option<ExitStatus>) -> (String, bool) {
     toolstack::end_in_log(&read_log(log)).unwrap_or_else(|| {
         let how = match status.map(|status| (status.code(), status.signal())) {
             Some((Some(code), _)) => format!("xl ended with exit code {code}"),
@@ -162,11 +162,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let log = dir.path().join("web.log");
         let killed = || Some(ExitStatus::from_raw(9));
-        let xl = judge(&log, killed());
+        let xl = classify_end(&log, killed());
         assert_eq!(xl, ("xl was ended by signal 9, and the domain was destroyed".into(), false));
-        assert_eq!(judge(&log, Some(ExitStatus::from_raw(1 << 8))).0, "xl ended with exit code 1");
-        assert!(judge(&log, None).0.contains("how is not known"));
+        assert_eq!(classify_end(&log, Some(ExitStatus::from_raw(1 << 8))).0, "xl ended with exit code 1");
+        assert!(classify_end(&log, None).0.contains("how is not known"));
         std::fs::write(&log, "Domain 3 has shut down, reason code 0 0x0\n").unwrap();
-        assert_eq!(judge(&log, killed()), ("the domain powered off".into(), true));
+        assert_eq!(classify_end(&log, killed()), ("the domain powered off".into(), true));
     }
 }

@@ -14,7 +14,7 @@ use std::time::Duration;
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::SocketType;
 use tombolo_port::vhost_user::Shelf;
-use tombolo_shm::ivshmem::keeper::{self, Keeper};
+use tombolo_shm::ivshmem::fd_store::{self, FdStore};
 use tombolo_shm::listener::Listener;
 use tombolo_shm::store::Store;
 
@@ -23,7 +23,7 @@ use crate::plan::{Attachment, Plan};
 use crate::{members, process};
 
 /// How long a store may take to end.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(3);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(3);
 /// How long a store that was told to end may take to be gone.
 const ENDS: Duration = Duration::from_millis(500);
 
@@ -45,7 +45,7 @@ pub fn keep(path: &Path) -> Result<(), String> {
     let null = std::fs::File::open("/dev/null").map_err(|e| e.to_string())?;
     rustix::stdio::dup2_stdin(null).map_err(|e| failed("closing the standard input of", e))?;
     let listener = Listener::adopt(stdin, path).map_err(|e| failed("listening at", e))?;
-    keeper::serve(listener).map_err(|e| failed("keeping at", e))
+    fd_store::serve(listener).map_err(|e| failed("keeping at", e))
 }
 
 /// Finds the fabric's store, or starts one. Clones share the list of started processes.
@@ -66,21 +66,21 @@ impl Finder {
 
     /// Whether a store runs that cannot be reached: its socket was deleted, or it hangs.
     pub(crate) fn is_cut_off(&self) -> bool {
-        self.running().is_none() && !process::keepers(&self.path).is_empty()
+        self.running().is_none() && !process::fd_stores(&self.path).is_empty()
     }
 
     /// The store that runs. One that was killed may still have its socket for an instant, and one that hangs has it for
     /// ever: so it has to answer.
-    pub(crate) fn running(&self) -> Option<Keeper> {
-        Keeper::connect(&self.path).ok().filter(|keeper| keeper.list_of("nothing has this name").is_ok())
+    pub(crate) fn running(&self) -> Option<FdStore> {
+        FdStore::connect(&self.path).ok().filter(|fd_store| fd_store.list_of("nothing has this name").is_ok())
     }
 
     /// The store that runs, or a new one.
-    pub(crate) fn find(&self) -> Result<Keeper, String> {
+    pub(crate) fn find(&self) -> Result<FdStore, String> {
         // Held throughout, so that two that look for a store do not start two.
         let mut children = self.children.lock().unwrap_or_else(PoisonError::into_inner);
         match self.running() {
-            Some(keeper) => Ok(keeper),
+            Some(fd_store) => Ok(fd_store),
             // What does not answer, or cannot be reached, is of no use any more.
             None => self.replace(&mut children),
         }
@@ -97,16 +97,16 @@ impl Finder {
     }
 
     /// Kills every store of this path and starts one.
-    fn replace(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
-        process::kill_all(&process::keepers(&self.path).iter().collect::<Vec<_>>());
+    fn replace(&self, children: &mut Vec<Child>) -> Result<FdStore, String> {
+        process::kill_all(&process::fd_stores(&self.path).iter().collect::<Vec<_>>());
         self.launch(children)
     }
 
-    fn launch(&self, children: &mut Vec<Child>) -> Result<Keeper, String> {
+    fn launch(&self, children: &mut Vec<Child>) -> Result<FdStore, String> {
         let path = &self.path;
         let failed = |what: &str, e: &dyn std::fmt::Display| format!("{what} {}: {e}", path.display());
         let listener = Listener::replace(path, SocketType::SEQPACKET).map_err(|e| failed("listening at", &e))?;
-        let keeper = Keeper::connect(path).map_err(|e| failed("connecting to", &e))?;
+        let fd_store = FdStore::connect(path).map_err(|e| failed("connecting to", &e))?;
         let socket = listener.hand_over().map_err(|e| failed("handing over", &e))?;
         let mut command = Command::new("/proc/self/exe");
         command
@@ -121,28 +121,28 @@ impl Finder {
         let child = process::spawn(&mut command).map_err(|e| failed("starting an fd store for", &e))?;
         children.retain_mut(|c| !matches!(c.try_wait(), Ok(Some(_))));
         children.push(child);
-        Ok(keeper)
+        Ok(fd_store)
     }
 
     /// Ends the store that runs, even if another process started it, and waits for its end.
     pub(crate) fn end(&self) {
-        if let Ok(keeper) = Keeper::connect(&self.path)
-            && keeper.quit().is_ok()
+        if let Ok(fd_store) = FdStore::connect(&self.path)
+            && fd_store.quit().is_ok()
         {
-            let limit = Timespec { tv_sec: PATIENCE.as_secs() as i64, tv_nsec: 0 };
-            let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+            let limit = Timespec { tv_sec: TIMEOUT.as_secs() as i64, tv_nsec: 0 };
+            let mut fds = [PollFd::from_borrowed_fd(fd_store.as_fd(), PollFlags::IN)];
             let _ = poll(&mut fds, Some(&limit));
         }
         self.reap();
         // One that hangs, or whose socket is gone.
-        let left = process::keepers(&self.path);
+        let left = process::fd_stores(&self.path);
         process::kill_all(&left.iter().filter(|p| !p.wait(ENDS)).collect::<Vec<_>>());
     }
 
     /// Waits for the stores that this process started, which have been told to end.
     pub(crate) fn reap(&self) {
         for child in self.children.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
-            let _ = process::Process::open(child.id()).is_none_or(|p| p.wait(PATIENCE));
+            let _ = process::Process::open(child.id()).is_none_or(|p| p.wait(TIMEOUT));
             // One that hangs keeps nothing of worth any more.
             let _ = child.kill();
             let _ = child.wait();
@@ -166,7 +166,7 @@ impl Finder {
     }
 
     fn open_with(
-        find: impl FnMut() -> Result<Keeper, String> + Send + 'static,
+        find: impl FnMut() -> Result<FdStore, String> + Send + 'static,
         say: &Say,
     ) -> Result<Arc<Store>, String> {
         let say = say.clone();

@@ -52,7 +52,7 @@ pub(crate) const HELLO: &str = "tombolo handover 1";
 /// How long the old daemon pauses for the new one, which has little left to do.
 const COMMIT: Duration = Duration::from_secs(2);
 /// How long the new daemon waits for the old one.
-const PATIENCE: Duration = Duration::from_secs(10);
+const TIMEOUT: Duration = Duration::from_secs(10);
 /// How long control threads may take to finish what they do.
 const FREEZE: Duration = Duration::from_millis(100);
 /// How long the store waits for the next daemon after one was told to leave.
@@ -185,8 +185,8 @@ impl Commit {
     fn ask(folder: &Path, old: Owner) -> Result<Commit, FabricError> {
         let path = socket_path(folder);
         let failed = |e: std::io::Error| refused(format!("{}: {e}", path.display()));
-        let socket = connect_within(&path, PATIENCE).map_err(failed)?;
-        socket.set_read_timeout(Some(PATIENCE)).map_err(failed)?;
+        let socket = connect_within(&path, TIMEOUT).map_err(failed)?;
+        socket.set_read_timeout(Some(TIMEOUT)).map_err(failed)?;
         let mut commit = Commit { reader: BufReader::new(socket), old };
         commit.say(HELLO).map_err(failed)?;
         match commit.hear() {
@@ -194,7 +194,7 @@ impl Commit {
             Ok(line) if line.is_empty() => Err(refused("it closed the connection; its log says why")),
             Ok(line) => Err(refused(line)),
             Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
-                Err(refused(format!("it did not answer within {} s", PATIENCE.as_secs())))
+                Err(refused(format!("it did not answer within {} s", TIMEOUT.as_secs())))
             }
             Err(error) => Err(refused(error.to_string())),
         }

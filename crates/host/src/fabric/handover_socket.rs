@@ -5,7 +5,7 @@
 //! - Only root and the daemon's own user are heard, but no machine and no helper of the fabric
 //!   ([`crate::members`]). A refused peer takes no place. One that connects again and again is
 //!   logged once a second.
-//! - A peer that connects and says nothing takes a place among [`ASKING`] for [`PATIENCE`], or
+//! - A peer that connects and says nothing takes a place among [`ASKING`] for [`TIMEOUT`], or
 //!   until another needs it. The fabric's task waits for no peer before its first word has arrived.
 
 use std::path::Path;
@@ -25,7 +25,7 @@ use crate::api::{Request, Requests};
 use crate::members::{Peer, Peers};
 
 /// How long a peer may take for its first line.
-const PATIENCE: Duration = Duration::from_secs(2);
+const TIMEOUT: Duration = Duration::from_secs(2);
 /// Peers that may be about to say it, or have said it and wait for the fabric's task.
 const ASKING: usize = 16;
 const LINE_BYTES: usize = 64;
@@ -91,8 +91,8 @@ fn refusal(peer: &Peer, me: u32) -> Option<String> {
 
 /// Hears a peer's first line and passes it on.
 async fn hear(mut socket: UnixStream, requests: &Requests, is_heard: &AtomicBool) -> Result<(), String> {
-    let line = tokio::time::timeout(PATIENCE, line(&mut socket)).await;
-    let line = line.map_err(|_| format!("a process connected and stayed silent for {} s", PATIENCE.as_secs()))?;
+    let line = tokio::time::timeout(TIMEOUT, line(&mut socket)).await;
+    let line = line.map_err(|_| format!("a process connected and stayed silent for {} s", TIMEOUT.as_secs()))?;
     let line = line.map_err(|error| error.to_string())?;
     is_heard.store(true, Ordering::Relaxed);
     let socket = socket.into_std().and_then(|socket| socket.set_nonblocking(false).map(|()| socket));

@@ -16,7 +16,7 @@
 //! # Threads
 //! One thread per network with DHCP writes. Neither a worker nor the control plane waits for a
 //! disk: the worker leaves changes in memory, merged by address, and unparks the thread.
-//! [`LeaseKeeper::finish`] waits for the last write, for [`FINISH_PATIENCE`] at most.
+//! [`LeaseKeeper::finish`] waits for the last write, for [`FINISH_TIMEOUT`] at most.
 //!
 //! # Durability
 //! A change is in the page cache within moments, so it survives a killed daemon. A snapshot is
@@ -46,7 +46,7 @@ use tombolo_switch::gateway::{GatewayHandle, LeaseChange, LeaseRecord, LeaseStor
 use super::Say;
 
 /// How long the last write is waited for.
-const FINISH_PATIENCE: Duration = Duration::from_secs(2);
+const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long the writer waits after a failure.
 const RETRY_PAUSE: Duration = Duration::from_secs(1);
 /// A journal shorter than this is never folded into a snapshot.
@@ -264,7 +264,7 @@ impl LeaseKeeper {
     pub(crate) fn finish(&self) -> bool {
         self.stop();
         // The thread sends nothing: its end closes the channel.
-        self.done.recv_timeout(FINISH_PATIENCE) == Err(RecvTimeoutError::Disconnected)
+        self.done.recv_timeout(FINISH_TIMEOUT) == Err(RecvTimeoutError::Disconnected)
     }
 }
 

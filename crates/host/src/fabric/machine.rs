@@ -172,7 +172,7 @@ async fn domain_ended(fabric: &std::sync::Weak<tokio::sync::Mutex<Running>>, mac
 }
 
 /// What an exit status means. A cell leaves through isa-debug-exit, where code c is QEMU's 2c + 1; 1 is QEMU's own failure.
-fn judge(status: ExitStatus, kind: MachineKind) -> (String, bool) {
+fn classify_end(status: ExitStatus, kind: MachineKind) -> (String, bool) {
     match (status.code(), status.signal()) {
         (Some(0), _) => ("it ended".into(), true),
         (Some(5), _) if kind == MachineKind::Cell => ("it ended".into(), true),
@@ -409,9 +409,9 @@ impl Running {
         let status = machine.child.take().map(|mut c| c.wait());
         let is_domain = machine.plan.domain.is_some();
         let (how, well) = match status {
-            Some(Ok(status)) if is_domain => domains::judge(&log, Some(status)),
-            None if is_domain => domains::judge(&log, None),
-            Some(Ok(status)) => judge(status, kind),
+            Some(Ok(status)) if is_domain => domains::classify_end(&log, Some(status)),
+            None if is_domain => domains::classify_end(&log, None),
+            Some(Ok(status)) => classify_end(status, kind),
             Some(Err(error)) => (error.to_string(), false),
             // Only a parent is told how.
             None => ("it ended, how is not known since an earlier daemon had started it".into(), false),
@@ -508,13 +508,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ends_are_judged_by_what_the_kind_means_with_them() {
+    fn ends_are_classified_by_what_the_kind_means_with_them() {
         let status = |raw| ExitStatus::from_raw(raw);
-        assert_eq!(judge(status(0), MachineKind::Vm), ("it ended".into(), true));
-        assert_eq!(judge(status(5 << 8), MachineKind::Cell), ("it ended".into(), true));
-        assert_eq!(judge(status(1 << 8), MachineKind::Cell), ("QEMU's exit code 1".into(), false));
-        assert!(!judge(status(5 << 8), MachineKind::Vm).1);
-        assert_eq!(judge(status(33 << 8), MachineKind::Cell).0, "cell code 16 (panic)");
-        assert_eq!(judge(status(9), MachineKind::Cell), ("signal 9".into(), false));
+        assert_eq!(classify_end(status(0), MachineKind::Vm), ("it ended".into(), true));
+        assert_eq!(classify_end(status(5 << 8), MachineKind::Cell), ("it ended".into(), true));
+        assert_eq!(classify_end(status(1 << 8), MachineKind::Cell), ("QEMU's exit code 1".into(), false));
+        assert!(!classify_end(status(5 << 8), MachineKind::Vm).1);
+        assert_eq!(classify_end(status(33 << 8), MachineKind::Cell).0, "cell code 16 (panic)");
+        assert_eq!(classify_end(status(9), MachineKind::Cell), ("signal 9".into(), false));
     }
 }

@@ -35,11 +35,11 @@ pub mod handover;
 mod handover_socket;
 pub(crate) mod heal;
 mod helper;
+#[cfg(test)]
+mod injected;
 mod leases;
 mod machine;
 mod network;
-#[cfg(test)]
-mod planted;
 mod ports;
 mod rates;
 mod report;
@@ -202,7 +202,7 @@ pub struct Running {
     owns: Arc<AtomicBool>,
     /// Networks whose bypass does not work, and why.
     pub(crate) bypass_faults: BTreeMap<String, String>,
-    /// What has its keeper replaced.
+    /// What has its fd store replaced.
     bypass_watch: Option<tokio::task::JoinHandle<()>>,
     pub(crate) say: Say,
     /// What the user should know of this start.
@@ -431,12 +431,12 @@ impl Running {
         // They are of no use without their daemon, and hold the listeners that are looked at below.
         self.end_helpers().await;
         self.check_routes()?;
-        let patience = Instant::now() + Duration::from_secs(3);
+        let timeout = Instant::now() + Duration::from_secs(3);
         loop {
             match self.check_listeners(&plan) {
                 Ok(()) => return Ok(plan),
                 // The passt of a daemon that was killed an instant ago is on its way out.
-                Err(_) if self.dir().leftover.is_some() && Instant::now() < patience => {
+                Err(_) if self.dir().leftover.is_some() && Instant::now() < timeout => {
                     tokio::time::sleep(Duration::from_millis(50)).await;
                 }
                 Err(error) => return Err(error),
@@ -469,7 +469,7 @@ impl Running {
         self.start_store(plan);
         self.start_links(plan)?;
         self.take_doors();
-        let (adopted, mut ending) = self.judge(plan);
+        let (adopted, mut ending) = self.sort_recorded(plan);
         if !self.taking_over {
             end_all(std::mem::take(&mut ending), &self.say).await;
             self.destroy_left(Some(plan), &adopted).await;
@@ -593,7 +593,7 @@ impl Running {
     }
 
     /// What becomes of the machines that an earlier daemon left: those that are kept, and those that are to be ended.
-    fn judge(&mut self, plan: &Plan) -> (Vec<(String, u32)>, Vec<Ending>) {
+    fn sort_recorded(&mut self, plan: &Plan) -> (Vec<(String, u32)>, Vec<Ending>) {
         let (name, runtime) = (self.spec.name.clone(), self.dir().path().to_path_buf());
         let (mut keep, mut end) = (Vec::new(), Vec::new());
         let known = self.prepared.take().map(|prepared| prepared.machines);

@@ -16,7 +16,7 @@ use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle,
 use tombolo_switch::guard::{Guard, Protected, Roles, link_local};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
-use tombolo_switch::worker::Remake;
+use tombolo_switch::worker::Restart;
 
 use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
@@ -132,11 +132,11 @@ impl Running {
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned().with_roles(Roles::ALL);
         let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
         let again = gateway.clone();
-        let remake: Remake = Box::new(move |now| match again.remake(now) {
+        let restart: Restart = Box::new(move |now| match again.restart(now) {
             Ok(port) => Ok(Box::new(port)),
             Err(error) => Err(error.to_string()),
         });
-        handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), remake, settings)?;
+        handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), restart, settings)?;
         let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone())
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
         self.serve_gateway(spec, gateway.clone(), &keeper);
@@ -157,9 +157,9 @@ impl Running {
     /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.
     fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, keeper: &LeaseKeeper) {
         let news = Arc::new(Notify::new());
-        let (bell, wake_keeper) = (news.clone(), keeper.waker());
+        let (doorbell, wake_keeper) = (news.clone(), keeper.waker());
         gateway.set_event_waker(Arc::new(move || {
-            bell.notify_one();
+            doorbell.notify_one();
             wake_keeper();
         }));
         let me = self.me.clone();

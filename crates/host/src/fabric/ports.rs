@@ -20,7 +20,7 @@ use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
 use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
-use tombolo_switch::worker::Remake;
+use tombolo_switch::worker::Restart;
 
 use super::backoff::Backoff;
 use super::helper::Helper;
@@ -165,7 +165,7 @@ struct Opened {
     port: Box<dyn Port>,
     /// How it comes back after a panic in its code. The server of an ivshmem link has greeted the peer of a port that is gone, and
     /// does not greet it again.
-    remake: Option<Remake>,
+    restart: Option<Restart>,
     passt: Option<Passt>,
     /// By what the port of a link hears of its peer.
     handle: Option<Handle>,
@@ -197,14 +197,14 @@ impl Running {
         let reserved = worker.thread.handle().reserve()?;
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
-        let Opened { port, remake, passt, handle: told } = self.open(plan, registration, handed)?;
+        let Opened { port, restart, passt, handle: told } = self.open(plan, registration, handed)?;
         let file::Traffic { roles, storm, rates } = plan.traffic;
         let rates = self.changed_rates(&plan.name).unwrap_or(rates);
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
         let settings = PortSettings { guard, mac_limit: None, storm, rates };
         let handle = worker.thread.handle();
-        let added = match remake {
-            Some(remake) => handle.add_lasting_port(reserved, net.id, &plan.name, port, remake, settings),
+        let added = match restart {
+            Some(restart) => handle.add_lasting_port(reserved, net.id, &plan.name, port, restart, settings),
             None => handle.add_port(reserved, net.id, &plan.name, port, settings),
         };
         if let (Attachment::Ivshmem { link }, Some(told)) = (&plan.attachment, told) {
@@ -250,7 +250,7 @@ impl Running {
         match &plan.attachment {
             Attachment::Ivshmem { link } => {
                 let (port, handle) = self.open_link(link, plan.mtu, registration)?;
-                Ok(Opened { port: Box::new(port), remake: None, passt: None, handle: Some(handle) })
+                Ok(Opened { port: Box::new(port), restart: None, passt: None, handle: Some(handle) })
             }
             Attachment::User(user) => {
                 let (mut stream, feed) = StreamPort::given(mtu, registration);
@@ -280,7 +280,7 @@ impl Running {
                             Err(why) => {
                                 (self.say)(&format!("{}: starting another passt: {why}", plan.name));
                                 let _ = process.signal(rustix::process::Signal::KILL);
-                                let stream = again.remake(mtu);
+                                let stream = again.restart(mtu);
                                 let port = NatPort::new(config.clone(), Box::new(stream), mtu);
                                 (port, Helper::Child(self.start_passt(plan, user, &feed)?))
                             }
@@ -295,8 +295,8 @@ impl Running {
                 let away = port.away();
                 let (again, of_old) = (feed.clone(), away.clone());
                 // passt ends with its stream, is started again as ever (`watch_passt`), and comes in through the feed.
-                let remake: Remake = Box::new(move |_| {
-                    let stream = Box::new(again.remake(mtu));
+                let restart: Restart = Box::new(move |_| {
+                    let stream = Box::new(again.restart(mtu));
                     Ok(Box::new(NatPort::in_place_of(of_old.clone(), config.clone(), stream, mtu)))
                 });
                 let passt = Passt {
@@ -311,7 +311,7 @@ impl Running {
                     hangs: 0,
                     storms: 0,
                 };
-                Ok(Opened { port, remake: Some(remake), passt: Some(passt), handle: None })
+                Ok(Opened { port, restart: Some(restart), passt: Some(passt), handle: None })
             }
             _ => {
                 let shelf = self.shelf(&plan.name);
@@ -321,8 +321,8 @@ impl Running {
                 // Rules, routes and a bypass hang on the tap of a kernel uplink, and not on a member's.
                 let hung =
                     matches!(plan.attachment, Attachment::Tap { .. }) && plan.name == plan::uplink_name(&plan.network);
-                let remake = (!hung).then(|| anew(plan, registration, shelf, self.say.clone()));
-                Ok(Opened { port, remake, passt: None, handle: None })
+                let restart = (!hung).then(|| anew(plan, registration, shelf, self.say.clone()));
+                Ok(Opened { port, restart, passt: None, handle: None })
             }
         }
     }
@@ -591,7 +591,7 @@ fn attach(
 
 /// A port of [`attach`] comes back after a panic as one that was just added: at the same socket, which its peer finds when it
 /// connects the next time, or with the same device. Opening takes a few system calls of the worker's time.
-fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: Say) -> Remake {
+fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: Say) -> Restart {
     let plan = plan.clone();
     Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &say))
 }
@@ -638,7 +638,7 @@ mod tests {
         assert_eq!(dog.look(beat(15, 0, 0, 0), false), Some(Blame::Silent));
     }
 
-    use super::super::planted::{Planted, PlantedPort};
+    use super::super::injected::{Planted, PlantedPort};
     use super::*;
     use std::os::unix::net::UnixStream;
     use tombolo_port::worker::{WorkerConfig, WorkerThread};
@@ -674,16 +674,16 @@ mod tests {
             // The real one has its socket, behind a bug.
             let say: Say = std::sync::Arc::new(|_| ());
             let real = attach(&plan, registration.clone(), None, None, &say).unwrap();
-            let (kind, shows) = (real.kind(), Planted::Bug("planted"));
+            let (kind, shows) = (real.kind(), Planted::Bug("injected"));
             let port = Box::new(PlantedPort { kind, link: Link::Down, shows, _holds: Some(real) });
             let first = UnixStream::connect(socket).unwrap();
-            let remake = anew(&plan, registration, None, say);
+            let restart = anew(&plan, registration, None, say);
             let counters =
-                handle.add_lasting_port(reserved, network, &plan.name, port, remake, PortSettings::default()).unwrap();
+                handle.add_lasting_port(reserved, network, &plan.name, port, restart, PortSettings::default()).unwrap();
             until("the port made anew", || counters.restarts.get() == 1);
             let status = handle.status().unwrap();
             let port = status.ports.iter().find(|p| p.token == token).unwrap();
-            // The planted one says nothing of itself.
+            // The injected one says nothing of itself.
             assert!(port.panic.is_none() && port.lasting && !port.details.is_empty(), "{port:?}");
             drop(first);
             let _again = UnixStream::connect(socket).unwrap();

@@ -355,7 +355,7 @@ fn descriptors() -> DescriptorReport {
 
 #[cfg(test)]
 mod tests {
-    use super::super::planted::{Planted, PlantedPort};
+    use super::super::injected::{Planted, PlantedPort};
     use super::*;
     use std::time::{Duration, Instant};
     use tombolo_port::worker::{WorkerConfig, WorkerThread};

@@ -6,7 +6,7 @@
 
 use std::os::fd::AsFd;
 
-use tombolo_port::ivshmem::{Bells, EventBells, Handle, Ivshmem, LinkEnd, PollSettings};
+use tombolo_port::ivshmem::{EventDoorbells, Handle, Ivshmem, LinkEnd, PeerDoorbells, PollSettings};
 use tombolo_port::reactor::Registration;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::ivshmem::state::Offloads;
@@ -38,17 +38,17 @@ impl SharedMemory {
             hint: "`tombolo doctor` says what is missing",
         };
         let links = Links::start(fabric, Some(Box::new(move || its.find())), trouble).map_err(failed)?;
-        if let Some(keeper) = finder.running()
-            && let Err(error) = links.recall(keeper)
+        if let Some(fd_store) = finder.running()
+            && let Err(error) = links.recall(fd_store)
         {
             say(&format!("the fd store of the ivshmem links does not answer ({error}): the links start again"));
         }
         Ok(SharedMemory { links, finder: finder.clone() })
     }
 
-    /// Ends the links and their keeper.
+    /// Ends the links and their fd store.
     fn end(self) {
-        self.links.end_keeper(fdstore::PATIENCE);
+        self.links.end_fd_store(fdstore::TIMEOUT);
         drop(self.links);
         self.finder.reap();
     }
@@ -105,7 +105,7 @@ impl Running {
             // One that was there when the daemon before was killed has to see our RESET: it runs on with rings of that one.
             let there = opened.restored.into_iter().find(|(id, _)| *id == 1);
             let peer_present = there.is_some();
-            let bells = there.and_then(|(_, bells)| bells_of(bells));
+            let doorbells = there.and_then(|(_, doorbells)| doorbells_of(doorbells));
             let memory = Mapping::new(&opened.region, 0, config.region_bytes, true).map_err(|e| e.to_string())?;
             let end = LinkEnd {
                 memory: memory.into(),
@@ -114,7 +114,7 @@ impl Running {
                 peer_id: 1,
                 vectors: config.shape.vectors,
                 doorbells: opened.own,
-                bells,
+                peer_doorbells: doorbells,
                 peer_present,
                 owns_region: true,
                 mtu: mtu.into(),
@@ -136,7 +136,7 @@ impl Running {
     pub(crate) fn serve_link(&self, config: &Config, handle: Handle) -> Result<(), FabricError> {
         let Some(links) = self.links() else { return Ok(()) };
         let watcher = Box::new(move |event| match event {
-            Event::Joined { bells, .. } => handle.peer_joined(bells_of(bells)),
+            Event::Joined { doorbells, .. } => handle.peer_joined(doorbells_of(doorbells)),
             Event::Left { .. } => handle.peer_left(),
         });
         Ok(links.serve(&config.name, Some(watcher))?)
@@ -160,7 +160,7 @@ impl Running {
         is_pending
     }
 
-    /// Ends all links, and the keeper.
+    /// Ends all links, and the fd store.
     pub(crate) fn end_links(&mut self) {
         if let Some(store) = self.store.take() {
             store.close();
@@ -229,8 +229,8 @@ impl Running {
 }
 
 /// How a peer is rung; `None` for one that polls.
-fn bells_of(bells: Vec<Doorbell>) -> Option<Box<dyn Bells>> {
-    if bells.is_empty() { None } else { Some(Box::new(EventBells::from(bells))) }
+fn doorbells_of(doorbells: Vec<Doorbell>) -> Option<Box<dyn PeerDoorbells>> {
+    if doorbells.is_empty() { None } else { Some(Box::new(EventDoorbells::from(doorbells))) }
 }
 
 /// The fill of the rings, from what the port says of itself: "3 of 290".

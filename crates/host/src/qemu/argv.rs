@@ -240,11 +240,11 @@ mod tests {
     fn shared_memory_is_a_device_by_its_socket_or_by_inheritance() {
         let (_, m) = machine("[cell.web]\nimage = \"Cargo.toml\"\n");
         let qemu = Qemu { path: "/usr/bin/qemu".into(), version: (7, 2, 22) };
-        let bell =
+        let doorbell =
             SharedMemory { link: "a".into(), socket: Some("/run/a".into()), vectors: 2, bytes: 1 << 20, word: None };
         let word = Some("ivshmem.b.id=1".into());
         let plain = SharedMemory { link: "b".into(), socket: None, vectors: 0, bytes: 2 << 20, word };
-        let planned = build(&m, &[], &[bell, plain], &surroundings(&qemu, true));
+        let planned = build(&m, &[], &[doorbell, plain], &surroundings(&qemu, true));
         assert!(after(&planned, "-M", 0).contains("acpi=on,pcie=on"));
         assert_eq!(after(&planned, "-append", 0), "hostname=web ivshmem.b.id=1");
         assert_eq!(after(&planned, "-chardev", 1), "socket,id=ivc0,path=/run/a");

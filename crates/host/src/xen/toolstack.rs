@@ -23,10 +23,10 @@ const CAPABILITIES: &str = "/proc/xen/capabilities";
 /// Why no domain can be started here, as a sentence.
 pub fn find() -> Result<PathBuf, String> {
     let read = |path: &str| std::fs::read_to_string(path).map(|text| text.trim().to_string());
-    judge_host(read(TYPE).ok().as_deref(), read(CAPABILITIES).map_err(|error| error.to_string()), which("xl"))
+    classify_host(read(TYPE).ok().as_deref(), read(CAPABILITIES).map_err(|error| error.to_string()), which("xl"))
 }
 
-fn judge_host(
+fn classify_host(
     hypervisor: Option<&str>,
     capabilities: Result<String, String>,
     xl: Option<PathBuf>,
@@ -136,8 +136,8 @@ mod tests {
     fn a_host_without_xen_or_xl_is_told_what_it_lacks() {
         let xl = || Some(PathBuf::from("/usr/sbin/xl"));
         let dom0 = || Ok("control_d".to_string());
-        assert_eq!(judge_host(Some("xen"), dom0(), xl()).unwrap(), Path::new("/usr/sbin/xl"));
-        let told = |hypervisor, capabilities, xl| judge_host(hypervisor, capabilities, xl).unwrap_err();
+        assert_eq!(classify_host(Some("xen"), dom0(), xl()).unwrap(), Path::new("/usr/sbin/xl"));
+        let told = |hypervisor, capabilities, xl| classify_host(hypervisor, capabilities, xl).unwrap_err();
         assert!(
             told(None, dom0(), xl()).starts_with("this is not a Xen host")
                 && told(None, dom0(), xl()).contains("doctor")

@@ -1,6 +1,6 @@
 //! The checks, one function each; [`conformance_suite!`](crate::conformance_suite) lists them.
 
-use super::{DEADLINE, Fixture, Misdeed, Rig, isolated, plain, same, tcp_frame};
+use super::{DEADLINE, Fixture, Rig, Violation, isolated, plain, same, tcp_frame};
 use crate::pair::OwnedFrame;
 use crate::reactor::Reactor;
 use std::cell::RefCell;
@@ -104,19 +104,19 @@ pub fn flush_publishes_without_another_call<F: Fixture>(_: &str) {
 }
 
 /// Has the peer misbehave, checks what becomes of it, and that the port then carries frames again.
-fn misdeed<F: Fixture>(name: &str, deed: impl FnOnce(&mut F) -> Misdeed) {
+fn violation<F: Fixture>(name: &str, deed: impl FnOnce(&mut F) -> Violation) {
     let mut rig = Rig::<F>::up();
     rig.receive_all(&plain(0, [60]));
     rig.received.clear();
     match deed(&mut rig.peer) {
-        Misdeed::Impossible(reason) => return not_applicable(name, reason),
-        Misdeed::Dropped(reason) => {
+        Violation::Impossible(reason) => return not_applicable(name, reason),
+        Violation::Dropped(reason) => {
             rig.until_woken("the drop is counted", |rig| rig.rx_drops.of(reason) > 0);
             assert_eq!((rig.rx_drops.of(reason), rig.rx_drops.total()), (1, 1), "{:?}", rig.rx_drops);
             assert!(rig.faults.is_empty(), "{:?}", rig.faults);
             assert_eq!(rig.port.link(), Link::Up);
         }
-        Misdeed::Faulted(kind) => {
+        Violation::Faulted(kind) => {
             rig.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
             assert_eq!(rig.faults[0].kind, kind, "{:?}", rig.faults);
             assert_eq!(rig.faults.len(), 1, "{:?}", rig.faults);
@@ -134,17 +134,17 @@ fn misdeed<F: Fixture>(name: &str, deed: impl FnOnce(&mut F) -> Misdeed) {
 
 /// A frame too short for its header is counted.
 pub fn a_runt_is_counted_and_the_next_frame_arrives<F: Fixture>(name: &str) {
-    misdeed::<F>(name, F::send_runt);
+    violation::<F>(name, F::send_runt);
 }
 
 /// A frame longer than any may be is counted, or costs the peer its connection.
 pub fn an_over_long_frame_does_no_harm<F: Fixture>(name: &str) {
-    misdeed::<F>(name, F::send_over_long);
+    violation::<F>(name, F::send_over_long);
 }
 
 /// Offload fields that do not fit their frame are counted.
 pub fn a_frame_with_lying_offload_is_counted<F: Fixture>(name: &str) {
-    misdeed::<F>(name, F::send_bad_offload);
+    violation::<F>(name, F::send_bad_offload);
 }
 
 /// A frame longer than the port said it takes, which the switch never sends, is dropped or carried whole.
@@ -238,8 +238,8 @@ pub fn a_lost_wake_up_is_found_by_one_more_look<F: Fixture>(name: &str) {
     }
 }
 
-/// The peer's fences do nothing, so its wish became visible after the port had read it: one more look finds it.
-pub fn a_wish_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) {
+/// The peer's fences do nothing, so its request became visible after the port had read it: one more look finds it.
+pub fn a_request_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     if !rig.peer.loses_wakeups() {
         return not_applicable(name, "the kernel or a lock carries its wake-ups");
@@ -253,13 +253,13 @@ pub fn a_wish_that_was_missed_is_found_by_one_more_look<F: Fixture>(name: &str) 
     };
     send(&mut rig, 0);
     assert!(rig.peer.collect().is_some());
-    rig.peer.wish();
-    assert!(send(&mut rig, 1), "the peer wished for it");
+    rig.peer.ask_for_signals();
+    assert!(send(&mut rig, 1), "the peer asked for it");
     assert!(rig.peer.collect().is_some());
     assert!(!send(&mut rig, 2), "the peer did not say that it sleeps");
     assert!(rig.port.take_recheck(), "a port that did not signal wants a second look");
-    rig.peer.wish();
-    assert!(rig.port.recheck().unwrap().signalled && rig.peer.was_signalled(), "the second look finds the wish");
+    rig.peer.ask_for_signals();
+    assert!(rig.port.recheck().unwrap().signalled && rig.peer.was_signalled(), "the second look finds the request");
     assert!(!rig.port.recheck().unwrap().signalled && !rig.peer.was_signalled(), "once");
     assert!(rig.peer.collect().is_some());
 }
@@ -381,9 +381,9 @@ pub fn a_broken_protocol_costs_only_that_port<F: Fixture>(name: &str) {
     let mut bad = Rig::<F>::up_in(&reactor, Token(1));
     let mut good = Rig::<F>::up_in(&reactor, Token(2));
     let kind = match bad.peer.break_protocol() {
-        Misdeed::Impossible(reason) => return not_applicable(name, reason),
-        Misdeed::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
-        Misdeed::Faulted(kind) => kind,
+        Violation::Impossible(reason) => return not_applicable(name, reason),
+        Violation::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
+        Violation::Faulted(kind) => kind,
     };
     bad.until_woken("the fault is seen", |rig| !rig.faults.is_empty());
     assert_eq!(bad.faults[0].kind, kind, "{:?}", bad.faults);
@@ -428,9 +428,9 @@ pub fn a_fault_of_transmit_counts_each_frame_once<F: Fixture>(name: &str) {
     let mut rig = Rig::<F>::up();
     rig.settle();
     let kind = match rig.peer.spoil_transmit() {
-        Misdeed::Impossible(reason) => return not_applicable(name, reason),
-        Misdeed::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
-        Misdeed::Faulted(kind) => kind,
+        Violation::Impossible(reason) => return not_applicable(name, reason),
+        Violation::Dropped(reason) => panic!("{reason:?} is not the reason of a fault"),
+        Violation::Faulted(kind) => kind,
     };
     let longest = rig.port.caps().max_frame_bytes as usize;
     let mut sizes = vec![60; 64];

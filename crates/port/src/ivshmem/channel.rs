@@ -12,8 +12,8 @@ use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::ivshmem::vector_traffic;
 use tombolo_shm::doorbell::Doorbell;
 
-use super::end::{Bells, EndError, LinkEnd, Memory, Resets};
-use super::meeting::{MAX_STEPS, Meeting, Step};
+use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
+use super::handshake::{Handshake, MAX_STEPS, Step};
 use super::peer::wait_until;
 
 /// Why a record was not sent or received.
@@ -33,7 +33,7 @@ pub enum Error {
 
 /// One end of a record channel. See the module's head.
 pub struct ChannelPeer {
-    meeting: Meeting,
+    handshake: Handshake,
     shape: Shape,
     own: usize,
     peer: usize,
@@ -63,10 +63,10 @@ impl ChannelPeer {
             return Err(EndError::Channel(ChannelError::Section { bytes, needed: shape.bytes() }));
         }
         let doorbells = std::mem::take(&mut parts.doorbells);
-        let (meeting, [own, peer]) = Meeting::new(parts)?;
-        sections(&meeting.memory, &shape, own, peer).map_err(EndError::Channel)?;
+        let (handshake, [own, peer]) = Handshake::new(parts)?;
+        sections(&handshake.memory, &shape, own, peer).map_err(EndError::Channel)?;
         let channel = Channel::new(&shape);
-        let mut end = ChannelPeer { meeting, shape, own, peer, channel, checked: false, doorbells };
+        let mut end = ChannelPeer { handshake, shape, own, peer, channel, checked: false, doorbells };
         end.step();
         Ok(end)
     }
@@ -74,16 +74,16 @@ impl ChannelPeer {
     /// Follows the peer's state; every other call does so too. Returns whether the link is up.
     pub fn step(&mut self) -> bool {
         for _ in 0..MAX_STEPS {
-            match self.meeting.step() {
+            match self.handshake.step() {
                 Step::None => break,
                 Step::Again => {}
                 Step::Clear => {
                     // Cannot fail: it was tried with the same numbers.
-                    if let Ok(sections) = sections(&self.meeting.memory, &self.shape, self.own, self.peer) {
+                    if let Ok(sections) = sections(&self.handshake.memory, &self.shape, self.own, self.peer) {
                         initialise(&self.shape, &sections);
                     }
                     self.channel.restart();
-                    self.meeting.cleared();
+                    self.handshake.cleared();
                 }
                 Step::Forget => {
                     self.channel.restart();
@@ -96,40 +96,40 @@ impl ChannelPeer {
 
     /// Whether both ends run, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.meeting.machine.is_up()
+        self.handshake.machine.is_up()
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.meeting.machine.own(), self.meeting.machine.peer())
+        (self.handshake.machine.own(), self.handshake.machine.peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.meeting.resets
+        self.handshake.resets
     }
 
-    /// The peer is there, rung by `bells` from now on; `None` where it polls.
-    pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
-        self.meeting.joined(bells);
+    /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
+    pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.handshake.joined(doorbells);
         self.step();
     }
 
     /// The peer is gone.
     pub fn peer_left(&mut self) {
-        self.meeting.left();
+        self.handshake.left();
         self.step();
     }
 
     /// Runs `work` on a link that is up, and resets the link where that says so.
     fn on<T>(&mut self, work: impl FnOnce(&mut Channel, &Sections<'_>) -> Result<T, ChannelError>) -> Result<T, Error> {
         self.step();
-        if !self.meeting.machine.may_use_rings() {
+        if !self.handshake.machine.may_use_rings() {
             let (own, peer) = self.states();
             return Err(Error::Down { own, peer });
         }
-        let ChannelPeer { meeting, shape, own, peer, channel, checked, .. } = self;
-        let result = sections(&meeting.memory, shape, *own, *peer).and_then(|sections| {
+        let ChannelPeer { handshake, shape, own, peer, channel, checked, .. } = self;
+        let result = sections(&handshake.memory, shape, *own, *peer).and_then(|sections| {
             if !*checked {
                 channel.check_peer(&sections)?;
                 *checked = true;
@@ -140,8 +140,8 @@ impl ChannelPeer {
             if error.resets_link() {
                 self.channel.restart();
                 self.checked = false;
-                if !self.meeting.peer_stopped() {
-                    self.meeting.reset();
+                if !self.handshake.peer_stopped() {
+                    self.handshake.reset();
                 }
                 self.step();
             }
@@ -155,7 +155,7 @@ impl ChannelPeer {
     /// [`Error`]; the record was not sent.
     pub fn send(&mut self, record: &[u8]) -> Result<(), Error> {
         match self.on(|channel, sections| channel.send(sections, record))? {
-            Sent::Ring => self.meeting.ring(vector_traffic(self.meeting.vectors)),
+            Sent::Ring => self.handshake.ring(vector_traffic(self.handshake.vectors)),
             Sent::Quiet => {}
             Sent::Full => return Err(Error::Full),
         }
@@ -205,6 +205,6 @@ impl ChannelPeer {
 
 impl Drop for ChannelPeer {
     fn drop(&mut self) {
-        self.meeting.close();
+        self.handshake.close();
     }
 }

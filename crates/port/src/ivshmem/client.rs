@@ -41,10 +41,10 @@ use tombolo_shm::ivshmem::v1::{self, News};
 use tombolo_shm::memory::{Mapping, MemoryError, cannot_shrink, expect_memory};
 use tombolo_shm::passing;
 
-use super::bare::{BarePeer, Clear};
 use super::channel::ChannelPeer;
-use super::end::{Bells, EndError, EventBells, LinkEnd, Memory};
+use super::end::{EndError, EventDoorbells, LinkEnd, Memory, PeerDoorbells};
 use super::peer::NetPeer;
+use super::raw::{Clear, RawPeer};
 
 /// Why a link could not be joined.
 #[derive(Debug, thiserror::Error)]
@@ -141,15 +141,16 @@ impl Server {
     }
 
     /// What rings `peer`, once all of its vectors are known.
-    fn bells(&self, peer: u32, vectors: u32) -> Option<Box<dyn Bells>> {
-        let bells = self.client.peers().get(&peer).filter(|bells| bells.len() as u64 >= u64::from(vectors))?;
+    fn doorbells(&self, peer: u32, vectors: u32) -> Option<Box<dyn PeerDoorbells>> {
+        let doorbells =
+            self.client.peers().get(&peer).filter(|doorbells| doorbells.len() as u64 >= u64::from(vectors))?;
         // Duplicates, since the conversation keeps its own. Without a descriptor left the peer is as good as absent.
-        duplicates(bells).ok().map(|bells| Box::new(EventBells::from(bells)) as Box<dyn Bells>)
+        duplicates(doorbells).ok().map(|doorbells| Box::new(EventDoorbells::from(doorbells)) as Box<dyn PeerDoorbells>)
     }
 }
 
-fn duplicates(bells: &[Doorbell]) -> Result<Vec<Doorbell>, Errno> {
-    bells.iter().map(|bell| Doorbell::adopt(rustix::io::fcntl_dupfd_cloexec(bell.as_fd(), 3)?)).collect()
+fn duplicates(doorbells: &[Doorbell]) -> Result<Vec<Doorbell>, Errno> {
+    doorbells.iter().map(|doorbell| Doorbell::adopt(rustix::io::fcntl_dupfd_cloexec(doorbell.as_fd(), 3)?)).collect()
 }
 
 /// A seat on a link: the server has greeted, the region is mapped, and its header judged.
@@ -222,7 +223,7 @@ impl Joined {
     fn start<P>(self, peer_id: u32, make: impl FnOnce(LinkEnd) -> Result<P, EndError>) -> Result<Link<P>, JoinError> {
         let Joined { server, header, memory, id } = self;
         let vectors = header.vectors;
-        let bells = server.bells(peer_id, vectors).filter(|_| vectors != 0);
+        let doorbells = server.doorbells(peer_id, vectors).filter(|_| vectors != 0);
         let parts = LinkEnd {
             memory,
             layout: header.layout,
@@ -230,8 +231,8 @@ impl Joined {
             peer_id,
             vectors,
             doorbells: duplicates(server.client.own()).map_err(JoinError::Socket)?,
-            peer_present: vectors == 0 || bells.is_some(),
-            bells,
+            peer_present: vectors == 0 || doorbells.is_some(),
+            peer_doorbells: doorbells,
             owns_region: false,
             mtu: header.mtu().into(),
             offloads: Offloads::None,
@@ -271,15 +272,9 @@ impl Joined {
     /// # Errors
     /// [`JoinError::Protocols`] where the link is not of `protocol`, which is `named` so in the error; [`JoinError::End`] where the ids
     /// do not fit.
-    pub fn bare(
-        self,
-        peer: u32,
-        protocol: u32,
-        named: &'static str,
-        clear: Clear,
-    ) -> Result<Link<BarePeer>, JoinError> {
+    pub fn raw(self, peer: u32, protocol: u32, named: &'static str, clear: Clear) -> Result<Link<RawPeer>, JoinError> {
         self.expect(self.header.protocol == protocol, named)?;
-        self.start(peer, |parts| BarePeer::new(parts, clear))
+        self.start(peer, |parts| RawPeer::new(parts, clear))
     }
 }
 
@@ -297,8 +292,8 @@ fn map(fd: &OwnedFd) -> Result<Memory, MemoryError> {
 
 /// What a link's peer is told of the other one.
 pub trait Meets {
-    /// The other one is there, rung by `bells` from now on.
-    fn joined(&mut self, bells: Option<Box<dyn Bells>>);
+    /// The other one is there, rung by `doorbells` from now on.
+    fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>);
     /// The other one is gone.
     fn left(&mut self);
     /// Follows the other's state; returns whether the link is up.
@@ -310,8 +305,8 @@ pub trait Meets {
 macro_rules! meets {
     ($peer:ty) => {
         impl Meets for $peer {
-            fn joined(&mut self, bells: Option<Box<dyn Bells>>) {
-                self.peer_joined(bells);
+            fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+                self.peer_joined(doorbells);
             }
             fn left(&mut self) {
                 self.peer_left();
@@ -328,7 +323,7 @@ macro_rules! meets {
 
 meets!(NetPeer);
 meets!(ChannelPeer);
-meets!(BarePeer);
+meets!(RawPeer);
 
 /// A link that was joined: its end, and the conversation with its server.
 pub struct Link<P> {
@@ -353,7 +348,7 @@ impl<P: Meets> Link<P> {
             }
         }
         if heard.joined {
-            self.peer.joined(self.server.bells(self.peer_id, self.header.vectors));
+            self.peer.joined(self.server.doorbells(self.peer_id, self.header.vectors));
         }
         Ok(self.peer.follow())
     }

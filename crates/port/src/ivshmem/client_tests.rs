@@ -23,7 +23,7 @@ struct Host {
     region: OwnedFd,
     header: Header,
     /// By seat and vector.
-    bells: Vec<Vec<Doorbell>>,
+    doorbells: Vec<Vec<Doorbell>>,
     sockets: Vec<Option<UnixStream>>,
 }
 
@@ -41,30 +41,30 @@ impl Host {
         let mut page = [0; 4096];
         header.encode(&mut page).unwrap();
         Mapping::new(&region, 0, BYTES, true).unwrap().view_mut().unwrap().write_from(&page);
-        Host { region, header, bells: vec![Vec::new(), Vec::new()], sockets: vec![None, None] }
+        Host { region, header, doorbells: vec![Vec::new(), Vec::new()], sockets: vec![None, None] }
     }
 
     fn fds(&self, seat: usize) -> Vec<OwnedFd> {
-        self.bells[seat].iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap()).collect()
+        self.doorbells[seat].iter().map(|doorbell| doorbell.as_fd().try_clone_to_owned().unwrap()).collect()
     }
 
     /// Greets the client that takes `seat`, and tells the other one; returns the client's socket.
     fn greet(&mut self, seat: usize) -> OwnedFd {
         let (server, client) = UnixStream::pair().unwrap();
-        self.bells[seat] = (0..self.header.vectors).map(|_| Doorbell::new().unwrap()).collect();
+        self.doorbells[seat] = (0..self.header.vectors).map(|_| Doorbell::new().unwrap()).collect();
         say(&server, v1::VERSION, None);
         say(&server, seat as i64, None);
         say(&server, v1::MEMORY, Some(&self.region));
         let other = 1 - seat;
-        for bell in self.fds(other) {
-            say(&server, other as i64, Some(&bell));
+        for doorbell in self.fds(other) {
+            say(&server, other as i64, Some(&doorbell));
         }
-        for bell in self.fds(seat) {
-            say(&server, seat as i64, Some(&bell));
+        for doorbell in self.fds(seat) {
+            say(&server, seat as i64, Some(&doorbell));
         }
         if let Some(socket) = &self.sockets[other] {
-            for bell in self.fds(seat) {
-                say(socket, seat as i64, Some(&bell));
+            for doorbell in self.fds(seat) {
+                say(socket, seat as i64, Some(&doorbell));
             }
         }
         self.sockets[seat] = Some(server);
@@ -77,12 +77,12 @@ impl Host {
         let word = self.header.layout.state(seat as u32).unwrap();
         memory.view_mut().unwrap().store_u32(word, 0, std::sync::atomic::Ordering::Release).unwrap();
         self.sockets[seat] = None;
-        self.bells[seat].clear();
+        self.doorbells[seat].clear();
         if let Some(socket) = &self.sockets[1 - seat] {
             say(socket, seat as i64, None);
         }
-        for bell in &self.bells[1 - seat] {
-            bell.ring();
+        for doorbell in &self.doorbells[1 - seat] {
+            doorbell.ring();
         }
     }
 }

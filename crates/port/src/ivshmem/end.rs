@@ -17,39 +17,39 @@ use tombolo_shm::doorbell::Doorbell;
 use tombolo_shm::guest::GuestMapping;
 use tombolo_shm::memory::Mapping;
 
-use super::meeting::{MAX_STEPS, Meeting, Step};
+use super::handshake::{Handshake, MAX_STEPS, Step};
 
-/// How a peer is rung: by its eventfds where we are a process ([`EventBells`]), by a register of the device where we are
+/// How a peer is rung: by its eventfds where we are a process ([`EventDoorbells`]), by a register of the device where we are
 /// inside a guest.
-pub trait Bells: Send {
+pub trait PeerDoorbells: Send {
     /// Rings `vector` of `peer`. Stores made before are visible to the peer when it is woken. Must not block.
     fn ring(&self, peer: u32, vector: u16);
 }
 
 /// The eventfds of one peer, by vector.
 #[derive(Debug)]
-pub struct EventBells(Vec<Doorbell>);
+pub struct EventDoorbells(Vec<Doorbell>);
 
-impl EventBells {
+impl EventDoorbells {
     /// The eventfds that a server handed over.
     ///
     /// # Errors
     /// `EINVAL` for a descriptor that is no eventfd, else the kernel's.
-    pub fn adopt(fds: impl IntoIterator<Item = OwnedFd>) -> Result<EventBells, Errno> {
-        fds.into_iter().map(Doorbell::adopt).collect::<Result<_, _>>().map(EventBells)
+    pub fn adopt(fds: impl IntoIterator<Item = OwnedFd>) -> Result<EventDoorbells, Errno> {
+        fds.into_iter().map(Doorbell::adopt).collect::<Result<_, _>>().map(EventDoorbells)
     }
 }
 
-impl From<Vec<Doorbell>> for EventBells {
-    fn from(bells: Vec<Doorbell>) -> EventBells {
-        EventBells(bells)
+impl From<Vec<Doorbell>> for EventDoorbells {
+    fn from(doorbells: Vec<Doorbell>) -> EventDoorbells {
+        EventDoorbells(doorbells)
     }
 }
 
-impl Bells for EventBells {
+impl PeerDoorbells for EventDoorbells {
     fn ring(&self, _peer: u32, vector: u16) {
-        if let Some(bell) = self.0.get(usize::from(vector)) {
-            bell.ring();
+        if let Some(doorbell) = self.0.get(usize::from(vector)) {
+            doorbell.ring();
         }
     }
 }
@@ -110,7 +110,7 @@ pub struct LinkEnd {
     /// Our receive side: what the peer rings, by vector. Empty where nothing wakes us; then the memory is polled.
     pub doorbells: Vec<Doorbell>,
     /// How to ring the peer; `None` where it polls, or is not there yet.
-    pub bells: Option<Box<dyn Bells>>,
+    pub peer_doorbells: Option<Box<dyn PeerDoorbells>>,
     /// Whether the peer may be there. False where somebody will say when it comes ([`super::Handle::peer_joined`]).
     pub peer_present: bool,
     /// Whether we made the region. If so, we clear the state word of a peer that leaves, since
@@ -189,9 +189,9 @@ impl Resets {
     }
 }
 
-/// The end of a network link: a [`Meeting`], and both queue ends.
+/// The end of a network link: a [`Handshake`], and both queue ends.
 pub(super) struct End {
-    pub(super) meeting: Meeting,
+    pub(super) handshake: Handshake,
     pub(super) geometry: Geometry,
     pub(super) sender: Sender,
     pub(super) receiver: Receiver,
@@ -224,17 +224,17 @@ impl End {
     pub(super) fn new(parts: LinkEnd) -> Result<End, EndError> {
         let geometry = Geometry::new(parts.layout.output_bytes)?;
         let mtu = parts.mtu.min(geometry.max_mtu());
-        let (meeting, [own, peer]) = Meeting::new(parts)?;
+        let (handshake, [own, peer]) = Handshake::new(parts)?;
         let places = Places { geometry, own, peer };
-        places.of(&meeting.memory)?;
+        places.of(&handshake.memory)?;
         let (sender, receiver) = (Sender::new(&geometry), Receiver::new(&geometry));
-        Ok(End { meeting, geometry, sender, receiver, mtu, places })
+        Ok(End { handshake, geometry, sender, receiver, mtu, places })
     }
 
     /// Rings for frames or buffers.
     #[inline]
     pub(super) fn ring_traffic(&mut self) {
-        self.meeting.ring(vector_traffic(self.meeting.vectors));
+        self.handshake.ring(vector_traffic(self.handshake.vectors));
     }
 
     fn restart(&mut self) {
@@ -244,41 +244,41 @@ impl End {
 
     /// Follows the peer's state. Returns whether anything changed.
     pub(super) fn step(&mut self) -> bool {
-        let states = |meeting: &Meeting| (meeting.machine.own(), meeting.machine.peer());
-        let before = states(&self.meeting);
+        let states = |handshake: &Handshake| (handshake.machine.own(), handshake.machine.peer());
+        let before = states(&self.handshake);
         for _ in 0..MAX_STEPS {
-            match self.meeting.step() {
+            match self.handshake.step() {
                 Step::None => break,
                 Step::Again => {}
                 Step::Clear => {
                     let len = self.geometry.section_bytes() as usize;
-                    if let Some(own) = self.meeting.memory.bytes().slice(self.places.own, len) {
+                    if let Some(own) = self.handshake.memory.bytes().slice(self.places.own, len) {
                         net::initialise(&self.geometry, own);
                     }
                     self.restart();
-                    self.meeting.cleared();
+                    self.handshake.cleared();
                 }
                 Step::Forget => self.restart(),
             }
         }
-        before != states(&self.meeting)
+        before != states(&self.handshake)
     }
 
     /// Resets the link after a fault; the peer follows, or the link stays down.
     pub(super) fn reset(&mut self) {
         self.restart();
-        self.meeting.reset();
+        self.handshake.reset();
     }
 
     /// Goes to RESET of our own will.
     pub(super) fn restart_link(&mut self) {
         self.restart();
-        self.meeting.close();
+        self.handshake.close();
     }
 
-    /// The peer is gone, with its bells.
+    /// The peer is gone, with its doorbells.
     pub(super) fn left(&mut self) {
-        self.meeting.left();
+        self.handshake.left();
         self.step();
     }
 }

@@ -38,17 +38,17 @@
 //! frames out, of which no more than the section's ring and data area hold (290 of 1500 bytes on
 //! the default link); 512 held at a time.
 
-pub mod bare;
 pub mod channel;
 pub mod client;
 mod end;
-mod meeting;
+mod handshake;
 pub mod peer;
 mod poll;
+pub mod raw;
 #[cfg(test)]
 mod tests;
 
-pub use end::{Bells, EndError, EventBells, LinkEnd, Memory, Resets};
+pub use end::{EndError, EventDoorbells, LinkEnd, Memory, PeerDoorbells, Resets};
 pub use poll::PollSettings;
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -88,7 +88,7 @@ pub enum OpenError {
 #[derive(Default)]
 struct Slot {
     left: bool,
-    joined: Option<Option<Box<dyn Bells>>>,
+    joined: Option<Option<Box<dyn PeerDoorbells>>>,
 }
 
 struct Shared {
@@ -106,9 +106,9 @@ struct Shared {
 pub struct Handle(Arc<Shared>);
 
 impl Handle {
-    /// The peer is there. `bells` ring it; `None` where it polls. In place of an earlier one, if there was one.
-    pub fn peer_joined(&self, bells: Option<Box<dyn Bells>>) {
-        self.leave(|slot| slot.joined = Some(bells));
+    /// The peer is there. `doorbells` ring it; `None` where it polls. In place of an earlier one, if there was one.
+    pub fn peer_joined(&self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.leave(|slot| slot.joined = Some(doorbells));
     }
 
     /// The peer is gone: its process ended, or its connection to the server did. On a link whose region we made its state word
@@ -167,8 +167,8 @@ impl Ivshmem {
         let shared = Arc::new(Shared {
             waiting: AtomicBool::new(false),
             slot: Mutex::default(),
-            memory: end.meeting.memory.clone(),
-            peer_word: end.meeting.peer_word,
+            memory: end.handshake.memory.clone(),
+            peer_word: end.handshake.peer_word,
             owns_region,
             registration,
         });
@@ -190,7 +190,8 @@ impl Ivshmem {
 
     fn listen(&mut self) -> Result<(), (usize, Errno)> {
         if self.watches.len() != self.doorbells.len() {
-            let watch = |(vector, bell)| self.shared.registration.watch(bell).map_err(|source| (vector, source));
+            let watch =
+                |(vector, doorbell)| self.shared.registration.watch(doorbell).map_err(|source| (vector, source));
             self.watches = self.doorbells.iter().enumerate().map(watch).collect::<Result<_, _>>()?;
         }
         Ok(())
@@ -206,26 +207,26 @@ impl Ivshmem {
         if slot.left {
             self.end.left();
         }
-        if let Some(bells) = slot.joined {
-            self.end.meeting.joined(bells);
+        if let Some(doorbells) = slot.joined {
+            self.end.handshake.joined(doorbells);
         }
     }
 
     /// What an error of the rings means: a fault, or only that the peer has stopped meanwhile, which the state machine follows.
     #[cold]
-    fn judge(&mut self, error: NetError) -> Result<(), Fault> {
+    fn classify(&mut self, error: NetError) -> Result<(), Fault> {
         if let Some(fault) = self.memory_fault() {
             return Err(fault);
         }
-        if self.end.meeting.peer_stopped() {
+        if self.end.handshake.peer_stopped() {
             self.end.step();
             return Ok(());
         }
-        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) })
+        Err(Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id) })
     }
 
     fn memory_fault(&self) -> Option<Fault> {
-        (self.end.meeting.memory.is_lost() && !self.lost).then(|| Fault {
+        (self.end.handshake.memory.is_lost() && !self.lost).then(|| Fault {
             kind: FaultKind::Memory,
             detail: "pages of the link's region are gone: its file was truncated, or has no space".into(),
         })
@@ -236,7 +237,7 @@ const _: () = assert!(OFFLOAD_HEADER_BYTES == VNET_HEADER_BYTES);
 
 /// The frame in what a peer has sent, and its offload state.
 #[inline]
-fn judge_frame(view: Foreign<'_>, with_headers: bool) -> Result<(Foreign<'_>, Offload), Reason> {
+fn classify_frame(view: Foreign<'_>, with_headers: bool) -> Result<(Foreign<'_>, Offload), Reason> {
     if with_headers {
         let frame = view.skip(OFFLOAD_HEADER_BYTES);
         return Ok((frame, Offload::from_guest(view.read_array(0), frame.len())?));
@@ -254,11 +255,11 @@ impl Port for Ivshmem {
     }
 
     fn link(&self) -> Link {
-        if self.end.meeting.machine.is_up() { Link::Up } else { Link::Down }
+        if self.end.handshake.machine.is_up() { Link::Up } else { Link::Down }
     }
 
     fn caps(&self) -> Caps {
-        if !self.end.meeting.machine.uses_offloads() {
+        if !self.end.handshake.machine.uses_offloads() {
             return Caps::plain(self.end.mtu);
         }
         let segments = self.end.geometry.takes_segments();
@@ -282,7 +283,7 @@ impl Port for Ivshmem {
                     detail: format!("watching doorbell {vector}: {source}"),
                 };
                 self.listen().map_err(failed)?;
-                let waits = self.end.meeting.present && !self.end.meeting.machine.is_up();
+                let waits = self.end.handshake.present && !self.end.handshake.machine.is_up();
                 Ok(waits.then(|| grid(now, DOWN_INTERVAL)))
             }
             Verdict::Hold(until) => {
@@ -294,11 +295,11 @@ impl Port for Ivshmem {
 
     #[inline]
     fn receive<'m>(&'m mut self, budget: usize, batch: &mut Batch<'m>, drops: &mut Drops) -> Result<usize, Fault> {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return Ok(0);
         }
-        let with_headers = self.end.meeting.machine.uses_offloads();
-        let memory: &'m Memory = &self.end.meeting.memory;
+        let with_headers = self.end.handshake.machine.uses_offloads();
+        let memory: &'m Memory = &self.end.handshake.memory;
         let mut taken = 0;
         let result = loop {
             let want = CHUNK.min(budget - taken).min(MAX_HELD - self.end.receiver.held());
@@ -317,7 +318,7 @@ impl Port for Ivshmem {
                 Err(error) => break Err(error),
             };
             for view in &views[..got] {
-                match judge_frame(*view, with_headers) {
+                match classify_frame(*view, with_headers) {
                     Ok((frame, offload)) => batch.push(frame, offload),
                     Err(reason) => drops.count(reason, 1),
                 }
@@ -331,9 +332,9 @@ impl Port for Ivshmem {
         if let Err(error) = result {
             // Without `judge`, which needs all of the port, of which the batch has a part: the worker services a port that
             // it wakes, and `service` follows the peer.
-            if self.end.meeting.memory.is_lost() || !self.end.meeting.peer_stopped() {
+            if self.end.handshake.memory.is_lost() || !self.end.handshake.peer_stopped() {
                 let fault =
-                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.meeting.peer_id) };
+                    Fault { kind: FaultKind::Ring, detail: format!("peer {}: {error}", self.end.handshake.peer_id) };
                 return Err(self.memory_fault().unwrap_or(fault));
             }
             self.shared.registration.wake();
@@ -344,12 +345,12 @@ impl Port for Ivshmem {
     #[inline]
     fn release(&mut self) -> Result<(), Fault> {
         let held = self.end.receiver.held();
-        if held == 0 || !self.end.meeting.machine.may_use_rings() {
+        if held == 0 || !self.end.handshake.machine.may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.meeting.memory) {
+        let ring = match self.end.places.of(&self.end.handshake.memory) {
             Ok(sections) => self.end.receiver.release(&sections, held),
-            Err(error) => return self.judge(error),
+            Err(error) => return self.classify(error),
         };
         if ring {
             self.end.ring_traffic();
@@ -361,16 +362,16 @@ impl Port for Ivshmem {
     #[inline]
     fn transmit(&mut self, batch: &Batch<'_>, which: &[u16], drops: &mut Drops) -> Result<Sent, Fault> {
         let mut sent = Sent::default();
-        if !self.end.meeting.machine.is_up() {
+        if !self.end.handshake.machine.is_up() {
             drops.count(Reason::LinkDown, which.len() as u64);
             return Ok(sent);
         }
         let longest = self.caps().max_frame_bytes as usize;
-        let with_headers = self.end.meeting.machine.uses_offloads();
+        let with_headers = self.end.handshake.machine.uses_offloads();
         let header_bytes = if with_headers { OFFLOAD_HEADER_BYTES } else { 0 };
-        let End { meeting, places, sender, .. } = &mut self.end;
+        let End { handshake, places, sender, .. } = &mut self.end;
         let (mut too_long, mut refused) = (0, &[][..]);
-        let result = places.of(&meeting.memory).and_then(|sections| {
+        let result = places.of(&handshake.memory).and_then(|sections| {
             sender.reclaim(&sections)?;
             for (at, index) in which.iter().enumerate() {
                 let frame = &batch.frames()[usize::from(*index)];
@@ -403,7 +404,7 @@ impl Port for Ivshmem {
         self.exchanged += sent.frames;
         let Err(error) = result else { return Ok(sent) };
         let lost = which.len() as u64 - too_long - refused.len() as u64;
-        match self.judge(error) {
+        match self.classify(error) {
             Ok(()) => {
                 drops.count(Reason::LinkDown, lost);
                 Ok(Sent::default())
@@ -415,12 +416,12 @@ impl Port for Ivshmem {
 
     #[inline]
     fn flush(&mut self) -> Result<(), Fault> {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return Ok(());
         }
-        let ring = match self.end.places.of(&self.end.meeting.memory) {
+        let ring = match self.end.places.of(&self.end.handshake.memory) {
             Ok(sections) => self.end.sender.publish(&sections),
-            Err(error) => return self.judge(error),
+            Err(error) => return self.classify(error),
         };
         if ring {
             self.end.ring_traffic();
@@ -435,14 +436,14 @@ impl Port for Ivshmem {
     }
 
     fn arm(&mut self) -> Result<bool, Fault> {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return Ok(false);
         }
         // Where nothing rings us the memory is polled anyway.
         self.wants_recheck |= !self.doorbells.is_empty();
-        match self.end.places.of(&self.end.meeting.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
+        match self.end.places.of(&self.end.handshake.memory).and_then(|sections| self.end.receiver.arm(&sections)) {
             Ok(more) => Ok(more),
-            Err(error) => self.judge(error).map(|()| false),
+            Err(error) => self.classify(error).map(|()| false),
         }
     }
 
@@ -452,11 +453,11 @@ impl Port for Ivshmem {
     }
 
     fn recheck(&mut self) -> Result<Rechecked, Fault> {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return Ok(Rechecked::default());
         }
-        let End { meeting, places, sender, receiver, .. } = &mut self.end;
-        let found = places.of(&meeting.memory).and_then(|sections| {
+        let End { handshake, places, sender, receiver, .. } = &mut self.end;
+        let found = places.of(&handshake.memory).and_then(|sections| {
             let signalled = sender.recheck_ring(&sections) | receiver.recheck_ring(&sections);
             Ok(Rechecked { signalled, work: receiver.has_available(&sections)? })
         });
@@ -467,7 +468,7 @@ impl Port for Ivshmem {
                 }
                 Ok(found)
             }
-            Err(error) => self.judge(error).map(|()| Rechecked::default()),
+            Err(error) => self.classify(error).map(|()| Rechecked::default()),
         }
     }
 
@@ -477,19 +478,19 @@ impl Port for Ivshmem {
 
     fn reset(&mut self, _fault: &Fault) {
         self.end.reset();
-        if self.end.meeting.memory.is_lost() {
+        if self.end.handshake.memory.is_lost() {
             self.lost = true;
             self.end.left();
         }
     }
 
     fn details(&self) -> Vec<(&'static str, String)> {
-        let End { meeting, sender, receiver, geometry, .. } = &self.end;
-        let (machine, resets) = (&meeting.machine, &meeting.resets);
-        let peer = match (self.end.meeting.present, machine.state_of(self.end.meeting.look())) {
+        let End { handshake, sender, receiver, geometry, .. } = &self.end;
+        let (machine, resets) = (&handshake.machine, &handshake.resets);
+        let peer = match (self.end.handshake.present, machine.state_of(self.end.handshake.look())) {
             (false, _) => "absent".into(),
             (true, Some(state)) => state.name().into(),
-            (true, None) => format!("{:#x}", self.end.meeting.look()),
+            (true, None) => format!("{:#x}", self.end.handshake.look()),
         };
         let wakes = match (self.doorbells.len(), self.watches.len()) {
             (0, _) => format!("poll every {} us", self.poller.interval.0 / 1000),
@@ -497,11 +498,11 @@ impl Port for Ivshmem {
             (n, _) => format!("{n} doorbells"),
         };
         vec![
-            ("own_id", self.end.meeting.own_id.to_string()),
+            ("own_id", self.end.handshake.own_id.to_string()),
             ("own_state", machine.own().name().into()),
-            ("peer_id", self.end.meeting.peer_id.to_string()),
+            ("peer_id", self.end.handshake.peer_id.to_string()),
             ("peer_state", peer),
-            ("vectors", self.end.meeting.vectors.to_string()),
+            ("vectors", self.end.handshake.vectors.to_string()),
             ("woken_by", wakes),
             ("ring_entries", geometry.num().to_string()),
             ("section_bytes", geometry.section_bytes().to_string()),
@@ -510,7 +511,7 @@ impl Port for Ivshmem {
             ("frames_out", format!("{} of {}", sender.outstanding(), sender.depth())),
             ("bytes_out", format!("{} of {}", sender.taken_bytes(), geometry.data_bytes())),
             ("frames_waiting", format!("{} of {}", receiver.waiting(), geometry.num())),
-            ("rings_sent", self.end.meeting.rings.to_string()),
+            ("rings_sent", self.end.handshake.rings.to_string()),
             ("ring_storms", self.storm.count.to_string()),
             ("resets_peer_reset", resets.peer_reset.to_string()),
             ("resets_peer_left", resets.peer_left.to_string()),
@@ -524,6 +525,6 @@ impl Port for Ivshmem {
 impl Drop for Ivshmem {
     fn drop(&mut self) {
         // The peer is not to wait for one that will not come back.
-        self.end.meeting.close();
+        self.end.handshake.close();
     }
 }

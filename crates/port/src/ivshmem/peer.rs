@@ -15,7 +15,7 @@ use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::virtio::notify::RECHECK_NS;
 use tombolo_shm::doorbell::Doorbell;
 
-use super::end::{Bells, End, EndError, LinkEnd, Resets};
+use super::end::{End, EndError, LinkEnd, PeerDoorbells, Resets};
 
 /// Without a doorbell: the first pause between two looks of a [`NetPeer::wait`], of which each is twice as long as the one
 /// before.
@@ -44,19 +44,19 @@ pub(super) fn wait_until<P>(
         if left.is_zero() {
             return false;
         }
-        let bells = doorbells(peer);
-        let pause = match bells.is_empty() {
+        let doorbells = doorbells(peer);
+        let pause = match doorbells.is_empty() {
             true => left.min(nap),
             false if looked_twice => left,
             false => left.min(SECOND_LOOK),
         };
         looked_twice = true;
         nap = (nap * 2).min(LONGEST_NAP);
-        let mut fds: Vec<PollFd<'_>> = bells.iter().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
+        let mut fds: Vec<PollFd<'_>> = doorbells.iter().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         fds.extend(other.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
         let is_rung = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()).is_ok_and(|n| n != 0);
-        bells.iter().for_each(|bell| _ = bell.take());
+        doorbells.iter().for_each(|doorbell| _ = doorbell.take());
         if is_rung {
             look(peer, true);
             return true;
@@ -112,17 +112,17 @@ impl NetPeer {
 
     /// Whether both ends run, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.end.meeting.machine.is_up()
+        self.end.handshake.machine.is_up()
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.end.meeting.machine.own(), self.end.meeting.machine.peer())
+        (self.end.handshake.machine.own(), self.end.handshake.machine.peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.end.meeting.resets
+        self.end.handshake.resets
     }
 
     /// Longest frame that fits the link's MTU, with Ethernet header and one VLAN tag.
@@ -130,9 +130,9 @@ impl NetPeer {
         self.end.mtu as usize + 18
     }
 
-    /// The peer is there, rung by `bells` from now on; `None` where it polls.
-    pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
-        self.end.meeting.joined(bells);
+    /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
+    pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.end.handshake.joined(doorbells);
         self.step();
     }
 
@@ -149,14 +149,14 @@ impl NetPeer {
     /// Has the peer disappear silently, as one that is killed.
     #[cfg(test)]
     pub(super) fn die(mut self) {
-        self.end.meeting.mute();
+        self.end.handshake.mute();
     }
 
     /// As [`NetPeer::flush`], without the peer's being rung.
     #[cfg(test)]
     pub(super) fn publish_silently(&mut self) {
-        let End { meeting, places, sender, .. } = &mut self.end;
-        places.of(&meeting.memory).map(|sections| sender.publish(&sections)).unwrap();
+        let End { handshake, places, sender, .. } = &mut self.end;
+        places.of(&handshake.memory).map(|sections| sender.publish(&sections)).unwrap();
     }
 
     fn down(&self) -> SendError {
@@ -166,7 +166,7 @@ impl NetPeer {
 
     #[cold]
     fn broken(&mut self) {
-        if self.end.meeting.peer_stopped() {
+        if self.end.handshake.peer_stopped() {
             self.end.step();
         } else {
             self.end.reset();
@@ -179,15 +179,15 @@ impl NetPeer {
     /// [`SendError`]; the frame was not taken.
     pub fn send(&mut self, frame: &[u8]) -> Result<(), SendError> {
         self.step();
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return Err(self.down());
         }
         let most = self.end.geometry.data_bytes() as usize / 4;
         if frame.is_empty() || frame.len() > most {
             return Err(SendError::Length { got: frame.len(), most });
         }
-        let End { meeting, places, sender, .. } = &mut self.end;
-        let result = places.of(&meeting.memory).and_then(|sections| {
+        let End { handshake, places, sender, .. } = &mut self.end;
+        let result = places.of(&handshake.memory).and_then(|sections| {
             if !sender.has_room(frame.len()) {
                 sender.reclaim(&sections)?;
             }
@@ -205,11 +205,11 @@ impl NetPeer {
 
     /// Shows the peer what was sent, and rings it where it wants that.
     pub fn flush(&mut self) {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return;
         }
-        let End { meeting, places, sender, .. } = &mut self.end;
-        if places.of(&meeting.memory).is_ok_and(|sections| sender.publish(&sections)) {
+        let End { handshake, places, sender, .. } = &mut self.end;
+        if places.of(&handshake.memory).is_ok_and(|sections| sender.publish(&sections)) {
             self.end.ring_traffic();
         }
     }
@@ -218,11 +218,11 @@ impl NetPeer {
     /// first, so they do not change.
     pub fn receive<T>(&mut self, buffer: &mut Vec<u8>, take: impl FnOnce(&[u8]) -> T) -> Option<T> {
         self.step();
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return None;
         }
-        let End { meeting, places, receiver, .. } = &mut self.end;
-        let result = places.of(&meeting.memory).and_then(|sections| {
+        let End { handshake, places, receiver, .. } = &mut self.end;
+        let result = places.of(&handshake.memory).and_then(|sections| {
             let got = receiver.receive(&sections, 1, |view| {
                 buffer.resize(view.len(), 0);
                 view.read_into(buffer);
@@ -261,14 +261,14 @@ impl NetPeer {
         wait_until(self, timeout, other, |peer| &peer.doorbells, look)
     }
 
-    /// Rings the peer where its wish became visible since it was last read.
+    /// Rings the peer where its request became visible since it was last read.
     fn ring_late(&mut self) {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return;
         }
-        let End { meeting, places, sender, receiver, .. } = &mut self.end;
+        let End { handshake, places, sender, receiver, .. } = &mut self.end;
         let ring = places
-            .of(&meeting.memory)
+            .of(&handshake.memory)
             .is_ok_and(|sections| sender.recheck_ring(&sections) | receiver.recheck_ring(&sections));
         if ring {
             self.end.ring_traffic();
@@ -277,11 +277,11 @@ impl NetPeer {
 
     /// Asks to be rung for the next frame; whether there is one already.
     pub(super) fn arm(&mut self) -> bool {
-        if !self.end.meeting.machine.may_use_rings() {
+        if !self.end.handshake.machine.may_use_rings() {
             return false;
         }
-        let End { meeting, places, receiver, .. } = &mut self.end;
-        match places.of(&meeting.memory).and_then(|sections| receiver.arm(&sections)) {
+        let End { handshake, places, receiver, .. } = &mut self.end;
+        match places.of(&handshake.memory).and_then(|sections| receiver.arm(&sections)) {
             Ok(more) => more,
             Err(_) => {
                 self.broken();
@@ -293,6 +293,6 @@ impl NetPeer {
 
 impl Drop for NetPeer {
     fn drop(&mut self) {
-        self.end.meeting.close();
+        self.end.handshake.close();
     }
 }

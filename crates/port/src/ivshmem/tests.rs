@@ -17,7 +17,7 @@ use tombolo_switch::port::{FaultKind, Port};
 
 use super::peer::{NetPeer, SendError};
 use super::*;
-use crate::conformance::{Abilities, Fixture, Misdeed, frame};
+use crate::conformance::{Abilities, Fixture, Violation, frame};
 use crate::pair::OwnedFrame;
 
 const BYTES: u64 = 1 << 20;
@@ -26,13 +26,13 @@ fn map(region: &OwnedFd) -> Mapping {
     Mapping::new(region, 0, BYTES, true).unwrap()
 }
 
-fn bells(count: usize) -> Vec<Doorbell> {
+fn doorbells(count: usize) -> Vec<Doorbell> {
     (0..count).map(|_| Doorbell::new().unwrap()).collect()
 }
 
-fn duplicates(bells: &[Doorbell]) -> Box<dyn Bells> {
-    let fds = bells.iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap());
-    Box::new(EventBells::adopt(fds).unwrap())
+fn duplicates(doorbells: &[Doorbell]) -> Box<dyn PeerDoorbells> {
+    let fds = doorbells.iter().map(|doorbell| doorbell.as_fd().try_clone_to_owned().unwrap());
+    Box::new(EventDoorbells::adopt(fds).unwrap())
 }
 
 /// The parts of the end `own_id` of a default link in `region`.
@@ -44,7 +44,7 @@ fn parts(region: &OwnedFd, own_id: u32, vectors: u32, doorbells: Vec<Doorbell>) 
         peer_id: 1 - own_id,
         vectors,
         doorbells,
-        bells: None,
+        peer_doorbells: None,
         peer_present: false,
         owns_region: own_id == 0,
         mtu: 1500,
@@ -102,7 +102,7 @@ struct LinkFixture<const VECTORS: usize, const OFFLOADS: bool = false> {
     region: OwnedFd,
     handle: Handle,
     /// What the port listens to.
-    port_bells: Vec<Doorbell>,
+    port_doorbells: Vec<Doorbell>,
     driven: Option<Driven>,
     buffer: Vec<u8>,
 }
@@ -127,11 +127,11 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
 
     fn make(registration: Registration) -> (Box<dyn Port>, Self) {
         let region = sealed_region("link", BYTES).unwrap();
-        let port_bells = bells(VECTORS);
-        let listened = port_bells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()).unwrap());
+        let port_doorbells = doorbells(VECTORS);
+        let listened = port_doorbells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()).unwrap());
         let (port, handle) =
             Ivshmem::new(Self::parts(&region, 0, listened.collect()), PollSettings::default(), registration).unwrap();
-        let mut fixture = LinkFixture { region, handle, port_bells, driven: None, buffer: Vec::new() };
+        let mut fixture = LinkFixture { region, handle, port_doorbells, driven: None, buffer: Vec::new() };
         fixture.connect();
         (Box::new(port), fixture)
     }
@@ -183,12 +183,12 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
         });
     }
 
-    fn wish(&mut self) {
+    fn ask_for_signals(&mut self) {
         self.peer(NetPeer::arm);
     }
 
     fn was_signalled(&mut self) -> bool {
-        self.driven.as_ref().is_some_and(|driven| driven.rung.iter().fold(false, |any, bell| bell.take() | any))
+        self.driven.as_ref().is_some_and(|driven| driven.rung.iter().fold(false, |any, doorbell| doorbell.take() | any))
     }
 
     fn disconnect(&mut self) {
@@ -197,30 +197,30 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
     }
 
     fn connect(&mut self) {
-        let own = bells(VECTORS);
-        let rung = own.iter().map(|bell| bell.as_fd().try_clone_to_owned().unwrap()).collect();
+        let own = doorbells(VECTORS);
+        let rung = own.iter().map(|doorbell| doorbell.as_fd().try_clone_to_owned().unwrap()).collect();
         let for_port = (VECTORS != 0).then(|| duplicates(&own));
         let mut parts = Self::parts(&self.region, 1, own);
         parts.peer_present = true;
-        parts.bells = (VECTORS != 0).then(|| duplicates(&self.port_bells));
+        parts.peer_doorbells = (VECTORS != 0).then(|| duplicates(&self.port_doorbells));
         let peer = NetPeer::new(parts).unwrap();
         self.driven = Some(Driven::new(peer, rung));
         self.handle.peer_joined(for_port);
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         assert!(self.inject(&frame(0, 13), Offload::NONE));
-        Misdeed::Dropped(Reason::Runt)
+        Violation::Dropped(Reason::Runt)
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
+    fn send_over_long(&mut self) -> Violation {
         assert!(self.inject(&frame(0, 70_000), Offload::NONE));
-        Misdeed::Dropped(Reason::TooLong)
+        Violation::Dropped(Reason::TooLong)
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
+    fn send_bad_offload(&mut self) -> Violation {
         if !OFFLOADS {
-            return Misdeed::Impossible("frames carry no offload state");
+            return Violation::Impossible("frames carry no offload state");
         }
         // A checksum beyond the frame's end.
         let header = [1, 0, 0, 0, 0, 0, 0xff, 0xff, 16, 0];
@@ -228,21 +228,21 @@ impl<const VECTORS: usize, const OFFLOADS: bool> Fixture for LinkFixture<VECTORS
             peer.send(&[&header[..], &frame(0, 60)].concat()).unwrap();
             peer.flush();
         });
-        Misdeed::Dropped(Reason::BadOffload)
+        Violation::Dropped(Reason::BadOffload)
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
+    fn break_protocol(&mut self) -> Violation {
         let memory = map(&self.region);
         let index = Layout::default_network().output(1).unwrap().start + 2048 * 16 + 2;
         memory.view_mut().unwrap().store_u16(index, 40_000, Ordering::Release).unwrap();
-        if let Some(bell) = self.port_bells.last() {
-            bell.ring();
+        if let Some(doorbell) = self.port_doorbells.last() {
+            doorbell.ring();
         }
-        Misdeed::Faulted(FaultKind::Ring)
+        Violation::Faulted(FaultKind::Ring)
     }
 
-    fn spoil_transmit(&mut self) -> Misdeed {
-        Misdeed::Impossible("what the peer returned is looked at before the first frame")
+    fn spoil_transmit(&mut self) -> Violation {
+        Violation::Impossible("what the peer returned is looked at before the first frame")
     }
 }
 
@@ -285,7 +285,7 @@ impl<const VECTORS: usize> LinkFixture<VECTORS> {
     fn state_word(&self, value: u32) {
         let word = Layout::default_network().state(1).unwrap();
         map(&self.region).view_mut().unwrap().store_u32(word, value, Ordering::Release).unwrap();
-        self.port_bells.iter().for_each(Doorbell::ring);
+        self.port_doorbells.iter().for_each(Doorbell::ring);
     }
 
     /// The peer's driver stops following, as one that is in an attacker's hands.
@@ -365,10 +365,10 @@ fn a_port_that_is_made_anew_meets_the_peer_again() {
     let mut rig = Rig::<LinkFixture<2>>::up();
     rig.receive_all(&plain(0, [60]));
     for _ in 0..5 {
-        let listened = rig.peer.port_bells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()));
+        let listened = rig.peer.port_doorbells.iter().map(|b| Doorbell::adopt(b.as_fd().try_clone_to_owned().unwrap()));
         let mut parts = parts(&rig.peer.region, 0, 2, listened.map(Result::unwrap).collect());
         parts.peer_present = true;
-        // It asks for no bells: what rang the peer before is lost, and it follows by looking.
+        // It asks for no doorbells: what rang the peer before is lost, and it follows by looking.
         let registration = rig.port_registration();
         let (port, handle) = Ivshmem::new(parts, PollSettings::default(), registration).unwrap();
         rig.peer.handle = handle;
@@ -389,7 +389,7 @@ fn a_peer_that_rings_without_end_is_not_listened_to_and_others_go_on() {
     while count(&*bad.port, "ring_storms") == 0 {
         rings += 1;
         assert!(rings < 100_000, "it is never seen");
-        bad.peer.port_bells[(rings % 2) as usize].ring();
+        bad.peer.port_doorbells[(rings % 2) as usize].ring();
         bad.turn(16);
     }
     assert!(detail(&*bad.port, "woken_by").contains("held"), "{:?}", bad.port.details());
@@ -397,7 +397,7 @@ fn a_peer_that_rings_without_end_is_not_listened_to_and_others_go_on() {
     bad.turn(16);
     bad.wakeups = 0;
     for _ in 0..100 {
-        bad.peer.port_bells[0].ring();
+        bad.peer.port_doorbells[0].ring();
         assert!(!bad.sleep(Duration::ZERO));
     }
     let frames = plain(0, [60, 1514, 300]);
@@ -550,7 +550,7 @@ fn a_peer_that_resets_while_the_port_holds_its_frames_is_no_fault() {
 fn a_lost_ring_does_not_leave_both_waiting() {
     let reactor = Reactor::new().unwrap();
     let region = sealed_region("link", BYTES).unwrap();
-    let mut ours = parts(&region, 0, 2, bells(2));
+    let mut ours = parts(&region, 0, 2, doorbells(2));
     ours.peer_present = true;
     let registration = reactor.registrar().registration(Token(1));
     let (mut port, _handle) = Ivshmem::new(ours, PollSettings::default(), registration).unwrap();

@@ -110,7 +110,7 @@ impl StreamFeed {
 
     /// A port in place of the one that this feed was made with, which is gone; it waits for the next socket. The peer
     /// of the old one saw the end of its stream.
-    pub fn remake(&self, mtu: u32) -> StreamPort {
+    pub fn restart(&self, mtu: u32) -> StreamPort {
         let role = Role::Given { mailbox: self.mailbox.clone() };
         StreamPort::new(role, mtu, self.registration.clone())
     }

@@ -1,5 +1,5 @@
 use super::*;
-use crate::conformance::{Abilities, Fixture, Misdeed, Rig, frame, plain, same};
+use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, plain, same};
 use crate::pair::OwnedFrame;
 use std::collections::VecDeque;
 use std::io::{ErrorKind, Read, Write};
@@ -104,7 +104,7 @@ impl<S: Stream> Peer<S> {
 }
 
 /// How a test comes by its end of the connection.
-trait Way: Sized {
+trait Opening: Sized {
     const KIND: &'static str;
     type Stream: Stream;
     fn make(registration: Registration) -> (StreamPort, Self);
@@ -115,19 +115,19 @@ trait Way: Sized {
     fn open(&mut self) {}
 }
 
-struct Streamed<W: Way> {
+struct Streamed<W: Opening> {
     way: W,
     peer: Option<Peer<W::Stream>>,
 }
 
-impl<W: Way> Streamed<W> {
+impl<W: Opening> Streamed<W> {
     fn peer(&mut self) -> &mut Peer<W::Stream> {
         let Streamed { way, peer } = self;
         peer.get_or_insert_with(|| Peer::new(way.peer()))
     }
 }
 
-impl<W: Way> Fixture for Streamed<W> {
+impl<W: Opening> Fixture for Streamed<W> {
     const KIND: &str = W::KIND;
 
     fn make(registration: Registration) -> (Box<dyn Port>, Self) {
@@ -159,31 +159,31 @@ impl<W: Way> Fixture for Streamed<W> {
         self.way.open();
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         self.inject(&frame(0, 13), Offload::NONE);
-        Misdeed::Dropped(Reason::Runt)
+        Violation::Dropped(Reason::Runt)
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
+    fn send_over_long(&mut self) -> Violation {
         self.inject(&frame(0, MAX_FRAME_BYTES + 1), Offload::NONE);
-        Misdeed::Faulted(FaultKind::Protocol)
+        Violation::Faulted(FaultKind::Protocol)
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
-        Misdeed::Impossible("the framing has no offload fields")
+    fn send_bad_offload(&mut self) -> Violation {
+        Violation::Impossible("the framing has no offload fields")
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
+    fn break_protocol(&mut self) -> Violation {
         self.peer().write(&[0, 0, 0, 0]);
         self.peer().write(&frame(0, 60));
-        Misdeed::Faulted(FaultKind::Protocol)
+        Violation::Faulted(FaultKind::Protocol)
     }
 }
 
 /// The port listens on a Unix socket.
 struct ListenUnix(Folder, Option<UnixStream>);
 
-impl Way for ListenUnix {
+impl Opening for ListenUnix {
     const KIND: &str = "stream, listening on a Unix socket";
     type Stream = UnixStream;
     fn make(registration: Registration) -> (StreamPort, Self) {
@@ -202,7 +202,7 @@ impl Way for ListenUnix {
 /// The port listens on a TCP port.
 struct ListenTcp(std::net::SocketAddr, Option<TcpStream>);
 
-impl Way for ListenTcp {
+impl Opening for ListenTcp {
     const KIND: &str = "stream, listening on a TCP port";
     type Stream = TcpStream;
     fn make(registration: Registration) -> (StreamPort, Self) {
@@ -222,7 +222,7 @@ impl Way for ListenTcp {
 /// The port connects to a Unix socket.
 struct ConnectUnix(Folder, Option<UnixListener>);
 
-impl Way for ConnectUnix {
+impl Opening for ConnectUnix {
     const KIND: &str = "stream, connecting to a Unix socket";
     type Stream = UnixStream;
     fn make(registration: Registration) -> (StreamPort, Self) {
@@ -245,7 +245,7 @@ impl Way for ConnectUnix {
 /// The port connects to a TCP port.
 struct ConnectTcp(std::net::SocketAddr, Option<TcpListener>);
 
-impl Way for ConnectTcp {
+impl Opening for ConnectTcp {
     const KIND: &str = "stream, connecting to a TCP port";
     type Stream = TcpStream;
     fn make(registration: Registration) -> (StreamPort, Self) {
@@ -269,7 +269,7 @@ impl Way for ConnectTcp {
 /// The port is given one end of a socketpair.
 struct Given(StreamFeed, Option<UnixStream>);
 
-impl Way for Given {
+impl Opening for Given {
     const KIND: &str = "stream, given a descriptor";
     type Stream = UnixStream;
     fn make(registration: Registration) -> (StreamPort, Self) {

@@ -350,7 +350,7 @@ impl VhostUserBackendReqHandlerMut for Connection {
     fn set_vring_kick(&mut self, index: u8, fd: Option<File>) -> Result<()> {
         let ring = self.stopped_ring(u32::from(index), "the kick descriptor")?;
         let Some(fd) = fd else {
-            // "Poll the ring instead" would keep a core busy for ever at a guest's wish.
+            // "Poll the ring instead" would keep a core busy for ever at a guest's request.
             return Err(refused(format!("ring {index} without a kick descriptor")));
         };
         keep_from_children(&fd);

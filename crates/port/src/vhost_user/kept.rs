@@ -17,7 +17,7 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::keeper::Record;
+use tombolo_shm::ivshmem::fd_store::Record;
 use tombolo_shm::store::Store;
 
 use super::control::{Connection, offered_features};
@@ -195,7 +195,7 @@ pub(super) fn read(
         let size = u32::from_le_bytes(reader.take()?);
         let (base, flags) = (reader.u16()?, reader.u16()?);
         let addresses = [reader.u64()?, reader.u64()?, reader.u64()?];
-        let mut bell = |flag: u16| -> Result<Option<Doorbell>, String> {
+        let mut doorbell = |flag: u16| -> Result<Option<Doorbell>, String> {
             if flags & flag == 0 {
                 return Ok(None);
             }
@@ -203,7 +203,7 @@ pub(super) fn read(
                 .map(Some)
                 .map_err(|error| format!("a descriptor of ring {index}: {error}"))
         };
-        let (kick, call) = (bell(KICK)?, bell(CALL)?.map(Arc::new));
+        let (kick, call) = (doorbell(KICK)?, doorbell(CALL)?.map(Arc::new));
         if flags & AGREED != 0 {
             connection.features = Some(features);
         }

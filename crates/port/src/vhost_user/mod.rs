@@ -79,7 +79,7 @@ use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::virtio::net::{HEADER_BYTES, SHORT_HEADER_BYTES, features as net_features};
 use tombolo_ring::virtio::{DeviceQueue, RingError, features as ring_features};
 use tombolo_shm::doorbell::Doorbell;
-use tombolo_shm::ivshmem::keeper::Record;
+use tombolo_shm::ivshmem::fd_store::Record;
 use tombolo_switch::Nanos;
 use tombolo_switch::drop::{Drops, Reason};
 use tombolo_switch::frame::{Batch, Frame};
@@ -630,7 +630,7 @@ impl Drop for VhostUserPort {
         if let Some(connection) = self.connection.take() {
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
-        // The control thread sees the stop bell, the stream that was shut down, or the mailbox that was closed, and ends
+        // The control thread sees the stop doorbell, the stream that was shut down, or the mailbox that was closed, and ends
         // by itself, usually at once. Unmapping a large guest takes time, and ports are dropped by the control plane, so it is
         // not waited for without end.
         if let Some(ends) = self.thread_ends.take() {

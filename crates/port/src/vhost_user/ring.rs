@@ -111,7 +111,7 @@ impl Ring {
         self.queue.arm(memory)
     }
 
-    /// Interrupts the guest late, where its wish became visible since it was last read. Returns whether it did.
+    /// Interrupts the guest late, where its request became visible since it was last read. Returns whether it did.
     pub(super) fn recheck_signal(&mut self, memory: &GuestTable) -> Result<bool, RingError> {
         let signal = self.queue.recheck_signal(memory)?;
         if signal && let Some(call) = &self.call {
@@ -340,7 +340,7 @@ impl Fill<'_, '_> {
 
     #[inline]
     fn finish(mut self) -> Result<(), RingError> {
-        self.queue.untake(self.taken - self.lens.len());
+        self.queue.put_back(self.taken - self.lens.len());
         self.taken = self.lens.len();
         self.complete()
     }

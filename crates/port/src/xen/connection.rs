@@ -187,7 +187,7 @@ impl Connection {
         self.domain
     }
 
-    /// Takes a guest's wish about a multicast address; returns the answer to it.
+    /// Takes a guest's request about a multicast address; returns the answer to it.
     fn subscribe(addresses: &mut Vec<Mac>, extra: Extra) -> i16 {
         match extra {
             Extra::MulticastAdd(address) if addresses.contains(&address) => RSP_OKAY,

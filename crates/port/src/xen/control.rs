@@ -96,16 +96,16 @@ pub(super) fn run(machine: &dyn Machine, config: &XenConfig, exchange: &Exchange
             Err(StepError::Ask(error)) => {
                 // Without XenStore nothing is known of the frontend; frames go on.
                 exchange.say(format!("no XenStore: {error}"));
-                sleep(exchange.bell(), &RETRY);
+                sleep(exchange.doorbell(), &RETRY);
             }
         }
     }
 }
 
-/// Waits for so long, or until the bell is rung.
-fn sleep(bell: &Doorbell, time: &Timespec) {
-    let _ = poll(&mut [PollFd::new(bell, PollFlags::IN)], Some(time));
-    bell.take();
+/// Waits for so long, or until the doorbell is rung.
+fn sleep(doorbell: &Doorbell, time: &Timespec) {
+    let _ = poll(&mut [PollFd::new(doorbell, PollFlags::IN)], Some(time));
+    doorbell.take();
 }
 
 struct Control<'c> {
@@ -129,14 +129,14 @@ impl Control<'_> {
             match self.look(&mut store) {
                 // No event tells when these are over.
                 Err(StepError::Held | StepError::Ask(AskError::Refused(StoreError::Again))) => {
-                    sleep(self.exchange.bell(), &LOOK);
+                    sleep(self.exchange.doorbell(), &LOOK);
                     continue;
                 }
                 // A node that vanished between two questions: the event about it is on its way.
                 Err(StepError::Ask(error)) if error.is_refusal() => {}
                 other => other?,
             }
-            store.wait(self.exchange.bell())?;
+            store.wait(self.exchange.doorbell())?;
         }
         Ok(())
     }

@@ -31,22 +31,22 @@ pub(super) struct Exchange {
     taken: Condvar,
     registration: Registration,
     /// Wakes the control thread.
-    bell: Arc<Doorbell>,
+    doorbell: Arc<Doorbell>,
 }
 
 impl Exchange {
-    pub(super) fn new(registration: Registration, bell: Arc<Doorbell>) -> Exchange {
+    pub(super) fn new(registration: Registration, doorbell: Arc<Doorbell>) -> Exchange {
         let (waiting, taken) = (AtomicBool::new(false), Condvar::new());
         let slot = Mutex::new(Slot { state: "looking for the domain".into(), ..Slot::default() });
-        Exchange { waiting, slot, taken, registration, bell }
+        Exchange { waiting, slot, taken, registration, doorbell }
     }
 
     pub(super) fn registration(&self) -> &Registration {
         &self.registration
     }
 
-    pub(super) fn bell(&self) -> &Doorbell {
-        &self.bell
+    pub(super) fn doorbell(&self) -> &Doorbell {
+        &self.doorbell
     }
 
     fn lock(&self) -> MutexGuard<'_, Slot> {
@@ -107,13 +107,13 @@ impl Exchange {
     /// Worker side: the connection is broken; the control thread closes it.
     pub(super) fn give_up(&self, connection: Box<Connection>) {
         self.lock().given_up = Some(connection);
-        self.bell.ring();
+        self.doorbell.ring();
     }
 
     /// The port is going: the control thread hears so.
     pub(super) fn close(&self) {
         self.lock().gone = true;
         self.taken.notify_all();
-        self.bell.ring();
+        self.doorbell.ring();
     }
 }

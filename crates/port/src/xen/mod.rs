@@ -166,8 +166,8 @@ impl XenPort {
         if !(1..=MAX_QUEUES).contains(&config.max_queues) {
             return Err(XenOpenError::Queues { got: config.max_queues });
         }
-        let bell = Doorbell::new().map_err(|errno| XenOpenError::Thread(errno.into()))?;
-        let exchange = Arc::new(Exchange::new(registration, Arc::new(bell)));
+        let doorbell = Doorbell::new().map_err(|errno| XenOpenError::Thread(errno.into()))?;
+        let exchange = Arc::new(Exchange::new(registration, Arc::new(doorbell)));
         let (running, ends) = mpsc::channel();
         let (for_thread, its_config) = (exchange.clone(), config.clone());
         let run = move || {

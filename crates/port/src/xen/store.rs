@@ -127,8 +127,8 @@ impl Store {
         }
     }
 
-    /// Waits for an event, or until `bell` is rung, which is taken.
-    pub(super) fn wait(&mut self, bell: &Doorbell) -> Result<(), AskError> {
+    /// Waits for an event, or until `doorbell` is rung, which is taken.
+    pub(super) fn wait(&mut self, doorbell: &Doorbell) -> Result<(), AskError> {
         while self.events.is_empty() {
             // Answers that come now answer nothing.
             if self.read_one()?.is_some() {
@@ -137,12 +137,12 @@ impl Store {
             if !self.events.is_empty() {
                 break;
             }
-            let mut fds = [PollFd::new(&self.stream, PollFlags::IN), PollFd::new(bell, PollFlags::IN)];
+            let mut fds = [PollFd::new(&self.stream, PollFlags::IN), PollFd::new(doorbell, PollFlags::IN)];
             match poll(&mut fds, None) {
                 Ok(_) | Err(Errno::INTR) => {}
                 Err(errno) => return Err(errno.into()),
             }
-            if bell.take() {
+            if doorbell.take() {
                 break;
             }
         }

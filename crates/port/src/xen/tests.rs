@@ -3,7 +3,7 @@
 mod world;
 
 use super::{XenConfig, XenPort};
-use crate::conformance::{Abilities, Fixture, Misdeed, Rig, frame, plain, same, tcp_frame};
+use crate::conformance::{Abilities, Fixture, Rig, Violation, frame, plain, same, tcp_frame};
 use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
 use tombolo_ring::xen::netif::Extra;
@@ -58,24 +58,24 @@ impl Fixture for XenFixture {
         self.frontend.start(1);
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         assert!(self.frontend.send(0, &frame(0, 14)[..13], Offload::NONE, true));
-        Misdeed::Dropped(Reason::Runt)
+        Violation::Dropped(Reason::Runt)
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
-        Misdeed::Impossible("a packet's length has 16 bits in its request")
+    fn send_over_long(&mut self) -> Violation {
+        Violation::Impossible("a packet's length has 16 bits in its request")
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
+    fn send_bad_offload(&mut self) -> Violation {
         let offload = tcp_frame(0, 200, SegmentKind::Tcp4, None).offload;
         self.frontend.send_as_is(0, &frame(0, 200), offload);
-        Misdeed::Dropped(Reason::BadOffload)
+        Violation::Dropped(Reason::BadOffload)
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
+    fn break_protocol(&mut self) -> Violation {
         self.frontend.jump(0);
-        Misdeed::Faulted(FaultKind::Ring)
+        Violation::Faulted(FaultKind::Ring)
     }
 
     fn loses_wakeups(&self) -> bool {
@@ -86,7 +86,7 @@ impl Fixture for XenFixture {
         assert!(self.frontend.send(0, bytes, Offload::NONE, false));
     }
 
-    fn wish(&mut self) {
+    fn ask_for_signals(&mut self) {
         self.frontend.arm(0);
     }
 

@@ -386,7 +386,7 @@ impl Channel {
         self.written += 1;
         put(&sections.own, slot, self.written.0, record);
         notify::publish(&OwnWord(sections.own, HEAD), self.written.0 as u16);
-        let event = notify::wish(&PeerWord(sections.peer, WAKE));
+        let event = notify::suppression(&PeerWord(sections.peer, WAKE));
         Ok(if notify::passes(event, old, self.written.0 as u16) { Sent::Ring } else { Sent::Quiet })
     }
 

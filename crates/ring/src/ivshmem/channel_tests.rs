@@ -46,7 +46,7 @@ impl End {
 fn golden_bytes_of_a_section() {
     assert_eq!(SHAPE.bytes(), BYTES as u64);
     let (mut a, mut b) = link(SHAPE);
-    assert_eq!(a.send(b"first"), Ok(Sent::Ring), "a fresh wish of 0 asks for the first");
+    assert_eq!(a.send(b"first"), Ok(Sent::Ring), "a fresh request of 0 asks for the first");
     assert_eq!(a.send(b"second"), Ok(Sent::Quiet));
     a.channel.set(&a.sections, b"value").unwrap();
     let bytes: [u8; BYTES] = a.own.as_foreign().read_array(0).unwrap();
@@ -158,7 +158,7 @@ fn whatever_a_peer_writes_is_refused_by_name_or_harmless() {
             _ => Err(ChannelError::TailJump { outstanding: 4, got: value }),
         };
         assert_eq!(a.send(b"y"), want);
-        // Wake: any wish is answered by ringing or not.
+        // Wake: any request is answered by ringing or not.
         let (mut a, b) = link(SHAPE);
         b.own.store_u16(WAKE, value, Ordering::Relaxed).unwrap();
         assert_eq!(a.send(b"z"), Ok(if value == 0 { Sent::Ring } else { Sent::Quiet }));

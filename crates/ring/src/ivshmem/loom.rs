@@ -3,12 +3,12 @@
 //! Run by `RUSTFLAGS="--cfg loom" cargo test -p tombolo-ring --release loom`.
 //!
 //! Towards the receiver of frames the protocol is that of the virtqueue, and `crates/ring/src/virtio/loom.rs` is its model. Here is
-//! what differs: the sender's wish for returned buffers, which a sender such as Linux's writes without looking again.
+//! what differs: the sender's request for returned buffers, which a sender such as Linux's writes without looking again.
 //!
 //! **What runs**: the functions of [`notify`](crate::virtio::notify) and the decision of `Receiver::release`
 //! ([`Signals::decide_late`]), over `loom`'s atomics.
 //!
-//! **What is shown**: a sender that keeps one frame more out than it wishes for and sleeps is woken, although it does not look
+//! **What is shown**: a sender that keeps one frame more out than its request names and sleeps is woken, although it does not look
 //! again; with the decision of the virtqueue it is not always. The same holds, with one more look of the receiver
 //! ([`notify::RECHECK_NS`]), where the sender's fences do nothing.
 //!
@@ -24,16 +24,16 @@ use loom::sync::atomic::AtomicU16;
 use loom::sync::{Mutex, Notify};
 use loom::thread;
 
-use crate::virtio::notify::{self, Signals, Wish};
+use crate::virtio::notify::{self, Signals, Suppression};
 
 const PREEMPTIONS: usize = 3;
-/// Frames that are out when the sender wishes; the index runs over the wrap-around.
+/// Frames that are out when the sender asks to be woken; the index runs over the wrap-around.
 const FRAMES: u16 = 2;
 const FIRST: u16 = u16::MAX;
 
 struct Ring {
     used: AtomicU16,
-    wish: AtomicU16,
+    suppression: AtomicU16,
     /// Frames published by the sender.
     avail: AtomicU16,
     doorbell: Notify,
@@ -46,7 +46,7 @@ impl Ring {
         Arc::new(Ring {
             used: AtomicU16::new(FIRST),
             // Served long ago.
-            wish: AtomicU16::new(FIRST.wrapping_sub(7)),
+            suppression: AtomicU16::new(FIRST.wrapping_sub(7)),
             avail: AtomicU16::new(FIRST.wrapping_add(FRAMES)),
             doorbell: Notify::new(),
             store_buffer: Mutex::new(()),
@@ -54,20 +54,20 @@ impl Ring {
     }
 }
 
-/// Linux: looks, finds no room, wishes, publishes one frame more, sleeps without another look.
+/// Linux: looks, finds no room, writes its request, publishes one frame more, sleeps without another look.
 fn careless_sender(ring: &Ring) {
     let last = notify::available(&ring.used);
-    AtomicU16::store(&ring.wish, last, Ordering::Relaxed);
+    AtomicU16::store(&ring.suppression, last, Ordering::Relaxed);
     notify::publish(&ring.avail, FIRST.wrapping_add(FRAMES + 1));
     ring.doorbell.wait();
 }
 
-/// The same without fences: its wish becomes visible last, behind the frame that it publishes after it.
+/// The same without fences: its request becomes visible last, behind the frame that it publishes after it.
 fn careless_sender_without_fences(ring: &Ring) {
     let buffer = ring.store_buffer.lock().unwrap();
     let last = notify::available(&ring.used);
     notify::publish(&ring.avail, FIRST.wrapping_add(FRAMES + 1));
-    AtomicU16::store(&ring.wish, last, Ordering::Relaxed);
+    AtomicU16::store(&ring.suppression, last, Ordering::Relaxed);
     drop(buffer);
     ring.doorbell.wait();
 }
@@ -100,16 +100,16 @@ fn careless(Ends { by_last_ring, recheck, fences }: Ends) {
                     }
                     next = next.wrapping_add(1);
                     notify::publish(&ring.used, next);
-                    let wish = Wish::After(notify::wish(&ring.wish));
+                    let suppression = Suppression::After(notify::suppression(&ring.suppression));
                     let decide = if by_last_ring { Signals::decide_late } else { Signals::decide };
-                    if decide(&mut signals, wish, next) {
+                    if decide(&mut signals, suppression, next) {
                         ring.doorbell.notify();
                     }
                 }
                 if recheck && signals.is_in_doubt() {
                     // Waits for so long that what the sender had stored before is visible.
                     drop(ring.store_buffer.lock().unwrap());
-                    if signals.recheck(Wish::After(notify::wish(&ring.wish)), next) {
+                    if signals.recheck(Suppression::After(notify::suppression(&ring.suppression)), next) {
                         ring.doorbell.notify();
                     }
                 }
@@ -129,20 +129,20 @@ fn loom_a_sender_that_does_not_look_again_is_woken() {
     careless(Ends { by_last_ring: true, recheck: false, fences: true });
 }
 
-/// The model can fail: by the index of the last question, as a virtqueue decides, the wish is missed.
+/// The model can fail: by the index of the last question, as a virtqueue decides, the request is missed.
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_finds_the_missed_wish_without_the_late_decision() {
+fn loom_finds_the_missed_request_without_the_late_decision() {
     careless(Ends { by_last_ring: false, recheck: false, fences: true });
 }
 
 #[test]
-fn loom_one_more_look_finds_the_wish_of_a_careless_sender_without_fences() {
+fn loom_one_more_look_finds_the_request_of_a_careless_sender_without_fences() {
     careless(Ends { by_last_ring: true, recheck: true, fences: false });
 }
 
 #[test]
 #[should_panic(expected = "deadlock")]
-fn loom_finds_the_missed_wish_of_a_careless_sender_without_fences() {
+fn loom_finds_the_missed_request_of_a_careless_sender_without_fences() {
     careless(Ends { by_last_ring: true, recheck: false, fences: false });
 }

@@ -32,12 +32,12 @@
 //! the sections have room ([`Geometry::takes_segments`]), TCP that is not yet segmented. Everything else stays as it
 //! is.
 //!
-//! # A wish that comes late
+//! # A request that comes late
 //!
 //! Linux's sender writes `used_event` without looking at the used index again. That leaves the window of [`notify`]
 //! open: it gets no doorbell for buffers that return in this window. It then always publishes one more frame, and that
-//! frame's return closes the window: [`Receiver::release`] asks whether the wish is past the index of its *last ring*,
-//! not of its last check. A wish costs one ring at most, late or not.
+//! frame's return closes the window: [`Receiver::release`] asks whether the request is past the index of its *last ring*,
+//! not of its last check. A request costs one ring at most, late or not.
 //!
 //! # Invariants and failure
 //!
@@ -54,7 +54,7 @@ use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
 use crate::mem::{Foreign, ForeignMut};
-use crate::virtio::notify::{self, Signals, Wish, Word};
+use crate::virtio::notify::{self, Signals, Suppression, Word};
 
 // --- the drivers' ---
 
@@ -478,13 +478,13 @@ impl<const N: usize> Sender<N> {
         }
         self.published = self.next_avail;
         notify::publish(&OwnWord(sections.own, self.geometry.available_offset() + RING_INDEX), self.published.0);
-        let wish = self.wish(sections);
-        self.signals.decide(wish, self.published.0)
+        let suppression = self.suppression(sections);
+        self.signals.decide(suppression, self.published.0)
     }
 
     #[inline]
-    fn wish(&self, sections: &Sections<'_>) -> Wish {
-        Wish::After(notify::wish(&PeerWord(sections.peer, self.geometry.avail_event_offset())))
+    fn suppression(&self, sections: &Sections<'_>) -> Suppression {
+        Suppression::After(notify::suppression(&PeerWord(sections.peer, self.geometry.avail_event_offset())))
     }
 
     /// Whether the last [`Sender::publish`] said no and was not repeated by [`Sender::recheck_ring`].
@@ -496,8 +496,8 @@ impl<const N: usize> Sender<N> {
     /// [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
         self.signals.is_in_doubt() && {
-            let wish = self.wish(sections);
-            self.signals.recheck(wish, self.published.0)
+            let suppression = self.suppression(sections);
+            self.signals.recheck(suppression, self.published.0)
         }
     }
 
@@ -547,8 +547,8 @@ impl<const N: usize> Sender<N> {
     /// # Errors
     /// As for [`Sender::reclaim`].
     pub fn arm(&mut self, sections: &Sections<'_>) -> Result<bool, NetError> {
-        let wish = OwnWord(sections.own, self.geometry.used_event_offset());
-        let index = notify::arm(&wish, self.next_used.0, &self.used_index(sections));
+        let suppression = OwnWord(sections.own, self.geometry.used_event_offset());
+        let index = notify::arm(&suppression, self.next_used.0, &self.used_index(sections));
         Ok(self.take_used(sections, index)? != 0)
     }
 }
@@ -698,14 +698,14 @@ impl Receiver {
             self.next_used += 1;
         }
         notify::publish(&OwnWord(*own, self.geometry.used_offset + RING_INDEX), self.next_used.0);
-        let wish = self.wish(sections);
+        let suppression = self.suppression(sections);
         // Late: see the module's head.
-        self.signals.decide_late(wish, self.next_used.0)
+        self.signals.decide_late(suppression, self.next_used.0)
     }
 
     #[inline]
-    fn wish(&self, sections: &Sections<'_>) -> Wish {
-        Wish::After(notify::wish(&PeerWord(sections.peer, self.geometry.used_event_offset())))
+    fn suppression(&self, sections: &Sections<'_>) -> Suppression {
+        Suppression::After(notify::suppression(&PeerWord(sections.peer, self.geometry.used_event_offset())))
     }
 
     /// Whether the last [`Receiver::release`] said no and was not repeated by [`Receiver::recheck_ring`].
@@ -717,8 +717,8 @@ impl Receiver {
     /// [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_ring(&mut self, sections: &Sections<'_>) -> bool {
         self.signals.is_in_doubt() && {
-            let wish = self.wish(sections);
-            self.signals.recheck(wish, self.next_used.0)
+            let suppression = self.suppression(sections);
+            self.signals.recheck(suppression, self.next_used.0)
         }
     }
 
@@ -729,8 +729,8 @@ impl Receiver {
     /// [`NetError::AvailableJump`].
     #[inline]
     pub fn arm(&mut self, sections: &Sections<'_>) -> Result<bool, NetError> {
-        let wish = OwnWord(sections.own, self.geometry.avail_event_offset());
-        let index = notify::arm(&wish, self.next_avail.0, &self.avail_index(sections));
+        let suppression = OwnWord(sections.own, self.geometry.avail_event_offset());
+        let index = notify::arm(&suppression, self.next_avail.0, &self.avail_index(sections));
         self.accept(index)?;
         Ok(self.seen_avail != self.next_avail)
     }

@@ -39,7 +39,7 @@
 //! # Who takes offloads
 //!
 //! The region's header may offer offloads. A guest that wants them sets [`TAKES_OFFLOADS`] in its words of INIT, READY
-//! and RUN. So the wish of its earlier driver is never mistaken for its own. Peer 0, which makes the offer, writes
+//! and RUN. So the request of its earlier driver is never mistaken for its own. Peer 0, which makes the offer, writes
 //! plain words. The drivers of Linux and Zephyr read no header and never set the flag. A peer must not set it where
 //! offloads were not offered.
 //!

@@ -49,7 +49,7 @@ struct Ring {
     entries: [AtomicU32; 3],
     stamps: [AtomicU32; 3],
     size: u32,
-    bell: Notify,
+    doorbell: Notify,
     /// Held by a producer without fences while a store of its is not visible yet.
     store_buffer: Mutex<()>,
 }
@@ -62,7 +62,7 @@ impl Ring {
             entries: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
             stamps: [AtomicU32::new(0), AtomicU32::new(0), AtomicU32::new(0)],
             size,
-            bell: Notify::new(),
+            doorbell: Notify::new(),
             store_buffer: Mutex::new(()),
         }
     }
@@ -98,7 +98,7 @@ fn produce(ring: &Ring, batches: &[u32]) {
             wake::stamp(ring.stamp(at), at);
         }
         if waker.wanted(&ring.word, index) {
-            ring.bell.notify();
+            ring.doorbell.notify();
         }
     }
 }
@@ -133,7 +133,7 @@ fn produce_without_fence(ring: &Ring, batches: &[u32]) {
         }
         drop(buffer);
         if waker.wanted(&word, index) {
-            ring.bell.notify();
+            ring.doorbell.notify();
         }
     }
 }
@@ -192,7 +192,7 @@ fn consume_and_recheck(ring: &Ring, count: u32, mut give_ups: u32, says: Says, r
                 continue;
             }
         }
-        ring.bell.wait();
+        ring.doorbell.wait();
     }
 }
 
@@ -283,7 +283,7 @@ fn loom_rpc_finds_the_missed_wake_up_without_the_second_look() {
         };
         if wake::available(&ring.index) == FIRST {
             AtomicU32::store(&ring.word, FIRST << 1 | 1, Ordering::Release);
-            ring.bell.wait();
+            ring.doorbell.wait();
         }
         producer.join().unwrap();
     });
@@ -302,7 +302,7 @@ fn loom_rpc_finds_a_stamp_before_its_entry() {
                 AtomicU32::store(ring.entry(FIRST), 0x100, Ordering::Relaxed);
                 wake::publish(&ring.index, FIRST.wrapping_add(1));
                 if Waker::default().wanted(&ring.word, FIRST.wrapping_add(1)) {
-                    ring.bell.notify();
+                    ring.doorbell.notify();
                 }
             })
         };
@@ -325,7 +325,7 @@ fn loom_rpc_finds_a_stamp_before_the_index() {
                     wake::stamp(ring.stamp(index), index);
                     wake::publish(&ring.index, index.wrapping_add(1));
                     if Waker::default().wanted(&ring.word, index.wrapping_add(1)) {
-                        ring.bell.notify();
+                        ring.doorbell.notify();
                     }
                 }
             })
@@ -346,12 +346,12 @@ fn loom_rpc_finds_the_missed_wake_up_without_the_fence() {
             thread::spawn(move || {
                 wake::publish(&ring.index, FIRST.wrapping_add(1));
                 if AtomicU32::load(&ring.word, Ordering::Relaxed) & 1 == 1 {
-                    ring.bell.notify();
+                    ring.doorbell.notify();
                 }
             })
         };
         if wake::arm(&ring.word, FIRST, &ring.index) == FIRST {
-            ring.bell.wait();
+            ring.doorbell.wait();
         }
         producer.join().unwrap();
     });
@@ -372,7 +372,7 @@ fn loom_rpc_finds_the_lost_second_sleep_without_the_sequence() {
                     wake::publish(&ring.index, index.wrapping_add(1));
                     if Waker::default().wanted(&ring.word, index.wrapping_add(1)) && !woken {
                         woken = true;
-                        ring.bell.notify();
+                        ring.doorbell.notify();
                     }
                 }
             })
@@ -398,7 +398,7 @@ fn loom_rpc_finds_the_lost_sleep_after_a_needless_wake_up() {
                     wake::publish(&ring.index, index.wrapping_add(1));
                     // As if there were always more to take than the consumer has.
                     if waker.wanted(&ring.word, FIRST.wrapping_sub(9)) {
-                        ring.bell.notify();
+                        ring.doorbell.notify();
                     }
                 }
             })

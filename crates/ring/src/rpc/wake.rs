@@ -97,7 +97,7 @@ pub fn took(word: &impl Word, taken: u32) {
 pub fn arm(word: &impl Word, taken: u32, index: &impl Word) -> u32 {
     // R2 as in `took`.
     word.store(taken << 1 | WAITING, Ordering::Release);
-    // F1, partner F0 in `Waker::wanted`: the wish is visible before the index is read.
+    // F1, partner F0 in `Waker::wanted`: the request is visible before the index is read.
     fence(Ordering::SeqCst);
     available(index)
 }
@@ -150,7 +150,7 @@ impl Waker {
     /// Producer, step 2, after [`publish`] of that index: whether the consumer has to be woken now.
     #[inline]
     pub fn wanted(&mut self, word: &impl Word, published: u32) -> bool {
-        // F0, partner F1 in `arm`: the index above is visible before the wish is read.
+        // F0, partner F1 in `arm`: the index above is visible before the request is read.
         fence(Ordering::SeqCst);
         // Relaxed: the fence orders it, and nothing else is read on its strength.
         let word = word.load(Ordering::Relaxed);

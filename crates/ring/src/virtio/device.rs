@@ -6,14 +6,14 @@
 //!   receive   one acquire of avail.idx; views of up to `max` chains go to the caller's sink; heads are held
 //!   ...       the caller copies what it wants out of the views
 //!   release   used entries for the oldest held chains, one release of used.idx
-//!   signal?   one fence, one look at the driver's wish
+//!   signal?   one fence, one look at the driver's request
 //!   arm       under budget only: say where to wake us, and look again
 //!   ...       once, [`notify::RECHECK_NS`] after `arm` or after a `signal?` that said no:
 //!   recheck   `has_available` and `recheck_signal`, for drivers whose fences do nothing
 //! ```
 //!
 //! A device that writes (the receive queue of the guest) does [`DeviceQueue::take_writable`] and fills the views. It
-//! returns what it did not need with [`DeviceQueue::untake`], then calls [`DeviceQueue::complete`] with the lengths and
+//! returns what it did not need with [`DeviceQueue::put_back`], then calls [`DeviceQueue::complete`] with the lengths and
 //! [`DeviceQueue::publish`]. The driver sees nothing of a frame that spans several buffers before the last step. So the
 //! frame's header may be written late.
 //!
@@ -22,7 +22,7 @@
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
-use super::notify::{self, Signals, Wish, Word};
+use super::notify::{self, Signals, Suppression, Word};
 use super::split::{
     self, Areas, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, DESCRIPTOR_BYTES, Descriptor, MAX_INDIRECT_ENTRIES,
 };
@@ -379,7 +379,7 @@ impl DeviceQueue {
 
     /// Gives back the chains taken last, as if they had not been taken; at most as many as are held.
     #[inline]
-    pub fn untake(&mut self, count: usize) {
+    pub fn put_back(&mut self, count: usize) {
         // In range: held() is at most MAX_HELD.
         self.next_avail -= count.min(self.held()) as u16;
     }
@@ -453,21 +453,21 @@ impl DeviceQueue {
         if self.decided == Some(new) {
             return Ok(false);
         }
-        let wish = self.wish(&self.areas(memory)?);
+        let suppression = self.suppression(&self.areas(memory)?);
         if self.decided.replace(new).is_none() && self.event_idx {
-            // A driver that has not been told anything yet is told: its first wish may be the 0 of a fresh ring.
+            // A driver that has not been told anything yet is told: its first request may be the 0 of a fresh ring.
             self.signals.signalled(new.0);
             return Ok(true);
         }
-        Ok(self.signals.decide(wish, new.0))
+        Ok(self.signals.decide(suppression, new.0))
     }
 
     #[inline]
-    fn wish(&self, areas: &Areas<'_>) -> Wish {
+    fn suppression(&self, areas: &Areas<'_>) -> Suppression {
         if self.event_idx {
-            Wish::After(notify::wish(&areas.used_event(self.size)))
+            Suppression::After(notify::suppression(&areas.used_event(self.size)))
         } else {
-            Wish::Always(notify::wish(&areas.avail_flags()) & split::AVAIL_NO_INTERRUPT == 0)
+            Suppression::Always(notify::suppression(&areas.avail_flags()) & split::AVAIL_NO_INTERRUPT == 0)
         }
     }
 
@@ -481,8 +481,8 @@ impl DeviceQueue {
     /// once, [`notify::RECHECK_NS`] after it said no.
     pub fn recheck_signal<M: GuestMemory>(&mut self, memory: &M) -> Result<bool, RingError> {
         let Some(decided) = self.decided.filter(|_| self.signals.is_in_doubt()) else { return Ok(false) };
-        let wish = self.wish(&self.areas(memory)?);
-        Ok(self.signals.recheck(wish, decided.0))
+        let suppression = self.suppression(&self.areas(memory)?);
+        Ok(self.signals.recheck(suppression, decided.0))
     }
 
     /// Has the next [`DeviceQueue::needs_signal`] after something was published say yes: for a new way of signalling,

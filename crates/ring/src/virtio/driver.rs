@@ -10,7 +10,7 @@
 use core::num::Wrapping;
 use core::sync::atomic::Ordering;
 
-use super::notify::{self, Signals, Wish, Word};
+use super::notify::{self, Signals, Suppression, Word};
 use super::split::{self, Areas, DESC_INDIRECT, DESC_NEXT, DESC_WRITE, Descriptor};
 use super::{RingError, features};
 use crate::mem::ForeignMut;
@@ -186,15 +186,15 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         }
         self.published = self.next_avail;
         notify::publish(&self.areas.avail_index(), self.published.0);
-        let wish = self.wish();
-        self.signals.decide(wish, self.published.0)
+        let suppression = self.suppression();
+        self.signals.decide(suppression, self.published.0)
     }
 
-    fn wish(&self) -> Wish {
+    fn suppression(&self) -> Suppression {
         if self.event_idx {
-            Wish::After(notify::wish(&self.areas.avail_event(self.size)))
+            Suppression::After(notify::suppression(&self.areas.avail_event(self.size)))
         } else {
-            Wish::Always(notify::wish(&self.areas.used_flags()) & split::USED_NO_NOTIFY == 0)
+            Suppression::Always(notify::suppression(&self.areas.used_flags()) & split::USED_NO_NOTIFY == 0)
         }
     }
 
@@ -209,8 +209,8 @@ impl<'m, const N: usize> DriverQueue<'m, N> {
         if !self.signals.is_in_doubt() {
             return false;
         }
-        let wish = self.wish();
-        self.signals.recheck(wish, self.published.0)
+        let suppression = self.suppression();
+        self.signals.recheck(suppression, self.published.0)
     }
 
     /// Whether the device has returned chains without a notification: the second look some time after

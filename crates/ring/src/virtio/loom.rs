@@ -29,7 +29,7 @@ use loom::sync::atomic::AtomicU16;
 use loom::sync::{Mutex, Notify};
 use loom::thread;
 
-use super::notify::{self, Signals, Wish, Word};
+use super::notify::{self, Signals, Suppression, Word};
 
 /// Enough for each of the protocol's windows (one switch inside the producer, one inside the consumer), plus one.
 const PREEMPTIONS: usize = 3;
@@ -49,7 +49,7 @@ impl Word for AtomicU16 {
 
 struct Ring {
     index: AtomicU16,
-    wish: AtomicU16,
+    suppression: AtomicU16,
     entries: [AtomicU16; ENTRIES as usize],
     doorbell: Notify,
     /// Held by a peer without fences while a store of its is not visible yet.
@@ -57,10 +57,10 @@ struct Ring {
 }
 
 impl Ring {
-    fn new(wish: u16) -> Ring {
+    fn new(suppression: u16) -> Ring {
         Ring {
             index: AtomicU16::new(FIRST),
-            wish: AtomicU16::new(wish),
+            suppression: AtomicU16::new(suppression),
             entries: [AtomicU16::new(0), AtomicU16::new(0), AtomicU16::new(0)],
             doorbell: Notify::new(),
             store_buffer: Mutex::new(()),
@@ -87,7 +87,7 @@ fn produce(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, u16) -> bool) 
             index = index.wrapping_add(1);
         }
         notify::publish(&ring.index, index);
-        if wants(notify::wish(&ring.wish), old, index) {
+        if wants(notify::suppression(&ring.suppression), old, index) {
             ring.doorbell.notify();
         }
     }
@@ -107,7 +107,7 @@ fn consume(ring: &Ring, arm_with: impl Fn(u16) -> u16, disarm: impl Fn(&Ring)) {
         if next == end {
             return;
         }
-        if notify::arm(&ring.wish, arm_with(next), &ring.index) != next {
+        if notify::arm(&ring.suppression, arm_with(next), &ring.index) != next {
             disarm(ring);
             continue;
         }
@@ -135,7 +135,7 @@ fn loom_flag_misses_no_wake_up() {
                 let ring = ring.clone();
                 thread::spawn(move || produce(&ring, batches, |flag, _, _| flag & 1 == 0))
             };
-            consume(&ring, |_| 0, |ring| AtomicU16::store(&ring.wish, 1, Ordering::Relaxed));
+            consume(&ring, |_| 0, |ring| AtomicU16::store(&ring.suppression, 1, Ordering::Relaxed));
             producer.join().unwrap();
         });
     }
@@ -145,7 +145,7 @@ fn loom_flag_misses_no_wake_up() {
 fn loom_event_index_misses_no_wake_up() {
     for batches in batches() {
         model(move || {
-            // Behind the first index: a wish that was served long ago.
+            // Behind the first index: a request that was served long ago.
             let ring = Arc::new(Ring::new(FIRST.wrapping_sub(7)));
             let producer = {
                 let ring = ring.clone();
@@ -168,14 +168,14 @@ fn loom_finds_the_missed_wake_up_without_the_second_look() {
             thread::spawn(move || produce(&ring, &[1], |flag, _, _| flag & 1 == 0))
         };
         if notify::available(&ring.index) == FIRST {
-            AtomicU16::store(&ring.wish, 0, Ordering::Relaxed);
+            AtomicU16::store(&ring.suppression, 0, Ordering::Relaxed);
             ring.doorbell.wait();
         }
         producer.join().unwrap();
     });
 }
 
-/// Nor is a fence for show: with the producer's look at the wish not fenced, `loom` finds the window too.
+/// Nor is a fence for show: with the producer's look at the request not fenced, `loom` finds the window too.
 #[test]
 #[should_panic(expected = "deadlock")]
 fn loom_finds_the_missed_wake_up_without_the_fence() {
@@ -186,19 +186,19 @@ fn loom_finds_the_missed_wake_up_without_the_fence() {
             thread::spawn(move || {
                 AtomicU16::store(ring.slot(FIRST), 0x100, Ordering::Relaxed);
                 notify::publish(&ring.index, FIRST.wrapping_add(1));
-                if AtomicU16::load(&ring.wish, Ordering::Relaxed) & 1 == 0 {
+                if AtomicU16::load(&ring.suppression, Ordering::Relaxed) & 1 == 0 {
                     ring.doorbell.notify();
                 }
             })
         };
-        if notify::arm(&ring.wish, 0, &ring.index) == FIRST {
+        if notify::arm(&ring.suppression, 0, &ring.index) == FIRST {
             ring.doorbell.wait();
         }
         producer.join().unwrap();
     });
 }
 
-/// A producer whose fence does nothing: it has read the wish when its index becomes visible.
+/// A producer whose fence does nothing: it has read the request when its index becomes visible.
 fn produce_without_fence(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, u16) -> bool) {
     let mut index = FIRST;
     for batch in batches {
@@ -208,10 +208,10 @@ fn produce_without_fence(ring: &Ring, batches: &[u16], wants: impl Fn(u16, u16, 
             index = index.wrapping_add(1);
         }
         let buffer = ring.store_buffer.lock().unwrap();
-        let wish = AtomicU16::load(&ring.wish, Ordering::Relaxed);
+        let suppression = AtomicU16::load(&ring.suppression, Ordering::Relaxed);
         notify::publish(&ring.index, index);
         drop(buffer);
-        if wants(wish, old, index) {
+        if wants(suppression, old, index) {
             ring.doorbell.notify();
         }
     }
@@ -231,7 +231,7 @@ fn consume_with_recheck(ring: &Ring, recheck: bool, arm_with: impl Fn(u16) -> u1
         if next == end {
             return;
         }
-        if notify::arm(&ring.wish, arm_with(next), &ring.index) == next {
+        if notify::arm(&ring.suppression, arm_with(next), &ring.index) == next {
             ring.let_stores_become_visible();
             if !recheck || notify::available(&ring.index) == next {
                 ring.doorbell.wait();
@@ -253,7 +253,7 @@ fn producer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
         };
         match flag {
             true => {
-                let disarm = |ring: &Ring| AtomicU16::store(&ring.wish, 1, Ordering::Relaxed);
+                let disarm = |ring: &Ring| AtomicU16::store(&ring.suppression, 1, Ordering::Relaxed);
                 consume_with_recheck(&ring, recheck, |_| 0, disarm);
             }
             false => consume_with_recheck(&ring, recheck, |next| next, |_| ()),
@@ -282,11 +282,12 @@ fn loom_finds_the_stall_by_a_producer_without_fence_by_event_index() {
     producer_without_fence(&[3], false, false);
 }
 
-/// A consumer whose fence does nothing: it has looked at the index when its wish becomes visible. The producer decides as
+/// A consumer whose fence does nothing: it has looked at the index when its request becomes visible. The producer decides as
 /// the rings do, and with `recheck` once more when it has nothing left to publish.
 fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
     model(move || {
-        let wish = move |word: u16| if flag { Wish::Always(word & 1 == 0) } else { Wish::After(word) };
+        let suppression =
+            move |word: u16| if flag { Suppression::Always(word & 1 == 0) } else { Suppression::After(word) };
         let ring = Arc::new(Ring::new(if flag { 1 } else { FIRST.wrapping_sub(7) }));
         let producer = {
             let ring = ring.clone();
@@ -295,13 +296,13 @@ fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
                 for batch in batches {
                     index = index.wrapping_add(*batch);
                     notify::publish(&ring.index, index);
-                    if signals.decide(wish(notify::wish(&ring.wish)), index) {
+                    if signals.decide(suppression(notify::suppression(&ring.suppression)), index) {
                         ring.doorbell.notify();
                     }
                 }
                 if recheck && signals.is_in_doubt() {
                     ring.let_stores_become_visible();
-                    if signals.recheck(wish(notify::wish(&ring.wish)), index) {
+                    if signals.recheck(suppression(notify::suppression(&ring.suppression)), index) {
                         ring.doorbell.notify();
                     }
                 }
@@ -311,14 +312,14 @@ fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
         while next != FIRST.wrapping_add(ENTRIES) {
             let buffer = ring.store_buffer.lock().unwrap();
             let index = notify::available(&ring.index);
-            AtomicU16::store(&ring.wish, if flag { 0 } else { next }, Ordering::Relaxed);
+            AtomicU16::store(&ring.suppression, if flag { 0 } else { next }, Ordering::Relaxed);
             drop(buffer);
             if index == next {
                 ring.doorbell.wait();
             }
             next = notify::available(&ring.index);
             if flag {
-                AtomicU16::store(&ring.wish, 1, Ordering::Relaxed);
+                AtomicU16::store(&ring.suppression, 1, Ordering::Relaxed);
             }
         }
         producer.join().unwrap();
@@ -326,7 +327,7 @@ fn consumer_without_fence(batches: &'static [u16], recheck: bool, flag: bool) {
 }
 
 #[test]
-fn loom_one_more_look_finds_the_wish_of_a_consumer_without_fence() {
+fn loom_one_more_look_finds_the_request_of_a_consumer_without_fence() {
     for batches in batches() {
         consumer_without_fence(batches, true, true);
         consumer_without_fence(batches, true, false);

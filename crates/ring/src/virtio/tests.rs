@@ -396,7 +396,7 @@ fn held_chains_are_bounded_and_go_back() {
     assert_eq!(device.take_writable(&memory, 1000, |_, _| ()), Ok(MAX_HELD));
     assert_eq!(device.take_writable(&memory, 1000, |_, _| ()), Ok(0));
     assert_eq!(device.has_available(&memory), Ok(true));
-    device.untake(MAX_HELD - 2);
+    device.put_back(MAX_HELD - 2);
     assert_eq!(device.held(), 2);
     assert_eq!(device.complete(&memory, [1, 2, 3, 4]), Ok(2));
     assert_eq!(driver.take_used(), Ok(None), "nothing shows before it is published");
@@ -408,7 +408,7 @@ fn held_chains_are_bounded_and_go_back() {
     let mut first = None;
     assert_eq!(device.take_writable(&memory, 1, |view, _| first = Some(view.as_mut_ptr())), Ok(1));
     assert_eq!(first, memory.view(HIGH + 128, 1).map(|view| view.as_mut_ptr()));
-    device.untake(77);
+    device.put_back(77);
     assert_eq!(device.held(), 0);
     assert_eq!(device.next_avail(), 2);
 }
@@ -444,7 +444,7 @@ fn a_ring_that_was_not_cleared_starts_at_the_base() {
 }
 
 #[test]
-fn signals_follow_the_drivers_wish() {
+fn signals_follow_the_drivers_request() {
     for features in [0, features::EVENT_IDX] {
         let memory = memory();
         let (mut driver, mut device) = pair(&memory, 8, features);
@@ -468,7 +468,7 @@ fn signals_follow_the_drivers_wish() {
 }
 
 #[test]
-fn notifications_follow_the_devices_wish() {
+fn notifications_follow_the_devices_request() {
     for features in [0, features::EVENT_IDX] {
         let memory = memory();
         let (mut driver, mut device) = pair(&memory, 8, features);
@@ -481,7 +481,7 @@ fn notifications_follow_the_devices_wish() {
         assert_eq!(device.arm(&memory), Ok(true), "the second look finds it");
         device.disarm(&memory).unwrap();
         assert_eq!(device.receive(&memory, 8, |_, _| ()), Ok(1));
-        // With event indices, arming has put the wish behind the chain that was found already.
+        // With event indices, arming has put the request behind the chain that was found already.
         let spurious = add(&mut driver);
         assert!(!spurious || features != 0);
         assert_eq!(device.receive(&memory, 8, |_, _| ()), Ok(1));
@@ -540,7 +540,7 @@ enum Op {
     /// Take up to so many, give back so many of them.
     Take {
         max: usize,
-        untake: usize,
+        put_back: usize,
     },
     Release(usize),
     Collect(usize),
@@ -552,7 +552,7 @@ fn op() -> impl Strategy<Value = Op> {
     prop_oneof![
         4 => (prop::collection::vec(1u16..300, 1..6), any::<bool>()).prop_map(|(lens, indirect)| Op::Add { lens, indirect }),
         2 => Just(Op::Publish),
-        3 => (0usize..12, 0usize..4).prop_map(|(max, untake)| Op::Take { max, untake }),
+        3 => (0usize..12, 0usize..4).prop_map(|(max, put_back)| Op::Take { max, put_back }),
         3 => (0usize..12).prop_map(Op::Release),
         2 => (0usize..12).prop_map(Op::Collect),
         1 => Just(Op::Arm),
@@ -622,7 +622,7 @@ fn run_model(ops: Vec<Op>, features: u64, write: bool, size: u16) {
                 driver.publish();
                 model.published.append(&mut model.added);
             }
-            Op::Take { max, untake } => {
+            Op::Take { max, put_back } => {
                 let mut chains = vec![Vec::new()];
                 let mut sink = |ptr: *const u8, len: usize, last: bool| {
                     chains.last_mut().unwrap().push((ptr as usize, len));
@@ -649,8 +649,8 @@ fn run_model(ops: Vec<Op>, features: u64, write: bool, size: u16) {
                     assert_eq!(got, want);
                     model.held.push_back(chain);
                 }
-                device.untake(untake);
-                for _ in 0..untake.min(model.held.len()) {
+                device.put_back(put_back);
+                for _ in 0..put_back.min(model.held.len()) {
                     model.published.push_front(model.held.pop_back().unwrap());
                 }
             }

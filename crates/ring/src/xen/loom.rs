@@ -20,7 +20,7 @@ use loom::sync::atomic::AtomicU32;
 use loom::sync::{Mutex, Notify};
 use loom::thread;
 
-use super::ring::wish_of;
+use super::ring::suppression_of;
 use crate::virtio::notify::{self, Signals, Word};
 
 const PREEMPTIONS: usize = 3;
@@ -78,13 +78,13 @@ fn produce(ring: &Ring, batches: &[u32], recheck: bool) {
             index = index.wrapping_add(1);
         }
         notify::publish(&ring.prod, index);
-        if signals.decide(wish_of(notify::wish(&ring.event)), index as u16) {
+        if signals.decide(suppression_of(notify::suppression(&ring.event)), index as u16) {
             ring.port.notify();
         }
     }
     if recheck && signals.is_in_doubt() {
         drop(ring.store_buffer.lock().unwrap());
-        if signals.recheck(wish_of(notify::wish(&ring.event)), index as u16) {
+        if signals.recheck(suppression_of(notify::suppression(&ring.event)), index as u16) {
             ring.port.notify();
         }
     }
@@ -169,7 +169,7 @@ fn consumer_without_fence(recheck: bool) {
 }
 
 #[test]
-fn loom_xen_one_more_look_finds_the_wish_of_a_consumer_without_fence() {
+fn loom_xen_one_more_look_finds_the_request_of_a_consumer_without_fence() {
     consumer_without_fence(true);
 }
 
@@ -188,10 +188,10 @@ fn producer_without_fence(recheck: bool) {
             thread::spawn(move || {
                 AtomicU32::store(ring.slot(FIRST), 0x100, Ordering::Relaxed);
                 let buffer = ring.store_buffer.lock().unwrap();
-                let event = notify::wish(&ring.event);
+                let event = notify::suppression(&ring.event);
                 notify::publish(&ring.prod, END);
                 drop(buffer);
-                if Signals::new(FIRST as u16).decide(wish_of(event), END as u16) {
+                if Signals::new(FIRST as u16).decide(suppression_of(event), END as u16) {
                     ring.port.notify();
                 }
             })

@@ -13,7 +13,7 @@ use core::sync::atomic::Ordering;
 
 use super::XenError;
 use crate::mem::ForeignMut;
-use crate::virtio::notify::{self, Signals, Wish, Word};
+use crate::virtio::notify::{self, Signals, Suppression, Word};
 
 // --- the header's ---
 
@@ -122,10 +122,10 @@ impl<'m> RingPage<'m> {
     }
 }
 
-/// A wish as the event word says it, in the terms of [`notify`].
+/// A request as the event word says it, in the terms of [`notify`].
 #[inline]
-pub(super) fn wish_of(event: u32) -> Wish {
-    Wish::After(event.wrapping_sub(1) as u16)
+pub(super) fn suppression_of(event: u32) -> Suppression {
+    Suppression::After(event.wrapping_sub(1) as u16)
 }
 
 /// Checks a peer's producer index: up to `room` entries from `from` on.
@@ -204,8 +204,8 @@ impl FrontIndices {
         }
         self.published = self.req;
         notify::publish(&page.req_prod(), self.req.0);
-        let event = notify::wish(&page.req_event());
-        self.signals.decide(wish_of(event), self.req.0 as u16)
+        let event = notify::suppression(&page.req_event());
+        self.signals.decide(suppression_of(event), self.req.0 as u16)
     }
 
     /// Whether [`FrontIndices::recheck`] is due [`notify::RECHECK_NS`] after the last `publish`.
@@ -215,8 +215,8 @@ impl FrontIndices {
 
     /// Repeats the decision of the last `publish`. Returns whether the backend has to be notified after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
-        let event = notify::wish(&page.req_event());
-        self.signals.recheck(wish_of(event), self.published.0 as u16)
+        let event = notify::suppression(&page.req_event());
+        self.signals.recheck(suppression_of(event), self.published.0 as u16)
     }
 
     /// Responses that can be consumed.
@@ -361,8 +361,8 @@ impl BackIndices {
             return false;
         }
         self.decided = self.published;
-        let event = notify::wish(&page.rsp_event());
-        self.signals.decide(wish_of(event), self.published.0 as u16)
+        let event = notify::suppression(&page.rsp_event());
+        self.signals.decide(suppression_of(event), self.published.0 as u16)
     }
 
     /// Whether [`BackIndices::recheck`] is due [`notify::RECHECK_NS`] after the last `publish`.
@@ -372,8 +372,8 @@ impl BackIndices {
 
     /// Repeats the decision of the last `publish`. Returns whether the frontend has to be notified after all.
     pub fn recheck(&mut self, page: &RingPage<'_>) -> bool {
-        let event = notify::wish(&page.rsp_event());
-        self.signals.recheck(wish_of(event), self.published.0 as u16)
+        let event = notify::suppression(&page.rsp_event());
+        self.signals.recheck(suppression_of(event), self.published.0 as u16)
     }
 
     /// Asks to be notified when `after` requests are there that were not taken (at least 1), and looks once more.

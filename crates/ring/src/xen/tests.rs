@@ -159,7 +159,7 @@ fn notifications_are_sent_where_they_were_asked_for_and_found_late() {
         front.publish(&page)
     };
     assert!(send(&mut front) && !send(&mut front), "the backend is awake after the first");
-    // The backend fell asleep, but its wish became visible late.
+    // The backend fell asleep, but its request became visible late.
     assert!(front.is_in_doubt() && front.recheck(&page) == (word(memory, REQ_EVENT) == 2));
     while back.take(&page, &mut packet).unwrap() {
         back.answer(&page, &packet, RSP_OKAY).unwrap();

@@ -31,7 +31,7 @@ pub struct ConnectOptions {
     /// and the reply was dropped. A reply beyond that is [`CallError::ReplyTooLarge`](super::CallError::ReplyTooLarge).
     pub max_shared_bytes: u64,
     /// How long the provider may take to answer the connection.
-    pub patience: Duration,
+    pub timeout: Duration,
     /// How the client waits for answers.
     pub polling: Polling,
     /// The folder of sockets; the user's own where there is none.
@@ -44,7 +44,7 @@ impl Default for ConnectOptions {
             entries: 64,
             arena_bytes: 1 << 20,
             max_shared_bytes: 4 << 30,
-            patience: Duration::from_secs(5),
+            timeout: Duration::from_secs(5),
             polling: Polling::Adaptive,
             folder: None,
         }
@@ -105,7 +105,7 @@ impl From<Malformed> for ConnectError {
 /// A connection that was welcome.
 pub(super) struct Connected {
     pub(super) socket: OwnedFd,
-    pub(super) bell: Doorbell,
+    pub(super) doorbell: Doorbell,
     pub(super) own: (Mapping, Geometry),
     pub(super) peer: (Mapping, Geometry),
     pub(super) facts: Facts,
@@ -128,7 +128,7 @@ fn kept_out(path: &Path) -> String {
 fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
     let folder = options.folder.clone().map_or_else(folder::services, Ok).map_err(ConnectError::Folder)?;
     let path = folder::socket_path(&folder, name).map_err(ConnectError::Folder)?;
-    let socket = folder::dial(&path, options.patience).map_err(|error| match error {
+    let socket = folder::dial(&path, options.timeout).map_err(|error| match error {
         FolderError::System { source, .. }
             if matches!(source.kind(), std::io::ErrorKind::NotFound | std::io::ErrorKind::ConnectionRefused) =>
         {
@@ -139,7 +139,7 @@ fn dial(name: &str, options: &ConnectOptions) -> Result<OwnedFd, ConnectError> {
         }
         error => ConnectError::Folder(error),
     })?;
-    set_socket_timeout(&socket, Timeout::Recv, Some(options.patience))
+    set_socket_timeout(&socket, Timeout::Recv, Some(options.timeout))
         .map_err(|source| ConnectError::System { what: "setting a time limit", source })?;
     Ok(socket)
 }
@@ -156,7 +156,7 @@ fn ask(
         Received::Message(Message::Refused(why), _) => Err(ConnectError::Refused(why)),
         Received::Message(message, fds) => Ok((message, fds)),
         Received::Malformed(malformed) => Err(malformed.into()),
-        Received::Nothing => Err(ConnectError::Silent(options.patience)),
+        Received::Nothing => Err(ConnectError::Silent(options.timeout)),
         Received::Gone => match sent {
             Ok(()) | Err(Errno::PIPE | Errno::CONNRESET) => Err(ConnectError::Gone),
             Err(source) => Err(ConnectError::System { what: "sending to the service", source }),
@@ -190,7 +190,7 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
     let (Message::Welcome(facts), fds) = ask(&socket, &hello, &[fd.as_fd()], options)? else {
         return Err(Malformed::Bytes.into());
     };
-    let [theirs, bell] = <[ForeignFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
+    let [theirs, doorbell] = <[ForeignFd; 2]>::try_from(fds).map_err(|_| ConnectError::from(Malformed::Bytes))?;
     if facts.arena_bytes > MAX_REPLY_ARENA_BYTES {
         return Err(ConnectError::Protocol(format!(
             "the service's reply memory has {} bytes, expected at most {MAX_REPLY_ARENA_BYTES}, since all of it is faulted in here",
@@ -205,7 +205,7 @@ pub(super) fn connect(name: &str, options: &ConnectOptions) -> Result<Connected,
     let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(ConnectError::Broken)?;
     ends.check_peer(Role::Provider).map_err(ConnectError::Broken)?;
     warm::fault_in(&theirs, &peer, peer_geometry);
-    let bell =
-        Doorbell::adopt(bell).map_err(|source| ConnectError::System { what: "the service's doorbell", source })?;
-    Ok(Connected { socket, bell, own: (own, own_geometry), peer: (peer, peer_geometry), facts })
+    let doorbell =
+        Doorbell::adopt(doorbell).map_err(|source| ConnectError::System { what: "the service's doorbell", source })?;
+    Ok(Connected { socket, doorbell, own: (own, own_geometry), peer: (peer, peer_geometry), facts })
 }

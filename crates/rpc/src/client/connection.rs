@@ -28,7 +28,7 @@ use tombolo_shm::memory::Mapping;
 
 use super::connect::{ConnectOptions, Connected};
 use super::reply::{Bytes, Reply};
-use super::{CallError, life};
+use super::{CallError, watchdog};
 use crate::clock::{self, now_ns};
 use crate::cpu;
 use crate::message::Facts;
@@ -174,7 +174,7 @@ impl State {
 #[derive(Debug)]
 pub(super) struct Inner {
     pub(super) socket: OwnedFd,
-    pub(super) bell: Doorbell,
+    pub(super) doorbell: Doorbell,
     own: Mapping,
     peer: Mapping,
     own_geometry: Geometry,
@@ -193,14 +193,14 @@ pub(super) struct Inner {
     pub(super) closing: AtomicBool,
     /// Threads in or just before a futex wait.
     sleepers: AtomicU32,
-    pub(super) life: AtomicU64,
+    pub(super) watch_id: AtomicU64,
     cpu: AtomicU32,
 }
 
 impl Inner {
     /// A connection as the handshake left it, with nothing under way.
     pub(super) fn new(connected: Connected, options: &ConnectOptions) -> Inner {
-        let Connected { socket, bell, own, peer, facts } = connected;
+        let Connected { socket, doorbell, own, peer, facts } = connected;
         let entries = own.1.entries();
         let state = State {
             asks: Producer::default(),
@@ -223,7 +223,7 @@ impl Inner {
         };
         Inner {
             socket,
-            bell,
+            doorbell,
             own: own.0,
             peer: peer.0,
             own_geometry: own.1,
@@ -238,7 +238,7 @@ impl Inner {
             gone: AtomicBool::new(false),
             closing: AtomicBool::new(false),
             sleepers: AtomicU32::new(0),
-            life: AtomicU64::new(0),
+            watch_id: AtomicU64::new(0),
             cpu: AtomicU32::new(u32::MAX),
         }
     }
@@ -512,7 +512,7 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        life::remove(*self.life.get_mut());
+        watchdog::remove(*self.watch_id.get_mut());
     }
 }
 

@@ -13,7 +13,7 @@
 //! - with [`CallError::ProviderGone`] when the provider dies;
 //! - with [`CallError::Broken`] when the provider breaks the protocol;
 //! - with [`CallError::DeadlineExceeded`] when its deadline passes without an answer;
-//! - with [`CallError::Timeout`] when the caller's own patience ends before that.
+//! - with [`CallError::Timeout`] when the caller's own timeout ends before that.
 //!
 //! After a deadline or a timeout the call is cancelled. Its slot and memory become free with the
 //! answer, which is discarded.
@@ -36,8 +36,8 @@
 mod connect;
 mod connection;
 mod future;
-mod life;
 mod reply;
+mod watchdog;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -212,7 +212,7 @@ impl Drop for Handle {
 #[inline]
 fn is_ours(inner: &Inner) -> bool {
     // Relaxed: stored before any other thread has the connection.
-    life::is_ours(inner.life.load(Ordering::Relaxed))
+    watchdog::is_ours(inner.watch_id.load(Ordering::Relaxed))
 }
 
 /// A connection to a service. Clones are the same connection.
@@ -262,8 +262,9 @@ impl Client {
     pub fn connect_with(name: &str, options: &ConnectOptions) -> Result<Client, ConnectError> {
         let connected = connect::connect(name, options)?;
         let inner = Arc::new(Inner::new(connected, options));
-        let id = life::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
-        inner.life.store(id, Ordering::SeqCst);
+        let id =
+            watchdog::add(&inner).map_err(|source| ConnectError::System { what: "watching the service", source })?;
+        inner.watch_id.store(id, Ordering::SeqCst);
         inner.set_cpu();
         let handle = Handle { inner: inner.clone(), unsaid: Mutex::default(), any_unsaid: AtomicBool::new(false) };
         Ok(Client { handle: Arc::new(handle), inner })
@@ -440,7 +441,7 @@ impl Client {
         let ring = state.asks.publish(ends);
         drop(guard);
         if ring {
-            inner.bell.ring();
+            inner.doorbell.ring();
         }
         Ok(token)
     }
@@ -568,12 +569,12 @@ impl Client {
         }
         let said = self.say_cancel(&mut lock(&self.inner.state), token);
         if said == Some(true) {
-            self.inner.bell.ring();
+            self.inner.doorbell.ring();
         }
         said.is_some()
     }
 
-    /// Writes a cancellation, and says whether the bell is to be rung. `None` where the token names no call under way, or there is no room.
+    /// Writes a cancellation, and says whether the doorbell is to be rung. `None` where the token names no call under way, or there is no room.
     fn say_cancel(&self, state: &mut State, token: Token) -> Option<bool> {
         let ends = self.inner.ends();
         let fine = Self::is_waiting(state, token) && self.inner.failure(state).is_none();
@@ -599,7 +600,7 @@ impl Client {
         });
         self.handle.any_unsaid.store(!unsaid.is_empty(), Ordering::Relaxed);
         if ring {
-            self.inner.bell.ring();
+            self.inner.doorbell.ring();
         }
     }
 
@@ -630,7 +631,7 @@ impl Client {
             Some(ring) => {
                 drop(guard);
                 if ring {
-                    self.inner.bell.ring();
+                    self.inner.doorbell.ring();
                 }
             }
             None => {

@@ -94,7 +94,7 @@ impl std::fmt::Debug for Hooks {
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) caller: Caller,
-    pub(crate) bell: Doorbell,
+    pub(crate) doorbell: Doorbell,
     pub(crate) socket: OwnedFd,
     own: Mapping,
     peer: Mapping,
@@ -120,7 +120,7 @@ impl Connection {
     pub(crate) fn new(
         caller: Caller,
         socket: OwnedFd,
-        bell: Doorbell,
+        doorbell: Doorbell,
         own: (Mapping, Geometry),
         peer: (Mapping, Geometry),
         taken: Taken,
@@ -137,7 +137,7 @@ impl Connection {
         };
         Connection {
             caller,
-            bell,
+            doorbell,
             socket,
             own: own.0,
             peer: peer.0,

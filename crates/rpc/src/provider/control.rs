@@ -320,7 +320,7 @@ impl Control {
         };
         match self.connect(socket, caller, entries, arena_bytes, fds) {
             Ok((connection, place)) => {
-                let process = process::life_of(&copy).filter(|process| {
+                let process = process::pidfd_of(&copy).filter(|process| {
                     let data = epoll::EventData::new_u64(id | PROCESS);
                     epoll::add(&self.epoll, process, data, epoll::EventFlags::IN).is_ok()
                 });
@@ -383,11 +383,11 @@ impl Control {
         let ends = Ends::new(view, own_geometry, peer.view(), peer_geometry).map_err(|e| e.to_string())?;
         ends.check_peer(Role::Client).map_err(|e| e.to_string())?;
         warm::fault_in(&theirs, &peer, peer_geometry);
-        let bell = Doorbell::shared().map_err(|e| e.to_string())?;
-        let bell_fd = bell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
+        let doorbell = Doorbell::shared().map_err(|e| e.to_string())?;
+        let doorbell_fd = doorbell.as_fd().try_clone_to_owned().map_err(|e| e.to_string())?;
         let taken = Taken::new(options.max_shared_bytes, share.bytes);
         let (own, peer) = ((own, own_geometry), (peer, peer_geometry));
-        let connection = Connection::new(caller, socket, bell, own, peer, taken, [bytes, entries]);
+        let connection = Connection::new(caller, socket, doorbell, own, peer, taken, [bytes, entries]);
         let connection = Arc::new(connection);
         let place = lock(&self.engine.core).add(connection.clone());
         let data = epoll::EventData::new_u64(place.bits());
@@ -399,9 +399,9 @@ impl Control {
             late_is_best_effort: options.late == Late::BestEffort,
             admission: options.admission,
         };
-        let added = epoll::add(&self.engine.bells, &connection.bell, data, edge);
+        let added = epoll::add(&self.engine.doorbells, &connection.doorbell, data, edge);
         let sent = added.and_then(|()| {
-            socket::send(&connection.socket, &Message::Welcome(facts), &[fd.as_fd(), bell_fd.as_fd()], false)
+            socket::send(&connection.socket, &Message::Welcome(facts), &[fd.as_fd(), doorbell_fd.as_fd()], false)
         });
         if let Err(error) = sent {
             self.engine.forget(&mut lock(&self.engine.core), place);

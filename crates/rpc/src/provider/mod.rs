@@ -261,8 +261,8 @@ struct Engine {
     options: Options,
     handler: Box<dyn Handler>,
     core: Mutex<Core>,
-    /// Where idle workers sleep: all clients' bells, and `nudge`.
-    bells: std::os::fd::OwnedFd,
+    /// Where idle workers sleep: all clients' doorbells, and `nudge`.
+    doorbells: std::os::fd::OwnedFd,
     /// Wakes one idle worker.
     nudge: Doorbell,
     /// Workers that sleep.
@@ -341,16 +341,16 @@ impl Service {
         let folder = options.folder.clone().map_or_else(folder::services, Ok)?;
         let listener = Listener::bind(&folder, name, options.access.mode())?;
         let system = |what| move |source: Errno| RegisterError::System { what, source: source.into() };
-        let bells = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll"))?;
+        let doorbells = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(system("epoll"))?;
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
         let edge = epoll::EventFlags::IN | epoll::EventFlags::ET;
-        epoll::add(&bells, &nudge, epoll::EventData::new_u64(worker::NUDGE), edge).map_err(system("epoll"))?;
+        epoll::add(&doorbells, &nudge, epoll::EventData::new_u64(worker::NUDGE), edge).map_err(system("epoll"))?;
         let workers = options.workers as usize;
         let engine = Arc::new(Engine {
             name: name.into(),
             core: Mutex::new(Core::new(Schedule::new(options.rules()))),
             handler: Box::new(handler),
-            bells,
+            doorbells,
             nudge,
             idle: AtomicU32::new(0),
             polling: AtomicBool::new(false),
@@ -396,7 +396,7 @@ impl Drop for Service {
             self.threads.drain(..).chain(self.control.take()).for_each(std::mem::forget);
             return;
         }
-        // The bells order it.
+        // The doorbells order it.
         self.engine.stopping.store(true, Ordering::SeqCst);
         self.engine.nudge.ring();
         for thread in self.threads.drain(..) {

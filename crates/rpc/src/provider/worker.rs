@@ -3,20 +3,20 @@
 //!
 //! ```text
 //!   take all that clients have asked into the queue; answer what is late, refused, expired
-//!   something to serve:  others sleep? then arm the bells for them, and nudge one if more waits
+//!   something to serve:  others sleep? then arm the doorbells for them, and nudge one if more waits
 //!                        serve it, answer it, begin again
 //!   nothing:             poll a little, if that has paid lately
-//!                        arm the bells, look again, sleep in epoll
+//!                        arm the doorbells, look again, sleep in epoll
 //! ```
 //!
 //! A worker holds the core's lock for all of this except the serving, for well below a µs per
-//! request. A client is *active* while its bell is not armed: workers look at it in each turn, and
-//! it rings no bell. All idle workers sleep on one epoll instance, edge-triggered. The kernel wakes
+//! request. A client is *active* while its doorbell is not armed: workers look at it in each turn, and
+//! it rings no doorbell. All idle workers sleep on one epoll instance, edge-triggered. The kernel wakes
 //! one of them for each ring, so no thread hands work to another. While no worker is idle, a ring
-//! wakes none of them. Workers then listen for bells between two requests, every [`LOOK_NS`] at
+//! wakes none of them. Workers then listen for doorbells between two requests, every [`LOOK_NS`] at
 //! most. So service follows the order of deadlines over all clients to within that time.
 //!
-//! A ring without work costs a wake-up. Arming a bell late costs nothing: after arming, the worker
+//! A ring without work costs a wake-up. Arming a doorbell late costs nothing: after arming, the worker
 //! looks at the ring again.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -41,13 +41,13 @@ use crate::poll::{self, Poller, Polling};
 use crate::schedule::{Next, Schedule};
 use crate::sync::lock;
 
-/// The event of the bell that is no client's.
+/// The event of the doorbell that is no client's.
 pub(crate) const NUDGE: u64 = u64::MAX;
 /// Most clients that are polled; with more of them active the worker sleeps.
 const POLLED: usize = 8;
-/// Bells that are heard at a time.
+/// Doorbells that are heard at a time.
 const EVENTS: usize = 64;
-/// How often a worker that does not sleep listens for bells: a system call each time.
+/// How often a worker that does not sleep listens for doorbells: a system call each time.
 const LOOK_NS: u64 = 10_000;
 /// Buffers that are kept for the short requests to come.
 const SPARE: usize = 256;
@@ -100,7 +100,7 @@ struct Intake {
     consumer: Consumer<Ask>,
     place: Place,
     active: bool,
-    /// Its bell rang, or its index moved, since it was drained last.
+    /// Its doorbell rang, or its index moved, since it was drained last.
     signalled: bool,
     /// How often in a row that was for nothing.
     noise: u32,
@@ -155,7 +155,7 @@ impl Core {
         self.intakes.get_mut(place.index as usize)?.as_mut().filter(|i| i.place == place)
     }
 
-    /// Adds a client, whose bell is armed from the beginning.
+    /// Adds a client, whose doorbell is armed from the beginning.
     pub(crate) fn add(&mut self, connection: Arc<Connection>) -> Place {
         let free = self.intakes.iter().position(Option::is_none);
         let index = free.unwrap_or_else(|| {
@@ -166,7 +166,7 @@ impl Core {
         self.turn = (self.turn + 1) & 0x7fff_ffff;
         let place = Place { index: index as u32, turn: self.turn };
         let mut consumer = Consumer::default();
-        // A client that has asked before it was welcome finds its requests taken with the first ring of its bell.
+        // A client that has asked before it was welcome finds its requests taken with the first ring of its doorbell.
         let _ = consumer.arm(connection.ends());
         self.clients += 1;
         self.schedule.join(place.index, connection.caller.uid);
@@ -174,12 +174,12 @@ impl Core {
         place
     }
 
-    /// Whether there are clients that are not looked at in each turn: their bells have to be listened for.
+    /// Whether there are clients that are not looked at in each turn: their doorbells have to be listened for.
     fn some_are_armed(&self) -> bool {
         self.active.len() < self.clients
     }
 
-    /// A client's bell rang, or its index moved.
+    /// A client's doorbell rang, or its index moved.
     fn signal(&mut self, place: Place) {
         if let Some(intake) = self.intake(place) {
             intake.signalled = true;
@@ -187,7 +187,7 @@ impl Core {
         self.activate(place);
     }
 
-    /// Looks at this client in each turn from now on; it rings no bell meanwhile.
+    /// Looks at this client in each turn from now on; it rings no doorbell meanwhile.
     fn activate(&mut self, place: Place) {
         let Some(intake) = self.intake(place) else { return };
         if !intake.active {
@@ -197,7 +197,7 @@ impl Core {
         }
     }
 
-    /// Arms the bells of all active clients. Returns true if one of them has asked in between: then
+    /// Arms the doorbells of all active clients. Returns true if one of them has asked in between: then
     /// no worker may sleep.
     fn arm(&mut self) -> bool {
         let mut found = false;
@@ -269,11 +269,11 @@ impl Engine {
         self.nudge.ring();
     }
 
-    /// Activates the clients whose bells have rung while no worker slept on them.
+    /// Activates the clients whose doorbells have rung while no worker slept on them.
     fn collect(&self, core: &mut Core, events: &mut Vec<epoll::Event>) {
         events.clear();
         let now = Timespec { tv_sec: 0, tv_nsec: 0 };
-        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(events), Some(&now));
+        let _ = epoll::wait(&self.doorbells, rustix::buffer::spare_capacity(events), Some(&now));
         // The nudge that ends the workers is for each of them: who hears it without sleeping on it passes it on.
         if self.stopping.load(Ordering::SeqCst) && events.iter().any(|e| e.data.u64() == NUDGE) {
             self.nudge.ring();
@@ -416,8 +416,8 @@ impl Engine {
         let connection = connection.clone();
         connection.end();
         connection.call_hooks(|_| true);
-        // The client holds the bell too: closing ours would not end its events.
-        let _ = epoll::delete(&self.bells, &connection.bell);
+        // The client holds the doorbell too: closing ours would not end its events.
+        let _ = epoll::delete(&self.doorbells, &connection.doorbell);
         let now = now_ns();
         for slot in 0..connection.slots() {
             // A request of a disconnected client may have left the queue without an update of its
@@ -542,7 +542,7 @@ impl Engine {
         }
     }
 
-    /// Nothing to serve: polls, or sleeps until a bell rings.
+    /// Nothing to serve: polls, or sleeps until a doorbell rings.
     fn rest<'a>(&'a self, mut core: MutexGuard<'a, Core>, worker: &mut Worker<'_>) -> MutexGuard<'a, Core> {
         let polls = self.watch(&core, worker);
         let mut began = None;
@@ -572,7 +572,7 @@ impl Engine {
         let began = began.unwrap_or_else(now_ns);
         worker.events.clear();
         // An interruption is a wake-up for nothing.
-        let _ = epoll::wait(&self.bells, rustix::buffer::spare_capacity(&mut worker.events), None);
+        let _ = epoll::wait(&self.doorbells, rustix::buffer::spare_capacity(&mut worker.events), None);
         self.idle.fetch_sub(1, Ordering::Relaxed);
         bump(&worker.tally.sleeps);
         worker.poller.slept(now_ns().saturating_sub(began), polls);

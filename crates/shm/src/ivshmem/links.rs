@@ -1,4 +1,4 @@
-//! The links of one fabric: their regions, listening sockets and clients. The keeper holds all of these while the
+//! The links of one fabric: their regions, listening sockets and clients. The fd store holds all of these while the
 //! daemon restarts. This module is the shell around [`server`](super::server).
 //!
 //! # Where the I/O runs
@@ -8,14 +8,14 @@
 //! from other threads act at once, under the same lock.
 //!
 //! # Invariants
-//! - The keeper is told a fact before any client is told what follows from it (see [`server`](super::server)).
+//! - The fd store is told a fact before any client is told what follows from it (see [`server`](super::server)).
 //! - This module writes a region's state word only for a peer that is gone. It writes 0 and rings vector 0 of
 //!   everybody.
 //! - Regions are sealed. Only the header page and the state table of a region are mapped here.
 //!
 //! # What failure does
 //! A client that sends anything, or takes nothing for ten seconds, is disconnected, counted, and announced as gone. Its
-//! VMM does not connect again, so its machine must be restarted to come back. A keeper that is lost is replaced, and
+//! VMM does not connect again, so its machine must be restarted to come back. An fd store that is lost is replaced, and
 //! the new one is told everything again. If that fails, the links continue, but they do not survive the daemon.
 //!
 //! A connection for which no seat is free waits for one for five seconds. The peer that it replaces may have been
@@ -26,7 +26,7 @@
 
 mod shell;
 
-use super::keeper::{self, Keeper};
+use super::fd_store::{self, FdStore};
 use super::server::{Dialect, Record, Refused, Seat, Server, Shape};
 use crate::doorbell::Doorbell;
 use crate::listener::Listener;
@@ -92,7 +92,7 @@ pub struct Config {
     /// The seat of this process itself.
     pub host: Option<u32>,
     /// The seat of a process that serves this one. It stays on the link while this process is away. It is no reason for
-    /// the keeper to stay: where it is the only peer left, the keeper ends, and its connection with it.
+    /// the fd store to stay: where it is the only peer left, the fd store ends, and its connection with it.
     pub helper: Option<u32>,
     /// Sockets at which peers join.
     pub doors: Vec<Door>,
@@ -136,7 +136,7 @@ pub enum Event {
         /// Peer ID of the new peer.
         id: u32,
         /// One doorbell per vector of the peer.
-        bells: Vec<Doorbell>,
+        doorbells: Vec<Doorbell>,
     },
     /// A peer has left the link.
     Left {
@@ -216,7 +216,7 @@ struct Member {
 }
 
 impl Member {
-    /// Ends a client's connection, wherever else it is held: the keeper has it too, so closing it is not enough.
+    /// Ends a client's connection, wherever else it is held: the fd store has it too, so closing it is not enough.
     fn hang_up(&self) {
         if let (Kind::Client, Some(connection)) = (&self.kind, &self.life) {
             // One that the client has ended is shut already.
@@ -233,7 +233,7 @@ struct Link {
     server: Server,
     members: BTreeMap<u32, Member>,
     /// The doorbells of each seat, by vector. They stay with the seat when peers join and leave.
-    bells: Vec<Vec<Doorbell>>,
+    doorbells: Vec<Vec<Doorbell>>,
     doors: Vec<(Listener, u64, Seat)>,
     watcher: Option<Watcher>,
     joins: u64,
@@ -246,8 +246,8 @@ struct Link {
     refusal_told_ns: Option<u64>,
 }
 
-/// Finds, or starts, a keeper.
-pub type Launch = Box<dyn FnMut() -> Result<Keeper, String> + Send>;
+/// Finds, or starts, an fd store.
+pub type Launch = Box<dyn FnMut() -> Result<FdStore, String> + Send>;
 /// Told of what goes wrong, in a sentence.
 pub type Trouble = Box<dyn Fn(&str) + Send>;
 
@@ -263,10 +263,10 @@ impl Standstill<'_> {
     }
 }
 
-/// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the keeper.
+/// The links of one fabric. Dropping it ends the thread and closes all links; it does not end the fd store.
 pub struct Links {
     inner: Arc<Mutex<Inner>>,
-    bell: Arc<Doorbell>,
+    doorbell: Arc<Doorbell>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -281,35 +281,35 @@ fn lock(inner: &Mutex<Inner>) -> MutexGuard<'_, Inner> {
 
 /// Whether the other side of a sign of life has ended.
 fn has_ended(fd: impl AsFd) -> bool {
-    let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), keeper::sign(&fd))];
+    let mut fds = [PollFd::from_borrowed_fd(fd.as_fd(), fd_store::sign(&fd))];
     poll(&mut fds, Some(&Timespec::default())).is_ok_and(|n| n > 0)
 }
 
 impl Links {
-    /// Starts the thread. With `launch` there is a keeper from the first link on.
+    /// Starts the thread. With `launch` there is an fd store from the first link on.
     ///
     /// # Errors
     /// The kernel's.
     pub fn start(name: &str, launch: Option<Launch>, trouble: Trouble) -> Result<Links, Errno> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        let bell = Arc::new(Doorbell::new()?);
-        epoll::add(&epoll, &*bell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
+        let doorbell = Arc::new(Doorbell::new()?);
+        epoll::add(&epoll, &*doorbell, epoll::EventData::new_u64(OWN), epoll::EventFlags::IN)?;
         let keeping = launch.map(Keeping::new);
         let poll = rustix::io::fcntl_dupfd_cloexec(&epoll, 3)?;
         let inner = Arc::new(Mutex::new(Inner::new(epoll, keeping, trouble)));
-        let (its, its_bell) = (inner.clone(), bell.clone());
+        let (its, its_doorbell) = (inner.clone(), doorbell.clone());
         let thread = std::thread::Builder::new()
             .name(format!("{name}-ivshmem"))
-            .spawn(move || run(&its, &its_bell, &poll))
+            .spawn(move || run(&its, &its_doorbell, &poll))
             .map_err(|e| Errno::from_io_error(&e).unwrap_or(Errno::AGAIN))?;
-        Ok(Links { inner, bell, thread: Some(thread) })
+        Ok(Links { inner, doorbell, thread: Some(thread) })
     }
 
-    /// Takes over what the keeper of an earlier daemon has. Before any link is opened.
-    pub fn recall(&self, keeper: Keeper) -> Result<(), Errno> {
+    /// Takes over what the fd store of an earlier daemon has. Before any link is opened.
+    pub fn recall(&self, fd_store: FdStore) -> Result<(), Errno> {
         let mut inner = lock(&self.inner);
-        let records = keeper.list()?;
-        inner.set_keeper(Some(keeper));
+        let records = fd_store.list()?;
+        inner.set_fd_store(Some(fd_store));
         if let Some(keeping) = &mut inner.keeping {
             // The rest of the store belongs to ports.
             let links = records.into_iter().filter(|r| !r.name.starts_with(crate::store::PREFIX));
@@ -326,11 +326,11 @@ impl Links {
     /// Listens again where the socket of a link was deleted. Returns what could not be made.
     pub fn restore_doors(&self) -> Vec<LinkError> {
         let faults = lock(&self.inner).restore_doors();
-        self.bell.ring();
+        self.doorbell.ring();
         faults
     }
 
-    /// Whether the peer of that link could be taken up from what the keeper of an earlier daemon had.
+    /// Whether the peer of that link could be taken up from what the fd store of an earlier daemon had.
     pub fn remembers(&self, config: &Config, id: u32) -> bool {
         let inner = lock(&self.inner);
         let Some(left) = inner.keeping.as_ref().map(|k| &k.left) else { return false };
@@ -344,11 +344,11 @@ impl Links {
         let mut inner = lock(&self.inner);
         let left = inner.keeping.as_mut().map(|k| std::mem::take(&mut k.left)).unwrap_or_default();
         for name in left.keys() {
-            inner.tell_keeper(|keeper| keeper.forget(name));
+            inner.tell_fd_store(|fd_store| fd_store.forget(name));
         }
     }
 
-    /// Makes a link. Where the keeper of an earlier daemon holds it with the same `config` and a peer is still on it,
+    /// Makes a link. Where the fd store of an earlier daemon holds it with the same `config` and a peer is still on it,
     /// takes that link over instead. No peer can join before [`Links::serve`].
     ///
     /// # Errors
@@ -368,7 +368,7 @@ impl Links {
             inner.close(name);
         }
         drop(inner);
-        self.bell.ring();
+        self.doorbell.ring();
         done
     }
 
@@ -390,7 +390,7 @@ impl Links {
         duplicate(name, &link.region)
     }
 
-    /// Closes a link: its clients are put out, its sockets are removed, the keeper forgets it.
+    /// Closes a link: its clients are put out, its sockets are removed, the fd store forgets it.
     pub fn close(&self, name: &str) {
         lock(&self.inner).close(name);
     }
@@ -398,7 +398,7 @@ impl Links {
     /// What is to be said of each link, in the order of their names.
     pub fn status(&self) -> Vec<LinkStatus> {
         let inner = lock(&self.inner);
-        let kept = inner.keeping.as_ref().is_some_and(|k| k.keeper.is_some());
+        let kept = inner.keeping.as_ref().is_some_and(|k| k.fd_store.is_some());
         inner.links.values().map(|link| link.status(kept)).collect()
     }
 
@@ -408,21 +408,21 @@ impl Links {
         Standstill { inner: lock(&self.inner) }
     }
 
-    /// Whether there is a keeper.
+    /// Whether there is an fd store.
     pub fn is_kept(&self) -> bool {
-        lock(&self.inner).keeping.as_ref().is_some_and(|k| k.keeper.is_some())
+        lock(&self.inner).keeping.as_ref().is_some_and(|k| k.fd_store.is_some())
     }
 
-    /// Ends the keeper too: nothing is to be taken up again. Waits for its end, up to `limit`.
-    pub fn end_keeper(&self, limit: Duration) {
+    /// Ends the fd store too: nothing is to be taken up again. Waits for its end, up to `limit`.
+    pub fn end_fd_store(&self, limit: Duration) {
         let mut inner = lock(&self.inner);
-        let keeper = inner.keeping.as_mut().and_then(|k| k.keeper.take());
+        let fd_store = inner.keeping.as_mut().and_then(|k| k.fd_store.take());
         inner.keeping = None;
-        if let Some(keeper) = keeper {
+        if let Some(fd_store) = fd_store {
             // One that is lost has ended.
-            let _ = keeper.quit();
+            let _ = fd_store.quit();
             let limit = Timespec { tv_sec: limit.as_secs() as i64, tv_nsec: limit.subsec_nanos().into() };
-            let mut fds = [PollFd::from_borrowed_fd(keeper.as_fd(), PollFlags::IN)];
+            let mut fds = [PollFd::from_borrowed_fd(fd_store.as_fd(), PollFlags::IN)];
             let _ = poll(&mut fds, Some(&limit));
         }
     }
@@ -431,14 +431,14 @@ impl Links {
 impl Drop for Links {
     fn drop(&mut self) {
         lock(&self.inner).end = true;
-        self.bell.ring();
+        self.doorbell.ring();
         if let Some(thread) = self.thread.take() {
             // It panics only through a defect in this code, and the panic was already reported where it happened.
             let _ = thread.join();
         }
         let mut inner = lock(&self.inner);
         let names: Vec<String> = inner.links.keys().cloned().collect();
-        // The keeper goes on with what it has: a daemon that follows takes it up.
+        // The fd store goes on with what it has: a daemon that follows takes it up.
         inner.keeping = None;
         names.iter().for_each(|name| inner.close_quietly(name));
     }
@@ -452,9 +452,9 @@ fn duplicate(link: &str, fd: impl AsFd) -> Result<OwnedFd, LinkError> {
     })
 }
 
-/// A seat as the keeper had it: its doorbells, and who sat on it.
+/// A seat as the fd store had it: its doorbells, and who sat on it.
 struct KeptSeat {
-    bells: Vec<Doorbell>,
+    doorbells: Vec<Doorbell>,
     member: Option<(Record, Member)>,
 }
 
@@ -470,7 +470,7 @@ fn seat_words(member: Option<&Member>) -> [u8; 5] {
     [kind, a, b, c, d]
 }
 
-fn seat(config: &Config, kept: &keeper::Record) -> Option<KeptSeat> {
+fn seat(config: &Config, kept: &fd_store::Record) -> Option<KeptSeat> {
     let (record, rest) = kept.bytes.split_at_checked(super::server::RECORD_BYTES)?;
     let [kind, pid @ ..] = rest else { return None };
     let pid = u32::from_le_bytes(pid.try_into().ok()?);
@@ -486,12 +486,12 @@ fn seat(config: &Config, kept: &keeper::Record) -> Option<KeptSeat> {
         None | Some(Kind::Host) => None,
         _ => Some(fds.next()?.ok()?),
     };
-    let bells: Vec<Doorbell> = fds.map(|fd| Doorbell::adopt(fd.ok()?).ok()).collect::<Option<_>>()?;
+    let doorbells: Vec<Doorbell> = fds.map(|fd| Doorbell::adopt(fd.ok()?).ok()).collect::<Option<_>>()?;
     let member = match kind {
         Some(kind) => Some((Record::decode(record)?, Member { kind, pid, life, token: OWN })),
         None => None,
     };
-    (bells.len() == config.shape.vectors as usize).then_some(KeptSeat { bells, member })
+    (doorbells.len() == config.shape.vectors as usize).then_some(KeptSeat { doorbells, member })
 }
 
 impl Link {

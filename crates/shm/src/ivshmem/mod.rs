@@ -5,9 +5,9 @@
 //! * [`v2`]: messages of the protocol of Jailhouse's device in QEMU.
 //! * [`server`]: the core for both: who is there, who was told what, what is to be sent; free of I/O.
 //! * [`links`]: the shell: the regions, sockets and clients of a fabric's links, in a thread.
-//! * [`keeper`]: a process that holds regions, doorbells and connections while a fabric's daemon restarts.
+//! * [`fd_store`]: a process that holds regions, doorbells and connections while a fabric's daemon restarts.
 
-pub mod keeper;
+pub mod fd_store;
 pub mod links;
 pub mod server;
 pub mod v1;

@@ -8,7 +8,7 @@
 //!   less than what a client may have been told.
 //! - A queue is bounded by what there is to say. When a peer leaves, announcements of it that no socket has taken yet
 //!   are withdrawn. So there are at most `vectors + 1` messages about each other peer, and the greeting.
-//! - A client blocks no other client. One that has taken nothing for [`PATIENCE_NS`] while something waits is
+//! - A client blocks no other client. One that has taken nothing for [`TIMEOUT_NS`] while something waits is
 //!   [`overdue`].
 //! - No client is told twice in a row that the same peer is gone.
 //!
@@ -34,7 +34,7 @@ pub const MAX_PEERS: u32 = 64;
 /// Most vectors of a peer.
 pub const MAX_VECTORS: u32 = 16;
 /// How long a client may take nothing while something waits for it, in nanoseconds.
-pub const PATIENCE_NS: u64 = 10_000_000_000;
+pub const TIMEOUT_NS: u64 = 10_000_000_000;
 
 /// Which server protocol a link speaks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,7 +67,7 @@ pub enum Passed {
     /// The memfd of the shared memory.
     Region,
     /// A peer's doorbell.
-    Bell {
+    Doorbell {
         /// Peer ID of the doorbell's owner.
         peer: u32,
         /// Index among that peer's doorbells.
@@ -213,7 +213,7 @@ impl Server {
     /// A server of a link without peers.
     pub fn new(shape: Shape) -> Server {
         debug_assert!((1..=MAX_PEERS).contains(&shape.max_peers) && shape.vectors <= MAX_VECTORS);
-        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: PATIENCE_NS }
+        Server { shape, peers: BTreeMap::new(), changed: BTreeSet::new(), patience_ns: TIMEOUT_NS }
     }
 
     /// A server that takes over the peers of an earlier one. Clients that were told of a peer that has no record any
@@ -293,7 +293,7 @@ impl Server {
             self.greet(id, &others, &mut queue);
         }
         let told = if hears == Hears::Comings { others.iter().fold(0, |mask, other| mask | 1 << other) } else { 0 };
-        let announcement: Vec<_> = self.bells(id, About::Joined(id)).collect();
+        let announcement: Vec<_> = self.doorbells(id, About::Joined(id)).collect();
         for (other, peer) in self.peers.iter_mut().filter(|(_, p)| p.hears == Hears::Comings) {
             if peer.queue.is_empty() {
                 peer.moved_ns = now_ns;
@@ -308,10 +308,10 @@ impl Server {
         Ok(id)
     }
 
-    fn bells(&self, peer: u32, about: About) -> impl Iterator<Item = Outgoing> + use<> {
+    fn doorbells(&self, peer: u32, about: About) -> impl Iterator<Item = Outgoing> + use<> {
         let dialect = self.shape.dialect;
         (0..self.shape.vectors).map(move |vector| {
-            let passed = Some(Passed::Bell { peer, vector });
+            let passed = Some(Passed::Doorbell { peer, vector });
             match dialect {
                 Dialect::V1 => Outgoing::number(peer.into(), passed, about),
                 Dialect::V2 { .. } => Outgoing::message(v2::Message::EventFd { id: peer, vector }, passed, about),
@@ -335,9 +335,9 @@ impl Server {
             }
         }
         for other in others {
-            queue.extend(self.bells(*other, About::Joined(*other)));
+            queue.extend(self.doorbells(*other, About::Joined(*other)));
         }
-        queue.extend(self.bells(id, About::Greeting));
+        queue.extend(self.doorbells(id, About::Greeting));
     }
 
     /// Takes a peer off the link and tells the others. Returns whether it was on it.
@@ -422,7 +422,7 @@ impl Server {
         self.peers.get(&id).map(|p| Record { id, hears: p.hears, settled: p.settled, told: p.told })
     }
 
-    /// Another patience than [`PATIENCE_NS`].
+    /// Another timeout than [`TIMEOUT_NS`].
     #[cfg(test)]
     pub(super) fn set_patience_ns(&mut self, patience_ns: u64) {
         self.patience_ns = patience_ns;

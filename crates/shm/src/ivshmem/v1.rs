@@ -195,13 +195,13 @@ impl Client {
                 if fds.next().is_some() {
                     return Err(bad("at most 1"));
                 }
-                let bell = Doorbell::adopt(fd).map_err(|source| ReadError::NoEventfd { peer: id, source })?;
-                let bells = if id == self.id { &mut self.own } else { self.peers.entry(id).or_default() };
-                if bells.len() == MAX_VECTORS {
+                let doorbell = Doorbell::adopt(fd).map_err(|source| ReadError::NoEventfd { peer: id, source })?;
+                let doorbells = if id == self.id { &mut self.own } else { self.peers.entry(id).or_default() };
+                if doorbells.len() == MAX_VECTORS {
                     return Err(ReadError::Vectors { peer: id });
                 }
-                bells.push(bell);
-                let vector = bells.len() - 1;
+                doorbells.push(doorbell);
+                let vector = doorbells.len() - 1;
                 return Ok(if id == self.id { News::OwnVector { vector } } else { News::Vector { peer: id, vector } });
             }
         }
@@ -222,7 +222,7 @@ mod tests {
     use crate::memory::sealed_region;
     use std::os::fd::AsFd;
 
-    fn bell() -> ForeignFd {
+    fn doorbell() -> ForeignFd {
         Doorbell::new().unwrap().as_fd().try_clone_to_owned().unwrap().into()
     }
 
@@ -259,13 +259,13 @@ mod tests {
         let mut client = greeted(2);
         assert!(client.id() == Some(2) && client.memory().is_some());
         for (number, vector) in [(0, 0), (0, 1), (1, 0)] {
-            let news = client.take(encode(number), vec![bell()]).unwrap();
+            let news = client.take(encode(number), vec![doorbell()]).unwrap();
             assert!(
                 matches!(news, News::Vector { peer, vector: v } if (i64::from(peer), v) == (number, vector)),
                 "{news:?}"
             );
         }
-        assert!(matches!(client.take(encode(2), vec![bell()]).unwrap(), News::OwnVector { vector: 0 }));
+        assert!(matches!(client.take(encode(2), vec![doorbell()]).unwrap(), News::OwnVector { vector: 0 }));
         assert_eq!((client.peers()[&0].len(), client.peers()[&1].len(), client.own().len()), (2, 1, 1));
         assert!(matches!(client.take(encode(0), vec![]).unwrap(), News::Gone { peer: 0 }));
         // A server that was restarted may say it again.
@@ -277,7 +277,7 @@ mod tests {
     fn a_server_that_breaks_the_order_is_told_apart() {
         let error = |client: &mut Client, number, fds| client.take(encode(number), fds).unwrap_err();
         assert_eq!(error(&mut Client::new(), 1, vec![]), ReadError::Version { found: 1 });
-        assert!(matches!(error(&mut Client::new(), 0, vec![bell()]), ReadError::Descriptors { found: 1, .. }));
+        assert!(matches!(error(&mut Client::new(), 0, vec![doorbell()]), ReadError::Descriptors { found: 1, .. }));
         let mut client = Client::new();
         client.take(encode(0), vec![]).unwrap();
         assert!(matches!(error(&mut client, 65536, vec![]), ReadError::Number { found: 65536, .. }));
@@ -285,13 +285,13 @@ mod tests {
         assert!(matches!(error(&mut client, 5, vec![memory()]), ReadError::Number { found: 5, .. }));
         assert!(matches!(error(&mut client, -1, vec![]), ReadError::Descriptors { found: 0, .. }));
         let mut client = greeted(1);
-        assert!(matches!(error(&mut client, -2, vec![bell()]), ReadError::Number { found: -2, .. }));
+        assert!(matches!(error(&mut client, -2, vec![doorbell()]), ReadError::Number { found: -2, .. }));
         assert!(matches!(error(&mut client, 1, vec![]), ReadError::Descriptors { .. }));
-        assert!(matches!(error(&mut client, 0, vec![bell(), bell()]), ReadError::Descriptors { found: 2, .. }));
+        assert!(matches!(error(&mut client, 0, vec![doorbell(), doorbell()]), ReadError::Descriptors { found: 2, .. }));
         assert!(matches!(error(&mut client, 0, vec![memory()]), ReadError::NoEventfd { peer: 0, .. }));
         for _ in 0..MAX_VECTORS {
-            client.take(encode(3), vec![bell()]).unwrap();
+            client.take(encode(3), vec![doorbell()]).unwrap();
         }
-        assert_eq!(error(&mut client, 3, vec![bell()]), ReadError::Vectors { peer: 3 });
+        assert_eq!(error(&mut client, 3, vec![doorbell()]), ReadError::Vectors { peer: 3 });
     }
 }

@@ -213,7 +213,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     /// A doorbell, and the peer's descriptor of the same eventfd.
-    fn bell() -> (Doorbell, OwnedFd) {
+    fn doorbell() -> (Doorbell, OwnedFd) {
         let fd = eventfd(0, EventfdFlags::CLOEXEC).unwrap();
         let peer = fd.try_clone().unwrap();
         (Doorbell::adopt(fd).unwrap(), peer)
@@ -238,7 +238,7 @@ mod tests {
     }
 
     fn arrives_and_never_blocks(failing: u8) {
-        let (doorbell, peer) = bell();
+        let (doorbell, peer) = doorbell();
         let doorbell = run(failing, move || {
             doorbell.ring();
             doorbell
@@ -267,7 +267,7 @@ mod tests {
 
     #[test]
     fn a_signal_that_cannot_be_sent_is_counted() {
-        let (doorbell, _peer) = bell();
+        let (doorbell, _peer) = doorbell();
         let before = counters().dropped;
         let doorbell = run(AIO | URING | HELPER, move || {
             doorbell.ring();
@@ -283,7 +283,7 @@ mod tests {
     /// A peer that wins the race against a helper keeps that one thread, and no other doorbell waits for it.
     #[test]
     fn a_blocked_helper_is_the_only_one_of_its_doorbell() {
-        let (doorbell, peer) = bell();
+        let (doorbell, peer) = doorbell();
         fill(&peer);
         let state = Arc::new(AtomicU8::new(ASKED));
         assert!(start(state.clone(), rustix::fd::AsFd::as_fd(&doorbell)));

@@ -16,7 +16,7 @@
 //!
 //! Some state is shared by both ends and outlives the port: settings, members, counters, and the leases as of the last
 //! flush. No answer leaves before the lease that it grants is in this state. So after a panic in the old port,
-//! [`GatewayHandle::remake`] makes a port that knows every lease a guest was told of. The old port's unfinished work
+//! [`GatewayHandle::restart`] makes a port that knows every lease a guest was told of. The old port's unfinished work
 //! is lost as if on a wire: frames not received from it yet, offers, queries and TCP connections. Guests repeat them.
 
 use super::{
@@ -52,7 +52,7 @@ struct Outbox {
 }
 
 /// The control side's copy of the lease table. The worker's thread never waits for it, since others copy it whole
-/// under its lock; only [`GatewayHandle::remake`] does, after a panic.
+/// under its lock; only [`GatewayHandle::restart`] does, after a panic.
 #[derive(Default)]
 struct Table {
     leases: BTreeMap<Ipv4Addr, LeaseRecord>,
@@ -194,7 +194,7 @@ impl GatewayHandle {
     ///
     /// # Errors
     /// As for [`Gateway::new`]; not for settings that worked before.
-    pub fn remake(&self, now: Nanos) -> Result<GatewayPort, ConfigError> {
+    pub fn restart(&self, now: Nanos) -> Result<GatewayPort, ConfigError> {
         let shared = &self.0;
         let epoch = shared.remade.fetch_add(1, Ordering::Relaxed) + 1;
         let first = shared.start;

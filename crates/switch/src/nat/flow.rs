@@ -54,7 +54,7 @@ pub(super) enum Source {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Way {
+pub(super) enum Direction {
     Out,
     In,
 }
@@ -66,24 +66,24 @@ pub(super) struct State {
     pub(super) last: Nanos,
     /// Something came the other way than the first frame.
     pub(super) answered: bool,
-    pub(super) first: Way,
+    pub(super) first: Direction,
     /// FIN seen: out, in.
     pub(super) done: [bool; 2],
     pub(super) reset: bool,
 }
 
 impl State {
-    pub(super) fn new(now: Nanos, first: Way, t: &Transport, frame: &[u8]) -> State {
+    pub(super) fn new(now: Nanos, first: Direction, t: &Transport, frame: &[u8]) -> State {
         let mut state =
             State { protocol: t.protocol, last: now, answered: false, first, done: [false; 2], reset: false };
         state.note(now, first, t, frame);
         state
     }
 
-    pub(super) fn note(&mut self, now: Nanos, way: Way, t: &Transport, frame: &[u8]) {
+    pub(super) fn note(&mut self, now: Nanos, direction: Direction, t: &Transport, frame: &[u8]) {
         self.last = now;
         if self.protocol != Protocol::Tcp {
-            self.answered |= way != self.first;
+            self.answered |= direction != self.first;
             return;
         }
         let (flags, data) = t.flags(frame);
@@ -91,20 +91,20 @@ impl State {
         if flags & RST != 0 {
             self.reset = true;
         } else if flags & (SYN | ACK) == SYN {
-            *self = State { answered: false, first: way, done: [false; 2], reset: false, ..*self };
+            *self = State { answered: false, first: direction, done: [false; 2], reset: false, ..*self };
         } else if over && data {
             // A guest's port serves all its peers: another connection of it is alive.
             (self.done, self.reset, self.answered) = ([false; 2], false, true);
         } else {
-            self.answered |= way != self.first;
-            self.done[way as usize] |= flags & FIN != 0;
+            self.answered |= direction != self.first;
+            self.done[direction as usize] |= flags & FIN != 0;
         }
     }
 
     pub(super) fn idle(&self) -> Nanos {
         match self.protocol {
             // Anybody outside can make one of these, and a guest's own need RFC 4787's time.
-            Protocol::Udp if self.first == Way::In && !self.answered => UDP_UNANSWERED_NS,
+            Protocol::Udp if self.first == Direction::In && !self.answered => UDP_UNANSWERED_NS,
             Protocol::Udp => UDP_NS,
             Protocol::Echo => ECHO_NS,
             Protocol::Tcp if self.reset => TCP_RESET_NS,

@@ -14,7 +14,7 @@
 
 use std::net::Ipv4Addr;
 
-use super::flow::{Flow, Inside, Source, State, Way};
+use super::flow::{Direction, Flow, Inside, Source, State};
 use super::forwarded::Forwarded;
 use super::{Config, FIRST_PORT, FLOWS_PER_SOURCE, Forward, HELD, HELD_BYTES, Held, Nat, Neighbour, Protocol};
 use crate::Nanos;
@@ -30,7 +30,7 @@ fn put_inside(out: &mut Vec<u8>, (protocol, address, port): Inside) {
 }
 
 fn put_state(out: &mut Vec<u8>, state: &State) {
-    let flags = [state.answered, state.first == Way::In, state.done[0], state.done[1], state.reset];
+    let flags = [state.answered, state.first == Direction::In, state.done[0], state.done[1], state.reset];
     out.extend(state.last.0.to_le_bytes());
     out.push(flags.iter().enumerate().map(|(bit, set)| u8::from(*set) << bit).sum());
 }
@@ -80,7 +80,7 @@ impl<'r> Reader<'r> {
         let last = Nanos(u64::from_le_bytes(self.take()?));
         let flags = self.byte()?;
         let bit = |bit: u8| flags & 1 << bit != 0;
-        let first = if bit(1) { Way::In } else { Way::Out };
+        let first = if bit(1) { Direction::In } else { Direction::Out };
         Ok(State { protocol, last, answered: bit(0), first, done: [bit(2), bit(3)], reset: bit(4) })
     }
 

@@ -59,7 +59,7 @@ use crate::Nanos;
 use crate::drop::Reason;
 use crate::frame::Mac;
 use crate::wait::Token;
-use flow::{Flow, Inside, Share, Source, State, Taken, Way};
+use flow::{Direction, Flow, Inside, Share, Source, State, Taken};
 use forwarded::{Forwarded, Table};
 use icmp::{End, Quote, echo_reply, time_exceeded};
 use packet::{ACK, Arp, BROADCAST, ETHERTYPE_ARP, ETHERTYPE_IPV4, Ethernet, Ipv4, RST, SYN, Transport, arp, ethernet};
@@ -403,7 +403,7 @@ impl Nat {
         let inside = (transport.protocol, ip.from, transport.source(frame));
         let peer_port = transport.destination(frame);
         let key = (inside, ip.to, peer_port);
-        let port = match self.forwarded.note(now, &key, |state| state.note(now, Way::Out, &transport, frame)) {
+        let port = match self.forwarded.note(now, &key, |state| state.note(now, Direction::Out, &transport, frame)) {
             Some(port) => {
                 // It is answered.
                 self.held.retain(|held| held.key != key);
@@ -437,7 +437,7 @@ impl Nat {
         let protocol = inside.0;
         if let Some(&port) = self.ports.get(&(inside, station)) {
             let flow = self.flows.get_mut(&(protocol, port)).expect("ports and flows name each other");
-            flow.state.note(now, Way::Out, t, frame);
+            flow.state.note(now, Direction::Out, t, frame);
             if flow.source != source && matches!(flow.source, Source::Mac(_)) {
                 self.charge(protocol, port, source);
             }
@@ -470,7 +470,7 @@ impl Nat {
         let port = free.ok_or(Reason::GatewayFull)?;
         self.next_port = if port == u16::MAX { FIRST_PORT } else { port + 1 };
         self.next_id += 1;
-        let state = State::new(now, Way::Out, t, frame);
+        let state = State::new(now, Direction::Out, t, frame);
         let flow = Flow { inside, station, source, state, queued: false, id: self.next_id };
         self.flows.insert((protocol, port), flow);
         self.ports.insert((inside, station), port);
@@ -594,7 +594,7 @@ impl Nat {
             return Ok(Verdict::Reply);
         }
         let (inside, station, first) = if let Some(flow) = self.flows.get_mut(&(protocol, port)) {
-            flow.state.note(now, Way::In, &transport, frame);
+            flow.state.note(now, Direction::In, &transport, frame);
             let (inside, station) = (flow.inside, flow.station);
             self.enqueue(protocol, port);
             (inside, Some(station), None)
@@ -731,10 +731,10 @@ impl Nat {
                 return Err(Reason::NoDestination);
             }
         }
-        if self.forwarded.note(now, &key, |state| state.note(now, Way::In, t, frame)).is_some() {
+        if self.forwarded.note(now, &key, |state| state.note(now, Direction::In, t, frame)).is_some() {
             return Ok(());
         }
-        let added = self.forwarded.add(now, key, rule, State::new(now, Way::In, t, frame));
+        let added = self.forwarded.add(now, key, rule, State::new(now, Direction::In, t, frame));
         if let Some(gone) = added.map_err(|()| Reason::GatewayFull)? {
             // What is held of it would come to the guest without a way back.
             let displaced = &mut self.displaced;

@@ -498,7 +498,7 @@ fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
         let protocol = if rule == 0 { Protocol::Tcp } else { Protocol::Udp };
         let key: Forwarded = ((protocol, ip("10.87.0.8"), 80), peer, below(2000) as u16);
         let (from, to) = (("203.0.113.1", 5), ("192.0.0.2", 1));
-        let way = if below(3) == 0 { Way::Out } else { Way::In };
+        let way = if below(3) == 0 { Direction::Out } else { Direction::In };
         let flags = [SYN, ACK, ACK, FIN | ACK, RST][below(5) as usize];
         let frame = packet(ROUTER, PEER, protocol, from, to, flags);
         let t = Ipv4::of(&frame).unwrap().transport(&frame).unwrap();
@@ -509,7 +509,7 @@ fn the_table_of_forwarded_connections_agrees_with_a_dull_one() {
             assert_eq!(table.note(now, &key, |s| s.note(now, way, &t, &frame)), Some(*port), "step {step}");
         } else {
             assert_eq!(table.note(now, &key, |_| panic!("{step}")), None);
-            let state = State::new(now, Way::In, &t, &frame);
+            let state = State::new(now, Direction::In, &t, &frame);
             match table.add(now, key, (rule, 7), state) {
                 Ok(None) => {}
                 Ok(Some(gone)) => {

@@ -1,6 +1,6 @@
 //! Delivery: the frames of a batch to one destination, with what waits for its buffers.
 
-use super::{Core, NEVER, SERVICE_INTERVAL, Trouble, guarded};
+use super::{Core, NEVER, PortFailure, SERVICE_INTERVAL, catch_panic};
 use crate::Nanos;
 use crate::capture::Tap;
 use crate::counters::PortCounters;
@@ -29,10 +29,10 @@ impl Core {
         let now = self.now;
         let Some(mut slot) = self.slots[to as usize].take() else { return };
         slot.serviced_at = now;
-        match slot.port.as_mut().map(|port| guarded(|| port.service(now))) {
+        match slot.port.as_mut().map(|port| catch_panic(|| port.service(now))) {
             // An earlier deadline stays: it may be the end of a rate limit's pause.
             Some(Ok(next)) => slot.deadline = slot.deadline.min(next.unwrap_or(NEVER)),
-            Some(Err(trouble)) => slot.suffer(trouble, now),
+            Some(Err(failure)) => slot.suffer(failure, now),
             None => {}
         }
         self.refresh_link(to, &mut slot);
@@ -66,7 +66,7 @@ impl Core {
         let (mut work, transformer, rechecks) = (Work::default(), &mut self.transformer, &mut self.rechecks);
         let (overflow, shown, apart) = (&mut slot.overflow, &mut self.shown, &mut self.apart);
         let (mut queued, mut late) = (0, 0);
-        let result = guarded(|| {
+        let result = catch_panic(|| {
             let caps = port.caps();
             if overflow.waits() {
                 drain(overflow, &mut **port, now, taps, counters)?;
@@ -127,7 +127,7 @@ impl Core {
         }
         let result = match result {
             Ok((sent, _)) if sent.frames + drops.total() + queued != total => {
-                Err(Trouble::Fault(unaccounted(sent, &drops, total)))
+                Err(PortFailure::Fault(unaccounted(sent, &drops, total)))
             }
             other => other,
         };
@@ -148,11 +148,11 @@ impl Core {
                     self.activate(to);
                 }
             }
-            Err(trouble) => {
+            Err(failure) => {
                 // Frames that were not counted yet were lost with the port's rings; see `Port::transmit`.
                 drops.count(Reason::Reset, total.saturating_sub(drops.total() + queued));
                 slot.counters.add_tx_drops(&mut drops);
-                self.fault_of(to, trouble);
+                self.fault_of(to, failure);
             }
         }
         self.refused = drops.into_spare();
@@ -171,13 +171,13 @@ impl Core {
                 self.waiting.swap_remove(at);
                 continue;
             };
-            let mut trouble = None;
+            let mut failure = None;
             if slot.overflow.next_try <= now
                 && let Some(port) = &mut slot.port
             {
                 let (overflow, taps, counters) = (&mut slot.overflow, &mut slot.taps, &slot.counters);
                 let rechecks = &mut self.rechecks;
-                trouble = guarded(|| {
+                failure = catch_panic(|| {
                     drain(overflow, &mut **port, now, taps, counters)?;
                     port.flush()?;
                     if port.take_recheck() {
@@ -187,14 +187,14 @@ impl Core {
                 })
                 .err();
             }
-            if slot.overflow.is_live() && trouble.is_none() {
+            if slot.overflow.is_live() && failure.is_none() {
                 self.waiting_at = self.waiting_at.min(slot.overflow.next_try);
             } else {
                 slot.overflow.listed = false;
                 self.waiting.swap_remove(at);
             }
-            if let Some(trouble) = trouble {
-                self.fault_of(index, trouble);
+            if let Some(failure) = failure {
+                self.fault_of(index, failure);
             }
         }
     }

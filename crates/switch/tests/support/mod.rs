@@ -14,7 +14,7 @@ use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::port::{Caps, Fault, FaultKind, Link, Port, Rechecked, Sent};
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
-use tombolo_switch::worker::{Remake, Worker};
+use tombolo_switch::worker::{Restart, Worker};
 
 #[derive(Default)]
 pub struct Clock {
@@ -87,7 +87,7 @@ pub enum At {
     Disarm,
     Reset,
     Details,
-    Remake,
+    Restart,
 }
 
 #[derive(Clone, Debug)]
@@ -196,11 +196,11 @@ impl TestPort {
         if state.panic == Some(at) || state.panic_once == Some(at) {
             state.panic_once = None;
             drop(state);
-            panic!("planted in {at:?}");
+            panic!("injected in {at:?}");
         }
         if state.fault == Some(at) {
             state.fault = None;
-            return Err(Fault { kind: FaultKind::Ring, detail: format!("planted in {at:?}") });
+            return Err(Fault { kind: FaultKind::Ring, detail: format!("injected in {at:?}") });
         }
         Ok(state)
     }
@@ -418,15 +418,15 @@ impl Bench {
         let token = reserved.token();
         let port = Box::new(TestPort { state: state.clone(), held: Vec::new() });
         let again = state.clone();
-        let remake: Remake = Box::new(move |_| {
-            if again.lock().unwrap().panic == Some(At::Remake) {
-                panic!("planted in Remake");
+        let restart: Restart = Box::new(move |_| {
+            if again.lock().unwrap().panic == Some(At::Restart) {
+                panic!("injected in Restart");
             }
             Ok(Box::new(TestPort { state: again.clone(), held: Vec::new() }))
         });
         let name = format!("port{}", token.0);
         let add = |handle: &WorkerHandle| match lasting {
-            true => handle.add_lasting_port(reserved, network, &name, port, remake, settings),
+            true => handle.add_lasting_port(reserved, network, &name, port, restart, settings),
             false => handle.add_port(reserved, network, &name, port, settings),
         };
         let counters = self.ask(add).unwrap();

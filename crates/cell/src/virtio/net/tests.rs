@@ -168,7 +168,7 @@ fn receive(driver: &mut VirtioNet) -> Option<Vec<u8>> {
 }
 
 fn send(driver: &mut VirtioNet, bytes: &[u8]) -> bool {
-    driver.transmit(NOW).map(|leave| leave.consume(bytes.len(), |to| to.copy_from_slice(bytes))).is_some()
+    driver.transmit(NOW).map(|leave| permit.consume(bytes.len(), |to| to.copy_from_slice(bytes))).is_some()
 }
 
 #[test]
@@ -271,11 +271,11 @@ fn a_segment_to_be_cut_says_how() {
     tcp[20..22].fill(0);
     tcp[23] = 6;
     tcp[46] = 0x50;
-    let mut leave = driver.transmit(NOW).expect("the ring is empty");
+    let mut permit = driver.transmit(NOW).expect("the ring is empty");
     let mut meta = PacketMeta::default();
     meta.segmentation_offload_size = NonZeroU16::new(1460);
-    leave.set_meta(meta);
-    leave.consume(tcp.len(), |to| to.copy_from_slice(&tcp));
+    permit.set_meta(meta);
+    permit.consume(tcp.len(), |to| to.copy_from_slice(&tcp));
     driver.flush();
     let sent = peer.take(1);
     let header = NetHeaderRepr::parse(&sent[0][..HEADER_BYTES]).expect("whole");
@@ -294,8 +294,8 @@ fn a_full_ring_takes_nothing_more_and_goes_on_when_there_is_room() {
     driver.flush();
     // What must be answered at once is built and dropped.
     peer.deliver(NetHeaderRepr::PLAIN, &frame(60), None);
-    let (_, leave) = driver.receive(NOW).expect("a frame is there");
-    leave.consume(60, |to| to.fill(0));
+    let (_, permit) = driver.receive(NOW).expect("a frame is there");
+    permit.consume(60, |to| to.fill(0));
     assert_eq!(driver.stats().tx_dropped, 1);
     assert!(!driver.arm(), "nothing has come back");
     assert_eq!(peer.take(usize::from(QUEUE)).len(), sent);

@@ -104,8 +104,8 @@ fn send(device: &mut XenNet, frame: &[u8], segment_bytes: Option<u16>) -> bool {
     let Some(mut leave) = device.transmit() else { return false };
     let mut meta = PacketMeta::default();
     meta.segmentation_offload_size = segment_bytes.and_then(NonZeroU16::new);
-    leave.set_meta(meta);
-    leave.consume(frame.len(), |to| to.copy_from_slice(frame));
+    permit.set_meta(meta);
+    permit.consume(frame.len(), |to| to.copy_from_slice(frame));
     true
 }
 

@@ -1,7 +1,7 @@
 //! The port under the suite that all attachments pass.
 
 use super::frontend::*;
-use crate::conformance::{Abilities, Fixture, Misdeed};
+use crate::conformance::{Abilities, Fixture, Violation};
 use crate::pair::OwnedFrame;
 use crate::reactor::Registration;
 use crate::vhost_user::{Socket, VhostUserConfig, VhostUserPort};
@@ -97,7 +97,7 @@ impl Fixture for GuestFixture {
         guest.rings[1].publish();
     }
 
-    fn wish(&mut self) {
+    fn ask_for_signals(&mut self) {
         self.guest().rings[0].arm().unwrap();
     }
 
@@ -114,35 +114,35 @@ impl Fixture for GuestFixture {
         self.attaching = Some(Self::attach(self.path.clone()));
     }
 
-    fn send_runt(&mut self) -> Misdeed {
+    fn send_runt(&mut self) -> Violation {
         self.guest().send(&PLAIN, &frame(13, 0), &[]);
-        Misdeed::Dropped(Reason::Runt)
+        Violation::Dropped(Reason::Runt)
     }
 
-    fn send_over_long(&mut self) -> Misdeed {
+    fn send_over_long(&mut self) -> Violation {
         self.guest().send(&PLAIN, &frame(70_000, 0), &[]);
-        Misdeed::Dropped(Reason::TooLong)
+        Violation::Dropped(Reason::TooLong)
     }
 
-    fn send_bad_offload(&mut self) -> Misdeed {
+    fn send_bad_offload(&mut self) -> Violation {
         self.guest().send(&[1, 0, 0, 0, 0, 0, 90, 0, 16, 0, 0, 0], &frame(64, 0), &[]);
-        Misdeed::Dropped(Reason::BadOffload)
+        Violation::Dropped(Reason::BadOffload)
     }
 
-    fn break_protocol(&mut self) -> Misdeed {
+    fn break_protocol(&mut self) -> Violation {
         let guest = self.guest();
         let available = guest.view((1 << 16) + 16 * u64::from(RING_SIZE), 518);
         let index = available.as_foreign().load_u16(2, Ordering::Relaxed).unwrap();
         available.store_u16(2, index.wrapping_add(1000), Ordering::Release).unwrap();
         guest.kicks[1].ring();
-        Misdeed::Faulted(FaultKind::Ring)
+        Violation::Faulted(FaultKind::Ring)
     }
 
-    fn spoil_transmit(&mut self) -> Misdeed {
+    fn spoil_transmit(&mut self) -> Violation {
         // Behind as many good buffers as the port takes at a time: one that is no descriptor of the ring.
         let available = self.guest().view(16 * u64::from(RING_SIZE), 518);
         available.store_u16(4 + 2 * 40, RING_SIZE, Ordering::Release).unwrap();
-        Misdeed::Faulted(FaultKind::Ring)
+        Violation::Faulted(FaultKind::Ring)
     }
 }
 

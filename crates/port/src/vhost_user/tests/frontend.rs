@@ -50,7 +50,7 @@ const BUFFERS: u64 = 1 << 22;
 /// Frames of up to 128 KiB that may be on their way from the guest.
 pub(crate) const SLOTS: u64 = 16;
 /// How long anything may take before a test fails.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(10);
+pub(crate) const TIMEOUT: Duration = Duration::from_secs(10);
 
 pub(crate) fn words(values: &[u64]) -> Vec<u8> {
     values.iter().flat_map(|value| value.to_le_bytes()).collect()
@@ -67,7 +67,7 @@ pub(crate) struct Frontend {
 
 impl Frontend {
     pub(crate) fn connect(path: &Path) -> Frontend {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             match UnixStream::connect(path) {
                 Ok(stream) => return Frontend::new(stream),
@@ -78,8 +78,8 @@ impl Frontend {
     }
 
     pub(crate) fn new(stream: UnixStream) -> Frontend {
-        stream.set_read_timeout(Some(PATIENCE)).unwrap();
-        stream.set_write_timeout(Some(PATIENCE)).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        stream.set_write_timeout(Some(TIMEOUT)).unwrap();
         Frontend { stream, reply_ack: false }
     }
 
@@ -146,7 +146,7 @@ impl Frontend {
         assert!(self.tell(SET_FEATURES, &words(&[features | 1 << 30]), &[]));
     }
 
-    /// Whether the other side has closed the connection, within [`PATIENCE`].
+    /// Whether the other side has closed the connection, within [`TIMEOUT`].
     pub(crate) fn is_closed(&self) -> bool {
         let mut bytes = [0; 256];
         loop {
@@ -162,7 +162,7 @@ impl Frontend {
     }
 }
 
-/// A guest: memory, one queue pair and their bells. It outlives connections.
+/// A guest: memory, one queue pair and their doorbells. It outlives connections.
 pub(crate) struct Guest {
     pub(crate) file: OwnedFd,
     pub(crate) memory: &'static Mapping,
@@ -296,14 +296,14 @@ impl Guest {
         self.rings[1].add(&segments, 0)
     }
 
-    /// The next frame with its header, within [`PATIENCE`], sleeping on the call descriptor. Mergeable buffers are put
+    /// The next frame with its header, within [`TIMEOUT`], sleeping on the call descriptor. Mergeable buffers are put
     /// together.
     pub(crate) fn receive(&mut self) -> (Vec<u8>, Vec<u8>) {
-        self.receive_within(PATIENCE).expect("a frame in time")
+        self.receive_within(TIMEOUT).expect("a frame in time")
     }
 
-    pub(crate) fn receive_within(&mut self, patience: Duration) -> Option<(Vec<u8>, Vec<u8>)> {
-        let end = Instant::now() + patience;
+    pub(crate) fn receive_within(&mut self, timeout: Duration) -> Option<(Vec<u8>, Vec<u8>)> {
+        let end = Instant::now() + timeout;
         let mut bytes = Vec::new();
         let mut left = None;
         while left != Some(0u16) {

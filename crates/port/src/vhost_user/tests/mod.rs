@@ -181,7 +181,7 @@ impl Worker {
     }
 
     fn until<T>(&self, what: &str, mut condition: impl FnMut(&Seen) -> Option<T>) -> T {
-        let end = Instant::now() + PATIENCE;
+        let end = Instant::now() + TIMEOUT;
         loop {
             if let Some(value) = condition(&self.seen.lock().unwrap()) {
                 return value;
@@ -453,7 +453,7 @@ fn user_mode_linux_is_taken() {
         let mut bytes = [0; 8];
         assert_eq!(rustix::io::read(pipe, &mut bytes), Ok(8), "the call is a pipe's");
     }
-    // A kick from a pipe would keep the worker's epoll at the peer's wish.
+    // A kick from a pipe would keep the worker's epoll at the peer's request.
     let (kick, _writer) = rustix::pipe::pipe().unwrap();
     assert!(!fa.tell(SET_VRING_KICK, &words(&[0]), &[kick.as_fd()]));
     assert!(worker.fault(0, 0).detail.contains("expected an eventfd"));
@@ -520,7 +520,7 @@ fn a_new_call_descriptor_is_rung() {
     let sent = frame(80, 1);
     let old = std::mem::replace(&mut b.calls[0], tombolo_shm::doorbell::Doorbell::new().unwrap());
     a.send(&PLAIN, &sent, &[]);
-    let end = Instant::now() + PATIENCE;
+    let end = Instant::now() + TIMEOUT;
     while !old.take() {
         assert!(Instant::now() < end, "the frame is not signalled");
         std::thread::yield_now();
@@ -782,7 +782,7 @@ fn a_socket_in_use_is_refused_and_a_stale_one_taken_over() {
     assert!(!path.exists());
 }
 
-/// A guest as QEMU before 8.1 makes it of one with one CPU: its read of the port's wish overtakes its publishing of a frame. Here
+/// A guest as QEMU before 8.1 makes it of one with one CPU: its read of the port's request overtakes its publishing of a frame. Here
 /// it always does, and the frame becomes visible only when the port has gone to sleep, so it is not announced. A store leaves a
 /// processor's buffer in far less than the port's second look takes to come; a test's thread may be held up for longer, and
 /// then announces its frame like a guest that is in order.
@@ -807,13 +807,13 @@ fn a_guest_whose_fences_do_nothing_never_stalls() {
     let layout = Layout::new(RING_SIZE);
     let word = |offset: usize| guest.view((1 << 16) + offset as u64, 2);
     let available = word(layout.available + RING_INDEX);
-    let (used, wish) = (word(layout.used + RING_INDEX), word(layout.used + avail_event(RING_SIZE)));
+    let (used, request) = (word(layout.used + RING_INDEX), word(layout.used + avail_event(RING_SIZE)));
     let read = |word: &ForeignMut<'_>| word.as_foreign().load_u16(0, Ordering::Acquire).unwrap();
     for index in 1..FRAMES {
         // Of a sleep before this one.
         let seen = index - 1;
         let end = Instant::now() + Duration::from_secs(60);
-        while !(read(&used) == index && read(&wish) == index) {
+        while !(read(&used) == index && read(&request) == index) {
             assert!(Instant::now() < end, "the port does not take frame {index} and sleep");
             std::hint::spin_loop();
         }

@@ -2,14 +2,14 @@
 
 use super::*;
 use rustix::net::SocketType;
-use tombolo_shm::ivshmem::keeper::{Keeper, serve};
+use tombolo_shm::ivshmem::fd_store::{FdStore, serve};
 use tombolo_shm::listener::Listener;
 use tombolo_shm::store::Store;
 
 /// A fabric's folder with an fd store in a thread.
 struct Place {
     folder: PathBuf,
-    _first: Keeper,
+    _first: FdStore,
 }
 
 impl Place {
@@ -18,15 +18,15 @@ impl Place {
         std::fs::create_dir_all(&folder).unwrap();
         let path = folder.join("store");
         let listener = Listener::bind(&path, SocketType::SEQPACKET).unwrap();
-        let keeper = Keeper::connect(&path).unwrap();
+        let fd_store = FdStore::connect(&path).unwrap();
         std::thread::spawn(move || serve(listener));
-        Place { folder, _first: keeper }
+        Place { folder, _first: fd_store }
     }
 
     /// What a daemon that starts finds, and its ports.
     fn daemon(&self) -> (Arc<Store>, Worker) {
         let path = self.folder.join("store");
-        let find = Box::new(move || Keeper::connect(&path).map_err(|e| e.to_string()));
+        let find = Box::new(move || FdStore::connect(&path).map_err(|e| e.to_string()));
         let store = Arc::new(Store::open(find, Box::new(|text| println!("{text}"))).unwrap());
         let ports = self.folder.join("ports");
         std::fs::create_dir_all(&ports).unwrap();
@@ -92,7 +92,7 @@ fn a_connection_in_doubt_is_closed_and_comes_back() {
     let name = format!("{}vhost-user/0", tombolo_shm::store::PREFIX);
     let path = place.folder.join("store");
     until("the doubt", || {
-        let records = Keeper::connect(&path).unwrap().list().unwrap();
+        let records = FdStore::connect(&path).unwrap().list().unwrap();
         records.iter().any(|record| record.name == name && record.in_doubt)
     });
     Place::leave(daemon);
@@ -111,7 +111,7 @@ fn a_record_that_does_not_fit_is_refused_in_words() {
     let (_a, fa) = daemon.1.guest(0, FULL, 2048);
     let name = format!("{}vhost-user/0", tombolo_shm::store::PREFIX);
     let path = place.folder.join("store");
-    let record = || Keeper::connect(&path).unwrap().list().unwrap().into_iter().find(|record| record.name == name);
+    let record = || FdStore::connect(&path).unwrap().list().unwrap().into_iter().find(|record| record.name == name);
     // The state after the last message.
     until("the record", || record().is_some_and(|record| !record.in_doubt));
     let mailbox = || {

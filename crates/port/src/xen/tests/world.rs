@@ -216,14 +216,14 @@ impl platform::Machine for Machine {
     }
 
     fn guest(&self, domain: u16) -> Result<Box<dyn Guest>, Errno> {
-        Ok(Box::new(FakeGuest { world: self.0.clone(), domain, bell: Doorbell::new()?, ports: Mutex::default() }))
+        Ok(Box::new(FakeGuest { world: self.0.clone(), domain, doorbell: Doorbell::new()?, ports: Mutex::default() }))
     }
 }
 
 struct FakeGuest {
     world: World,
     domain: u16,
-    bell: Doorbell,
+    doorbell: Doorbell,
     ports: Mutex<Vec<u32>>,
 }
 
@@ -254,7 +254,7 @@ impl Guest for FakeGuest {
         if !state.unbound.contains(&(self.domain, port)) || state.bound.contains_key(&(self.domain, port)) {
             return Err(Errno::INVAL);
         }
-        state.bound.insert((self.domain, port), self.bell.duplicate()?);
+        state.bound.insert((self.domain, port), self.doorbell.duplicate()?);
         self.ports.lock().unwrap().push(port);
         Ok(port)
     }
@@ -264,11 +264,11 @@ impl Guest for FakeGuest {
     }
 
     fn events(&self) -> BorrowedFd<'_> {
-        self.bell.as_fd()
+        self.doorbell.as_fd()
     }
 
     fn unmask(&self) {
-        self.bell.take();
+        self.doorbell.take();
     }
 
     fn copy(&self, copies: &mut [GrantCopy<'_>]) -> Result<(), Errno> {
@@ -450,8 +450,8 @@ impl Frontend {
     }
 
     fn notify(&self, port: u32) {
-        if let Some(bell) = self.world.lock().bound.get(&(self.domain, port)) {
-            bell.ring();
+        if let Some(doorbell) = self.world.lock().bound.get(&(self.domain, port)) {
+            doorbell.ring();
         }
     }
 

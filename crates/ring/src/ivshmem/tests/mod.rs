@@ -156,10 +156,10 @@ fn golden_bytes_of_a_frame_and_of_its_return() {
     assert_eq!(a.own.as_foreign().read_array::<2>(used_event).unwrap(), [2, 0]);
 }
 
-// --- wishes ---
+// --- requests ---
 
 #[test]
-fn rings_follow_the_peers_wish_both_ways() {
+fn rings_follow_the_peers_request_both_ways() {
     let (_, mut a, mut b) = link(0x4000);
     // The first frame and its return are asked for by the zeros of fresh rings.
     assert!(a.send(&[1; 60]) && a.sender.publish(&a.sections));
@@ -186,9 +186,9 @@ fn rings_follow_the_peers_wish_both_ways() {
     }
 }
 
-/// Linux's sender writes its wish after buffers returned, does not look again, and sends one frame more: its return rings.
+/// Linux's sender writes its request after buffers returned, does not look again, and sends one frame more: its return rings.
 #[test]
-fn a_wish_that_comes_late_is_heard_with_the_next_return() {
+fn a_request_that_comes_late_is_heard_with_the_next_return() {
     let (geometry, mut a, mut b) = link(0x4000);
     for _ in 0..3 {
         assert!(a.send(&[1; 60]));
@@ -199,7 +199,7 @@ fn a_wish_that_comes_late_is_heard_with_the_next_return() {
     assert_eq!(a.sender.reclaim(&a.sections), Ok(1));
     assert_eq!(b.receive(1).unwrap().len(), 1);
     assert!(!b.receiver.release(&b.sections, 1));
-    // The wish for the second return, which is there already.
+    // The request for the second return, which is there already.
     a.own.store_u16(geometry.used_event_offset() as usize, 1, Ordering::Relaxed).unwrap();
     assert_eq!(b.receive(1).unwrap().len(), 1);
     assert!(b.receiver.release(&b.sections, 1), "late, but heard");
@@ -210,9 +210,9 @@ fn a_wish_that_comes_late_is_heard_with_the_next_return() {
     assert!(!b.receiver.release(&b.sections, 1), "and heard once");
 }
 
-/// A sender that never wishes, as Zephyr's, is rung once for each turn of the index, not once for each frame.
+/// A sender that never writes a request, such as Zephyr's, is rung once for each turn of the index, not once for each frame.
 #[test]
-fn a_wish_that_stays_at_zero_costs_one_ring_in_65536() {
+fn a_request_that_stays_at_zero_costs_one_ring_in_65536() {
     let (_, mut a, mut b) = link(0x4000);
     let mut rings = 0;
     for _ in 0..200_000u32 {

@@ -1,6 +1,6 @@
 //! The state behind [`Links`](super::Links) and the thread that serves it: sockets in, messages of the core out.
 
-use super::super::keeper::{self, Keeper};
+use super::super::fd_store::{self, FdStore};
 use super::super::server::{Dialect, Hears, Passed, Record, Seat, Server};
 use super::{
     Config, Event, Kind, Launch, Link, LinkError, Member, Opened, Trouble, Watcher, duplicate, has_ended, lock, now_ns,
@@ -36,17 +36,17 @@ pub(super) const OWN: u64 = 0;
 
 #[derive(Debug, Clone)]
 enum Source {
-    Keeper,
+    FdStore,
     Door { link: String, at: usize },
     Member { link: String, id: u32 },
 }
 
 pub(super) struct Keeping {
     launch: Launch,
-    pub(super) keeper: Option<Keeper>,
+    pub(super) fd_store: Option<FdStore>,
     token: u64,
     /// Records of an earlier daemon that no link has taken up yet.
-    pub(super) left: BTreeMap<String, keeper::Record>,
+    pub(super) left: BTreeMap<String, fd_store::Record>,
     /// It was lost and could not be replaced.
     given_up: bool,
 }
@@ -64,7 +64,7 @@ pub(super) struct Inner {
     pub(super) end: bool,
 }
 
-pub(super) fn run(inner: &Mutex<Inner>, bell: &Doorbell, poll: &OwnedFd) {
+pub(super) fn run(inner: &Mutex<Inner>, doorbell: &Doorbell, poll: &OwnedFd) {
     let mut events: Vec<epoll::Event> = Vec::with_capacity(64);
     loop {
         let timeout = {
@@ -86,7 +86,7 @@ pub(super) fn run(inner: &Mutex<Inner>, bell: &Doorbell, poll: &OwnedFd) {
         for event in &events {
             let token = event.data.u64();
             if token == OWN {
-                bell.take();
+                doorbell.take();
             } else if let Some(source) = inner.sources.get(&token).cloned() {
                 inner.ready(token, &source);
             }
@@ -99,7 +99,7 @@ pub(super) fn run(inner: &Mutex<Inner>, bell: &Doorbell, poll: &OwnedFd) {
 struct Kept {
     region: OwnedFd,
     members: BTreeMap<u32, Member>,
-    bells: Vec<Vec<Doorbell>>,
+    doorbells: Vec<Vec<Doorbell>>,
     server: Server,
 }
 
@@ -117,7 +117,7 @@ pub(super) struct Waiting {
 
 impl Keeping {
     pub(super) fn new(launch: Launch) -> Keeping {
-        Keeping { launch, keeper: None, token: OWN, left: BTreeMap::new(), given_up: false }
+        Keeping { launch, fd_store: None, token: OWN, left: BTreeMap::new(), given_up: false }
     }
 }
 
@@ -149,7 +149,7 @@ impl Inner {
         Ok(token)
     }
 
-    /// The keeper, and clients' VMMs, hold the same open files, which epoll goes on reporting: so they are taken out.
+    /// The fd store, and clients' VMMs, hold the same open files, which epoll goes on reporting: so they are taken out.
     fn unwatch(&mut self, fd: impl AsFd, token: u64) {
         if self.sources.remove(&token).is_some() {
             // It was added in `watch` and is removed nowhere else.
@@ -159,10 +159,10 @@ impl Inner {
 
     fn ready(&mut self, token: u64, source: &Source) {
         match source {
-            Source::Keeper => {
-                let gone = self.keeping.as_ref().and_then(|k| k.keeper.as_ref()).is_none_or(has_ended);
+            Source::FdStore => {
+                let gone = self.keeping.as_ref().and_then(|k| k.fd_store.as_ref()).is_none_or(has_ended);
                 if gone {
-                    self.lose_keeper("it ended");
+                    self.lose_fd_store("it ended");
                 }
             }
             Source::Door { link, at } => self.accept(link, *at),
@@ -193,36 +193,36 @@ impl Inner {
         }
     }
 
-    // --- the keeper ---
+    // --- the fd store ---
 
-    pub(super) fn set_keeper(&mut self, keeper: Option<Keeper>) {
-        let old = self.keeping.as_mut().and_then(|k| Some((k.keeper.take()?, k.token)));
+    pub(super) fn set_fd_store(&mut self, fd_store: Option<FdStore>) {
+        let old = self.keeping.as_mut().and_then(|k| Some((k.fd_store.take()?, k.token)));
         if let Some((old, token)) = old {
             self.unwatch(&old, token);
         }
-        let Some(keeper) = keeper else { return };
+        let Some(fd_store) = fd_store else { return };
         // Unwatched, its loss shows with the next record.
-        let token = self.watch(&keeper, Source::Keeper, false).unwrap_or(OWN);
+        let token = self.watch(&fd_store, Source::FdStore, false).unwrap_or(OWN);
         if let Some(keeping) = &mut self.keeping {
-            (keeping.keeper, keeping.token, keeping.given_up) = (Some(keeper), token, false);
+            (keeping.fd_store, keeping.token, keeping.given_up) = (Some(fd_store), token, false);
         }
     }
 
-    /// Starts a keeper in place of one that was lost, and tells it everything.
-    fn lose_keeper(&mut self, why: &str) {
-        self.set_keeper(None);
+    /// Starts an fd store in place of one that was lost, and tells it everything.
+    fn lose_fd_store(&mut self, why: &str) {
+        self.set_fd_store(None);
         if self.keeping.is_none() {
             return;
         }
         (self.trouble)(&format!("the fd store of the ivshmem links is lost ({why}); starting another"));
-        self.find_keeper();
+        self.find_fd_store();
     }
 
-    fn find_keeper(&mut self) {
-        let Some(keeping) = self.keeping.as_mut().filter(|k| k.keeper.is_none() && !k.given_up) else { return };
+    fn find_fd_store(&mut self) {
+        let Some(keeping) = self.keeping.as_mut().filter(|k| k.fd_store.is_none() && !k.given_up) else { return };
         match (keeping.launch)() {
-            Ok(keeper) => {
-                self.set_keeper(Some(keeper));
+            Ok(fd_store) => {
+                self.set_fd_store(Some(fd_store));
                 let names: Vec<String> = self.links.keys().cloned().collect();
                 for name in names {
                     self.keep_link(&name);
@@ -238,10 +238,10 @@ impl Inner {
         }
     }
 
-    pub(super) fn tell_keeper(&mut self, say: impl Fn(&Keeper) -> Result<(), Errno>) {
-        let Some(keeper) = self.keeping.as_ref().and_then(|k| k.keeper.as_ref()) else { return };
-        if let Err(error) = say(keeper) {
-            self.lose_keeper(&error.to_string());
+    pub(super) fn tell_fd_store(&mut self, say: impl Fn(&FdStore) -> Result<(), Errno>) {
+        let Some(fd_store) = self.keeping.as_ref().and_then(|k| k.fd_store.as_ref()) else { return };
+        if let Err(error) = say(fd_store) {
+            self.lose_fd_store(&error.to_string());
         }
     }
 
@@ -249,11 +249,11 @@ impl Inner {
         let Some(link) = self.links.get(name) else { return };
         let bytes = link.config.fingerprint();
         let Ok(region) = duplicate(name, &link.region) else { return };
-        self.tell_keeper(|keeper| keeper.put(name, &bytes, &[region.as_fd()], 0));
+        self.tell_fd_store(|fd_store| fd_store.put(name, &bytes, &[region.as_fd()], 0));
     }
 
     fn keep_seat(&mut self, name: &str, id: u32) {
-        let Some(keeper) = self.keeping.as_ref().and_then(|k| k.keeper.as_ref()) else { return };
+        let Some(fd_store) = self.keeping.as_ref().and_then(|k| k.fd_store.as_ref()) else { return };
         let Some(link) = self.links.get(name) else { return };
         let member = link.members.get(&id);
         let nobody = Record { id, hears: Hears::Nothing, settled: false, told: 0 };
@@ -261,15 +261,15 @@ impl Inner {
         bytes.extend(seat_words(member));
         let life = member.and_then(|m| m.life.as_ref());
         let mut fds: Vec<BorrowedFd<'_>> = life.iter().map(|fd| fd.as_fd()).collect();
-        fds.extend(link.bells.get(id as usize).into_iter().flatten().map(AsFd::as_fd));
+        fds.extend(link.doorbells.get(id as usize).into_iter().flatten().map(AsFd::as_fd));
         let counts = life.is_some() && link.config.helper != Some(id);
-        let done = keeper.put(&link.config.peer_record(id), &bytes, &fds, u8::from(counts));
+        let done = fd_store.put(&link.config.peer_record(id), &bytes, &fds, u8::from(counts));
         if let Err(error) = done {
-            self.lose_keeper(&error.to_string());
+            self.lose_fd_store(&error.to_string());
         }
     }
 
-    /// Has the keeper know what it must before more is sent.
+    /// Has the fd store know what it must before more is sent.
     fn settle_accounts(&mut self, name: &str) {
         let changed = self.links.get_mut(name).map(|l| l.server.changed()).unwrap_or_default();
         changed.into_iter().for_each(|id| self.keep_seat(name, id));
@@ -285,10 +285,10 @@ impl Inner {
             move |source| LinkError::System { what, link, source }
         };
         self.close(&name);
-        self.find_keeper();
+        self.find_fd_store();
         let (kept, out) = self.take_kept(&config);
         let restored = kept.is_some();
-        let Kept { region, members, bells, server } = match kept {
+        let Kept { region, members, doorbells, server } = match kept {
             Some(kept) => kept,
             None => {
                 let region = sealed_region(&format!("tombolo-{name}"), config.region_bytes).map_err(memory)?;
@@ -301,18 +301,19 @@ impl Inner {
                     members.insert(host, Member { kind: Kind::Host, pid, life: None, token: OWN });
                 }
                 let seat = |_| (0..config.shape.vectors).map(|_| Doorbell::shared()).collect();
-                let bells = (0..config.shape.max_peers).map(seat).collect::<Result<_, _>>();
-                Kept { region, members, bells: bells.map_err(system("making a doorbell"))?, server }
+                let doorbells = (0..config.shape.max_peers).map(seat).collect::<Result<_, _>>();
+                Kept { region, members, doorbells: doorbells.map_err(system("making a doorbell"))?, server }
             }
         };
         let head =
             (config.layout.state_table_offset + u64::from(config.shape.max_peers) * 4).next_multiple_of(PAGE_BYTES);
         let mapping = Mapping::new(&region, 0, head, true).map_err(memory)?;
-        let host = config.host.and_then(|host| bells.get(host as usize));
-        let own = host.map(|bells: &Vec<Doorbell>| bells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
+        let host = config.host.and_then(|host| doorbells.get(host as usize));
+        let own =
+            host.map(|doorbells: &Vec<Doorbell>| doorbells.iter().map(Doorbell::duplicate).collect::<Result<_, _>>());
         let own = own.transpose().map_err(system("duplicating a doorbell"))?.unwrap_or_default();
         let there = server.ids().filter(|id| Some(*id) != config.host);
-        let there = there.map(|id| (id, bells[id as usize].iter().filter_map(|b| b.duplicate().ok()).collect()));
+        let there = there.map(|id| (id, doorbells[id as usize].iter().filter_map(|b| b.duplicate().ok()).collect()));
         let opened = Opened { region: duplicate(&name, &region)?, own, restored: there.collect() };
         let link = Link {
             config,
@@ -320,7 +321,7 @@ impl Inner {
             mapping,
             server,
             members,
-            bells,
+            doorbells,
             doors: Vec::new(),
             watcher: None,
             joins: 0,
@@ -344,7 +345,7 @@ impl Inner {
         Ok(opened)
     }
 
-    /// A link that the keeper of an earlier daemon had just so, on which somebody lives still; and the ids of those of its
+    /// A link that the fd store of an earlier daemon had just so, on which somebody lives still; and the ids of those of its
     /// peers that are not taken up.
     fn take_kept(&mut self, config: &Config) -> (Option<Kept>, Vec<u32>) {
         let Some(keeping) = &mut self.keeping else { return (None, vec![]) };
@@ -354,11 +355,11 @@ impl Inner {
         let region = link.filter(|l| l.bytes == config.fingerprint()).and_then(|l| l.fds.into_iter().next());
         let same = |fd: &OwnedFd| rustix::fs::fstat(fd).map(|s| s.st_size as u64) == Ok(config.region_bytes);
         let region = region.filter(|fd| cannot_shrink(fd) && same(fd));
-        let (mut records, mut members, mut bells, mut out) = (vec![], BTreeMap::new(), vec![], vec![]);
+        let (mut records, mut members, mut doorbells, mut out) = (vec![], BTreeMap::new(), vec![], vec![]);
         // Without one seat's doorbells the others would ring no peer.
         let mut whole = region.is_some() && seats.iter().all(Option::is_some);
         for (id, seat) in seats.into_iter().enumerate().filter_map(|(id, seat)| Some((id as u32, seat?))) {
-            bells.push(seat.bells);
+            doorbells.push(seat.doorbells);
             let Some((record, mut member)) = seat.member else { continue };
             let host = member.kind == Kind::Host && config.host == Some(id);
             let lives = host || member.life.as_ref().is_some_and(|life| !has_ended(life));
@@ -383,7 +384,7 @@ impl Inner {
         whole &= config.host.is_none_or(|host| members.contains_key(&host));
         whole &= members.values().any(|m| m.kind != Kind::Host);
         match region.filter(|_| whole) {
-            Some(region) => (Some(Kept { region, members, bells, server }), out),
+            Some(region) => (Some(Kept { region, members, doorbells, server }), out),
             None => {
                 members.values().for_each(Member::hang_up);
                 (None, out)
@@ -459,9 +460,9 @@ impl Inner {
         let Some(link) = self.links.get_mut(name) else { return };
         let (Some(watcher), Some(member)) = (&mut link.watcher, link.members.get(&id)) else { return };
         if member.kind != Kind::Host {
-            let bells = link.bells.get(id as usize).into_iter().flatten();
-            let bells = bells.filter_map(|b| b.duplicate().ok()).collect();
-            watcher(Event::Joined { id, bells });
+            let doorbells = link.doorbells.get(id as usize).into_iter().flatten();
+            let doorbells = doorbells.filter_map(|b| b.duplicate().ok()).collect();
+            watcher(Event::Joined { id, doorbells });
         }
     }
 
@@ -612,7 +613,11 @@ impl Inner {
         link.server.leave(id, now_ns());
         link.clear_state(id);
         for other in link.members.keys() {
-            link.bells.get(*other as usize).and_then(|bells| bells.first()).into_iter().for_each(Doorbell::ring);
+            link.doorbells
+                .get(*other as usize)
+                .and_then(|doorbells| doorbells.first())
+                .into_iter()
+                .for_each(Doorbell::ring);
         }
         if let Some(watcher) = &mut link.watcher {
             watcher(Event::Left { id });
@@ -640,9 +645,11 @@ impl Inner {
             let passed = match message.passed {
                 None => None,
                 Some(Passed::Region) => Some(link.region.as_fd()),
-                Some(Passed::Bell { peer, vector }) => {
-                    link.bells.get(peer as usize).and_then(|bells| bells.get(vector as usize)).map(AsFd::as_fd)
-                }
+                Some(Passed::Doorbell { peer, vector }) => link
+                    .doorbells
+                    .get(peer as usize)
+                    .and_then(|doorbells| doorbells.get(vector as usize))
+                    .map(AsFd::as_fd),
             };
             match passing::send(connection, message.bytes(), passed.as_slice(), false) {
                 // A stream takes a message of a few bytes whole, or not at all.
@@ -663,9 +670,9 @@ impl Inner {
         let ids: Vec<u32> = (0..link.config.shape.max_peers).collect();
         let labels: Vec<String> = ids.iter().map(|id| link.config.peer_record(*id)).collect();
         self.close_quietly(name);
-        self.tell_keeper(|keeper| keeper.forget(name));
+        self.tell_fd_store(|fd_store| fd_store.forget(name));
         for label in labels {
-            self.tell_keeper(|keeper| keeper.forget(&label));
+            self.tell_fd_store(|fd_store| fd_store.forget(&label));
         }
     }
 

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::time::Instant;
 use tempfile::TempDir;
 use tombolo_ring::ivshmem::region::Name;
-use tombolo_testing::{PATIENCE, found, until};
+use tombolo_testing::{TIMEOUT, found, until};
 
 fn config(place: &TempDir, name: &str, max_peers: u32, host: bool) -> Config {
     let layout = Layout::v1(1 << 20, 0, max_peers).unwrap();
@@ -74,12 +74,12 @@ impl Client {
     }
 
     fn peers(&self) -> Vec<u32> {
-        self.says.peers().iter().filter(|(_, bells)| bells.len() == 2).map(|(id, _)| *id).collect()
+        self.says.peers().iter().filter(|(_, doorbells)| doorbells.len() == 2).map(|(id, _)| *id).collect()
     }
 }
 
-fn rung(bell: &Doorbell) {
-    until("a ring", || bell.take());
+fn rung(doorbell: &Doorbell) {
+    until("a ring", || doorbell.take());
 }
 
 fn watched() -> (Watcher, Receiver<Event>) {
@@ -100,15 +100,15 @@ fn peers_come_ring_each_other_and_go() {
     links.serve("lan", Some(watcher)).unwrap();
     let mut a = Client::joined(&place.path().join("lan"));
     assert_eq!((a.says.id(), a.peers()), (Some(1), vec![0]));
-    let Event::Joined { id: 1, bells } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    let Event::Joined { id: 1, doorbells } = events.recv_timeout(TIMEOUT).unwrap() else { panic!() };
     // Each rings the other, by vector.
-    bells[1].ring();
+    doorbells[1].ring();
     rung(&a.says.own()[1]);
     assert!(!a.says.own()[0].take());
     a.says.peers()[&0][0].ring();
     rung(&opened.own[0]);
     let b = Client::joined(&place.path().join("lan"));
-    a.until("b", |c| c.peers().get(&2).is_some_and(|bells| bells.len() == 2));
+    a.until("b", |c| c.peers().get(&2).is_some_and(|doorbells| doorbells.len() == 2));
     assert_eq!(b.peers(), [0, 1]);
     b.says.peers()[&1][1].ring();
     rung(&a.says.own()[1]);
@@ -165,7 +165,7 @@ fn who_comes_in_place_of_a_dying_peer_waits_for_its_seat() {
     let _stays = Client::joined(&path);
     drop(Client::connect(&path));
     Client::connect(&path).until_cut();
-    let text = told.recv_timeout(PATIENCE).unwrap();
+    let text = told.recv_timeout(TIMEOUT).unwrap();
     assert!(text.contains("was refused after") && text.contains("1 by process"), "{text}");
     assert_eq!(status(&links, "lan").refused, 1);
 }
@@ -185,7 +185,7 @@ fn a_client_that_reads_nothing_blocks_nobody_and_is_cut_off() {
         drop(other);
         good.until("the other's end", |c| !c.peers().contains_key(&2));
         waiting = status(&links, "lan").peers.iter().find(|p| p.id == 1).unwrap().waiting;
-        assert!(begun.elapsed() < PATIENCE, "its socket never fills");
+        assert!(begun.elapsed() < TIMEOUT, "its socket never fills");
     }
     // Its queue is bounded from here on, however often others come and go.
     for _ in 0..50 {
@@ -195,7 +195,7 @@ fn a_client_that_reads_nothing_blocks_nobody_and_is_cut_off() {
         assert!(link.peers.iter().all(|p| p.waiting <= 2 * 3), "{link:?}");
     }
     lock(&links.inner).links.get_mut("lan").unwrap().server.set_patience_ns(50_000_000);
-    links.bell.ring();
+    links.doorbell.ring();
     good.until("the slow one's end", |c| !c.peers().contains_key(&1));
     assert_eq!(status(&links, "lan").cut_slow, 1);
     slow.until_cut();
@@ -233,17 +233,17 @@ fn two_links_do_not_meet() {
     assert_ne!(inode(&a), inode(&b));
 }
 
-fn keeper_at(path: PathBuf) -> Launch {
+fn fd_store_at(path: PathBuf) -> Launch {
     Box::new(move || {
         let listener = Listener::replace(&path, SocketType::SEQPACKET).map_err(|e| e.to_string())?;
-        let keeper = Keeper::connect(&path).map_err(|e| e.to_string())?;
-        std::thread::spawn(move || keeper::serve(listener).unwrap());
-        Ok(keeper)
+        let fd_store = FdStore::connect(&path).map_err(|e| e.to_string())?;
+        std::thread::spawn(move || fd_store::serve(listener).unwrap());
+        Ok(fd_store)
     })
 }
 
 fn kept_links(place: &TempDir) -> Links {
-    Links::start("test", Some(keeper_at(place.path().join("keeper"))), Box::new(|_| ())).unwrap()
+    Links::start("test", Some(fd_store_at(place.path().join("keeper"))), Box::new(|_| ())).unwrap()
 }
 
 #[test]
@@ -254,7 +254,7 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     first.serve("lan", None).unwrap();
     let mut a = Client::joined(&place.path().join("lan"));
     let b = Client::joined(&place.path().join("lan"));
-    a.until("b", |c| c.peers().get(&2).is_some_and(|bells| bells.len() == 2));
+    a.until("b", |c| c.peers().get(&2).is_some_and(|doorbells| doorbells.len() == 2));
     let mapping = Mapping::new(a.says.memory().unwrap(), 0, 1 << 20, true).unwrap();
     mapping.view_mut().unwrap().store_u32(4096 + 4, 3, Ordering::Release).unwrap();
     mapping.view_mut().unwrap().store_u32(4096 + 8, 3, Ordering::Release).unwrap();
@@ -268,17 +268,17 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
 
     let second = kept_links(&place);
     let other = Config { region_bytes: 1 << 21, ..config(&place, "lan", 4, true) };
-    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
+    second.recall(FdStore::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let same = config(&place, "lan", 4, true);
     assert!(second.remembers(&same, 1) && !second.remembers(&other, 1));
     // A child that another test forks may hold its end for an instant.
     until("the end of the one that has gone", || !second.remembers(&same, 2));
     let opened = second.open(same).unwrap();
     second.forget_rest();
-    let [(1, bells)] = &opened.restored[..] else { panic!("{:?}", opened.restored) };
+    let [(1, doorbells)] = &opened.restored[..] else { panic!("{:?}", opened.restored) };
     let (watcher, events) = watched();
     second.serve("lan", Some(watcher)).unwrap();
-    bells[0].ring();
+    doorbells[0].ring();
     rung(&a.says.own()[0]);
     a.says.peers()[&0][1].ring();
     rung(&opened.own[1]);
@@ -287,17 +287,17 @@ fn a_restarted_server_takes_up_peers_connections_and_memory() {
     let words = [4, 8].map(|at| ours.view().load_u32(4096 + at, Ordering::Acquire).unwrap());
     assert_eq!(words, [3, 0], "the region is the same, and the state of who went meanwhile is 0");
     let mut c = Client::joined(&place.path().join("lan"));
-    a.until("c", |a| a.peers().get(&2).is_some_and(|bells| bells.len() == 2));
+    a.until("c", |a| a.peers().get(&2).is_some_and(|doorbells| doorbells.len() == 2));
     c.says.peers()[&1][0].ring();
     rung(&a.says.own()[0]);
     c.until("a", |c| c.peers().contains_key(&1));
     assert!(matches!(events.try_recv(), Ok(Event::Joined { id: 2, .. })), "of who was there before nothing is told");
-    second.end_keeper(PATIENCE);
-    until("the keeper's end", || !place.path().join("keeper").exists());
+    second.end_fd_store(TIMEOUT);
+    until("the fd store's end", || !place.path().join("keeper").exists());
 }
 
 #[test]
-fn a_helpers_seat_is_kept_and_is_no_reason_for_the_keeper_to_stay() {
+fn a_helpers_seat_is_kept_and_is_no_reason_for_the_fd_store_to_stay() {
     let place = tempfile::tempdir().unwrap();
     let with_helper = || Config { helper: Some(1), ..config(&place, "calls", 2, false) };
     let first = kept_links(&place);
@@ -305,18 +305,18 @@ fn a_helpers_seat_is_kept_and_is_no_reason_for_the_keeper_to_stay() {
     first.serve("calls", None).unwrap();
     let mut machine = Client::joined(&place.path().join("calls"));
     let mut helper = Client::joined(&place.path().join("calls"));
-    machine.until("the helper", |c| c.peers().get(&1).is_some_and(|bells| bells.len() == 2));
+    machine.until("the helper", |c| c.peers().get(&1).is_some_and(|doorbells| doorbells.len() == 2));
     until("peers without messages", || status(&first, "calls").peers.iter().all(|p| p.waiting == 0));
     drop(first);
     let second = kept_links(&place);
-    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
+    second.recall(FdStore::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let opened = second.open(with_helper()).unwrap();
     assert_eq!(opened.restored.iter().map(|(id, _)| *id).collect::<Vec<_>>(), [0, 1]);
     drop((second, opened));
     assert!(machine.read() && helper.read(), "their connections stand");
     // No daemon serves. The machine is the last peer that the link is for.
     drop(machine);
-    until("the keeper's end", || !place.path().join("keeper").exists());
+    until("the fd store's end", || !place.path().join("keeper").exists());
     helper.until_cut();
 }
 
@@ -330,7 +330,7 @@ fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
     drop(first);
     assert!(a.read());
     let second = kept_links(&place);
-    second.recall(Keeper::connect(&place.path().join("keeper")).unwrap()).unwrap();
+    second.recall(FdStore::connect(&place.path().join("keeper")).unwrap()).unwrap();
     let opened = second.open(config(&place, "lan", 3, true)).unwrap();
     assert!(opened.restored.is_empty());
     a.until_cut();
@@ -342,25 +342,25 @@ fn a_link_that_is_another_now_starts_anew_and_puts_its_peers_out() {
 }
 
 #[test]
-fn a_lost_keeper_is_replaced_and_told_everything() {
+fn a_lost_fd_store_is_replaced_and_told_everything() {
     let place = tempfile::tempdir().unwrap();
     let (sender, told) = channel();
     let trouble: Trouble = Box::new(move |text| sender.send(text.to_string()).unwrap());
-    let links = Links::start("test", Some(keeper_at(place.path().join("keeper"))), trouble).unwrap();
+    let links = Links::start("test", Some(fd_store_at(place.path().join("keeper"))), trouble).unwrap();
     links.open(config(&place, "lan", 4, true)).unwrap();
     links.serve("lan", None).unwrap();
     let _a = Client::joined(&place.path().join("lan"));
     assert!(links.is_kept());
-    Keeper::connect(&place.path().join("keeper")).unwrap().quit().unwrap();
-    let text = told.recv_timeout(PATIENCE).unwrap();
+    FdStore::connect(&place.path().join("keeper")).unwrap().quit().unwrap();
+    let text = told.recv_timeout(TIMEOUT).unwrap();
     assert!(text.contains("is lost"), "{text}");
-    let names = found("another keeper with it all", || {
-        let keeper = Keeper::connect(&place.path().join("keeper")).ok()?;
-        let names: Vec<String> = keeper.list().ok()?.into_iter().map(|r| r.name).collect();
+    let names = found("another fd store with it all", || {
+        let fd_store = FdStore::connect(&place.path().join("keeper")).ok()?;
+        let names: Vec<String> = fd_store.list().ok()?.into_iter().map(|r| r.name).collect();
         (names.len() == 5).then_some(names)
     });
     assert_eq!(names, ["lan", "lan#0", "lan#1", "lan#2", "lan#3"]);
-    links.end_keeper(PATIENCE);
+    links.end_fd_store(TIMEOUT);
 }
 
 #[test]
@@ -377,14 +377,14 @@ fn a_machine_without_doorbells_sits_until_its_process_ends() {
         let pid = rustix::process::Pid::from_child(&child);
         let pidfd = rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap();
         links.occupy("lan", 1, child.id(), pidfd.as_fd()).unwrap();
-        assert!(matches!(events.recv_timeout(PATIENCE), Ok(Event::Joined { id: 1, bells }) if bells.is_empty()));
+        assert!(matches!(events.recv_timeout(TIMEOUT), Ok(Event::Joined { id: 1, doorbells }) if doorbells.is_empty()));
         assert!(links.occupy("lan", 1, child.id(), pidfd.as_fd()).is_err(), "the seat is taken");
         assert_eq!(status(&links, "lan").peers[1].pid, child.id());
         let mapping = Mapping::new(links.region("lan").unwrap(), 0, 8192, true).unwrap();
         mapping.view_mut().unwrap().store_u32(4096 + 4, 3, Ordering::Release).unwrap();
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert!(matches!(events.recv_timeout(PATIENCE), Ok(Event::Left { id: 1 })));
+        assert!(matches!(events.recv_timeout(TIMEOUT), Ok(Event::Left { id: 1 })));
         assert_eq!(mapping.view().load_u32(4096 + 4, Ordering::Acquire), Some(0));
     }
 }
@@ -439,21 +439,21 @@ fn version_2_over_its_socket() {
     let expected = v2::Message::Init { id: 1, max_peers: 2, vectors: 2, protocol: 1, output_bytes: 0x7f000 };
     assert_eq!(init, expected);
     let memory = Mapping::new(&fds[0], 0, 1 << 20, true).unwrap();
-    let mut bells = Vec::new();
+    let mut doorbells = Vec::new();
     for (id, vector) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
         let (message, fds) = take();
         assert_eq!(message, v2::Message::EventFd { id, vector });
-        bells.push(Doorbell::adopt(fds.into_iter().next().unwrap()).unwrap());
+        doorbells.push(Doorbell::adopt(fds.into_iter().next().unwrap()).unwrap());
     }
-    let Event::Joined { id: 1, bells: ours } = events.recv_timeout(PATIENCE).unwrap() else { panic!() };
+    let Event::Joined { id: 1, doorbells: ours } = events.recv_timeout(TIMEOUT).unwrap() else { panic!() };
     ours[1].ring();
-    rung(&bells[3]);
-    bells[0].ring();
+    rung(&doorbells[3]);
+    doorbells[0].ring();
     rung(&opened.own[0]);
     memory.view_mut().unwrap().store_u32(layout.state(1).unwrap(), 3, Ordering::Release).unwrap();
     // Any byte that it says gets it disconnected, and its state is cleared.
     rustix::io::write(&socket, &[0]).unwrap();
-    assert!(matches!(events.recv_timeout(PATIENCE), Ok(Event::Left { id: 1 })));
+    assert!(matches!(events.recv_timeout(TIMEOUT), Ok(Event::Left { id: 1 })));
     assert_eq!(memory.view().load_u32(layout.state(1).unwrap(), Ordering::Acquire), Some(0));
     rung(&opened.own[0]);
     assert_eq!(passing::receive(&socket, &mut [0; 8], true).map(|got| got.bytes), Ok(0));

@@ -13,8 +13,8 @@ fn drain(server: &mut Server, id: u32) -> Vec<(i64, Option<Passed>)> {
     out
 }
 
-fn bell(peer: u32, vector: u32) -> (i64, Option<Passed>) {
-    (peer.into(), Some(Passed::Bell { peer, vector }))
+fn doorbell(peer: u32, vector: u32) -> (i64, Option<Passed>) {
+    (peer.into(), Some(Passed::Doorbell { peer, vector }))
 }
 
 #[test]
@@ -22,11 +22,22 @@ fn a_client_is_greeted_and_the_others_are_told_in_the_order_of_the_specification
     let mut server = Server::new(V1);
     assert_eq!(server.join(Seat::Fixed(0), Hears::Nothing, 0), Ok(0));
     assert_eq!(server.join(Seat::Any, Hears::Comings, 0), Ok(1));
-    let greeting = [(0, None), (1, None), (-1, Some(Passed::Region)), bell(0, 0), bell(0, 1), bell(1, 0), bell(1, 1)];
+    let greeting = [
+        (0, None),
+        (1, None),
+        (-1, Some(Passed::Region)),
+        doorbell(0, 0),
+        doorbell(0, 1),
+        doorbell(1, 0),
+        doorbell(1, 1),
+    ];
     assert_eq!(drain(&mut server, 1), greeting);
     assert_eq!(server.join(Seat::Any, Hears::Comings, 0), Ok(2));
-    assert_eq!(drain(&mut server, 1), [bell(2, 0), bell(2, 1)]);
-    assert_eq!(drain(&mut server, 2)[3..], [bell(0, 0), bell(0, 1), bell(1, 0), bell(1, 1), bell(2, 0), bell(2, 1)]);
+    assert_eq!(drain(&mut server, 1), [doorbell(2, 0), doorbell(2, 1)]);
+    assert_eq!(
+        drain(&mut server, 2)[3..],
+        [doorbell(0, 0), doorbell(0, 1), doorbell(1, 0), doorbell(1, 1), doorbell(2, 0), doorbell(2, 1)]
+    );
     assert!(server.leave(1, 0) && !server.leave(1, 0));
     assert_eq!(drain(&mut server, 2), [(1, None)]);
     assert_eq!(server.join(Seat::Any, Hears::Comings, 0), Ok(1), "the seat is free again");
@@ -41,14 +52,14 @@ fn stock_qemu_hears_of_all_seats_at_once_and_never_again() {
     let mut server = Server::new(V1);
     server.join(Seat::Fixed(0), Hears::Nothing, 0).unwrap();
     server.join(Seat::Fixed(2), Hears::Seats, 0).unwrap();
-    let bells =
-        [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1), (2, 0), (2, 1)].map(|(peer, vector)| bell(peer, vector));
-    assert_eq!(drain(&mut server, 2)[3..], bells);
+    let doorbells =
+        [(0, 0), (0, 1), (1, 0), (1, 1), (3, 0), (3, 1), (2, 0), (2, 1)].map(|(peer, vector)| doorbell(peer, vector));
+    assert_eq!(drain(&mut server, 2)[3..], doorbells);
     for _ in 0..3 {
         server.join(Seat::Fixed(1), Hears::Comings, 0).unwrap();
         assert_eq!(
             drain(&mut server, 1)[3..],
-            [bell(0, 0), bell(0, 1), bell(2, 0), bell(2, 1), bell(1, 0), bell(1, 1)]
+            [doorbell(0, 0), doorbell(0, 1), doorbell(2, 0), doorbell(2, 1), doorbell(1, 0), doorbell(1, 1)]
         );
         server.leave(1, 0);
     }
@@ -77,7 +88,7 @@ fn version_2_says_the_same_in_its_words() {
     let init = |id, protocol| {
         (v2::Message::Init { id, max_peers: 2, vectors: 1, protocol, output_bytes: 0x7f000 }, Some(Passed::Region))
     };
-    let event = |id| (v2::Message::EventFd { id, vector: 0 }, Some(Passed::Bell { peer: id, vector: 0 }));
+    let event = |id| (v2::Message::EventFd { id, vector: 0 }, Some(Passed::Doorbell { peer: id, vector: 0 }));
     assert_eq!(said(0), [init(0, 0xc001), event(0), event(1)]);
     assert_eq!(said(1), [init(1, 0x8001), event(0), event(1)]);
     server.leave(0, 0);
@@ -92,7 +103,7 @@ fn a_client_that_takes_nothing_has_a_bounded_queue_and_becomes_overdue() {
     drain(&mut server, 0);
     server.join(Seat::Fixed(1), Hears::Comings, 5).unwrap();
     drain(&mut server, 0);
-    assert_eq!((server.deadline_ns(), server.waiting(0)), (Some(5 + PATIENCE_NS), 0), "the other has not been greeted");
+    assert_eq!((server.deadline_ns(), server.waiting(0)), (Some(5 + TIMEOUT_NS), 0), "the other has not been greeted");
     server.leave(1, 10);
     for round in 0..1000u64 {
         for id in 1..4 {
@@ -104,9 +115,9 @@ fn a_client_that_takes_nothing_has_a_bounded_queue_and_becomes_overdue() {
         }
         assert!(server.waiting(0) <= 3 * 3, "{}", server.waiting(0));
     }
-    assert_eq!(server.deadline_ns(), Some(10 + PATIENCE_NS));
-    assert!(server.overdue(9 + PATIENCE_NS).is_empty());
-    assert_eq!(server.overdue(10 + PATIENCE_NS), [0]);
+    assert_eq!(server.deadline_ns(), Some(10 + TIMEOUT_NS));
+    assert!(server.overdue(9 + TIMEOUT_NS).is_empty());
+    assert_eq!(server.overdue(10 + TIMEOUT_NS), [0]);
     assert_eq!(drain(&mut server, 0), [(1, None)], "what it never heard of is withdrawn");
 }
 
@@ -151,7 +162,7 @@ fn a_restarted_server_goes_on_where_its_records_say() {
     assert_eq!(drain(&mut again, 1), [(2, None)], "of 3 it may not have heard");
     assert_eq!(again.record(1).unwrap(), Record { id: 1, hears: Hears::Comings, settled: true, told: 1 });
     assert_eq!(again.join(Seat::Any, Hears::Comings, 0), Ok(2));
-    assert_eq!(drain(&mut again, 1), [bell(2, 0), bell(2, 1)]);
+    assert_eq!(drain(&mut again, 1), [doorbell(2, 0), doorbell(2, 1)]);
 }
 
 #[test]
@@ -215,7 +226,7 @@ fn clients_know_who_is_there_whatever_happens() {
                     let number = v1::decode(message.bytes().try_into().unwrap());
                     let client = known.get_mut(&id).unwrap();
                     match message.passed {
-                        Some(Passed::Bell { peer, vector }) => {
+                        Some(Passed::Doorbell { peer, vector }) => {
                             assert!(server.has(peer), "the coming of one who is gone");
                             let next = client.entry(peer).or_default();
                             assert_eq!(*next, vector, "peer {peer} to {id} at step {step}");
@@ -241,7 +252,7 @@ fn clients_know_who_is_there_whatever_happens() {
         while let Some(message) = server.next(id).copied() {
             let number = v1::decode(message.bytes().try_into().unwrap()) as u32;
             match message.passed {
-                Some(Passed::Bell { peer, .. }) => *known.get_mut(&id).unwrap().entry(peer).or_default() += 1,
+                Some(Passed::Doorbell { peer, .. }) => *known.get_mut(&id).unwrap().entry(peer).or_default() += 1,
                 None if message.about != About::Greeting => drop(known.get_mut(&id).unwrap().remove(&number)),
                 _ => {}
             }

@@ -2,7 +2,7 @@
 //! Channels and calls share this. What they clear and check is defined in their own modules.
 
 use super::link::Link;
-use super::pace::Pace;
+use super::poll_interval::PollInterval;
 use tombolo_ring::ivshmem::state::{Action, Machine, State};
 
 /// How long a link stays down after its peer broke its protocol.
@@ -20,7 +20,7 @@ pub(crate) enum Do {
 }
 
 /// The cell's end of a link with one peer.
-pub(crate) struct Meeting {
+pub(crate) struct Handshake {
     pub(crate) link: Link,
     pub(crate) peer: u32,
     machine: Machine,
@@ -32,19 +32,19 @@ pub(crate) struct Meeting {
     pub(crate) faults: u64,
 }
 
-impl Meeting {
-    pub(crate) fn new(link: Link, peer: u32) -> Meeting {
+impl Handshake {
+    pub(crate) fn new(link: Link, peer: u32) -> Handshake {
         let machine = Machine::new();
         // An earlier life of this machine may have left another word there.
         link.set_state(machine.own().word());
-        Meeting { link, peer, machine, down_until_ns: 0, resets: 0, faults: 0 }
+        Handshake { link, peer, machine, down_until_ns: 0, resets: 0, faults: 0 }
     }
 
     fn word(&self) -> u32 {
         self.link.state(self.peer)
     }
 
-    /// The peer's number, and its state word as it is; for [`Meeting::change`].
+    /// The peer's number, and its state word as it is; for [`Handshake::change`].
     pub(crate) fn theirs(&self) -> (u32, u32) {
         (self.peer, self.word())
     }
@@ -57,7 +57,7 @@ impl Meeting {
     /// Looks at the peer's word and follows it; whether the sections may be used.
     ///
     /// # Errors
-    /// What `act` refused with; the link stays as it is, and [`Meeting::fault`] is to follow.
+    /// What `act` refused with; the link stays as it is, and [`Handshake::fault`] is to follow.
     pub(crate) fn step<E>(&mut self, mut act: impl FnMut(Do) -> Result<(), E>) -> Result<bool, E> {
         if self.machine.is_up() && self.word() == State::Run.word() {
             return Ok(true);
@@ -103,13 +103,13 @@ impl Meeting {
 
     /// Waits, while the link is down, until the peer's word is no longer `theirs` or it is time to look again. It is looked at also where
     /// the peer rings: the first rings of a machine that starts can go to one that is not yet told of it.
-    pub(crate) async fn change(link: &Link, theirs: (u32, u32), down_until_ns: u64, pace: &mut Pace) {
+    pub(crate) async fn change(link: &Link, theirs: (u32, u32), down_until_ns: u64, poll_interval: &mut PollInterval) {
         let ((peer, word), now_ns) = (theirs, link.now_ns());
         if now_ns < down_until_ns {
             link.net().sleep_until(down_until_ns).await;
         } else {
             let changed = link.until(|| (link.state(peer) != word).then_some(()));
-            link.net().within(pace.next(now_ns) - now_ns, changed).await;
+            link.net().within(poll_interval.next(now_ns) - now_ns, changed).await;
         }
     }
 

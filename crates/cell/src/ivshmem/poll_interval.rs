@@ -18,21 +18,21 @@ impl Pauses {
     /// For a link whose peer announces no frames. A look costs an emulated machine 200 to 300 microseconds of its
     /// host's time, so 64 quiet cells take less than a tenth of a core together.
     pub(crate) const POLLED: Pauses = Pauses { shortest_ns: 50_000, longest_ns: 200_000_000 };
-    /// For a link with doorbell that is down: a peer that died rings no bell, and one that starts may have rung too early.
+    /// For a link with doorbell that is down: a peer that died rings no doorbell, and one that starts may have rung too early.
     pub(crate) const DOWN: Pauses = Pauses { shortest_ns: 1_000_000, longest_ns: 250_000_000 };
 }
 
 /// When to look next.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Pace {
+pub(crate) struct PollInterval {
     pauses: Pauses,
     busy_ns: u64,
     next_ns: u64,
 }
 
-impl Pace {
-    pub(crate) fn new(pauses: Pauses) -> Pace {
-        Pace { pauses, busy_ns: 0, next_ns: 0 }
+impl PollInterval {
+    pub(crate) fn new(pauses: Pauses) -> PollInterval {
+        PollInterval { pauses, busy_ns: 0, next_ns: 0 }
     }
 
     /// Something was found or sent at `now_ns`, so an answer or more of it is to be expected.
@@ -59,11 +59,11 @@ mod tests {
     const MS: u64 = 1_000_000;
 
     /// The times of the looks from `start_ns` to `end_ns` that find nothing.
-    fn looks(pace: &mut Pace, start_ns: u64, end_ns: u64) -> std::vec::Vec<u64> {
+    fn looks(poll_interval: &mut PollInterval, start_ns: u64, end_ns: u64) -> std::vec::Vec<u64> {
         let mut times = std::vec::Vec::new();
         let mut now = start_ns;
         while now < end_ns {
-            now = pace.next(now);
+            now = poll_interval.next(now);
             times.push(now);
         }
         times
@@ -71,42 +71,42 @@ mod tests {
 
     #[test]
     fn the_pause_is_the_shortest_after_traffic_and_grows_with_the_quiet_up_to_the_longest() {
-        let mut pace = Pace::new(Pauses { shortest_ns: 50_000, longest_ns: 20 * MS });
-        pace.busy(1000 * MS);
-        let times = looks(&mut pace, 1000 * MS, 3000 * MS);
+        let mut poll_interval = PollInterval::new(Pauses { shortest_ns: 50_000, longest_ns: 20 * MS });
+        poll_interval.busy(1000 * MS);
+        let times = looks(&mut poll_interval, 1000 * MS, 3000 * MS);
         for pair in times.windows(2) {
             let (quiet, pause) = (pair[0] - 1000 * MS, pair[1] - pair[0]);
             assert_eq!(pause, (quiet / 16).clamp(50_000, 20 * MS));
         }
         assert_eq!(times[1] - times[0], 50_000);
-        pace.busy(3000 * MS);
-        assert_eq!(pace.next(3000 * MS), 3000 * MS + 50_000);
+        poll_interval.busy(3000 * MS);
+        assert_eq!(poll_interval.next(3000 * MS), 3000 * MS + 50_000);
     }
 
     #[test]
     fn a_look_before_its_time_changes_nothing() {
-        let mut pace = Pace::new(Pauses { shortest_ns: 50, longest_ns: 1000 });
-        let next = pace.next(1_000_000);
+        let mut poll_interval = PollInterval::new(Pauses { shortest_ns: 50, longest_ns: 1000 });
+        let next = poll_interval.next(1_000_000);
         assert_eq!(next, 1_001_000);
         for now in 1_000_001..1_001_000 {
-            assert_eq!(pace.next(now), next);
+            assert_eq!(poll_interval.next(now), next);
         }
-        assert_eq!(pace.next(next), next + 1000);
+        assert_eq!(poll_interval.next(next), next + 1000);
     }
 
     #[test]
     fn a_quiet_link_is_looked_at_five_times_a_second() {
-        let mut pace = Pace::new(Pauses::POLLED);
-        assert_eq!(looks(&mut pace, 10_000 * MS, 11_000 * MS).len(), 5);
+        let mut poll_interval = PollInterval::new(Pauses::POLLED);
+        assert_eq!(looks(&mut poll_interval, 10_000 * MS, 11_000 * MS).len(), 5);
         // On the way there: no more than a few hundred.
-        pace.busy(20_000 * MS);
-        let times = looks(&mut pace, 20_000 * MS, 23_000 * MS);
+        poll_interval.busy(20_000 * MS);
+        let times = looks(&mut poll_interval, 20_000 * MS, 23_000 * MS);
         assert!(times.len() < 200, "{}", times.len());
     }
 
     #[test]
     fn the_longest_pause_may_be_shorter_than_the_shortest() {
-        let mut pace = Pace::new(Pauses { shortest_ns: 50, longest_ns: 10 });
-        assert_eq!(pace.next(1000), 1010);
+        let mut poll_interval = PollInterval::new(Pauses { shortest_ns: 50, longest_ns: 10 });
+        assert_eq!(poll_interval.next(1000), 1010);
     }
 }

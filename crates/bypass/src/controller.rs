@@ -1,4 +1,4 @@
-//! The keeper: a process that supports the attached programs. Traffic flows without it.
+//! The controller: a process that supports the attached programs. Traffic flows without it.
 //!
 //! It does what the programs cannot:
 //!
@@ -14,7 +14,7 @@
 //!
 //! Two of its threads write into a map, at each turn, that they are at work. A thread that has not
 //! done so for a while is stopped or hangs. `status` and the metrics report this, and the next
-//! `attach`, or a fabric's daemon, ends the keeper and starts another.
+//! `attach`, or a fabric's daemon, ends the controller and starts another.
 //!
 //! It ends by itself within one tick when the place is gone. When the namespace was deleted, it
 //! removes everything and ends. A lock makes sure that one runs per namespace.
@@ -53,11 +53,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-/// How often the keeper looks at what tells nothing by itself.
+/// How often the controller looks at what tells nothing by itself.
 const TICK: Duration = Duration::from_secs(1);
-/// How long frames are taken without a tick, where that needs a keeper.
+/// How long frames are taken without a tick, where that needs a controller.
 pub(crate) const KEPT: Duration = Duration::from_secs(3);
-/// How long a keeper may say nothing before it counts as stopped: many turns, and longer than the kernel's lock of all interfaces is held as a rule.
+/// How long a controller may say nothing before it counts as stopped: many turns, and longer than the kernel's lock of all interfaces is held as a rule.
 /// The programs have the same (SILENT_NS).
 const SILENT: Duration = Duration::from_secs(5);
 /// How long a killed one may take to be gone.
@@ -79,12 +79,12 @@ const UNUSED: Duration = Duration::from_secs(60);
 const REAP: Duration = Duration::from_secs(15);
 /// How often TCP connections are looked at that rest.
 const SETTLE: Duration = Duration::from_secs(5);
-/// How long a keeper may take to start.
+/// How long a controller may take to start.
 const STARTING: Duration = Duration::from_secs(30);
-/// How often a keeper is started at least where others detach everything meanwhile.
+/// How often a controller is started at least where others detach everything meanwhile.
 const LEAST_STARTS: u32 = 5;
 
-/// What is wrong with the keeper that runs, where it does not work.
+/// What is wrong with the controller that runs, where it does not work.
 pub(crate) fn fault(place: &Place, pid: u32) -> Option<String> {
     let beat_ns = Beats::open(place).and_then(|b| b.oldest()).ok()?;
     let silent = Duration::from_nanos(monotonic_ns().saturating_sub(beat_ns));
@@ -97,29 +97,29 @@ pub(crate) fn fault(place: &Place, pid: u32) -> Option<String> {
         Some('T' | 't') => "is stopped, by a signal or a debugger,",
         _ => "hangs",
     };
-    Some(format!("the keeper, process {pid}, {what} and has done nothing for {} s", silent.as_secs()))
+    Some(format!("the controller, process {pid}, {what} and has done nothing for {} s", silent.as_secs()))
 }
 
-/// Why a place needs another keeper, if it does.
+/// Why a place needs another controller, if it does.
 pub fn lacks(place: &Place) -> Option<String> {
-    match place.keeper() {
+    match place.controller() {
         _ if !place.exists() => None,
         Some(pid) => fault(place, pid),
-        None => Some("the keeper has ended".into()),
+        None => Some("the controller has ended".into()),
     }
 }
 
-/// Ends a keeper that does not work any more, if one is there.
+/// Ends a controller that does not work any more, if one is there.
 pub(crate) fn end_if_silent(place: &Place) -> std::io::Result<()> {
-    match place.keeper() {
+    match place.controller() {
         Some(pid) if fault(place, pid).is_some() => end(place),
         _ => Ok(()),
     }
 }
 
-/// Kills the keeper, if one runs, and waits for its end: it holds nothing that does not end with it.
+/// Kills the controller, if one runs, and waits for its end: it holds nothing that does not end with it.
 pub(crate) fn end(place: &Place) -> std::io::Result<()> {
-    let Some(pid) = place.keeper() else { return Ok(()) };
+    let Some(pid) = place.controller() else { return Ok(()) };
     let Some(number) = i32::try_from(pid).ok().and_then(Pid::from_raw) else { return Ok(()) };
     let process = match pidfd_open(number, PidfdFlags::empty()) {
         Ok(process) => process,
@@ -127,7 +127,7 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
         Err(e) => return Err(e.into()),
     };
     // From here on the process is held, and is the one that has the lock, unless that changed hands before.
-    if place.keeper() != Some(pid) || !place.is_keeper(pid) {
+    if place.controller() != Some(pid) || !place.is_controller(pid) {
         return Ok(());
     }
     match pidfd_send_signal(&process, Signal::KILL) {
@@ -137,7 +137,7 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
     let limit = rustix::event::Timespec::try_from(DYING).expect("seconds");
     match poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&limit)) {
         Ok(0) => {
-            let what = format!("the keeper, process {pid}, was killed but has not ended; the kernel holds it");
+            let what = format!("the controller, process {pid}, was killed but has not ended; the kernel holds it");
             Err(std::io::Error::other(what))
         }
         Ok(_) | Err(Errno::INTR) => Ok(()),
@@ -145,7 +145,7 @@ pub(crate) fn end(place: &Place) -> std::io::Result<()> {
     }
 }
 
-/// Starts a keeper for this place with the running program, unless one works already. Returns
+/// Starts a controller for this place with the running program, unless one works already. Returns
 /// whether one runs then; none is needed if another process has detached everything meanwhile. Its
 /// output goes to its log, and it outlives the process that started it.
 pub fn start(place: &Place) -> std::io::Result<bool> {
@@ -163,12 +163,12 @@ pub fn start(place: &Place) -> std::io::Result<bool> {
     }
 }
 
-/// How the start of a keeper ended.
+/// How the start of a controller ended.
 enum Start {
     /// One runs, or none is needed.
     Works,
     /// It ended because other processes detached everything meanwhile, and perhaps attached again.
-    /// Such a process may have been killed before it started a keeper.
+    /// Such a process may have been killed before it started a controller.
     Overtaken,
     /// It ended by a fault, which its log names, or took too long.
     Failed,
@@ -179,7 +179,7 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         return Ok(Start::Works);
     }
     let (mut child, log) = {
-        // Who detaches meanwhile must not find a new log behind it, nor a keeper of what it removed.
+        // Who detaches meanwhile must not find a new log behind it, nor a controller of what it removed.
         let lock = place.lock_if_there().map_err(std::io::Error::other)?;
         if lock.is_none() || lacks(place).is_none() {
             return Ok(Start::Works);
@@ -198,14 +198,14 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
             .spawn()?;
         (child, log)
     };
-    // From here on: how long others had the lock says nothing of this keeper.
+    // From here on: how long others had the lock says nothing of this controller.
     let limit = Instant::now() + STARTING;
-    while place.keeper().is_none() {
+    while place.controller().is_none() {
         if let Some(status) = child.try_wait()? {
-            if place.keeper().is_some() {
+            if place.controller().is_some() {
                 return Ok(Start::Works);
             }
-            // The log goes with all else that is removed at the end of a bypass. A `detach` kills the keeper first.
+            // The log goes with all else that is removed at the end of a bypass. A `detach` kills the controller first.
             let is_removed = !place.exists() || log.metadata()?.nlink() == 0;
             let is_fault = status.code().is_some_and(|code| code != 0);
             return Ok(if is_fault && !is_removed { Start::Failed } else { Start::Overtaken });
@@ -216,7 +216,7 @@ fn start_once(place: &Place) -> std::io::Result<Start> {
         std::thread::sleep(Duration::from_millis(5));
     }
     // A daemon that started it may outlive it: then it must not stay as a zombie.
-    std::thread::Builder::new().name("bypass-keeper".into()).spawn(move || child.wait())?;
+    std::thread::Builder::new().name("bypass-controller".into()).spawn(move || child.wait())?;
     Ok(Start::Works)
 }
 
@@ -259,13 +259,13 @@ fn captured(table: &str) -> Vec<u32> {
     found
 }
 
-/// What the keeper knows of an interface.
+/// What the controller knows of an interface.
 struct Watched {
     chooser: Chooser,
     last: Counters,
 }
 
-struct Keeper {
+struct Controller {
     place: Place,
     maps: Maps,
     neighbours: Neighbours,
@@ -374,7 +374,7 @@ fn read_rules_once(place: &Place, maps: &mut Maps) -> Result<bool, AttachError> 
     }
 }
 
-impl Keeper {
+impl Controller {
     /// Whether the change makes flows untrue.
     fn is_untrue(&mut self, change: Change) -> Result<bool, AttachError> {
         Ok(match change {
@@ -433,7 +433,7 @@ impl Keeper {
         }
     }
 
-    /// What is done once a second; says whether the keeper is to end.
+    /// What is done once a second; says whether the controller is to end.
     fn tick(&mut self) -> Result<bool, AttachError> {
         let now_ns = monotonic_ns();
         // Of a failure the reading tells.
@@ -454,7 +454,7 @@ impl Keeper {
         }
         // Where another command attaches or detaches, the next tick does the rest, over what that one left.
         let Some(_lock) = self.place.lock_now()? else { return Ok(false) };
-        // A keeper must not be what keeps a deleted namespace, with all its interfaces, alive.
+        // A controller must not be what keeps a deleted namespace, with all its interfaces, alive.
         if leave(&self.place)? {
             return Ok(true);
         }
@@ -466,7 +466,7 @@ impl Keeper {
             self.place.remove()?;
             return Ok(true);
         }
-        self.judge(now_ns)?;
+        self.read_rules(now_ns)?;
         Ok(false)
     }
 
@@ -489,7 +489,7 @@ impl Keeper {
 
     /// Has each interface's traffic, and what others do there, say what may be taken and by which program. The caller holds the place's lock: what
     /// is written here to a port that goes at the same time would stay.
-    fn judge(&mut self, now_ns: u64) -> Result<(), AttachError> {
+    fn read_rules(&mut self, now_ns: u64) -> Result<(), AttachError> {
         let length = Duration::from_nanos(now_ns.saturating_sub(self.last_tick_ns));
         self.last_tick_ns = now_ns;
         let table = std::fs::read_to_string("/proc/thread-self/net/packet").unwrap_or_default();
@@ -621,12 +621,12 @@ fn grant(place: &Place, mut wishes: RingBuf<MapData>, conntrack: &Conntrack) -> 
     }
 }
 
-/// Runs until the place is gone. Gives back at once where another keeper runs.
+/// Runs until the place is gone. Gives back at once where another controller runs.
 pub fn keep(place: &Place) -> Result<(), AttachError> {
     let lock = {
         // One that comes late must not make its lock in a place that was removed.
         let Some(_held) = place.lock_if_there()?.filter(|_| place.exists()) else { return Ok(()) };
-        let Some(mut lock) = place.keeper_lock()? else { return Ok(()) };
+        let Some(mut lock) = place.controller_lock()? else { return Ok(()) };
         // The lock is what counts; the number is for people.
         let _ = lock.set_len(0).and_then(|()| writeln!(lock, "{}", std::process::id()));
         lock
@@ -642,7 +642,7 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         .name("bypass-grants".into())
         .spawn(move || grant(&granting, wishes, &conntrack))
         .map_err(AttachError::Thread)?;
-    let mut keeper = Keeper {
+    let mut controller = Controller {
         place: place.clone(),
         maps: Maps::open(place)?,
         neighbours: Neighbours::default(),
@@ -656,45 +656,45 @@ pub fn keep(place: &Place) -> Result<(), AttachError> {
         rules: RulesReader::start(place)?,
     };
     for change in Routes::open()?.neighbours()? {
-        keeper.is_untrue(change)?;
+        controller.is_untrue(change)?;
     }
     let mut next_tick = monotonic_ns();
     loop {
         beats.set(WATCHING, monotonic_ns())?;
         let told = [Some(monitor.as_fd()), rules_monitor.as_ref().map(AsFd::as_fd)];
         glance(&told.into_iter().flatten().collect::<Vec<_>>(), GLANCE)?;
-        if !keeper.place.is_kept_by(&lock) {
+        if !controller.place.is_kept_by(&lock) {
             return Ok(());
         }
         if granter.is_finished() {
             return granter.join().unwrap_or(Ok(()));
         }
-        if keeper.rules.thread.is_finished() {
-            return keeper.rules.thread.join().unwrap_or(Ok(()));
+        if controller.rules.thread.is_finished() {
+            return controller.rules.thread.join().unwrap_or(Ok(()));
         }
         let mut untrue = false;
         for change in monitor.changes()? {
-            untrue |= keeper.is_untrue(change)?;
+            untrue |= controller.is_untrue(change)?;
         }
-        keeper.follow_neighbours();
-        let links_changed = std::mem::take(&mut keeper.links_changed);
+        controller.follow_neighbours();
+        let links_changed = std::mem::take(&mut controller.links_changed);
         let rules_changed = rules_monitor.as_ref().map(RulesMonitor::changed).transpose()?.unwrap_or(false);
         if rules_changed || links_changed {
-            keeper.rules.ask();
+            controller.rules.ask();
         }
         if links_changed {
-            untrue |= keeper.are_links_others()?;
+            untrue |= controller.are_links_others()?;
         }
         if untrue {
-            keeper.maps.forget_flows()?;
+            controller.maps.forget_flows()?;
         }
-        if links_changed && keeper.attach_again()?.is_none() {
+        if links_changed && controller.attach_again()?.is_none() {
             // Another command is at it, perhaps with the same interface: the next turn looks again.
-            keeper.links_changed = true;
+            controller.links_changed = true;
         }
         if monotonic_ns() >= next_tick {
             next_tick = monotonic_ns() + TICK.as_nanos() as u64;
-            if keeper.tick()? {
+            if controller.tick()? {
                 return Ok(());
             }
         }

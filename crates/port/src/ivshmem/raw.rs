@@ -2,7 +2,7 @@
 //! nothing else.
 //!
 //! The content of the sections is up to the user. This module says when they may be looked at:
-//! after both peers have cleared theirs, until one of them stops. Each such time is a *life* of the
+//! after both peers have cleared theirs, until one of them stops. Each such time is a *epoch* of the
 //! link, with a number of its own. A user that remembers anything of the sections must forget it
 //! when the number changes. The module has no thread; each call looks at the peer's state first.
 //! Nothing blocks except the wait of [`super::client::Link`].
@@ -15,35 +15,35 @@ use tombolo_ring::ivshmem::vector_traffic;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_shm::doorbell::Doorbell;
 
-use super::end::{Bells, EndError, LinkEnd, Resets};
-use super::meeting::{MAX_STEPS, Meeting, Step};
+use super::end::{EndError, LinkEnd, PeerDoorbells, Resets};
+use super::handshake::{Handshake, MAX_STEPS, Step};
 use super::peer::wait_until;
 
 /// Makes the own output section fresh; the peer does not look at it meanwhile.
 pub type Clear = Box<dyn FnMut(ForeignMut<'_>) + Send>;
 
 /// One end of a link. See the module's head.
-pub struct BarePeer {
-    meeting: Meeting,
+pub struct RawPeer {
+    handshake: Handshake,
     own: usize,
     peer: usize,
     section_bytes: usize,
     clear: Clear,
-    life: u64,
+    epoch: u64,
     doorbells: Vec<Doorbell>,
 }
 
-impl BarePeer {
+impl RawPeer {
     /// An end of `parts`, whose MTU does not matter.
     ///
     /// # Errors
     /// [`EndError`], which says what does not fit.
-    pub fn new(mut parts: LinkEnd, clear: Clear) -> Result<BarePeer, EndError> {
+    pub fn new(mut parts: LinkEnd, clear: Clear) -> Result<RawPeer, EndError> {
         let doorbells = std::mem::take(&mut parts.doorbells);
         // Checked against the memory, which is mapped.
         let section_bytes = parts.layout.output_bytes as usize;
-        let (meeting, [own, peer]) = Meeting::new(parts)?;
-        let mut end = BarePeer { meeting, own, peer, section_bytes, clear, life: 0, doorbells };
+        let (handshake, [own, peer]) = Handshake::new(parts)?;
+        let mut end = RawPeer { handshake, own, peer, section_bytes, clear, epoch: 0, doorbells };
         end.step();
         Ok(end)
     }
@@ -51,17 +51,17 @@ impl BarePeer {
     /// Follows the peer's state. Returns whether the sections may be used.
     pub fn step(&mut self) -> bool {
         for _ in 0..MAX_STEPS {
-            match self.meeting.step() {
+            match self.handshake.step() {
                 Step::None => break,
                 Step::Again => {}
                 Step::Clear => {
-                    if let Some(own) = self.meeting.memory.bytes().slice(self.own, self.section_bytes) {
+                    if let Some(own) = self.handshake.memory.bytes().slice(self.own, self.section_bytes) {
                         (self.clear)(own);
                     }
-                    self.life += 1;
-                    self.meeting.cleared();
+                    self.epoch += 1;
+                    self.handshake.cleared();
                 }
-                Step::Forget => self.life += 1,
+                Step::Forget => self.epoch += 1,
             }
         }
         self.is_up()
@@ -69,56 +69,56 @@ impl BarePeer {
 
     /// Whether the sections may be used, as of the last look.
     pub fn is_up(&self) -> bool {
-        self.meeting.machine.may_use_rings()
+        self.handshake.machine.may_use_rings()
     }
 
-    /// The number of the link's life.
-    pub fn life(&self) -> u64 {
-        self.life
+    /// The number of the link's epoch.
+    pub fn epoch(&self) -> u64 {
+        self.epoch
     }
 
     /// Our state and the peer's, as of the last look.
     pub fn states(&self) -> (State, State) {
-        (self.meeting.machine.own(), self.meeting.machine.peer())
+        (self.handshake.machine.own(), self.handshake.machine.peer())
     }
 
     /// Why the link was reset, counted.
     pub fn resets(&self) -> Resets {
-        self.meeting.resets
+        self.handshake.resets
     }
 
     /// Our output section and the peer's; to be used while the link is up. `None` where the memory has gone.
     #[inline]
     pub fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
-        let bytes = self.meeting.memory.bytes();
+        let bytes = self.handshake.memory.bytes();
         let own = bytes.slice(self.own, self.section_bytes)?;
         Some((own, bytes.slice(self.peer, self.section_bytes)?.as_foreign()))
     }
 
     /// Rings the peer on the vector that means data.
     pub fn ring(&mut self) {
-        self.meeting.ring(vector_traffic(self.meeting.vectors));
+        self.handshake.ring(vector_traffic(self.handshake.vectors));
     }
 
     /// The peer broke the user's protocol: the link goes to RESET, and restarts if the peer
     /// follows. If the peer has stopped meanwhile, nothing more happens.
     pub fn fault(&mut self) {
-        if !self.meeting.peer_stopped() {
-            self.life += 1;
-            self.meeting.reset();
+        if !self.handshake.peer_stopped() {
+            self.epoch += 1;
+            self.handshake.reset();
         }
         self.step();
     }
 
-    /// The peer is there, rung by `bells` from now on; `None` where it polls.
-    pub fn peer_joined(&mut self, bells: Option<Box<dyn Bells>>) {
-        self.meeting.joined(bells);
+    /// The peer is there, rung by `doorbells` from now on; `None` where it polls.
+    pub fn peer_joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
+        self.handshake.joined(doorbells);
         self.step();
     }
 
     /// The peer is gone.
     pub fn peer_left(&mut self) {
-        self.meeting.left();
+        self.handshake.left();
         self.step();
     }
 
@@ -129,8 +129,8 @@ impl BarePeer {
     }
 }
 
-impl Drop for BarePeer {
+impl Drop for RawPeer {
     fn drop(&mut self) {
-        self.meeting.close();
+        self.handshake.close();
     }
 }

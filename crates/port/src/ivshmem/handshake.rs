@@ -7,7 +7,7 @@ use std::sync::atomic::{Ordering, fence};
 use tombolo_ring::ivshmem::VECTOR_STATE;
 use tombolo_ring::ivshmem::state::{Action, Cause, Machine, State};
 
-use super::end::{Bells, EndError, LinkEnd, Memory, Resets};
+use super::end::{EndError, LinkEnd, Memory, PeerDoorbells, Resets};
 
 /// What a look at the peer's word asks of the link.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -16,13 +16,13 @@ pub(super) enum Step {
     None,
     /// To look again: the own state moved on.
     Again,
-    /// To clear the own section and restart, then to call [`Meeting::cleared`] and look again.
+    /// To clear the own section and restart, then to call [`Handshake::cleared`] and look again.
     Clear,
     /// To forget what is held, and look again.
     Forget,
 }
 
-pub(super) struct Meeting {
+pub(super) struct Handshake {
     pub(super) memory: Arc<Memory>,
     pub(super) machine: Machine,
     pub(super) resets: Resets,
@@ -34,7 +34,7 @@ pub(super) struct Meeting {
     pub(super) rings: u64,
     pub(super) peer_word: usize,
     own_word: usize,
-    bells: Option<Box<dyn Bells>>,
+    doorbells: Option<Box<dyn PeerDoorbells>>,
     #[cfg(test)]
     muted: bool,
 }
@@ -42,11 +42,11 @@ pub(super) struct Meeting {
 /// Looks at the peer's word that one service makes at most: a peer that plays with its word is followed no further.
 pub(super) const MAX_STEPS: usize = 4;
 
-impl Meeting {
-    /// A meeting of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
+impl Handshake {
+    /// A handshake of `parts`, in RESET, with the offsets of the own and of the peer's section. It does not listen: the doorbells
     /// are the caller's.
-    pub(super) fn new(parts: LinkEnd) -> Result<(Meeting, [usize; 2]), EndError> {
-        let LinkEnd { memory, layout, own_id, peer_id, vectors, bells, peer_present, offloads, .. } = parts;
+    pub(super) fn new(parts: LinkEnd) -> Result<(Handshake, [usize; 2]), EndError> {
+        let LinkEnd { memory, layout, own_id, peer_id, vectors, peer_doorbells, peer_present, offloads, .. } = parts;
         if matches!(&memory, Memory::Mapped(mapping) if mapping.view_mut().is_none()) {
             return Err(EndError::ReadOnly);
         }
@@ -55,7 +55,7 @@ impl Meeting {
         let peers = EndError::Peers { own: own_id, peer: peer_id, max_peers: layout.max_peers };
         let (own, own_word) = place(own_id).ok_or(peers)?;
         let (peer, peer_word) = place(peer_id).filter(|_| own_id != peer_id).ok_or(peers)?;
-        let mut meeting = Meeting {
+        let mut handshake = Handshake {
             memory: Arc::new(memory),
             machine: Machine::with_offloads(offloads),
             resets: Resets::default(),
@@ -66,14 +66,14 @@ impl Meeting {
             rings: 0,
             peer_word,
             own_word,
-            bells,
+            doorbells: peer_doorbells,
             #[cfg(test)]
             muted: false,
         };
         // A previous user of this end may have left another state; a running peer sees this change
         // and restarts.
-        meeting.write();
-        Ok((meeting, [own, peer]))
+        handshake.write();
+        Ok((handshake, [own, peer]))
     }
 
     /// The peer's state word as it is; that of RESET where the peer is not there.
@@ -89,8 +89,8 @@ impl Meeting {
     /// Rings the peer, if it can be rung.
     #[inline]
     pub(super) fn ring(&mut self, vector: u16) {
-        if let Some(bells) = &self.bells {
-            bells.ring(self.peer_id, vector);
+        if let Some(doorbells) = &self.doorbells {
+            doorbells.ring(self.peer_id, vector);
             self.rings += 1;
         }
     }
@@ -153,18 +153,18 @@ impl Meeting {
         self.muted = true;
     }
 
-    /// The peer is there, rung by `bells` from now on.
-    pub(super) fn joined(&mut self, bells: Option<Box<dyn Bells>>) {
+    /// The peer is there, rung by `doorbells` from now on.
+    pub(super) fn joined(&mut self, doorbells: Option<Box<dyn PeerDoorbells>>) {
         self.present = true;
-        self.bells = bells;
+        self.doorbells = doorbells;
         // It may have missed what was said before it could be rung.
         self.ring(VECTOR_STATE);
     }
 
-    /// The peer is gone, with its bells. A step is to follow.
+    /// The peer is gone, with its doorbells. A step is to follow.
     pub(super) fn left(&mut self) {
         self.present = false;
-        self.bells = None;
+        self.doorbells = None;
     }
 
     /// Whether a ring's error is only that the peer has meanwhile stopped and cleared its section.

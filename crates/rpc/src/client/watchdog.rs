@@ -24,7 +24,7 @@ use super::Inner;
 use crate::process;
 use crate::sync::lock;
 
-struct Life {
+struct Watchdog {
     /// The process whose thread it is.
     process: u32,
     epoll: OwnedFd,
@@ -37,40 +37,42 @@ struct Watched {
     connections: HashMap<u64, (Weak<Inner>, Option<OwnedFd>)>,
 }
 
-static LIFE: Mutex<Option<Arc<Life>>> = Mutex::new(None);
+static WATCHDOG: Mutex<Option<Arc<Watchdog>>> = Mutex::new(None);
 
 /// That of this process, with its thread.
-fn life() -> Result<Arc<Life>, Errno> {
-    fork::keep(&LIFE);
-    let known = &mut *lock(&LIFE);
-    if let Some(life) = known.as_ref().filter(|life| life.process == process::here()) {
-        return Ok(life.clone());
+fn watchdog() -> Result<Arc<Watchdog>, Errno> {
+    fork::keep(&WATCHDOG);
+    let known = &mut *lock(&WATCHDOG);
+    if let Some(watchdog) = known.as_ref().filter(|watchdog| watchdog.process == process::here()) {
+        return Ok(watchdog.clone());
     }
     let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-    let life = Arc::new(Life { process: process::here(), epoll, watched: Mutex::default() });
-    let watched = life.clone();
-    let started = std::thread::Builder::new().name("tombolo-rpc-life".into()).spawn(move || watch(&watched));
+    let watchdog = Arc::new(Watchdog { process: process::here(), epoll, watched: Mutex::default() });
+    let watched = watchdog.clone();
+    let started = std::thread::Builder::new().name("tombolo-rpc-watchdog".into()).spawn(move || watch(&watched));
     started.map_err(|_| Errno::AGAIN)?;
-    Ok(known.insert(life).clone())
+    Ok(known.insert(watchdog).clone())
 }
 
-fn watch(life: &Life) {
+fn watch(watchdog: &Watchdog) {
     let mut events = Vec::with_capacity(16);
     loop {
         events.clear();
-        let _ = epoll::wait(&life.epoll, rustix::buffer::spare_capacity(&mut events), None);
+        let _ = epoll::wait(&watchdog.epoll, rustix::buffer::spare_capacity(&mut events), None);
         for event in &events {
-            let Some((inner, process)) = lock(&life.watched).connections.remove(&event.data.u64()) else { continue };
-            life.forget(process);
+            let Some((inner, process)) = lock(&watchdog.watched).connections.remove(&event.data.u64()) else {
+                continue;
+            };
+            watchdog.forget(process);
             if let Some(inner) = inner.upgrade() {
-                let _ = epoll::delete(&life.epoll, &inner.socket);
+                let _ = epoll::delete(&watchdog.epoll, &inner.socket);
                 inner.lost();
             }
         }
     }
 }
 
-impl Life {
+impl Watchdog {
     /// A forked child may hold the descriptor too: closing ours would not end its events.
     fn forget(&self, process: Option<OwnedFd>) {
         if let Some(process) = process {
@@ -81,22 +83,22 @@ impl Life {
 
 /// Watches a connection; returns its number, which tells the process too.
 pub(super) fn add(inner: &Arc<Inner>) -> Result<u64, Errno> {
-    let life = life()?;
+    let watchdog = watchdog()?;
     // Edges: what a forked child keeps open of a connection that ended here is signalled once, and not for ever.
     let edge = epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
-    let process = process::life_of(&inner.socket);
+    let process = process::pidfd_of(&inner.socket);
     let id = {
-        let watched = &mut *lock(&life.watched);
+        let watched = &mut *lock(&watchdog.watched);
         watched.next = watched.next.wrapping_add(1);
-        let id = u64::from(life.process) << 32 | u64::from(watched.next);
+        let id = u64::from(watchdog.process) << 32 | u64::from(watched.next);
         if let Some(process) = &process {
-            epoll::add(&life.epoll, process, epoll::EventData::new_u64(id), edge | epoll::EventFlags::IN)?;
+            epoll::add(&watchdog.epoll, process, epoll::EventData::new_u64(id), edge | epoll::EventFlags::IN)?;
         }
         watched.connections.insert(id, (Arc::downgrade(inner), process));
         id
     };
     // What the provider sends is read by who needs it; its end is all that is of interest here.
-    let added = epoll::add(&life.epoll, &inner.socket, epoll::EventData::new_u64(id), edge);
+    let added = epoll::add(&watchdog.epoll, &inner.socket, epoll::EventData::new_u64(id), edge);
     added.inspect_err(|_| remove(id))?;
     Ok(id)
 }
@@ -111,10 +113,10 @@ pub(super) fn remove(id: u64) {
     if !is_ours(id) {
         return;
     }
-    if let Ok(life) = life()
-        && let Some((_, process)) = lock(&life.watched).connections.remove(&id)
+    if let Ok(watchdog) = watchdog()
+        && let Some((_, process)) = lock(&watchdog.watched).connections.remove(&id)
     {
-        life.forget(process);
+        watchdog.forget(process);
     }
 }
 
@@ -133,12 +135,12 @@ mod tests {
             for _ in 0..3 {
                 scope.spawn(|| {
                     while !enough.load(Ordering::Relaxed) {
-                        assert!(life().is_ok());
+                        assert!(watchdog().is_ok());
                     }
                 });
             }
             // The first of a process starts its thread, under the lock; each child is the first of its own.
-            let watches = || life().is_ok_and(|life| life.process == std::process::id());
+            let watches = || watchdog().is_ok_and(|watchdog| watchdog.process == std::process::id());
             let all = (0..300).try_for_each(|_| in_child(|| watches() && in_child(watches).is_ok()));
             enough.store(true, Ordering::Relaxed);
             all

@@ -1,24 +1,24 @@
-//! The fd store of a fabric (the keeper): a small process that holds what must survive the daemon. For ivshmem links
+//! The fd store of a fabric: a small process that holds what must survive the daemon. For ivshmem links
 //! this is regions, doorbells and the connections of the VMMs. For vhost-user ports it is the connection, the guest's
-//! memory and the eventfds. The keeper does not interpret what it holds. It keeps records by name, bytes with
+//! memory and the eventfds. The fd store does not interpret what it holds. It keeps records by name, bytes with
 //! descriptors, and returns them.
 //!
 //! A machine without a server continues to ring and read: its memory and eventfds are its own. A killed server takes
-//! with it the other end of each, and the connection through which the machine is told of others. The keeper holds
+//! with it the other end of each, and the connection through which the machine is told of others. The fd store holds
 //! these too.
 //!
 //! # Life
-//! The keeper ends when it is told to. It also ends when no process is connected and all signs of life in its records
+//! The fd store ends when it is told to. It also ends when no process is connected and all signs of life in its records
 //! are dead (`life`: pidfds and connections). So it outlives a killed daemon as long as there is a machine to take
-//! over, and not longer. Its listening socket is made, and connected to, before the keeper is started. So there is no
-//! instant at which it runs and cannot be reached. A keeper that has no connection any more when it starts ends at
+//! over, and not longer. Its listening socket is made, and connected to, before the fd store is started. So there is no
+//! instant at which it runs and cannot be reached. An fd store that has no connection any more when it starts ends at
 //! once.
 //!
 //! # Connections that expect answers
 //! A vhost-user frontend that has sent a request waits for the answer, and its guest may be stopped until it comes.
 //! There is no answer while the daemon is away. Such a connection is kept with PUT_CONNECTION: its first descriptor is
 //! shut down as soon as the peer sends something while no daemon is connected. The frontend then connects again, as
-//! after any crash. DOUBT marks a record while the daemon handles a request, because the keeper cannot know how far a
+//! after any crash. DOUBT marks a record while the daemon handles a request, because the fd store cannot know how far a
 //! killed daemon got. A record in doubt is shut down when no daemon is connected, and listed as ENTRY_IN_DOUBT. The
 //! next PUT ends the doubt.
 //!
@@ -36,10 +36,10 @@
 //! # Who may connect
 //! Processes of the same user, except those that a record [`refusal`] names (its bytes: the start time, u64 LE) and
 //! their descendants. So a guest that has taken over its QEMU gets nothing here. For a process that connects again and
-//! again, the keeper checks this once a second. After 64 new connections it serves requests again.
+//! again, the fd store checks this once a second. After 64 new connections it serves requests again.
 //!
 //! # A deleted socket
-//! Where nothing has its path any more, the keeper listens there again at the next request.
+//! Where nothing has its path any more, the fd store listens there again at the next request.
 //!
 //! # Limits
 //! [`MAX_RECORDS`] records of at most [`MAX_BYTES`] bytes and [`MAX_DESCRIPTORS`] descriptors.
@@ -76,8 +76,8 @@ const DOUBT: u8 = 8;
 const ENTRY_IN_DOUBT: u8 = 9;
 const LINGER: u8 = 10;
 
-/// How long a keeper may take to answer, or to make room for a request, before it counts as lost.
-const PATIENCE: Duration = Duration::from_secs(3);
+/// How long an fd store may take to answer, or to make room for a request, before it counts as lost.
+const TIMEOUT: Duration = Duration::from_secs(3);
 
 /// Connections that are accepted before requests are heard again.
 const ACCEPTED: usize = 64;
@@ -136,38 +136,38 @@ fn parse(bytes: &[u8]) -> Option<(u8, u8, &str, &[u8])> {
     Some((head[0], head[1], std::str::from_utf8(name).ok()?, record))
 }
 
-/// The connection of a daemon to its keeper.
+/// The connection of a daemon to its fd store.
 #[derive(Debug)]
-pub struct Keeper {
+pub struct FdStore {
     socket: OwnedFd,
 }
 
-impl Keeper {
-    /// Connects to the keeper at `path`.
+impl FdStore {
+    /// Connects to the fd store at `path`.
     ///
     /// # Errors
     /// `ENOENT` or `ECONNREFUSED` where there is none.
-    pub fn connect(path: &Path) -> Result<Keeper, Errno> {
+    pub fn connect(path: &Path) -> Result<FdStore, Errno> {
         let socket = net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         for way in [sockopt::Timeout::Send, sockopt::Timeout::Recv] {
-            sockopt::set_socket_timeout(&socket, way, Some(PATIENCE))?;
+            sockopt::set_socket_timeout(&socket, way, Some(TIMEOUT))?;
         }
         net::connect(&socket, &SocketAddrUnix::new(path)?)?;
-        Ok(Keeper { socket })
+        Ok(FdStore { socket })
     }
 
     /// Has a record kept, in place of the one of that name. The first `life` descriptors are signs of life.
     ///
     /// # Errors
-    /// `EMSGSIZE` and `E2BIG` beyond the limits; else the keeper is lost.
+    /// `EMSGSIZE` and `E2BIG` beyond the limits; else the fd store is lost.
     pub fn put(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>], life: u8) -> Result<(), Errno> {
         self.say(PUT, life, name, bytes, fds)
     }
 
-    /// As [`Keeper::put`], for a connection whose peer expects answers; see the module's head. Ends its doubt.
+    /// As [`FdStore::put`], for a connection whose peer expects answers; see the module's head. Ends its doubt.
     ///
     /// # Errors
-    /// As for [`Keeper::put`].
+    /// As for [`FdStore::put`].
     pub fn put_connection(&self, name: &str, bytes: &[u8], fds: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         self.say(PUT_CONNECTION, 1, name, bytes, fds)
     }
@@ -175,7 +175,7 @@ impl Keeper {
     /// Marks a record as in doubt, if there is one.
     ///
     /// # Errors
-    /// The keeper is lost.
+    /// The fd store is lost.
     pub fn doubt(&self, name: &str) -> Result<(), Errno> {
         self.say(DOUBT, 0, name, &[], &[])
     }
@@ -183,7 +183,7 @@ impl Keeper {
     /// Has it stay for `limit` without a daemon, even if nothing in it is alive; for a restart that follows soon.
     ///
     /// # Errors
-    /// The keeper is lost.
+    /// The fd store is lost.
     pub fn linger(&self, limit: Duration) -> Result<(), Errno> {
         let seconds = u32::try_from(limit.as_secs()).unwrap_or(u32::MAX);
         self.say(LINGER, 0, "", &seconds.to_le_bytes(), &[])
@@ -192,7 +192,7 @@ impl Keeper {
     /// Has a record forgotten, if there is one.
     ///
     /// # Errors
-    /// The keeper is lost.
+    /// The fd store is lost.
     pub fn forget(&self, name: &str) -> Result<(), Errno> {
         self.say(FORGET, 0, name, &[], &[])
     }
@@ -200,7 +200,7 @@ impl Keeper {
     /// Has it end.
     ///
     /// # Errors
-    /// The keeper is lost, so it has ended.
+    /// The fd store is lost, so it has ended.
     pub fn quit(&self) -> Result<(), Errno> {
         self.say(QUIT, 0, "", &[], &[])
     }
@@ -218,7 +218,7 @@ impl Keeper {
     /// Everything that is kept, by name.
     ///
     /// # Errors
-    /// The keeper is lost; `EPROTO` if it is none.
+    /// The fd store is lost; `EPROTO` if it is none.
     pub fn list(&self) -> Result<Vec<Record>, Errno> {
         self.list_of("")
     }
@@ -226,7 +226,7 @@ impl Keeper {
     /// Those records whose names begin with `prefix`.
     ///
     /// # Errors
-    /// As for [`Keeper::list`].
+    /// As for [`FdStore::list`].
     pub fn list_of(&self, prefix: &str) -> Result<Vec<Record>, Errno> {
         self.say(LIST, 0, prefix, &[], &[])?;
         let mut out = Vec::new();
@@ -255,8 +255,8 @@ impl Keeper {
     }
 }
 
-impl AsFd for Keeper {
-    /// Hangs up when the keeper is lost.
+impl AsFd for FdStore {
+    /// Hangs up when the fd store is lost.
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
     }
@@ -300,7 +300,7 @@ pub fn serve(listener: Listener) -> Result<(), Errno> {
     let me = rustix::process::geteuid().as_raw();
     let mut records: BTreeMap<String, Kept> = BTreeMap::new();
     let mut connections: Vec<OwnedFd> = Vec::new();
-    // Gone before the connections are: a process that sees them end starts another keeper in its place.
+    // Gone before the connections are: a process that sees them end starts another fd store in its place.
     let mut listener = listener;
     let mut refusals = Verdicts::default();
     let mut linger_until: Option<Instant> = None;
@@ -462,7 +462,7 @@ fn request(
 }
 
 fn list(connection: &OwnedFd, records: &BTreeMap<String, Kept>, prefix: &str) -> Result<(), Errno> {
-    sockopt::set_socket_timeout(connection, sockopt::Timeout::Send, Some(PATIENCE))?;
+    sockopt::set_socket_timeout(connection, sockopt::Timeout::Send, Some(TIMEOUT))?;
     for (name, kept) in records.iter().filter(|(name, _)| name.starts_with(prefix)) {
         let fds: Vec<BorrowedFd<'_>> = kept.fds.iter().map(AsFd::as_fd).collect();
         debug_assert!(fds.len() <= MAX_DESCRIPTORS);
@@ -479,7 +479,7 @@ mod tests {
     use rustix::process::{Pid, PidfdFlags, pidfd_open};
     use std::sync::atomic::{AtomicU32, Ordering};
 
-    /// A socket of the test's own, and the keeper behind it in a thread.
+    /// A socket of the test's own, and the fd store behind it in a thread.
     struct Place {
         path: std::path::PathBuf,
     }
@@ -488,13 +488,13 @@ mod tests {
         fn new() -> Place {
             static NUMBER: AtomicU32 = AtomicU32::new(0);
             let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-            Place { path: std::env::temp_dir().join(format!("tmb-keeper-{}-{number}", std::process::id())) }
+            Place { path: std::env::temp_dir().join(format!("tmb-fd_store-{}-{number}", std::process::id())) }
         }
 
-        fn start(&self) -> (Keeper, std::thread::JoinHandle<Result<(), Errno>>) {
+        fn start(&self) -> (FdStore, std::thread::JoinHandle<Result<(), Errno>>) {
             let listener = Listener::bind(&self.path, SocketType::SEQPACKET).unwrap();
-            let keeper = Keeper::connect(&self.path).unwrap();
-            (keeper, std::thread::spawn(move || serve(listener)))
+            let fd_store = FdStore::connect(&self.path).unwrap();
+            (fd_store, std::thread::spawn(move || serve(listener)))
         }
     }
 
@@ -504,32 +504,32 @@ mod tests {
         }
     }
 
-    fn names(keeper: &Keeper) -> Vec<(String, Vec<u8>, usize, u8)> {
-        keeper.list().unwrap().into_iter().map(|r| (r.name, r.bytes, r.fds.len(), r.life)).collect()
+    fn names(fd_store: &FdStore) -> Vec<(String, Vec<u8>, usize, u8)> {
+        fd_store.list().unwrap().into_iter().map(|r| (r.name, r.bytes, r.fds.len(), r.life)).collect()
     }
 
     #[test]
     fn what_is_kept_comes_back_over_another_connection() {
         let place = Place::new();
         let (first, thread) = place.start();
-        let bell = Doorbell::new().unwrap();
+        let doorbell = Doorbell::new().unwrap();
         let (alive, _its) =
             net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        first.put("lan/web", b"one", &[alive.as_fd(), bell.as_fd()], 1).unwrap();
+        first.put("lan/web", b"one", &[alive.as_fd(), doorbell.as_fd()], 1).unwrap();
         first.put("lan", b"", &[], 0).unwrap();
-        first.put("gone", b"x", &[bell.as_fd()], 0).unwrap();
+        first.put("gone", b"x", &[doorbell.as_fd()], 0).unwrap();
         first.put("lan", b"two", &[], 0).unwrap();
         first.forget("gone").unwrap();
         drop(first);
         assert_eq!(Listener::bind(&place.path, SocketType::SEQPACKET).err(), Some(Errno::ADDRINUSE));
-        let second = Keeper::connect(&place.path).unwrap();
+        let second = FdStore::connect(&place.path).unwrap();
         let expected = [("lan".into(), b"two".to_vec(), 0, 0), ("lan/web".into(), b"one".to_vec(), 2, 1)];
         assert_eq!(names(&second), expected);
         assert_eq!(second.list_of("lan/").unwrap().len(), 1);
         assert!(second.list_of("no").unwrap().is_empty());
         let mut all = second.list().unwrap();
         let again = Doorbell::adopt(all.pop().unwrap().fds.pop().unwrap()).unwrap();
-        bell.ring();
+        doorbell.ring();
         assert!(again.take(), "it is the same eventfd");
         second.quit().unwrap();
         thread.join().unwrap().unwrap();
@@ -544,17 +544,17 @@ mod tests {
         daemon.put("lan", b"one", &[], 0).unwrap();
         std::fs::remove_file(&place.path).unwrap();
         daemon.forget("nothing has this name").unwrap();
-        tombolo_testing::until("the socket", || Keeper::connect(&place.path).is_ok());
-        let other = Keeper::connect(&place.path).unwrap();
+        tombolo_testing::until("the socket", || FdStore::connect(&place.path).is_ok());
+        let other = FdStore::connect(&place.path).unwrap();
         assert_eq!(names(&other).len(), 1);
         // This process plays the machine; a refusal of another process of its number is none.
         let (me, ticks) = (std::process::id(), lineage::start_ticks(std::process::id()).unwrap());
         daemon.put(&refusal(me), &(ticks + 1).to_le_bytes(), &[], 0).unwrap();
         assert!(daemon.list().is_ok());
-        assert!(Keeper::connect(&place.path).unwrap().list().is_ok());
+        assert!(FdStore::connect(&place.path).unwrap().list().is_ok());
         daemon.put(&refusal(me), &ticks.to_le_bytes(), &[], 0).unwrap();
         assert!(daemon.list().is_ok());
-        assert!(Keeper::connect(&place.path).unwrap().list().is_err());
+        assert!(FdStore::connect(&place.path).unwrap().list().is_err());
         daemon.quit().unwrap();
         thread.join().unwrap().unwrap();
     }
@@ -563,7 +563,7 @@ mod tests {
     fn who_connected_before_the_socket_was_deleted_is_heard() {
         let place = Place::new();
         let listener = Listener::bind(&place.path, SocketType::SEQPACKET).unwrap();
-        let daemon = Keeper::connect(&place.path).unwrap();
+        let daemon = FdStore::connect(&place.path).unwrap();
         std::fs::remove_file(&place.path).unwrap();
         let thread = std::thread::spawn(move || serve(listener));
         daemon.put("lan", b"one", &[], 0).unwrap();
@@ -588,7 +588,7 @@ mod tests {
         rustix::io::write(&its, b"x").unwrap();
         drop(child.stdin.take());
         child.wait().unwrap();
-        assert_eq!(names(&Keeper::connect(&place.path).unwrap()).len(), 3);
+        assert_eq!(names(&FdStore::connect(&place.path).unwrap()).len(), 3);
         drop(its);
         thread.join().unwrap().unwrap();
         assert!(!place.path.exists());
@@ -602,7 +602,7 @@ mod tests {
         thread.join().unwrap().unwrap();
         // As one that was killed leaves it.
         drop(std::os::unix::net::UnixListener::bind(&place.path).unwrap());
-        assert_eq!(Keeper::connect(&place.path).err(), Some(Errno::CONNREFUSED));
+        assert_eq!(FdStore::connect(&place.path).err(), Some(Errno::CONNREFUSED));
         let (daemon, thread) = place.start();
         drop(daemon);
         thread.join().unwrap().unwrap();
@@ -614,7 +614,7 @@ mod tests {
         let (daemon, thread) = place.start();
         daemon.put("a", b"", &[], 0).unwrap();
         for bad in [&[0u8; 2][..], &[PUT, 0, 9, 0, 1], &[9, 0, 0, 0], &[PUT, 0, 1, 0, 0xff]] {
-            let other = Keeper::connect(&place.path).unwrap();
+            let other = FdStore::connect(&place.path).unwrap();
             passing::send(&other.socket, bad, &[], true).unwrap();
             assert!(other.list().is_err(), "{bad:?}");
         }
@@ -626,10 +626,10 @@ mod tests {
     }
 
     /// A connection that is kept, and its peer's end.
-    fn kept_connection(keeper: &Keeper, name: &str) -> (OwnedFd, OwnedFd) {
+    fn kept_connection(fd_store: &FdStore, name: &str) -> (OwnedFd, OwnedFd) {
         let (ours, theirs) =
             net::socketpair(AddressFamily::UNIX, SocketType::STREAM, SocketFlags::CLOEXEC, None).unwrap();
-        keeper.put_connection(name, b"state", &[ours.as_fd()]).unwrap();
+        fd_store.put_connection(name, b"state", &[ours.as_fd()]).unwrap();
         (ours, theirs)
     }
 
@@ -650,7 +650,7 @@ mod tests {
         drop((asks_ours, silent_ours, doubted_ours, sure_ours));
         first.doubt("doubted").unwrap();
         first.doubt("sure").unwrap();
-        let second = Keeper::connect(&place.path).unwrap();
+        let second = FdStore::connect(&place.path).unwrap();
         let doubts: Vec<_> = second.list().unwrap().into_iter().map(|r| (r.name, r.in_doubt)).collect();
         let expected = [("asks", false), ("doubted", true), ("silent", false), ("sure", true)];
         assert_eq!(doubts, expected.map(|(name, doubt)| (name.to_string(), doubt)));
@@ -662,7 +662,7 @@ mod tests {
         assert_eq!(names(&second).len(), 4);
         drop((first, second));
         assert!(is_shut(&asks) && is_shut(&doubted));
-        let third = Keeper::connect(&place.path).unwrap();
+        let third = FdStore::connect(&place.path).unwrap();
         assert_eq!(names(&third).into_iter().map(|n| n.0).collect::<Vec<_>>(), ["silent", "sure"]);
         rustix::io::write(&silent, b"x").unwrap();
         third.quit().unwrap();
@@ -673,11 +673,11 @@ mod tests {
     fn it_lingers_for_a_restart_as_long_as_it_was_told() {
         let place = Place::new();
         let (first, thread) = place.start();
-        let bell = Doorbell::new().unwrap();
-        first.put("tap", b"", &[bell.as_fd()], 0).unwrap();
+        let doorbell = Doorbell::new().unwrap();
+        first.put("tap", b"", &[doorbell.as_fd()], 0).unwrap();
         first.linger(Duration::from_secs(3600)).unwrap();
         drop(first);
-        let second = Keeper::connect(&place.path).unwrap();
+        let second = FdStore::connect(&place.path).unwrap();
         assert_eq!(names(&second).len(), 1);
         second.linger(Duration::ZERO).unwrap();
         drop(second);

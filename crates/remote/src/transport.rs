@@ -1,4 +1,4 @@
-//! How a peer is reached: over the sections of a link, or over a TCP connection. What both have in common is [`Way`].
+//! How a peer is reached: over the sections of a link, or over a TCP connection. What both have in common is [`Transport`].
 //!
 //! A link outlives its peer: it goes down when that stops or dies, and comes up again with the next one. A connection ends once. Either
 //! way, calls under way end at once ([`Session::lost`]). A peer that breaks the protocol has its link reset, or its connection closed.
@@ -16,8 +16,8 @@ use tombolo_calls::carrier::Carrier;
 use tombolo_calls::frames::Frames;
 use tombolo_calls::sections::{Plan, Rings};
 use tombolo_calls::session::{ServeOptions, Session};
-use tombolo_port::ivshmem::bare::BarePeer;
 use tombolo_port::ivshmem::client::{JoinError, Joined, Link};
+use tombolo_port::ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::virtio::notify::RECHECK_NS;
@@ -80,7 +80,7 @@ pub(crate) struct Wakers {
 }
 
 /// A wait's pauses.
-pub(crate) struct Naps {
+pub(crate) struct Backoff {
     /// The next one, if no doorbell is rung.
     polled: Duration,
     /// Where peers ring: the last look was the second one of a sleep. The first pause is short, since a machine's memory fences
@@ -88,13 +88,13 @@ pub(crate) struct Naps {
     looked_twice: bool,
 }
 
-impl Default for Naps {
+impl Default for Backoff {
     fn default() -> Self {
-        Naps { polled: FIRST_NAP, looked_twice: false }
+        Backoff { polled: FIRST_NAP, looked_twice: false }
     }
 }
 
-impl Naps {
+impl Backoff {
     /// Something came, so the next sleep has a second look again.
     pub(crate) fn found(&mut self) {
         self.looked_twice = false;
@@ -103,38 +103,38 @@ impl Naps {
 
 impl Wakers {
     /// Waits until something may have come, at most `left`. Returns whether something is at the socket.
-    pub(crate) fn wait(&self, left: Duration, socket: PollFlags, naps: &mut Naps) -> bool {
+    pub(crate) fn wait(&self, left: Duration, socket: PollFlags, backoff: &mut Backoff) -> bool {
         let pause = if self.polled {
-            left.min(naps.polled)
-        } else if self.doorbells.is_empty() || naps.looked_twice {
+            left.min(backoff.polled)
+        } else if self.doorbells.is_empty() || backoff.looked_twice {
             left
         } else {
             left.min(SECOND_LOOK)
         };
-        naps.polled = (naps.polled * 2).min(LONGEST_NAP);
-        let bells = || self.doorbells.iter().chain([&self.nudge]);
-        let mut fds: Vec<PollFd<'_>> = bells().map(|bell| PollFd::new(bell, PollFlags::IN)).collect();
+        backoff.polled = (backoff.polled * 2).min(LONGEST_NAP);
+        let doorbells = || self.doorbells.iter().chain([&self.nudge]);
+        let mut fds: Vec<PollFd<'_>> = doorbells().map(|doorbell| PollFd::new(doorbell, PollFlags::IN)).collect();
         if !socket.is_empty() {
             fds.push(PollFd::new(&self.socket, socket));
         }
         // An interrupted wait looks again; a time beyond what the kernel counts is none.
         let Ok(ready) = poll(&mut fds, Timespec::try_from(pause).ok().as_ref()) else { return false };
-        naps.looked_twice = ready == 0;
+        backoff.looked_twice = ready == 0;
         let rung = |fd: &PollFd<'_>| !fd.revents().is_empty();
-        for (bell, _) in bells().zip(&fds).filter(|(_, fd)| rung(fd)) {
-            bell.take();
+        for (doorbell, _) in doorbells().zip(&fds).filter(|(_, fd)| rung(fd)) {
+            doorbell.take();
         }
-        fds.get(bells().count()).is_some_and(rung)
+        fds.get(doorbells().count()).is_some_and(rung)
     }
 }
 
 /// Over a link.
 struct OnLink {
-    link: Link<BarePeer>,
+    link: Link<RawPeer>,
     plan: Plan,
     rings: Rings,
-    /// The link's life that `rings` belong to, and whether the peer's headers were looked at in it.
-    life: u64,
+    /// The link's epoch that `rings` belong to, and whether the peer's headers were looked at in it.
+    epoch: u64,
     checked: bool,
     /// The server has said something, or may have.
     heard: bool,
@@ -155,14 +155,18 @@ enum Kind {
 }
 
 /// One side of calls with a peer: the session, and what carries it. It is used under one lock.
-pub(crate) struct Way {
+pub(crate) struct Transport {
     pub(crate) session: Session,
     kind: Kind,
     up: bool,
 }
 
-impl Way {
-    pub(crate) fn join(path: &Path, timeout: Duration, options: &ServeOptions) -> Result<(Way, Wakers), RemoteError> {
+impl Transport {
+    pub(crate) fn join(
+        path: &Path,
+        timeout: Duration,
+        options: &ServeOptions,
+    ) -> Result<(Transport, Wakers), RemoteError> {
         let joined = Joined::connect(path, timeout)?;
         let layout = joined.header().layout;
         let (peers, bytes) = (layout.max_peers, layout.output_bytes);
@@ -173,15 +177,15 @@ impl Way {
         let peer = 1u32.wrapping_sub(joined.id());
         let polled = joined.header().vectors == 0;
         let link =
-            joined.bare(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
+            joined.raw(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
         let (doorbells, socket) = link.wakers()?;
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
-        // No life of a link has that number.
+        // No epoch of a link has that number.
         let on =
-            OnLink { link, plan, rings: Rings::new(plan), life: u64::MAX, checked: false, heard: true, deaf: false };
+            OnLink { link, plan, rings: Rings::new(plan), epoch: u64::MAX, checked: false, heard: true, deaf: false };
         let session = Session::new(plan.entries(), options);
-        let way = Way { session, kind: Kind::Link(Box::new(on)), up: false };
-        Ok((way, Wakers { doorbells, socket, nudge, polled }))
+        let transport = Transport { session, kind: Kind::Link(Box::new(on)), up: false };
+        Ok((transport, Wakers { doorbells, socket, nudge, polled }))
     }
 
     /// Greets, and waits for the other side's greeting.
@@ -189,7 +193,7 @@ impl Way {
         mut stream: TcpStream,
         timeout: Duration,
         options: &ServeOptions,
-    ) -> Result<(Way, Wakers), RemoteError> {
+    ) -> Result<(Transport, Wakers), RemoteError> {
         let failed = |what| move |source| RemoteError::Stream { what, source };
         stream.set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
         stream.set_read_timeout(Some(timeout)).map_err(failed("a time limit"))?;
@@ -220,8 +224,8 @@ impl Way {
         let socket = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(system("a descriptor"))?;
         let nudge = Doorbell::new().map_err(system("eventfd"))?;
         let session = Session::new(entries, options);
-        let way = Way { session, kind: Kind::Stream(OnStream { stream, frames, over: false }), up: true };
-        Ok((way, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
+        let transport = Transport { session, kind: Kind::Stream(OnStream { stream, frames, over: false }), up: true };
+        Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
     }
 
     /// Whether the peer is there, as of the last look.
@@ -274,7 +278,7 @@ impl Way {
         if !self.up {
             return None;
         }
-        let Way { session, kind, .. } = self;
+        let Transport { session, kind, .. } = self;
         let result = match kind {
             Kind::Link(on) => {
                 let OnLink { link, rings, checked, .. } = &mut **on;
@@ -344,10 +348,10 @@ impl Way {
                 };
                 on.deaf |= on.link.server_is_gone();
                 any |= was_deaf != on.deaf;
-                let life = on.link.peer().life();
-                let is_new = life != on.life;
+                let epoch = on.link.peer().epoch();
+                let is_new = epoch != on.epoch;
                 if is_new {
-                    (on.rings, on.life, on.checked) = (Rings::new(on.plan), life, false);
+                    (on.rings, on.epoch, on.checked) = (Rings::new(on.plan), epoch, false);
                 }
                 self.up = up;
                 was_up && (is_new || !up)
@@ -371,7 +375,7 @@ impl Way {
             // What is in the buffer is taken below; the end is seen after it.
             on.read();
         }
-        self.with(|session, way| session.drain(way, now_ns())).unwrap_or(false)
+        self.with(|session, transport| session.drain(transport, now_ns())).unwrap_or(false)
     }
 
     /// Says that we are about to sleep; false where something waits.
@@ -379,7 +383,7 @@ impl Way {
         if !self.up {
             return true;
         }
-        self.with(|_, way| way.arm()).unwrap_or(true)
+        self.with(|_, transport| transport.arm()).unwrap_or(true)
     }
 }
 
