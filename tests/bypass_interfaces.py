@@ -7,7 +7,7 @@ import select
 import subprocess
 
 from bypass_paths import A, ARRIVES_S, B, MAC_A, has_ended, has_tcx, host, is_ip
-from lib import Namespace, Skip, need_program, scratch, until
+from lib import Namespace, Skip, alone, need_program, scratch, until
 from lib.tap import ETH_IP4, UDP, Tap, ethernet, ipv4, transport
 
 
@@ -199,6 +199,8 @@ def test_an_interface_with_the_number_of_one_that_went_is_not_attached_already()
             until("the controller to have looked", lambda: shown(h) == ["ta"] and (keeper or recorded(h) == ["ta"]))
 
 
+# Namespaces that other tests make meanwhile take the number.
+@alone
 def test_a_namespace_with_the_number_of_one_that_went_has_nothing_attached():
     with host() as h, scratch() as folder, Namespace() as space:
         h.folder, h.space, own = folder, space, h.space

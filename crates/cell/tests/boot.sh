@@ -85,6 +85,14 @@ start() { # start MACHINE IMAGE GUEST_PORT MEMORY [COMMAND LINE]; waits until th
     done
 }
 
+until_accepted() { # waits until no connection to a port waits for `accept`, as the second half of tx_queue:rx_queue says
+    local deadline_ms=$(($(now_ms) + patience_s * 1000))
+    until grep -qi ":$(printf %04X "$1") 00000000:0000 0A [0-9A-F]*:00000000 " /proc/net/tcp; do
+        [ "$(now_ms)" -gt "$deadline_ms" ] && return 1
+        read -rt 0.002 <> <(:) || :
+    done
+}
+
 get() { curl -s -m "$patience_s" "$@"; }
 
 pattern_sum() { # the checksum of the first $1 bytes of the pattern
@@ -122,10 +130,12 @@ if start microvm-legacy httpd 80 32; then
     printf 'nonsense\r\n\r\n' >&3
     check "httpd: nonsense" "$(timeout "$patience_s" head -n 1 <&3 | tr -d '\r')" "HTTP/1.1 400 Bad Request"
     exec 3>&-
-    # All open before the first byte is asked for; one after the other, since user networking queues one at a time.
+    # All open before the first byte is asked for. User networking listens with room for one: a connection before the last
+    # one is accepted would wait for its second SYN, a second later, and the first of 64 beyond the server's 30 s for a request.
     many=()
     for _ in $(seq 64); do
         exec {fd}<>"/dev/tcp/127.0.0.1/$port" && many+=("$fd")
+        until_accepted "$port"
     done
     for fd in "${many[@]}"; do
         printf 'GET /bytes/400001 HTTP/1.0\r\n\r\n' >&"$fd"

@@ -168,7 +168,7 @@ fn receive(driver: &mut VirtioNet) -> Option<Vec<u8>> {
 }
 
 fn send(driver: &mut VirtioNet, bytes: &[u8]) -> bool {
-    driver.transmit(NOW).map(|leave| permit.consume(bytes.len(), |to| to.copy_from_slice(bytes))).is_some()
+    driver.transmit(NOW).map(|permit| permit.consume(bytes.len(), |to| to.copy_from_slice(bytes))).is_some()
 }
 
 #[test]

@@ -101,7 +101,7 @@ fn take(queue: &Queue, backend: &mut Backend) -> Option<(Vec<u8>, Packet)> {
 }
 
 fn send(device: &mut XenNet, frame: &[u8], segment_bytes: Option<u16>) -> bool {
-    let Some(mut leave) = device.transmit() else { return false };
+    let Some(mut permit) = device.transmit() else { return false };
     let mut meta = PacketMeta::default();
     meta.segmentation_offload_size = segment_bytes.and_then(NonZeroU16::new);
     permit.set_meta(meta);
