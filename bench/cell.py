@@ -47,7 +47,6 @@ name = "bench"
 [network.lan]
 subnet = "{PREFIX}.0/24"
 gateway = "{PREFIX}.254"
-router = "{PREFIX}.253"
 
 [tap.host]
 device = "{TAP}"

@@ -51,7 +51,6 @@ name = "bench"
 [network.lan]
 subnet = "{prefix}.0.0/16"
 gateway = "{prefix}.255.254"
-router = "{prefix}.255.253"
 """
 
 
