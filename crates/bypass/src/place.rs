@@ -531,15 +531,15 @@ fn has_private_mounts() -> bool {
     let space = |pid: &str, kind: &str| fs::metadata(format!("/proc/{pid}/ns/{kind}")).map(|m| m.ino()).ok();
     let own = |kind| space("self", kind);
     let mut pid = "self".to_owned();
+    let mut differs = false;
     loop {
         // The name in parentheses may hold anything; the parent is the second field behind it.
         let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
         let parent =
             stat.rsplit_once(')').and_then(|(_, rest)| rest.split_ascii_whitespace().nth(1)).unwrap_or("0").to_owned();
-        let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return false };
-        if Some(mounts) != own("mnt") && Some(net) != own("net") {
-            return true;
-        }
+        let (Some(mounts), Some(net)) = (space(&parent, "mnt"), space(&parent, "net")) else { return differs };
+        // An ancestor beyond that has our mounts: then it is the one in between that has others, and ours stay when it ends.
+        differs = Some(mounts) != own("mnt") && (differs || Some(net) != own("net"));
         pid = parent;
     }
 }
