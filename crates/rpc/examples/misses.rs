@@ -1,7 +1,7 @@
 //! Deadlines missed against offered load, by order of service, with admission and without: one JSON object for each run.
 //!
-//! usage: misses sim  [--seeds N] [--loads PERCENT]               on a virtual clock, by `tombolo_rpc::simulate`
-//!        misses real [--seeds N] [--loads PERCENT] [--ms N] [--tries N]
+//! usage: misses sim  [--seeds N] [--first SEED] [--loads PERCENT]   on a virtual clock, by `tombolo_rpc::simulate`
+//!        misses real [--seeds N] [--first SEED] [--loads PERCENT] [--ms N] [--tries N]
 //!                                                                a service and its client, two processes, in real time
 //!
 //! All orders serve the same requests: the same task sets and arrivals of the same seeds, one order after the other for each seed. A request is
@@ -78,11 +78,14 @@ impl Point {
     }
 }
 
-fn points(seeds: usize, loads: &[i32]) -> Vec<Point> {
+fn points(seeds: std::ops::Range<usize>, loads: &[i32]) -> Vec<Point> {
     let mut points = Vec::new();
-    for (tasks, load, seed) in
-        SETS.into_iter().flat_map(|t| loads.iter().flat_map(move |l| (0..seeds).map(move |s| (t, *l, s))))
-    {
+    for (tasks, load, seed) in SETS.into_iter().flat_map(|t| {
+        loads.iter().flat_map({
+            let seeds = seeds.clone();
+            move |l| seeds.clone().map(move |s| (t, *l, s))
+        })
+    }) {
         for (order, admission) in ORDERS.into_iter().flat_map(|o| [(o, false), (o, true)]) {
             points.push(Point { tasks, load: f64::from(load) / 100.0, order, admission, seed: seed as u64 });
         }
@@ -303,17 +306,18 @@ fn main() -> Fallible<()> {
     }
     let how = std::env::args().nth(1).unwrap_or_default();
     let one = option("--loads", 0)? as i32;
+    let first = option("--first", 0)?;
     let loads = |step| if one > 0 { vec![one] } else { (50..=120).step_by(step).collect() };
     match &how[..] {
         "sim" => {
-            simulate_all(&points(option("--seeds", 20)?, &loads(5)));
+            simulate_all(&points(first..first + option("--seeds", 20)?, &loads(5)));
         }
         "real" => {
             let (seeds, ms, tries) = (option("--seeds", 7)?, option("--ms", 500)?, option("--tries", 3)?);
             pin(1);
             let how = if real_time() { "real" } else { "real_without_rights" };
             let duration_ns = ms as u64 * 1_000_000;
-            run_all(&points(seeds, &loads(10)), how, duration_ns, tries)?;
+            run_all(&points(first..first + seeds, &loads(10)), how, duration_ns, tries)?;
         }
         _ => return Err("expected: misses sim or misses real".into()),
     }

@@ -1,7 +1,7 @@
 //! Round trips by payload: from 1 byte to 1 MiB by copy, from 1 byte to 1 GiB in shared memory; one JSON object for each size, with the time of
 //! every call.
 //!
-//! usage: rpc_sweep [--calls N] [--largest LOG2]
+//! usage: rpc_sweep [--calls N] [--smallest LOG2] [--largest LOG2] [--only copy|shared]
 //!
 //! By copy, the caller's bytes are copied into the connection's memory, from there into the reply's, and from there into the caller's buffer. In
 //! shared memory, request and reply are memories of that size that were handed over before; the client writes the first 8 bytes (or fewer), and
@@ -82,7 +82,11 @@ fn main() -> Fallible<()> {
     if let Some(args) = other_end() {
         return serve(Path::new(&args[0]));
     }
-    let (calls, largest) = (option("--calls", 1000)?, option("--largest", 30)? as u32);
+    let (calls, smallest, largest) =
+        (option("--calls", 1000)?, option("--smallest", 0)? as u32, option("--largest", 30)? as u32);
+    let args: Vec<String> = std::env::args().collect();
+    let only = args.iter().position(|a| a == "--only").and_then(|at| args.get(at + 1)).map(String::as_str);
+    let runs = |way| only.is_none_or(|only| only == way);
     let dir = tempfile::tempdir()?;
     pin(0);
     let _other = Other::start(&[dir.path().to_str().ok_or("the folder's name is not UTF-8")?])?;
@@ -93,7 +97,7 @@ fn main() -> Fallible<()> {
         ..ConnectOptions::default()
     };
     let client = Client::connect_with("sweep", &options)?;
-    for bytes in (0..=LARGEST_COPY.min(largest)).map(|log| 1usize << log) {
+    for bytes in (smallest..=LARGEST_COPY.min(largest)).filter(|_| runs("copy")).map(|log| 1usize << log) {
         let (payload, mut into) = (vec![7; bytes], vec![0; bytes]);
         let taken = times(calls, |_| {
             let reply = client.call(&payload, &CallOptions::default())?;
@@ -105,7 +109,7 @@ fn main() -> Fallible<()> {
         }
         print("copy", bytes as u64, &taken);
     }
-    for bytes in (0..=largest).map(|log| 1u64 << log) {
+    for bytes in (smallest..=largest).filter(|_| runs("shared")).map(|log| 1u64 << log) {
         let buffer = SharedBuffer::new(bytes, false)?;
         let word = bytes.min(8) as usize;
         let mut back = [0; 8];
