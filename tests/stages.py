@@ -28,6 +28,9 @@ SLOWEST = 12
 LAST_LINES = 40
 TEST = re.compile(r"^(ok  |FAIL|skip) (\S+)  ([\d.]+) s")
 COUNTS = re.compile(r"^(\d+) passed, (\d+) failed, (\d+) skipped(?:, (\d+) passed on a second run)?$")
+# Lines of Python's unittest.
+RAN = re.compile(r"^Ran (\d+) tests? in ")
+RESULT = re.compile(r"^(?:OK|FAILED) \((.*)\)$")
 CARGO_COUNTS = re.compile(r"^test result: \w+\. (\d+) passed; (\d+) failed; (\d+) ignored")
 # In this order the cheap verdicts come first. Minutes bound a stage that hangs; none comes near its bound, also not on a machine that is three
 # times slower.
@@ -43,12 +46,14 @@ STAGES = {
     "loom": 45,
     "build": 45,
     "bindings": 30,
+    "lab-unit": 20,
     "cells": 30,
     "cell-unit": 20,
     "cell-boot": 30,
     "xen": 30,
     "bypass": 30,
     "guests": 60,
+    "lab-quick": 30,
     "faults": 60,
 }
 
@@ -111,6 +116,12 @@ class Tests:
                 self.passed += int(counts[1])
                 self.skipped += int(counts[3])
                 self.second_runs += int(counts[4] or 0) if counts.re is COUNTS else 0
+            if ran := RAN.match(line):
+                self.passed += int(ran[1])
+            elif result := RESULT.match(line):
+                others = dict(re.findall(r"(\w+)=(\d+)", result[1]))
+                self.skipped += int(others.get("skipped", 0))
+                self.passed -= sum(map(int, others.values()))
 
     def failures(self):
         """What is to be read about a failure: the tests that failed with their output, or the last lines."""

@@ -14,6 +14,7 @@ mod doctor;
 mod down;
 mod exit;
 mod fd_store;
+mod lab;
 mod link_bridge;
 mod manual;
 mod number;
@@ -26,6 +27,8 @@ mod status;
 mod terminal;
 mod top;
 mod up;
+
+use std::ffi::OsString;
 
 use clap::{Parser, Subcommand};
 use exit::{Exit, Failure};
@@ -45,7 +48,9 @@ Variables:
   TOMBOLO_CONFINE  off: do not confine the daemon and its machines (docs/security.md)
   TOMBOLO_QEMU     the QEMU to use instead of qemu-system-x86_64 in PATH; a script must exec it
   TOMBOLO_APPS     folder of cell images, searched before those beside the program, in the source tree and in
-                   /usr/lib/tombolo/apps";
+                   /usr/lib/tombolo/apps
+  TOMBOLO_LAB      folder of the lab, instead of that of the checkout or of ../share/tombolo/lab beside the program
+  TOMBOLO_PROGRAM  the program that the lab measures, instead of this one";
 
 /// Connects VMs, unikernels, taps and processes of one machine to one Ethernet network, through shared memory.
 #[derive(Debug, Parser)]
@@ -85,6 +90,8 @@ enum Command {
     Call(call::Call),
     /// Check what this machine can do, and how to get the rest
     Doctor(doctor::Doctor),
+    /// Measure: run experiments that anyone can repeat, and compare their results
+    Lab(lab::Lab),
     /// Print the version
     Version(manual::Version),
     /// Print a completion script for a shell
@@ -104,8 +111,9 @@ enum Command {
 
 fn run(cli: Cli) -> Result<Exit, Failure> {
     // What the program and its children make is for its own user: sockets of QEMU, folders of the bypass. This is the one
-    // instant at which the process has a single thread. Manual pages are for everybody.
-    if !matches!(cli.command, Command::Man(_)) {
+    // instant at which the process has a single thread. Manual pages are for everybody; files of the lab are its user's
+    // affair.
+    if !matches!(cli.command, Command::Man(_) | Command::Lab(_)) {
         rustix::process::umask(rustix::fs::Mode::from_raw_mode(0o077));
     }
     let select = &cli.select;
@@ -121,6 +129,7 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Service(service) => service.run(select),
         Command::Call(call) => call.run(),
         Command::Doctor(doctor) => doctor.run(),
+        Command::Lab(lab) => lab.run(),
         Command::Version(version) => version.run(),
         Command::Completions(completions) => completions.run(),
         Command::Man(man) => man.run(),
@@ -130,8 +139,21 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
     }
 }
 
+/// The command line. What stands behind `lab` is not read here, so that also `--help` and flags of ours reach the lab.
+fn parse(words: impl IntoIterator<Item = OsString>) -> Result<Cli, clap::Error> {
+    let words: Vec<_> = words.into_iter().collect();
+    match words.get(1) {
+        Some(word) if word == "lab" => {
+            let mut cli = Cli::try_parse_from(&words[..2])?;
+            cli.command = Command::Lab(lab::Lab { arguments: words[2..].to_vec() });
+            Ok(cli)
+        }
+        _ => Cli::try_parse_from(words),
+    }
+}
+
 fn main() -> std::process::ExitCode {
-    match run(Cli::parse()) {
+    match run(parse(std::env::args_os()).unwrap_or_else(|error| error.exit())) {
         Ok(exit) => exit.into(),
         Err(failure) => failure.report().into(),
     }

@@ -468,3 +468,23 @@ fn reports_are_there_for_people_and_programs() {
     assert!(home.refused("status --frob", 2).contains("--frob"));
     assert!(home.ok("--help").contains("Exit codes: 0 done, 1 failed, 2 used wrongly, 3 done in part"));
 }
+
+#[test]
+fn the_lab_gets_its_arguments_as_they_are_and_is_told_the_program() {
+    let home = Home::new(FILE);
+    let missing = home.command("lab ls").env("TOMBOLO_LAB", home.path("lab")).output().unwrap();
+    assert_eq!(missing.status.code(), Some(2), "{}", text(&missing.stderr));
+    assert!(text(&missing.stderr).starts_with("tombolo: $TOMBOLO_LAB: expected the folder `lab`"));
+    std::fs::create_dir_all(home.path("lab/tombolo_lab")).unwrap();
+    std::fs::write(home.path("lab/tombolo_lab/__init__.py"), "").unwrap();
+    let main = "import os, sys\nprint(sys.argv[1:], os.environ['TOMBOLO_PROGRAM'])\nsys.exit(130)\n";
+    std::fs::write(home.path("lab/tombolo_lab/__main__.py"), main).unwrap();
+    let lab = |words| home.command(words).env("TOMBOLO_LAB", home.path("lab")).output().unwrap();
+    let out = lab("lab --help -f x --fabric y -- -V");
+    let program = env!("CARGO_BIN_EXE_tombolo");
+    assert_eq!(text(&out.stdout), format!("['--help', '-f', 'x', '--fabric', 'y', '--', '-V'] {program}\n"));
+    assert_eq!(out.status.code(), Some(130), "{}", text(&out.stderr));
+    let other =
+        home.command("lab ls").env("TOMBOLO_LAB", home.path("lab")).env("TOMBOLO_PROGRAM", "/p").output().unwrap();
+    assert_eq!(text(&other.stdout), "['ls'] /p\n");
+}

@@ -1,0 +1,345 @@
+"""Reports and comparisons: whole pages of synthetic runs, large, odd and degenerate ones."""
+
+import html.parser
+import importlib.util
+import json
+import random
+import re
+import sys
+import tempfile
+import unittest
+import warnings
+from collections import defaultdict
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+from tombolo_lab import LabError, model
+from tombolo_lab.results import Run, cell_key
+from tombolo_lab.workloads import REGISTRY, Measure, Parameter, Workload
+
+LIBRARIES = all(
+    importlib.util.find_spec(name)
+    for name in ("numpy", "pandas", "scipy", "statsmodels", "matplotlib", "jinja2")
+)
+if LIBRARIES:
+    from tombolo_lab import report
+
+EVIL = '<script>alert("x")</script> & "quotes"'
+
+
+class Shown(Workload):
+    """A workload that is only reported, never run."""
+
+    name = "shown"
+    doc = "Is reported."
+    parameters = {
+        "kind": Parameter("Kind", str),
+        "size": Parameter("Size", int, low=0, high=10**6, unit="B"),
+        "on": Parameter("Switch", bool),
+        "rate": Parameter("Rate", float, unit="Mbit/s"),
+    }
+    measures = {
+        "mbit_s": Measure("Throughput", "Mbit/s", "higher"),
+        "rtt_us": Measure("Round trip", "µs", "lower"),
+        "loss": Measure("Loss", "", "lower", 0, 1),
+    }
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags are closed in order, and collects what tests look for."""
+
+    VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.ids, self.references, self.scripts, self.text = [], [], [], 0, []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids += [found["id"]] if "id" in found else []
+        self.references += [found[k] for k in ("href", "src", "xlink:href") if k in found]
+        self.scripts += tag == "script"
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.handle_starttag(tag, attributes)
+        if tag not in self.VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag):
+        if not self.open or self.open[-1] != tag:
+            raise AssertionError(f"</{tag}> closes {self.open[-3:]}")
+        self.open.pop()
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        if not LIBRARIES:
+            self.skipTest("the libraries of reports are not installed")
+        self.enterContext(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.dict(REGISTRY, {"shown": f"{__name__}:Shown"}))
+
+    def run_of(self, text, value, times=5, samples=None, conditions=None, name="run"):
+        folder = self.folder / name
+        folder.mkdir()
+        (folder / "experiment.toml").write_text(text)
+        experiment = model.load(str(folder / "experiment.toml"))
+        source, points = random.Random(name), []
+        for block in range(times):
+            for cell in experiment.cells():
+                found = value(cell, source)
+                point = {"block": block, "cell": cell, "attempt": 1}
+                if isinstance(found, str):
+                    points.append({**point, "failed": found})
+                    continue
+                measures = {m: found if m != "loss" else 0.0 for m in experiment.measures}
+                point |= {"measures": measures, "disturbed": None}
+                if samples:
+                    point["samples"] = {
+                        "rtt_us": [source.lognormvariate(3, 0.4) for _ in range(samples)]
+                    }
+                points.append(point)
+        found = {"kernel": "6.1", "cpu": EVIL, **(conditions or {})}
+        (folder / "conditions.json").write_text(json.dumps(found))
+        (folder / "skipped.json").write_text("[]")
+        lines = "".join(json.dumps(point) + "\n" for point in points)
+        (folder / "points.jsonl").write_text(lines)
+        return Run.load(folder)
+
+    def page(self, path):
+        text = path.read_text()
+        page = Page(text)
+        self.assertEqual(page.open, [])
+        self.assertEqual(len(page.ids), len(set(page.ids)), "an id is there twice")
+        for reference in page.references:
+            # A heat map's colour bar is an image within the drawing.
+            if not reference.startswith("data:image/png;base64,"):
+                self.assertTrue(reference.startswith("#"), reference[:80])
+                self.assertTrue(reference[1:] in page.ids, reference)
+        self.assertEqual(page.scripts, 0)
+        self.assertIsNone(re.search(r"@import|url\((?!#)", text))
+        return text, page
+
+    def holds(self, text, *parts):
+        """Without the page in the message."""
+        for part in parts:
+            self.assertTrue(part in text, part)
+
+    def lacks(self, text, *parts):
+        for part in parts:
+            self.assertFalse(part in text, part)
+
+
+ALL = f"""
+title = "All kinds of plots {EVIL.replace('"', "'")}"
+about = "A paragraph."
+workload = "shown"
+correlations = [["mbit_s", "rtt_us"]]
+[factors]
+kind = ["ivshmem", "vhost-user", "a very long name of an attachment that must be wrapped"]
+size = [64, 256, 1024, 1460]
+on = [false, true]
+[[plots]]
+kind = "curve"
+x = "size"
+curves = "kind"
+panels = ["on"]
+log = "xy"
+[[plots]]
+kind = "bars"
+x = "kind"
+curves = "on"
+[[plots]]
+kind = "box"
+x = "kind"
+[[plots]]
+kind = "histogram"
+x = "rtt_us"
+curves = "kind"
+[[plots]]
+kind = "percentiles"
+y = "rtt_us"
+curves = "kind"
+[[plots]]
+kind = "heat"
+x = "size"
+y = "kind"
+[[plots]]
+kind = "curve"
+x = "kind"
+[[published]]
+label = "Others (2021)"
+source = "A paper"
+match = {{ kind = "ivshmem", size = 64 }}
+measure = "mbit_s"
+value = 889
+differs = "Hardware NIC"
+"""
+TWO_LEVELS = """
+title = "Effects"
+about = "A paragraph."
+workload = "shown"
+measures = ["mbit_s"]
+[factors]
+kind = ["one", "two"]
+on = [false, true]
+size = [1, 2]
+[[plots]]
+kind = "effects"
+"""
+
+
+def plausible(cell, source):
+    base = {"ivshmem": 900.0, "vhost-user": 700.0}.get(cell["kind"], 300.0)
+    return base * (cell["size"] / 1460) ** 0.7 * source.gauss(1, 0.03)
+
+
+class Report(Case):
+    def test_every_kind_of_plot(self):
+        run = self.run_of(ALL, plausible, samples=300, conditions={"warnings": [EVIL]})
+        path = report.write(run, run.folder)
+        text, page = self.page(path)
+        self.lacks(text, "<script>")
+        self.holds(text, "&lt;script&gt;")
+        self.assertIn("All kinds of plots", "".join(page.text))
+        stems = {p.stem for p in (run.folder / "plots").glob("*.svg")}
+        self.assertEqual(stems, {p.stem for p in (run.folder / "plots").glob("*.png")})
+        self.assertEqual(len(stems), 7)
+        for stem in stems:
+            self.holds(text, f'id="{stem}"')
+        self.holds(re.sub(r"\s+", " ", text), "120 point(s) count")
+        found = json.loads((run.folder / "summary.json").read_text())
+        self.assertEqual(len(found["cells"]), 24)
+        self.assertEqual(len(found["published"]), 1)
+        self.holds(text, "Hardware NIC")
+
+    def test_effects(self):
+        def value(cell, source):
+            base = 10.0 + 3 * cell["on"] + 2 * (cell["kind"] == "two")
+            # The same noise in each cell: nothing but the two effects differs.
+            return base + self.noise[cell_key(cell)].pop()
+
+        self.noise = defaultdict(lambda: [0.1, -0.1, 0.05, -0.05, 0.0])
+        run = self.run_of(TWO_LEVELS, value)
+        text, _ = self.page(report.write(run, run.folder))
+        self.holds(text, '<td class="mark">on</td>', '<td class="mark">kind</td>')
+        self.lacks(text, '<td class="mark">size</td>')
+
+    def test_the_same_run_gives_the_same_files(self):
+        run = self.run_of(TWO_LEVELS, lambda cell, source: 5.0 + cell["size"])
+        first = report.write(run, self.folder / "a").read_bytes()
+        self.assertEqual(first, report.write(run, self.folder / "b").read_bytes())
+        for path in (self.folder / "a/plots").iterdir():
+            self.assertEqual(path.read_bytes(), (self.folder / "b/plots" / path.name).read_bytes())
+
+    def test_degenerate_runs(self):
+        one = (
+            'title="One"\nabout="x"\nworkload="shown"\n[factors]\nsize=[1]\n'
+            '[[plots]]\nkind="histogram"\nx="rtt_us"\n[[plots]]\nkind="percentiles"\n'
+        )
+        for number, (times, value) in enumerate(((1, 3.0), (2, 0.0), (4, 7.0))):
+            run = self.run_of(one, lambda *_, v=value: v, times, name=f"one{number}")
+            self.page(report.write(run, run.folder))
+        many = (
+            'title="Many"\nabout="x"\nworkload="shown"\n[factors]\nkind=['
+            + ",".join(f'"level {n} of forty"' for n in range(40))
+            + ']\nsize=[1,2]\n[[plots]]\nkind="bars"\nx="kind"\n[[plots]]\nkind="curve"\n'
+            'x="size"\ncurves="kind"\n'
+        )
+        run = self.run_of(many, lambda cell, source: source.random() + 1, name="many")
+        self.page(report.write(run, run.folder))
+        # Forty curves need six panels of seven.
+        self.assertTrue((run.folder / "plots/02-curve-mbit-s.svg").exists())
+
+    def test_an_experiment_without_plots_has_one(self):
+        text = TWO_LEVELS.partition("[[plots]]")[0]
+        run = self.run_of(text, lambda cell, source: source.random())
+        self.page(report.write(run, run.folder))
+        self.assertEqual(len(list((run.folder / "plots").glob("*.svg"))), 1)
+
+    def test_a_run_without_points_has_no_report(self):
+        run = self.run_of(TWO_LEVELS, lambda *_: "it broke")
+        with self.assertRaisesRegex(LabError, "no point counts"):
+            report.write(run, run.folder)
+
+    def test_failed_points_are_counted_with_their_reasons(self):
+        run = self.run_of(
+            TWO_LEVELS, lambda cell, source: f"broke {EVIL}" if cell["on"] else source.random()
+        )
+        text, _ = self.page(report.write(run, run.folder))
+        self.holds(text, "20 × broke &lt;script&gt;")
+        self.holds(text, "4 of 8 cells have values")
+
+    def test_flame_graphs_are_shown_without_their_scripts(self):
+        run = self.run_of(TWO_LEVELS, lambda cell, source: source.random())
+        (run.folder / "plots").mkdir()
+        flame = (
+            '<?xml version="1.0"?><svg onload="init()"><script>x()</script><text>ksys</text></svg>'
+        )
+        (run.folder / "plots/forwarding.flame.svg").write_text(flame)
+        text, _ = self.page(report.write(run, run.folder))
+        self.holds(text, "Flame graph: forwarding")
+        self.lacks(text, "onload")
+
+    def test_numbers_for_readers(self):
+        for value, text in (
+            (0, "0"), (None, "–"), (12345.678, "12 346"), (0.001234, "0.001234"), (1.5, "1.5"),
+            (1e9, "1.000·10^9"), (-2.50, "-2.5"), (999.96, "1 000"), (100.0, "100"),
+        ):  # fmt: skip
+            self.assertEqual(report.number(value), text)
+        self.assertEqual(report.p_value(0.0001), "< 0.001")
+
+
+class Comparison(Case):
+    def pair(self, factor, times=6):
+        def value(cell, source):
+            return plausible({**cell, "kind": "ivshmem"}, source)
+
+        a = self.run_of(TWO_LEVELS, value, times, name="a")
+        b = self.run_of(
+            TWO_LEVELS, lambda c, s: value(c, s) * factor, times, {}, {"kernel": "6.2"}, "b"
+        )
+        return report.compare(a, b, self.folder / "out")
+
+    def test_a_change_is_found(self):
+        value, path = self.pair(1.3)
+        self.page(path)
+        self.assertEqual(value["verdicts"]["better"], 8)
+        for row in value["rows"]:
+            self.assertTrue(row["low"] <= row["ratio"] <= row["high"])
+            self.assertAlmostEqual(row["ratio"], 1.3, delta=0.1)
+        self.assertIn({"name": "kernel", "a": "6.1", "b": "6.2"}, value["differences"])
+        self.assertEqual(json.loads((self.folder / "out/compare.json").read_text()), value)
+
+    def test_nothing_is_found_where_nothing_changed(self):
+        value, _ = self.pair(1.0)
+        self.assertEqual(value["verdicts"]["same"], 8)
+
+    def test_one_repetition_cannot_be_tested(self):
+        value, path = self.pair(2.0, times=1)
+        self.page(path)
+        self.assertEqual(value["verdicts"]["unknown"], 8)
+
+    def test_runs_that_do_not_fit_are_refused(self):
+        a = self.run_of(TWO_LEVELS, lambda *_: 1.0, name="a")
+        b = self.run_of(
+            TWO_LEVELS.replace("on = [false, true]", "rate = [1.0, 2.0]"), lambda *_: 1.0, name="b"
+        )
+        with self.assertRaisesRegex(LabError, "the same factors"):
+            report.compare(a, b, self.folder / "out")
+        c = self.run_of(TWO_LEVELS.replace('"one", "two"', '"x", "y"'), lambda *_: 1.0, name="c")
+        with self.assertRaisesRegex(LabError, "no cell and measure in common"):
+            report.compare(a, c, self.folder / "out")
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,143 @@
+"""Summaries of runs: of real points of the small workload, and of degenerate ones."""
+
+import csv
+import dataclasses
+import importlib.util
+import io
+import json
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+from unittest import mock
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+import small_workload
+
+from tombolo_lab import model
+from tombolo_lab.results import Run
+from tombolo_lab.workloads import REGISTRY
+
+LIBRARIES = all(
+    importlib.util.find_spec(name) for name in ("numpy", "pandas", "scipy", "statsmodels")
+)
+if LIBRARIES:
+    from tombolo_lab import summary
+
+
+class Case(unittest.TestCase):
+    def setUp(self):
+        if not LIBRARIES:
+            self.skipTest("python3-pandas, python3-scipy or python3-statsmodels is not installed")
+        self.folder = Path(self.enterContext(tempfile.TemporaryDirectory()))
+        self.enterContext(mock.patch.dict(REGISTRY, {"small": small_workload.TARGET}))
+
+    def run_of(self, value, extra="", times=4, samples=None, skip=lambda block, cell: False):
+        """A run of the small workload whose values are value(block, cell)."""
+        path = self.folder / "small.toml"
+        path.write_text(small_workload.EXPERIMENT + extra)
+        experiment = model.load(str(path))
+        points = []
+        for block in range(times):
+            for cell in experiment.cells():
+                if skip(block, cell):
+                    points.append({"block": block, "cell": cell, "attempt": 1, "failed": "no"})
+                    continue
+                measures = dict.fromkeys(experiment.measures)
+                measures["value"] = value(block, cell)
+                point = {"block": block, "cell": cell, "attempt": 1, "measures": measures}
+                if samples:
+                    point["samples"] = {"value": samples(block, cell)}
+                points.append({**point, "disturbed": None})
+        return Run(self.folder, experiment, {"warnings": ["a warning of the run"]}, points, [])
+
+
+def plain(block, cell):
+    return cell["size"] * (10.0 if cell["kind"] == "red" else 5.0) * (1 + 0.01 * (block % 3))
+
+
+class Summary(Case):
+    def test_figures_of_each_cell(self):
+        found = summary.summarise(self.run_of(plain))
+        self.assertEqual(len(found["cells"]), 6)
+        self.assertEqual(found["counts"]["points"], 24)
+        for part in found["cells"]:
+            numbers = part["measures"]["value"]
+            self.assertEqual(numbers["n"], 4)
+            self.assertTrue(numbers["low"] <= numbers["mean"] <= numbers["high"])
+            self.assertTrue(numbers["boot_low"] <= numbers["median"] <= numbers["boot_high"])
+            self.assertAlmostEqual(numbers["mean"], plain(0, part["cell"]) * 1.0075)
+
+    def test_ratios_to_the_first_level_of_alternatives_only(self):
+        found = summary.summarise(self.run_of(plain))["ratios"]
+        self.assertEqual({(r["factor"], r["base"]) for r in found}, {("kind", "red")})
+        self.assertEqual(len(found), 3)
+        for ratio in found:
+            self.assertAlmostEqual(ratio["ratio"], 0.5)
+            self.assertEqual(ratio["n"], 4)
+
+    def test_pairs_are_of_the_same_block(self):
+        gone = {(0, "red"), (1, "green")}
+        run = self.run_of(plain, skip=lambda block, cell: (block, cell["kind"]) in gone)
+        found = summary.summarise(run)
+        self.assertEqual({r["n"] for r in found["ratios"]}, {2})
+        self.assertTrue(any("6 point(s) failed" in text for text in found["warnings"]))
+
+    def test_percentiles_come_from_all_samples(self):
+        run = self.run_of(plain, samples=lambda block, cell: list(range(500)))
+        numbers = summary.summarise(run)["cells"][0]["measures"]["value"]
+        self.assertEqual(numbers["samples"], 2000)
+        self.assertAlmostEqual(numbers["percentiles"]["50"], 249.5)
+        self.assertIsNone(numbers["percentiles"]["99.99"])
+        self.assertIsNotNone(numbers["percentiles"]["99.9"])
+
+    def test_growth_of_curves_on_logarithmic_axes(self):
+        plots = '[[plots]]\nkind="curve"\nx="size"\ncurves="kind"\nlog="xy"\n'
+        found = summary.summarise(self.run_of(plain, plots))["growth"]
+        self.assertEqual([g["where"]["kind"] for g in found], ["red", "green"])
+        for fit in found:
+            self.assertAlmostEqual(fit["exponent"], 1, 2)
+
+    def test_published_figures_stand_beside_ours(self):
+        extra = (
+            '[[published]]\nlabel="them"\nsource="a paper"\nmatch={kind="red", size=1}\n'
+            'measure="value"\nvalue=5\ndiffers="all else"\n'
+        )
+        [found] = summary.summarise(self.run_of(plain, extra))["published"]
+        self.assertAlmostEqual(found["ratio"], found["ours"]["mean"] / 5)
+        self.assertEqual(found["differs"], "all else")
+
+    def test_effects_of_the_factors_that_vary(self):
+        run = self.run_of(plain)
+        one = dataclasses.replace(run.experiment, factors={"kind": ("red", "green"), "size": (1,)})
+        points = [p for p in run.points if p["cell"]["size"] == 1]
+        found = summary.summarise(dataclasses.replace(run, experiment=one, points=points))
+        effects = found["effects"]["measures"]["value"]["effects"]
+        self.assertEqual([effect["name"] for effect in effects], ["I", "A"])
+        self.assertAlmostEqual(effects[1]["q"], -2.5, 1)
+        self.assertIsNone(summary.summarise(run)["effects"])
+
+    def test_warnings_of_spread_and_of_the_run(self):
+        wild = summary.summarise(self.run_of(lambda block, cell: 1.0 + 9 * (block % 2)))
+        self.assertTrue(any("spreads by" in text for text in wild["warnings"]))
+        self.assertTrue(any("1 more cells spread" in text for text in wild["warnings"]))
+        self.assertIn("a warning of the run", wild["warnings"])
+
+    def test_degenerate_runs_have_a_summary(self):
+        for times, value in ((1, plain), (2, lambda block, cell: 0.0), (3, lambda *_: None)):
+            found = summary.summarise(self.run_of(value, times=times))
+            json.dumps(found, allow_nan=False)
+        nothing = summary.summarise(self.run_of(plain, skip=lambda *_: True))
+        self.assertEqual((nothing["cells"], nothing["ratios"]), ([], []))
+
+    def test_the_files(self):
+        run = self.run_of(plain)
+        found = summary.write(run, self.folder / "out")
+        self.assertEqual(json.loads((self.folder / "out/summary.json").read_text()), found)
+        rows = list(csv.DictReader(io.StringIO((self.folder / "out/summary.csv").read_text())))
+        self.assertEqual(len(rows), 6 * len(run.experiment.measures))
+        self.assertEqual({row["kind"] for row in rows}, {"red", "green"})
+
+
+if __name__ == "__main__":
+    unittest.main()

@@ -1,0 +1,211 @@
+"""What set-ups are made of: the test harness of the repository, and kernel settings and folders
+that end with a run.
+
+    from tombolo_lab import harness
+
+    with harness.scratch() as folder, harness.Fabric(folder, TEXT) as fabric:
+        ...
+
+Names of `tests/lib` (Fabric, CellGuest, LinuxGuest, Namespace, Net, Process, until …) and of
+`bench/common.py` (private_folder, Testpmd, OpenVSwitch, perf …) are attributes of this module. They
+are imported when they are used, so a module that only imports `harness` loads on a machine without
+the harness too.
+
+The harness is found in this order: the folder in TOMBOLO_TREE, the checkout that this package lies
+in, /usr/share/tombolo. Each is a folder with tests/lib within.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from tombolo_lab import LabError, sandbox
+from tombolo_lab.workloads import Skip
+
+INSTALLED = Path("/usr/share/tombolo")
+# Beside what tests/lib exports by itself.
+_OF_LIB = {
+    "cpu_seconds": "lib.process",
+    "rss_bytes": "lib.process",
+    "children": "lib.process",
+    "core_share": "lib.process",
+    "Console": "lib.fabric",
+    "Guest": "lib.guest",
+    "ip": "lib.netns",
+    "inside": "lib.netns",
+}
+_OF_BENCH = (
+    "FIRST", "BenchError", "OpenVSwitch", "Testpmd", "fabric_of", "group_first", "perf",
+    "private_folder",
+)  # fmt: skip
+
+
+def tree() -> Path:
+    """The folder that holds tests/lib; LabError when there is none."""
+    named = os.environ.get("TOMBOLO_TREE")
+    folders = [Path(named)] if named else [Path(__file__).resolve().parents[2], INSTALLED]
+    for folder in folders:
+        if (folder / "tests/lib/__init__.py").is_file():
+            return folder.absolute()
+    looked = ", ".join(map(str, folders))
+    raise LabError(
+        f"expected the test harness tests/lib in {looked}, found none: "
+        "set TOMBOLO_TREE to a checkout of the repository"
+    )
+
+
+def program() -> Path:
+    """The program tombolo: TOMBOLO_PROGRAM, the release build of the checkout, or the one on PATH.
+
+    Skip when there is none.
+    """
+    named = os.environ.get("TOMBOLO_PROGRAM")
+    if named:
+        found = Path(named)
+    else:
+        with contextlib.suppress(LabError):
+            built = tree() / "target/release/tombolo"
+            if built.is_file():
+                return built
+        found = Path(shutil.which("tombolo") or "")
+    if not found.is_file():
+        what = named or "tombolo"
+        raise Skip(f"the program {what} is not there: run ./x build, or set TOMBOLO_PROGRAM")
+    return found.absolute()
+
+
+def example(name: str) -> Path:
+    """A measuring program of the repository: in TOMBOLO_EXAMPLES, or built by `./x lab run`.
+
+    Skip when it is not there.
+    """
+    named = os.environ.get("TOMBOLO_EXAMPLES")
+    found = (Path(named) if named else tree() / "target/release/examples") / name
+    if not found.is_file():
+        raise Skip(f"{found.name} is not built: `./x lab run` in a checkout builds it")
+    return found.absolute()
+
+
+def bench(name: str) -> ModuleType:
+    """A module of bench/, such as "bypass"."""
+    return _imported(name, tree() / "bench")
+
+
+def lib() -> ModuleType:
+    """The package tests/lib, which is called `lib`."""
+    return _imported("lib", tree() / "tests")
+
+
+def common() -> ModuleType:
+    """What the benches share."""
+    return _imported("common", tree() / "bench")
+
+
+def _imported(name: str, folder: Path) -> ModuleType:
+    """A top-level module from `folder`; LabError when another one has its name."""
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        raise LabError(f"expected the module {name} in {folder}, found none") from None
+    if folder.resolve() not in Path(module.__file__).resolve().parents:
+        raise LabError(f"expected the module {name} from {folder}, found {module.__file__}")
+    return module
+
+
+def __getattr__(name: str) -> object:
+    """Names of the harness; called for those that this module does not define itself."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    if name in _OF_BENCH:
+        return getattr(common(), name)
+    if name in _OF_LIB:
+        lib()
+        return getattr(importlib.import_module(_OF_LIB[name]), name)
+    exported = lib()
+    if name in exported.__all__:
+        return getattr(exported, name)
+    raise AttributeError(f"{name}: neither in tests/lib nor in bench/common.py")
+
+
+def skips() -> tuple[type[Exception], ...]:
+    """The exceptions that say why something cannot run here: ours, and that of tests/lib."""
+    loaded = sys.modules.get("lib")
+    other = getattr(loaded, "Skip", None)
+    return (Skip, other) if isinstance(other, type) else (Skip,)
+
+
+# ---- for check() ---------------------------------------------------------------------------------
+def need_program(name: str, package: str | None = None) -> str:
+    """The path of a program; Skip that names it and the package that brings it."""
+    places = os.environ.get("PATH", "/usr/bin:/bin") + ":/usr/sbin:/sbin"
+    path = shutil.which(name, path=places)
+    if not path:
+        raise Skip(f"{name} is missing: apt-get install {package or name}")
+    return path
+
+
+def need_root() -> None:
+    """Skip for other users: namespaces, taps and XDP need root."""
+    if os.geteuid() != 0:
+        raise Skip("needs root: it makes network namespaces and devices")
+
+
+def need_cell(app: str) -> Path:
+    """The image of a cell's app; Skip when it is not built."""
+    image = lib().CellGuest.IMAGES / app
+    if not image.is_file():
+        raise Skip(f"the cell {app} is not built: run ./x cells")
+    return image
+
+
+def need_guest() -> Path:
+    """The folder of the stock Linux guest; Skip when it is not built."""
+    folder = lib().BUILD / "guest"
+    if not (folder / "vmlinux").is_file():
+        raise Skip("build/guest is not there: run ./x guest")
+    return folder
+
+
+# ---- for open() ----------------------------------------------------------------------------------
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A folder that is gone after the `with`, and also when the run is killed. Its path is short,
+    since that of a socket ends at 107 bytes."""
+    if sandbox.current is None:
+        with lib().scratch() as folder:
+            yield folder
+        return
+    count = 0
+    while True:
+        folder = sandbox.current.folder / str(count)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+        count += 1
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def kernel_setting(path: str | Path, value: object) -> Iterator[str]:
+    """Writes a setting of this machine's kernel within the `with`; yields what it was before.
+
+    It is restored when the run is killed too, so it works in a run only: LabError elsewhere.
+    """
+    if sandbox.current is None:
+        raise LabError(f"{path}: kernel settings are changed only within a run")
+    with sandbox.current.setting(Path(path), value) as before:
+        yield before

@@ -1,0 +1,540 @@
+"""The plots of a report, as SVG text for the page and as SVG and PNG files.
+
+Series differ in colour (Okabe and Ito's palette, which colour-blind readers can tell apart), marker
+and line style, so that prints in grey can be read too. The same data give the same bytes: SVG files
+have no dates, and their ids come from a fixed salt.
+
+A plot with more than MOST_CURVES series is split into several figures.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+import re
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import numpy
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tombolo_lab import statistics
+from tombolo_lab.design import Cell
+from tombolo_lab.model import Experiment, Plot
+from tombolo_lab.results import Run, cell_key
+from tombolo_lab.summary import level_text, rows_of
+
+# Okabe and Ito 2008, "Color universal design"; black first, yellow left out, since it is too light
+# for lines on white.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+LINES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
+HATCHES = ("", "//", "..", "xx", "\\\\", "++", "oo")
+MOST_CURVES = len(COLOURS)
+# Panels of one figure; more make another figure.
+MOST_PANELS = 6
+# More names than this under an axis are rotated.
+MOST_UPRIGHT = 8
+WIDTH_IN, PANEL_HEIGHT_IN = 7.0, 2.9
+STYLE = {
+    "svg.hashsalt": "tombolo-lab",
+    "svg.fonttype": "path",
+    "font.size": 9,
+    "font.family": "DejaVu Sans",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.dpi": 100,
+    "savefig.dpi": 150,
+}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A finished plot: the stem of its files, its title, and the SVG text for the page."""
+
+    stem: str
+    title: str
+    svg: str
+
+
+@dataclass(frozen=True)
+class Panel:
+    """What one set of axes shows: the levels of the panel factors, and the curves."""
+
+    where: Cell
+    curves: tuple[tuple[str, Cell], ...]
+
+
+def wrapped(text: str, width: int = 18) -> str:
+    """A label in lines of at most `width` characters, at most three of them."""
+    lines = textwrap.wrap(text, width, max_lines=3, placeholder="…") or [""]
+    return "\n".join(lines)
+
+
+def label_of(experiment: Experiment, units: dict[str, str], name: str) -> str:
+    """An axis label: the name with its unit."""
+    from tombolo_lab.model import workload_class
+
+    workload = workload_class(experiment.workload)
+    unit = units.get(name)
+    if unit is None and name in workload.parameters:
+        unit = workload.parameters[name].unit
+    return f"{name.replace('_', ' ')} ({unit})" if unit else name.replace("_", " ")
+
+
+def where_text(cell: Cell) -> str:
+    return ", ".join(f"{name} {level_text(level)}" for name, level in cell.items())
+
+
+def spaced(levels: Sequence[float], columns: int) -> tuple[list[float], list[str]]:
+    """Ticks of a logarithmic axis and their texts, without texts that would touch in a panel that
+    is one of `columns` beside each other."""
+    span = math.log(max(levels) / min(levels)) or 1
+    ticks, texts, last = sorted(levels), [], -math.inf
+    for level in ticks:
+        place = math.log(level / ticks[0]) / span
+        shown = place - last > 0.02 + 0.06 * columns
+        texts.append(f"{level:g}" if shown else "")
+        last = place if shown else last
+    return ticks, texts
+
+
+def free_factors(experiment: Experiment, plot: Plot) -> list[str]:
+    """The factors that a plot does not name: their levels are averaged, and the title says so."""
+    named = {plot.x, plot.y, plot.z, plot.curves, *plot.panels}
+    return [f for f, levels in experiment.factors.items() if f not in named and len(levels) > 1]
+
+
+def panels_of(experiment: Experiment, plot: Plot) -> Iterator[list[Panel]]:
+    """The panels of each figure that a plot needs."""
+    levels = experiment.factors[plot.curves] if plot.curves else (None,)
+    parts = [levels[i : i + MOST_CURVES] for i in range(0, len(levels), MOST_CURVES)]
+    panels = []
+    for row in itertools.product(*(experiment.factors[name] for name in plot.panels)):
+        where = dict(zip(plot.panels, row, strict=True))
+        for part in parts:
+            curves = tuple(
+                (level_text(level), {plot.curves: level}) if plot.curves else ("", {})
+                for level in part
+            )
+            panels.append(Panel(where, curves))
+    for start in range(0, len(panels), MOST_PANELS):
+        yield panels[start : start + MOST_PANELS]
+
+
+# ---- kinds ---------------------------------------------------------------------------------------
+class Painter:
+    """Draws the plots of one run."""
+
+    def __init__(self, run: Run, summary: dict):
+        self.run = run
+        self.experiment = run.experiment
+        self.summary = summary
+        self.frame = run.frame()
+        self.samples: dict[tuple[str, str], list[float]] = {}
+        for point in run.counted():
+            for measure, values in point.get("samples", {}).items():
+                key = (cell_key(point["cell"]), measure)
+                self.samples.setdefault(key, []).extend(values)
+
+    def values(self, where: Cell, measure: str) -> list[float]:
+        return statistics.clean(rows_of(self.frame, where)[measure])
+
+    def label(self, name: str) -> str:
+        return label_of(self.experiment, self.summary["units"], name)
+
+    def curve(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        levels = self.experiment.factors[plot.x]
+        numeric = all(isinstance(v, int | float) and not isinstance(v, bool) for v in levels)
+        for index, (name, part) in enumerate(panel.curves):
+            points = []
+            for place, level in enumerate(levels):
+                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
+                if values:
+                    points.append((level if numeric else place, statistics.interval_t(values)))
+            if not points:
+                continue
+            x = [point[0] for point in points]
+            y = [point[1].estimate for point in points]
+            spread = [
+                [p.estimate - p.low if p.low is not None else 0 for _, p in points],
+                [p.high - p.estimate if p.high is not None else 0 for _, p in points],
+            ]
+            axes.errorbar(
+                x,
+                y,
+                yerr=spread,
+                label=name,
+                color=COLOURS[index],
+                marker=MARKERS[index],
+                linestyle=LINES[index],
+                markersize=4,
+                linewidth=1.3,
+                capsize=2,
+            )
+        if not numeric:
+            self.categories(axes, plot, levels)
+            return
+        if "x" in plot.log and min(levels) > 0:
+            axes.set_xscale("log")
+            if len(levels) <= MOST_UPRIGHT:
+                columns = axes.get_subplotspec().get_gridspec().ncols
+                axes.set_xticks(*spaced(levels, columns))
+                axes.minorticks_off()
+        self.finish(axes, plot, plot.x, plot.y)
+
+    def finish(self, axes: Axes, plot: Plot, x: str, y: str) -> None:
+        axes.set_xlabel(self.label(x))
+        axes.set_ylabel(wrapped(self.label(y), 26))
+        low, high = axes.get_ylim()
+        if "y" in plot.log and axes.dataLim.y0 > 0:
+            axes.set_yscale("log")
+        elif low > 0 and low < 0.6 * high:
+            axes.set_ylim(bottom=0)
+
+    def bars(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        levels = self.experiment.factors[plot.x]
+        width = 0.8 / len(panel.curves)
+        for index, (name, part) in enumerate(panel.curves):
+            for place, level in enumerate(levels):
+                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
+                if not values:
+                    continue
+                found = statistics.interval_t(values)
+                at = place + (index - (len(panel.curves) - 1) / 2) * width
+                error = None
+                if found.low is not None:
+                    error = [[found.estimate - found.low], [found.high - found.estimate]]
+                axes.bar(
+                    at,
+                    found.estimate,
+                    width * 0.92,
+                    yerr=error,
+                    capsize=2,
+                    color=COLOURS[index] if len(panel.curves) > 1 else COLOURS[1],
+                    edgecolor="white",
+                    hatch=HATCHES[index],
+                    label=name if place == 0 else None,
+                    error_kw={"ecolor": "#555555", "elinewidth": 1},
+                )
+        self.categories(axes, plot, levels)
+
+    def categories(self, axes: Axes, plot: Plot, levels: Sequence) -> None:
+        many = len(levels) > MOST_UPRIGHT
+        columns = axes.get_subplotspec().get_gridspec().ncols
+        width = 22 if many else max(9, 84 // (len(levels) * columns))
+        texts = [wrapped(level_text(level), width) for level in levels]
+        axes.set_xticks(
+            range(len(levels)),
+            texts,
+            rotation=60 if many else 0,
+            ha="right" if many else "center",
+            rotation_mode="anchor" if many else "default",
+        )
+        axes.grid(axis="x", visible=False)
+        self.finish(axes, plot, plot.x, plot.y)
+
+    def box(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        levels = self.experiment.factors[plot.x]
+        width = 0.8 / len(panel.curves)
+        for index, (name, part) in enumerate(panel.curves):
+            for place, level in enumerate(levels):
+                values = self.values({**panel.where, **part, plot.x: level}, plot.y)
+                at = place + (index - (len(panel.curves) - 1) / 2) * width
+                if not values:
+                    continue
+                axes.boxplot(
+                    [values],
+                    positions=[at],
+                    widths=width * 0.8,
+                    manage_ticks=False,
+                    medianprops={"color": COLOURS[index], "linewidth": 2},
+                    flierprops={"marker": MARKERS[index], "markersize": 3},
+                )
+            axes.plot([], [], color=COLOURS[index], marker=MARKERS[index], label=name or None)
+        self.categories(axes, plot, levels)
+
+    def raw(self, where: Cell, measure: str) -> list[float]:
+        """All samples of the cells that agree with `where`, or their values without samples."""
+        found: list[float] = []
+        for cell in self.experiment.cells():
+            if all(cell[name] == level for name, level in where.items()):
+                found += self.samples.get((cell_key(cell), measure), [])
+        return found or self.values(where, measure)
+
+    def histogram(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        data = [(name, self.raw({**panel.where, **part}, plot.x)) for name, part in panel.curves]
+        every = [value for _, values in data for value in values]
+        if every and max(every) > min(every):
+            low, high = min(every), max(every)
+            if "x" in plot.log and low > 0:
+                bins = numpy.geomspace(low, high, 31)
+                axes.set_xscale("log")
+            else:
+                bins = numpy.linspace(low, high, 31)
+        else:
+            bins = 1
+        for index, (name, values) in enumerate(data):
+            if values:
+                axes.hist(
+                    values,
+                    bins=bins,
+                    histtype="step",
+                    color=COLOURS[index],
+                    linestyle=LINES[index],
+                    linewidth=1.4,
+                    label=name,
+                )
+        if "y" in plot.log:
+            axes.set_yscale("log")
+        axes.set_xlabel(self.label(plot.x))
+        axes.set_ylabel("values")
+
+    def percentiles(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        """Value by percentile, the axis stretched towards 100 %: -log10(1 - p)."""
+        deepest = 1.0
+        for index, (name, part) in enumerate(panel.curves):
+            values = sorted(self.raw({**panel.where, **part}, plot.y))
+            if len(values) < 2:
+                continue
+            ranks = (numpy.arange(len(values)) + 0.5) / len(values)
+            # Thousands of points in the middle look like a few hundred.
+            if len(values) > 400:
+                steps = numpy.geomspace(1, len(values), 400)
+                keep = sorted({len(values) - 1 - int(v) for v in steps if v <= len(values) - 1})
+                keep.append(len(values) - 1)
+            else:
+                keep = list(range(len(values)))
+            x = [-math.log10(1 - ranks[i]) for i in keep]
+            deepest = max(deepest, x[-1])
+            axes.plot(
+                x,
+                [values[i] for i in keep],
+                color=COLOURS[index],
+                linestyle=LINES[index],
+                linewidth=1.4,
+                label=name,
+            )
+        marks = [p for p in (50, 90, 99, 99.9, 99.99) if -math.log10(1 - p / 100) <= deepest * 1.05]
+        axes.set_xticks([-math.log10(1 - p / 100) for p in marks], [f"{p:g} %" for p in marks])
+        axes.set_xlim(left=0)
+        axes.set_xlabel("percentile")
+        axes.set_ylabel(wrapped(self.label(plot.y), 26))
+        if "y" in plot.log and axes.dataLim.y0 > 0:
+            axes.set_yscale("log")
+
+    def heat(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        xs, ys = self.experiment.factors[plot.x], self.experiment.factors[plot.y]
+        grid = numpy.full((len(ys), len(xs)), numpy.nan)
+        for (i, y), (j, x) in itertools.product(enumerate(ys), enumerate(xs)):
+            values = self.values({**panel.where, plot.x: x, plot.y: y}, plot.z)
+            if values:
+                grid[i, j] = statistics.mean(values)
+        image = axes.imshow(grid, aspect="auto", origin="lower", cmap="cividis")
+        bar = axes.figure.colorbar(image, ax=axes)
+        bar.set_label(self.label(plot.z))
+        axes.set_xticks(range(len(xs)), [level_text(x) for x in xs], rotation=60 * (len(xs) > 8))
+        axes.set_yticks(range(len(ys)), [wrapped(level_text(y), 22) for y in ys])
+        axes.grid(visible=False)
+        axes.set_xlabel(self.label(plot.x))
+        axes.set_ylabel(self.label(plot.y))
+        if grid.size > 80 or numpy.isnan(grid).all():
+            return
+        middle = (numpy.nanmin(grid) + numpy.nanmax(grid)) / 2
+        for (i, j), value in numpy.ndenumerate(grid):
+            if not math.isnan(value):
+                colour = "white" if value < middle else "black"
+                axes.text(j, i, f"{value:.3g}", ha="center", va="center", color=colour, fontsize=7)
+
+    def effects(self, axes: Axes, plot: Plot, panel: Panel) -> None:
+        """Effects with their intervals, the largest on top; where there are none, main-effect
+        means."""
+        found = (self.summary["effects"] or {"measures": {}})["measures"].get(plot.y)
+        rows = [e for e in found["effects"] if e["name"] != "I"][:12] if found else []
+        for place, effect in enumerate(reversed(rows)):
+            error = None
+            if effect["low"] is not None:
+                error = [[effect["q"] - effect["low"]], [effect["high"] - effect["q"]]]
+            good = effect["significant"]
+            axes.errorbar(
+                effect["q"],
+                place,
+                xerr=error,
+                marker="o" if good else "s",
+                mfc=COLOURS[1] if good else "white",
+                color=COLOURS[1] if good else "#777777",
+                capsize=2,
+            )
+        names = [wrapped(" × ".join(e["factors"]), 34) for e in reversed(rows)]
+        axes.set_yticks(range(len(rows)), names)
+        axes.axvline(0, color="#555555", linewidth=0.8)
+        axes.set_xlabel(f"effect on {self.label(plot.y)}: half the change from low to high")
+        axes.grid(axis="y", visible=False)
+
+    # ---- whole plots -----------------------------------------------------------------------------
+    def figures(self, number: int, plot: Plot) -> Iterator[tuple[str, str, Figure]]:
+        """Stem, title and figure of each figure of a plot."""
+        measure = plot.z or plot.y or plot.x
+        title = plot.title or self.experiment.title
+        averaged = free_factors(self.experiment, plot)
+        if averaged and plot.kind != "effects":
+            title += f" (over all levels of {', '.join(averaged)})"
+        groups = list(panels_of(self.experiment, plot))
+        for part, panels in enumerate(groups):
+            columns = 1 if len(panels) == 1 or plot.kind in ("effects", "heat") else 2
+            rows = math.ceil(len(panels) / columns)
+            height = PANEL_HEIGHT_IN
+            if plot.kind == "effects":
+                height = 1.2 + 0.28 * 12
+            elif plot.kind in ("bars", "box", "curve"):
+                # Rotated names need room.
+                height += 1.2 * (len(self.experiment.factors[plot.x]) > MOST_UPRIGHT)
+            figure, grid = pyplot.subplots(
+                rows,
+                columns,
+                figsize=(WIDTH_IN, height * rows),
+                squeeze=False,
+                constrained_layout=True,
+                sharey=plot.kind in ("curve", "bars", "box"),
+            )
+            flat = list(grid.flat)
+            for axes, panel in zip(flat, panels, strict=False):
+                getattr(self, plot.kind)(axes, plot, panel)
+                if panel.where:
+                    axes.set_title(wrapped(where_text(panel.where), 44), fontsize=9)
+            for axes in flat[len(panels) :]:
+                axes.set_visible(False)
+            self.legend(figure, flat[: len(panels)], plot)
+            suffix = f"-{part + 1}" if len(groups) > 1 else ""
+            stem = re.sub(r"[^A-Za-z0-9]+", "-", f"{number:02}-{plot.kind}-{measure}").strip("-")
+            yield stem + suffix, title, figure
+
+    def legend(self, figure: Figure, axes: Sequence[Axes], plot: Plot) -> None:
+        """One legend above the panels, with each series once."""
+        entries: dict[str, object] = {}
+        for each in axes:
+            for handle, name in zip(*each.get_legend_handles_labels(), strict=True):
+                entries.setdefault(name, handle)
+        entries.pop("", None)
+        if not entries or plot.curves is None:
+            return
+        names = [wrapped(name, 28) for name in entries]
+        widest = max(len(line) for name in names for line in name.split("\n"))
+        columns = min(len(names), max(1, 96 // (8 + widest)))
+        # Matplotlib fills columns from top to bottom; the highest column counts.
+        depth = math.ceil(len(names) / columns)
+        lines = [1 + name.count("\n") for name in names]
+        highest = max(sum(lines[i : i + depth]) for i in range(0, len(lines), depth))
+        inches = 0.3 + 0.15 * highest
+        height = figure.get_figheight() + inches
+        figure.set_figheight(height)
+        # Room above the panels; "outside" placements came with Matplotlib 3.7 only.
+        figure.get_layout_engine().set(rect=(0, 0, 1, 1 - inches / height))
+        figure.legend(
+            list(entries.values()),
+            names,
+            loc="upper center",
+            bbox_to_anchor=(0.5, 1.0),
+            borderaxespad=0.1,
+            ncol=columns,
+            title=self.label(plot.curves),
+            fontsize=8,
+            title_fontsize=8,
+        )
+
+
+def svg_text(figure: Figure, prefix: str) -> str:
+    """A figure as an SVG element whose ids do not meet those of other figures of a page."""
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r'\bid="([^"]+)"', rf'id="{prefix}-\1"', text)
+    text = re.sub(r'(xlink:href="|url\()#', rf"\1#{prefix}-", text)
+    # The page sets the width; the view box keeps the shape.
+    text = re.sub(r'(<svg[^>]*?) width="[^"]+"', r"\1", text, count=1)
+    text = re.sub(r'(<svg[^>]*?) height="[^"]+"', r"\1", text, count=1)
+    return re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+
+
+def default_plots(experiment: Experiment) -> tuple[Plot, ...]:
+    """The plots of an experiment that names none: the primary measure by its first factor."""
+    if experiment.plots:
+        return experiment.plots
+    first, *others = experiment.factors
+    numeric = all(
+        isinstance(v, int | float) and not isinstance(v, bool) for v in experiment.factors[first]
+    )
+    kind = "curve" if numeric else "bars"
+    curves = others[0] if others else None
+    return (Plot(kind, x=first, y=experiment.primary, curves=curves),)
+
+
+def draw(run: Run, summary: dict, folder: Path) -> list[Drawn]:
+    """Draws all plots of a run; writes plots/STEM.svg and plots/STEM.png."""
+    drawn = []
+    target = folder / "plots"
+    target.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        painter = Painter(run, summary)
+        for number, plot in enumerate(default_plots(run.experiment), 1):
+            for stem, title, figure in painter.figures(number, plot):
+                try:
+                    metadata = {"Date": None, "Creator": None}
+                    figure.savefig(target / f"{stem}.svg", format="svg", metadata=metadata)
+                    figure.savefig(target / f"{stem}.png", format="png", metadata={"Software": ""})
+                    drawn.append(Drawn(stem, title, svg_text(figure, f"p{len(drawn)}")))
+                finally:
+                    pyplot.close(figure)
+    return drawn
+
+
+def draw_ratios(rows: Sequence[dict], folder: Path, title: str) -> Drawn | None:
+    """The ratios of two runs as a forest plot: rows of {name, ratio, low, high, significant}."""
+    known = [row for row in rows if row["ratio"] is not None][:40]
+    if not known:
+        return None
+    target = folder / "plots"
+    target.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context(STYLE):
+        figure, axes = pyplot.subplots(
+            figsize=(WIDTH_IN, 1.2 + 0.3 * len(known)), constrained_layout=True
+        )
+        for place, row in enumerate(reversed(known)):
+            error = None
+            if row["low"] is not None:
+                error = [[row["ratio"] - row["low"]], [row["high"] - row["ratio"]]]
+            colour = COLOURS[2] if row["significant"] else "#777777"
+            axes.errorbar(
+                row["ratio"],
+                place,
+                xerr=error,
+                marker="o" if row["significant"] else "s",
+                mfc=colour if row["significant"] else "white",
+                color=colour,
+                capsize=2,
+            )
+        axes.axvline(1, color="#555555", linewidth=0.8)
+        names = [wrapped(row["name"], 44) for row in reversed(known)]
+        axes.set_yticks(range(len(known)), names, fontsize=8)
+        axes.set_xlabel("B by A, with its interval; filled: significant after Holm's correction")
+        axes.grid(axis="y", visible=False)
+        figure.savefig(target / "ratios.svg", format="svg", metadata={"Date": None})
+        figure.savefig(target / "ratios.png", format="png", metadata={"Software": ""})
+        text = svg_text(figure, "r")
+        pyplot.close(figure)
+    return Drawn("ratios", title, text)

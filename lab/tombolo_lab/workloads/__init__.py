@@ -1,0 +1,195 @@
+"""Workloads: what an experiment measures.
+
+A workload declares the parameters it understands and the measures it yields, opens a set-up, and
+measures one point at a time. The runner owns order, repetition, disturbance and time limits; a
+workload holds none of that.
+
+    class Echo(Workload):
+        name = "echo"
+        doc = "Sends a datagram to itself over loopback."
+        parameters = {"size": Parameter("Payload", int, low=1, high=9000, default=64, unit="B")}
+        measures = {"rtt_us": Measure("Time until it is back", "µs", "lower")}
+
+        @contextmanager
+        def open(self, cell):
+            with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as setup:
+                yield setup
+
+        def measure(self, setup, cell):
+            return {"rtt_us": ...}
+
+The contract:
+
+- `check` is called once for each cell before anything runs, and by `tombolo lab show`. It takes
+  milliseconds, changes nothing, and raises `Skip` with the reason when the cell cannot run here.
+- `open` is called for each group of cells in a block that agree in all parameters with
+  `setup=True`. Everything it makes ends with its `with`, and ends also when this process is killed:
+  use `tombolo_lab.harness` for processes, namespaces, folders and kernel settings.
+- `measure` yields one point. It raises on failure; it never returns a zero for what did not work.
+  The runner checks every value against the range of its Measure.
+- `open` and `measure` run in the main thread and may be interrupted by an exception at any moment:
+  by Ctrl-C, or by `PointTimeout` when a point takes more than 3 × `seconds` + 60 s.
+- Traffic stays on this machine. Every load that is started has an end of its own.
+- The random order comes from the runner. A workload that needs randomness seeds it from its cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar
+
+from tombolo_lab import LabError
+
+# Name → "module:Class". A module is imported when an experiment names it, not before.
+REGISTRY: dict[str, str] = {
+    "budget": "tombolo_lab.workloads.network:Budget",
+    "bypass": "tombolo_lab.workloads.bypass:Bypass",
+    "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
+    "guests": "tombolo_lab.workloads.guests:Guests",
+    "network": "tombolo_lab.workloads.network:Network",
+    "rpc": "tombolo_lab.workloads.rpc:Rpc",
+    "scale": "tombolo_lab.workloads.scale:Scale",
+    "stress": "tombolo_lab.workloads.network:Stress",
+    "tuning": "tombolo_lab.workloads.network:Tuning",
+}
+# What `measure` may return beside measures.
+EXTRAS = ("samples", "tools")
+
+
+class Skip(Exception):
+    """A cell that cannot run here. The text is the reason: a program, root or a kernel feature that
+    is missing."""
+
+
+class PointTimeout(Exception):
+    """A point or a set-up that took too long. The text says what was waited for."""
+
+
+class BadPoint(LabError):
+    """What `measure` returned breaks the workload's own declaration."""
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A factor or fixed condition that a workload understands. `low` and `high` are inclusive."""
+
+    doc: str
+    kind: type  # str, int, float or bool
+    choices: tuple | None = None
+    low: float | None = None
+    high: float | None = None
+    default: object = None
+    unit: str = ""
+    setup: bool = False  # its change needs a new set-up
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A quantity that a workload yields. A value outside `low` to `high` fails the point."""
+
+    doc: str
+    unit: str
+    better: str  # "higher", "lower", or "" for neither
+    low: float | None = 0
+    high: float | None = None
+
+
+class Workload:
+    """The base class. A cell is a dict: defaults, fixed conditions and the levels of the factors.
+
+    An instance lives as long as a run, so it may cache what does not depend on a cell.
+    """
+
+    name: ClassVar[str]
+    doc: ClassVar[str]
+    parameters: ClassVar[dict[str, Parameter]]
+    measures: ClassVar[dict[str, Measure]]
+    # What it needs in plain words, such as "root" or "iperf3"; `show` prints them.
+    needs: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, cell: dict) -> None:
+        """Raises `Skip` when this cell cannot run on this machine."""
+
+    @contextmanager
+    def open(self, cell: dict) -> Iterator[object]:
+        """A set-up for all cells that agree with `cell` in every parameter with `setup=True`."""
+        yield None
+
+    def measure(self, setup: object, cell: dict) -> dict:
+        """One point: measure → float, or None where the measure does not apply to this cell.
+
+        Beside measures it may hold "samples", a dict of raw values by measure (such as all round
+        trips), and "tools", a dict of versions or commands by name.
+        """
+        raise NotImplementedError
+
+    def seconds(self, cell: dict) -> float:
+        """The expected duration of `measure` for this cell."""
+        return 1.0
+
+    def setup_seconds(self, cell: dict) -> float:
+        """The expected duration of `open` and its end. It may take 3 × this + 60 s."""
+        return 5.0
+
+
+def _bad_value(measure: Measure, value: object) -> str | None:
+    """What is wrong with a value, or None. It is a finite number in the measure's range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return f"expected a number, found {value!r}"
+    if not math.isfinite(value):
+        return f"expected a finite number, found {value}"
+    if measure.low is not None and value < measure.low:
+        return f"expected at least {measure.low:g}, found {value:g}"
+    if measure.high is not None and value > measure.high:
+        return f"expected at most {measure.high:g}, found {value:g}"
+    return None
+
+
+def _checked_samples(measures: Mapping[str, Measure], samples: object) -> dict[str, list[float]]:
+    if not isinstance(samples, Mapping):
+        raise BadPoint(f"samples: expected a dict by measure, found {type(samples).__name__}")
+    checked = {}
+    for name, values in samples.items():
+        if name not in measures:
+            raise BadPoint(
+                f"samples: expected a declared measure ({', '.join(measures)}), found {name!r}"
+            )
+        checked[name] = [float(value) for value in values]
+        for index, value in enumerate(checked[name]):
+            if wrong := _bad_value(measures[name], value):
+                raise BadPoint(f"samples of {name}, number {index}: {wrong}")
+    return checked
+
+
+def checked_point(
+    measures: Mapping[str, Measure], wanted: tuple[str, ...], returned: object
+) -> tuple[dict[str, float | None], dict[str, list[float]], dict[str, str]]:
+    """What `measure` returned as measures, samples and tools.
+
+    `wanted` are the measures of the experiment; each must be there, as a number or as None.
+    BadPoint when one is missing, is NaN or infinite, is outside its range, or is not declared.
+    """
+    if not isinstance(returned, Mapping):
+        raise BadPoint(f"measure: expected a dict, found {type(returned).__name__}")
+    values: dict[str, float | None] = {}
+    for name, value in returned.items():
+        if name in EXTRAS:
+            continue
+        if name not in measures:
+            raise BadPoint(f"expected a declared measure ({', '.join(measures)}), found {name!r}")
+        if value is not None:
+            # NumPy's scalars become plain numbers, so that JSON takes them.
+            value = value.item() if hasattr(value, "item") else value
+            if wrong := _bad_value(measures[name], value):
+                unit = f" {measures[name].unit}" if measures[name].unit else ""
+                raise BadPoint(f"{name}: {wrong}{unit}")
+        values[name] = value
+    missing = [name for name in wanted if name not in values]
+    if missing:
+        raise BadPoint(f"no value for {', '.join(missing)}: each measure is a number or None")
+    samples = _checked_samples(measures, returned.get("samples") or {})
+    tools = {str(name): str(text) for name, text in (returned.get("tools") or {}).items()}
+    return values, samples, tools

@@ -1,0 +1,123 @@
+"""A cell beside the stock Linux guest: the same VMM, the same port, the same clients."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tombolo_lab import harness
+from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, tools
+
+HTTP_PORT = 80
+
+
+@dataclass
+class Served:
+    """A guest that serves HTTP, and what its start took in seconds."""
+
+    end: endpoints.End
+    first_reply_s: float
+
+
+class Guests(Workload):
+    """Boot, pings, HTTP and memory of one guest."""
+
+    name = "guests"
+    doc = (
+        "Boots a guest that serves HTTP, a cell or the stock Linux guest, and measures it from the "
+        "host's side of its network: the time to the first reply, pings, HTTP by size, requests "
+        "and sessions (httperf), and memory."
+    )
+    parameters = {
+        **{
+            name: endpoints.PARAMETERS[name]
+            for name in ("guest", "attachment", "budget", "busy_poll_us", "cell_budget", "queues",
+                         "region", "priority", "sysctls")
+        },
+        "bytes": Parameter(
+            "Size of a reply", int, low=1, high=1 << 30, default=100_000, unit="B"
+        ),
+        "sessions": Parameter("Connections of httperf", int, low=1, high=1000, default=1),
+        "requests": Parameter("Requests over each connection", int, low=1, high=10_000, default=10),
+        "pings": Parameter("Pings, one each 10 ms", int, low=1, high=1_000_000, default=50),
+        "flood": Parameter("Pings of a flood; 0: none", int, low=0, high=10_000_000, default=0),
+    }  # fmt: skip
+    measures = {
+        "first_reply_ms": Measure("From the start of QEMU to the first HTTP reply", "ms", "lower"),
+        "mbit_s": Measure("Content of HTTP replies", "Mbit/s", "higher"),
+        "replies_s": Measure("HTTP replies", "1/s", "higher"),
+        "reply_ms": Measure("Mean time of a reply, transfer included", "ms", "lower"),
+        "rtt_us": Measure("Median round trip of a ping", "µs", "lower"),
+        "flood_lost": Measure("Pings of the flood without a reply", "", "lower"),
+        "flood_mean_us": Measure("Mean round trip in the flood", "µs", "lower"),
+        "memory_mib": Measure("Resident memory of the guest's QEMU", "MiB", "lower"),
+    }
+    needs = ("root", "QEMU", "httperf")
+
+    def check(self, cell: dict) -> None:
+        endpoints.check(cell, "httpd")
+        harness.need_program("httperf")
+        if cell["attachment"] == "user":
+            raise Skip("QEMU's user networking forwards no pings")
+
+    def setup_seconds(self, cell: dict) -> float:
+        return 2.0 if cell["guest"] == "cell" else 15
+
+    def seconds(self, cell: dict) -> float:
+        moved = cell["bytes"] * cell["sessions"] * cell["requests"] / 100e6
+        return 0.3 + moved + cell["pings"] * 0.011 + cell["flood"] * 3e-4
+
+    @contextlib.contextmanager
+    def open(self, cell: dict) -> Iterator[Served]:
+        with endpoints.guest(cell, app="httpd", serve="http") as end:
+            yield Served(end, first_reply(end))
+
+    def measure(self, setup: Served, cell: dict) -> dict:
+        end = setup.end
+        times = tools.ping(end.space, end.address, cell["pings"])
+        http = tools.httperf(
+            end.space,
+            end.address,
+            f"/bytes/{cell['bytes']}",
+            cell["sessions"],
+            cell["requests"],
+            10 + 3 * self.seconds(cell),
+        )
+        wanted = cell["sessions"] * cell["requests"]
+        if http.replies != wanted or http.errors:
+            raise tools.ToolError(
+                f"httperf: expected {wanted} replies, found {http.replies} and {http.errors} errors"
+            )
+        found: dict = {
+            "first_reply_ms": setup.first_reply_s * 1000,
+            "mbit_s": http.mbit_s,
+            "replies_s": http.replies_s,
+            "reply_ms": http.reply_ms,
+            "rtt_us": sorted(times)[len(times) // 2],
+            "flood_lost": None,
+            "flood_mean_us": None,
+            "memory_mib": end.memory() / (1 << 20),
+            "samples": {"rtt_us": times},
+        }
+        if cell["flood"]:
+            sent, answered, (_, mean, _) = tools.flood(end.space, end.address, cell["flood"])
+            found |= {"flood_lost": sent - answered, "flood_mean_us": mean}
+        return found
+
+
+def first_reply(end: endpoints.End, seconds: float = 60) -> float:
+    """Seconds from the start of the guest's process (of the fabric, where that starts the guest) to
+    the first reply to GET /. The guest answers pings by now, so this finds a reply soon or none."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            reply = harness.http_get(end.address, netns=str(end.space), seconds=5)
+            if reply.status == 200:
+                return time.monotonic() - end.process.started
+            raise tools.ToolError(f"GET /: expected status 200, found {reply.status}")
+        except OSError:
+            if time.monotonic() > deadline:
+                raise tools.ToolError(f"no HTTP reply within {seconds:g} s") from None
+            time.sleep(0.02)
