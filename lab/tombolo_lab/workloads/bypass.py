@@ -11,13 +11,39 @@ from tombolo_lab import harness, sandbox
 from tombolo_lab.workloads import Measure, Parameter, Skip, Workload
 
 ENDS = ("tap-tap", "tap-veth", "veth-tap", "veth-veth")
-PATHS = ("ip", "bypass", "nat", "bypass_nat", "bridge", "xdpfib")
+PATHS = ("ip", "bypass", "nat", "bypass_nat", "bridge", "xdpfib", "kata")
 FRAMES = tuple(f"udp{size}_{flows}" for size in (64, 1500) for flows in (1, 100, 10000))
 LOADS = (
     *FRAMES, "trip64", "gso_60k", "udp_send", "tcp_rr",
     *(f"tcp_{write}_{n}_{cores}" for write in ("64", "16K") for n in (1, 2, 4) for cores in (1, 2)),
 )  # fmt: skip
 STREAMS = ("tcp_64", "tcp_16K")
+
+
+def mirror(setting: object, module: object, side: str) -> None:
+    """Kata's path: what comes from the tap is redirected to one end of a veth pair and back (tc
+    with mirred, as Kata's tcfilter model), and the kernel forwards at the pair's other end."""
+    router, tap = setting.router, f"r{side}"
+    inner, outer = f"k{side}", f"n{side}"
+    router.ip("link", "add", inner, "type", "veth", "peer", "name", outer)
+    router.ip("address", "flush", "dev", tap)
+    router.ip("neighbour", "flush", "dev", tap)
+    for name in (inner, outer):
+        router.ip("link", "set", name, "up")
+    router.ip("address", "add", f"{module.NEAR[side]}/24", "dev", outer)
+    mac = module.MAC[side]
+    for address in (module.FAR[side], module.RAW[side]):
+        words = ("lladdr", mac, "dev", outer, "nud", "permanent")
+        router.ip("neighbour", "replace", address, *words)
+    for source, target in ((tap, inner), (inner, tap)):
+        router.run("tc", "qdisc", "add", "dev", source, "ingress")
+        redirect = ("action", "mirred", "egress", "redirect", "dev", target)
+        match = ("protocol", "all", "u32", "match", "u32", "0", "0")
+        router.run("tc", "filter", "add", "dev", source, "parent", "ffff:", *match, *redirect)
+    near = router.ip("-br", "link", "show", outer).split()[2]
+    far = setting.far[side]
+    words = ("lladdr", near, "dev", "eth0", "nud", "permanent")
+    far.ip("neighbour", "replace", module.NEAR[side], *words)
 
 
 class Bypass(Workload):
@@ -33,7 +59,8 @@ class Bypass(Workload):
         "ends": Parameter("Near and far end", str, ENDS, default="tap-tap", setup=True),
         "path": Parameter(
             "ip and nat are the kernel's forwarding, without and with masquerade; bypass and "
-            "bypass_nat the same with the bypass attached",
+            "bypass_nat the same with the bypass attached; kata: the tap's frames are redirected "
+            "by tc to a veth and back, behind which the kernel forwards",
             str,
             PATHS,
             default="ip",
@@ -72,6 +99,8 @@ class Bypass(Workload):
         for name, package in (("gcc", "gcc"), ("clang", "clang"), ("ethtool", "ethtool"),
                               ("nft", "nftables")):  # fmt: skip
             harness.need_program(name, package)
+        if cell["path"] == "kata" and not cell["ends"].startswith("tap"):
+            raise Skip("Kata's path begins at a tap")
         if cell["path"] in ("xdpfib", "bridge") and cell["load"] == "udp64_10000":
             raise Skip("references are measured with fewer flows")
 
@@ -88,6 +117,17 @@ class Bypass(Workload):
         module = harness.bench("bypass")
 
         class Setting(module.Setting):
+            def make_side(self, stack: contextlib.ExitStack, side: str) -> None:
+                super().make_side(stack, side)
+                if self.path == "kata" and self.ends[side] == "tap":
+                    mirror(self, module, side)
+
+            def make(self, stack: contextlib.ExitStack, *words: object) -> None:
+                super().make(stack, *words)
+                if self.path == "kata" and self.ends["a"] == "tap":
+                    near = self.router.ip("-br", "link", "show", "na").split()[2]
+                    self.mac = module.mac_bytes(near)
+
             def cli(self, *words: str) -> str:
                 mounts = sandbox.mounts_before()
                 if mounts is None:
