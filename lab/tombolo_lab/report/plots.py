@@ -210,6 +210,7 @@ class Painter:
         levels = self.experiment.factors[plot.x]
         width = 0.8 / len(panel.curves)
         for index, (name, part) in enumerate(panel.curves):
+            drawn = False
             for place, level in enumerate(levels):
                 values = self.values({**panel.where, **part, plot.x: level}, plot.y)
                 if not values:
@@ -228,9 +229,10 @@ class Painter:
                     color=COLOURS[index] if len(panel.curves) > 1 else COLOURS[1],
                     edgecolor="white",
                     hatch=HATCHES[index],
-                    label=name if place == 0 else None,
+                    label=None if drawn else name,
                     error_kw={"ecolor": "#555555", "elinewidth": 1},
                 )
+                drawn = True
         self.categories(axes, plot, levels)
 
     def categories(self, axes: Axes, plot: Plot, levels: Sequence) -> None:
@@ -379,6 +381,9 @@ class Painter:
                 color=COLOURS[1] if good else "#777777",
                 capsize=2,
             )
+        if not rows:
+            why = (found or {}).get("why") or "the factors have not two levels each"
+            axes.text(0.5, 0.5, f"no effects: {why}", ha="center", transform=axes.transAxes)
         names = [wrapped(" × ".join(e["factors"]), 34) for e in reversed(rows)]
         axes.set_yticks(range(len(rows)), names)
         axes.axvline(0, color="#555555", linewidth=0.8)
