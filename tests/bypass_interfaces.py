@@ -6,7 +6,7 @@ import os
 import select
 import subprocess
 
-from bypass_paths import A, ARRIVES_S, B, MAC_A, has_ended, has_tcx, host, is_ip
+from bypass_paths import ARRIVES_S, MAC_A, PROGRAM, A, B, has_ended, has_tcx, host, is_ip
 from lib import Namespace, Skip, alone, need_program, scratch, until
 from lib.tap import ETH_IP4, UDP, Tap, ethernet, ipv4, transport
 
@@ -325,3 +325,23 @@ def test_a_name_in_two_namespaces_is_two_interfaces():
         other.across(other.udp())
         assert other.across(other.udp()) and other.taken() == 1
         assert other.udp()[26:30] == bytes(map(int, A.split("."))) and B
+
+
+def test_attach_is_refused_where_its_pins_would_end_with_the_caller_and_only_there():
+    with host() as h:
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(h.folder / "run"))
+
+        def attach(*before, space=()):
+            command = [*before, str(PROGRAM), "bypass", "attach", "ta", *space]
+            return subprocess.run(command, capture_output=True, text=True, timeout=60, env=env)
+
+        refused = attach("ip", "netns", "exec", str(h.space))
+        assert refused.returncode == 1 and "its own mount namespace" in refused.stderr, refused
+        assert not (h.folder / "run/bypass").exists() or not h.status()["attached"]
+        # Back in the mounts of before, below a process that has others: what is pinned there lasts.
+        outer = f"--mount=/proc/{os.getpid()}/ns/mnt"
+        done = attach("unshare", "--mount", "sh", "-c", 'nsenter "$@"; exit $?', "sh", outer, space=("--netns", str(h.space)))
+        assert done.returncode == 0, done.stderr
+        assert h.status("ta")["name"] == "ta"
+        h.across(h.udp())
+        assert h.cli("detach").returncode == 0
