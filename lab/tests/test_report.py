@@ -23,7 +23,7 @@ LIBRARIES = all(
     for name in ("numpy", "pandas", "scipy", "statsmodels", "matplotlib", "jinja2")
 )
 if LIBRARIES:
-    from tombolo_lab import report
+    from tombolo_lab import publish, report
 
 EVIL = '<script>alert("x")</script> & "quotes"'
 
@@ -297,6 +297,23 @@ class Report(Case):
         ):  # fmt: skip
             self.assertEqual(report.number(value), text)
         self.assertEqual(report.p_value(0.0001), "< 0.001")
+
+
+class Published(Case):
+    def test_a_page_with_its_files(self):
+        run = self.run_of(ALL, plausible, samples=50)
+        target = self.folder / "pages"
+        self.assertEqual(publish.main([str(target), str(run.folder)]), 0)
+        text = (target / "README.md").read_text()
+        for name in re.findall(r"\]\(([^)]+\.(?:svg|csv))\)", text):
+            self.assertTrue((target / name).is_file(), name)
+        self.assertEqual(text.count("!["), 7)
+        self.assertIn("Others (2021), mbit_s | 889 |", text)
+        self.assertIn("kind ivshmem, size 64, on no |", text)
+        self.assertIn("Pearson's correlation of mbit_s and rtt_us", text)
+
+    def test_what_is_no_run_is_said(self):
+        self.assertEqual(publish.main([str(self.folder / "pages"), str(self.folder)]), 1)
 
 
 class Comparison(Case):

@@ -1,0 +1,155 @@
+"""Puts runs into the documentation: a page with their figures, and the files that it shows.
+
+    python3 -m tombolo_lab.publish docs/results/lab RUN…
+
+For each run the page has its command, conditions and counts, the primary measure of each cell with
+its interval, figures of others, and the plots. `summary.csv` of each run is copied; raw points are
+not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tombolo_lab import LabError, report, summary
+from tombolo_lab.results import Run
+
+# More cells than this are in the CSV only.
+MOST_ROWS = 40
+
+
+def cells_table(found: dict) -> list[str]:
+    """The primary measure of each cell as a Markdown table."""
+    primary = found["primary"]
+    unit = found["units"][primary]
+    lines = [f"| cell | {primary}{f' ({unit})' if unit else ''} | 95 % interval | n | A/A |"]
+    lines.append("| --- | --- | --- | --- | --- |")
+    for part in found["cells"][:MOST_ROWS]:
+        numbers = part["measures"][primary]
+        lines.append(
+            f"| {summary.cell_name(part['cell'])} | {report.number(numbers['mean'])} | "
+            f"{report.between(numbers['low'], numbers['high'])} | {numbers['n']} | "
+            f"{report.number(numbers['aa']['ratio'], 3)} |"
+        )
+    left = len(found["cells"]) - MOST_ROWS
+    return [*lines, "", f"{left} more cells are in the CSV."] if left > 0 else lines
+
+
+def effects_table(found: dict) -> list[str]:
+    """The effects on the primary measure, those that are significant."""
+    part = (found["effects"] or {"measures": {}})["measures"].get(found["primary"])
+    if not part or not part["effects"]:
+        return []
+    lines = ["", "| effect | q | 95 % interval | share |", "| --- | --- | --- | --- |"]
+    for effect in part["effects"]:
+        if effect["name"] == "I" or effect["significant"]:
+            name = " × ".join(effect["factors"]) or "mean"
+            lines.append(
+                f"| {name} | {report.number(effect['q'])} | "
+                f"{report.between(effect['low'], effect['high'])} | "
+                f"{report.percent(effect['share'])} |"
+            )
+    return lines
+
+
+def published_table(found: dict) -> list[str]:
+    """Figures of others beside ours."""
+    if not found["published"]:
+        return []
+    lines = ["", "| figure of others | theirs | ours | what differs |", "| --- | --- | --- | --- |"]
+    for item in found["published"]:
+        ours = item["ours"]
+        interval = report.between(ours["low"], ours["high"])
+        lines.append(
+            f"| {item['label']}, {item['measure']} | {report.number(item['value'])} | "
+            f"{report.number(ours['mean'])} ({interval}) | {item['differs']} |"
+        )
+    return lines
+
+
+def others(found: dict) -> list[str]:
+    """Correlations and growth, one line each."""
+    lines = []
+    for item in found["correlations"]:
+        if item["coefficient"] is not None:
+            lines.append(
+                f"- {item['kind']}'s correlation of {item['x']} and {item['y']}: "
+                f"{item['coefficient']:.4f} ({report.between(item['low'], item['high'])})"
+            )
+    for item in found["growth"]:
+        if item["exponent"] is not None:
+            where = f", {summary.cell_name(item['where'])}" if item["where"] else ""
+            lines.append(
+                f"- {item['y']} grows with {item['x']}{where} by the power "
+                f"{item['exponent']:.3f} ({report.between(item['low'], item['high'])})"
+            )
+    return ["", *lines] if lines else []
+
+
+def section(run: Run, folder: Path) -> str:
+    """The part of the page for one run; copies its CSV and plots."""
+    experiment = run.experiment
+    found = summary.write(run, run.folder)
+    report.write(run, run.folder)
+    name = experiment.name
+    shutil.copyfile(run.folder / "summary.csv", folder / f"{name}.csv")
+    images = []
+    for path in sorted((run.folder / "plots").glob("[0-9]*.svg")):
+        target = f"{name}-{path.stem}.svg"
+        shutil.copyfile(path, folder / target)
+        images.append(f"![{experiment.title}]({target})")
+    counts = found["counts"]
+    conditions = run.conditions
+    where = ", ".join(
+        str(conditions[key])
+        for key in ("cpu", "cpu_model", "kernel", "virtualisation")
+        if conditions.get(key)
+    )
+    began = (conditions.get("sessions") or [{}])[0].get("began", "")
+    lines = [
+        f"## {name}: {experiment.title}",
+        "",
+        experiment.about,
+        "",
+        f"`tombolo lab run {name}`, {began[:10]}, commit {str(conditions.get('commit'))[:12]}; "
+        f"{where}. {counts['points']} points count, {counts['disturbed_attempts']} attempts were "
+        f"disturbed and measured again, {counts['failed']} failed, {counts['skipped_cells']} cells "
+        f"were skipped. [All figures]({name}.csv).",
+        "",
+        *cells_table(found),
+        *effects_table(found),
+        *published_table(found),
+        *others(found),
+        "",
+        *[line for image in images for line in (image, "")],
+    ]
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes FOLDER/README.md and its files."""
+    parser = argparse.ArgumentParser(prog="tombolo_lab.publish", description=__doc__.split("\n")[0])
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+")
+    options = parser.parse_args(argv)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        parts = [section(Run.load(path), options.folder) for path in options.runs]
+    except LabError as error:
+        print(f"tombolo_lab.publish: {error}", file=sys.stderr)
+        return 1
+    head = (
+        "# Results of the lab\n\nMade by `python3 -m tombolo_lab.publish` from runs of the "
+        "commands below. [The lab](../../lab.md) says how they are measured. Intervals are of "
+        "95 %; A/A is a cell compared with itself, the noise of the machine.\n"
+    )
+    (options.folder / "README.md").write_text(head + "\n" + "\n".join(parts).rstrip("\n") + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
