@@ -31,8 +31,17 @@ def burn_elsewhere(seconds=SPAN_S):
     """The PID of a process that works for so long and is no descendant of this one.
 
     Its parent ends at once, so it is adopted by a process above us."""
-    script = f"{sys.executable} -S -c '{BURN.format(seconds)}' >/dev/null & echo $!"
+    script = f"{sys.executable} -S -c '{BURN.format(seconds)}' >/dev/null 2>&1 & echo $!"
     return int(subprocess.run(["sh", "-c", script], capture_output=True, text=True).stdout)
+
+
+def worked(pid, seconds=0.2, limit_s=50):
+    """Waits until a process has had so much CPU time: on a busy machine it may have to wait."""
+    begun, end = machine.process_ticks(pid), time.monotonic() + limit_s
+    while machine.process_ticks(pid) - begun < seconds * machine.HERTZ:
+        if time.monotonic() > end:
+            raise AssertionError(f"process {pid} had no CPU for {limit_s} s")
+        time.sleep(0.05)
 
 
 def usage(**changed):
@@ -61,14 +70,27 @@ class Cpu(unittest.TestCase):
         self.assertGreater(meter.usage.ours_cpus * meter.usage.seconds, 0.15)
 
     def test_what_a_process_elsewhere_takes_is_another_ones(self):
-        pid = burn_elsewhere(3)
+        pid = burn_elsewhere(60)
         try:
             with Meter({"it": pid}) as meter:
-                time.sleep(SPAN_S)
+                worked(pid)
         finally:
             os.kill(pid, signal.SIGKILL)
-        self.assertGreater(meter.usage.others_cpus, 0.1)
+        self.assertGreater(meter.usage.others_cpus, 0)
         self.assertGreaterEqual(meter.usage.others_cpus + 0.05, meter.usage.processes["it"].cpus)
+
+    def test_a_process_that_ends_hides_nothing_of_the_others(self):
+        def task(ticks, parent=1):
+            return machine._Task(parent, False, ticks)
+
+        # 7 ends unseen with 500 ticks; 8 took 30 meanwhile.
+        then = {7: task(500), 8: task(100)}
+        self.assertEqual(machine._spent(then, {8: task(130)}), 30)
+        # Its parent 9 waited: of the child's 520 ticks 20 are of this time.
+        then = {7: task(500, parent=9), 9: task(10)}
+        self.assertEqual(machine._spent(then, {9: task(530)}), 20)
+        # One that is new took all of its time in the span.
+        self.assertEqual(machine._spent({}, {5: task(12)}), 12)
 
     def test_sleeping_takes_nothing(self):
         with Meter() as meter:

@@ -92,7 +92,7 @@ class _Counters:
 
     at: float
     ours: int
-    others: int
+    others: dict[int, _Task]
     kernel: int
     irq: int
     softirq: int
@@ -108,7 +108,7 @@ class _Counters:
         own = _descendants(tasks, os.getpid())
         ours = sum(tasks[pid].ticks for pid in own if pid in tasks)
         kernel = sum(task.ticks for task in tasks.values() if task.is_kernel)
-        others = sum(task.ticks for task in tasks.values() if not task.is_kernel) - ours
+        others = {pid: task for pid, task in tasks.items() if not task.is_kernel and pid not in own}
         stat = dict(
             line.split(" ", 1) for line in (PROC / "stat").read_text().splitlines() if " " in line
         )
@@ -127,6 +127,21 @@ class _Counters:
             softirqs=_softirqs(),
             processes={name: (process_ticks(pid), wakeups(pid)) for name, pid in pids.items()},
         )
+
+
+def _spent(then: Mapping[int, _Task], now: Mapping[int, _Task]) -> int:
+    """Ticks that a set of processes took between two looks.
+
+    A sum over all that are there would fall when one ends whose parent does not wait for it, and so
+    hide what the others took. Each one is therefore counted by itself. A parent that waits gets the
+    time of its child's whole life; what of that was before is taken off again.
+    """
+    spent = {pid: task.ticks - then[pid].ticks if pid in then else task.ticks
+             for pid, task in now.items()}  # fmt: skip
+    for pid, task in then.items():
+        if pid not in now and task.parent in spent and spent[task.parent] >= task.ticks:
+            spent[task.parent] -= task.ticks
+    return sum(max(ticks, 0) for ticks in spent.values())
 
 
 def _softirqs() -> dict[str, int]:
@@ -240,8 +255,9 @@ class Meter:
             seconds=seconds,
             **{
                 f"{name}_cpus": cpus(name)
-                for name in ("ours", "others", "kernel", "irq", "softirq", "stolen")
+                for name in ("ours", "kernel", "irq", "softirq", "stolen")
             },
+            others_cpus=_spent(then.others, now.others) / HERTZ / seconds,
             interrupts_s=(now.interrupts - then.interrupts) / seconds,
             context_switches_s=(now.context_switches - then.context_switches) / seconds,
             softirqs_s={
