@@ -88,12 +88,17 @@ class Reports(unittest.TestCase):
 
 
 class Counters(unittest.TestCase):
-    def test_rates_of_a_port(self):
-        before = {"rx_frames": 10, "tx_frames": 5, "turns": 2, "wakeups": 1}
-        after = {"rx_frames": 110, "tx_frames": 55, "turns": 22, "wakeups": 5}
-        found = network.port_rates(before, after, 2)
-        self.assertEqual(found, {"frames_per_turn": 5.0, "port_frames_s": 75.0, "wakeups_s": 2.0})
-        self.assertEqual(network.port_rates(before, before, 1)["frames_per_turn"], 0)
+    def test_rates_are_of_the_port_that_the_load_comes_from(self):
+        def counters(rx, tx, turns, wakeups):
+            return {"rx_frames": rx, "tx_frames": tx, "turns": turns, "wakeups": wakeups}
+
+        before = {"host": counters(10, 5, 2, 1), "guest": counters(0, 10, 0, 0)}
+        after = {"host": counters(110, 55, 22, 5), "guest": counters(50, 110, 50, 8)}
+        up = network.port_rates(before, after, False, 2)
+        self.assertEqual(up, {"frames_per_turn": 5.0, "port_frames_s": 75.0, "wakeups_s": 2.0})
+        down = network.port_rates(before, after, True, 2)
+        self.assertEqual(down, {"frames_per_turn": 1.0, "port_frames_s": 75.0, "wakeups_s": 4.0})
+        self.assertEqual(network.port_rates(before, before, False, 1)["frames_per_turn"], 0)
 
     def test_the_search_finds_the_highest_rate_without_loss(self):
         cell = {"search_top": 100.0, "search_steps": 8}

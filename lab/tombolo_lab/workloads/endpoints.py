@@ -76,7 +76,7 @@ PARAMETERS = {
 @dataclass(frozen=True)
 class End:
     """A guest that serves. `cpu` gives the CPU seconds so far of the daemon and QEMU together;
-    `turns` the switch's counters of the guest's port, None without a switch."""
+    `turns` the switch's counters of the ports "host" and "guest", None without a switch."""
 
     space: object
     address: str
@@ -168,8 +168,12 @@ def _ready(space: object, alive: Callable[[], bool], seconds: float) -> None:
     harness.until("the guest's answer to a ping", answers, seconds)
 
 
-def _counters(fabric: object, port: str) -> Callable[[], dict]:
-    return lambda: fabric.port(port)["counters"]
+def _counters(fabric: object) -> Callable[[], dict]:
+    def look() -> dict:
+        ports = {port["name"]: port["counters"] for port in fabric.status()["ports"]}
+        return {name: ports[name] for name in ("host", "guest")}
+
+    return look
 
 
 @contextlib.contextmanager
@@ -182,7 +186,7 @@ def _cell_in_fabric(cell: Mapping, space: object, folder: Path, app: str) -> Ite
             space,
             GUEST,
             fabric.cpu_meter(),
-            _counters(fabric, "guest"),
+            _counters(fabric),
             fabric.process,
             lambda: float(harness.rss_bytes(pid)),
         )
@@ -226,7 +230,7 @@ def _linux_in_fabric(cell: Mapping, space: object, folder: Path, serve: str) -> 
                 space,
                 GUEST,
                 lambda: daemon() + machine.cpu_seconds(),
-                _counters(fabric, "guest"),
+                _counters(fabric),
                 machine,
                 lambda: float(machine.rss_bytes()),
             )

@@ -41,7 +41,9 @@ MEASURES = {
     "rtt_us": Measure("Round trip of a ping during the load, median", "µs", "lower"),
     "frames_per_turn": Measure("Frames that the switch took from the port in a turn", "", ""),
     "port_frames_s": Measure("Frames through the guest's port, both ways", "1/s", ""),
-    "wakeups_s": Measure("Wake-ups of the guest's port", "1/s", "lower"),
+    "wakeups_s": Measure(
+        "Wake-ups of the port that the load comes from", "1/s", "lower"
+    ),
 }
 
 
@@ -132,7 +134,7 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
         found["arrived_s"] = (flow.sent - flow.lost) / cell["seconds"]
         found["jitter_ms"] = flow.jitter_ms
     if before is not None and is_alone:
-        found |= port_rates(before, end.turns(), took)
+        found |= port_rates(before, end.turns(), cell["direction"] == "down", took)
     if cell["pings"]:
         if not times:
             raise tools.ToolError("no ping was answered during the load")
@@ -141,15 +143,22 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
     return found
 
 
-def port_rates(before: dict, after: dict, seconds: float) -> dict:
-    """What the counters of a port say of the time between two looks."""
-    change = {
-        key: after[key] - before[key] for key in ("rx_frames", "tx_frames", "turns", "wakeups")
-    }
+def port_rates(before: dict, after: dict, is_down: bool, seconds: float) -> dict:
+    """What the counters of both ports say of the time between two looks.
+
+    Turns and wake-ups are of the port that the switch takes the load from: the guest's when it
+    sends, the host's otherwise. Frames are those through the guest's port.
+    """
+    source = "guest" if is_down else "host"
+
+    def change(port: str, name: str) -> int:
+        return after[port][name] - before[port][name]
+
+    turns, frames = change(source, "turns"), change("guest", "rx_frames")
     return {
-        "frames_per_turn": change["rx_frames"] / change["turns"] if change["turns"] else 0.0,
-        "port_frames_s": (change["rx_frames"] + change["tx_frames"]) / seconds,
-        "wakeups_s": change["wakeups"] / seconds,
+        "frames_per_turn": change(source, "rx_frames") / turns if turns else 0.0,
+        "port_frames_s": (frames + change("guest", "tx_frames")) / seconds,
+        "wakeups_s": change(source, "wakeups") / seconds,
     }
 
 
