@@ -162,7 +162,7 @@ async fn client(net: &Net, calls: &Calls) {
     let count = number(net, "count", 1000).min(1 << 20);
     let deadline_us = number(net, "deadline_us", 100_000);
     let options = CallOptions {
-        deadline: (deadline_us > 0).then(|| Duration::from_micros(deadline_us)),
+        deadline: (deadline_us > 0).then(|| Duration::from_micros(deadline_us)).into(),
         timeout: Duration::from_millis(number(net, "timeout_ms", 1000)),
         ..CallOptions::default()
     };

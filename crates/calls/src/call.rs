@@ -1,22 +1,61 @@
-//! A call as its caller and its server see it: what is asked for, how it ends, what is answered.
+//! A call as its caller and its server see it: what is asked for, and what is answered.
 
 use alloc::vec::Vec;
-use core::fmt;
 use core::time::Duration;
 
-use tombolo_ring::rpc::Broken;
-use tombolo_ring::rpc::entry::{BEST_EFFORT, Refusal, Status, Token};
+use tombolo_ring::rpc::entry::{Answer, BEST_EFFORT, Status, Token};
+
+use crate::error::{CallError, Came};
+
+/// A duration in ns; what is longer than a `u64` holds (584 years) is that.
+#[inline]
+pub fn ns(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+/// When an answer is wanted.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Deadline {
+    /// The one of the request that the calling thread serves for a service of this machine, if it serves one; else none.
+    #[default]
+    Inherit,
+    /// So much after the call; or that of the request that is served, if that is earlier.
+    In(Duration),
+    /// At an instant of the caller's clock, in ns; or that of the request that is served, if that is earlier.
+    At(u64),
+}
+
+impl Deadline {
+    /// As an instant of the caller's clock in ns, never later than the `inherited` one; `u64::MAX` is none. The clock is read only
+    /// where it is needed.
+    #[inline]
+    pub fn instant_ns(self, now_ns: impl FnOnce() -> u64, inherited_ns: u64) -> u64 {
+        let wanted = match self {
+            Deadline::Inherit => BEST_EFFORT,
+            Deadline::In(left) => now_ns().saturating_add(ns(left)),
+            Deadline::At(instant) => instant,
+        };
+        wanted.min(inherited_ns)
+    }
+}
+
+impl From<Option<Duration>> for Deadline {
+    /// So much after the call; without a duration, none of its own.
+    fn from(left: Option<Duration>) -> Deadline {
+        left.map_or(Deadline::Inherit, Deadline::In)
+    }
+}
 
 /// What a call asks for, besides its bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CallOptions {
-    /// The answer is wanted so long after the call; `None`: best effort, after all that have a deadline.
-    pub deadline: Option<Duration>,
+    /// When an answer is wanted. A call without a deadline is best effort, after all that have one.
+    pub deadline: Deadline,
     /// For how long after the deadline a late reply is still waited for; not at all unless this is set.
     pub wait_late: Duration,
     /// How long this caller waits at most, where the deadline is later or there is none.
     pub timeout: Duration,
-    /// How long the request may wait for its service; the provider's choice where there is none.
+    /// How long the request may wait at the provider; the provider's choice where there is none.
     pub ttl: Option<Duration>,
     /// Carried to the provider, to trace a call through several services.
     pub trace: u64,
@@ -24,7 +63,13 @@ pub struct CallOptions {
 
 impl Default for CallOptions {
     fn default() -> Self {
-        CallOptions { deadline: None, wait_late: Duration::ZERO, timeout: CallOptions::TIMEOUT, ttl: None, trace: 0 }
+        CallOptions {
+            deadline: Deadline::Inherit,
+            wait_late: Duration::ZERO,
+            timeout: CallOptions::TIMEOUT,
+            ttl: None,
+            trace: 0,
+        }
     }
 }
 
@@ -34,99 +79,45 @@ impl CallOptions {
 
     /// With a deadline so long after the call, which is waited for.
     pub fn within(left: Duration) -> CallOptions {
-        CallOptions { deadline: Some(left), timeout: left.max(CallOptions::TIMEOUT), ..CallOptions::default() }
-    }
-
-    /// How long the call is waited for, and what it ends with if no answer has come by then.
-    pub fn limit(&self) -> (Duration, CallError) {
-        match self.deadline.map(|left| left.saturating_add(self.wait_late)) {
-            Some(left) if left <= self.timeout => (left, CallError::DeadlineExceeded),
-            _ => (self.timeout, CallError::Timeout),
-        }
-    }
-
-    /// When the answer is wanted, and when the call ends by itself, on our clock; `u64::MAX` for best effort.
-    pub(crate) fn instants_ns(&self, now_ns: u64) -> (u64, u64) {
-        let deadline_ns = self.deadline.map_or(BEST_EFFORT, |left| now_ns.saturating_add(ns(left)));
-        (deadline_ns, deadline_ns.saturating_add(ns(self.wait_late)))
+        let timeout = left.max(CallOptions::TIMEOUT);
+        CallOptions { deadline: Deadline::In(left), timeout, ..CallOptions::default() }
     }
 
     /// With what is left of a request's deadline, for a call that is made to serve it.
-    pub fn inherit(request: &Request, now_ns: u64) -> CallOptions {
-        let deadline = request.left_ns(now_ns).map(Duration::from_nanos);
-        CallOptions { deadline, trace: request.trace, ..CallOptions::default() }
+    pub fn inherit<B>(request: &Request<B>, now_ns: u64) -> CallOptions {
+        let left = request.left_ns(now_ns).map(Duration::from_nanos);
+        CallOptions { deadline: left.into(), trace: request.trace, ..CallOptions::default() }
     }
 
-    /// As it crosses: ns that are left.
-    pub(crate) fn left_ns(&self) -> u64 {
-        self.deadline.map_or(BEST_EFFORT, |left| ns(left).min(BEST_EFFORT - 1))
-    }
-}
-
-/// A duration in ns, as many as a `u64` holds.
-pub fn ns(duration: Duration) -> u64 {
-    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
-}
-
-/// How a call ended, if not with a reply.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[allow(missing_docs, reason = "the message names what each field holds")]
-pub enum CallError {
-    /// Its deadline passed without an answer. Whether the call is served is not known.
-    DeadlineExceeded,
-    /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
-    Late,
-    /// It was not accepted.
-    Refused(Refusal),
-    /// It was cancelled before it was served.
-    Cancelled,
-    /// It waited for longer than its time to live.
-    Expired,
-    /// The provider failed while serving it, or serves nothing.
-    Failed,
-    /// The peer is not there, or went while the call was under way. Whether it was served is not known.
-    ProviderGone,
-    /// The caller's own time limit is over. Whether the call is served is not known.
-    Timeout,
-    /// The peer broke the protocol; the link restarts.
-    Broken(Broken),
-    /// As many calls, or as many bytes of requests, are under way as the link holds.
-    Busy,
-    /// The link carries no payload of that length.
-    TooLong { bytes: usize, most: usize },
-    /// Replies that have not been fetched fill the memory that is kept for them.
-    ReplyMemory,
-    /// A token that names no call under way.
-    Unknown,
-}
-
-impl fmt::Display for CallError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            CallError::DeadlineExceeded => f.write_str("the deadline passed without an answer"),
-            CallError::Late => f.write_str("the deadline had passed before the service could begin"),
-            CallError::Refused(why) => write!(f, "the service refused the call: {}", why.text()),
-            CallError::Cancelled => f.write_str("the call was cancelled"),
-            CallError::Expired => f.write_str("the call waited for longer than its time to live"),
-            CallError::Failed => f.write_str("the service failed while serving the call, or the peer serves nothing"),
-            CallError::ProviderGone => f.write_str("the serving peer is not connected, or has gone"),
-            CallError::Timeout => f.write_str("no answer came within the time limit"),
-            CallError::Broken(broken) => write!(f, "{broken}; the link is reset"),
-            CallError::Busy => f.write_str("the link holds no more calls, or bytes of requests, at a time"),
-            CallError::TooLong { bytes, most } => write!(f, "a payload of {bytes} bytes; the link carries {most}"),
-            CallError::ReplyMemory => f.write_str("unfetched replies fill the memory kept for replies"),
-            CallError::Unknown => f.write_str("no call of that token is under way"),
+    /// How long the call is waited for from now on, and what it ends with if no answer has come by then.
+    pub fn limit(&self, now_ns: u64) -> (Duration, CallError) {
+        let until_ns = self.until_ns(self.deadline.instant_ns(|| now_ns, BEST_EFFORT));
+        let left = Duration::from_nanos(until_ns.saturating_sub(now_ns));
+        if until_ns != BEST_EFFORT && left <= self.timeout {
+            (left, CallError::DeadlineExceeded)
+        } else {
+            (self.timeout, CallError::Timeout)
         }
     }
+
+    /// When a call with that deadline ends by itself: then, or as much later as its caller waits. `u64::MAX`: it does not.
+    #[inline]
+    pub fn until_ns(&self, deadline_ns: u64) -> u64 {
+        deadline_ns.saturating_add(ns(self.wait_late))
+    }
+
+    /// The time to live as an entry has it: ms, 0 where the provider is to choose.
+    #[inline]
+    pub fn ttl_ms(&self) -> u32 {
+        self.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1))
+    }
 }
 
-impl core::error::Error for CallError {}
-
-/// What a call brings back.
+/// What a call brings back. The bytes are a copy, or whatever the caller's side keeps of them where they are.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Reply {
+pub struct Reply<B = Vec<u8>> {
     /// What the handler answered.
-    pub bytes: Vec<u8>,
+    pub bytes: B,
     /// The application's code; 0 is success.
     pub code: u32,
     /// How long the request waited at the provider, ns of its clock.
@@ -137,22 +128,43 @@ pub struct Reply {
     pub late_by_ns: u64,
 }
 
+impl<B> Reply<B> {
+    /// The reply that an answer brings.
+    #[inline]
+    pub fn new(answer: &Answer, came: Came, bytes: B) -> Reply<B> {
+        let &Answer { code, queued_ns, service_ns, .. } = answer;
+        Reply { bytes, code, queued_ns, service_ns, late_by_ns: came.late_by_ns }
+    }
+
+    /// Whether it came after the call's deadline.
+    pub fn is_late(&self) -> bool {
+        self.late_by_ns > 0
+    }
+}
+
 /// Which request of a side's, among those that wait or are served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct RequestId {
     pub(crate) token: Token,
-    /// Which life of the link it belongs to.
+    /// Which epoch of the link it belongs to; 0 where connections have only one.
     pub(crate) epoch: u32,
 }
 
-/// A request that is to be served. It holds a copy of its bytes, which no peer changes any more.
+impl RequestId {
+    /// The client's name for it.
+    pub fn token(self) -> Token {
+        self.token
+    }
+}
+
+/// A request that is to be served. Its bytes are a copy, which no peer changes any more, or a view of the client's memory.
 #[derive(Debug)]
-pub struct Request {
+pub struct Request<B = Vec<u8>> {
     pub(crate) id: RequestId,
     pub(crate) began_ns: u64,
     /// The payload that the client sent.
-    pub bytes: Vec<u8>,
-    /// When the answer is wanted, on our clock: what was left when it was taken, from then on. `u64::MAX`: best effort.
+    pub bytes: B,
+    /// When the answer is wanted, on the server's clock. Between machines: what was left when it was taken, from then on. `u64::MAX`: best effort.
     pub deadline_ns: u64,
     /// How long it may wait for its service, from when it was taken; the server's choice where there is none.
     pub ttl: Option<Duration>,
@@ -162,7 +174,14 @@ pub struct Request {
     pub queued_ns: u64,
 }
 
-impl Request {
+impl<B> Request<B> {
+    /// A request of a connection that has one epoch. `ttl_ms` as an entry has it.
+    #[inline]
+    pub fn new(token: Token, bytes: B, deadline_ns: u64, ttl_ms: u32, trace: u64) -> Request<B> {
+        let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms.into()));
+        Request { id: RequestId { token, epoch: 0 }, began_ns: 0, bytes, deadline_ns, ttl, trace, queued_ns: 0 }
+    }
+
     /// Names the request in the provider's schedule and in logs.
     pub fn id(&self) -> RequestId {
         self.id

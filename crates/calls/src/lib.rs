@@ -7,7 +7,10 @@
 //!
 //! * [`queue`]: earliest deadline first, and whether one more request can be met, at O(log n).
 //! * [`schedule`]: a service's rules: bounds, admission, lateness, time to live.
-//! * [`session`]: one side of calls between two peers: slots, answers, time that is left.
+//! * [`CallOptions`], [`CallError`], [`Reply`], [`Request`]: a call as its caller and its server see
+//!   it, wherever both are.
+//! * [`slots`]: the calls that a client has under way, for all clients.
+//! * [`session`]: one side of calls between two peers: answers, order, time that is left.
 //! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of
 //!   bytes.
 #![no_std]
@@ -18,13 +21,16 @@ extern crate std;
 
 mod call;
 pub mod carrier;
+mod error;
 pub mod frames;
 pub mod queue;
 pub mod schedule;
 pub mod sections;
 pub mod session;
 mod shares;
+pub mod slots;
 #[cfg(test)]
 mod tests;
 
-pub use call::{CallError, CallOptions, Reply, Request, RequestId, Response, ns};
+pub use call::{CallOptions, Deadline, Reply, Request, RequestId, Response, ns};
+pub use error::{CallError, Came, Errno, NoMemory, NotShared};

@@ -35,10 +35,12 @@ use core::time::Duration;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status, Token};
 use tombolo_ring::rpc::{Broken, INLINE_BYTES};
 
-use crate::call::{CallError, CallOptions, Reply, Request, RequestId, Response, ns};
+use crate::call::{CallOptions, Reply, Request, RequestId, Response, ns};
 use crate::carrier::{Carrier, Message};
+use crate::error::CallError;
 use crate::queue::Handle;
 use crate::schedule::{Late, Next, Order, Rules, Schedule};
+use crate::slots::{Found, Slots};
 
 /// Unfetched replies are kept up to so many times the longest payload.
 const REPLIES: usize = 8;
@@ -91,14 +93,6 @@ pub struct Stats {
     pub abandoned: u64,
 }
 
-/// One of our own calls.
-#[derive(Debug)]
-enum Slot {
-    Free,
-    Waiting { abandoned: bool, cancelled: bool, waker: Option<Waker>, bytes: usize, deadline_ns: u64, until_ns: u64 },
-    Done(Result<Reply, CallError>),
-}
-
 /// A slot of the peer's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Theirs {
@@ -119,10 +113,9 @@ fn long(bytes: usize) -> usize {
 /// One side. See the module's head.
 #[derive(Debug)]
 pub struct Session {
-    slots: Vec<Slot>,
-    turns: Vec<u32>,
-    /// Free slots; the last used first.
-    free: Vec<u32>,
+    entries: u32,
+    /// Our own calls. Kept of each: its long bytes.
+    slots: Slots<usize, Result<Reply, CallError>>,
     /// Long bytes of our calls under way.
     asked_bytes: usize,
     /// Long bytes of replies that wait to be fetched.
@@ -152,9 +145,8 @@ impl Session {
             ttl_ns: ns(options.ttl),
         };
         Session {
-            slots: (0..entries).map(|_| Slot::Free).collect(),
-            turns: vec![0; entries as usize],
-            free: (0..entries).rev().collect(),
+            entries,
+            slots: Slots::new(entries),
             asked_bytes: 0,
             reply_bytes: 0,
             serves: false,
@@ -184,7 +176,7 @@ impl Session {
 
     /// Our calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> usize {
-        self.slots.len() - self.free.len()
+        self.slots.under_way() as usize
     }
 
     /// Sends a request to the peer. What is left of the deadline at `now_ns` goes with it.
@@ -204,13 +196,17 @@ impl Session {
             return Err(CallError::TooLong { bytes: bytes.len(), most });
         }
         let long = long(bytes.len());
-        let slot = *self.free.last().filter(|_| self.asked_bytes + long <= most).ok_or(CallError::Busy)?;
-        let at = slot as usize;
-        let token = Token::new(slot, self.turns[at].wrapping_add(1));
-        let ttl_ms = options.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1));
+        let busy = CallError::Busy(self.slots.under_way());
+        let token = self.slots.vacant().filter(|_| self.asked_bytes + long <= most).ok_or(busy)?;
+        let deadline_ns = options.deadline.instant_ns(|| now_ns, BEST_EFFORT);
+        let left_ns = match deadline_ns {
+            BEST_EFFORT => BEST_EFFORT,
+            deadline_ns => deadline_ns.saturating_sub(now_ns),
+        };
+        let ttl_ms = options.ttl_ms();
         let call = Call {
             token,
-            deadline_ns: options.left_ns(),
+            deadline_ns: left_ns,
             time_left: true,
             trace: options.trace,
             ttl_ms,
@@ -218,59 +214,47 @@ impl Session {
         };
         match carrier.ask(Ask::Call(call), bytes) {
             Ok(true) => {}
-            Ok(false) => return Err(CallError::Busy),
+            Ok(false) => return Err(busy),
             Err(broken) => return Err(CallError::Broken(broken)),
         }
-        self.free.pop();
-        self.turns[at] = token.turn();
+        self.slots.begin(token, deadline_ns, options.until_ns(deadline_ns), long);
         self.asked_bytes += long;
-        let (deadline_ns, until_ns) = options.instants_ns(now_ns);
-        self.slots[at] =
-            Slot::Waiting { abandoned: false, cancelled: false, waker: None, bytes: long, deadline_ns, until_ns };
         self.stats.asked += 1;
         Ok(token)
-    }
-
-    fn slot(&mut self, token: Token) -> Option<&mut Slot> {
-        let at = token.slot() as usize;
-        (self.turns.get(at) == Some(&token.turn())).then(|| &mut self.slots[at])
     }
 
     /// Whether a call under way has come to its own end: its deadline, or as much later as its caller waits for a late reply. Its caller gives
     /// it up then.
     pub fn is_overdue(&self, token: Token, now_ns: u64) -> bool {
-        let at = token.slot() as usize;
-        let ours = self.turns.get(at) == Some(&token.turn());
-        ours && matches!(self.slots[at], Slot::Waiting { abandoned: false, until_ns, .. } if now_ns >= until_ns)
+        self.slots.is_overdue(token, || now_ns)
     }
 
     /// When a call under way ends by itself; `u64::MAX` where it does not.
     pub fn until_ns(&self, token: Token) -> u64 {
-        let at = token.slot() as usize;
-        match self.slots.get(at) {
-            Some(Slot::Waiting { until_ns, .. }) if self.turns[at] == token.turn() => *until_ns,
-            _ => u64::MAX,
-        }
+        self.slots.until_ns(token)
     }
 
     /// How a call ended, once; `None` while it is under way, and then `waker` is woken when it ends.
     pub fn fetch(&mut self, token: Token, waker: Option<&Waker>) -> Option<Result<Reply, CallError>> {
-        match self.slot(token) {
-            Some(Slot::Waiting { abandoned: false, waker: kept, .. }) => {
-                if let Some(waker) = waker {
-                    kept.get_or_insert_with(|| waker.clone()).clone_from(waker);
+        match self.slots.fetch(token) {
+            Found::Waiting(()) => {
+                if let (Some(waker), Some(waiting)) = (waker, self.slots.waiting_mut(token)) {
+                    waiting.waker.get_or_insert_with(|| waker.clone()).clone_from(waker);
                 }
                 None
             }
-            Some(slot @ Slot::Done(_)) => {
-                let Slot::Done(result) = core::mem::replace(slot, Slot::Free) else { return None };
-                self.free.push(token.slot());
-                if let Ok(reply) = &result {
-                    self.reply_bytes -= long(reply.bytes.len());
-                }
-                Some(result)
+            Found::Done(end) => {
+                self.dropped(&end);
+                Some(end)
             }
-            _ => Some(Err(CallError::Unknown)),
+            Found::Unknown => Some(Err(CallError::Unknown)),
+        }
+    }
+
+    /// An end is no longer kept for its caller.
+    fn dropped(&mut self, end: &Result<Reply, CallError>) {
+        if let Ok(reply) = end {
+            self.reply_bytes -= long(reply.bytes.len());
         }
     }
 
@@ -281,23 +265,18 @@ impl Session {
     /// # Errors
     /// The link must be restarted.
     pub fn cancel(&mut self, carrier: &mut (impl Carrier + ?Sized), token: Token) -> Result<bool, Broken> {
-        let Some(Slot::Waiting { cancelled, .. }) = self.slot(token) else { return Ok(false) };
-        if *cancelled || !carrier.ask(Ask::Cancel(token), &[])? {
+        if self.slots.to_cancel(token) != Some(true) || !carrier.ask(Ask::Cancel(token), &[])? {
             return Ok(false);
         }
-        *cancelled = true;
+        self.slots.cancelled(token);
         Ok(true)
     }
 
     /// Marks a call as no longer awaited. Its slot becomes free with its answer;
     /// [`Session::cancel`] hastens that.
     pub fn abandon(&mut self, token: Token) {
-        if let Some(Slot::Waiting { abandoned, waker, .. }) = self.slot(token) {
-            *abandoned = true;
-            *waker = None;
-        } else {
-            // It was done: dropped.
-            self.fetch(token, None);
+        if let Found::Done(end) = self.slots.abandon(token) {
+            self.dropped(&end);
         }
     }
 
@@ -310,7 +289,7 @@ impl Session {
         let most = carrier.most();
         let mut any = false;
         // A peer that never stops is not read for ever in one turn.
-        for _ in 0..4 * self.slots.len() {
+        for _ in 0..4 * self.entries {
             match carrier.take()? {
                 None => break,
                 Some(Message::Call(call, bytes)) => self.asked(carrier, call, bytes, now_ns)?,
@@ -346,9 +325,8 @@ impl Session {
             (_, false) => return Err(Broken::Kind),
         };
         self.owed_bytes += long;
-        let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms.into()));
-        let id = RequestId { token, epoch: self.epoch };
-        let request = Request { id, began_ns: 0, bytes, deadline_ns, ttl, trace, queued_ns: 0 };
+        let mut request = Request::new(token, bytes, deadline_ns, ttl_ms, trace);
+        request.id.epoch = self.epoch;
         if !self.serves {
             return self.end(carrier, &request, now_ns, Response::end(Status::Failed));
         }
@@ -381,39 +359,28 @@ impl Session {
     }
 
     fn answered(&mut self, answer: Answer, bytes: Vec<u8>, most: usize, now_ns: u64) -> Result<(), Broken> {
-        let Answer { token, status, code, queued_ns, service_ns, .. } = answer;
-        let room = (REPLIES * most).saturating_sub(self.reply_bytes);
-        let Some(slot) = self.slot(token) else { return Err(Broken::Token) };
-        let &mut Slot::Waiting { abandoned, ref mut waker, bytes: asked, deadline_ns, until_ns, .. } = slot else {
-            return Err(Broken::Token);
-        };
-        let waker = waker.take();
-        let late_by_ns = now_ns.saturating_sub(deadline_ns);
-        if abandoned {
-            *slot = Slot::Free;
-            self.free.push(token.slot());
-        } else {
-            let long = long(bytes.len());
-            let result = match status {
-                Status::Served if long > room => Err(CallError::ReplyMemory),
-                Status::Served => Ok(Reply { bytes, code, queued_ns, service_ns, late_by_ns }),
-                Status::Late if until_ns > deadline_ns => Err(CallError::Late),
-                // Whether its caller or the provider sees first that the deadline is over makes no difference.
-                Status::Late => Err(CallError::DeadlineExceeded),
-                Status::Refused(why) => Err(CallError::Refused(why)),
-                Status::Cancelled => Err(CallError::Cancelled),
-                Status::Expired => Err(CallError::Expired),
-                Status::Failed => Err(CallError::Failed),
-            };
-            let is_reply = result.is_ok();
-            *slot = Slot::Done(result);
-            if is_reply {
-                self.reply_bytes += long;
-                self.stats.replied += 1;
-            }
+        let (max, in_use) = ((REPLIES * most) as u64, self.reply_bytes as u64);
+        let bytes_kept = long(bytes.len());
+        let mut is_reply = false;
+        let ended = self.slots.answer(
+            answer.token,
+            || now_ns,
+            |came| {
+                came.end(answer.status)?;
+                let more = bytes_kept as u64;
+                if more > max.saturating_sub(in_use) {
+                    return Err(CallError::ReplyTooLarge { bytes: more, in_use, max });
+                }
+                is_reply = true;
+                Ok(Reply::new(&answer, came, bytes))
+            },
+        )?;
+        if is_reply {
+            self.reply_bytes += bytes_kept;
+            self.stats.replied += 1;
         }
-        self.asked_bytes -= asked;
-        if let Some(waker) = waker {
+        self.asked_bytes -= ended.kept;
+        if let Some(waker) = ended.waker {
             waker.wake();
         }
         Ok(())
@@ -508,19 +475,15 @@ impl Session {
         self.stats.abandoned += self.schedule.drain().len() as u64;
         self.theirs.fill(Theirs::Free);
         (self.owed_bytes, self.asked_bytes) = (0, 0);
-        for (at, slot) in self.slots.iter_mut().enumerate() {
-            let Slot::Waiting { abandoned, waker, .. } = slot else { continue };
-            let (abandoned, waker) = (*abandoned, waker.take());
-            self.stats.lost += 1;
-            if abandoned {
-                *slot = Slot::Free;
-                self.free.push(at as u32);
-            } else {
-                *slot = Slot::Done(Err(error));
-            }
-            if let Some(waker) = waker {
-                waker.wake();
-            }
-        }
+        let Session { slots, stats, .. } = self;
+        slots.end_all(
+            || Err(error),
+            |ended| {
+                stats.lost += 1;
+                if let Some(waker) = ended.waker {
+                    waker.wake();
+                }
+            },
+        );
     }
 }

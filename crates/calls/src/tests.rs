@@ -15,7 +15,7 @@ use crate::frames::Frames;
 use crate::schedule::Late;
 use crate::sections::{Plan, Rings, Wire};
 use crate::session::{ServeOptions, Session};
-use crate::{CallError, CallOptions, Reply, Response};
+use crate::{CallError, CallOptions, Deadline, Reply, Response};
 
 const MS: u64 = 1_000_000;
 /// Of a direct link of 1 MiB for two.
@@ -238,7 +238,7 @@ fn the_deadline_crosses_as_time_left_whatever_the_clocks_say() {
         assert_eq!(request.deadline_ns, 77_010 * MS);
         assert_eq!(request.left_ns(77_004 * MS), Some(6 * MS));
         let nested = CallOptions::inherit(&request, 77_004 * MS);
-        assert_eq!(nested.deadline, Some(Duration::from_millis(6)));
+        assert_eq!(nested.deadline, Deadline::In(Duration::from_millis(6)));
         pair.a.submit(&CallOptions::default(), b"y").unwrap();
         pair.turn(77_005 * MS);
         assert_eq!(pair.b.next(77_005 * MS).unwrap().left_ns(0), None);
@@ -319,9 +319,9 @@ fn a_full_link_says_busy_and_what_is_given_up_comes_back() {
     for mut pair in Pair::both(&ServeOptions::default()) {
         let large = vec![1; 100_000];
         pair.a.submit(&within(5), &large).unwrap();
-        assert_eq!(pair.a.submit(&within(5), &large), Err(CallError::Busy), "the arena is full");
+        assert_eq!(pair.a.submit(&within(5), &large), Err(CallError::Busy(1)), "the arena is full");
         let rest: Vec<Token> = (1..64).map(|_| pair.a.submit(&within(5), b"").unwrap()).collect();
-        assert_eq!(pair.a.submit(&within(5), b""), Err(CallError::Busy));
+        assert_eq!(pair.a.submit(&within(5), b""), Err(CallError::Busy(64)));
         for token in &rest {
             pair.a.session.abandon(*token);
         }

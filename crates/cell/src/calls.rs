@@ -400,7 +400,7 @@ impl Calls {
             Some(end) => Poll::Ready(end),
             None => Poll::Pending,
         });
-        let (limit, over) = options.limit();
+        let (limit, over) = options.limit(self.now_ns());
         match self.net.within(ns(limit), end).await {
             Some(end) => {
                 core::mem::forget(waited);
@@ -418,7 +418,7 @@ impl Calls {
     /// [`CallError`]; over TCP [`CallError::Unknown`].
     pub fn call_alone(&self, bytes: &[u8], options: &CallOptions, spin: bool) -> Result<Reply, CallError> {
         let link = self.link.as_ref().ok_or(CallError::Unknown)?;
-        let (limit, over) = options.limit();
+        let (limit, over) = options.limit(self.now_ns());
         let until_ns = self.now_ns().saturating_add(ns(limit));
         let token = self.submit(bytes, options)?;
         let end = link.until_alone(until_ns, spin, || {

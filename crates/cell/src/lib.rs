@@ -107,7 +107,7 @@ pub use smoltcp::wire::{IpAddress, IpEndpoint, Ipv4Address, Ipv6Address};
 pub use stack::NetStats;
 pub use tcp::{TcpError, TcpListener, TcpOptions, TcpStream};
 pub use tombolo_calls::session::{ServeOptions, Stats as CallStats};
-pub use tombolo_calls::{CallError, CallOptions, Reply, Request, Response, schedule::Late};
+pub use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, Response, schedule::Late};
 pub use tombolo_ring::ivshmem::channel::{ChannelError as ChannelLayoutError, Record};
 pub use tombolo_ring::mem::{Foreign, ForeignMut};
 pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};

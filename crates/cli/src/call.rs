@@ -104,6 +104,7 @@ fn outcome(result: &Result<u32, CallError>) -> String {
         Err(CallError::Broken(_)) => "protocol broken",
         Err(CallError::Busy(_)) => "busy",
         Err(CallError::Memory(_) | CallError::Share { .. } | CallError::Range { .. }) => "no memory",
+        Err(CallError::TooLong { .. }) => "too long",
         Err(CallError::Reclaimed) => "reply reclaimed",
         Err(CallError::ReplyMemory) => "reply's memory missing",
         Err(CallError::ReplyTooLarge { .. }) => "reply too large",
@@ -139,7 +140,7 @@ impl Call {
     }
 
     fn options(&self) -> CallOptions {
-        let deadline = self.deadline.map_or(Deadline::Inherit, Deadline::In);
+        let deadline = Deadline::from(self.deadline);
         let wait_late = self.wait_late.unwrap_or_default();
         CallOptions { deadline, wait_late, timeout: self.timeout, ttl: self.ttl, ..CallOptions::default() }
     }

@@ -93,6 +93,8 @@ impl From<CallError> for Failure {
             CallError::Timeout => Status::Timeout,
             CallError::Broken(_) => Status::Broken,
             CallError::Busy(_) => Status::Busy,
+            // Of links only, which have no C ABI.
+            CallError::TooLong { .. } => Status::Range,
             CallError::Memory(_) => Status::Memory,
             CallError::Share { .. } => Status::Share,
             CallError::Range { .. } => Status::Range,

@@ -19,11 +19,9 @@ use std::path::PathBuf;
 use std::sync::Mutex;
 use std::time::Duration;
 
-use tombolo_calls::{CallError, CallOptions, Request, Response};
+use tombolo_calls::{CallError, CallOptions, Deadline, Request, Response};
 use tombolo_ring::rpc::entry::{Refusal, Status};
-use tombolo_rpc::client::{self, Client, ConnectOptions};
-use tombolo_rpc::clock::now_ns;
-use tombolo_rpc::deadline::Deadline;
+use tombolo_rpc::client::{Client, ConnectOptions};
 use tombolo_rpc::provider::{self, Access, Options, RegisterError, Service};
 
 use crate::calls::Calls;
@@ -115,7 +113,7 @@ impl Bridge {
         let calls = calls.clone();
         Service::register(name, options, move |request: &provider::Request<'_>, reply: &mut provider::Reply<'_>| {
             let options = CallOptions {
-                deadline: request.left_ns().map(Duration::from_nanos),
+                deadline: request.left_ns().map(Duration::from_nanos).into(),
                 // Whether a late reply is of use is its caller's choice, who takes the call back if not.
                 wait_late: TIMEOUT,
                 timeout: TIMEOUT,
@@ -139,17 +137,25 @@ impl Bridge {
     }
 }
 
-/// How a request ends here that ended so at the peer.
+/// How a request ends at one side that ended so at the other.
 fn status(error: CallError) -> Status {
     match error {
         CallError::Late | CallError::DeadlineExceeded => Status::Late,
         CallError::Refused(why) => Status::Refused(why),
         CallError::Cancelled => Status::Cancelled,
         CallError::Expired | CallError::Timeout => Status::Expired,
-        CallError::Busy => Status::Refused(Refusal::QueueFull),
+        CallError::Busy(_) => Status::Refused(Refusal::QueueFull),
         CallError::TooLong { .. } => Status::Refused(Refusal::Memory),
-        CallError::ReplyMemory => Status::Refused(Refusal::ReplyMemory),
-        CallError::Failed | CallError::ProviderGone | CallError::Broken(_) | CallError::Unknown => Status::Failed,
+        CallError::ReplyTooLarge { .. } => Status::Refused(Refusal::ReplyMemory),
+        CallError::Failed
+        | CallError::ProviderGone
+        | CallError::Broken(_)
+        | CallError::Memory(_)
+        | CallError::Share { .. }
+        | CallError::Range { .. }
+        | CallError::Reclaimed
+        | CallError::ReplyMemory
+        | CallError::Unknown => Status::Failed,
     }
 }
 
@@ -176,9 +182,9 @@ impl Target {
 
     fn serve(&self, peer: &Calls, request: &Request) -> Response {
         let Some(client) = self.client() else { return Response::end(Status::Failed) };
-        let left_ns = request.left_ns(now_ns());
-        let options = client::CallOptions {
-            deadline: left_ns.map_or(Deadline::Inherit, |_| Deadline::At(request.deadline_ns)),
+        let options = CallOptions {
+            // Best effort is an instant too, the last one.
+            deadline: Deadline::At(request.deadline_ns),
             wait_late: TIMEOUT,
             timeout: TIMEOUT,
             trace: request.trace,
@@ -194,19 +200,11 @@ impl Target {
             reply.to_vec().map(|bytes| Response::new(bytes).with_code(code))
         });
         end.unwrap_or_else(|error| {
-            Response::end(match error {
-                client::CallError::Late | client::CallError::DeadlineExceeded => Status::Late,
-                client::CallError::Refused(why) => Status::Refused(why),
-                client::CallError::Cancelled => Status::Cancelled,
-                client::CallError::Expired | client::CallError::Timeout => Status::Expired,
-                client::CallError::Busy(_) => Status::Refused(Refusal::QueueFull),
-                client::CallError::ProviderGone | client::CallError::Broken(_) => {
-                    // The next request looks for the next service of that name.
-                    *self.client.lock().unwrap_or_else(|e| e.into_inner()) = None;
-                    Status::Failed
-                }
-                _ => Status::Failed,
-            })
+            if matches!(error, CallError::ProviderGone | CallError::Broken(_)) {
+                // The next request looks for the next service of that name.
+                *self.client.lock().unwrap_or_else(|e| e.into_inner()) = None;
+            }
+            Response::end(status(error))
         })
     }
 }

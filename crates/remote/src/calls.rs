@@ -256,7 +256,7 @@ impl Calls {
         options: &CallOptions,
         begun: impl FnOnce(Token),
     ) -> Result<Reply, CallError> {
-        let (limit, over) = options.limit();
+        let (limit, over) = options.limit(now_ns());
         let until = after(limit);
         let was_deaf = self.lock().transport.server_is_gone();
         let token = self.submit(bytes, options)?;

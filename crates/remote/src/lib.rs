@@ -24,6 +24,6 @@ mod transport;
 
 pub use calls::{Calls, Server};
 pub use tombolo_calls::session::{ServeOptions, Stats};
-pub use tombolo_calls::{CallError, CallOptions, Reply, Request, RequestId, Response};
+pub use tombolo_calls::{CallError, CallOptions, Deadline, Reply, Request, RequestId, Response};
 pub use tombolo_ring::rpc::entry::{Refusal, Status, Token};
 pub use transport::RemoteError;

@@ -101,7 +101,7 @@ pub(crate) fn code_of(error: &CallError) -> Code {
         | CallError::ReplyTooLarge { .. } => Code::ResourceExhausted,
         CallError::Cancelled => Code::Cancelled,
         CallError::Failed | CallError::Broken(_) => Code::Internal,
-        CallError::Range { .. } => Code::OutOfRange,
+        CallError::Range { .. } | CallError::TooLong { .. } => Code::OutOfRange,
         CallError::Reclaimed | CallError::ReplyMemory => Code::DataLoss,
         CallError::Unknown => Code::FailedPrecondition,
     }

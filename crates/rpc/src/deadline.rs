@@ -4,7 +4,6 @@
 //! that deadline or an earlier one of its own, never a later one.
 
 use std::cell::Cell;
-use std::time::Duration;
 
 use tombolo_ring::rpc::entry::BEST_EFFORT;
 
@@ -14,29 +13,12 @@ thread_local! {
     static SERVING: Cell<u64> = const { Cell::new(BEST_EFFORT) };
 }
 
-/// When an answer is wanted.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub enum Deadline {
-    /// The one of the request that this thread serves, if it serves one; else none.
-    #[default]
-    Inherit,
-    /// So much after the call; or that of the request that this thread serves, if that is earlier.
-    In(Duration),
-    /// At an instant of CLOCK_MONOTONIC, in ns; or that of the request that this thread serves, if that is earlier.
-    At(u64),
-}
+pub use tombolo_calls::Deadline;
 
-impl Deadline {
-    /// As an instant of CLOCK_MONOTONIC in ns; `u64::MAX` is none.
-    #[inline]
-    pub fn resolve(self) -> u64 {
-        let wanted = match self {
-            Deadline::Inherit => BEST_EFFORT,
-            Deadline::In(left) => clock::now_ns().saturating_add(clock::ns(left)),
-            Deadline::At(instant) => instant,
-        };
-        wanted.min(SERVING.get())
-    }
+/// As an instant of CLOCK_MONOTONIC in ns; `u64::MAX` is none.
+#[inline]
+pub fn resolve(deadline: Deadline) -> u64 {
+    deadline.instant_ns(clock::now_ns, SERVING.get())
 }
 
 /// Sets the deadline that calls of this thread inherit, until it is dropped.
@@ -59,20 +41,22 @@ impl Drop for Scope {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     #[test]
     fn a_nested_call_never_has_more_time_than_its_caller() {
-        assert_eq!(Deadline::Inherit.resolve(), BEST_EFFORT);
+        assert_eq!(resolve(Deadline::Inherit), BEST_EFFORT);
         {
             let _scope = Scope::enter(1000);
-            assert_eq!(Deadline::Inherit.resolve(), 1000);
-            assert_eq!(Deadline::At(10).resolve(), 10);
-            assert_eq!(Deadline::In(Duration::from_secs(1)).resolve(), 1000);
+            assert_eq!(resolve(Deadline::Inherit), 1000);
+            assert_eq!(resolve(Deadline::At(10)), 10);
+            assert_eq!(resolve(Deadline::In(Duration::from_secs(1))), 1000);
             let _inner = Scope::enter(5);
-            assert_eq!(Deadline::At(10).resolve(), 5);
+            assert_eq!(resolve(Deadline::At(10)), 5);
         }
-        assert_eq!(Deadline::At(2000).resolve(), 2000);
-        assert_eq!(Deadline::In(Duration::MAX).resolve(), BEST_EFFORT);
+        assert_eq!(resolve(Deadline::At(2000)), 2000);
+        assert_eq!(resolve(Deadline::In(Duration::MAX)), BEST_EFFORT);
     }
 }

@@ -17,6 +17,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::task::Waker;
 use std::time::Duration;
 
+use tombolo_calls::{self as calls, Came};
 use tombolo_ring::mem::ForeignMut;
 use tombolo_ring::rpc::arena::{Arena, Unit, units};
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Payload, Refusal, Status};
@@ -42,15 +43,6 @@ use crate::sync::lock;
 const MESSAGES: usize = 1024;
 /// The longest sleep; a wait without a limit is a sequence of them.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
-
-/// When an answer came.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Came {
-    /// How long after the deadline.
-    late_by_ns: u64,
-    /// Its caller waits beyond the deadline.
-    waits_late: bool,
-}
 
 #[derive(Debug)]
 pub(super) enum Slot {
@@ -486,16 +478,7 @@ impl Inner {
         came: Came,
         inline: &[u8; INLINE_BYTES],
     ) -> Result<Reply, CallError> {
-        match answer.status {
-            Status::Served => {}
-            Status::Late if came.waits_late => return Err(CallError::Late),
-            // Whether its caller or the provider sees first that the deadline is over makes no difference.
-            Status::Late => return Err(CallError::DeadlineExceeded),
-            Status::Refused(reason) => return Err(CallError::Refused(reason)),
-            Status::Cancelled => return Err(CallError::Cancelled),
-            Status::Expired => return Err(CallError::Expired),
-            Status::Failed => return Err(CallError::Failed),
-        }
+        came.end(answer.status)?;
         let bytes = match answer.payload {
             Payload::Inline { .. } => Bytes::Inline(*inline),
             Payload::Arena { .. } => Bytes::Arena,
@@ -506,7 +489,7 @@ impl Inner {
                 Bytes::Memory(memory)
             }
         };
-        Ok(Reply { inner: self.clone(), answer, bytes, late_by_ns: came.late_by_ns })
+        Ok(Reply { inner: self.clone(), payload: answer.payload, reply: calls::Reply::new(&answer, came, bytes) })
     }
 }
 

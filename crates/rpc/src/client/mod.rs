@@ -44,143 +44,42 @@ use std::sync::{Arc, Mutex};
 use std::task::Waker;
 use std::time::Duration;
 
+use rustix::io::Errno;
 use tombolo_ring::mem::{Foreign, ForeignMut};
-use tombolo_ring::rpc::entry::{Ask, Call, Payload, Refusal};
-use tombolo_ring::rpc::{Broken, INLINE_BYTES};
+use tombolo_ring::rpc::INLINE_BYTES;
+use tombolo_ring::rpc::entry::{Ask, Call, Payload};
 use tombolo_shm::memory::MemoryError;
 
 pub use connect::{ConnectError, ConnectOptions, report};
 pub use future::CallFuture;
 pub use reply::Reply;
+use tombolo_calls as calls;
+pub use tombolo_calls::{CallError, CallOptions, NoMemory, NotShared};
 pub use tombolo_ring::rpc::entry::Token;
 
 use crate::clock::{self, now_ns};
-use crate::deadline::Deadline;
+use crate::deadline;
 use crate::message::Facts;
 use crate::shared::{MAX_MEMORIES, SharedBuffer};
 use crate::sync::lock;
 use connection::{Inner, Limit, Slot, State, help};
 
-/// How a call ended, if not with a reply.
-#[derive(Debug, thiserror::Error)]
-#[allow(missing_docs, reason = "the message names what each field holds")]
-pub enum CallError {
-    /// Its deadline passed without an answer. Whether the call is served is not known. A caller that can use a late answer sets
-    /// [`CallOptions::wait_late`].
-    #[error("the deadline passed without an answer")]
-    DeadlineExceeded,
-    /// Its deadline had passed before it could be served: it was not. Only a caller that waits beyond the deadline hears this.
-    #[error("the deadline had passed before the service could begin")]
-    Late,
-    /// It was not accepted.
-    #[error("the service refused the call: {}", .0.text())]
-    Refused(Refusal),
-    /// It was cancelled before it was served.
-    #[error("the call was cancelled")]
-    Cancelled,
-    /// It waited for longer than its time to live.
-    #[error("the call waited for longer than its time to live")]
-    Expired,
-    /// The service broke while serving it.
-    #[error("the service failed while serving the call")]
-    Failed,
-    /// The provider has died or ended. Whether the call was served is not known.
-    #[error("the service has gone")]
-    ProviderGone,
-    /// The caller's own time limit is over, before the deadline. Whether the call is served is not known.
-    #[error("no answer came within the time limit")]
-    Timeout,
-    /// The provider broke the protocol.
-    #[error("{0}; the connection is of no use any more")]
-    Broken(Broken),
-    /// As many calls are under way as the connection allows.
-    #[error("{0} calls are under way, which is the limit of the connection")]
-    Busy(u32),
-    /// No memory for the request.
-    #[error(transparent)]
-    Memory(#[from] MemoryError),
-    /// The service takes no more memory, or no such large one.
-    #[error("the service accepts no memory of {bytes} bytes: {}", why_not(*.source))]
-    Share { bytes: u64, source: rustix::io::Errno },
-    /// A part that the buffer does not have.
-    #[error("bytes {offset} to {offset}+{len} were to be sent of a buffer that has {bytes}")]
-    Range {
-        /// Start of the part.
-        offset: u64,
-        /// Length of the part.
-        len: u64,
-        bytes: u64,
-    },
-    /// The reply was held for too long, and its memory was reclaimed.
-    #[error("the reply was held for too long, and the service reclaimed its memory")]
-    Reclaimed,
-    /// The reply is in memory that the provider has not handed over, or that does not have so many bytes.
-    #[error("the reply is in memory that the service did not hand over")]
-    ReplyMemory,
-    /// The reply is in memory that goes beyond what this side takes of the service ([`ConnectOptions::max_shared_bytes`]); it was not mapped, and is
-    /// released. The connection goes on.
-    #[error(
-        "the reply is in memory of {bytes} bytes, {in_use} of the service's are in use, and this connection accepts \
-         {max} together; drop held replies, or connect with a larger max_shared_bytes"
-    )]
-    ReplyTooLarge {
-        /// The size of its memory.
-        bytes: u64,
-        /// Bytes of the service's memories in use by then.
-        in_use: u64,
-        /// Bytes that this connection takes.
-        max: u64,
-    },
-    /// A token that names no call under way.
-    #[error("no call of that token is under way: it was waited for, cancelled or given up already")]
-    Unknown,
-}
-
-/// Why memory could not be handed over.
-fn why_not(source: rustix::io::Errno) -> String {
-    match source {
-        rustix::io::Errno::NOBUFS => format!("{MAX_MEMORIES} memories are handed over already; free one"),
-        rustix::io::Errno::AGAIN => "it has not read what was handed over before; wait for its answers".into(),
-        source => source.to_string(),
+fn not_shared(errno: Errno) -> NotShared {
+    match errno {
+        Errno::NOBUFS => NotShared::Full(MAX_MEMORIES),
+        Errno::AGAIN => NotShared::Unread,
+        errno => NotShared::System(calls::Errno(errno.raw_os_error())),
     }
 }
 
-/// What a call asks for, besides its bytes.
-#[derive(Clone, Copy, Debug)]
-pub struct CallOptions {
-    /// When an answer is wanted.
-    pub deadline: Deadline,
-    /// For how long after the deadline a late reply is still waited for; not at all unless this is set.
-    pub wait_late: Duration,
-    /// How long this caller waits at most, where the deadline is later or there is none.
-    pub timeout: Duration,
-    /// How long the request may wait at the provider; the service's choice where there is none.
-    pub ttl: Option<Duration>,
-    /// Carried to the provider's trace.
-    pub trace: u64,
-}
-
-impl Default for CallOptions {
-    fn default() -> Self {
-        CallOptions {
-            deadline: Deadline::Inherit,
-            wait_late: Duration::ZERO,
-            timeout: CallOptions::TIMEOUT,
-            ttl: None,
-            trace: 0,
-        }
-    }
-}
-
-impl CallOptions {
-    /// How long a caller waits that says nothing else.
-    pub const TIMEOUT: Duration = Duration::from_secs(30);
-
-    /// With a deadline so much after the call, which is waited for.
-    pub fn within(left: Duration) -> CallOptions {
-        let timeout = left.max(CallOptions::TIMEOUT);
-        CallOptions { deadline: Deadline::In(left), timeout, ..CallOptions::default() }
-    }
+/// Memory that could not be had for a call.
+fn no_memory(error: MemoryError) -> CallError {
+    let (what, bytes, source) = match error {
+        MemoryError::System { what, bytes, source } => (what, bytes, source),
+        MemoryError::OutsideFile { bytes, .. } | MemoryError::Shape { bytes, .. } => ("a mapping", bytes, Errno::INVAL),
+        MemoryError::FileSystem { .. } => ("memory", 0, Errno::INVAL),
+    };
+    CallError::Memory(NoMemory { what, bytes, source: calls::Errno(source.raw_os_error()) })
 }
 
 /// Ends the connection with the last client, also where replies are still held, and the helper thread with it.
@@ -312,7 +211,7 @@ impl Client {
                 self.submit_loan(loan, options)
             }
             None => {
-                let buffer = SharedBuffer::new(len, false)?;
+                let buffer = SharedBuffer::new(len, false).map_err(no_memory)?;
                 bytes.copy_to(buffer.view());
                 self.submit_shared(&buffer, 0, len, options)
             }
@@ -369,8 +268,8 @@ impl Client {
         let given = lock(&self.inner.state).given.give(&self.inner.socket, buffer);
         match given {
             Ok(()) => {}
-            Err(rustix::io::Errno::PIPE) => return Err(CallError::ProviderGone),
-            Err(source) => return Err(CallError::Share { bytes: buffer.len(), source }),
+            Err(Errno::PIPE) => return Err(CallError::ProviderGone),
+            Err(errno) => return Err(CallError::Share { bytes: buffer.len(), why: not_shared(errno) }),
         }
         let payload = Payload::Shared { memory: buffer.number(), offset, len };
         self.send(payload, &[], Some(buffer.clone()), options)
@@ -401,8 +300,8 @@ impl Client {
         if !is_ours(&self.inner) {
             return Err(CallError::ProviderGone);
         }
-        let deadline_ns = options.deadline.resolve();
-        let ttl_ms = options.ttl.map_or(0, |ttl| u32::try_from(ttl.as_millis()).unwrap_or(u32::MAX).max(1));
+        let deadline_ns = deadline::resolve(options.deadline);
+        let ttl_ms = options.ttl_ms();
         let inner = &*self.inner;
         let ends = inner.ends();
         let mut guard = lock(&inner.state);
@@ -433,7 +332,7 @@ impl Client {
             _ => None,
         };
         state.asked_at[slot as usize] = state.asks.next();
-        let until_ns = deadline_ns.saturating_add(clock::ns(options.wait_late));
+        let until_ns = options.until_ns(deadline_ns);
         state.slots[slot as usize] =
             Slot::Waiting { block, shared, abandoned: false, waker: None, deadline_ns, until_ns };
         let call = Call { token, deadline_ns, time_left: false, trace: options.trace, ttl_ms, payload };

@@ -3,10 +3,10 @@
 use std::sync::Arc;
 
 use rustix::io::Errno;
+use tombolo_calls::{self as calls, NoMemory};
 use tombolo_ring::mem::Foreign;
 use tombolo_ring::rpc::INLINE_BYTES;
-use tombolo_ring::rpc::entry::{Answer, Payload};
-use tombolo_shm::memory::MemoryError;
+use tombolo_ring::rpc::entry::Payload;
 
 use super::{CallError, Inner, is_ours};
 use crate::shared::Lent;
@@ -22,51 +22,51 @@ pub(super) enum Bytes {
 #[derive(Debug)]
 pub struct Reply {
     pub(super) inner: Arc<Inner>,
-    pub(super) answer: Answer,
-    pub(super) bytes: Bytes,
-    pub(super) late_by_ns: u64,
+    /// Where the bytes are, as the provider says.
+    pub(super) payload: Payload,
+    pub(super) reply: calls::Reply<Bytes>,
 }
 
 impl Reply {
     /// Length of the payload in bytes.
     pub fn len(&self) -> usize {
-        self.answer.payload.len() as usize
+        self.payload.len() as usize
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.answer.payload.is_empty()
+        self.payload.is_empty()
     }
 
     /// The application's code; 0 is success.
     pub fn code(&self) -> u32 {
-        self.answer.code
+        self.reply.code
     }
 
     /// How long after the call's deadline this side took the reply, ns; 0 where that was in time, or the call had no deadline.
     pub fn late_by_ns(&self) -> u64 {
-        self.late_by_ns
+        self.reply.late_by_ns
     }
 
     /// Whether it came after the call's deadline.
     pub fn is_late(&self) -> bool {
-        self.late_by_ns > 0
+        self.reply.is_late()
     }
 
     /// How long the request waited at the provider, ns.
     pub fn queued_ns(&self) -> u64 {
-        self.answer.queued_ns
+        self.reply.queued_ns
     }
 
     /// How long it was served, ns.
     pub fn service_ns(&self) -> u64 {
-        self.answer.service_ns
+        self.reply.service_ns
     }
 
     /// The bytes, where they are. The provider can change those of a large reply while they are read, and takes them back when they
     /// are held for too long; [`Reply::is_current`] tells afterwards.
     pub fn view(&self) -> Foreign<'_> {
-        let (view, offset, len) = match (&self.bytes, self.answer.payload) {
+        let (view, offset, len) = match (&self.reply.bytes, self.payload) {
             (Bytes::Inline(bytes), Payload::Inline { len }) => {
                 return Foreign::from(&bytes[..(len as usize).min(bytes.len())]);
             }
@@ -82,7 +82,7 @@ impl Reply {
 
     /// Whether what was read until now was this reply's: false once the provider has taken it back.
     pub fn is_current(&self) -> bool {
-        match self.answer.payload {
+        match self.payload {
             Payload::Arena { block, generation, .. } => self.inner.ends().still_ours(block, generation),
             _ => true,
         }
@@ -105,10 +105,9 @@ impl Reply {
     pub fn to_vec(&self) -> Result<Vec<u8>, CallError> {
         let len = self.view().len();
         let mut bytes = Vec::new();
-        bytes.try_reserve_exact(len).map_err(|_| MemoryError::System {
-            what: "a copy of a reply",
-            bytes: len as u64,
-            source: Errno::NOMEM,
+        bytes.try_reserve_exact(len).map_err(|_| {
+            let source = calls::Errno(Errno::NOMEM.raw_os_error());
+            CallError::Memory(NoMemory { what: "a copy of a reply", bytes: len as u64, source })
         })?;
         bytes.resize(len, 0);
         self.copy_to(&mut bytes)?;
@@ -118,7 +117,7 @@ impl Reply {
 
 impl Drop for Reply {
     fn drop(&mut self) {
-        if let Payload::Arena { block, generation, .. } = self.answer.payload
+        if let Payload::Arena { block, generation, .. } = self.payload
             && is_ours(&self.inner)
         {
             self.inner.ends().set_mark(block, generation);

@@ -3,9 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use tombolo_calls as calls;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::INLINE_BYTES;
-use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status, Token};
+use tombolo_ring::rpc::entry::{BEST_EFFORT, Payload, Refusal, Status};
 
 use super::connection::{Block, Caller, Connection};
 use crate::clock;
@@ -14,12 +15,7 @@ use crate::shared::{Lent, SharedBuffer};
 /// A request that is being served.
 #[derive(Debug)]
 pub struct Request<'a> {
-    pub(crate) payload: Foreign<'a>,
-    pub(crate) deadline_ns: u64,
-    pub(crate) trace: u64,
-    pub(crate) queued_ns: u64,
-    pub(crate) ttl_ms: u32,
-    pub(crate) token: Token,
+    pub(crate) request: calls::Request<Foreign<'a>>,
     pub(crate) connection: &'a Arc<Connection>,
 }
 
@@ -27,65 +23,65 @@ impl<'a> Request<'a> {
     /// The request's bytes, where they are. A client can change those of a large payload while they are read: what is looked at
     /// twice is copied first ([`Request::to_vec`]).
     pub fn payload(&self) -> Foreign<'a> {
-        self.payload
+        self.request.bytes
     }
 
     /// Length of the payload in bytes.
     pub fn len(&self) -> usize {
-        self.payload.len()
+        self.request.bytes.len()
     }
 
     /// Whether there are none.
     pub fn is_empty(&self) -> bool {
-        self.payload.is_empty()
+        self.request.bytes.is_empty()
     }
 
     /// A copy of the bytes.
     pub fn to_vec(&self) -> Vec<u8> {
-        let mut bytes = vec![0; self.payload.len()];
-        self.payload.read_into(&mut bytes);
+        let mut bytes = vec![0; self.request.bytes.len()];
+        self.request.bytes.read_into(&mut bytes);
         bytes
     }
 
     /// The absolute deadline in ns of CLOCK_MONOTONIC; `None` for best effort.
     pub fn deadline_ns(&self) -> Option<u64> {
-        (self.deadline_ns != BEST_EFFORT).then_some(self.deadline_ns)
+        Some(self.request.deadline_ns).filter(|deadline| *deadline != BEST_EFFORT)
     }
 
     /// What is left until the deadline, in ns; 0 when it has passed, `None` for best effort.
     pub fn left_ns(&self) -> Option<u64> {
-        self.deadline_ns().map(|deadline| deadline.saturating_sub(clock::now_ns()))
+        // The clock is read only where there is a deadline.
+        self.deadline_ns().and_then(|_| self.request.left_ns(clock::now_ns()))
     }
 
     /// What the caller put in to follow a call through several services.
     pub fn trace(&self) -> u64 {
-        self.trace
+        self.request.trace
     }
 
     /// How long it waited, ns.
     pub fn queued_ns(&self) -> u64 {
-        self.queued_ns
+        self.request.queued_ns
     }
 
     /// What is left of the time to live that its caller gave it; `None` if the caller left it to
     /// the service. It is for a handler that passes the request on.
     pub fn ttl_left(&self) -> Option<Duration> {
-        let ttl = (self.ttl_ms > 0).then(|| Duration::from_millis(self.ttl_ms.into()))?;
-        Some(ttl.saturating_sub(Duration::from_nanos(self.queued_ns)))
+        self.request.ttl_left()
     }
 
     /// Whether the answer is no longer awaited: the caller has cancelled the request since its
     /// service began, or is gone. A handler that takes long may look, and end early. While all
     /// workers are busy it is noticed within 10 ms.
     pub fn is_taken_back(&self) -> bool {
-        self.connection.is_taken_back(self.token)
+        self.connection.is_taken_back(self.request.id().token())
     }
 
     /// Has `hook` called when that becomes so, at once if it is so already, and not any more when
     /// the handler has returned. The thread that notices calls it while the service's queue is held
     /// up: it must be short.
     pub fn on_taken_back(&self, hook: impl FnOnce() + Send + 'static) {
-        self.connection.on_taken_back(self.token, Box::new(hook));
+        self.connection.on_taken_back(self.request.id().token(), Box::new(hook));
     }
 
     /// Who calls, as the kernel says.

@@ -24,6 +24,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 use rustix::event::{Timespec, epoll};
+use tombolo_calls as calls;
 use tombolo_ring::mem::Foreign;
 use tombolo_ring::rpc::entry::{Answer, Ask, BEST_EFFORT, Call, Payload, Refusal, Status};
 use tombolo_ring::rpc::ring::{self, Consumer};
@@ -486,7 +487,9 @@ impl Engine {
             return None;
         };
         let Call { token, trace, ttl_ms, .. } = *call;
-        let request = Request { payload, deadline_ns: *deadline_ns, trace, queued_ns, ttl_ms, token, connection };
+        let mut request = calls::Request::new(token, payload, *deadline_ns, ttl_ms, trace);
+        request.queued_ns = queued_ns;
+        let request = Request { request, connection };
         let mut reply = Reply::new(connection);
         let served = {
             let _scope = Scope::enter(*deadline_ns);
