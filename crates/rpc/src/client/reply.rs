@@ -8,7 +8,8 @@ use tombolo_ring::mem::Foreign;
 use tombolo_ring::rpc::INLINE_BYTES;
 use tombolo_ring::rpc::entry::Payload;
 
-use super::{CallError, Inner, is_ours};
+use super::CallError;
+use super::connection::ClientConnection;
 use crate::shared::Lent;
 
 #[derive(Debug)]
@@ -21,7 +22,7 @@ pub(super) enum Bytes {
 /// The reply to a call. If it is in the provider's memory, it is given back when this is dropped.
 #[derive(Debug)]
 pub struct Reply {
-    pub(super) inner: Arc<Inner>,
+    pub(super) connection: Arc<ClientConnection>,
     /// Where the bytes are, as the provider says.
     pub(super) payload: Payload,
     pub(super) reply: calls::Reply<Bytes>,
@@ -71,7 +72,7 @@ impl Reply {
                 return Foreign::from(&bytes[..(len as usize).min(bytes.len())]);
             }
             (Bytes::Arena, Payload::Arena { offset, len, .. }) => {
-                return self.inner.ends().peer_payload(offset, len).unwrap_or(Foreign::empty());
+                return self.connection.reply_view(offset, len);
             }
             (Bytes::Memory(memory), Payload::Shared { offset, len, .. }) => (memory.view(), offset, len),
             _ => return Foreign::empty(),
@@ -82,10 +83,7 @@ impl Reply {
 
     /// Whether what was read until now was this reply's: false once the provider has taken it back.
     pub fn is_current(&self) -> bool {
-        match self.payload {
-            Payload::Arena { block, generation, .. } => self.inner.ends().still_ours(block, generation),
-            _ => true,
-        }
+        self.connection.is_current(self.payload)
     }
 
     /// Copies the first bytes into `to`, as many as both have; returns how many.
@@ -117,10 +115,6 @@ impl Reply {
 
 impl Drop for Reply {
     fn drop(&mut self) {
-        if let Payload::Arena { block, generation, .. } = self.payload
-            && is_ours(&self.inner)
-        {
-            self.inner.ends().set_mark(block, generation);
-        }
+        self.connection.release(self.payload);
     }
 }

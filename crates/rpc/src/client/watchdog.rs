@@ -20,7 +20,7 @@ use rustix::event::epoll;
 use rustix::io::Errno;
 use tombolo_shm::fork;
 
-use super::Inner;
+use super::connection::ClientConnection;
 use crate::process;
 use crate::sync::lock;
 
@@ -34,7 +34,7 @@ struct Watchdog {
 #[derive(Default)]
 struct Watched {
     next: u32,
-    connections: HashMap<u64, (Weak<Inner>, Option<OwnedFd>)>,
+    connections: HashMap<u64, (Weak<ClientConnection>, Option<OwnedFd>)>,
 }
 
 static WATCHDOG: Mutex<Option<Arc<Watchdog>>> = Mutex::new(None);
@@ -60,13 +60,13 @@ fn watch(watchdog: &Watchdog) {
         events.clear();
         let _ = epoll::wait(&watchdog.epoll, rustix::buffer::spare_capacity(&mut events), None);
         for event in &events {
-            let Some((inner, process)) = lock(&watchdog.watched).connections.remove(&event.data.u64()) else {
+            let Some((connection, process)) = lock(&watchdog.watched).connections.remove(&event.data.u64()) else {
                 continue;
             };
             watchdog.forget(process);
-            if let Some(inner) = inner.upgrade() {
-                let _ = epoll::delete(&watchdog.epoll, &inner.socket);
-                inner.lost();
+            if let Some(connection) = connection.upgrade() {
+                let _ = epoll::delete(&watchdog.epoll, connection.socket());
+                connection.lost();
             }
         }
     }
@@ -82,11 +82,11 @@ impl Watchdog {
 }
 
 /// Watches a connection; returns its number, which tells the process too.
-pub(super) fn add(inner: &Arc<Inner>) -> Result<u64, Errno> {
+pub(super) fn add(connection: &Arc<ClientConnection>) -> Result<u64, Errno> {
     let watchdog = watchdog()?;
     // Edges: what a forked child keeps open of a connection that ended here is signalled once, and not for ever.
     let edge = epoll::EventFlags::RDHUP | epoll::EventFlags::ET;
-    let process = process::pidfd_of(&inner.socket);
+    let process = process::pidfd_of(connection.socket());
     let id = {
         let watched = &mut *lock(&watchdog.watched);
         watched.next = watched.next.wrapping_add(1);
@@ -94,11 +94,11 @@ pub(super) fn add(inner: &Arc<Inner>) -> Result<u64, Errno> {
         if let Some(process) = &process {
             epoll::add(&watchdog.epoll, process, epoll::EventData::new_u64(id), edge | epoll::EventFlags::IN)?;
         }
-        watched.connections.insert(id, (Arc::downgrade(inner), process));
+        watched.connections.insert(id, (Arc::downgrade(connection), process));
         id
     };
     // What the provider sends is read by who needs it; its end is all that is of interest here.
-    let added = epoll::add(&watchdog.epoll, &inner.socket, epoll::EventData::new_u64(id), edge);
+    let added = epoll::add(&watchdog.epoll, connection.socket(), epoll::EventData::new_u64(id), edge);
     added.inspect_err(|_| remove(id))?;
     Ok(id)
 }
