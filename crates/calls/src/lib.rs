@@ -13,6 +13,8 @@
 //! * [`session`]: one side of calls between two peers: answers, order, time that is left.
 //! * [`sections`] and [`frames`]: what carries them: the shared memory of a link, or a stream of
 //!   bytes.
+//! * [`transport`]: both together, with the life of the link or connection. Cells and processes
+//!   bring their own memory, doorbells and sockets.
 #![no_std]
 
 extern crate alloc;
@@ -31,6 +33,7 @@ mod shares;
 pub mod slots;
 #[cfg(test)]
 mod tests;
+pub mod transport;
 
 pub use call::{CallOptions, Deadline, Reply, Request, RequestId, Response, ns};
 pub use error::{CallError, Came, Errno, NoMemory, NotShared};

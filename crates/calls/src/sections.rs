@@ -73,6 +73,26 @@ impl Plan {
         self.half..2 * self.half
     }
 
+    /// Where we ask and where we answer.
+    fn ends<'a>(&self, own: ForeignMut<'a>, peer: Foreign<'a>) -> Result<[Ends<'a>; 2], Broken> {
+        let ends = |ours: Range<usize>, theirs: Range<usize>| {
+            let own = own.slice(ours.start, ours.len()).ok_or(Broken::Short)?;
+            let peer = peer.slice(theirs.start, theirs.len()).ok_or(Broken::Short)?;
+            Ends::new(own, self.geometry, peer, self.geometry)
+        };
+        Ok([ends(self.client(), self.provider())?, ends(self.provider(), self.client())?])
+    }
+
+    /// Checks the headers of the peer's sections, once in each epoch of the link.
+    ///
+    /// # Errors
+    /// [`Broken::Header`], [`Broken::Short`].
+    pub fn check_peer(&self, own: ForeignMut<'_>, peer: Foreign<'_>) -> Result<(), Broken> {
+        let [client, provider] = self.ends(own, peer)?;
+        client.check_peer(Role::Provider)?;
+        provider.check_peer(Role::Client)
+    }
+
     /// Makes the own output section fresh: control words and rings zero, headers written. The peer does not look at it.
     pub fn clear(&self, own: ForeignMut<'_>) {
         for (range, role) in [(self.client(), Role::Client), (self.provider(), Role::Provider)] {
@@ -143,14 +163,7 @@ impl Rings {
     /// # Errors
     /// [`Broken::Short`] where a section is shorter than the plan.
     pub fn on<'a>(&'a mut self, own: ForeignMut<'a>, peer: Foreign<'a>) -> Result<Wire<'a>, Broken> {
-        let g = self.plan.geometry;
-        let ends = |ours: Range<usize>, theirs: Range<usize>| {
-            let own = own.slice(ours.start, ours.len()).ok_or(Broken::Short)?;
-            let peer = peer.slice(theirs.start, theirs.len()).ok_or(Broken::Short)?;
-            Ends::new(own, g, peer, g)
-        };
-        let client = ends(self.plan.client(), self.plan.provider())?;
-        let provider = ends(self.plan.provider(), self.plan.client())?;
+        let [client, provider] = self.plan.ends(own, peer)?;
         Ok(Wire { rings: self, client, provider })
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! A [`Calls`] is one side ([`Net::calls`](crate::Net::calls), [`Net::calls_over`](crate::Net::calls_over)). The
 //! decisions are made in [`tombolo_calls`], the same as on the other side: earliest deadline first, exactly one end of
-//! each call, deadlines that cross as time left. A clone refers to the same side, and any task may use it.
+//! each call, deadlines that cross as time left. So is the life of the link ([`Transport`]); this module adds tasks. A clone refers to the same side, and any task may use it.
 //!
 //! # Tasks
 //! One task, the driver, belongs to each side. It sleeps until the peer rings (or sends), takes what came, and wakes
@@ -20,7 +20,6 @@ use crate::ivshmem::handshake::{Do, Handshake};
 use crate::ivshmem::link::{Link, LinkError};
 use crate::ivshmem::poll_interval::{Pauses, PollInterval};
 use crate::tcp::TcpStream;
-use alloc::boxed::Box;
 use alloc::rc::Rc;
 use alloc::vec::Vec;
 use core::cell::RefCell;
@@ -28,12 +27,13 @@ use core::fmt;
 use core::future::{Future, poll_fn};
 use core::pin::pin;
 use core::task::{Poll, Waker};
-use tombolo_calls::carrier::Carrier;
 use tombolo_calls::frames::Frames;
-use tombolo_calls::sections::{Plan, Rings};
-use tombolo_calls::session::{ServeOptions, Session, Stats};
+use tombolo_calls::sections::Plan;
+use tombolo_calls::session::{ServeOptions, Stats};
+use tombolo_calls::transport::{Sections, Stream, Transport};
 use tombolo_calls::{CallError, CallOptions, Reply, Request, Response, ns};
 use tombolo_ring::ivshmem::protocol::CALLS;
+use tombolo_ring::ivshmem::state::State;
 use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::Token;
@@ -73,29 +73,89 @@ impl fmt::Display for CallsError {
     }
 }
 
-/// Over a link.
-struct OnLink {
+/// The cell's end of a link.
+struct LinkEnd {
     handshake: Handshake,
-    plan: Plan,
-    rings: Rings,
     own: ForeignMut<'static>,
     theirs: Foreign<'static>,
+    epoch: u64,
 }
 
-enum Transport {
-    Link(Box<OnLink>),
-    Stream(Frames),
+impl Sections for LinkEnd {
+    fn follow(&mut self, plan: &Plan) -> Result<bool, Broken> {
+        let LinkEnd { handshake, own, theirs, epoch } = self;
+        handshake.step(|what| {
+            match what {
+                Do::Clear => {
+                    plan.clear(*own);
+                    *epoch += 1;
+                }
+                Do::Check => plan.check_peer(*own, *theirs)?,
+                Do::Forget => *epoch += 1,
+            }
+            Ok(())
+        })
+    }
+
+    fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
+        Some((self.own, self.theirs))
+    }
+
+    fn ring(&mut self) {
+        self.handshake.link.ring_traffic(self.handshake.peer);
+    }
+
+    fn fault(&mut self) -> bool {
+        self.handshake.fault();
+        self.epoch += 1;
+        self.handshake.theirs().1 == State::Reset.word()
+    }
 }
+
+/// The cell's end of a connection. Its driver moves the bytes, since only a task can.
+#[derive(Default)]
+struct StreamEnd {
+    /// To be woken where there is something to send.
+    driver: Option<Waker>,
+    /// The connection has ended.
+    ended: bool,
+}
+
+impl StreamEnd {
+    fn wake(&mut self) {
+        if let Some(driver) = self.driver.take() {
+            driver.wake();
+        }
+    }
+}
+
+impl Stream for StreamEnd {
+    fn read(&mut self, _: &mut Frames) -> bool {
+        !self.ended
+    }
+
+    fn write(&mut self, frames: &mut Frames) -> bool {
+        if !frames.output().is_empty() {
+            self.wake();
+        }
+        !self.ended
+    }
+
+    fn close(&mut self) {
+        self.ended = true;
+        self.wake();
+    }
+}
+
+type CellTransport = Transport<LinkEnd, StreamEnd>;
 
 /// What all handles of one side share.
-struct State {
-    session: Session,
-    transport: Transport,
-    up: bool,
-    /// The connection has ended: there is no next peer.
-    over: bool,
-    /// The driver of a connection, to be woken where there is something to send.
-    driver: Option<Waker>,
+struct CallsState {
+    transport: CellTransport,
     /// Tasks that wait for a request.
     servers: Vec<Waker>,
     /// Tasks that wait for the peer to come or go.
@@ -108,107 +168,32 @@ fn wake_all(wakers: &mut Vec<Waker>) {
     }
 }
 
-impl State {
-    fn new(session: Session, transport: Transport, up: bool) -> Rc<RefCell<State>> {
-        let (servers, watchers) = (Vec::new(), Vec::new());
-        let state = State { session, transport, up, over: false, driver: None, servers, watchers };
-        Rc::new(RefCell::new(state))
+impl CallsState {
+    fn new(transport: CellTransport) -> Rc<RefCell<CallsState>> {
+        Rc::new(RefCell::new(CallsState { transport, servers: Vec::new(), watchers: Vec::new() }))
     }
 
-    /// Works on the session with what carries it. `None` where the peer is not there, or broke the protocol by that.
-    fn with<T>(&mut self, work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>) -> Option<T> {
-        if !self.up {
-            return None;
+    /// Works on the transport, and wakes those who wait for what changed.
+    fn with<T>(&mut self, work: impl FnOnce(&mut CellTransport) -> T) -> T {
+        let was_up = self.transport.is_up();
+        let done = work(&mut self.transport);
+        if was_up != self.transport.is_up() {
+            wake_all(&mut self.watchers);
         }
-        let State { session, transport, driver, .. } = self;
-        let result = match transport {
-            Transport::Link(on) => {
-                let OnLink { handshake, rings, own, theirs, .. } = &mut **on;
-                let result = rings.on(*own, *theirs).and_then(|mut wire| work(session, &mut wire));
-                if rings.take_ring() {
-                    handshake.link.ring_traffic(handshake.peer);
-                }
-                result
-            }
-            Transport::Stream(frames) => {
-                let result = work(session, frames);
-                if !frames.output().is_empty()
-                    && let Some(driver) = driver.take()
-                {
-                    driver.wake();
-                }
-                result
-            }
-        };
-        result.map_err(|broken| self.fault(broken)).ok()
-    }
-
-    fn fault(&mut self, broken: Broken) {
-        match &mut self.transport {
-            Transport::Link(on) => on.handshake.fault(),
-            Transport::Stream(_) => self.over = true,
-        }
-        self.down(CallError::Broken(broken));
-    }
-
-    fn down(&mut self, error: CallError) {
-        self.up = false;
-        self.session.lost(error);
-        wake_all(&mut self.watchers);
-        if self.over {
+        if self.transport.is_over() {
+            wake_all(&mut self.watchers);
             wake_all(&mut self.servers);
         }
-        if let Some(driver) = self.driver.take() {
-            driver.wake();
-        }
+        done
     }
 
-    /// Takes what has come.
-    fn drain(&mut self, now_ns: u64) -> bool {
-        let any = self.with(|session, transport| session.drain(transport, now_ns)).unwrap_or(false);
-        if self.session.pending() > 0 {
+    /// Takes what has come, and follows the peer. Returns whether anything came or changed.
+    fn turn(&mut self, now_ns: u64) -> bool {
+        let any = self.with(|transport| transport.turn(now_ns));
+        if self.transport.session().pending() > 0 {
             wake_all(&mut self.servers);
         }
         any
-    }
-
-    /// Over a link: takes what has come, and follows the peer's state. Whether anything came or changed.
-    fn turn(&mut self, now_ns: u64) -> bool {
-        // Before the peer's state: what it wrote before it went is still an answer.
-        let any = self.drain(now_ns);
-        let was_up = self.up;
-        let Transport::Link(on) = &mut self.transport else { return any };
-        let OnLink { handshake, plan, rings, own, theirs } = &mut **on;
-        let mut fell = false;
-        let stepped = handshake.step(|what| {
-            match what {
-                Do::Clear => {
-                    plan.clear(*own);
-                    *rings = Rings::new(*plan);
-                }
-                Do::Check => rings.on(*own, *theirs)?.check_peer()?,
-                Do::Forget => fell = true,
-            }
-            Ok(())
-        });
-        match stepped {
-            Err(broken) => self.fault(broken),
-            Ok(up) => {
-                if was_up && (fell || !up) {
-                    self.down(CallError::ProviderGone);
-                }
-                self.up = up;
-                if up && !was_up {
-                    wake_all(&mut self.watchers);
-                }
-            }
-        }
-        any || was_up != self.up
-    }
-
-    /// Whether the driver of a link may sleep.
-    fn may_sleep(&mut self) -> bool {
-        self.with(|_, transport| transport.arm()).unwrap_or(true)
     }
 }
 
@@ -216,8 +201,8 @@ impl State {
 #[derive(Clone)]
 pub struct Calls {
     net: Net,
-    state: Rc<RefCell<State>>,
-    /// Where the way is one.
+    state: Rc<RefCell<CallsState>>,
+    /// Where the transport is one.
     link: Option<Link>,
 }
 
@@ -245,9 +230,9 @@ impl Calls {
         let own = link.own_output();
         let plan = Plan::new(own.len().min(theirs.len()) as u64).ok_or(CallsError::Sections(own.len()))?;
         let handshake = Handshake::new(link.clone(), peer);
-        let transport = Transport::Link(Box::new(OnLink { handshake, plan, rings: Rings::new(plan), own, theirs }));
-        let session = Session::new(plan.entries(), options);
-        let calls = Calls { net: net.clone(), state: State::new(session, transport, false), link: Some(link.clone()) };
+        let end = LinkEnd { handshake, own, theirs, epoch: 0 };
+        let state = CallsState::new(Transport::on_link(end, plan, options));
+        let calls = Calls { net: net.clone(), state, link: Some(link.clone()) };
         net.spawn(calls.clone().drive_link(link));
         Ok(calls)
     }
@@ -267,8 +252,7 @@ impl Calls {
             }
         };
         let entries = net.within(GREETING_NS, greeting).await.unwrap_or(Err(CallsError::Greeting))?;
-        let session = Session::new(entries, options);
-        let state = State::new(session, Transport::Stream(frames), true);
+        let state = CallsState::new(Transport::on_stream(StreamEnd::default(), frames, entries, options));
         let calls = Calls { net: net.clone(), state, link: None };
         net.spawn(calls.clone().drive_stream(stream));
         Ok(calls)
@@ -285,7 +269,7 @@ impl Calls {
             if state.turn(self.now_ns()) {
                 // Without a doorbell, no ring announces what follows on it.
                 link.expect_answer();
-            } else if state.may_sleep() {
+            } else if state.with(|transport| transport.arm()) {
                 return true;
             }
         }
@@ -299,8 +283,9 @@ impl Calls {
             poll_interval.busy(self.now_ns());
             while !self.is_up() {
                 let (theirs, down_until_ns) = {
-                    let Transport::Link(on) = &self.state.borrow().transport else { return };
-                    (on.handshake.theirs(), on.handshake.down_until_ns())
+                    let state = self.state.borrow();
+                    let Some(end) = state.transport.link() else { return };
+                    (end.handshake.theirs(), end.handshake.down_until_ns())
                 };
                 Handshake::change(&link, theirs, down_until_ns, &mut poll_interval).await;
                 self.state.borrow_mut().turn(self.now_ns());
@@ -312,9 +297,8 @@ impl Calls {
     async fn drive_stream(self, mut stream: TcpStream) {
         loop {
             let is_open = !stream.is_ended() && {
-                let frames = |work: &mut dyn FnMut(&mut Frames) -> usize| match &mut self.state.borrow_mut().transport {
-                    Transport::Stream(frames) => work(frames),
-                    Transport::Link(_) => 0,
+                let frames = |work: &mut dyn FnMut(&mut Frames) -> usize| {
+                    self.state.borrow_mut().transport.stream_mut().map_or(0, |(_, frames)| work(frames))
                 };
                 let take = |bytes: &mut [u8]| frames(&mut |frames| frames.feed(bytes));
                 let fill = |room: &mut [u8]| {
@@ -334,16 +318,19 @@ impl Calls {
                         return Poll::Ready(true);
                     }
                     let done = exchange.as_mut().poll(cx);
-                    self.state.borrow_mut().driver = Some(cx.waker().clone());
+                    if let Some((end, _)) = self.state.borrow_mut().transport.stream_mut() {
+                        end.driver = Some(cx.waker().clone());
+                    }
                     done.map(|done| done.is_ok())
                 })
                 .await
             };
             let mut state = self.state.borrow_mut();
-            state.drain(self.now_ns());
-            if !is_open || state.over {
-                state.over = true;
-                state.down(CallError::ProviderGone);
+            if let Some((end, _)) = state.transport.stream_mut() {
+                end.ended |= !is_open;
+            }
+            state.turn(self.now_ns());
+            if state.transport.is_over() {
                 stream.abort();
                 return;
             }
@@ -352,18 +339,18 @@ impl Calls {
 
     /// Whether the peer is there.
     pub fn is_up(&self) -> bool {
-        self.state.borrow().up
+        self.state.borrow().transport.is_up()
     }
 
     /// Whether there will be no peer any more: the connection has ended.
     pub fn is_over(&self) -> bool {
-        self.state.borrow().over
+        self.state.borrow().transport.is_over()
     }
 
-    async fn watch(&self, is_done: impl Fn(&State) -> bool) {
+    async fn watch(&self, is_done: impl Fn(&CellTransport) -> bool) {
         poll_fn(|cx| {
             let mut state = self.state.borrow_mut();
-            if is_done(&state) {
+            if is_done(&state.transport) {
                 return Poll::Ready(());
             }
             state.watchers.push(cx.waker().clone());
@@ -374,18 +361,18 @@ impl Calls {
 
     /// Waits until the peer is there; false where it never will be.
     pub async fn up(&self) -> bool {
-        self.watch(|state| state.up || state.over).await;
+        self.watch(|transport| transport.is_up() || transport.is_over()).await;
         self.is_up()
     }
 
     /// Waits until the peer is gone.
     pub async fn down(&self) {
-        self.watch(|state| !state.up).await;
+        self.watch(|transport| !transport.is_up()).await;
     }
 
     /// Counters that only grow.
     pub fn stats(&self) -> Stats {
-        self.state.borrow().session.stats()
+        self.state.borrow().transport.session().stats()
     }
 
     /// Calls, and waits for the reply; other tasks and the network have their turns meanwhile. Dropped before the end, the call is given
@@ -396,7 +383,7 @@ impl Calls {
     pub async fn call(&self, bytes: &[u8], options: &CallOptions) -> Result<Reply, CallError> {
         let token = self.submit(bytes, options)?;
         let waited = Waited { calls: self, token };
-        let end = poll_fn(|cx| match self.state.borrow_mut().session.fetch(token, Some(cx.waker())) {
+        let end = poll_fn(|cx| match self.state.borrow_mut().transport.fetch(token, Some(cx.waker())) {
             Some(end) => Poll::Ready(end),
             None => Poll::Pending,
         });
@@ -439,38 +426,28 @@ impl Calls {
     /// [`CallError::Busy`], [`CallError::TooLong`], [`CallError::ProviderGone`]: nothing was sent.
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
         let now_ns = self.now_ns();
-        let sent = self.state.borrow_mut().with(|session, transport| {
-            match session.submit(transport, options, bytes, now_ns) {
-                Err(CallError::Broken(broken)) => Err(broken),
-                other => Ok(other),
-            }
-        });
+        let sent = self.state.borrow_mut().with(|transport| transport.submit(options, bytes, now_ns));
         if let Some(link) = &self.link {
             link.expect_answer();
         }
-        sent.unwrap_or(Err(CallError::ProviderGone))
+        sent
     }
 
-    /// How a call ended; `None` while it is under transport. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
+    /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
     /// more.
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
-        let end = self.state.borrow_mut().session.fetch(token, None);
-        if end.is_none() && self.state.borrow().session.is_overdue(token, self.now_ns()) {
-            self.give_up(token);
-            return Some(Err(CallError::DeadlineExceeded));
-        }
-        end
+        let now_ns = self.now_ns();
+        self.state.borrow_mut().with(|transport| transport.poll(token, now_ns))
     }
 
-    /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under transport.
+    /// Asks the peer to take a call back. Its answer still comes. False where the token names no call under way.
     pub fn cancel(&self, token: Token) -> bool {
-        self.state.borrow_mut().with(|session, transport| session.cancel(transport, token)).unwrap_or(false)
+        self.state.borrow_mut().with(|transport| transport.cancel(token))
     }
 
     /// The caller does not wait for this call any more: it is cancelled, and its slot comes back with its answer.
     pub fn give_up(&self, token: Token) {
-        self.cancel(token);
-        self.state.borrow_mut().session.abandon(token);
+        self.state.borrow_mut().with(|transport| transport.give_up(token));
     }
 
     /// The next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. `None` where there will be none. From the
@@ -478,12 +455,12 @@ impl Calls {
     pub async fn next(&self) -> Option<Request> {
         poll_fn(|cx| {
             let mut state = self.state.borrow_mut();
-            state.session.serve();
+            state.transport.serve();
             let now_ns = self.now_ns();
-            if let Some(request) = state.with(|session, transport| session.next(transport, now_ns)).flatten() {
+            if let Some(request) = state.with(|transport| transport.next(now_ns)) {
                 return Poll::Ready(Some(request));
             }
-            if state.over {
+            if state.transport.is_over() {
                 return Poll::Ready(None);
             }
             state.servers.push(cx.waker().clone());
@@ -495,24 +472,19 @@ impl Calls {
     /// Whether the caller does not wait for the answer any more: the peer has cancelled the request since its service
     /// began, or is gone. A handler that takes long may look, and end early.
     pub fn is_taken_back(&self, request: &Request) -> bool {
-        self.state.borrow().session.is_taken_back(request.id())
+        self.state.borrow().transport.session().is_taken_back(request.id())
     }
 
     /// Answers a request. Where the peer has gone since, nothing happens.
     pub fn respond(&self, request: &Request, response: Response) {
         let now_ns = self.now_ns();
-        let mut state = self.state.borrow_mut();
-        if state.up {
-            state.with(|session, transport| session.respond(transport, request, now_ns, response));
-        } else {
-            state.session.forget(request);
-        }
+        self.state.borrow_mut().with(|transport| transport.respond(request, response, now_ns));
     }
 
     /// Serves what the peer asks by `handler`, in so many tasks: so many requests are served at a time where the handler waits. To be called
     /// before the peer is waited for.
     pub fn serve(&self, tasks: u32, handler: impl AsyncFn(&Request) -> Response + 'static) {
-        self.state.borrow_mut().session.serve();
+        self.state.borrow_mut().transport.serve();
         let handler = Rc::new(handler);
         for _ in 0..tasks {
             let (calls, handler) = (self.clone(), handler.clone());

@@ -16,14 +16,12 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use tombolo_calls::carrier::Carrier;
-use tombolo_calls::session::{ServeOptions, Session, Stats};
+use tombolo_calls::session::{ServeOptions, Stats};
 use tombolo_calls::{CallError, CallOptions, Reply, Request, RequestId, Response};
-use tombolo_ring::rpc::Broken;
 use tombolo_ring::rpc::entry::{Status, Token};
 use tombolo_rpc::clock::now_ns;
 
-use crate::transport::{Backoff, RemoteError, Transport, Wakers};
+use crate::transport::{self, Backoff, RemoteError, RemoteTransport, Wakers};
 
 /// So much from now; what is longer than any run is as good as for ever.
 fn after(left: Duration) -> Instant {
@@ -36,8 +34,8 @@ const LONGEST_SLEEP: Duration = Duration::from_secs(60);
 /// Called when a request that is being served is cancelled.
 type Hook = Box<dyn FnOnce() + Send>;
 
-struct State {
-    transport: Transport,
+struct CallsState {
+    transport: RemoteTransport,
     /// For requests that are being served.
     hooks: Vec<(RequestId, Hook)>,
     /// One of those that wait sleeps on the doorbells.
@@ -49,7 +47,7 @@ struct State {
 }
 
 struct Shared {
-    state: Mutex<State>,
+    state: Mutex<CallsState>,
     turn: Condvar,
     wakers: Wakers,
     workers: u32,
@@ -66,8 +64,8 @@ impl fmt::Debug for Calls {
 }
 
 impl Calls {
-    fn new((transport, wakers): (Transport, Wakers), options: &ServeOptions) -> Calls {
-        let state = Mutex::new(State { transport, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
+    fn new((transport, wakers): (RemoteTransport, Wakers), options: &ServeOptions) -> Calls {
+        let state = Mutex::new(CallsState { transport, hooks: Vec::new(), leader: false, followers: 0, serving: 0 });
         Calls(Arc::new(Shared { state, turn: Condvar::new(), wakers, workers: options.workers.max(1) }))
     }
 
@@ -76,7 +74,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: no such link, no free seat, or one that was made for something else than calls.
     pub fn join(path: impl AsRef<Path>, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Ok(Calls::new(Transport::join(path.as_ref(), timeout, options)?, options))
+        Ok(Calls::new(transport::join(path.as_ref(), timeout, options)?, options))
     }
 
     /// Connects to a peer that listens for calls by TCP. When the connection ends, this is over
@@ -94,21 +92,22 @@ impl Calls {
     /// # Errors
     /// [`RemoteError`]: the other side is no peer of calls.
     pub fn over(stream: TcpStream, timeout: Duration, options: &ServeOptions) -> Result<Calls, RemoteError> {
-        Ok(Calls::new(Transport::greet(stream, timeout, options)?, options))
+        Ok(Calls::new(transport::greet(stream, timeout, options)?, options))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
+    fn lock(&self) -> MutexGuard<'_, CallsState> {
         // Each change under the lock is whole, whether it panics or not.
         self.0.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
     /// Follows the peer, and has others look where something came for them. Returns whether anything did.
-    fn turn(&self, state: &mut State) -> bool {
-        let any = state.transport.turn();
+    fn turn(&self, state: &mut CallsState) -> bool {
+        let was_deaf = transport::server_is_gone(&state.transport);
+        let any = state.transport.turn(now_ns()) | (was_deaf != transport::server_is_gone(&state.transport));
         if any {
             self.tell(state);
-            let State { transport, hooks, .. } = state;
-            for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session.is_taken_back(*id)) {
+            let CallsState { transport, hooks, .. } = state;
+            for (_, hook) in hooks.extract_if(.., |(id, _)| transport.session().is_taken_back(*id)) {
                 hook();
             }
         }
@@ -116,7 +115,7 @@ impl Calls {
     }
 
     /// Has the others look.
-    fn tell(&self, state: &State) {
+    fn tell(&self, state: &CallsState) {
         if state.followers > 0 {
             self.0.turn.notify_all();
         }
@@ -125,22 +124,18 @@ impl Calls {
         }
     }
 
-    /// Works on the session, where the peer is there. Others look where the link broke by that, or where the connection takes no more.
-    fn with<T>(
-        &self,
-        state: &mut State,
-        work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>,
-    ) -> Option<T> {
+    /// Works on the transport. Others look where the link broke by that, or where the connection takes no more.
+    fn with<T>(&self, state: &mut CallsState, work: impl FnOnce(&mut RemoteTransport) -> T) -> T {
         let was_up = state.transport.is_up();
-        let done = state.transport.with(work);
-        if was_up != state.transport.is_up() || state.transport.has_unsent() {
+        let done = work(&mut state.transport);
+        if was_up != state.transport.is_up() || transport::has_unsent(&state.transport) {
             self.tell(state);
         }
         done
     }
 
     /// Waits until `ready` gives something, or `until`.
-    fn wait<T>(&self, until: Instant, mut ready: impl FnMut(&mut State) -> Option<T>) -> Option<T> {
+    fn wait<T>(&self, until: Instant, mut ready: impl FnMut(&mut CallsState) -> Option<T>) -> Option<T> {
         let mut backoff = Backoff::default();
         let mut state = self.lock();
         let found = loop {
@@ -164,13 +159,13 @@ impl Calls {
                 continue;
             }
             state.leader = true;
-            let listens = state.transport.listens();
+            let listens = transport::listens(&state.transport);
             drop(state);
             let is_heard = self.0.wakers.wait(left, listens, &mut backoff);
             state = self.lock();
             state.leader = false;
             if is_heard {
-                state.transport.hear();
+                transport::hear(&mut state.transport);
             }
         };
         if state.followers > 0 {
@@ -190,7 +185,7 @@ impl Calls {
     /// Waits until the peer is there; false where it did not come in time, or never will: the connection or the link's server has ended.
     pub fn wait_up(&self, timeout: Duration) -> bool {
         let found = self.wait(Instant::now() + timeout, |state| {
-            let ended = state.transport.is_over() || state.transport.server_is_gone();
+            let ended = state.transport.is_over() || transport::server_is_gone(&state.transport);
             (state.transport.is_up() || ended).then(|| state.transport.is_up())
         });
         found.unwrap_or(false)
@@ -198,7 +193,9 @@ impl Calls {
 
     /// Waits until the peer is not there, or the link's server has ended; false where neither is so after `timeout`.
     pub fn wait_down(&self, timeout: Duration) -> bool {
-        let ended = |state: &mut State| (!state.transport.is_up() || state.transport.server_is_gone()).then_some(());
+        let ended = |state: &mut CallsState| {
+            (!state.transport.is_up() || transport::server_is_gone(&state.transport)).then_some(())
+        };
         self.wait(Instant::now() + timeout, ended).is_some()
     }
 
@@ -206,9 +203,9 @@ impl Calls {
     /// peers that die are no longer reported.
     pub fn server_is_gone(&self) -> bool {
         let mut state = self.lock();
-        state.transport.hear();
+        transport::hear(&mut state.transport);
         self.turn(&mut state);
-        state.transport.server_is_gone()
+        transport::server_is_gone(&state.transport)
     }
 
     /// Whether the peer is gone for good: its connection has ended.
@@ -220,21 +217,21 @@ impl Calls {
 
     /// Counters that only grow.
     pub fn stats(&self) -> Stats {
-        self.lock().transport.session.stats()
+        self.lock().transport.session().stats()
     }
 
     /// Requests of the peer's that wait.
     pub fn pending(&self) -> usize {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.transport.session.pending()
+        state.transport.session().pending()
     }
 
     /// Our calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> usize {
         let mut state = self.lock();
         self.turn(&mut state);
-        state.transport.session.under_way()
+        state.transport.session().under_way()
     }
 
     /// Calls, and waits for the reply.
@@ -258,13 +255,13 @@ impl Calls {
     ) -> Result<Reply, CallError> {
         let (limit, over) = options.limit(now_ns());
         let until = after(limit);
-        let was_deaf = self.lock().transport.server_is_gone();
+        let was_deaf = transport::server_is_gone(&self.lock().transport);
         let token = self.submit(bytes, options)?;
         begun(token);
         let end = self.wait(until, |state| {
             // Who waits would not be told that the peer dies.
-            let is_lost = !was_deaf && state.transport.server_is_gone();
-            let end = state.transport.session.fetch(token, None);
+            let is_lost = !was_deaf && transport::server_is_gone(&state.transport);
+            let end = state.transport.fetch(token, None);
             end.map_or_else(|| is_lost.then_some(Err(CallError::ProviderGone)), Some)
         });
         let end = end.unwrap_or(Err(over));
@@ -281,12 +278,7 @@ impl Calls {
     pub fn submit(&self, bytes: &[u8], options: &CallOptions) -> Result<Token, CallError> {
         let mut state = self.lock();
         self.turn(&mut state);
-        let sent =
-            self.with(&mut state, |session, transport| match session.submit(transport, options, bytes, now_ns()) {
-                Err(CallError::Broken(broken)) => Err(broken),
-                other => Ok(other),
-            });
-        sent.unwrap_or(Err(CallError::ProviderGone))
+        self.with(&mut state, |transport| transport.submit(options, bytes, now_ns()))
     }
 
     /// How a call ended; `None` while it is under way. From its deadline on [`CallError::DeadlineExceeded`], and the token names nothing any
@@ -294,20 +286,14 @@ impl Calls {
     pub fn poll(&self, token: Token) -> Option<Result<Reply, CallError>> {
         let mut state = self.lock();
         self.turn(&mut state);
-        let end = state.transport.session.fetch(token, None);
-        if end.is_none() && state.transport.session.is_overdue(token, now_ns()) {
-            drop(state);
-            self.give_up(token);
-            return Some(Err(CallError::DeadlineExceeded));
-        }
-        end
+        self.with(&mut state, |transport| transport.poll(token, now_ns()))
     }
 
     /// Waits for the end of a call, which is its deadline at the latest; `None` where it is still under way after `timeout`.
     pub fn wait_for(&self, token: Token, timeout: Duration) -> Option<Result<Reply, CallError>> {
-        let until_ns = self.lock().transport.session.until_ns(token);
+        let until_ns = self.lock().transport.session().until_ns(token);
         let left = Duration::from_nanos(until_ns.saturating_sub(now_ns()));
-        let end = self.wait(after(timeout.min(left)), |state| state.transport.session.fetch(token, None));
+        let end = self.wait(after(timeout.min(left)), |state| state.transport.fetch(token, None));
         end.or_else(|| self.poll(token))
     }
 
@@ -315,19 +301,19 @@ impl Calls {
     /// where the token names no call under way.
     pub fn cancel(&self, token: Token) -> bool {
         let mut state = self.lock();
-        self.with(&mut state, |session, transport| session.cancel(transport, token)).unwrap_or(false)
+        self.with(&mut state, |transport| transport.cancel(token))
     }
 
     /// Abandons this call: it is cancelled, and its slot becomes free with its answer.
     pub fn give_up(&self, token: Token) {
-        self.cancel(token);
-        self.lock().transport.session.abandon(token);
+        let mut state = self.lock();
+        self.with(&mut state, |transport| transport.give_up(token));
     }
 
     /// Waits for the next request of the peer's, earliest deadline first; [`Calls::respond`] answers it. From the first such call on
     /// what the peer asks waits for the next; before, it is answered as failed.
     pub fn next(&self, timeout: Duration) -> Option<Request> {
-        self.lock().transport.session.serve();
+        self.lock().transport.serve();
         self.wait(Instant::now() + timeout, |state| match self.take(state) {
             None if state.transport.is_over() => Some(None),
             request => request.map(Some),
@@ -335,8 +321,8 @@ impl Calls {
         .flatten()
     }
 
-    fn take(&self, state: &mut State) -> Option<Request> {
-        self.with(state, |session, transport| session.next(transport, now_ns())).flatten()
+    fn take(&self, state: &mut CallsState) -> Option<Request> {
+        self.with(state, |transport| transport.next(now_ns()))
     }
 
     /// Has `hook` called when the answer to a request that is being served is no longer awaited:
@@ -345,7 +331,7 @@ impl Calls {
     /// this side meanwhile. So the hook must be short, and must not use these [`Calls`].
     pub fn on_taken_back(&self, request: &Request, hook: impl FnOnce() + Send + 'static) {
         let mut state = self.lock();
-        if state.transport.session.is_taken_back(request.id()) {
+        if state.transport.session().is_taken_back(request.id()) {
             hook();
         } else {
             state.hooks.push((request.id(), Box::new(hook)));
@@ -356,11 +342,7 @@ impl Calls {
     pub fn respond(&self, request: &Request, response: Response) {
         let mut state = self.lock();
         state.hooks.retain(|(id, _)| *id != request.id());
-        if state.transport.is_up() {
-            self.with(&mut state, |session, transport| session.respond(transport, request, now_ns(), response));
-        } else {
-            state.transport.session.forget(request);
-        }
+        self.with(&mut state, |transport| transport.respond(request, response, now_ns()));
     }
 
     /// Serves what the peer asks by `handler`, as many requests at a time as [`ServeOptions::workers`] says, until what is returned is dropped.
@@ -370,7 +352,7 @@ impl Calls {
     /// # Errors
     /// [`RemoteError::System`] where no thread can be had.
     pub fn serve(&self, handler: impl Fn(&Request) -> Response + Send + Sync + 'static) -> Result<Server, RemoteError> {
-        self.lock().transport.session.serve();
+        self.lock().transport.serve();
         let handler = Arc::new(handler);
         let mut server = Server { calls: self.clone(), stop: Arc::new(AtomicBool::new(false)), threads: Vec::new() };
         for _ in 0..=self.0.workers {

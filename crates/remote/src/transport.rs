@@ -1,7 +1,5 @@
-//! How a peer is reached: over the sections of a link, or over a TCP connection. What both have in common is [`Transport`].
-//!
-//! A link outlives its peer: it goes down when that stops or dies, and comes up again with the next one. A connection ends once. Either
-//! way, calls under way end at once ([`Session::lost`]). A peer that breaks the protocol has its link reset, or its connection closed.
+//! How a process reaches a peer: by the sections of a link that it joined, or over a TCP connection. What becomes of calls when the peer
+//! comes, goes or breaks the protocol is decided in [`tombolo_calls::transport`]; this module has the memory, the sockets and the sleep.
 
 use std::io::{self, ErrorKind, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
@@ -11,17 +9,17 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use tombolo_calls::CallError;
-use tombolo_calls::carrier::Carrier;
 use tombolo_calls::frames::Frames;
-use tombolo_calls::sections::{Plan, Rings};
-use tombolo_calls::session::{ServeOptions, Session};
+use tombolo_calls::sections::Plan;
+use tombolo_calls::session::ServeOptions;
+use tombolo_calls::transport::{Sections, Stream, Transport};
 use tombolo_port::ivshmem::client::{JoinError, Joined, Link};
 use tombolo_port::ivshmem::raw::RawPeer;
 use tombolo_ring::ivshmem::protocol;
+use tombolo_ring::ivshmem::state::State;
+use tombolo_ring::mem::{Foreign, ForeignMut};
 use tombolo_ring::rpc::Broken;
 use tombolo_ring::virtio::notify::RECHECK_NS;
-use tombolo_rpc::clock::now_ns;
 use tombolo_shm::doorbell::Doorbell;
 
 /// Without a doorbell: the first pause between two looks of a wait, of which each is twice as long as the one before.
@@ -68,7 +66,7 @@ fn system(what: &'static str) -> impl Fn(Errno) -> RemoteError {
     move |errno| RemoteError::System { what, source: errno.into() }
 }
 
-/// What wakes a thread that waits, while others use the way.
+/// What wakes a thread that waits, while others use the transport.
 pub(crate) struct Wakers {
     doorbells: Vec<Doorbell>,
     /// The link's server, or the connection.
@@ -128,299 +126,181 @@ impl Wakers {
     }
 }
 
-/// Over a link.
-struct OnLink {
+/// Our end of a link, and the conversation with its server.
+pub(crate) struct LinkEnd {
     link: Link<RawPeer>,
-    plan: Plan,
-    rings: Rings,
-    /// The link's epoch that `rings` belong to, and whether the peer's headers were looked at in it.
-    epoch: u64,
-    checked: bool,
     /// The server has said something, or may have.
     heard: bool,
     /// The conversation with the server failed or ended: it is not listened to any more.
     deaf: bool,
 }
 
-/// Over a connection.
-struct OnStream {
-    stream: TcpStream,
-    frames: Frames,
-    over: bool,
-}
-
-enum Kind {
-    Link(Box<OnLink>),
-    Stream(OnStream),
-}
-
-/// One side of calls with a peer: the session, and what carries it. It is used under one lock.
-pub(crate) struct Transport {
-    pub(crate) session: Session,
-    kind: Kind,
-    up: bool,
-}
-
-impl Transport {
-    pub(crate) fn join(
-        path: &Path,
-        timeout: Duration,
-        options: &ServeOptions,
-    ) -> Result<(Transport, Wakers), RemoteError> {
-        let joined = Joined::connect(path, timeout)?;
-        let layout = joined.header().layout;
-        let (peers, bytes) = (layout.max_peers, layout.output_bytes);
-        if peers != 2 {
-            return Err(RemoteError::Peers { peers });
-        }
-        let plan = Plan::new(bytes).ok_or(RemoteError::Sections { bytes })?;
-        let peer = 1u32.wrapping_sub(joined.id());
-        let polled = joined.header().vectors == 0;
-        let link =
-            joined.raw(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
-        let (doorbells, socket) = link.wakers()?;
-        let nudge = Doorbell::new().map_err(system("eventfd"))?;
-        // No epoch of a link has that number.
-        let on =
-            OnLink { link, plan, rings: Rings::new(plan), epoch: u64::MAX, checked: false, heard: true, deaf: false };
-        let session = Session::new(plan.entries(), options);
-        let transport = Transport { session, kind: Kind::Link(Box::new(on)), up: false };
-        Ok((transport, Wakers { doorbells, socket, nudge, polled }))
-    }
-
-    /// Greets, and waits for the other side's greeting.
-    pub(crate) fn greet(
-        mut stream: TcpStream,
-        timeout: Duration,
-        options: &ServeOptions,
-    ) -> Result<(Transport, Wakers), RemoteError> {
-        let failed = |what| move |source| RemoteError::Stream { what, source };
-        stream.set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
-        stream.set_read_timeout(Some(timeout)).map_err(failed("a time limit"))?;
-        let mut frames = Frames::default();
-        stream.write_all(frames.output()).map_err(failed("greeting"))?;
-        frames.sent(frames.output().len());
-        let end = Instant::now() + timeout;
-        let entries = loop {
-            let greeted = frames.greeted().map_err(|_| RemoteError::Greeting("it greets otherwise"))?;
-            if let Some(entries) = greeted {
-                break entries;
-            }
-            let mut bytes = [0; READ_BYTES];
-            match stream.read(&mut bytes) {
-                Ok(0) => return Err(RemoteError::Greeting("it closed the connection")),
-                Ok(n) => _ = frames.feed(&bytes[..n]),
-                Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
-                    return Err(RemoteError::Greeting("it does not answer"));
-                }
-                Err(source) => return Err(RemoteError::Stream { what: "the greeting", source }),
-            }
-            if Instant::now() > end {
-                return Err(RemoteError::Greeting("it does not answer"));
-            }
+impl Sections for LinkEnd {
+    /// The plan is applied by the link's own `clear`.
+    fn follow(&mut self, _: &Plan) -> Result<bool, Broken> {
+        // A system call, which calls do without while the peer's word says that it is there.
+        let up = if self.link.peer_ref().is_up() && !std::mem::take(&mut self.heard) {
+            self.link.peer().step()
+        } else {
+            // An error of the conversation is no end of the link.
+            self.link.step().unwrap_or_else(|_| {
+                self.deaf = true;
+                self.link.peer().step()
+            })
         };
-        stream.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
-        let socket = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(system("a descriptor"))?;
-        let nudge = Doorbell::new().map_err(system("eventfd"))?;
-        let session = Session::new(entries, options);
-        let transport = Transport { session, kind: Kind::Stream(OnStream { stream, frames, over: false }), up: true };
-        Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
+        self.deaf |= self.link.server_is_gone();
+        Ok(up)
     }
 
-    /// Whether the peer is there, as of the last look.
-    pub(crate) fn is_up(&self) -> bool {
-        self.up
+    fn epoch(&self) -> u64 {
+        self.link.peer_ref().epoch()
     }
 
-    /// Whether it never comes again.
-    pub(crate) fn is_over(&self) -> bool {
-        matches!(&self.kind, Kind::Stream(on) if on.over)
+    fn sections(&self) -> Option<(ForeignMut<'_>, Foreign<'_>)> {
+        self.link.peer_ref().sections()
     }
 
-    /// Whether peers that come and go are no longer reported.
-    pub(crate) fn server_is_gone(&self) -> bool {
-        matches!(&self.kind, Kind::Link(on) if on.deaf)
+    fn ring(&mut self) {
+        self.link.peer().ring();
     }
 
-    /// Something is at the socket.
-    pub(crate) fn hear(&mut self) {
-        if let Kind::Link(on) = &mut self.kind {
-            on.heard = true;
-        }
-    }
-
-    /// What of the socket a thread that sleeps listens to.
-    pub(crate) fn listens(&self) -> PollFlags {
-        match &self.kind {
-            Kind::Link(on) if on.deaf => PollFlags::empty(),
-            Kind::Link(_) => PollFlags::IN,
-            Kind::Stream(on) if on.over => PollFlags::empty(),
-            Kind::Stream(on) => {
-                let mut flags = PollFlags::empty();
-                flags.set(PollFlags::IN, on.frames.wanted() > 0);
-                flags.set(PollFlags::OUT, !on.frames.output().is_empty());
-                flags
-            }
-        }
-    }
-
-    /// Whether something is left to be sent as soon as the connection takes it.
-    pub(crate) fn has_unsent(&self) -> bool {
-        matches!(&self.kind, Kind::Stream(on) if !on.frames.output().is_empty())
-    }
-
-    /// Works on the session with what carries it. What the peer broke, it loses; `None` then, and where it is not there.
-    pub(crate) fn with<T>(
-        &mut self,
-        work: impl FnOnce(&mut Session, &mut dyn Carrier) -> Result<T, Broken>,
-    ) -> Option<T> {
-        if !self.up {
-            return None;
-        }
-        let Transport { session, kind, .. } = self;
-        let result = match kind {
-            Kind::Link(on) => {
-                let OnLink { link, rings, checked, .. } = &mut **on;
-                let result = (|| {
-                    let (own, peer) = link.peer_ref().sections().ok_or(Broken::Short)?;
-                    let mut wire = rings.on(own, peer)?;
-                    if !*checked {
-                        wire.check_peer()?;
-                        *checked = true;
-                    }
-                    work(session, &mut wire)
-                })();
-                if rings.take_ring() {
-                    link.peer().ring();
-                }
-                result
-            }
-            Kind::Stream(on) => {
-                let result = work(session, &mut on.frames);
-                on.flush();
-                result
-            }
-        };
-        match result {
-            Ok(value) => Some(value),
-            Err(broken) => {
-                self.fault(broken);
-                None
-            }
-        }
-    }
-
-    /// The peer broke the protocol.
-    fn fault(&mut self, broken: Broken) {
-        self.up = false;
-        match &mut self.kind {
-            Kind::Link(on) => {
-                on.link.peer().fault();
-                // A peer that has stopped meanwhile has cleared what was read.
-                let stopped = on.link.peer().states().1 == tombolo_ring::ivshmem::state::State::Reset;
-                self.session.lost(if stopped { CallError::ProviderGone } else { CallError::Broken(broken) });
-            }
-            Kind::Stream(on) => {
-                on.close();
-                self.session.lost(CallError::Broken(broken));
-            }
-        }
-    }
-
-    /// Follows the peer, takes what it sent, sends what waits. Returns whether anything came or changed.
-    pub(crate) fn turn(&mut self) -> bool {
-        let was_up = self.up;
-        // Before the peer's state: what it wrote before it went is still an answer.
-        let mut any = self.drain();
-        let gone = match &mut self.kind {
-            Kind::Link(on) => {
-                let was_deaf = on.deaf;
-                // A system call, which calls do without while the peer's word says that it is there.
-                let up = if was_up && !std::mem::take(&mut on.heard) {
-                    on.link.peer().step()
-                } else {
-                    // An error of the conversation is no end of the link.
-                    on.link.step().unwrap_or_else(|_| {
-                        on.deaf = true;
-                        on.link.peer().step()
-                    })
-                };
-                on.deaf |= on.link.server_is_gone();
-                any |= was_deaf != on.deaf;
-                let epoch = on.link.peer().epoch();
-                let is_new = epoch != on.epoch;
-                if is_new {
-                    (on.rings, on.epoch, on.checked) = (Rings::new(on.plan), epoch, false);
-                }
-                self.up = up;
-                was_up && (is_new || !up)
-            }
-            Kind::Stream(on) => {
-                self.up = !on.over;
-                was_up && on.over
-            }
-        };
-        if gone {
-            self.session.lost(CallError::ProviderGone);
-        }
-        if self.up && !was_up {
-            any |= self.drain();
-        }
-        any || was_up != self.up
-    }
-
-    fn drain(&mut self) -> bool {
-        if let Kind::Stream(on) = &mut self.kind {
-            // What is in the buffer is taken below; the end is seen after it.
-            on.read();
-        }
-        self.with(|session, transport| session.drain(transport, now_ns())).unwrap_or(false)
-    }
-
-    /// Says that we are about to sleep; false where something waits.
-    pub(crate) fn arm(&mut self) -> bool {
-        if !self.up {
-            return true;
-        }
-        self.with(|_, transport| transport.arm()).unwrap_or(true)
+    fn fault(&mut self) -> bool {
+        self.link.peer().fault();
+        self.link.peer().states().1 == State::Reset
     }
 }
 
-impl OnStream {
-    /// Takes what has come, as far as it is wanted.
-    fn read(&mut self) {
+/// A connection that does not block.
+pub(crate) struct StreamEnd(TcpStream);
+
+impl Stream for StreamEnd {
+    fn read(&mut self, frames: &mut Frames) -> bool {
         let mut bytes = [0; READ_BYTES];
-        while !self.over {
-            let wanted = self.frames.wanted().min(bytes.len());
+        loop {
+            let wanted = frames.wanted().min(bytes.len());
             if wanted == 0 {
-                return;
+                return true;
             }
-            match self.stream.read(&mut bytes[..wanted]) {
-                Ok(0) => self.over = true,
-                Ok(n) => _ = self.frames.feed(&bytes[..n]),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+            match self.0.read(&mut bytes[..wanted]) {
+                Ok(0) => return false,
+                Ok(n) => _ = frames.feed(&bytes[..n]),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => self.over = true,
+                Err(_) => return false,
             }
         }
     }
 
-    /// Sends what waits, as far as the connection takes it.
-    fn flush(&mut self) {
-        while !self.over && !self.frames.output().is_empty() {
-            match self.stream.write(self.frames.output()) {
-                Ok(n) => self.frames.sent(n),
-                Err(error) if error.kind() == ErrorKind::WouldBlock => return,
+    fn write(&mut self, frames: &mut Frames) -> bool {
+        while !frames.output().is_empty() {
+            match self.0.write(frames.output()) {
+                Ok(n) => frames.sent(n),
+                Err(error) if error.kind() == ErrorKind::WouldBlock => return true,
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                Err(_) => self.over = true,
+                Err(_) => return false,
             }
         }
+        true
     }
 
     fn close(&mut self) {
-        self.over = true;
         // The other side may have closed already.
-        let _ = self.stream.shutdown(Shutdown::Both);
+        let _ = self.0.shutdown(Shutdown::Both);
     }
+}
+
+/// One side of calls with a peer. It is used under one lock.
+pub(crate) type RemoteTransport = Transport<LinkEnd, StreamEnd>;
+
+/// Takes a peer ID on the link whose server listens at `path`.
+pub(crate) fn join(
+    path: &Path,
+    timeout: Duration,
+    options: &ServeOptions,
+) -> Result<(RemoteTransport, Wakers), RemoteError> {
+    let joined = Joined::connect(path, timeout)?;
+    let layout = joined.header().layout;
+    let (peers, bytes) = (layout.max_peers, layout.output_bytes);
+    if peers != 2 {
+        return Err(RemoteError::Peers { peers });
+    }
+    let plan = Plan::new(bytes).ok_or(RemoteError::Sections { bytes })?;
+    let peer = 1u32.wrapping_sub(joined.id());
+    let polled = joined.header().vectors == 0;
+    let link = joined.raw(peer, protocol::CALLS, "0x4002, a link for calls", Box::new(move |own| plan.clear(own)))?;
+    let (doorbells, socket) = link.wakers()?;
+    let nudge = Doorbell::new().map_err(system("eventfd"))?;
+    let end = LinkEnd { link, heard: true, deaf: false };
+    let transport = Transport::on_link(end, plan, options);
+    Ok((transport, Wakers { doorbells, socket, nudge, polled }))
+}
+
+/// Greets, and waits for the other side's greeting.
+pub(crate) fn greet(
+    mut stream: TcpStream,
+    timeout: Duration,
+    options: &ServeOptions,
+) -> Result<(RemoteTransport, Wakers), RemoteError> {
+    let failed = |what| move |source| RemoteError::Stream { what, source };
+    stream.set_nodelay(true).map_err(failed("TCP_NODELAY"))?;
+    stream.set_read_timeout(Some(timeout)).map_err(failed("a time limit"))?;
+    let mut frames = Frames::default();
+    stream.write_all(frames.output()).map_err(failed("greeting"))?;
+    frames.sent(frames.output().len());
+    let end = Instant::now() + timeout;
+    let entries = loop {
+        let greeted = frames.greeted().map_err(|_| RemoteError::Greeting("it greets otherwise"))?;
+        if let Some(entries) = greeted {
+            break entries;
+        }
+        let mut bytes = [0; READ_BYTES];
+        match stream.read(&mut bytes) {
+            Ok(0) => return Err(RemoteError::Greeting("it closed the connection")),
+            Ok(n) => _ = frames.feed(&bytes[..n]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) if matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut) => {
+                return Err(RemoteError::Greeting("it does not answer"));
+            }
+            Err(source) => return Err(RemoteError::Stream { what: "the greeting", source }),
+        }
+        if Instant::now() > end {
+            return Err(RemoteError::Greeting("it does not answer"));
+        }
+    };
+    stream.set_nonblocking(true).map_err(failed("O_NONBLOCK"))?;
+    let socket = rustix::io::fcntl_dupfd_cloexec(&stream, 3).map_err(system("a descriptor"))?;
+    let nudge = Doorbell::new().map_err(system("eventfd"))?;
+    let transport = Transport::on_stream(StreamEnd(stream), frames, entries, options);
+    Ok((transport, Wakers { doorbells: Vec::new(), socket, nudge, polled: false }))
+}
+
+/// Whether peers that come and go are no longer reported.
+pub(crate) fn server_is_gone(transport: &RemoteTransport) -> bool {
+    transport.link().is_some_and(|end| end.deaf)
+}
+
+/// Something is at the socket.
+pub(crate) fn hear(transport: &mut RemoteTransport) {
+    if let Some(end) = transport.link_mut() {
+        end.heard = true;
+    }
+}
+
+/// What of the socket a thread that sleeps listens to.
+pub(crate) fn listens(transport: &RemoteTransport) -> PollFlags {
+    let mut flags = PollFlags::empty();
+    match transport.stream() {
+        None => flags.set(PollFlags::IN, !server_is_gone(transport)),
+        Some(_) if transport.is_over() => {}
+        Some((_, frames)) => {
+            flags.set(PollFlags::IN, frames.wanted() > 0);
+            flags.set(PollFlags::OUT, !frames.output().is_empty());
+        }
+    }
+    flags
+}
+
+/// Whether something is left to be sent as soon as the connection takes it.
+pub(crate) fn has_unsent(transport: &RemoteTransport) -> bool {
+    transport.stream().is_some_and(|(_, frames)| !frames.output().is_empty())
 }
