@@ -238,9 +238,10 @@ impl<L: Sections, S: Stream> Transport<L, S> {
         self.with(|session, carrier| session.drain(carrier, now_ns)).unwrap_or(false)
     }
 
-    /// Says that we are about to sleep; false where something waits.
+    /// Says that we are about to sleep. False where something waits, or the peer was found to have broken the protocol: then all who wait
+    /// look again.
     pub fn arm(&mut self) -> bool {
-        self.with(|_, carrier| carrier.arm()).unwrap_or(true)
+        !self.up || self.with(|_, carrier| carrier.arm()).unwrap_or(false)
     }
 
     /// Asks without waiting. What it ends with is fetched by [`Transport::fetch`] or [`Transport::poll`]; until then it holds a slot.

@@ -223,7 +223,7 @@ fn a_peer_that_breaks_the_protocol_has_its_link_reset_and_may_come_again() {
     let token = a.submit(&CallOptions::default(), b"x", 0).unwrap();
     // All of its section is nonsense, the headers too.
     region.outputs[1].write_from(&vec![0xa5; OUTPUT_BYTES]);
-    assert!(a.arm() && !a.is_up(), "its index is looked at before a sleep");
+    assert!(!a.arm() && !a.is_up(), "its index is looked at before a sleep");
     let end = a.poll(token, 0);
     assert!(matches!(end, Some(Err(CallError::Broken(_)))), "{end:?}");
     assert!(!a.is_up() && !a.is_over());
@@ -233,7 +233,7 @@ fn a_peer_that_breaks_the_protocol_has_its_link_reset_and_may_come_again() {
     let token = a.submit(&CallOptions::default(), b"x", 0).unwrap();
     region.outputs[1].write_from(&vec![0xa5; OUTPUT_BYTES]);
     region.words[1].set(State::Reset.word());
-    assert!(a.arm() && !a.is_up());
+    assert!(!a.arm() && !a.is_up());
     assert_eq!(a.poll(token, 0), Some(Err(CallError::ProviderGone)));
 }
 

@@ -155,7 +155,7 @@ impl Calls {
                 state.followers -= 1;
                 continue;
             }
-            if !state.transport.arm() {
+            if !self.with(&mut state, |transport| transport.arm()) {
                 continue;
             }
             state.leader = true;

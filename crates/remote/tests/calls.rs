@@ -212,6 +212,7 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         let (own, _) = liar.peer().sections().unwrap();
         own.store_u32(at, word, Ordering::Release).unwrap();
         liar.peer().ring();
+        let asked = Instant::now();
         let call = std::thread::spawn({
             let a = a.clone();
             move || a.call(b"to a liar", &CallOptions { timeout: SOON, ..CallOptions::default() })
@@ -219,6 +220,8 @@ fn a_peer_that_lies_loses_its_link_and_may_begin_anew() {
         let result = call.join().unwrap();
         let lost = matches!(result, Err(CallError::Broken(_) | CallError::ProviderGone));
         assert!(lost, "{at:#x}: {result:?}");
+        // Whichever thread finds the lie tells those that wait.
+        assert!(asked.elapsed() < SOON / 2, "{at:#x}: the caller was told after {:?}", asked.elapsed());
         until("the liar's link to be reset", || {
             liar.wait(LOOK).unwrap();
             liar.peer().epoch() != epoch
