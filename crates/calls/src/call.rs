@@ -177,9 +177,9 @@ pub struct Request<B = Vec<u8>> {
 impl<B> Request<B> {
     /// A request of a connection that has one epoch. `ttl_ms` as an entry has it.
     #[inline]
-    pub fn new(token: Token, bytes: B, deadline_ns: u64, ttl_ms: u32, trace: u64) -> Request<B> {
+    pub fn new(token: Token, bytes: B, deadline_ns: u64, ttl_ms: u32, trace: u64, queued_ns: u64) -> Request<B> {
         let ttl = (ttl_ms > 0).then(|| Duration::from_millis(ttl_ms.into()));
-        Request { id: RequestId { token, epoch: 0 }, began_ns: 0, bytes, deadline_ns, ttl, trace, queued_ns: 0 }
+        Request { id: RequestId { token, epoch: 0 }, began_ns: 0, bytes, deadline_ns, ttl, trace, queued_ns }
     }
 
     /// Names the request in the provider's schedule and in logs.

@@ -325,7 +325,7 @@ impl Session {
             (_, false) => return Err(Broken::Kind),
         };
         self.owed_bytes += long;
-        let mut request = Request::new(token, bytes, deadline_ns, ttl_ms, trace);
+        let mut request = Request::new(token, bytes, deadline_ns, ttl_ms, trace, 0);
         request.id.epoch = self.epoch;
         if !self.serves {
             return self.end(carrier, &request, now_ns, Response::end(Status::Failed));

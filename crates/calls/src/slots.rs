@@ -34,11 +34,10 @@ use crate::error::Came;
 /// A call whose answer has not come.
 #[derive(Debug)]
 pub struct Waiting<K> {
-    /// What its owner keeps until the answer: the request's memory.
-    pub kept: K,
+    kept: Option<K>,
     /// Of the future that waits for it.
     pub waker: Option<Waker>,
-    abandoned: bool,
+    /// The peer was told that it is cancelled.
     cancelled: bool,
     /// When the answer is wanted; `u64::MAX`: best effort.
     deadline_ns: u64,
@@ -63,17 +62,51 @@ impl<K> Waiting<K> {
     }
 }
 
-#[derive(Debug)]
-enum State<K, D> {
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
     Free,
-    Waiting(Waiting<K>),
-    Done(D),
+    Waiting,
+    Abandoned,
+    Done,
 }
 
+/// The state says which parts are there: `call` has its content while the answer has not come, `done` from then on. They lie side by
+/// side, since an enum with both would be moved as a whole at each change, which costs a call of a microsecond 5 %.
 #[derive(Debug)]
 struct Slot<K, D> {
     turn: u32,
-    state: State<K, D>,
+    state: State,
+    call: Waiting<K>,
+    done: Option<D>,
+}
+
+impl<K, D> Slot<K, D> {
+    const fn new() -> Slot<K, D> {
+        let call = Waiting { kept: None, waker: None, cancelled: false, deadline_ns: 0, until_ns: 0 };
+        Slot { turn: 0, state: State::Free, call, done: None }
+    }
+
+    #[inline]
+    fn is_waiting(&self) -> bool {
+        matches!(self.state, State::Waiting | State::Abandoned)
+    }
+
+    /// The answer has come, or never will. `None` where it was not waited for.
+    #[inline]
+    fn end(&mut self, done: impl FnOnce(&Waiting<K>) -> D) -> Option<Ended<K>> {
+        if !self.is_waiting() {
+            return None;
+        }
+        let kept = self.call.kept.take()?;
+        let abandoned = self.state == State::Abandoned;
+        if abandoned {
+            self.state = State::Free;
+        } else {
+            self.done = Some(done(&self.call));
+            self.state = State::Done;
+        }
+        Some(Ended { kept, waker: self.call.waker.take(), abandoned })
+    }
 }
 
 /// What a token's call has come to, see [`Slots::fetch`] and [`Slots::abandon`].
@@ -109,15 +142,18 @@ pub struct Slots<K, D> {
 impl<K, D> Slots<K, D> {
     /// So many, all free.
     pub fn new(entries: u32) -> Slots<K, D> {
-        Slots {
-            slots: (0..entries).map(|_| Slot { turn: 0, state: State::Free }).collect(),
-            free: (0..entries).rev().collect(),
-        }
+        Slots { slots: (0..entries).map(|_| Slot::new()).collect(), free: (0..entries).rev().collect() }
     }
 
     /// Calls that hold a slot: under way, or done and not fetched.
     pub fn under_way(&self) -> u32 {
         (self.slots.len() - self.free.len()) as u32
+    }
+
+    /// Whether no slot is free.
+    #[inline]
+    pub fn is_full(&self) -> bool {
+        self.free.is_empty()
     }
 
     /// The token of the next call. `None` where no slot is free.
@@ -127,54 +163,48 @@ impl<K, D> Slots<K, D> {
         Some(Token::new(slot, self.slots[slot as usize].turn.wrapping_add(1)))
     }
 
-    /// A call begins. `token` is what [`Slots::vacant`] gave just before; with another one nothing happens.
+    /// A call begins. `token` is what [`Slots::vacant`] gave just before.
     #[inline]
     pub fn begin(&mut self, token: Token, deadline_ns: u64, until_ns: u64, kept: K) {
-        if self.vacant() != Some(token) {
-            debug_assert!(false, "not the vacant slot's token");
-            return;
-        }
-        self.free.pop();
-        let waiting = Waiting { kept, waker: None, abandoned: false, cancelled: false, deadline_ns, until_ns };
-        self.slots[token.slot() as usize] = Slot { turn: token.turn(), state: State::Waiting(waiting) };
+        let vacant = self.free.pop();
+        debug_assert_eq!(vacant, Some(token.slot()), "not the vacant slot's token");
+        let slot = &mut self.slots[token.slot() as usize];
+        (slot.turn, slot.state) = (token.turn(), State::Waiting);
+        slot.call.kept = Some(kept);
+        (slot.call.cancelled, slot.call.deadline_ns, slot.call.until_ns) = (false, deadline_ns, until_ns);
     }
 
     #[inline]
-    fn state(&self, token: Token) -> Option<&State<K, D>> {
-        let slot = self.slots.get(token.slot() as usize)?;
-        (slot.turn == token.turn()).then_some(&slot.state)
+    fn slot(&self, token: Token) -> Option<&Slot<K, D>> {
+        self.slots.get(token.slot() as usize).filter(|slot| slot.turn == token.turn())
     }
 
     #[inline]
-    fn state_mut(&mut self, token: Token) -> Option<&mut State<K, D>> {
-        let slot = self.slots.get_mut(token.slot() as usize)?;
-        (slot.turn == token.turn()).then_some(&mut slot.state)
+    fn slot_mut(&mut self, token: Token) -> Option<&mut Slot<K, D>> {
+        self.slots.get_mut(token.slot() as usize).filter(|slot| slot.turn == token.turn())
     }
 
     /// The call of a token whose answer has not come, abandoned or not.
     #[inline]
     pub fn waiting(&self, token: Token) -> Option<&Waiting<K>> {
-        if let Some(State::Waiting(waiting)) = self.state(token) { Some(waiting) } else { None }
+        self.slot(token).filter(|slot| slot.is_waiting()).map(|slot| &slot.call)
     }
 
     /// The same, for its waker and what is kept.
     #[inline]
     pub fn waiting_mut(&mut self, token: Token) -> Option<&mut Waiting<K>> {
-        if let Some(State::Waiting(waiting)) = self.state_mut(token) { Some(waiting) } else { None }
+        self.slot_mut(token).filter(|slot| slot.is_waiting()).map(|slot| &mut slot.call)
     }
 
     /// All calls whose answers have not come.
     pub fn all_waiting_mut(&mut self) -> impl Iterator<Item = &mut Waiting<K>> {
-        self.slots.iter_mut().filter_map(|slot| match &mut slot.state {
-            State::Waiting(waiting) => Some(waiting),
-            _ => None,
-        })
+        self.slots.iter_mut().filter(|slot| slot.is_waiting()).map(|slot| &mut slot.call)
     }
 
     /// Whether its caller has nothing to wait for: the call has ended, or the token names none.
     #[inline]
     pub fn is_settled(&self, token: Token) -> bool {
-        !matches!(self.state(token), Some(State::Waiting(waiting)) if !waiting.abandoned)
+        self.slot(token).is_none_or(|slot| slot.state != State::Waiting)
     }
 
     /// When a call under way ends by itself; `u64::MAX` where it does not.
@@ -193,22 +223,24 @@ impl<K, D> Slots<K, D> {
     /// What a call ended with, once: its slot is free then.
     #[inline]
     pub fn fetch(&mut self, token: Token) -> Found<D> {
-        match self.state_mut(token) {
-            Some(State::Waiting(waiting)) if !waiting.abandoned => Found::Waiting(()),
-            Some(state @ State::Done(_)) => {
-                let State::Done(done) = core::mem::replace(state, State::Free) else { return Found::Unknown };
+        let Some(slot) = self.slot_mut(token) else { return Found::Unknown };
+        match slot.state {
+            State::Waiting => Found::Waiting(()),
+            State::Free | State::Abandoned => Found::Unknown,
+            State::Done => {
+                slot.state = State::Free;
+                let done = slot.done.take();
                 self.free.push(token.slot());
-                Found::Done(done)
+                done.map_or(Found::Unknown, Found::Done)
             }
-            _ => Found::Unknown,
         }
     }
 
     /// Nobody waits for this call any more. If its answer has not come, the slot becomes free with that, and the waker is handed out.
     pub fn abandon(&mut self, token: Token) -> Found<D, Option<Waker>> {
-        if let Some(waiting) = self.waiting_mut(token).filter(|waiting| !waiting.abandoned) {
-            waiting.abandoned = true;
-            return Found::Waiting(waiting.waker.take());
+        if let Some(slot) = self.slot_mut(token).filter(|slot| slot.state == State::Waiting) {
+            slot.state = State::Abandoned;
+            return Found::Waiting(slot.call.waker.take());
         }
         match self.fetch(token) {
             Found::Done(done) => Found::Done(done),
@@ -240,29 +272,22 @@ impl<K, D> Slots<K, D> {
         now_ns: impl FnOnce() -> u64,
         done: impl FnOnce(Came) -> D,
     ) -> Result<Ended<K>, Broken> {
-        let Some(state @ State::Waiting(_)) = self.state_mut(token) else { return Err(Broken::Token) };
-        let State::Waiting(waiting) = core::mem::replace(state, State::Free) else { return Err(Broken::Token) };
-        if waiting.abandoned {
+        let slot = self.slot_mut(token).ok_or(Broken::Token)?;
+        let ended = slot.end(|call| done(call.came(now_ns))).ok_or(Broken::Token)?;
+        if ended.abandoned {
             self.free.push(token.slot());
-        } else {
-            *state = State::Done(done(waiting.came(now_ns)));
         }
-        let Waiting { kept, waker, abandoned, .. } = waiting;
-        Ok(Ended { kept, waker, abandoned })
+        Ok(ended)
     }
 
     /// The peer has gone: all calls under way end with what `done` says, and `ended` is told of each.
     pub fn end_all(&mut self, done: impl Fn() -> D, mut ended: impl FnMut(Ended<K>)) {
-        let Slots { slots, free } = self;
-        for (at, slot) in slots.iter_mut().enumerate().filter(|(_, slot)| matches!(slot.state, State::Waiting(_))) {
-            let State::Waiting(waiting) = core::mem::replace(&mut slot.state, State::Free) else { continue };
-            let Waiting { kept, waker, abandoned, .. } = waiting;
-            if abandoned {
-                free.push(at as u32);
-            } else {
-                slot.state = State::Done(done());
+        for (at, slot) in (0..).zip(&mut self.slots) {
+            let Some(end) = slot.end(|_| done()) else { continue };
+            if end.abandoned {
+                self.free.push(at);
             }
-            ended(Ended { kept, waker, abandoned });
+            ended(end);
         }
     }
 }

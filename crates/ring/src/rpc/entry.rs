@@ -332,6 +332,7 @@ pub trait Entry: Sized {
 }
 
 impl Entry for Ask {
+    #[inline]
     fn encode(&self) -> Head {
         let mut head = [0; ENTRY_HEAD_BYTES];
         match self {
@@ -356,6 +357,7 @@ impl Entry for Ask {
         head
     }
 
+    #[inline]
     fn parse(head: &Head, geometry: Geometry) -> Result<Ask, Broken> {
         let token = Token::parse(u64_at(head, 0), geometry)?;
         match head[48] {
@@ -373,6 +375,7 @@ impl Entry for Ask {
         }
     }
 
+    #[inline]
     fn inline_len(&self) -> usize {
         match self {
             Ask::Call(Call { payload: Payload::Inline { len }, .. }) => *len as usize,
@@ -382,6 +385,7 @@ impl Entry for Ask {
 }
 
 impl Entry for Answer {
+    #[inline]
     fn encode(&self) -> Head {
         let mut head = [0; ENTRY_HEAD_BYTES];
         let (kind, offset, len, number, generation) = self.payload.fields();
@@ -400,6 +404,7 @@ impl Entry for Answer {
         head
     }
 
+    #[inline]
     fn parse(head: &Head, geometry: Geometry) -> Result<Answer, Broken> {
         let (offset, len) = (u64_at(head, 24), u64_at(head, 32));
         Ok(Answer {
@@ -412,6 +417,7 @@ impl Entry for Answer {
         })
     }
 
+    #[inline]
     fn inline_len(&self) -> usize {
         match self.payload {
             Payload::Inline { len } => len as usize,

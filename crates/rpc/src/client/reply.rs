@@ -25,7 +25,8 @@ pub struct Reply {
     pub(super) connection: Arc<ClientConnection>,
     /// Where the bytes are, as the provider says.
     pub(super) payload: Payload,
-    pub(super) reply: calls::Reply<Bytes>,
+    pub(super) bytes: Bytes,
+    pub(super) head: calls::Reply<()>,
 }
 
 impl Reply {
@@ -41,33 +42,33 @@ impl Reply {
 
     /// The application's code; 0 is success.
     pub fn code(&self) -> u32 {
-        self.reply.code
+        self.head.code
     }
 
     /// How long after the call's deadline this side took the reply, ns; 0 where that was in time, or the call had no deadline.
     pub fn late_by_ns(&self) -> u64 {
-        self.reply.late_by_ns
+        self.head.late_by_ns
     }
 
     /// Whether it came after the call's deadline.
     pub fn is_late(&self) -> bool {
-        self.reply.is_late()
+        self.head.is_late()
     }
 
     /// How long the request waited at the provider, ns.
     pub fn queued_ns(&self) -> u64 {
-        self.reply.queued_ns
+        self.head.queued_ns
     }
 
     /// How long it was served, ns.
     pub fn service_ns(&self) -> u64 {
-        self.reply.service_ns
+        self.head.service_ns
     }
 
     /// The bytes, where they are. The provider can change those of a large reply while they are read, and takes them back when they
     /// are held for too long; [`Reply::is_current`] tells afterwards.
     pub fn view(&self) -> Foreign<'_> {
-        let (view, offset, len) = match (&self.reply.bytes, self.payload) {
+        let (view, offset, len) = match (&self.bytes, self.payload) {
             (Bytes::Inline(bytes), Payload::Inline { len }) => {
                 return Foreign::from(&bytes[..(len as usize).min(bytes.len())]);
             }

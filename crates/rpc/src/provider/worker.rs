@@ -487,9 +487,10 @@ impl Engine {
             return None;
         };
         let Call { token, trace, ttl_ms, .. } = *call;
-        let mut request = calls::Request::new(token, payload, *deadline_ns, ttl_ms, trace);
-        request.queued_ns = queued_ns;
-        let request = Request { request, connection };
+        let request = Request {
+            request: calls::Request::new(token, payload, *deadline_ns, ttl_ms, trace, queued_ns),
+            connection,
+        };
         let mut reply = Reply::new(connection);
         let served = {
             let _scope = Scope::enter(*deadline_ns);

@@ -217,11 +217,13 @@ impl ClientConnection {
         }
     }
 
+    #[inline]
     fn is_gone(&self) -> bool {
         self.gone.load(Ordering::SeqCst)
     }
 
     /// What a call ends with on a connection that is lost, if it is.
+    #[inline]
     fn failure(&self, state: &State) -> Option<CallError> {
         match state.broken {
             Some(broken) => Some(CallError::Broken(broken)),
@@ -288,18 +290,17 @@ impl ClientConnection {
         let ends = self.ends();
         let mut guard = lock(&self.state);
         let state = &mut *guard;
-        if state.slots.vacant().is_none() {
+        if state.slots.is_full() {
             self.drain(state);
         }
         if let Some(failure) = self.failure(state) {
             return Err(failure);
         }
         self.say_unsaid(state);
-        let busy = CallError::Busy(state.slots.under_way());
-        let Some(token) = state.slots.vacant() else { return Err(busy) };
+        let Some(token) = state.slots.vacant() else { return Err(CallError::Busy(state.slots.under_way())) };
         match state.asks.has_room(ends) {
             Ok(true) => {}
-            Ok(false) => return Err(busy),
+            Ok(false) => return Err(CallError::Busy(state.slots.under_way())),
             Err(broken) => {
                 state.broken = Some(broken);
                 return Err(CallError::Broken(broken));
@@ -420,8 +421,9 @@ impl ClientConnection {
                 Bytes::Memory(memory)
             }
         };
-        let reply = calls::Reply::new(&answer, came, bytes);
-        Ok(Reply { connection: self.clone(), payload: answer.payload, reply })
+        // The bytes are moved once, and not into the head and then with it.
+        let head = calls::Reply::new(&answer, came, ());
+        Ok(Reply { connection: self.clone(), payload: answer.payload, bytes, head })
     }
 
     /// Memory that the provider has handed over. It sent that before the answer that names it.
