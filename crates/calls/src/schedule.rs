@@ -235,6 +235,7 @@ impl<T> Schedule<T> {
     }
 
     /// What to do next; `None` where nothing waits.
+    #[inline]
     pub fn next(&mut self, now: u64) -> Option<Next<T>> {
         loop {
             let first = self.queue.first()?;
