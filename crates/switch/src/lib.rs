@@ -7,7 +7,7 @@
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
-//! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
+//! * [`offload`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
 //! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
@@ -20,7 +20,6 @@
 #![warn(unreachable_pub)]
 
 pub mod capture;
-pub mod checksum;
 pub mod control;
 pub mod counters;
 pub mod drop;
