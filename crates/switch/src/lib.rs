@@ -3,6 +3,7 @@
 //! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
 //!   the offload state that travels with each.
 //! * [`nat`]: many guests behind the one address that an uplink knows.
+//! * [`policy`]: which members may exchange what: isolation, rules with memory of connections, mirrors.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
@@ -33,6 +34,7 @@ pub mod network;
 pub mod offload;
 mod overflow;
 pub mod pcapng;
+pub mod policy;
 pub mod port;
 pub mod recheck;
 pub mod vnet;
