@@ -18,7 +18,6 @@ use tombolo_port::vhost_user::{Shelf, Socket, VhostUserConfig, VhostUserPort};
 use tombolo_port::xen::{XenConfig, XenPort};
 use tombolo_switch::control::PortSettings;
 use tombolo_switch::nat;
-use tombolo_switch::policy::Labels;
 use tombolo_switch::port::{HandOver, Port};
 use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Restart;
@@ -199,10 +198,10 @@ impl Running {
         let token = reserved.token();
         let registration = worker.thread.registration(&reserved);
         let Opened { port, restart, passt, handle: told } = self.open(plan, registration, handed)?;
-        let file::Traffic { roles, storm, rates } = plan.traffic;
+        let file::Traffic { roles, storm, rates, .. } = plan.traffic;
         let rates = self.changed_rates(&plan.name).unwrap_or(rates);
         let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default().with_roles(roles);
-        let settings = PortSettings { guard, mac_limit: None, storm, rates, labels: Labels::default() };
+        let settings = PortSettings { guard, mac_limit: None, storm, rates, labels: plan.labels() };
         let handle = worker.thread.handle();
         let added = match restart {
             Some(restart) => handle.add_lasting_port(reserved, net.id, &plan.name, port, restart, settings),
