@@ -41,6 +41,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_getcpu, sched_setaffinity}
 use std::collections::HashMap;
 use std::net::IpAddr;
 use std::time::{Duration, Instant};
+use tombolo_ring::checksum;
 
 /// For how long all connections together are worked on.
 const LONGEST: Duration = Duration::from_secs(3);
@@ -207,7 +208,7 @@ impl Segment {
         let mut pseudo = [source.clone(), destination.clone()].concat();
         pseudo.extend([0, 6]);
         pseudo.extend(length.to_be_bytes());
-        let sum = checksum(&[&pseudo[..], &tcp[..]].concat());
+        let sum = !checksum::sum(&[&pseudo[..], &tcp[..]].concat());
         tcp[16..18].copy_from_slice(&sum.to_be_bytes());
         let mut frame = Vec::with_capacity(ETHERNET + 40 + tcp.len());
         frame.extend(side.mac);
@@ -221,7 +222,7 @@ impl Segment {
                 ip.extend([0, 0, 0x40, 0, 64, 6, 0, 0]);
                 ip.extend(source);
                 ip.extend(destination);
-                let sum = checksum(&ip);
+                let sum = !checksum::sum(&ip);
                 ip[10..12].copy_from_slice(&sum.to_be_bytes());
                 frame.extend(ip);
             }
@@ -236,14 +237,6 @@ impl Segment {
         frame.extend(tcp);
         frame
     }
-}
-
-/// The Internet checksum (RFC 1071).
-fn checksum(bytes: &[u8]) -> u16 {
-    let words = bytes.chunks(2).map(|two| u32::from(two[0]) << 8 | u32::from(*two.get(1).unwrap_or(&0)));
-    let sum: u32 = words.sum();
-    let sum = (sum & 0xffff) + (sum >> 16);
-    !((sum & 0xffff) + (sum >> 16)) as u16
 }
 
 /// The two directions of each connection, as its frames come in. `macs` has the Ethernet address of each interface where our programs are;
@@ -369,7 +362,7 @@ mod tests {
     }
 
     fn sum_of(parts: &[&[u8]]) -> u16 {
-        checksum(&parts.concat())
+        !checksum::sum(&parts.concat())
     }
 
     #[test]

@@ -22,6 +22,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::nat::{Config, Forward, Nat, Protocol, Verdict};
 use tombolo_switch::network::{Network, Plan};
 use tombolo_switch::offload::{Transformer, Work};
+use tombolo_switch::policy;
 use tombolo_switch::port::{Caps, Port, Sent};
 use tombolo_switch::vnet::VNET_HEADER_BYTES;
 use tombolo_switch::wait::Token;
@@ -381,6 +382,13 @@ pub fn nat(input: &[u8], behaviour: &mut Behaviour) {
 pub fn offload(input: &[u8], behaviour: &mut Behaviour) {
     let mut transformer = Transformer::default();
     let mut network = Network::new(MacSettings::default(), 1);
+    let ssh = policy::Rule {
+        ports: vec![22..=22],
+        from: vec![policy::Who::Prefix([10, 0, 0, 0].into(), 8)],
+        ..Default::default()
+    };
+    let rules = vec![policy::Rule { action: policy::Action::Deny, ..ssh }];
+    network.set_policy(policy::Settings { rules, ..policy::Settings::default() });
     let mut plan = Plan::default();
     for port in 0..2 {
         network.join(port, None);

@@ -10,6 +10,7 @@ use tombolo_shm::ivshmem::links::{Config, Door};
 use tombolo_shm::ivshmem::server::{self, Dialect, Shape};
 
 use tombolo_switch::guard::{Guard, Roles};
+use tombolo_switch::policy::Labels;
 
 use crate::file::{
     self, Accel, Attach, Boot, Fabric, Image, Ip6, Mac, Machine, PortKind, Prefix6, Proto, Traffic, Uplink,
@@ -208,6 +209,17 @@ pub struct PortPlan {
     pub machine: Option<String>,
 }
 
+impl PortPlan {
+    /// What the policy of its network knows of it: its own name and its machine's, its groups, and of an uplink that it
+    /// is the outside.
+    pub fn labels(&self) -> Labels {
+        let outside = (self.name == uplink_name(&self.network)).then_some(file::OUTSIDE);
+        let own = [Some(self.name.as_str()), self.machine.as_deref(), outside];
+        let names = own.into_iter().flatten().chain(self.traffic.groups.iter().map(String::as_str));
+        Labels { names: names.map(Into::into).collect(), isolation: self.traffic.isolation.clone(), exempt: false }
+    }
+}
+
 /// One process to start.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct MachinePlan {
@@ -358,7 +370,7 @@ fn attached(fabric: &Fabric, m: &Machine, facts: &Facts, at: &str) -> Result<Att
             network: nic.network.clone(),
             attachment,
             guard,
-            traffic: m.traffic,
+            traffic: m.traffic.clone(),
             mtu,
             machine: Some(m.name.clone()),
         });
@@ -550,7 +562,7 @@ pub fn tap(fabric: &Fabric, t: &file::Tap) -> PortPlan {
             accept_ra: t.accept_ra,
         },
         guard: PortGuard::new(t.guard, t.mac, t.ip, &t.ip6),
-        traffic: t.traffic,
+        traffic: t.traffic.clone(),
         mtu: network.map_or(1500, |n| n.mtu),
         machine: None,
     }
@@ -582,7 +594,7 @@ pub fn port(fabric: &Fabric, p: &file::PortDecl, facts: &Facts) -> Result<PortPl
         network: p.network.clone(),
         attachment,
         guard: p.mac.and_then(|mac| PortGuard::new(p.guard, mac, p.ip, &p.ip6)),
-        traffic: p.traffic,
+        traffic: p.traffic.clone(),
         mtu: fabric.network(&p.network).map_or(1500, |n| n.mtu),
         machine: None,
     })

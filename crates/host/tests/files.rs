@@ -151,7 +151,7 @@ fn members_are_held_to_the_address_that_is_known_of_them() {
 fn what_a_port_may_do_and_how_much_is_what_the_file_says() {
     let read = |more: &str| {
         let text = format!("[network.lan]\n[tap.t]\n{more}");
-        file::parse(&text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).map(|f| f.taps[0].traffic)
+        file::parse(&text, &Path::new(env!("CARGO_MANIFEST_DIR")).join("x.toml")).map(|f| f.taps[0].traffic.clone())
     };
     let plain = read("").unwrap();
     assert_eq!((plain.roles, plain.storm, plain.rates), (Roles::default(), Storm::default(), Rates::default()));
@@ -353,4 +353,79 @@ fn every_test_that_the_threat_model_names_is_there() {
         }
     }
     assert!(named > 25, "{named}");
+}
+
+#[test]
+fn rules_mirrors_and_isolation_are_read_for_their_networks() {
+    use tombolo_switch::policy::{Action, Isolation, Mirror, Protocol, Rule, Who};
+    let text = r#"
+        [network.lan]
+        uplink = "user"
+        policy = "deny"
+        [network.dmz]
+        [tap.web]
+        network = "lan"
+        ip = "10.87.0.9"
+        mac = "02:00:00:00:00:09"
+        groups = "front"
+        isolated = true
+        [tap.app]
+        network = "lan"
+        groups = ["front", "back"]
+        isolated = "apps"
+        [tap.ids]
+        network = "lan"
+        [[rule]]
+        action = "allow"
+        from = ["front", "192.0.2.0/24", "fd00::7"]
+        to = "outside"
+        protocol = "tcp"
+        ports = [443, "8000-8010"]
+        [[rule]]
+        action = "deny"
+        protocol = 47
+        network = "dmz"
+        [[mirror]]
+        of = "web"
+        to = "ids"
+        frames = "sent"
+        network = "lan"
+        [[forward]]
+        listen = "127.0.0.1:8080"
+        to = "web:80"
+    "#;
+    let fabric = file::parse(text, Path::new("x.toml")).unwrap();
+    let (lan, dmz) = (fabric.policy("lan"), fabric.policy("dmz"));
+    let front = Rule {
+        action: Action::Allow,
+        from: vec![
+            Who::Label("front".into()),
+            Who::Prefix("192.0.2.0".parse().unwrap(), 24),
+            Who::Prefix("fd00::7".parse().unwrap(), 128),
+        ],
+        to: vec![Who::Label("outside".into())],
+        protocol: Protocol::Number(6),
+        ports: vec![443..=443, 8000..=8010],
+    };
+    let forward = Rule {
+        from: vec![Who::Label("outside".into())],
+        to: vec![Who::Prefix("10.87.0.9".parse().unwrap(), 32)],
+        protocol: Protocol::Number(6),
+        ports: vec![80..=80],
+        ..Rule::default()
+    };
+    assert_eq!(
+        (lan.otherwise, &lan.rules[..]),
+        (Action::Deny, &[front.clone(), forward][..]),
+        "the forward is allowed"
+    );
+    let mirror = Mirror { of: vec!["web".into()], to: "ids".into(), sent: true, received: false };
+    assert_eq!(lan.mirrors, [mirror]);
+    let gre = Rule { action: Action::Deny, protocol: Protocol::Number(47), ..Rule::default() };
+    assert_eq!((dmz.otherwise, dmz.rules), (Action::Allow, vec![front, gre]));
+    assert!(dmz.mirrors.is_empty());
+    let isolation: Vec<_> = fabric.taps.iter().map(|t| (&t.name[..], &t.traffic.isolation)).collect();
+    let community = Isolation::Community("apps".into());
+    assert!(isolation.contains(&("web", &Isolation::Alone)) && isolation.contains(&("app", &community)));
+    assert!(isolation.contains(&("ids", &Isolation::Off)));
 }

@@ -5,6 +5,7 @@
 //! and all memory ordering of the project lives here.
 //!
 //! * [`mem`]: the one module that touches foreign memory. No Rust reference ever points into it.
+//! * [`checksum`]: the internet checksum.
 //! * [`ivshmem`]: links over IVSHMEM: regions, states, frames between two peers, and records for real-time code.
 //! * [`rpc`]: calls with deadlines: the layout of a connection and its rings, client's end and provider's end.
 //! * [`virtio`]: the split virtqueue of VirtIO 1.x, device side and driver side, and the header of virtio-net.
@@ -14,6 +15,7 @@
 #[cfg(any(test, loom))]
 extern crate std;
 
+pub mod checksum;
 pub mod ivshmem;
 pub mod mem;
 pub mod rpc;

@@ -21,6 +21,7 @@ use tombolo_switch::guard::Guard;
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
 use tombolo_switch::network::{Network, Plan};
+use tombolo_switch::policy::{Action, Labels, Protocol, Rule, Settings, Who};
 use tombolo_switch::port::Caps;
 use tombolo_switch::wait::{CONTROL, Token, Waiter};
 use tombolo_switch::worker::Worker;
@@ -34,23 +35,50 @@ fn main() {
     // With an argument, only the cases whose name has it.
     let wanted = std::env::args().nth(1).unwrap_or_default();
     for (name, flows) in [("one flow", 1), ("64 flows", 64), ("10,000 flows", 10_000)] {
-        let name = format!("decision, {name}");
-        if name.contains(&wanted) {
-            decision(&name, flows);
+        for (policy, settings) in [("", Settings::default()), (", rules for others", others()), (", rules", rules())] {
+            let name = format!("decision, {name}{policy}");
+            if name.contains(&wanted) {
+                decision(&name, flows, settings);
+            }
         }
     }
     for bytes in [64, 1500] {
-        let name = format!("turn between two ports, {bytes} bytes");
-        if name.contains(&wanted) {
-            turn(&name, bytes);
+        for (policy, settings) in [("", Settings::default()), (", rules for others", others()), (", rules", rules())] {
+            let name = format!("turn between two ports, {bytes} bytes{policy}");
+            if name.contains(&wanted) {
+                turn(&name, bytes, settings);
+            }
         }
     }
+}
+
+/// A policy that is about other members.
+fn others() -> Settings {
+    let rule = |name: &str| Rule { action: Action::Deny, from: vec![Who::Label(name.into())], ..Rule::default() };
+    Settings { rules: ["web", "db", "app", "ids"].map(rule).into(), ..Settings::default() }
+}
+
+/// A policy that denies by default; the ports' connections are allowed by the last of its rules.
+fn rules() -> Settings {
+    let allowed = Rule { from: vec![Who::Label("port".into())], protocol: Protocol::Number(17), ..Rule::default() };
+    let mut settings = others();
+    settings.rules.push(allowed);
+    Settings { otherwise: Action::Deny, ..settings }
+}
+
+fn labels() -> Labels {
+    Labels { names: vec!["port".into()], ..Labels::default() }
 }
 
 fn frame(to: usize, from: usize, bytes: usize) -> Vec<u8> {
     let address = |n: usize| [2, 0, (n >> 24) as u8, (n >> 16) as u8, (n >> 8) as u8, n as u8];
     let mut frame = [&address(to)[..], &address(from), &[8, 0]].concat();
     frame.resize(bytes, 0);
+    // IPv4 and UDP, from which a policy knows the connection.
+    frame[14] = 0x45;
+    frame[23] = 17;
+    frame[26..30].copy_from_slice(&(from as u32).to_be_bytes());
+    frame[30..34].copy_from_slice(&(to as u32).to_be_bytes());
     frame
 }
 
@@ -66,14 +94,16 @@ fn measure(name: &str, frames: usize, mut work: impl FnMut()) {
     println!("{name:<44} {:>8.2} {:>8.2}", results[0], results[ROUNDS / 2]);
 }
 
-fn decision(name: &str, flows: usize) {
+fn decision(name: &str, flows: usize, policy: Settings) {
     let mut network = Network::new(MacSettings::default(), 42);
     let mut plan = Plan::default();
     for port in 0..2 {
         network.join(port, None);
         network.set_link(port, true);
+        network.set_labels(port, labels());
         plan.add_port(port, BATCH);
     }
+    network.set_policy(policy);
     let guard = Guard::default();
     let mut drops = Drops::default();
     let frames: Vec<_> = (0..flows.max(BATCH)).map(|n| frame(100_000 + n % flows, n % flows, 64)).collect();
@@ -83,6 +113,8 @@ fn decision(name: &str, flows: usize) {
         let mut reply = back.clone();
         reply[..6].copy_from_slice(&back[6..12]);
         reply[6..12].copy_from_slice(&back[..6]);
+        reply[26..30].copy_from_slice(&back[30..34]);
+        reply[30..34].copy_from_slice(&back[26..30]);
         batch.push(Foreign::from(&reply[..]), Offload::NONE);
         network.decide(Nanos(0), 1, &guard, &batch, &mut plan, &mut drops);
         plan.clear();
@@ -130,11 +162,12 @@ impl Waiter for Restless {
     }
 }
 
-fn turn(name: &str, bytes: usize) {
+fn turn(name: &str, bytes: usize, policy: Settings) {
     let mut waiter = Restless { start: Instant::now(), sleeps: 0 };
     let (mut worker, handle) = Worker::new(WorkerSettings::default(), 7, || {});
     let asked = std::thread::spawn(move || {
         let network = handle.add_network("net", MacSettings::default()).expect("a worker that runs");
+        handle.set_policy(network, policy).expect("a network that is there");
         for (from, to) in [(1, 2), (2, 1)] {
             let frames = vec![(frame(to, from, bytes), Offload::NONE)];
             let port = Memory::new(frames, Refill::Wake(TURN_FRAMES / 2), Caps::full(1500));
@@ -145,7 +178,7 @@ fn turn(name: &str, bytes: usize) {
                     network,
                     "memory",
                     Box::new(port),
-                    PortSettings { storm: Storm::OFF, ..PortSettings::default() },
+                    PortSettings { storm: Storm::OFF, labels: labels(), ..PortSettings::default() },
                 )
                 .expect("a port that is added");
         }

@@ -13,6 +13,7 @@ use crate::guard::{Guard, Protected};
 use crate::limit::{Rates, Storm};
 use crate::mac::{Address, MacEntry, MacSettings, MacStats, Tick};
 use crate::network::Network;
+use crate::policy::{self, Labels};
 use crate::port::{Caps, HandOver, Link, Port};
 use crate::wait::Token;
 use crate::worker::{Core, FaultRecord, MAX_BUDGET, NetworkSlot, Restart, Slot};
@@ -52,6 +53,8 @@ pub struct PortSettings {
     pub storm: Storm,
     /// What it may carry.
     pub rates: Rates,
+    /// What the network's policy knows of it.
+    pub labels: Labels,
 }
 
 /// Why a worker did not do what it was asked.
@@ -157,6 +160,10 @@ pub struct NetworkStatus {
     pub flooded_unknown: u64,
     /// Frames flooded because of a group address.
     pub flooded_group: u64,
+    /// What its members may exchange.
+    pub policy: policy::Settings,
+    /// What the policy has counted.
+    pub policy_counts: policy::Counts,
 }
 
 /// A worker at one instant.
@@ -306,6 +313,32 @@ impl WorkerHandle {
         })?
     }
 
+    /// Sets what the members of a network may exchange, from the next frame on. Connections that exist are judged anew.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn set_policy(&self, id: NetworkId, settings: policy::Settings) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            slot.network.set_policy(settings);
+            Ok(())
+        })?
+    }
+
+    /// Sets what the policy of its network knows of a port.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
+    pub fn set_labels(&self, token: Token, labels: Labels) -> Result<(), ControlError> {
+        self.call(move |core| {
+            let slot = core.slots.get(token.0 as usize).and_then(Option::as_ref);
+            let id = slot.ok_or(ControlError::NoSuchPort(token))?.network;
+            let network = core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            network.network.set_labels(token.0 as u16, labels);
+            Ok(())
+        })?
+    }
+
     /// Removes a network that has no ports.
     ///
     /// # Errors
@@ -378,6 +411,7 @@ impl WorkerHandle {
             };
             network.join(number, settings.mac_limit);
             network.set_storm(number, settings.storm);
+            network.set_labels(number, settings.labels);
             let elsewhere = network.set_pins(number, &slot.guard);
             if elsewhere != 0 {
                 network.leave(number);
@@ -576,6 +610,8 @@ impl Core {
                 copies: network.counters.copies.get(),
                 flooded_unknown: network.counters.flooded_unknown.get(),
                 flooded_group: network.counters.flooded_group.get(),
+                policy: network.policy().clone(),
+                policy_counts: network.policy_counts(),
             })
         });
         let ports = self.slots.iter().flatten().map(|slot| {

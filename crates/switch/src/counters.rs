@@ -23,6 +23,24 @@ impl Counter {
     }
 }
 
+/// A counter for each [`Reason`], by its number.
+#[derive(Debug)]
+pub struct ByReason([Counter; Reason::COUNT]);
+
+impl Default for ByReason {
+    fn default() -> Self {
+        ByReason(std::array::from_fn(|_| Counter::default()))
+    }
+}
+
+impl std::ops::Deref for ByReason {
+    type Target = [Counter; Reason::COUNT];
+
+    fn deref(&self) -> &Self::Target {
+        &self.0
+    }
+}
+
 /// Buckets of the histogram of frames per turn: 0, 1, 2–3, 4–7, … , 2^(n-2) and more.
 pub const TURN_BUCKETS: usize = 12;
 
@@ -38,9 +56,9 @@ pub struct PortCounters {
     /// Bytes of those frames.
     pub tx_bytes: Counter,
     /// Frames that came from this port and were dropped before a destination was chosen, by [`Reason`].
-    pub rx_drops: [Counter; Reason::COUNT],
+    pub rx_drops: ByReason,
     /// Frames that were to go to this port and were dropped, by [`Reason`].
-    pub tx_drops: [Counter; Reason::COUNT],
+    pub tx_drops: ByReason,
     /// Frames that waited for a buffer of the peer before they were given to it or dropped.
     pub queued_frames: Counter,
     /// Times that the port was found ready after it had slept.

@@ -85,6 +85,14 @@ reasons! {
     RateLimit = "rate_limit",
     /// The user uplink sent the same frame more than 1000 times within a second, or 5000 frames without news in one flow.
     UplinkRepeat = "uplink_repeat",
+    /// The sender and the destination are isolated from each other.
+    Isolated = "isolated",
+    /// A rule of the network denies the connection, or no rule allows it and the network's policy is to deny.
+    Denied = "denied",
+    /// The port may open no more connections: the network's table of connections is full.
+    ConnectionsFull = "connections_full",
+    /// The port gets copies of other ports' frames (a mirror), and may not send.
+    MirrorPort = "mirror_port",
     /// A page of a Xen guest, in which the frame lies or was to go to, could not be copied: it is not granted.
     BadGrant = "bad_grant",
     /// The frame's multicast address is not one that the destination, a Xen guest, asked for.

@@ -30,9 +30,9 @@ pub struct Guard {
     roles: Roles,
 }
 
-const ETHERTYPE_IPV4: u16 = 0x0800;
-const ETHERTYPE_ARP: u16 = 0x0806;
-const ETHERTYPE_IPV6: u16 = 0x86dd;
+pub(crate) const ETHERTYPE_IPV4: u16 = 0x0800;
+pub(crate) const ETHERTYPE_ARP: u16 = 0x0806;
+pub(crate) const ETHERTYPE_IPV6: u16 = 0x86dd;
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_QINQ: u16 = 0x88a8;
 /// Stacked tags of equipment from before IEEE 802.1ad.
@@ -155,7 +155,7 @@ impl Guard {
 /// The type of what a frame carries, and where that begins: behind all VLAN tags, and behind an LLC/SNAP header (RFC 1042 and
 /// IEEE 802.1H). `None` where the frame, or what is seen of it, ends before that.
 #[inline]
-fn network_layer(head: &[u8]) -> Option<(u16, usize)> {
+pub(crate) fn network_layer(head: &[u8]) -> Option<(u16, usize)> {
     let mut at = ETHERNET_HEADER_BYTES - 2;
     loop {
         let field = head.get(at..at + 2)?;

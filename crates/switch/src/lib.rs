@@ -3,11 +3,12 @@
 //! * [`frame`]: a batch of frames whose headers were copied once and whose payload still lies with its source;
 //!   the offload state that travels with each.
 //! * [`nat`]: many guests behind the one address that an uplink knows.
+//! * [`policy`]: which members may exchange what: isolation, rules with memory of connections, mirrors.
 //! * [`port`]: the trait that every attachment implements, and what each method owes.
 //! * [`vnet`]: offload state to and from the virtio-net header, which taps, packet sockets and guests share.
 //! * [`mod@drop`]: why a frame was lost. There is no other way to lose one.
 //! * [`mac`], [`guard`], [`network`]: where frames go, and which may.
-//! * [`offload`], [`checksum`]: segments and checksums in software, where a destination lacks them.
+//! * [`offload`]: segments and checksums in software, where a destination lacks them.
 //! * [`worker`], [`control`]: the poll loop of one thread, and what other threads may ask of it.
 //! * [`recheck`]: which ports are looked at once more, since a wake-up may have been lost.
 //! * [`capture`], [`pcapng`]: a port's frames as a file for Wireshark and its like.
@@ -20,7 +21,6 @@
 #![warn(unreachable_pub)]
 
 pub mod capture;
-pub mod checksum;
 pub mod control;
 pub mod counters;
 pub mod drop;
@@ -34,6 +34,7 @@ pub mod network;
 pub mod offload;
 mod overflow;
 pub mod pcapng;
+pub mod policy;
 pub mod port;
 pub mod recheck;
 pub mod vnet;

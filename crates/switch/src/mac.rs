@@ -80,6 +80,12 @@ impl Tick {
     pub const fn of(now: Nanos) -> Tick {
         Tick((now.0 >> Self::SHIFT) as u32)
     }
+
+    /// Whether more than `span` has passed at `now` since this tick, to within one tick.
+    #[inline]
+    pub(crate) const fn is_older_than(self, now: Tick, span: Nanos) -> bool {
+        now.0.saturating_sub(self.0) as u64 > span.0 >> Self::SHIFT
+    }
 }
 
 /// The number of a port within the table's network.

@@ -19,6 +19,11 @@
 //! | destination a reserved group address (IEEE 802.1Q table 8-1, all but spanning tree's own) | dropped, `reserved` |
 //! | flooded, and no other port is up | dropped, `no_destination` |
 //! | flooded beyond what storm control allows ([`crate::limit`]) | dropped, `…_storm` or `flood_budget` |
+//! | not for its destination ([`crate::policy`]) | dropped, `isolated`, `denied`, `connections_full` |
+//! | from a mirror's port | dropped, `mirror_port` |
+//!
+//! Where the network has a policy, floods reach only the ports that the frame may go to, and a mirror's port gets its
+//! own copies.
 //!
 //! # Accounting
 //! A frame that came in is counted once as one of the port's `rx_frames`. It is then counted either as one of its
@@ -33,6 +38,8 @@ use crate::guard::{self, Guard, Protected, Roles};
 use crate::limit::{Flooded, Floods, Storm};
 use crate::mac::{Address, Learned, MacSettings, MacTable, PortNumber, Tick};
 use crate::offload;
+use crate::policy::{self, Labels, Passes, Policy, Relation};
+use std::collections::HashMap;
 
 /// What one network counts; one writer, any number of readers.
 #[derive(Debug, Default)]
@@ -59,6 +66,11 @@ pub struct Network {
     is_up: Vec<bool>,
     floods: Floods,
     protected: Protected,
+    labels: HashMap<PortNumber, Labels>,
+    policy_settings: policy::Settings,
+    /// `None` where nothing is to be checked.
+    policy: Option<Box<Policy>>,
+    seed: u64,
 }
 
 /// Facts of a batch that tell whether its frames fit a destination as they are.
@@ -132,6 +144,16 @@ impl Plan {
         list.push(frame);
     }
 
+    /// As [`Plan::push`], unless the frame is on the port's list already, as its last one; returns how many were added.
+    #[inline]
+    fn push_once(&mut self, port: PortNumber, frame: u16) -> u64 {
+        let is_new = self.lists[port as usize].last() != Some(&frame);
+        if is_new {
+            self.push(port, frame);
+        }
+        is_new.into()
+    }
+
     #[inline]
     fn lose(&mut self, frame: usize, reason: Reason, drops: &mut Drops) {
         drops.count(reason, 1);
@@ -161,6 +183,10 @@ impl Network {
             is_up: Vec::new(),
             floods: Floods::default(),
             protected: Protected::default(),
+            labels: HashMap::new(),
+            policy_settings: policy::Settings::default(),
+            policy: None,
+            seed,
         }
     }
 
@@ -172,12 +198,46 @@ impl Network {
             self.is_up.resize(port as usize + 1, false);
         }
         self.members.push(port);
+        self.set_labels(port, Labels::default());
+    }
+
+    /// Sets what the policy knows of `port`, a member.
+    pub fn set_labels(&mut self, port: PortNumber, labels: Labels) {
+        self.labels.insert(port, labels.clone());
+        match &mut self.policy {
+            Some(policy) => policy.join(port, labels),
+            None => self.set_policy(self.policy_settings.clone()),
+        }
+    }
+
+    /// Sets what the members may exchange. Connections that the policy before let through are judged anew.
+    pub fn set_policy(&mut self, settings: policy::Settings) {
+        let before = self.policy.take();
+        self.policy = Policy::new(settings.clone(), &self.labels, self.seed).map(Box::new);
+        if let (Some(policy), Some(before)) = (&mut self.policy, before) {
+            policy.inherit(*before);
+        }
+        self.policy_settings = settings;
+    }
+
+    /// What the members may exchange.
+    pub fn policy(&self) -> &policy::Settings {
+        &self.policy_settings
+    }
+
+    /// What the policy has counted.
+    pub fn policy_counts(&self) -> policy::Counts {
+        self.policy.as_ref().map(|policy| policy.counts()).unwrap_or_default()
     }
 
     /// Removes `port` and every address behind it.
     pub fn leave(&mut self, port: PortNumber) {
         self.macs.remove_port(port);
         self.members.retain(|p| *p != port);
+        self.labels.remove(&port);
+        if self.policy.as_mut().is_some_and(|policy| !policy.leave(port)) {
+            self.policy = None;
+        }
         self.set_link(port, false);
     }
 
@@ -233,11 +293,17 @@ impl Network {
     ) -> Summary {
         let (instant, now) = (now, Tick::of(now));
         self.macs.expire(now);
+        let mut policy = self.policy.take();
+        if let Some(policy) = &mut policy {
+            policy.begin(now);
+        }
+        let silent = policy.as_ref().is_some_and(|policy| policy.is_mirror(from));
         let mut summary = Summary::default();
         let roles = guard.roles();
         // The address zero is no station's, so it can mean "none yet": it never has a verdict kept.
         let (mut last_source, mut source_reason) = (Address::ZERO, Some(Reason::BadSource));
         let (mut last_destination, mut way) = (Address::ZERO, None);
+        let mut relation = Relation { passes: Passes::Always, is_mirrored: false };
         let (mut copies, mut unknown, mut group) = (0u64, 0u64, 0u64);
         for (index, frame) in batch.frames().iter().enumerate() {
             let len = frame.len();
@@ -261,6 +327,10 @@ impl Network {
                 plan.lose(index, reason, drops);
                 continue;
             }
+            if silent {
+                plan.lose(index, Reason::MirrorPort, drops);
+                continue;
+            }
             if roles != Roles::ALL
                 && let Some(reason) = guard::refuse(frame.head(), len > frame.head().len(), roles, &self.protected)
             {
@@ -280,11 +350,30 @@ impl Network {
                 _ => {
                     let found = self.destination(destination, from);
                     (last_destination, way) = (destination, Some(found));
+                    if let (Some(policy), Destination::Port(port)) = (&mut policy, found) {
+                        relation = policy.relation(from, port);
+                    }
                     found
                 }
             };
             match to {
                 Destination::Port(port) => {
+                    if let Some(policy) = &mut policy {
+                        let refused = match relation.passes {
+                            Passes::Always => None,
+                            Passes::Never(reason) => Some(reason),
+                            Passes::IfAllowed => policy.judge(now, from, port, frame.head(), false),
+                        };
+                        if let Some(reason) = refused {
+                            plan.lose(index, reason, drops);
+                            continue;
+                        }
+                        if relation.is_mirrored {
+                            policy.mirror(from, port, |mirror| copies += plan.push_once(mirror, index as u16));
+                            copies += plan.push_once(port, index as u16);
+                            continue;
+                        }
+                    }
                     copies += 1;
                     plan.push(port, index as u16);
                 }
@@ -310,14 +399,30 @@ impl Network {
                         plan.lose(index, reason, drops);
                         continue;
                     }
-                    for port in self.up.iter().filter(|port| **port != from) {
-                        plan.push(*port, index as u16);
+                    match &mut policy {
+                        None => {
+                            for port in self.up.iter().filter(|port| **port != from) {
+                                plan.push(*port, index as u16);
+                            }
+                            copies += reached;
+                        }
+                        Some(policy) => {
+                            let shared = to == Destination::Group;
+                            let up = self.up.iter().copied().filter(|port| *port != from);
+                            match flood(policy, plan, now, from, frame.head(), shared, up, index as u16) {
+                                Ok(reached) => copies += reached,
+                                Err(reason) => {
+                                    plan.lose(index, reason, drops);
+                                    continue;
+                                }
+                            }
+                        }
                     }
-                    copies += reached;
                     *(if to == Destination::Group { &mut group } else { &mut unknown }) += 1;
                 }
             }
         }
+        self.policy = policy;
         self.counters.copies.add(copies);
         if unknown + group != 0 {
             self.counters.flooded_unknown.add(unknown);
@@ -353,6 +458,35 @@ impl Network {
             None => Destination::Unknown,
         }
     }
+}
+
+/// Plans a copy of a frame for each port of `up` that it may go to, and for the mirrors of those; returns how many, or why
+/// there is none.
+#[allow(clippy::too_many_arguments)]
+fn flood(
+    policy: &mut Policy,
+    plan: &mut Plan,
+    now: Tick,
+    from: PortNumber,
+    head: &[u8],
+    shared: bool,
+    up: impl Iterator<Item = PortNumber>,
+    index: u16,
+) -> Result<u64, Reason> {
+    let (mut copies, mut refused) = (0, Reason::NoDestination);
+    for port in up {
+        if policy.is_mirror(port) {
+            continue;
+        }
+        match policy.refuse(now, from, port, head, shared) {
+            Some(reason) => refused = reason,
+            None => {
+                copies += plan.push_once(port, index);
+                policy.mirror(from, port, |mirror| copies += plan.push_once(mirror, index));
+            }
+        }
+    }
+    if copies == 0 { Err(refused) } else { Ok(copies) }
 }
 
 #[inline]

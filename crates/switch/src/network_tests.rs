@@ -178,3 +178,66 @@ fn a_partial_checksum_is_that_of_the_transport_header_and_of_nothing_else() {
         }
     }
 }
+
+fn isolated() -> Labels {
+    Labels { isolation: policy::Isolation::Alone, ..Labels::default() }
+}
+
+fn mirror(of: &str, to: &str) -> policy::Settings {
+    let mirror = policy::Mirror { of: vec![of.into()], to: to.into(), sent: true, received: true };
+    policy::Settings { mirrors: vec![mirror], ..policy::Settings::default() }
+}
+
+fn named(name: &str) -> Labels {
+    Labels { names: vec![name.into()], ..Labels::default() }
+}
+
+#[test]
+fn isolated_ports_are_not_reached_by_address_nor_by_floods() {
+    let mut bench = Bench::new(4);
+    for (port, mac) in [(0, A), (1, B), (2, C)] {
+        bench.decide(port, &[frame([0xff; 6], mac)]);
+    }
+    bench.network.set_labels(0, isolated());
+    bench.network.set_labels(1, isolated());
+    let frames = [frame(B, A), frame(C, A), frame([0xff; 6], A), frame([2, 9, 9, 9, 9, 9], A)];
+    let before = bench.network.counters.copies.get();
+    let (lists, dropped) = bench.decide(0, &frames);
+    assert_eq!(lists, [(2, vec![1, 2, 3]), (3, vec![2, 3])]);
+    assert_eq!(dropped, [(0, Reason::Isolated)]);
+    assert_eq!(bench.network.counters.copies.get() - before, 5);
+    let (lists, _) = bench.decide(2, &[frame(A, C), frame(B, C), frame([0xff; 6], C)]);
+    assert_eq!(lists, [(0, vec![0, 2]), (1, vec![1, 2]), (3, vec![2])], "one that is not isolated reaches all");
+    bench.network.set_link(2, false);
+    bench.network.set_link(3, false);
+    let (lists, dropped) = bench.decide(0, &[frame([0xff; 6], A)]);
+    assert_eq!((lists, dropped), (vec![], vec![(0, Reason::Isolated)]), "nobody is left for the flood");
+    bench.network.set_labels(0, Labels::default());
+    bench.network.set_labels(1, Labels::default());
+    assert_eq!(bench.decide(0, &[frame(B, A)]).0, [(1, vec![0])]);
+}
+
+#[test]
+fn a_mirror_gets_each_frame_once_and_sends_none() {
+    let mut bench = Bench::new(4);
+    for (port, mac) in [(0, A), (1, B), (2, C)] {
+        bench.decide(port, &[frame([0xff; 6], mac)]);
+    }
+    for (port, name) in [(0, "a"), (1, "a"), (3, "ids")] {
+        bench.network.set_labels(port, named(name));
+    }
+    bench.network.set_policy(mirror("a", "ids"));
+    let before = bench.network.counters.copies.get();
+    let (lists, dropped) = bench.decide(0, &[frame(B, A), frame([0xff; 6], A), frame(A, A)]);
+    assert_eq!(
+        lists,
+        [(3, vec![0, 1]), (1, vec![0, 1]), (2, vec![1])],
+        "a flood is for others, the mirror has its copy"
+    );
+    assert_eq!(dropped, [(2, Reason::Hairpin)]);
+    assert_eq!(bench.network.counters.copies.get() - before, 5);
+    assert_eq!(bench.decide(2, &[frame([0x01, 0, 0x5e, 0, 0, 1], C)]).0, [(0, vec![0]), (3, vec![0]), (1, vec![0])]);
+    assert_eq!(bench.decide(3, &[frame(A, [2, 0, 0, 0, 0, 9])]).1, [(0, Reason::MirrorPort)]);
+    bench.network.set_policy(policy::Settings::default());
+    assert_eq!(bench.decide(0, &[frame(B, A)]).0, [(1, vec![0])]);
+}

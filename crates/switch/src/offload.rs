@@ -21,10 +21,10 @@
 //!
 //! Limits: two VLAN tags, IPv4 options, IPv6 hop-by-hop, destination and completed routing headers.
 
-use crate::checksum;
 use crate::drop::{Drops, Reason};
 use crate::frame::{Batch, Checksum, ETHERNET_HEADER_BYTES, Frame, Offload, SegmentKind, Segmentation};
 use crate::port::{Caps, Fault, Sent};
+use tombolo_ring::checksum;
 
 const ETHERTYPE_VLAN: u16 = 0x8100;
 const ETHERTYPE_QINQ: u16 = 0x88a8;

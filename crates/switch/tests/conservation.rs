@@ -7,13 +7,35 @@ mod support;
 
 use support::*;
 use tombolo_switch::Nanos;
-use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
 use tombolo_switch::drop::Reason;
 use tombolo_switch::frame::Offload;
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
+use tombolo_switch::policy::{Action, Isolation, Labels, Mirror, Rule, Settings, Who};
 use tombolo_switch::port::{Caps, Link};
 use tombolo_testing::Random;
+
+/// Some ports isolated, some in communities; one of them listens to others.
+fn labels(n: u64) -> Labels {
+    let isolation = match n % 7 {
+        0 => Isolation::Alone,
+        1 => Isolation::Community("a".into()),
+        _ => Isolation::Off,
+    };
+    Labels { names: vec![format!("p{}", n % 12).into()], isolation, exempt: n == 23 }
+}
+
+fn policy(denies: bool) -> Settings {
+    let mirror = Mirror { of: vec!["p3".into()], to: "p10".into(), sent: true, received: true };
+    let from = vec![Who::Label("p5".into()), Who::Label("p6".into())];
+    let rule = Rule { action: if denies { Action::Allow } else { Action::Deny }, from, ..Rule::default() };
+    Settings {
+        otherwise: if denies { Action::Deny } else { Action::Allow },
+        rules: vec![rule],
+        mirrors: if denies { vec![] } else { vec![mirror] },
+    }
+}
 
 #[test]
 fn every_frame_is_delivered_or_dropped_for_a_reason() {
@@ -28,8 +50,9 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                 1 => Guard::new(&[], &["10.0.0.1".parse().unwrap()]),
                 _ => Guard::default(),
             };
-            let peer = bench
-                .port(net, PortSettings { guard, mac_limit: (n % 5 == 0).then_some(3), ..PortSettings::default() });
+            let mac_limit = (n % 5 == 0).then_some(3);
+            let labels = if seed % 2 == 0 { labels(n) } else { Labels::default() };
+            let peer = bench.port(net, PortSettings { guard, mac_limit, labels, ..PortSettings::default() });
             peer.lock().refuses = n % 2 == 0;
             peer.lock().caps = match n % 3 {
                 0 => Caps::plain(1500),
@@ -37,6 +60,9 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
                 _ => Caps::full(9000),
             };
             peers.push(peer);
+        }
+        if seed % 2 == 0 {
+            bench.ask(move |h| h.set_policy(NetworkId(0), policy(seed % 4 == 0))).unwrap();
         }
         let mut offered = vec![0u64; peers.len()];
         for _ in 0..4000 {
@@ -132,7 +158,14 @@ fn every_frame_is_delivered_or_dropped_for_a_reason() {
             Reason::Reserved,
             Reason::Reset,
         ];
-        for reason in expected {
+        let of_policy = match seed % 4 {
+            0 => vec![Reason::Isolated, Reason::Denied],
+            2 => vec![Reason::Isolated, Reason::Denied, Reason::MirrorPort],
+            _ => vec![],
+        };
+        // Where most traffic is denied, no queue fills.
+        let expected = expected.into_iter().filter(|reason| seed % 4 != 0 || *reason != Reason::QueueFull);
+        for reason in expected.chain(of_policy) {
             assert_ne!(reasons[reason as usize], 0, "seed {seed}: the traffic met {reason:?}");
         }
         assert!(extra > 0 && status.networks[0].flooded_unknown > 0);

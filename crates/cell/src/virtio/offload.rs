@@ -8,6 +8,7 @@
 //!   somebody has verified it); any other is verified here, and dropped if it is wrong.
 
 use core::num::NonZeroU16;
+use tombolo_ring::checksum::{add, sum};
 use tombolo_ring::virtio::net::{DATA_VALID, GSO_TCPV4, GSO_TCPV6, NEEDS_CSUM, NetHeaderRepr};
 
 const ETHERNET_HEADER_BYTES: usize = 14;
@@ -32,7 +33,7 @@ struct Transport {
     is_tcp: bool,
     is_ipv4: bool,
     /// Sum of the pseudo header without the length.
-    addresses: u32,
+    addresses: u16,
 }
 
 impl Transport {
@@ -40,11 +41,12 @@ impl Transport {
         if self.is_tcp { TCP_CHECKSUM } else { UDP_CHECKSUM }
     }
 
-    fn pseudo_header_sum(&self) -> u32 {
+    fn pseudo_header_sum(&self) -> u16 {
         let protocol = if self.is_tcp { PROTOCOL_TCP } else { PROTOCOL_UDP };
-        let len = (self.end - self.start) as u32;
         // The length of a segment that the device will cut can be more than 16 bits.
-        self.addresses + u32::from(protocol) + (len & 0xffff) + (len >> 16)
+        let len = (self.end - self.start) as u32;
+        let len = add(len as u16, (len >> 16) as u16);
+        add(self.addresses, add(protocol.into(), len))
     }
 
     /// Finds the segment; `None` for anything else, for fragments, and for lengths that do not fit the frame.
@@ -85,37 +87,6 @@ impl Transport {
     }
 }
 
-/// The one's complement sum of big-endian 16-bit words, not folded to 16 bits; an odd last byte counts as a high one.
-fn sum(bytes: &[u8]) -> u32 {
-    // Eight bytes at a time in the machine's order, with the carries apart: RFC 1071 §2 (B), (C).
-    let mut chunks = bytes.chunks_exact(8);
-    let mut total = 0u64;
-    let mut carries = 0u64;
-    for chunk in &mut chunks {
-        let word = u64::from_le_bytes([chunk[0], chunk[1], chunk[2], chunk[3], chunk[4], chunk[5], chunk[6], chunk[7]]);
-        let (next, carry) = total.overflowing_add(word);
-        total = next;
-        carries += u64::from(carry);
-    }
-    let mut tail = [0u8; 8];
-    let rest = chunks.remainder();
-    tail[..rest.len()].copy_from_slice(rest);
-    let (next, carry) = total.overflowing_add(u64::from_le_bytes(tail));
-    carries += u64::from(carry);
-    let mut folded = (next & 0xffff_ffff) + (next >> 32) + carries;
-    while folded > 0xffff {
-        folded = (folded & 0xffff) + (folded >> 16);
-    }
-    u32::from((folded as u16).swap_bytes())
-}
-
-fn fold(mut sum: u32) -> u16 {
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    sum as u16
-}
-
 /// Completes a frame that the stack has built, whose TCP or UDP checksum is missing, and says what the device is to
 /// do. `offload`: the device computes checksums. `segment_bytes`: it also cuts the payload into pieces of this size.
 pub(crate) fn finish(frame: &mut [u8], offload: bool, segment_bytes: Option<NonZeroU16>) -> NetHeaderRepr {
@@ -124,15 +95,15 @@ pub(crate) fn finish(frame: &mut [u8], offload: bool, segment_bytes: Option<NonZ
     let at = transport.start + transport.checksum_offset();
     if !offload {
         frame[at..at + 2].fill(0);
-        let whole = transport.pseudo_header_sum() + sum(&frame[transport.start..transport.end]);
-        let checksum = match !fold(whole) {
+        let whole = add(transport.pseudo_header_sum(), sum(&frame[transport.start..transport.end]));
+        let checksum = match !whole {
             0 if !transport.is_tcp => 0xffff,
             checksum => checksum,
         };
         frame[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
         return header;
     }
-    frame[at..at + 2].copy_from_slice(&fold(transport.pseudo_header_sum()).to_be_bytes());
+    frame[at..at + 2].copy_from_slice(&transport.pseudo_header_sum().to_be_bytes());
     header.flags = NEEDS_CSUM;
     header.csum_start = transport.start as u16;
     header.csum_offset = transport.checksum_offset() as u16;
@@ -155,7 +126,7 @@ pub(crate) fn is_sound(frame: &[u8], header: &NetHeaderRepr) -> bool {
     if !transport.is_tcp && transport.is_ipv4 && frame[at..at + 2] == [0, 0] {
         return true;
     }
-    fold(transport.pseudo_header_sum() + sum(&frame[transport.start..transport.end])) == 0xffff
+    add(transport.pseudo_header_sum(), sum(&frame[transport.start..transport.end])) == 0xffff
 }
 
 /// Whether a frame asks for a new TCP connection: listeners have to keep one socket ready for each.
@@ -292,7 +263,7 @@ mod tests {
             // What a device does (VirtIO 1.3 §5.1.6.2).
             let start = usize::from(header.csum_start);
             let at = start + usize::from(header.csum_offset);
-            let checksum = !fold(sum(&got[start..]));
+            let checksum = !sum(&got[start..]);
             got[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
             assert_eq!(got, want);
             if tcp {

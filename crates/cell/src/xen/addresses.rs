@@ -9,6 +9,7 @@
 
 use alloc::vec::Vec;
 use smoltcp::wire::{EthernetAddress, IpAddress, IpCidr, Ipv4Address, Ipv6Address};
+use tombolo_ring::checksum;
 
 const ETHERNET_HEADER_BYTES: usize = 14;
 const TYPE_IPV4: [u8; 2] = [0x08, 0x00];
@@ -106,15 +107,10 @@ pub(super) fn stamp(frame: &mut [u8], mac: EthernetAddress) {
     if !LINK_ADDRESS_OPTIONS.contains(&kind) || len != 1 {
         return;
     }
-    let words =
-        |bytes: &[u8]| bytes.chunks(2).map(|word| u32::from(u16::from_be_bytes([word[0], word[1]]))).sum::<u32>();
-    let (old, new) = (words(address), words(&mac.0));
+    let (old, new) = (checksum::sum(address), checksum::sum(&mac.0));
     address.copy_from_slice(&mac.0);
-    // RFC 1624 §3: the new sum is ~(~sum + ~old + new); three words each, so no overflow.
-    let sum = u32::from(!u16::from_be_bytes([frame[ICMPV6_AT + 2], frame[ICMPV6_AT + 3]])) + (3 * 0xffff - old) + new;
-    let folded = (sum & 0xffff) + (sum >> 16);
-    let folded = (folded & 0xffff) + (folded >> 16);
-    frame[ICMPV6_AT + 2..ICMPV6_AT + 4].copy_from_slice(&(!(folded as u16)).to_be_bytes());
+    let before = u16::from_be_bytes([frame[ICMPV6_AT + 2], frame[ICMPV6_AT + 3]]);
+    frame[ICMPV6_AT + 2..ICMPV6_AT + 4].copy_from_slice(&checksum::update(before, old, new).to_be_bytes());
 }
 
 /// A number that the frames of one flow share: over the addresses and, where they follow a plain header, the ports.

@@ -706,6 +706,8 @@ impl Running {
         let same = spec.networks.len() == self.spec.networks.len()
             && spec.forwards.len() == self.spec.forwards.len()
             && spec.links.len() == self.spec.links.len()
+            && spec.rules.len() == self.spec.rules.len()
+            && spec.mirrors.len() == self.spec.mirrors.len()
             && spec.name == self.spec.name;
         if !same {
             let text = "only [cell.…], [vm.…], [tap.…] and [port.…] can be added to a running fabric; for the rest \

@@ -16,6 +16,7 @@ use tombolo_switch::gateway::{DhcpConfig, Gateway, GatewayConfig, GatewayHandle,
 use tombolo_switch::guard::{Guard, Protected, Roles, link_local};
 use tombolo_switch::limit::Storm;
 use tombolo_switch::mac::MacSettings;
+use tombolo_switch::policy::Labels;
 use tombolo_switch::worker::Restart;
 
 use super::leases::{LeaseFiles, LeaseKeeper};
@@ -98,6 +99,7 @@ impl Running {
         let handle = worker.thread.handle().clone();
         let id = handle.add_network(&spec.name, MacSettings::default())?;
         handle.protect(id, self.protected(spec))?;
+        handle.set_policy(id, self.spec.policy(&spec.name))?;
         let Some(address) = spec.gateway else {
             self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![] });
             return Ok(());
@@ -130,7 +132,9 @@ impl Running {
         let registration = worker.thread.registration(&reserved);
         gateway.set_port_waker(Arc::new(move || registration.wake()));
         let guard = Guard::new(&[gateway.config().mac], &[]).pinned().with_roles(Roles::ALL);
-        let settings = PortSettings { guard, storm: Storm::OFF, ..PortSettings::default() };
+        // The gateway serves every member, whatever the policy.
+        let labels = Labels { exempt: true, ..Labels::default() };
+        let settings = PortSettings { guard, storm: Storm::OFF, labels, ..PortSettings::default() };
         let again = gateway.clone();
         let restart: Restart = Box::new(move |now| match again.restart(now) {
             Ok(port) => Ok(Box::new(port)),

@@ -244,7 +244,13 @@ impl Running {
             counters: {
                 let uplink = self.ports.get(&plan::uplink_name(&spec.name));
                 let passt = uplink.map(super::ports::RunningPort::passt_counters).unwrap_or_default();
-                net.counters().into_iter().chain(passt).collect()
+                let told = n.policy != tombolo_switch::policy::Settings::default();
+                let rules = n.policy_counts.rules.iter().enumerate().map(|(i, n)| (format!("rule_{i}"), *n));
+                let policy = rules.chain([
+                    ("rule_none".into(), n.policy_counts.otherwise),
+                    ("rule_connections".into(), n.policy_counts.connections as u64),
+                ]);
+                net.counters().into_iter().chain(passt).chain(policy.filter(|_| told)).collect()
             },
             bypass: self.bypass_report(spec),
         })

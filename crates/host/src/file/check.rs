@@ -16,8 +16,8 @@ use super::read::Spots;
 use crate::xen::config::domain_of;
 
 /// The file as read, and what is said about it.
-struct Check<'f, 'c, 't> {
-    fabric: &'f Fabric,
+pub(super) struct Check<'f, 'c, 't> {
+    pub(super) fabric: &'f Fabric,
     spots: &'f Spots,
     out: &'c mut Complaints<'t>,
 }
@@ -26,8 +26,13 @@ struct Check<'f, 'c, 't> {
 type Spot<'a> = (&'a str, &'a str);
 
 impl Check<'_, '_, '_> {
+    /// Whether a section of that word and name was not taken.
+    pub(super) fn refuses(&self, word: &str, name: &str) -> bool {
+        self.out.refused(word, Some(name))
+    }
+
     /// Complains about a key, unless its own value, or one that the complaint leans on, is at fault already.
-    fn fault(
+    pub(super) fn fault(
         &mut self,
         (at, key): Spot<'_>,
         leans_on: &[Spot<'_>],
@@ -59,6 +64,7 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.idle_keys_of_networks();
     check.idle_keys_of_members();
     check.guards();
+    super::policy::check(&mut check);
     forwards(fabric, spots, out);
 }
 
@@ -449,7 +455,9 @@ impl Check<'_, '_, '_> {
                 let reason = "it has no network device;";
                 // "xen" says who runs it, too.
                 let attach = ["attach"].into_iter().filter(|_| m.attach != Attach::Xen);
-                for key in attach.chain(["region", "queues", "guard", "ip6", "allow", "storm", "rate"]) {
+                for key in
+                    attach.chain(["region", "queues", "guard", "ip6", "allow", "storm", "rate", "groups", "isolated"])
+                {
                     self.idle((at, key), &[(at, "network")], "without a network", reason);
                 }
             }

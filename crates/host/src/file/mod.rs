@@ -15,17 +15,19 @@
 mod check;
 mod model;
 mod parse;
+mod policy;
 mod problem;
 mod read;
 pub mod schema;
 mod traffic;
 
 pub use model::{
-    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, Nic,
-    PortDecl, PortKind, Prefix6, Proto, Restart, Subnet, Tap, Target, Traffic, Uplink, Worker,
+    Accel, Attach, Boot, Dhcp, Fabric, Forward, Guard, Image, Ip6, Link, Machine, MachineKind, MachineType, MirrorDecl,
+    Nic, PortDecl, PortKind, Prefix6, Proto, Restart, RuleDecl, Subnet, Tap, Target, Traffic, Uplink, Worker,
 };
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;
 pub use parse::{add, load, name_of, parse};
+pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest};
 pub use traffic::rate_change;

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 
 use tombolo_switch::guard::Roles;
 use tombolo_switch::limit::{Rates, Storm};
+use tombolo_switch::policy::{Action, Isolation, Mirror, Rule};
 
 /// An Ethernet address of a member.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -222,6 +223,8 @@ pub struct Network {
     pub worker: String,
     /// Interfaces between which and the host's tap traffic skips the kernel's forwarding; empty: those of the host's default route.
     pub bypass: Option<Vec<String>>,
+    /// What happens to a connection between its members that no rule is about.
+    pub policy: Action,
 }
 
 /// Which accelerator a machine is to use.
@@ -288,7 +291,7 @@ pub enum Ip6 {
 }
 
 /// What a port may do beyond sending as itself, and how much of it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Traffic {
     /// What it may do that ordinary members do not.
     pub roles: Roles,
@@ -296,6 +299,28 @@ pub struct Traffic {
     pub storm: Storm,
     /// What it may send and receive.
     pub rates: Rates,
+    /// Names by which rules know it, besides its own.
+    pub groups: Vec<String>,
+    /// Whom it can reach.
+    pub isolation: Isolation,
+}
+
+/// A rule, and the network that it is for; every one where none is named.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RuleDecl {
+    /// The name of a network.
+    pub network: Option<String>,
+    /// The rule as the switch takes it.
+    pub rule: Rule,
+}
+
+/// A mirror, and the network that it is for; every one where none is named.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct MirrorDecl {
+    /// The name of a network.
+    pub network: Option<String>,
+    /// The mirror as the switch takes it.
+    pub mirror: Mirror,
 }
 
 /// How a machine's network device reaches the fabric.
@@ -640,6 +665,10 @@ pub struct Fabric {
     pub ports: Vec<PortDecl>,
     /// `[[forward]]` sections, in the file's order.
     pub forwards: Vec<Forward>,
+    /// What members may exchange, in the file's order.
+    pub rules: Vec<RuleDecl>,
+    /// Members that get copies of others' frames.
+    pub mirrors: Vec<MirrorDecl>,
     /// `[link.NAME]` sections, in the file's order.
     pub links: Vec<Link>,
 }
@@ -661,8 +690,17 @@ impl Fabric {
             taps: vec![],
             ports: vec![],
             forwards: vec![],
+            rules: vec![],
+            mirrors: vec![],
             links: vec![],
         }
+    }
+
+    /// What each member may do beyond sending as itself, with the path of its section.
+    pub fn traffic(&self) -> impl Iterator<Item = (String, &Traffic)> {
+        let machines = self.machines.iter().map(|m| (format!("{}.{}", m.kind.word(), m.name), &m.traffic));
+        let taps = self.taps.iter().map(|t| (format!("tap.{}", t.name), &t.traffic));
+        machines.chain(taps).chain(self.ports.iter().map(|p| (format!("port.{}", p.name), &p.traffic)))
     }
 
     /// Names of all members, in the order machines, taps, ports.

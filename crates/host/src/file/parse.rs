@@ -8,13 +8,14 @@ use tombolo_ring::ivshmem::protocol::CALLS;
 use toml::de::{DeTable, DeValue};
 
 use super::model::*;
+use super::policy;
 use super::problem::{Complaints, FileError, Part, near, nearest};
 use super::read::{Section, Spots, found, integer};
 use super::traffic::traffic;
 use super::{check, schema};
 
 /// Words of the head that open sections.
-const OPENERS: [&str; 8] = ["worker", "network", "cell", "vm", "tap", "port", "link", "forward"];
+const OPENERS: [&str; 10] = ["worker", "network", "cell", "vm", "tap", "port", "link", "forward", "rule", "mirror"];
 
 /// Reads and checks the file at `path`.
 pub fn load(path: &Path) -> Result<Fabric, FileError> {
@@ -100,7 +101,7 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, Fi
 const DEFAULT_LEASE_S: u32 = 3600;
 
 /// A name usable in files, devices and DNS: 1 to 24 of a-z, 0-9 and `-`, not at an end.
-fn clean_name(name: &str) -> Option<String> {
+pub(super) fn clean_name(name: &str) -> Option<String> {
     let ok = (1..=24).contains(&name.len())
         && name.bytes().all(|b| b.is_ascii_lowercase() || b.is_ascii_digit() || b == b'-')
         && !name.starts_with('-')
@@ -219,6 +220,7 @@ impl<'t> Reader<'_, 't> {
             self.link(name, span, table);
         }
         self.forwards(root);
+        self.policies(root);
     }
 
     /// Notes which sections a misspelt word of the head keeps from being read.
@@ -301,6 +303,7 @@ impl<'t> Reader<'_, 't> {
         let dns = s.list("dns", false, server).unwrap_or_default();
         let worker = s.string("worker").unwrap_or(first);
         let bypass = bypass(&mut s).filter(|_| uplink == Uplink::Kernel);
+        let policy = policy::otherwise(&mut s);
         self.fabric.networks.push(Network {
             name,
             subnet,
@@ -313,6 +316,7 @@ impl<'t> Reader<'_, 't> {
             dns,
             worker,
             bypass,
+            policy,
         });
     }
 
@@ -530,6 +534,17 @@ impl<'t> Reader<'_, 't> {
         s.applies("service", given);
         s.applies("plain", Some(if link.plain { "true" } else { "false" }));
         self.fabric.links.push(link);
+    }
+
+    fn policies(&mut self, root: &DeTable<'_>) {
+        for (path, span, table) in policy::tables(root, "rule", self.out) {
+            let mut s = Section::open("rule", path, span, table, self.out, self.spots, &[]);
+            self.fabric.rules.push(policy::rule(&mut s));
+        }
+        for (path, span, table) in policy::tables(root, "mirror", self.out) {
+            let mut s = Section::open("mirror", path, span, table, self.out, self.spots, &[]);
+            self.fabric.mirrors.push(policy::mirror(&mut s));
+        }
     }
 
     fn forwards(&mut self, root: &DeTable<'_>) {

@@ -69,6 +69,21 @@ const RATE: Key = key(
     "no limit",
     "limits in bits and frames per second: what it sends waits, what it should receive beyond that is dropped",
 );
+const GROUPS: Key = key(
+    "groups",
+    "a name of 1 to 24 of a-z, 0-9 and -, or a list of them; not \"outside\"",
+    "[]",
+    "names by which rules and mirrors know it, besides its own",
+);
+const ISOLATED: Key = key(
+    "isolated",
+    "true, false, or the name of a community",
+    "false",
+    "true: it can reach only members that are not isolated; a name: also the isolated ones with the same name here",
+);
+const ACTION: &str = "\"allow\" or \"deny\"";
+const WHO: &str = "a member, a group, \"outside\", an address or a prefix, or a list of them";
+const EVERY_NETWORK: Key = key("network", "the name of a network", "every network of the file", "where it applies");
 const REGION: Key = key(
     "region",
     "a power of two from \"1M\" to \"16M\"",
@@ -118,6 +133,8 @@ const MACHINE_KEYS: &[Key] = &[
     ALLOW,
     STORM,
     RATE,
+    GROUPS,
+    ISOLATED,
     key(
         "restart",
         "\"no\" or \"on-failure\"",
@@ -199,6 +216,12 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the thread that runs its switch",
             ),
             key(
+                "policy",
+                ACTION,
+                "\"allow\"",
+                "what happens to a connection between members that no `[[rule]]` is about",
+            ),
+            key(
                 "bypass",
                 "true, false, or a list of interfaces like [\"eth0\"]",
                 "false",
@@ -261,6 +284,8 @@ pub const SECTIONS: &[SectionSchema] = &[
             ALLOW,
             STORM,
             RATE,
+            GROUPS,
+            ISOLATED,
             key(
                 "accept_ra",
                 "true or false",
@@ -317,6 +342,8 @@ pub const SECTIONS: &[SectionSchema] = &[
             ALLOW,
             STORM,
             RATE,
+            GROUPS,
+            ISOLATED,
         ],
         shared: &[],
     },
@@ -370,6 +397,40 @@ pub const SECTIONS: &[SectionSchema] = &[
                 "the member it goes to: a name or an IPv4 address, and a port",
             ),
             key("network", "the name of a network", "the member's network", "which, for a member of several"),
+        ],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "rule",
+        form: "[[rule]]",
+        own: &[
+            key("action", ACTION, "", "what happens to the connections that the rule is about"),
+            key("from", WHO, "everybody", "who opens the connection; \"outside\" is the network's uplink"),
+            key("to", WHO, "everybody", "who it is opened to"),
+            key(
+                "protocol",
+                "\"tcp\", \"udp\", \"icmp\" or a number from 0 to 255",
+                "every one",
+                "\"icmp\" is that of both address families",
+            ),
+            key(
+                "ports",
+                "a port number, a range like \"6000-6010\", or a list of them",
+                "every port",
+                "ports that the connection is opened to",
+            ),
+            EVERY_NETWORK,
+        ],
+        shared: &[],
+    },
+    SectionSchema {
+        name: "mirror",
+        form: "[[mirror]]",
+        own: &[
+            key("of", "a member or a group, or a list of them", "everybody", "whose frames are copied"),
+            key("to", "the name of a member", "", "who gets the copies; it sends nothing"),
+            key("frames", "\"both\", \"sent\" or \"received\"", "\"both\"", "which of their frames"),
+            EVERY_NETWORK,
         ],
         shared: &[],
     },

@@ -7,6 +7,7 @@ use tombolo_switch::limit::{Limit, Rates, Storm};
 use toml::de::{DeTable, DeValue};
 
 use super::model::Traffic;
+use super::policy;
 use super::problem::{Complaints, FileError, Part, near};
 use super::read::{Section, Spots, found, integer};
 
@@ -62,7 +63,7 @@ pub(super) fn traffic(s: &mut Section<'_, '_, '_, '_>) -> Traffic {
         dhcp_server: a.dhcp_server | b.dhcp_server,
         gateway: a.gateway | b.gateway,
     });
-    Traffic { roles, storm: storm(s), rates: rates(s) }
+    Traffic { roles, storm: storm(s), rates: rates(s), groups: policy::groups(s), isolation: policy::isolation(s) }
 }
 
 /// Each entry of the table `key`, by name; `read` says whether it fits.

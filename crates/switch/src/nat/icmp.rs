@@ -11,9 +11,9 @@ use std::net::Ipv4Addr;
 use super::Verdict;
 use super::flow::Protocol;
 use super::packet::{IP_AT, Ipv4, update, word, words};
-use crate::checksum;
 use crate::drop::Reason;
 use crate::frame::Mac;
+use tombolo_ring::checksum;
 
 /// Types: destination unreachable ("fragmentation needed" among them), time exceeded, parameter problem. Source quench is
 /// out of use (RFC 6633), and a redirect tells of another network's routers.

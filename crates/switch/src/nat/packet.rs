@@ -7,9 +7,9 @@
 use std::net::Ipv4Addr;
 
 use super::flow::Protocol;
-use crate::checksum::{add, sum};
 use crate::drop::Reason;
 use crate::frame::Mac;
+use tombolo_ring::checksum::{self, add, sum};
 
 pub(super) const ETHERTYPE_IPV4: u16 = 0x0800;
 pub(super) const ETHERTYPE_ARP: u16 = 0x0806;
@@ -250,12 +250,9 @@ pub(super) fn words(ip: Ipv4Addr) -> [u16; 2] {
     [u16::from_be_bytes([a, b]), u16::from_be_bytes([c, d])]
 }
 
-/// RFC 1624 equation 3: HC' = ~(~HC + ~m + m').
+/// Corrects the checksum at `at` where the words `old` became `new`.
 pub(super) fn update(frame: &mut [u8], at: usize, old: &[u16], new: &[u16]) {
-    let mut sum = u32::from(!word(frame, at));
-    sum += old.iter().map(|w| u32::from(!w)).sum::<u32>() + new.iter().map(|w| u32::from(*w)).sum::<u32>();
-    while sum > 0xffff {
-        sum = (sum & 0xffff) + (sum >> 16);
-    }
-    frame[at..at + 2].copy_from_slice(&(!(sum as u16)).to_be_bytes());
+    let total = |words: &[u16]| words.iter().fold(0, |total, word| add(total, *word));
+    let checksum = checksum::update(word(frame, at), total(old), total(new));
+    frame[at..at + 2].copy_from_slice(&checksum.to_be_bytes());
 }

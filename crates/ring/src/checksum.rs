@@ -1,4 +1,4 @@
-//! The internet checksum (RFC 1071).
+//! The internet checksum (RFC 1071): the project's only implementation.
 
 /// The one's complement sum of `bytes` as big-endian words, an odd last byte padded with zero; not complemented.
 #[inline]
@@ -21,6 +21,13 @@ pub fn add(a: u16, b: u16) -> u16 {
     sum + u16::from(carry)
 }
 
+/// The checksum that `checksum` becomes when words whose [`sum`] is `old` are replaced by words whose [`sum`] is
+/// `new` (RFC 1624, equation 3). A sum that was wrong stays wrong.
+#[inline]
+pub fn update(checksum: u16, old: u16, new: u16) -> u16 {
+    !add(add(!checksum, !old), new)
+}
+
 #[inline]
 fn fold(mut total: u64) -> u16 {
     total = (total & 0xffff_ffff) + (total >> 32);
@@ -34,6 +41,8 @@ fn fold(mut total: u64) -> u16 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::vec;
+    use std::vec::Vec;
 
     fn dull(bytes: &[u8]) -> u16 {
         let mut total = 0u32;
@@ -58,6 +67,30 @@ mod tests {
             let ones = vec![0xff; len];
             assert_eq!(sum(&ones), dull(&ones), "ones, len {len}");
         }
+    }
+
+    #[test]
+    fn an_update_gives_the_sum_of_the_changed_bytes() {
+        let mut state = 11u32;
+        let mut bytes = [0u8; 40];
+        for round in 0..10_000 {
+            for byte in &mut bytes {
+                state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+                *byte = (state >> 24) as u8;
+            }
+            let before = !sum(&bytes);
+            let words = 2 * (1 + round % 8);
+            let old = sum(&bytes[8..8 + words]);
+            let with = [0x00, 0xff, state as u8][round % 3];
+            bytes[8..8 + words].fill(with);
+            assert_eq!(update(before, old, sum(&bytes[8..8 + words])), !sum(&bytes), "round {round}");
+        }
+    }
+
+    #[test]
+    fn the_example_of_rfc_1624() {
+        // Section 4: 0x5555 becomes 0x3285 in a header with the checksum 0xdd2f. The next one must not become 0xffff.
+        assert_eq!(update(0xdd2f, 0x5555, 0x3285), 0x0000);
     }
 
     #[test]

@@ -1,0 +1,536 @@
+//! The connections that a filter has let through, so that the frames that follow, and the answers, pass.
+//!
+//! # What a hostile port can do
+//! A connection is charged to the port that opened it. A port holds [`PER_PORT`] connections at most. At that limit,
+//! and when the table is full and the port holds its fair share or more, its own oldest connection makes room. A port
+//! below its share takes the place of the oldest connection of the port that holds most. So a flood of connections
+//! costs its own port. The hash is keyed.
+
+use super::tuple::{ACK, End, FIN, Kind, RST, SYN, TCP, Tuple};
+use crate::Nanos;
+use crate::mac::{PortNumber, Tick};
+use foldhash::quality::FixedState;
+use hashbrown::HashTable;
+use std::hash::{BuildHasher, Hasher};
+
+/// Connections that one network remembers.
+pub const CAPACITY: usize = 65_536;
+/// Connections that one port may have opened.
+pub const PER_PORT: usize = 16_384;
+/// Places that are looked at for connections whose time is over, once per [`Tick`].
+const SWEEP: usize = 256;
+/// No place of the table.
+const NIL: u32 = u32::MAX;
+
+/// Names a connection, the same for both directions: the lower end's address (two words), the higher end's, the ends'
+/// ports and the switch's ports of both, protocol and fragment.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Key([u64; 6]);
+
+impl PartialEq for Key {
+    /// Word by word: a key is compared right after its words were made, so they are still in registers. Comparing the
+    /// arrays would store them and wait for that.
+    #[inline(always)]
+    fn eq(&self, other: &Key) -> bool {
+        let ([a, b, c, d, e, f], [g, h, i, j, k, l]) = (self.0, other.0);
+        (a ^ g) | (b ^ h) | (c ^ i) | (d ^ j) | (e ^ k) | (f ^ l) == 0
+    }
+}
+
+impl Eq for Key {}
+
+impl Key {
+    const PROTOCOL: usize = 5;
+    /// Beside the protocol: of the fragments of one packet, its identification and this mark; else zero.
+    const FRAGMENT: u64 = 1 << 8;
+
+    /// The key of packets with this tuple, and whether such a packet comes from the lower end.
+    #[inline(always)]
+    pub(super) fn of(tuple: &Tuple, from: PortNumber, to: PortNumber) -> (Key, bool) {
+        // Address and both ports, as a number that orders the ends.
+        let place = |end: End, port: PortNumber| (end.ip, u32::from(end.port) << 16 | u32::from(port));
+        let (from, to) = (place(tuple.from, from), place(tuple.to, to));
+        let from_low = from <= to;
+        let (low, high) = if from_low { (from, to) } else { (to, from) };
+        let ((low_ip, low_ports), (high_ip, high_ports)) = (low, high);
+        let ports = u64::from(low_ports) << 32 | u64::from(high_ports);
+        let protocol = tuple.protocol.into();
+        let words = [(low_ip >> 64) as u64, low_ip as u64, (high_ip >> 64) as u64, high_ip as u64, ports, protocol];
+        (Key(words), from_low)
+    }
+
+    /// The key of the fragments of one packet, whose tuple has ports or not.
+    pub(super) fn of_fragments(tuple: &Tuple, from: PortNumber, to: PortNumber, id: u32) -> Key {
+        let bare = |end: End| End { port: 0, ..end };
+        let tuple = Tuple { from: bare(tuple.from), to: bare(tuple.to), protocol: tuple.protocol };
+        let (mut key, _) = Key::of(&tuple, from, to);
+        key.0[Key::PROTOCOL] |= u64::from(id) << 32 | Key::FRAGMENT;
+        key
+    }
+
+    /// Word by word, for the same reason.
+    #[inline(always)]
+    fn hash(&self, hasher: &FixedState) -> u64 {
+        let mut hash = hasher.build_hasher();
+        self.0.iter().for_each(|word| hash.write_u64(*word));
+        hash.finish()
+    }
+
+    fn protocol(&self) -> u8 {
+        self.0[Key::PROTOCOL] as u8
+    }
+
+    fn is_of_fragments(&self) -> bool {
+        self.0[Key::PROTOCOL] & Key::FRAGMENT != 0
+    }
+
+    fn touches(&self, port: PortNumber) -> bool {
+        (self.0[4] >> 32) as u16 == port || self.0[4] as u16 == port
+    }
+}
+
+// Seconds without a frame after which a connection is forgotten. RFC 5382 REQ-5 for TCP (2 h 4 min established, 4 min
+// half-open), RFC 4787 REQ-5 for UDP; 30 s for datagrams without an answer, and for a packet's fragments (RFC 8200
+// §4.5: 60 s; IPv4 hosts give up after 15 to 30).
+const ESTABLISHED: u64 = 7_440;
+const HALF_OPEN: u64 = 240;
+const CLOSED: u64 = 60;
+const RESET: u64 = 10;
+const DATAGRAMS: u64 = 300;
+const UNANSWERED: u64 = 30;
+
+/// What a frame of the connection reads: one cache line.
+#[derive(Clone, Copy, Debug)]
+#[repr(align(64))]
+struct Flow {
+    key: Key,
+    seen: Tick,
+    /// The generation of the rules that let it through.
+    generation: u32,
+    /// The port that opened it; the direction that its first frame took.
+    owner: PortNumber,
+    opened_by_low: bool,
+    answered: bool,
+    done_low: bool,
+    done_high: bool,
+    reset: bool,
+    used: bool,
+}
+
+/// The neighbours of a connection in its port's list.
+#[derive(Clone, Copy, Debug)]
+struct Links {
+    newer: u32,
+    older: u32,
+}
+
+impl Flow {
+    fn is_over(&self, now: Tick) -> bool {
+        let secs = match self.key.protocol() {
+            _ if self.key.is_of_fragments() => UNANSWERED,
+            TCP if self.reset => RESET,
+            TCP if self.done_low && self.done_high => CLOSED,
+            TCP if !self.answered => HALF_OPEN,
+            TCP => ESTABLISHED,
+            _ if !self.answered => UNANSWERED,
+            _ => DATAGRAMS,
+        };
+        self.seen.is_older_than(now, Nanos::SECOND.times(secs))
+    }
+
+    fn note(&mut self, from_low: bool, kind: Kind) {
+        self.answered |= from_low != self.opened_by_low;
+        if let Kind::Segment(flags) = kind {
+            self.reset |= flags & RST != 0;
+            let done = if from_low { &mut self.done_low } else { &mut self.done_high };
+            *done |= flags & FIN != 0;
+        }
+    }
+}
+
+/// A port's connections, in order of age.
+#[derive(Clone, Copy, Debug)]
+struct Share {
+    newest: u32,
+    oldest: u32,
+    held: u32,
+}
+
+impl Share {
+    const EMPTY: Share = Share { newest: NIL, oldest: NIL, held: 0 };
+}
+
+/// What the table says of a packet.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// Its connection was let through by the present rules.
+    Open,
+    /// It was let through by earlier rules; whether the packet goes the way of its first one.
+    Stale {
+        forward: bool,
+    },
+    Unknown,
+}
+
+/// The connections of one network.
+#[derive(Debug)]
+pub(super) struct Flows {
+    /// Places by the hash of their key.
+    index: HashTable<u32>,
+    hasher: FixedState,
+    places: Vec<Flow>,
+    links: Vec<Links>,
+    free: Vec<u32>,
+    shares: Vec<Share>,
+    members: usize,
+    capacity: usize,
+    /// The place of the last packet: frames tend to come in runs.
+    last: u32,
+    swept: usize,
+    swept_at: Tick,
+}
+
+impl Flows {
+    pub(super) fn new(capacity: usize, seed: u64) -> Flows {
+        Flows {
+            index: HashTable::with_capacity(capacity),
+            hasher: FixedState::with_seed(seed),
+            places: Vec::with_capacity(capacity),
+            links: Vec::with_capacity(capacity),
+            free: Vec::new(),
+            shares: Vec::new(),
+            members: 1,
+            capacity,
+            last: NIL,
+            swept: 0,
+            swept_at: Tick::default(),
+        }
+    }
+
+    /// Connections held, those included whose time is over and that were not looked at since.
+    pub(super) fn len(&self) -> usize {
+        self.places.len() - self.free.len()
+    }
+
+    /// Among how many ports the table is shared.
+    pub(super) fn set_members(&mut self, members: usize) {
+        self.members = members.max(1);
+    }
+
+    #[inline(always)]
+    fn place_of(&self, key: &Key) -> Option<u32> {
+        match self.places.get(self.last as usize) {
+            Some(flow) if flow.used && flow.key == *key => Some(self.last),
+            _ => self.index.find(key.hash(&self.hasher), |at| self.places[*at as usize].key == *key).copied(),
+        }
+    }
+
+    /// Looks a packet's connection up, and keeps it alive.
+    #[inline(always)]
+    pub(super) fn find(&mut self, now: Tick, generation: u32, key: &Key, from_low: bool, kind: Kind) -> Found {
+        let Some(at) = self.place_of(key) else { return Found::Unknown };
+        let flow = &mut self.places[at as usize];
+        let (forward, is_late) = (flow.opened_by_low == from_low, flow.seen != now);
+        if is_late && flow.is_over(now) {
+            self.remove(at);
+            return Found::Unknown;
+        }
+        if flow.generation != generation {
+            return Found::Stale { forward };
+        }
+        // A new connection between the same ends: as new, also in who has to answer.
+        let is_done = flow.reset || flow.done_low && flow.done_high;
+        if is_done && matches!(kind, Kind::Segment(flags) if flags & (SYN | ACK) == SYN) {
+            self.remove(at);
+            return Found::Unknown;
+        }
+        flow.note(from_low, kind);
+        self.last = at;
+        if is_late {
+            self.refresh(at, now);
+        }
+        Found::Open
+    }
+
+    /// Whether there is such a connection, without a change to it.
+    pub(super) fn has(&self, now: Tick, generation: u32, key: &Key) -> bool {
+        let flow = self.place_of(key).map(|at| &self.places[at as usize]);
+        flow.is_some_and(|flow| flow.generation == generation && !flow.is_over(now))
+    }
+
+    /// Says that the present rules let a connection through as well.
+    pub(super) fn renew(&mut self, generation: u32, key: &Key) {
+        if let Some(at) = self.place_of(key) {
+            self.places[at as usize].generation = generation;
+        }
+    }
+
+    /// Forgets a connection.
+    pub(super) fn close(&mut self, key: &Key) {
+        if let Some(at) = self.place_of(key) {
+            self.remove(at);
+        }
+    }
+
+    /// Remembers a connection that `owner` opens; `false` where there is no room that the port may take.
+    pub(super) fn open(
+        &mut self,
+        now: Tick,
+        generation: u32,
+        key: Key,
+        from_low: bool,
+        owner: PortNumber,
+        kind: Kind,
+    ) -> bool {
+        self.close(&key);
+        if self.shares.len() <= usize::from(owner) {
+            self.shares.resize(usize::from(owner) + 1, Share::EMPTY);
+        }
+        if !self.make_room(owner) {
+            return false;
+        }
+        let mut flow = Flow {
+            key,
+            seen: now,
+            generation,
+            owner,
+            opened_by_low: from_low,
+            answered: false,
+            done_low: false,
+            done_high: false,
+            reset: false,
+            used: true,
+        };
+        flow.note(from_low, kind);
+        let at = match self.free.pop() {
+            Some(at) => {
+                self.places[at as usize] = flow;
+                at
+            }
+            None => {
+                self.places.push(flow);
+                self.links.push(Links { newer: NIL, older: NIL });
+                self.places.len() as u32 - 1
+            }
+        };
+        let (hasher, places) = (&self.hasher, &self.places);
+        self.index.insert_unique(key.hash(hasher), at, |at| places[*at as usize].key.hash(hasher));
+        self.attach(at);
+        self.last = at;
+        true
+    }
+
+    fn make_room(&mut self, owner: PortNumber) -> bool {
+        let held = self.shares[usize::from(owner)].held as usize;
+        let is_full = self.len() >= self.capacity;
+        if held < PER_PORT.min(self.capacity) && !is_full {
+            return true;
+        }
+        let fair = (self.capacity / self.members).max(1);
+        let victim = if !is_full || held >= fair {
+            self.shares[usize::from(owner)].oldest
+        } else {
+            self.shares.iter().max_by_key(|share| share.held).map_or(NIL, |share| share.oldest)
+        };
+        if victim == NIL {
+            return false;
+        }
+        self.remove(victim);
+        true
+    }
+
+    /// Forgets every connection of `port`, on either end.
+    pub(super) fn remove_port(&mut self, port: PortNumber) {
+        for at in 0..self.places.len() {
+            let flow = &self.places[at];
+            if flow.used && (flow.key.touches(port) || flow.owner == port) {
+                self.remove(at as u32);
+            }
+        }
+    }
+
+    /// Forgets some of the connections whose time is over; called once per batch.
+    #[inline]
+    pub(super) fn sweep(&mut self, now: Tick) {
+        if now == self.swept_at || self.places.is_empty() {
+            return;
+        }
+        self.swept_at = now;
+        for _ in 0..SWEEP.min(self.places.len()) {
+            self.swept = (self.swept + 1) % self.places.len();
+            let flow = &self.places[self.swept];
+            if flow.used && flow.is_over(now) {
+                self.remove(self.swept as u32);
+            }
+        }
+    }
+
+    fn refresh(&mut self, at: u32, now: Tick) {
+        self.detach(at);
+        self.places[at as usize].seen = now;
+        self.attach(at);
+    }
+
+    fn remove(&mut self, at: u32) {
+        self.detach(at);
+        let flow = &mut self.places[at as usize];
+        flow.used = false;
+        let hash = flow.key.hash(&self.hasher);
+        if let Ok(entry) = self.index.find_entry(hash, |other| *other == at) {
+            entry.remove();
+        }
+        self.free.push(at);
+    }
+
+    fn attach(&mut self, at: u32) {
+        let owner = usize::from(self.places[at as usize].owner);
+        let share = &mut self.shares[owner];
+        let newest = std::mem::replace(&mut share.newest, at);
+        share.held += 1;
+        if newest == NIL {
+            share.oldest = at;
+        } else {
+            self.links[newest as usize].newer = at;
+        }
+        self.links[at as usize] = Links { newer: NIL, older: newest };
+    }
+
+    fn detach(&mut self, at: u32) {
+        let Links { newer, older } = self.links[at as usize];
+        let share = &mut self.shares[usize::from(self.places[at as usize].owner)];
+        share.held -= 1;
+        match newer {
+            NIL => share.newest = older,
+            newer => self.links[newer as usize].older = older,
+        }
+        match older {
+            NIL => share.oldest = newer,
+            older => self.links[older as usize].newer = newer,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn key(n: u32, from: PortNumber) -> (Key, bool) {
+        let from_end = End { ip: u128::from(n), port: 1 };
+        Key::of(&Tuple { from: from_end, to: End { ip: 1 << 64, port: 80 }, protocol: TCP }, from, 9)
+    }
+
+    fn at(secs: u64) -> Tick {
+        Tick::of(Nanos::SECOND.times(secs))
+    }
+
+    fn open(flows: &mut Flows, now: Tick, n: u32, owner: PortNumber) -> bool {
+        let (key, from_low) = key(n, owner);
+        flows.open(now, 1, key, from_low, owner, Kind::Segment(SYN))
+    }
+
+    fn has(flows: &Flows, now: Tick, n: u32, owner: PortNumber) -> bool {
+        flows.has(now, 1, &key(n, owner).0)
+    }
+
+    #[test]
+    fn both_directions_have_one_key() {
+        let tuple = Tuple { from: End { ip: 5, port: 1 }, to: End { ip: 4, port: 2 }, protocol: TCP };
+        let ((a, low), (b, other)) = (Key::of(&tuple, 1, 2), Key::of(&tuple.reversed(), 2, 1));
+        assert_eq!(a, b);
+        assert_ne!(low, other);
+        assert_ne!(a, Key::of(&tuple, 3, 2).0, "another port of the switch is another connection");
+    }
+
+    #[test]
+    fn a_connection_lives_as_long_as_its_state_says() {
+        let mut flows = Flows::new(64, 1);
+        assert!(open(&mut flows, at(0), 1, 1));
+        assert!(has(&flows, at(HALF_OPEN - 1), 1, 1));
+        assert!(!has(&flows, at(HALF_OPEN + 1), 1, 1), "nobody answered");
+        let (k, low) = key(1, 1);
+        assert_eq!(flows.find(at(10), 1, &k, !low, Kind::Segment(SYN | 16)), Found::Open);
+        assert!(has(&flows, at(ESTABLISHED), 1, 1));
+        for (from_low, flags) in [(low, FIN), (!low, FIN)] {
+            assert_eq!(flows.find(at(20), 1, &k, from_low, Kind::Segment(flags)), Found::Open);
+        }
+        assert!(has(&flows, at(20 + CLOSED - 1), 1, 1));
+        assert!(!has(&flows, at(20 + CLOSED + 1), 1, 1));
+        assert_eq!(flows.find(at(30), 1, &k, low, Kind::Segment(SYN)), Found::Unknown, "a new connection is asked for");
+        assert_eq!(flows.len(), 0);
+    }
+
+    #[test]
+    fn other_rules_make_it_stale_until_it_is_renewed() {
+        let mut flows = Flows::new(64, 1);
+        open(&mut flows, at(0), 1, 1);
+        let (k, low) = key(1, 1);
+        assert_eq!(flows.find(at(1), 2, &k, low, Kind::Segment(16)), Found::Stale { forward: true });
+        assert_eq!(flows.find(at(1), 2, &k, !low, Kind::Segment(16)), Found::Stale { forward: false });
+        flows.renew(2, &k);
+        assert_eq!(flows.find(at(1), 2, &k, low, Kind::Segment(16)), Found::Open);
+    }
+
+    #[test]
+    fn a_flood_of_connections_costs_its_own_port_only() {
+        let mut flows = Flows::new(64, 1);
+        flows.set_members(4);
+        for n in 0..8 {
+            assert!(open(&mut flows, at(n.into()), n, 2));
+        }
+        for n in 0..1_000 {
+            assert!(open(&mut flows, at(10), 100 + n, 1));
+            assert!(flows.len() <= 64);
+        }
+        assert!((0..8).all(|n| has(&flows, at(11), n, 2)), "the neighbour keeps what it has");
+        for n in 8..16 {
+            assert!(open(&mut flows, at(12), n, 2), "and gets its share");
+        }
+        assert!((0..16).all(|n| has(&flows, at(12), n, 2)));
+        assert_eq!(flows.len(), 64);
+        flows.remove_port(1);
+        assert_eq!(flows.len(), 16);
+    }
+
+    #[test]
+    fn the_sweep_forgets_what_is_over() {
+        let mut flows = Flows::new(64, 1);
+        for n in 0..64 {
+            open(&mut flows, at(0), n, 1);
+        }
+        flows.sweep(at(HALF_OPEN + 1));
+        assert_eq!(flows.len(), 0);
+        flows.remove_port(1);
+        assert!(open(&mut flows, at(HALF_OPEN + 2), 1, 1));
+    }
+
+    #[test]
+    fn lists_and_index_agree_after_any_history() {
+        let mut flows = Flows::new(32, 7);
+        flows.set_members(3);
+        let mut state = 1u32;
+        for step in 0..20_000u32 {
+            state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            let (n, owner, now) = (state >> 24 & 63, (state >> 20 & 3) as PortNumber, at(u64::from(step) / 10));
+            let (k, low) = key(n, owner);
+            match state >> 28 {
+                0..6 => _ = flows.open(now, 1, k, low, owner, Kind::Datagram),
+                6..12 => _ = flows.find(now, 1, &k, low, Kind::Segment((state >> 12 & 7) as u8)),
+                12 => flows.close(&k),
+                13 => flows.sweep(now),
+                _ if state & 0xff00 == 0 => flows.remove_port(owner),
+                _ => {}
+            }
+            assert_eq!(flows.index.len(), flows.len());
+            let held: u32 = flows.shares.iter().map(|share| share.held).sum();
+            assert_eq!(held as usize, flows.len());
+            for (port, share) in flows.shares.iter().enumerate() {
+                let (mut at, mut seen) = (share.oldest, 0);
+                while at != NIL {
+                    assert_eq!(usize::from(flows.places[at as usize].owner), port);
+                    (at, seen) = (flows.links[at as usize].newer, seen + 1);
+                }
+                assert_eq!(seen, share.held);
+            }
+        }
+    }
+}
