@@ -53,7 +53,9 @@ pub(crate) struct RunningMachine {
     /// The user asked for its end.
     pub(crate) stopped: bool,
     /// That is under way.
-    is_ending: bool,
+    pub(super) is_ending: bool,
+    /// It could not be started, ever.
+    pub(super) never_started: bool,
     /// Its process has ended: its number may be another's now.
     is_gone: bool,
     pub(crate) console: PathBuf,
@@ -75,6 +77,7 @@ impl RunningMachine {
             ended: None,
             stopped: false,
             is_ending: false,
+            never_started: false,
             is_gone: false,
             console,
             since: Instant::now(),
@@ -275,6 +278,7 @@ impl Running {
         let console = console::log_path(&self.facts.runtime, &plan.name);
         let mut machine = RunningMachine::new(plan, console);
         machine.ended = Some(Ended { how, well: false, last_lines: vec![] });
+        machine.never_started = true;
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
     }
@@ -399,7 +403,7 @@ impl Running {
     }
 
     /// Takes note of a machine's end; after which pause it is to be started again.
-    fn machine_ended(&mut self, name: &str, pid: u32) -> Option<Duration> {
+    pub(super) fn machine_ended(&mut self, name: &str, pid: u32) -> Option<Duration> {
         let log = self.log_path(name);
         let spec = self.machine_spec(name).map(|m| (m.kind, m.restart));
         let machine = self.machines.get_mut(name).filter(|m| m.pid == Some(pid))?;

@@ -63,6 +63,11 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
+    parse_with_spots(text, path).map(|(fabric, _)| fabric)
+}
+
+/// As [`parse`], with the places of the keys.
+pub(super) fn parse_with_spots(text: &str, path: &Path) -> Result<(Fabric, Spots), FileError> {
     let dir = folder_of(path);
     read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File)
 }
@@ -70,10 +75,10 @@ pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
 /// Reads `text` as additions to a running fabric: sections of cells, VMs, taps, ports and forwards.
 /// The whole is checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
-    read(text, path, to.clone(), Part::Addition)
+    read(text, path, to.clone(), Part::Addition).map(|(fabric, _)| fabric)
 }
 
-fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, FileError> {
+fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<(Fabric, Spots), FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut out = Complaints::new(text);
     out.broken = !errors.is_empty();
@@ -94,7 +99,7 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, Fi
         out.explain_by_syntax();
     }
     let problems = out.finish();
-    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
+    if problems.is_empty() { Ok((fabric, spots)) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
 }
 
 const DEFAULT_LEASE_S: u32 = 3600;
