@@ -340,3 +340,20 @@ def test_a_daemon_that_is_killed_in_an_apply_loses_nothing():
             assert did(apply(fabric)) == {}, "the next `up` is as the file says"
             until("the page after the kill", lambda: page(space, WEB), PATIENCE_S)
         fabric.down()
+
+
+@timeout(60)
+def test_up_tells_which_machines_die_at_once():
+    with scratch() as folder:
+        name = f"d{os.getpid()}"
+        file = folder / "tombolo.toml"
+        file.write_text(f'name = "{name}"\n[network.lan]\n[cell.web]\napp = "httpd"\naccel = "tcg"\nqemu = ["-no-such-option"]\n')
+        env = dict(os.environ, TOMBOLO_RUNTIME=str(folder / "run"), TOMBOLO_STATE=str(folder / "state"))
+        run = lambda *words: subprocess.run([str(PROGRAM), *words], env=env, capture_output=True, text=True)  # noqa: E731
+        try:
+            up = run("up", "-d", str(file))
+            assert up.returncode == 3, up
+            assert "web died at once: QEMU's exit code 1" in up.stderr and "-no-such-option: invalid option" in up.stderr, up.stderr
+        finally:
+            down = run("down", "--fabric", name)
+        assert down.returncode == 0, down.stderr

@@ -854,6 +854,22 @@ network = "ops"
     }
 
     #[test]
+    fn a_machine_may_be_without_a_network() {
+        let link = "[cell.a]\nimage = \"Cargo.toml\"\n[link.l]\nbetween = [\"a\"]\nseats = 1\n";
+        for text in [link.to_string(), link.replace("[link", "network = []\n[link") + "[network.lan]\n"] {
+            let made = plan(&fabric(&text), &facts(false)).unwrap();
+            assert!(made.ports.is_empty(), "{:?}", made.ports);
+            let argv = &made.machines[0].argv;
+            assert!(!argv.iter().any(|w| w == "-netdev") && argv.iter().any(|w| w.starts_with("ivshmem-")), "{argv:?}");
+        }
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let told = |text: &str| file::parse(&format!("name = \"demo\"\n{text}"), &path).unwrap_err().to_string();
+        for text in ["", "[tap.t]\n", "[cell.a]\nimage = \"Cargo.toml\"\nnetwork = \"lan\"\n"] {
+            assert!(told(text).contains("at least one section [network.NAME]"), "{}", told(text));
+        }
+    }
+
+    #[test]
     fn device_names_fit_and_differ() {
         assert_eq!(kernel_device("demo", "lan"), "tb-demo-lan");
         let (a, b) = (kernel_device("a-long-name", "lan"), kernel_device("a-long-name", "lon"));

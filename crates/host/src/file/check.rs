@@ -44,7 +44,7 @@ impl Check<'_, '_, '_> {
 
 pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut check = Check { fabric, spots, out };
-    if check.fabric.networks.is_empty() && !check.out.refused("network", None) {
+    if check.fabric.networks.is_empty() && needs_network(check.fabric) && !check.out.refused("network", None) {
         let hint = Some("add [network.lan]".to_string());
         check.fault(("", "network"), &[], "at least one section [network.NAME]", "none", hint);
     }
@@ -60,6 +60,14 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     check.idle_keys_of_members();
     check.guards();
     forwards(fabric, spots, out);
+}
+
+/// Whether a file without a network has something that needs one. Machines that share memory need none.
+fn needs_network(fabric: &Fabric) -> bool {
+    let attached = fabric.machines.iter().any(|m| !m.nics.is_empty());
+    attached
+        || fabric.machines.is_empty()
+        || !(fabric.taps.is_empty() && fabric.ports.is_empty() && fabric.forwards.is_empty())
 }
 
 fn path_of(network: &str) -> String {

@@ -83,8 +83,8 @@ const MACHINE_KEYS: &[Key] = &[
     key(
         "network",
         "the name of a network, or a list of them (one device each)",
-        "the only network of the file",
-        "where it attaches",
+        "the only network of the file; none in a file without networks",
+        "where it attaches; [] is a machine without a network device",
     ),
     MAC,
     key("ip", "an IPv4 address inside the network", "chosen from the DHCP range", "the address leased to it"),
