@@ -28,20 +28,27 @@ impl Apply {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
         let path = std::path::absolute(&path)?;
-        // Its faults are told with the path as it was given, and before a fabric is asked.
-        let spec = file::load(&path)?;
-        if let Some(name) = select.fabric.as_ref().filter(|name| **name != spec.name) {
+        // The rest of the file is for the daemon to judge, which may know other folders of images.
+        let name = file::name_of(&path)?;
+        if let Some(other) = select.fabric.as_ref().filter(|other| **other != name) {
             return Err(Failure::misused(format!(
-                "--fabric: expected \"{name}\", but {} is of the fabric \"{}\"",
-                path.display(),
-                spec.name
+                "--fabric: expected \"{other}\", but {} is of the fabric \"{name}\"",
+                path.display()
             )));
         }
         let text = std::fs::read_to_string(&path)
             .map_err(|e| Failure::misused(format!("reading the fabric file {}: {e}", path.display())))?;
         let root = rundir::runtime_root()?;
-        let client = Client::new(&spec.name, &rundir::api_socket(&root, &spec.name))?;
-        let report = client.apply(&text, &ApplyQuery { dry_run: self.dry_run, file: Some(path) })?;
+        let client = Client::new(&name, &rundir::api_socket(&root, &name))?;
+        let query = ApplyQuery { dry_run: self.dry_run, file: Some(path.clone()) };
+        let report = match client.apply(&text, &query) {
+            // A faulty file may be why another fabric was looked for.
+            Err(error) if error.is_absent() => {
+                file::load(&path)?;
+                return Err(error.into());
+            }
+            answer => answer?,
+        };
         if self.json {
             out::json(&report)?;
         } else {

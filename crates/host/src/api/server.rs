@@ -326,6 +326,10 @@ async fn apply(
     Sections(text): Sections,
 ) -> Result<Response, Answer> {
     let Query(query) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
+    if let Some(file) = query.file.as_ref().filter(|file| !file.is_absolute()) {
+        let error = format!("file: expected an absolute path, found {:?}", file.display().to_string());
+        return Err(Answer::new(StatusCode::BAD_REQUEST, error).hint("the daemon runs in another folder"));
+    }
     Ok(Json(ask(&app.requests, |reply| Request::Apply { text, query, reply }).await?).into_response())
 }
 

@@ -237,6 +237,8 @@ fn a_changed_file_is_applied_or_only_compared() {
     assert_eq!((dry.outcome.as_str(), dry.changes[0].reason.as_str()), ("planned", "/a folder/x&y.toml"));
     assert_eq!(client.apply("[network.lan]", &ApplyQuery::default()).unwrap().outcome, "done");
     assert!(client.apply("lan", &ApplyQuery::default()).unwrap_err().is_misuse());
+    let relative = ApplyQuery { dry_run: true, file: Some("x.toml".into()) };
+    assert!(client.apply("[network.lan]", &relative).unwrap_err().to_string().contains("an absolute path"));
     let wrong =
         stand.raw("POST /v1/apply?dryrun=1 HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
     assert!(wrong.starts_with("HTTP/1.1 400") && wrong.contains("dryrun"), "{wrong}");

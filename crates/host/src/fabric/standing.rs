@@ -208,7 +208,7 @@ mod tests {
     #[test]
     fn a_new_port_whose_folder_or_interface_is_not_there_is_refused() {
         for (section, told) in [
-            ("[port.q]\nkind = \"stream\"\nsocket = \"/nonexistent/q\"\n", "expected a folder for its socket"),
+            ("[port.q]\nkind = \"stream\"\nsocket = \"/proc/absent/q\"\n", "expected a folder for its socket"),
             ("[port.q]\nkind = \"packet\"\ndevice = \"tmbabsent0\"\n", "tmbabsent0"),
             ("[tap.q]\ndevice = \"tmbabsent0\"\nadopt = true\n", "tmbabsent0"),
             ("[tap.q]\ndevice = \"lo\"\n", "expected no interface lo"),
