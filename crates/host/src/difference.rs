@@ -309,7 +309,7 @@ fn judge(old: &Model, before: &Part, after: &Part, keys: &[KeyChange]) -> (Actio
                 && a.ports.iter().zip(&b.ports).all(|(a, b)| {
                     (&a.name, &a.network, &a.attachment, a.mtu) == (&b.name, &b.network, &b.attachment, b.mtu)
                 });
-            let live = [&LIVE[..], &["restart"]].concat();
+            let live = [&LIVE[..], &["restart", "depends_on"]].concat();
             if a.plan == b.plan && same_ports && a.spec.nics == b.spec.nics {
                 return (Action::Change, String::new());
             }
@@ -588,12 +588,14 @@ fn machine_keys(out: &mut Keys, a: &file::Machine, b: &file::Machine) {
                 Image::Path(path) => path.display().to_string(),
             })
         }),
-        (Boot::Vm { kernel: ka, initrd: ia, disk: da }, Boot::Vm { kernel: kb, initrd: ib, disk: db }) => {
+        (
+            Boot::Vm { kernel: ka, initrd: ia, disks: da, cloud_init: ca },
+            Boot::Vm { kernel: kb, initrd: ib, disks: db, cloud_init: cb },
+        ) => {
             out.say("kernel", ka, kb, path);
             out.say("initrd", ia, ib, path);
-            out.say("disk", da, db, |disk| {
-                disk.as_ref().map(|(path, format)| format!("{} ({format})", path.display()))
-            });
+            out.list("disk", da, db, |(path, format)| format!("{} ({format})", path.display()));
+            out.say("cloud_init", ca, cb, path);
         }
         _ => {}
     }
@@ -616,6 +618,7 @@ fn machine_keys(out: &mut Keys, a: &file::Machine, b: &file::Machine) {
     out.plain("region", &a.region, &b.region);
     out.plain("queues", &a.queues, &b.queues);
     out.other("restart", &a.restart, &b.restart);
+    out.list("depends_on", &a.depends_on, &b.depends_on, String::clone);
     out.member((a.guard, &a.ip6, &a.traffic), (b.guard, &b.ip6, &b.traffic));
 }
 

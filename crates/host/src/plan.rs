@@ -870,6 +870,45 @@ network = "ops"
     }
 
     #[test]
+    fn a_section_with_count_is_several_machines_of_their_own() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let text = "[network.lan]\n[cell.web]\nimage = \"Cargo.toml\"\ncount = 3\nargs = \"id={n}\"\n\
+                    [cell.db]\nimage = \"Cargo.toml\"\ndepends_on = \"web\"\n";
+        let fabric = fabric(text);
+        let names: Vec<_> = fabric.machines.iter().map(|m| (m.name.as_str(), m.cmdline.as_str())).collect();
+        assert_eq!(names, [("db", ""), ("web-1", "id=1"), ("web-2", "id=2"), ("web-3", "id=3")]);
+        assert_eq!(fabric.machines[0].depends_on, ["web-1", "web-2", "web-3"]);
+        let made = plan(&fabric, &facts(false)).unwrap();
+        let ports: Vec<_> = made.ports.iter().map(|p| (p.name.as_str(), p.guard.as_ref().unwrap().mac)).collect();
+        assert_eq!(ports.len(), 4);
+        assert!((1..4).all(|i| ports[i].1 != ports[i - 1].1), "{ports:?}");
+        let told = |more: &str| {
+            let text = format!("name = \"demo\"\n[network.lan]\n[vm.web]\nkernel = \"Cargo.toml\"\ncount = 2\n{more}");
+            file::parse(&text, &path).unwrap_err().to_string()
+        };
+        assert!(
+            told("mac = \"02:00:00:00:00:01\"\n").contains("6:7: vm.web.mac: "),
+            "{}",
+            told("mac = \"02:00:00:00:00:01\"\n")
+        );
+        assert!(told("disk = \"Cargo.toml\"\n").contains("one disk for 2 machines"));
+        assert!(told("[cell.web-1]\nimage = \"Cargo.toml\"\n").contains("a name that no other member has"));
+    }
+
+    #[test]
+    fn who_depends_on_whom_is_checked() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let text = |a: &str, b: &str| {
+            let cell = |name, on| format!("[cell.{name}]\nimage = \"Cargo.toml\"\ndepends_on = \"{on}\"\n");
+            format!("name = \"demo\"\n[network.lan]\n{}{}", cell("a", a), cell("bee", b))
+        };
+        let told = |a, b| file::parse(&text(a, b), &path).unwrap_err().to_string();
+        assert!(told("bee", "a").contains("a → bee → a"), "{}", told("bee", "a"));
+        assert!(told("bea", "bea").contains("did you mean \"bee\"?"), "{}", told("bea", "bea"));
+        assert!(told("a", "a").contains("a → a"));
+    }
+
+    #[test]
     fn device_names_fit_and_differ() {
         assert_eq!(kernel_device("demo", "lan"), "tb-demo-lan");
         let (a, b) = (kernel_device("a-long-name", "lan"), kernel_device("a-long-name", "lon"));

@@ -106,7 +106,7 @@ pub fn plan_faults(fabric: &Fabric, facts: &Facts) -> Vec<HostFault> {
 }
 
 fn section_of(m: &Machine) -> String {
-    format!("{}.{}", m.kind.word(), m.name)
+    m.section.clone()
 }
 
 struct Look<'a> {
@@ -159,11 +159,14 @@ impl Look<'_> {
                         self.file((&at, "app"), &path, Access::READ_OK);
                     }
                 }
-                Boot::Vm { kernel, initrd, disk } => {
+                Boot::Vm { kernel, initrd, disks, cloud_init } => {
                     kernel.iter().for_each(|path| self.file((&at, "kernel"), path, Access::READ_OK));
                     initrd.iter().for_each(|path| self.file((&at, "initrd"), path, Access::READ_OK));
                     let both = Access::READ_OK | Access::WRITE_OK;
-                    disk.iter().for_each(|(path, _)| self.file((&at, "disk"), path, both));
+                    for (i, (path, _)) in disks.iter().enumerate() {
+                        self.file((&at, if i == 0 { "disk" } else { "disks" }), path, both);
+                    }
+                    cloud_init.iter().for_each(|path| self.file((&at, "cloud_init"), path, Access::READ_OK));
                 }
             }
         }
@@ -526,7 +529,7 @@ mod tests {
             "[worker.a]\ncpu = 4000\n[network.lan]\nsubnet = \"10.213.0.0/24\"\nworker = \"a\"\nuplink = \"user\"\n\
              [network.out]\nsubnet = \"10.214.0.0/24\"\nuplink = {{ bridge = \"l0\" }}\nworker = \"a\"\n\
              [tap.t]\nnetwork = \"lan\"\nnetns = \"tmb-absent\"\n[tap.u]\nnetwork = \"lan\"\ndevice = \"lo\"\n\
-             [port.p]\nnetwork = \"lan\"\nkind = \"stream\"\nsocket = \"/nonexistent/p\"\nmac = \"02:00:00:00:00:07\"\nip = \"10.213.0.7\"\n\
+             [port.p]\nnetwork = \"lan\"\nkind = \"stream\"\nsocket = \"/proc/absent/p\"\nmac = \"02:00:00:00:00:07\"\nip = \"10.213.0.7\"\n\
              [[forward]]\nlisten = \"{}\"\nto = \"p:80\"\n[[forward]]\nlisten = \"192.0.2.7:80\"\nto = \"p:80\"\n",
             taken.local_addr().unwrap()
         );

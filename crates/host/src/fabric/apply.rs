@@ -417,6 +417,7 @@ impl Running {
             Some(Part::Machine(part)) => self.put_machine(change, part),
             _ => Ok(()),
         });
+        self.start_waiting();
         self.update_names();
         self.in_order_of(&new.fabric);
         if bypass {
@@ -576,7 +577,7 @@ impl Running {
             self.leave_idle(plan, "");
             return Ok(());
         }
-        let started = self.start_machine(plan);
+        let started = self.start_or_wait(plan);
         if let Err(error) = &started {
             self.note_not_started(plan, error);
         }

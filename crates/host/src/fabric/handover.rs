@@ -365,7 +365,7 @@ impl Running {
             }
         }
         for (name, machine) in
-            self.machines.iter().filter(|(_, m)| m.pid.is_none() && (m.stopped || m.again_at.is_none()))
+            self.machines.iter().filter(|(_, m)| m.pid.is_none() && !m.waits && (m.stopped || m.again_at.is_none()))
         {
             let how = machine.ended.as_ref().map_or("", |ended| &ended.how);
             put(format!("idle/{name}"), how.as_bytes(), &[])?;

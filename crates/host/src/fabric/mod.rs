@@ -515,13 +515,15 @@ impl Running {
             } else if let Some((how, _)) = self.take_state(format!("idle/{}", machine.name)) {
                 self.leave_idle(machine, &String::from_utf8_lossy(&how));
             } else {
-                match self.start_machine(machine) {
+                match self.start_or_wait(machine) {
                     // Guests that run on, and have their network again, do not end for one that cannot start.
                     Err(error) if !adopted.is_empty() || self.taking_over => self.note_not_started(machine, &error),
                     started => started?,
                 }
             }
         }
+        // Those that are kept come behind some that depend on them.
+        self.start_waiting();
         self.settle_store(plan);
         self.record_standing();
         Ok(())
@@ -723,7 +725,7 @@ impl Running {
         let made = self.start_links(&plan).and_then(|()| {
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
-            machines.iter().try_for_each(|machine| self.start_machine(machine))
+            machines.iter().try_for_each(|machine| self.start_or_wait(machine))
         });
         if let Err(error) = made {
             for port in &ports {
