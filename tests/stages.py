@@ -54,6 +54,7 @@ STAGES = {
     "bypass": 30,
     "guests": 60,
     "lab-quick": 30,
+    "daytwo": 15,
     "faults": 60,
 }
 

@@ -3,12 +3,14 @@
 //! One definition per flag (clap's derive) gives the parser, the help, the completions and the man pages. Each group of
 //! commands has a file, with its flags, what they do, and their tests.
 
+mod apply;
 mod bridge;
 mod bypass;
 mod bypass_capture;
 mod call;
 mod capture;
 mod cell;
+mod check;
 mod confine;
 mod doctor;
 mod down;
@@ -66,6 +68,10 @@ struct Cli {
 enum Command {
     /// Start a fabric from its file
     Up(up::Up),
+    /// Find every fault of a fabric file, and of what it needs of this machine, without starting anything
+    Check(check::Check),
+    /// Change a running fabric to what its edited file says; what did not change runs on
+    Apply(apply::Apply),
     /// Stop a fabric and remove all that it created
     Down(down::Down),
     /// Show networks, machines, ports, forwards, leases, drops and faults
@@ -119,6 +125,8 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
     let select = &cli.select;
     match cli.command {
         Command::Up(up) => up.run(select),
+        Command::Check(check) => check.run(select),
+        Command::Apply(apply) => apply.run(select),
         Command::Down(down) => down.run(select),
         Command::Status(status) => status.run(select),
         Command::Top(top) => top.run(select),

@@ -188,6 +188,15 @@ impl Up {
                 }
             }
         }
+        if self.wait.is_none() {
+            let root = rundir::runtime_root()?;
+            let mut client = Client::new(&status.name, &rundir::api_socket(&root, &status.name))?;
+            status = first_second(&mut client, status)?;
+            for (name, end) in dead(&status) {
+                out::tell!("tombolo: {name} died at once: {end}");
+                exit = Exit::Partly;
+            }
+        }
         tell_all(&status);
         if self.json {
             out::json(&status)?;
@@ -202,13 +211,37 @@ fn log_path_text(name: &str) -> String {
     format!("the daemon of \"{name}\"")
 }
 
+/// How long machines are watched that have just been started. QEMU that refuses what it was given ends within this.
+const AT_ONCE: Duration = Duration::from_secs(1);
+
+/// The status once each machine is on the network or has died, at the latest after [`AT_ONCE`].
+fn first_second(client: &mut Client, mut status: Status) -> Result<Status, Failure> {
+    let end = Instant::now() + AT_ONCE;
+    let begins = |m: &tombolo_host::api::report::MachineReport| m.state == "running" && !m.adopted;
+    while status.machines.iter().any(begins) && Instant::now() < end {
+        let dead: Vec<String> = dead(&status).map(|(name, _)| name.to_string()).collect();
+        if missing(&status).iter().all(|(name, _)| dead.contains(name)) || client.sleep(Duration::from_millis(50))? {
+            break;
+        }
+        status = client.status()?;
+    }
+    Ok(status)
+}
+
+/// Machines that have failed, and how, with the last lines of their consoles.
+fn dead(status: &Status) -> impl Iterator<Item = (&str, &str)> {
+    status.machines.iter().filter(|m| m.state == "failed").filter_map(|m| Some((&m.name[..], m.last_end.as_deref()?)))
+}
+
 /// Machines that are not running with all of their ports up, and how they are.
 fn missing(status: &Status) -> Vec<(String, String)> {
     let late = |m: &&tombolo_host::api::report::MachineReport| {
         let own = |p: &&tombolo_host::api::report::PortReport| {
             p.name == m.name || p.name.strip_prefix(&m.name).is_some_and(|rest| rest.starts_with('.'))
         };
-        m.state != "running" || !status.ports.iter().filter(own).all(|p| p.up)
+        // One that has done what it had to do, and ended well, needs no network any more.
+        let is_done = m.state == "stopped" && m.last_end.is_some();
+        !is_done && (m.state != "running" || !status.ports.iter().filter(own).all(|p| p.up))
     };
     let machines = status.machines.iter().filter(late);
     let how = |m: &tombolo_host::api::report::MachineReport| match (&m.last_end, m.state.as_str()) {

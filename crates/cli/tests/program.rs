@@ -115,6 +115,39 @@ fn a_daemon_stands_before_its_starter_ends_and_leaves_nothing() {
 }
 
 #[test]
+fn check_and_up_tell_all_faults_of_this_machine_with_their_lines() {
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let at = taken.local_addr().unwrap();
+    let file = format!(
+        "name = \"t\"\n[worker.w]\ncpu = 4095\n[network.lan]\nuplink = \"user\"\n[port.p]\nkind = \"packet\"\n\
+         device = \"l0\"\n[[forward]]\nlisten = \"{at}\"\nto = \"10.87.0.9:80\"\n"
+    );
+    let home = Home::new(&file);
+    let line = |word: &str| file.lines().position(|l| l.contains(word)).unwrap() + 1;
+    for command in ["check", "up -d", "up"] {
+        let told = home.refused(command, 1);
+        for (word, expected) in [
+            ("l0", "did you mean \"lo\"?"),
+            ("cpu =", "expected a CPU of this machine"),
+            ("listen =", "another program listens there (process "),
+        ] {
+            let at = format!("tombolo.toml:{}:", line(word));
+            let found = told.lines().find(|l| l.contains(&at)).unwrap_or_else(|| panic!("{command}: {at}: {told}"));
+            assert!(found.contains(expected), "{command}: {found}");
+        }
+        assert!(!home.path("run/t/owner.json").exists(), "{command} left something");
+    }
+    drop(taken);
+    let right = file.replace("cpu = 4095\n", "").replace("\"l0\"", "\"lo\"");
+    std::fs::write(home.path("tombolo.toml"), right).unwrap();
+    let missing = home.run("check");
+    // Without passt or the right to open packet sockets this machine lacks something still.
+    if missing.status.success() {
+        assert!(text(&missing.stdout).starts_with("tombolo.toml: no faults: 1 network"), "{}", text(&missing.stdout));
+    }
+}
+
+#[test]
 fn ports_come_and_go_while_it_runs() {
     let home = Home::new(FILE);
     home.ok("up -d");

@@ -493,7 +493,7 @@ fn network_link(
 }
 
 /// A direct link: each machine has its seat and a way in of its own.
-fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
+pub(crate) fn direct_link(link: &file::Link, facts: &Facts) -> Result<Config, PlanError> {
     let max_peers = link.max_peers();
     let vectors = if link.plain { 0 } else { link.vectors };
     let what = format!("link.{}", link.name);
@@ -863,6 +863,61 @@ network = "ops"
         let qemu = "name = \"demo\"\n[network.lan]\n[vm.v]\nkernel = \"Cargo.toml\"\nxl = [\"a=1\"]\n";
         let text = file::parse(qemu, &path).unwrap_err().to_string();
         assert!(text.contains("no `xl` with attach = \"vhost-user\""), "{text}");
+    }
+
+    #[test]
+    fn a_machine_may_be_without_a_network() {
+        let link = "[cell.a]\nimage = \"Cargo.toml\"\n[link.l]\nbetween = [\"a\"]\nseats = 1\n";
+        for text in [link.to_string(), link.replace("[link", "network = []\n[link") + "[network.lan]\n"] {
+            let made = plan(&fabric(&text), &facts(false)).unwrap();
+            assert!(made.ports.is_empty(), "{:?}", made.ports);
+            let argv = &made.machines[0].argv;
+            assert!(!argv.iter().any(|w| w == "-netdev") && argv.iter().any(|w| w.starts_with("ivshmem-")), "{argv:?}");
+        }
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let told = |text: &str| file::parse(&format!("name = \"demo\"\n{text}"), &path).unwrap_err().to_string();
+        for text in ["", "[tap.t]\n", "[cell.a]\nimage = \"Cargo.toml\"\nnetwork = \"lan\"\n"] {
+            assert!(told(text).contains("at least one section [network.NAME]"), "{}", told(text));
+        }
+    }
+
+    #[test]
+    fn a_section_with_count_is_several_machines_of_their_own() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let text = "[network.lan]\n[cell.web]\nimage = \"Cargo.toml\"\ncount = 3\nargs = \"id={n}\"\n\
+                    [cell.db]\nimage = \"Cargo.toml\"\ndepends_on = \"web\"\n";
+        let fabric = fabric(text);
+        let names: Vec<_> = fabric.machines.iter().map(|m| (m.name.as_str(), m.cmdline.as_str())).collect();
+        assert_eq!(names, [("db", ""), ("web-1", "id=1"), ("web-2", "id=2"), ("web-3", "id=3")]);
+        assert_eq!(fabric.machines[0].depends_on, ["web-1", "web-2", "web-3"]);
+        let made = plan(&fabric, &facts(false)).unwrap();
+        let ports: Vec<_> = made.ports.iter().map(|p| (p.name.as_str(), p.guard.as_ref().unwrap().mac)).collect();
+        assert_eq!(ports.len(), 4);
+        assert!((1..4).all(|i| ports[i].1 != ports[i - 1].1), "{ports:?}");
+        let told = |more: &str| {
+            let text = format!("name = \"demo\"\n[network.lan]\n[vm.web]\nkernel = \"Cargo.toml\"\ncount = 2\n{more}");
+            file::parse(&text, &path).unwrap_err().to_string()
+        };
+        assert!(
+            told("mac = \"02:00:00:00:00:01\"\n").contains("6:7: vm.web.mac: "),
+            "{}",
+            told("mac = \"02:00:00:00:00:01\"\n")
+        );
+        assert!(told("disk = \"Cargo.toml\"\n").contains("one disk for 2 machines"));
+        assert!(told("[cell.web-1]\nimage = \"Cargo.toml\"\n").contains("a name that no other member has"));
+    }
+
+    #[test]
+    fn who_depends_on_whom_is_checked() {
+        let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("t.toml");
+        let text = |a: &str, b: &str| {
+            let cell = |name, on| format!("[cell.{name}]\nimage = \"Cargo.toml\"\ndepends_on = \"{on}\"\n");
+            format!("name = \"demo\"\n[network.lan]\n{}{}", cell("a", a), cell("bee", b))
+        };
+        let told = |a, b| file::parse(&text(a, b), &path).unwrap_err().to_string();
+        assert!(told("bee", "a").contains("a → bee → a"), "{}", told("bee", "a"));
+        assert!(told("bea", "bea").contains("did you mean \"bee\"?"), "{}", told("bea", "bea"));
+        assert!(told("a", "a").contains("a → a"));
     }
 
     #[test]

@@ -57,7 +57,7 @@ pub enum RunDirError {
     Foreign { path: PathBuf, owner: u32, expected: u32 },
     /// Another daemon runs this fabric.
     #[error(
-        "the fabric \"{name}\" is running already (process {pid}); `tombolo up --replace` takes over from it, `tombolo down --fabric {name}` ends it"
+        "the fabric \"{name}\" is running already (process {pid}); `tombolo apply` changes it to what its file says, `tombolo up --replace` takes over from it, `tombolo down --fabric {name}` ends it"
     )]
     Running {
         name: String,

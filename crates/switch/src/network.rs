@@ -212,6 +212,9 @@ impl Network {
 
     /// Sets what the members may exchange. Connections that the policy before let through are judged anew.
     pub fn set_policy(&mut self, settings: policy::Settings) {
+        if self.policy.is_some() && settings == self.policy_settings {
+            return;
+        }
         let before = self.policy.take();
         self.policy = Policy::new(settings.clone(), &self.labels, self.seed).map(Box::new);
         if let (Some(policy), Some(before)) = (&mut self.policy, before) {

@@ -28,6 +28,7 @@ use tokio::task::JoinSet;
 
 use crate::rundir;
 
+use super::apply::{ApplyQuery, ApplyReport};
 use super::report::{Fault, MachineReport, Machines, PortReport, Ports, Status};
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
@@ -243,6 +244,12 @@ impl Client {
     /// Starts machines from sections of a fabric file, or a known machine by its name.
     pub fn run_machine(&self, sections: &str) -> Result<Machines, ClientError> {
         self.json(Method::POST, "/v1/machines", sections, None)
+    }
+
+    /// Changes the fabric to what the text of a fabric file says, or tells what that would do.
+    pub fn apply(&self, text: &str, query: &ApplyQuery) -> Result<ApplyReport, ClientError> {
+        let file = query.file.as_ref().map(|f| format!("&file={}", quoted(&f.to_string_lossy()))).unwrap_or_default();
+        self.json(Method::POST, &format!("/v1/apply?dry_run={}{file}", query.dry_run), text, None)
     }
 
     /// `DELETE /v1/machines/NAME`. Returns once the machine has ended.

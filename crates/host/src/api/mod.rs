@@ -4,6 +4,7 @@
 //! reply: the HTTP server on the Unix socket, and tests. The reports are the JSON of the API and of
 //! every `--json`: one schema, described in docs/api.md and by the OpenAPI document.
 
+pub mod apply;
 pub mod client;
 pub mod connections;
 pub mod metrics;
@@ -77,6 +78,15 @@ pub enum Request {
         sections: String,
         /// The machines that were started.
         reply: Reply<Vec<MachineReport>>,
+    },
+    /// Changes the fabric to what the text of a whole fabric file says; with `query.dry_run` only tells what that would do.
+    Apply {
+        /// The whole file, as TOML text.
+        text: String,
+        /// Where it is from, and whether it is done.
+        query: apply::ApplyQuery,
+        /// What was done.
+        reply: Reply<apply::ApplyReport>,
     },
     /// Stops a machine and waits for its end.
     StopMachine {

@@ -46,6 +46,7 @@ use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tombolo_shm::listener::bind_private;
 
+use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
 use super::report::{Fault, Machines, Ports, SCHEMA};
 use super::{Refusal, Reply, Request, Requests, metrics, services};
@@ -148,6 +149,7 @@ fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
         ("delete", "/v1/machines/{name}", delete(stop_machine)),
         ("get", "/v1/machines/{name}/console", get(console)),
         ("post", "/v1/machines/{name}/console", post(type_to_console)),
+        ("post", "/v1/apply", post(apply)),
         ("post", "/v1/down", post(down)),
         ("get", "/v1/openapi.json", get(openapi)),
         ("get", "/metrics", get(metrics_text)),
@@ -316,6 +318,19 @@ async fn run_machine(State(app): State<App>, Sections(sections): Sections) -> Re
 
 async fn stop_machine(State(app): State<App>, InPath(name): InPath<String>) -> Result<Response, Answer> {
     Ok(Json(ask(&app.requests, |reply| Request::StopMachine { name, reply }).await?).into_response())
+}
+
+async fn apply(
+    State(app): State<App>,
+    query: Result<Query<ApplyQuery>, axum::extract::rejection::QueryRejection>,
+    Sections(text): Sections,
+) -> Result<Response, Answer> {
+    let Query(query) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
+    if let Some(file) = query.file.as_ref().filter(|file| !file.is_absolute()) {
+        let error = format!("file: expected an absolute path, found {:?}", file.display().to_string());
+        return Err(Answer::new(StatusCode::BAD_REQUEST, error).hint("the daemon runs in another folder"));
+    }
+    Ok(Json(ask(&app.requests, |reply| Request::Apply { text, query, reply }).await?).into_response())
 }
 
 async fn down(State(app): State<App>) -> Result<StatusCode, Answer> {

@@ -1,5 +1,6 @@
 //! Server and client over a real socket, before a task that answers as the fabric's task does.
 
+use super::apply::{ApplyQuery, ApplyReport, ChangeReport};
 use super::client::{Client, ClientError, Ending};
 use super::connections::Limits;
 use super::report::{MachineReport, Status};
@@ -84,6 +85,14 @@ async fn answer(
                     vec![m.clone()]
                 });
                 drop(reply.send(machine.ok_or(Refusal::Failed("QEMU ended: no such image".into()))));
+            }
+            Request::Apply { text, query, reply } => {
+                let refused = || Refusal::Invalid(format!("request:1:1: expected a fabric file, found {text:?}"));
+                let file = query.file.map(|f| f.display().to_string()).unwrap_or_default();
+                let change = ChangeReport { section: text.clone(), reason: file, ..ChangeReport::default() };
+                let outcome = if query.dry_run { "planned" } else { "done" };
+                let report = ApplyReport { outcome: outcome.into(), changes: vec![change], ..ApplyReport::default() };
+                drop(reply.send(text.starts_with('[').then_some(report).ok_or_else(refused)));
             }
             Request::StopMachine { name, reply } => {
                 let machine: Option<&mut MachineReport> = status.machines.iter_mut().find(|m| m.name == name);
@@ -217,6 +226,22 @@ fn a_client_reads_and_changes_what_the_fabric_has() {
     let page = client.text("/metrics").unwrap();
     assert!(super::metrics::check::read(&page).unwrap().len() > 30);
     assert_eq!(client.text("/v1/openapi.json").unwrap(), OPENAPI);
+}
+
+#[test]
+fn a_changed_file_is_applied_or_only_compared() {
+    let stand = Stand::new();
+    let client = stand.client();
+    let file = Some(PathBuf::from("/a folder/x&y.toml"));
+    let dry = client.apply("[network.lan]", &ApplyQuery { dry_run: true, file }).unwrap();
+    assert_eq!((dry.outcome.as_str(), dry.changes[0].reason.as_str()), ("planned", "/a folder/x&y.toml"));
+    assert_eq!(client.apply("[network.lan]", &ApplyQuery::default()).unwrap().outcome, "done");
+    assert!(client.apply("lan", &ApplyQuery::default()).unwrap_err().is_misuse());
+    let relative = ApplyQuery { dry_run: true, file: Some("x.toml".into()) };
+    assert!(client.apply("[network.lan]", &relative).unwrap_err().to_string().contains("an absolute path"));
+    let wrong =
+        stand.raw("POST /v1/apply?dryrun=1 HTTP/1.1\r\nHost: t\r\nConnection: close\r\nContent-Length: 0\r\n\r\n");
+    assert!(wrong.starts_with("HTTP/1.1 400") && wrong.contains("dryrun"), "{wrong}");
 }
 
 #[test]
@@ -945,6 +970,11 @@ fn the_document_describes_every_field_of_the_reports() {
         fits(&value, &schema, &document, name);
     };
     check("Status", serde_json::to_value(status).unwrap());
+    let key = super::apply::KeyReport { key: "rate".into(), before: Some("none".into()), after: Some("1M".into()) };
+    let error = Some("its worker has ended".into());
+    let change = ChangeReport { keys: vec![key], error, ..ChangeReport::default() };
+    let applied = ApplyReport { changes: vec![change], kept: vec!["extra".into()], ..ApplyReport::default() };
+    check("ApplyReport", serde_json::to_value(applied).unwrap());
     check("Ports", serde_json::to_value(super::report::Ports { schema: 1, ports }).unwrap());
     check("Machines", serde_json::to_value(super::report::Machines { schema: 1, machines }).unwrap());
     check("Fault", serde_json::to_value(fault).unwrap());

@@ -5,7 +5,7 @@ use std::os::unix::net::UnixStream;
 
 use tokio::sync::{mpsc, oneshot};
 
-use super::{FabricError, Shared, machine};
+use super::{FabricError, Shared, apply, machine};
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
 
@@ -18,7 +18,7 @@ impl From<FabricError> for Refusal {
         match error {
             FabricError::Unknown { .. } => Refusal::NotFound(text),
             FabricError::File(_) | FabricError::Plan(_) => Refusal::Invalid(text),
-            FabricError::State(_) => Refusal::Conflict(text),
+            FabricError::State(_) | FabricError::Machine(_) => Refusal::Conflict(text),
             _ => Refusal::Failed(text),
         }
     }
@@ -115,8 +115,41 @@ async fn hand_over(shared: &Shared, socket: UnixStream, waiting: &mut Waiting, r
     }
 }
 
-async fn serve(shared: &Shared, request: Request) {
+/// Refuses what would change the fabric while an apply does; gives back every other request.
+async fn unless_applying(shared: &Shared, request: Request) -> Option<Request> {
+    if !shared.running.lock().await.applying {
+        return Some(request);
+    }
+    fn busy<T>(reply: Reply<T>) -> Option<Request> {
+        let text = "the fabric is being changed by `tombolo apply`; try again when that is done";
+        answer(reply, Err(FabricError::State(text.into())));
+        None
+    }
     match request {
+        Request::AddPorts { reply, .. } => busy(reply),
+        Request::ChangePort { reply, .. } => busy(reply),
+        Request::RemovePort { reply, .. } => busy(reply),
+        Request::RunMachine { reply, .. } => busy(reply),
+        Request::StopMachine { reply, .. } => busy(reply),
+        Request::Apply { reply, .. } => busy(reply),
+        request => Some(request),
+    }
+}
+
+async fn serve(shared: &Shared, request: Request) {
+    let Some(request) = unless_applying(shared, request).await else { return };
+    match request {
+        Request::Apply { text, query, reply } => {
+            let prepared = shared.running.lock().await.prepare_apply(&text, &query);
+            match prepared {
+                Ok(prepared) => {
+                    // Machines take up to seconds to end; others are served meanwhile.
+                    let shared = shared.clone();
+                    tokio::spawn(async move { answer(reply, apply::carry_out(&shared, prepared).await) });
+                }
+                Err(error) => answer(reply, Err(error)),
+            }
+        }
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
         Request::AddPorts { sections, reply } => {
             let mut running = shared.running.lock().await;

@@ -114,7 +114,7 @@ impl Takeover {
         let facts = facts(&full, folder.clone());
         let plan = plan::plan(&full, &facts)?;
         if let Some(standing) = &owner.standing {
-            standing.check(&full, &plan)?;
+            standing.check(&full, &plan, file)?;
         }
         let finder = super::fdstore::Finder::new(&folder);
         let unreachable = || {
@@ -238,6 +238,12 @@ impl Running {
     /// Blocks for as long as the other one may take to say so; its first words were heard already.
     pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
         let say = self.say.clone();
+        if self.applying {
+            let why = "it is being changed by `tombolo apply`; try again in a few seconds";
+            // The other daemon may have gone.
+            let _ = writeln!(socket, "{why}");
+            return;
+        }
         if self.finder.replace_hung() {
             say("the fd store did not answer and was replaced");
         }
@@ -270,6 +276,9 @@ impl Running {
     /// Leaves everything to the next daemon and ends this process. Returns only if that cannot be.
     pub(crate) fn leave(&mut self) -> String {
         let say = self.say.clone();
+        if self.applying {
+            return "it is being changed by `tombolo apply`; try again in a few seconds".into();
+        }
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
             Ok(()) => {
                 std::mem::forget(standstill);
@@ -356,7 +365,7 @@ impl Running {
             }
         }
         for (name, machine) in
-            self.machines.iter().filter(|(_, m)| m.pid.is_none() && (m.stopped || m.again_at.is_none()))
+            self.machines.iter().filter(|(_, m)| m.pid.is_none() && !m.waits && (m.stopped || m.again_at.is_none()))
         {
             let how = machine.ended.as_ref().map_or("", |ended| &ended.how);
             put(format!("idle/{name}"), how.as_bytes(), &[])?;

@@ -18,7 +18,7 @@ use crate::file::{self, Boot, MachineKind, Restart};
 use crate::plan::MachinePlan;
 use crate::process::{self, Process};
 use crate::qemu::argv::{has_disk, memory_place, monitor_path};
-use crate::qemu::monitor;
+use crate::qemu::{cloud_init, monitor};
 use crate::rundir::Settled;
 use crate::xen::toolstack;
 
@@ -53,7 +53,13 @@ pub(crate) struct RunningMachine {
     /// The user asked for its end.
     pub(crate) stopped: bool,
     /// That is under way.
-    is_ending: bool,
+    pub(super) is_ending: bool,
+    /// It could not be started, ever.
+    pub(super) never_started: bool,
+    /// It is started once those that it depends on are on the network.
+    pub(super) waits: bool,
+    /// All of its ports have been up since it was started.
+    pub(super) was_up: bool,
     /// Its process has ended: its number may be another's now.
     is_gone: bool,
     pub(crate) console: PathBuf,
@@ -75,6 +81,9 @@ impl RunningMachine {
             ended: None,
             stopped: false,
             is_ending: false,
+            never_started: false,
+            waits: false,
+            was_up: false,
             is_gone: false,
             console,
             since: Instant::now(),
@@ -94,6 +103,7 @@ impl RunningMachine {
     /// Gives the process up, to be ended by the caller; its end is not reported.
     pub(crate) fn let_go(&mut self) -> Option<Process> {
         self.stopped = true;
+        self.waits = false;
         self.pid.filter(|_| !self.is_gone).and_then(Process::open)
     }
 }
@@ -243,11 +253,15 @@ impl Running {
         let regions = plain.iter().flat_map(|name| self.links().map(|links| links.region(name)));
         let regions = regions.collect::<Result<Vec<_>, _>>()?;
         let spec = self.machine_spec(&plan.name);
-        let disk = spec.and_then(|m| match &m.boot {
-            Boot::Vm { disk: Some((path, _)), .. } => Some(path.clone()),
-            _ => None,
+        let disks = spec.and_then(|m| match &m.boot {
+            Boot::Vm { disks, .. } => Some(disks.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>()),
+            Boot::Cell(_) => None,
         });
-        let writes = Writes { runtime: self.facts.runtime.clone(), files: disk.into_iter().collect() };
+        if let Some(Boot::Vm { cloud_init: Some(user_data), .. }) = spec.map(|m| &m.boot) {
+            let place = cloud_init::path(&self.facts.runtime, &plan.name);
+            cloud_init::write(&place, &plan.name, user_data).map_err(spawn)?;
+        }
+        let writes = Writes { runtime: self.facts.runtime.clone(), files: disks.unwrap_or_default() };
         let has_own_arguments = spec.is_none_or(|m| !m.qemu.is_empty());
         let start = |numbers: &[i32]| {
             let (mut command, words) = confine::command(&plan.argv, &writes, has_own_arguments);
@@ -268,6 +282,38 @@ impl Running {
         process::spawn_with(&regions, start).map_err(spawn)
     }
 
+    /// Starts a machine, now or once those that it depends on are on the network.
+    pub(crate) fn start_or_wait(&mut self, plan: &MachinePlan) -> Result<(), FabricError> {
+        let on = self.waits_for(&plan.name);
+        if on.is_empty() {
+            return self.start_machine(plan);
+        }
+        (self.say)(&format!("{}: waits for {}", plan.name, on.join(", ")));
+        let console = console::log_path(&self.facts.runtime, &plan.name);
+        let mut machine = RunningMachine::new(plan, console);
+        machine.waits = true;
+        self.machines.insert(plan.name.clone(), machine);
+        self.tell_who_is_away();
+        Ok(())
+    }
+
+    /// Those that a machine depends on and that have not been on the network yet.
+    fn waits_for(&self, name: &str) -> Vec<String> {
+        let on = self.machine_spec(name).map(|m| m.depends_on.clone()).unwrap_or_default();
+        on.into_iter().filter(|other| self.machines.get(other).is_none_or(|m| !m.was_up)).collect()
+    }
+
+    /// Starts the machines that wait and need not any more.
+    pub(crate) fn start_waiting(&mut self) {
+        let waiting = self.machines.values().filter(|m| m.waits).map(|m| m.plan.clone());
+        let ready: Vec<_> = waiting.filter(|plan| self.waits_for(&plan.name).is_empty()).collect();
+        for plan in ready {
+            if let Err(error) = self.start_machine(&plan) {
+                self.note_not_started(&plan, &error);
+            }
+        }
+    }
+
     /// Notes a machine that could not be started, as one that failed.
     pub(crate) fn note_not_started(&mut self, plan: &MachinePlan, error: &FabricError) {
         let how = format!("it could not be started: {error}");
@@ -275,6 +321,7 @@ impl Running {
         let console = console::log_path(&self.facts.runtime, &plan.name);
         let mut machine = RunningMachine::new(plan, console);
         machine.ended = Some(Ended { how, well: false, last_lines: vec![] });
+        machine.never_started = true;
         self.machines.insert(plan.name.clone(), machine);
         self.tell_who_is_away();
     }
@@ -285,6 +332,8 @@ impl Running {
         let mut machine = RunningMachine::new(plan, console);
         machine.pid = Some(*pid);
         machine.adopted = true;
+        // It was settled before.
+        machine.was_up = true;
         self.machines.insert(plan.name.clone(), machine);
         self.note_member(*pid);
         self.tell_who_is_away();
@@ -333,8 +382,12 @@ impl Running {
             }
             let Some(running) = me.upgrade() else { return };
             let mut running = running.lock().await;
-            if running.dir.is_some() && running.machines.get(&name).is_some_and(|m| m.pid == Some(pid)) {
+            if running.dir.is_some()
+                && let Some(machine) = running.machines.get_mut(&name).filter(|m| m.pid == Some(pid))
+            {
+                machine.was_up = true;
                 running.note_settled(&name, pid);
+                running.start_waiting();
             }
         });
     }
@@ -399,7 +452,7 @@ impl Running {
     }
 
     /// Takes note of a machine's end; after which pause it is to be started again.
-    fn machine_ended(&mut self, name: &str, pid: u32) -> Option<Duration> {
+    pub(super) fn machine_ended(&mut self, name: &str, pid: u32) -> Option<Duration> {
         let log = self.log_path(name);
         let spec = self.machine_spec(name).map(|m| (m.kind, m.restart));
         let machine = self.machines.get_mut(name).filter(|m| m.pid == Some(pid))?;
@@ -425,7 +478,8 @@ impl Running {
         last_lines.extend(console::tail(&log, lines).into_iter().map(|l| format!("{program}: {l}")));
         machine.ended = Some(Ended { how: how.clone(), well, last_lines: last_lines.clone() });
         let stopped = machine.stopped;
-        let again = (!stopped && !well && restart == Restart::OnFailure).then(|| machine.failed());
+        let wanted = restart == Restart::Always || restart == Restart::OnFailure && !well;
+        let again = (!stopped && wanted).then(|| machine.failed());
         self.tell_who_is_away();
         if stopped {
             return None;

@@ -24,6 +24,7 @@
 //! One async thread owns the `Running` behind a mutex. Workers run on their own. Waiting for
 //! processes to end happens outside the mutex.
 
+mod apply;
 mod backoff;
 mod bypass;
 mod capture;
@@ -64,6 +65,7 @@ use crate::file::{self, Fabric, FileError};
 use crate::kernel::{self, KernelError};
 use crate::notify;
 use crate::plan::{self, Facts, Plan, PlanError, PortPlan};
+use crate::preflight;
 use crate::process;
 use crate::qemu::probe::{self, Qemu};
 use crate::routes::{self, Clash, Route};
@@ -117,21 +119,9 @@ pub enum FabricError {
         source: std::io::Error,
         hint: &'static str,
     },
-    /// The host has another way to a network's addresses.
-    #[error(
-        "network {network}: expected a subnet that the host has no route to, found {subnet}: its route to {} goes through {}; \
-         set another `subnet` in [network.{network}]{hint}", route.subnet, route.device
-    )]
-    Subnet {
-        network: String,
-        subnet: file::Subnet,
-        route: Route,
-        /// A subnet that is free.
-        hint: String,
-    },
-    /// A forward's listener is taken.
-    #[error("forward {proto} {listen}: {source}; {}", listener_hint(source))]
-    Listener { proto: &'static str, listen: std::net::SocketAddr, source: std::io::Error },
+    /// This machine does not have what the file needs; all of it, with the places in the file.
+    #[error("{0}")]
+    Machine(FileError),
     /// No such member.
     #[error("the fabric has no {what} \"{name}\"{hint}")]
     Unknown {
@@ -144,20 +134,6 @@ pub enum FabricError {
     /// A change that does not fit the state.
     #[error("{0}")]
     State(String),
-}
-
-/// What to do about a listener that the system refuses.
-fn listener_hint(error: &std::io::Error) -> &'static str {
-    match error.kind() {
-        std::io::ErrorKind::AddrInUse => "another program listens there: end it or choose another port",
-        std::io::ErrorKind::PermissionDenied => {
-            "ports below 1024 need root or CAP_NET_BIND_SERVICE: choose another port"
-        }
-        std::io::ErrorKind::AddrNotAvailable => {
-            "expected an address of this machine: choose one that `ip address` lists"
-        }
-        _ => "choose another address or port",
-    }
 }
 
 /// Tells the user what happens while the fabric runs; called with one line.
@@ -214,6 +190,8 @@ pub struct Running {
     /// Ports that could not be made again after their sockets were deleted.
     pub(crate) unmade: Vec<PortPlan>,
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
+    /// An apply is under way: nothing else may change the fabric.
+    pub(crate) applying: bool,
     /// Names of domains that are being ended since the addition that they were a part of failed.
     unadded: std::collections::BTreeSet<String>,
 }
@@ -242,6 +220,20 @@ impl Shared {
             "{error}; the guests run on without their network: correct what is wrong and run `tombolo up`"
         ))
     }
+}
+
+/// How long what a killed daemon had is waited for that the kernel takes back.
+const LEAVING: Duration = Duration::from_secs(3);
+
+/// An error with all that this machine does not have; the places are those of the file, as it is now.
+pub(crate) fn refuse_faults(faults: Vec<preflight::HostFault>, path: &Path) -> Result<(), FabricError> {
+    if faults.is_empty() { Ok(()) } else { Err(lacking(faults, path)) }
+}
+
+fn lacking(faults: Vec<preflight::HostFault>, path: &Path) -> FabricError {
+    let places = file::load_with_places(path).map_or_else(|_| file::Places::none(path), |(_, places)| places);
+    let problems = faults.into_iter().map(|fault| fault.placed(&places)).collect();
+    FabricError::Machine(places.error(problems))
 }
 
 /// Why [`Facts::kvm`] has no answer.
@@ -326,6 +318,7 @@ impl Running {
             missing: vec![],
             unmade: vec![],
             me: std::sync::Weak::new(),
+            applying: false,
             unadded: std::collections::BTreeSet::new(),
         }
     }
@@ -423,46 +416,48 @@ impl Running {
         if let Some(prepared) = &self.prepared {
             return Ok(prepared.plan.clone());
         }
-        let plan = plan::plan(&self.spec, &self.facts)?;
+        let plan = plan::plan(&self.spec, &self.facts);
         if self.taking_over {
             // Routes and listeners are there already, and are the fabric's own.
-            return Ok(plan);
+            return Ok(plan?);
         }
         // They are of no use without their daemon, and hold the listeners that are looked at below.
         self.end_helpers().await;
-        self.check_routes()?;
-        let timeout = Instant::now() + Duration::from_secs(3);
+        self.note_routes();
+        let begun = Instant::now();
         loop {
-            match self.check_listeners(&plan) {
-                Ok(()) => return Ok(plan),
-                // The passt of a daemon that was killed an instant ago is on its way out.
-                Err(_) if self.dir().leftover.is_some() && Instant::now() < timeout => {
-                    tokio::time::sleep(Duration::from_millis(50)).await;
-                }
-                Err(error) => return Err(error),
+            let mut faults = preflight::faults(&self.spec, None);
+            // The passt and the taps of a daemon that was killed an instant ago are on their way out.
+            let passes = self.dir().leftover.is_some() && begun.elapsed() < LEAVING;
+            if passes && faults.iter().any(preflight::HostFault::may_pass) {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                continue;
             }
+            return match plan {
+                Ok(plan) => refuse_faults(faults, &self.file).map(|()| plan),
+                Err(error) if faults.is_empty() => Err(error.into()),
+                Err(_) => {
+                    faults.extend(preflight::plan_faults(&self.spec, &self.facts));
+                    Err(lacking(faults, &self.file))
+                }
+            };
         }
     }
 
-    /// Refuses networks whose subnet the host has a route to already; notes those that take a part of a wider route.
-    fn check_routes(&mut self) -> Result<(), FabricError> {
-        let routes = routes::host();
+    /// Notes the networks whose subnet takes a part of a wider route of the host.
+    fn note_routes(&mut self) {
         let mut notes = Vec::new();
-        for (network, clash) in routes::clashes(&self.spec, &routes) {
+        for (network, clash) in routes::clashes(&self.spec, &routes::host()) {
             let (name, subnet) = (network.name.clone(), network.subnet);
-            match clash {
-                Clash::Taken(route) => {
-                    let hint = routes::free(&self.spec, &routes).map_or_else(String::new, |s| format!(", like \"{s}\""));
-                    return Err(FabricError::Subnet { network: name, subnet, route, hint });
-                }
-                Clash::Shadowed(Route { subnet: wide, device }) => notes.push(format!(
+            // One that is taken is a fault.
+            if let Clash::Shadowed(Route { subnet: wide, device }) = clash {
+                notes.push(format!(
                     "network {name}: the host reaches {subnet} in the fabric now, and no longer by its route to {wide} through {device}"
-                )),
+                ));
             }
         }
         notes.iter().for_each(|note| (self.say)(note));
         self.notes = notes;
-        Ok(())
     }
 
     async fn make(&mut self, plan: &Plan) -> Result<(), FabricError> {
@@ -520,13 +515,15 @@ impl Running {
             } else if let Some((how, _)) = self.take_state(format!("idle/{}", machine.name)) {
                 self.leave_idle(machine, &String::from_utf8_lossy(&how));
             } else {
-                match self.start_machine(machine) {
+                match self.start_or_wait(machine) {
                     // Guests that run on, and have their network again, do not end for one that cannot start.
                     Err(error) if !adopted.is_empty() || self.taking_over => self.note_not_started(machine, &error),
                     started => started?,
                 }
             }
         }
+        // Those that are kept come behind some that depend on them.
+        self.start_waiting();
         self.settle_store(plan);
         self.record_standing();
         Ok(())
@@ -633,7 +630,7 @@ impl Running {
         Ok(())
     }
 
-    fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
+    pub(crate) fn undo_kernel(&mut self, table: &str) -> Result<(), FabricError> {
         // Another fabric may need forwarding still. It is off before the chain that bounds it is gone.
         if !self.other_owners()?.iter().any(|o| o.nft_table.is_some()) {
             kernel::restore(&self.dir().owner().sysctls.clone())?;
@@ -654,7 +651,7 @@ impl Running {
         Ok(others.filter_map(read).filter_map(|text| serde_json::from_slice(&text).ok()).collect())
     }
 
-    fn kernel_rules(&mut self, plan: &Plan) -> Result<(), FabricError> {
+    pub(crate) fn kernel_rules(&mut self, plan: &Plan) -> Result<(), FabricError> {
         if plan.kernel.is_empty() {
             return Ok(());
         }
@@ -681,7 +678,7 @@ impl Running {
         Ok(())
     }
 
-    fn kernel_taps(&mut self, plan: &Plan) -> Result<(), FabricError> {
+    pub(crate) fn kernel_taps(&mut self, plan: &Plan) -> Result<(), FabricError> {
         for uplink in &plan.kernel {
             kernel::set(&format!("net/ipv4/conf/{}/route_localnet", uplink.device), "1")?;
             kernel::set(&format!("net/ipv4/conf/{}/forwarding", uplink.device), "1")?;
@@ -730,7 +727,7 @@ impl Running {
         let made = self.start_links(&plan).and_then(|()| {
             ports.iter().try_for_each(|port| self.add_port(port))?;
             self.update_names();
-            machines.iter().try_for_each(|machine| self.start_machine(machine))
+            machines.iter().try_for_each(|machine| self.start_or_wait(machine))
         });
         if let Err(error) = made {
             for port in &ports {
@@ -1020,16 +1017,5 @@ mod tests {
         assert_eq!(difference(&before, &words("other -m 32M -smp 1 -device a")), "QEMU is other now");
         let long = "x".repeat(500);
         assert!(difference(&before, &words(&format!("qemu -append {long}"))).chars().count() < 400);
-    }
-
-    #[test]
-    fn a_refused_listener_names_the_true_cause() {
-        let told = |kind: std::io::ErrorKind| {
-            let listen = "127.0.0.1:80".parse().unwrap();
-            FabricError::Listener { proto: "tcp", listen, source: kind.into() }.to_string()
-        };
-        assert!(told(std::io::ErrorKind::AddrInUse).contains("another program listens there"));
-        assert!(told(std::io::ErrorKind::PermissionDenied).contains("CAP_NET_BIND_SERVICE"));
-        assert!(told(std::io::ErrorKind::AddrNotAvailable).contains("address of this machine"));
     }
 }

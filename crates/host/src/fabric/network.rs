@@ -9,6 +9,7 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use rustix::time::{ClockId, clock_gettime};
 use tokio::sync::Notify;
+use tokio::task::AbortHandle;
 use tombolo_port::worker::{WorkerConfig, WorkerThread};
 use tombolo_switch::Nanos;
 use tombolo_switch::control::{NetworkId, PortSettings, WorkerSettings};
@@ -34,6 +35,8 @@ pub(crate) struct Net {
     leases: Option<LeaseKeeper>,
     /// Names that the gateway has from us.
     names: Vec<String>,
+    /// What serves the gateway's events.
+    serving: Option<AbortHandle>,
 }
 
 impl Net {
@@ -92,18 +95,24 @@ impl Running {
 
     pub(crate) fn start_network(&mut self, spec: &file::Network) -> Result<(), FabricError> {
         let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
+        let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
+        let handle = worker.thread.handle().clone();
+        let id = handle.add_network(&spec.name, MacSettings::default())?;
+        self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![], serving: None });
+        self.start_gateway(spec, id)
+    }
+
+    /// Starts the gateway of a network that has none yet, if the file asks for one.
+    fn start_gateway(&mut self, spec: &file::Network, id: NetworkId) -> Result<(), FabricError> {
+        let fail = |why: String| FabricError::Network { network: spec.name.clone(), why };
         let handed = self.take_state(format!("leases/{}", spec.name));
         let handed = handed.and_then(|(text, _)| serde_json::from_slice(&text).ok());
         let files = LeaseFiles::new(self.state_file(&format!("{}.leases.json", spec.name))?);
         let (_, worker) = self.worker_of(&spec.name).ok_or_else(|| fail("it has no worker".into()))?;
         let handle = worker.thread.handle().clone();
-        let id = handle.add_network(&spec.name, MacSettings::default())?;
         handle.protect(id, self.protected(spec))?;
         handle.set_policy(id, self.spec.policy(&spec.name))?;
-        let Some(address) = spec.gateway else {
-            self.networks.insert(spec.name.clone(), Net { id, gateway: None, leases: None, names: vec![] });
-            return Ok(());
-        };
+        let Some(address) = spec.gateway else { return Ok(()) };
         let config = GatewayConfig {
             mac: Mac::derived(&[&self.spec.name, &spec.name, "gateway"]).0,
             address,
@@ -143,9 +152,44 @@ impl Running {
         handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), restart, settings)?;
         let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone())
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
-        self.serve_gateway(spec, gateway.clone(), &keeper);
-        self.networks
-            .insert(spec.name.clone(), Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![] });
+        let serving = Some(self.serve_gateway(spec, gateway.clone(), &keeper));
+        let net = Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![], serving };
+        self.networks.insert(spec.name.clone(), net);
+        Ok(())
+    }
+
+    /// Takes the gateway off a network; its leases are on the disk afterwards.
+    fn stop_gateway(&mut self, network: &str) {
+        let Some(net) = self.networks.get_mut(network) else { return };
+        net.stop_leases();
+        net.finish_leases(&self.say);
+        net.serving.take().into_iter().for_each(|task| task.abort());
+        (net.gateway, net.leases, net.names) = (None, None, vec![]);
+        let port = format!("gateway-{network}");
+        let Some((_, worker)) = self.worker_of(network) else { return };
+        let handle = worker.thread.handle();
+        // A worker that has ended has dropped the port already.
+        let ports = handle.status().map(|status| status.ports).unwrap_or_default();
+        for found in ports.iter().filter(|p| *p.name == *port) {
+            let _ = handle.remove_port(found.token);
+        }
+    }
+
+    /// Gives a network that runs another gateway; leases stay, and the members' ports are not touched.
+    pub(crate) fn restart_gateway(&mut self, spec: &file::Network) -> Result<(), FabricError> {
+        self.stop_gateway(&spec.name);
+        let Some(id) = self.networks.get(&spec.name).map(|net| net.id) else { return Ok(()) };
+        self.start_gateway(spec, id)
+    }
+
+    /// Takes a network down that has no ports but its gateway.
+    pub(crate) fn stop_network(&mut self, network: &str) -> Result<(), FabricError> {
+        self.stop_gateway(network);
+        let Some(id) = self.networks.get(network).map(|net| net.id) else { return Ok(()) };
+        if let Some((_, worker)) = self.worker_of(network) {
+            worker.thread.handle().remove_network(id)?;
+        }
+        self.networks.remove(network);
         Ok(())
     }
 
@@ -159,7 +203,7 @@ impl Running {
     }
 
     /// Takes what the gateway leaves for the host: changed leases to their keeper, queries to the name servers.
-    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, keeper: &LeaseKeeper) {
+    fn serve_gateway(&self, spec: &file::Network, gateway: GatewayHandle, keeper: &LeaseKeeper) -> AbortHandle {
         let news = Arc::new(Notify::new());
         let (doorbell, wake_keeper) = (news.clone(), keeper.waker());
         gateway.set_event_waker(Arc::new(move || {
@@ -168,7 +212,7 @@ impl Running {
         }));
         let me = self.me.clone();
         let mut resolver = Resolver::new(Servers::or_host(spec.dns.clone()), Timing::default());
-        tokio::spawn(async move {
+        let serving = tokio::spawn(async move {
             loop {
                 news.notified().await;
                 // The fabric has gone, and the gateway with it.
@@ -178,6 +222,7 @@ impl Running {
                 resolver.serve(&gateway);
             }
         });
+        serving.abort_handle()
     }
 
     /// Tells each gateway the members that the file names.

@@ -1,6 +1,5 @@
 //! Ports: opened as planned, handed to their worker, and taken out again.
 
-use std::net::{SocketAddr, TcpListener, UdpSocket};
 use std::os::fd::OwnedFd;
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Command, Stdio};
@@ -26,7 +25,7 @@ use super::backoff::Backoff;
 use super::helper::Helper;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file::{self, Proto};
-use crate::plan::{self, Attachment, Plan, PortGuard, PortPlan, UserUplink};
+use crate::plan::{self, Attachment, PortGuard, PortPlan, UserUplink};
 use crate::process::{self, Process, Recorded};
 use crate::qemu::probe::which;
 
@@ -171,7 +170,7 @@ struct Opened {
     handle: Option<Handle>,
 }
 
-pub(crate) const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
+const PASST_HINT: &str = "the user uplink needs passt (Debian: apt install passt)";
 
 fn error(port: &PortPlan) -> impl Fn(&dyn std::fmt::Display) -> FabricError {
     let name = port.name.clone();
@@ -459,17 +458,6 @@ impl Running {
             }
         });
     }
-
-    /// Refuses a file whose forwards cannot listen, before anything is made: passt says so only in its log.
-    pub(crate) fn check_listeners(&self, plan: &Plan) -> Result<(), FabricError> {
-        for port in &plan.ports {
-            let Attachment::User(user) = &port.attachment else { continue };
-            for (proto, listen, ..) in &user.forwards {
-                free(*proto, *listen)?;
-            }
-        }
-        Ok(())
-    }
 }
 
 /// Starts the passt of a port again after `pause`, and after longer ones as often as it does not start.
@@ -594,14 +582,6 @@ fn attach(
 fn anew(plan: &PortPlan, registration: Registration, shelf: Option<Shelf>, say: Say) -> Restart {
     let plan = plan.clone();
     Box::new(move |_| attach(&plan, registration.clone(), shelf.clone(), None, &say))
-}
-
-pub(crate) fn free(proto: Proto, listen: SocketAddr) -> Result<(), FabricError> {
-    let bound = match proto {
-        Proto::Tcp => TcpListener::bind(listen).map(drop),
-        Proto::Udp => UdpSocket::bind(listen).map(drop),
-    };
-    bound.map_err(|source| FabricError::Listener { proto: proto.word(), listen, source })
 }
 
 #[cfg(test)]

@@ -261,6 +261,7 @@ impl Running {
         let one = |m: &file::Machine| {
             let running = self.machines.get(&m.name)?;
             let state = match (running.pid, running.stopped, &running.ended) {
+                (None, ..) if running.waits => "starting",
                 (Some(_), ..) => "running",
                 (None, true, _) => "stopped",
                 (None, false, Some(end)) if end.well => "stopped",

@@ -119,6 +119,25 @@ impl Running {
         }
     }
 
+    /// Starts the bridge of a link that has just been made, if the file asks for one.
+    pub(crate) fn start_bridge_of(&mut self, link: &crate::file::Link) {
+        let Some(spec) = Spec::of(link, &self.facts.runtime) else { return };
+        self.have_bridge(&link.name, spec, None);
+        self.start_bridge(&link.name);
+    }
+
+    /// Ends the bridge of a link that is about to go.
+    pub(crate) fn end_bridge_of(&mut self, link: &str) {
+        // Once it is taken out here, nothing starts it again.
+        let Some(mut bridge) = self.bridges.remove(link) else { return };
+        if let Some(process) = &mut bridge.process {
+            process.end();
+        }
+        let words = bridge.spec.words();
+        clear_name(&words);
+        self.dir().record(|o| o.bridges.retain(|record| record.words != words));
+    }
+
     /// Whether an earlier daemon may have left something.
     fn follows(&self) -> bool {
         self.taking_over || self.dir.as_ref().is_some_and(|dir| dir.leftover.is_some())

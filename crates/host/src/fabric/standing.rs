@@ -9,16 +9,14 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::SocketAddr;
+use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use tombolo_port::link::{Interface, LinkError, Netns};
-use tombolo_port::xen::XenPort;
 
-use super::{FabricError, Running, ports};
+use super::{FabricError, Running};
 use crate::file::{Fabric, Proto, Uplink};
 use crate::plan::{self, Attachment, Plan, PortPlan};
-use crate::qemu::probe::which;
-use crate::routes::{self, Clash};
+use crate::{preflight, rundir};
 
 /// The part of a fabric that a handover leaves as it is.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -104,68 +102,36 @@ impl Standing {
         Ok(())
     }
 
-    fn has(&self, section: &str, key: &str) -> bool {
-        self.sections.get(section).is_some_and(|keys| keys.contains_key(key))
+    /// Whether what is in use has this value of a section's key.
+    pub(crate) fn has(&self, section: &str, key: &str, value: &str) -> bool {
+        self.sections.get(section).and_then(|keys| keys.get(key)).is_some_and(|found| found == value)
+    }
+
+    /// Whether a forward of the fabric listens there.
+    pub(crate) fn listens(&self, proto: Proto, listen: SocketAddr) -> bool {
+        self.listeners.contains(&(proto.word().to_string(), listen))
+    }
+
+    /// Whether the host has a route of the fabric's own to the network.
+    pub(crate) fn is_on_host(&self, network: &str) -> bool {
+        self.on_host.contains(network)
     }
 
     /// Looks at everything that the file has and the running fabric has not, as `up` does before it makes anything.
     ///
     /// # Errors
-    /// The first change that a handover cannot carry out, or the first new thing that could not be made.
-    pub(crate) fn check(&self, fabric: &Fabric, plan: &Plan) -> Result<(), FabricError> {
+    /// The first change that a handover cannot carry out, or all new things that could not be made.
+    pub(crate) fn check(&self, fabric: &Fabric, plan: &Plan, file: &Path) -> Result<(), FabricError> {
         self.refuse_changes(&Standing::of(fabric, plan.ports.iter()))?;
-        let host = routes::host();
-        for (network, clash) in routes::clashes(fabric, &host) {
-            if let Clash::Taken(route) = clash
-                && !self.on_host.contains(&network.name)
-            {
-                let hint = routes::free(fabric, &host).map_or_else(String::new, |s| format!(", like \"{s}\""));
-                return Err(FabricError::Subnet { network: network.name.clone(), subnet: network.subnet, route, hint });
-            }
-        }
-        for port in &plan.ports {
-            for (proto, listen) in listeners(port) {
-                if !self.listeners.contains(&(proto.word().to_string(), listen)) {
-                    ports::free(proto, listen)?;
-                }
-            }
-            if !self.has(&section(fabric, port), "device") {
-                can_be_made(port)?;
-            }
-        }
-        if !plan.kernel.is_empty() && which("nft").is_none() {
-            return Err(FabricError::State("a kernel uplink needs nft (Debian: apt install nftables)".into()));
-        }
-        Ok(())
+        super::refuse_faults(preflight::faults(fabric, Some(self)), file)
     }
 }
 
-/// Refuses a port whose interface, folder or program is not as it has to be.
-fn can_be_made(port: &PortPlan) -> Result<(), FabricError> {
-    let failed = |why: String| FabricError::Port { port: port.name.clone(), why };
-    let refused = |error: LinkError| failed(error.to_string());
-    match &port.attachment {
-        Attachment::Tap { device, adopt, netns, .. } => {
-            let netns = netns.as_deref().map(Netns::open).transpose().map_err(refused)?;
-            match Interface::open(netns.as_ref(), device) {
-                Ok(_) if !adopt => Err(failed(format!(
-                    "expected no interface {device} yet, found one: choose another `device`, or set `adopt = true`"
-                ))),
-                Err(LinkError::Absent { .. }) if !adopt => Ok(()),
-                found => found.map(drop).map_err(refused),
-            }
-        }
-        Attachment::Packet { device } => Interface::open(None, device).map(drop).map_err(refused),
-        Attachment::Stream { socket, connect: false } | Attachment::VhostUser { socket, connect: false, .. } => {
-            match socket.parent().is_none_or(|folder| folder.is_dir()) {
-                true => Ok(()),
-                false => Err(failed(format!("expected a folder for its socket {}, found none", socket.display()))),
-            }
-        }
-        Attachment::Xen { .. } => XenPort::check_machine().map_err(|error| failed(error.to_string())),
-        Attachment::User(_) if which("passt").is_none() => Err(failed(ports::PASST_HINT.into())),
-        _ => Ok(()),
-    }
+/// What the fabric of this runtime directory has in use; `None` where it does not run.
+pub fn of_running(folder: &Path) -> Option<Standing> {
+    rundir::daemon_of(folder)?;
+    let text = std::fs::read(folder.join("owner.json")).ok()?;
+    serde_json::from_slice::<rundir::Owner>(&text).ok()?.standing
 }
 
 impl Running {
@@ -182,7 +148,6 @@ impl Running {
 mod tests {
     use super::*;
     use crate::file;
-    use std::path::Path;
 
     fn fabric(text: &str) -> (Fabric, Plan) {
         let fabric = file::parse(&format!("name = \"s\"\n{text}"), Path::new("t.toml")).unwrap();
@@ -230,22 +195,26 @@ mod tests {
         let base = "[network.lan]\nsubnet = \"10.1.0.0/24\"\nuplink = \"user\"\n[port.p]\nkind = \"stream\"\nip = \"10.1.0.7\"\nmac = \"02:00:00:00:00:07\"\n";
         let text = format!("{base}[[forward]]\nlisten = \"{}\"\nto = \"p:80\"\n", taken.local_addr().unwrap());
         let (fabric, plan) = fabric(&text);
-        let error = standing(base).check(&fabric, &plan).unwrap_err().to_string();
+        let error = standing(base).check(&fabric, &plan, Path::new("t.toml")).unwrap_err().to_string();
         assert!(error.contains("another program listens there"), "{error}");
         let same = Standing::of(&fabric, plan.ports.iter());
-        assert!(!same.check(&fabric, &plan).is_err_and(|error| error.to_string().contains("listens there")));
+        assert!(
+            !same
+                .check(&fabric, &plan, Path::new("t.toml"))
+                .is_err_and(|error| error.to_string().contains("listens there"))
+        );
     }
 
     #[test]
     fn a_new_port_whose_folder_or_interface_is_not_there_is_refused() {
         for (section, told) in [
-            ("[port.q]\nkind = \"stream\"\nsocket = \"/nonexistent/q\"\n", "expected a folder for its socket"),
+            ("[port.q]\nkind = \"stream\"\nsocket = \"/proc/absent/q\"\n", "expected a folder for its socket"),
             ("[port.q]\nkind = \"packet\"\ndevice = \"tmbabsent0\"\n", "tmbabsent0"),
             ("[tap.q]\ndevice = \"tmbabsent0\"\nadopt = true\n", "tmbabsent0"),
             ("[tap.q]\ndevice = \"lo\"\n", "expected no interface lo"),
         ] {
             let (fabric, plan) = fabric(&format!("{BEFORE}{section}"));
-            let error = standing(BEFORE).check(&fabric, &plan).unwrap_err().to_string();
+            let error = standing(BEFORE).check(&fabric, &plan, Path::new("t.toml")).unwrap_err().to_string();
             assert!(error.contains(told), "{error}");
         }
     }

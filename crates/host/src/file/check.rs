@@ -49,13 +49,14 @@ impl Check<'_, '_, '_> {
 
 pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>) {
     let mut check = Check { fabric, spots, out };
-    if check.fabric.networks.is_empty() && !check.out.refused("network", None) {
+    if check.fabric.networks.is_empty() && needs_network(check.fabric) && !check.out.refused("network", None) {
         let hint = Some("add [network.lan]".to_string());
         check.fault(("", "network"), &[], "at least one section [network.NAME]", "none", hint);
     }
     check.networks();
     check.members();
     check.images();
+    check.dependencies();
     check.links();
     let taken = check.addresses();
     lease(fabric, taken);
@@ -68,12 +69,40 @@ pub(super) fn check(fabric: &mut Fabric, spots: &Spots, out: &mut Complaints<'_>
     forwards(fabric, spots, out);
 }
 
+/// Whether a file without a network has something that needs one. Machines that share memory need none.
+fn needs_network(fabric: &Fabric) -> bool {
+    let attached = fabric.machines.iter().any(|m| !m.nics.is_empty());
+    attached
+        || fabric.machines.is_empty()
+        || !(fabric.taps.is_empty() && fabric.ports.is_empty() && fabric.forwards.is_empty())
+}
+
+/// The way from a machine to itself by `depends_on`, if there is one.
+fn circle(fabric: &Fabric, from: &Machine) -> Option<Vec<String>> {
+    let mut seen: Vec<&str> = Vec::new();
+    let mut ways = vec![vec![from.name.as_str()]];
+    while let Some(way) = ways.pop() {
+        let last = way.last().and_then(|name| fabric.machines.iter().find(|m| m.name == *name));
+        for next in last.iter().flat_map(|m| &m.depends_on) {
+            let on = [&way[..], &[next.as_str()]].concat();
+            if *next == from.name {
+                return Some(on.into_iter().map(String::from).collect());
+            }
+            if !seen.contains(&next.as_str()) {
+                seen.push(next);
+                ways.push(on);
+            }
+        }
+    }
+    None
+}
+
 fn path_of(network: &str) -> String {
     format!("network.{network}")
 }
 
 fn path_of_machine(m: &Machine) -> String {
-    format!("{}.{}", m.kind.word(), m.name)
+    m.section.clone()
 }
 
 impl Check<'_, '_, '_> {
@@ -133,11 +162,10 @@ impl Check<'_, '_, '_> {
             }
         }
         let mut seen: HashMap<&str, String> = HashMap::new();
-        let machines = fabric.machines.iter().map(|m| (m.name.as_str(), m.kind.word()));
-        let taps = fabric.taps.iter().map(|t| (t.name.as_str(), "tap"));
-        let ports = fabric.ports.iter().map(|p| (p.name.as_str(), "port"));
-        for (name, word) in machines.chain(taps).chain(ports) {
-            let at = format!("{word}.{name}");
+        let machines = fabric.machines.iter().map(|m| (m.name.as_str(), path_of_machine(m)));
+        let taps = fabric.taps.iter().map(|t| (t.name.as_str(), format!("tap.{}", t.name)));
+        let ports = fabric.ports.iter().map(|p| (p.name.as_str(), format!("port.{}", p.name)));
+        for (name, at) in machines.chain(taps).chain(ports) {
             let port_of =
                 |network: &Network| ["gateway", "uplink"].iter().any(|w| name == format!("{w}-{}", network.name));
             if ["gateway", "uplink", "router"].contains(&name) || fabric.networks.iter().any(port_of) {
@@ -193,10 +221,11 @@ impl Check<'_, '_, '_> {
             match &m.boot {
                 Boot::Cell(Image::Path(path)) => self.file((at, "image"), path),
                 Boot::Cell(Image::App(app)) => self.app(at, app),
-                Boot::Vm { kernel, initrd, disk } => {
+                Boot::Vm { kernel, initrd, disks, cloud_init } => {
                     kernel.iter().for_each(|p| self.file((at, "kernel"), p));
                     initrd.iter().for_each(|p| self.file((at, "initrd"), p));
-                    disk.iter().for_each(|(p, _)| self.file((at, "disk"), p));
+                    disks.iter().for_each(|(p, _)| self.file((at, self.disk_key(at, p)), p));
+                    cloud_init.iter().for_each(|p| self.file((at, "cloud_init"), p));
                 }
             }
             if m.iommu && m.machine != MachineType::Q35 {
@@ -216,6 +245,36 @@ impl Check<'_, '_, '_> {
                 let hint = Some("use machine = \"q35\", or give `kernel`".to_string());
                 let expected = "a machine type that boots from a disk";
                 self.fault((at, "machine"), &[(at, "kernel")], expected, "\"microvm\"", hint);
+            }
+        }
+    }
+
+    /// The key that gives a disk of a machine.
+    fn disk_key(&self, at: &str, path: &Path) -> &'static str {
+        let is_first = |m: &&Machine| {
+            path_of_machine(m) == at
+                && matches!(&m.boot, Boot::Vm { disks, .. } if disks.first().is_some_and(|d| d.0 == path))
+        };
+        if self.spots.has(at, "disk") && self.fabric.machines.iter().any(|m| is_first(&m)) { "disk" } else { "disks" }
+    }
+
+    /// Names in `depends_on`, and circles of them.
+    fn dependencies(&mut self) {
+        let fabric = self.fabric;
+        for m in &fabric.machines {
+            let at = &path_of_machine(m)[..];
+            for name in &m.depends_on {
+                let known = fabric.machines.iter().any(|other| other.name == *name);
+                if !known && !["cell", "vm"].iter().any(|word| self.out.refused(word, Some(name))) {
+                    let names: Vec<&str> = fabric.machines.iter().map(|m| m.name.as_str()).collect();
+                    let expected = format!("names of cells and VMs ({})", names.join(", "));
+                    self.fault((at, "depends_on"), &[], expected, format!("{name:?}"), near(name, names));
+                }
+            }
+            if let Some(circle) = circle(fabric, m) {
+                let hint = Some("none of them could ever start: leave one `depends_on` out".to_string());
+                let expected = "machines that do not depend on this one";
+                self.fault((at, "depends_on"), &[], expected, circle.join(" → "), hint);
             }
         }
     }

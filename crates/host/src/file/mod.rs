@@ -9,12 +9,14 @@
 //!   against it.
 //! - `read`: a section reader that takes typed values out of a TOML table and keeps their positions.
 //! - `parse`: the sections, one function each.
+//! - `places`: where the keys are, for faults that only the machine shows ([`crate::preflight`]).
 //! - `traffic`: what limits a port, and changes of it while it runs.
 //! - `check`: what only the whole file can say (unknown networks, doubled addresses, missing images).
 
 mod check;
 mod model;
 mod parse;
+mod places;
 mod policy;
 mod problem;
 mod read;
@@ -28,6 +30,7 @@ pub use model::{
 pub use model::{Mac, Network};
 pub(crate) use parse::find_app;
 pub use parse::{add, load, name_of, parse};
+pub use places::{Places, load_with_places};
 pub use policy::OUTSIDE;
 pub use problem::{FileError, Part, Problem, nearest};
 pub use traffic::rate_change;

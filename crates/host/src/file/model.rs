@@ -363,6 +363,8 @@ pub enum Restart {
     No,
     /// When it ended with anything but success, at most once a second.
     OnFailure,
+    /// However it ended, likewise.
+    Always,
 }
 
 /// A unikernel of this project, or any other guest.
@@ -404,8 +406,10 @@ pub enum Boot {
         kernel: Option<PathBuf>,
         /// Initial RAM disk for that kernel.
         initrd: Option<PathBuf>,
-        /// Disk image, with QEMU's format word.
-        disk: Option<(PathBuf, String)>,
+        /// Disk images, with QEMU's format words; the first is the one to boot from where there is no kernel.
+        disks: Vec<(PathBuf, String)>,
+        /// What cloud-init in the guest is given as user-data (its NoCloud source).
+        cloud_init: Option<PathBuf>,
     },
 }
 
@@ -425,6 +429,8 @@ pub struct Nic {
 pub struct Machine {
     /// Its name: port, host name, DNS name.
     pub name: String,
+    /// The section that it is from, like "cell.web": with `count` several machines have one.
+    pub section: String,
     /// Whether it is a `[cell.NAME]` or a `[vm.NAME]`.
     pub kind: MachineKind,
     /// Image, kernel or disk.
@@ -461,6 +467,8 @@ pub struct Machine {
     pub traffic: Traffic,
     /// What happens when it ends by itself.
     pub restart: Restart,
+    /// Machines that have to be on the network before it is started.
+    pub depends_on: Vec<String>,
 }
 
 /// A tap device on a network.

@@ -64,6 +64,11 @@ fn nameless(dir: &Path, out: &mut Complaints<'_>) {
 
 /// Reads and checks a fabric file's text. `path` is shown in complaints; its folder is where relative paths start.
 pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
+    parse_with_spots(text, path).map(|(fabric, _)| fabric)
+}
+
+/// As [`parse`], with the places of the keys.
+pub(super) fn parse_with_spots(text: &str, path: &Path) -> Result<(Fabric, Spots), FileError> {
     let dir = folder_of(path);
     read(text, path, Fabric::empty(folder_name(&dir).unwrap_or_default(), dir), Part::File)
 }
@@ -71,10 +76,10 @@ pub fn parse(text: &str, path: &Path) -> Result<Fabric, FileError> {
 /// Reads `text` as additions to a running fabric: sections of cells, VMs, taps, ports and forwards.
 /// The whole is checked again. `path` is what complaints show, as in [`parse`].
 pub fn add(text: &str, path: &Path, to: &Fabric) -> Result<Fabric, FileError> {
-    read(text, path, to.clone(), Part::Addition)
+    read(text, path, to.clone(), Part::Addition).map(|(fabric, _)| fabric)
 }
 
-fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, FileError> {
+fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<(Fabric, Spots), FileError> {
     let (root, errors) = DeTable::parse_recoverable(text);
     let mut out = Complaints::new(text);
     out.broken = !errors.is_empty();
@@ -95,7 +100,7 @@ fn read(text: &str, path: &Path, start: Fabric, part: Part) -> Result<Fabric, Fi
         out.explain_by_syntax();
     }
     let problems = out.finish();
-    if problems.is_empty() { Ok(fabric) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
+    if problems.is_empty() { Ok((fabric, spots)) } else { Err(FileError::Faulty { path: path.into(), problems, part }) }
 }
 
 const DEFAULT_LEASE_S: u32 = 3600;
@@ -123,6 +128,11 @@ fn interface_name(name: &str) -> Option<String> {
 fn domain_of_xen(name: &str) -> Option<String> {
     let ok = (1..=64).contains(&name.len()) && name.bytes().all(|b| b.is_ascii_graphic() && b != b'/');
     ok.then(|| name.to_string())
+}
+
+/// QEMU's word for the format that a disk's name tells.
+fn format_of(path: &Path) -> String {
+    if path.extension().is_some_and(|e| e == "qcow2") { "qcow2" } else { "raw" }.to_string()
 }
 
 fn size_mib(text: &str) -> Option<u32> {
@@ -210,6 +220,7 @@ impl<'t> Reader<'_, 't> {
         for (name, span, table) in self.named(root, "vm") {
             self.machine(MachineKind::Vm, name, span, table);
         }
+        self.depend_on_all_of_a_section();
         for (name, span, table) in self.named(root, "tap") {
             self.tap(name, span, table);
         }
@@ -357,7 +368,11 @@ impl<'t> Reader<'_, 't> {
             let kernel = s.text("kernel", file);
             let initrd = s.text("initrd", file);
             let format = s.word("disk_format", &[("raw", "raw"), ("qcow2", "qcow2")]).unwrap_or("raw");
-            let disk = s.text("disk", file).map(|path| (path, format.to_string()));
+            let first = s.text("disk", file).map(|path| (path, format.to_string()));
+            let more = s.list("disks", true, file).unwrap_or_default();
+            let disks =
+                first.into_iter().chain(more.into_iter().map(|path| (path.clone(), format_of(&path)))).collect();
+            let cloud_init = s.text("cloud_init", file);
             if s.raw("kernel").is_none() && s.raw("disk").is_none() && !s.doubted("disk") {
                 s.missing("kernel");
             }
@@ -367,11 +382,15 @@ impl<'t> Reader<'_, 't> {
                 let given = s.raw(on).map(|_| "");
                 s.applies(on, given);
             }
-            (Boot::Vm { kernel, initrd, disk }, cmdline)
+            (Boot::Vm { kernel, initrd, disks, cloud_init }, cmdline)
         };
         let networks = s.list("network", true, |t| Some(t.to_string())).or(only.map(|n| vec![n])).unwrap_or_default();
         if s.raw("network").is_none() {
             no_network(&mut s, networks.is_empty(), none_at_all);
+        }
+        let counted = s.number("count", 1, 256);
+        if let Some(n) = counted {
+            alone_in_its_section(&mut s, &name, n);
         }
         let count = networks.len();
         let macs = s.list("mac", true, Mac::parse).unwrap_or_default();
@@ -392,6 +411,7 @@ impl<'t> Reader<'_, 't> {
             })
             .collect();
         let machine = Machine {
+            section: format!("{}.{name}", kind.word()),
             kind,
             boot,
             nics,
@@ -414,11 +434,37 @@ impl<'t> Reader<'_, 't> {
             ip6: ip6(&mut s),
             traffic: traffic(&mut s),
             restart: s
-                .word("restart", &[("no", Restart::No), ("on-failure", Restart::OnFailure)])
+                .word(
+                    "restart",
+                    &[("no", Restart::No), ("on-failure", Restart::OnFailure), ("always", Restart::Always)],
+                )
                 .unwrap_or(Restart::No),
+            depends_on: s.list("depends_on", true, |t| Some(t.to_string())).unwrap_or_default(),
             name,
         };
-        self.fabric.machines.push(machine);
+        match counted {
+            None => self.fabric.machines.push(machine),
+            Some(last) => self.fabric.machines.extend((1..=last).map(|n| numbered(&machine, n, &fabric))),
+        }
+    }
+
+    /// Gives a `depends_on` that names a section with `count` the names of its machines.
+    fn depend_on_all_of_a_section(&mut self) {
+        let known: Vec<(String, String)> =
+            self.fabric.machines.iter().map(|m| (m.name.clone(), m.section.clone())).collect();
+        let meant = |name: &String| -> Vec<String> {
+            let of_it = |section: &str| section.split_once('.').is_some_and(|(_, s)| s == name);
+            match known.iter().any(|(other, _)| other == name) {
+                true => vec![name.clone()],
+                false => {
+                    let all: Vec<_> = known.iter().filter(|(_, s)| of_it(s)).map(|(n, _)| n.clone()).collect();
+                    if all.is_empty() { vec![name.clone()] } else { all }
+                }
+            }
+        };
+        for machine in &mut self.fabric.machines {
+            machine.depends_on = machine.depends_on.iter().flat_map(meant).collect();
+        }
     }
 
     fn only_network(&self) -> Option<String> {
@@ -590,6 +636,56 @@ impl<'t> Reader<'_, 't> {
             }
         }
     }
+}
+
+/// What `{n}` stands for in a section with `count`: the number of each machine.
+const NUMBER: &str = "{n}";
+
+/// Complains about keys that several machines of one section cannot share.
+fn alone_in_its_section(s: &mut Section<'_, '_, '_, '_>, name: &str, count: i64) {
+    if clean_name(&format!("{name}-{count}")).is_none() {
+        let spot = s.raw("count").map(|(_, span)| span).unwrap_or(0..0);
+        let hint = Some("give the section a shorter name: the machines are NAME-1 and so on".into());
+        s.wrong("count", &spot, format!("one that makes the name {name}-{count} longer than 24"), hint);
+    }
+    for key in ["mac", "ip"] {
+        if let Some((value, span)) = s.raw(key).filter(|_| count > 1) {
+            let hint = Some(format!("leave `{key}` out: each machine gets its own"));
+            s.wrong(key, &span, format!("{} for {count} machines", found(value)), hint);
+        }
+    }
+    let has_disks = count > 1 && s.has_key("disk");
+    for key in ["disk", "disks"].into_iter().filter(|_| has_disks) {
+        let Some((value, span)) = s.raw(key) else { continue };
+        let alone = |value: &DeValue<'_>| value.as_str().is_some_and(|text| !text.contains(NUMBER));
+        let shared = alone(value) || value.as_array().is_some_and(|list| list.iter().any(|v| alone(v.get_ref())));
+        if shared {
+            let hint = Some(format!("put {NUMBER} into the name: it is the number of each machine"));
+            s.wrong(key, &span, format!("one disk for {count} machines"), hint);
+        }
+    }
+}
+
+/// The `n`-th machine of a section with `count`.
+fn numbered(machine: &Machine, n: i64, fabric: &str) -> Machine {
+    let number = n.to_string();
+    let text = |text: &str| text.replace(NUMBER, &number);
+    let path = |path: &Path| path.to_str().map_or_else(|| path.to_path_buf(), |p| text(p).into());
+    let mut out = machine.clone();
+    out.name = format!("{}-{n}", machine.name);
+    out.cmdline = text(&machine.cmdline);
+    for (i, nic) in out.nics.iter_mut().enumerate() {
+        // One machine may have been given an address.
+        let derived = Mac::derived(&[fabric, &machine.name, &nic.network, &i.to_string()]);
+        if nic.mac == derived {
+            nic.mac = Mac::derived(&[fabric, &out.name, &nic.network, &i.to_string()]);
+        }
+    }
+    if let Boot::Vm { disks, cloud_init, .. } = &mut out.boot {
+        disks.iter_mut().for_each(|(disk, _)| *disk = path(disk));
+        *cloud_init = cloud_init.as_deref().map(path);
+    }
+    out
 }
 
 fn domain_name(text: &str) -> Option<String> {

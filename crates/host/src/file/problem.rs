@@ -8,7 +8,7 @@ use std::path::PathBuf;
 /// One complaint. Lines and columns count from 1; columns are in characters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
-    /// Line of the value or key complained about.
+    /// Line of the value or key complained about; 0 where it is not in the file.
     pub line: usize,
     /// Column where that begins.
     pub column: usize,
@@ -24,7 +24,11 @@ pub struct Problem {
 
 impl fmt::Display for Problem {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}: ", self.line, self.column)?;
+        // What was added while the fabric ran has no place in the file.
+        match self.line {
+            0 => write!(f, " ")?,
+            line => write!(f, "{line}:{}: ", self.column)?,
+        }
         if !self.key.is_empty() {
             write!(f, "{}: ", self.key)?;
         }
@@ -67,6 +71,8 @@ pub enum Part {
     Addition,
     /// A change of a running fabric.
     Change,
+    /// What a file that is right needs of this machine.
+    Machine,
 }
 
 fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
@@ -79,6 +85,7 @@ fn list(path: &std::path::Path, problems: &[Problem], part: Part) -> String {
         Part::File => "in the fabric file; nothing was started",
         Part::Addition => "in the addition; nothing was added",
         Part::Change => "in the change; nothing was changed",
+        Part::Machine => "on this machine; nothing was done",
     };
     out.push_str(&format!("{} fault{s} {outcome}", problems.len()));
     out

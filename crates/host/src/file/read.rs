@@ -123,6 +123,11 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         self.table.get(key).map(|v| (v.get_ref(), v.span()))
     }
 
+    /// Whether sections of this word have such a key at all.
+    pub(super) fn has_key(&self, key: &str) -> bool {
+        self.schema.keys().any(|k| k.name == key)
+    }
+
     /// Complains about a key's value with the schema's expectation.
     pub(super) fn wrong(&mut self, key: &str, span: &Range<usize>, found: impl Into<String>, hint: Option<String>) {
         let expects = self.expects(key);

@@ -96,10 +96,16 @@ const QUEUES: Key = key("queues", "a number from 1 to 8", "1", "queue pairs of e
 /// The keys of a machine, for everything that it can boot.
 const MACHINE_KEYS: &[Key] = &[
     key(
+        "count",
+        "a number from 1 to 256",
+        "one machine of the section's name",
+        "that many machines, NAME-1, NAME-2 and so on; {n} in `args`, `cmdline`, `disk`, `disks` and `cloud_init` is the number of each",
+    ),
+    key(
         "network",
         "the name of a network, or a list of them (one device each)",
-        "the only network of the file",
-        "where it attaches",
+        "the only network of the file; none in a file without networks",
+        "where it attaches; [] is a machine without a network device",
     ),
     MAC,
     key("ip", "an IPv4 address inside the network", "chosen from the DHCP range", "the address leased to it"),
@@ -137,10 +143,16 @@ const MACHINE_KEYS: &[Key] = &[
     ISOLATED,
     key(
         "restart",
-        "\"no\" or \"on-failure\"",
+        "\"no\", \"on-failure\" or \"always\"",
         "\"no\"",
-        "whether a machine that failed is started again: after 1 s, and after twice as long for each failure in a row up to 60 s; once it has \
+        "whether a machine that failed, or that ended in any way, is started again: after 1 s, and after twice as long for each failure in a row up to 60 s; once it has \
          run for 60 s it begins with 1 s again",
+    ),
+    key(
+        "depends_on",
+        "the name of a cell or VM, or a list of them",
+        "[]",
+        "it is started once all ports of these machines are up",
     ),
 ];
 
@@ -260,6 +272,18 @@ pub const SECTIONS: &[SectionSchema] = &[
             ),
             key("disk", "the path of a file", "none; then `kernel` is needed", "disk image"),
             key("disk_format", "\"raw\" or \"qcow2\"", "\"raw\"", "format of the disk image"),
+            key(
+                "disks",
+                "the path of a file, or a list of them",
+                "[]",
+                "further disk images: qcow2 where the name ends in .qcow2, else raw",
+            ),
+            key(
+                "cloud_init",
+                "the path of a file",
+                "none",
+                "user-data for cloud-init in the guest, on a read-only disk of its NoCloud source; the host name is the VM's name",
+            ),
             key("iommu", "true or false", "false", "an IOMMU (q35): vfio in the guest needs one; docs/ivshmem.md"),
         ],
         shared: MACHINE_KEYS,
@@ -478,6 +502,8 @@ pub const CONDITIONS: &[Condition] = &[
     only("vm", "qemu", "attach", QEMU),
     only("vm", "iommu", "attach", QEMU),
     only("vm", "disk", "attach", QEMU),
+    only("vm", "disks", "attach", QEMU),
+    only("vm", "cloud_init", "attach", QEMU),
     only("vm", "xl", "attach", &["xen"]),
     only("vm", "queues", "attach", &["vhost-user", "xen"]),
     only("vm", "region", "attach", &["ivshmem", "ivshmem-plain"]),

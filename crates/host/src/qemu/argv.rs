@@ -65,7 +65,9 @@ pub fn monitor_path(runtime: &Path, machine: &str) -> PathBuf {
 /// its own arguments (`qemu`).
 pub fn has_disk(words: &[String]) -> bool {
     let is_disk = |word: &String| matches!(word.as_str(), "-drive" | "-blockdev" | "-hda" | "-hdb" | "-hdc" | "-hdd");
-    words.iter().any(is_disk)
+    // What cloud-init reads is written by no guest.
+    let is_seed = |word: &String| word.starts_with("if=none,id=seed,");
+    words.iter().enumerate().any(|(i, word)| is_disk(word) && !words.get(i + 1).is_some_and(is_seed))
 }
 
 /// What QEMU is called with after `-name`: how a running one is recognised as this fabric's.
@@ -132,7 +134,7 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             // A cell that ends itself says with which code.
             add(&["-device", "isa-debug-exit,iobase=0xf4,iosize=0x04", "-no-reboot"]);
         }
-        Boot::Vm { kernel, initrd, disk } => {
+        Boot::Vm { kernel, initrd, disks, cloud_init } => {
             if let Some(kernel) = kernel {
                 let words = match with.tsc.filter(|_| microvm && !with.kvm) {
                     // A Linux kernel there finds no clock to measure the counter's rate by, and hangs over that.
@@ -146,9 +148,16 @@ pub fn build(machine: &Machine, devices: &[Device], shared: &[SharedMemory], wit
             if let Some(initrd) = initrd {
                 add(&["-initrd", &initrd.display().to_string()]);
             }
-            if let Some((path, format)) = disk {
-                add(&["-drive", &format!("if=none,id=disk,format={format},file={}", escape(path))]);
-                add(&["-device", if microvm { "virtio-blk-device,drive=disk" } else { "virtio-blk-pci,drive=disk" }]);
+            let device = if microvm { "virtio-blk-device" } else { "virtio-blk-pci" };
+            for (i, (path, format)) in disks.iter().enumerate() {
+                let id = if i == 0 { "disk".to_string() } else { format!("disk{i}") };
+                add(&["-drive", &format!("if=none,id={id},format={format},file={}", escape(path))]);
+                add(&["-device", &format!("{device},drive={id}")]);
+            }
+            if cloud_init.is_some() {
+                let path = escape(&super::cloud_init::path(with.runtime, &machine.name));
+                add(&["-drive", &format!("if=none,id=seed,format=raw,readonly=on,file={path}")]);
+                add(&["-device", &format!("{device},drive=seed")]);
             }
         }
     }
@@ -311,6 +320,19 @@ mod tests {
         assert_eq!(append(&own, false), "tsc_early_khz=2300000 quiet");
         let told = format!("{micro}cmdline = \"tsc_early_khz=1 quiet\"\n");
         assert_eq!(append(&told, false), "tsc_early_khz=1 quiet");
+    }
+
+    #[test]
+    fn a_vm_has_its_disks_in_order_and_what_cloud_init_reads() {
+        let text = "[vm.v]\ndisk = \"Cargo.toml\"\ndisks = [\"Cargo.toml\"]\ncloud_init = \"Cargo.toml\"\n";
+        let argv = argv(text, (7, 2, 22), false);
+        assert!(after(&argv, "-drive", 0).starts_with("if=none,id=disk,format=raw,file="));
+        assert!(after(&argv, "-drive", 1).starts_with("if=none,id=disk1,format=raw,file="));
+        assert_eq!(after(&argv, "-drive", 2), "if=none,id=seed,format=raw,readonly=on,file=/run/t/v.seed");
+        assert_eq!(after(&argv, "-device", 2), "virtio-blk-pci,drive=seed");
+        assert!(has_disk(&argv));
+        let words: Vec<String> = argv.into_iter().skip_while(|w| !w.contains("id=disk1")).skip(1).collect();
+        assert!(!has_disk(&words), "cloud-init's alone is no disk to leave in order: {words:?}");
     }
 
     #[test]

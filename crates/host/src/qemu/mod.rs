@@ -5,5 +5,6 @@
 //! - `monitor`: a running machine's power button.
 
 pub mod argv;
+pub mod cloud_init;
 pub mod monitor;
 pub mod probe;

@@ -1,0 +1,103 @@
+//! `tombolo check`: every fault of a fabric file and of what it needs of this machine, before anything is started.
+
+use std::path::{Path, PathBuf};
+
+use clap::Args;
+use serde::Serialize;
+use tombolo_host::fabric::{self, standing};
+use tombolo_host::file::{self, FileError, Problem};
+use tombolo_host::{preflight, rundir};
+
+use crate::exit::{Exit, Failure};
+use crate::out;
+use crate::select::{DEFAULT_FILE, Select};
+
+#[derive(Args, Debug)]
+pub(crate) struct Check {
+    /// Fabric file [default: tombolo.toml]
+    #[arg(value_name = "FILE", conflicts_with = "file")]
+    path: Option<PathBuf>,
+    /// Print the faults as JSON
+    #[arg(long)]
+    json: bool,
+}
+
+/// What `--json` prints.
+#[derive(Debug, Serialize)]
+struct Report<'a> {
+    schema: u32,
+    file: String,
+    /// The fabric's name; null where the file does not say it.
+    fabric: Option<String>,
+    faults: Vec<Fault<'a>>,
+}
+
+#[derive(Debug, Serialize)]
+struct Fault<'a> {
+    /// "file" or "machine": what has to change.
+    of: &'a str,
+    line: usize,
+    column: usize,
+    key: &'a str,
+    expected: &'a str,
+    found: &'a str,
+    hint: Option<&'a str>,
+}
+
+impl Check {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let path = self.path.clone().or_else(|| select.file.clone()).unwrap_or_else(|| DEFAULT_FILE.into());
+        let (spec, places) = match file::load_with_places(&path) {
+            Ok(read) => read,
+            Err(FileError::Faulty { problems, .. }) if self.json => {
+                return self.report(&path, file::name_of(&path).ok(), "file", &problems, Exit::Misused);
+            }
+            Err(error) => return Err(error.into()),
+        };
+        let folder = rundir::runtime_root()?.join(&spec.name);
+        let facts = fabric::facts(&spec, folder.clone());
+        let standing = standing::of_running(&folder);
+        let mut faults = preflight::faults(&spec, standing.as_ref());
+        faults.extend(preflight::plan_faults(&spec, &facts));
+        let error = places.error(faults.into_iter().map(|fault| fault.placed(&places)).collect());
+        let FileError::Faulty { problems, .. } = &error else { return Err(error.into()) };
+        if self.json {
+            let exit = if problems.is_empty() { Exit::Done } else { Exit::Failed };
+            return self.report(&path, Some(spec.name), "machine", problems, exit);
+        }
+        if !problems.is_empty() {
+            return Err(Failure::failed(error.to_string()));
+        }
+        out::print(&format!(
+            "{}: no faults: {}, {}, {}, {}\n",
+            path.display(),
+            out::counted(spec.networks.len(), "network"),
+            out::counted(spec.machines.len(), "machine"),
+            out::counted(spec.taps.len() + spec.ports.len(), "tap or port"),
+            out::counted(spec.forwards.len(), "forward"),
+        ))?;
+        Ok(Exit::Done)
+    }
+
+    fn report(
+        &self,
+        path: &Path,
+        fabric: Option<String>,
+        of: &str,
+        problems: &[Problem],
+        exit: Exit,
+    ) -> Result<Exit, Failure> {
+        let faults = problems.iter().map(|p| Fault {
+            of,
+            line: p.line,
+            column: p.column,
+            key: &p.key,
+            expected: &p.expected,
+            found: &p.found,
+            hint: p.hint.as_deref(),
+        });
+        let file = path.display().to_string();
+        out::json(&Report { schema: 1, file, fabric, faults: faults.collect() })?;
+        Ok(exit)
+    }
+}

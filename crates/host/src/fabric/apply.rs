@@ -1,0 +1,698 @@
+//! A changed fabric file is carried out on the fabric that runs.
+//!
+//! # Purpose
+//! [`Running::prepare_apply`] reads the file, compares it with what runs ([`crate::difference`]) and
+//! refuses what cannot be done, before anything is changed. [`carry_out`] then does the changes with
+//! the functions by which single members come and go.
+//!
+//! # Invariants
+//! - `spec` is what runs: it changes with each step that is done, and stays without one that
+//!   failed. So the next apply finds what is missing.
+//! - A part that is equal in both is not touched: its ports, processes and connections go on.
+//! - What goes is taken out before what comes is made, so that names, addresses and listeners are
+//!   free. Rules of the kernel's uplinks are in place before the ports behind them.
+//! - Steps do not depend on each other's success. One that fails is reported, and the others are
+//!   done.
+//! - A daemon that is killed meanwhile leaves what every killed daemon leaves: the next `up` reads
+//!   the file, keeps the machines that fit it and starts the others.
+//!
+//! # Threads
+//! The fabric's mutex is held, except while machines end. Meanwhile all other requests that would
+//! change the fabric are refused (`applying`).
+
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+use tombolo_switch::Nanos;
+use tombolo_switch::control::{ControlError, WorkerSettings};
+
+use super::ending::{Ending, end_all};
+use super::standing::Standing;
+use super::{FabricError, NOT_ASKED, Running, Shared, facts, refuse_faults, restore_additions_of};
+use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
+use crate::difference::{
+    Action, Change, MachinePart, Model, NetworkPart, Part, difference, gateway_differs, uplink_differs,
+};
+use crate::file::{self, Fabric};
+use crate::plan::{self, Facts, Plan, PortGuard, PortPlan};
+use crate::preflight;
+
+/// The version of the report.
+const SCHEMA: u32 = 1;
+
+/// What is to be done, found to be possible.
+pub(super) struct Prepared {
+    changes: Vec<Change>,
+    new: Model,
+    facts: Facts,
+    file: PathBuf,
+    /// The members that the file itself has.
+    own: Vec<String>,
+    report: ApplyReport,
+    is_asked: bool,
+}
+
+/// A change as a report has it.
+fn told(change: &Change) -> ChangeReport {
+    let key = |k: &crate::difference::KeyChange| KeyReport {
+        key: k.key.clone(),
+        before: k.before.clone(),
+        after: k.after.clone(),
+    };
+    let outcome = if change.action == Action::Refuse { "refused" } else { "planned" };
+    ChangeReport {
+        section: change.section.clone(),
+        action: change.action.word().into(),
+        keys: change.keys.iter().map(key).collect(),
+        reason: change.reason.clone(),
+        outcome: outcome.into(),
+        error: None,
+    }
+}
+
+impl Running {
+    /// What runs, part by part.
+    fn model(&self) -> Model {
+        let mut fabric = self.spec.clone();
+        // What could never be started is not there, so it is tried again.
+        let missing = |name: &String| self.machines.get(name).is_none_or(|m| m.never_started);
+        fabric.machines.retain(|m| !missing(&m.name));
+        let kernel = fabric.networks.iter().filter_map(|n| plan::uplink(&fabric, n).1).collect();
+        let links = fabric.links.iter().filter_map(|l| plan::direct_link(l, &self.facts).ok()).collect();
+        let machines = self.machines.values().filter(|m| !m.never_started).map(|m| m.plan.clone()).collect();
+        let ports = self.ports.values().map(|p| p.plan.clone()).collect();
+        Model { plan: Plan { ports, machines, kernel, links }, fabric }
+    }
+
+    /// Compares the text of a fabric file with what runs, and looks at all that the changes need. Changes nothing, and keeps
+    /// others from changing the fabric if [`carry_out`] is to follow.
+    ///
+    /// # Errors
+    /// The file's faults, or what this machine does not have.
+    pub(super) fn prepare_apply(&mut self, text: &str, query: &ApplyQuery) -> Result<Prepared, FabricError> {
+        let path = query.file.clone().unwrap_or_else(|| self.file.clone());
+        let spec = file::parse(text, &path)?;
+        if spec.name != self.spec.name {
+            return Err(FabricError::State(format!(
+                "expected a file of the fabric \"{}\", which runs, found one of \"{}\"; `tombolo up` starts that one",
+                self.spec.name, spec.name
+            )));
+        }
+        let own: Vec<String> = spec.members().map(String::from).collect();
+        let (spec, kept) = self.with_additions(spec, &own)?;
+        let mut facts = self.facts.clone();
+        let wants_xl = facts.xl.is_err() && spec.machines.iter().any(|m| m.attach == file::Attach::Xen);
+        let unasked = facts.qemu.is_err() || facts.kvm == Err(NOT_ASKED.into());
+        if !spec.machines.is_empty() && (unasked || wants_xl) {
+            facts = self::facts(&spec, facts.runtime);
+        }
+        let plan = plan::plan(&spec, &facts)?;
+        let new = Model { fabric: spec, plan };
+        let old = self.model();
+        let changes = difference(&old, &new);
+        let is_refused = changes.iter().any(|c| c.action == Action::Refuse);
+        if !is_refused {
+            let standing = Standing::of(&old.fabric, old.plan.ports.iter());
+            refuse_faults(preflight::faults(&new.fabric, Some(&standing)), &path)?;
+        }
+        let of_new = new.parts();
+        let unchanged = old.parts().iter().filter(|(section, part)| of_new.get(*section) == Some(*part)).count();
+        let report = ApplyReport {
+            schema: SCHEMA,
+            fabric: self.spec.name.clone(),
+            outcome: if is_refused { "refused" } else { "planned" }.into(),
+            changes: changes.iter().map(told).collect(),
+            unchanged,
+            kept,
+        };
+        let is_asked = !query.dry_run && !is_refused;
+        // From here on nothing else changes the fabric.
+        self.applying = is_asked;
+        Ok(Prepared { changes, new, facts, file: path, own, report, is_asked })
+    }
+
+    /// The file with the members that were added while the fabric ran, and their names: an apply does not end what the file
+    /// never had. One that the file has now is the file's.
+    fn with_additions(&self, spec: Fabric, own: &[String]) -> Result<(Fabric, Vec<String>), FabricError> {
+        let recorded = self.dir.as_ref().map(|dir| dir.owner().additions.clone()).unwrap_or_default();
+        let mut misfit = None;
+        let mut kept = Vec::new();
+        let mut additions = Vec::new();
+        for mut addition in recorded {
+            let names = addition.names.len();
+            addition.names.retain(|name| !own.contains(name));
+            if addition.names.len() == names {
+                kept.extend(addition.names.iter().cloned());
+                additions.push(addition);
+            } else if !addition.names.is_empty() {
+                return Err(FabricError::State(format!(
+                    "{} of the file were added before, together with {}, which it does not have: put these into the \
+                     file too, or remove them first",
+                    own.join(", "),
+                    addition.names.join(", ")
+                )));
+            }
+        }
+        let full = restore_additions_of(spec, &additions, &mut |addition, error| {
+            let names = addition.names.join(", ");
+            misfit.get_or_insert(format!(
+                "{names} was added while the fabric ran, and does not fit the changed file: {error}; remove it first \
+                 (`tombolo port del`, `tombolo cell stop`), or put it into the file"
+            ));
+        });
+        match misfit {
+            Some(why) => Err(FabricError::State(why)),
+            None => Ok((full, kept)),
+        }
+    }
+}
+
+/// Does what was prepared, and reports each step.
+pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<ApplyReport, FabricError> {
+    let Prepared { changes, new, facts, file, own, mut report, is_asked } = prepared;
+    if !is_asked {
+        return Ok(report);
+    }
+    let mut steps = Steps { changes, failed: BTreeMap::new() };
+    let (endings, say) = {
+        let mut running = shared.running.lock().await;
+        if let Err(error) = running.note_file(&file, &own, facts, &new) {
+            running.applying = false;
+            return Err(error);
+        }
+        (running.begin_ends(&steps), running.say.clone())
+    };
+    let (names, ending): (Vec<_>, Vec<_>) =
+        endings.into_iter().map(|(name, pid, ending)| ((name, pid), ending)).unzip();
+    let left = end_all(ending, &say).await;
+    let mut running = shared.running.lock().await;
+    if running.dir.is_none() {
+        return Err(FabricError::State("the fabric was taken down meanwhile".into()));
+    }
+    for (name, pid) in names {
+        running.finish_end(&name, pid, &left);
+    }
+    for domain in &left {
+        let of_it = |c: &&Change| matches!(&c.before, Some(Part::Machine(m)) if m.spec.name == domain.machine);
+        if let Some(change) = steps.changes.iter().find(of_it) {
+            let why = format!("its domain {0} may run on; `xl destroy {0}` ends it", domain.name);
+            steps.failed.insert(change.section.clone(), why);
+        }
+    }
+    running.take_out(&mut steps);
+    running.put_in(&mut steps, &new);
+    running.record_standing();
+    running.applying = false;
+    for (change, told) in steps.changes.iter().zip(&mut report.changes) {
+        match steps.failed.remove(&change.section) {
+            None => told.outcome = "done".into(),
+            Some(why) => (told.outcome, told.error) = ("failed".into(), Some(why)),
+        }
+    }
+    let failed = report.changes.iter().filter(|c| c.outcome == "failed").count();
+    report.outcome = if failed == 0 { "done" } else { "partly" }.into();
+    let done = report.changes.len() - failed;
+    (running.say)(&format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged));
+    Ok(report)
+}
+
+/// The changes, and which of them failed so far.
+struct Steps {
+    changes: Vec<Change>,
+    failed: BTreeMap<String, String>,
+}
+
+impl Steps {
+    /// Does `step` with every change of these actions that has not failed.
+    fn each(&mut self, actions: &[Action], mut step: impl FnMut(&Change) -> Result<(), FabricError>) {
+        for change in &self.changes {
+            if actions.contains(&change.action)
+                && !self.failed.contains_key(&change.section)
+                && let Err(error) = step(change)
+            {
+                self.failed.insert(change.section.clone(), error.to_string());
+            }
+        }
+    }
+}
+
+const GOES: [Action; 2] = [Action::Remove, Action::Restart];
+const COMES: [Action; 2] = [Action::Add, Action::Restart];
+
+impl Running {
+    /// Notes from which file the fabric is now, and starts what the changes need first.
+    fn note_file(&mut self, file: &Path, own: &[String], facts: Facts, new: &Model) -> Result<(), FabricError> {
+        self.file = file.to_path_buf();
+        let path = self.file.clone();
+        self.dir().record(|o| {
+            o.file = path;
+            // Those that the file has now are no additions any more.
+            for addition in &mut o.additions {
+                addition.names.retain(|name| !own.contains(name));
+            }
+            o.additions.retain(|a| !a.names.is_empty());
+        });
+        self.facts = facts;
+        self.start_store(&new.plan);
+        self.start_links(&new.plan)
+    }
+
+    /// Begins to end the machines that go or start again. One that the user has stopped has no process.
+    fn begin_ends(&mut self, steps: &Steps) -> Vec<(String, Option<u32>, Ending)> {
+        let runtime = self.facts.runtime.clone();
+        let going = steps.changes.iter().filter(|c| GOES.contains(&c.action));
+        let mut out = Vec::new();
+        for part in going.filter_map(|c| c.before.as_ref()) {
+            let Part::Machine(part) = part else { continue };
+            let Some(machine) = self.machines.get_mut(&part.spec.name) else { continue };
+            let (button, domain, pid) = (machine.button(&runtime), machine.plan.domain.clone(), machine.pid);
+            if machine.pid.is_none() {
+                continue;
+            }
+            machine.is_ending = true;
+            out.push((part.spec.name.clone(), pid, Ending { process: machine.let_go(), button, domain }));
+        }
+        out
+    }
+
+    fn finish_end(&mut self, name: &str, pid: Option<u32>, left: &[crate::xen::config::Domain]) {
+        if let Some(pid) = pid.filter(|pid| self.machines.get(name).is_some_and(|m| m.pid == Some(*pid))) {
+            self.machine_ended(name, pid);
+        }
+        if let Some(domain) = self.domain_of(name).filter(|d| !left.contains(d)) {
+            self.forget_domain(&domain);
+        }
+        if let Some(machine) = self.machines.get_mut(name) {
+            machine.is_ending = false;
+            // The apply ended it, neither its user nor itself.
+            machine.stopped = false;
+            machine.ended = None;
+        }
+    }
+
+    /// Takes out what goes, and what is made again.
+    fn take_out(&mut self, steps: &mut Steps) {
+        steps.each(&GOES, |change| {
+            match (&change.before, &change.after) {
+                (Some(Part::Machine(before)), after) => {
+                    let kept: &[PortPlan] = match after {
+                        Some(Part::Machine(after)) => &after.ports,
+                        _ => &[],
+                    };
+                    let gone: Vec<_> = before.ports.iter().filter(|p| !kept.contains(p)).collect();
+                    gone.iter().for_each(|port| self.drop_port(&port.name));
+                    if after.is_none() {
+                        self.machines.remove(&before.spec.name);
+                        self.forget_member(&before.spec.name);
+                    }
+                }
+                (Some(Part::Tap(part)), after) => self.take_port_out(&part.0.name, after.is_none()),
+                (Some(Part::Port(part)), after) => self.take_port_out(&part.0.name, after.is_none()),
+                _ => return Ok(()),
+            }
+            self.have(&Change { after: None, ..change.clone() });
+            Ok(())
+        });
+        steps.each(&GOES, |change| {
+            if let Some(Part::Link(part)) = &change.before {
+                self.end_bridge_of(&part.0.name);
+                if let (Some(links), Some(config)) = (self.links(), &part.1) {
+                    links.close(&config.name);
+                }
+                self.have(&Change { after: None, ..change.clone() });
+            }
+            Ok(())
+        });
+        steps.each(&GOES, |change| {
+            if let Some(Part::Network(part)) = &change.before {
+                self.drop_port(&plan::uplink_name(&part.spec.name));
+                self.stop_network(&part.spec.name)?;
+                self.bypass_faults.remove(&part.spec.name);
+                self.have(&Change { after: None, ..change.clone() });
+                // Its rules go with the next ones.
+                self.kernel_again()?;
+            }
+            Ok(())
+        });
+    }
+
+    fn take_port_out(&mut self, name: &str, for_good: bool) {
+        self.unmade.retain(|plan| plan.name != name);
+        self.drop_port(name);
+        if for_good {
+            self.forget_member(name);
+        }
+    }
+
+    /// Forgets what was noted of a member that goes.
+    fn forget_member(&mut self, name: &str) {
+        self.forget_rates(name);
+        self.dir().record(|o| o.settled.retain(|s| s.machine != name));
+    }
+
+    /// Takes note that what runs is as after `change`.
+    fn have(&mut self, change: &Change) {
+        let plan = Plan { ports: vec![], machines: vec![], kernel: vec![], links: vec![] };
+        let fabric = std::mem::replace(&mut self.spec, Fabric::empty("", PathBuf::new()));
+        self.spec = Model { fabric, plan }.with(change).fabric;
+    }
+
+    /// Does `work` with the part in place; where that fails, what runs is without it.
+    fn with_part(
+        &mut self,
+        change: &Change,
+        work: impl FnOnce(&mut Self) -> Result<(), FabricError>,
+    ) -> Result<(), FabricError> {
+        let before = self.spec.clone();
+        self.have(change);
+        let done = work(self);
+        if done.is_err() {
+            self.spec = before;
+        }
+        done
+    }
+
+    /// Makes what comes, and changes what goes on.
+    fn put_in(&mut self, steps: &mut Steps, new: &Model) {
+        // Networks find their workers before theirs go.
+        let changed = [Action::Add, Action::Change];
+        steps.each(&changed, |change| match &change.after {
+            Some(Part::Worker(worker)) => self.put_worker(change, worker),
+            _ => Ok(()),
+        });
+        let bypassed = |steps: &Steps| {
+            let has = |part: &Option<Part>| matches!(part, Some(Part::Network(p)) if p.spec.bypass.is_some());
+            steps.changes.iter().any(|c| has(&c.before) || has(&c.after))
+        };
+        let bypass = bypassed(steps);
+        steps.each(&[Action::Add, Action::Restart, Action::Change], |change| match (&change.before, &change.after) {
+            (before, Some(Part::Network(part))) => {
+                let before = match (change.action, before) {
+                    (Action::Change, Some(Part::Network(before))) => Some(&**before),
+                    _ => None,
+                };
+                self.put_network(change, before, part)
+            }
+            _ => Ok(()),
+        });
+        steps.each(&GOES, |change| match (&change.before, &change.after) {
+            (Some(Part::Worker(worker)), None) => self.end_worker(change, &worker.name),
+            _ => Ok(()),
+        });
+        // Before a member comes that the new rules are about.
+        steps.each(&[Action::Add, Action::Change, Action::Remove], |change| {
+            if matches!((&change.before, &change.after), (Some(Part::Policy(_)), _) | (_, Some(Part::Policy(_)))) {
+                self.have(change);
+            }
+            Ok(())
+        });
+        if let Err(error) = self.settle_policies() {
+            steps.failed.insert("policy".into(), error.to_string());
+        }
+        steps.each(&COMES, |change| match &change.after {
+            Some(Part::Link(part)) => self.with_part(change, |running| running.put_link(part)),
+            _ => Ok(()),
+        });
+        self.change_members(steps);
+        steps.each(&COMES, |change| match &change.after {
+            Some(Part::Tap(part)) => self.with_part(change, |running| running.put_port(&part.1)),
+            Some(Part::Port(part)) => self.with_part(change, |running| running.put_port(&part.1)),
+            Some(Part::Machine(part)) => self.put_ports_of(change, part),
+            _ => Ok(()),
+        });
+        // Before the first guest asks for its lease.
+        self.update_names();
+        self.settle_limits(steps);
+        steps.each(&COMES, |change| match &change.after {
+            Some(Part::Machine(part)) => self.put_machine(change, part),
+            _ => Ok(()),
+        });
+        self.start_waiting();
+        self.update_names();
+        self.in_order_of(&new.fabric);
+        if bypass {
+            let plan = self.kernel_plan();
+            if let Err(error) = self.end_bypass() {
+                (self.say)(&format!("apply: the bypass: {error}"));
+            }
+            self.bypass_faults.clear();
+            self.start_bypass(&plan);
+        }
+    }
+
+    fn put_worker(&mut self, change: &Change, spec: &file::Worker) -> Result<(), FabricError> {
+        if let Some(worker) = self.workers.iter_mut().find(|w| w.spec.name == spec.name) {
+            let busy_poll = Nanos::MICRO.times(spec.busy_poll_us.into());
+            worker.thread.handle().set(WorkerSettings { budget: spec.budget as usize, busy_poll })?;
+            if worker.spec.cpu != spec.cpu {
+                let failed = |e: rustix::io::Errno| {
+                    FabricError::State(format!("worker {}: moving its thread to another CPU: {e}", spec.name))
+                };
+                let cpus = match spec.cpu {
+                    Some(cpu) => {
+                        let mut only = rustix::thread::CpuSet::new();
+                        only.set(cpu);
+                        only
+                    }
+                    // Those of the control plane, which no setting moves.
+                    None => rustix::thread::sched_getaffinity(None).map_err(failed)?,
+                };
+                rustix::thread::sched_setaffinity(Some(worker.thread.pid()), &cpus).map_err(failed)?;
+            }
+            worker.spec = spec.clone();
+        } else {
+            self.start_worker(spec.clone())?;
+        }
+        self.have(change);
+        Ok(())
+    }
+
+    fn end_worker(&mut self, change: &Change, name: &str) -> Result<(), FabricError> {
+        let Some(at) = self.workers.iter().position(|w| w.spec.name == name) else { return Ok(()) };
+        let worker = self.workers.remove(at);
+        // Ports know their worker by its place.
+        self.ports.values_mut().filter(|p| p.worker > at).for_each(|p| p.worker -= 1);
+        self.have(change);
+        Ok(worker.thread.stop()?)
+    }
+
+    /// The kernel's part of the uplinks of what runs.
+    fn kernel_plan(&self) -> Plan {
+        let kernel = self.spec.networks.iter().filter_map(|n| plan::uplink(&self.spec, n).1).collect();
+        Plan { ports: vec![], machines: vec![], kernel, links: vec![] }
+    }
+
+    /// Puts the kernel's rules in force for what runs, in one transaction, or takes them away.
+    fn kernel_again(&mut self) -> Result<(), FabricError> {
+        let plan = self.kernel_plan();
+        match self.dir().owner().nft_table.clone() {
+            Some(table) if plan.kernel.is_empty() => self.undo_kernel(&table),
+            _ => self.kernel_rules(&plan),
+        }
+    }
+
+    fn put_network(
+        &mut self,
+        change: &Change,
+        before: Option<&NetworkPart>,
+        part: &NetworkPart,
+    ) -> Result<(), FabricError> {
+        let kernel = before.and_then(|b| b.kernel.as_ref()) != part.kernel.as_ref();
+        let uplink = before.is_none_or(|before| uplink_differs(before, part));
+        self.with_part(change, |running| {
+            match before {
+                None => running.start_network(&part.spec)?,
+                Some(before) if gateway_differs(&before.spec, &part.spec) => {
+                    running.restart_gateway(&part.spec)?;
+                    running.update_names();
+                }
+                Some(_) => {}
+            }
+            if kernel {
+                running.kernel_again()?;
+            }
+            if uplink {
+                running.drop_port(&plan::uplink_name(&part.spec.name));
+                part.uplink.iter().try_for_each(|port| running.add_port(port))?;
+            }
+            if kernel && let Some(kernel) = &part.kernel {
+                let plan = Plan { ports: vec![], machines: vec![], kernel: vec![kernel.clone()], links: vec![] };
+                running.kernel_taps(&plan)?;
+            }
+            Ok(())
+        })
+        .inspect_err(|_| self.back_to(before, part, uplink))
+    }
+
+    /// A change of a network failed: it gets the uplink that it had, and a new one goes.
+    fn back_to(&mut self, before: Option<&NetworkPart>, part: &NetworkPart, uplink: bool) {
+        let name = &part.spec.name;
+        if uplink {
+            self.drop_port(&plan::uplink_name(name));
+        }
+        let done = match before {
+            Some(before) => {
+                let gateway = match gateway_differs(&before.spec, &part.spec) {
+                    true => self.restart_gateway(&before.spec),
+                    false => Ok(()),
+                };
+                let port = before.uplink.iter().filter(|_| uplink).try_for_each(|port| self.add_port(port));
+                self.update_names();
+                gateway.and(port).and_then(|()| self.kernel_again())
+            }
+            None => self.stop_network(name),
+        };
+        if let Err(error) = done {
+            (self.say)(&format!("apply: network {name} cannot be put back: {error}"));
+        }
+    }
+
+    fn put_link(
+        &mut self,
+        part: &(file::Link, Option<tombolo_shm::ivshmem::links::Config>),
+    ) -> Result<(), FabricError> {
+        let (Some(links), Some(config)) = (self.links(), &part.1) else { return Ok(()) };
+        links.open(config.clone())?;
+        links.serve(&config.name, None)?;
+        self.start_bridge_of(&part.0);
+        Ok(())
+    }
+
+    fn put_port(&mut self, plan: &Option<PortPlan>) -> Result<(), FabricError> {
+        plan.iter().try_for_each(|plan| self.add_port(plan))
+    }
+
+    /// Makes the ports of a machine that is to start, but those that are there as they should be.
+    fn put_ports_of(&mut self, change: &Change, part: &MachinePart) -> Result<(), FabricError> {
+        self.have(change);
+        let done = part.ports.iter().try_for_each(|port| {
+            if self.ports.get(&port.name).is_some_and(|running| running.plan == *port) {
+                return Ok(());
+            }
+            self.drop_port(&port.name);
+            self.add_port(port)
+        });
+        if let (Err(error), Some(plan)) = (&done, &part.plan) {
+            self.note_not_started(plan, error);
+        }
+        done
+    }
+
+    /// Starts a machine of which the ports are there. One that cannot start stays known, as one that failed.
+    fn put_machine(&mut self, change: &Change, part: &MachinePart) -> Result<(), FabricError> {
+        let Some(plan) = &part.plan else { return Ok(()) };
+        // Its user stopped it, and starts it again.
+        let stopped = self.machines.get(&plan.name).is_some_and(|m| m.stopped && m.pid.is_none());
+        if change.action == Action::Restart && stopped {
+            self.leave_idle(plan, "");
+            return Ok(());
+        }
+        let started = self.start_or_wait(plan);
+        if let Err(error) = &started {
+            self.note_not_started(plan, error);
+        }
+        started
+    }
+
+    /// Gives members that go on their new limits and guards.
+    fn change_members(&mut self, steps: &mut Steps) {
+        // An address may go from one member to another: what is given up first makes room.
+        let mut open: Vec<(String, Vec<PortPlan>)> = Vec::new();
+        for change in steps.changes.iter().filter(|c| c.action == Action::Change) {
+            let ports = match &change.after {
+                Some(Part::Machine(part)) => part.ports.clone(),
+                Some(Part::Tap(part)) => part.1.iter().cloned().collect(),
+                Some(Part::Port(part)) => part.1.iter().cloned().collect(),
+                _ => continue,
+            };
+            open.push((change.section.clone(), ports));
+        }
+        let mut tries = open.len() + 1;
+        while !open.is_empty() && tries > 0 {
+            tries -= 1;
+            open.retain(|(section, ports)| match ports.iter().try_for_each(|plan| self.set_guard_of(plan)) {
+                Ok(()) => {
+                    steps.failed.remove(section);
+                    false
+                }
+                Err(error) => {
+                    steps.failed.insert(section.clone(), error.to_string());
+                    matches!(error, FabricError::Control(ControlError::PinnedElsewhere(_)))
+                }
+            });
+        }
+        steps.each(&[Action::Change], |change| {
+            let (rates, name) = match (&change.before, &change.after) {
+                (Some(Part::Machine(a)), Some(Part::Machine(b))) => {
+                    (a.spec.traffic.rates != b.spec.traffic.rates, &b.spec.name)
+                }
+                (Some(Part::Tap(a)), Some(Part::Tap(b))) => (a.0.traffic.rates != b.0.traffic.rates, &b.0.name),
+                (Some(Part::Port(a)), Some(Part::Port(b))) => (a.0.traffic.rates != b.0.traffic.rates, &b.0.name),
+                _ => return Ok(()),
+            };
+            if rates {
+                // What the file says now goes before what was set by hand.
+                self.forget_rates(name);
+            }
+            self.have(change);
+            Ok(())
+        });
+    }
+
+    fn set_guard_of(&mut self, plan: &PortPlan) -> Result<(), FabricError> {
+        let Some(port) = self.ports.get(&plan.name) else { return Err(self.unknown("port", &plan.name)) };
+        if port.plan.guard == plan.guard && port.plan.traffic.roles == plan.traffic.roles {
+            return Ok(());
+        }
+        let guard = plan.guard.as_ref().map(PortGuard::to_switch).unwrap_or_default();
+        let handle = self.workers[port.worker].thread.handle();
+        Ok(handle.set_guard(port.token, guard.with_roles(plan.traffic.roles))?)
+    }
+
+    /// Sets the limits of members that go on, once what was set by hand is forgotten.
+    fn settle_limits(&mut self, steps: &mut Steps) {
+        steps.each(&[Action::Change], |change| {
+            let ports: Vec<PortPlan> = match &change.after {
+                Some(Part::Machine(part)) => part.ports.clone(),
+                Some(Part::Tap(part)) => part.1.iter().cloned().collect(),
+                Some(Part::Port(part)) => part.1.iter().cloned().collect(),
+                _ => return Ok(()),
+            };
+            for plan in ports {
+                let rates = self.changed_rates(&plan.name).unwrap_or(plan.traffic.rates);
+                let Some(port) = self.ports.get_mut(&plan.name) else { continue };
+                let handle = self.workers[port.worker].thread.handle();
+                handle.set_limits(port.token, plan.traffic.storm, rates)?;
+                if port.plan.labels() != plan.labels() {
+                    handle.set_labels(port.token, plan.labels())?;
+                }
+                port.plan = plan;
+            }
+            Ok(())
+        });
+    }
+
+    /// Has every switch judge by the file's rules; one whose rules are the same goes on undisturbed.
+    fn settle_policies(&mut self) -> Result<(), FabricError> {
+        for spec in &self.spec.networks {
+            let Some((_, worker)) = self.worker_of(&spec.name) else { continue };
+            let Some(net) = self.networks.get(&spec.name) else { continue };
+            worker.thread.handle().set_policy(net.id, self.spec.policy(&spec.name))?;
+        }
+        Ok(())
+    }
+
+    /// Puts the lists of what runs in the order of the file, which reports follow.
+    fn in_order_of(&mut self, file: &Fabric) {
+        fn place<T>(list: &[T], is_it: impl Fn(&T) -> bool) -> usize {
+            list.iter().position(is_it).unwrap_or(list.len())
+        }
+        self.spec.networks.sort_by_key(|n| place(&file.networks, |o| o.name == n.name));
+        self.spec.machines.sort_by_key(|m| place(&file.machines, |o| o.name == m.name));
+        self.spec.taps.sort_by_key(|t| place(&file.taps, |o| o.name == t.name));
+        self.spec.ports.sort_by_key(|p| place(&file.ports, |o| o.name == p.name));
+        self.spec.links.sort_by_key(|l| place(&file.links, |o| o.name == l.name));
+        self.spec.workers.sort_by_key(|w| place(&file.workers, |o| o.name == w.name));
+        self.spec.forwards.sort_by_key(|f| place(&file.forwards, |o| (o.proto, o.listen) == (f.proto, f.listen)));
+    }
+}
