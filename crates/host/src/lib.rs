@@ -22,6 +22,7 @@ pub mod file;
 pub mod kernel;
 pub mod log;
 mod members;
+pub mod moment;
 pub mod notify;
 pub mod plan;
 pub mod process;
@@ -30,6 +31,7 @@ pub mod resolver;
 pub mod routes;
 mod run;
 pub mod rundir;
+pub mod stamps;
 pub mod xen;
 
 /// The form of captures, for commands that write some which no port makes.
