@@ -1,4 +1,4 @@
-//! `tombolo capture`: a port's frames as a pcapng file.
+//! `tombolo capture`: frames of a port or a network as a pcapng file.
 
 use std::fs::{File, Permissions};
 use std::io::{self, IsTerminal, Write};
@@ -8,17 +8,36 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Args;
-use tombolo_host::api::client::Ending;
+use tombolo_host::api::CaptureOf;
+use tombolo_host::api::client::{Client, Ending};
 
 use crate::exit::{Exit, Failure};
 use crate::number;
 use crate::out::{counted, scaled};
 use crate::select::Select;
 
+const EXAMPLES: &str = "\
+A filter has words of pcap-filter(7): arp, ip, ip6, icmp, icmp6, tcp, udp, igmp, broadcast, multicast, vlan [N]; [src|dst] host
+ADDRESS; [src|dst] net ADDRESS/BITS; [tcp|udp] [src|dst] port N or portrange N-M; ether [src|dst] MAC; ether proto N; less N;
+greater N; with and, or, not and parentheses.
+
+Examples:
+  tombolo capture web -w web.pcapng --seconds 10
+  tombolo capture web | wireshark -k -i -
+  tombolo capture --network lan --filter 'arp or udp port 53' | tcpdump -n -r -";
+
 #[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
 pub(crate) struct Capture {
     /// Name of the port
-    port: String,
+    #[arg(required_unless_present = "network", conflicts_with = "network")]
+    port: Option<String>,
+    /// Capture a whole network instead: each frame once, where it enters
+    #[arg(long, value_name = "NAME")]
+    network: Option<String>,
+    /// Only frames of which this is true, such as "tcp port 80"
+    #[arg(long, value_name = "EXPRESSION")]
+    filter: Option<String>,
     /// File to write; - is standard output, which is the default in a pipe
     #[arg(short, long, value_name = "FILE")]
     write: Option<PathBuf>,
@@ -126,21 +145,41 @@ impl Write for Destination {
     }
 }
 
+/// Frames that captures of it could not keep up with.
+fn lost(client: &Client, of: &CaptureOf) -> Result<u64, Failure> {
+    let network = match of {
+        CaptureOf::Port(name) => return Ok(client.port(name)?.counters.capture_lost),
+        CaptureOf::Network(network) => network,
+    };
+    let status = client.status()?;
+    if !status.networks.iter().any(|n| n.name == *network) {
+        let there: Vec<_> = status.networks.iter().map(|n| n.name.as_str()).collect();
+        return Err(Failure::failed(format!("no network \"{network}\"; there are: {}", there.join(", "))));
+    }
+    Ok(status.ports.iter().filter(|p| p.network == *network).map(|p| p.counters.capture_lost).sum())
+}
+
 impl Capture {
     pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
         let mut client = select.client()?;
         let path = Destination::path_of(self.write.as_deref())?;
         // Before the file is made: one of a port that is not there is of no use.
-        let lost_before = client.port(&self.port)?.counters.capture_lost;
+        let of = match (&self.network, &self.port) {
+            (Some(network), _) => CaptureOf::Network(network.clone()),
+            // One of the two is required.
+            (None, port) => CaptureOf::Port(port.clone().unwrap_or_default()),
+        };
+        let (CaptureOf::Port(name) | CaptureOf::Network(name)) = &of;
+        let lost_before = lost(&client, &of)?;
         let mut out = Destination::create(path)?;
         let deadline = self.seconds.map(|s| Instant::now() + s);
         let tty = path.is_some() && io::stderr().is_terminal();
         if tty && deadline.is_none() && self.count.is_none() {
-            crate::out::tell!("capturing {}; Ctrl-C ends it", self.port);
+            crate::out::tell!("capturing {name}; Ctrl-C ends it");
         }
         let mut blocks = Blocks::default();
         let mut bytes = 0u64;
-        let end = client.capture(&self.port, self.snaplen, deadline, |piece| {
+        let end = client.capture(&of, self.snaplen, self.filter.as_deref(), deadline, |piece| {
             bytes += piece.len() as u64;
             blocks.feed(piece, self.count, &mut out)
         })?;
@@ -153,14 +192,14 @@ impl Capture {
             crate::out::tell!("{what}");
         }
         // A port that went away, or was restarted, has nothing more to say.
-        let lost = client.port(&self.port).map_or(0, |p| p.counters.capture_lost.saturating_sub(lost_before));
+        let lost = lost(&client, &of).map_or(0, |lost| lost.saturating_sub(lost_before));
         if lost > 0 {
             crate::out::tell!(
                 "tombolo: {lost} more frames passed faster than they could be written, and are not in it"
             );
         }
         if end == Ending::Fabric && (self.count.is_some() || deadline.is_some()) {
-            crate::out::tell!("tombolo: the port {} was removed before that", self.port);
+            crate::out::tell!("tombolo: {name} was removed before that");
             return Ok(Exit::Partly);
         }
         Ok(Exit::Done)
@@ -185,11 +224,14 @@ mod tests {
     #[test]
     fn flags_have_units_and_bounds() {
         let capture = parse("web -w x.pcapng --count 3 --seconds 0.5 --snaplen 96").unwrap();
-        assert_eq!((capture.port.as_str(), capture.count, capture.snaplen), ("web", Some(3), Some(96)));
+        assert_eq!((capture.port.as_deref(), capture.count, capture.snaplen), (Some("web"), Some(3), Some(96)));
+        assert_eq!(parse("--network lan --filter arp").unwrap().filter.as_deref(), Some("arp"));
         assert_eq!(capture.seconds, Some(Duration::from_millis(500)));
         assert_eq!(capture.write.as_deref(), Some(Path::new("x.pcapng")));
         assert_eq!(parse("web --write -").unwrap().write.as_deref(), Some(Path::new("-")));
-        for wrong in ["web --count 0", "web --seconds -1", "web --seconds x", "web --snaplen 0", "-w x"] {
+        for wrong in
+            ["web --count 0", "web --seconds -1", "web --seconds x", "web --snaplen 0", "-w x", "web --network lan"]
+        {
             assert!(parse(wrong).is_err(), "{wrong}");
         }
     }

@@ -6,12 +6,12 @@ use std::path::{Path, PathBuf};
 
 use clap::{Args, Subcommand};
 use tombolo_host::api::client::{Client, ClientError, Ending};
-use tombolo_host::api::report::{Machines, SCHEMA};
+use tombolo_host::api::report::{MachineReport, Machines, SCHEMA};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
 use crate::port::{read_sections, whole};
-use crate::section::Section;
+use crate::section::{Section, origin, told};
 use crate::select::Select;
 use crate::status;
 use crate::terminal::{Raw, Typing};
@@ -24,8 +24,10 @@ pub(crate) enum Cell {
     Ls(Ls),
     /// Connect to a machine's console, with input from the terminal (Ctrl-] leaves) or a pipe
     Console(Console),
-    /// Stop a machine; one that was added at run time is also removed from the fabric
+    /// Stop machines; those that were added at run time are also removed from the fabric
     Stop(Stop),
+    /// Stop machines that run, and start them again
+    Restart(Stop),
 }
 
 #[derive(Args, Debug)]
@@ -110,9 +112,10 @@ pub(crate) struct Console {
 
 #[derive(Args, Debug)]
 pub(crate) struct Stop {
-    /// Name of the machine
-    name: String,
-    /// Print its last state as JSON
+    /// Names of the machines
+    #[arg(required = true, value_name = "NAME")]
+    names: Vec<String>,
+    /// Print their states as JSON: one report, or those of several
     #[arg(long)]
     json: bool,
 }
@@ -166,7 +169,8 @@ impl Cell {
             Cell::Run(run) => {
                 let status = client.status()?;
                 let known: Vec<_> = status.machines.iter().map(|m| m.name.as_str()).collect();
-                let started = client.run_machine(&run.text(&known)?)?;
+                let started =
+                    client.run_machine(&run.text(&known)?).map_err(|e| told(e, origin(run.sections.as_deref())))?;
                 if run.json {
                     out::json(&started)?;
                 } else {
@@ -183,28 +187,65 @@ impl Cell {
                 }
             }
             Cell::Console(console) => return console.run(&mut client),
-            Cell::Stop(stop) => {
-                let machine = client.stop_machine(&stop.name)?;
-                if stop.json {
-                    out::json(&machine)?;
-                } else {
-                    out::print(&status::done("machine", "stopped", [&stop.name[..]].into_iter()))?;
-                }
-            }
+            Cell::Stop(stop) => return stop.run("stopped", |name| client.stop_machine(name)),
+            Cell::Restart(restart) => return restart.run("restarted", |name| client.restart_machine(name)),
         }
         Ok(Exit::Done)
     }
 }
 
-/// Prints what comes, except for the first `skip` bytes, and counts it.
-fn printer(skip: usize, seen: &std::cell::Cell<usize>) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
-    let mut skip = skip;
+impl Stop {
+    /// Does it for one after the other. What fails for one does not keep the others from it.
+    fn run(&self, verb: &str, one: impl Fn(&str) -> Result<MachineReport, ClientError>) -> Result<Exit, Failure> {
+        let (mut done, mut failed) = (Vec::new(), Vec::new());
+        for name in &self.names {
+            match one(name) {
+                Ok(machine) => done.push(MachineReport { name: name.clone(), ..machine }),
+                Err(error) => failed.push(error),
+            }
+        }
+        match (self.json, done.as_slice()) {
+            (true, [one]) if self.names.len() == 1 => out::json(one)?,
+            (true, [_, ..]) => out::json(&Machines { schema: SCHEMA, machines: done.clone() })?,
+            (false, [_, ..]) => out::print(&status::done("machine", verb, done.iter().map(|m| m.name.as_str())))?,
+            (_, []) => {}
+        }
+        let Some(last) = failed.pop() else { return Ok(Exit::Done) };
+        if done.is_empty() && failed.is_empty() {
+            return Err(last.into());
+        }
+        failed.iter().chain([&last]).for_each(|error| out::tell!("tombolo: {error}"));
+        Ok(if done.is_empty() { Exit::Failed } else { Exit::Partly })
+    }
+}
+
+/// The same bytes with a carriage return before each line feed that has none: a raw terminal adds none, and the next line
+/// would begin below the end of this one. `last` is the byte before.
+fn with_returns(piece: &[u8], last: &mut u8) -> Vec<u8> {
+    let mut out = Vec::with_capacity(piece.len() + piece.len() / 16);
+    for byte in piece {
+        if *byte == b'\n' && *last != b'\r' {
+            out.push(b'\r');
+        }
+        out.push(*byte);
+        *last = *byte;
+    }
+    out
+}
+
+/// Prints what comes, except for the first `skip` bytes, and counts it. `raw`: to a terminal that is raw.
+fn printer(skip: usize, seen: &std::cell::Cell<usize>, raw: bool) -> impl FnMut(&[u8]) -> io::Result<ControlFlow<()>> {
+    let (mut skip, mut last) = (skip, 0);
     move |piece| {
         let known = piece.len().min(skip);
         skip -= known;
         seen.set(seen.get() + piece.len());
         let mut out = io::stdout().lock();
-        out.write_all(&piece[known..])?;
+        if raw {
+            out.write_all(&with_returns(&piece[known..], &mut last))?;
+        } else {
+            out.write_all(&piece[known..])?;
+        }
         out.flush()?;
         Ok(ControlFlow::Continue(()))
     }
@@ -214,7 +255,7 @@ impl Console {
     fn run(&self, client: &mut Client) -> Result<Exit, Failure> {
         let seen = std::cell::Cell::new(0);
         if self.log || self.follow {
-            client.console(&self.name, self.follow, printer(0, &seen))?;
+            client.console(&self.name, self.follow, printer(0, &seen, false))?;
             return Ok(Exit::Done);
         }
         let terminal = io::stdin().is_terminal();
@@ -229,13 +270,17 @@ impl Console {
         } else {
             None
         };
-        let end = client.attach(&self.name, Typing::new(io::stdin(), terminal), printer(0, &seen));
+        let end = client.attach(
+            &self.name,
+            Typing::new(io::stdin(), terminal),
+            printer(0, &seen, terminal && io::stdout().is_terminal()),
+        );
         drop(raw);
         let end = match end {
             Err(ClientError::Refused { status: 409, fault }) => {
                 out::tell!("tombolo: {}; reading only", fault.error);
                 // It has been told from the start until then.
-                client.console(&self.name, true, printer(seen.get(), &seen))?
+                client.console(&self.name, true, printer(seen.get(), &seen, false))?
             }
             end => end?,
         };
@@ -308,9 +353,18 @@ mod tests {
     }
 
     #[test]
+    fn a_raw_terminal_gets_each_line_at_its_start() {
+        let mut last = 0;
+        assert_eq!(with_returns(b"a\nb\r\n\nc\r", &mut last), b"a\r\nb\r\n\r\nc\r");
+        assert_eq!(with_returns(b"\nd", &mut last), b"\nd", "the return came with the piece before");
+    }
+
+    #[test]
     fn the_other_commands_flags() {
         assert!(matches!(parse(&["ls", "--json"]), Ok(Cell::Ls(Ls { json: true }))));
         assert!(matches!(parse(&["stop", "web", "--json"]), Ok(Cell::Stop(Stop { json: true, .. }))));
+        assert!(matches!(parse(&["restart", "web", "db"]), Ok(Cell::Restart(Stop { names, .. })) if names.len() == 2));
+        assert!(parse(&["stop"]).is_err());
         assert!(matches!(parse(&["run", "x", "--json"]), Ok(Cell::Run(run)) if run.json));
         assert!(matches!(parse(&["console", "web", "--log"]), Ok(Cell::Console(Console { log: true, .. }))));
         assert!(matches!(parse(&["console", "web", "--follow"]), Ok(Cell::Console(Console { follow: true, .. }))));

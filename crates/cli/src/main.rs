@@ -14,10 +14,13 @@ mod check;
 mod confine;
 mod doctor;
 mod down;
+mod events;
 mod exit;
 mod fd_store;
 mod lab;
 mod link_bridge;
+mod logs;
+mod ls;
 mod manual;
 mod number;
 mod out;
@@ -26,9 +29,11 @@ mod section;
 mod select;
 mod service;
 mod status;
+mod table;
 mod terminal;
 mod top;
 mod up;
+mod wait;
 
 use std::ffi::OsString;
 
@@ -76,14 +81,25 @@ enum Command {
     Down(down::Down),
     /// Show networks, machines, ports, forwards, leases, drops and faults
     Status(status::StatusArgs),
+    /// List all fabrics of this user
+    Ls(ls::Ls),
+    /// Show what happened: starts, deaths, ports, leases, faults and changes
+    Events(events::Events),
+    /// Show the daemon's log and the consoles of machines, in the order of time
+    Logs(logs::Logs),
+    /// Wait until a machine, port or service is as a script needs it
+    Wait(wait::Wait),
     /// Show rates per port and worker, updated every interval
     Top(top::Top),
     /// Add, remove, list and inspect ports of a running fabric
     #[command(subcommand)]
     Port(port::Port),
-    /// Record the frames of a port as pcapng
+    /// Show which MAC and IP addresses are where
+    #[command(subcommand)]
+    Table(table::Table),
+    /// Record the frames of a port or network as pcapng
     Capture(capture::Capture),
-    /// Run, list, stop and talk to cells and VMs of a running fabric
+    /// Run, list, restart, stop and talk to cells and VMs of a running fabric
     #[command(subcommand)]
     Cell(cell::Cell),
     /// Let traffic between taps, veths and cards skip the kernel's forwarding; NAT and firewall still apply
@@ -129,8 +145,13 @@ fn run(cli: Cli) -> Result<Exit, Failure> {
         Command::Apply(apply) => apply.run(select),
         Command::Down(down) => down.run(select),
         Command::Status(status) => status.run(select),
+        Command::Ls(ls) => ls.run(),
+        Command::Events(events) => events.run(select),
+        Command::Logs(logs) => logs.run(select),
+        Command::Wait(wait) => wait.run(select),
         Command::Top(top) => top.run(select),
         Command::Port(port) => port.run(select),
+        Command::Table(table) => table.run(select),
         Command::Capture(capture) => capture.run(select),
         Command::Cell(cell) => cell.run(select),
         Command::Bypass(bypass) => bypass.run(),

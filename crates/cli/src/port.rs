@@ -8,7 +8,7 @@ use tombolo_host::api::report::{Ports, SCHEMA};
 
 use crate::exit::{Exit, Failure};
 use crate::out;
-use crate::section::{Section, quoted};
+use crate::section::{Section, origin, quoted, told};
 use crate::select::Select;
 use crate::status;
 
@@ -206,7 +206,7 @@ impl Port {
         let client = select.client()?;
         match self {
             Port::Add(add) => {
-                let added = client.add_ports(&add.text()?)?;
+                let added = client.add_ports(&add.text()?).map_err(|e| told(e, origin(add.sections.as_deref())))?;
                 if add.json {
                     out::json(&added)?;
                 } else {

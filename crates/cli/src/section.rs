@@ -1,4 +1,48 @@
-//! A section of a fabric file, written from flags.
+//! A section of a fabric file, written from flags, and what is said of its faults.
+
+use std::path::Path;
+
+use tombolo_host::api::client::ClientError;
+use tombolo_host::api::report::ProblemReport;
+
+use crate::exit::Failure;
+
+/// Where the sections of a request came from.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Origin<'a> {
+    /// They were written from flags.
+    Flags,
+    /// From this file.
+    File(&'a Path),
+}
+
+/// Sections come from a file where one is given.
+pub(crate) fn origin(sections: Option<&Path>) -> Origin<'_> {
+    sections.map_or(Origin::Flags, Origin::File)
+}
+
+/// A refusal of sections, told by what the user gave: faults of flags have the flag's name, those of a file its path, and not
+/// places in a text that the user has not seen.
+pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
+    let ClientError::Refused { fault, .. } = &error else { return error.into() };
+    if fault.problems.is_empty() {
+        return error.into();
+    }
+    let line = |p: &ProblemReport| {
+        let hint = p.hint.as_ref().map_or_else(String::new, |hint| format!("; {hint}"));
+        let what = format!("expected {}, found {}{hint}", p.expected, p.found);
+        match origin {
+            // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its name.
+            Origin::Flags => format!("--{}: {what}", p.key.splitn(3, '.').nth(2).unwrap_or("name").replace('_', "-")),
+            Origin::File(path) => {
+                let key = if p.key.is_empty() { String::new() } else { format!("{}: ", p.key) };
+                format!("{}:{}:{}: {key}{what}", path.display(), p.line, p.column)
+            }
+        }
+    };
+    let lines: Vec<_> = fault.problems.iter().map(line).collect();
+    Failure::misused(lines.join("\n"))
+}
 
 /// One section under way.
 #[derive(Debug)]
@@ -53,6 +97,28 @@ impl Section {
 mod tests {
     use super::*;
     use tombolo_host::file;
+
+    #[test]
+    fn faults_are_told_by_the_flag_or_the_file() {
+        use tombolo_host::api::report::Fault;
+        let problem = |key: &str| ProblemReport {
+            line: 2,
+            column: 7,
+            key: key.into(),
+            expected: "a size".into(),
+            found: "\"4\"".into(),
+            hint: None,
+        };
+        let problems = vec![problem("cell.web.memory"), problem("cell.Web_1")];
+        let fault = Fault { error: "request:2:7: …".into(), hint: None, problems };
+        let refused = || ClientError::Refused { status: 400, fault: fault.clone() };
+        let text = |origin| match told(refused(), origin) {
+            Failure::Said(crate::exit::Exit::Misused, text) => text,
+            other => panic!("{other:?}"),
+        };
+        assert_eq!(text(Origin::Flags), "--memory: expected a size, found \"4\"\n--name: expected a size, found \"4\"");
+        assert!(text(Origin::File(Path::new("a.toml"))).starts_with("a.toml:2:7: cell.web.memory: expected a size"));
+    }
 
     #[test]
     fn values_are_data_and_never_sections() {

@@ -2,8 +2,9 @@
 //! every case.
 
 use std::io::{self, Read, Write};
+use std::sync::mpsc::{Receiver, channel};
 
-use rustix::termios::{OptionalActions, Termios, tcgetattr, tcsetattr};
+use rustix::termios::{LocalModes, OptionalActions, Termios, tcgetattr, tcsetattr};
 
 /// Standard input as a raw terminal, until dropped.
 pub(crate) struct Raw(Termios);
@@ -23,6 +24,50 @@ impl Drop for Raw {
         // A terminal that is gone needs no putting back.
         let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.0);
     }
+}
+
+/// Keys as they are pressed, from standard input, until dropped. Ctrl-C stays a signal.
+pub(crate) struct Keys {
+    before: Termios,
+    pressed: Receiver<u8>,
+}
+
+impl Keys {
+    pub(crate) fn new() -> io::Result<Keys> {
+        let before = tcgetattr(io::stdin())?;
+        let mut single = before.clone();
+        single.local_modes &= !(LocalModes::ICANON | LocalModes::ECHO);
+        tcsetattr(io::stdin(), OptionalActions::Now, &single)?;
+        let (sender, pressed) = channel();
+        // It ends with the process: nothing else ends a read from a terminal.
+        std::thread::spawn(move || {
+            let mut byte = [0];
+            while let Ok(1) = io::stdin().lock().read(&mut byte) {
+                if sender.send(byte[0]).is_err() {
+                    return;
+                }
+            }
+        });
+        Ok(Keys { before, pressed })
+    }
+
+    /// The next key that was pressed, if one was.
+    pub(crate) fn next(&self) -> Option<u8> {
+        self.pressed.try_recv().ok()
+    }
+}
+
+impl Drop for Keys {
+    fn drop(&mut self) {
+        // A terminal that is gone needs no putting back.
+        let _ = tcsetattr(io::stdin(), OptionalActions::Now, &self.before);
+    }
+}
+
+/// Columns of the terminal that standard output is; 80 where it does not say.
+pub(crate) fn columns() -> usize {
+    let size = rustix::termios::tcgetwinsize(io::stdout()).ok().filter(|s| s.ws_col > 0);
+    size.map_or(80, |s| usize::from(s.ws_col))
 }
 
 /// The alternate screen without a cursor, until dropped.

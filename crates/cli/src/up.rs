@@ -234,7 +234,7 @@ fn dead(status: &Status) -> impl Iterator<Item = (&str, &str)> {
 }
 
 /// Machines that are not running with all of their ports up, and how they are.
-fn missing(status: &Status) -> Vec<(String, String)> {
+pub(crate) fn missing(status: &Status) -> Vec<(String, String)> {
     let late = |m: &&tombolo_host::api::report::MachineReport| {
         let own = |p: &&tombolo_host::api::report::PortReport| {
             p.name == m.name || p.name.strip_prefix(&m.name).is_some_and(|rest| rest.starts_with('.'))

@@ -54,12 +54,14 @@ pub(crate) fn make(runtime: &Path, machine: &str) -> io::Result<(File, File)> {
 /// What a machine that starts gets as standard output, where its console takes input elsewhere.
 pub(crate) fn make_output(runtime: &Path, machine: &str) -> io::Result<File> {
     let log = log_path(runtime, machine);
+    // Those of an earlier one; see `stamps`. One that stays is seen to be of a longer console.
+    let _ = std::fs::remove_file(crate::stamps::path_of(&log));
     crate::rundir::private_file(&log)?;
     OpenOptions::new().append(true).open(&log)
 }
 
 /// Where a console begins that has been cut, and 0 for one that has not.
-pub(crate) fn start(log: &File) -> u64 {
+pub fn start(log: &File) -> u64 {
     // An empty file has no data anywhere.
     seek(log, rustix::fs::SeekFrom::Data(0)).unwrap_or(0)
 }

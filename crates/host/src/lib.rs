@@ -23,6 +23,7 @@ pub mod file;
 pub mod kernel;
 pub mod log;
 mod members;
+pub mod moment;
 pub mod notify;
 pub mod plan;
 pub mod preflight;
@@ -32,6 +33,7 @@ pub mod resolver;
 pub mod routes;
 mod run;
 pub mod rundir;
+pub mod stamps;
 pub mod xen;
 
 /// The form of captures, for commands that write some which no port makes.

@@ -16,6 +16,7 @@ use std::path::{Path, PathBuf};
 
 use crate::console;
 use crate::rundir::{self, RunDirError};
+use crate::stamps;
 
 /// Bytes of the daemon's log; beyond this it becomes `log.1`, and a new one is begun.
 pub const LOG_BYTES: u64 = 4 << 20;
@@ -130,7 +131,10 @@ pub(crate) fn keep(runtime: &Path, state: &Path) -> Result<(), RunDirError> {
     let share = KEPT_BYTES / logs.len() as u64;
     for log in &logs {
         let to = now.join(name_of(log));
-        copy_end(log, &to, share).map_err(rundir::system("keeping the log", &to))?;
+        let cut = copy_end(log, &to, share).map_err(rundir::system("keeping the log", &to))?;
+        if stamps::path_of(log).exists() {
+            stamps::copy(log, &to, cut).map_err(rundir::system("keeping the times of", &to))?;
+        }
     }
     Ok(())
 }
@@ -139,14 +143,15 @@ fn name_of(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
-fn copy_end(from: &Path, to: &Path, limit: u64) -> io::Result<()> {
+/// Where the copy begins.
+fn copy_end(from: &Path, to: &Path, limit: u64) -> io::Result<u64> {
     let mut file = File::open(from)?;
     let len = file.metadata()?.len();
     // Where a console was cut there is a hole.
     let start = console::start(&file).max(len.saturating_sub(limit));
     file.seek(SeekFrom::Start(start))?;
     io::copy(&mut file.take(limit), &mut rundir::private_file(to)?)?;
-    Ok(())
+    Ok(start)
 }
 
 #[cfg(test)]

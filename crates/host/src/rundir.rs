@@ -64,6 +64,20 @@ pub enum RunDirError {
         /// Its daemon, 0 if it has not said yet.
         pid: u32,
     },
+    /// The fabric of another file has the name.
+    #[error(
+        "the name \"{name}\" is taken: the fabric of {} runs under it (process {pid}); give the one of {} another `name`, \
+         or end that one with `tombolo down --file {}`",
+        theirs.display(), ours.display(), theirs.display()
+    )]
+    Elsewhere {
+        name: String,
+        pid: u32,
+        /// The file of the one that runs.
+        theirs: PathBuf,
+        /// The file of the one that was to be started.
+        ours: PathBuf,
+    },
     /// A daemon that ends does not come to its end.
     #[error(
         "the daemon of the fabric \"{name}\" (process {pid}) has been ending for {waited} s: expected its lock, taps and \
@@ -177,6 +191,11 @@ pub fn runtime_root() -> Result<PathBuf, RunDirError> {
         return Ok("/run/tombolo".into());
     }
     std::env::var_os("XDG_RUNTIME_DIR").map(|d| Path::new(&d).join("tombolo")).ok_or(RunDirError::NoPlace)
+}
+
+/// The folder of what outlives a fabric of that name: leases, logs, events.
+pub fn state_folder(fabric: &str) -> PathBuf {
+    state_root().join(fabric)
 }
 
 fn state_root() -> PathBuf {
@@ -402,7 +421,15 @@ impl RunDir {
     pub async fn claim(fabric: &str, file: &Path, say: &Say) -> Result<RunDir, RunDirError> {
         let root = runtime_root()?;
         let path = root.join(fabric);
-        let (lock, leftover) = take_lock(fabric, &path, say).await?;
+        let taken = take_lock(fabric, &path, say).await;
+        let (lock, leftover) = taken.map_err(|error| match (error, read_owner(&path)) {
+            (RunDirError::Running { name, pid }, Some(owner))
+                if owner.pid == pid && ![file, &owner.file].contains(&Path::new("")) && owner.file != file =>
+            {
+                RunDirError::Elsewhere { name, pid, theirs: owner.file, ours: file.into() }
+            }
+            (error, _) => error,
+        })?;
         Ok(Self::own(fabric, path, file, lock, leftover))
     }
 

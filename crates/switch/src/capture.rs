@@ -1,4 +1,4 @@
-//! Capture of a port's frames to pcapng, while it works.
+//! Capture of a port's frames, or of a network's, to pcapng, while it works.
 //!
 //! ```text
 //! worker: Tap --- parcels of copied frames, bounded in bytes, never waited for ---> Capture: any other thread
@@ -21,6 +21,7 @@
 use crate::Nanos;
 use crate::counters::PortCounters;
 use crate::drop::Reason;
+use crate::filter::Filter;
 use crate::frame::{Batch, Checksum, MAX_FRAME_BYTES, Offload};
 use crate::pcapng::{self, Direction, Packet};
 use std::fmt::Write as _;
@@ -66,6 +67,8 @@ pub struct CaptureSettings {
     pub transmitted: bool,
     /// Of the received frames, also those that go nowhere.
     pub dropped: bool,
+    /// Which frames; all with `None`.
+    pub filter: Option<Arc<Filter>>,
     /// Bytes of frames that may wait to be read, with [`FRAME_OVERHEAD_BYTES`] for each; beyond that frames are left
     /// out.
     pub queue_bytes: usize,
@@ -82,6 +85,7 @@ impl Default for CaptureSettings {
             received: true,
             transmitted: true,
             dropped: true,
+            filter: None,
             queue_bytes: 8 << 20,
             memory: None,
             clock_start: Nanos(0),
@@ -145,6 +149,8 @@ impl Drop for Charge {
 #[derive(Debug)]
 pub(crate) struct Tap {
     settings: CaptureSettings,
+    /// Number of the port in the capture.
+    interface: u32,
     parcels: Sender<Parcel>,
     shared: Arc<Shared>,
     account: Arc<Account>,
@@ -153,6 +159,7 @@ pub(crate) struct Tap {
 /// Frames of one turn in one direction.
 #[derive(Debug)]
 struct Parcel {
+    interface: u32,
     time_ns: u64,
     direction: Direction,
     records: Vec<Record>,
@@ -194,25 +201,32 @@ pub enum CaptureRead {
     Ended,
 }
 
-/// A running capture of one port. Any thread but the worker's reads it.
+/// A running capture of one port, or of several. Any thread but the worker's reads it.
 #[derive(Debug)]
 pub struct Capture {
-    name: Arc<str>,
+    /// The ports by their numbers in the capture.
+    ports: Vec<(Arc<str>, Arc<Shared>)>,
     settings: CaptureSettings,
     parcels: Receiver<Parcel>,
-    shared: Arc<Shared>,
     last_time_ns: u64,
     began: bool,
 }
 
-/// Both ends of a capture of the port that is called `name`.
-pub(crate) fn start(name: Arc<str>, settings: CaptureSettings) -> (Tap, Capture) {
+/// Both ends of a capture of the ports of these names: a tap for each, in that order.
+pub(crate) fn start(names: impl IntoIterator<Item = Arc<str>>, settings: CaptureSettings) -> (Vec<Tap>, Capture) {
     let (sender, parcels) = mpsc::channel();
-    let shared = Arc::new(Shared::default());
     let account = Arc::new(Account { waiting_bytes: AtomicUsize::new(0), memory: settings.memory.clone() });
     let last_time_ns = settings.clock_start.0;
-    let tap = Tap { settings: settings.clone(), parcels: sender, shared: shared.clone(), account };
-    (tap, Capture { name, settings, parcels, shared, last_time_ns, began: false })
+    let ports: Vec<_> = names.into_iter().map(|name| (name, Arc::new(Shared::default()))).collect();
+    let tap = |(interface, (_, shared)): (u32, &(_, Arc<Shared>))| Tap {
+        settings: settings.clone(),
+        interface,
+        parcels: sender.clone(),
+        shared: shared.clone(),
+        account: account.clone(),
+    };
+    let taps = (0..).zip(&ports).map(tap).collect();
+    (taps, Capture { ports, settings, parcels, last_time_ns, began: false })
 }
 
 impl Tap {
@@ -265,7 +279,9 @@ impl Tap {
             return false;
         }
         let time_ns = now.after(self.settings.clock_start).0;
-        let new = || Parcel { time_ns, direction, records: Vec::new(), bytes: Vec::new(), refused, charge: None };
+        let interface = self.interface;
+        let new =
+            || Parcel { interface, time_ns, direction, records: Vec::new(), bytes: Vec::new(), refused, charge: None };
         let mut parcel = new();
         let stalled = self.shared.stalled.load(Ordering::Relaxed);
         let mut room = if stalled { 0 } else { self.account.room(self.settings.queue_bytes) };
@@ -279,6 +295,9 @@ impl Tap {
                 }
             }
             let frame = &batch.frames()[index as usize];
+            if self.settings.filter.as_ref().is_some_and(|filter| !filter.matches(frame.head(), frame.len())) {
+                continue;
+            }
             let captured = frame.len().min(self.settings.snap_bytes as usize);
             let start = parcel.bytes.len();
             if parcel.waiting_bytes() + FRAME_OVERHEAD_BYTES + captured > room {
@@ -344,26 +363,32 @@ impl Capture {
 
     /// Gives back the memory of all that waits: those frames are lost, and all that come until [`Capture::resume`].
     pub fn discard(&mut self) {
-        self.shared.stalled.store(true, Ordering::Relaxed);
-        let lost: u64 = self.parcels.try_iter().map(|parcel| parcel.records.len() as u64).sum();
-        self.shared.lost.fetch_add(lost, Ordering::Relaxed);
-        self.shared.discarded.fetch_add(lost, Ordering::Relaxed);
+        self.ports.iter().for_each(|(_, shared)| shared.stalled.store(true, Ordering::Relaxed));
+        for parcel in self.parcels.try_iter() {
+            let lost = parcel.records.len() as u64;
+            // A tap's number is that of its port.
+            let Some((_, shared)) = self.ports.get(parcel.interface as usize) else { continue };
+            shared.lost.fetch_add(lost, Ordering::Relaxed);
+            shared.discarded.fetch_add(lost, Ordering::Relaxed);
+        }
     }
 
     /// Takes frames again after [`Capture::discard`].
     pub fn resume(&mut self) {
-        self.shared.stalled.store(false, Ordering::Relaxed);
+        self.ports.iter().for_each(|(_, shared)| shared.stalled.store(false, Ordering::Relaxed));
     }
 
     /// Frames left out so far because they were not read fast enough.
     pub fn lost(&self) -> u64 {
-        self.shared.lost.load(Ordering::Relaxed)
+        self.ports.iter().map(|(_, shared)| shared.lost.load(Ordering::Relaxed)).sum()
     }
 
     fn begin(&mut self, out: &mut Vec<u8>) {
         if !std::mem::replace(&mut self.began, true) {
             pcapng::section(out, concat!("tombolo ", env!("CARGO_PKG_VERSION")));
-            pcapng::interface(out, &self.name, self.settings.snap_bytes);
+            for (name, _) in &self.ports {
+                pcapng::interface(out, name, self.settings.snap_bytes);
+            }
         }
     }
 
@@ -377,7 +402,7 @@ impl Capture {
             comment.clear();
             describe(&mut comment, record, parcel.refused);
             let packet = Packet {
-                interface: 0,
+                interface: parcel.interface,
                 time_ns: parcel.time_ns,
                 direction: parcel.direction,
                 bytes: frame,
@@ -389,8 +414,10 @@ impl Capture {
     }
 
     fn append_statistics(&self, out: &mut Vec<u8>) {
-        let (frames, lost) = (self.shared.frames.load(Ordering::Relaxed), self.lost());
-        pcapng::statistics(out, 0, self.last_time_ns, frames, lost);
+        for (interface, (_, shared)) in (0..).zip(&self.ports) {
+            let (frames, lost) = (shared.frames.load(Ordering::Relaxed), shared.lost.load(Ordering::Relaxed));
+            pcapng::statistics(out, interface, self.last_time_ns, frames, lost);
+        }
     }
 }
 

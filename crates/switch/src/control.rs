@@ -477,8 +477,27 @@ impl WorkerHandle {
         self.call(move |core| {
             let slot = core.slots.get_mut(token.0 as usize).and_then(Option::as_mut);
             let slot = slot.ok_or(ControlError::NoSuchPort(token))?;
-            let (tap, capture) = capture::start(slot.name.clone(), settings);
-            slot.taps.push(tap);
+            let (mut taps, capture) = capture::start([slot.name.clone()], settings);
+            slot.taps.append(&mut taps);
+            Ok(capture)
+        })?
+    }
+
+    /// Captures each frame that enters a network once, where it enters, until the capture is dropped or the ports that there are
+    /// now have gone.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`], [`ControlError::NoSuchNetwork`].
+    pub fn capture_network(&self, id: NetworkId, settings: CaptureSettings) -> Result<Capture, ControlError> {
+        let settings = CaptureSettings { received: true, transmitted: false, ..settings };
+        self.call(move |core| {
+            core.network(id).ok_or(ControlError::NoSuchNetwork(id))?;
+            let own = |slot: &&mut Box<crate::worker::Slot>| slot.network == id;
+            let names: Vec<_> = core.slots.iter_mut().flatten().filter(own).map(|slot| slot.name.clone()).collect();
+            let (taps, capture) = capture::start(names, settings);
+            for (slot, tap) in core.slots.iter_mut().flatten().filter(own).zip(taps) {
+                slot.taps.push(tap);
+            }
             Ok(capture)
         })?
     }
@@ -553,6 +572,16 @@ impl WorkerHandle {
     /// [`ControlError::Gone`], [`ControlError::NoSuchPort`].
     pub fn when_up(&self, token: Token, then: impl FnOnce() + Send + 'static) -> Result<(), ControlError> {
         self.call(move |core| core.when_up(token, Box::new(then)))?.ok_or(ControlError::NoSuchPort(token))
+    }
+
+    /// Has `tell` called after each change of a port's link and each of its faults and restarts, from now on. It is called on
+    /// the worker's thread, possibly often, so it must neither block nor panic, and leave all work to another thread. It takes
+    /// the place of an earlier one.
+    ///
+    /// # Errors
+    /// [`ControlError::Gone`].
+    pub fn on_change(&self, tell: impl Fn() + Send + Sync + 'static) -> Result<(), ControlError> {
+        self.call(move |core| core.set_on_change(Arc::new(tell)))
     }
 
     /// The MAC addresses of a network with the ports behind which they were seen, and their ages.

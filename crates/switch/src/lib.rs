@@ -24,6 +24,7 @@ pub mod capture;
 pub mod control;
 pub mod counters;
 pub mod drop;
+pub mod filter;
 pub mod frame;
 pub mod gateway;
 pub mod guard;

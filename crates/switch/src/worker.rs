@@ -134,6 +134,7 @@ pub(crate) struct Core {
     spare: Batch<'static>,
     /// Frames that a rate limit lets pass; keeps its memory.
     passed: Vec<u16>,
+    on_change: Option<OnChange>,
 }
 
 /// A network and its name.
@@ -158,6 +159,9 @@ pub type Restart = Box<dyn FnMut(Nanos) -> Result<Box<dyn Port>, String> + Send>
 /// Who is told that frames flow.
 pub(crate) type WhenUp = Box<dyn FnOnce() + Send>;
 
+/// Who is told that a port's link or faults have changed.
+pub(crate) type OnChange = Arc<dyn Fn() + Send + Sync>;
+
 /// One port and what the worker keeps about it.
 pub(crate) struct Slot {
     pub(crate) token: Reserved,
@@ -179,6 +183,7 @@ pub(crate) struct Slot {
     pub(crate) active: bool,
     pub(crate) up: bool,
     when_up: Option<WhenUp>,
+    pub(crate) on_change: Option<OnChange>,
     wants_service: bool,
     /// Copies and segments of earlier turns that are not paid for yet.
     debt: u64,
@@ -267,6 +272,7 @@ impl Worker {
             transformer: Transformer::default(),
             spare: Batch::with_capacity(settings.budget),
             passed: Vec::new(),
+            on_change: None,
         };
         (Worker { core, commands }, handle)
     }
@@ -335,6 +341,7 @@ impl Core {
         debug_assert!(self.slots[index].is_none());
         self.plan.add_port(index as u16, self.settings.budget);
         slot.last_frame_at = self.now;
+        slot.on_change = self.on_change.clone();
         // A port that is connected already gets floods from now on, not only after its first turn.
         self.refresh_link(index as u16, &mut slot);
         self.slots[index] = Some(slot);
@@ -581,7 +588,14 @@ impl Core {
             if up && let Some(then) = slot.when_up.take() {
                 then();
             }
+            slot.tell_change();
         }
+    }
+
+    /// [`WorkerHandle::on_change`].
+    pub(crate) fn set_on_change(&mut self, tell: OnChange) {
+        self.slots.iter_mut().flatten().for_each(|slot| slot.on_change = Some(tell.clone()));
+        self.on_change = Some(tell);
     }
 
     /// [`WorkerHandle::when_up`]; `None` without such a port.
@@ -654,6 +668,7 @@ impl Slot {
             active: false,
             up: false,
             when_up: None,
+            on_change: None,
             wants_service: true,
             debt: 0,
             allowance: usize::MAX,
@@ -669,6 +684,13 @@ impl Slot {
         })
     }
 
+    #[cold]
+    fn tell_change(&self) {
+        if let Some(tell) = &self.on_change {
+            tell();
+        }
+    }
+
     /// Sets the limits; buckets start full.
     pub(crate) fn limit(&mut self, storm: Storm, rates: Rates) {
         (self.storm, self.rates) = (storm, rates);
@@ -680,6 +702,7 @@ impl Slot {
     #[cold]
     fn suffer(&mut self, failure: PortFailure, now: Nanos) {
         self.counters.faults.add(1);
+        self.tell_change();
         let mut lost = Drops::default();
         self.overflow.clear(Reason::Reset, &mut lost);
         self.counters.add_tx_drops(&mut lost);
@@ -733,6 +756,7 @@ impl Slot {
                 self.port = Some(port);
                 self.panic = None;
                 self.counters.restarts.add(1);
+                self.tell_change();
                 true
             }
             Err(text) => {

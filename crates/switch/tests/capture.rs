@@ -10,6 +10,7 @@ use support::*;
 use tombolo_switch::Nanos;
 use tombolo_switch::capture::{Capture, CaptureMemory, CaptureRead, CaptureSettings, FRAME_OVERHEAD_BYTES};
 use tombolo_switch::control::{PortSettings, WorkerSettings};
+use tombolo_switch::filter::Filter;
 use tombolo_switch::frame::{Checksum, Offload};
 use tombolo_switch::guard::Guard;
 use tombolo_switch::mac::MacSettings;
@@ -177,4 +178,36 @@ fn captures_that_are_not_read_share_a_memory_and_give_it_back() {
     drop(stuck);
     flood(&mut bench);
     assert_eq!(memory.used_bytes(), 0);
+}
+
+#[test]
+fn a_network_is_captured_once_per_frame_and_only_what_the_filter_takes() {
+    let mut bench = Bench::new(WorkerSettings::default());
+    let (net, other) = (bench.network(MacSettings::default()), bench.network(MacSettings::default()));
+    let [a, b] = bench.ports(net);
+    let [c, _d] = bench.ports(other);
+    let filter = Some(Arc::new(Filter::parse("ether src 02:00:00:00:00:01 and less 100").unwrap()));
+    let filtered = CaptureSettings { filter, ..CaptureSettings::default() };
+    let mut all = bench.ask(|h| h.capture_network(net, CaptureSettings::default())).unwrap();
+    let mut some = bench.ask(|h| h.capture_network(net, filtered)).unwrap();
+    a.send(frame(BROADCAST, mac(1), 60, 1));
+    b.send(frame(mac(1), mac(2), 61, 2));
+    a.send(frame(mac(2), mac(1), 200, 3));
+    c.send(frame(BROADCAST, mac(1), 60, 4));
+    bench.settle();
+    let read = |capture: &mut Capture| {
+        let mut file = Vec::new();
+        capture.read(&mut file, Duration::ZERO);
+        let mut lines = tshark(&file, &["frame.interface_name", "frame.len"]);
+        lines.sort();
+        lines.iter().map(|line| line.join(" ")).collect::<Vec<_>>()
+    };
+    assert_eq!(read(&mut all).len(), 3);
+    let found = read(&mut some);
+    assert!(found.len() == 1 && found[0].ends_with(" 60"), "{found:?}");
+    // With the last port of the network it ends, and says what was lost at each.
+    bench.ask(|h| h.remove_port(a.token)).unwrap();
+    assert_eq!(all.read(&mut Vec::new(), Duration::ZERO), CaptureRead::Quiet);
+    bench.ask(|h| h.remove_port(b.token)).unwrap();
+    assert_eq!(all.read(&mut Vec::new(), Duration::ZERO), CaptureRead::Ended);
 }

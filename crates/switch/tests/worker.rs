@@ -920,3 +920,23 @@ fn a_command_waits_for_one_turn_and_not_for_the_round() {
     bench.worker.step(&mut bench.waiter);
     assert_eq!(asking.join().unwrap(), 64 * 99, "copies of one turn");
 }
+
+#[test]
+fn a_change_of_a_link_is_told_also_of_ports_that_come_later() {
+    let mut bench = bench();
+    let net = bench.network(MacSettings::default());
+    let [a] = bench.ports(net);
+    let (tell, told) = std::sync::mpsc::channel();
+    bench.ask(move |h| h.on_change(move || tell.send(()).unwrap())).unwrap();
+    let [b] = bench.ports(net);
+    assert_eq!(told.try_iter().count(), 1, "one that is added with its link up");
+    for (port, link) in [(&a, Link::Down), (&b, Link::Down), (&a, Link::Up)] {
+        port.lock().link = link;
+        port.wake();
+        bench.settle();
+        assert_eq!(told.try_iter().count(), 1);
+    }
+    a.wake();
+    bench.settle();
+    assert_eq!(told.try_iter().count(), 0, "nothing has changed");
+}

@@ -28,8 +28,9 @@ use tokio::task::JoinSet;
 
 use crate::rundir;
 
+use super::CaptureOf;
 use super::apply::{ApplyQuery, ApplyReport};
-use super::report::{Fault, MachineReport, Machines, PortReport, Ports, Status};
+use super::report::{Events, Fault, MachineReport, Machines, PortReport, Ports, Status, Tables};
 
 /// How long a question may take; what starts or stops machines takes as long as it takes.
 const ANSWER_LIMIT: Duration = Duration::from_secs(10);
@@ -257,6 +258,16 @@ impl Client {
         self.json(Method::DELETE, &format!("/v1/machines/{}", quoted(name)), "", None)
     }
 
+    /// `POST /v1/machines/NAME/restart`. Returns once the machine was started again.
+    pub fn restart_machine(&self, name: &str) -> Result<MachineReport, ClientError> {
+        self.json(Method::POST, &format!("/v1/machines/{}/restart", quoted(name)), "", None)
+    }
+
+    /// `GET /v1/machines/NAME`.
+    pub fn machine(&self, name: &str) -> Result<MachineReport, ClientError> {
+        self.get(&format!("/v1/machines/{}", quoted(name)))
+    }
+
     /// `POST /v1/down`: ends the fabric and its machines.
     pub fn down(&self) -> Result<(), ClientError> {
         self.call(self.repeated(true, async || self.nothing(Method::POST, "/v1/down").await))
@@ -271,16 +282,41 @@ impl Client {
         })))
     }
 
-    /// Captures a port; `sink` gets the pieces of a pcapng file.
+    /// `GET /v1/events`: what happened after event number `after`, or since the oldest that is kept.
+    pub fn events(&self, after: Option<u64>) -> Result<Events, ClientError> {
+        self.get(&format!("/v1/events{}", after.map_or_else(String::new, |n| format!("?after={n}"))))
+    }
+
+    /// Follows events after number `after`; `sink` gets pieces of lines of JSON, until the fabric ends.
+    pub fn follow_events(
+        &mut self,
+        after: u64,
+        sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
+    ) -> Result<Ending, ClientError> {
+        self.stream(&format!("/v1/events?follow=1&after={after}"), None, sink)
+    }
+
+    /// `GET /v1/tables`: which addresses are where.
+    pub fn tables(&self) -> Result<Tables, ClientError> {
+        self.get("/v1/tables")
+    }
+
+    /// Captures a port or network; `sink` gets the pieces of a pcapng file.
     pub fn capture(
         &mut self,
-        port: &str,
+        of: &CaptureOf,
         snaplen: Option<u32>,
+        filter: Option<&str>,
         deadline: Option<Instant>,
         sink: impl FnMut(&[u8]) -> io::Result<ControlFlow<()>>,
     ) -> Result<Ending, ClientError> {
-        let query = snaplen.map_or_else(String::new, |n| format!("?snaplen={n}"));
-        self.stream(&format!("/v1/ports/{}/capture{query}", quoted(port)), deadline, sink)
+        let (kind, name) = match of {
+            CaptureOf::Port(name) => ("ports", name),
+            CaptureOf::Network(name) => ("networks", name),
+        };
+        let words = [snaplen.map(|n| format!("snaplen={n}")), filter.map(|text| format!("filter={}", quoted(text)))];
+        let query = words.into_iter().flatten().collect::<Vec<_>>().join("&");
+        self.stream(&format!("/v1/{kind}/{}/capture?{query}", quoted(name)), deadline, sink)
     }
 
     /// Reads a machine's console: all that it printed, and with `follow` what it prints until it ends.
@@ -536,7 +572,11 @@ impl Client {
         }
         let is_busy = status == StatusCode::SERVICE_UNAVAILABLE && response.headers().contains_key(header::RETRY_AFTER);
         let bytes = response.into_body().collect().await.map_err(|e| self.unanswered(told(&e), true))?.to_bytes();
-        let unknown = |_| Fault { error: format!("HTTP {status}: {}", String::from_utf8_lossy(&bytes)), hint: None };
+        let unknown = |_| Fault {
+            error: format!("HTTP {status}: {}", String::from_utf8_lossy(&bytes)),
+            hint: None,
+            problems: vec![],
+        };
         let fault = serde_json::from_slice(&bytes).unwrap_or_else(unknown);
         if status == StatusCode::FORBIDDEN {
             let (fabric, socket) = (self.fabric.clone(), self.socket.clone());

@@ -395,7 +395,7 @@ pub(super) fn forbidden(uid: u32, member: Option<u32>, owner: u32) -> Fault {
         Some(member) => format!("process {member} is a machine or helper of this fabric and may not use it"),
         None => format!("user {uid} may not use this fabric: expected root or its owner, user {owner}"),
     };
-    Fault { error, hint: Some("run it as the owner, or with sudo".into()) }
+    Fault { error, hint: Some("run it as the owner, or with sudo".into()), problems: vec![] }
 }
 
 /// Tells a connection why it gets no place, if it reads that, and closes it. Takes no time.
@@ -403,7 +403,7 @@ fn refuse(stream: &UnixStream, peer: &Peer, owner: u32) {
     let (status, fault) = if peer.trusted {
         let error = "all connections are taken, and this process has as many as the others";
         let hint = Some("close some of them, or try again".into());
-        ("503 Service Unavailable\r\nRetry-After: 1", Fault { error: error.into(), hint })
+        ("503 Service Unavailable\r\nRetry-After: 1", Fault { error: error.into(), hint, problems: vec![] })
     } else {
         ("403 Forbidden", forbidden(peer.uid, peer.member, owner))
     };

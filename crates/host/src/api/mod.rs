@@ -7,6 +7,7 @@
 pub mod apply;
 pub mod client;
 pub mod connections;
+mod events;
 pub mod metrics;
 pub mod report;
 #[cfg(test)]
@@ -35,6 +36,14 @@ pub enum Refusal {
     /// The request is wrong in itself; HTTP 400, exit code 2.
     #[error("{0}")]
     Invalid(String),
+    /// What was sent has faults; HTTP 400, exit code 2.
+    #[error("{text}")]
+    Faulty {
+        /// All of them, a line each.
+        text: String,
+        /// The same, field by field.
+        problems: Vec<report::ProblemReport>,
+    },
     /// It conflicts with what runs, such as a name in use; HTTP 409, exit code 1.
     #[error("{0}")]
     Conflict(String),
@@ -48,6 +57,8 @@ pub enum Refusal {
 pub enum Request {
     /// Everything about it at this instant.
     Status(Reply<Status>),
+    /// What happened; whoever has the log reads it without asking the fabric again.
+    Events(Reply<crate::fabric::events::Events>),
     /// Adds what the sections of this piece of a fabric file name (`[port.x]`, `[tap.x]`); all of it or nothing.
     AddPorts {
         /// Sections of a fabric file, as TOML text.
@@ -95,6 +106,13 @@ pub enum Request {
         /// Done; the machine's last state.
         reply: Reply<MachineReport>,
     },
+    /// Stops a machine that runs, waits for its end, and starts it again.
+    RestartMachine {
+        /// As in `status`.
+        name: String,
+        /// The machine as it was started.
+        reply: Reply<MachineReport>,
+    },
     /// Where a machine's console is.
     Console {
         /// As in `status`.
@@ -102,12 +120,16 @@ pub enum Request {
         /// Where its console can be read and written.
         reply: Reply<Console>,
     },
-    /// Starts a capture of a port.
+    /// Which addresses are where.
+    Tables(Reply<report::Tables>),
+    /// Starts a capture.
     Capture {
-        /// As in `status`.
-        port: String,
+        /// Of what.
+        of: CaptureOf,
         /// Bytes kept of each frame; the whole frame with `None`.
         snaplen: Option<u32>,
+        /// Which frames; all with `None`.
+        filter: Option<tombolo_switch::filter::Filter>,
         /// Pieces of a pcapng file, in order, until the receiver is dropped or the port goes.
         reply: Reply<mpsc::Receiver<Vec<u8>>>,
     },
@@ -121,6 +143,15 @@ pub enum Request {
     Leave,
     /// Stops everything and removes all that the fabric made; the daemon ends after the reply.
     Down(Reply<()>),
+}
+
+/// What is captured.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CaptureOf {
+    /// A port, both ways, by its name in `status`.
+    Port(String),
+    /// Each frame that enters a network once, where it enters.
+    Network(String),
 }
 
 /// Where a machine's console can be read and written.

@@ -393,6 +393,92 @@ pub struct Machines {
     pub machines: Vec<MachineReport>,
 }
 
+/// Which addresses are where: the answer to `GET /v1/tables`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Tables {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// The forwarding tables of all networks, sorted.
+    pub macs: Vec<MacReport>,
+    /// Addresses of the members that the fabric knows, sorted.
+    pub neighbours: Vec<NeighbourReport>,
+}
+
+/// One entry of a network's forwarding table.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct MacReport {
+    /// Name of the network.
+    pub network: String,
+    /// Such as "52:54:00:12:34:56".
+    pub mac: String,
+    /// The port to which frames for it go.
+    pub port: String,
+    /// Milliseconds since a frame from it came; null for one that is pinned to its port.
+    pub age_ms: Option<u64>,
+}
+
+/// An address of IP, and who has it.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct NeighbourReport {
+    /// Name of the network.
+    pub network: String,
+    /// The address.
+    pub ip: std::net::IpAddr,
+    /// The MAC address that has it, where that is known.
+    pub mac: Option<String>,
+    /// The port behind which that is, where it has sent something.
+    pub port: Option<String>,
+    /// The member's name, where it has one.
+    pub name: Option<String>,
+    /// How it is known: "lease", "file" (reserved, and not asked for), "gateway" or "router".
+    pub source: String,
+}
+
+/// Something that happened.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EventReport {
+    /// Its number: the first of a fabric is 1, and they go on over restarts of the daemon.
+    pub id: u64,
+    /// When, in UTC, such as "2026-11-21T21:43:05.123Z".
+    pub time: String,
+    /// The same in milliseconds since 1970.
+    pub unix_ms: u64,
+    /// "up", "down", "apply", "recovery", "start", "stop", "exit", "death", "port-up", "port-down", "link", "lease",
+    /// "release", "forward" or "fault"; others may come.
+    pub kind: String,
+    /// The machine, port, link or network that it is about.
+    #[serde(default)]
+    pub name: Option<String>,
+    /// The network of a port or lease.
+    #[serde(default)]
+    pub network: Option<String>,
+    /// The process that was started or has ended.
+    #[serde(default)]
+    pub pid: Option<u32>,
+    /// Why, where that is known.
+    #[serde(default)]
+    pub cause: Option<String>,
+    /// What happened, in a sentence.
+    pub text: String,
+}
+
+/// Answer to `GET /v1/events`.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Events {
+    /// Version of this document: [`SCHEMA`].
+    pub schema: u32,
+    /// The number of the oldest event that is kept.
+    pub first: u64,
+    /// The number of the newest one: `after` of the next request, unless this answer ends before it.
+    pub last: u64,
+    /// Events that were asked for and are not kept any more.
+    pub lost: u64,
+    /// Events of this daemon that could not be written to the disk.
+    pub unwritten: u64,
+    /// The oldest first.
+    pub events: Vec<EventReport>,
+}
+
 /// The body of every answer that is not what was asked for.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fault {
@@ -400,4 +486,37 @@ pub struct Fault {
     pub error: String,
     /// What the user can do about it.
     pub hint: Option<String>,
+    /// The faults of the sections or the change that was sent, one by one; `error` has all of them as text.
+    #[serde(default)]
+    pub problems: Vec<ProblemReport>,
+}
+
+/// One fault of what was sent.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ProblemReport {
+    /// Line of the text that was sent, from 1.
+    pub line: u64,
+    /// Column of that line in characters, from 1.
+    pub column: u64,
+    /// Dotted path of the key, such as "cell.web.memory"; empty for a fault of TOML's syntax.
+    pub key: String,
+    /// What would have been right.
+    pub expected: String,
+    /// What is there instead.
+    pub found: String,
+    /// A near name, or what to do.
+    pub hint: Option<String>,
+}
+
+impl From<&crate::file::Problem> for ProblemReport {
+    fn from(p: &crate::file::Problem) -> Self {
+        ProblemReport {
+            line: p.line as u64,
+            column: p.column as u64,
+            key: p.key.clone(),
+            expected: p.expected.clone(),
+            found: p.found.clone(),
+            hint: p.hint.clone(),
+        }
+    }
 }

@@ -45,14 +45,15 @@ use tokio::net::UnixListener;
 use tokio::net::unix::pipe;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tombolo_shm::listener::bind_private;
+use tombolo_switch::filter::Filter;
 
 use super::apply::ApplyQuery;
 use super::connections::{self, Busy, Limits, Line, Slot};
 use super::report::{Fault, Machines, Ports, SCHEMA};
-use super::{Refusal, Reply, Request, Requests, metrics, services};
+use super::{CaptureOf, Refusal, Reply, Request, Requests, events, metrics, services};
 use crate::console;
 
-/// Captures, consoles and attached keyboards at one time, all clients together.
+/// Captures, consoles, attached keyboards and followers of events at one time, all clients together.
 pub const MAX_STREAMS: usize = 64;
 /// Bytes of a request's body of sections.
 pub const MAX_BODY_BYTES: usize = 1 << 20;
@@ -127,8 +128,8 @@ impl Server {
 }
 
 #[derive(Clone)]
-struct App {
-    requests: Requests,
+pub(super) struct App {
+    pub(super) requests: Requests,
     owner: u32,
     streams: Arc<Semaphore>,
     body_time: Duration,
@@ -144,12 +145,17 @@ fn routes() -> Vec<(&'static str, &'static str, MethodRouter<App>)> {
         ("patch", "/v1/ports/{name}", patch(change_port)),
         ("delete", "/v1/ports/{name}", delete(remove_port)),
         ("get", "/v1/ports/{name}/capture", get(capture)),
+        ("get", "/v1/networks/{name}/capture", get(capture_network)),
+        ("get", "/v1/tables", get(tables)),
         ("get", "/v1/machines", get(machines)),
         ("post", "/v1/machines", post(run_machine)),
         ("delete", "/v1/machines/{name}", delete(stop_machine)),
+        ("get", "/v1/machines/{name}", get(machine)),
+        ("post", "/v1/machines/{name}/restart", post(restart_machine)),
         ("get", "/v1/machines/{name}/console", get(console)),
         ("post", "/v1/machines/{name}/console", post(type_to_console)),
         ("post", "/v1/apply", post(apply)),
+        ("get", "/v1/events", get(events::events)),
         ("post", "/v1/down", post(down)),
         ("get", "/v1/openapi.json", get(openapi)),
         ("get", "/metrics", get(metrics_text)),
@@ -177,17 +183,17 @@ fn router(app: App) -> Router {
 
 /// An answer that is not what was asked for.
 #[derive(Debug)]
-struct Answer {
+pub(super) struct Answer {
     status: StatusCode,
     body: Fault,
 }
 
 impl Answer {
-    fn new(status: StatusCode, error: impl Into<String>) -> Self {
-        Answer { status, body: Fault { error: error.into(), hint: None } }
+    pub(super) fn new(status: StatusCode, error: impl Into<String>) -> Self {
+        Answer { status, body: Fault { error: error.into(), hint: None, problems: vec![] } }
     }
 
-    fn hint(mut self, hint: impl Into<String>) -> Self {
+    pub(super) fn hint(mut self, hint: impl Into<String>) -> Self {
         self.body.hint = Some(hint.into());
         self
     }
@@ -201,13 +207,17 @@ impl IntoResponse for Answer {
 
 impl From<Refusal> for Answer {
     fn from(refusal: Refusal) -> Self {
-        let status = match refusal {
+        let status = match &refusal {
             Refusal::NotFound(_) => StatusCode::NOT_FOUND,
-            Refusal::Invalid(_) => StatusCode::BAD_REQUEST,
+            Refusal::Invalid(_) | Refusal::Faulty { .. } => StatusCode::BAD_REQUEST,
             Refusal::Conflict(_) => StatusCode::CONFLICT,
             Refusal::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
         };
-        Answer::new(status, refusal.to_string())
+        let mut answer = Answer::new(status, refusal.to_string());
+        if let Refusal::Faulty { problems, .. } = refusal {
+            answer.body.problems = problems;
+        }
+        answer
     }
 }
 
@@ -263,7 +273,7 @@ fn busy(slot: &Slot, why: Busy) -> Response {
     response
 }
 
-async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
+pub(super) async fn ask<T>(requests: &Requests, request: impl FnOnce(Reply<T>) -> Request) -> Result<T, Answer> {
     let ending = || Answer::new(StatusCode::SERVICE_UNAVAILABLE, "the fabric is ending and accepts no more requests");
     let (reply, answer) = oneshot::channel();
     requests.send(request(reply)).await.map_err(|_| ending())?;
@@ -289,6 +299,17 @@ async fn port(State(app): State<App>, InPath(name): InPath<String>) -> Result<Re
         None => {
             let known: Vec<_> = status.ports.iter().map(|p| p.name.as_str()).collect();
             Err(Refusal::NotFound(format!("no port \"{name}\"; there are: {}", known.join(", "))).into())
+        }
+    }
+}
+
+async fn machine(State(app): State<App>, InPath(name): InPath<String>) -> Result<Response, Answer> {
+    let status = ask(&app.requests, Request::Status).await?;
+    match status.machines.iter().find(|m| m.name == name) {
+        Some(machine) => Ok(Json(machine).into_response()),
+        None => {
+            let known: Vec<_> = status.machines.iter().map(|m| m.name.as_str()).collect();
+            Err(Refusal::NotFound(format!("no machine \"{name}\"; there are: {}", known.join(", "))).into())
         }
     }
 }
@@ -333,6 +354,10 @@ async fn apply(
     Ok(Json(ask(&app.requests, |reply| Request::Apply { text, query, reply }).await?).into_response())
 }
 
+async fn restart_machine(State(app): State<App>, InPath(name): InPath<String>) -> Result<Response, Answer> {
+    Ok(Json(ask(&app.requests, |reply| Request::RestartMachine { name, reply }).await?).into_response())
+}
+
 async fn down(State(app): State<App>) -> Result<StatusCode, Answer> {
     ask(&app.requests, Request::Down).await?;
     Ok(StatusCode::NO_CONTENT)
@@ -354,40 +379,62 @@ async fn metrics_text(State(app): State<App>) -> Result<Response, Answer> {
 #[serde(deny_unknown_fields)]
 struct CaptureQuery {
     snaplen: Option<u32>,
+    filter: Option<String>,
 }
+
+type Asked = Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>;
 
 async fn capture(
     State(app): State<App>,
     InPath(port): InPath<String>,
     Extension(slot): Extension<Arc<Slot>>,
-    query: Result<Query<CaptureQuery>, axum::extract::rejection::QueryRejection>,
+    query: Asked,
 ) -> Result<Response, Answer> {
-    let Query(CaptureQuery { snaplen }) = query.map_err(|e| Answer::new(StatusCode::BAD_REQUEST, e.body_text()))?;
-    let permit = stream_permit(&app, &slot)?;
-    let pieces = ask(&app.requests, |reply| Request::Capture { port, snaplen, reply }).await?;
+    captured(&app, &slot, CaptureOf::Port(port), query).await
+}
+
+async fn capture_network(
+    State(app): State<App>,
+    InPath(network): InPath<String>,
+    Extension(slot): Extension<Arc<Slot>>,
+    query: Asked,
+) -> Result<Response, Answer> {
+    captured(&app, &slot, CaptureOf::Network(network), query).await
+}
+
+async fn captured(app: &App, slot: &Slot, of: CaptureOf, query: Asked) -> Result<Response, Answer> {
+    let wrong = |text: String| Answer::new(StatusCode::BAD_REQUEST, text);
+    let Query(CaptureQuery { snaplen, filter }) = query.map_err(|e| wrong(e.body_text()))?;
+    let filter = filter.map(|text| Filter::parse(&text)).transpose().map_err(|e| wrong(e.to_string()))?;
+    let permit = stream_permit(app, slot)?;
+    let pieces = ask(&app.requests, |reply| Request::Capture { of, snaplen, filter, reply }).await?;
     Ok(endless("application/x-pcapng", pieces, permit))
+}
+
+async fn tables(State(app): State<App>) -> Result<Response, Answer> {
+    Ok(Json(ask(&app.requests, Request::Tables).await?).into_response())
 }
 
 /// Marks an answer that goes on for as long as the client wants it.
 #[derive(Clone, Copy)]
 struct Endless;
 
-fn endless(kind: &'static str, pieces: mpsc::Receiver<Vec<u8>>, permit: StreamPermit) -> Response {
+pub(super) fn endless(kind: &'static str, pieces: mpsc::Receiver<Vec<u8>>, permit: StreamPermit) -> Response {
     let body = Body::new(Pieces { pieces, _permit: permit });
     (Extension(Endless), [(header::CONTENT_TYPE, kind)], body).into_response()
 }
 
 /// The place of an endless answer: one of its process's, and one of all.
-struct StreamPermit {
+pub(super) struct StreamPermit {
     _own: OwnedSemaphorePermit,
     _all: OwnedSemaphorePermit,
 }
 
-fn stream_permit(app: &App, slot: &Slot) -> Result<StreamPermit, Answer> {
+pub(super) fn stream_permit(app: &App, slot: &Slot) -> Result<StreamPermit, Answer> {
     let full = |error: String| move |_| Answer::new(StatusCode::SERVICE_UNAVAILABLE, error).hint("end one of them");
     let most = slot.limits.process;
-    let own = format!("{}: {most} captures and consoles are open, which is the limit for one process", slot.process);
-    let all = format!("{MAX_STREAMS} captures and consoles are open, and no more are allowed");
+    let own = format!("{}: {most} captures, consoles and followers are open, the limit for one process", slot.process);
+    let all = format!("{MAX_STREAMS} captures, consoles and followers are open, and no more are allowed");
     Ok(StreamPermit {
         _own: slot.process.streams.clone().try_acquire_owned().map_err(full(own))?,
         _all: app.streams.clone().try_acquire_owned().map_err(full(all))?,

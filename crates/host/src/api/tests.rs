@@ -5,8 +5,9 @@ use super::client::{Client, ClientError, Ending};
 use super::connections::Limits;
 use super::report::{MachineReport, Status};
 use super::server::{MAX_STREAMS, OPENAPI, Server};
-use super::{Console, Refusal, Reply, Request, samples};
+use super::{CaptureOf, Console, Refusal, Reply, Request, samples};
 use crate::console::{KEPT_BYTES, log_path, trim, tty_path};
+use crate::fabric::events::{Events, Facts, KEPT, Kind};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use serde_json::Value;
@@ -33,6 +34,7 @@ struct Stand {
     console: PathBuf,
     typed: Arc<Mutex<Vec<u8>>>,
     slow: Slow,
+    events: Events,
     thread: Option<std::thread::JoinHandle<()>>,
     end: Option<oneshot::Sender<()>>,
     dir: tempfile::TempDir,
@@ -44,11 +46,13 @@ async fn answer(
     captures: Arc<AtomicUsize>,
     console: Console,
     slow: Slow,
+    events: Events,
 ) {
     while let Some(request) = inbox.recv().await {
         let mut status = status.lock().unwrap();
         match request {
             Request::Status(reply) => drop(reply.send(Ok(status.clone()))),
+            Request::Events(reply) => drop(reply.send(Ok(events.clone()))),
             Request::AddPorts { sections, reply } => {
                 let refused = || Refusal::Invalid(format!("request:1:1: expected a section, found {sections:?}"));
                 let name = sections.strip_prefix("[port.").and_then(|s| s.split(']').next()).map(str::to_string);
@@ -102,21 +106,27 @@ async fn answer(
                 });
                 drop(reply.send(machine.ok_or(Refusal::NotFound(format!("no machine \"{name}\"")))));
             }
+            Request::RestartMachine { name, reply } => {
+                let machine = status.machines.iter().find(|m| m.name == name).cloned();
+                drop(reply.send(machine.ok_or(Refusal::NotFound(format!("no machine \"{name}\"")))));
+            }
             Request::Console { name, reply } => {
                 let known = status.machines.iter().any(|m| m.name == name);
                 let missing = || Refusal::NotFound(format!("no machine \"{name}\""));
                 drop(reply.send(known.then(|| console.clone()).ok_or_else(missing)));
             }
-            Request::Capture { port, snaplen, reply } => {
-                if port != "web" {
-                    drop(reply.send(Err(Refusal::NotFound(format!("no port \"{port}\"")))));
+            Request::Tables(reply) => drop(reply.send(Ok(super::report::Tables::default()))),
+            Request::Capture { of, snaplen, filter, reply } => {
+                if ![CaptureOf::Port("web".into()), CaptureOf::Network("lan".into())].contains(&of) {
+                    drop(reply.send(Err(Refusal::NotFound(format!("no {of:?}")))));
                     continue;
                 }
+                let filter = filter.map_or_else(String::new, |filter| format!(" {filter:?}"));
                 let (sender, pieces) = mpsc::channel(4);
                 captures.fetch_add(1, Ordering::SeqCst);
                 let captures = captures.clone();
                 tokio::spawn(async move {
-                    let _ = sender.send(format!("snaplen {snaplen:?};").into_bytes()).await;
+                    let _ = sender.send(format!("snaplen {snaplen:?}{filter};").into_bytes()).await;
                     // A quiet port: nothing more ever comes, and only the client's end is to be noticed.
                     sender.closed().await;
                     captures.fetch_sub(1, Ordering::SeqCst);
@@ -159,12 +169,15 @@ impl Stand {
         let (end, ended) = oneshot::channel();
         let files = Console { log: console.clone(), input: Some(input) };
         let slow = Slow::default();
+        let events = Events::default();
+        events.open(None, &(Arc::new(|_: &str| ()) as crate::fabric::Say));
         let (task_status, task_captures, task_slow) = (status.clone(), captures.clone(), slow.clone());
+        let task_events = events.clone();
         let thread = std::thread::spawn(move || {
             let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
             runtime.block_on(async move {
                 let (requests, inbox) = mpsc::channel(16);
-                let task = tokio::spawn(answer(inbox, task_status, task_captures, files, task_slow));
+                let task = tokio::spawn(answer(inbox, task_status, task_captures, files, task_slow, task_events));
                 let over = async move {
                     tokio::select! {
                         _ = ended => {}
@@ -174,7 +187,7 @@ impl Stand {
                 server.serve(requests, over).await.unwrap();
             });
         });
-        Stand { socket, captures, status, console, typed, slow, thread: Some(thread), end: Some(end), dir }
+        Stand { socket, captures, status, console, typed, slow, events, thread: Some(thread), end: Some(end), dir }
     }
 
     fn client(&self) -> Client {
@@ -221,6 +234,9 @@ fn a_client_reads_and_changes_what_the_fabric_has() {
     assert!(client.port("p1").unwrap_err().to_string().contains("there are: web"));
     assert_eq!(client.stop_machine("web").unwrap().state, "stopped");
     assert_eq!(client.run_machine("web").unwrap().machines[0].state, "running");
+    assert_eq!(client.machine("web").unwrap().state, "running");
+    assert!(client.machine("nobody").unwrap_err().to_string().contains("there are: web"));
+    assert_eq!(client.restart_machine("web").unwrap().name, "web");
     let failed = client.run_machine("[cell.x]").unwrap_err();
     assert!(matches!(failed, ClientError::Refused { status: 500, .. }) && failed.to_string().contains("no such image"));
     let page = client.text("/metrics").unwrap();
@@ -704,7 +720,7 @@ fn a_capture_ends_with_its_client() {
     let stand = Stand::new();
     let mut client = stand.client();
     let mut got = Vec::new();
-    let end = client.capture("web", Some(96), None, |piece| {
+    let end = client.capture(&CaptureOf::Port("web".into()), Some(96), None, None, |piece| {
         got.extend_from_slice(piece);
         Ok(ControlFlow::Break(()))
     });
@@ -717,9 +733,17 @@ fn a_capture_ends_with_its_client() {
     drop(stream);
     until("the end of the silent capture", || stand.captures.load(Ordering::SeqCst) == 0);
     let at = Instant::now() + Duration::from_millis(50);
-    assert_eq!(client.capture("web", None, Some(at), |_| Ok(ControlFlow::Continue(()))).unwrap(), Ending::Deadline);
+    assert_eq!(
+        client
+            .capture(&CaptureOf::Port("web".into()), None, None, Some(at), |_| Ok(ControlFlow::Continue(())))
+            .unwrap(),
+        Ending::Deadline
+    );
     let full = || Err(std::io::Error::other("disk full"));
-    assert!(matches!(client.capture("web", None, None, |_| full()), Err(ClientError::Sink(_))));
+    assert!(matches!(
+        client.capture(&CaptureOf::Port("web".into()), None, None, None, |_| full()),
+        Err(ClientError::Sink(_))
+    ));
 }
 
 #[test]
@@ -737,7 +761,9 @@ fn forgotten_captures_do_not_lock_others_out() {
     let mut client = stand.client();
     let mut refused = |why: &str| {
         let late = Some(Instant::now() + TIMEOUT);
-        let refused = client.capture("web", None, late, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
+        let refused = client
+            .capture(&CaptureOf::Port("web".into()), None, None, late, |_| Ok(ControlFlow::Continue(())))
+            .unwrap_err();
         assert!(matches!(refused, ClientError::Refused { status: 503, .. }), "{refused}");
         assert!(refused.to_string().contains(why), "{refused}");
         assert_eq!(client.status().unwrap().name, "demo");
@@ -848,7 +874,9 @@ fn down_is_answered_and_then_nobody_listens() {
     let gone = client.status().unwrap_err();
     assert!(matches!(gone, ClientError::Stale { .. }) && gone.is_absent(), "{gone}");
     std::fs::remove_file(&stand.socket).unwrap();
-    let gone = client.capture("web", None, None, |_| Ok(ControlFlow::Continue(()))).unwrap_err();
+    let gone = client
+        .capture(&CaptureOf::Port("web".into()), None, None, None, |_| Ok(ControlFlow::Continue(())))
+        .unwrap_err();
     assert!(matches!(gone, ClientError::NotRunning { .. }));
     assert!(gone.to_string().ends_with("api.sock; start it with `tombolo up`"), "{gone}");
     assert!(gone.to_string().starts_with("no fabric named \"demo\" runs"), "{gone}");
@@ -964,7 +992,18 @@ fn the_document_describes_every_field_of_the_reports() {
     let document: Value = serde_json::from_str(OPENAPI).unwrap();
     let status = samples::status();
     let (ports, machines) = (status.ports.clone(), status.machines.clone());
-    let fault = super::report::Fault { error: "e".into(), hint: Some("h".into()) };
+    let fault = super::report::Fault {
+        error: "e".into(),
+        hint: Some("h".into()),
+        problems: vec![super::report::ProblemReport {
+            line: 2,
+            column: 10,
+            key: "cell.web.memory".into(),
+            expected: "a size".into(),
+            found: "4".into(),
+            hint: Some("h".into()),
+        }],
+    };
     let check = |name: &str, value: Value| {
         let schema = serde_json::json!({ "$ref": format!("#/components/schemas/{name}") });
         fits(&value, &schema, &document, name);
@@ -977,6 +1016,37 @@ fn the_document_describes_every_field_of_the_reports() {
     check("ApplyReport", serde_json::to_value(applied).unwrap());
     check("Ports", serde_json::to_value(super::report::Ports { schema: 1, ports }).unwrap());
     check("Machines", serde_json::to_value(super::report::Machines { schema: 1, machines }).unwrap());
+    let event = super::report::EventReport {
+        id: 1,
+        time: "2026-11-21T21:43:05.123Z".into(),
+        unix_ms: 1,
+        kind: "death".into(),
+        name: Some("web".into()),
+        network: Some("lan".into()),
+        pid: Some(7),
+        cause: Some("signal 9".into()),
+        text: "web failed".into(),
+    };
+    let events = super::report::Events { schema: 1, first: 1, last: 1, lost: 0, unwritten: 0, events: vec![event] };
+    let tables = super::report::Tables {
+        schema: 1,
+        macs: vec![super::report::MacReport {
+            network: "lan".into(),
+            mac: "02:00:00:00:00:01".into(),
+            port: "web".into(),
+            age_ms: Some(1),
+        }],
+        neighbours: vec![super::report::NeighbourReport {
+            network: "lan".into(),
+            ip: "10.0.0.1".parse().unwrap(),
+            mac: Some("02:00:00:00:00:01".into()),
+            port: Some("web".into()),
+            name: Some("web".into()),
+            source: "lease".into(),
+        }],
+    };
+    check("Tables", serde_json::to_value(tables).unwrap());
+    check("Events", serde_json::to_value(events).unwrap());
     check("Fault", serde_json::to_value(fault).unwrap());
     // Every reference of the document leads somewhere.
     let text = document.to_string();
@@ -984,4 +1054,95 @@ fn the_document_describes_every_field_of_the_reports() {
         let path = piece.split('"').next().unwrap();
         assert!(document.pointer(path).is_some(), "{path}");
     }
+}
+
+#[test]
+fn a_capture_has_a_filter_and_may_be_of_a_network() {
+    let stand = Stand::new();
+    let mut client = stand.client();
+    let mut said = |of: CaptureOf, filter: &str| {
+        let mut text = String::new();
+        client
+            .capture(&of, None, Some(filter), None, |piece| {
+                text.push_str(std::str::from_utf8(piece).unwrap());
+                Ok(ControlFlow::Break(()))
+            })
+            .map(|_| text)
+    };
+    let text = said(CaptureOf::Network("lan".into()), "tcp port 80 and not (arp)").unwrap();
+    assert!(text.contains("Port(") && text.contains("80..=80"), "{text}");
+    let wrong = said(CaptureOf::Port("web".into()), "tcp prot 80").unwrap_err();
+    assert!(wrong.is_misuse() && wrong.to_string().contains("filter, at 2: expected `and`"), "{wrong}");
+    let missing = said(CaptureOf::Network("web".into()), "tcp").unwrap_err();
+    assert!(matches!(missing, ClientError::Refused { status: 404, .. }), "{missing}");
+    assert_eq!(client.tables().unwrap(), super::report::Tables::default());
+}
+
+#[test]
+fn events_are_asked_for_waited_for_and_followed() {
+    let stand = Stand::new();
+    let client = stand.client();
+    let add = |text: &str| stand.events.add(Kind::Start, Facts::of("web").pid(7), text);
+    assert_eq!((client.events(None).unwrap().events.len(), client.events(None).unwrap().last), (0, 0));
+    add("one");
+    let one = client.events(None).unwrap();
+    assert_eq!((one.last, one.events[0].text.as_str(), one.events[0].pid), (1, "one", Some(7)));
+    let body = |path: &str, more: &str| {
+        let answer = stand.raw(&format!("GET {path} HTTP/1.1\r\nHost: t\r\n{more}Connection: close\r\n\r\n"));
+        let (head, body) = answer.split_once("\r\n\r\n").unwrap();
+        (head.split(' ').nth(1).unwrap().to_string(), body.to_string())
+    };
+    // A wait that nothing ends, and one that an event ends long before its time.
+    let (status, silent) = body("/v1/events?after=1&wait=0.05", "");
+    assert!(status == "200" && silent.contains("\"events\":[]"), "{silent}");
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| body("/v1/events?after=1&wait=60", ""));
+        std::thread::sleep(Duration::from_millis(20));
+        add("two");
+        let (status, text) = waits.join().unwrap();
+        assert!(status == "200" && text.contains("\"two\"") && !text.contains("\"one\""), "{text}");
+    });
+    for wrong in ["wait=61", "wait=-1", "wait=NaN", "limit=0", "after=x", "afer=1"] {
+        let (status, text) = body(&format!("/v1/events?{wrong}"), "");
+        assert!(status == "400" && text.contains("error"), "{wrong}: {text}");
+    }
+    let mut seen = String::new();
+    let ending = stand.client().follow_events(1, |piece| {
+        seen.push_str(std::str::from_utf8(piece).unwrap());
+        if seen.lines().count() == 1 {
+            add("three");
+        }
+        Ok(if seen.lines().count() == 2 { ControlFlow::Break(()) } else { ControlFlow::Continue(()) })
+    });
+    assert_eq!(ending.unwrap(), Ending::Enough);
+    let ids: Vec<_> = seen.lines().map(|l| serde_json::from_str::<super::report::EventReport>(l).unwrap().id).collect();
+    assert_eq!(ids, [2, 3]);
+}
+
+#[test]
+fn a_browser_and_a_follower_that_does_not_read_are_told_what_they_missed() {
+    let stand = Stand::new();
+    let ask = |more: &str| {
+        let mut stream = UnixStream::connect(&stand.socket).unwrap();
+        stream.set_read_timeout(Some(TIMEOUT)).unwrap();
+        let head = format!("GET /v1/events?follow=1 HTTP/1.1\r\nHost: t\r\n{more}\r\n");
+        stream.write_all(head.as_bytes()).unwrap();
+        BufReader::new(stream).lines().map(Result::unwrap)
+    };
+    let mut idle = ask("");
+    assert!(idle.next().unwrap().contains("200"));
+    let begun = Instant::now();
+    for _ in 0..4 * KEPT {
+        stand.events.add(Kind::Fault, Facts::of("web").cause(&"x".repeat(300)), "again");
+    }
+    assert!(begun.elapsed() < TIMEOUT, "the fabric does not wait for a reader");
+    // What it has not read, and the kernel has no room for, is lost with its number.
+    let lost = idle.find(|line| line.starts_with("{\"lost\":")).unwrap();
+    let lost: Value = serde_json::from_str(&lost).unwrap();
+    assert!(lost["lost"].as_u64().unwrap() > KEPT as u64, "{lost}");
+    let last = 4 * KEPT as u64;
+    let mut sent = ask(&format!("Accept: text/event-stream\r\nLast-Event-ID: {}\r\n", last - 1));
+    assert!(sent.find(|line| line.starts_with("content-type")).unwrap().contains("text/event-stream"));
+    assert!(sent.any(|line| line == format!("id: {last}")));
+    assert!(sent.next().unwrap().starts_with("data: {\"id\":"));
 }

@@ -27,6 +27,7 @@ use tombolo_switch::Nanos;
 use tombolo_switch::control::{ControlError, WorkerSettings};
 
 use super::ending::{Ending, end_all};
+use super::events::{Facts as Told, Kind};
 use super::standing::Standing;
 use super::{FabricError, NOT_ASKED, Running, Shared, facts, refuse_faults, restore_additions_of};
 use crate::api::apply::{ApplyQuery, ApplyReport, ChangeReport, KeyReport};
@@ -212,7 +213,9 @@ pub(super) async fn carry_out(shared: &Shared, prepared: Prepared) -> Result<App
     let failed = report.changes.iter().filter(|c| c.outcome == "failed").count();
     report.outcome = if failed == 0 { "done" } else { "partly" }.into();
     let done = report.changes.len() - failed;
-    (running.say)(&format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged));
+    let text = format!("apply: {done} change(s) done, {failed} failed, {} part(s) untouched", report.unchanged);
+    (running.say)(&text);
+    running.events.add(Kind::Apply, Told::of(&report.fabric), &text);
     Ok(report)
 }
 

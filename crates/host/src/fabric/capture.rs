@@ -1,4 +1,4 @@
-//! Captures: a port's frames as pcapng, handed from its worker to the requester.
+//! Captures: frames of a port or network as pcapng, handed from the worker to the requester.
 
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -8,8 +8,10 @@ use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
 use tombolo_switch::Nanos;
 use tombolo_switch::capture::{Capture, CaptureMemory, CaptureRead, CaptureSettings};
+use tombolo_switch::filter::Filter;
 
 use super::{FabricError, Running};
+use crate::api::CaptureOf;
 
 /// Pieces of about 32 KiB that may wait for the reader; beyond that frames wait in the capture, and are left out when that is full.
 const PIECES: usize = 2;
@@ -45,12 +47,41 @@ fn hand_over(pieces: &mpsc::Sender<Vec<u8>>, mut piece: Vec<u8>, capture: &mut C
     }
 }
 
+/// Hands the capture's pieces over until its reader or what it captures has gone.
+fn started(name: &str, mut capture: Capture) -> Result<mpsc::Receiver<Vec<u8>>, FabricError> {
+    let (pieces, receiver) = mpsc::channel(PIECES);
+    let work = move || {
+        loop {
+            let mut piece = Vec::new();
+            let read = capture.read(&mut piece, LOOK);
+            if (!piece.is_empty() && !hand_over(&pieces, piece, &mut capture))
+                || read == CaptureRead::Ended
+                || pieces.is_closed()
+            {
+                return;
+            }
+        }
+    };
+    // A thread of its own: a capture waits for frames as long as it has a reader.
+    std::thread::Builder::new().name("tb-capture".into()).spawn(work).map_err(|source| FabricError::Spawn {
+        what: format!("a capture of {name}"),
+        source,
+        hint: "check the limit on threads (ulimit -u)",
+    })?;
+    Ok(receiver)
+}
+
 impl Running {
-    /// Captures a port until the receiver is dropped or the port goes.
+    /// Captures a port or network until the receiver is dropped, or the port or the last one of the network goes.
     ///
     /// # Errors
-    /// If there is no port of that name.
-    pub fn capture(&self, name: &str, snaplen: Option<u32>) -> Result<mpsc::Receiver<Vec<u8>>, FabricError> {
+    /// If there is none of that name.
+    pub fn capture(
+        &self,
+        of: &CaptureOf,
+        snaplen: Option<u32>,
+        filter: Option<Filter>,
+    ) -> Result<mpsc::Receiver<Vec<u8>>, FabricError> {
         let now = clock_gettime(ClockId::Monotonic);
         let monotonic = now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64;
         let wall = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |d| d.as_nanos() as u64);
@@ -58,35 +89,26 @@ impl Running {
         let settings = CaptureSettings {
             snap_bytes: snaplen.map_or(settings.snap_bytes, |n| n.clamp(1, settings.snap_bytes)),
             clock_start: Nanos(wall.saturating_sub(monotonic)),
+            filter: filter.map(Arc::new),
             memory: Some(MEMORY.get_or_init(|| Arc::new(CaptureMemory::new(MEMORY_BYTES))).clone()),
             ..settings
         };
-        for worker in &self.workers {
-            let handle = worker.thread.handle();
-            let status = handle.status()?;
-            let Some(port) = status.ports.iter().find(|p| &*p.name == name) else { continue };
-            let mut capture = handle.capture(port.token, settings.clone())?;
-            let (pieces, receiver) = mpsc::channel(PIECES);
-            let work = move || {
-                loop {
-                    let mut piece = Vec::new();
-                    let read = capture.read(&mut piece, LOOK);
-                    if (!piece.is_empty() && !hand_over(&pieces, piece, &mut capture))
-                        || read == CaptureRead::Ended
-                        || pieces.is_closed()
-                    {
-                        return;
+        match of {
+            CaptureOf::Port(name) => {
+                for worker in &self.workers {
+                    let handle = worker.thread.handle();
+                    let status = handle.status()?;
+                    if let Some(port) = status.ports.iter().find(|p| *p.name == **name) {
+                        return started(name, handle.capture(port.token, settings)?);
                     }
                 }
-            };
-            // A thread of its own: a capture waits for frames as long as it has a reader.
-            std::thread::Builder::new().name("tb-capture".into()).spawn(work).map_err(|source| FabricError::Spawn {
-                what: format!("a capture of {name}"),
-                source,
-                hint: "check the limit on threads (ulimit -u)",
-            })?;
-            return Ok(receiver);
+                Err(self.unknown("port", name))
+            }
+            CaptureOf::Network(name) => {
+                let there = self.networks.get(name).zip(self.worker_of(name));
+                let (net, (_, worker)) = there.ok_or_else(|| self.unknown("network", name))?;
+                started(name, worker.thread.handle().capture_network(net.id, settings)?)
+            }
         }
-        Err(self.unknown("port", name))
     }
 }

@@ -8,6 +8,7 @@ use tokio::sync::{mpsc, oneshot};
 use super::{FabricError, Shared, apply, machine};
 use crate::api::report::{MachineReport, PortReport};
 use crate::api::{Console, Refusal, Reply, Request, Requests};
+use crate::file::FileError;
 
 /// Requests that may wait.
 const QUEUE: usize = 64;
@@ -17,6 +18,9 @@ impl From<FabricError> for Refusal {
         let text = error.to_string();
         match error {
             FabricError::Unknown { .. } => Refusal::NotFound(text),
+            FabricError::File(FileError::Faulty { problems, .. }) => {
+                Refusal::Faulty { text, problems: problems.iter().map(Into::into).collect() }
+            }
             FabricError::File(_) | FabricError::Plan(_) => Refusal::Invalid(text),
             FabricError::State(_) | FabricError::Machine(_) => Refusal::Conflict(text),
             _ => Refusal::Failed(text),
@@ -70,7 +74,7 @@ impl Waiting {
     }
 
     fn push(&mut self, request: Request) {
-        let is_short = matches!(request, Request::Status(_) | Request::Down(_));
+        let is_short = matches!(request, Request::Status(_) | Request::Events(_) | Request::Down(_));
         if is_short { &mut self.short } else { &mut self.other }.push_back(request);
     }
 
@@ -131,6 +135,7 @@ async fn unless_applying(shared: &Shared, request: Request) -> Option<Request> {
         Request::RemovePort { reply, .. } => busy(reply),
         Request::RunMachine { reply, .. } => busy(reply),
         Request::StopMachine { reply, .. } => busy(reply),
+        Request::RestartMachine { reply, .. } => busy(reply),
         Request::Apply { reply, .. } => busy(reply),
         request => Some(request),
     }
@@ -151,6 +156,7 @@ async fn serve(shared: &Shared, request: Request) {
             }
         }
         Request::Status(reply) => answer(reply, shared.running.lock().await.status()),
+        Request::Events(reply) => answer(reply, Ok(shared.running.lock().await.events.clone())),
         Request::AddPorts { sections, reply } => {
             let mut running = shared.running.lock().await;
             let result = running.add(&sections).and_then(|names| Ok((running.status()?, names)));
@@ -184,10 +190,25 @@ async fn serve(shared: &Shared, request: Request) {
             // Waiting for an end takes up to seconds; others are served meanwhile.
             let shared = shared.clone();
             tokio::spawn(async move {
-                let result = machine::stop(&shared, &name).await;
+                let result = machine::stop(&shared, &name, machine::Then::Forget).await;
                 let after = shared.running.lock().await.machine_reports().into_iter().find(|m| m.name == name);
                 let last = after.or(before.map(|m| MachineReport { state: "stopped".into(), pid: None, ..m }));
                 let result = result.and_then(|()| last.ok_or_else(|| FabricError::State(format!("{name} is gone"))));
+                answer(reply, result);
+            });
+        }
+        Request::RestartMachine { name, reply } => {
+            let shared = shared.clone();
+            tokio::spawn(async move {
+                let result = match machine::stop(&shared, &name, machine::Then::Keep).await {
+                    Ok(()) => {
+                        let mut running = shared.running.lock().await;
+                        let started = running.run(&name);
+                        let machine = running.machine_reports().into_iter().find(|m| m.name == name);
+                        started.and_then(|()| machine.ok_or_else(|| FabricError::State(format!("{name} is gone"))))
+                    }
+                    Err(error) => Err(error),
+                };
                 answer(reply, result);
             });
         }
@@ -205,9 +226,10 @@ async fn serve(shared: &Shared, request: Request) {
                 answer(reply, Ok(Console { input, ..console }));
             });
         }
-        Request::Capture { port, snaplen, reply } => {
-            answer(reply, shared.running.lock().await.capture(&port, snaplen));
+        Request::Capture { of, snaplen, filter, reply } => {
+            answer(reply, shared.running.lock().await.capture(&of, snaplen, filter));
         }
+        Request::Tables(reply) => answer(reply, shared.running.lock().await.tables()),
         Request::Leave => {
             let mut running = shared.running.lock().await;
             let why = running.leave();

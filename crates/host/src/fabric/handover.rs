@@ -41,6 +41,7 @@ use tombolo_switch::control::Paused;
 use tombolo_switch::port::HandOver;
 use tombolo_switch::wait::Token;
 
+use super::events::{Facts as Told, Kind};
 use super::{FabricError, Running, Say, facts, restore_additions_of};
 use crate::file::{self, Fabric};
 use crate::plan::{self, Facts, Plan};
@@ -237,7 +238,7 @@ impl Running {
     /// Answers a daemon that wants to take over. Does not return if that one does: this process ends.
     /// Blocks for as long as the other one may take to say so; its first words were heard already.
     pub(crate) fn hand_over(&mut self, mut socket: UnixStream) {
-        let say = self.say.clone();
+        let (say, events) = (self.say.clone(), self.events.clone());
         if self.applying {
             let why = "it is being changed by `tombolo apply`; try again in a few seconds";
             // The other daemon may have gone.
@@ -249,6 +250,8 @@ impl Running {
         }
         match self.stand_still(true) {
             Ok((standstill, store, names)) => {
+                // From the next one's "commit" on it is the one that writes.
+                events.flush();
                 let set = socket.set_write_timeout(Some(COMMIT));
                 let heard =
                     set.and_then(|()| writeln!(socket, "ready")).and_then(|()| line_within(&mut socket, COMMIT));
@@ -279,6 +282,8 @@ impl Running {
         if self.applying {
             return "it is being changed by `tombolo apply`; try again in a few seconds".into();
         }
+        self.events.add(Kind::Down, Told::of(&self.spec.name), "the daemon leaves the guests to the next one");
+        self.events.flush();
         let result = self.stand_still(false).and_then(|(standstill, store, names)| match store.linger(LINGER) {
             Ok(()) => {
                 std::mem::forget(standstill);

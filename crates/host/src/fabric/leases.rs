@@ -39,11 +39,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::thread::Thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tombolo_switch::gateway::{GatewayHandle, LeaseChange, LeaseRecord, LeaseStore};
 
 use super::Say;
+use super::events::LeaseWatch;
 
 /// How long the last write is waited for.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(2);
@@ -113,18 +114,31 @@ struct Writer {
     /// Changes that are in neither file yet. At most one for each address of the network.
     pending: BTreeMap<Ipv4Addr, LeaseChange>,
     failing: bool,
+    /// Is told of each change once, when it is taken from the gateway.
+    watch: Option<LeaseWatch>,
 }
 
 impl Writer {
     fn new(files: LeaseFiles) -> Writer {
         let bytes = |path: &Path| std::fs::metadata(path).map_or(0, |meta| meta.len());
         let (journal_bytes, snapshot_bytes) = (bytes(&files.journal), bytes(&files.snapshot));
-        Writer { files, journal: None, journal_bytes, snapshot_bytes, pending: BTreeMap::new(), failing: false }
+        Writer {
+            files,
+            journal: None,
+            journal_bytes,
+            snapshot_bytes,
+            pending: BTreeMap::new(),
+            failing: false,
+            watch: None,
+        }
     }
 
     /// Writes what has changed. Whether all is written.
     fn write(&mut self, gateway: &GatewayHandle, say: &Say) -> bool {
         for change in gateway.take_lease_changes() {
+            if let Some(watch) = &mut self.watch {
+                watch.note(&change, Instant::now());
+            }
             self.pending.insert(change.address(), change);
         }
         if self.pending.is_empty() {
@@ -224,14 +238,19 @@ pub(crate) struct LeaseKeeper {
 
 impl LeaseKeeper {
     /// Starts to keep the leases of `gateway` in `files`. [`LeaseKeeper::waker`] is to be called when some changed.
-    pub(crate) fn start(files: LeaseFiles, gateway: GatewayHandle, say: Say) -> io::Result<LeaseKeeper> {
+    pub(crate) fn start(
+        files: LeaseFiles,
+        gateway: GatewayHandle,
+        say: Say,
+        watch: LeaseWatch,
+    ) -> io::Result<LeaseKeeper> {
         let stop = Arc::new(AtomicBool::new(false));
         let (ended, done): (Sender<()>, _) = channel();
         let told = stop.clone();
         let run = move || {
             // Dropped when the thread ends, however it does.
             let _ended = ended;
-            let mut writer = Writer::new(files);
+            let mut writer = Writer { watch: Some(watch), ..Writer::new(files) };
             loop {
                 // Acquire, partner in `finish`: the changes made before it are seen by the last write.
                 let last = told.load(Ordering::Acquire);

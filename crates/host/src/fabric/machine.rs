@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 
 use super::backoff::Backoff;
 use super::ending::{Ending, end_all};
+use super::events::{Facts, Kind};
 use super::{FabricError, Running, domains};
 use crate::api::Console;
 use crate::confine::{self, Writes};
@@ -237,6 +238,8 @@ impl Running {
         self.take_seats(&plan.seats, pid)?;
         self.settle(&plan.name, pid);
         (self.say)(&format!("{}: started as process {pid} ({})", plan.name, plan.accel()));
+        let text = format!("{} was started as process {pid} ({})", plan.name, plan.accel());
+        self.events.add(Kind::Start, Facts::of(&plan.name).pid(pid), &text);
         Ok(())
     }
 
@@ -318,6 +321,8 @@ impl Running {
     pub(crate) fn note_not_started(&mut self, plan: &MachinePlan, error: &FabricError) {
         let how = format!("it could not be started: {error}");
         (self.say)(&format!("{}: {how}", plan.name));
+        let facts = Facts::of(&plan.name).cause(&error.to_string());
+        self.events.add(Kind::Death, facts, &format!("{} could not be started", plan.name));
         let console = console::log_path(&self.facts.runtime, &plan.name);
         let mut machine = RunningMachine::new(plan, console);
         machine.ended = Some(Ended { how, well: false, last_lines: vec![] });
@@ -446,6 +451,8 @@ impl Running {
                 let plan = machine.plan.clone();
                 let Err(error) = running.start_machine(&plan) else { return };
                 (running.say)(&format!("{name}: {error}"));
+                let facts = Facts::of(&name).cause(&error.to_string());
+                running.events.add(Kind::Death, facts, &format!("{name} could not be started again"));
                 pause = running.machines.get_mut(&name).filter(|m| m.pid.is_none()).map(RunningMachine::failed);
             }
         });
@@ -481,7 +488,9 @@ impl Running {
         let wanted = restart == Restart::Always || restart == Restart::OnFailure && !well;
         let again = (!stopped && wanted).then(|| machine.failed());
         self.tell_who_is_away();
+        let facts = Facts::of(name).pid(pid).cause(&how);
         if stopped {
+            self.events.add(Kind::Stop, facts, &format!("{name} was stopped"));
             return None;
         }
         let then = again.map(|pause| format!("; starting it again in {} s", pause.as_secs())).unwrap_or_default();
@@ -490,6 +499,8 @@ impl Running {
             text.push_str(&format!("\n    | {line}"));
         }
         (self.say)(&text);
+        let (kind, word) = if well { (Kind::Exit, "ended by itself") } else { (Kind::Death, "failed") };
+        self.events.add(kind, facts, &format!("{name} {word}{then}"));
         again
     }
 
@@ -510,12 +521,21 @@ impl Running {
     }
 }
 
+/// What becomes of a machine that was added while the fabric ran, once it is stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Then {
+    /// It goes with its ports.
+    Forget,
+    /// It stays, as one of the file does.
+    Keep,
+}
+
 /// Ends a machine: by its power button if it has a disk, then SIGTERM, then SIGKILL. One that was added while the fabric ran goes with its ports; one of the file stays
 /// as stopped.
 ///
 /// # Errors
 /// If there is none of that name.
-pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), FabricError> {
+pub(super) async fn stop(shared: &super::Shared, name: &str, then: Then) -> Result<(), FabricError> {
     let (ending, say, pid) = {
         let mut running = shared.running.lock().await;
         let say = running.say.clone();
@@ -539,7 +559,7 @@ pub(super) async fn stop(shared: &super::Shared, name: &str) -> Result<(), Fabri
     if let Some(domain) = running.domain_of(name).filter(|d| running.dir.is_some() && !left.contains(d)) {
         running.forget_domain(&domain);
     }
-    if running.forget_addition(name)? {
+    if then == Then::Forget && running.forget_addition(name)? {
         let ports: Vec<_> = running.ports.values().filter(|p| p.plan.machine.as_deref() == Some(name)).collect();
         let ports: Vec<String> = ports.into_iter().map(|p| p.plan.name.clone()).collect();
         for port in ports {

@@ -31,6 +31,7 @@ mod capture;
 mod domains;
 mod drive;
 mod ending;
+pub mod events;
 pub mod fdstore;
 pub mod handover;
 mod handover_socket;
@@ -47,6 +48,7 @@ mod report;
 mod services;
 pub mod shared;
 pub mod standing;
+mod tables;
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -74,6 +76,7 @@ use crate::xen::toolstack;
 
 pub use drive::drive;
 use ending::{Ending, end_all};
+use events::{Events, Facts as Told, Kind};
 use fdstore::Finder;
 use handover::{Commit, Prepared, Takeover};
 pub use machine::Ended;
@@ -192,6 +195,10 @@ pub struct Running {
     pub(crate) me: std::sync::Weak<Mutex<Running>>,
     /// An apply is under way: nothing else may change the fabric.
     pub(crate) applying: bool,
+    /// What happened.
+    pub(crate) events: Events,
+    /// What of the ports is told in `events`.
+    pub(crate) watched: events::Watched,
     /// Names of domains that are being ended since the addition that they were a part of failed.
     unadded: std::collections::BTreeSet<String>,
 }
@@ -208,10 +215,15 @@ impl Shared {
     /// leaves the guests to the next daemon. Returns what to tell the user.
     pub(crate) async fn fail(&self, error: FabricError) -> FabricError {
         let mut running = self.running.lock().await;
+        running.open_events();
+        let name = running.spec.name.clone();
+        let facts = Told::of(&name).cause(&error.to_string());
+        running.events.add(Kind::Fault, facts, &format!("{name} could not be started"));
         if !running.has_taken_over {
             let _ = running.take_down(true).await;
             return error;
         }
+        running.events.flush();
         // What the guests need is in the fd store for the next daemon. Dropping it here would end it.
         running.leave_after_failure();
         std::mem::forget(self.clone());
@@ -319,6 +331,8 @@ impl Running {
             unmade: vec![],
             me: std::sync::Weak::new(),
             applying: false,
+            events: Events::default(),
+            watched: events::Watched::default(),
             unadded: std::collections::BTreeSet::new(),
         }
     }
@@ -526,12 +540,31 @@ impl Running {
         self.start_waiting();
         self.settle_store(plan);
         self.record_standing();
+        self.open_events();
+        self.watch_ports();
+        tokio::spawn(crate::stamps::keep(self.facts.runtime.clone(), self.me.clone()));
+        let name = self.spec.name.clone();
+        let facts = Told::of(&name).pid(std::process::id());
+        let how = if self.has_taken_over { "taken over by another daemon" } else { "up" };
+        self.events.add(Kind::Up, facts, &format!("{name} is {how}"));
         Ok(())
+    }
+
+    /// Has events numbered and kept from now on. They are in memory until here: the daemon before writes until it has handed over.
+    fn open_events(&mut self) {
+        let folder = match self.dir().make_state() {
+            Ok(()) => Some(self.dir().state_path("")),
+            // That is said of the leases already.
+            Err(_) => None,
+        };
+        let say = self.say.clone();
+        self.events.open(folder.as_deref(), &say);
     }
 
     /// Notes what was done with something that an earlier daemon left, and says it.
     fn took_over(&mut self, what: String) {
         (self.say)(&what);
+        self.events.add(Kind::Recovery, Told::default(), &what);
         self.takeover.push(what);
     }
 
@@ -751,6 +784,8 @@ impl Running {
             return Err(error);
         }
         self.record_standing();
+        let text = format!("{} added to the running fabric", was(&names));
+        names.iter().for_each(|name| self.events.add(Kind::Apply, Told::of(name), &text));
         Ok(names)
     }
 
@@ -805,12 +840,15 @@ impl Running {
         self.forget_addition(name)?;
         self.forget_rates(name);
         self.record_standing();
+        let text = format!("port {name} was removed from the running fabric");
+        self.events.add(Kind::Apply, Told::of(name), &text);
         Ok(())
     }
 
     pub(crate) fn unknown(&self, what: &'static str, name: &str) -> FabricError {
         let names: Vec<&str> = match what {
             "port" => self.ports.keys().map(String::as_str).collect(),
+            "network" => self.networks.keys().map(String::as_str).collect(),
             _ => self.machines.keys().map(String::as_str).collect(),
         };
         let hint = match names.len() {
@@ -831,16 +869,25 @@ impl Running {
                 say(&format!("down: {what}: {error}"));
             }
         };
+        if !quietly {
+            let name = self.spec.name.clone();
+            self.events.add(Kind::Down, Told::of(&name), &format!("{name} is taken down"));
+        }
         // An `up` that comes meanwhile waits.
         if let Some(dir) = &mut self.dir {
             dir.record(|o| o.ending = true);
         }
         let mut processes = Vec::new();
+        let running = self.machines.iter().filter_map(|(name, m)| Some((name.clone(), m.pid?)));
+        let running: Vec<_> = running.collect();
         for machine in self.machines.values_mut() {
             let (button, domain) = (machine.button(&self.facts.runtime), machine.plan.domain.clone());
             processes.extend(machine.let_go().map(|process| Ending { process: Some(process), button, domain }));
         }
         end_all(processes, &say).await;
+        for (name, pid) in running {
+            self.events.add(Kind::Stop, Told::of(&name).pid(pid), &format!("{name} was stopped with its fabric"));
+        }
         self.machines.clear();
         // What a killed daemon, a start that failed half-way, or an adoption that did not come about, has left.
         if let Some(dir) = &self.dir {
@@ -883,6 +930,9 @@ impl Running {
         {
             trouble("the kernel uplink", &error);
         }
+        if !self.events.finish() {
+            trouble("events", &"the last ones are not written: the disk does not answer");
+        }
         let Some(mut dir) = self.dir.take() else { return Ok(()) };
         let left: Vec<String> = dir.owner().domains.iter().map(|d| d.name.clone()).collect();
         if !left.is_empty() {
@@ -902,6 +952,15 @@ impl Running {
             trouble("the runtime directory", &error);
         }
         Ok(())
+    }
+}
+
+/// `web was`, or `a, b and c were`, for what follows.
+fn was(names: &[String]) -> String {
+    match names {
+        [] => "nothing was".into(),
+        [one] => format!("{one} was"),
+        [first @ .., last] => format!("{} and {last} were", first.join(", ")),
     }
 }
 

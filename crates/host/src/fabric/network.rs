@@ -20,6 +20,7 @@ use tombolo_switch::mac::MacSettings;
 use tombolo_switch::policy::Labels;
 use tombolo_switch::worker::Restart;
 
+use super::events::LeaseWatch;
 use super::leases::{LeaseFiles, LeaseKeeper};
 use super::{FabricError, Running, RunningWorker, Say};
 use crate::file::{self, Mac, Uplink};
@@ -150,7 +151,8 @@ impl Running {
             Err(error) => Err(error.to_string()),
         });
         handle.add_lasting_port(reserved, id, &format!("gateway-{}", spec.name), Box::new(port), restart, settings)?;
-        let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone())
+        let watch = LeaseWatch::new(&spec.name, self.events.clone(), &stored);
+        let keeper = LeaseKeeper::start(files, gateway.clone(), self.say.clone(), watch)
             .map_err(|error| fail(format!("starting the thread that keeps leases: {error}")))?;
         let serving = Some(self.serve_gateway(spec, gateway.clone(), &keeper));
         let net = Net { id, gateway: Some(gateway), leases: Some(keeper), names: vec![], serving };

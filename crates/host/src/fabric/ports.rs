@@ -22,6 +22,7 @@ use tombolo_switch::wait::Token;
 use tombolo_switch::worker::Restart;
 
 use super::backoff::Backoff;
+use super::events::{Facts, Kind};
 use super::helper::Helper;
 use super::{FabricError, Running, RunningWorker, Say, describe};
 use crate::file::{self, Proto};
@@ -229,6 +230,7 @@ impl Running {
     /// Takes a port out of its worker, if it is there.
     pub(crate) fn drop_port(&mut self, name: &str) {
         let Some(port) = self.ports.remove(name) else { return };
+        self.watched.news.notify_one();
         if let Some(worker) = self.workers.get(port.worker) {
             // A worker that has ended has dropped the port already.
             let _ = worker.thread.handle().remove_port(port.token);
@@ -368,6 +370,23 @@ impl Running {
         });
     }
 
+    /// Adds the events of a passt that has ended by `cause`, or is there again.
+    fn note_uplink(&self, port: &str, pid: u32, cause: Option<&str>) {
+        let Some(network) = self.ports.get(port).map(|p| p.plan.network.clone()) else { return };
+        let facts = || {
+            let facts = Facts { pid: Some(pid), ..Facts::of(port).network(&network) };
+            cause.map_or(facts.clone(), |cause| facts.cause(cause))
+        };
+        if cause.is_some() {
+            self.events.add(Kind::Fault, facts(), &format!("the passt of {port} ended and is started again"));
+        }
+        let word = if cause.is_some() { "interrupted" } else { "open again" };
+        for forward in self.spec.forwards.iter().filter(|f| f.network == network) {
+            let text = format!("the forward {} {} is {word}", forward.proto.word(), forward.listen);
+            self.events.add(Kind::Forward, facts(), &text);
+        }
+    }
+
     /// Tells the routers of the user uplinks which machines do not run: connections to them are refused, where those to
     /// one that boots are held for a while. Called after each change. One that this daemon has not come to yet may run.
     pub(crate) fn tell_who_is_away(&self) {
@@ -423,7 +442,9 @@ impl Running {
                 let last = crate::console::tail(&log, 3).join(" / ");
                 say(&format!("{port}: passt ended ({how}; {last}); starting it again"));
                 passt.fault = Some(format!("passt ended: {how}; {last}"));
-                passt.backoff.failed(passt.since, Instant::now())
+                let pause = passt.backoff.failed(passt.since, Instant::now());
+                running.note_uplink(&port, pid, Some(&format!("{how}; {last}")));
+                pause
             };
             start_again(&me, &say, port, pause).await;
         });
@@ -483,6 +504,7 @@ async fn start_again(me: &std::sync::Weak<tokio::sync::Mutex<Running>>, say: &Sa
                 passt.process = Helper::Child(child);
                 passt.fault = None;
                 running.record_passt(&port, pid);
+                running.note_uplink(&port, pid, None);
                 running.watch_passt(port, pid);
                 return;
             }

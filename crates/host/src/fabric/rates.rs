@@ -6,6 +6,7 @@
 
 use std::path::Path;
 
+use super::events::{Facts, Kind};
 use super::{FabricError, Running};
 use crate::file;
 use tombolo_switch::limit::Rates;
@@ -34,6 +35,8 @@ impl Running {
             o.rates.insert(name.into(), text.into());
         });
         (self.say)(&format!("port {name}: its rate limits are changed: {}", text.trim()));
+        let what = format!("the rate limits of port {name} were changed");
+        self.events.add(Kind::Apply, Facts { cause: Some(text.trim().into()), ..Facts::of(name) }, &what);
         Ok(())
     }
 

@@ -94,7 +94,7 @@ fn link_warning(link: &LinkReport) -> Option<String> {
 }
 
 /// A port's last fault in words.
-fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
+pub(super) fn last_fault(worker: &WorkerStatus, p: &PortStatus) -> Option<String> {
     let fault = p.last_fault.as_ref().map(|f| {
         let ago = worker.now.since(f.at).0 / 1_000_000_000;
         format!("{}: {} ({ago} s ago)", f.fault.kind.name(), f.fault.detail)

@@ -15,6 +15,7 @@ use tombolo_shm::ivshmem::links::{Config, Event, LinkStatus, Links};
 use tombolo_shm::ivshmem::server::Dialect;
 use tombolo_shm::memory::Mapping;
 
+use super::events::{Facts, Kind, Ration};
 use super::fdstore::{self, Finder};
 use super::{FabricError, Running, Say};
 use crate::api::report::{LinkPeerReport, LinkReport, RingReport};
@@ -76,12 +77,28 @@ impl Running {
         let Some(links) = self.links() else { return Ok(()) };
         for link in &plan.links {
             let opened = links.open(link.clone())?;
-            links.serve(&link.name, None)?;
+            links.serve(&link.name, Some(self.link_watcher(&link.name)))?;
             let machines = opened.restored.len();
             let again = if machines > 0 { format!(", taken up with {machines} machine(s)") } else { String::new() };
             (self.say)(&format!("{}: {} bytes for {} ends{again}", link.name, link.region_bytes, link.shape.max_peers));
         }
         Ok(())
+    }
+
+    /// Adds events when peers join and leave a direct link. What a peer repeats is rationed.
+    fn link_watcher(&self, name: &str) -> tombolo_shm::ivshmem::links::Watcher {
+        let (events, mut ration) = (self.events.clone(), Ration::port());
+        let name = name.split_once(':').map_or(name, |(_, name)| name).to_string();
+        Box::new(move |event| {
+            if !ration.take(std::time::Instant::now()) {
+                return;
+            }
+            let text = match event {
+                Event::Joined { id, .. } => format!("peer {id} joined the link {name}"),
+                Event::Left { id } => format!("peer {id} left the link {name}"),
+            };
+            events.add(Kind::Link, Facts::of(&name), &text);
+        })
     }
 
     /// Why a machine that an earlier daemon left cannot be adopted as far as its links go.

@@ -75,6 +75,15 @@ impl Subnet {
         (u32::from(base) & !subnet.mask() == 0).then_some(subnet)
     }
 
+    /// The subnet that was probably meant by a text that is none, as a hint: that of an address with bits behind the prefix.
+    pub(super) fn near(text: &str) -> Option<String> {
+        let (base, prefix) = text.trim().split_once('/')?;
+        let base: Ipv4Addr = base.parse().ok()?;
+        let prefix: u8 = prefix.parse().ok().filter(|p| (8..=29).contains(p))?;
+        let base = Ipv4Addr::from(u32::from(base) & u32::MAX << (32 - prefix));
+        Some(format!("{text} is an address in it: did you mean \"{base}/{prefix}\"?"))
+    }
+
     fn mask(self) -> u32 {
         u32::MAX << (32 - self.prefix)
     }

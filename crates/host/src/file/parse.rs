@@ -114,6 +114,15 @@ pub(super) fn clean_name(name: &str) -> Option<String> {
     ok.then(|| name.to_string())
 }
 
+/// The name that was probably meant by one that is none, as a hint: `web-1` for `Web_1`.
+fn near_name(name: &str) -> Option<String> {
+    let plain = |c: char| if c.is_ascii_alphanumeric() { c.to_ascii_lowercase() } else { '-' };
+    let text: String = name.chars().map(plain).take(24).collect();
+    // Of runs of other characters one hyphen is left.
+    let words: Vec<_> = text.split('-').filter(|word| !word.is_empty()).collect();
+    clean_name(&words.join("-")).map(|name| format!("did you mean \"{name}\"?"))
+}
+
 /// A fabric's name is that of a folder beside the one in which services listen (`tombolo_rpc::folder`).
 fn fabric_name(name: &str) -> Option<String> {
     clean_name(name).filter(|name| name != "services")
@@ -182,7 +191,7 @@ type Named<'a, 'i> = (String, Range<usize>, &'a DeTable<'i>);
 impl<'t> Reader<'_, 't> {
     fn root(&mut self, root: &DeTable<'_>) {
         let mut head = Section::open("", String::new(), 0..0, root, self.out, self.spots, &OPENERS);
-        if let Some(name) = head.text("name", fabric_name) {
+        if let Some(name) = head.text_or("name", fabric_name, near_name) {
             self.fabric.name = name;
         }
         if self.fabric.name.is_empty()
@@ -266,7 +275,8 @@ impl<'t> Reader<'_, 't> {
             let Some(name) = clean_name(key.get_ref()) else {
                 let there = format!("the name {:?}", key.get_ref());
                 self.out.refuse(word, key.get_ref());
-                self.out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, None);
+                let hint = near_name(key.get_ref());
+                self.out.say(&key.span(), path, "a name of 1 to 24 of a-z, 0-9 and -", there, hint);
                 continue;
             };
             match value.get_ref() {
@@ -295,7 +305,7 @@ impl<'t> Reader<'_, 't> {
         let first = self.fabric.workers[0].name.clone();
         let mut s = self.open("network", &(name.clone(), span, table));
         let fallback = Subnet { base: Ipv4Addr::new(10, 87, (index % 256) as u8, 0), prefix: 24 };
-        let subnet = s.text("subnet", Subnet::parse).unwrap_or(fallback);
+        let subnet = s.text_or("subnet", Subnet::parse, Subnet::near).unwrap_or(fallback);
         if s.raw("subnet").is_none() && s.refused("network") {
             s.doubt("subnet");
         }
@@ -831,4 +841,30 @@ pub(crate) fn find_app(app: &str) -> Result<PathBuf, Vec<PathBuf>> {
         tried.push(path);
     }
     Err(tried)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_was_probably_meant_is_offered() {
+        let faults = |text: &str| match parse(text, Path::new("x.toml")) {
+            Err(FileError::Faulty { problems, .. }) => problems.iter().map(ToString::to_string).collect::<Vec<_>>(),
+            other => panic!("{other:?}"),
+        };
+        let found =
+            faults("name = \"My Lab\"\n[network.lan]\nsubnet = \"10.87.3.9/22\"\n[cell.Web_1]\napp = \"httpd\"\n");
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(found[0].ends_with("did you mean \"my-lab\"?"), "{found:?}");
+        assert!(found[1].ends_with("did you mean \"10.87.0.0/22\"?"), "{found:?}");
+        assert!(found[2].ends_with("did you mean \"web-1\"?"), "{found:?}");
+        let [one] = &faults("[network.lan]\nsubnet = \"10.87.0.0\"\n")[..] else { panic!() };
+        assert!(!one.contains("did you mean"), "{one}");
+        assert_eq!([near_name("--"), near_name("ü"), near_name("")], [None, None, None]);
+        assert_eq!(
+            near_name("a_very_long_name_of_more_than_it_may_have").as_deref(),
+            Some("did you mean \"a-very-long-name-of-more\"?")
+        );
+    }
 }

@@ -176,6 +176,23 @@ impl<'a, 'i, 'c, 't> Section<'a, 'i, 'c, 't> {
         self.take(key, |v| v.as_str().and_then(&convert))
     }
 
+    /// As [`Section::text`]; `hint` is asked what was meant by a string that `convert` refuses.
+    pub(super) fn text_or<T>(
+        &mut self,
+        key: &str,
+        convert: impl Fn(&str) -> Option<T>,
+        hint: impl Fn(&str) -> Option<String>,
+    ) -> Option<T> {
+        let (value, span) = self.raw(key)?;
+        let text = value.as_str();
+        if let Some(read) = text.and_then(&convert) {
+            return Some(read);
+        }
+        let hint = text.and_then(hint).or_else(|| why_not(key, value));
+        self.wrong(key, &span, found(value), hint);
+        None
+    }
+
     /// A string that is not empty.
     pub(super) fn string(&mut self, key: &str) -> Option<String> {
         self.text(key, |s| (!s.is_empty()).then(|| s.to_string()))

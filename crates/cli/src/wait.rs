@@ -1,0 +1,231 @@
+//! `tombolo wait`: until something is as a script needs it.
+
+use std::time::{Duration, Instant};
+
+use clap::{Args, ValueEnum};
+use tombolo_host::api::report::{MachineReport, Status};
+use tombolo_rpc::folder;
+
+use crate::exit::{Exit, Failure};
+use crate::number;
+use crate::out;
+use crate::select::Select;
+use crate::up::missing;
+
+/// How often is looked.
+const LOOK: Duration = Duration::from_millis(100);
+
+const EXAMPLES: &str = "\
+Exit codes: 0 it is so; 1 it did not come to that in time, or cannot any more (a machine failed for good); with
+--for exit: 0 it ended well or was stopped, 1 it failed.
+
+Examples:
+  tombolo wait --timeout 60              every machine is on the network
+  tombolo wait --for lease web           web has its address
+  tombolo wait --for exit job && echo ok";
+
+#[derive(Args, Debug)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Wait {
+    /// The machine, port or service [default: all machines, for `up`]
+    #[arg(required_if_eq_any([("what", "lease"), ("what", "port"), ("what", "service"), ("what", "exit")]))]
+    name: Option<String>,
+    /// What to wait for
+    #[arg(long = "for", value_name = "WHAT", value_enum, default_value = "up", id = "what")]
+    what: What,
+    /// Give up after this time
+    #[arg(long, value_name = "S", value_parser = number::seconds, allow_hyphen_values = true, default_value = "60")]
+    timeout: Duration,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum What {
+    /// The machine runs and all of its ports are up; without NAME, so are all
+    Up,
+    /// The machine has its address by DHCP
+    Lease,
+    /// Frames flow through the port
+    Port,
+    /// The service runs
+    Service,
+    /// The machine has ended, and is not about to be started again
+    Exit,
+}
+
+/// How it stands.
+#[derive(Debug, PartialEq, Eq)]
+enum State {
+    Met(Exit),
+    /// Not yet; how it is.
+    NotYet(String),
+    /// Nor will it be.
+    Never(String),
+}
+
+fn machine<'s>(status: &'s Status, name: &str) -> Result<&'s MachineReport, State> {
+    let there = || status.machines.iter().map(|m| m.name.as_str()).collect::<Vec<_>>().join(", ");
+    let none = || State::Never(format!("there is no machine \"{name}\"; there are: {}", there()));
+    status.machines.iter().find(|m| m.name == name).ok_or_else(none)
+}
+
+/// Whether a machine has ended for good.
+fn is_over(m: &MachineReport) -> bool {
+    m.pid.is_none() && m.restart_in_s.is_none() && matches!(m.state.as_str(), "failed" | "stopped")
+}
+
+fn how(m: &MachineReport) -> String {
+    let end = m.last_end.as_ref().map_or_else(String::new, |end| format!(": {end}"));
+    format!("{} is {}{end}", m.name, m.state)
+}
+
+fn up(status: &Status, name: Option<&str>) -> State {
+    if let Some(name) = name
+        && let Err(never) = machine(status, name)
+    {
+        return never;
+    }
+    let late: Vec<_> = missing(status).into_iter().filter(|(n, _)| name.is_none_or(|name| name == n)).collect();
+    let Some((first, state)) = late.first() else { return State::Met(Exit::Done) };
+    let text = format!("{first} is not on the network: {state}");
+    match status.machines.iter().any(|m| is_over(m) && late.iter().any(|(n, _)| *n == m.name)) {
+        true => State::Never(text),
+        false => State::NotYet(text),
+    }
+}
+
+fn lease(status: &Status, name: &str) -> State {
+    let m = match machine(status, name) {
+        Ok(m) => m,
+        Err(never) => return never,
+    };
+    let mut leases = status.networks.iter().flat_map(|n| &n.leases);
+    match leases.any(|l| l.name.as_deref() == Some(name) && l.expires_s.is_some()) {
+        true => State::Met(Exit::Done),
+        false if is_over(m) => State::Never(how(m)),
+        false => State::NotYet(format!("{name} has not asked for its address yet; it is {}", m.state)),
+    }
+}
+
+fn port(status: &Status, name: &str) -> State {
+    match status.ports.iter().find(|p| p.name == name) {
+        Some(port) if port.up => State::Met(Exit::Done),
+        Some(_) => State::NotYet(format!("port {name} is down")),
+        None => State::NotYet(format!("there is no port \"{name}\"")),
+    }
+}
+
+fn exit(status: &Status, name: &str) -> State {
+    match machine(status, name) {
+        Ok(m) if is_over(m) && m.state == "stopped" => State::Met(Exit::Done),
+        Ok(m) if is_over(m) => State::Met(Exit::Failed),
+        Ok(m) => State::NotYet(how(m)),
+        // One that was added and stopped is gone.
+        Err(never) => never,
+    }
+}
+
+fn service(name: &str) -> State {
+    let there = folder::services().map(|folder| folder::list(&folder)).unwrap_or_default();
+    match there.iter().any(|service| service == name) {
+        true => State::Met(Exit::Done),
+        false => State::NotYet(format!("the service \"{name}\" does not run")),
+    }
+}
+
+impl Wait {
+    pub(crate) fn run(&self, select: &Select) -> Result<Exit, Failure> {
+        let end = Instant::now() + self.timeout;
+        let name = self.name.as_deref();
+        let mut client = if self.what == What::Service { None } else { Some(select.client()?) };
+        loop {
+            let state = match client.as_ref().map(|client| client.status()) {
+                None => service(name.unwrap_or_default()),
+                // It may be about to start.
+                Some(Err(error)) if error.is_absent() || error.is_unanswered() => State::NotYet(error.to_string()),
+                Some(status) => {
+                    let status = status?;
+                    match (self.what, name) {
+                        (What::Lease, Some(name)) => lease(&status, name),
+                        (What::Port, Some(name)) => port(&status, name),
+                        (What::Exit, Some(name)) => exit(&status, name),
+                        (_, name) => up(&status, name),
+                    }
+                }
+            };
+            match state {
+                State::Met(exit) => return Ok(exit),
+                State::Never(text) => return Err(Failure::failed(text)),
+                State::NotYet(text) if Instant::now() >= end => {
+                    let waited = out::span(self.timeout.as_secs_f64());
+                    return Err(Failure::failed(format!("{text} (waited {waited})")));
+                }
+                State::NotYet(_) => {}
+            }
+            match &mut client {
+                Some(client) => {
+                    if client.sleep(LOOK)? {
+                        return Ok(Exit::Failed);
+                    }
+                }
+                None => std::thread::sleep(LOOK),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        wait: Wait,
+    }
+
+    fn parse(line: &str) -> Result<Wait, clap::Error> {
+        Line::try_parse_from(["wait"].into_iter().chain(line.split_whitespace())).map(|l| l.wait)
+    }
+
+    fn status(state: &str, restart_in_s: Option<f64>, up: bool) -> Status {
+        let text = format!(
+            r#"{{"schema":1,"version":"","name":"t","file":"","pid":1,"uptime_s":0,"networks":[],"forwards":[],"workers":[],"warnings":[],
+            "machines":[{{"name":"web","kind":"cell","state":"{state}","pid":null,"accel":"tcg","machine":"microvm","addresses":{{}},"uptime_s":1,"last_end":"signal 9","restarts":0,"adopted":false}}],
+            "ports":[{{"name":"web","network":"lan","kind":"tap","up":{up},"offloads":[],"guard":[],"details":{{}},"macs":0,"last_fault":null,"counters":null}}]}}"#
+        );
+        let text = text.replace("\"counters\":null", &format!("\"counters\":{}", counters()));
+        let mut status: Status = serde_json::from_str(&text).unwrap();
+        status.machines[0].restart_in_s = restart_in_s;
+        status.machines[0].pid = (state == "running").then_some(7);
+        status
+    }
+
+    fn counters() -> String {
+        serde_json::to_string(&tombolo_host::api::report::CounterReport::default()).unwrap()
+    }
+
+    #[test]
+    fn flags() {
+        assert_eq!(parse("").unwrap().what, What::Up);
+        assert_eq!(parse("--for exit job --timeout 5").unwrap().timeout, Duration::from_secs(5));
+        assert!(parse("--for lease").is_err() && parse("--for rain web").is_err() && parse("--timeout 0").is_err());
+    }
+
+    #[test]
+    fn what_can_still_come_is_waited_for_and_what_cannot_is_not() {
+        let runs = status("running", None, true);
+        assert_eq!(up(&runs, None), State::Met(Exit::Done));
+        assert!(matches!(up(&status("running", None, false), Some("web")), State::NotYet(_)));
+        assert!(matches!(up(&status("failed", None, false), None), State::Never(text) if text.contains("signal 9")));
+        assert!(matches!(up(&status("failed", Some(2.0), false), None), State::NotYet(_)));
+        assert!(matches!(up(&runs, Some("wbe")), State::Never(text) if text.contains("there are: web")));
+        assert_eq!(port(&runs, "web"), State::Met(Exit::Done));
+        assert!(matches!(port(&runs, "other"), State::NotYet(_)));
+        assert!(matches!(exit(&runs, "web"), State::NotYet(_)));
+        assert_eq!(exit(&status("stopped", None, false), "web"), State::Met(Exit::Done));
+        assert_eq!(exit(&status("failed", None, false), "web"), State::Met(Exit::Failed));
+        assert!(matches!(exit(&status("failed", Some(1.0), false), "web"), State::NotYet(_)));
+        assert!(matches!(lease(&runs, "web"), State::NotYet(_)));
+    }
+}

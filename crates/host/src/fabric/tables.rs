@@ -1,0 +1,57 @@
+//! Which addresses are where: the forwarding tables of the networks, and what the fabric knows of their members' addresses.
+
+use std::collections::BTreeMap;
+
+use super::{FabricError, Running};
+use crate::api::report::{MacReport, NeighbourReport, SCHEMA, Tables};
+use crate::file::Mac;
+
+impl Running {
+    /// The tables of all networks at this instant.
+    ///
+    /// # Errors
+    /// If a worker has ended.
+    pub(crate) fn tables(&self) -> Result<Tables, FabricError> {
+        let (mut macs, mut neighbours) = (Vec::new(), Vec::new());
+        for spec in &self.spec.networks {
+            let (Some(net), Some((_, worker))) = (self.networks.get(&spec.name), self.worker_of(&spec.name)) else {
+                continue;
+            };
+            let handle = worker.thread.handle();
+            let status = handle.status()?;
+            let names: BTreeMap<_, _> = status.ports.iter().map(|p| (p.token.0, p.name.to_string())).collect();
+            let mut places = BTreeMap::new();
+            for entry in handle.macs(net.id)? {
+                let Some(port) = names.get(&u32::from(entry.port)) else { continue };
+                let mac = Mac(entry.address.bytes()).to_string();
+                places.insert(mac.clone(), port.clone());
+                let age_ms = entry.age.map(|age| age.0 / 1_000_000);
+                macs.push(MacReport { network: spec.name.clone(), mac, port: port.clone(), age_ms });
+            }
+            let mut add = |ip: std::net::IpAddr, mac: Option<String>, name: Option<String>, source: &str| {
+                let port = mac.as_ref().and_then(|mac| places.get(mac)).cloned();
+                let (network, source) = (spec.name.clone(), source.to_string());
+                neighbours.push(NeighbourReport { network, ip, mac, port, name, source });
+            };
+            let role = |role: &str| Some(Mac::derived(&[&self.spec.name, &spec.name, role]).to_string());
+            if let Some(ip) = spec.gateway {
+                add(ip.into(), role("gateway"), Some("gateway".into()), "gateway");
+            }
+            if let Some(ip) = spec.router {
+                add(ip.into(), role("router"), None, "router");
+            }
+            let leases = net.gateway.as_ref().map(|g| g.leases()).unwrap_or_default().leases;
+            for lease in &leases {
+                add(lease.address.into(), Some(Mac(lease.mac).to_string()), lease.name.clone(), "lease");
+            }
+            for (network, mac, ip, name) in self.spec.addresses() {
+                if network == spec.name && !leases.iter().any(|lease| lease.address == ip) {
+                    add(ip.into(), mac.map(|mac| mac.to_string()), Some(name.into()), "file");
+                }
+            }
+        }
+        macs.sort();
+        neighbours.sort();
+        Ok(Tables { schema: SCHEMA, macs, neighbours })
+    }
+}
