@@ -1,5 +1,5 @@
 # Each target is a recipe of ./x, which does the work and installs what is missing.
-.PHONY: help build test demo bench ci
+.PHONY: help build test demo bench ci package install uninstall
 help:
 	@bash ./x help
 build:
@@ -12,3 +12,10 @@ bench:
 	@bash ./x bench $(BENCH)
 ci:
 	@bash ./x ci
+package:
+	@bash ./x package $(KIND)
+# DESTDIR and PREFIX (/usr/local) are those of GNU's makefiles.
+install:
+	@DESTDIR='$(DESTDIR)' PREFIX='$(PREFIX)' bash ./x install
+uninstall:
+	@DESTDIR='$(DESTDIR)' PREFIX='$(PREFIX)' bash ./x uninstall

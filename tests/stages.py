@@ -48,6 +48,7 @@ STAGES = {
     "bindings": 30,
     "lab-unit": 20,
     "cells": 30,
+    "package-test": 30,
     "cell-unit": 20,
     "cell-boot": 30,
     "xen": 30,

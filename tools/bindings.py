@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 BINDINGS = ROOT / "bindings"
 OUT = ROOT / "build/bindings"
 WARNINGS = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Werror"]
+# The name that programs look for (crates/ffi/build.rs).
+SHARED = "libtombolo.so.0"
 # What a static library of Rust's wants from the system.
 STATIC = ["-lpthread", "-ldl", "-lm"]
 
@@ -34,8 +36,10 @@ def main():
     run("cargo", "build", "--quiet", *profile, "-p", "tombolo-rpc", "--example", "calculator")
     target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target")) / ("debug" if debug else "release")
     OUT.mkdir(parents=True, exist_ok=True)
-    for name, source in {"libtombolo.so": "libtombolo.so", "libtombolo.a": "libtombolo.a", "calculator-rust": "examples/calculator"}.items():
+    for name, source in {SHARED: "libtombolo.so", "libtombolo.a": "libtombolo.a", "calculator-rust": "examples/calculator"}.items():
         shutil.copy2(target / source, OUT / name)
+    (OUT / "libtombolo.so").unlink(missing_ok=True)
+    (OUT / "libtombolo.so").symlink_to(SHARED)
 
     # Found beside the program that needs it, wherever both are.
     shared = ["-L", OUT, "-ltombolo", "-Wl,-rpath,$ORIGIN"]

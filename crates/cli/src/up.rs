@@ -121,6 +121,7 @@ impl Up {
             .arg("--detach")
             .args(self.replace.then_some("--replace"))
             .env_remove("TOMBOLO_FABRIC")
+            .envs(notify::watchdog_for_daemon())
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(log)

@@ -9,19 +9,19 @@
 //! In both cases this process ends and removes nothing. See [`crate::fabric::handover`].
 
 use std::path::Path;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use rustix::process::Signal as Number;
 use tokio::signal::unix::{Signal, SignalKind, signal};
-use tokio::sync::oneshot;
+use tokio::sync::{Mutex, oneshot};
 
 use crate::api::report::Status;
 use crate::api::server::{Server, ServerError};
 use crate::api::{Request, Requests};
 use crate::fabric::{self, FabricError, Running, Say, heal};
-use crate::{file, process, rundir};
+use crate::{file, notify, process, rundir};
 
 /// Why a daemon did not start, or ended badly.
 #[derive(Debug, thiserror::Error)]
@@ -118,6 +118,7 @@ async fn live(
         Err(error) => return Err(shared.fail(FabricError::State(error.to_string())).await.into()),
     };
     let me = Arc::downgrade(&shared.running);
+    let watchdog_me = me.clone();
     let (requests, mut end) = fabric::drive(shared);
     let (ended, server_end) = oneshot::channel::<()>();
     let serving = tokio::spawn(heal::keep(me, server, folder.clone(), requests.clone(), server_end));
@@ -127,6 +128,7 @@ async fn live(
     });
     let status = ask_status(&requests).await.ok_or(DaemonError::Lost)?;
     ready(&status, begun.elapsed());
+    let watched = tokio::spawn(feed_watchdog(watchdog_me));
     tokio::select! {
         _ = &mut end => {}
         () = signals.came() => {
@@ -149,7 +151,25 @@ async fn live(
     leaving.abort();
     drop((ended, requests));
     serving.await.map_err(|_| DaemonError::Lost)?;
+    watched.abort();
     Ok(())
+}
+
+/// Tells the service manager, as often as it asks for, that the daemon works. A control plane that hangs says nothing; nor does
+/// one with a worker that does not answer, since it waits for that answer.
+async fn feed_watchdog(running: Weak<Mutex<Running>>) {
+    let Some(period) = notify::watchdog_period() else { return };
+    // systemd's advice: twice per period.
+    let mut turn = tokio::time::interval(period / 2);
+    loop {
+        turn.tick().await;
+        let Some(running) = running.upgrade() else { return };
+        // A fabric that starts or ends a machine at the moment is asked next time.
+        if running.try_lock().is_ok_and(|running| !running.workers_answer()) {
+            return;
+        }
+        notify::works();
+    }
 }
 
 async fn ask_status(requests: &Requests) -> Option<Status> {

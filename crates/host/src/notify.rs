@@ -5,6 +5,11 @@
 //! previous one ends at that moment. The second is with `READY=1`. A daemon that fails in between
 //! is then a main process that failed, which the manager sees and may start again. Otherwise the
 //! manager would see a main process that ended well. Without `NOTIFY_SOCKET` nothing happens.
+//!
+//! # Watchdog
+//! Where the manager asks for it (`WatchdogSec=`), the daemon says twice per period that its control
+//! plane and its workers turn. systemd tells the period only to the process of `ExecStart=`. So a
+//! reload passes it on to the daemon that it starts.
 
 use std::io::{self, PipeReader};
 use std::os::fd::AsFd;
@@ -12,10 +17,13 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::time::Duration;
 
+use rustix::process::Pid;
 use tombolo_shm::passing;
 
 /// How long a manager that is busy is waited for.
 const TIMEOUT: Duration = Duration::from_secs(1);
+/// The variable with the watchdog's period in microseconds.
+const PERIOD: &str = "WATCHDOG_USEC";
 
 /// The fabric is up, and this process is its daemon.
 pub fn stands() {
@@ -25,6 +33,39 @@ pub fn stands() {
 /// This process is the daemon now.
 pub(crate) fn took_over() {
     tell(&format!("MAINPID={}\n", std::process::id()));
+}
+
+/// The control plane and the workers turn.
+pub(crate) fn works() {
+    tell("WATCHDOG=1\n");
+}
+
+/// How often the manager expects [`works`], as sd_watchdog_enabled(3) finds it; `None` if it does not.
+pub(crate) fn watchdog_period() -> Option<Duration> {
+    let [period, pid] = [PERIOD, "WATCHDOG_PID"].map(|name| std::env::var(name).ok());
+    period_for(period.as_deref(), pid.as_deref(), std::process::id())
+}
+
+/// The period for the process `me` by the two variables.
+fn period_for(period: Option<&str>, pid: Option<&str>, me: u32) -> Option<Duration> {
+    let micros = period?.parse().ok().filter(|micros| *micros > 0)?;
+    // It may be for a process that started us.
+    pid.is_none_or(|pid| pid.parse() == Ok(me)).then(|| Duration::from_micros(micros))
+}
+
+/// The variable with the watchdog's period for a daemon that a reload starts: that of the main process, which the manager
+/// names to a reload in `MAINPID`.
+pub fn watchdog_for_daemon() -> Option<(&'static str, String)> {
+    std::env::var_os("NOTIFY_SOCKET")?;
+    let main = std::env::var("MAINPID").ok()?.parse().ok().and_then(Pid::from_raw)?;
+    let environment = std::fs::read(format!("/proc/{}/environ", main.as_raw_nonzero())).ok()?;
+    Some((PERIOD, value_of(PERIOD, &environment)?))
+}
+
+/// A variable of an environment as proc(5) shows it.
+fn value_of(name: &str, environment: &[u8]) -> Option<String> {
+    let mut all = environment.split(|byte| *byte == 0).filter_map(|one| std::str::from_utf8(one).ok());
+    all.find_map(|one| one.strip_prefix(name)?.strip_prefix('=').map(str::to_string))
 }
 
 /// Waits until the manager has read what it was told, for a process that is about to end: it hears nothing of one that has.
@@ -64,4 +105,28 @@ fn socket() -> Option<io::Result<UnixDatagram>> {
         socket.set_write_timeout(Some(TIMEOUT))?;
         Ok(socket)
     }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_watchdog_is_for_the_process_that_is_named() {
+        let second = Some(Duration::from_secs(1));
+        assert_eq!(period_for(Some("1000000"), Some("7"), 7), second);
+        assert_eq!(period_for(Some("1000000"), None, 7), second);
+        assert_eq!(period_for(Some("1000000"), Some("8"), 7), None);
+        for none in [None, Some("0"), Some(""), Some("-1"), Some("1s")] {
+            assert_eq!(period_for(none, Some("7"), 7), None, "{none:?}");
+        }
+    }
+
+    #[test]
+    fn a_variable_is_found_by_its_whole_name() {
+        let environment = b"A=1\0XWATCHDOG_USEC=2\0WATCHDOG_USEC_X=3\0WATCHDOG_USEC=4\0";
+        assert_eq!(value_of(PERIOD, environment).as_deref(), Some("4"));
+        assert_eq!(value_of(PERIOD, b"A=WATCHDOG_USEC=4\0"), None);
+        assert_eq!(value_of(PERIOD, b""), None);
+    }
 }

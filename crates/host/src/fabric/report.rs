@@ -112,6 +112,11 @@ fn network_warnings(network: &NetworkReport) -> impl Iterator<Item = String> {
 }
 
 impl Running {
+    /// Whether every worker runs; waits for the answer of each.
+    pub(crate) fn workers_answer(&self) -> bool {
+        self.workers.iter().all(|worker| worker.thread.handle().status().is_ok())
+    }
+
     /// Everything at one instant.
     ///
     /// # Errors

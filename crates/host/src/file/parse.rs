@@ -808,7 +808,8 @@ fn dhcp(s: &mut Section<'_, '_, '_, '_>, subnet: Subnet, by_default: bool) -> Op
     Some(range)
 }
 
-/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `/usr/lib/tombolo/apps`.
+/// Where apps are looked for: `$TOMBOLO_APPS`, beside the program, the source tree, `lib/tombolo/apps` of the prefix that
+/// the program is installed in, `/usr/lib/tombolo/apps`.
 fn app_folders() -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = std::env::var_os("TOMBOLO_APPS").map(PathBuf::from).into_iter().collect();
     if let Ok(exe) = std::env::current_exe() {
@@ -816,9 +817,13 @@ fn app_folders() -> Vec<PathBuf> {
             folders.push(up.join("apps"));
             folders.push(up.join("cells/target/x86_64-unknown-linux-gnu/release"));
         }
+        folders.extend(exe.ancestors().nth(2).map(|prefix| prefix.join("lib/tombolo/apps")));
         folders.retain(|f| f.is_dir());
     }
-    folders.push("/usr/lib/tombolo/apps".into());
+    let debians = PathBuf::from("/usr/lib/tombolo/apps");
+    if !folders.contains(&debians) {
+        folders.push(debians);
+    }
     folders
 }
 

@@ -1,0 +1,128 @@
+"""A bare Debian system, in namespaces of its own, in which packages are installed, tried and purged.
+
+`./x package root` makes the system once (mmdebstrap); each `Bare` unpacks it into a folder that is gone afterwards. It sees no process,
+no network and no mount of this machine; of /dev it has what every program needs, and KVM's and the taps' devices.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from .machine import BUILD, ROOT, need_program, need_root
+from .process import PATIENCE_S, Process, children, until
+
+sys.path.insert(0, str(ROOT / "tools"))
+DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "net/tun", "kvm")
+# Process 1 has to reap, so it is a shell that waits.
+START = """
+set -e
+mount --make-rprivate /
+mount --bind "$BARE" "$BARE"
+cd "$BARE"
+mount -t proc proc proc
+mount -t sysfs sysfs sys
+mount -t tmpfs -o mode=755 tmpfs run
+mount -t tmpfs tmpfs tmp
+mount -t tmpfs -o mode=755 tmpfs dev
+mkdir -p dev/net dev/pts dev/shm
+for each in $DEVICES; do [ ! -e /dev/$each ] || { : >dev/$each; mount --bind /dev/$each dev/$each; }; done
+mount -t devpts -o newinstance,ptmxmode=0666,mode=620 devpts dev/pts
+ln -s pts/ptmx dev/ptmx
+ln -s /proc/self/fd dev/fd
+mount -t tmpfs tmpfs dev/shm
+ip link set lo up
+exec chroot . sh -c 'while :; do sleep 3600 & wait $!; done'
+"""
+# Of dpkg and the linker, which note every package.
+NOTES = ("var/lib/dpkg", "var/log", "var/cache/ldconfig", "etc/ld.so.cache")
+
+
+class Bare:
+    """The system, as a `with`: `.run("command", …)` within, `.install(deb, …)`, `.files()`."""
+
+    def __init__(self):
+        need_root()
+        for program in ("mmdebstrap", "chroot", "unshare", "nsenter"):
+            need_program(program)
+        self.folder = self.process = self.pid = None
+
+    def __enter__(self):
+        import package
+        tar = package.root()
+        self.folder = Path(tempfile.mkdtemp(dir=BUILD / "package", prefix="bare."))
+        try:
+            subprocess.run(["tar", "-xf", tar, "-C", self.folder, "--exclude=./dev/*"], check=True)
+            command = ["unshare", "--mount", "--net", "--pid", "--ipc", "--uts", "--fork", "--kill-child", "sh", "-c", START]
+            self.process = Process(command, name="bare system", env={"BARE": str(self.folder), "DEVICES": " ".join(DEVICES)})
+            self.pid = until("the bare system", self._process_1)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def _process_1(self):
+        assert self.process.alive(), self.process.tail()
+        pid = next(iter(children(self.process.pid)), None)
+        # It is there as soon as it has changed its root.
+        return pid if pid and os.readlink(f"/proc/{pid}/root") == str(self.folder) else None
+
+    def __exit__(self, *_):
+        if self.process:
+            # The kernel kills the rest of its PID namespace, and its mounts go with that.
+            self.process.kill()
+        if self.folder:
+            # A mount that a dying process still holds is not in this namespace.
+            shutil.rmtree(self.folder)
+
+    def run(self, *argv, seconds=PATIENCE_S, check=True, env=None):
+        """Runs a command in the system, and gives the CompletedProcess."""
+        surroundings = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C.UTF-8", "DEBIAN_FRONTEND": "noninteractive", "HOME": "/"}
+        command = ["nsenter", "-t", str(self.pid), "-m", "-n", "-p", "-i", "-u", "-r", "-w", "env", "-i"]
+        command += [f"{name}={value}" for name, value in (surroundings | (env or {})).items()]
+        done = subprocess.run([*command, *map(str, argv)], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=seconds)
+        if check and done.returncode:
+            raise AssertionError(f"`{' '.join(map(str, argv))}` ended with {done.returncode}: {done.stdout.strip()} {done.stderr.strip()}")
+        return done
+
+    def write(self, path, text):
+        """A file of the system."""
+        to = self.folder / path.lstrip("/")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        to.write_text(text)
+
+    def dpkg(self, *words):
+        return self.run("dpkg", *words, seconds=5 * PATIENCE_S)
+
+    def install(self, *debs):
+        """Packages of this machine's files, by dpkg alone: what they depend on has to be there."""
+        folder = self.folder / "var/debs"
+        folder.mkdir()
+        names = [shutil.copy(deb, folder) for deb in debs]
+        self.dpkg("--install", *(f"/var/debs/{Path(name).name}" for name in names))
+        shutil.rmtree(folder)
+
+    def files(self):
+        """Every file, folder and link of the system with its size, but what is mounted there and what dpkg notes."""
+        found = {}
+        for folder, folders, files in os.walk(self.folder):
+            relative = Path(folder).relative_to(self.folder)
+            folders[:] = [name for name in folders if str(relative / name) not in NOTES]
+            for name in (*folders, *files):
+                path = relative / name
+                if str(path) not in NOTES:
+                    status = (self.folder / path).lstat()
+                    found[str(path)] = status.st_size if name in files else None
+        return found
+
+    def runtime_files(self):
+        """What is in /run, which is mounted."""
+        return self.run("find", "/run", "-mindepth", "1").stdout.split()
+
+    def processes(self):
+        """The command lines of its processes, but for process 1 and what that waits for."""
+        text = self.run("sh", "-c", "for each in /proc/[0-9]*; do tr '\\0' ' ' <$each/cmdline; echo; done").stdout
+        own = ("sh -c", "sleep 3600", "tr ", "nsenter")
+        return [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(own)]

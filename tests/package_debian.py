@@ -1,0 +1,195 @@
+"""Debian's packages: what is in them, and their life in a bare system: installed, run, upgraded under running guests, purged.
+
+`./x package` has asked lintian already, and fails if that finds something.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from lib import ROOT, timeout, until
+from lib.bare import Bare
+
+sys.path.insert(0, str(ROOT / "tools"))
+import package  # noqa: E402
+
+FABRIC = """
+name = "demo"
+[network.lan]
+subnet = "10.232.0.0/24"
+[cell.web]
+app = "httpd"
+ip = "10.232.0.20"
+accel = "tcg"
+[tap.host]
+ip = "10.232.0.9"
+"""
+# Without privileges there is no tap.
+ROOTLESS = """
+name = "mine"
+[network.lan]
+[cell.web]
+app = "httpd"
+accel = "tcg"
+"""
+FETCH = "import urllib.request; print(len(urllib.request.urlopen('http://10.232.0.20/', timeout=5).read()))"
+# A service and its client, over libtombolo.
+CALL = """
+import tombolo
+with tombolo.Service("echo", lambda request: bytes(request.data)):
+    with tombolo.Client("echo") as client:
+        print(bytes(client.call(b"over there", within=10).data).decode())
+"""
+PATIENCE_S = 120
+
+
+def fetches(bare):
+    return bare.run("python3", "-c", FETCH, check=False).returncode == 0
+
+
+class Fetching:
+    """Fetches a page from the cell over and over; counts what worked and what did not."""
+
+    def __init__(self, bare):
+        self.bare, self.good, self.bad, self.ends = bare, 0, 0, threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def _run(self):
+        while not self.ends.is_set():
+            if fetches(self.bare):
+                self.good += 1
+            else:
+                self.bad += 1
+
+    def __enter__(self):
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_):
+        self.ends.set()
+        self.thread.join()
+
+    def again(self):
+        """Waits for another page."""
+        before = self.good
+        until("another page", lambda: self.good > before, PATIENCE_S)
+
+
+def next_version(deb, folder):
+    """The same package with a later version, as an upgrade."""
+    unpacked = folder / "next"
+    subprocess.run(["dpkg-deb", "-R", deb, unpacked], check=True)
+    control = unpacked / "DEBIAN/control"
+    control.write_text(re.sub(r"^(Version: .*)$", r"\1+next", control.read_text(), flags=re.M))
+    path = folder / "tombolo_next.deb"
+    subprocess.run(["dpkg-deb", "--root-owner-group", "-Znone", "-b", unpacked, path], check=True, stdout=subprocess.DEVNULL)
+    return path
+
+
+def program_of(bare, pid):
+    """What the process `pid` of the bare system executes; "(deleted)" when that file was replaced."""
+    return bare.run("readlink", f"/proc/{pid}/exe").stdout.strip()
+
+
+def live(debs, main, say=print):
+    """Installs, runs, upgrades and purges the packages in a bare system; gives what is left of them: names of files and processes."""
+    begun = time.monotonic()
+
+    def step(what):
+        say(f"{time.monotonic() - begun:6.1f} s: {what}")
+
+    with Bare() as bare, tempfile.TemporaryDirectory() as folder:
+        step("the bare system runs")
+        before = bare.files()
+        bare.install(*debs)
+        step("installed")
+
+        # Programs, the library and the module find their parts.
+        assert bare.run("tombolo", "version").stdout.split()[1] == package.VERSION
+        assert bare.run("tombolo-agent", "--version").returncode == 0
+        assert "budget" in bare.run("tombolo", "lab", "ls", check=False).stdout
+        assert bare.run("python3", "-c", CALL).stdout == "over there\n"
+
+        bare.write("/etc/tombolo/demo.toml", FABRIC)
+        bare.run("tombolo", "up", "-d", f"--wait={PATIENCE_S}", "/etc/tombolo/demo.toml", seconds=2 * PATIENCE_S)
+        until("the cell's page", lambda: fetches(bare), PATIENCE_S)
+        step("a fabric runs, and its cell answers")
+
+        # A user without any rights runs one too.
+        user = ("setpriv", "--reuid=1234", "--regid=1234", "--clear-groups")
+        home = {"HOME": "/tmp/user", "XDG_RUNTIME_DIR": "/tmp/user"}
+        bare.run(*user, "mkdir", "/tmp/user")
+        bare.run(*user, "sh", "-c", f"cat >/tmp/user/tombolo.toml <<'END'\n{ROOTLESS}\nEND")
+        bare.run(*user, "tombolo", "up", "-d", f"--wait={PATIENCE_S}", "/tmp/user/tombolo.toml", env=home, seconds=2 * PATIENCE_S)
+        bare.run(*user, "tombolo", "down", "--fabric", "mine", env=home)
+        bare.run(*user, "rm", "-r", "/tmp/user")
+        step("a fabric of a user has run")
+
+        def status():
+            return json.loads(bare.run("tombolo", "status", "--json", "--fabric", "demo").stdout)
+
+        cell, daemon = status()["machines"][0]["pid"], status()["pid"]
+        with Fetching(bare) as fetching:
+            fetching.again()
+            bare.install(next_version(main, Path(folder)))
+            fetching.again()
+            assert status()["pid"] == daemon and program_of(bare, daemon).endswith("(deleted)")
+            # What the package has systemd do, which does not run here.
+            bare.run("tombolo", "up", "--replace", "-d", "/etc/tombolo/demo.toml")
+            fetching.again()
+        assert status()["machines"][0]["pid"] == cell, "the cell runs on"
+        daemon = status()["pid"]
+        assert program_of(bare, daemon) == "/usr/bin/tombolo", program_of(bare, daemon)
+        assert fetching.bad == 0, f"{fetching.bad} of {fetching.bad + fetching.good} pages failed during the upgrade"
+        step(f"upgraded under the running cell, which has answered {fetching.good} requests meanwhile")
+
+        # While the fabric runs: the package takes it down.
+        (bare.folder / "etc/tombolo/demo.toml").unlink()
+        bare.dpkg("--purge", *(deb.name.split("_")[0] for deb in debs))
+        after = bare.files()
+        left = sorted(set(after) - set(before))
+        changed = sorted(name for name, size in before.items() if after.get(name, "gone") != size)
+        running = bare.processes()
+        step(f"purged: {len(left)} files and {len(running)} processes left, {len(changed)} changed")
+        links = [link["ifname"] for link in json.loads(bare.run("ip", "-j", "link").stdout) if link["ifname"] != "lo"]
+        return left + changed + running + bare.runtime_files() + links
+
+
+def test_an_override_of_lintian_has_its_reason():
+    for path in sorted((ROOT / "debian").glob("*.lintian-overrides")):
+        lines = path.read_text().splitlines()
+        for above, line in zip(["", *lines], lines, strict=False):
+            assert line.startswith("#") or above.startswith("#") or not line, f"{path.name}: {line}: a comment above it has to say why"
+
+
+def test_each_package_says_what_it_is_made_of():
+    for name in ("tombolo", "tombolo-agent", "libtombolo0", "libtombolo-dev"):
+        [deb] = package.OUT.glob(f"{name}_*.deb")
+        with tempfile.TemporaryDirectory() as folder:
+            subprocess.run(["dpkg-deb", "-x", deb, folder], check=True)
+            doc = Path(folder) / f"usr/share/doc/{name}"
+            [listed] = doc.glob(f"{name}.spdx.json*")
+            text = subprocess.run(["gzip", "-dcf", listed], check=True, stdout=subprocess.PIPE).stdout
+            crates = {entry["name"] for entry in json.loads(text)["packages"]}
+            assert "rustix" in crates and (name != "tombolo" or {"clap", "smoltcp", "aya"} <= crates), crates
+            assert "proptest" not in crates, "crates of tests are not in the package"
+            licences = subprocess.run(["gzip", "-dcf", *doc.glob("third-party-licences.txt*")], check=True, stdout=subprocess.PIPE).stdout
+            assert b"Permission is hereby granted, free of charge" in licences
+            assert (doc / "copyright").is_file()
+
+
+def test_versions_agree():
+    found = subprocess.run(["dpkg-parsechangelog", "-SVersion"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+    assert found == package.VERSION, f"debian/changelog has {found}, Cargo.toml {package.VERSION}"
+
+
+@timeout(1200)
+def test_installed_run_upgraded_and_purged():
+    [main] = package.OUT.glob("tombolo_*.deb")
+    left = live(package.debs(), main)
+    assert left == [], left

@@ -1,0 +1,108 @@
+"""`make install` and `make uninstall`, and what systemd-analyze says of the units that they install."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from lib import ROOT, need_program, scratch, timeout
+
+# What docs/install.md tells.
+EXPOSURE = re.compile(r"^→ Overall exposure level for (\S+): ([\d.]+)", re.M)
+SYSTEM, USER = "lib/systemd/system/tombolo@.service", "lib/systemd/user/tombolo@.service"
+
+
+def install(*words):
+    command = [sys.executable, ROOT / "tools/install.py", *words]
+    for name in ("built", "cells"):
+        if value := os.environ.get(f"TOMBOLO_{name.upper()}"):
+            command += [f"--{name}", Path(value).absolute()]
+    subprocess.run(list(map(str, command)), check=True, cwd=ROOT)
+
+
+def analyze(*words):
+    need_program("systemd-analyze")
+    done = subprocess.run(["systemd-analyze", "--no-pager", *map(str, words)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                          env=dict(os.environ, XDG_RUNTIME_DIR="/run"))
+    return done.returncode, done.stdout
+
+
+def exposure(unit):
+    """How exposed a unit's service is, from 0 to 10, as systemd reckons it."""
+    _, text = analyze("security", "--offline=true", unit)
+    found = EXPOSURE.search(text)
+    assert found, text
+    return float(found[2])
+
+
+def units(folder):
+    """The units, installed below the folder: paths of the system's and the user's."""
+    install("--component", "tombolo", "--prefix", folder, "--sysconfdir", folder / "etc")
+    return folder / SYSTEM, folder / USER
+
+
+def measure():
+    """The exposure of the two units."""
+    with scratch() as folder:
+        return tuple(exposure(unit) for unit in units(folder))
+
+
+@timeout(120)
+def test_systemd_finds_no_fault_in_the_units():
+    with scratch() as folder:
+        for unit, manager in zip(units(folder), ("--system", "--user"), strict=True):
+            code, text = analyze(manager, "verify", "--man=no", unit)
+            assert code == 0 and not text.strip(), text
+            # What is wrong is found, so silence means something.
+            unit.write_text(unit.read_text().replace("KillMode=process", "KillMode=proces").replace("ExecReload=", "ExecRelod="))
+            _, text = analyze(manager, "verify", "--man=no", unit)
+            assert "proces" in text and "ExecRelod" in text, text
+
+
+@timeout(120)
+def test_the_units_are_as_exposed_as_the_docs_say():
+    page = (ROOT / "docs/install.md").read_text()
+    told = re.search(r"exposure of ([\d.]+) \(system\) and ([\d.]+) \(user\)", page)
+    assert told, "docs/install.md tells the units' exposure"
+    found = measure()
+    # Versions of systemd reckon a little differently.
+    for of_docs, here in zip(map(float, told.groups()), found, strict=True):
+        assert abs(of_docs - here) <= 0.3, f"docs/install.md says {of_docs}, systemd-analyze {here}"
+
+
+@timeout(300)
+def test_what_is_installed_runs_and_is_uninstalled():
+    with scratch() as folder:
+        prefix = folder / "usr"
+        install("--prefix", prefix, "--sysconfdir", folder / "etc")
+        program = prefix / "bin/tombolo"
+        # Cells of the prefix, not of this checkout.
+        (folder / "a.toml").write_text('name = "a"\n[network.lan]\n[cell.web]\napp = "no-such-app"\n')
+        done = subprocess.run([program, "up", folder / "a.toml"], capture_output=True, text=True, env={"TOMBOLO_RUNTIME": str(folder), "PATH": os.environ["PATH"]})
+        assert done.returncode and str(prefix / "lib/tombolo/apps") in done.stderr, done.stderr
+        # Compiled against what is installed, found by pkg-config where that is there.
+        flags = [f"-I{prefix}/include", f"-L{prefix}/lib", "-ltombolo"]
+        if shutil.which("pkg-config"):
+            environment = dict(os.environ, PKG_CONFIG_PATH=str(prefix / "lib/pkgconfig"))
+            flags = subprocess.run(["pkg-config", "--cflags", "--libs", "tombolo"], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout.split()
+        example = prefix / "share/doc/libtombolo-dev/examples/calculator.c"
+        subprocess.run(["cc", "-o", folder / "calculator", example, *flags], check=True)
+        needed = subprocess.run(["readelf", "-d", folder / "calculator"], check=True, stdout=subprocess.PIPE, text=True).stdout
+        assert "libtombolo.so.0" in needed, needed
+        run = subprocess.run([folder / "calculator", "--help"], capture_output=True, text=True, env={"LD_LIBRARY_PATH": str(prefix / "lib")})
+        assert "error while loading" not in run.stderr, run.stderr
+        install("--uninstall", "--prefix", prefix, "--sysconfdir", folder / "etc")
+        left = sorted(str(path.relative_to(folder)) for path in prefix.rglob("*"))
+        assert left == [], left
+
+
+@timeout(120)
+def test_destdir_stands_for_the_root():
+    with scratch() as folder:
+        install("--component", "tombolo", "--destdir", folder)
+        assert (folder / "usr/local/bin/tombolo").is_file()
+        text = (folder / "usr/local" / SYSTEM).read_text()
+        assert "ExecStart=/usr/local/bin/tombolo up /etc/tombolo/%i.toml\n" in text and "@" not in text.replace("tombolo@", "").replace("~@", "").replace(" @", ""), text
+        assert all(path.is_relative_to(folder / "usr/local") or path.is_dir() for path in folder.rglob("*"))

@@ -1,0 +1,201 @@
+#!/usr/bin/env python3
+"""Installs what was built, or removes it again. `make install`, Debian's and RPM's packages all use it.
+
+usage: tools/install.py [--uninstall] [--component NAME]... [options]
+
+    DESTDIR/PREFIX/bin/tombolo, lib/tombolo/apps/..., share/man/man1/..., ...
+
+It builds nothing: programs come from --built, images of cells from --cells. Files are the same for the same input: modes are
+set, and texts that programs print about themselves (manual pages, completions) hold no date of today.
+"""
+
+import argparse
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+import sbom  # noqa: E402
+
+COMPONENTS = ("tombolo", "agent", "lib", "dev", "python", "lab")
+APPS = ("calc", "control", "echo", "httpd", "iperf", "mesh", "ping")
+SONAME = "libtombolo.so.0"
+VERSION = re.search(r'^version = "(.*)"$', (ROOT / "Cargo.toml").read_text(), re.M)[1]
+# Which crates each program is made of, by the folder of the workspace and its packages.
+PARTS = {
+    "tombolo": [(".", "tombolo-cli"), ("cells", "tombolo-cells")],
+    "tombolo-agent": [(".", "tombolo-agent")],
+    "libtombolo0": [(".", "tombolo-ffi")],
+    "libtombolo-dev": [(".", "tombolo-ffi")],
+}
+COMPLETIONS = {
+    "bash": "share/bash-completion/completions/tombolo",
+    "zsh": "share/zsh/vendor-completions/_tombolo",
+    "fish": "share/fish/vendor_completions.d/tombolo.fish",
+}
+# Parts of the harness that experiments use, beside the lab itself.
+HARNESS = ("lab/tombolo_lab/**/*", "tests/lib/**/*.py", "bench/*.py")
+PKG_CONFIG = """prefix={prefix}
+libdir=${{prefix}}/{lib}
+includedir=${{prefix}}/include
+
+Name: tombolo
+Description: Calls with deadlines between processes of one machine, over shared memory
+URL: https://github.com/tombolo-fabric/tombolo
+Version: {version}
+Libs: -L${{libdir}} -ltombolo
+Libs.private: -lpthread -ldl -lm
+Cflags: -I${{includedir}}
+"""
+
+
+class Install:
+    """Files by their place below DESTDIR. `add` gives one; what is done with it is up to the subclass."""
+
+    def __init__(self, options):
+        self.options = options
+        self.scratch = tempfile.TemporaryDirectory()
+        self.folders = set()
+
+    def run(self):
+        with self.scratch:
+            for component in self.options.component or COMPONENTS:
+                getattr(self, component)()
+
+    def place(self, relative):
+        base = Path("/") if relative.startswith("/") else Path(self.options.prefix)
+        return Path(str(self.options.destdir) + str(base / relative.lstrip("/")))
+
+    def add(self, relative, content, mode=0o644):
+        """`content` is bytes, a text, a path to copy, or ("link", target)."""
+        to = self.place(relative)
+        self.folders.update(parent for parent in to.parents if len(parent.parts) > len(Path(str(self.options.destdir) + self.options.prefix).parts))
+        self.put(to, content, mode)
+
+    def put(self, to, content, mode):
+        if isinstance(content, Path) and not content.is_file():
+            sys.exit(f"install: {content} is not there: build it first (./x build && ./x cells), or name its folder (--built, --cells)")
+        to.parent.mkdir(parents=True, exist_ok=True)
+        # A program that runs keeps its file.
+        to.unlink(missing_ok=True)
+        if isinstance(content, tuple):
+            to.symlink_to(content[1])
+            return
+        if isinstance(content, Path):
+            shutil.copyfile(content, to)
+        else:
+            to.write_bytes(content if isinstance(content, bytes) else content.encode())
+        to.chmod(mode)
+        if self.options.strip and isinstance(content, Path) and content.parent == self.options.built:
+            subprocess.run(["strip", "--strip-debug" if to.suffix == ".a" else "--strip-unneeded", to], check=True)
+
+    def printed(self, program, *words):
+        environment = {**os.environ, "LC_ALL": "C.UTF-8"}
+        return subprocess.run([self.options.built / program, *words], check=True, stdout=subprocess.PIPE, env=environment).stdout
+
+    def unit(self, path):
+        return path.read_text().replace("@BINDIR@", f"{self.options.prefix}/bin").replace("@CONFDIR@", f"{self.options.sysconfdir}/tombolo")
+
+    def notices(self, package):
+        """What is in the package by other people: a list for machines, and the licences for people."""
+        crates = sbom.crates(PARTS[package])
+        folder = f"share/doc/{package}"
+        self.add(f"{folder}/{package}.spdx.json", json.dumps(sbom.spdx(package, VERSION, crates), indent=1) + "\n")
+        self.add(f"{folder}/third-party-licences.txt", sbom.licences(crates))
+
+    def tombolo(self):
+        self.add("bin/tombolo", self.options.built / "tombolo", 0o755)
+        for app in APPS:
+            self.add(f"lib/tombolo/apps/{app}", self.options.cells / app, 0o755)
+        self.add("lib/systemd/system/tombolo@.service", self.unit(ROOT / "packaging/systemd/tombolo@.service"))
+        self.add("lib/systemd/user/tombolo@.service", self.unit(ROOT / "packaging/systemd/user-tombolo@.service"))
+        pages = Path(self.scratch.name) / "man"
+        self.printed("tombolo", "man", "--out", pages)
+        for page in sorted(pages.iterdir()):
+            self.add(f"share/man/man{page.suffix[1:]}/{page.name}.gz", gzip.compress(page.read_bytes(), mtime=0))
+        for shell, place in COMPLETIONS.items():
+            self.add(place, self.printed("tombolo", "completions", shell))
+        for example in sorted((ROOT / "examples").glob("*.toml")):
+            self.add(f"share/doc/tombolo/examples/{example.name}", example)
+        self.notices("tombolo")
+
+    def agent(self):
+        self.add("bin/tombolo-agent", self.options.built / "tombolo-agent", 0o755)
+        # help2man runs the program, and takes the date from SOURCE_DATE_EPOCH.
+        command = ["help2man", "--no-info", "--name", "joins a Linux guest to its network through an ivshmem device"]
+        page = subprocess.run([*command, self.options.built / "tombolo-agent"], check=True, stdout=subprocess.PIPE).stdout
+        self.add("share/man/man1/tombolo-agent.1.gz", gzip.compress(page, mtime=0))
+        self.notices("tombolo-agent")
+
+    def lib(self):
+        self.add(f"{self.options.libdir}/{SONAME}", self.options.built / "libtombolo.so")
+        self.notices("libtombolo0")
+
+    def dev(self):
+        self.add(f"{self.options.libdir}/libtombolo.so", ("link", SONAME))
+        self.add(f"{self.options.libdir}/libtombolo.a", self.options.built / "libtombolo.a")
+        self.add(f"{self.options.libdir}/pkgconfig/tombolo.pc", PKG_CONFIG.format(prefix=self.options.prefix, lib=self.options.libdir, version=VERSION))
+        for header in ("tombolo.h", "tombolo.hpp"):
+            self.add(f"include/{header}", ROOT / "bindings/include" / header)
+        for example in ("calculator.c", "calculator.cpp"):
+            self.add(f"share/doc/libtombolo-dev/examples/{example}", ROOT / "bindings/examples" / example)
+        self.notices("libtombolo-dev")
+
+    def python(self):
+        folder = self.options.pythondir
+        for module in sorted((ROOT / "bindings/python/tombolo").glob("*.py")):
+            self.add(f"{folder}/tombolo/{module.name}", module)
+        # Where the module looks for it.
+        up = "/".join(".." for _ in Path(f"{folder}/tombolo").parts)
+        self.add(f"{folder}/tombolo/libtombolo.so", ("link", f"{up}/{self.options.libdir}/{SONAME}"))
+        sys.path.insert(0, str(ROOT / "bindings/python"))
+        import backend
+        self.add(f"{folder}/tombolo-{VERSION}.dist-info/METADATA", backend.metadata())
+        self.add("share/doc/python3-tombolo/examples/calculator.py", ROOT / "bindings/examples/calculator.py")
+
+    def lab(self):
+        for pattern in HARNESS:
+            for path in sorted(ROOT.glob(pattern)):
+                if path.is_file() and "__pycache__" not in path.parts:
+                    self.add(f"share/tombolo/{path.relative_to(ROOT)}", path)
+
+
+class Uninstall(Install):
+    """Removes the same files, and folders that are empty then."""
+
+    def put(self, to, content, mode):
+        to.unlink(missing_ok=True)
+
+    def run(self):
+        super().run()
+        for folder in sorted(self.folders, key=lambda folder: -len(folder.parts)):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
+
+
+def main():
+    target = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--uninstall", action="store_true")
+    parser.add_argument("--component", action="append", choices=COMPONENTS, help="only this one; may be repeated (all)")
+    parser.add_argument("--destdir", default="", help="folder that stands for / (empty)")
+    parser.add_argument("--prefix", default="/usr/local", help="(%(default)s)")
+    parser.add_argument("--libdir", default="lib", help="of the library, below the prefix (%(default)s)")
+    parser.add_argument("--pythondir", default="lib/python3/dist-packages", help="below the prefix (%(default)s)")
+    parser.add_argument("--sysconfdir", default="/etc", help="(%(default)s)")
+    parser.add_argument("--strip", action="store_true", help="leave out what only debuggers need")
+    parser.add_argument("--built", type=Path, default=target / "release", help="folder of the programs")
+    parser.add_argument("--cells", type=Path, default=ROOT / "cells/target/x86_64-unknown-linux-gnu/release", help="folder of the cells' images")
+    options = parser.parse_args()
+    (Uninstall if options.uninstall else Install)(options).run()
+
+
+if __name__ == "__main__":
+    main()
