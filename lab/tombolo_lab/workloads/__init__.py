@@ -48,6 +48,7 @@ REGISTRY: dict[str, str] = {
     "budget": "tombolo_lab.workloads.network:Budget",
     "bypass": "tombolo_lab.workloads.bypass:Bypass",
     "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
+    "forwarder": "tombolo_lab.workloads.forwarder:Forwarder",
     "guests": "tombolo_lab.workloads.guests:Guests",
     "network": "tombolo_lab.workloads.network:Network",
     "rpc": "tombolo_lab.workloads.rpc:Rpc",
@@ -56,7 +57,7 @@ REGISTRY: dict[str, str] = {
     "tuning": "tombolo_lab.workloads.network:Tuning",
 }
 # What `measure` may return beside measures.
-EXTRAS = ("samples", "tools")
+EXTRAS = ("samples", "tools", "disturbed")
 
 
 class Skip(Exception):
@@ -122,7 +123,8 @@ class Workload:
         """One point: measure → float, or None where the measure does not apply to this cell.
 
         Beside measures it may hold "samples", a dict of raw values by measure (such as all round
-        trips), and "tools", a dict of versions or commands by name.
+        trips), "tools", a dict of versions or commands by name, and "disturbed", the reason why
+        this point is to be measured again although the machine looked quiet.
         """
         raise NotImplementedError
 
