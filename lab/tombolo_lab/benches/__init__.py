@@ -10,20 +10,21 @@ A bench is a module of this package. It has
     PARTS           the experiments, in the order in which they run
     line(runs)      runs by the experiment's name → the keys of the last line that are its own. A
                     part that was not run is missing; keys that need it are then left out
-    prepare()       optional: what is built before anything runs; gives notes for the last line
+    prepare(options)    optional: what is built before anything runs; gives notes for the last line
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import ModuleType
 
 from tombolo_lab.results import Run
 
-NAMES = ("switch",)
+NAMES = ("switch", "rpc", "rpc-sweep", "rpc-misses")
 
 
 @dataclass(frozen=True)
@@ -96,3 +97,13 @@ class Figures:
 def ratio(ours: float | None, peer: float | None, digits: int = 3) -> float | None:
     """Ours divided by the peer's; None where either is missing."""
     return round(ours / peer, digits) if ours is not None and peer else None
+
+
+def files(runs: Iterable[Run]) -> dict:
+    """The table of the first run, and the plots of all, as paths below the current folder."""
+    runs = list(runs)
+    paths = [path for run in runs for path in sorted((run.folder / "plots").glob("[0-9]*.svg"))]
+    return {
+        "table": os.path.relpath(runs[0].folder / "summary.csv"),
+        "plots": [os.path.relpath(path) for path in paths],
+    }

@@ -28,6 +28,7 @@ PUBLISHED_REPEATS = 7
 # Conditions of the first run that the last line has; those of busyness are of all runs.
 CONDITIONS = ("date", "commit", "kernel", "cpu", "cpus", "load")
 BUSY = ("others_cpus", "stolen_cpus")
+SHORTEST_S = 0.1
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -61,7 +62,9 @@ def experiment_of(part: benches.Part, options: argparse.Namespace) -> Experiment
     """A bench's experiment as it is to be run."""
     known = model.workload_class(model.load(part.experiment).workload).parameters
     own = [text for text in options.set if text.partition("=")[0] in known]
-    experiment = model.load(part.experiment, [*part.settings, *own], options.quick)
+    named = {text.partition("=")[0] for text in own}
+    kept = [text for text in part.settings if text.partition("=")[0] not in named]
+    experiment = model.load(part.experiment, [*kept, *own], options.quick)
     if options.repeats is None:
         return experiment
     return dataclasses.replace(experiment, repeat=Repeat(options.repeats))
@@ -108,6 +111,8 @@ def conditions(runs: dict[str, Run]) -> dict:
     found |= {key: first.conditions.get(key) for key in CONDITIONS}
     found |= {"load_after": list(os.getloadavg()), "tsc_khz": harness.tsc_khz()}
     points = [p for run in runs.values() for p in run.points if "took_s" in p]
+    # CPU times are counted in ticks, of which a shorter point has too few.
+    points = [point for point in points if point["took_s"] >= SHORTEST_S]
     took = sum(point["took_s"] for point in points)
     found["took_s"] = round(took, 1)
     for key in BUSY:
@@ -175,7 +180,7 @@ def bench(options: argparse.Namespace) -> int:
         )
     notes = {}
     if not options.earlier and hasattr(module, "prepare"):
-        notes = module.prepare(options.only)
+        notes = module.prepare(options)
     folder = options.earlier or options.resume or options.into or cli.new_folder(options.name)
     runs = measured(module, options, folder)
     for run in runs.values():

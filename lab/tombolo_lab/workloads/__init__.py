@@ -47,6 +47,8 @@ from tombolo_lab import LabError
 REGISTRY: dict[str, str] = {
     "budget": "tombolo_lab.workloads.network:Budget",
     "bypass": "tombolo_lab.workloads.bypass:Bypass",
+    "calls": "tombolo_lab.workloads.calls:Calls",
+    "cell-calls": "tombolo_lab.workloads.calls:CellCalls",
     "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
     "forwarder": "tombolo_lab.workloads.forwarder:Forwarder",
     "guests": "tombolo_lab.workloads.guests:Guests",

@@ -36,7 +36,14 @@ pub struct Variant {
     pub polls: bool,
 }
 
-/// The `main` of a peer's program. `serve` makes its end, calls [`crate::ready`], and serves until [`crate::ended`]; `connect` makes a caller. Both
+/// Whether the program is to measure this row: all of them, or that of `--only ROW`.
+fn is_wanted(name: &str) -> bool {
+    let args: Vec<String> = std::env::args().collect();
+    let only = args.iter().position(|a| a == "--only").and_then(|at| args.get(at + 1));
+    only.is_none_or(|only| only == name)
+}
+
+/// The `main` of a peer's program, with the options `--calls N` and `--only ROW`. `serve` makes its end, calls [`crate::ready`], and serves until [`crate::ended`]; `connect` makes a caller. Both
 /// are given the variant's name and a folder for sockets.
 ///
 /// # Errors
@@ -98,16 +105,23 @@ fn rows<C: Caller>(
             closed_loop(&name, calls, Some(other), || caller.call(&payload, &mut into))
         }
     };
-    row(variant, (0, 1), "other", connect, one("blocking", 64, calls))?;
-    if !variant.polls {
+    let wanted = |row: &str| is_wanted(&name(row));
+    if wanted("blocking") {
+        row(variant, (0, 1), "other", connect, one("blocking", 64, calls))?;
+    }
+    if !variant.polls && wanted("one_cpu") {
         row(variant, (0, 0), "other", connect, one("one_cpu", 64, calls))?;
     }
-    row(variant, (0, 1), "other", connect, one("64k", 64 << 10, calls / 2))?;
-    let sixteen = name("16");
-    row(variant, (0, 1), "other", connect, |caller, other| {
-        rate(&sixteen, 4 * calls, Some(other), |calls| caller.sixteen(&[7; 64], calls))
-    })?;
-    if !variant.polls {
+    if wanted("64k") {
+        row(variant, (0, 1), "other", connect, one("64k", 64 << 10, calls / 2))?;
+    }
+    if wanted("16") {
+        let sixteen = name("16");
+        row(variant, (0, 1), "other", connect, |caller, other| {
+            rate(&sixteen, 4 * calls, Some(other), |calls| caller.sixteen(&[7; 64], calls))
+        })?;
+    }
+    if !variant.polls && wanted("loaded") {
         let idle = tempfile::tempdir()?;
         let _busy = [start("busy", 0, "other", idle.path())?, start("busy", 1, "other", idle.path())?];
         // A thread of its own, which takes its class with it.
