@@ -98,7 +98,8 @@ def section(run: Run, folder: Path) -> str:
     name = experiment.name
     shutil.copyfile(run.folder / "summary.csv", folder / f"{name}.csv")
     images = []
-    for path in sorted((run.folder / "plots").glob("[0-9]*.svg")):
+    drawn = (run.folder / "plots").glob("[0-9]*.svg"), (run.folder / "plots").glob("*.flame.svg")
+    for path in [path for paths in drawn for path in sorted(paths)]:
         target = f"{name}-{path.stem}.svg"
         shutil.copyfile(path, folder / target)
         images.append(f"![{experiment.title}]({target})")

@@ -389,6 +389,7 @@ class Runner:
             "measures": values,
             **({"samples": samples} if samples else {}),
             **({"tools": tools} if tools else {}),
+            **({"notes": dict(returned["notes"])} if returned.get("notes") else {}),
             "disturbed": usage.disturbance(limits.others_cpus, limits.stolen_cpus)
             or (str(returned["disturbed"]) if returned.get("disturbed") else None),
             "started": started,

@@ -59,7 +59,7 @@ REGISTRY: dict[str, str] = {
     "tuning": "tombolo_lab.workloads.network:Tuning",
 }
 # What `measure` may return beside measures.
-EXTRAS = ("samples", "tools", "disturbed")
+EXTRAS = ("samples", "tools", "disturbed", "notes")
 
 
 class Skip(Exception):
@@ -126,7 +126,9 @@ class Workload:
 
         Beside measures it may hold "samples", a dict of raw values by measure (such as all round
         trips), "tools", a dict of versions or commands by name, and "disturbed", the reason why
-        this point is to be measured again although the machine looked quiet.
+        this point is to be measured again although the machine looked quiet. "notes" is a dict of
+        JSON values that are kept with the point; of "stacks" (stack of functions, outermost first
+        and separated by semicolons → samples) the report draws flame graphs.
         """
         raise NotImplementedError
 

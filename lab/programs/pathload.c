@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /*
- * Load through a router for bench/bypass.py: frames and sockets from end A to end B, measured while it runs.
+ * Load through a router for the workload `bypass` of the lab: frames and sockets from end A to end B, measured while it runs.
  *
  * usage: pathload A B      then commands on standard input, one JSON object on standard output for each
  *        pathload spin     keeps both CPUs from going idle, for as long as its standard input is open: it runs only on idle CPU time
