@@ -44,7 +44,7 @@ int bound_drop(struct xdp_md *ctx)
 	return XDP_DROP;
 }
 
-/* To the interface that was made next after this one: bench/bypass.py makes them so. */
+/* To the interface that was made next after this one: workloads/router.py of the lab makes them so. */
 SEC("straight")
 int bound_straight(struct xdp_md *ctx)
 {

@@ -284,7 +284,8 @@ def block_order(
         return [dict(cell) for cell in cells]
     # A text as seed is hashed by SHA-512, so neighbouring seeds and blocks are unrelated.
     random_source = random.Random(f"{seed} {block}")
-    plots = groups(cells, setup) if setup else [[cell] for cell in cells]
+    # Without such factors all cells are one group, or each is its own, which is the same here.
+    plots = groups(cells, setup) if setup or together else [[cell] for cell in cells]
     if order == "randomised":
         random_source.shuffle(plots)
     shuffled = []

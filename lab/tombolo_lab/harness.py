@@ -38,6 +38,8 @@ _OF_LIB = {
     "core_share": "lib.process",
     "Console": "lib.fabric",
     "Guest": "lib.guest",
+    "Mesh": "lib.mesh",
+    "socket_in": "lib.http",
     "ip": "lib.netns",
     "inside": "lib.netns",
 }

@@ -24,7 +24,7 @@ from types import ModuleType
 
 from tombolo_lab.results import Run
 
-NAMES = ("switch", "bypass", "bypass-flames", "rpc", "rpc-sweep", "rpc-misses")
+NAMES = ("switch", "cell", "ivshmem", "bypass", "bypass-flames", "rpc", "rpc-sweep", "rpc-misses")
 
 
 @dataclass(frozen=True)
