@@ -93,11 +93,6 @@ def example(name: str) -> Path:
     return found.absolute()
 
 
-def bench(name: str) -> ModuleType:
-    """A module of bench/, such as "bypass"."""
-    return _imported(name, tree() / "bench")
-
-
 def lib() -> ModuleType:
     """The package tests/lib, which is called `lib`."""
     return _imported("lib", tree() / "tests")

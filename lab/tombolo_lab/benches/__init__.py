@@ -24,7 +24,18 @@ from types import ModuleType
 
 from tombolo_lab.results import Run
 
-NAMES = ("switch", "cell", "ivshmem", "bypass", "bypass-flames", "rpc", "rpc-sweep", "rpc-misses")
+NAMES = (
+    "switch",
+    "cell",
+    "ivshmem",
+    "xen",
+    "bypass",
+    "bypass-flames",
+    "rpc",
+    "rpc-sweep",
+    "rpc-misses",
+    "trust",
+)
 
 
 @dataclass(frozen=True)

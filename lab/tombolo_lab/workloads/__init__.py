@@ -61,7 +61,9 @@ REGISTRY: dict[str, str] = {
     "rpc": "tombolo_lab.workloads.rpc:Rpc",
     "scale": "tombolo_lab.workloads.scale:Scale",
     "stress": "tombolo_lab.workloads.network:Stress",
+    "trust": "tombolo_lab.workloads.trust:Trust",
     "tuning": "tombolo_lab.workloads.network:Tuning",
+    "xen": "tombolo_lab.workloads.xen:Xen",
 }
 # What `measure` may return beside measures.
 EXTRAS = ("samples", "tools", "disturbed", "notes")
