@@ -160,5 +160,51 @@ class Figures(unittest.TestCase):
         self.assertEqual((benches.ratio(None, 2), benches.ratio(1, 3)), (None, 0.333))
 
 
+class Bypass(unittest.TestCase):
+    def matrix(self, rate_of, blocks=6):
+        """The line of one load between two taps, with a rate by path and block."""
+        part = benches.load("bypass").PARTS[0]
+        chosen = options("bypass", set=["ends=tap-tap", "load=udp64_1"])
+        run = synthetic(part, chosen, blocks)
+        for point in run.points:
+            rate = rate_of(point["cell"]["path"], point["block"])
+            point["measures"] |= {"frames_s": rate, "cpu_ns": 1e9 / rate}
+        return benches.load("bypass").line({part.experiment: run}), run
+
+    def test_what_is_faster_beyond_the_noise_is_called_so(self):
+        rates = {"bypass": 3e6, "bypass_nat": 1e6, "nat": 2e6, "nat_again": 2e6}
+        line, _ = self.matrix(lambda path, block: rates.get(path, 1e6) * (1 + 0.01 * (block % 3)))
+        cells = line["table"]
+        self.assertEqual(cells["tap-tap udp64_1"]["ratio"], 3.0)
+        self.assertEqual(cells["tap-tap udp64_1"]["by_cpu"]["ratio"], 3.0)
+        self.assertEqual(cells["tap-tap udp64_1"]["verdict"], "faster")
+        self.assertEqual(line["slower"], ["tap-tap udp64_1 nat"])
+        self.assertEqual((line["worst_cell_name"], line["ratios"]["worst_cell"]),
+                         ("tap-tap udp64_1 nat", 0.5))  # fmt: skip
+
+    def test_what_lies_within_the_noise_of_equals_is_equal(self):
+        noise = (0.7, 1.0, 1.4)
+
+        def rate(path, block):
+            return 1e6 * (noise[block % 3] if path.endswith("again") else 1.1)
+
+        line, _ = self.matrix(rate)
+        self.assertEqual(line["verdicts"], {"faster": 0, "equal": 2, "slower": 0})
+
+    def test_one_repetition_has_no_verdict(self):
+        line, _ = self.matrix(lambda path, block: 5e6 if path == "bypass" else 1e6, blocks=1)
+        cell = line["table"]["tap-tap udp64_1"]
+        self.assertEqual((cell["ratio"], cell["low"], cell["verdict"]), (5.0, None, "equal"))
+
+    def test_a_path_that_always_failed_is_named_with_its_reason(self):
+        _, run = self.matrix(lambda path, block: 1e6)
+        for number, point in enumerate(run.points):
+            if point["cell"]["path"] == "nat":
+                run.points[number] = {**point, "failed": "the load ended"}
+        line = benches.load("bypass").line({"bypass-matrix": run})
+        self.assertEqual(line["not_measured"], {"tap-tap udp64_1 nat": "the load ended"})
+        self.assertEqual(line["cells"], 1)
+
+
 if __name__ == "__main__":
     unittest.main()

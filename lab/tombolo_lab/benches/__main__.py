@@ -93,9 +93,12 @@ def measured(bench: ModuleType, options: argparse.Namespace, folder: Path) -> di
             if (own / "experiment.toml").is_file():
                 runs[part.experiment] = Run.load(own)
             continue
-        is_begun = (own / "experiment.toml").is_file()
-        experiment = experiment_of(part, options)
-        run = runner.run(experiment, own, bool(options.resume and is_begun), sys.stderr)
+        is_begun = options.resume is not None and (own / "experiment.toml").is_file()
+        # What was begun goes on as it was begun.
+        experiment = (
+            model.load(str(own / "experiment.toml")) if is_begun else experiment_of(part, options)
+        )
+        run = runner.run(experiment, own, is_begun, sys.stderr)
         if run.counted():
             report.write(run, own)
         runs[part.experiment] = run
