@@ -30,8 +30,11 @@ from tombolo_lab import LabError, model, runner
 from tombolo_lab.results import Run, cell_key
 
 INTO = Path("build/lab/quick")
-# Their short forms take minutes, or tests do the same; they run when they are named.
-LEFT_OUT = ("mesh", "trust", "xen", "xen-flood")
+# Their short forms take minutes, or another experiment or test does the same; they run when they
+# are named.
+LEFT_OUT = (
+    "bypass-flames", "bypass-flows", "bypass-matrix", "mesh", "trust", "xen", "xen-flood",
+)  # fmt: skip
 
 
 def faults_of_points(run: Run) -> list[str]:

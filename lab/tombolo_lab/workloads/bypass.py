@@ -140,11 +140,11 @@ class Bypass(Workload):
             raise Skip("bounds are those of a tap's write of 64 bytes")
 
     def setup_seconds(self, cell: dict) -> float:
-        # The two CPUs' spinner only: a path is set up by its first point.
-        return 0.2
+        # The spinner starts at once. A path is made by its first point; two of a few have a mode
+        # chooser, which takes some seconds for each kind of load.
+        return 8.0
 
     def seconds(self, cell: dict) -> float:
-        # Two of ten paths have a mode chooser that takes seconds, once for each kind of load.
         sampled = cell["stack_seconds"] + 0.7 if cell["stack_seconds"] else 0
         slices = cell["seconds"] * (MANY_FLOWS_LONGER if is_long(cell) else 1)
         return slices + 0.25 + (sampled if cell["load"] == SAMPLED else 0)
