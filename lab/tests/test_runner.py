@@ -274,18 +274,19 @@ class Disturbed(RunnerTest):
 
         def measure(cell):
             told.append(cell)
-            value = small_workload.value_of(cell)
-            return {"value": value, **({"disturbed": "it was late"} if len(told) == 2 else {})}
+            found = {"value": small_workload.value_of(cell), "share": 0.5}
+            return found | ({"disturbed": "it was late"} if len(told) == 2 else {})
 
         hooks["measure"] = measure
         FakeMeter.usages = [usage()] * 3
         run = self.run_it(self.experiment(*self.limited))
         self.assertEqual([p["disturbed"] for p in run.points[:3]], [None, "it was late", None])
-        self.assertEqual((run.points[1]["cell"], run.points[2]["attempt"]), (told[2], 2))
+        self.assertEqual(run.points[1]["cell"], run.points[2]["cell"])
+        self.assertEqual((run.points[2]["attempt"], told[1]), (2, told[2]))
 
     def test_notes_of_a_workload_are_kept_with_the_point(self):
         hooks["measure"] = lambda cell: {
-            "value": small_workload.value_of(cell), "notes": {"stacks": {"a;b": 3}}
+            "value": small_workload.value_of(cell), "share": 0.5, "notes": {"stacks": {"a;b": 3}}
         }  # fmt: skip
         run = self.run_it(self.experiment(*self.limited))
         self.assertEqual(run.points[0]["notes"], {"stacks": {"a;b": 3}})
