@@ -43,15 +43,15 @@ class Paths:
         self.made: dict[str, object] = {}
         self.settled: dict[str, str] = {}
 
-    def get(self, path: str, load: str) -> object:
-        """The set-up of a path whose mode chooser has seen traffic of this kind."""
+    def get(self, path: str, load: str, choose: bool) -> object:
+        """The set-up of a path. With `choose` its mode chooser has seen traffic of this kind."""
         from tombolo_lab.workloads import router
 
         if path not in self.made:
             self.made[path] = router.Setting(self.folder, self.ends, path)
             self.stack.callback(self.made[path].close)
         setting, kind = self.made[path], kind_of(load)
-        if self.settled.get(path) != kind:
+        if choose and self.settled.get(path) != kind:
             setting.settle(load)
             self.settled[path] = kind
         return setting
@@ -96,6 +96,10 @@ class Bypass(Workload):
         "awake": Parameter(
             "Whether the reader never sleeps, so that no writer has to wake it", bool,
             default=False,
+        ),
+        "choose": Parameter(
+            "Whether the bypass has traffic first, until its mode chooser had the time to decide",
+            bool, default=True,
         ),
         "stack_seconds": Parameter(
             f"How long perf samples the writer's stacks, of {SAMPLED}; 0: not at all", float,
@@ -142,7 +146,7 @@ class Bypass(Workload):
     def setup_seconds(self, cell: dict) -> float:
         # The spinner starts at once. A path is made by its first point; two of a few have a mode
         # chooser, which takes some seconds for each kind of load.
-        return 8.0
+        return 12.0 if cell["choose"] else 2.5
 
     def seconds(self, cell: dict) -> float:
         sampled = cell["stack_seconds"] + 0.7 if cell["stack_seconds"] else 0
@@ -171,7 +175,7 @@ class Bypass(Workload):
 
     def measure(self, setup: Paths, cell: dict) -> dict:
         load = cell["load"]
-        setting = setup.get(cell["path"], load)
+        setting = setup.get(cell["path"], load, cell["choose"])
         if setting.attached:
             setting.way()
         seconds = cell["seconds"] * (MANY_FLOWS_LONGER if is_long(cell) else 1)
