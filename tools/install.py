@@ -41,7 +41,7 @@ COMPLETIONS = {
     "fish": "share/fish/vendor_completions.d/tombolo.fish",
 }
 # Parts of the harness that experiments use, beside the lab itself.
-HARNESS = ("lab/tombolo_lab/**/*", "tests/lib/**/*.py", "bench/*.py")
+HARNESS = ("lab/tombolo_lab/**/*", "lab/programs/*.c", "tests/lib/**/*.py")
 PKG_CONFIG = """prefix={prefix}
 libdir=${{prefix}}/{lib}
 includedir=${{prefix}}/include

@@ -257,5 +257,34 @@ class Orders(unittest.TestCase):
 GOLDEN_ORDER = [2, 4, 1, 3, 5, 0]
 
 
+class Together(unittest.TestCase):
+    def cells(self):
+        return design.full_cells({"load": ["a", "b", "c"], "path": [1, 2, 3, 4]})
+
+    def test_an_interleaved_order_keeps_the_groups_and_shuffles_within(self):
+        blocks = [
+            design.block_order(self.cells(), "interleaved", 7, n, (), ("load",)) for n in range(6)
+        ]
+        for block in blocks:
+            self.assertEqual([cell["load"] for cell in block], list("aaaabbbbcccc"))
+        self.assertGreater(len({str(block) for block in blocks}), 3)
+
+    def test_a_randomised_order_shuffles_the_groups_too(self):
+        blocks = [
+            design.block_order(self.cells(), "randomised", 7, n, ("load",), ("load",))
+            for n in range(6)
+        ]
+        firsts = set()
+        for block in blocks:
+            loads = [cell["load"] for cell in block]
+            self.assertEqual([loads[0]] * 4 + [loads[4]] * 4 + [loads[8]] * 4, loads)
+            firsts.add(loads[0])
+        self.assertGreater(len(firsts), 1)
+
+    def test_without_groups_the_order_is_as_before(self):
+        plain = design.block_order(self.cells(), "interleaved", 7, 1)
+        self.assertEqual(plain, self.cells())
+
+
 if __name__ == "__main__":
     unittest.main()

@@ -24,6 +24,7 @@ LIBRARIES = all(
 )
 if LIBRARIES:
     from tombolo_lab import publish, report
+    from tombolo_lab.report import flamegraphs
 
 EVIL = '<script>alert("x")</script> & "quotes"'
 
@@ -356,6 +357,49 @@ class Comparison(Case):
         c = self.run_of(TWO_LEVELS.replace('"one", "two"', '"x", "y"'), lambda *_: 1.0, name="c")
         with self.assertRaisesRegex(LabError, "no cell and measure in common"):
             report.compare(a, c, self.folder / "out")
+
+
+@unittest.skipUnless(LIBRARIES, "needs the libraries of reports")
+class FlameGraphs(unittest.TestCase):
+    def run_of(self, folder):
+        experiment = model.load("bypass-flames")
+        stacks = {
+            "nat": {"vfs_write;tun_get_user;nf_hook_slow": 60, "vfs_write;ip_forward": 40},
+            "bypass_nat": {"vfs_write;bpf: take": 30, "vfs_write": 10, "tiny": 1},
+        }
+        points = [
+            {
+                "block": block,
+                "cell": cell,
+                "measures": {"cpu_ns": 4000.0 if cell["path"] == "nat" else 1000.0},
+                "notes": {"stacks": stacks[cell["path"]]},
+                "disturbed": None,
+            }
+            for block in range(2)
+            for cell in experiment.cells()
+        ]
+        return Run(folder, experiment, {}, points, [])
+
+    def test_pictures_have_one_scale_and_the_shares_of_all_repetitions(self):
+        with tempfile.TemporaryDirectory() as name:
+            paths = flamegraphs.draw(self.run_of(Path(name)), Path(name))
+            self.assertEqual([p.name for p in paths], ["nat.flame.svg", "bypass-nat.flame.svg"])
+            texts = [path.read_text() for path in paths]
+        widths = [float(re.search(r'write: 100.0 %</title><rect [^>]*width="([0-9.]+)"', t)[1])
+                  for t in texts]  # fmt: skip
+        self.assertAlmostEqual(widths[0] / widths[1], 4, delta=0.05)
+        self.assertIn("<title>nf_hook_slow: 60.0 %</title>", texts[0])
+        self.assertIn("<title>bpf: take: 73.2 %</title>", texts[1])
+        self.assertIn("4000 ns of CPU time per frame", texts[0])
+        for text in texts:
+            Page(text.replace("/>", "></rect>"))
+
+    def test_a_run_without_stacks_has_no_picture(self):
+        with tempfile.TemporaryDirectory() as name:
+            run = self.run_of(Path(name))
+            for point in run.points:
+                del point["notes"]
+            self.assertEqual(flamegraphs.draw(run, Path(name)), [])
 
 
 if __name__ == "__main__":

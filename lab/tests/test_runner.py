@@ -269,6 +269,28 @@ class Disturbed(RunnerTest):
         self.assertEqual(run.counts()["points"], CELLS * BLOCKS)
         self.assertEqual(run.counts()["disturbed"], 0)
 
+    def test_a_workload_can_say_itself_that_a_point_was_disturbed(self):
+        told = []
+
+        def measure(cell):
+            told.append(cell)
+            found = {"value": small_workload.value_of(cell), "share": 0.5}
+            return found | ({"disturbed": "it was late"} if len(told) == 2 else {})
+
+        hooks["measure"] = measure
+        FakeMeter.usages = [usage()] * 3
+        run = self.run_it(self.experiment(*self.limited))
+        self.assertEqual([p["disturbed"] for p in run.points[:3]], [None, "it was late", None])
+        self.assertEqual(run.points[1]["cell"], run.points[2]["cell"])
+        self.assertEqual((run.points[2]["attempt"], told[1]), (2, told[2]))
+
+    def test_notes_of_a_workload_are_kept_with_the_point(self):
+        hooks["measure"] = lambda cell: {
+            "value": small_workload.value_of(cell), "share": 0.5, "notes": {"stacks": {"a;b": 3}}
+        }  # fmt: skip
+        run = self.run_it(self.experiment(*self.limited))
+        self.assertEqual(run.points[0]["notes"], {"stacks": {"a;b": 3}})
+
     def test_after_its_retries_it_stays_and_does_not_count(self):
         FakeMeter.usages = [usage(stolen=5.0)] * 3
         run = self.run_it(self.experiment(*self.limited))

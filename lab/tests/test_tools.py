@@ -6,7 +6,7 @@ import unittest.mock
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tombolo_lab.workloads import network, tools
+from tombolo_lab.workloads import calls, links, network, stacks, tools
 
 # iperf 2.1.8, Debian 12.
 TCP = """\
@@ -114,6 +114,53 @@ class Counters(unittest.TestCase):
         self.assertAlmostEqual(found, 37, delta=100 / 2**8)
         self.assertLessEqual(found, 37)
         self.assertEqual(len(offered), 8)
+
+
+# perf script -F comm,ip,sym,dso of Linux 6.1's perf; innermost function first.
+SAMPLES = """\
+pathload
+\tffffffff81 nf_hook_slow+0x41 ([kernel.kallsyms])
+\tffffffff82 bpf_prog_0123456789abcdef_take+0x10 (bpf_prog)
+\tffffffff83 vfs_write+0x1a ([kernel.kallsyms])
+\tffffffff84 ksys_write+0x5 ([kernel.kallsyms])
+\tffffffff85 __x64_sys_write+0x2 ([kernel.kallsyms])
+\tffffffff86 do_syscall_64+0x3 ([kernel.kallsyms])
+
+pathload
+\tffffffff87 futex_wait+0x1 ([kernel.kallsyms])
+\tffffffff86 do_syscall_64+0x3 ([kernel.kallsyms])
+"""
+
+
+class Stacks(unittest.TestCase):
+    def test_stacks_are_those_below_the_calls_outermost_first(self):
+        found = stacks.of_calls(SAMPLES, ("__x64_sys_write", "ksys_write"))
+        self.assertEqual(found, {"vfs_write;bpf: take;nf_hook_slow": 1})
+
+
+class Gaps(unittest.TestCase):
+    def test_the_pause_is_between_the_replies_around_the_moment(self):
+        replies = [(1.00, 1), (1.01, 2), (1.25, 8), (1.26, 9)]
+        pause_ms, lost = links.gap(replies, 1.02)
+        self.assertAlmostEqual(pause_ms, 240)
+        self.assertEqual(lost, 5)
+
+    def test_nothing_lost_is_the_distance_of_two_replies(self):
+        pause_ms, lost = links.gap([(1.0, 1), (1.005, 2)], 1.002)
+        self.assertAlmostEqual(pause_ms, 5)
+        self.assertEqual(lost, 0)
+
+
+class Rows(unittest.TestCase):
+    def test_every_row_of_a_peer_has_its_program(self):
+        self.assertEqual(set(calls.PROGRAM_OF.values()), set(calls.PEERS))
+        self.assertNotIn("iceoryx2_polled_loaded", calls.PROGRAM_OF)
+        self.assertEqual(calls.PROGRAM_OF["iceoryx2_waitset_16"], "iceoryx2")
+
+    def test_a_program_that_fails_is_an_error_with_its_words(self):
+        with self.assertRaisesRegex(tools.ToolError, "ended with 3: no socket"):
+            calls.rows_of(["sh", "-c", "echo no socket >&2; exit 3"], 10)
+        self.assertEqual(calls.rows_of(["echo", '{"row":"a"}'], 10), [{"row": "a"}])
 
 
 if __name__ == "__main__":

@@ -264,27 +264,47 @@ def groups(cells: Sequence[Cell], keys: Collection[str]) -> list[list[Cell]]:
 
 
 def block_order(
-    cells: Sequence[Cell], order: str, seed: int, block: int, setup: Collection[str] = ()
+    cells: Sequence[Cell],
+    order: str,
+    seed: int,
+    block: int,
+    setup: Collection[str] = (),
+    together: Collection[str] = (),
 ) -> list[Cell]:
     """The order of `cells` in one block; it depends on nothing but the arguments.
 
     A run that resumes in the middle of a block therefore meets the same order again. `setup` names
     the factors whose change needs a new set-up. A randomised order is a split-plot one: the groups
     of cells that share a set-up come in random order, and so do the cells within each group.
+    `together` names factors whose combinations stand together within a set-up: what differs in
+    others is compared within a short time. An interleaved order then keeps the canonical order of
+    these combinations, and shuffles the cells of each.
     """
-    if order != "randomised":
+    if order != "randomised" and not (together and order == "interleaved"):
         return [dict(cell) for cell in cells]
     # A text as seed is hashed by SHA-512, so neighbouring seeds and blocks are unrelated.
     random_source = random.Random(f"{seed} {block}")
-    plots = groups(cells, setup) if setup else [[cell] for cell in cells]
-    random_source.shuffle(plots)
+    # Without such factors all cells are one group, or each is its own, which is the same here.
+    plots = groups(cells, setup) if setup or together else [[cell] for cell in cells]
+    if order == "randomised":
+        random_source.shuffle(plots)
+    shuffled = []
     for plot in plots:
-        random_source.shuffle(plot)
-    return [dict(cell) for plot in plots for cell in plot]
+        parts = groups(plot, together) if together else [[cell] for cell in plot]
+        if order == "randomised":
+            random_source.shuffle(parts)
+        for part in parts:
+            random_source.shuffle(part)
+            shuffled += part
+    return [dict(cell) for cell in shuffled]
 
 
 def blocks(
-    cells: Sequence[Cell], order: str, seed: int, setup: Collection[str] = ()
+    cells: Sequence[Cell],
+    order: str,
+    seed: int,
+    setup: Collection[str] = (),
+    together: Collection[str] = (),
 ) -> Iterator[list[Cell]]:
     """The orders of block 0, 1, 2 … without end."""
-    return (block_order(cells, order, seed, block, setup) for block in itertools.count())
+    return (block_order(cells, order, seed, block, setup, together) for block in itertools.count())

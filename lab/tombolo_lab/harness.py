@@ -6,10 +6,9 @@ that end with a run.
     with harness.scratch() as folder, harness.Fabric(folder, TEXT) as fabric:
         ...
 
-Names of `tests/lib` (Fabric, CellGuest, LinuxGuest, Namespace, Net, Process, until …) and of
-`bench/common.py` (private_folder, Testpmd, OpenVSwitch, perf …) are attributes of this module. They
-are imported when they are used, so a module that only imports `harness` loads on a machine without
-the harness too.
+Names of `tests/lib` (Fabric, CellGuest, LinuxGuest, Namespace, Net, Process, until …) are
+attributes of this module. They are imported when they are used, so a module that only imports
+`harness` loads on a machine without the harness too.
 
 The harness is found in this order: the folder in TOMBOLO_TREE, the checkout that this package lies
 in, /usr/share/tombolo. Each is a folder with tests/lib within.
@@ -22,6 +21,7 @@ import importlib
 import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -38,13 +38,13 @@ _OF_LIB = {
     "core_share": "lib.process",
     "Console": "lib.fabric",
     "Guest": "lib.guest",
+    "Mesh": "lib.mesh",
+    "socket_in": "lib.http",
     "ip": "lib.netns",
     "inside": "lib.netns",
 }
-_OF_BENCH = (
-    "FIRST", "BenchError", "OpenVSwitch", "Testpmd", "fabric_of", "group_first", "perf",
-    "private_folder",
-)  # fmt: skip
+# Niceness of all that is measured, ours and peers alike: it comes before the machine's other work.
+FIRST = -20
 
 
 def tree() -> Path:
@@ -93,19 +93,9 @@ def example(name: str) -> Path:
     return found.absolute()
 
 
-def bench(name: str) -> ModuleType:
-    """A module of bench/, such as "bypass"."""
-    return _imported(name, tree() / "bench")
-
-
 def lib() -> ModuleType:
     """The package tests/lib, which is called `lib`."""
     return _imported("lib", tree() / "tests")
-
-
-def common() -> ModuleType:
-    """What the benches share."""
-    return _imported("common", tree() / "bench")
 
 
 def _imported(name: str, folder: Path) -> ModuleType:
@@ -127,15 +117,13 @@ def __getattr__(name: str) -> object:
     """Names of the harness; called for those that this module does not define itself."""
     if name.startswith("__"):
         raise AttributeError(name)
-    if name in _OF_BENCH:
-        return getattr(common(), name)
     if name in _OF_LIB:
         lib()
         return getattr(importlib.import_module(_OF_LIB[name]), name)
     exported = lib()
     if name in exported.__all__:
         return getattr(exported, name)
-    raise AttributeError(f"{name}: neither in tests/lib nor in bench/common.py")
+    raise AttributeError(f"{name}: neither in tombolo_lab.harness nor in tests/lib")
 
 
 def skips() -> tuple[type[Exception], ...]:
@@ -197,6 +185,28 @@ def scratch() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def fabric_of(folder: Path, text: str, netns: object = None) -> object:
+    """A fabric that comes before other work, with its files in a new folder within `folder`. Use it
+    in a `with`, or end its process."""
+    found = lib().Fabric(Path(tempfile.mkdtemp(dir=folder)), text, netns=netns, nice=FIRST)
+    return found
+
+
+@contextlib.contextmanager
+def group_first(niceness: int = FIRST) -> Iterator[None]:
+    """Within the `with` this session's processes come before those of other sessions: where the
+    kernel groups tasks by session, niceness counts only within a group."""
+    group = Path("/proc/self/autogroup")
+    if not group.exists() or os.geteuid() != 0:
+        yield
+        return
+    group.write_text(str(niceness))
+    try:
+        yield
+    finally:
+        group.write_text("0")
 
 
 @contextlib.contextmanager

@@ -133,6 +133,7 @@ class Experiment:
     plots: tuple[Plot, ...]
     published: tuple[Published, ...]
     path: Path
+    together: tuple[str, ...] = ()  # factors whose combinations stand together within a set-up
 
     @property
     def fraction(self) -> Fraction | None:
@@ -160,7 +161,8 @@ class Experiment:
 
     def block(self, number: int) -> list[Cell]:
         """The order of the cells in block `number`, from 0; it does not depend on other blocks."""
-        return design.block_order(self.cells(), self.order, self.seed, number, self.setup_factors())
+        keys = (self.setup_factors(), self.together)
+        return design.block_order(self.cells(), self.order, self.seed, number, *keys)
 
     def blocks(self) -> Iterator[list[Cell]]:
         """The orders of block 0, 1, 2 … without end.
@@ -169,7 +171,8 @@ class Experiment:
         group, are shuffled with the seed. interleaved: the canonical order in each block. given:
         the canonical order too, but all repetitions of a cell run before the next cell does.
         """
-        return design.blocks(self.cells(), self.order, self.seed, self.setup_factors())
+        keys = (self.setup_factors(), self.together)
+        return design.blocks(self.cells(), self.order, self.seed, *keys)
 
     def set_ups(self, cells: Sequence[Cell]) -> list[list[Cell]]:
         """The groups of `cells` that share a set-up in the first repetition.
@@ -180,7 +183,7 @@ class Experiment:
         if self.order == "given":
             return [[cell] for cell in cells]
         setup = self.setup_factors()
-        order = design.block_order(cells, self.order, self.seed, 0, setup)
+        order = design.block_order(cells, self.order, self.seed, 0, setup, self.together)
         groups = itertools.groupby(order, lambda cell: [cell[name] for name in setup])
         return [list(group) for _, group in groups]
 
@@ -220,6 +223,8 @@ class Experiment:
         data["design"] = table(self.design)
         data["repeat"] = table(self.repeat)
         data["order"] = {"kind": self.order}
+        if self.together:
+            data["order"]["together"] = list(self.together)
         data["disturbed"] = table(self.disturbed)
         for key in ("exclude", "plots", "published"):
             if elements := getattr(self, key):
@@ -383,6 +388,7 @@ class _Reader:
             design=self.design(factors),
             repeat=self.repeat(),
             order=self.order(),
+            together=self.together(factors),
             disturbed=self.disturbed(),
             plots=tuple(self.plot(plot, factors, primary) for plot in top.tables("plots")),
             published=self.published(factors),
@@ -658,8 +664,17 @@ class _Reader:
 
     def order(self) -> str:
         table = self.top.table("order")
-        table.only(("kind",), "a key of [order]")
+        table.only(("kind", "together"), "a key of [order]")
         return table.choice("kind", design.ORDERS, design.ORDERS[0])
+
+    def together(self, factors: dict[str, tuple]) -> tuple[str, ...]:
+        """The factors whose combinations stand together."""
+        table = self.top.table("order")
+        names = table.array("together", "an array of factors")
+        for name in names:
+            if name not in factors:
+                table.fail("together", f"factors ({listed(factors)})", name)
+        return tuple(names)
 
     def disturbed(self) -> Disturbed:
         result = Disturbed()

@@ -98,7 +98,8 @@ def section(run: Run, folder: Path) -> str:
     name = experiment.name
     shutil.copyfile(run.folder / "summary.csv", folder / f"{name}.csv")
     images = []
-    for path in sorted((run.folder / "plots").glob("[0-9]*.svg")):
+    drawn = (run.folder / "plots").glob("[0-9]*.svg"), (run.folder / "plots").glob("*.flame.svg")
+    for path in [path for paths in drawn for path in sorted(paths)]:
         target = f"{name}-{path.stem}.svg"
         shutil.copyfile(path, folder / target)
         images.append(f"![{experiment.title}]({target})")
@@ -130,6 +131,31 @@ def section(run: Run, folder: Path) -> str:
     return "\n".join(lines)
 
 
+HEAD = """\
+# {title}
+
+Made by `{command}`. [The lab](../{up}lab.md) says how it is measured. Intervals are of 95 %;
+A/A is a cell compared with itself, the noise of the machine.
+"""
+
+
+def page(folder: Path, file: str, runs: Sequence[Run], command: str = "", title: str = "") -> Path:
+    """Writes a page of runs and the files that it shows into a folder of the docs."""
+    if not folder.is_dir():
+        raise LabError(f"{folder}: expected a folder of the docs, such as docs/results")
+    parts = [section(run, folder) for run in runs if run.counted()]
+    # docs/lab.md, from docs/results or from a folder in it.
+    up = "" if folder.name == "results" else "../"
+    head = HEAD.format(
+        title=title or "Results of the lab",
+        command=command or "python3 -m tombolo_lab.publish",
+        up=up,
+    )
+    path = folder / file
+    path.write_text(head + "\n" + "\n".join(parts).rstrip("\n") + "\n")
+    return path
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes FOLDER/README.md and its files."""
     parser = argparse.ArgumentParser(prog="tombolo_lab.publish", description=__doc__.split("\n")[0])
@@ -138,16 +164,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     options.folder.mkdir(parents=True, exist_ok=True)
     try:
-        parts = [section(Run.load(path), options.folder) for path in options.runs]
+        page(options.folder, "README.md", [Run.load(path) for path in options.runs])
     except LabError as error:
         print(f"tombolo_lab.publish: {error}", file=sys.stderr)
         return 1
-    head = (
-        "# Results of the lab\n\nMade by `python3 -m tombolo_lab.publish` from runs of the "
-        "commands below. [The lab](../../lab.md) says how they are measured. Intervals are of "
-        "95 %; A/A is a cell compared with itself, the noise of the machine.\n"
-    )
-    (options.folder / "README.md").write_text(head + "\n" + "\n".join(parts).rstrip("\n") + "\n")
     return 0
 
 

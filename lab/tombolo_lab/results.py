@@ -14,6 +14,7 @@ A line of points.jsonl has the keys
     measures      measure → number, or null where it does not apply
     samples       measure → list of raw values; absent when there are none
     tools         name → version or command; absent when there are none
+    notes         what the workload keeps with the point; absent when there is nothing
     disturbed     null, or the reason why the point does not count
     started       UTC, ISO 8601
     took_s        duration of the measurement

@@ -389,7 +389,9 @@ class Runner:
             "measures": values,
             **({"samples": samples} if samples else {}),
             **({"tools": tools} if tools else {}),
-            "disturbed": usage.disturbance(limits.others_cpus, limits.stolen_cpus),
+            **({"notes": dict(returned["notes"])} if returned.get("notes") else {}),
+            "disturbed": usage.disturbance(limits.others_cpus, limits.stolen_cpus)
+            or (str(returned["disturbed"]) if returned.get("disturbed") else None),
             "started": started,
             "took_s": round(usage.seconds, 6),
             **{f"{name}_cpus": round(getattr(usage, f"{name}_cpus"), 4) for name in shares},

@@ -117,11 +117,13 @@ def variation(values: Sequence[float]) -> float | None:
     return None if spread is None or not centre else spread / abs(centre)
 
 
-def midmean(values: Sequence[float]) -> float | None:
-    """The mean of the middle half, without a quarter of the values at each end."""
+def midmean(values: Sequence[float], axis: int | None = None) -> float | None:
+    """The mean of the middle half, without a quarter of the values at each end; with `axis` of an
+    array along that axis."""
     if not len(values):
         return None
-    return float(stats.trim_mean(values, 0.25))
+    found = stats.trim_mean(values, 0.25, axis=0 if axis is None else axis)
+    return float(found) if axis is None else found
 
 
 def interval_t(values: Sequence[float], level: float = LEVEL) -> Interval:

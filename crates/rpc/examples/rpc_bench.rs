@@ -3,7 +3,7 @@
 //! usage: rpc_bench [--calls N] [--only ROW]
 //!
 //! Runs every row once, one after the other, and prints one JSON object for each (`tombolo_bench`). A row starts a process for the
-//! other end (this program again), pins both, and calls in a closed loop. `bench/rpc.py` runs it in turn with the peers' programs and prints
+//! other end (this program again), pins both, and calls in a closed loop. The lab (`./x bench rpc`) runs each row in turn with those of the peers and prints
 //! the medians.
 //!
 //! Both ends sleep at once in the rows named "blocking" and "asleep", as real callers that come seldom do; "polled" never sleeps, those named "adaptive",

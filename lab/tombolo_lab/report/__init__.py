@@ -17,7 +17,7 @@ import jinja2
 
 from tombolo_lab import LabError, __version__, statistics, summary
 from tombolo_lab.design import Cell
-from tombolo_lab.report import plots
+from tombolo_lab.report import flamegraphs, plots
 from tombolo_lab.results import Run, cell_key, write_whole
 from tombolo_lab.tomltext import value_text
 
@@ -148,6 +148,7 @@ def write(run: Run, folder: Path) -> Path:
     folder = Path(folder)
     found = summary.write(run, folder)
     drawn = plots.draw(run, found, folder)
+    flamegraphs.draw(run, folder)
     experiment = run.experiment
     page = (
         environment()

@@ -47,16 +47,26 @@ from tombolo_lab import LabError
 REGISTRY: dict[str, str] = {
     "budget": "tombolo_lab.workloads.network:Budget",
     "bypass": "tombolo_lab.workloads.bypass:Bypass",
+    "calls": "tombolo_lab.workloads.calls:Calls",
+    "cell-calls": "tombolo_lab.workloads.calls:CellCalls",
     "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
+    "direct": "tombolo_lab.workloads.links:Direct",
+    "forwarder": "tombolo_lab.workloads.forwarder:Forwarder",
     "guests": "tombolo_lab.workloads.guests:Guests",
+    "httpd": "tombolo_lab.workloads.httpd:Httpd",
+    "links": "tombolo_lab.workloads.links:Links",
+    "mesh": "tombolo_lab.workloads.links:MeshOfCells",
     "network": "tombolo_lab.workloads.network:Network",
+    "restart": "tombolo_lab.workloads.links:Restart",
     "rpc": "tombolo_lab.workloads.rpc:Rpc",
     "scale": "tombolo_lab.workloads.scale:Scale",
     "stress": "tombolo_lab.workloads.network:Stress",
+    "trust": "tombolo_lab.workloads.trust:Trust",
     "tuning": "tombolo_lab.workloads.network:Tuning",
+    "xen": "tombolo_lab.workloads.xen:Xen",
 }
 # What `measure` may return beside measures.
-EXTRAS = ("samples", "tools")
+EXTRAS = ("samples", "tools", "disturbed", "notes")
 
 
 class Skip(Exception):
@@ -122,7 +132,10 @@ class Workload:
         """One point: measure → float, or None where the measure does not apply to this cell.
 
         Beside measures it may hold "samples", a dict of raw values by measure (such as all round
-        trips), and "tools", a dict of versions or commands by name.
+        trips), "tools", a dict of versions or commands by name, and "disturbed", the reason why
+        this point is to be measured again although the machine looked quiet. "notes" is a dict of
+        JSON values that are kept with the point; of "stacks" (stack of functions, outermost first
+        and separated by semicolons → samples) the report draws flame graphs.
         """
         raise NotImplementedError
 

@@ -1,20 +1,19 @@
 """Workloads of calls: the time of a call by payload and method, and the deadlines that are missed.
 
 The measuring programs are crates/rpc/examples/rpc_sweep.rs, rpc_bench.rs and misses.rs, the peers'
-those of bench/peers. Each runs two processes, pinned to CPUs 0 and 1.
+those of lab/programs/peers. Each runs two processes, pinned to CPUs 0 and 1.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
-import subprocess
 from collections.abc import Iterator
 
 from tombolo_lab import harness
 from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, tools
+from tombolo_lab.workloads.calls import PEERS, alone, peer_program, rows_of
 
 # Method → how it is measured: a way of rpc_sweep, or a row of rpc_bench or of a peer's program.
 OURS = {"copy": "copy", "shared": "shared"}
@@ -25,23 +24,10 @@ FLOORS = {
     "polled": "polled",
     "adaptive": "adaptive",
 }
-PEERS = ("iceoryx2", "capnp", "tonic", "zenoh")
 SWEEP_BYTES = tuple(1 << log for log in range(31))
 LARGEST_COPY = 1 << 20
 # The rows of rpc_bench and of the peers have this payload.
 ROW_BYTES = 64
-
-
-def _rows(command: list[str], seconds: float) -> list[dict]:
-    """The JSON objects that a program prints, one a line."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise tools.ToolError(f"`{' '.join(command)}` was not done after {seconds:g} s") from None
-    if done.returncode:
-        last = done.stderr.strip()[-300:]
-        raise tools.ToolError(f"`{' '.join(command)}` ended with {done.returncode}: {last}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 class Rpc(Workload):
@@ -83,9 +69,7 @@ class Rpc(Workload):
         if method not in OURS and cell["bytes"] != ROW_BYTES:
             raise Skip(f"{method} is measured at {ROW_BYTES} B only")
         if method in PEERS:
-            program = harness.tree() / f"target/peers/release/peer-{method}"
-            if not program.is_file():
-                raise Skip(f"the peer {method} is not built: `./x bench rpc` builds it")
+            peer_program(method)
         else:
             harness.example("rpc_sweep" if method in OURS else "rpc_bench")
 
@@ -99,21 +83,17 @@ class Rpc(Workload):
         if method in OURS:
             log = str(int(math.log2(cell["bytes"])))
             words = ["--only", OURS[method], "--smallest", log, "--largest", log]
-            rows = _rows([str(harness.example("rpc_sweep")), *calls, *words], limit)
+            rows = rows_of([str(harness.example("rpc_sweep")), *calls, *words], limit)
             return self.of_times(rows, cell)
         if method in PEERS:
-            command = [str(harness.tree() / f"target/peers/release/peer-{method}")]
             row = f"{method}_blocking"
-            # What a peer leaves in /tmp and /dev/shm goes with its mount namespace.
-            hidden = 'mount -t tmpfs peer /dev/shm && exec "$@"'
-            if os.geteuid() == 0:
-                command = ["unshare", "--mount", "sh", "-c", hidden, "sh", *command]
+            command = [*alone(peer_program(method)), "--only", row]
         else:
             command, row = (
                 [str(harness.example("rpc_bench")), "--only", FLOORS[method]],
                 FLOORS[method],
             )
-        found = [line for line in _rows([*command, *calls], limit) if line["row"] == row]
+        found = [line for line in rows_of([*command, *calls], limit) if line["row"] == row]
         if not found:
             raise tools.ToolError(f"{command[-1]} printed no row {row}")
         return self.of_row(found[0])
@@ -191,6 +171,10 @@ class Deadlines(Workload):
         "missed": Measure("Requests not answered in time, as a part", "", "lower", 0, 1),
         "demanded": Measure("Part that any order misses", "", "", 0, 1),
         "requests": Measure("Requests that arrived", "", ""),
+        "tries": Measure("How often a run was made until it was undisturbed", "", "lower"),
+        "work_us": Measure("CPU time of the handler, in real time", "µs", ""),
+        "charged_us": Measure("What a request is charged, in real time", "µs", ""),
+        "served_us": Measure("Mean time of a service, in real time", "µs", "lower"),
     }
 
     def __init__(self) -> None:
@@ -217,7 +201,7 @@ class Deadlines(Workload):
             words += ["--ms", str(cell["ms"]), "--tries", "3"]
         how = "sim" if cell["how"] == "virtual" else "real"
         limit = 3 * self.setup_seconds(cell) + 60
-        yield _rows([str(harness.example("misses")), how, *words], limit)
+        yield rows_of([str(harness.example("misses")), how, *words], limit)
 
     def measure(self, setup: list[dict], cell: dict) -> dict:
         keys = ("tasks", "order", "admission")
@@ -226,8 +210,17 @@ class Deadlines(Workload):
         if not rows:
             raise tools.ToolError(f"misses printed no row of {cell['tasks']}, {cell['order']}")
         row = rows[-1]
-        return {
-            "missed": row["missed"] / row["requests"],
-            "demanded": row["demanded"] / row["requests"],
+        found = {
+            "missed": row["missed"] / max(row["requests"], 1),
+            "demanded": row["demanded"] / max(row["requests"], 1),
             "requests": row["requests"],
+            "tries": len(rows),
+            **dict.fromkeys(("work_us", "charged_us", "served_us")),
         }
+        if cell["how"] == "real":
+            # A run without a service has no time of one.
+            for name in ("work", "charged", "served"):
+                found[f"{name}_us"] = row[f"{name}_ns"] / 1000 or None
+        if row.get("disturbed"):
+            found["disturbed"] = "the client was late, or the hypervisor took the CPUs"
+        return found
