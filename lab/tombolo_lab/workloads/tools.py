@@ -8,6 +8,7 @@ What is parsed was seen with iperf 2.1.8, iputils ping 20221126, httperf 0.9.0 a
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ class ToolError(LabError):
     """A tool that failed or whose report could not be read; the text has its last lines."""
 
 
-def _bounded(command: Sequence[object], seconds: float) -> subprocess.CompletedProcess:
+def bounded(command: Sequence[object], seconds: float) -> subprocess.CompletedProcess:
     """Runs a command for at most `seconds`; what it was is in the error."""
     words = [str(word) for word in command]
     try:
@@ -107,7 +108,7 @@ def iperf(
     `down`: from the server to the client. `size`: bytes of a write or datagram; 0 is iperf's own.
     """
     command = iperf_command(address, protocol, down, seconds, size, offered)
-    done = _bounded(inside(space, *command), 3 * seconds + 30)
+    done = bounded(inside(space, *command), 3 * seconds + 30)
     if protocol == "tcp":
         return iperf_tcp(done.stdout)
     flows = iperf_udp(done.stdout)
@@ -122,10 +123,23 @@ def ping_times(text: str) -> list[float]:
     return [float(value) * 1000 for value in re.findall(r"time=([\d.]+) ms", text)]
 
 
+def percentiles_us(values: Sequence[float]) -> dict:
+    """count, p50, p99, p999 and p9999 by the nearest rank, as paced.c gives them."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ToolError("no round trips to take percentiles of")
+
+    def at(part: float) -> float:
+        return ordered[max(0, math.ceil(part * len(ordered) - 1e-9) - 1)]
+
+    parts = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "p9999": 0.9999}
+    return {"count": len(ordered), **{name: at(part) for name, part in parts.items()}}
+
+
 def ping(space: object, address: str, count: int, interval_s: float = 0.01) -> list[float]:
     """Round trips in µs of `count` echo requests; those without a reply are left out."""
     command = inside(space, "ping", "-n", "-i", interval_s, "-c", count, "-W", 1, address)
-    times = ping_times(_bounded(command, count * interval_s * 3 + 30).stdout)
+    times = ping_times(bounded(command, count * interval_s * 3 + 30).stdout)
     if not times:
         raise ToolError(f"no reply to {count} pings of {address}")
     return times
@@ -137,7 +151,7 @@ def flood(space: object, address: str, count: int) -> tuple[int, int, list[float
     A request follows the reply to the one before, or after 10 ms.
     """
     command = inside(space, "ping", "-n", "-q", "-f", "-c", count, address)
-    text = _bounded(command, count * 0.02 + 60).stdout
+    text = bounded(command, count * 0.02 + 60).stdout
     counts = re.search(r"(\d+) packets transmitted, (\d+) received", text)
     times = re.search(r"= ([\d.]+)/([\d.]+)/([\d.]+)/", text)
     if not counts or not times:
@@ -208,7 +222,7 @@ def httperf(
         *("httperf", "--hog", "--server", address, "--port", 80, "--uri", path),
         *("--num-conns", sessions, "--num-calls", requests, "--rate", 1000, "--timeout", seconds),
     )
-    return httperf_report(_bounded(command, 2 * seconds + 30).stdout)
+    return httperf_report(bounded(command, 2 * seconds + 30).stdout)
 
 
 # ---- stress-ng -----------------------------------------------------------------------------------
