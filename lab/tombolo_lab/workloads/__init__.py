@@ -50,6 +50,7 @@ REGISTRY: dict[str, str] = {
     "deadlines": "tombolo_lab.workloads.rpc:Deadlines",
     "guests": "tombolo_lab.workloads.guests:Guests",
     "network": "tombolo_lab.workloads.network:Network",
+    "nics": "tombolo_lab.workloads.cards:Nics",
     "rpc": "tombolo_lab.workloads.rpc:Rpc",
     "scale": "tombolo_lab.workloads.scale:Scale",
     "stress": "tombolo_lab.workloads.network:Stress",
