@@ -258,5 +258,20 @@ class Conditions(unittest.TestCase):
             machine.file_hash(Path("/nonexistent"))
 
 
+class MissingCounters(unittest.TestCase):
+    def test_what_is_missing_is_named(self):
+        machine.missing_counters.cache_clear()
+        self.addCleanup(machine.missing_counters.cache_clear)
+        with unittest.mock.patch.object(machine.shutil, "which", return_value=None):
+            self.assertIn("perf is missing", machine.missing_counters())
+
+    def test_it_agrees_with_what_is_counted(self):
+        machine.missing_counters.cache_clear()
+        missing = machine.missing_counters()
+        with machine.counters([os.getpid()]) as counts:
+            sum(range(10_000))
+        self.assertEqual(missing is None, None not in counts.values())
+
+
 if __name__ == "__main__":
     unittest.main()

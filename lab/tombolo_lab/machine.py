@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -379,6 +380,17 @@ def counters(
             os.close(acknowledged)
 
 
+@functools.cache
+def missing_counters() -> str | None:
+    """Why this machine counts no cycles and instructions, or None where it does."""
+    if not shutil.which("perf"):
+        return "perf is missing: apt-get install linux-perf"
+    with counters([os.getpid()]) as counts:
+        sum(range(10_000))
+    missing = [event for event, count in counts.items() if count is None]
+    return f"perf counts no {' and no '.join(missing)} here" if missing else None
+
+
 def die_with(parent: int) -> None:
     """For `preexec_fn`: this child is killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -485,4 +497,5 @@ def conditions(tree: Path | None, program: Path | None) -> dict:
         "program_sha256": file_hash(program) if program else None,
         "tools": tool_versions(program),
         "load": list(os.getloadavg()),
+        "hardware_counters": missing_counters() or "cycles and instructions",
     }

@@ -11,15 +11,18 @@ traffic stays on this machine. `attachment` is
     tap                                           QEMU's tap, without our switch: the kernel alone
     user                                          QEMU's user networking, without our switch; ports
                                                   5001 and 80 are forwarded, pings are not
+    switch-tap                                    a tap of a fabric, for a namespace
+    veth                                          a veth pair, for a namespace: the kernel alone
 
-`guest` is "cell", an app of ours, or "linux", the stock guest of `./x guest`.
+`guest` is "cell", an app of ours; "linux", the stock guest of `./x guest`; or "namespace", a
+network namespace of this host, in which the servers of the tools run as processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tombolo_lab import harness
@@ -30,7 +33,8 @@ HOST, GUEST = f"{PREFIX}.1", f"{PREFIX}.10"
 TAP = "tmb-lab"
 MAC = "02:00:00:00:4c:0a"
 FABRIC = ("vhost-user", "stream", "ivshmem", "ivshmem-plain")
-ATTACHMENTS = (*FABRIC, "tap", "user")
+SPACES = ("switch-tap", "veth")
+ATTACHMENTS = (*FABRIC, "tap", "user", *SPACES)
 BOOT_S = {"cell": 60, "linux": 120}
 # As the benches: what is measured comes first among processes of the same machine.
 FIRST = -5
@@ -41,7 +45,7 @@ PARAMETERS = {
         setup=True,
     ),
     "guest": Parameter(
-        "What runs in the guest", str, ("cell", "linux"), default="cell", setup=True
+        "What the guest is", str, ("cell", "linux", "namespace"), default="cell", setup=True
     ),
     "budget": Parameter(
         "Frames that the switch takes from a port in a turn", int, low=1, high=256, default=64,
@@ -84,12 +88,17 @@ class End:
     turns: Callable[[], dict] | None
     process: object
     memory: Callable[[], float]
+    pids: Mapping[str, int] = field(default_factory=dict)
 
 
 def check(cell: Mapping, app: str) -> None:
     """Skip where an end of this kind cannot be made here."""
     harness.need_root()
     harness.program()
+    if (cell["guest"] == "namespace") != (cell["attachment"] in SPACES):
+        raise Skip(f"{' and '.join(SPACES)} are for a namespace, the others for a machine")
+    if cell["guest"] == "namespace":
+        return
     harness.need_program("qemu-system-x86_64", "qemu-system-x86")
     if cell["guest"] == "cell":
         harness.need_cell(app)
@@ -189,6 +198,7 @@ def _cell_in_fabric(cell: Mapping, space: object, folder: Path, app: str) -> Ite
             _counters(fabric),
             fabric.process,
             lambda: float(harness.rss_bytes(pid)),
+            {"switch": fabric.process.pid, "guest": pid},
         )
 
 
@@ -233,6 +243,7 @@ def _linux_in_fabric(cell: Mapping, space: object, folder: Path, serve: str) -> 
                 _counters(fabric),
                 machine,
                 lambda: float(machine.rss_bytes()),
+                {"switch": fabric.process.pid, "guest": machine.pid},
             )
 
 
@@ -273,4 +284,51 @@ def _bare(cell: Mapping, space: object, app: str, serve: str) -> Iterator[End]:
             None,
             machine,
             lambda: float(machine.rss_bytes()),
+            {"guest": machine.pid},
+        )
+
+
+@contextlib.contextmanager
+def namespace(cell: Mapping, servers: Sequence[Sequence[object]]) -> Iterator[End]:
+    """A namespace in which these servers run, each a command of a tool, when it answers pings.
+    "{address}" in a command is the namespace's address."""
+    with contextlib.ExitStack() as stack:
+        near, far = (stack.enter_context(harness.Namespace()) for _ in range(2))
+        fabric = None
+        if cell["attachment"] == "switch-tap":
+            folder = stack.enter_context(harness.scratch())
+            text = head(cell, near) + (
+                f'[tap.guest]\ndevice = "{TAP}"\nnetns = "{far}"\nip = "{GUEST}"\n'
+            )
+            fabric = stack.enter_context(harness.Fabric(folder, text, nice=_niceness(cell)))
+        else:
+            near.ip("link", "add", TAP, "type", "veth", "peer", "name", TAP, "netns", str(far))
+            for space, address in ((near, HOST), (far, GUEST)):
+                space.ip("address", "add", f"{address}/24", "dev", TAP)
+        far.ip("link", "set", TAP, "up")
+        processes = [
+            stack.enter_context(
+                harness.Process(
+                    [str(word).format(address=GUEST) for word in words],
+                    netns=far,
+                    nice=FIRST,
+                    own_mounts=False,
+                )
+            )
+            for words in servers
+        ]
+        watched = [fabric.process, *processes] if fabric else processes
+
+        _ready(near, lambda: all(process.alive() for process in watched), 20)
+        pids = {f"server {index}": process.pid for index, process in enumerate(processes)}
+        if fabric:
+            pids["switch"] = fabric.process.pid
+        yield End(
+            near,
+            GUEST,
+            lambda: sum(harness.cpu_seconds(pid) for pid in pids.values()),
+            _counters(fabric) if fabric else None,
+            processes[0],
+            lambda: float(sum(harness.rss_bytes(process.pid) for process in processes)),
+            pids,
         )

@@ -3,7 +3,7 @@ host, and by the settings of switch and guest.
 
 The load is that of iperf 2, or the paced one of paced.c: at an exact rate, one way to the guest's
 iperf server, or with `echo` to a guest that sends everything back, so that every datagram and write
-has its round trip.
+has its round trip. To a namespace of this host it may be that of iperf 3 or sockperf too.
 
 `Network` measures one direction of TCP or UDP. `Stress` does so beside stress-ng. `Budget` and
 `Tuning` are `Network` with other measures: what a poll turn carries, and the loss-free maximum.
@@ -12,14 +12,18 @@ has its round trip.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 
-from tombolo_lab import harness
+from tombolo_lab import harness, machine
 from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, paced, tools
 
 TRAFFIC = {
-    "tool": Parameter("What sends: iperf 2, or paced.c", str, ("iperf", "paced"), default="iperf"),
+    "tool": Parameter(
+        "What sends: iperf 2, paced.c, iperf 3, or sockperf, whose messages come back", str,
+        ("iperf", "paced", "iperf3", "sockperf"), default="iperf", setup=True,
+    ),
     "echo": Parameter(
         "Whether the guest sends everything back (paced)", bool, default=False, setup=True
     ),
@@ -54,6 +58,12 @@ MEASURES = {
     "late_us": Measure("Greatest lateness of the sender (paced)", "µs", "lower"),
     "cpus": Measure("CPUs that daemon and QEMU used", "CPUs", "lower"),
     "cpu_us_per_kb": Measure("CPU time of daemon and QEMU per 1,000 B", "µs", "lower"),
+    "softirq_cpus": Measure("CPUs of the host's softirqs", "CPUs", "lower"),
+    "host_interrupts_s": Measure("Interrupts of the host", "1/s", "lower"),
+    "cycles_per_frame": Measure(
+        "Cycles of daemon and guest per frame through the port, where the CPU counts", "", "lower"
+    ),
+    "instructions_per_frame": Measure("… the same for instructions", "", "lower"),
     "rtt_us": Measure(
         "Round trip, median: of pings during the load, or of the load itself (echo)", "µs", "lower"
     ),
@@ -81,13 +91,18 @@ class Network(Workload):
 
     def check(self, cell: dict) -> None:
         endpoints.check(cell, app_of(cell))
-        harness.need_program("iperf")
+        for program in PROGRAMS[cell["tool"]]:
+            harness.need_program(program)
+        if cell["tool"] in ("iperf3", "sockperf"):
+            check_other(cell)
         if cell["tool"] == "paced":
             check_paced(cell)
         elif cell["echo"]:
             raise Skip("iperf 2 reads no echo: only paced does")
-        elif cell["protocol"] == "udp" and not cell["offered"]:
+        elif cell["protocol"] == "udp" and not cell["offered"] and cell["tool"] != "sockperf":
             raise Skip("UDP by iperf needs an offered rate")
+        if cell["offered"]:
+            paced.rate_of(cell["offered"], 1)
         if cell["attachment"] == "user" and cell["pings"]:
             raise Skip("QEMU's user networking forwards no pings")
         if cell["attachment"] == "user" and (cell["protocol"], cell["direction"]) == (
@@ -98,6 +113,12 @@ class Network(Workload):
 
     @contextlib.contextmanager
     def open(self, cell: dict) -> Iterator[endpoints.End]:
+        if cell["guest"] == "namespace":
+            with endpoints.namespace(cell, servers(cell["tool"])) as end:
+                if cell["tool"] in ("iperf", "paced"):
+                    warm_up(end)
+                yield end
+            return
         with endpoints.guest(cell, app_of(cell)) as end:
             warm_up(end, cell["echo"])
             yield end
@@ -107,7 +128,7 @@ class Network(Workload):
 
     def seconds(self, cell: dict) -> float:
         both = cell["protocol"] == "udp" and cell["direction"] == "down"
-        return cell["seconds"] * (2 if both else 1) + 0.5
+        return load_seconds(cell) * (2 if both else 1) + 0.5
 
     def measure(self, end: endpoints.End, cell: dict) -> dict:
         return loaded(end, cell)
@@ -118,14 +139,40 @@ def app_of(cell: dict) -> str:
     return "echo" if cell["echo"] else "iperf"
 
 
+# The client and the server of each tool.
+PROGRAMS = {
+    "iperf": ("iperf",), "paced": ("iperf",), "iperf3": ("iperf3",), "sockperf": ("sockperf",)
+}  # fmt: skip
+
+
+def servers(tool: str) -> list[list[object]]:
+    """Commands of a tool's servers, in a namespace."""
+    if tool == "iperf":
+        return [["iperf", "-s"], ["iperf", "-s", "-u"]]
+    if tool == "paced":
+        return [[paced.program(), "sink", kind, paced.IPERF_PORT] for kind in ("tcp", "udp")]
+    if tool == "iperf3":
+        return [["iperf3", "-s"]]
+    words = ["sockperf", "server", "-i", "{address}", "-p", tools.SOCKPERF_PORT]
+    return [words, [*words, "--tcp"]]
+
+
+def check_other(cell: dict) -> None:
+    """Skip where iperf 3 and sockperf have no server, or no such load."""
+    if cell["guest"] != "namespace":
+        raise Skip(f'{cell["tool"]} has a server in a namespace only (guest = "namespace")')
+    if cell["tool"] == "sockperf" and cell["direction"] == "down":
+        raise Skip("sockperf's messages come back: only up is run")
+
+
 def check_paced(cell: dict) -> None:
     """Skip where the paced generator has no such load."""
     size = cell["size"] or paced.BYTES[cell["protocol"]]
     paced.check(cell["protocol"], size, cell["offered"], cell["seconds"])
     if cell["direction"] == "down":
         raise Skip("paced sends from the host to the guest only")
-    if cell["echo"] and cell["guest"] == "linux":
-        raise Skip("the stock Linux guest has no echo server")
+    if cell["echo"] and cell["guest"] != "cell":
+        raise Skip(f'only a cell has an echo server here, not guest = "{cell["guest"]}"')
     if cell["echo"] and cell["attachment"] == "user":
         raise Skip("QEMU's user networking forwards no echo here")
 
@@ -156,28 +203,47 @@ def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
         times: list[float] = []
         if cell["pings"]:
             times = stack.enter_context(tools.pinging(end.space, end.address))
-        row = (paced_row if cell["tool"] == "paced" else iperf_row)(end, cell, offered)
+        pids = end.pids if machine.missing_counters() is None else {}
+        counts = stack.enter_context(machine.counters(list(pids.values()))) if pids else {}
+        meter = stack.enter_context(machine.Meter())
+        row = LOADS[cell["tool"]](end, cell, offered)
     took, used = time.monotonic() - begun, end.cpu() - cpu
     # iperf's -r sends up first, so there CPU and frames are of both directions, and of none alone.
     is_alone = (cell["protocol"], cell["direction"]) != ("udp", "down")
     found: dict = dict.fromkeys(MEASURES) | row
+    found["softirq_cpus"] = meter.usage.softirq_cpus
+    found["host_interrupts_s"] = meter.usage.interrupts_s
     if is_alone:
         found["cpus"] = used / took
         if found["mbit_s"]:
-            found["cpu_us_per_kb"] = used / cell["seconds"] * 1e6 / (found["mbit_s"] * 125)
+            found["cpu_us_per_kb"] = used / load_seconds(cell) * 1e6 / (found["mbit_s"] * 125)
     if before is not None and is_alone:
         found |= port_rates(before, end.turns(), cell["direction"] == "down", took)
+        frames = found["port_frames_s"] * took
+        for event, count in counts.items():
+            if count is not None and frames:
+                found[f"{event}_per_frame"] = count / frames
     if cell["pings"]:
         if not times:
             raise tools.ToolError("no ping was answered during the load")
-        if not cell["echo"]:
+        if row.get("rtt_us") is None:
             found |= trips(tools.percentiles_us(times))
             found["samples"] = {"rtt_us": times}
     return found
 
 
+def load_seconds(cell: dict) -> float:
+    """How long the load lasts: iperf 3 and sockperf take whole seconds."""
+    is_whole = cell["tool"] in ("iperf3", "sockperf")
+    return max(1, math.ceil(cell["seconds"])) if is_whole else cell["seconds"]
+
+
 def iperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:
     """What iperf 2 says of one load."""
+    if cell["protocol"] == "tcp" and offered.endswith("pps"):
+        # It takes writes a second for UDP only.
+        size = cell["size"] or 128 << 10
+        offered = f"{paced.rate_of(offered, size) * size * 8:.0f}"
     flow = tools.iperf(
         end.space,
         end.address,
@@ -192,6 +258,51 @@ def iperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:
         row["sent_s"] = flow.sent / cell["seconds"]
         row["arrived_s"] = (flow.sent - flow.lost) / cell["seconds"]
         row["jitter_ms"] = flow.jitter_ms
+    return row
+
+
+def iperf3_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What iperf 3 says of one load."""
+    size = cell["size"] or paced.BYTES[cell["protocol"]]
+    done = tools.iperf3(
+        end.space,
+        end.address,
+        cell["protocol"],
+        cell["direction"] == "down",
+        cell["seconds"],
+        size,
+        paced.rate_of(offered, size) * size * 8,
+    )
+    row = {"mbit_s": done["mbit_s"], "retransmitted": done.get("retransmitted")}
+    if "sent" in done:
+        if not done["sent"]:
+            raise tools.ToolError("iperf3 sent no datagram")
+        seconds = load_seconds(cell)
+        row |= {
+            "loss": done["lost"] / done["sent"],
+            "sent_s": done["sent"] / seconds,
+            "arrived_s": (done["sent"] - done["lost"]) / seconds,
+            "jitter_ms": done["jitter_ms"],
+        }
+    return row
+
+
+def sockperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What sockperf says of messages that came back."""
+    size = cell["size"] or paced.BYTES[cell["protocol"]]
+    rate = paced.rate_of(offered, size)
+    done = tools.sockperf(end.space, end.address, cell["protocol"], cell["seconds"], size, rate)
+    if not done["received"] or done["seconds"] <= 0:
+        raise tools.ToolError("sockperf received nothing")
+    row = {"mbit_s": done["received"] * size * 8e-6 / done["seconds"], **trips(done["rtt_us"])}
+    if cell["protocol"] == "udp":
+        row |= {
+            "loss": max(0.0, 1 - done["received"] / done["sent"]),
+            "sent_s": done["sent"] / done["seconds"],
+            "arrived_s": min(done["received"], done["sent"]) / done["seconds"],
+            "duplicates": done["duplicates"],
+            "out_of_order": done["out_of_order"],
+        }
     return row
 
 
@@ -231,6 +342,11 @@ def row_of(done: dict, protocol: str, seconds: float) -> dict:
         row["jitter_ms"] = done["jitter_us"] / 1000
         row["samples"] = {"rtt_us": done["rtt_us_values"]}
     return row
+
+
+LOADS = {
+    "iperf": iperf_row, "paced": paced_row, "iperf3": iperf3_row, "sockperf": sockperf_row
+}  # fmt: skip
 
 
 def trips(found: dict) -> dict:
