@@ -1,4 +1,5 @@
-"""A cell beside the stock Linux guest: the same VMM, the same port, the same clients."""
+"""A cell beside a Linux guest: the same VMM, the same port, the same clients,
+under QEMU and on Xen."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tombolo_lab import harness
-from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, tools
+from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, domains, endpoints, tools
 
 HTTP_PORT = 80
 # The resolution of what siege says it has moved.
@@ -18,10 +19,28 @@ SIEGE_BYTES = 0.01 * (1 << 20)
 
 @dataclass
 class Served:
-    """A guest that serves HTTP, and what its start took in seconds."""
+    """A guest under QEMU that serves HTTP, and what its start took in seconds."""
 
     end: endpoints.End
     first_reply_s: float
+
+    def ping(self, count: int) -> list[float]:
+        return tools.ping(self.end.space, self.end.address, count)
+
+    def flood(self, count: int) -> tuple[int, int, list[float]]:
+        return tools.flood(self.end.space, self.end.address, count)
+
+    def httperf(self, *words: object) -> tools.Http:
+        return tools.httperf(self.end.space, self.end.address, *words)
+
+    def siege(self, *words: object) -> tools.Http:
+        return tools.siege(self.end.space, self.end.address, *words)
+
+    def wrk(self, *words: object) -> tuple[tools.Http, dict]:
+        return tools.wrk(self.end.space, self.end.address, *words)
+
+    def memory_mib(self) -> float:
+        return self.end.memory() / (1 << 20)
 
 
 class Guests(Workload):
@@ -34,6 +53,11 @@ class Guests(Workload):
         "and sessions (httperf), and memory."
     )
     parameters = {
+        "host": Parameter(
+            "Where the guest runs: QEMU; Xen with our network backend, or with Linux's netback "
+            "(Xen is emulated, and `attachment` is QEMU's)", str, ("qemu", "xen", "xen-netback"),
+            default="qemu", setup=True,
+        ),
         **{
             name: endpoints.PARAMETERS[name]
             for name in ("guest", "attachment", "budget", "busy_poll_us", "cell_budget", "queues",
@@ -53,7 +77,7 @@ class Guests(Workload):
         "flood": Parameter("Pings of a flood; 0: none", int, low=0, high=10_000_000, default=0),
     }  # fmt: skip
     measures = {
-        "first_reply_ms": Measure("From the start of QEMU to the first HTTP reply", "ms", "lower"),
+        "first_reply_ms": Measure("From the guest's start to the first HTTP reply", "ms", "lower"),
         "mbit_s": Measure("Content of HTTP replies", "Mbit/s", "higher"),
         "replies_s": Measure("HTTP replies", "1/s", "higher"),
         "reply_ms": Measure("Mean time of a reply, transfer included", "ms", "lower"),
@@ -61,37 +85,55 @@ class Guests(Workload):
         "rtt_us": Measure("Median round trip of a ping", "µs", "lower"),
         "flood_lost": Measure("Pings of the flood without a reply", "", "lower"),
         "flood_mean_us": Measure("Mean round trip in the flood", "µs", "lower"),
-        "memory_mib": Measure("Resident memory of the guest's QEMU", "MiB", "lower"),
+        "memory_mib": Measure(
+            "Resident memory of the guest's QEMU; of Xen, what the domain is given", "MiB", "lower"
+        ),
     }
-    needs = ("root", "QEMU", "httperf, siege or wrk")
+    needs = ("root", "QEMU", "httperf, siege or wrk", "for Xen its test bed (./x xen)")
 
     def check(self, cell: dict) -> None:
+        if cell["guest"] == "namespace":
+            raise Skip("a namespace is no guest")
+        if cell["host"] != "qemu":
+            if cell["tool"] != "httperf":
+                raise Skip(f"dom0 has no {cell['tool']}: Xen is measured with httperf")
+            domains.check(cell["guest"], cell["bytes"])
+            return
         endpoints.check(cell, "httpd")
         harness.need_program(cell["tool"])
         if cell["attachment"] == "user":
             raise Skip("QEMU's user networking forwards no pings")
 
     def setup_seconds(self, cell: dict) -> float:
+        if cell["host"] != "qemu":
+            return 60.0
         return 2.0 if cell["guest"] == "cell" else 15
 
     def seconds(self, cell: dict) -> float:
         moved = cell["bytes"] * cell["sessions"] * cell["requests"] / 100e6
+        if cell["host"] != "qemu":
+            # An emulated Xen moves about 1 MB a second.
+            moved = 1 + moved * 100
         if cell["tool"] == "wrk":
             moved = math.ceil(cell["seconds"])
         return 0.3 + moved + cell["pings"] * 0.011 + cell["flood"] * 3e-4
 
     @contextlib.contextmanager
-    def open(self, cell: dict) -> Iterator[Served]:
+    def open(self, cell: dict) -> Iterator[Served | domains.Domain]:
+        if cell["host"] != "qemu":
+            backend = "tombolo" if cell["host"] == "xen" else "netback"
+            with domains.domain(cell["guest"], backend) as served:
+                yield served
+            return
         with endpoints.guest(cell, app="httpd", serve="http") as end:
             yield Served(end, first_reply(end))
 
-    def measure(self, setup: Served, cell: dict) -> dict:
-        end = setup.end
-        if cell["guest"] == "linux":
+    def measure(self, setup: Served | domains.Domain, cell: dict) -> dict:
+        if cell["guest"] == "linux" and cell["host"] == "qemu":
             page = f"/www/bytes/{cell['bytes']}"
-            end.process.run(f"[ -e {page} ] || truncate -s {cell['bytes']} {page}")
-        times = tools.ping(end.space, end.address, cell["pings"])
-        http, p99 = self.asked(end, cell)
+            setup.end.process.run(f"[ -e {page} ] || truncate -s {cell['bytes']} {page}")
+        times = setup.ping(cell["pings"])
+        http, p99 = self.asked(setup, cell)
         found: dict = {
             "first_reply_ms": setup.first_reply_s * 1000,
             "mbit_s": http.mbit_s,
@@ -101,24 +143,24 @@ class Guests(Workload):
             "rtt_us": sorted(times)[len(times) // 2],
             "flood_lost": None,
             "flood_mean_us": None,
-            "memory_mib": end.memory() / (1 << 20),
+            "memory_mib": setup.memory_mib(),
             "samples": {"rtt_us": times},
         }
         if cell["flood"]:
-            sent, answered, (_, mean, _) = tools.flood(end.space, end.address, cell["flood"])
+            sent, answered, (_, mean, _) = setup.flood(cell["flood"])
             found |= {"flood_lost": sent - answered, "flood_mean_us": mean}
         return found
 
-    def asked(self, end: endpoints.End, cell: dict) -> tuple[tools.Http, float | None]:
+    def asked(self, setup: Served | domains.Domain, cell: dict) -> tuple[tools.Http, float | None]:
         """What the tool counted, and wrk's 99th percentile; ToolError unless all went well."""
-        where = (end.space, end.address, f"/bytes/{cell['bytes']}", cell["sessions"])
+        where = (f"/bytes/{cell['bytes']}", cell["sessions"])
         if cell["tool"] == "wrk":
-            http, parts = tools.wrk(*where, cell["seconds"])
+            http, parts = setup.wrk(*where, cell["seconds"])
             if not http.replies or http.errors:
                 raise tools.ToolError(f"wrk: {http.replies} replies and {http.errors} errors")
             check_content("wrk", http, cell["bytes"])
             return http, parts["p99"]
-        ask = getattr(tools, cell["tool"])
+        ask = getattr(setup, cell["tool"])
         http = ask(*where, cell["requests"], 10 + 3 * self.seconds(cell))
         wanted = cell["sessions"] * cell["requests"]
         if http.replies != wanted or http.errors:

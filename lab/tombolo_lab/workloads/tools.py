@@ -251,7 +251,11 @@ def flood(space: object, address: str, count: int) -> tuple[int, int, list[float
     A request follows the reply to the one before, or after 10 ms.
     """
     command = inside(space, "ping", "-n", "-q", "-f", "-c", count, address)
-    text = bounded(command, count * 0.02 + 60).stdout
+    return flood_report(bounded(command, count * 0.02 + 60).stdout)
+
+
+def flood_report(text: str) -> tuple[int, int, list[float]]:
+    """Reads ping's summary: sent, answered, and [least, mean, most] in µs."""
     counts = re.search(r"(\d+) packets transmitted, (\d+) received", text)
     times = re.search(r"= ([\d.]+)/([\d.]+)/([\d.]+)/", text)
     if not counts or not times:
@@ -311,6 +315,16 @@ def httperf_report(text: str) -> Http:
         replies,
         int(number(r"Errors: total (\d+)")),
     )
+
+
+def httperf_words(
+    address: str, path: str, sessions: int, requests: int, seconds: float
+) -> list[object]:
+    """httperf's command."""
+    return [
+        *("httperf", "--hog", "--server", address, "--port", 80, "--uri", path),
+        *("--num-conns", sessions, "--num-calls", requests, "--rate", 1000, "--timeout", seconds),
+    ]
 
 
 def siege_report(text: str) -> Http:
@@ -404,11 +418,7 @@ def httperf(
     space: object, address: str, path: str, sessions: int, requests: int, seconds: float
 ) -> Http:
     """`sessions` connections at the same time, `requests` over each, for a path of the server."""
-    command = inside(
-        space,
-        *("httperf", "--hog", "--server", address, "--port", 80, "--uri", path),
-        *("--num-conns", sessions, "--num-calls", requests, "--rate", 1000, "--timeout", seconds),
-    )
+    command = inside(space, *httperf_words(address, path, sessions, requests, seconds))
     return httperf_report(bounded(command, 2 * seconds + 30).stdout)
 
 
