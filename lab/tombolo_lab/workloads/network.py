@@ -124,7 +124,7 @@ class Network(Workload):
             yield end
 
     def setup_seconds(self, cell: dict) -> float:
-        return 2.5 if cell["guest"] == "cell" else 15
+        return {"cell": 2.5, "linux": 15.0, "namespace": 1.0}[cell["guest"]]
 
     def seconds(self, cell: dict) -> float:
         both = cell["protocol"] == "udp" and cell["direction"] == "down"
