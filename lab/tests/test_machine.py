@@ -91,6 +91,9 @@ class Cpu(unittest.TestCase):
         # Its parent 9 waited: of the child's 520 ticks 20 are of this time.
         then = {7: task(500, parent=9), 9: task(10)}
         self.assertEqual(machine._spent(then, {9: task(530)}), 20)
+        # 9 has ended too, and its parent 10 waited for it: of 540 ticks 20 are of this time.
+        then = {7: task(500, parent=9), 9: task(10, parent=10), 10: task(10)}
+        self.assertEqual(machine._spent(then, {10: task(540)}), 20)
         # One that is new took all of its time in the span.
         self.assertEqual(machine._spent({}, {5: task(12)}), 12)
 

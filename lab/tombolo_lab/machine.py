@@ -135,13 +135,19 @@ def _spent(then: Mapping[int, _Task], now: Mapping[int, _Task]) -> int:
 
     A sum over all that are there would fall when one ends whose parent does not wait for it, and so
     hide what the others took. Each one is therefore counted by itself. A parent that waits gets the
-    time of its child's whole life; what of that was before is taken off again.
+    time of its child's whole life; what of that was before is taken off again. Where the parent has
+    ended too, as in a build, the next one above that is still there got the time.
     """
     spent = {pid: task.ticks - then[pid].ticks if pid in then else task.ticks
              for pid, task in now.items()}  # fmt: skip
     for pid, task in then.items():
-        if pid not in now and task.parent in spent and spent[task.parent] >= task.ticks:
-            spent[task.parent] -= task.ticks
+        if pid in now:
+            continue
+        heir = task.parent
+        while heir not in spent and heir in then:
+            heir = then[heir].parent
+        if spent.get(heir, -1) >= task.ticks:
+            spent[heir] -= task.ticks
     return sum(max(ticks, 0) for ticks in spent.values())
 
 
