@@ -133,7 +133,7 @@ class KnobCommands(unittest.TestCase):
 
     def test_shapes(self):
         self.assertEqual(Shape().device("e1000"), "e1000,romfile=")
-        text = Shape(queues=2, rx_ring=1024, offloads=False).device("virtio-net")
+        text = Shape(queues=2, device_ring=1024, offloads=False).device("virtio-net")
         for part in ("mq=on", "vectors=6", "rx_queue_size=1024", "csum=off", "host_tso4=off"):
             self.assertIn(part, text.split(","))
         with self.assertRaises(ValueError):
@@ -162,17 +162,23 @@ class Needs(unittest.TestCase):
 
 class Words(unittest.TestCase):
     def test_knobs_are_read(self):
-        self.assertEqual(Knobs.parse("default", "e1000"), Knobs())
-        self.assertEqual(Knobs.parse("", "e1000"), Knobs())
+        self.assertEqual(nics.settings("default", "e1000"), (Shape(), Knobs()))
+        self.assertEqual(nics.settings("", "e1000"), (Shape(), Knobs()))
         self.assertEqual(
-            Knobs.parse("netdev_budget=8 threaded=1 gro=0", "e1000"),
-            Knobs(netdev_budget=8, threaded=True, gro=False),
+            nics.settings("netdev_budget=8 threaded=1 gro=0", "e1000"),
+            (Shape(), Knobs(netdev_budget=8, threaded=True, gro=False)),
+        )
+        self.assertEqual(
+            nics.settings("queues=2 offloads=0 rps=1", "virtio-net"),
+            (Shape(queues=2, offloads=False), Knobs(rps=True)),
         )
 
     def test_every_knob_has_a_range_that_holds_its_default(self):
-        for name, (low, high) in nics.RANGES.items():
-            self.assertTrue(low <= int(getattr(Knobs(), name)) <= high, name)
-        self.assertEqual(set(nics.RANGES), {each.name for each in fields(Knobs)})
+        for name, allowed in nics.RANGES.items():
+            kind = Shape if name in nics.SHAPE_NAMES else Knobs
+            self.assertIn(int(getattr(kind(), name)), allowed, name)
+        names = {each.name for kind in (Shape, Knobs) for each in fields(kind)}
+        self.assertEqual(set(nics.RANGES), names)
 
     def test_wrong_words_are_refused_with_a_near_name_and_the_range(self):
         for text, words in (
@@ -180,16 +186,19 @@ class Words(unittest.TestCase):
             ("netdev_budget", "netdev_budget: expected 1 to 100000, found ''"),
             ("netdev_budget=0", "netdev_budget: expected 1 to 100000, found '0'"),
             ("netdev_budget_usecs=2000", "expected 8000 to"),
-            ("threaded=yes", "threaded: expected 0 to 1, found 'yes'"),
+            ("device_ring=300", "device_ring: expected 0 or 256 or 512 or 1024, found '300'"),
+            ("threaded=yes", "threaded: expected 0 or 1, found 'yes'"),
         ):
             with self.assertRaisesRegex(LabError, words):
-                Knobs.parse(text, "virtio-net")
+                nics.settings(text, "virtio-net")
 
     def test_what_a_driver_does_not_have_is_skipped(self):
         with self.assertRaisesRegex(Skip, "weight of e1000's driver is a constant"):
-            Knobs.parse("napi_weight=8", "e1000")
+            nics.settings("napi_weight=8", "e1000")
         with self.assertRaisesRegex(Skip, "rtl8139's driver takes none by ethtool"):
-            Knobs.parse("rx_ring=512", "rtl8139")
+            nics.settings("rx_ring=512", "rtl8139")
+        with self.assertRaisesRegex(Skip, "offloads are virtio-net's, not vmxnet3's"):
+            nics.settings("queues=2", "vmxnet3")
 
 
 class Rows(unittest.TestCase):

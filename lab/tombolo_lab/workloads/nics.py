@@ -1,7 +1,7 @@
 """Linux guests with a NIC of a given model, the kernel's knobs for it, and its counters.
 
     with open_nic("e1000", Shape(), space) as nic:
-        nic.apply(Knobs.parse("netdev_budget=64", "e1000"))   # others have their defaults
+        nic.apply(Knobs(netdev_budget=64))          # others have their defaults
         port = nic.serve("udp", buffer_kib=8192, vcpu=1)
         before = nic.counters()
         ...
@@ -205,7 +205,7 @@ class Shape:
     """What a guest's card is made with; a change needs another guest. 0: QEMU's default."""
 
     queues: int = 1
-    rx_ring: int = 0  # virtio-net: entries of its receive ring, a power of two from 256 to 1024
+    device_ring: int = 0  # virtio-net: entries of its receive ring, a power of two
     offloads: bool = True  # virtio-net: checksums, segmentation and merged receive buffers
 
     def device(self, model: str) -> str:
@@ -214,8 +214,8 @@ class Shape:
         if model == "virtio-net":
             if self.queues > 1:
                 words += ["mq=on", f"vectors={2 * self.queues + 2}"]
-            if self.rx_ring:
-                words.append(f"rx_queue_size={self.rx_ring}")
+            if self.device_ring:
+                words.append(f"rx_queue_size={self.device_ring}")
             if not self.offloads:
                 off = ("csum", "guest_csum", "gso", "guest_tso4", "guest_tso6", "guest_ecn",
                        "guest_ufo", "host_tso4", "host_tso6", "host_ecn", "host_ufo")  # fmt: skip
@@ -245,40 +245,6 @@ class Knobs:
     rx_ring: int = 0  # by `ethtool -G`; 0: the driver's default
     gro: bool = True
 
-    @classmethod
-    def parse(cls, text: str, model: str) -> Knobs:
-        """Of NAME=VALUE, several by a space; others have their defaults, as all of "default" have.
-        LabError for a name or a value that there is not, Skip for what this model's driver does not
-        have."""
-        values: dict[str, int | bool] = {}
-        for word in [] if text == "default" else text.split():
-            name, _, value = word.partition("=")
-            if name not in RANGES:
-                near = difflib.get_close_matches(name, RANGES, 1)
-                hint = f"; did you mean {near[0]}?" if near else ""
-                raise LabError(
-                    f"knobs: expected NAME=VALUE with one of {', '.join(RANGES)}, found {word!r}"
-                    + hint
-                )
-            low, high = RANGES[name]
-            if not value.isdecimal() or not low <= int(value) <= high:
-                raise LabError(f"knobs: {name}: expected {low} to {high}, found {value!r}")
-            is_switch = isinstance(getattr(cls, name), bool)
-            values[name] = bool(int(value)) if is_switch else int(value)
-        knobs = cls(**values)
-        if knobs.napi_weight != 64 and model != "virtio-net":
-            raise Skip(
-                f"the poll weight of {model}'s driver is a constant, only virtio-net's is not"
-            )
-        most = MODELS[model].most_ring
-        if knobs.rx_ring and knobs.rx_ring > most:
-            raise Skip(
-                f"rx_ring: {model}'s driver takes at most {most} by ethtool"
-                if most
-                else f"rx_ring: {model}'s driver takes none by ethtool"
-            )
-        return knobs
-
     def commands(self, model: str, before: Knobs | None, queues: int = 1) -> list[str]:
         """Shell commands that make a guest with `before` (None: that of the boot) have these
         settings."""
@@ -306,20 +272,62 @@ class Knobs:
         return [*lines, *_pinning(self.threaded, queues)]
 
 
-# What `Knobs.parse` takes. The kernel takes no netdev_budget_usecs below two ticks of 4 ms.
-RANGES = {
-    "netdev_budget": (1, 100_000),
-    "netdev_budget_usecs": (8000, 10_000_000),
-    "dev_weight": (1, 100_000),
+# What `settings` takes. The kernel takes no netdev_budget_usecs below two ticks of 4 ms.
+RANGES: dict[str, range | tuple[int, ...]] = {
+    "netdev_budget": range(1, 100_001),
+    "netdev_budget_usecs": range(8000, 10_000_001),
+    "dev_weight": range(1, 100_001),
     "rps": (0, 1),
-    "napi_weight": (1, 64),
+    "napi_weight": range(1, 65),
     "threaded": (0, 1),
-    "defer_hard_irqs": (0, 1000),
-    "gro_flush_ns": (0, 1_000_000_000),
-    "busy_poll_us": (0, 1_000_000),
-    "rx_ring": (0, 4096),
+    "defer_hard_irqs": range(1001),
+    "gro_flush_ns": range(1_000_000_001),
+    "busy_poll_us": range(1_000_001),
+    "rx_ring": range(4097),
     "gro": (0, 1),
+    "queues": range(1, VCPUS + 1),
+    "device_ring": (0, 256, 512, 1024),
+    "offloads": (0, 1),
 }
+SHAPE_NAMES = ("queues", "device_ring", "offloads")
+
+
+def settings(text: str, model: str) -> tuple[Shape, Knobs]:
+    """Of NAME=VALUE, several by a space; others have their defaults, as all of "default" have.
+
+    LabError for a name or a value that there is not, Skip for what this model or its driver does
+    not have.
+    """
+    values: dict[type, dict[str, int | bool]] = {Shape: {}, Knobs: {}}
+    for word in [] if text == "default" else text.split():
+        name, _, value = word.partition("=")
+        if name not in RANGES:
+            near = difflib.get_close_matches(name, RANGES, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise LabError(
+                f"knobs: expected NAME=VALUE with one of {', '.join(RANGES)}, found {word!r}{hint}"
+            )
+        allowed = RANGES[name]
+        if not value.isdecimal() or int(value) not in allowed:
+            shown = (
+                f"{allowed[0]} to {allowed[-1]}"
+                if isinstance(allowed, range)
+                else " or ".join(map(str, allowed))
+            )
+            raise LabError(f"knobs: {name}: expected {shown}, found {value!r}")
+        kind = Shape if name in SHAPE_NAMES else Knobs
+        is_switch = isinstance(getattr(kind, name), bool)
+        values[kind][name] = bool(int(value)) if is_switch else int(value)
+    shape, knobs = (kind(**found) for kind, found in values.items())
+    if model != "virtio-net" and shape != Shape():
+        raise Skip(f"{', '.join(SHAPE_NAMES)} are virtio-net's, not {model}'s")
+    if model != "virtio-net" and knobs.napi_weight != 64:
+        raise Skip(f"the poll weight of {model}'s driver is a constant, only virtio-net's is not")
+    most = MODELS[model].most_ring
+    if knobs.rx_ring > most:
+        limit = f"at most {most}" if most else "none"
+        raise Skip(f"rx_ring: {model}'s driver takes {limit} by ethtool")
+    return shape, knobs
 
 
 def _reload(weight: int) -> list[str]:
