@@ -192,6 +192,16 @@ class Words(unittest.TestCase):
             with self.assertRaisesRegex(LabError, words):
                 nics.settings(text, "virtio-net")
 
+    def test_a_point_that_needs_another_guest_takes_longer(self):
+        cell = {name: one.default for name, one in cards.Nics.parameters.items()}
+        # Skipped for e1000, but its time is asked for by `ls` all the same.
+        plain, weight, queues = (
+            cards.Nics().seconds(cell | {"model": "e1000", "knobs": knobs})
+            for knobs in ("default", "napi_weight=8", "queues=2")
+        )
+        self.assertEqual(plain, weight)
+        self.assertEqual(queues, plain + cards.BOOT_S)
+
     def test_what_a_driver_does_not_have_is_skipped(self):
         with self.assertRaisesRegex(Skip, "weight of e1000's driver is a constant"):
             nics.settings("napi_weight=8", "e1000")

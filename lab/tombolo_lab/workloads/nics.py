@@ -272,7 +272,7 @@ class Knobs:
         return [*lines, *_pinning(self.threaded, queues)]
 
 
-# What `settings` takes. The kernel takes no netdev_budget_usecs below two ticks of 4 ms.
+# What `parse` takes. The kernel takes no netdev_budget_usecs below two ticks of 4 ms.
 RANGES: dict[str, range | tuple[int, ...]] = {
     "netdev_budget": range(1, 100_001),
     "netdev_budget_usecs": range(8000, 10_000_001),
@@ -292,11 +292,10 @@ RANGES: dict[str, range | tuple[int, ...]] = {
 SHAPE_NAMES = ("queues", "device_ring", "offloads")
 
 
-def settings(text: str, model: str) -> tuple[Shape, Knobs]:
+def parse(text: str) -> tuple[Shape, Knobs]:
     """Of NAME=VALUE, several by a space; others have their defaults, as all of "default" have.
 
-    LabError for a name or a value that there is not, Skip for what this model or its driver does
-    not have.
+    LabError for a name or a value that there is not.
     """
     values: dict[type, dict[str, int | bool]] = {Shape: {}, Knobs: {}}
     for word in [] if text == "default" else text.split():
@@ -318,7 +317,12 @@ def settings(text: str, model: str) -> tuple[Shape, Knobs]:
         kind = Shape if name in SHAPE_NAMES else Knobs
         is_switch = isinstance(getattr(kind, name), bool)
         values[kind][name] = bool(int(value)) if is_switch else int(value)
-    shape, knobs = (kind(**found) for kind, found in values.items())
+    return Shape(**values[Shape]), Knobs(**values[Knobs])
+
+
+def settings(text: str, model: str) -> tuple[Shape, Knobs]:
+    """As `parse`; Skip for what this model or its driver does not have."""
+    shape, knobs = parse(text)
     if model != "virtio-net" and shape != Shape():
         raise Skip(f"{', '.join(SHAPE_NAMES)} are virtio-net's, not {model}'s")
     if model != "virtio-net" and knobs.napi_weight != 64:
