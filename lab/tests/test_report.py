@@ -223,6 +223,22 @@ class Report(Case):
         self.assertEqual(len(found["published"]), 1)
         self.holds(text, "Hardware NIC")
 
+    def test_panels_that_share_an_axis_show_all_points(self):
+        """Also where the panel that is drawn first has small values, and begins at zero."""
+        from tombolo_lab.report import plots
+
+        text = ALL.replace('log = "xy"', "")
+        run = self.run_of(text, lambda cell, source: 30.0 + cell["size"] + 5000.0 * cell["on"])
+        report.write(run, run.folder)
+        found = json.loads((run.folder / "summary.json").read_text())
+        for number in (0, 1):
+            [(_, _, figure)] = plots.Painter(run, found).figures(1, run.experiment.plots[number])
+            self.addCleanup(plots.pyplot.close, figure)
+            for axes in figure.axes:
+                low, high = axes.get_ylim()
+                self.assertLessEqual(low, axes.dataLim.y0)
+                self.assertGreaterEqual(high, axes.dataLim.y1)
+
     def test_effects(self):
         def value(cell, source):
             base = 10.0 + 3 * cell["on"] + 2 * (cell["kind"] == "two")

@@ -493,7 +493,7 @@ class Limits(RunnerTest):
             until("a reply from afar", lambda: False)
         with (
             self.assertRaisesRegex(PointTimeout, "waiting for sleep: a line of output, test_run"),
-            limits.limited(0.3, "the point"),
+            limits.limited(3, "the point"),
             harness.Process(["sleep", "100"]) as process,
         ):
             process.wait_line(lambda line: True)

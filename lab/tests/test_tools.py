@@ -6,7 +6,7 @@ import unittest.mock
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tombolo_lab.workloads import calls, links, network, stacks, tools
+from tombolo_lab.workloads import Skip, calls, endpoints, guests, links, network, stacks, tools
 
 # iperf 2.1.8, Debian 12.
 TCP = """\
@@ -37,6 +37,57 @@ Reply time [ms]: response 1.0 transfer 0.1
 Reply size [B]: header 204.0 content 100000.0 footer 0.0 (total 100204.0)
 Net I/O: 82379.3 KB/s (674.9*10^6 bps)
 Errors: total 2 client-timo 2 socket-timo 0 connrefused 0 connreset 0
+"""
+# siege 4.0.7.
+SIEGE = """\
+** SIEGE 4.0.7
+** Preparing 4 concurrent users for battle.
+The server is now under siege...
+Transactions:\t\t           8 hits
+Availability:\t\t       66.67 %
+Elapsed time:\t\t        0.02 secs
+Data transferred:\t        0.76 MB
+Response time:\t\t        0.01 secs
+Failed transactions:\t           4
+"""
+# wrk 4.1.0.
+WRK = """\
+Running 1s test @ http://127.0.0.1:8099/nope
+  1 threads and 2 connections
+  Thread Stats   Avg      Stdev     Max   +/- Stdev
+    Latency     2.39ms    2.45ms  15.06ms   84.93%
+    Req/Sec     1.05k   184.92     1.27k    60.00%
+  Latency Distribution
+     50%    1.22ms
+     75%    3.23ms
+     90%    6.10ms
+     99%   10.78ms
+  1045 requests in 1.00s, 530.66KB read
+  Non-2xx or 3xx responses: 1045
+"""
+# sockperf 3.7, with its colours.
+SOCKPERF = """\
+sockperf: [Total Run] RunTime=1.000 sec; Warm up time=400 msec; SentMessages=3002; ReceivedMessages=3002
+sockperf: [Valid Duration] RunTime=0.548 sec; SentMessages=1650; ReceivedMessages=1649
+sockperf: \x1b[2;35m====> avg-latency=29.350 (std-dev=74.364)\x1b[0m
+sockperf: # dropped messages = 1; # duplicated messages = 2; # out-of-order messages = 3
+sockperf: \x1b[2;35mTotal 1649 observations\x1b[0m; each percentile contains 16.49 observations
+sockperf: ---> <MAX> observation = 1037.139
+sockperf: ---> percentile 99.999 = 1037.139
+sockperf: ---> percentile 99.990 = 1037.139
+sockperf: ---> percentile 99.900 =  981.354
+sockperf: ---> percentile 99.000 =  358.406
+sockperf: ---> percentile 50.000 =   18.830
+"""  # noqa: E501
+# iperf 3.12 -J, shortened.
+IPERF3_UDP = """\
+{"end": {"sum": {"seconds": 1.000239, "bytes": 2498000, "bits_per_second": 19982601.2,
+                 "jitter_ms": 0.0074, "lost_packets": 5, "packets": 2498, "sender": true},
+         "sum_sent": {"packets": 2498}, "sum_received": {"bits_per_second": 19979224.9}}}
+"""
+IPERF3_TCP = """\
+{"end": {"sum_sent": {"bits_per_second": 2e9, "retransmits": 7},
+         "sum_received": {"bits_per_second": 1.5e9}}}
 """
 
 
@@ -82,9 +133,91 @@ class Reports(unittest.TestCase):
         with self.assertRaisesRegex(tools.ToolError, "has no"):
             tools.httperf_report("httperf: connection refused")
 
+    def test_siege_counts_what_failed(self):
+        found = tools.siege_report(SIEGE)
+        self.assertEqual((found.replies, found.errors, found.replies_s), (8, 4, 400))
+        self.assertAlmostEqual(found.mbit_s, 0.76 * (1 << 20) * 8e-6 / 0.02)
+        self.assertAlmostEqual(found.reply_ms, 10)
+        with self.assertRaisesRegex(tools.ToolError, "no 'Elapsed time'"):
+            tools.siege_report("siege: cannot resolve")
+
+    def test_wrk_counts_other_replies_as_errors(self):
+        found, parts = tools.wrk_report(WRK)
+        self.assertEqual((found.replies, found.errors), (1045, 1045))
+        self.assertAlmostEqual(found.mbit_s, 530.66 * 1024 * 8e-6)
+        self.assertEqual(parts, {"p50": 1.22, "p75": 3.23, "p90": 6.1, "p99": 10.78})
+        with self.assertRaisesRegex(tools.ToolError, "no counts"):
+            tools.wrk_report("unable to connect")
+
+    def test_sockperf_prints_halves_of_round_trips(self):
+        found = tools.sockperf_report(SOCKPERF)
+        self.assertEqual((found["sent"], found["received"], found["seconds"]), (1650, 1649, 0.548))
+        self.assertEqual((found["duplicates"], found["out_of_order"]), (2, 3))
+        self.assertEqual((found["rtt_us"]["count"], found["rtt_us"]["p50"]), (1649, 37.66))
+        with self.assertRaisesRegex(tools.ToolError, "has no"):
+            tools.sockperf_report("sockperf: ERROR: connection refused")
+
+    def test_iperf3_gives_what_was_received(self):
+        udp = tools.iperf3_report(IPERF3_UDP)
+        self.assertEqual((udp["sent"], udp["lost"], udp["jitter_ms"]), (2498, 5, 0.0074))
+        self.assertAlmostEqual(udp["mbit_s"], 19.9792249)
+        self.assertEqual(tools.iperf3_report(IPERF3_TCP), {"mbit_s": 1500.0, "retransmitted": 7})
+        with self.assertRaisesRegex(tools.ToolError, "refused"):
+            tools.iperf3_report('{"error": "connection refused"}')
+        with self.assertRaisesRegex(tools.ToolError, "expected JSON"):
+            tools.iperf3_report("")
+
+    def test_replies_of_another_length_are_refused(self):
+        def http(content, replies=10):
+            return tools.Http(replies / 2, replies * content * 8e-6 / 2, 1.0, replies, 0)
+
+        guests.check_content("httperf", http(100_000), 100_000)
+        guests.check_content("wrk", http(118_000), 100_000)
+        # siege says 0.00 MB of eight replies of 600 bytes.
+        guests.check_content("siege", http(0, 8), 600)
+        for wrong in (124, 90_000, 200_000):
+            with self.assertRaisesRegex(tools.ToolError, "expected 10 replies of 100000 bytes"):
+                guests.check_content("httperf", http(wrong), 100_000)
+
     def test_a_tool_that_hangs_is_ended(self):
         with self.assertRaisesRegex(tools.ToolError, "not done after 0.2 s"):
-            tools._bounded(["sleep", "30"], 0.2)
+            tools.bounded(["sleep", "30"], 0.2)
+
+
+class Ends(unittest.TestCase):
+    def refused(self, words, **more):
+        cell = {name: one.default for name, one in network.Network.parameters.items()} | more
+        with (
+            unittest.mock.patch.multiple(
+                endpoints.harness,
+                need_root=unittest.mock.DEFAULT,
+                program=unittest.mock.DEFAULT,
+                need_program=unittest.mock.DEFAULT,
+                need_cell=unittest.mock.DEFAULT,
+            ),
+            unittest.mock.patch.object(network.paced, "program"),
+            self.assertRaisesRegex(Skip, words),
+        ):
+            network.Network().check(cell)
+
+    def test_namespaces_have_attachments_of_their_own(self):
+        self.refused("are for a namespace", attachment="veth")
+        self.refused("are for a namespace", guest="namespace", attachment="tap")
+
+    def test_loads_that_an_end_does_not_serve_are_skipped_by_name(self):
+        self.refused("iperf3 has a server in a namespace only", tool="iperf3")
+        self.refused("sockperf's messages come back", tool="sockperf", guest="namespace",
+                     attachment="veth", direction="down")  # fmt: skip
+        self.refused("only paced does", echo=True)
+        self.refused("paced sends from the host", tool="paced", direction="down")
+        self.refused("only a cell has an echo", tool="paced", echo=True, guest="namespace",
+                     attachment="veth")  # fmt: skip
+        self.refused("needs an offered rate", protocol="udp")
+
+    def test_iperf3_and_sockperf_take_whole_seconds(self):
+        for tool, took in (("iperf", 0.4), ("paced", 0.4), ("iperf3", 1), ("sockperf", 1)):
+            self.assertEqual(network.load_seconds({"tool": tool, "seconds": 0.4}), took)
+        self.assertEqual(network.load_seconds({"tool": "iperf3", "seconds": 1.2}), 2)
 
 
 class Counters(unittest.TestCase):
@@ -107,13 +240,14 @@ class Counters(unittest.TestCase):
         def probe(end, trial, rate):
             offered.append(float(rate.removesuffix("M")))
             self.assertEqual(trial["protocol"], "udp")
-            return {"loss": 0.0 if offered[-1] <= 37 else 0.2}
+            return {"loss": 0.0 if offered[-1] <= 37 else 0.2, "unsent": None}
 
         with unittest.mock.patch.object(network, "loaded", probe):
             found = network.Budget.loss_free(None, cell)
         self.assertAlmostEqual(found, 37, delta=100 / 2**8)
         self.assertLessEqual(found, 37)
-        self.assertEqual(len(offered), 8)
+        # The upper end first, and each rate that lost twice.
+        self.assertEqual(len(set(offered)), 9)
 
 
 # perf script -F comm,ip,sym,dso of Linux 6.1's perf; innermost function first.

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import re
@@ -134,13 +135,19 @@ def _spent(then: Mapping[int, _Task], now: Mapping[int, _Task]) -> int:
 
     A sum over all that are there would fall when one ends whose parent does not wait for it, and so
     hide what the others took. Each one is therefore counted by itself. A parent that waits gets the
-    time of its child's whole life; what of that was before is taken off again.
+    time of its child's whole life; what of that was before is taken off again. Where the parent has
+    ended too, as in a build, the next one above that is still there got the time.
     """
     spent = {pid: task.ticks - then[pid].ticks if pid in then else task.ticks
              for pid, task in now.items()}  # fmt: skip
     for pid, task in then.items():
-        if pid not in now and task.parent in spent and spent[task.parent] >= task.ticks:
-            spent[task.parent] -= task.ticks
+        if pid in now:
+            continue
+        heir = task.parent
+        while heir not in spent and heir in then:
+            heir = then[heir].parent
+        if spent.get(heir, -1) >= task.ticks:
+            spent[heir] -= task.ticks
     return sum(max(ticks, 0) for ticks in spent.values())
 
 
@@ -379,6 +386,17 @@ def counters(
             os.close(acknowledged)
 
 
+@functools.cache
+def missing_counters() -> str | None:
+    """Why this machine counts no cycles and instructions, or None where it does."""
+    if not shutil.which("perf"):
+        return "perf is missing: apt-get install linux-perf"
+    with counters([os.getpid()]) as counts:
+        sum(range(10_000))
+    missing = [event for event, count in counts.items() if count is None]
+    return f"perf counts no {' and no '.join(missing)} here" if missing else None
+
+
 def die_with(parent: int) -> None:
     """For `preexec_fn`: this child is killed when the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -485,4 +503,5 @@ def conditions(tree: Path | None, program: Path | None) -> dict:
         "program_sha256": file_hash(program) if program else None,
         "tools": tool_versions(program),
         "load": list(os.getloadavg()),
+        "hardware_counters": missing_counters() or "cycles and instructions",
     }

@@ -80,7 +80,9 @@ class Panel:
 
 
 def wrapped(text: str, width: int = 18) -> str:
-    """A label in lines of at most `width` characters, at most three of them."""
+    """A label in lines of at most `width` characters, at most three of them. Words of up to 26
+    characters, such as names of kernel settings, are not broken."""
+    width = max(width, min(26, max(map(len, text.split()), default=0)))
     lines = textwrap.wrap(text, width, max_lines=3, placeholder="…") or [""]
     return "\n".join(lines)
 
@@ -200,11 +202,17 @@ class Painter:
     def finish(self, axes: Axes, plot: Plot, x: str, y: str) -> None:
         axes.set_xlabel(self.label(x))
         axes.set_ylabel(wrapped(self.label(y), 26))
-        low, high = axes.get_ylim()
         if "y" in plot.log and axes.dataLim.y0 > 0:
             axes.set_yscale("log")
-        elif low > 0 and low < 0.6 * high:
-            axes.set_ylim(bottom=0)
+
+    @staticmethod
+    def ground(panels: Sequence[Axes]) -> None:
+        """Begins axes at zero where that is near. Only when all panels are drawn: a limit that is
+        set keeps panels that share the axis from growing it."""
+        for axes in panels:
+            low, high = axes.get_ylim()
+            if axes.get_yscale() == "linear" and 0 < low < 0.6 * high:
+                axes.set_ylim(bottom=0)
 
     def bars(self, axes: Axes, plot: Plot, panel: Panel) -> None:
         levels = self.experiment.factors[plot.x]
@@ -423,6 +431,8 @@ class Painter:
                     axes.set_title(wrapped(where_text(panel.where), 44), fontsize=9)
             for axes in flat[len(panels) :]:
                 axes.set_visible(False)
+            if plot.kind in ("curve", "bars", "box"):
+                self.ground(flat[: len(panels)])
             self.legend(figure, flat[: len(panels)], plot)
             suffix = f"-{part + 1}" if len(groups) > 1 else ""
             stem = re.sub(r"[^A-Za-z0-9]+", "-", f"{number:02}-{plot.kind}-{measure}").strip("-")

@@ -57,6 +57,7 @@ REGISTRY: dict[str, str] = {
     "links": "tombolo_lab.workloads.links:Links",
     "mesh": "tombolo_lab.workloads.links:MeshOfCells",
     "network": "tombolo_lab.workloads.network:Network",
+    "nics": "tombolo_lab.workloads.cards:Nics",
     "restart": "tombolo_lab.workloads.links:Restart",
     "rpc": "tombolo_lab.workloads.rpc:Rpc",
     "scale": "tombolo_lab.workloads.scale:Scale",

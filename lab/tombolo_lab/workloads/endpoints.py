@@ -9,17 +9,25 @@ traffic stays on this machine. `attachment` is
     vhost-user, stream, ivshmem, ivshmem-plain    the guest is a member of a fabric; the host's side
                                                   is a tap of the same network
     tap                                           QEMU's tap, without our switch: the kernel alone
+    macvtap                                       QEMU on a macvtap; the host's side is a macvlan of
+                                                  the same lower device (bridge mode)
     user                                          QEMU's user networking, without our switch; ports
                                                   5001 and 80 are forwarded, pings are not
+    switch-tap                                    a tap of a fabric, for a namespace
+    veth                                          a veth pair, for a namespace: the kernel alone
 
-`guest` is "cell", an app of ours, or "linux", the stock guest of `./x guest`.
+`guest` is "cell", an app of ours; "linux", the stock guest of `./x guest`; or "namespace", a
+network namespace of this host, in which the servers of the tools run as processes.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+import os
+import stat
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tombolo_lab import harness
@@ -30,7 +38,9 @@ HOST, GUEST = f"{PREFIX}.1", f"{PREFIX}.10"
 TAP = "tmb-lab"
 MAC = "02:00:00:00:4c:0a"
 FABRIC = ("vhost-user", "stream", "ivshmem", "ivshmem-plain")
-ATTACHMENTS = (*FABRIC, "tap", "user")
+SPACES = ("switch-tap", "veth")
+BARE = ("tap", "macvtap", "user")
+ATTACHMENTS = (*FABRIC, *BARE, *SPACES)
 BOOT_S = {"cell": 60, "linux": 120}
 # As the benches: what is measured comes first among processes of the same machine.
 FIRST = -5
@@ -41,7 +51,7 @@ PARAMETERS = {
         setup=True,
     ),
     "guest": Parameter(
-        "What runs in the guest", str, ("cell", "linux"), default="cell", setup=True
+        "What the guest is", str, ("cell", "linux", "namespace"), default="cell", setup=True
     ),
     "budget": Parameter(
         "Frames that the switch takes from a port in a turn", int, low=1, high=256, default=64,
@@ -84,12 +94,17 @@ class End:
     turns: Callable[[], dict] | None
     process: object
     memory: Callable[[], float]
+    pids: Mapping[str, int] = field(default_factory=dict)
 
 
 def check(cell: Mapping, app: str) -> None:
     """Skip where an end of this kind cannot be made here."""
     harness.need_root()
     harness.program()
+    if (cell["guest"] == "namespace") != (cell["attachment"] in SPACES):
+        raise Skip(f"{' and '.join(SPACES)} are for a namespace, the others for a machine")
+    if cell["guest"] == "namespace":
+        return
     harness.need_program("qemu-system-x86_64", "qemu-system-x86")
     if cell["guest"] == "cell":
         harness.need_cell(app)
@@ -148,8 +163,8 @@ def guest(cell: Mapping, app: str = "iperf", serve: str = "iperf") -> Iterator[E
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(harness.scratch())
         space = stack.enter_context(harness.Namespace())
-        if attachment in ("tap", "user"):
-            yield stack.enter_context(_bare(cell, space, app, serve))
+        if attachment in BARE:
+            yield stack.enter_context(_bare(cell, space, folder, app, serve))
         elif cell["guest"] == "cell":
             yield stack.enter_context(_cell_in_fabric(cell, space, folder, app))
         else:
@@ -189,13 +204,21 @@ def _cell_in_fabric(cell: Mapping, space: object, folder: Path, app: str) -> Ite
             _counters(fabric),
             fabric.process,
             lambda: float(harness.rss_bytes(pid)),
+            {"switch": fabric.process.pid, "guest": pid},
         )
 
 
-def linux(cell: Mapping, net: object, serve: str, netns: object = None) -> object:
+def linux(
+    cell: Mapping, net: object, serve: str, netns: object = None, qemu: object = None
+) -> object:
     """The stock Linux guest, not yet started to wait for; use it in a `with`."""
     return harness.LinuxGuest(
-        net=net, serve=serve, address=f"{GUEST}/24", netns=netns, nice=_niceness(cell)
+        net=net,
+        serve=serve,
+        address=f"{GUEST}/24",
+        netns=netns,
+        nice=_niceness(cell),
+        qemu=qemu,
     )
 
 
@@ -233,16 +256,49 @@ def _linux_in_fabric(cell: Mapping, space: object, folder: Path, serve: str) -> 
                 _counters(fabric),
                 machine,
                 lambda: float(machine.rss_bytes()),
+                {"switch": fabric.process.pid, "guest": machine.pid},
             )
 
 
+def _macvtap(space: object, folder: Path) -> tuple[object, Path]:
+    """A macvtap and, as TAP, a macvlan on one lower device: the guest's card, and a QEMU that has
+    the macvtap open as its descriptor 9."""
+    lower, end = "tmb-lower", "tmb-mvt"
+    space.ip("link", "add", lower, "type", "veth", "peer", "name", f"{lower}1")
+    for kind, name in (("macvlan", TAP), ("macvtap", end)):
+        words = ("link", "add", "link", lower, "name", name, "type", kind, "mode", "bridge")
+        try:
+            space.ip(*words)
+        except subprocess.CalledProcessError as error:
+            raise Skip(f"this kernel makes no {kind}: {error.stderr.strip()}") from None
+    space.ip("link", "set", end, "address", MAC)
+    space.ip("address", "add", f"{HOST}/24", "dev", TAP)
+    for name in (lower, f"{lower}1", end, TAP):
+        space.ip("link", "set", name, "up")
+    # Nodes in /dev are named by an index that is unique in a namespace only.
+    numbers = space.run("sh", "-c", f"cat /sys/class/net/{end}/macvtap/*/dev").stdout.strip()
+    major, minor = map(int, numbers.split(":"))
+    node = folder / "macvtap"
+    os.mknod(node, 0o600 | stat.S_IFCHR, os.makedev(major, minor))
+    wrapper = folder / "qemu"
+    qemu = harness.need_program("qemu-system-x86_64", "qemu-system-x86")
+    wrapper.write_text(
+        f'#!/bin/sh\nexec "{os.environ.get("TOMBOLO_QEMU") or qemu}" "$@" 9<>"{node}"\n'
+    )
+    wrapper.chmod(0o755)
+    return harness.Net("tap,id=ID,fd=9,vhost=off").with_mac(MAC), wrapper
+
+
 @contextlib.contextmanager
-def _bare(cell: Mapping, space: object, app: str, serve: str) -> Iterator[End]:
+def _bare(cell: Mapping, space: object, folder: Path, app: str, serve: str) -> Iterator[End]:
     """A guest on QEMU's own networking, without a fabric."""
-    is_tap = cell["attachment"] == "tap"
+    is_tap, qemu = cell["attachment"] in ("tap", "macvtap"), None
     if is_tap:
-        space.tap(TAP, f"{HOST}/24")
-        net = harness.Net.tap(TAP).with_mac(MAC)
+        if cell["attachment"] == "macvtap":
+            net, qemu = _macvtap(space, folder)
+        else:
+            space.tap(TAP, f"{HOST}/24")
+            net = harness.Net.tap(TAP).with_mac(MAC)
         address, words = GUEST, f"ip={GUEST}/24 hostname=guest budget={cell['cell_budget']}"
     else:
         forwards = ",".join(
@@ -252,9 +308,11 @@ def _bare(cell: Mapping, space: object, app: str, serve: str) -> Iterator[End]:
         net = harness.Net.user(forwards)
         address, words = "127.0.0.1", f"hostname=guest budget={cell['cell_budget']}"
     if cell["guest"] == "cell":
-        machine = harness.CellGuest(app, net=net, append=words, netns=space, nice=_niceness(cell))
+        machine = harness.CellGuest(
+            app, net=net, append=words, netns=space, nice=_niceness(cell), qemu=qemu
+        )
     elif is_tap:
-        machine = linux(cell, net, serve, space)
+        machine = linux(cell, net, serve, space, qemu)
     else:
         machine = harness.LinuxGuest(net=net, serve=serve, netns=space, nice=_niceness(cell))
     with machine:
@@ -273,4 +331,51 @@ def _bare(cell: Mapping, space: object, app: str, serve: str) -> Iterator[End]:
             None,
             machine,
             lambda: float(machine.rss_bytes()),
+            {"guest": machine.pid},
+        )
+
+
+@contextlib.contextmanager
+def namespace(cell: Mapping, servers: Sequence[Sequence[object]]) -> Iterator[End]:
+    """A namespace in which these servers run, each a command of a tool, when it answers pings.
+    "{address}" in a command is the namespace's address."""
+    with contextlib.ExitStack() as stack:
+        near, far = (stack.enter_context(harness.Namespace()) for _ in range(2))
+        fabric = None
+        if cell["attachment"] == "switch-tap":
+            folder = stack.enter_context(harness.scratch())
+            text = head(cell, near) + (
+                f'[tap.guest]\ndevice = "{TAP}"\nnetns = "{far}"\nip = "{GUEST}"\n'
+            )
+            fabric = stack.enter_context(harness.Fabric(folder, text, nice=_niceness(cell)))
+        else:
+            near.ip("link", "add", TAP, "type", "veth", "peer", "name", TAP, "netns", str(far))
+            for space, address in ((near, HOST), (far, GUEST)):
+                space.ip("address", "add", f"{address}/24", "dev", TAP)
+        far.ip("link", "set", TAP, "up")
+        processes = [
+            stack.enter_context(
+                harness.Process(
+                    [str(word).format(address=GUEST) for word in words],
+                    netns=far,
+                    nice=FIRST,
+                    own_mounts=False,
+                )
+            )
+            for words in servers
+        ]
+        watched = [fabric.process, *processes] if fabric else processes
+
+        _ready(near, lambda: all(process.alive() for process in watched), 20)
+        pids = {f"server {index}": process.pid for index, process in enumerate(processes)}
+        if fabric:
+            pids["switch"] = fabric.process.pid
+        yield End(
+            near,
+            GUEST,
+            lambda: sum(harness.cpu_seconds(pid) for pid in pids.values()),
+            _counters(fabric) if fabric else None,
+            processes[0],
+            lambda: float(sum(harness.rss_bytes(process.pid) for process in processes)),
+            pids,
         )

@@ -1,6 +1,10 @@
 """Workloads of one guest on a network: what its link carries, by itself, beside other load on the
 host, and by the settings of switch and guest.
 
+The load is that of iperf 2, or the paced one of paced.c: at an exact rate, one way to the guest's
+iperf server, or with `echo` to a guest that sends everything back, so that every datagram and write
+has its round trip. To a namespace of this host it may be that of iperf 3 or sockperf too.
+
 `Network` measures one direction of TCP or UDP. `Stress` does so beside stress-ng. `Budget` and
 `Tuning` are `Network` with other measures: what a poll turn carries, and the loss-free maximum.
 """
@@ -8,24 +12,33 @@ host, and by the settings of switch and guest.
 from __future__ import annotations
 
 import contextlib
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from tombolo_lab import harness
-from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, tools
+from tombolo_lab import harness, machine
+from tombolo_lab.workloads import Measure, Parameter, Skip, Workload, endpoints, paced, tools
 
 TRAFFIC = {
+    "tool": Parameter(
+        "What sends: iperf 2, paced.c, iperf 3, or sockperf, whose messages come back", str,
+        ("iperf", "paced", "iperf3", "sockperf"), default="iperf", setup=True,
+    ),
+    "echo": Parameter(
+        "Whether the guest sends everything back (paced)", bool, default=False, setup=True
+    ),
     "protocol": Parameter("What is sent", str, ("tcp", "udp"), default="tcp"),
     "direction": Parameter(
         "up: from the host to the guest; down: from the guest to the host", str, ("up", "down"),
         default="up",
     ),
     "size": Parameter(
-        "Bytes of a write or datagram; 0 is iperf's own (128 KiB, or 1,470)", int, low=0,
-        high=1_000_000, default=0, unit="B",
+        "Bytes of a write or datagram; 0 is iperf's own (128 KiB, or 1,470) or paced's (65,500, or "
+        "1,470)", int, low=0, high=1_000_000, default=0, unit="B",
     ),
     "offered": Parameter(
-        "Offered rate as iperf takes it: 20M, 400pps; empty: as fast as TCP goes", str, default=""
+        "Offered rate: 20M (bits a second of payload) or 400pps; empty: as fast as it goes, which "
+        "iperf does with TCP only", str, default="",
     ),
     "seconds": Parameter("Duration of the load", float, low=0.2, high=600, default=2, unit="s"),
     "pings": Parameter("Whether the guest is pinged meanwhile", bool, default=False),
@@ -35,15 +48,31 @@ MEASURES = {
     "loss": Measure("Datagrams lost, as a part of those sent", "", "lower", 0, 1),
     "sent_s": Measure("Datagrams sent", "1/s", ""),
     "arrived_s": Measure("Datagrams that arrived", "1/s", "higher"),
-    "jitter_ms": Measure("iperf's jitter", "ms", "lower"),
+    "jitter_ms": Measure("Jitter (RFC 3550)", "ms", "lower"),
+    "out_of_order": Measure("Datagrams behind one with a higher number (paced)", "", "lower"),
+    "duplicates": Measure("Datagrams that came twice (echo)", "", "lower"),
+    "retransmitted": Measure("TCP segments that the host sent again (paced)", "", "lower"),
+    "unsent": Measure(
+        "Part of the offered load that the sender was too slow for (paced)", "", "lower", 0, 1
+    ),
+    "late_us": Measure("Greatest lateness of the sender (paced)", "µs", "lower"),
     "cpus": Measure("CPUs that daemon and QEMU used", "CPUs", "lower"),
     "cpu_us_per_kb": Measure("CPU time of daemon and QEMU per 1,000 B", "µs", "lower"),
-    "rtt_us": Measure("Round trip of a ping during the load, median", "µs", "lower"),
+    "softirq_cpus": Measure("CPUs of the host's softirqs", "CPUs", "lower"),
+    "host_interrupts_s": Measure("Interrupts of the host", "1/s", "lower"),
+    "cycles_per_frame": Measure(
+        "Cycles of daemon and guest per frame through the port, where the CPU counts", "", "lower"
+    ),
+    "instructions_per_frame": Measure("… the same for instructions", "", "lower"),
+    "rtt_us": Measure(
+        "Round trip, median: of pings during the load, or of the load itself (echo)", "µs", "lower"
+    ),
+    "rtt_p99_us": Measure("… its 99th percentile, of 100 and more", "µs", "lower"),
+    "rtt_p999_us": Measure("… its 99.9th percentile, of 1,000 and more", "µs", "lower"),
+    "rtt_p9999_us": Measure("… its 99.99th percentile, of 10,000 and more", "µs", "lower"),
     "frames_per_turn": Measure("Frames that the switch took from the port in a turn", "", ""),
     "port_frames_s": Measure("Frames through the guest's port, both ways", "1/s", ""),
-    "wakeups_s": Measure(
-        "Wake-ups of the port that the load comes from", "1/s", "lower"
-    ),
+    "wakeups_s": Measure("Wake-ups of the port that the load comes from", "1/s", "lower"),
 }
 
 
@@ -52,18 +81,28 @@ class Network(Workload):
 
     name = "network"
     doc = (
-        "Sends TCP or UDP between the host and one guest by iperf 2. The guest is a cell or the "
-        "stock Linux guest, on any attachment; the host's end is a tap in a namespace."
+        "Sends TCP or UDP between the host and one guest by iperf 2 or the paced generator. The "
+        "guest is a cell or the stock Linux guest, on any attachment; the host's end is a tap in a "
+        "namespace."
     )
     parameters = {**endpoints.PARAMETERS, **TRAFFIC}
     measures = MEASURES
     needs = ("root", "QEMU", "iperf 2")
 
     def check(self, cell: dict) -> None:
-        endpoints.check(cell, "iperf")
-        harness.need_program("iperf")
-        if cell["protocol"] == "udp" and not cell["offered"]:
-            raise Skip("UDP needs an offered rate")
+        endpoints.check(cell, app_of(cell))
+        for program in PROGRAMS[cell["tool"]]:
+            harness.need_program(program)
+        if cell["tool"] in ("iperf3", "sockperf"):
+            check_other(cell)
+        if cell["tool"] == "paced":
+            check_paced(cell)
+        elif cell["echo"]:
+            raise Skip("iperf 2 reads no echo: only paced does")
+        elif cell["protocol"] == "udp" and not cell["offered"] and cell["tool"] != "sockperf":
+            raise Skip("UDP by iperf needs an offered rate")
+        if cell["offered"]:
+            paced.rate_of(cell["offered"], 1)
         if cell["attachment"] == "user" and cell["pings"]:
             raise Skip("QEMU's user networking forwards no pings")
         if cell["attachment"] == "user" and (cell["protocol"], cell["direction"]) == (
@@ -74,28 +113,80 @@ class Network(Workload):
 
     @contextlib.contextmanager
     def open(self, cell: dict) -> Iterator[endpoints.End]:
-        with endpoints.guest(cell) as end:
-            warm_up(end)
+        if cell["guest"] == "namespace":
+            with endpoints.namespace(cell, servers(cell["tool"])) as end:
+                if cell["tool"] in ("iperf", "paced"):
+                    warm_up(end)
+                yield end
+            return
+        with endpoints.guest(cell, app_of(cell)) as end:
+            warm_up(end, cell["echo"])
             yield end
 
     def setup_seconds(self, cell: dict) -> float:
-        return 2.5 if cell["guest"] == "cell" else 15
+        return {"cell": 2.5, "linux": 15.0, "namespace": 1.0}[cell["guest"]]
 
     def seconds(self, cell: dict) -> float:
         both = cell["protocol"] == "udp" and cell["direction"] == "down"
-        return cell["seconds"] * (2 if both else 1) + 0.5
+        return load_seconds(cell) * (2 if both else 1) + 0.5
 
     def measure(self, end: endpoints.End, cell: dict) -> dict:
         return loaded(end, cell)
 
 
-def warm_up(end: endpoints.End, seconds: float = 20) -> None:
+def app_of(cell: dict) -> str:
+    """The cell's app."""
+    return "echo" if cell["echo"] else "iperf"
+
+
+# The client and the server of each tool.
+PROGRAMS = {
+    "iperf": ("iperf",), "paced": ("iperf",), "iperf3": ("iperf3",), "sockperf": ("sockperf",)
+}  # fmt: skip
+
+
+def servers(tool: str) -> list[list[object]]:
+    """Commands of a tool's servers, in a namespace."""
+    if tool == "iperf":
+        return [["iperf", "-s"], ["iperf", "-s", "-u"]]
+    if tool == "paced":
+        return [[paced.program(), "sink", kind, paced.IPERF_PORT] for kind in ("tcp", "udp")]
+    if tool == "iperf3":
+        return [["iperf3", "-s"]]
+    words = ["sockperf", "server", "-i", "{address}", "-p", tools.SOCKPERF_PORT]
+    return [words, [*words, "--tcp"]]
+
+
+def check_other(cell: dict) -> None:
+    """Skip where iperf 3 and sockperf have no server, or no such load."""
+    if cell["guest"] != "namespace":
+        raise Skip(f'{cell["tool"]} has a server in a namespace only (guest = "namespace")')
+    if cell["tool"] == "sockperf" and cell["direction"] == "down":
+        raise Skip("sockperf's messages come back: only up is run")
+
+
+def check_paced(cell: dict) -> None:
+    """Skip where the paced generator has no such load."""
+    size = cell["size"] or paced.BYTES[cell["protocol"]]
+    paced.check(cell["protocol"], size, cell["offered"], cell["seconds"])
+    if cell["direction"] == "down":
+        raise Skip("paced sends from the host to the guest only")
+    if cell["echo"] and cell["guest"] != "cell":
+        raise Skip(f'only a cell has an echo server here, not guest = "{cell["guest"]}"')
+    if cell["echo"] and cell["attachment"] == "user":
+        raise Skip("QEMU's user networking forwards no echo here")
+
+
+def warm_up(end: endpoints.End, echo: bool = False, seconds: float = 20) -> None:
     """A first connection, which pays for ARP and routes. A Linux guest answers pings before its
     server listens, so it is tried again for a while."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            tools.iperf(end.space, end.address, "tcp", seconds=0.3)
+            if echo:
+                paced.trip(end.space, end.address, "tcp", 64, 100, 0.1)
+            else:
+                tools.iperf(end.space, end.address, "tcp", seconds=0.3)
             return
         except tools.ToolError:
             if time.monotonic() > deadline:
@@ -105,42 +196,168 @@ def warm_up(end: endpoints.End, seconds: float = 20) -> None:
 
 def loaded(end: endpoints.End, cell: dict, offered: str | None = None) -> dict:
     """One load, and everything that is counted meanwhile."""
+    offered = cell["offered"] if offered is None else offered
     before = end.turns() if end.turns else None
     cpu, begun = end.cpu(), time.monotonic()
     with contextlib.ExitStack() as stack:
         times: list[float] = []
         if cell["pings"]:
             times = stack.enter_context(tools.pinging(end.space, end.address))
-        flow = tools.iperf(
-            end.space,
-            end.address,
-            cell["protocol"],
-            cell["direction"] == "down",
-            cell["seconds"],
-            cell["size"],
-            cell["offered"] if offered is None else offered,
-        )
+        pids = end.pids if machine.missing_counters() is None else {}
+        counts = stack.enter_context(machine.counters(list(pids.values()))) if pids else {}
+        meter = stack.enter_context(machine.Meter())
+        row = LOADS[cell["tool"]](end, cell, offered)
     took, used = time.monotonic() - begun, end.cpu() - cpu
     # iperf's -r sends up first, so there CPU and frames are of both directions, and of none alone.
     is_alone = (cell["protocol"], cell["direction"]) != ("udp", "down")
-    found: dict = dict.fromkeys(MEASURES)
-    found |= {"mbit_s": flow.mbit_s, "loss": flow.loss}
+    found: dict = dict.fromkeys(MEASURES) | row
+    found["softirq_cpus"] = meter.usage.softirq_cpus
+    found["host_interrupts_s"] = meter.usage.interrupts_s
     if is_alone:
         found["cpus"] = used / took
-        if flow.mbit_s:
-            found["cpu_us_per_kb"] = used / cell["seconds"] * 1e6 / (flow.mbit_s * 125)
-    if flow.sent is not None:
-        found["sent_s"] = flow.sent / cell["seconds"]
-        found["arrived_s"] = (flow.sent - flow.lost) / cell["seconds"]
-        found["jitter_ms"] = flow.jitter_ms
+        if found["mbit_s"]:
+            found["cpu_us_per_kb"] = used / load_seconds(cell) * 1e6 / (found["mbit_s"] * 125)
     if before is not None and is_alone:
         found |= port_rates(before, end.turns(), cell["direction"] == "down", took)
+        frames = found["port_frames_s"] * took
+        for event, count in counts.items():
+            if count is not None and frames:
+                found[f"{event}_per_frame"] = count / frames
     if cell["pings"]:
         if not times:
             raise tools.ToolError("no ping was answered during the load")
-        found["rtt_us"] = sorted(times)[len(times) // 2]
-        found["samples"] = {"rtt_us": times}
+        if row.get("rtt_us") is None:
+            found |= trips(tools.percentiles_us(times))
+            found["samples"] = {"rtt_us": times}
     return found
+
+
+def load_seconds(cell: dict) -> float:
+    """How long the load lasts: iperf 3 and sockperf take whole seconds."""
+    is_whole = cell["tool"] in ("iperf3", "sockperf")
+    return max(1, math.ceil(cell["seconds"])) if is_whole else cell["seconds"]
+
+
+def iperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What iperf 2 says of one load."""
+    if cell["protocol"] == "tcp" and offered.endswith("pps"):
+        # It takes writes a second for UDP only.
+        size = cell["size"] or 128 << 10
+        offered = f"{paced.rate_of(offered, size) * size * 8:.0f}"
+    flow = tools.iperf(
+        end.space,
+        end.address,
+        cell["protocol"],
+        cell["direction"] == "down",
+        cell["seconds"],
+        cell["size"],
+        offered,
+    )
+    row = {"mbit_s": flow.mbit_s, "loss": flow.loss}
+    if flow.sent is not None:
+        row["sent_s"] = flow.sent / cell["seconds"]
+        row["arrived_s"] = (flow.sent - flow.lost) / cell["seconds"]
+        row["jitter_ms"] = flow.jitter_ms
+    return row
+
+
+def iperf3_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What iperf 3 says of one load."""
+    size = cell["size"] or paced.BYTES[cell["protocol"]]
+    done = tools.iperf3(
+        end.space,
+        end.address,
+        cell["protocol"],
+        cell["direction"] == "down",
+        cell["seconds"],
+        size,
+        paced.rate_of(offered, size) * size * 8,
+    )
+    row = {"mbit_s": done["mbit_s"], "retransmitted": done.get("retransmitted")}
+    if "sent" in done:
+        if not done["sent"]:
+            raise tools.ToolError("iperf3 sent no datagram")
+        seconds = load_seconds(cell)
+        row |= {
+            "loss": done["lost"] / done["sent"],
+            "sent_s": done["sent"] / seconds,
+            "arrived_s": (done["sent"] - done["lost"]) / seconds,
+            "jitter_ms": done["jitter_ms"],
+        }
+    return row
+
+
+def sockperf_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What sockperf says of messages that came back."""
+    size = cell["size"] or paced.BYTES[cell["protocol"]]
+    rate = paced.rate_of(offered, size)
+    done = tools.sockperf(end.space, end.address, cell["protocol"], cell["seconds"], size, rate)
+    if not done["received"] or done["seconds"] <= 0:
+        raise tools.ToolError("sockperf received nothing")
+    row = {"mbit_s": done["received"] * size * 8e-6 / done["seconds"], **trips(done["rtt_us"])}
+    if cell["protocol"] == "udp":
+        row |= {
+            "loss": max(0.0, 1 - done["received"] / done["sent"]),
+            "sent_s": done["sent"] / done["seconds"],
+            "arrived_s": min(done["received"], done["sent"]) / done["seconds"],
+            "duplicates": done["duplicates"],
+            "out_of_order": done["out_of_order"],
+        }
+    return row
+
+
+def paced_row(end: endpoints.End, cell: dict, offered: str) -> dict:
+    """What the paced generator says of one load."""
+    protocol, seconds = cell["protocol"], cell["seconds"]
+    size = cell["size"] or paced.BYTES[protocol]
+    way = paced.trip if cell["echo"] else paced.send
+    done = way(end.space, end.address, protocol, size, paced.rate_of(offered, size), seconds)
+    return row_of(done, protocol, seconds)
+
+
+def row_of(done: dict, protocol: str, seconds: float) -> dict:
+    """Measures of a row of paced.c, of a load that was to last so long."""
+    is_stream = protocol == "tcp"
+    # A stream is over when all of it has been read, a rate after its last interval.
+    span = max(done["sent_seconds"], seconds, done["seconds"] if is_stream else 0)
+    row = {
+        "mbit_s": done["bytes"] * 8e-6 / span,
+        "late_us": done["late_us"],
+        "unsent": 1 - done["sent"] / done["due"],
+        "duplicates": done.get("duplicates"),
+        "retransmitted": done.get("retransmitted"),
+    }
+    if not is_stream:
+        row |= {
+            "loss": 1 - done["received"] / done["sent"],
+            "sent_s": done["sent"] / span,
+            "arrived_s": done["received"] / span,
+            "jitter_ms": done["jitter_us"] / 1000,
+            "out_of_order": done["out_of_order"],
+        }
+    if "rtt_us" in done:
+        if done["rtt_us"] is None:
+            raise tools.ToolError(f"none of {done['sent']} came back")
+        row |= trips(done["rtt_us"])
+        row["jitter_ms"] = done["jitter_us"] / 1000
+        row["samples"] = {"rtt_us": done["rtt_us_values"]}
+    return row
+
+
+LOADS = {
+    "iperf": iperf_row, "paced": paced_row, "iperf3": iperf3_row, "sockperf": sockperf_row
+}  # fmt: skip
+
+
+def trips(found: dict) -> dict:
+    """Measures of round trips; a percentile of fewer values than it needs is None."""
+    count = found["count"]
+    return {
+        "rtt_us": found["p50"],
+        "rtt_p99_us": found["p99"] if count >= 100 else None,
+        "rtt_p999_us": found["p999"] if count >= 1000 else None,
+        "rtt_p9999_us": found["p9999"] if count >= 10_000 else None,
+    }
 
 
 def port_rates(before: dict, after: dict, is_down: bool, seconds: float) -> dict:
@@ -221,7 +438,7 @@ class Budget(Network):
 
     def seconds(self, cell: dict) -> float:
         one = super().seconds(cell)
-        return one * (1 + cell["search_steps"] * cell["search"])
+        return one * (1 + (1 + cell["search_steps"]) * cell["search"])
 
     def measure(self, end: endpoints.End, cell: dict) -> dict:
         found = {**loaded(end, cell), "loss_free_mbit_s": None}
@@ -231,17 +448,38 @@ class Budget(Network):
 
     @staticmethod
     def loss_free(end: endpoints.End, cell: dict) -> float:
-        """The highest offered rate at which no datagram was lost, in Mbit/s; 0 where even the
-        lowest that was tried lost some."""
-        low, high = 0.0, cell["search_top"]
+        """The highest offered rate without loss in Mbit/s, between 0 and `search_top`."""
         trial = {**cell, "protocol": "udp", "pings": False}
-        for _ in range(cell["search_steps"]):
-            middle = (low + high) / 2
-            if loaded(end, trial, f"{middle:.3f}M")["loss"] == 0:
-                low = middle
-            else:
-                high = middle
-        return low
+
+        def loss(rate: float) -> float:
+            row = loaded(end, trial, f"{rate:.3f}M")
+            # What was not even sent is no loss of the guest, but no rate that was had either.
+            return max(row["loss"], row["unsent"] or 0)
+
+        return search(loss, cell["search_top"], cell["search_steps"])
+
+
+def search(loss: Callable[[float], float], top: float, steps: int) -> float:
+    """The highest rate at which nothing is lost, by binary search (RFC 2544, 26.1): `top` where
+    that is free of loss, else exact to top / 2**steps; 0 where all that was tried lost some.
+
+    A rate that lost is tried once more, since a machine that does something else for a moment
+    loses too.
+    """
+
+    def is_free(rate: float) -> bool:
+        return loss(rate) == 0 or loss(rate) == 0
+
+    if is_free(top):
+        return top
+    low, high = 0.0, top
+    for _ in range(steps):
+        middle = (low + high) / 2
+        if is_free(middle):
+            low = middle
+        else:
+            high = middle
+    return low
 
 
 class Tuning(Network):

@@ -1,19 +1,25 @@
-"""Tools that readers trust, run for a bounded time: iperf 2, ping, httperf, stress-ng.
+"""Tools that readers trust, run for a bounded time: iperf 2 and 3, sockperf, ping, httperf, siege,
+wrk, stress-ng.
 
 Each function starts one, reads its report, and raises ToolError where it has none.
 
-What is parsed was seen with iperf 2.1.8, iputils ping 20221126, httperf 0.9.0 and stress-ng 0.15.
+What is parsed was seen with iperf 2.1.8, iperf 3.12, sockperf 3.7, iputils ping 20221126, httperf
+0.9.0, siege 4.0.7, wrk 4.1.0 and stress-ng 0.15.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import re
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from tombolo_lab import LabError
 
@@ -24,7 +30,7 @@ class ToolError(LabError):
     """A tool that failed or whose report could not be read; the text has its last lines."""
 
 
-def _bounded(command: Sequence[object], seconds: float) -> subprocess.CompletedProcess:
+def bounded(command: Sequence[object], seconds: float) -> subprocess.CompletedProcess:
     """Runs a command for at most `seconds`; what it was is in the error."""
     words = [str(word) for word in command]
     try:
@@ -107,7 +113,7 @@ def iperf(
     `down`: from the server to the client. `size`: bytes of a write or datagram; 0 is iperf's own.
     """
     command = iperf_command(address, protocol, down, seconds, size, offered)
-    done = _bounded(inside(space, *command), 3 * seconds + 30)
+    done = bounded(inside(space, *command), 3 * seconds + 30)
     if protocol == "tcp":
         return iperf_tcp(done.stdout)
     flows = iperf_udp(done.stdout)
@@ -116,16 +122,124 @@ def iperf(
     return flows[1 if down else 0]
 
 
+# ---- iperf 3 -------------------------------------------------------------------------------------
+def iperf3_report(text: str) -> dict:
+    """Of iperf3's JSON: mbit_s that were received; of UDP sent, lost and jitter_ms; of TCP
+    retransmitted."""
+    try:
+        data = json.loads(text)
+    except ValueError:
+        raise ToolError(f"iperf3: expected JSON, found {text.strip()[-300:]!r}") from None
+    if "error" in data:
+        raise ToolError(f"iperf3: {data['error']}")
+    end = data["end"]
+    # Of UDP, iperf3 3.12 has the receiver's counts in `sum`, and its rate in sum_received.
+    received = end.get("sum_received") or end["sum"]
+    row = {"mbit_s": received["bits_per_second"] / 1e6}
+    if "packets" in end.get("sum", {}):
+        counts = end["sum"]
+        return row | {
+            "sent": counts["packets"],
+            "lost": counts["lost_packets"],
+            "jitter_ms": counts["jitter_ms"],
+        }
+    return row | {"retransmitted": end["sum_sent"].get("retransmits")}
+
+
+def iperf3(
+    space: object,
+    address: str,
+    protocol: str,
+    down: bool,
+    seconds: float,
+    size: int,
+    bits_s: float,
+) -> dict:
+    """iperf3's client; 0 bits a second are as fast as TCP goes. iperf3 takes whole seconds."""
+    words: list[object] = ["iperf3", "-J", "-c", address, "-t", max(1, math.ceil(seconds))]
+    words += ["-u"] if protocol == "udp" else []
+    words += ["-l", size] if size else []
+    words += ["-b", round(bits_s)] if bits_s else []
+    words += ["-R"] if down else []
+    return iperf3_report(bounded(inside(space, *words), 3 * seconds + 30).stdout)
+
+
+# ---- sockperf ------------------------------------------------------------------------------------
+SOCKPERF_PORT = 11111
+# What it leaves out at the begin and the end of its time.
+SOCKPERF_LEAST_S = 1
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SOCKPERF = {"p50": "50.000", "p99": "99.000", "p999": "99.900", "p9999": "99.990"}
+
+
+def sockperf_report(text: str) -> dict:
+    """Of sockperf's ping-pong or under-load: sent, received, duplicates, out_of_order, seconds, and
+    whole round trips in µs: count, p50, p99, p999, p9999. sockperf prints halves."""
+    text = _COLOUR.sub("", text)
+
+    def found(pattern: str) -> re.Match:
+        match = re.search(pattern, text)
+        if not match:
+            raise ToolError(f"sockperf's report has no {pattern!r}: {text.strip()[-300:]!r}")
+        return match
+
+    valid = found(
+        r"Valid Duration\] RunTime=([\d.]+) sec; SentMessages=(\d+); ReceivedMessages=(\d+)"
+    )
+    faults = found(
+        r"dropped messages = (\d+); # duplicated messages = (\d+); # out-of-order messages = (\d+)"
+    )
+    return {
+        "seconds": float(valid[1]),
+        "sent": int(valid[2]),
+        "received": int(valid[3]),
+        "duplicates": int(faults[2]),
+        "out_of_order": int(faults[3]),
+        "rtt_us": {
+            "count": int(found(r"Total (\d+) observations")[1]),
+            **{
+                name: 2 * float(found(rf"percentile {part} =\s*([\d.]+)")[1])
+                for name, part in _SOCKPERF.items()
+            },
+        },
+    }
+
+
+def sockperf(
+    space: object, address: str, protocol: str, seconds: float, size: int, rate: float
+) -> dict:
+    """Messages to sockperf's server and back, at a rate or (0) one at a time. It takes whole
+    seconds."""
+    words: list[object] = ["under-load", f"--mps={round(rate)}", "--reply-every=1"]
+    words = ["sockperf", *(words if rate else ["ping-pong"])]
+    words += ["-i", address, "-p", SOCKPERF_PORT, "-t", max(SOCKPERF_LEAST_S, math.ceil(seconds))]
+    words += ["-m", size] + (["--tcp"] if protocol == "tcp" else [])
+    return sockperf_report(bounded(inside(space, *words), 3 * seconds + 30).stdout)
+
+
 # ---- ping ----------------------------------------------------------------------------------------
 def ping_times(text: str) -> list[float]:
     """Round trips in µs of ping's lines."""
     return [float(value) * 1000 for value in re.findall(r"time=([\d.]+) ms", text)]
 
 
+def percentiles_us(values: Sequence[float]) -> dict:
+    """count, p50, p99, p999 and p9999 by the nearest rank, as paced.c gives them."""
+    ordered = sorted(values)
+    if not ordered:
+        raise ToolError("no round trips to take percentiles of")
+
+    def at(part: float) -> float:
+        return ordered[max(0, math.ceil(part * len(ordered) - 1e-9) - 1)]
+
+    parts = {"p50": 0.5, "p99": 0.99, "p999": 0.999, "p9999": 0.9999}
+    return {"count": len(ordered), **{name: at(part) for name, part in parts.items()}}
+
+
 def ping(space: object, address: str, count: int, interval_s: float = 0.01) -> list[float]:
     """Round trips in µs of `count` echo requests; those without a reply are left out."""
     command = inside(space, "ping", "-n", "-i", interval_s, "-c", count, "-W", 1, address)
-    times = ping_times(_bounded(command, count * interval_s * 3 + 30).stdout)
+    times = ping_times(bounded(command, count * interval_s * 3 + 30).stdout)
     if not times:
         raise ToolError(f"no reply to {count} pings of {address}")
     return times
@@ -137,7 +251,11 @@ def flood(space: object, address: str, count: int) -> tuple[int, int, list[float
     A request follows the reply to the one before, or after 10 ms.
     """
     command = inside(space, "ping", "-n", "-q", "-f", "-c", count, address)
-    text = _bounded(command, count * 0.02 + 60).stdout
+    return flood_report(bounded(command, count * 0.02 + 60).stdout)
+
+
+def flood_report(text: str) -> tuple[int, int, list[float]]:
+    """Reads ping's summary: sent, answered, and [least, mean, most] in µs."""
     counts = re.search(r"(\d+) packets transmitted, (\d+) received", text)
     times = re.search(r"= ([\d.]+)/([\d.]+)/([\d.]+)/", text)
     if not counts or not times:
@@ -199,16 +317,109 @@ def httperf_report(text: str) -> Http:
     )
 
 
+def httperf_words(
+    address: str, path: str, sessions: int, requests: int, seconds: float
+) -> list[object]:
+    """httperf's command."""
+    return [
+        *("httperf", "--hog", "--server", address, "--port", 80, "--uri", path),
+        *("--num-conns", sessions, "--num-calls", requests, "--rate", 1000, "--timeout", seconds),
+    ]
+
+
+def siege_report(text: str) -> Http:
+    """Reads siege's summary. Its times have a resolution of 10 ms."""
+
+    def number(name: str) -> float:
+        found = re.search(rf"^{name}:\s+([\d.]+)", text, re.M)
+        if not found:
+            raise ToolError(f"siege's report has no {name!r}: {text.strip()[-300:]!r}")
+        return float(found[1])
+
+    seconds, replies = number("Elapsed time"), int(number("Transactions"))
+    unit = re.search(r"^Data transferred:\s+[\d.]+ (\w+)", text, re.M)
+    moved = number("Data transferred") * _BYTES[unit[1] if unit else "MB"]
+    return Http(
+        replies / seconds if seconds else 0.0,
+        moved * 8e-6 / seconds if seconds else 0.0,
+        number("Response time") * 1000,
+        replies,
+        int(number("Failed transactions")),
+    )
+
+
+# Units of siege and of wrk: powers of 1,024, as both print them.
+_BYTES = {"B": 1, "KB": 1 << 10, "MB": 1 << 20, "GB": 1 << 30}
+_TIMES_MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "m": 6e4}
+_SIEGERC = """\
+verbose = false
+logging = false
+protocol = HTTP/1.1
+connection = close
+parser = false
+failures = 1024
+timeout = {seconds:.0f}
+"""
+
+
+def siege(
+    space: object, address: str, path: str, sessions: int, requests: int, seconds: float
+) -> Http:
+    """`requests` by each of `sessions` users at the same time, without delays.
+
+    Each request has a connection of its own, as some servers close them after one. Where siege's
+    clock says no time passed, that of its whole run stands for it: rates are lower bounds there.
+    """
+    with tempfile.TemporaryDirectory() as home:
+        settings = Path(home) / "siegerc"
+        settings.write_text(_SIEGERC.format(seconds=max(1, seconds)))
+        words = ["siege", "-R", settings, "-b", "-c", sessions, "-r", requests]
+        command = inside(space, "env", f"HOME={home}", *words, f"http://{address}{path}")
+        begun = time.monotonic()
+        done = bounded(command, 2 * seconds + 30)
+        took = time.monotonic() - begun
+    text = done.stdout + done.stderr
+    if re.search(r"^Elapsed time:\s+0\.00 ", text, re.M):
+        text = re.sub(r"^(Elapsed time:\s+)0\.00", rf"\g<1>{took:.4f}", text, flags=re.M)
+    return siege_report(text)
+
+
+def wrk_report(text: str) -> tuple[Http, dict]:
+    """Reads wrk's report with --latency: what was counted, and percentiles of a reply in ms."""
+    total = re.search(r"(\d+) requests in ([\d.]+)(us|ms|s|m), ([\d.]+)(\w?B) read", text)
+    mean = re.search(r"Latency\s+([\d.]+)(us|ms|s|m)", text)
+    parts = re.findall(r"^\s+(\d+)%\s+([\d.]+)(us|ms|s|m)", text, re.M)
+    if not total or not mean or not parts:
+        raise ToolError(f"no counts in wrk's report: {text.strip()[-300:]!r}")
+    seconds = float(total[2]) * _TIMES_MS[total[3]] / 1000
+    errors = 0
+    if found := re.search(r"connect (\d+), read (\d+), write (\d+), timeout (\d+)", text):
+        errors += sum(map(int, found.groups()))
+    if found := re.search(r"Non-2xx or 3xx responses: (\d+)", text):
+        errors += int(found[1])
+    http = Http(
+        int(total[1]) / seconds,
+        float(total[4]) * _BYTES[total[5]] * 8e-6 / seconds,
+        float(mean[1]) * _TIMES_MS[mean[2]],
+        int(total[1]),
+        errors,
+    )
+    return http, {f"p{part}": float(value) * _TIMES_MS[unit] for part, value, unit in parts}
+
+
+def wrk(space: object, address: str, path: str, sessions: int, seconds: float) -> tuple[Http, dict]:
+    """`sessions` connections that ask again and again, for a whole number of seconds."""
+    words = ["wrk", "--latency", "-t", 1, "-c", sessions, "-d", f"{max(1, math.ceil(seconds))}s"]
+    command = inside(space, *words, "--timeout", "30s", f"http://{address}{path}")
+    return wrk_report(bounded(command, 3 * seconds + 60).stdout)
+
+
 def httperf(
     space: object, address: str, path: str, sessions: int, requests: int, seconds: float
 ) -> Http:
     """`sessions` connections at the same time, `requests` over each, for a path of the server."""
-    command = inside(
-        space,
-        *("httperf", "--hog", "--server", address, "--port", 80, "--uri", path),
-        *("--num-conns", sessions, "--num-calls", requests, "--rate", 1000, "--timeout", seconds),
-    )
-    return httperf_report(_bounded(command, 2 * seconds + 30).stdout)
+    command = inside(space, *httperf_words(address, path, sessions, requests, seconds))
+    return httperf_report(bounded(command, 2 * seconds + 30).stdout)
 
 
 # ---- stress-ng -----------------------------------------------------------------------------------
