@@ -33,7 +33,11 @@ pub(crate) fn told(error: ClientError, origin: Origin<'_>) -> Failure {
         let what = format!("expected {}, found {}{hint}", p.expected, p.found);
         match origin {
             // Of `cell.NAME.memory` the flag is the last word; a section's own fault is that of its name.
-            Origin::Flags => format!("--{}: {what}", p.key.splitn(3, '.').nth(2).unwrap_or("name").replace('_', "-")),
+            // The name itself is not a flag of every command.
+            Origin::Flags => match p.key.splitn(3, '.').nth(2) {
+                Some(key) => format!("--{}: {what}", key.replace('_', "-")),
+                None => format!("the name: {what}"),
+            },
             Origin::File(path) => {
                 let key = if p.key.is_empty() { String::new() } else { format!("{}: ", p.key) };
                 format!("{}:{}:{}: {key}{what}", path.display(), p.line, p.column)
@@ -116,7 +120,10 @@ mod tests {
             Failure::Said(crate::exit::Exit::Misused, text) => text,
             other => panic!("{other:?}"),
         };
-        assert_eq!(text(Origin::Flags), "--memory: expected a size, found \"4\"\n--name: expected a size, found \"4\"");
+        assert_eq!(
+            text(Origin::Flags),
+            "--memory: expected a size, found \"4\"\nthe name: expected a size, found \"4\""
+        );
         assert!(text(Origin::File(Path::new("a.toml"))).starts_with("a.toml:2:7: cell.web.memory: expected a size"));
     }
 

@@ -158,7 +158,7 @@ fn ports_come_and_go_while_it_runs() {
     assert!(listed.ports.iter().any(|p| p.name == "extra"));
     assert!(home.ok("port ls").contains("extra") && home.ok("port stats extra").contains("rx frames"));
     let twice = home.refused("port add extra --kind vhost-user", 2);
-    assert!(twice.contains("extra") && twice.ends_with("\n1 fault in the addition; nothing was added\n"), "{twice}");
+    assert!(twice.contains("extra") && !twice.contains("request:"), "{twice}");
     assert!(home.refused("port add p --queues 99", 2).contains("expected a number from 1 to 8"));
     std::fs::write(home.path("more.toml"), "[port.a]\nkind = \"stream\"\n[port.b]\nkind = \"vhost-user\"\n").unwrap();
     assert_eq!(home.ok("port add --sections more.toml").lines().next(), Some("2 ports added: a, b"));

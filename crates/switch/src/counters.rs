@@ -41,6 +41,15 @@ impl std::ops::Deref for ByReason {
     }
 }
 
+impl<'a> IntoIterator for &'a ByReason {
+    type Item = &'a Counter;
+    type IntoIter = std::slice::Iter<'a, Counter>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        self.0.iter()
+    }
+}
+
 /// Buckets of the histogram of frames per turn: 0, 1, 2–3, 4–7, … , 2^(n-2) and more.
 pub const TURN_BUCKETS: usize = 12;
 

@@ -117,7 +117,7 @@ pub(super) fn rule(s: &mut Section<'_, '_, '_, '_>) -> RuleDecl {
 pub(super) fn mirror(s: &mut Section<'_, '_, '_, '_>) -> MirrorDecl {
     let name = |text: &str| super::parse::clean_name(text).map(Into::into);
     let of = s.list("of", true, name).unwrap_or_default();
-    let to = s.text("to", |text| super::parse::clean_name(text));
+    let to = s.text("to", super::parse::clean_name);
     if s.raw("to").is_none() {
         s.missing("to");
     }
