@@ -1,86 +1,37 @@
-//! Moments of the calendar, in UTC: written as RFC 3339, and read as people write them.
+//! Moments of the calendar, in UTC: written as RFC 3339, and read as people write them. The calendar is jiff's.
 
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
-
-const DAY_S: u64 = 86400;
+use jiff::civil::{Date, DateTime, Time};
+use jiff::tz::TimeZone;
+use jiff::{Span, SpanRelativeTo, Timestamp};
 
 /// Milliseconds since 1970, as the system's clock has it.
 pub fn unix_ms() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
+    in_ms(Timestamp::now()).unwrap_or_default()
 }
 
-/// `2026-11-21T21:43:05.123Z`, by the civil calendar of days since 1970 (Hinnant's algorithm, in whole numbers).
+/// `None` before 1970.
+fn in_ms(at: Timestamp) -> Option<u64> {
+    at.as_millisecond().try_into().ok()
+}
+
+/// The latest moment that there is, for what lies beyond it.
+fn at(unix_ms: u64) -> Timestamp {
+    i64::try_from(unix_ms).ok().and_then(|ms| Timestamp::from_millisecond(ms).ok()).unwrap_or(Timestamp::MAX)
+}
+
+/// `2026-11-21T21:43:05.123Z`
 pub fn rfc3339(unix_ms: u64) -> String {
-    let (s, ms) = (unix_ms / 1000, unix_ms % 1000);
-    let (days, s) = (s / DAY_S, s % DAY_S);
-    let shifted = days + 719_468;
-    let (era, day) = (shifted / 146_097, shifted % 146_097);
-    let year = (day - day / 1460 + day / 36524 - day / 146_096) / 365;
-    let of_year = day - (365 * year + year / 4 - year / 100);
-    let march = (5 * of_year + 2) / 153;
-    let (d, m) = (of_year - (153 * march + 2) / 5 + 1, if march < 10 { march + 3 } else { march - 9 });
-    let y = year + era * 400 + u64::from(m <= 2);
-    format!("{y:04}-{m:02}-{d:02}T{:02}:{:02}:{:02}.{ms:03}Z", s / 3600, s / 60 % 60, s % 60)
-}
-
-/// Days from 1970 to a day of the civil calendar; `None` for a day that does not exist, or before 1970.
-fn days(year: u64, month: u64, day: u64) -> Option<u64> {
-    let leap = year.is_multiple_of(4) && (!year.is_multiple_of(100) || year.is_multiple_of(400));
-    let long = [31, if leap { 29 } else { 28 }, 31, 30, 31, 30, 31, 31, 30, 31, 30, 31];
-    let length = *long.get(usize::try_from(month).ok()?.checked_sub(1)?)?;
-    if !(1970..=9999).contains(&year) || day == 0 || day > length {
-        return None;
-    }
-    let y = if month <= 2 { year - 1 } else { year };
-    let (era, of_era) = (y / 400, y % 400);
-    let march = if month > 2 { month - 3 } else { month + 9 };
-    let of_year = (153 * march + 2) / 5 + day - 1;
-    let of_era = of_era * 365 + of_era / 4 - of_era / 100 + of_year;
-    (era * 146_097 + of_era).checked_sub(719_468)
-}
-
-fn number(text: &str, digits: usize) -> Option<u64> {
-    (text.len() == digits && text.bytes().all(|b| b.is_ascii_digit())).then(|| text.parse().ok())?
-}
-
-/// A time of the day, `21:43`, `21:43:05` or `21:43:05.123`, in milliseconds.
-fn time_of_day(text: &str) -> Option<u64> {
-    let (whole, fraction) = text.split_once('.').unwrap_or((text, "0"));
-    let ms = match fraction.len() {
-        1..=9 => number(fraction, fraction.len())? * 1000 / 10u64.pow(fraction.len() as u32),
-        _ => return None,
-    };
-    let mut parts = whole.split(':');
-    let (h, m) = (number(parts.next()?, 2)?, number(parts.next()?, 2)?);
-    let s = parts.next().map_or(Some(0), |s| number(s, 2))?;
-    (h < 24 && m < 60 && s < 61 && parts.next().is_none()).then_some(((h * 60 + m) * 60 + s) * 1000 + ms)
+    format!("{:.3}", at(unix_ms))
 }
 
 /// Milliseconds since 1970 of an RFC 3339 time in UTC, such as [`rfc3339`] writes.
 pub fn parse_rfc3339(text: &str) -> Option<u64> {
-    let (date, time) = text.strip_suffix('Z')?.split_once('T')?;
-    Some(date_ms(date)? + time_of_day(time)?)
+    text.strip_suffix('Z').filter(|rest| rest.contains('T'))?;
+    in_ms(text.parse().ok()?)
 }
 
-fn date_ms(text: &str) -> Option<u64> {
-    let mut parts = text.splitn(3, '-');
-    let (y, m, d) = (number(parts.next()?, 4)?, number(parts.next()?, 2)?, number(parts.next()?, 2)?);
-    Some(days(y, m, d)? * DAY_S * 1000)
-}
-
-/// A span such as `90s`, `10m`, `2h`, `3d` or `1w`.
-fn span(text: &str) -> Option<Duration> {
-    let at = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    let (count, unit) = text.split_at(at);
-    let unit = match unit {
-        "s" => 1,
-        "m" | "min" => 60,
-        "h" => 3600,
-        "d" => DAY_S,
-        "w" => 7 * DAY_S,
-        _ => return None,
-    };
-    Some(Duration::from_secs(count.parse::<u64>().ok()?.checked_mul(unit)?))
+fn utc(moment: DateTime) -> Option<u64> {
+    in_ms(TimeZone::UTC.to_timestamp(moment).ok()?)
 }
 
 /// The moment that a user means, in milliseconds since 1970: a span back from `now_ms` (`2h`), a day (`2026-11-21`), a time of
@@ -89,16 +40,24 @@ fn span(text: &str) -> Option<Duration> {
 /// # Errors
 /// What was expected.
 pub fn since(text: &str, now_ms: u64) -> Result<u64, String> {
-    let text = text.trim();
-    if let Some(span) = span(text) {
-        return Ok(now_ms.saturating_sub(span.as_millis() as u64));
-    }
-    if let Some(of_day) = time_of_day(text.trim_end_matches('Z')) {
-        return Ok(now_ms / (DAY_S * 1000) * DAY_S * 1000 + of_day);
-    }
-    let plain = text.strip_suffix('Z').unwrap_or(text);
-    let both = plain.split_once(['T', ' ']).map(|(date, time)| Some(date_ms(date)? + time_of_day(time)?));
-    both.unwrap_or_else(|| date_ms(plain)).ok_or_else(|| {
+    let plain = text.trim().trim_end_matches('Z');
+    let (date, time) = (|| plain.parse::<Date>().ok(), || plain.parse::<Time>().ok());
+    let has = |c| plain.contains(c);
+    // The calendar's own readers take more forms than one can tell apart, like 10 for a time of day.
+    let found = match plain.as_bytes().first() {
+        Some(b'0'..=b'9') if has('-') && (has(':')) => plain.parse::<DateTime>().ok().and_then(utc),
+        Some(b'0'..=b'9') if has('-') => date().and_then(|date| utc(date.to_datetime(Time::midnight()))),
+        Some(b'0'..=b'9') if has(':') => {
+            let today = TimeZone::UTC.to_datetime(at(now_ms)).date();
+            time().and_then(|time| utc(today.to_datetime(time)))
+        }
+        Some(b'0'..=b'9') if !has(' ') => plain.parse::<Span>().ok().and_then(|span| {
+            let span = span.to_duration(SpanRelativeTo::days_are_24_hours()).ok()?;
+            Some(now_ms.saturating_sub(u64::try_from(span.as_millis()).ok()?))
+        }),
+        _ => None,
+    };
+    found.ok_or_else(|| {
         format!(
             "expected a span such as 90s, 10m, 2h or 1d, a day such as 2026-11-21, or a time in UTC such as 21:43 or \
              2026-11-21T21:43:05Z; found {text:?}"
@@ -109,6 +68,8 @@ pub fn since(text: &str, now_ms: u64) -> Result<u64, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const DAY_MS: u64 = 86_400_000;
 
     #[test]
     fn times_are_civil_and_are_read_as_they_are_written() {
@@ -123,7 +84,7 @@ mod tests {
         }
         // Every day of 400 years, against the one that writes.
         for day in 0..146_097 {
-            assert_eq!(parse_rfc3339(&rfc3339(day * DAY_S * 1000)), Some(day * DAY_S * 1000), "day {day}");
+            assert_eq!(parse_rfc3339(&rfc3339(day * DAY_MS)), Some(day * DAY_MS), "day {day}");
         }
         assert_eq!(parse_rfc3339("2026-11-21T21:43:05Z"), parse_rfc3339("2026-11-21T21:43:05.000Z"));
         for wrong in ["2026-02-29T00:00:00Z", "2026-13-01T00:00:00Z", "2026-01-01T24:00:00Z", "2026-01-01", "", "Z"] {
@@ -151,7 +112,7 @@ mod tests {
         for wrong in ["", "yesterday", "10", "10 m", "2026-11-31", "-1h", "99999999999999999999d", "25:00"] {
             assert!(since(wrong, now).unwrap_err().contains("expected a span"), "{wrong}");
         }
-        assert_eq!(since("20000d", now), Ok(now - 20000 * DAY_S * 1000));
+        assert_eq!(since("20000d", now), Ok(now - 20000 * DAY_MS));
         assert_eq!(since("90000d", now), Ok(0));
     }
 }
