@@ -1,6 +1,6 @@
 //! What the members of a network may exchange: isolation, rules, and mirrors.
 //!
-//! A network without any of it has no [`Policy`], and its frames pay nothing. With one, a frame between two ports
+//! A network without any of it has no policy, and its frames pay nothing. With one, a frame between two ports
 //! passes these steps; the first that applies decides:
 //!
 //! | step | passes | is dropped as |

@@ -4,11 +4,11 @@
 //! Each change worth knowing becomes one [`EventReport`]: starts, ends and deaths of machines, links of ports that come up or
 //! go down, faults, leases, forwards, changes that users made. The log answers "what happened overnight", also after a
 //! restart. It is not the daemon's log (`log`), which has sentences for people, nor a counter: what a peer can repeat at will is
-//! merged and rationed here ([`Ration`]), and counted elsewhere.
+//! merged and rationed here (`Ration`), and counted elsewhere.
 //!
 //! # Invariants
 //! - Numbers grow by one and go on where the daemon before ended.
-//! - [`Events::add`] never waits: not for the disk, and not for a reader. The file is written by a thread behind a bounded
+//! - `Events::add` never waits: not for the disk, and not for a reader. The file is written by a thread behind a bounded
 //!   queue. A reader holds no place here; it asks for what follows a number, and is told how many it has missed.
 //! - A guest cannot push others' events out faster than its ration allows.
 //!
@@ -17,7 +17,7 @@
 //! has at most [`FILE_BYTES`]. Lines that cannot be read (torn by a crash or a full disk) are skipped.
 //!
 //! # Limits
-//! [`KEPT`] events in memory, [`QUEUE`] that wait for the disk; those beyond are on no disk, and counted as `unwritten`.
+//! [`KEPT`] events in memory, `QUEUE` that wait for the disk; those beyond are on no disk, and counted as `unwritten`.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::fs::{File, OpenOptions};
