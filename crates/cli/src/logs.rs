@@ -8,7 +8,7 @@ use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use clap::Args;
 use serde::Serialize;
@@ -85,6 +85,9 @@ struct Source {
     kind: Kind,
     offset: u64,
     inode: u64,
+    /// When the file of a console's times was made: a machine that starts again writes the same file from its beginning,
+    /// and may have written as much as before, but its times are a new file.
+    born: Option<SystemTime>,
     /// A line whose end has not come yet, and where it begins.
     pending: Vec<u8>,
     silent: u32,
@@ -95,15 +98,19 @@ struct Source {
 impl Source {
     fn new(path: PathBuf, member: &str, kind: Kind) -> Source {
         let member = member.to_string();
-        Source { path, member, kind, offset: 0, inode: 0, pending: vec![], silent: 0, last_ms: 0 }
+        Source { path, member, kind, offset: 0, inode: 0, born: None, pending: vec![], silent: 0, last_ms: 0 }
     }
 
     /// The lines that came since the last call. With `all`, also a last one without an end.
     fn read(&mut self, all: bool) -> Vec<LogLine> {
         let Ok(mut file) = File::open(&self.path) else { return vec![] };
         let Ok(meta) = file.metadata() else { return vec![] };
+        let times = (self.kind == Kind::Console).then(|| std::fs::metadata(stamps::path_of(&self.path)).ok()).flatten();
+        let born = times.and_then(|times| times.created().ok()).or(self.born);
+        let again = self.born.is_some() && born != self.born;
+        self.born = born;
         // Another file of that name, or one that begins again.
-        if meta.ino() != self.inode || meta.len() < self.offset {
+        if meta.ino() != self.inode || meta.len() < self.offset || again {
             (self.offset, self.inode) = (0, meta.ino());
             self.pending.clear();
         }
@@ -367,7 +374,15 @@ mod tests {
         assert!(moment::unix_ms() - lines[0].unix_ms < 60_000, "without a mark it is the file's own time");
         let prompt: Vec<_> = (0..10).flat_map(|_| texts(&all.read(false))).collect();
         assert_eq!(prompt, ["web # "]);
-        // The machine starts again, and another is added.
+        // The machine starts again and writes as much as before into the same file.
+        std::fs::write(dir.path().join("web.console.times"), "5 11\n").unwrap();
+        assert!(all.read(false).is_empty());
+        std::fs::remove_file(dir.path().join("web.console.times")).unwrap();
+        std::fs::write(&console, "uno\ndos\n# a\n").unwrap();
+        std::fs::write(dir.path().join("web.console.times"), "9 12\n").unwrap();
+        assert_eq!(texts(&all.read(false)), ["web uno", "web dos", "web # a"]);
+        std::fs::remove_file(dir.path().join("web.console.times")).unwrap();
+        // It does so again, as a new file, and another is added.
         std::fs::remove_file(&console).unwrap();
         write("again\n");
         std::fs::write(dir.path().join("db.log"), "no disk\n").unwrap();
