@@ -41,7 +41,9 @@ def test_a_machine_that_crashes_backs_off_and_its_words_are_escaped_and_kept():
         def cli(*words):
             return subprocess.run([PROGRAM, *words], env=env, check=True, capture_output=True, text=True, cwd=folder).stdout
 
-        cli("up", "-d")
+        # The fabric is up, its machine is not: that is told at once, with its last words.
+        up = subprocess.run([PROGRAM, "up", "-d"], env=env, capture_output=True, text=True, cwd=folder)
+        assert up.returncode == 3 and "web" in up.stderr and "\x1b" not in up.stdout + up.stderr, (up.returncode, up.stdout, up.stderr)
         try:
             web = lambda: json.loads(cli("status", "--json"))["machines"][0]  # noqa: E731
             # Pauses of 1, 2 and 4 seconds: after the third crash it is told when the next start is.
