@@ -189,7 +189,7 @@ def test_a_subnet_that_the_host_reaches_otherwise_is_refused():
         refused = first.cli("up", "-d", file, check=False)
         assert refused.returncode == 1, refused
         device = next(link["ifname"] for link in json.loads(space.ip("-j", "link")) if link["ifname"].startswith("tb-"))
-        for part in ("network lan", "10.87.0.0/24", device, 'like "10.87.1.0/24"'):
+        for part in ("network.lan.subnet", "10.87.0.0/24", device, 'like "10.87.1.0/24"'):
             assert part in refused.stderr, refused.stderr
         file.write_text(text.format(name=two) + 'subnet = "10.87.1.0/24"\n')
         first.cli("up", "-d", file)
