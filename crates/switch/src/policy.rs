@@ -69,6 +69,13 @@ pub enum Protocol {
     Number(u8),
 }
 
+impl Protocol {
+    /// Whether all that it stands for has ports.
+    pub fn has_ports(self) -> bool {
+        matches!(self, Protocol::Number(number) if tuple::has_ports(number))
+    }
+}
+
 /// One rule. Each list is of alternatives; an empty one stands for everything.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Rule {
@@ -491,6 +498,8 @@ impl Policy {
         head: &[u8],
         shared: bool,
     ) -> Option<Reason> {
+        // The first frame of a connection is looked up again below. One look-up for both would cost every other frame a
+        // fifth of its decision: the compiler keeps the key in registers only while nothing else needs it.
         if let Some((tuple, kind)) = tuple::quick(head) {
             let (key, from_low) = Key::of(&tuple, from, to);
             if self.flows.find(now, self.generation, &key, from_low, kind) == Found::Open {

@@ -249,7 +249,7 @@ impl Running {
             counters: {
                 let uplink = self.ports.get(&plan::uplink_name(&spec.name));
                 let passt = uplink.map(super::ports::RunningPort::passt_counters).unwrap_or_default();
-                let told = n.policy != tombolo_switch::policy::Settings::default();
+                let told = !n.policy.is_empty();
                 let rules = n.policy_counts.rules.iter().enumerate().map(|(i, n)| (format!("rule_{i}"), *n));
                 let policy = rules.chain([
                     ("rule_none".into(), n.policy_counts.otherwise),

@@ -592,37 +592,40 @@ impl<'t> Reader<'_, 't> {
         self.fabric.links.push(link);
     }
 
+    /// The tables of the list `[[WORD]]`, with their paths: those of an addition count on from the `base` that there are.
+    fn listed<'a, 'i>(&mut self, root: &'a DeTable<'i>, word: &str, base: usize) -> Vec<Named<'a, 'i>> {
+        let Some(value) = root.get(word) else { return vec![] };
+        let form = schema::section(word).form;
+        let Some(array) = value.get_ref().as_array() else {
+            let hint = Some(format!("write {form}"));
+            self.out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), hint);
+            return vec![];
+        };
+        let mut out = Vec::new();
+        for (i, item) in array.iter().enumerate() {
+            let path = format!("{word}[{}]", base + i);
+            match item.get_ref().as_table() {
+                Some(table) => out.push((path, item.span(), table)),
+                None => self.out.say(&item.span(), path, format!("a section {form}"), found(item.get_ref()), None),
+            }
+        }
+        out
+    }
+
     fn policies(&mut self, root: &DeTable<'_>) {
-        for (path, span, table) in policy::tables(root, "rule", self.out) {
+        for (path, span, table) in self.listed(root, "rule", self.fabric.rules.len()) {
             let mut s = Section::open("rule", path, span, table, self.out, self.spots, &[]);
             self.fabric.rules.push(policy::rule(&mut s));
         }
-        for (path, span, table) in policy::tables(root, "mirror", self.out) {
+        for (path, span, table) in self.listed(root, "mirror", self.fabric.mirrors.len()) {
             let mut s = Section::open("mirror", path, span, table, self.out, self.spots, &[]);
             self.fabric.mirrors.push(policy::mirror(&mut s));
         }
     }
 
     fn forwards(&mut self, root: &DeTable<'_>) {
-        let Some(value) = root.get("forward") else { return };
-        let Some(array) = value.get_ref().as_array() else {
-            self.out.say(
-                &value.span(),
-                "forward",
-                "sections [[forward]]",
-                found(value.get_ref()),
-                Some("write [[forward]]".into()),
-            );
-            return;
-        };
-        let base = self.fabric.forwards.len();
-        for (i, item) in array.iter().enumerate() {
-            let path = format!("forward[{}]", base + i);
-            let Some(table) = item.get_ref().as_table() else {
-                self.out.say(&item.span(), path, "a section [[forward]]", found(item.get_ref()), None);
-                continue;
-            };
-            let mut s = Section::open("forward", path, item.span(), table, self.out, self.spots, &[]);
+        for (path, span, table) in self.listed(root, "forward", self.fabric.forwards.len()) {
+            let mut s = Section::open("forward", path, span, table, self.out, self.spots, &[]);
             let proto = s.word("proto", &[("tcp", Proto::Tcp), ("udp", Proto::Udp)]).unwrap_or(Proto::Tcp);
             let listen = s.text("listen", |t| t.parse::<SocketAddr>().ok().filter(|a| a.port() != 0));
             let to = s.text("to", |t| {

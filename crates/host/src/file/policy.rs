@@ -3,7 +3,7 @@
 use std::ops::RangeInclusive;
 
 use tombolo_switch::policy::{Action, Isolation, Mirror, Protocol, Rule, Who};
-use toml::de::{DeTable, DeValue};
+use toml::de::DeValue;
 
 use super::check::Check;
 use super::model::{Fabric, MirrorDecl, RuleDecl};
@@ -96,8 +96,7 @@ pub(super) fn rule(s: &mut Section<'_, '_, '_, '_>) -> RuleDecl {
             None => s.wrong("ports", &span, found(value), None),
         },
     }
-    let has_ports = matches!(by, Protocol::Number(6 | 17 | 33 | 132 | 136));
-    if let (false, Some((value, span))) = (has_ports, s.raw("ports"))
+    if let (false, Some((value, span))) = (by.has_ports(), s.raw("ports"))
         && !s.doubted("protocol")
     {
         let hint = Some("ports belong to a protocol: add protocol = \"tcp\" or \"udp\"".into());
@@ -125,30 +124,6 @@ pub(super) fn mirror(s: &mut Section<'_, '_, '_, '_>) -> MirrorDecl {
     let directions = [("both", (true, true)), ("sent", (true, false)), ("received", (false, true))];
     let (sent, received) = s.word("frames", &directions).unwrap_or((true, true));
     MirrorDecl { network, mirror: Mirror { of, to: to.unwrap_or_default().into(), sent, received } }
-}
-
-/// The tables of the list `word`, with the paths that complaints name.
-pub(super) fn tables<'a, 'i>(
-    root: &'a DeTable<'i>,
-    word: &str,
-    out: &mut super::problem::Complaints<'_>,
-) -> Vec<(String, std::ops::Range<usize>, &'a DeTable<'i>)> {
-    let Some(value) = root.get(word) else { return vec![] };
-    let form = format!("[[{word}]]");
-    let Some(array) = value.get_ref().as_array() else {
-        let hint = Some(format!("write {form}"));
-        out.say(&value.span(), word, format!("sections {form}"), found(value.get_ref()), hint);
-        return vec![];
-    };
-    let mut tables = Vec::new();
-    for (i, item) in array.iter().enumerate() {
-        let path = format!("{word}[{i}]");
-        match item.get_ref().as_table() {
-            Some(table) => tables.push((path, item.span(), table)),
-            None => out.say(&item.span(), path, format!("a section {form}"), found(item.get_ref()), None),
-        }
-    }
-    tables
 }
 
 /// Checks that every name is somebody's, and that groups are not called like members.
