@@ -272,6 +272,23 @@ impl<'m> ForeignMut<'m> {
         Some(())
     }
 
+    /// Exchanges the little-endian u32 at `offset` in one step; gives what was there. `None` as for a store.
+    #[inline]
+    pub fn swap_u32(&self, offset: usize, value: u32, order: Ordering) -> Option<u32> {
+        let ptr = self.0.field::<u32>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.swap(value.to_le(), order)))
+    }
+
+    /// Clears the bits that `keep` lacks in the little-endian u32 at `offset`, in one step; gives what was there. `None` as for a
+    /// store.
+    #[inline]
+    pub fn fetch_and_u32(&self, offset: usize, keep: u32, order: Ordering) -> Option<u32> {
+        let ptr = self.0.field::<u32>(offset)?;
+        // SAFETY: `field` checked bounds and alignment; the window is writable for 'm; access is atomic only.
+        Some(u32::from_le(unsafe { AtomicU32::from_ptr(ptr) }.fetch_and(keep.to_le(), order)))
+    }
+
     /// Exchanges the little-endian u64 at `offset` in one step; gives what was there. `None` as for a store.
     #[inline]
     pub fn swap_u64(&self, offset: usize, value: u64, order: Ordering) -> Option<u64> {

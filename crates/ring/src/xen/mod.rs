@@ -25,6 +25,7 @@
 //! * [`TxBack`] and [`RxBack`]: the backend's ends, for the fabric.
 //! * [`store`]: messages of XenStore; [`bytes`]: the byte rings over which a guest speaks to it, and its console.
 //! * [`bus`]: the states of the xenbus handshake, as a table for each end.
+//! * [`events`]: the queues of FIFO event channels, as a guest reads them.
 //!
 //! # Invariants and failure
 //!
@@ -43,6 +44,7 @@
 pub mod back;
 pub mod bus;
 pub mod bytes;
+pub mod events;
 pub mod front;
 pub mod netif;
 pub mod ring;
