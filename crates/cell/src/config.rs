@@ -95,7 +95,7 @@ impl fmt::Display for ConfigError {
 /// The value of the last word `key=value` of `line`. Never inlined: the start looks for a dozen keys, and an emulator
 /// translates each copy of this loop before it runs it once.
 #[inline(never)]
-fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
+pub(crate) fn value<'l>(line: &'l str, key: &str) -> Option<&'l str> {
     line.split_ascii_whitespace().filter_map(|word| word.split_once('=')).rfind(|(k, _)| *k == key).map(|p| p.1)
 }
 

@@ -428,6 +428,9 @@ mod start {
                 clock.source,
                 crate::machine::heap::bytes() >> 10
             );
+            if let Some(domain) = &platform.xen {
+                println!("tombolo-cell: {} event channels", domain.event_form());
+            }
         }
         selftest::run(&config);
         let window = config.number("pcimem");

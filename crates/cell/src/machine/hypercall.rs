@@ -50,6 +50,8 @@ const EVTCHN_SEND: usize = 4;
 const EVTCHN_STATUS: usize = 5;
 const EVTCHN_ALLOC_UNBOUND: usize = 6;
 const EVTCHN_UNMASK: usize = 9;
+const EVTCHN_INIT_CONTROL: usize = 11;
+const EVTCHN_EXPAND_ARRAY: usize = 12;
 const HVM_SET_PARAM: usize = 0;
 const HVM_GET_PARAM: usize = 1;
 const HVM_SET_UPCALL_VECTOR: usize = 23;
@@ -272,6 +274,28 @@ pub(crate) fn is_unbound(port: u32) -> bool {
 pub(crate) fn unmask(port: u32) -> Result<(), Refused> {
     let mut port = port;
     call_with(EVENT_CHANNEL_OP, EVTCHN_UNMASK, &mut port).map(drop)
+}
+
+/// Has Xen use FIFO event channels, with the control block of this processor at the start of `page`. Refused by a Xen that has
+/// them not.
+pub(crate) fn use_fifo_events(page: ForeignMut<'static>) -> Result<(), Refused> {
+    /// `evtchn_init_control`; Xen answers with the bits of a link, of which it has had 17 ever since.
+    #[repr(C)]
+    struct Argument {
+        frame: u64,
+        offset: u32,
+        processor: u32,
+        link_bits: u8,
+        padding: [u8; 7],
+    }
+    let mut argument = Argument { frame: frame(page), offset: 0, processor: 0, link_bits: 0, padding: [0; 7] };
+    call_with(EVENT_CHANNEL_OP, EVTCHN_INIT_CONTROL, &mut argument).map(drop)
+}
+
+/// Adds `page` to the event array, whose words are masked.
+pub(crate) fn expand_event_array(page: ForeignMut<'static>) -> Result<(), Refused> {
+    let mut frame = frame(page);
+    call_with(EVENT_CHANNEL_OP, EVTCHN_EXPAND_ARRAY, &mut frame).map(drop)
 }
 
 /// Closes an event channel.

@@ -20,6 +20,8 @@ global_asm!(include_str!("mem.s"), options(att_syntax));
 const HEAP_FLOOR: u64 = 1 << 20;
 /// Above lies what is mapped uncached, or not at all.
 const HEAP_CEILING: u64 = 3 << 30;
+/// The value of `events=` on the command line that asks Xen for two-level event channels.
+const TWO_LEVEL_EVENTS: &str = "2l";
 /// boot.s maps this much.
 const MAPPED: u64 = 4 << 30;
 
@@ -77,12 +79,13 @@ extern "C" fn cell_start(start_info: u32) -> ! {
     let machine = Machine { command_line: command_line_text(&line[..line_bytes]), ram: info.ram().to_vec(), ecam };
     let map = |address, len| super::map_device(&machine.ram, address, len);
     let khz = crate::config::number(&machine.command_line, "tsc_khz");
+    let wants_fifo = crate::config::value(&machine.command_line, "events") != Some(TWO_LEVEL_EVENTS);
     apic::mask_legacy_controllers();
     let local_apic = apic::Local::new(map);
     let (ram, shared_ram) = (machine.ram.clone(), machine.ram.clone());
     let shared_page =
         move |address, len| paging::map_shared(address, len, |start, end| super::overlaps(&shared_ram, start, end));
-    let domain = on_xen.then(|| Domain::open(start, khz, shared_page));
+    let domain = on_xen.then(|| Domain::open(start, khz, wants_fifo, shared_page));
     let (clock, io_apics) = match &domain {
         // Xen's timer needs no rate, and its domains have no I/O APIC.
         Some(domain) => (domain.clock.clone(), Vec::new()),

@@ -5,21 +5,7 @@
 //!
 //! # Events
 //!
-//! Two-level event channels (public/xen.h): Xen sets a channel's bit in `evtchn_pending`, the bit of its word in the
-//! processor's `evtchn_pending_sel`, and raises the upcall vector when `evtchn_upcall_pending` goes from 0 to 1. The interrupt
-//! itself does nothing but wake the cell (traps.s). Each turn of the main loop calls [`Domain::take_events`], which
-//! resets the flag *before* it looks at the bits:
-//!
-//! ```text
-//!   cell                                 Xen
-//!   flag = 0                             set bit
-//!   take pending_sel and the bits        was the flag 0? set it, raise the vector
-//!   work, arm the rings, look again
-//!   sti; hlt
-//! ```
-//!
-//! An event after the first line raises the vector, which stays pending in the local APIC until `hlt` sees it. So none
-//! is lost.
+//! See [`events`].
 //!
 //! # Time
 //!
@@ -34,10 +20,11 @@
 //! [`Domain::restores`] and connect again; the stack above keeps its connections. The clock is stopped in between. A
 //! domain that continues after all (`xl save -c`, or a save that failed) has lost nothing.
 //!
-//! Limits: one processor; at most 4096 event channels (the two-level form).
+//! Limits: one processor; at most 131,072 event channels, or 4096 in the two-level form.
 
 mod addresses;
 pub(crate) mod console;
+mod events;
 mod front;
 pub(crate) mod grants;
 #[cfg(feature = "hostile")]
@@ -55,8 +42,9 @@ use alloc::boxed::Box;
 use alloc::vec::Vec;
 use console::ConsoleRing;
 use core::cell::{Cell, RefCell};
-use core::sync::atomic::Ordering::{AcqRel, Acquire, Release};
+use core::sync::atomic::Ordering::Acquire;
 use core::task::Waker;
+use events::Events;
 use grants::{Access, Grants};
 use hypercall::{Param, ShutdownReason};
 use store::{Connection, Reply};
@@ -74,15 +62,9 @@ const FEATURES: [&str; 3] = ["control/feature-poweroff", "control/feature-reboot
 const ENLIGHTENED: u64 = 1;
 const NO_STORE: StoreError = StoreError::Other;
 
-/// Offsets in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes first.
-const UPCALL_PENDING: usize = 0;
-const PENDING_SEL: usize = 8;
+/// Offset in the shared information page (public/xen.h, 64 bit); processor 0's `vcpu_info` comes first.
 const TIME: usize = 32;
 const TIME_BYTES: usize = 32;
-const EVENT_PENDING: usize = 0x800;
-const EVENT_MASK: usize = 0xa00;
-const EVENT_WORDS: usize = 64;
-const WORD_BITS: usize = 64;
 
 /// A clock page's reading: at counter value `tsc` it was `system_ns`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -104,34 +86,6 @@ impl TimeInfo {
     /// Xen's system time at counter value `tsc`.
     fn at(&self, tsc: u64) -> u64 {
         self.system_ns + self.rate.ns(tsc.saturating_sub(self.tsc))
-    }
-}
-
-/// Which event channels have fired and were not yet asked for.
-struct Fired([Cell<u64>; EVENT_WORDS]);
-
-impl Fired {
-    fn add(&self, word: usize, bits: u64) {
-        if let Some(slot) = self.0.get(word) {
-            slot.set(slot.get() | bits);
-        }
-    }
-
-    fn clear(&self) {
-        self.0.iter().for_each(|slot| slot.set(0));
-    }
-
-    fn has(&self, port: u32) -> bool {
-        let slot = self.0.get(port as usize / WORD_BITS);
-        slot.is_some_and(|slot| slot.get() & 1 << (port as usize % WORD_BITS) != 0)
-    }
-
-    fn take(&self, port: u32) -> bool {
-        let Some(slot) = self.0.get(port as usize / WORD_BITS) else { return false };
-        let bit = 1 << (port as usize % WORD_BITS);
-        let had = slot.get() & bit != 0;
-        slot.set(slot.get() & !bit);
-        had
     }
 }
 
@@ -162,7 +116,7 @@ impl Timer {
 pub(crate) struct Domain {
     pub(crate) clock: Clock,
     shared: ForeignMut<'static>,
-    fired: Box<Fired>,
+    events: Events,
     map: Box<MapShared>,
     console_port: Cell<Option<u32>>,
     /// Waits for input of the console.
@@ -196,24 +150,23 @@ fn open_store(map: &MapShared) -> Option<Connection> {
     Some(Connection::new(page, port))
 }
 
-/// Has Xen share its information in the place of `page`, with no event let through that was not asked for.
+/// Has Xen share its information in the place of `page`.
 fn share_info(page: ForeignMut<'static>) {
     if let Err(refused) = hypercall::map_shared_info(page) {
         panic!("Xen refused the shared information page: {refused:?}");
     }
-    for word in 0..EVENT_WORDS {
-        let _ = page.store_u64(EVENT_MASK + word * 8, u64::MAX, Release);
-    }
 }
 
 impl Domain {
-    /// Maps what Xen shares. `start` is the counter at the cell's first instruction in Rust; `map` maps a page of Xen's.
+    /// Maps what Xen shares. `start` is the counter at the cell's first instruction in Rust; `wants_fifo` is false for
+    /// two-level event channels; `map` maps a page of Xen's.
     ///
     /// # Panics
     /// Where Xen refuses what every domain may do.
     pub(crate) fn open(
         start: u64,
         command_line_khz: Option<u64>,
+        wants_fifo: bool,
         map: impl Fn(u64, usize) -> Option<ForeignMut<'static>> + 'static,
     ) -> Domain {
         let map: Box<MapShared> = Box::new(map);
@@ -221,12 +174,13 @@ impl Domain {
         let store = open_store(&map).map(RefCell::new);
         let shared = dma::alloc(PAGE);
         share_info(shared);
+        let events = Events::open(shared, wants_fifo);
         let rate = read_time(shared).map(|time| time.rate);
         hypercall::stop_periodic_timer();
         Domain {
             clock: Clock::new(start, command_line_khz, rate),
             shared,
-            fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
+            events,
             map,
             console_port: Cell::new(console_port),
             console_reader: RefCell::default(),
@@ -242,10 +196,11 @@ impl Domain {
     #[cfg(test)]
     pub(crate) fn played() -> Domain {
         let rate = PvRate { multiplier: 1 << 31, shift: 0 };
+        let shared = dma::alloc(PAGE);
         Domain {
             clock: Clock::new(0, None, Some(rate)),
-            shared: dma::alloc(PAGE),
-            fired: Box::new(Fired([const { Cell::new(0) }; EVENT_WORDS])),
+            shared,
+            events: Events::open(shared, true),
             map: Box::new(|_, _| None),
             console_port: Cell::new(None),
             console_reader: RefCell::default(),
@@ -286,7 +241,7 @@ impl Domain {
 
     /// The first step of each turn: takes events, and does what the toolstack asks for.
     pub(crate) fn begin_turn(&self) {
-        self.take_events();
+        self.events.take();
         if self.console_port.get().is_some_and(|port| self.has_fired(port))
             && let Some(reader) = self.console_reader.borrow_mut().take()
         {
@@ -338,7 +293,7 @@ impl Domain {
         // First, so that a panic can be read.
         self.console_port.set(open_console(&self.map));
         share_info(self.shared);
-        self.fired.clear();
+        self.events.restored();
         self.clock.resume(now_ns, read_time(self.shared).map(|time| time.rate));
         self.timer.clear();
         hypercall::stop_periodic_timer();
@@ -349,6 +304,11 @@ impl Domain {
         self.restores.set(self.restores.get() + 1);
         self.take_interrupt(self.vector.get());
         println!("tombolo-cell: restored");
+    }
+
+    /// The form of its event channels, as it is printed.
+    pub(crate) fn event_form(&self) -> &'static str {
+        self.events.form()
     }
 
     /// How often this domain was restored.
@@ -384,7 +344,7 @@ impl Domain {
                 store.borrow_mut().close(&"no reply in time");
             }
             self.doze(Some(deadline_ns));
-            self.take_events();
+            self.events.take();
         }
     }
 
@@ -405,43 +365,28 @@ impl Domain {
 
     /// Lets a channel's events through.
     pub(crate) fn listen(&self, port: u32) {
-        // Cannot fail for a channel of this domain.
-        let _ = hypercall::unmask(port);
-    }
-
-    /// Takes what has fired since the last call.
-    fn take_events(&self) {
-        // The flag goes first: see the picture above. The exchange that follows is a barrier on this processor, and Release keeps
-        // the compiler from moving the write behind it.
-        let _ = self.shared.write_array(UPCALL_PENDING, [0u8]);
-        let mut words = self.shared.swap_u64(PENDING_SEL, 0, AcqRel).unwrap_or(0);
-        while words != 0 {
-            let word = words.trailing_zeros() as usize;
-            words &= words - 1;
-            let mask = self.shared.as_foreign().load_u64(EVENT_MASK + word * 8, Acquire).unwrap_or(u64::MAX);
-            let pending = self.shared.as_foreign().load_u64(EVENT_PENDING + word * 8, Acquire).unwrap_or(0);
-            let bits = pending & !mask;
-            let _ = self.shared.fetch_and_u64(EVENT_PENDING + word * 8, !bits, AcqRel);
-            self.fired.add(word, bits);
-        }
+        self.events.listen(port);
     }
 
     /// Whether a channel has fired since this was asked last.
     pub(crate) fn has_fired(&self, port: u32) -> bool {
-        self.fired.take(port)
+        self.events.take_fired(port)
     }
 
     /// Sleeps until an event comes, or until `until_ns`. It may wake early. Where XenStore told of something, or something was typed, while the turn
     /// waited for a reply, nothing would wake it again: then it does not sleep, and the next turn takes the event.
     pub(crate) fn sleep(&self, until_ns: Option<u64>) {
         let is_told = self.store.as_ref().is_some_and(|store| store.borrow().has_events());
-        let is_typed = self.console_port.get().is_some_and(|port| self.fired.has(port));
+        let is_typed = self.console_port.get().is_some_and(|port| self.events.has_fired(port));
         if !is_told && !is_typed {
             self.doze(until_ns);
         }
     }
 
     fn doze(&self, until_ns: Option<u64>) {
+        if self.events.has_left() {
+            return;
+        }
         if let Some(until_ns) = until_ns {
             let now_ns = self.clock.now_ns();
             if until_ns <= now_ns {
@@ -522,16 +467,5 @@ mod tests {
         // Its event came one nanosecond before the cell's clock says so; nothing would wake the cell any more.
         timer.clear();
         assert!(!timer.fires_by(100, 99));
-    }
-
-    #[test]
-    fn a_channel_that_fired_is_told_once() {
-        let fired = Fired([const { Cell::new(0) }; EVENT_WORDS]);
-        fired.add(1, 1 << 3 | 1 << 5);
-        fired.add(1, 1 << 3);
-        fired.add(EVENT_WORDS, 1);
-        assert!(fired.has(67) && !fired.has(66) && !fired.has(u32::MAX));
-        assert!(fired.take(67) && !fired.take(67) && !fired.has(67));
-        assert!(fired.take(69) && !fired.take(3) && !fired.take(u32::MAX));
     }
 }
